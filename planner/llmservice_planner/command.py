@@ -1,0 +1,90 @@
+"""The `llmservice` command: a frame that finds its subcommands in the other houses.
+
+Every house registers its commands in the entry-point group `llmservice.commands`. A command whose dependencies are not
+installed is absent from the help, so that the operator's image, which carries no torch, shows no `serve`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points, version
+from importlib.util import find_spec
+
+GROUP = "llmservice.commands"
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One subcommand. `run` returns the process's exit status; user errors are raised as `CommandError`."""
+
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+    extra: str | None = None
+    requires: tuple[str, ...] = ()
+    """Top-level modules that `run` needs; `extra` is what installs them."""
+
+    def missing(self) -> tuple[str, ...]:
+        return tuple(name for name in self.requires if find_spec(name) is None)
+
+
+class CommandError(Exception):
+    """A user's error: its message is printed as it is, without a traceback, and the command exits with `status`."""
+
+    def __init__(self, message: str, status: int = 2) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; returns the exit status (0 success, 1 a "no" as the answer, 2 an error of the user's)."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    commands = {entry.name: _load(entry) for entry in entry_points(group=GROUP)}
+    if arguments and (asked := commands.get(arguments[0])) and (missing := asked.missing()):
+        print(
+            f"llmservice {arguments[0]}: not installed here ({', '.join(missing)} missing): "
+            f"pip install 'llmservice[{asked.extra}]'",
+            file=sys.stderr,
+        )
+        return 2
+    args = _parser(commands).parse_args(arguments)
+    try:
+        return commands[args.command].run(args)
+    except CommandError as error:
+        print(f"llmservice {args.command}: {error}", file=sys.stderr)
+        return error.status
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `llmservice plan … | head` closed the pipe: not an error of anybody's
+        sys.stderr.close()
+        return 0
+
+
+def _load(entry: EntryPoint) -> Command:
+    command = entry.load()
+    if not isinstance(command, Command):
+        raise TypeError(f"entry point {entry.name} names {command!r}, expected a Command")
+    return command
+
+
+def _parser(commands: dict[str, Command]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="llmservice", description="Serve open-weight LLMs on Kubernetes: sized by arithmetic, scaled on what users feel."
+    )
+    parser.add_argument("--version", action="version", version=f"llmservice {version('llmservice')}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in sorted(commands.items()):
+        if command.missing():
+            continue
+        subparser = subparsers.add_parser(
+            name, help=command.help, description=command.help, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        )
+        command.add_arguments(subparser)
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
