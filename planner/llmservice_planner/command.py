@@ -42,7 +42,10 @@ class CommandError(Exception):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns the exit status (0 success, 1 a "no" as the answer, 2 an error of the user's)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    commands = {entry.name: _load(entry) for entry in entry_points(group=GROUP)}
+    entries = {entry.name: entry for entry in entry_points(group=GROUP)}
+    if arguments and arguments[0] in entries:
+        entries = {arguments[0]: entries[arguments[0]]}  # one command asked for: load no other
+    commands = {name: _load(entry) for name, entry in entries.items()}
     if arguments and (asked := commands.get(arguments[0])) and (missing := asked.missing()):
         print(
             f"llmservice {arguments[0]}: not installed here ({', '.join(missing)} missing): "

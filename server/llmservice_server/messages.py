@@ -1,0 +1,91 @@
+"""The messages between the HTTP process and the engine process: msgspec structs, encoded as MessagePack over zmq."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How one sequence is sampled. Stop *strings* are the HTTP process's business: it aborts when one matches."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()  # end of sequence included; the stop token is never returned
+    ignore_eos: bool = False
+
+
+class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate", omit_defaults=True):
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    arrival_s: float  # time.monotonic() of the HTTP process; both processes share the machine's clock
+    lane: str = "interactive"
+    deadline_s: float | None = None  # monotonic; past it the request ends with "error"
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    request_ids: list[str]
+    finished: bool = False  # True: a stop string matched, so the request counts as finished, not as aborted
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """Leave the loop now. The HTTP process sends it once nothing is in flight, or when the drain has timed out."""
+
+
+class Output(msgspec.Struct, kw_only=True, omit_defaults=True, array_like=True):
+    """What one step did for one request."""
+
+    request_id: str
+    token_ids: list[int] = []
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    error_status: int = 500  # the HTTP status that `error` deserves
+    num_cached_tokens: int = 0
+    queue_s: float | None = None  # arrival to first scheduled; sent with the first token
+
+
+class Stats(msgspec.Struct, kw_only=True, array_like=True):
+    """The engine's gauges and counters after a step; counters are totals since start."""
+
+    num_running: int
+    num_waiting: dict[str, int]  # by lane
+    blocks_free: int
+    blocks_held: int
+    blocks_cached: int
+    preemptions: int
+    batch_size: int  # sequences in this step
+    iteration_tokens: int  # tokens in this step
+
+
+class StepOutputs(msgspec.Struct, kw_only=True, tag="step"):
+    outputs: list[Output]
+    stats: Stats
+
+
+class Ready(msgspec.Struct, kw_only=True, tag="ready"):
+    """Sent once, when the engine can serve."""
+
+    max_model_len: int
+    max_num_seqs: int
+    block_size: int
+    num_blocks: int  # usable ones: the null block apart
+    max_request_tokens: int  # min(max_model_len, num_blocks * block_size): longer requests are refused at admission
+    memory_bytes: dict[str, int]  # by kind: weights, kv_cache, activations, total
+    load_s: float
+
+
+class Failed(msgspec.Struct, kw_only=True, tag="failed"):
+    """The engine cannot start, or is about to exit: one sentence for the user."""
+
+    error: str
+
+
+ToEngine = Generate | Abort | Shutdown
+FromEngine = StepOutputs | Ready | Failed
