@@ -1,0 +1,54 @@
+# One environment, one place for every command. `make demo` and `make test` need Python 3.11+ and the package registries.
+# torch: where pip is offered a CPU build (PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL), the pin in constraints.txt takes it.
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: help setup tools demo test e2e lint format bench crds clean
+
+help:           ## show this
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## *' '{printf "  make %-8s %s\n", $$1, $$2}'
+
+setup: $(STAMP) ## make .venv with the pinned dependencies
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "no venv module: apt-get install python3-venv"; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+tools:          ## what the tests want from Debian: a real Prometheus
+	@command -v prometheus >/dev/null || { \
+	  command -v apt-get >/dev/null || { echo "the e2e tests need prometheus (2.40+) on the PATH"; exit 1; }; \
+	  SUDO=; [ "$$(id -u)" = 0 ] || SUDO=sudo; \
+	  $$SUDO apt-get update -qq && $$SUDO env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends prometheus; }
+
+demo: setup     ## the whole path on this machine: manifest, tokens, scale up, scale down (about 3 minutes)
+	$(BIN)/llmservice demo
+
+test: setup tools ## every test: unit, property, parity, chart, end to end
+	$(BIN)/python -m pytest -q
+
+e2e: setup tools ## end to end only (KUBEBUILDER_ASSETS or KUBECONFIG choose another API server)
+	$(BIN)/python -m pytest -q e2e
+
+lint: setup     ## what CI checks before the tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup   ## let ruff write the code's form
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+crds: setup     ## write crds/ (and the chart's copy) from the operator's models
+	$(BIN)/llmservice crd --write
+
+bench: setup    ## benchmarks of this machine: tables on the terminal, JSON under benchmarks/results/
+	$(BIN)/python benchmarks/run.py
+
+clean:
+	rm -rf $(VENV) .demo .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
