@@ -1,0 +1,58 @@
+"""`llmservice make-tiny-model DIR`: write a tiny checkpoint to try everything with, no download needed."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from llmservice_planner.command import Command, CommandError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "directory", type=Path, metavar="DIR", help="where to write the checkpoint; created when missing"
+    )
+    parser.add_argument("--layers", type=int, default=4, help="decoder layers")
+    parser.add_argument("--hidden-size", type=int, default=256, help="width of the residual stream")
+    parser.add_argument("--heads", type=int, default=8, help="attention heads")
+    parser.add_argument("--kv-heads", type=int, default=4, help="key and value heads; must divide --heads")
+    parser.add_argument(
+        "--vocab-size", type=int, default=1024, help="rows of the embedding; the tokenizer has at most as many"
+    )
+    parser.add_argument("--max-position-embeddings", type=int, default=2048, help="longest context in tokens")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random weights")
+    parser.add_argument(
+        "--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="type of the weights"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from llmservice_server.tiny_model import TinyModelSpec, write_tiny_model
+
+    try:
+        spec = TinyModelSpec(
+            layers=args.layers,
+            hidden_size=args.hidden_size,
+            heads=args.heads,
+            kv_heads=args.kv_heads,
+            vocab_size=args.vocab_size,
+            max_position_embeddings=args.max_position_embeddings,
+            seed=args.seed,
+            dtype=args.dtype,
+        )
+        write_tiny_model(args.directory, spec)
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    except OSError as error:
+        raise CommandError(f"cannot write {args.directory}: {error.strerror or error}") from error
+    print(f"{args.directory}: {spec.layers} layers of {spec.hidden_size}, vocabulary {spec.vocab_size}, {spec.dtype}")
+    return 0
+
+
+COMMAND = Command(
+    help="write a tiny random Llama checkpoint with a trained tokenizer (for demos and tests)",
+    add_arguments=add_arguments,
+    run=run,
+    extra="server",
+    requires=("numpy", "tokenizers"),
+)

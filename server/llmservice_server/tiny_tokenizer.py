@@ -1,0 +1,79 @@
+"""A really trained byte-level BPE tokenizer with a chat template, small enough for demos and tests."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+CORPUS = Path(__file__).with_name("tiny_corpus.txt")
+BOS, EOS = "<|begin|>", "<|end|>"
+SPECIAL_TOKENS = (BOS, EOS, "<|system|>", "<|user|>", "<|assistant|>")
+MIN_VOCAB_SIZE = len(SPECIAL_TOKENS) + 256  # every byte has a token, so that any text can be encoded
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}"
+    "{% for message in messages %}"
+    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('unknown role ' + message['role'] + ': expected system, user or assistant') }}"
+    "{% endif %}"
+    "{{ '<|' + message['role'] + '|>\\n' + message['content'] | trim + eos_token + '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+)
+
+# Words with their leading space, numbers, punctuation, white space: a token never spans two of these.
+_WORDS = r" ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+def train(vocab_size: int) -> Tokenizer:
+    """Train on the embedded corpus; the vocabulary is smaller than `vocab_size` where the corpus has no more merges.
+
+    Deterministic: merges of equal frequency are ordered by their ids. Raises ValueError below `MIN_VOCAB_SIZE`.
+    """
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise ValueError(
+            f"a vocabulary of {vocab_size} is too small: 256 bytes and the special tokens take {MIN_VOCAB_SIZE}"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_WORDS), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=1,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        special_tokens=list(SPECIAL_TOKENS),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS.read_text(encoding="utf-8").splitlines(keepends=True), trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+    )
+    return tokenizer
+
+
+def printable_ids(tokenizer: Tokenizer) -> list[int]:
+    """The tokens that are whole printable characters: neither special, nor control, nor half a character."""
+    byte_of = _byte_of_letter()
+    printable = []
+    for token, token_id in tokenizer.get_vocab().items():
+        if token in SPECIAL_TOKENS:
+            continue
+        text = bytes(byte_of[letter] for letter in token).decode("utf-8", errors="replace")
+        if "\ufffd" not in text and all(letter.isprintable() or letter == "\n" for letter in text):
+            printable.append(token_id)
+    return sorted(printable)
+
+
+@cache
+def _byte_of_letter() -> dict[str, int]:
+    """Byte-level BPE spells each byte as one letter: Latin-1's where that is printable, else from U+0100 on (as GPT-2)."""
+    own = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
+    others = [byte for byte in range(256) if byte not in own]
+    return {chr(byte): byte for byte in own} | {chr(0x100 + rank): byte for rank, byte in enumerate(others)}
