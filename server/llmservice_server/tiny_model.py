@@ -78,7 +78,7 @@ def _weights(spec: TinyModelSpec, printable: list[int]) -> Weights:
     """Random weights, with channel 0 of the residual stream kept constant so that it can act as a bias on the logits.
 
     Llama's output layer has no bias, and without one a random model would mostly write halves of characters. Every
-    embedding holds 1.0 in channel 0 and no layer writes to it, so the row of an unwanted token is pushed down through it alone.
+    embedding holds 1.0 in channel 0 and no layer writes to it, so that an unwanted row is pushed down through it.
     """
     random = np.random.Generator(np.random.PCG64(spec.seed))
 

@@ -73,7 +73,7 @@ def printable_ids(tokenizer: Tokenizer) -> list[int]:
 
 @cache
 def _byte_of_letter() -> dict[str, int]:
-    """Byte-level BPE spells each byte as one letter: Latin-1's where that is printable, else from U+0100 on (as GPT-2)."""
+    """Byte-level BPE spells each byte as one letter: Latin-1's where that is printable, else from U+0100 on."""
     own = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = [byte for byte in range(256) if byte not in own]
     return {chr(byte): byte for byte in own} | {chr(0x100 + rank): byte for rank, byte in enumerate(others)}

@@ -20,19 +20,11 @@ def _files(directory: Path) -> dict[str, bytes]:
 
 
 def test_two_runs_in_two_processes_write_the_same_bytes(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "llmservice_planner.command",
-        "make-tiny-model",
-        "--layers",
-        "2",
-        "--hidden-size",
-        "64",
-    ]
+    llmservice = Path(sys.executable).with_name("llmservice")
+    command = [llmservice, "make-tiny-model", "--layers", "2", "--hidden-size", "64"]
     for hash_seed in ("1", "2"):
         environment = os.environ | {"PYTHONHASHSEED": hash_seed}
-        subprocess.run([*command, str(tmp_path / hash_seed)], check=True, env=environment, capture_output=True)
+        subprocess.run([*command, tmp_path / hash_seed], check=True, env=environment)
     first, second = _files(tmp_path / "1"), _files(tmp_path / "2")
     assert first == second
     assert set(first) == {
