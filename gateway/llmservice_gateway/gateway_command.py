@@ -1,0 +1,49 @@
+"""`llmservice gateway`: the front door of every LLMService of a cluster, or of some namespaces."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+
+from llmservice_planner.command import Command
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--host", default="0.0.0.0", help="address to listen on")
+    parser.add_argument("--port", type=int, default=8080, help="port to listen on")
+    parser.add_argument(
+        "--namespace", action="append", default=[], metavar="NAME", help="follow this namespace only; may be repeated"
+    )
+    parser.add_argument(
+        "--drain-timeout",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="how long requests may finish after SIGTERM",
+    )
+    parser.add_argument(
+        "--max-body-mib", type=int, default=16, metavar="MIB", help="larger requests are refused with 413"
+    )
+    parser.add_argument(
+        "--read-timeout",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="how long a pod may stay silent in the middle of an answer",
+    )
+    parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+
+
+def _run(args: argparse.Namespace) -> int:
+    from llmservice_gateway.serving import run_gateway
+
+    return asyncio.run(run_gateway(args))
+
+
+COMMAND = Command(
+    help="route OpenAI requests to the ready pods of each LLMService",
+    add_arguments=_add_arguments,
+    run=_run,
+    extra="gateway",
+    requires=("aiohttp", "kubernetes", "prometheus_client"),
+)

@@ -1,0 +1,40 @@
+"""What the gateway counts. Labels take the names of known models only, so a client cannot make new series."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+UNKNOWN_MODEL = ""
+
+LATENCY_BUCKETS_S = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320
+)  # fmt: skip
+
+
+class GatewayMetrics:
+    """One registry a gateway: two in one process (tests) do not share figures."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "llmservice_gateway_requests_total",
+            "Requests answered, by model and status code; 499: the client left before the answer was complete",
+            ["model", "code"],
+            registry=self.registry,
+        )
+        self.in_flight = Gauge(
+            "llmservice_gateway_in_flight", "Requests being answered now", ["model"], registry=self.registry
+        )
+        self.retries = Counter(
+            "llmservice_gateway_retries_total",
+            "Requests passed to another pod, because the first refused the connection or was draining",
+            ["model", "reason"],
+            registry=self.registry,
+        )
+        self.upstream_latency = Histogram(
+            "llmservice_gateway_upstream_latency_seconds",
+            "From passing a request on to the response's headers",
+            ["model"],
+            buckets=LATENCY_BUCKETS_S,
+            registry=self.registry,
+        )

@@ -1,0 +1,155 @@
+"""Passing one request to one pod, and its answer back as it comes.
+
+Until the first byte has gone to the client another pod may be asked instead; after that the answer is that pod's alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+import aiohttp
+from aiohttp import web
+from multidict import CIMultiDict, CIMultiDictProxy
+
+from llmservice_gateway.balancer import Balancer
+from llmservice_gateway.metrics import GatewayMetrics
+from llmservice_gateway.openai_error import error_response, unavailable
+from llmservice_gateway.routes import Backend, Route
+
+logger = logging.getLogger(__name__)
+
+MOST_ATTEMPTS = 3
+CONNECT_TIMEOUT_S = 5.0
+KEEPALIVE_S = 2.0
+"""Below the pods' own keep-alive (uvicorn: 5 s), so that a kept connection is not used in the moment it is closed."""
+
+# RFC 9110, section 7.6.1: these speak of one connection and are not passed on.
+HOP_BY_HOP = frozenset(
+    {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer"}
+    | {"transfer-encoding", "upgrade"}
+)
+NOT_SENT_ON = HOP_BY_HOP | {"host", "content-length", "expect"}
+
+
+class _AnotherPodError(Exception):
+    """This pod did not take the request, and nothing of an answer has reached the client."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class BrokenAnswerError(Exception):
+    """The pod broke off in the middle; the client's connection is cut, and `response` is what had been begun."""
+
+    def __init__(self, response: web.StreamResponse) -> None:
+        super().__init__("the pod broke off its answer")
+        self.response = response
+
+
+class Proxy:
+    """Sends requests to pods through one connection pool."""
+
+    def __init__(
+        self,
+        balancer: Balancer,
+        metrics: GatewayMetrics,
+        read_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._balancer = balancer
+        self._metrics = metrics
+        self._clock = clock
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=read_timeout_s),
+            auto_decompress=False,  # the bytes of the answer are not ours to change
+            skip_auto_headers=("User-Agent", "Accept-Encoding", "Accept", "Content-Type"),
+        )
+
+    async def __aenter__(self) -> Proxy:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._session.close()
+
+    async def forward(
+        self, request: web.Request, model: str, find: Callable[[], Route], body: bytes, request_id: str
+    ) -> web.StreamResponse:
+        """Answer `request` from a ready pod of the route that `find` gives, or say why none can.
+
+        `find` is asked again before each attempt: a pod that became ready or left in the meantime counts.
+        """
+        tried: set[str] = set()
+        refused = False
+        for _ in range(MOST_ATTEMPTS):
+            backend = self._balancer.pick(find().backends, tried, self._clock())
+            if backend is None:
+                break
+            try:
+                with self._balancer.hold(backend):
+                    return await self._ask(backend, request, model, body, request_id)
+            except _AnotherPodError as again:
+                refused = True
+                tried.add(backend.uid)
+                self._metrics.retries.labels(model, again.reason).inc()
+                logger.info("request %s: pod %s: %s", request_id, backend.name, again.reason)
+        if refused:
+            return unavailable(
+                f"No replica of `{model}` could take the request: retry shortly.", "replicas_unavailable"
+            )
+        return unavailable(f"No replica of `{model}` is ready yet: retry shortly.", "no_ready_replica")
+
+    async def _ask(
+        self, backend: Backend, request: web.Request, model: str, body: bytes, request_id: str
+    ) -> web.StreamResponse:
+        headers = _passed_on(request.headers, NOT_SENT_ON)
+        headers["X-Request-Id"] = request_id
+        started = self._clock()
+        try:
+            upstream = await self._session.request(
+                request.method, backend.url + request.path_qs, data=body, headers=headers, allow_redirects=False
+            )
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            self._balancer.mark_failed(backend, self._clock())
+            raise _AnotherPodError("connection refused") from error
+        except TimeoutError:
+            return error_response(504, f"A replica of `{model}` did not answer in time.", "upstream_timeout")
+        except aiohttp.ClientError as error:
+            self._balancer.mark_failed(backend, self._clock())
+            raise _AnotherPodError("connection lost") from error
+        async with upstream:
+            self._metrics.upstream_latency.labels(model).observe(self._clock() - started)
+            if upstream.status == 503:  # draining, or its queue is full: another pod may have room
+                raise _AnotherPodError("unavailable")
+            return await _relay(request, upstream, request_id)
+
+
+async def _relay(request: web.Request, upstream: aiohttp.ClientResponse, request_id: str) -> web.StreamResponse:
+    """Write the pod's answer through, piece by piece as it arrives.
+
+    A pod that dies half-way leaves the client's connection cut too: an ending that looks whole would be a lie.
+    """
+    response = web.StreamResponse(status=upstream.status, headers=_passed_on(upstream.headers, HOP_BY_HOP))
+    response.headers["X-Request-Id"] = request_id
+    await response.prepare(request)
+    try:
+        async for piece in upstream.content.iter_any():
+            await response.write(piece)
+    except (aiohttp.ClientPayloadError, TimeoutError) as error:
+        logger.warning("request %s: the pod broke off its answer: %s", request_id, type(error).__name__)
+        if request.transport is not None:
+            request.transport.abort()
+        raise BrokenAnswerError(response) from error
+    await response.write_eof()
+    return response
+
+
+def _passed_on(headers: CIMultiDictProxy[str], without: frozenset[str]) -> CIMultiDict[str]:
+    named = {name.strip().lower() for name in headers.get("Connection", "").split(",")}
+    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in without | named)

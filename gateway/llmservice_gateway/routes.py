@@ -1,0 +1,155 @@
+"""Routing as plain data: LLMServices and pods in, a table from a model's name to its ready pods out.
+
+Nothing here touches a socket or a clock, so that every rule can be read, and tested, as a table.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+SERVED_NAME_ANNOTATION = "serving.llmservice.io/served-name"
+INSTANCE_LABEL = "app.kubernetes.io/instance"
+PORT_NAME = "http"
+DEFAULT_PORT = 8000
+
+Manifest = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """One pod that may be asked. `uid` is the pod's, so that a pod recreated on the same address starts afresh."""
+
+    uid: str
+    name: str
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What stands behind one served name in one namespace; no backends means that the model is known but not ready."""
+
+    namespace: str
+    served_name: str
+    created: int = 0
+    """Seconds since the epoch, for OpenAI's `created`."""
+    backends: tuple[Backend, ...] = ()
+
+
+class ModelNotFoundError(LookupError):
+    """No service serves this name, or several namespaces do and the request names none of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouteTable:
+    """Every served name of the cluster. Built anew on each change and swapped in whole, so readers need no lock."""
+
+    routes: Mapping[str, tuple[Route, ...]] = field(default_factory=dict)
+    """By served name; several routes where several namespaces serve the same name."""
+
+    def find(self, model: str) -> Route:
+        """The route of `served-name`, or of `namespace/served-name` where two namespaces share a name.
+
+        A served name may contain a slash itself, so the bare name is tried first.
+
+        Raises:
+            ModelNotFoundError: its text says which names would have worked.
+        """
+        if candidates := self.routes.get(model, ()):
+            if len(candidates) == 1:
+                return candidates[0]
+            names = ", ".join(f"`{route.namespace}/{model}`" for route in candidates)
+            raise ModelNotFoundError(f"The model `{model}` is served in several namespaces: name one of them, {names}.")
+        namespace, _, served_name = model.partition("/")
+        for route in self.routes.get(served_name, ()):
+            if route.namespace == namespace:
+                return route
+        raise ModelNotFoundError(
+            f"The model `{model}` does not exist: no LLMService serves it. GET /v1/models lists what is served."
+        )
+
+    def models(self) -> list[tuple[str, Route]]:
+        """Each model's name as a request should give it (qualified where it must be), in alphabetical order."""
+        named = [
+            (served_name if len(routes) == 1 else f"{route.namespace}/{served_name}", route)
+            for served_name, routes in self.routes.items()
+            for route in routes
+        ]
+        return sorted(named, key=lambda entry: entry[0])
+
+
+def build_table(services: Iterable[Manifest], pods: Iterable[Manifest]) -> RouteTable:
+    """The table for the cluster as seen now.
+
+    A pod stands behind the name that it was started with (its annotation), not the one that its service has by now:
+    while a renamed service rolls out, the old name works as long as a pod answers to it. Services of one namespace that
+    share a served name share its traffic.
+    """
+    created: dict[tuple[str, str], int] = {}
+    names: dict[tuple[str, str], str] = {}
+    for service in services:
+        namespace, name = _identity(service)
+        served_name = served_name_of(service)
+        names[namespace, name] = served_name
+        born = _epoch(service["metadata"].get("creationTimestamp"))
+        created[namespace, served_name] = min(born, created.get((namespace, served_name), born))
+
+    backends: dict[tuple[str, str], list[Backend]] = defaultdict(list)
+    for pod in pods:
+        metadata = pod["metadata"]
+        owner = (metadata.get("namespace", ""), metadata.get("labels", {}).get(INSTANCE_LABEL, ""))
+        if owner not in names or not is_routable(pod):
+            continue
+        served_name = metadata.get("annotations", {}).get(SERVED_NAME_ANNOTATION) or names[owner]
+        backends[owner[0], served_name].append(Backend(metadata["uid"], metadata["name"], _url(pod)))
+
+    routes: dict[str, list[Route]] = defaultdict(list)
+    for namespace, served_name in sorted(created.keys() | backends.keys()):
+        key = (namespace, served_name)
+        ready = tuple(sorted(backends.get(key, ()), key=lambda backend: backend.name))
+        routes[served_name].append(Route(namespace, served_name, created.get(key, 0), ready))
+    return RouteTable({name: tuple(found) for name, found in routes.items()})
+
+
+def served_name_of(service: Manifest) -> str:
+    """The name that clients put in `model`: `spec.model.servedName`, by default the service's own name."""
+    return str(service.get("spec", {}).get("model", {}).get("servedName") or service["metadata"]["name"])
+
+
+def is_routable(pod: Manifest) -> bool:
+    """Ready, addressed and not on its way out.
+
+    A pod leaves on its deletionTimestamp, before its readiness changes: it finishes what it has, and gets nothing new.
+    """
+    if pod["metadata"].get("deletionTimestamp"):
+        return False
+    status = pod.get("status", {})
+    conditions = status.get("conditions") or ()
+    ready = any(condition["type"] == "Ready" and condition["status"] == "True" for condition in conditions)
+    return ready and bool(status.get("podIP"))
+
+
+def _identity(manifest: Manifest) -> tuple[str, str]:
+    metadata = manifest["metadata"]
+    return metadata.get("namespace", ""), metadata["name"]
+
+
+def _url(pod: Manifest) -> str:
+    address = pod["status"]["podIP"]
+    host = f"[{address}]" if ":" in address else address
+    return f"http://{host}:{_port(pod)}"
+
+
+def _port(pod: Manifest) -> int:
+    for container in pod.get("spec", {}).get("containers", ()):
+        for port in container.get("ports") or ():
+            if port.get("name") == PORT_NAME:
+                return int(port["containerPort"])
+    return DEFAULT_PORT
+
+
+def _epoch(timestamp: str | None) -> int:
+    return int(datetime.fromisoformat(timestamp.replace("Z", "+00:00")).timestamp()) if timestamp else 0

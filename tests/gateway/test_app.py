@@ -1,0 +1,326 @@
+"""The gateway over real sockets, from the client's side."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+StartPod = Callable[[str], Awaitable[Any]]
+
+CHAT = "/v1/chat/completions"
+
+
+def llmservice(name: str, namespace: str = "default") -> dict[str, Any]:
+    return {"metadata": {"name": name, "namespace": namespace}, "spec": {"model": {"uri": "file:///m"}}}
+
+
+@pytest.fixture
+async def serve(front: Any, cluster: Any, start_pod: StartPod) -> Callable[..., Awaitable[list[Any]]]:
+    """Announce a service with ready pods and wait until the gateway knows them."""
+
+    async def announce(model: str, *pods: str, namespace: str = "default") -> list[Any]:
+        cluster.emit("llmservices", "ADDED", llmservice(model, namespace))
+        started = [await start_pod(name) for name in pods]
+        for pod in started:
+            cluster.emit("pods", "ADDED", pod.manifest(model, namespace))
+        await front.until(model, len(pods))
+        return started
+
+    return announce
+
+
+async def test_request_reaches_the_pod_with_its_body_and_headers_as_they_were(front: Any, serve: Any) -> None:
+    (pod,) = await serve("llama", "a")
+    body = b'{"model":"llama",  "messages":[{"role":"user","content":"h\\u00e9"}]}'
+    headers = {
+        "Authorization": "Bearer sk-1",
+        "X-Request-Id": "r-1",
+        "Content-Type": "application/json",
+        "X-Extra": "1",
+    }
+    async with front.client.post(CHAT + "?a=b", data=body, headers=headers) as response:
+        assert response.status == 200
+        assert await response.json() == {"pod": "a"}
+        assert response.headers["X-Request-Id"] == "r-1"
+    request, received = pod.requests[0]
+    assert received == body
+    assert request.path_qs == CHAT + "?a=b"
+    assert {name: request.headers[name] for name in headers} == headers
+
+
+async def test_stream_arrives_byte_for_byte_and_piece_by_piece(front: Any, serve: Any) -> None:
+    (pod,) = await serve("llama", "a")
+    go_on = asyncio.Event()
+
+    async def stream(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b'data: {"n": 1}\n\n')
+        await go_on.wait()
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    pod.answer = stream
+    async with front.client.post(CHAT, json={"model": "llama", "stream": True}) as response:
+        assert response.headers["Content-Type"] == "text/event-stream"
+        assert await response.content.readany() == b'data: {"n": 1}\n\n'
+        go_on.set()
+        assert await response.read() == b"data: [DONE]\n\n"
+
+
+async def test_compressed_answer_is_passed_on_compressed(front: Any, serve: Any) -> None:
+    import gzip
+
+    (pod,) = await serve("llama", "a")
+    packed = gzip.compress(b"{}")
+
+    async def answer(_request: web.Request) -> web.Response:
+        return web.Response(body=packed, headers={"Content-Encoding": "gzip", "Content-Type": "application/json"})
+
+    pod.answer = answer
+    async with front.client.post(CHAT, json={"model": "llama"}) as response:
+        assert response.headers["Content-Encoding"] == "gzip"
+        assert response.headers["Content-Length"] == str(len(packed))
+
+
+async def test_client_that_leaves_takes_the_pods_request_with_it(front: Any, serve: Any) -> None:
+    (pod,) = await serve("llama", "a")
+
+    async def stream(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"data: 1\n\n")
+        await asyncio.Event().wait()
+        return response
+
+    pod.answer = stream
+    response = await front.client.post(CHAT, json={"model": "llama"})
+    await response.content.readany()
+    response.close()
+    async with asyncio.timeout(5):
+        await pod.disconnected.wait()
+    assert front.gateway.metrics.registry.get_sample_value(
+        "llmservice_gateway_requests_total", {"model": "llama", "code": "499"}
+    )
+
+
+async def test_pod_that_refuses_connections_is_passed_over(front: Any, serve: Any, cluster: Any) -> None:
+    pod, other = await serve("llama", "a", "b")
+    gone = pod.manifest("llama")
+    gone["spec"]["containers"][0]["ports"][0]["containerPort"] = 1  # nobody listens there
+    cluster.emit("pods", "MODIFIED", gone)
+    cluster.emit("llmservices", "ADDED", llmservice("marker"))
+    await front.until("marker", 0)
+    for _ in range(4):
+        async with front.client.post(CHAT, json={"model": "llama"}) as response:
+            assert (response.status, await response.json()) == (200, {"pod": "b"})
+    assert len(other.requests) == 4
+
+
+async def test_draining_pods_503_is_not_shown_while_another_pod_can_answer(front: Any, serve: Any) -> None:
+    draining, other = await serve("llama", "a", "b")
+
+    async def refuse(_request: web.Request) -> web.Response:
+        return web.json_response({"error": "draining"}, status=503, headers={"Retry-After": "1"})
+
+    draining.answer = refuse
+    for _ in range(4):
+        async with front.client.post(CHAT, json={"model": "llama"}) as response:
+            assert response.status == 200
+    assert len(other.requests) == 4
+    assert draining.requests
+
+
+async def test_503_with_a_hint_is_the_answer_when_every_pod_refuses(front: Any, serve: Any) -> None:
+    pods = await serve("llama", "a", "b")
+
+    async def refuse(_request: web.Request) -> web.Response:
+        return web.json_response({"error": "full"}, status=503)
+
+    for pod in pods:
+        pod.answer = refuse
+    async with front.client.post(CHAT, json={"model": "llama"}) as response:
+        assert response.status == 503
+        assert int(response.headers["Retry-After"]) > 0
+        assert (await response.json())["error"]["code"] == "replicas_unavailable"
+    assert [len(pod.requests) for pod in pods] == [1, 1]
+
+
+async def test_pods_own_errors_are_passed_on_as_they_are(front: Any, serve: Any) -> None:
+    (pod,) = await serve("llama", "a")
+
+    async def refuse(_request: web.Request) -> web.Response:
+        return web.json_response({"error": {"message": "temperature"}}, status=400)
+
+    pod.answer = refuse
+    async with front.client.post(CHAT, json={"model": "llama"}) as response:
+        assert (response.status, await response.json()) == (400, {"error": {"message": "temperature"}})
+    assert len(pod.requests) == 1
+
+
+async def test_answer_that_breaks_off_is_cut_and_not_ended_as_if_whole(front: Any, serve: Any) -> None:
+    (pod,) = await serve("llama", "a")
+
+    async def break_off(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"data: 1\n\n")
+        assert request.transport is not None
+        request.transport.close()
+        return response
+
+    pod.answer = break_off
+    with pytest.raises(aiohttp.ClientError):
+        async with front.client.post(CHAT, json={"model": "llama"}) as response:
+            await response.read()
+    assert front.gateway.metrics.registry.get_sample_value(
+        "llmservice_gateway_requests_total", {"model": "llama", "code": "502"}
+    )
+
+
+async def test_requests_in_flight_spread_over_the_pods(front: Any, serve: Any) -> None:
+    pods = await serve("llama", "a", "b")
+    release = asyncio.Event()
+
+    async def hold(_request: web.Request) -> web.Response:
+        await release.wait()
+        return web.json_response({})
+
+    for pod in pods:
+        pod.answer = hold
+    asking = [asyncio.create_task(front.client.post(CHAT, json={"model": "llama"})) for _ in range(6)]
+    async with asyncio.timeout(5):
+        while sum(len(pod.requests) for pod in pods) < 6:
+            await asyncio.sleep(0)
+    assert [len(pod.requests) for pod in pods] == [3, 3]
+    release.set()
+    for response in await asyncio.gather(*asking):
+        response.release()
+
+
+async def test_pod_leaves_the_routes_on_its_deletion_timestamp(front: Any, serve: Any, cluster: Any) -> None:
+    leaving, staying = await serve("llama", "a", "b")
+    manifest = leaving.manifest("llama")
+    manifest["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    cluster.emit("pods", "MODIFIED", manifest)
+    await front.until("llama", 1)
+    for _ in range(3):
+        async with front.client.post(CHAT, json={"model": "llama"}) as response:
+            assert await response.json() == {"pod": "b"}
+    assert (len(leaving.requests), len(staying.requests)) == (0, 3)
+
+
+async def test_model_without_a_ready_pod_is_answered_with_503_and_a_hint(front: Any, serve: Any) -> None:
+    await serve("llama")
+    async with front.client.post(CHAT, json={"model": "llama"}) as response:
+        assert response.status == 503
+        assert int(response.headers["Retry-After"]) > 0
+        assert (await response.json())["error"]["code"] == "no_ready_replica"
+
+
+async def test_unknown_model_is_answered_as_openai_does(front: Any) -> None:
+    async with front.client.post(CHAT, json={"model": "gpt-5"}) as response:
+        assert response.status == 404
+        error = (await response.json())["error"]
+    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", "model", "model_not_found")
+    assert "gpt-5" in error["message"]
+    assert front.gateway.metrics.registry.get_sample_value(
+        "llmservice_gateway_requests_total", {"model": "", "code": "404"}
+    ), "a name that a client made up becomes no label"
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code"),
+    [
+        (b"{", 400, "invalid_json"),
+        (b"\xff\xfe{}", 400, "invalid_json"),
+        (b'{"model": "\xff"}', 400, "invalid_json"),
+        (b"[" * 3000, 400, "invalid_json"),
+        (b"[]", 400, "invalid_json"),
+        (b"{}", 400, "missing_model"),
+        (b'{"model": 7}', 400, "missing_model"),
+        (b'{"model": "' + b"x" * 5000 + b'"}', 413, "request_too_large"),
+    ],
+    ids=["cut off", "not UTF-8", "not UTF-8 inside", "deeply nested", "a list", "no model", "model no string", "large"],
+)
+async def test_bad_body_is_refused_in_openais_shape(front: Any, body: bytes, status: int, code: str) -> None:
+    async with front.client.post(CHAT, data=body) as response:
+        assert (response.status, (await response.json())["error"]["code"]) == (status, code)
+
+
+async def test_unknown_path_and_wrong_method_have_openais_shape_too(front: Any) -> None:
+    async with front.client.get("/v1/nothing") as response:
+        assert (response.status, (await response.json())["error"]["code"]) == (404, "not_found")
+    async with front.client.get(CHAT) as response:
+        assert (response.status, (await response.json())["error"]["code"]) == (405, "method_not_allowed")
+        assert response.headers["Allow"] == "POST"
+
+
+async def test_models_are_listed_with_their_readiness(front: Any, serve: Any) -> None:
+    await serve("llama", "a", "b")
+    await serve("qwen")
+    async with front.client.get("/v1/models") as response:
+        cards = (await response.json())["data"]
+    assert [(card["id"], card["ready"], card["ready_replicas"]) for card in cards] == [
+        ("llama", True, 2),
+        ("qwen", False, 0),
+    ]
+    async with front.client.get("/v1/models/llama") as response:
+        assert (await response.json())["id"] == "llama"
+    async with front.client.get("/v1/models/gpt-5") as response:
+        assert response.status == 404
+
+
+async def test_namespace_before_the_name_is_not_for_the_pod(front: Any, cluster: Any, start_pod: StartPod) -> None:
+    for namespace in ("a", "b"):
+        cluster.emit("llmservices", "ADDED", llmservice("llama", namespace))
+        pod = await start_pod(f"pod-{namespace}")
+        cluster.emit("pods", "ADDED", pod.manifest("llama", namespace))
+    await front.until("llama", 2)
+    async with front.client.post(CHAT, json={"model": "b/llama", "max_tokens": 1}) as response:
+        assert await response.json() == {"pod": "pod-b"}
+    assert json.loads(pod.requests[0][1]) == {"model": "llama", "max_tokens": 1}
+    async with front.client.post(CHAT, json={"model": "llama"}) as response:
+        assert response.status == 404
+
+
+async def test_gateway_is_ready_once_the_cluster_was_read_and_not_while_draining(front: Any) -> None:
+    async with asyncio.timeout(5):
+        while (await front.client.get("/ready")).status != 200:
+            await asyncio.sleep(0)
+    front.gateway.draining = True
+    assert (await front.client.get("/ready")).status == 503
+    assert (await front.client.get("/health")).status == 200
+
+
+async def test_metrics_are_served_in_prometheus_format(front: Any, serve: Any) -> None:
+    await serve("llama", "a")
+    async with front.client.post(CHAT, json={"model": "llama"}) as response:
+        await response.read()
+    async with front.client.get("/metrics") as response:
+        text = await response.text()
+    assert 'llmservice_gateway_requests_total{code="200",model="llama"} 1.0' in text
+    assert 'llmservice_gateway_in_flight{model="llama"} 0.0' in text
+    assert 'llmservice_gateway_upstream_latency_seconds_count{model="llama"} 1.0' in text
+
+
+async def test_credentials_never_reach_the_log(front: Any, serve: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG")
+    (pod,) = await serve("llama", "a")
+
+    async def refuse(_request: web.Request) -> web.Response:
+        return web.Response(status=503)
+
+    pod.answer = refuse
+    headers = {"Authorization": "Bearer sk-secret"}
+    async with front.client.post(CHAT, json={"model": "llama", "prompt": "a private matter"}, headers=headers):
+        pass
+    assert "pod a" in caplog.text
+    assert "sk-secret" not in caplog.text
+    assert "private" not in caplog.text

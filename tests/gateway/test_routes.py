@@ -1,0 +1,121 @@
+"""The routing table, as tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from llmservice_gateway.routes import ModelNotFoundError, build_table, is_routable
+
+
+def service(name: str, namespace: str = "default", served_name: str | None = None) -> dict[str, Any]:
+    return {
+        "metadata": {"name": name, "namespace": namespace, "creationTimestamp": "2026-01-02T03:04:05Z"},
+        "spec": {"model": {"uri": "file:///m"} | ({"servedName": served_name} if served_name else {})},
+    }
+
+
+def pod(
+    name: str,
+    instance: str,
+    namespace: str = "default",
+    served_name: str | None = None,
+    ready: bool = True,
+    ip: str = "10.0.0.1",
+    **metadata: Any,
+) -> dict[str, Any]:
+    annotations = {"serving.llmservice.io/served-name": served_name} if served_name else {}
+    return {
+        "metadata": {
+            "name": name,
+            "namespace": namespace,
+            "uid": f"uid-{name}",
+            "labels": {"app.kubernetes.io/instance": instance},
+            "annotations": annotations,
+            **metadata,
+        },
+        "spec": {"containers": [{"name": "server", "ports": [{"name": "http", "containerPort": 8000}]}]},
+        "status": {"podIP": ip, "conditions": [{"type": "Ready", "status": "True" if ready else "False"}]},
+    }
+
+
+def names(table_route: Any) -> list[str]:
+    return [backend.name for backend in table_route.backends]
+
+
+def test_model_is_routed_to_the_ready_pods_of_its_service_only() -> None:
+    table = build_table(
+        [service("llama", served_name="llama-3"), service("other")],
+        [pod("a", "llama"), pod("b", "llama", ready=False), pod("c", "other"), pod("d", "stranger")],
+    )
+    assert names(table.find("llama-3")) == ["a"]
+    assert names(table.find("other")) == ["c"]
+
+
+def test_service_without_pods_is_known_and_not_ready() -> None:
+    assert build_table([service("llama")], []).find("llama").backends == ()
+
+
+def test_unknown_model_is_not_found() -> None:
+    with pytest.raises(ModelNotFoundError, match=r"gpt-5.*does not exist"):
+        build_table([service("llama")], []).find("gpt-5")
+
+
+def test_name_shared_by_two_namespaces_must_be_qualified() -> None:
+    table = build_table(
+        [service("llama", "a"), service("llama", "b")], [pod("p", "llama", "a"), pod("q", "llama", "b")]
+    )
+    with pytest.raises(ModelNotFoundError, match="`a/llama`, `b/llama`"):
+        table.find("llama")
+    assert names(table.find("a/llama")) == ["p"]
+    assert names(table.find("b/llama")) == ["q"]
+    assert [name for name, _ in table.models()] == ["a/llama", "b/llama"]
+
+
+def test_served_name_may_contain_a_slash() -> None:
+    table = build_table([service("llama", served_name="meta-llama/Llama-3")], [pod("p", "llama")])
+    assert names(table.find("meta-llama/Llama-3")) == ["p"]
+    assert names(table.find("default/meta-llama/Llama-3")) == ["p"]
+
+
+def test_pod_keeps_answering_to_the_name_it_was_started_with_while_a_rename_rolls_out() -> None:
+    table = build_table(
+        [service("llama", served_name="new")],
+        [pod("old-pod", "llama", served_name="old"), pod("new-pod", "llama", served_name="new")],
+    )
+    assert names(table.find("old")) == ["old-pod"]
+    assert names(table.find("new")) == ["new-pod"]
+
+
+def test_services_of_one_namespace_may_share_a_name_and_its_traffic() -> None:
+    table = build_table(
+        [service("on-a100", served_name="llama"), service("on-h100", served_name="llama")],
+        [pod("p", "on-a100"), pod("q", "on-h100")],
+    )
+    assert names(table.find("llama")) == ["p", "q"]
+
+
+def test_card_carries_the_creation_time_in_seconds() -> None:
+    assert build_table([service("llama")], []).find("llama").created == 1767323045
+
+
+@pytest.mark.parametrize(
+    ("given", "routable"),
+    [
+        (pod("p", "llama"), True),
+        (pod("p", "llama", ready=False), False),
+        (pod("p", "llama", ip=""), False),
+        (pod("p", "llama", deletionTimestamp="2026-01-01T00:00:00Z"), False),
+        ({"metadata": {"name": "p"}}, False),
+    ],
+    ids=["ready", "not ready", "no address yet", "terminating though still ready", "no status yet"],
+)
+def test_pod_is_routable_when_ready_addressed_and_staying(given: dict[str, Any], routable: bool) -> None:
+    assert is_routable(given) is routable
+
+
+def test_backend_url_takes_the_container_port_and_brackets_ipv6() -> None:
+    odd = pod("p", "llama", ip="fd00::1")
+    odd["spec"]["containers"][0]["ports"][0]["containerPort"] = 9000
+    assert build_table([service("llama")], [odd]).find("llama").backends[0].url == "http://[fd00::1]:9000"
