@@ -1,0 +1,35 @@
+"""What the operator is told at start-up, by flags or the environment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorSettings:
+    """Settings of one operator process."""
+
+    server_image: str
+    """The image that the server pods and their init containers run."""
+
+    namespaces: tuple[str, ...] = ()
+    """Namespaces to watch; empty: the whole cluster."""
+
+    tick_s: float = 5.0
+    """Seconds between two passes over a service when nothing wakes it earlier."""
+
+    prometheus_url: str | None = None
+    """Base URL of a Prometheus; None: signals come straight from the pods."""
+
+    file_models_root: Path | None = None
+    """What `file:///x` is relative to, on the operator and in the pods alike; None: file:// is refused."""
+
+    hf_endpoint: str = "https://huggingface.co"
+    """Where config.json of an hf:// model is read."""
+
+    port: int = 8080
+    """Port of /healthz and /metrics; 0 picks a free one."""
+
+    host: str = "0.0.0.0"
+    """Address that /healthz and /metrics bind to."""

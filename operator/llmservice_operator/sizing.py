@@ -1,0 +1,152 @@
+"""From a spec and a model's figures to the engine's numbers: the planner is asked, problems come back as values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from llmservice_operator import duration, quantity
+from llmservice_operator.model_source import Model
+from llmservice_operator.spec import LLMServiceSpec
+from llmservice_operator.status import MeasuredStatus, SizingStatus
+from llmservice_planner.gpu import CPU, GPU, UnknownGPU, cpu_device, find_gpu
+from llmservice_planner.shape import ShapeError
+from llmservice_planner.sizing import Plan, SizingError, SizingRequest, plan
+
+GIB = 2**30
+SERVED_ARCHITECTURES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+"""What the inference server runs; the planner knows more families than that."""
+
+_EXPLANATION_LIMIT = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Sized:
+    """A service that fits: where the model is, what the engine is told."""
+
+    model: Model
+    device: GPU | CPU
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class SizingProblem:
+    """Why no pod is started, and what to change."""
+
+    reason: str
+    message: str
+
+
+def size(spec: LLMServiceSpec, model: Model) -> Sized | SizingProblem:
+    """The engine's numbers for `spec`, or the reason why there are none."""
+    if problem := _unserved(spec, model):
+        return problem
+    try:
+        device = device_of(spec)
+        answer = plan(sizing_request(spec, model, device))
+    except UnknownGPU as error:
+        return SizingProblem("UnknownGPU", f"resources.gpu.product: {error}")
+    except (ShapeError, SizingError) as error:
+        return SizingProblem("InvalidSizing", str(error))
+    if not answer.fits:
+        return SizingProblem("DoesNotFit", _does_not_fit(answer))
+    return Sized(model, device, answer)
+
+
+def device_of(spec: LLMServiceSpec) -> GPU | CPU:
+    """What one replica computes on; raises UnknownGPU."""
+    gpu = spec.resources.gpu
+    if gpu is None or gpu.count == 0:
+        return cpu_device(quantity.whole_bytes(spec.resources.requests.memory))
+    card = find_gpu(gpu.product or "")
+    return with_memory(card, gpu.memory_gib) if gpu.memory_gib else card
+
+
+def with_memory(card: GPU, memory_gib: float) -> GPU:
+    """The same card with the memory that the user says it has."""
+    return replace(card, memory_bytes=int(memory_gib * GIB))
+
+
+def sizing_request(spec: LLMServiceSpec, model: Model, device: GPU | CPU) -> SizingRequest:
+    """The planner's question in the spec's figures; raises SizingError where they contradict each other."""
+    engine = spec.engine
+    return SizingRequest(
+        shape=model.shape,
+        device=device,
+        device_count=1,
+        max_model_len=engine.max_model_len,
+        dtype=spec.model.dtype,
+        kv_dtype=engine.kv_cache_dtype,
+        block_size=engine.block_size,
+        gpu_memory_utilization=engine.gpu_memory_utilization,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        policy=engine.sizing.policy,
+        expected_tokens=engine.sizing.expected_tokens,
+        max_num_seqs=None if engine.max_num_seqs == "auto" else engine.max_num_seqs,
+        itl_p99_s=duration.seconds(spec.slo.itl_p99) if spec.slo.itl_p99 else None,
+        weights_bytes=model.weights_bytes,
+    )
+
+
+def sizing_status(sized: Sized, measured: MeasuredStatus | None) -> SizingStatus:
+    """`status.sizing`: the prediction with its working, and beside it what a server measured."""
+    answer = sized.plan
+    return SizingStatus(
+        max_num_seqs=answer.max_num_seqs,
+        max_model_len=answer.max_model_len,
+        kv_bytes_per_token=answer.kv_bytes_per_token,
+        weights_gib=_gib(answer.weights_bytes),
+        overhead_gib=_gib(answer.overhead_bytes),
+        kv_pool_gib=_gib(answer.kv_pool_bytes),
+        blocks=answer.num_blocks,
+        limited_by=answer.limited_by,
+        measured=measured,
+        explanation="\n".join(answer.explanation)[:_EXPLANATION_LIMIT],
+    )
+
+
+def measure(sized: Sized, blocks: int, weights_bytes: float | None) -> MeasuredStatus:
+    """What a running server reports, against the prediction. `blocks` leaves the null block out."""
+    predicted = max(0, sized.plan.num_blocks - 1)
+    return MeasuredStatus(
+        blocks=blocks,
+        weights_gib=None if weights_bytes is None else _gib(weights_bytes),
+        error_percent=round((predicted - blocks) / blocks * 100, 1) if blocks else 0.0,
+    )
+
+
+def _unserved(spec: LLMServiceSpec, model: Model) -> SizingProblem | None:
+    """The planner can size more than the server can run."""
+    gpu = spec.resources.gpu
+    if gpu is not None and gpu.count > 1:
+        return SizingProblem(
+            "Unsupported",
+            f"resources.gpu.count is {gpu.count}, but one replica runs on one card so far:"
+            " set it to 1 and choose a card that holds the whole model (`llmservice plan --gpu …` compares them)",
+        )
+    if model.shape.architecture not in SERVED_ARCHITECTURES:
+        return SizingProblem(
+            "UnsupportedModel",
+            f"the model's architecture is {model.shape.architecture}, the server runs"
+            f" {', '.join(sorted(SERVED_ARCHITECTURES))}: choose a model of one of these families",
+        )
+    if model.shape.quantization:
+        return SizingProblem(
+            "UnsupportedModel",
+            f"the checkpoint is quantised ({model.shape.quantization}), the server loads"
+            " float32, bfloat16 and float16: choose the unquantised checkpoint",
+        )
+    return None
+
+
+def _does_not_fit(answer: Plan) -> str:
+    remedies = " ".join(f"({number}) {text}" for number, text in enumerate(answer.remedies, start=1))
+    short = f"{answer.shortfall_bytes / GIB:.2f} GiB are missing"
+    working = (
+        f"weights {_gib(answer.weights_bytes)} GiB, overhead {_gib(answer.overhead_bytes)} GiB, one sequence of"
+        f" {answer.max_model_len} tokens {answer.sequence_bytes / GIB:.2f} GiB"
+    )
+    return f"the model does not fit: {short} ({working}). What would help: {remedies or 'a card with more memory'}"
+
+
+def _gib(number_of_bytes: float) -> float:
+    return round(number_of_bytes / GIB, 2)

@@ -1,0 +1,83 @@
+"""`status` of an LLMService: what was predicted, what was measured, what is wrong and what to do about it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import ConfigDict, Field
+
+from llmservice_operator.schema_model import SchemaModel
+
+MAX_DECISIONS = 5
+
+
+class Condition(SchemaModel):
+    type: str = Field(max_length=64, description="Ready, Progressing, SizingValid, ScalingActive or SLOFeasible.")
+    status: Literal["True", "False", "Unknown"] = Field(description="Whether the condition holds.")
+    reason: str = Field(
+        max_length=128, pattern=r"^[A-Za-z][A-Za-z0-9]*$", description="Why, in one CamelCase word for machines."
+    )
+    message: str = Field(max_length=2048, description="Why, and what to change, in a sentence for people.")
+    last_transition_time: str = Field(max_length=32, description="When status last flipped (RFC 3339).")
+    observed_generation: int = Field(0, ge=0, description="Generation of the spec that this speaks about.")
+
+
+class MeasuredStatus(SchemaModel):
+    blocks: int = Field(ge=0, description="KV blocks that the server allocated after loading.")
+    weights_gib: float | None = Field(None, alias="weightsGiB", ge=0, description="Memory of the loaded weights.")
+    error_percent: float = Field(description="Predicted blocks against measured ones; positive: predicted too many.")
+
+
+class SizingStatus(SchemaModel):
+    max_num_seqs: int = Field(ge=0, description="Sequences that run at once in one replica.")
+    max_model_len: int = Field(ge=0, description="Longest sequence that is served, in tokens.")
+    kv_bytes_per_token: int = Field(ge=0, description="Bytes of KV cache per token, over all cards of a replica.")
+    weights_gib: float = Field(alias="weightsGiB", ge=0, description="Predicted memory of the weights.")
+    overhead_gib: float = Field(alias="overheadGiB", ge=0, description="Predicted memory of runtime and activations.")
+    kv_pool_gib: float = Field(alias="kvPoolGiB", ge=0, description="Predicted memory left for the KV cache.")
+    blocks: int = Field(ge=0, description="Predicted KV blocks.")
+    limited_by: str = Field(max_length=64, description="What bounds maxNumSeqs.")
+    measured: MeasuredStatus | None = Field(None, description="The same, as a running server measured it.")
+    explanation: str = Field(max_length=8192, description="The working, line by line.")
+
+
+class DecisionStatus(SchemaModel):
+    time: str = Field(max_length=32, description="When it was decided (RFC 3339).")
+    wanted: int = Field(ge=0, description="Replicas that the load asks for.")
+    replicas: int = Field(ge=0, description="Replicas that were set, after limits.")
+    reasons: list[str] = Field(default_factory=list, max_length=16, description="Each step's reason.")
+
+
+class AutoscalingStatus(SchemaModel):
+    desired_replicas: int = Field(ge=0, description="Replicas that the operator asks for now.")
+    queue_depth: float | None = Field(None, ge=0, description="Waiting requests per ready replica.")
+    ttft_p99_seconds: float | None = Field(
+        None, ge=0, description="p99 time to first token over the window; absent without traffic."
+    )
+    startup_seconds: int | None = Field(
+        None, ge=0, description="Learned time (P90) from a pod's creation until it is ready."
+    )
+    decisions: list[DecisionStatus] = Field(
+        default_factory=list, max_length=MAX_DECISIONS, description="The last decisions, newest first."
+    )
+
+
+class LLMServiceStatus(SchemaModel):
+    model_config = ConfigDict(json_schema_extra={"description": "What the operator observed."})
+
+    observed_generation: int = Field(0, ge=0, description="Generation of the spec that this status speaks about.")
+    replicas: int = Field(0, ge=0, description="Pods that exist, ready or not.")
+    ready_replicas: int = Field(0, ge=0, description="Pods that serve.")
+    selector: str = Field("", max_length=512, description="Label selector of the pods, for the scale subresource.")
+    url: str = Field("", max_length=512, description="OpenAI-compatible base URL inside the cluster.")
+    sizing: SizingStatus | None = Field(None, description="How many sequences fit, and the working.")
+    autoscaling: AutoscalingStatus | None = Field(None, description="Load, and what was made of it.")
+    conditions: list[Condition] = Field(
+        default_factory=list,
+        max_length=16,
+        description="Ready, Progressing, SizingValid, ScalingActive, SLOFeasible.",
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
+    )
+
+    def condition(self, kind: str) -> Condition | None:
+        return next((condition for condition in self.conditions if condition.type == kind), None)
