@@ -51,9 +51,13 @@ def test_pod_that_refused_a_connection_is_asked_last_for_a_while() -> None:
 
 def test_hold_counts_down_when_the_request_fails() -> None:
     balancer = Balancer()
-    with pytest.raises(ConnectionError), balancer.hold(A):
+
+    def fail() -> None:
         assert balancer.in_flight(A) == 1
         raise ConnectionError
+
+    with pytest.raises(ConnectionError), balancer.hold(A):
+        fail()
     assert balancer.in_flight(A) == 0
 
 

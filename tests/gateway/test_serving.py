@@ -1,0 +1,146 @@
+"""The real command, against an API server and a pod on loopback: from its credentials to its end on SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import yaml
+from aiohttp import web
+
+LLMSERVICE = Path(sys.executable).with_name("llmservice")
+TOKEN = "loopback-token"
+
+
+class APIServer:
+    """Lists and watches over HTTP; wants the bearer token of the kubeconfig."""
+
+    def __init__(self, items: dict[str, list[dict[str, Any]]]) -> None:
+        self.items = items
+        self.refused = 0
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        if request.headers.get("Authorization") != f"Bearer {TOKEN}":
+            self.refused += 1
+            return web.json_response({"message": "who are you?"}, status=401)
+        if "watch" not in request.query:
+            items = self.items[request.path.rsplit("/", 1)[1]]
+            return web.json_response({"metadata": {"resourceVersion": "1"}, "items": items})
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        await response.prepare(request)
+        bookmark = {"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "2"}}}
+        await response.write(json.dumps(bookmark).encode() + b"\n")
+        await asyncio.Event().wait()
+        return response
+
+
+@pytest.fixture
+async def served(
+    start_pod: Callable[[str], Awaitable[Any]], tmp_path: Path
+) -> AsyncIterator[tuple[Any, APIServer, Path]]:
+    """A pod, the API server that knows it, and a kubeconfig."""
+    pod = await start_pod("a")
+    service = {"metadata": {"name": "llama", "namespace": "default"}, "spec": {"model": {"uri": "file:///m"}}}
+    api = APIServer({"llmservices": [service], "pods": [pod.manifest("llama")]})
+    app = web.Application()
+    app.router.add_get("/{path:.*}", api.handle)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    kubeconfig = tmp_path / "kubeconfig"
+    kubeconfig.write_text(yaml.safe_dump(_kubeconfig(f"http://127.0.0.1:{runner.addresses[0][1]}")))
+    yield pod, api, kubeconfig
+    await runner.cleanup()
+
+
+def _kubeconfig(server: str) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "loopback",
+        "contexts": [{"name": "loopback", "context": {"cluster": "loopback", "user": "me"}}],
+        "clusters": [{"name": "loopback", "cluster": {"server": server}}],
+        "users": [{"name": "me", "user": {"token": TOKEN}}],
+    }
+
+
+async def _gateway(kubeconfig: Path, *flags: str) -> tuple[asyncio.subprocess.Process, str]:
+    process = await asyncio.create_subprocess_exec(
+        LLMSERVICE, "gateway", "--host", "127.0.0.1", "--port", "0", *flags,
+        env=os.environ | {"KUBECONFIG": str(kubeconfig)}, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stderr is not None
+    async for line in process.stderr:
+        if found := re.search(rb"listening on ([\d.:]+)", line):
+            return process, f"http://{found[1].decode()}"
+    raise AssertionError(f"the gateway ended with {await process.wait()}")
+
+
+async def test_sigterm_lets_a_stream_finish_and_exits_0(served: tuple[Any, APIServer, Path]) -> None:
+    pod, _, kubeconfig = served
+    go_on = asyncio.Event()
+
+    async def stream(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"data: 1\n\n")
+        await go_on.wait()
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    pod.answer = stream
+    process, url = await _gateway(kubeconfig)
+    async with asyncio.timeout(30), aiohttp.ClientSession(url) as client:
+        while (await client.get("/ready")).status != 200:
+            await asyncio.sleep(0.01)
+        async with client.post("/v1/completions", json={"model": "llama"}) as response:
+            assert await response.content.readany() == b"data: 1\n\n"
+            process.send_signal(signal.SIGTERM)
+            await _until_closed(url)
+            go_on.set()
+            assert await response.read() == b"data: [DONE]\n\n"
+        assert await process.wait() == 0
+
+
+async def _until_closed(url: str) -> None:
+    host, port = url.removeprefix("http://").split(":")
+    while True:
+        try:
+            _, writer = await asyncio.open_connection(host, int(port))
+        except ConnectionRefusedError:
+            return
+        writer.close()
+        await asyncio.sleep(0.01)
+
+
+async def test_namespace_flag_narrows_what_is_read(served: tuple[Any, APIServer, Path]) -> None:
+    _, api, kubeconfig = served
+    process, url = await _gateway(kubeconfig, "--namespace", "default", "--drain-timeout", "1")
+    async with asyncio.timeout(30), aiohttp.ClientSession(url) as client:
+        while (await client.get("/ready")).status != 200:
+            await asyncio.sleep(0.01)
+        async with client.get("/v1/models") as response:
+            assert [card["id"] for card in (await response.json())["data"]] == ["llama"]
+        process.terminate()
+        assert await process.wait() == 0
+    assert api.refused == 0
+
+
+async def test_missing_kubeconfig_is_one_clear_sentence(tmp_path: Path) -> None:
+    process = await asyncio.create_subprocess_exec(
+        LLMSERVICE, "gateway",
+        env=os.environ | {"KUBECONFIG": str(tmp_path / "absent")}, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    _, stderr = await process.communicate()
+    assert process.returncode == 2
+    assert stderr.splitlines()[-1].startswith(b"llmservice gateway: no cluster to follow")
+    assert b"Traceback" not in stderr
