@@ -75,7 +75,8 @@ def _load(entry: EntryPoint) -> Command:
 
 def _parser(commands: dict[str, Command]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="llmservice", description="Serve open-weight LLMs on Kubernetes: sized by arithmetic, scaled on what users feel."
+        prog="llmservice",
+        description="Serve open-weight LLMs on Kubernetes: sized by arithmetic, scaled on what users feel.",
     )
     parser.add_argument("--version", action="version", version=f"llmservice {version('llmservice')}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

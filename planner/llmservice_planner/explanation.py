@@ -1,0 +1,163 @@
+"""The working of a plan in words: one line a step, `label: text`, with the figures that the arithmetic used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from llmservice_planner.budget import NULL_BLOCKS, Budget
+from llmservice_planner.gpu import CPU, GIB, GPU
+from llmservice_planner.limit import LimitedBy
+from llmservice_planner.overhead import OverheadTerm
+from llmservice_planner.roofline import Roofline
+from llmservice_planner.shape import DTYPE_BYTES
+
+
+def explain(
+    budget: Budget,
+    overhead: tuple[OverheadTerm, ...],
+    max_num_seqs: int,
+    bounds: Mapping[LimitedBy, int],
+    limited_by: LimitedBy,
+) -> tuple[str, ...]:
+    """The lines that `llmservice plan`, `status.sizing.explanation` and `llmservice explain` show."""
+    lines = [_model(budget), _weights(budget), _kv(budget), _memory(budget)]
+    lines += _overhead(overhead)
+    lines += _pool(budget, overhead, max_num_seqs)
+    lines.append(_sequence(budget))
+    if budget.fits:
+        lines += _speed(budget, max_num_seqs)
+        lines += _answer(budget, max_num_seqs, bounds, limited_by)
+    else:
+        lines.append(f"answer: does not fit, {format_bytes(budget.shortfall_bytes)} are missing")
+    return tuple(lines)
+
+
+def format_bytes(count: int) -> str:
+    """In GiB, MiB or KiB, whichever reads best."""
+    for unit, size in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(count) >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count} bytes"
+
+
+def _model(budget: Budget) -> str:
+    shape = budget.request.shape
+    text = f"model: {shape.architecture}, {shape.layers} layers, hidden {shape.hidden_size}, {shape.heads} heads"
+    text += "" if shape.is_mla else f" over {shape.kv_heads} KV heads of {shape.head_dim}"
+    if shape.num_experts:
+        active = f", {shape.active_parameters / 1e9:.2f} billion active"
+        return f"{text}, {shape.experts_per_token} of {shape.num_experts} experts a token{active}"
+    return text
+
+
+def _weights(budget: Budget) -> str:
+    request = budget.request
+    size = format_bytes(budget.weights_bytes)
+    if request.weights_bytes is not None:
+        return f"weights: {size}, read from the checkpoint's headers"
+    dtype = request.resolved_dtype
+    count = request.shape.num_parameters / 1e9
+    return f"weights: {count:.3f} billion parameters x {DTYPE_BYTES[dtype]} bytes ({dtype}) = {size}"
+
+
+def _kv(budget: Budget) -> str:
+    request, shape = budget.request, budget.request.shape
+    dtype, cards = request.resolved_kv_dtype, request.device_count
+    width = f"{DTYPE_BYTES[dtype]} bytes ({dtype})"
+    if shape.is_mla:
+        copies = f" x {cards} cards (every card keeps the latent)" if cards > 1 else ""
+        elements = f"({shape.kv_lora_rank} latent + {shape.qk_rope_head_dim} rope)"
+        formula = f"{shape.layers} layers x {elements} x {width}{copies}"
+    else:
+        heads = cards * max(1, shape.kv_heads // cards)
+        repeated = f" ({shape.kv_heads} repeated over {cards} cards)" if heads > shape.kv_heads else ""
+        formula = f"2 x {shape.layers} layers x {heads} KV heads{repeated} x {shape.head_dim} x {width}"
+    return f"kv per token: {formula} = {format_bytes(budget.kv_bytes_per_token)}"
+
+
+def _memory(budget: Budget) -> str:
+    request = budget.request
+    device, share = request.device, request.gpu_memory_utilization
+    name = "container" if isinstance(device, CPU) else f"{request.device_count} x {device.name}"
+    return (
+        f"memory: {name}, {format_bytes(device.memory_bytes)} seen by a process, "
+        f"{share:.0%} of it usable = {format_bytes(budget.usable_bytes)}"
+    )
+
+
+def _overhead(overhead: tuple[OverheadTerm, ...]) -> Iterator[str]:
+    for term in overhead:
+        yield f"overhead: {term.name} = {format_bytes(term.total_bytes)}"
+
+
+def _pool(budget: Budget, overhead: tuple[OverheadTerm, ...], max_num_seqs: int) -> Iterator[str]:
+    spent = sum(term.total_bytes for term in overhead)
+    left = budget.usable_bytes - budget.weights_bytes - spent
+    yield (
+        f"kv pool: {format_bytes(budget.usable_bytes)} - {format_bytes(budget.weights_bytes)} weights "
+        f"- {format_bytes(spent)} overhead = {format_bytes(left)}"
+    )
+    blocks = budget.pool_bytes(max_num_seqs) // budget.block_bytes
+    tokens = max(0, blocks - NULL_BLOCKS) * budget.request.block_size
+    yield (
+        f"blocks: {blocks} of {budget.request.block_size} tokens ({format_bytes(budget.block_bytes)} each), "
+        f"one of them the null block: room for {tokens} tokens"
+    )
+
+
+def _sequence(budget: Budget) -> str:
+    request = budget.request
+    tokens = request.tokens_per_sequence
+    blocks = budget.sequence_blocks(tokens)
+    window = request.shape.sliding_window
+    slides = f", {request.shape.sliding_layers} layers slide over {window} tokens" if window else ""
+    return (
+        f"sequence: policy {request.policy}, {tokens} tokens{slides} = {blocks} blocks, "
+        f"{format_bytes(blocks * budget.block_bytes)}"
+    )
+
+
+def _speed(budget: Budget, max_num_seqs: int) -> Iterator[str]:
+    roofline, request = budget.roofline, budget.request
+    if roofline is None:
+        yield f"speed: the rates of {request.device.name} are not known, so latency bounds nothing"
+        return
+    tokens = request.tokens_per_sequence
+    alone, full = (roofline.decode_step_s(size, tokens) for size in (1, max_num_seqs))
+    yield (
+        f"speed: a decode step takes {_ms(alone)} for one sequence, {_ms(full)} for {max_num_seqs} "
+        f"({max_num_seqs / full:.0f} tokens/s in all); the ridge is at {roofline.ridge_tokens}"
+    )
+    if request.itl_p99_s is not None:
+        yield from _promise(roofline, request.itl_p99_s, alone, request.max_num_batched_tokens)
+
+
+def _promise(roofline: Roofline, promise_s: float, alone_s: float, budget_tokens: int) -> Iterator[str]:
+    if alone_s > promise_s:
+        yield f"promise: even alone a sequence misses {_ms(promise_s)} a token: use faster or more cards"
+        return
+    chunk_s = roofline.prefill_s(budget_tokens)
+    if chunk_s > promise_s:
+        yield (
+            f"promise: a step that carries a full chunk of {budget_tokens} prompt tokens takes {_ms(chunk_s)}, "
+            f"past {_ms(promise_s)}: lower max_num_batched_tokens to {int(budget_tokens * promise_s / chunk_s)}"
+        )
+
+
+def _answer(budget: Budget, max_num_seqs: int, bounds: Mapping[LimitedBy, int], limited_by: LimitedBy) -> Iterator[str]:
+    others = ", ".join(f"{name} {bound}" for name, bound in sorted(bounds.items(), key=lambda item: item[1]))
+    yield f"bounds: {others}"
+    memory = bounds["kvMemory"]
+    if limited_by == "maxNumSeqs" and max_num_seqs > memory:
+        yield (
+            f"caution: only {memory} sequences of {budget.request.tokens_per_sequence} tokens fit at once; "
+            "past that the server preempts"
+        )
+    device = budget.request.device
+    if isinstance(device, GPU) and not device.supports_bf16 and budget.request.resolved_dtype == "bfloat16":
+        yield f"caution: {device.name} has no bfloat16 units: use dtype float16"
+    yield f"answer: max_num_seqs {max_num_seqs}, limited by {limited_by}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"

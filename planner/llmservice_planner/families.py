@@ -1,0 +1,179 @@
+"""What each model family's config.json leaves out: its defaults, and where it departs from the Llama layout.
+
+`config.json` is written as a difference to the family's own defaults, so a missing key means the family's value, never
+Llama's. The defaults are those of the configuration classes of Hugging Face transformers 5.x.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+SlidingRule = Literal["none", "all", "even", "pattern", "last"]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One `model_type`. The layout is Llama's (RMSNorm, gated MLP of three matrices) but for what is named here."""
+
+    name: str
+    defaults: Mapping[str, Any]
+    qkv_bias: bool | None = None
+    """None: as the config's `attention_bias` says, for o_proj too. A bool: fixed for q, k, v; o_proj has none."""
+    qk_norm: bool = False
+    norms_per_layer: int = 2
+    sliding: SlidingRule = "none"
+    """Which layers slide where no `layer_types` says so: `even` 0, 2, 4…; `pattern` all but every n-th (Gemma 3);
+    `last` those from `max_window_layers` on (Qwen)."""
+    router_bias: bool = False
+    """A per-expert correction bias beside the router (DeepSeek-V3)."""
+    shared_gate: bool = False
+    """A sigmoid gate of `hidden_size` weights on the shared expert (Qwen2-MoE)."""
+
+
+_LLAMA = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+_MISTRAL = {**_LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072}
+_QWEN = {
+    **_LLAMA,
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+_QWEN_MOE = {
+    **_QWEN,
+    "hidden_size": 2048,
+    "num_hidden_layers": 24,
+    "num_experts_per_tok": 8,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": (),
+}
+_GEMMA = {
+    **_LLAMA,
+    "vocab_size": 256000,
+    "hidden_size": 3072,
+    "intermediate_size": 24576,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "head_dim": 256,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+_GEMMA2 = {
+    **_GEMMA,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "sliding_window": 4096,
+}
+_DEEPSEEK = {
+    **_LLAMA,
+    "vocab_size": 102400,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1407,
+    "first_k_dense_replace": 0,
+}
+
+_ALL = (
+    Family("llama", _LLAMA),
+    Family("mistral", {**_MISTRAL, "sliding_window": 4096}, qkv_bias=False, sliding="all"),
+    Family("mixtral", {**_MISTRAL, "num_local_experts": 8, "num_experts_per_tok": 2}, qkv_bias=False, sliding="all"),
+    Family("qwen2", _QWEN, qkv_bias=True, sliding="last"),
+    Family(
+        "qwen2_moe",
+        {
+            **_QWEN_MOE,
+            "intermediate_size": 5632,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+        },
+        qkv_bias=True,
+        sliding="last",
+        shared_gate=True,
+    ),
+    Family("qwen3", {**_QWEN, "head_dim": 128}, qk_norm=True, sliding="last"),
+    Family(
+        "qwen3_moe",
+        {
+            **_QWEN_MOE,
+            "intermediate_size": 6144,
+            "num_key_value_heads": 4,
+            "num_experts": 128,
+            "moe_intermediate_size": 768,
+        },
+        qk_norm=True,
+        sliding="last",
+    ),
+    Family("gemma", _GEMMA),
+    Family("gemma2", _GEMMA2, norms_per_layer=4, sliding="even"),
+    Family(
+        "gemma3_text",
+        {**_GEMMA2, "vocab_size": 262208, "max_position_embeddings": 131072, "sliding_window_pattern": 6},
+        qk_norm=True,
+        norms_per_layer=4,
+        sliding="pattern",
+    ),
+    Family(
+        "phi3",
+        {
+            **_LLAMA,
+            "vocab_size": 32064,
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "max_position_embeddings": 4096,
+        },
+        qkv_bias=False,
+        sliding="all",
+    ),
+    Family("deepseek_v2", _DEEPSEEK),
+    Family(
+        "deepseek_v3",
+        {
+            **_DEEPSEEK,
+            "vocab_size": 129280,
+            "hidden_size": 7168,
+            "intermediate_size": 18432,
+            "num_hidden_layers": 61,
+            "num_attention_heads": 128,
+            "num_key_value_heads": 128,
+            "max_position_embeddings": 4096,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 2048,
+            "first_k_dense_replace": 3,
+        },
+        router_bias=True,
+    ),
+)
+
+FAMILIES: Mapping[str, Family] = {family.name: family for family in _ALL}
+"""By `model_type`. Gemma 3's multimodal configs carry the text model in `text_config`; only that part is counted."""

@@ -1,0 +1,194 @@
+"""Reading a Hugging Face `config.json` into the fields of a `ModelShape`, family by family."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from llmservice_planner.families import FAMILIES, Family
+
+
+class ShapeError(ValueError):
+    """A model's shape that is missing, contradictory or of an unknown family; the message says what to do."""
+
+
+class _Values:
+    """Typed look-ups in one config, falling back to the family's defaults."""
+
+    def __init__(self, config: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        self._config = config
+        self._defaults = defaults
+
+    def get(self, key: str) -> Any:
+        return self._config[key] if key in self._config else self._defaults.get(key)
+
+    def count(self, key: str) -> int | None:
+        """A non-negative whole number, or None where the config says null or nothing."""
+        value = self.get(key)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ShapeError(f"config.json: {key} is {value!r}, expected a whole number that is not negative")
+        return value
+
+    def positive(self, key: str) -> int:
+        value = self.count(key)
+        if not value:
+            raise ShapeError(f"config.json: {key} is {value!r}, expected a positive whole number")
+        return value
+
+    def flag(self, key: str) -> bool:
+        value = self.get(key)
+        if not isinstance(value, bool | None):
+            raise ShapeError(f"config.json: {key} is {value!r}, expected true or false")
+        return bool(value)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The parsed `config.json` of a model folder. Raises `ShapeError` where it is absent or no JSON object."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ShapeError(f"{path} does not exist: expected a Hugging Face model folder with a config.json") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ShapeError(f"{path} cannot be read as JSON ({error}): download the model folder again") from error
+    if not isinstance(config, dict):
+        raise ShapeError(f"{path} holds a {type(config).__name__}, expected a JSON object")
+    return config
+
+
+def shape_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of `ModelShape` that a parsed `config.json` stands for. Raises `ShapeError`."""
+    text = config.get("text_config", config)
+    if not isinstance(text, Mapping):
+        raise ShapeError(f"config.json: text_config is a {type(text).__name__}, expected an object")
+    family = _family(text.get("model_type", config.get("model_type")))
+    values = _Values({**_inherited(config), **text}, family.defaults)
+    heads = values.positive("num_attention_heads")
+    hidden_size = values.positive("hidden_size")
+    layers = values.positive("num_hidden_layers")
+    fixed_bias = family.qkv_bias
+    window, sliding_layers = _sliding(values, family, layers)
+    return {
+        "architecture": family.name,
+        "layers": layers,
+        "hidden_size": hidden_size,
+        "intermediate_size": values.positive("intermediate_size"),
+        "heads": heads,
+        "kv_heads": values.count("num_key_value_heads") or heads,
+        "head_dim": values.count("head_dim") or hidden_size // heads,
+        "vocab_size": values.positive("vocab_size"),
+        "max_position_embeddings": values.count("max_position_embeddings"),
+        "tie_word_embeddings": values.flag("tie_word_embeddings"),
+        "sliding_window": window,
+        "sliding_layers": sliding_layers,
+        "qkv_bias": values.flag("attention_bias") if fixed_bias is None else fixed_bias,
+        "o_bias": values.flag("attention_bias") if fixed_bias is None else False,
+        "mlp_bias": values.flag("mlp_bias"),
+        "qk_norm": family.qk_norm,
+        "norms_per_layer": family.norms_per_layer,
+        "dtype": _dtype(values.get("dtype") or values.get("torch_dtype")),
+        "quantization": _quantization(config),
+        **_experts(values, family, layers),
+        **_latent(values),
+    }
+
+
+def _family(model_type: object) -> Family:
+    if not isinstance(model_type, str):
+        raise ShapeError(f"config.json: model_type is {model_type!r}, expected one of {', '.join(FAMILIES)}")
+    family = FAMILIES.get(model_type)
+    if family is None:
+        raise ShapeError(
+            f"model_type {model_type} is not one whose layout is known ({', '.join(FAMILIES)}): "
+            "give the figures themselves with --shape (spec.model.shape)"
+        )
+    return family
+
+
+def _inherited(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a multimodal config says once, on the outside, for its text model too."""
+    return {key: config[key] for key in ("dtype", "torch_dtype", "tie_word_embeddings") if key in config}
+
+
+def _dtype(value: object) -> str:
+    """The checkpoint's element type; transformers writes `dtype` since 5.0, `torch_dtype` before."""
+    if value is None:
+        return "float32"  # what a config that names none means to transformers
+    name = str(value).removeprefix("torch.")
+    if name not in ("float32", "bfloat16", "float16"):
+        raise ShapeError(f"config.json: dtype is {value!r}, expected float32, bfloat16 or float16")
+    return name
+
+
+def _quantization(config: Mapping[str, Any]) -> str | None:
+    quantization = config.get("quantization_config")
+    if quantization is None:
+        return None
+    if not isinstance(quantization, Mapping):
+        raise ShapeError(f"config.json: quantization_config is {quantization!r}, expected an object")
+    return str(quantization.get("quant_method", "unknown"))
+
+
+def _sliding(values: _Values, family: Family, layers: int) -> tuple[int | None, int]:
+    """The window in tokens and how many layers slide."""
+    window = values.count("sliding_window")
+    if not window or family.sliding == "none" or values.get("use_sliding_window") is False:
+        return None, 0
+    layer_types = values.get("layer_types")
+    if layer_types is not None:
+        if not isinstance(layer_types, list) or len(layer_types) != layers:
+            raise ShapeError(f"config.json: layer_types does not list one type for each of the {layers} layers")
+        sliding = layer_types.count("sliding_attention")
+    elif family.sliding == "all":
+        sliding = layers
+    elif family.sliding == "even":
+        sliding = (layers + 1) // 2
+    elif family.sliding == "pattern":
+        sliding = layers - layers // values.positive("sliding_window_pattern")
+    else:
+        sliding = max(0, layers - (values.count("max_window_layers") or 0))
+    return (window, sliding) if sliding else (None, 0)
+
+
+def _experts(values: _Values, family: Family, layers: int) -> dict[str, Any]:
+    """Mixture-of-experts fields under their three spellings (Mixtral, Qwen, DeepSeek)."""
+    names = [key for key in ("n_routed_experts", "num_local_experts", "num_experts") if values.get(key)]
+    if not names:
+        return {}
+    width = values.count("moe_intermediate_size") or values.positive("intermediate_size")
+    shared = values.count("shared_expert_intermediate_size") or (values.count("n_shared_experts") or 0) * width
+    return {
+        "num_experts": values.positive(names[0]),
+        "experts_per_token": values.positive("num_experts_per_tok"),
+        "moe_intermediate_size": width,
+        "shared_expert_intermediate_size": shared,
+        "shared_expert_gate": family.shared_gate,
+        "router_bias": family.router_bias,
+        "dense_layers": _dense_layers(values, layers),
+    }
+
+
+def _dense_layers(values: _Values, layers: int) -> int:
+    """Layers of a mixture-of-experts model that keep a dense MLP."""
+    if first := values.count("first_k_dense_replace"):
+        return min(first, layers)
+    only = set(values.get("mlp_only_layers") or ())
+    step = values.count("decoder_sparse_step") or 1
+    return sum(1 for layer in range(layers) if layer in only or (layer + 1) % step != 0)
+
+
+def _latent(values: _Values) -> dict[str, Any]:
+    """Multi-head latent attention (arXiv:2405.04434): one latent and one rope key a token serve all heads."""
+    if not values.count("kv_lora_rank"):
+        return {}
+    return {
+        "kv_lora_rank": values.positive("kv_lora_rank"),
+        "q_lora_rank": values.count("q_lora_rank") or 0,
+        "qk_nope_head_dim": values.positive("qk_nope_head_dim"),
+        "qk_rope_head_dim": values.positive("qk_rope_head_dim"),
+        "v_head_dim": values.positive("v_head_dim"),
+    }

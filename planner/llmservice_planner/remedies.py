@@ -1,0 +1,77 @@
+"""What would make a model fit: every proposal is a changed request that was planned again and fits."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import replace
+
+from llmservice_planner.budget import Budget
+from llmservice_planner.gpu import CPU, GIB, GPU, GPUS
+from llmservice_planner.sizing_request import SizingRequest, can_shard
+
+_MOST_CARDS = 16
+
+
+def find_remedies(request: SizingRequest) -> tuple[str, ...]:
+    """Changes that each alone make `request` fit, the cheapest first; empty where it already does."""
+    if Budget.of(request).fits:
+        return ()
+    return tuple(_remedies(request))
+
+
+def longest_model_len(request: SizingRequest) -> int:
+    """The longest max_model_len that fits, at most the one asked for; 0 where not even one token does."""
+    lengths = range(1, request.model_len + 1)
+    return bisect_left(lengths, True, key=lambda length: not _fits_at(request, length))
+
+
+def _fits_at(request: SizingRequest, length: int) -> bool:
+    expected = None if request.expected_tokens is None else min(request.expected_tokens, length)
+    return Budget.of(replace(request, max_model_len=length, expected_tokens=expected)).fits
+
+
+def _remedies(request: SizingRequest) -> Iterator[str]:
+    if length := longest_model_len(request):
+        yield f"lower max_model_len from {request.model_len} to {length}"
+    if _supports_fp8(request) and Budget.of(replace(request, kv_dtype="fp8")).fits:
+        yield "use kvCacheDtype: fp8 (--kv-dtype fp8), which halves the KV cache"
+    if isinstance(request.device, CPU):
+        yield f"give the container at least {_memory_needed(request) / GIB:.2f} GiB of memory"
+        return
+    if count := _smallest_count(request):
+        yield f"share the model between {count} x {request.device.name} (--gpu-count {count})"
+    if card := _smallest_card(request):
+        cards = f"{request.device_count} x " if request.device_count > 1 else ""
+        yield f"use a larger card: {cards}{card.name} ({card.memory_bytes / GIB:.1f} GiB each)"
+
+
+def _supports_fp8(request: SizingRequest) -> bool:
+    has_units = isinstance(request.device, GPU) and request.device.flops_fp8 is not None
+    return has_units and request.resolved_kv_dtype != "fp8"
+
+
+def _memory_needed(request: SizingRequest) -> int:
+    """Container memory from which the request fits, rounded up so that the figure as printed does too."""
+    budget = Budget.of(request)
+    needed = (budget.usable_bytes + budget.shortfall_bytes) / request.gpu_memory_utilization
+    step = GIB // 100
+    return (math.ceil(needed / step) + 1) * step
+
+
+def _smallest_count(request: SizingRequest) -> int | None:
+    for count in range(request.device_count + 1, _MOST_CARDS + 1):
+        if can_shard(request.shape, count) and Budget.of(replace(request, device_count=count)).fits:
+            return count
+    return None
+
+
+def _smallest_card(request: SizingRequest) -> GPU | None:
+    larger = sorted((card for card in GPUS.values() if _is_larger(card, request)), key=lambda card: card.memory_bytes)
+    return next((card for card in larger if Budget.of(replace(request, device=card)).fits), None)
+
+
+def _is_larger(card: GPU, request: SizingRequest) -> bool:
+    same_vendor = isinstance(request.device, GPU) and card.resource_name == request.device.resource_name
+    return same_vendor and card.memory_bytes > request.device.memory_bytes

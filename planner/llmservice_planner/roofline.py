@@ -1,0 +1,70 @@
+"""How fast a step can be at best: the roofline of decode and prefill (Williams et al., CACM 52(4), 2009).
+
+A decode step reads every weight once whatever the batch, plus the KV cache of every sequence; its arithmetic is two
+operations a parameter and token. Below the ridge the reads take longer, above it the arithmetic does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmservice_planner.gpu import GPU, Device
+from llmservice_planner.shape import ModelShape
+
+ATTAINABLE = 0.8
+"""The share of a data sheet's rates that good kernels reach, for bandwidth and arithmetic alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """One model on a group of devices; rates are those of all of them together, times are seconds."""
+
+    shape: ModelShape
+    weights_bytes: int
+    kv_bytes_per_token: int
+    bandwidth_bytes_per_s: float
+    flops: float
+
+    @classmethod
+    def of(
+        cls, shape: ModelShape, device: Device, cards: int, dtype: str, weights_bytes: int, kv_bytes_per_token: int
+    ) -> Roofline | None:
+        """None where the device's rates are not known (a CPU, a card that is not in the catalogue)."""
+        if device.bandwidth_bytes_per_s is None or device.flops_16bit is None:
+            return None
+        flops = device.flops_16bit
+        if dtype == "float32" and isinstance(device, GPU):
+            flops /= 8  # outside the tensor cores; TF32 is not used
+        scale = cards * ATTAINABLE
+        bandwidth = device.bandwidth_bytes_per_s
+        return cls(shape, weights_bytes, kv_bytes_per_token, scale * bandwidth, scale * flops)
+
+    @property
+    def ridge_tokens(self) -> int:
+        """Tokens in a step from which the arithmetic takes longer than reading the weights.
+
+        In bf16 this is the card's operations a byte: 312 TFLOP/s ÷ 2 TB/s = 156 on an A100.
+        """
+        seconds_to_read = self.weights_bytes / self.bandwidth_bytes_per_s
+        return max(1, int(seconds_to_read / self._compute_s(1)))
+
+    def decode_step_s(self, num_seqs: int, context_tokens: int) -> float:
+        """One step that adds a token to each of `num_seqs` sequences of `context_tokens`."""
+        kv_bytes = num_seqs * context_tokens * self.kv_bytes_per_token
+        read_s = (self._weights_read(num_seqs) + kv_bytes) / self.bandwidth_bytes_per_s
+        return max(read_s, self._compute_s(num_seqs))
+
+    def prefill_s(self, num_tokens: int) -> float:
+        """One step that computes `num_tokens` tokens of prompts; attention's own quadratic part is left out."""
+        return max(self._compute_s(num_tokens), self._weights_read(num_tokens) / self.bandwidth_bytes_per_s)
+
+    def _compute_s(self, num_tokens: int) -> float:
+        return 2 * self.shape.active_parameters * num_tokens / self.flops
+
+    def _weights_read(self, num_tokens: int) -> float:
+        """Weights that a step touches: of the experts only those that some token is routed to (uniform routing)."""
+        if not self.shape.num_experts:
+            return self.weights_bytes
+        idle = (1 - self.shape.experts_per_token / self.shape.num_experts) ** num_tokens
+        experts = self.shape.moe_layers * self.shape.num_experts * self.shape.expert_parameters
+        return self.weights_bytes * (1 - idle * experts / self.shape.num_parameters)

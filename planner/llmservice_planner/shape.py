@@ -1,0 +1,219 @@
+"""The shape of a decoder-only model: the figures that memory and speed follow from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from llmservice_planner.checkpoint import weights_bytes
+from llmservice_planner.model_config import ShapeError, read_config, shape_fields
+
+__all__ = ["DTYPE_BYTES", "ModelShape", "ShapeError", "weights_bytes"]
+
+DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
+"""Bytes of one element, by the names that `--dtype` and `--kv-dtype` take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """Dimensions of one model. Counts are of parameters or of layers; nothing here depends on a device.
+
+    Raises `ShapeError` where figures contradict each other.
+    """
+
+    layers: int
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    architecture: str = "llama"
+    max_position_embeddings: int | None = None
+    tie_word_embeddings: bool = False
+    dtype: str = "bfloat16"
+    """Element type of the checkpoint: what `dtype: auto` resolves to."""
+    quantization: str | None = None
+    """Method of a quantised checkpoint (fp8, awq, gptq …); its weights cannot be counted, only read."""
+    sliding_window: int | None = None
+    """Tokens that a sliding layer attends to, its own included."""
+    sliding_layers: int = 0
+    """How many of `layers` slide; the others attend to everything."""
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    norms_per_layer: int = 2
+    num_experts: int = 0
+    experts_per_token: int = 0
+    moe_intermediate_size: int = 0
+    shared_expert_intermediate_size: int = 0
+    """Total width of the experts that every token passes through."""
+    shared_expert_gate: bool = False
+    router_bias: bool = False
+    dense_layers: int = 0
+    """Layers of a mixture-of-experts model whose MLP is dense (DeepSeek's first ones)."""
+    kv_lora_rank: int = 0
+    """Width of the latent of multi-head latent attention; 0 for ordinary attention."""
+    q_lora_rank: int = 0
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden_size", "intermediate_size", "heads", "kv_heads", "head_dim", "vocab_size"):
+            if getattr(self, name) < 1:
+                raise ShapeError(f"{name} is {getattr(self, name)}, expected at least 1")
+        if self.heads % self.kv_heads:
+            raise ShapeError(f"heads {self.heads} is no multiple of kv_heads {self.kv_heads}")
+        if self.sliding_layers > self.layers or self.dense_layers > self.layers:
+            raise ShapeError(f"sliding_layers and dense_layers cannot exceed the {self.layers} layers")
+        if bool(self.sliding_window) != bool(self.sliding_layers):
+            raise ShapeError("sliding_window and sliding_layers go together: give both or neither")
+        if self.dtype not in ("float32", "bfloat16", "float16"):
+            raise ShapeError(f"dtype {self.dtype} is not known: use float32, bfloat16 or float16")
+        if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
+            raise ShapeError(f"experts_per_token {self.experts_per_token} must be between 1 and {self.num_experts}")
+        if self.num_experts and not self.moe_intermediate_size:
+            raise ShapeError("moe_intermediate_size is missing: a mixture of experts needs the width of one expert")
+        if self.is_mla and not (self.qk_nope_head_dim and self.qk_rope_head_dim and self.v_head_dim):
+            raise ShapeError("kv_lora_rank needs qk_nope_head_dim, qk_rope_head_dim and v_head_dim beside it")
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
+        """From a parsed Hugging Face `config.json`. Raises `ShapeError`."""
+        return cls(**shape_fields(config))
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> ModelShape:
+        """From the `config.json` of a model folder. Raises `ShapeError`."""
+        return cls.from_config(read_config(folder))
+
+    @classmethod
+    def from_fields(cls, given: Mapping[str, Any]) -> ModelShape:
+        """From the camelCase figures of `spec.model.shape` or `--shape`, as numbers or as text. Raises `ShapeError`."""
+        unknown = sorted(set(given) - set(FIELD_NAMES))
+        if unknown:
+            raise ShapeError(f"unknown shape key {', '.join(unknown)}: the keys are {', '.join(FIELD_NAMES)}")
+        missing = [key for key in _REQUIRED if given.get(key) is None]
+        if missing:
+            raise ShapeError(f"the shape lacks {', '.join(missing)}: at least {', '.join(_REQUIRED)} are needed")
+        values = {FIELD_NAMES[key]: _parse(key, value) for key, value in given.items() if value is not None}
+        values.setdefault("kv_heads", values["heads"])
+        values.setdefault("head_dim", values["hidden_size"] // max(1, values["heads"]))
+        if values.get("sliding_window"):
+            values.setdefault("sliding_layers", values["layers"])
+        return cls(**values)
+
+    @property
+    def is_mla(self) -> bool:
+        return self.kv_lora_rank > 0
+
+    @property
+    def moe_layers(self) -> int:
+        return self.layers - self.dense_layers if self.num_experts else 0
+
+    @property
+    def num_parameters(self) -> int:
+        """Every stored parameter, embeddings included (a tied head once)."""
+        return self._parameters(self.num_experts)
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token passes through: all but the experts it is not routed to."""
+        return self._parameters(self.experts_per_token)
+
+    @property
+    def expert_parameters(self) -> int:
+        """One routed expert of one layer."""
+        return 3 * self.hidden_size * self.moe_intermediate_size
+
+    @property
+    def replicated_parameters(self) -> int:
+        """Parameters that tensor parallelism copies to every card: norms, routers, MLA's down-projections."""
+        per_layer = self.norms_per_layer * self.hidden_size + 2 * self.head_dim * self.qk_norm
+        if self.is_mla:
+            per_layer += self._mla_down()
+        router = self.num_experts * (self.hidden_size + self.router_bias)
+        return self.layers * per_layer + self.moe_layers * router + self.hidden_size
+
+    def kv_elements_per_layer(self, cards: int) -> int:
+        """KV-cache elements of one token in one layer, over all `cards`.
+
+        Heads are split over the cards, and repeated where there are more cards than heads; MLA's latent is on each.
+        """
+        if self.is_mla:
+            return cards * (self.kv_lora_rank + self.qk_rope_head_dim)
+        return cards * 2 * max(1, self.kv_heads // cards) * self.head_dim
+
+    def kv_bytes_per_token(self, dtype: str, cards: int = 1) -> int:
+        """KV-cache bytes of one token over all layers and all `cards`."""
+        return self.layers * self.kv_elements_per_layer(cards) * DTYPE_BYTES[dtype]
+
+    def _parameters(self, experts: int) -> int:
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        norms = self.layers * self.norms_per_layer * self.hidden_size + self.hidden_size
+        dense = (self.layers - self.moe_layers) * self._mlp_parameters()
+        moe = self.moe_layers * self._moe_parameters(experts)
+        return embeddings + norms + self.layers * self._attention_parameters() + dense + moe
+
+    def _mlp_parameters(self) -> int:
+        biases = (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
+        return 3 * self.hidden_size * self.intermediate_size + biases
+
+    def _moe_parameters(self, experts: int) -> int:
+        shared = (
+            3 * self.hidden_size * self.shared_expert_intermediate_size + self.hidden_size * self.shared_expert_gate
+        )
+        router = self.num_experts * (self.hidden_size + self.router_bias)
+        return experts * self.expert_parameters + shared + router
+
+    def _attention_parameters(self) -> int:
+        if self.is_mla:
+            return self._mla_parameters()
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        weights = self.hidden_size * (2 * queries + 2 * keys)
+        biases = (queries + 2 * keys) * self.qkv_bias + self.hidden_size * self.o_bias
+        return weights + biases + 2 * self.head_dim * self.qk_norm
+
+    def _mla_parameters(self) -> int:
+        query_dim = self.heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
+        queries = (self.q_lora_rank or self.hidden_size) * query_dim
+        keys_values = self.kv_lora_rank * self.heads * (self.qk_nope_head_dim + self.v_head_dim)
+        return queries + keys_values + self.heads * self.v_head_dim * self.hidden_size + self._mla_down()
+
+    def _mla_down(self) -> int:
+        """The down-projections to the latents, with the latents' norms."""
+        queries = self.hidden_size * self.q_lora_rank + self.q_lora_rank
+        return queries + self.hidden_size * (self.kv_lora_rank + self.qk_rope_head_dim) + self.kv_lora_rank
+
+
+def _camel(name: str) -> str:
+    head, *rest = name.split("_")
+    return head + "".join(part.capitalize() for part in rest)
+
+
+FIELD_NAMES: Mapping[str, str] = {_camel(item.name): item.name for item in fields(ModelShape)}
+"""The camelCase keys that `from_fields` takes, with the attribute each one sets."""
+
+_REQUIRED = ("layers", "hiddenSize", "intermediateSize", "heads", "vocabSize")
+_TYPES = {_camel(item.name): item.type for item in fields(ModelShape)}
+
+
+def _parse(key: str, value: Any) -> Any:
+    """One figure of a shape, from YAML or from the command line."""
+    kind = str(_TYPES[key])
+    if kind.startswith("str"):
+        return str(value)
+    if kind == "bool":
+        if isinstance(value, bool):
+            return value
+        if str(value).lower() in ("true", "false"):
+            return str(value).lower() == "true"
+        raise ShapeError(f"shape key {key} is {value!r}, expected true or false")
+    text = str(value)
+    if isinstance(value, bool) or not text.isascii() or not text.isdigit():
+        raise ShapeError(f"shape key {key} is {value!r}, expected a whole number that is not negative")
+    return int(text)

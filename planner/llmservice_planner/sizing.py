@@ -1,0 +1,147 @@
+"""What fits: from a model's shape and the memory of its cards to blocks, sequences and the reason for their number."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llmservice_planner.budget import Budget
+from llmservice_planner.explanation import explain
+from llmservice_planner.limit import LimitedBy
+from llmservice_planner.overhead import OverheadTerm
+from llmservice_planner.remedies import find_remedies
+from llmservice_planner.sizing_request import MAX_NUM_SEQS_CAP, Policy, SizingError, SizingRequest
+
+__all__ = ["LimitedBy", "Plan", "Policy", "SizingError", "SizingRequest", "plan"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The answer. Byte figures are totals over all cards."""
+
+    fits: bool
+    max_num_seqs: int
+    """0 where it does not fit."""
+    max_model_len: int
+    limited_by: LimitedBy
+    weights_bytes: int
+    kv_bytes_per_token: int
+    overhead_bytes: int
+    overhead: tuple[OverheadTerm, ...]
+    kv_pool_bytes: int
+    block_size: int
+    num_blocks: int
+    """The null block, which never holds a token, included."""
+    sequence_blocks: int
+    """What one sequence holds under the policy."""
+    shortfall_bytes: int
+    """What is missing where it does not fit, else 0."""
+    decode_step_s: float | None
+    """Of a step with `max_num_seqs` sequences; None where it does not fit or the device's rates are not known."""
+    ridge_tokens: int | None
+    itl_feasible: bool | None
+    """Whether a sequence alone keeps the promised inter-token latency; None without a promise or without rates."""
+    explanation: tuple[str, ...]
+    """The working, a line a step, each `label: text`."""
+    remedies: tuple[str, ...]
+    """What would make it fit, each checked by planning again."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `llmservice plan -o json` prints it."""
+        return {
+            "fits": self.fits,
+            "max_num_seqs": self.max_num_seqs,
+            "limited_by": self.limited_by,
+            "max_model_len": self.max_model_len,
+            "weights_bytes": self.weights_bytes,
+            "kv_bytes_per_token": self.kv_bytes_per_token,
+            "overhead_bytes": self.overhead_bytes,
+            "overhead": {term.name: term.total_bytes for term in self.overhead},
+            "kv_pool_bytes": self.kv_pool_bytes,
+            "block_size": self.block_size,
+            "num_blocks": self.num_blocks,
+            "sequence_blocks": self.sequence_blocks,
+            "shortfall_bytes": self.shortfall_bytes,
+            "decode_step_seconds": self.decode_step_s,
+            "ridge_tokens": self.ridge_tokens,
+            "itl_feasible": self.itl_feasible,
+            "explanation": list(self.explanation),
+            "remedies": list(self.remedies),
+        }
+
+
+def plan(request: SizingRequest) -> Plan:
+    """Size one service. Pure: the same request always gives the same plan."""
+    budget = Budget.of(request)
+    bounds = _bounds(budget)
+    limited_by = _limiting(budget, bounds)
+    max_num_seqs = bounds[limited_by] if budget.fits else 0
+    rows = OverheadTerm(f"logits of {max_num_seqs} sequences", max_num_seqs * budget.row_bytes)
+    overhead = (*budget.fixed_overhead, rows) if rows.total_bytes else budget.fixed_overhead
+    pool_bytes = budget.pool_bytes(max_num_seqs)
+    roofline = budget.roofline
+    return Plan(
+        fits=budget.fits,
+        max_num_seqs=max_num_seqs,
+        max_model_len=request.model_len,
+        limited_by=limited_by,
+        weights_bytes=budget.weights_bytes,
+        kv_bytes_per_token=budget.kv_bytes_per_token,
+        overhead_bytes=sum(term.total_bytes for term in overhead),
+        overhead=overhead,
+        kv_pool_bytes=pool_bytes,
+        block_size=request.block_size,
+        num_blocks=pool_bytes // budget.block_bytes,
+        sequence_blocks=budget.sequence_blocks(request.tokens_per_sequence),
+        shortfall_bytes=budget.shortfall_bytes,
+        decode_step_s=roofline.decode_step_s(max_num_seqs, request.tokens_per_sequence)
+        if roofline and max_num_seqs
+        else None,
+        ridge_tokens=roofline.ridge_tokens if roofline else None,
+        itl_feasible=_itl_feasible(budget),
+        explanation=explain(budget, overhead, max_num_seqs, bounds, limited_by),
+        remedies=() if budget.fits else find_remedies(request),
+    )
+
+
+def _bounds(budget: Budget) -> Mapping[LimitedBy, int]:
+    """Every bound on the number of sequences; those that follow from unknown rates are absent."""
+    request, roofline = budget.request, budget.roofline
+    bounds: dict[LimitedBy, int] = {
+        "kvMemory": budget.sequences(request.tokens_per_sequence),
+        "tokenBudget": request.max_num_batched_tokens,
+        "cap": MAX_NUM_SEQS_CAP,
+    }
+    if request.max_num_seqs is not None:
+        bounds["maxNumSeqs"] = request.max_num_seqs
+    if roofline is not None:
+        bounds["ridge"] = roofline.ridge_tokens
+        if request.itl_p99_s is not None:
+            bounds["itlPromise"] = _itl_bound(budget, request.itl_p99_s)
+    return bounds
+
+
+def _limiting(budget: Budget, bounds: Mapping[LimitedBy, int]) -> LimitedBy:
+    """The user's number wins where there is one (preemption makes room); else the smallest bound does."""
+    if not budget.fits:
+        return "kvMemory"
+    return "maxNumSeqs" if "maxNumSeqs" in bounds else min(bounds, key=lambda name: bounds[name])
+
+
+def _itl_bound(budget: Budget, itl_s: float) -> int:
+    """The most sequences whose decode step keeps the promise; 1 where not even one does."""
+    roofline = budget.roofline
+    if roofline is None:
+        return MAX_NUM_SEQS_CAP
+    tokens = budget.request.tokens_per_sequence
+    sizes = range(1, MAX_NUM_SEQS_CAP + 1)
+    return max(1, bisect_right(sizes, itl_s, key=lambda size: roofline.decode_step_s(size, tokens)))
+
+
+def _itl_feasible(budget: Budget) -> bool | None:
+    roofline, promise = budget.roofline, budget.request.itl_p99_s
+    if roofline is None or promise is None:
+        return None
+    return roofline.decode_step_s(1, budget.request.tokens_per_sequence) <= promise

@@ -1,0 +1,136 @@
+"""The question that a plan answers, checked for figures that contradict each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from llmservice_planner.gpu import CPU, Device
+from llmservice_planner.shape import ModelShape
+
+Policy = Literal["guaranteed", "expected"]
+"""`guaranteed`: every sequence may reach max_model_len without preemption. `expected`: sized for what requests use."""
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+KV_DTYPES = (*DTYPES, "fp8")
+MAX_NUM_SEQS_CAP = 1024
+"""Beyond this the scheduler's own work per step shows in the inter-token latency."""
+
+
+class SizingError(ValueError):
+    """A request that no card could satisfy because its figures contradict each other; the message says which."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizingRequest:
+    """This model on these cards, for sequences this long. Raises `SizingError`."""
+
+    shape: ModelShape
+    device: Device
+    device_count: int = 1
+    """Cards that share the model (tensor parallelism); 1 on a CPU."""
+    max_model_len: int | None = None
+    """Longest sequence, prompt and answer together; None: the model's own `max_position_embeddings`."""
+    dtype: str = "auto"
+    kv_dtype: str = "auto"
+    block_size: int = 16
+    gpu_memory_utilization: float = 0.9
+    """The share of the device's memory (on a CPU: the container's) that the server may use."""
+    max_num_batched_tokens: int = 2048
+    policy: Policy = "guaranteed"
+    expected_tokens: int | None = None
+    """Tokens, prompt and answer together, that a request really uses; what policy `expected` sizes for."""
+    max_num_seqs: int | None = None
+    """The user's own number, taken as it is."""
+    itl_p99_s: float | None = None
+    weights_bytes: int | None = None
+    """Read from the checkpoint; None: counted from the shape."""
+    overhead_bytes_per_device: int | None = None
+    """A measured overhead, in place of the estimated terms."""
+
+    def __post_init__(self) -> None:
+        self._check_choices()
+        self._check_counts()
+        self._check_tensor_parallel()
+        self._check_lengths()
+
+    @property
+    def model_len(self) -> int:
+        """`max_model_len`, or the model's own where none is asked for."""
+        length = self.max_model_len or self.shape.max_position_embeddings
+        if length is None:
+            raise SizingError("max_model_len is missing, and the shape names no maxPositionEmbeddings to take instead")
+        return length
+
+    @property
+    def tokens_per_sequence(self) -> int:
+        """What the policy sets aside for one sequence."""
+        if self.policy == "expected" and self.expected_tokens is not None:
+            return self.expected_tokens
+        return self.model_len
+
+    @property
+    def resolved_dtype(self) -> str:
+        return self.shape.dtype if self.dtype == "auto" else self.dtype
+
+    @property
+    def resolved_kv_dtype(self) -> str:
+        return self.resolved_dtype if self.kv_dtype == "auto" else self.kv_dtype
+
+    def _check_choices(self) -> None:
+        choices = (("dtype", DTYPES), ("kv_dtype", KV_DTYPES), ("policy", ("guaranteed", "expected")))
+        for name, allowed in choices:
+            if getattr(self, name) not in allowed:
+                raise SizingError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(allowed)}")
+        if self.shape.quantization and self.weights_bytes is None:
+            raise SizingError(
+                f"the checkpoint is quantised ({self.shape.quantization}), so its weights cannot be counted from its "
+                "shape: give their bytes, or the folder with its safetensors files"
+            )
+
+    def _check_counts(self) -> None:
+        for name in ("device_count", "block_size", "max_num_batched_tokens"):
+            if getattr(self, name) < 1:
+                raise SizingError(f"{name} is {getattr(self, name)}, expected at least 1")
+        for name in ("weights_bytes", "overhead_bytes_per_device", "itl_p99_s"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise SizingError(f"{name} is {value}, expected no negative number")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise SizingError(f"gpu_memory_utilization is {self.gpu_memory_utilization}, expected above 0, at most 1")
+        most = min(MAX_NUM_SEQS_CAP, self.max_num_batched_tokens)
+        if self.max_num_seqs is not None and not 1 <= self.max_num_seqs <= most:
+            raise SizingError(
+                f"max_num_seqs is {self.max_num_seqs}, expected 1 to {most}: "
+                f"a decode step needs one of its {self.max_num_batched_tokens} tokens for every sequence"
+            )
+
+    def _check_tensor_parallel(self) -> None:
+        if isinstance(self.device, CPU):
+            if self.device_count != 1:
+                raise SizingError(f"device_count is {self.device_count}, expected 1 on a CPU")
+            return
+        if not can_shard(self.shape, self.device_count):
+            raise SizingError(
+                f"{self.shape.heads} heads ({self.shape.kv_heads} of them KV) cannot be split over {self.device_count} "
+                f"cards: use {', '.join(str(n) for n in range(1, 17) if can_shard(self.shape, n))}"
+            )
+
+    def _check_lengths(self) -> None:
+        if self.max_model_len is not None and self.max_model_len < 1:
+            raise SizingError(f"max_model_len is {self.max_model_len}, expected at least 1")
+        longest = self.shape.max_position_embeddings
+        if longest is not None and self.model_len > longest:
+            raise SizingError(f"max_model_len {self.model_len} is longer than the {longest} positions the model knows")
+        if self.policy == "expected" and self.expected_tokens is None:
+            raise SizingError("policy expected needs expected_tokens: what a request uses, prompt and answer together")
+        if self.expected_tokens is not None and not 1 <= self.expected_tokens <= self.model_len:
+            raise SizingError(
+                f"expected_tokens is {self.expected_tokens}, expected 1 to max_model_len {self.model_len}"
+            )
+
+
+def can_shard(shape: ModelShape, cards: int) -> bool:
+    """Whether attention splits evenly over `cards`: whole heads, and KV heads either whole or repeated."""
+    kv_even = shape.is_mla or shape.kv_heads % cards == 0 or cards % shape.kv_heads == 0
+    return shape.heads % cards == 0 and kv_even
