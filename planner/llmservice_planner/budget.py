@@ -65,7 +65,7 @@ class Budget:
         """
         request, shape = self.request, self.request.shape
         full = math.ceil(tokens / request.block_size)
-        if shape.sliding_window is None:
+        if shape.sliding_window is None or not request.frees_slid_blocks:
             return full
         in_flight = min(tokens, request.max_num_batched_tokens)
         windowed = min(full, math.ceil((shape.sliding_window - 1 + in_flight) / request.block_size) + 1)

@@ -34,8 +34,10 @@ class Plan:
     block_size: int
     num_blocks: int
     """The null block, which never holds a token, included."""
-    sequence_blocks: int
-    """What one sequence holds under the policy."""
+    blocks_per_sequence: int
+    """What the policy sets aside for one sequence."""
+    sequence_bytes: int
+    """KV cache of one sequence of `max_model_len` tokens."""
     shortfall_bytes: int
     """What is missing where it does not fit, else 0."""
     decode_step_s: float | None
@@ -62,7 +64,8 @@ class Plan:
             "kv_pool_bytes": self.kv_pool_bytes,
             "block_size": self.block_size,
             "num_blocks": self.num_blocks,
-            "sequence_blocks": self.sequence_blocks,
+            "blocks_per_sequence": self.blocks_per_sequence,
+            "sequence_bytes": self.sequence_bytes,
             "shortfall_bytes": self.shortfall_bytes,
             "decode_step_seconds": self.decode_step_s,
             "ridge_tokens": self.ridge_tokens,
@@ -94,7 +97,8 @@ def plan(request: SizingRequest) -> Plan:
         kv_pool_bytes=pool_bytes,
         block_size=request.block_size,
         num_blocks=pool_bytes // budget.block_bytes,
-        sequence_blocks=budget.sequence_blocks(request.tokens_per_sequence),
+        blocks_per_sequence=budget.sequence_blocks(request.tokens_per_sequence),
+        sequence_bytes=budget.sequence_blocks(request.model_len) * budget.block_bytes,
         shortfall_bytes=budget.shortfall_bytes,
         decode_step_s=roofline.decode_step_s(max_num_seqs, request.tokens_per_sequence)
         if roofline and max_num_seqs

@@ -43,6 +43,8 @@ class SizingRequest:
     max_num_seqs: int | None = None
     """The user's own number, taken as it is."""
     itl_p99_s: float | None = None
+    frees_slid_blocks: bool = True
+    """Whether the engine gives back blocks that have slid out of a layer's window; False: it keeps them to the end."""
     weights_bytes: int | None = None
     """Read from the checkpoint; None: counted from the shape."""
     overhead_bytes_per_device: int | None = None
