@@ -16,6 +16,9 @@ GIB = 2**30
 SERVED_ARCHITECTURES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """What the inference server runs; the planner knows more families than that."""
 
+_NOT_SERVED = ("fp8", "--gpu-count")
+"""Remedies of the planner's that the server can't follow so far."""
+
 _EXPLANATION_LIMIT = 8192
 
 
@@ -139,13 +142,18 @@ def _unserved(spec: LLMServiceSpec, model: Model) -> SizingProblem | None:
 
 
 def _does_not_fit(answer: Plan) -> str:
-    remedies = " ".join(f"({number}) {text}" for number, text in enumerate(answer.remedies, start=1))
+    possible = [text for text in answer.remedies if not any(word in text for word in _NOT_SERVED)]
+    remedies = " ".join(f"({number}) {text}" for number, text in enumerate(possible, start=1))
     short = f"{answer.shortfall_bytes / GIB:.2f} GiB are missing"
     working = (
         f"weights {_gib(answer.weights_bytes)} GiB, overhead {_gib(answer.overhead_bytes)} GiB, one sequence of"
-        f" {answer.max_model_len} tokens {answer.sequence_bytes / GIB:.2f} GiB"
+        f" {answer.max_model_len} tokens {_sequence_bytes(answer) / GIB:.2f} GiB"
     )
     return f"the model does not fit: {short} ({working}). What would help: {remedies or 'a card with more memory'}"
+
+
+def _sequence_bytes(answer: Plan) -> int:
+    return answer.sequence_blocks * answer.block_size * answer.kv_bytes_per_token
 
 
 def _gib(number_of_bytes: float) -> float:

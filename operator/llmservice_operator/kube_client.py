@@ -1,0 +1,158 @@
+"""The few requests that the operator sends to the API server, as plain data in and out.
+
+The generated client is used for what it knows best, credentials and TLS; its typed models would reject unknown fields.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any, Self
+from urllib.parse import quote
+
+import aiohttp
+from kubernetes.aio import client as kubernetes_client
+from kubernetes.aio import config as kubernetes_config
+
+from llmservice_operator.resource import GROUP, MANAGER, PLURAL, VERSION
+from llmservice_operator.spec import Manifest
+
+REQUEST_TIMEOUT_S = 10.0
+
+_PLURALS = {
+    "ServiceAccount": "serviceaccounts",
+    "Service": "services",
+    "Deployment": "deployments",
+    "PodMonitor": "podmonitors",
+}
+_APPLY = "application/apply-patch+yaml"
+_MERGE = "application/merge-patch+json"
+
+
+class KubeError(Exception):
+    """The API server said no, or could not be reached (`status` 0)."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class KubeClient:
+    """One connection pool to the API server that KUBECONFIG, or the pod's service account, names."""
+
+    def __init__(self, api: Any) -> None:
+        self._api = api
+
+    @classmethod
+    async def connect(cls) -> Self:
+        configuration = kubernetes_client.Configuration()
+        if os.environ.get("KUBERNETES_SERVICE_HOST") and not os.environ.get("KUBECONFIG"):
+            kubernetes_config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+        else:
+            await kubernetes_config.load_kube_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+        return cls(kubernetes_client.ApiClient(configuration))
+
+    async def close(self) -> None:
+        await self._api.close()
+
+    async def get_service(self, namespace: str, name: str) -> Manifest | None:
+        return await self._get(_service_path(namespace, name))
+
+    async def get_child(self, api_version: str, kind: str, namespace: str, name: str) -> Manifest | None:
+        return await self._get(_child_path(api_version, kind, namespace, name))
+
+    async def delete_child(self, api_version: str, kind: str, namespace: str, name: str) -> None:
+        try:
+            await self.request("DELETE", _child_path(api_version, kind, namespace, name))
+        except KubeError as error:
+            if error.status != 404:
+                raise
+
+    async def apply(self, manifest: Manifest) -> Manifest:
+        """Server-side apply: own every field of `manifest`, taking over from whoever changed it."""
+        metadata = manifest["metadata"]
+        path = _child_path(manifest["apiVersion"], manifest["kind"], metadata["namespace"], metadata["name"])
+        query = {"fieldManager": MANAGER, "force": "true"}
+        return await self.request("PATCH", path, body=manifest, content_type=_APPLY, query=query)
+
+    async def list_pods(self, namespace: str, selector: str) -> list[Manifest]:
+        path = f"/api/v1/namespaces/{quote(namespace)}/pods"
+        answer = await self.request("GET", path, query={"labelSelector": selector})
+        return list(answer.get("items") or [])
+
+    async def annotate_pod(self, namespace: str, name: str, annotations: Mapping[str, str]) -> None:
+        """Set annotations on a pod; one that is gone by now needs none."""
+        path = f"/api/v1/namespaces/{quote(namespace)}/pods/{quote(name)}"
+        try:
+            await self.request("PATCH", path, body={"metadata": {"annotations": dict(annotations)}})
+        except KubeError as error:
+            if error.status != 404:
+                raise
+
+    async def patch_status(self, namespace: str, name: str, status: Mapping[str, Any]) -> None:
+        path = f"{_service_path(namespace, name)}/status"
+        await self.request("PATCH", path, body={"status": dict(status)}, query={"fieldManager": MANAGER})
+
+    async def create_event(self, event: Manifest) -> None:
+        path = f"/api/v1/namespaces/{quote(event['metadata']['namespace'])}/events"
+        await self.request("POST", path, body=event, content_type="application/json")
+
+    async def serves(self, api_version: str, plural: str) -> bool:
+        """Whether the cluster knows a resource; what its CRD would bring may be missing."""
+        answer = await self._get(f"/apis/{api_version}")
+        return any(resource["name"] == plural for resource in (answer or {}).get("resources", []))
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: Mapping[str, Any] | None = None,
+        content_type: str = _MERGE,
+        query: Mapping[str, str] | None = None,
+    ) -> Manifest:
+        """One request within `REQUEST_TIMEOUT_S`; raises KubeError."""
+        headers = {"Accept": "application/json"} | ({"Content-Type": content_type} if body is not None else {})
+        prepared = await self._api.param_serialize(
+            method,
+            path,
+            query_params=list((query or {}).items()),
+            header_params=headers,
+            body=body,
+            auth_settings=["BearerToken"],
+        )
+        try:
+            response = await self._api.call_api(*prepared, _request_timeout=REQUEST_TIMEOUT_S)
+            text = await response.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise KubeError(0, f"the API server can't be reached ({type(error).__name__})") from error
+        if response.status >= 400:
+            raise KubeError(response.status, f"{method} {path}: {response.status} {_reason(text)}")
+        return dict(json.loads(text)) if text else {}
+
+    async def _get(self, path: str) -> Manifest | None:
+        try:
+            return await self.request("GET", path)
+        except KubeError as error:
+            if error.status == 404:
+                return None
+            raise
+
+
+def _service_path(namespace: str, name: str) -> str:
+    return f"/apis/{GROUP}/{VERSION}/namespaces/{quote(namespace)}/{PLURAL}/{quote(name)}"
+
+
+def _child_path(api_version: str, kind: str, namespace: str, name: str) -> str:
+    root = f"/apis/{api_version}" if "/" in api_version else f"/api/{api_version}"
+    return f"{root}/namespaces/{quote(namespace)}/{_PLURALS[kind]}/{quote(name)}"
+
+
+def _reason(text: bytes) -> str:
+    """The message of a Status answer; never the request, which may hold what should not be logged."""
+    try:
+        answer = json.loads(text)
+        return str(answer["message"])
+    except (ValueError, KeyError, TypeError):
+        return text[:200].decode("utf-8", errors="replace")

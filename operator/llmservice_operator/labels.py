@@ -1,0 +1,29 @@
+"""Names that tie children, pods and metrics to their LLMService; see ARCHITECTURE.md, "Contracts between the rooms"."""
+
+from __future__ import annotations
+
+from llmservice_operator.resource import GROUP, MANAGER
+
+NAME = "app.kubernetes.io/name"
+INSTANCE = "app.kubernetes.io/instance"
+COMPONENT = "app.kubernetes.io/component"
+MANAGED_BY = "app.kubernetes.io/managed-by"
+SERVED_NAME = f"{GROUP}/served-name"
+DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
+
+APP = "llmservice"
+
+
+def selector_labels(instance: str) -> dict[str, str]:
+    """What a Deployment selects on; immutable, so it holds nothing that may change."""
+    return {NAME: APP, INSTANCE: instance}
+
+
+def child_labels(instance: str) -> dict[str, str]:
+    """What every child and every pod carries."""
+    return {**selector_labels(instance), COMPONENT: "server", MANAGED_BY: MANAGER}
+
+
+def selector(instance: str) -> str:
+    """The same selection as a string, for `status.selector` and list requests."""
+    return ",".join(f"{key}={value}" for key, value in selector_labels(instance).items())

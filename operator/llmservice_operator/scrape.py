@@ -1,0 +1,85 @@
+"""One look at one server's metrics, wherever it was read: the few series that scaling and sizing use."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from prometheus_client.parser import text_string_to_metric_families
+
+RUNNING = "llmservice_num_requests_running"
+WAITING = "llmservice_num_requests_waiting"
+KV_USAGE = "llmservice_kv_cache_usage_perc"
+FINISHED = "llmservice_request_success_total"
+REJECTED = "llmservice_request_rejected_total"
+TTFT_BUCKET = "llmservice_time_to_first_token_seconds_bucket"
+KV_BLOCKS = "llmservice_kv_cache_blocks"
+MEMORY = "llmservice_memory_bytes"
+
+SERIES = (RUNNING, WAITING, KV_USAGE, FINISHED, REJECTED, TTFT_BUCKET, KV_BLOCKS, MEMORY)
+
+Sample = tuple[str, Mapping[str, str], float]
+"""A series' name, its labels and its value."""
+
+
+class ScrapeError(ValueError):
+    """What was read is not the metrics of an inference server."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scrape:
+    """Gauges and cumulative counters of one pod at one moment."""
+
+    time_s: float
+    running: float
+    waiting: float
+    kv_usage: float = 0.0
+    """Share of the KV blocks that requests hold, 0 to 1."""
+    finished: float = 0.0
+    rejected: float = 0.0
+    ttft_buckets: tuple[tuple[float, float], ...] = ()
+    """(upper bound in seconds, cumulative count), ascending."""
+    kv_blocks: int | None = None
+    """Usable blocks, the null block apart."""
+    weights_bytes: float | None = None
+
+
+def parse_exposition(text: str, time_s: float) -> Scrape:
+    """A pod's `/metrics` answer; raises ScrapeError."""
+    try:
+        families = list(text_string_to_metric_families(text))
+    except ValueError as error:
+        raise ScrapeError(f"not in Prometheus' text format: {error}") from error
+    samples = ((sample.name, sample.labels, sample.value) for family in families for sample in family.samples)
+    return scrape_of(samples, time_s)
+
+
+def scrape_of(samples: Iterable[Sample], time_s: float) -> Scrape:
+    """Add up what is labelled by lane, reason or state; raises ScrapeError where the gauges are missing."""
+    totals: dict[str, float] = defaultdict(float)
+    buckets: dict[float, float] = defaultdict(float)
+    weights: float | None = None
+    for name, labels, value in samples:
+        if math.isnan(value):
+            continue
+        if name == TTFT_BUCKET:
+            buckets[float(labels["le"])] += value
+        elif name == MEMORY:
+            weights = value if labels.get("kind") == "weights" else weights
+        elif name in SERIES:
+            totals[name] += value
+    if RUNNING not in totals or WAITING not in totals:
+        raise ScrapeError(f"{RUNNING} and {WAITING} are missing: expected the metrics of llmservice serve")
+    return Scrape(
+        time_s=time_s,
+        running=totals[RUNNING],
+        waiting=totals[WAITING],
+        kv_usage=totals[KV_USAGE],
+        finished=totals[FINISHED],
+        rejected=totals[REJECTED],
+        ttft_buckets=tuple(sorted(buckets.items())),
+        kv_blocks=int(totals[KV_BLOCKS]) if KV_BLOCKS in totals else None,
+        weights_bytes=weights,
+    )
