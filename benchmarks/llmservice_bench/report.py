@@ -1,0 +1,120 @@
+"""A run in figures: throughput and latency, always both, and the failures beside them."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from llmservice_bench.record import RequestRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Seconds. All 0 where nothing was measured (`count` 0)."""
+
+    count: int
+    mean: float
+    p50: float
+    p99: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Distribution:
+        if not values:
+            return cls(0, 0.0, 0.0, 0.0)
+        p50, p99 = np.percentile(values, (50, 99))
+        return cls(len(values), float(np.mean(values)), float(p50), float(p99))
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a set of requests showed. Latencies are those of completed requests; failed ones are counted by reason."""
+
+    duration_s: float
+    """From the first request's start to the last one's end."""
+    completed: int
+    failed: int
+    failures: dict[str, int]
+    prompt_tokens: int
+    output_tokens: int
+    requests_per_s: float
+    output_tokens_per_s: float
+    total_tokens_per_s: float
+    ttft_s: Distribution
+    tpot_s: Distribution
+    itl_s: Distribution
+    """Pooled: every gap of every request counts once."""
+    e2e_s: Distribution
+    late_s: Distribution
+    """How late requests were sent. Above a few ms, the concurrency cap or the load generator itself shaped the load."""
+
+    @classmethod
+    def of(cls, records: Iterable[RequestRecord]) -> Report:
+        records = list(records)
+        good = [record for record in records if record.error is None]
+        failures = Counter(record.error for record in records if record.error is not None)
+        duration_s = max((r.ended_s for r in records), default=0.0) - min((r.started_s for r in records), default=0.0)
+        prompt_tokens = sum(record.prompt_tokens for record in good)
+        output_tokens = sum(record.output_tokens for record in good)
+
+        def per_second(count: int) -> float:
+            return count / duration_s if duration_s > 0 else 0.0
+
+        return cls(
+            duration_s=duration_s,
+            completed=len(good),
+            failed=len(records) - len(good),
+            failures=dict(failures.most_common()),
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            requests_per_s=per_second(len(good)),
+            output_tokens_per_s=per_second(output_tokens),
+            total_tokens_per_s=per_second(prompt_tokens + output_tokens),
+            ttft_s=Distribution.of([record.ttft_s for record in good]),
+            tpot_s=Distribution.of([record.tpot_s for record in good if record.tpot_s is not None]),
+            itl_s=Distribution.of([gap for record in good for gap in record.itl_s]),
+            e2e_s=Distribution.of([record.e2e_s for record in good]),
+            late_s=Distribution.of([record.late_s for record in records]),
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "machine": machine()}
+
+    def lines(self) -> list[str]:
+        """The table that a terminal shows."""
+        lines = [
+            f"{'requests completed':<28}{self.completed:>12}",
+            f"{'requests failed':<28}{self.failed:>12}{_reasons(self.failures)}",
+            f"{'duration':<28}{self.duration_s:>12.2f} s",
+            f"{'request throughput':<28}{self.requests_per_s:>12.2f} req/s",
+            f"{'output throughput':<28}{self.output_tokens_per_s:>12.1f} tok/s",
+            f"{'total throughput':<28}{self.total_tokens_per_s:>12.1f} tok/s",
+            f"{'latency (ms)':<16}{'mean':>12}{'p50':>12}{'p99':>12}",
+        ]
+        for name, values in (("TTFT", self.ttft_s), ("TPOT", self.tpot_s), ("ITL", self.itl_s), ("E2E", self.e2e_s)):
+            figures = (f"{value * 1000:>12.2f}" for value in (values.mean, values.p50, values.p99))
+            lines.append(f"{name:<16}{''.join(figures)}")
+        if self.late_s.p99 > 0.01:
+            lines.append(
+                f"sent late: p99 {self.late_s.p99 * 1000:.0f} ms, by the concurrency cap or this machine's own load"
+            )
+        return lines
+
+
+def _reasons(failures: dict[str, int]) -> str:
+    return "  (" + ", ".join(f"{count} × {reason}" for reason, count in failures.items()) + ")" if failures else ""
+
+
+def machine() -> dict[str, Any]:
+    """Where the load was sent from: figures without their machine mean little."""
+    return {
+        "platform": platform.platform(),
+        "processor": platform.machine(),
+        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "python": platform.python_version(),
+    }

@@ -1,0 +1,77 @@
+"""A server that speaks enough of OpenAI's API to be measured: one token a word, as many as asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+TEMPLATE_TOKENS = 3
+
+
+@dataclass
+class WordServer:
+    """Counts what it sees. `status`, `cut_after` and `usage` make it misbehave."""
+
+    url: str = ""
+    status: int = 200
+    cut_after: int | None = None
+    usage: bool = True
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    in_flight: int = 0
+    most_in_flight: int = 0
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.bodies.append(body)
+        self.headers.append(dict(request.headers))
+        if self.status != 200:
+            return web.json_response({"error": {"message": "no"}}, status=self.status)
+        chat = request.path.endswith("chat/completions")
+        prompt = body["messages"][0]["content"] if chat else body["prompt"]
+        usage = {"prompt_tokens": len(prompt.split()) + TEMPLATE_TOKENS, "completion_tokens": body["max_tokens"]}
+        if not body["stream"]:
+            return web.json_response({"usage": usage} if self.usage else {})
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        try:
+            return await self._stream(request, chat, body["max_tokens"], usage)
+        finally:
+            self.in_flight -= 1
+
+    async def _stream(self, request: web.Request, chat: bool, tokens: int, usage: dict[str, int]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        if chat:  # the role comes first, and is no token
+            await _event(response, {"choices": [{"delta": {"role": "assistant", "content": ""}}]})
+        for count in range(tokens):
+            if count == self.cut_after:
+                return response
+            await _event(response, {"choices": [{"delta": {"content": "w "}} if chat else {"text": "w "}]})
+        await _event(response, {"choices": [], "usage": usage})
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+
+async def _event(response: web.StreamResponse, chunk: dict[str, Any]) -> None:
+    await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+    await asyncio.sleep(0)  # the others' turn, so that requests overlap
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[WordServer]:
+    server = WordServer()
+    app = web.Application()
+    app.router.add_post("/v1/{path:.*}", server.handle)
+    runner = web.AppRunner(app, shutdown_timeout=1.0)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield server
+    await runner.cleanup()

@@ -1,0 +1,37 @@
+"""Arrivals have the rate and the burstiness that were asked for."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from llmservice_bench.arrivals import arrival_times
+
+
+def gaps(rate: float, burstiness: float, count: int = 20_000) -> np.ndarray:
+    times = list(islice(arrival_times(rate, burstiness, np.random.default_rng(7)), count))
+    return np.diff(times)
+
+
+@pytest.mark.parametrize(("rate", "burstiness"), [(1.0, 1.0), (50.0, 1.0), (10.0, 0.25), (10.0, 4.0)])
+def test_mean_gap_is_one_over_the_rate_and_its_spread_follows_the_burstiness(rate: float, burstiness: float) -> None:
+    found = gaps(rate, burstiness)
+    assert found.mean() == pytest.approx(1 / rate, rel=0.05)
+    # The coefficient of variation of a gamma distribution is 1/sqrt(shape).
+    assert found.std() / found.mean() == pytest.approx(burstiness**-0.5, rel=0.05)
+
+
+def test_infinite_rate_sends_everything_at_once() -> None:
+    assert list(islice(arrival_times(float("inf"), 1.0, np.random.default_rng(0)), 3)) == [0.0, 0.0, 0.0]
+
+
+def test_same_seed_gives_the_same_arrivals() -> None:
+    assert (gaps(3.0, 1.0, 50) == gaps(3.0, 1.0, 50)).all()
+
+
+@pytest.mark.parametrize(("rate", "burstiness"), [(0.0, 1.0), (-1.0, 1.0), (1.0, 0.0), (float("nan"), 1.0)])
+def test_rate_and_burstiness_must_be_positive(rate: float, burstiness: float) -> None:
+    with pytest.raises(ValueError, match="above 0"):
+        next(arrival_times(rate, burstiness, np.random.default_rng(0)))
