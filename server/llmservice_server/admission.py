@@ -1,0 +1,33 @@
+"""What the engine refuses at once, because it could never serve it."""
+
+from __future__ import annotations
+
+from llmservice_server.messages import Generate, SamplingParams
+
+
+def why_refused(message: Generate, vocab_size: int, max_request_tokens: int) -> str | None:
+    """One sentence for the user, or None. The HTTP process checks as well; the engine relies on nobody."""
+    prompt, sampling = message.prompt_token_ids, message.sampling
+    if not prompt:
+        return "the prompt has no tokens, expected at least one"
+    if min(prompt) < 0 or max(prompt) >= vocab_size:
+        return f"the prompt holds a token id outside the model's vocabulary, expected 0 to {vocab_size - 1}"
+    total = len(prompt) + sampling.max_tokens
+    if total > max_request_tokens:
+        return (
+            f"{len(prompt)} prompt tokens and max_tokens {sampling.max_tokens} make {total}, expected at most "
+            f"{max_request_tokens}: shorten the prompt or lower max_tokens"
+        )
+    return _why_unsampleable(sampling)
+
+
+def _why_unsampleable(sampling: SamplingParams) -> str | None:
+    if sampling.max_tokens < 1:
+        return f"max_tokens is {sampling.max_tokens}, expected at least 1"
+    if not 0 <= sampling.temperature < float("inf"):
+        return f"temperature is {sampling.temperature}, expected a number from 0 on"
+    if not 0 <= sampling.top_p <= 1:
+        return f"top_p is {sampling.top_p}, expected 0 to 1"
+    if sampling.top_k < 0:
+        return f"top_k is {sampling.top_k}, expected 0 (off) or more"
+    return None

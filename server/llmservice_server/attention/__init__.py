@@ -1,0 +1,1 @@
+"""Attention over the paged KV cache: one small interface, one backend per way of computing it."""

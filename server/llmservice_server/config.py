@@ -1,0 +1,60 @@
+"""The engine's settings, checked when they are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from llmservice_server.errors import ConfigError
+
+DType = Literal["auto", "bfloat16", "float16", "float32"]
+Device = Literal["auto", "cpu", "cuda"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything the engine is told at start. Raises `ConfigError` when made with settings that cannot work."""
+
+    model: Path
+    dtype: DType = "auto"  # auto: the checkpoint's own
+    device: Device = "auto"  # auto: cuda where there is one
+    max_model_len: int | None = None  # prompt and answer together; None: the model's context, or what the memory holds
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048  # the token budget of one step
+    prefill_chunk_tokens: int = 512  # the most that one prompt may take of a step (Sarathi-Serve: 256 to 1024)
+    block_size: int = 16  # tokens
+    gpu_memory_utilization: float = 0.9  # of the device's memory; on CPU, of the memory that is available at start
+    kv_cache_memory_bytes: int | None = None  # None: what utilization leaves beside weights and activations
+    kv_cache_dtype: DType = "auto"  # auto: the model's
+    seed: int = 0  # of the requests that bring no seed of their own
+    threads: int | None = None  # intra-op threads on CPU; None: torch's choice
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        for name, allowed in (("dtype", DType), ("device", Device), ("kv_cache_dtype", DType)):
+            if getattr(self, name) not in get_args(allowed):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(get_args(allowed))}")
+        for name in ("max_num_seqs", "max_num_batched_tokens", "prefill_chunk_tokens", "block_size"):
+            _require_positive(name, getattr(self, name))
+        for name in ("max_model_len", "kv_cache_memory_bytes", "threads"):
+            if getattr(self, name) is not None:
+                _require_positive(name, getattr(self, name))
+        if self.block_size & (self.block_size - 1) or self.block_size > 256:
+            raise ConfigError(f"block_size is {self.block_size}, expected a power of two up to 256")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"gpu_memory_utilization is {self.gpu_memory_utilization}, expected above 0 and at most 1"
+            )
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs {self.max_num_seqs}: some "
+                f"sequences would get no token in a step: raise the first to {self.max_num_seqs} or lower the second"
+            )
+
+
+def _require_positive(name: str, value: int) -> None:
+    if value < 1:
+        raise ConfigError(f"{name} is {value}, expected at least 1")

@@ -1,0 +1,1 @@
+"""The model families that the server runs."""

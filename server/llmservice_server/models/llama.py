@@ -1,0 +1,159 @@
+"""The Llama family's decoder: Llama 2 and 3, Mistral, Qwen2, Qwen3. It knows tokens and positions, nothing of batches.
+
+Query, key and value weights are fused into one matrix, as are gate and up: one large product is faster than several
+small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
+
+from llmservice_server.attention.base import Attend
+from llmservice_server.models.model_config import ModelConfig
+from llmservice_server.models.rope import RotaryEmbedding, rotate
+
+
+@dataclass(slots=True)
+class Linear:
+    weight: torch.Tensor  # [out, in]
+    bias: torch.Tensor | None
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        return F.linear(hidden, self.weight, self.bias)
+
+    def parts(self, names: dict[str, int]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The rows of a fused matrix under the checkpoint's names; `names` gives each its number of rows, in order."""
+        sizes = list(names.values())
+        for name, weight in zip(names, torch.split(self.weight, sizes), strict=True):
+            yield f"{name}.weight", weight
+        if self.bias is not None:
+            for name, bias in zip(names, torch.split(self.bias, sizes), strict=True):
+                yield f"{name}.bias", bias
+
+
+@dataclass(slots=True)
+class DecoderLayer:
+    input_norm: torch.Tensor
+    qkv: Linear
+    qk_norm: (
+        torch.Tensor | None
+    )  # [num_heads + num_kv_heads, head_dim]: the same row for every query head, and for every key head
+    o: Linear
+    post_attention_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class LlamaModel:
+    """Weights are allocated uninitialised; `checkpoint_tensors` says which of the checkpoint's tensors go where."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self.config = config
+        self.dtype = dtype
+        self.device = device
+        frequencies, scale = config.rope.inverse_frequencies(config.head_dim, config.max_position_embeddings)
+        self.rotary = RotaryEmbedding(frequencies, scale, dtype, device)
+        self.embed_tokens = self._empty(config.vocab_size, config.hidden_size)
+        self.layers = [self._layer() for _ in range(config.num_layers)]
+        self.norm = self._empty(config.hidden_size)
+        self.lm_head = (
+            self.embed_tokens if config.tied_embeddings else self._empty(config.vocab_size, config.hidden_size)
+        )
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """The last layer's states `[num_tokens, hidden_size]`, not yet normed.
+
+        `token_ids` and `positions` are int64 `[num_tokens]`, the sequences of a step laid end to end; `attend` stores
+        each layer's keys and values and knows which tokens may see which.
+        """
+        config = self.config
+        num_tokens = token_ids.shape[0]
+        num_qk_heads = config.num_heads + config.num_kv_heads
+        cos, sin = self.rotary.at(positions)
+        hidden = F.embedding(token_ids, self.embed_tokens)
+        for index, layer in enumerate(self.layers):
+            heads = layer.qkv(self._rms_norm(hidden, layer.input_norm)).view(num_tokens, -1, config.head_dim)
+            queries_keys = heads[:, :num_qk_heads]
+            if layer.qk_norm is not None:
+                queries_keys.copy_(
+                    F.rms_norm(queries_keys, (config.head_dim,), eps=config.rms_norm_eps).mul_(layer.qk_norm)
+                )
+            rotate(queries_keys, cos, sin)
+            hidden += layer.o(attend(index, heads[:, : config.num_heads], heads[:, config.num_heads :]))
+            gate, up = layer.gate_up(self._rms_norm(hidden, layer.post_attention_norm)).chunk(2, dim=-1)
+            hidden += layer.down(F.silu(gate).mul_(up))
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Float32 logits `[num_rows, vocab_size]` of the given rows of `forward`'s result."""
+        return F.linear(self._rms_norm(hidden, self.norm), self.lm_head).float()
+
+    def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
+        """The checkpoint's tensor names, each with the (part of a) weight that it fills."""
+        tensors = {"model.embed_tokens.weight": self.embed_tokens, "model.norm.weight": self.norm}
+        if not self.config.tied_embeddings:
+            tensors["lm_head.weight"] = self.lm_head
+        for index, layer in enumerate(self.layers):
+            tensors.update((f"model.layers.{index}.{name}", tensor) for name, tensor in self._layer_tensors(layer))
+        return tensors
+
+    def finish_loading(self) -> None:
+        """Spread what the checkpoint holds once and the layers use by head."""
+        num_heads = self.config.num_heads
+        for layer in self.layers:
+            if layer.qk_norm is not None:
+                layer.qk_norm[1:num_heads] = layer.qk_norm[0]
+                layer.qk_norm[num_heads + 1 :] = layer.qk_norm[num_heads]
+
+    @property
+    def weight_bytes(self) -> int:
+        tensors = [self.embed_tokens, self.norm, *(() if self.config.tied_embeddings else (self.lm_head,))]
+        for layer in self.layers:
+            tensors += [tensor for _, tensor in self._layer_tensors(layer)]
+        return sum(tensor.nbytes for tensor in tensors)
+
+    def _layer_tensors(self, layer: DecoderLayer) -> Iterator[tuple[str, torch.Tensor]]:
+        config = self.config
+        query_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        attention = "self_attn"
+        yield "input_layernorm.weight", layer.input_norm
+        yield "post_attention_layernorm.weight", layer.post_attention_norm
+        yield from layer.qkv.parts(
+            {f"{attention}.q_proj": query_rows, f"{attention}.k_proj": kv_rows, f"{attention}.v_proj": kv_rows}
+        )
+        yield from layer.o.parts({f"{attention}.o_proj": config.hidden_size})
+        yield from layer.gate_up.parts(
+            {"mlp.gate_proj": config.intermediate_size, "mlp.up_proj": config.intermediate_size}
+        )
+        yield from layer.down.parts({"mlp.down_proj": config.hidden_size})
+        if layer.qk_norm is not None:
+            yield f"{attention}.q_norm.weight", layer.qk_norm[0]
+            yield f"{attention}.k_norm.weight", layer.qk_norm[config.num_heads]
+
+    def _layer(self) -> DecoderLayer:
+        config = self.config
+        num_qk_heads = config.num_heads + config.num_kv_heads
+        return DecoderLayer(
+            input_norm=self._empty(config.hidden_size),
+            qkv=self._linear(
+                (num_qk_heads + config.num_kv_heads) * config.head_dim, config.hidden_size, config.qkv_bias
+            ),
+            qk_norm=self._empty(num_qk_heads, config.head_dim) if config.qk_norm else None,
+            o=self._linear(config.hidden_size, config.num_heads * config.head_dim, config.o_bias),
+            post_attention_norm=self._empty(config.hidden_size),
+            gate_up=self._linear(2 * config.intermediate_size, config.hidden_size, config.mlp_bias),
+            down=self._linear(config.hidden_size, config.intermediate_size, config.mlp_bias),
+        )
+
+    def _linear(self, out_features: int, in_features: int, bias: bool) -> Linear:
+        return Linear(self._empty(out_features, in_features), self._empty(out_features) if bias else None)
+
+    def _empty(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def _rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(hidden, (hidden.shape[-1],), weight, self.config.rms_norm_eps)

@@ -1,0 +1,144 @@
+"""Rotary position embeddings (RoFormer, arXiv:2104.09864) and the ways of stretching them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from llmservice_server.errors import ModelLoadError
+
+SUPPORTED = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """A checkpoint's rotary embedding. `scaling` holds the numbers that `kind` asks for, under config.json's names."""
+
+    theta: float
+    kind: str
+    scaling: Mapping[str, float]
+    truncate: bool = True  # yarn: round the bounds of its ramp
+
+    @classmethod
+    def from_config(cls, raw: Mapping[str, Any]) -> RopeConfig:
+        """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
+        parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+        if not isinstance(parameters, Mapping):
+            raise ModelLoadError(f"config.json: rope_parameters is {parameters!r}, expected an object")
+        if any(isinstance(value, Mapping) for value in parameters.values()):
+            raise ModelLoadError(
+                "config.json: rope_parameters differ by layer type, which no supported model family uses"
+            )
+        kind = parameters.get("rope_type") or parameters.get("type") or "default"
+        if kind not in SUPPORTED:
+            raise ModelLoadError(
+                f"config.json: rope type {kind!r} is not supported, expected one of {', '.join(SUPPORTED)}"
+            )
+        for source in (raw, parameters):
+            if (source.get("partial_rotary_factor") or 1.0) != 1.0:
+                raise ModelLoadError(
+                    "config.json: partial_rotary_factor is not 1, which no supported model family uses"
+                )
+        scaling = {key: float(value) for key, value in parameters.items() if _is_number(value)}
+        scaling.setdefault("original_max_position_embeddings", float(raw.get("max_position_embeddings") or 0))
+        theta = scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0
+        rope = cls(theta=float(theta), kind=kind, scaling=scaling, truncate=bool(parameters.get("truncate", True)))
+        rope._require(
+            {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}.get(kind, ())
+        )
+        return rope
+
+    def max_context(self, max_position_embeddings: int) -> int:
+        """Tokens up to which the embedding is right.
+
+        Dynamic NTK is plain RoPE up to `max_position_embeddings`; beyond, its frequencies would change under keys
+        that are already in the cache, so that is where it ends. YaRN's configs often leave `max_position_embeddings`
+        unscaled.
+        """
+        if self.kind == "yarn":
+            original = self.scaling["original_max_position_embeddings"]
+            return max(max_position_embeddings, int(original * self.scaling.get("factor", 1.0)))
+        return max_position_embeddings
+
+    def inverse_frequencies(self, head_dim: int, max_position_embeddings: int) -> tuple[torch.Tensor, float]:
+        """Radians per position of each pair of dimensions, float32 `[head_dim / 2]`, and the factor of cos and sin."""
+        plain = 1.0 / self.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+        if self.kind == "linear":
+            return plain / self.scaling["factor"], 1.0
+        if self.kind == "llama3":
+            return self._llama3(plain), 1.0
+        if self.kind == "yarn":
+            return self._yarn(plain, head_dim, max_position_embeddings)
+        return plain, 1.0
+
+    def _llama3(self, plain: torch.Tensor) -> torch.Tensor:
+        """Llama 3.1: wavelengths short against the original context stay, long ones are stretched, a ramp between."""
+        factor = self.scaling["factor"]
+        low, high = self.scaling["low_freq_factor"], self.scaling["high_freq_factor"]
+        turns = self.scaling["original_max_position_embeddings"] * plain / (2 * math.pi)  # over the original context
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        return plain * kept + plain / factor * (1 - kept)
+
+    def _yarn(self, plain: torch.Tensor, head_dim: int, max_position_embeddings: int) -> tuple[torch.Tensor, float]:
+        """YaRN (arXiv:2309.00071): as llama3, with the ramp over dimensions, and attention sharpened by a factor."""
+        original = self.scaling["original_max_position_embeddings"]
+        factor = self.scaling.get("factor") or max_position_embeddings / original
+
+        def dimension(turns: float) -> float:
+            return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+
+        low, high = dimension(self.scaling.get("beta_fast") or 32), dimension(self.scaling.get("beta_slow") or 1)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_dim - 1)
+        width = (high - low) or 0.001  # one step instead of a ramp
+        stretched = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+        return plain / factor * stretched + plain * (1 - stretched), self._yarn_attention_factor(factor)
+
+    def _yarn_attention_factor(self, factor: float) -> float:
+        def mscale(weight: float) -> float:
+            return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+        if given := self.scaling.get("attention_factor"):
+            return given
+        over, under = self.scaling.get("mscale"), self.scaling.get("mscale_all_dim")
+        return mscale(over) / mscale(under) if over and under else mscale(1.0)
+
+    def _require(self, names: tuple[str, ...]) -> None:
+        missing = [name for name in names if name not in self.scaling]
+        if missing:
+            raise ModelLoadError(f"config.json: rope type {self.kind!r} needs {', '.join(missing)} in rope_parameters")
+
+
+class RotaryEmbedding:
+    """Cosines and sines by position, computed once a step in float32: no table, and no length at which it ends."""
+
+    def __init__(
+        self, inverse_frequencies: torch.Tensor, scale: float, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.inverse_frequencies = inverse_frequencies.to(device)
+        self.scale = scale
+        self.dtype = dtype
+
+    def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and signed sines of `positions` `[num_tokens]`, each `[num_tokens, 1, head_dim]`, for `rotate`."""
+        angles = positions[:, None, None] * self.inverse_frequencies
+        cos, sin = angles.cos(), angles.sin()
+        if self.scale != 1.0:
+            cos, sin = cos * self.scale, sin * self.scale
+        return torch.cat((cos, cos), dim=-1).to(self.dtype), torch.cat((-sin, sin), dim=-1).to(self.dtype)
+
+
+def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Rotate `heads` `[num_tokens, num_heads, head_dim]` in place; the first half of `sin` is negated."""
+    first, second = heads.chunk(2, dim=-1)
+    swapped = torch.cat((second, first), dim=-1)
+    heads.mul_(cos).addcmul_(swapped, sin)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

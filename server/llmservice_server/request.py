@@ -1,0 +1,105 @@
+"""One request inside the engine: its tokens, how far they are computed, and where its keys and values live."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from llmservice_server.messages import FinishReason, Generate, SamplingParams
+
+LANES = ("interactive", "batch")  # in the order in which they are served
+
+
+class Status(Enum):
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+@dataclass(slots=True)
+class BlockTable:
+    """The blocks of one sequence in token order: token `i` lives in `blocks[i // block_size]`."""
+
+    blocks: list[int] = field(default_factory=list)
+    contiguous: bool = True  # the blocks' numbers follow each other, so that keys and values are one slice of the cache
+
+    def extend(self, blocks: list[int]) -> None:
+        previous = self.blocks[-1] if self.blocks else None
+        for block in blocks:
+            if previous is not None and block != previous + 1:
+                self.contiguous = False
+            previous = block
+        self.blocks += blocks
+
+    def clear(self) -> list[int]:
+        """Empty the table; returns the blocks that it held."""
+        blocks, self.blocks, self.contiguous = self.blocks, [], True
+        return blocks
+
+    @property
+    def last(self) -> int | None:
+        return self.blocks[-1] if self.blocks else None
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A sequence that chases `num_tokens` with `num_computed_tokens`.
+
+        token_ids   | prompt ................ | output ......... |
+        computed    | keys and values in the cache ...... |        <- num_computed_tokens
+                                                          | to do |
+
+    A token is sampled by the step that computes the last known one. Preemption sets `num_computed_tokens` back to 0 and
+    keeps `token_ids`, so what was generated is computed again as if it were prompt.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    stop_token_ids: frozenset[int]
+    seed: int
+    lane: str
+    priority: tuple[int, int]  # (lane's rank, order of arrival): the smaller is served first and preempted last
+    arrival_s: float
+    deadline_s: float | None = None
+    status: Status = Status.WAITING
+    num_computed_tokens: int = 0
+    block_table: BlockTable = field(default_factory=BlockTable)
+    first_scheduled_s: float | None = None
+
+    @classmethod
+    def of(cls, message: Generate, order: int, seed: int, eos_token_ids: frozenset[int]) -> Request:
+        """`order` counts arrivals; `seed` is used if the message has none; `ignore_eos` lets `eos_token_ids` pass."""
+        stop = frozenset(message.sampling.stop_token_ids)
+        rank = LANES.index(message.lane) if message.lane in LANES else len(LANES)
+        return cls(
+            request_id=message.request_id,
+            token_ids=list(message.prompt_token_ids),
+            num_prompt_tokens=len(message.prompt_token_ids),
+            sampling=message.sampling,
+            stop_token_ids=stop - eos_token_ids if message.sampling.ignore_eos else stop,
+            seed=seed if message.sampling.seed is None else message.sampling.seed,
+            lane=message.lane,
+            priority=(rank, order),
+            arrival_s=message.arrival_s,
+            deadline_s=message.deadline_s,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def append(self, token_id: int) -> FinishReason | None:
+        """Take a sampled token; returns why the request is finished, or None. A stop token is not kept."""
+        if token_id in self.stop_token_ids:
+            return "stop"
+        self.token_ids.append(token_id)
+        return "length" if self.num_output_tokens >= self.sampling.max_tokens else None

@@ -1,0 +1,65 @@
+"""One step on the device: lay the plan's tokens end to end, run the model, sample where a sequence is due a token."""
+
+from __future__ import annotations
+
+import torch
+
+from llmservice_server.attention.base import AttentionBackend, SequenceSlice
+from llmservice_server.models.llama import LlamaModel
+from llmservice_server.request import BlockTable
+from llmservice_server.sampler import sample
+from llmservice_server.scheduler import Plan
+
+
+class ModelRunner:
+    """Computes what the scheduler planned. Sequences share the weights' products and never see each other."""
+
+    def __init__(self, model: LlamaModel, attention: AttentionBackend) -> None:
+        self.model = model
+        self.attention = attention
+
+    @torch.inference_mode()
+    def execute(self, plan: Plan) -> list[int | None]:
+        """The next token of each request whose share `samples`, in the plan's order; None: logits not finite."""
+        token_ids: list[int] = []
+        positions: list[int] = []
+        last_rows: list[int] = []
+        for share in plan.scheduled:
+            end = share.start + share.num_tokens
+            token_ids += share.request.token_ids[share.start : end]
+            positions.extend(range(share.start, end))
+            if share.samples:
+                last_rows.append(len(token_ids) - 1)
+        slices = [SequenceSlice(share.start, share.num_tokens, share.request.block_table) for share in plan.scheduled]
+        hidden = self._forward(token_ids, positions, slices)
+        if not last_rows:
+            return []
+        if len(last_rows) < len(token_ids):
+            hidden = hidden[torch.tensor(last_rows, device=hidden.device)]
+        return sample(self.model.logits(hidden), [share.request for share in plan.scheduled if share.samples])
+
+    @torch.inference_mode()
+    def dummy_step(self, num_tokens: int, num_seqs: int, longest: int, block_size: int) -> None:
+        """A step of `num_tokens` tokens, in sequences of `longest`, that yields logits for `num_seqs` of them.
+
+        Writes into the blocks from 1 on, so nothing may be cached yet.
+        """
+        slices = []
+        first_block = 1
+        positions: list[int] = []
+        while len(positions) < num_tokens:
+            count = min(longest, num_tokens - len(positions))
+            num_blocks = -(-count // block_size)
+            slices.append(SequenceSlice(0, count, BlockTable(list(range(first_block, first_block + num_blocks)))))
+            first_block += num_blocks
+            positions.extend(range(count))
+        hidden = self._forward([0] * num_tokens, positions, slices)
+        self.model.logits(hidden[:num_seqs])
+
+    def _forward(self, token_ids: list[int], positions: list[int], slices: list[SequenceSlice]) -> torch.Tensor:
+        device = self.model.device
+        return self.model.forward(
+            torch.tensor(token_ids, device=device),
+            torch.tensor(positions, device=device),
+            self.attention.prepare(slices),
+        )

@@ -1,0 +1,171 @@
+"""What happens once: read the checkpoint, load the weights, see what memory is left, allocate the KV cache."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from llmservice_server.attention.base import KVCacheShape
+from llmservice_server.attention.torch_backend import TorchAttention
+from llmservice_server.config import EngineConfig
+from llmservice_server.errors import ConfigError, OutOfMemoryError
+from llmservice_server.loader import Checkpoint
+from llmservice_server.memory import GIB, KVCachePlan, activation_bytes, available_cpu_bytes, plan_kv_cache
+from llmservice_server.models.llama import LlamaModel
+from llmservice_server.runner import ModelRunner
+
+_LOG = logging.getLogger(__name__)
+_WARM_UP_TOKENS = 16  # the first step pays for lazy initialisation, a request should not
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes on the device: what there is to use at start, and what is taken of it."""
+
+    total: int
+    weights: int
+    activations: int
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """An engine's loaded half."""
+
+    runner: ModelRunner
+    kv_cache: KVCachePlan
+    memory_bytes: dict[str, int]  # by kind: weights, kv_cache, activations, total
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+
+
+def start(config: EngineConfig) -> Started:
+    """Raises `StartError` with what is wrong, expected and to be done."""
+    checkpoint = Checkpoint.open(config.model)
+    device = _device(config)
+    context = checkpoint.config.max_context
+    if config.max_model_len is not None and config.max_model_len > context:
+        raise ConfigError(
+            f"max_model_len {config.max_model_len} is beyond the model's context of {context} tokens: lower it"
+        )
+    dtype = checkpoint.dtype(config.dtype)
+    shape = KVCacheShape(
+        num_heads=checkpoint.config.num_heads,
+        num_kv_heads=checkpoint.config.num_kv_heads,
+        head_dim=checkpoint.config.head_dim,
+        windows=checkpoint.config.windows,
+        block_size=config.block_size,
+        dtype=dtype if config.kv_cache_dtype == "auto" else checkpoint.dtype(config.kv_cache_dtype),
+    )
+    model, memory = _load(checkpoint, config, dtype, device, shape)
+    kv_cache = _plan(config, context, shape, memory, device)
+    runner = ModelRunner(model, TorchAttention(shape, kv_cache.num_blocks, device))
+    warm_up = min(_WARM_UP_TOKENS, kv_cache.num_usable_blocks * config.block_size)
+    runner.dummy_step(warm_up, 1, warm_up, config.block_size)
+    kv_cache_bytes = kv_cache.num_blocks * shape.bytes_per_block
+    _LOG.info(
+        "%s on %s in %s: weights %.2f GiB, KV cache %.2f GiB in %d blocks of %d tokens, max_model_len %d",
+        checkpoint.config.architecture,
+        device,
+        dtype,
+        memory.weights / GIB,
+        kv_cache_bytes / GIB,
+        kv_cache.num_usable_blocks,
+        config.block_size,
+        kv_cache.max_model_len,
+    )
+    return Started(
+        runner=runner,
+        kv_cache=kv_cache,
+        memory_bytes={
+            "weights": memory.weights,
+            "kv_cache": kv_cache_bytes,
+            "activations": memory.activations,
+            "total": memory.total,
+        },
+        vocab_size=checkpoint.config.vocab_size,
+        eos_token_ids=checkpoint.eos_token_ids,
+    )
+
+
+def _device(config: EngineConfig) -> torch.device:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "device is cuda, but this machine has no usable CUDA device: use --device cpu, or check the driver"
+        )
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    if config.device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda")
+
+
+def _load(
+    checkpoint: Checkpoint, config: EngineConfig, dtype: torch.dtype, device: torch.device, shape: KVCacheShape
+) -> tuple[LlamaModel, Memory]:
+    """Load the weights and learn what a full step needs beside them: measured on CUDA, estimated on CPU."""
+    total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else available_cpu_bytes()
+    if checkpoint.weight_file_bytes > total:
+        raise OutOfMemoryError(
+            f"the weights are {checkpoint.weight_file_bytes / GIB:.2f} GiB, {total / GIB:.2f} GiB can be used: "
+            "use a smaller model or more memory"
+        )
+    try:
+        model = checkpoint.load(dtype, device)
+        activations = _profile(model, config, shape) if device.type == "cuda" else _estimate(model, config)
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemoryError(
+            f"the weights and a step of {config.max_num_batched_tokens} tokens do not fit into the device's "
+            f"{total / GIB:.2f} GiB: use a smaller model or lower max_num_batched_tokens"
+        ) from error
+    return model, Memory(total=total, weights=model.weight_bytes, activations=activations)
+
+
+def _estimate(model: LlamaModel, config: EngineConfig) -> int:
+    shape = model.config
+    widest = max(2 * shape.intermediate_size, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim)
+    return activation_bytes(
+        config.max_num_batched_tokens, config.max_num_seqs, widest, shape.vocab_size, model.dtype.itemsize
+    )
+
+
+def _profile(model: LlamaModel, config: EngineConfig, shape: KVCacheShape) -> int:
+    """Bytes that a full step takes beside the weights, CUDA's context and other users of the card included."""
+    longest = min(config.max_model_len or model.config.max_context, config.prefill_chunk_tokens)
+    blocks_each = -(-longest // config.block_size)
+    num_blocks = 1 + blocks_each * -(-config.max_num_batched_tokens // longest)
+    torch.cuda.reset_peak_memory_stats(model.device)
+    runner = ModelRunner(model, TorchAttention(shape, num_blocks, model.device))
+    runner.dummy_step(config.max_num_batched_tokens, config.max_num_seqs, longest, config.block_size)
+    torch.cuda.synchronize(model.device)
+    peak = torch.cuda.max_memory_allocated(model.device) - num_blocks * shape.bytes_per_block
+    del runner
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(model.device)
+    outside_torch = total - free - torch.cuda.memory_reserved(model.device)
+    return max(0, peak - model.weight_bytes) + outside_torch
+
+
+def _plan(config: EngineConfig, context: int, shape: KVCacheShape, memory: Memory, device: torch.device) -> KVCachePlan:
+    pool_bytes = config.kv_cache_memory_bytes
+    if pool_bytes is None:
+        pool_bytes = int(memory.total * config.gpu_memory_utilization) - memory.weights - memory.activations
+    wanted = config.max_model_len or context
+    plan = plan_kv_cache(
+        pool_bytes,
+        bytes_per_block=shape.bytes_per_block,
+        block_size=config.block_size,
+        max_model_len=wanted,
+        may_shorten=config.max_model_len is None,
+        # Main memory is shared with the page cache and others: take no more than the promised sequences can use.
+        most_blocks=None if device.type == "cuda" else 1 + config.max_num_seqs * -(-wanted // config.block_size),
+    )
+    if plan.max_model_len < wanted:
+        _LOG.warning(
+            "max_model_len lowered from the model's %d to %d tokens: that is what the KV cache holds; "
+            "more memory, or a smaller model, allows more",
+            wanted,
+            plan.max_model_len,
+        )
+    return plan
