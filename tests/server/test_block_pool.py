@@ -1,0 +1,111 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from llmservice_server.block_pool import NULL_BLOCK, BlockPool
+
+
+class PoolUnderUse(RuleBasedStateMachine):
+    """Sequences that grow and end in any order, against a plain set of what each of them holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(24)
+        self.sequences: list[list[int]] = []
+
+    @precondition(lambda self: self.pool.num_free > 0)
+    @rule(data=st.data())
+    def start(self, data: st.DataObject) -> None:
+        self.sequences.append(self.pool.allocate(data.draw(st.integers(1, self.pool.num_free))))
+
+    @precondition(lambda self: self.sequences and self.pool.num_free > 0)
+    @rule(data=st.data())
+    def grow(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from(self.sequences))
+        neighbour_was_free = self.pool.is_free(sequence[-1] + 1)
+        [block] = self.pool.allocate(1, after=sequence[-1])
+        assert not neighbour_was_free or block == sequence[-1] + 1
+        sequence.append(block)
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data(), count=st.integers(-2, 30))
+    def set_aside(self, data: st.DataObject, count: int) -> None:
+        self.pool.set_aside(data.draw(st.sampled_from(self.sequences))[-1], count)
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        self.pool.free(self.sequences.pop(data.draw(st.integers(0, len(self.sequences) - 1))))
+
+    @invariant()
+    def free_and_held_make_the_total(self) -> None:
+        assert self.pool.num_free + self.pool.num_held == self.pool.num_usable == 23
+        assert self.pool.num_held == sum(map(len, self.sequences))
+
+    @invariant()
+    def every_block_is_in_exactly_one_place(self) -> None:
+        held = [block for sequence in self.sequences for block in sequence]
+        assert sorted(held + self.pool.free_blocks()) == list(range(1, 24))
+        assert all(self.pool.is_free(block) == (block not in held) for block in range(1, 24))
+
+    @invariant()
+    def the_null_block_is_nobodys(self) -> None:
+        assert not self.pool.is_free(NULL_BLOCK)
+
+
+PoolUnderUse.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+test_pool_under_use = PoolUnderUse.TestCase
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=6))
+def test_a_fresh_pool_hands_out_runs_of_neighbours(sizes: list[int]) -> None:
+    pool = BlockPool(64)
+    for size in sizes:
+        blocks = pool.allocate(size)
+        assert blocks == list(range(blocks[0], blocks[0] + size))
+
+
+def test_freed_blocks_are_taken_again_first_and_in_their_order() -> None:
+    pool = BlockPool(10)
+    first = pool.allocate(3)
+    pool.allocate(2)
+    pool.free(first)
+    assert pool.allocate(3) == first
+
+
+def test_a_sequence_grows_into_what_was_set_aside_for_it() -> None:
+    pool = BlockPool(20)
+    [growing] = pool.allocate(1)
+    pool.set_aside(growing, 3)
+    others = pool.allocate(4)
+    assert set(others).isdisjoint(range(growing + 1, growing + 4))
+    assert pool.allocate(3, after=growing) == [growing + 1, growing + 2, growing + 3]
+
+
+def test_blocks_set_aside_are_handed_out_when_nothing_else_is_left() -> None:
+    pool = BlockPool(6)
+    [growing] = pool.allocate(1)
+    pool.set_aside(growing, 4)
+    assert sorted(pool.allocate(4)) == [2, 3, 4, 5]
+
+
+def test_more_than_is_free_is_refused_and_takes_nothing() -> None:
+    pool = BlockPool(4)
+    assert not pool.can_allocate(4)
+    with pytest.raises(ValueError, match="4 blocks asked for, 3 free"):
+        pool.allocate(4)
+    assert pool.num_free == 3
+
+
+@pytest.mark.parametrize("block", [0, 3, -1, 9])
+def test_freeing_a_block_that_is_not_held_is_refused(block: int) -> None:
+    pool = BlockPool(4)
+    pool.allocate(2)
+    with pytest.raises(ValueError, match=f"block {block} is not held"):
+        pool.free([block])
+    assert pool.num_held == 2
+
+
+def test_a_pool_of_the_null_block_alone_is_refused() -> None:
+    with pytest.raises(ValueError, match="got 1 blocks"):
+        BlockPool(1)
