@@ -15,8 +15,8 @@ def increase(values: Sequence[float]) -> float:
 def quantile(share: float, buckets: Mapping[float, float]) -> float | None:
     """The value below which `share` of the observations lie; None without observations.
 
-    `buckets` maps upper bounds to cumulative counts. Linear within a bucket, and the last finite bound for what lies beyond
-    it, as PromQL's histogram_quantile does (https://prometheus.io/docs/prometheus/latest/querying/functions/).
+    `buckets` maps upper bounds to cumulative counts. Linear within a bucket, and the last finite bound for what lies
+    beyond it, as PromQL's histogram_quantile does (https://prometheus.io/docs/prometheus/latest/querying/functions/).
     """
     bounds = sorted(buckets)
     total = buckets[bounds[-1]] if bounds else 0.0

@@ -43,6 +43,9 @@ class Load:
     ttft_count: float = 0.0
     peak_in_flight: float = 0.0
     """The most that any one pod held at any scrape of the window."""
+    kv_blocks: int | None = None
+    """Usable KV blocks of the smallest pod, as it measured them after loading."""
+    weights_bytes: float | None = None
 
     @property
     def running(self) -> float:
@@ -70,6 +73,8 @@ def load_of(histories: Histories, ready_pods: Iterable[str], source: str) -> Loa
         ttft_p99_s=quantile(0.99, buckets),
         ttft_count=max(buckets.values(), default=0.0),
         peak_in_flight=max(scrape.running + scrape.waiting for scrapes in read.values() for scrape in scrapes),
+        kv_blocks=min((blocks for one in read.values() if (blocks := one[-1].kv_blocks)), default=None),
+        weights_bytes=next((weight for one in read.values() if (weight := one[-1].weights_bytes)), None),
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import aiohttp
 
+from llmservice_operator.http_body import read_bounded
 from llmservice_operator.spec import ModelSource
 from llmservice_planner.shape import ModelShape, ShapeError, weights_bytes
 
@@ -154,8 +155,8 @@ class ModelReader:
                     raise ModelSourceError("ModelNotFound", f"{url} does not exist: correct model.uri", lasting=False)
                 if response.status != 200:
                     raise ModelSourceError("ModelUnreachable", f"{url} answers {response.status}", lasting=False)
-                text = await response.content.read(_CONFIG_LIMIT_BYTES)
-        except (aiohttp.ClientError, TimeoutError) as error:
+                text = await read_bounded(response, _CONFIG_LIMIT_BYTES)
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise ModelSourceError(
                 "ModelUnreachable",
                 f"{url} can't be read ({type(error).__name__}): check the operator's network,"

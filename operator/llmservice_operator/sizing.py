@@ -144,16 +144,9 @@ def _unserved(spec: LLMServiceSpec, model: Model) -> SizingProblem | None:
 def _does_not_fit(answer: Plan) -> str:
     possible = [text for text in answer.remedies if not any(word in text for word in _NOT_SERVED)]
     remedies = " ".join(f"({number}) {text}" for number, text in enumerate(possible, start=1))
-    short = f"{answer.shortfall_bytes / GIB:.2f} GiB are missing"
-    working = (
-        f"weights {_gib(answer.weights_bytes)} GiB, overhead {_gib(answer.overhead_bytes)} GiB, one sequence of"
-        f" {answer.max_model_len} tokens {_sequence_bytes(answer) / GIB:.2f} GiB"
-    )
-    return f"the model does not fit: {short} ({working}). What would help: {remedies or 'a card with more memory'}"
-
-
-def _sequence_bytes(answer: Plan) -> int:
-    return answer.sequence_blocks * answer.block_size * answer.kv_bytes_per_token
+    missing = f"{answer.shortfall_bytes / GIB:.2f} GiB are missing for one sequence of {answer.max_model_len} tokens"
+    beside = f"beside {_gib(answer.weights_bytes)} GiB of weights and {_gib(answer.overhead_bytes)} GiB of overhead"
+    return f"the model does not fit: {missing}, {beside}. What would help: {remedies or 'a card with more memory'}"
 
 
 def _gib(number_of_bytes: float) -> float:

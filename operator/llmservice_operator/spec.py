@@ -204,7 +204,7 @@ class Slo(SchemaModel):
 
 class ScaleUp(SchemaModel):
     stabilization: Duration = Field(
-        "0s", description="Add replicas only up to the lowest wish within this time. 0s: at once."
+        "10s", description="Add replicas only up to the lowest wish within this time. 0s: at once."
     )
 
 

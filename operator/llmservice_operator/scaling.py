@@ -1,0 +1,251 @@
+"""How many replicas: signals → analyse → optimise → limit → a decision with its reasons.
+
+Every step is a plain function of what it is given; time comes in as seconds since 1970. The queue and the arrivals
+drive the number. p99 TTFT only tilts it, one up while the promise is broken and never down meanwhile: it lags behind
+the load and then falls off a cliff. Completions alone are never used, since an overload caps them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from llmservice_operator import duration
+from llmservice_operator.load import Load
+from llmservice_operator.spec import Autoscaling, Slo
+
+TARGET_UTILIZATION = 0.8
+"""Waits explode beyond it (queueing theory): plan for this share of the slots, not for all of them."""
+TTFT_VETO = 0.8
+"""No replica is removed while p99 TTFT is above this share of the promise."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScalePolicy:
+    """What the user allows and promises."""
+
+    min_replicas: int
+    max_replicas: int
+    queue_depth: int
+    tolerance: float
+    up_stabilization_s: float
+    down_stabilization_s: float
+    window_s: float
+    ttft_p99_s: float | None
+    max_num_seqs: int
+    """Slots of one replica."""
+
+    @classmethod
+    def of(cls, autoscaling: Autoscaling, slo: Slo, max_num_seqs: int) -> ScalePolicy:
+        return cls(
+            min_replicas=autoscaling.min_replicas,
+            max_replicas=autoscaling.max_replicas,
+            queue_depth=autoscaling.queue_depth,
+            tolerance=autoscaling.tolerance_percent / 100,
+            up_stabilization_s=duration.seconds(autoscaling.scale_up.stabilization),
+            down_stabilization_s=duration.seconds(autoscaling.scale_down.stabilization),
+            window_s=duration.seconds(autoscaling.metrics.window),
+            ttft_p99_s=duration.seconds(slo.ttft_p99) if slo.ttft_p99 else None,
+            max_num_seqs=max_num_seqs,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Supply:
+    """The replicas there are."""
+
+    replicas: int
+    """What the Deployment is asked for now."""
+    ready: int
+    starting: int = 0
+    """Not ready, younger than the learned start-up time: they will help soon."""
+    overdue: int = 0
+    """Not ready, older than that, although a node has room for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Analysis:
+    """The load in units of replicas; None where it can't be told."""
+
+    queue: float | None
+    """Replicas that hold all requests in flight with at most `queue_depth` waiting each; None without a queue."""
+    utilization: float
+    """Replicas that hold what runs at 80 % of their slots, or of their KV cache where that is fuller."""
+    arrivals: float | None
+    """Replicas that keep up with the arrivals at 80 % of what one was measured to finish."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What the load asks for, before bounds and time."""
+
+    replicas: int
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What to set, and why."""
+
+    replicas: int
+    wanted: int
+    """The wish within the user's bounds, before stabilisation."""
+    reasons: tuple[str, ...]
+    active: bool = True
+    """False where there was nothing to go by."""
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """Wishes of the recent past, oldest first, as (seconds since 1970, replicas); and when replicas were last added."""
+
+    wishes: tuple[tuple[float, int], ...] = ()
+    last_up_s: float | None = None
+    drain: tuple[float, float] | None = None
+    """(when, requests per second) that one full replica was last measured to finish."""
+
+    @classmethod
+    def start(cls, now: float, replicas: int, since_s: float | None = None, last_up_s: float | None = None) -> History:
+        """Of a scaler that begins: what there is was wished for until `since_s`, or until now where nobody knows."""
+        return cls(((now if since_s is None else since_s, replicas),), last_up_s)
+
+    def remember(self, now: float, wanted: int, decided: int, current: int, keep_s: float) -> History:
+        kept = tuple(wish for wish in self.wishes if wish[0] >= now - keep_s)
+        last_up_s = now if decided > current else self.last_up_s
+        return History((*kept, (now, wanted)), last_up_s, self.drain)
+
+    def measured(self, now: float, drain_per_s: float | None) -> History:
+        return self if drain_per_s is None else History(self.wishes, self.last_up_s, (now, drain_per_s))
+
+
+def decide(
+    load: Load | None, supply: Supply, policy: ScalePolicy, history: History, now: float, *, feasible: bool = True
+) -> tuple[Decision, History]:
+    """One tick of the autoscaler. Holds, and never shrinks, without metrics."""
+    keep_s = max(policy.up_stabilization_s, policy.down_stabilization_s)
+    if load is None:
+        decision = _hold(supply, policy)
+    else:
+        history = history.measured(now, load.drain_per_s)
+        wish = optimise(analyse(load, policy, history, now), load, supply, policy, history, now, feasible=feasible)
+        decision = limit(wish, supply.replicas, policy, history, now)
+    return decision, history.remember(now, decision.wanted, decision.replicas, supply.replicas, keep_s)
+
+
+def _hold(supply: Supply, policy: ScalePolicy) -> Decision:
+    """Nothing is known about the load: keep what there is, within the bounds that the user set."""
+    replicas = min(max(supply.replicas, policy.min_replicas), policy.max_replicas)
+    why = "no metrics from any ready pod" if supply.ready else "no ready pod yet"
+    return Decision(replicas, replicas, (f"{why}: holding at {replicas}",), active=False)
+
+
+def analyse(load: Load, policy: ScalePolicy, history: History, now: float) -> Analysis:
+    """Put the load into units of replicas."""
+    busy = sum(max(pod.running / policy.max_num_seqs, pod.kv_usage) for pod in load.pods)
+    drain = history.drain
+    usable = drain is not None and now - drain[0] <= max(policy.window_s, policy.down_stabilization_s)
+    arrivals = None
+    if usable and drain is not None and load.arrivals_per_s is not None:
+        arrivals = load.arrivals_per_s / (drain[1] * TARGET_UTILIZATION)
+    in_flight = load.running + load.waiting
+    queue = in_flight / (_slots(load, policy) + policy.queue_depth) if load.waiting else None
+    return Analysis(queue=queue, utilization=busy / TARGET_UTILIZATION, arrivals=arrivals)
+
+
+def _slots(load: Load, policy: ScalePolicy) -> float:
+    """What one replica really runs at once: fewer than its slots where long requests fill the KV cache first."""
+    full = [pod.running for pod in load.pods if pod.waiting and pod.kv_usage >= TARGET_UTILIZATION]
+    return min(policy.max_num_seqs, max(1.0, sum(full) / len(full))) if full else policy.max_num_seqs
+
+
+def optimise(
+    analysis: Analysis,
+    load: Load,
+    supply: Supply,
+    policy: ScalePolicy,
+    history: History,
+    now: float,
+    *,
+    feasible: bool,
+) -> Wish:
+    """The number of replicas that the load asks for: the largest of what each signal asks for."""
+    wishes = [Wish(policy.min_replicas, ())]
+    if analysis.queue is not None:
+        why = (
+            f"queue: {load.waiting:.0f} waiting, {load.running:.0f} running, {policy.queue_depth} may wait per replica"
+        )
+        wishes.append(_rounded(analysis.queue, why, supply, policy))
+    why = f"slots: {load.running:.0f} running, {policy.max_num_seqs} per replica, used to {TARGET_UTILIZATION:.0%}"
+    wishes.append(_rounded(analysis.utilization, why, supply, policy))
+    if analysis.arrivals is not None and history.drain is not None:
+        why = f"arrivals: {load.arrivals_per_s:.2f}/s, one replica finishes {history.drain[1]:.2f}/s"
+        wishes.append(_rounded(analysis.arrivals, why, supply, policy))
+    if feasible:
+        wishes.append(_ttft_bias(load, supply, policy, history, now))
+    replicas = max(wish.replicas for wish in wishes)
+    reasons = tuple(reason for wish in wishes if wish.replicas == replicas for reason in wish.reasons)
+    if supply.overdue and replicas > supply.ready + supply.starting:
+        replicas += supply.overdue
+        reasons += (f"supply: {supply.overdue} pods are overdue and not counted on -> {replicas}",)
+    return _veto(Wish(replicas, reasons), load, supply, policy, feasible=feasible)
+
+
+def _rounded(raw: float, why: str, supply: Supply, policy: ScalePolicy) -> Wish:
+    """Whole replicas; within the tolerance of what there is, what there is."""
+    current = supply.replicas
+    near = current > 0 and abs(raw / current - 1) <= policy.tolerance
+    replicas = current if near else math.ceil(raw)
+    return Wish(replicas, (f"{why} -> {replicas}",))
+
+
+def _ttft_bias(load: Load, supply: Supply, policy: ScalePolicy, history: History, now: float) -> Wish:
+    """One more while the promise is broken, once the replica added last has had a window to show its effect."""
+    broken = policy.ttft_p99_s is not None and load.ttft_p99_s is not None and load.ttft_p99_s > policy.ttft_p99_s
+    if not broken or not (load.waiting or load.running):
+        return Wish(0, ())
+    what = f"ttft: p99 {load.ttft_p99_s:.2f}s is over the promised {policy.ttft_p99_s:.2f}s"
+    recent = history.last_up_s is not None and now - history.last_up_s < policy.window_s
+    if supply.starting or recent:
+        return Wish(supply.replicas, (f"{what}: waiting for the replicas just added -> {supply.replicas}",))
+    return Wish(supply.replicas + 1, (f"{what} -> {supply.replicas + 1}",))
+
+
+def _veto(wish: Wish, load: Load, supply: Supply, policy: ScalePolicy, *, feasible: bool) -> Wish:
+    """No replica is removed on half the evidence, nor while the promise is nearly broken."""
+    if wish.replicas >= supply.replicas:
+        return wish
+    if load.missing:
+        total = len(load.missing) + len(load.pods)
+        reason = f"hold: metrics of {len(load.missing)} of {total} ready pods are missing, not shrinking"
+        return Wish(supply.replicas, (*wish.reasons, reason))
+    target, p99 = policy.ttft_p99_s, load.ttft_p99_s
+    if feasible and target is not None and p99 is not None and p99 > target * TTFT_VETO:
+        reason = f"hold: p99 TTFT {p99:.2f}s is close to the promised {target:.2f}s, not shrinking"
+        return Wish(supply.replicas, (*wish.reasons, reason))
+    return wish
+
+
+def limit(wish: Wish, current: int, policy: ScalePolicy, history: History, now: float) -> Decision:
+    """Bound what may be reached, and how fast.
+
+    Never above or below the user's bounds. Shrinks only down to the highest wish younger than the scale-down
+    stabilisation, grows only up to the lowest wish younger than the scale-up stabilisation.
+    """
+    wanted = min(max(wish.replicas, policy.min_replicas), policy.max_replicas)
+    reasons = list(wish.reasons)
+    if wanted != wish.replicas:
+        reasons.append(f"bounds: {wish.replicas} is outside {policy.min_replicas} to {policy.max_replicas} -> {wanted}")
+    replicas = wanted
+    if wanted < current:
+        replicas = min(current, max(wanted, *_recent(history, now, policy.down_stabilization_s), 0))
+    elif wanted > current:
+        replicas = max(current, min(wanted, *_recent(history, now, policy.up_stabilization_s), wanted))
+    if replicas != wanted:
+        window_s = policy.down_stabilization_s if wanted < current else policy.up_stabilization_s
+        reasons.append(f"stabilization: {wanted} must hold for {window_s:g}s -> {replicas}")
+    bounded = min(max(replicas, policy.min_replicas), policy.max_replicas)
+    return Decision(bounded, wanted, tuple(reasons))
+
+
+def _recent(history: History, now: float, window_s: float) -> list[int]:
+    return [wanted for time_s, wanted in history.wishes if time_s > now - window_s]
