@@ -1,0 +1,55 @@
+"""One structured log line per request: who asked for what, how it ended, how long it took. Never what was said."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+_PROBES = ("/health", "/ready", "/metrics")
+_REQUEST_ID = re.compile(r"[!-~]{1,128}")  # printable ASCII; anything else is replaced, not echoed
+
+log = logging.getLogger("llmservice.access")
+
+
+class AccessLog:
+    """ASGI middleware. Endpoints add figures to `scope["access_log"]`; `x-request-id` is taken over or made up."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        fields: dict[str, Any] = {}
+        scope["access_log"] = fields
+        status = None
+        started = time.perf_counter()
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            level = logging.DEBUG if scope["path"] in _PROBES else logging.INFO
+            fields |= {
+                "request_id": request_id,
+                "method": scope["method"],
+                "path": scope["path"],
+                "status": status,
+                "duration_s": round(time.perf_counter() - started, 4),
+            }
+            log.log(level, "request", extra={"fields": fields})

@@ -1,0 +1,119 @@
+"""The HTTP application: the routes, and errors in OpenAI's shape."""
+
+from __future__ import annotations
+
+import logging
+import time
+from importlib.metadata import version
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from llmservice_server.api.access_log import AccessLog
+from llmservice_server.api.activity import Activity
+from llmservice_server.api.endpoints import chat_completions, completions
+from llmservice_server.api.error import ApiError, JsonResponse
+from llmservice_server.api.state import ServerState
+
+log = logging.getLogger("llmservice.server")
+
+_CREATED = int(time.time())
+
+
+def create_app(state: ServerState) -> FastAPI:
+    """The application around one server's state."""
+    app = FastAPI(title="llmservice", openapi_url=None, docs_url=None, redoc_url=None)
+    app.state.server = state
+    app.add_api_route("/v1/completions", completions, methods=["POST"], response_model=None)
+    app.add_api_route("/v1/chat/completions", chat_completions, methods=["POST"], response_model=None)
+    app.add_api_route("/v1/models", list_models, methods=["GET"], response_model=None)
+    app.add_api_route("/v1/models/{name:path}", show_model, methods=["GET"], response_model=None)
+    app.add_api_route("/health", health, methods=["GET", "HEAD"], response_model=None)
+    app.add_api_route("/ready", ready, methods=["GET", "HEAD"], response_model=None)
+    app.add_api_route("/metrics", metrics, methods=["GET"], response_model=None)
+    app.add_api_route("/version", show_version, methods=["GET"], response_model=None)
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(ClientDisconnect, _client_disconnect)
+    app.add_exception_handler(Exception, _unexpected)
+    app.add_middleware(Activity, state=state)
+    app.add_middleware(AccessLog)
+    return app
+
+
+async def health(request: Request) -> Response:
+    """The process is alive: true while the model loads, false once the engine has died."""
+    failure = _state(request).engine.failure
+    if failure is not None:
+        return JsonResponse({"status": "failed", "reason": failure}, 503)
+    return JsonResponse({"status": "ok"})
+
+
+async def ready(request: Request) -> Response:
+    """A request sent now would be served."""
+    reason = _state(request).unready
+    return (
+        JsonResponse({"status": "ready"})
+        if reason is None
+        else JsonResponse({"status": "unready", "reason": reason}, 503)
+    )
+
+
+async def metrics(request: Request) -> Response:
+    return Response(_state(request).metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def show_version(request: Request) -> Response:
+    return JsonResponse({"version": version("llmservice")})
+
+
+async def list_models(request: Request) -> Response:
+    state = _state(request)
+    return JsonResponse({"object": "list", "data": [_model(state, name) for name in state.config.served_model_names]})
+
+
+async def show_model(request: Request) -> Response:
+    state, name = _state(request), request.path_params["name"]
+    state.require_model(name)
+    return JsonResponse(_model(state, name))
+
+
+def _model(state: ServerState, name: str) -> dict[str, object]:
+    engine = state.engine.ready
+    return {
+        "id": name,
+        "object": "model",
+        "created": _CREATED,
+        "owned_by": "llmservice",
+        "root": state.config.served_model_names[0],
+        "max_model_len": None if engine is None else engine.max_model_len,
+    }
+
+
+def _state(request: Request) -> ServerState:
+    state: ServerState = request.app.state.server
+    return state
+
+
+def _api_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)  # noqa: S101  # registered for this class only
+    return error.response()
+
+
+def _http_error(request: Request, error: Exception) -> Response:
+    """Unknown paths and methods, in the shape of all other errors."""
+    assert isinstance(error, HTTPException)  # noqa: S101  # registered for this class only
+    response = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}").response()
+    response.headers.update(error.headers or {})
+    return response
+
+
+def _client_disconnect(_: Request, __: Exception) -> Response:
+    return Response(status_code=499)  # the client left in the middle of its body
+
+
+def _unexpected(_: Request, error: Exception) -> Response:
+    log.error("unexpected error", exc_info=error)
+    return ApiError(500, "internal server error: see the server's log").response()

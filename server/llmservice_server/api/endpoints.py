@@ -1,0 +1,214 @@
+"""POST /v1/completions and /v1/chat/completions."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from typing import TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from llmservice_server.api.error import ApiError, JsonResponse, invalid
+from llmservice_server.api.generation import ClientGoneError, Generation, Progress
+from llmservice_server.api.request import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    parse_chat,
+    parse_completion,
+)
+from llmservice_server.api.response import DONE, Answer, ChatFormat, Choice, CompletionFormat, event, usage
+from llmservice_server.api.state import ServerState
+from llmservice_server.chat_template import ChatTemplateError
+from llmservice_server.tokenizer import Tokenizer
+
+_DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+_LONG_TEXT = 4096  # characters; longer ones are tokenized in a thread, so that nobody else's tokens wait for them
+_CLIENT_GONE = 499  # nginx's status for it; nobody receives it, but the access log shows it
+
+_Parsed = TypeVar("_Parsed", bound=GenerationRequest)
+_Input = TypeVar("_Input")
+
+
+async def completions(request: Request) -> Response:
+    arrival_s = time.monotonic()
+    parsed, tokenizer = await _accept(request, parse_completion)
+    prompts = await _prompts(parsed, tokenizer)
+    generation = _generation(request, parsed, prompts, arrival_s, _DEFAULT_COMPLETION_TOKENS)
+    return await _respond(request, parsed, generation, CompletionFormat())
+
+
+async def chat_completions(request: Request) -> Response:
+    arrival_s = time.monotonic()
+    parsed, tokenizer = await _accept(request, parse_chat)
+    prompt = await _chat_prompt(parsed, tokenizer)
+    generation = _generation(request, parsed, [prompt], arrival_s, None)
+    return await _respond(request, parsed, generation, ChatFormat())
+
+
+async def _accept(request: Request, parse: Callable[[bytes], _Parsed]) -> tuple[_Parsed, Tokenizer]:
+    """Refuse what can be refused before any work is done for it. Raises ApiError."""
+    state: ServerState = request.app.state.server
+    state.require_room(1)
+    parsed = parse(await _body(request, state.config.max_body_bytes))
+    state.require_model(parsed.model)
+    _, tokenizer = state.require_ready()
+    return parsed, tokenizer
+
+
+async def _body(request: Request, limit: int) -> bytes:
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > limit:
+            raise ApiError(413, f"the body is larger than {limit} bytes", code="request_too_large")
+    return bytes(body)
+
+
+async def _prompts(parsed: CompletionRequest, tokenizer: Tokenizer) -> list[list[int]]:
+    """A prompt is text, ids, or a list of either; ids stand directly in the list or in lists of their own."""
+    given = [parsed.prompt] if isinstance(parsed.prompt, str) else parsed.prompt
+    if not given:
+        raise invalid("prompt is an empty list: expected text or token ids", param="prompt")
+    numbers = [part for part in given if isinstance(part, int)]
+    if numbers:
+        if len(numbers) < len(given):
+            raise invalid("prompt mixes token ids with texts or lists: expected one kind", param="prompt")
+        return [numbers]
+    return [
+        await _tokenize(tokenizer.encode, part, len(part)) if isinstance(part, str) else part
+        for part in given
+        if not isinstance(part, int)
+    ]
+
+
+async def _chat_prompt(parsed: ChatRequest, tokenizer: Tokenizer) -> list[int]:
+    messages = [message.as_template_input() for message in parsed.messages]
+    size = sum(len(message["content"]) for message in messages)
+    try:
+        return await _tokenize(tokenizer.encode_chat, messages, size)
+    except ChatTemplateError as error:
+        raise invalid(str(error), param="messages") from error
+
+
+async def _tokenize(encode: Callable[[_Input], list[int]], content: _Input, size: int) -> list[int]:
+    return await asyncio.to_thread(encode, content) if size > _LONG_TEXT else encode(content)
+
+
+def _generation(
+    request: Request,
+    parsed: GenerationRequest,
+    prompts: Many[list[int]],
+    arrival_s: float,
+    default_max_tokens: int | None,
+) -> Generation:
+    return Generation(
+        request.app.state.server,
+        parsed,
+        prompts,
+        arrival_s=arrival_s,
+        default_max_tokens=default_max_tokens,
+        log=request.scope["access_log"],
+    )
+
+
+async def _respond(
+    request: Request, parsed: GenerationRequest, generation: Generation, layout: CompletionFormat | ChatFormat
+) -> Response:
+    state: ServerState = request.app.state.server
+    model = state.config.served_model_names[0]
+    identity = f"{layout.id_prefix}-{generation.request_id}"
+    answer = Answer(id=identity, object=layout.whole, created=int(time.time()), model=model, choices=[])
+    if parsed.stream:
+        include_usage = parsed.stream_options is not None and parsed.stream_options.include_usage
+        return EventStream(generation, answer, layout, include_usage=include_usage)
+    texts: list[list[str]] = [[] for _ in generation.sequences]
+    try:
+        async with generation:
+            await generation.start(request.receive)
+            async for steps in generation.progress():
+                for step in steps:
+                    texts[step.index].append(step.text)
+    except ClientGoneError:
+        return Response(status_code=_CLIENT_GONE)
+    answer.choices = [
+        layout.choice(sequence.index, "".join(text), sequence.finish_reason)
+        for sequence, text in zip(generation.sequences, texts, strict=True)
+    ]
+    answer.usage = usage(generation.sequences)
+    return JsonResponse(answer)
+
+
+class EventStream(Response):
+    """Server-sent events, one write for everything that a step did.
+
+    The status is sent with the first token, so that what goes wrong before it gets a status of its own.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, generation: Generation, answer: Answer, layout: CompletionFormat | ChatFormat, *, include_usage: bool
+    ) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._generation = generation
+        self._layout = layout
+        self._include_usage = include_usage
+        self._answer = answer
+        answer.object = layout.chunk
+        if include_usage:
+            answer.usage = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+        try:
+            async with self._generation:
+                await self._generation.start(receive)
+                async for steps in self._generation.progress():
+                    if not started:
+                        started = True
+                        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                        await self._write(send, self._opening())
+                    await self._write(send, self._events(steps))
+        except ClientGoneError:
+            return
+        except ApiError as error:
+            if not started:
+                raise
+            await self._write(send, event(error.body), more=False)
+            return
+        await self._write(send, self._closing(), more=False)
+
+    async def _write(self, send: Send, body: bytes, *, more: bool = True) -> None:
+        if body or not more:
+            await send({"type": "http.response.body", "body": body, "more_body": more})
+
+    def _opening(self) -> bytes:
+        return b"".join(self._event(self._layout.opening(sequence.index)) for sequence in self._generation.sequences)
+
+    def _events(self, steps: Many[Progress]) -> bytes:
+        events = []
+        for step in steps:
+            if step.text or step.finish_reason is not None:
+                events += [
+                    self._event([part]) for part in self._layout.delta(step.index, step.text, step.finish_reason)
+                ]
+        return b"".join(events)
+
+    def _closing(self) -> bytes:
+        if not self._include_usage:
+            return DONE
+        self._answer.choices = []
+        self._answer.usage = usage(self._generation.sequences)
+        return event(self._answer) + DONE
+
+    def _event(self, choices: list[Choice]) -> bytes:
+        if not choices:
+            return b""
+        self._answer.choices = choices
+        return event(self._answer)

@@ -1,0 +1,197 @@
+"""One generating HTTP request: its sequences, from the queue of the engine to the last word."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from llmservice_server.api.error import ApiError, invalid
+from llmservice_server.api.request import MAX_SEQUENCES, GenerationRequest
+from llmservice_server.api.sequence import Sequence
+from llmservice_server.api.state import ServerState
+from llmservice_server.engine_client import EngineDeadError, OutputStream
+from llmservice_server.messages import Generate, Output, Ready, SamplingParams
+from llmservice_server.tokenizer import Tokenizer
+
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+
+
+class ClientGoneError(Exception):
+    """Nobody is left to answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What one step did for one choice."""
+
+    index: int
+    text: str
+    finish_reason: str | None
+
+
+class Generation:
+    """Asynchronous context: entered, the sequences are the engine's; left, however, they are ended and counted."""
+
+    def __init__(
+        self,
+        state: ServerState,
+        request: GenerationRequest,
+        prompts: Many[list[int]],
+        *,
+        arrival_s: float,
+        default_max_tokens: int | None,
+        log: MutableMapping[str, Any],
+    ) -> None:
+        """Raises ApiError where a prompt does not fit. `log` is given the figures of the access log at the end.
+
+        `default_max_tokens` applies to a request without a limit; None: as many as the context has room for.
+        """
+        ready, tokenizer = state.require_ready()
+        self._state = state
+        self._log = log
+        self.request_id = uuid.uuid4().hex
+        self._stream: OutputStream | None = None
+        self._watcher: asyncio.Task[None] | None = None
+        if len(prompts) * request.n > MAX_SEQUENCES:
+            raise invalid(f"{len(prompts)} prompts with n {request.n} are too many: at most {MAX_SEQUENCES}", param="n")
+        limits = [_token_limit(prompt, request.token_limit, default_max_tokens, ready, tokenizer) for prompt in prompts]
+        timeout_s = state.config.request_timeout_s
+        self._messages = [
+            Generate(
+                request_id=f"{self.request_id}-{prompt_index * request.n + choice}",
+                prompt_token_ids=prompt,
+                sampling=_sampling(request, limits[prompt_index], choice, tokenizer),
+                arrival_s=arrival_s,
+                deadline_s=None if timeout_s is None else arrival_s + timeout_s,
+            )
+            for prompt_index, prompt in enumerate(prompts)
+            for choice in range(request.n)
+        ]
+        self.sequences = [
+            Sequence(
+                request_id=message.request_id,
+                index=index,
+                prompt_index=index // request.n,
+                prompt_token_ids=message.prompt_token_ids,
+                stops=request.stop_strings,
+                tokenizer=tokenizer,
+                arrival_s=arrival_s,
+            )
+            for index, message in enumerate(self._messages)
+        ]
+        self._by_id = {sequence.request_id: sequence for sequence in self.sequences}
+
+    async def start(self, receive: Receive) -> Self:
+        """Hand the sequences to the engine and watch the client. Raises ApiError where the queue is full."""
+        self._state.require_room(len(self._messages))
+        self._stream = self._state.engine.generate(self._messages)
+        self._watcher = asyncio.create_task(self._watch(receive))
+        return self
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._stream is None:
+            return
+        if self._watcher is not None:
+            self._watcher.cancel()
+        self._state.engine.abort([sequence.request_id for sequence in self.sequences if sequence.finish_reason is None])
+        for sequence in self.sequences:
+            sequence.close(self._state.metrics)
+        self._log.update(self._log_fields)
+
+    async def progress(self) -> AsyncIterator[list[Progress]]:
+        """What each step did, until all sequences have ended. Raises ApiError, or ClientGoneError."""
+        assert self._stream is not None  # noqa: S101  # entered
+        unfinished = len(self.sequences)
+        while unfinished:
+            try:
+                outputs = await self._stream.next()
+            except EngineDeadError as error:
+                for sequence in self.sequences:
+                    sequence.finish_reason = sequence.finish_reason or "error"
+                raise ApiError(503, str(error), code="engine_dead") from error
+            steps = [step for step in map(self._advance, outputs) if step is not None]
+            unfinished -= sum(step.finish_reason is not None for step in steps)
+            self._end_stopped()
+            if steps:
+                yield steps
+
+    def _advance(self, output: Output) -> Progress | None:
+        sequence = self._by_id[output.request_id]
+        if sequence.finish_reason is not None:
+            return None  # a stop string has ended it while the engine took another step
+        text = sequence.advance(output, time.monotonic(), self._state.metrics)
+        if sequence.finish_reason in ("error", "abort"):
+            raise ApiError(output.error_status, output.error or "the engine ended the request", code="engine_error")
+        return Progress(sequence.index, text, sequence.finish_reason)
+
+    def _end_stopped(self) -> None:
+        if stopped := [sequence for sequence in self.sequences if sequence.stopped_by_string]:
+            self._state.engine.abort([sequence.request_id for sequence in stopped], finished=True)
+            for sequence in stopped:
+                sequence.stopped_by_string = False
+
+    async def _watch(self, receive: Receive) -> None:
+        """End the generation when the client hangs up: after the body, its next message can only say that."""
+        with contextlib.suppress(OSError):
+            while (await receive())["type"] != "http.disconnect":
+                pass
+        if self._stream is not None:
+            self._stream.fail(ClientGoneError())
+
+    @property
+    def _log_fields(self) -> dict[str, Any]:
+        """For the access log: numbers only, never words."""
+        first = min((sequence.ttft_s for sequence in self.sequences if sequence.ttft_s is not None), default=None)
+        return {
+            "sequences": len(self.sequences),
+            "prompt_tokens": sum(sequence.num_prompt_tokens for sequence in self.sequences),
+            "completion_tokens": sum(sequence.num_tokens for sequence in self.sequences),
+            "ttft_s": None if first is None else round(first, 4),
+            "finish_reasons": sorted({sequence.finish_reason or "abort" for sequence in self.sequences}),
+        }
+
+
+def _sampling(request: GenerationRequest, max_tokens: int, choice: int, tokenizer: Tokenizer) -> SamplingParams:
+    eos = frozenset[int]() if request.ignore_eos else tokenizer.eos_token_ids
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=request.temperature,
+        top_k=max(0, request.top_k),
+        top_p=request.top_p,
+        seed=None if request.seed is None else request.seed + choice,  # else all choices of a seeded request were alike
+        stop_token_ids=tuple(sorted(eos.union(request.stop_token_ids))),
+        ignore_eos=request.ignore_eos,
+    )
+
+
+def _token_limit(
+    prompt: list[int], max_tokens: int | None, default: int | None, ready: Ready, tokenizer: Tokenizer
+) -> int:
+    """How many tokens may be generated. Raises ApiError where prompt and `max_tokens` exceed the context."""
+    if not prompt:
+        raise invalid("the prompt is empty: expected at least one token", param="prompt")
+    room = ready.max_request_tokens - len(prompt)
+    if room < 1 or (max_tokens is not None and max_tokens > room):
+        wanted = f"{len(prompt)} in the prompt and {max_tokens or 1} to be generated"
+        what = "maximum context length" if ready.max_request_tokens == ready.max_model_len else "KV cache"
+        raise invalid(
+            f"This model's {what} is {ready.max_request_tokens} tokens. However, you requested "
+            f"{len(prompt) + (max_tokens or 1)} tokens ({wanted}): shorten the prompt or lower max_tokens",
+            param="max_tokens" if room >= 1 else "prompt",
+            code="context_length_exceeded",
+        )
+    if (largest := max(prompt)) >= tokenizer.vocab_size:
+        raise invalid(f"token id {largest} is outside the vocabulary of {tokenizer.vocab_size}", param="prompt")
+    return max_tokens or min(room, default or room)

@@ -1,0 +1,217 @@
+"""The bodies of the two generating endpoints: what is understood, what is refused, and in which words.
+
+Nothing is ignored silently: a parameter that is known but not supported yet is refused unless it has the value that
+means nothing, and so is one that nobody knows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from llmservice_server.api.error import ApiError, invalid
+
+MAX_CHOICES = 16  # n
+MAX_SEQUENCES = 128  # prompts × n of one request
+MAX_STOP_STRINGS = 4
+MAX_STOP_LENGTH = 256  # characters, so that holding text back for them stays cheap
+
+TokenId = Annotated[int, Meta(ge=0)]
+StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_usage: bool = False
+
+
+class GenerationRequest(msgspec.Struct, kw_only=True):
+    """What both endpoints take."""
+
+    model: str
+    temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1)] = 0  # 0 and, as in vLLM, -1: off
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] = []
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=128)] = []
+    ignore_eos: bool = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None  # OpenAI's name for the end user: free text, of no effect on the answer
+
+    @property
+    def stop_strings(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_tokens
+
+
+class CompletionRequest(GenerationRequest):
+    prompt: str | list[str | TokenId | list[TokenId]]
+
+
+class TextPart(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["text"]
+    text: str
+
+
+class Message(msgspec.Struct, forbid_unknown_fields=True):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+
+    def as_template_input(self) -> dict[str, str]:
+        """`developer` is OpenAI's newer word for `system`, and the one that templates know."""
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+
+
+class ChatRequest(GenerationRequest):
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+# Known to OpenAI or vLLM and not supported yet, with the values that ask for nothing.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "frequency_penalty": (0,),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_stop_str_in_output": (False,),
+    "logit_bias": ({},),
+    "metadata": ({},),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "presence_penalty": (0,),
+    "priority": (0,),
+    "prompt_cache_key": (),
+    "prompt_cache_retention": (),
+    "prompt_logprobs": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "safety_identifier": (),
+    "service_tier": ("auto", "default"),
+    "skip_special_tokens": (True,),
+    "store": (False,),
+    "structured_outputs": (),
+    "truncate_prompt_tokens": (),
+}
+_UNSUPPORTED_COMPLETION: dict[str, tuple[Any, ...]] = {
+    "add_special_tokens": (True,),
+    "best_of": (1,),
+    "echo": (False,),
+    "logprobs": (),
+    "suffix": ("",),
+}
+_UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "audio": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "logprobs": (False,),
+    "modalities": (["text"],),
+    "moderation": (),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+
+_EXPECTED = {
+    "role": "system, developer, user or assistant (tools are not supported yet)",
+    "type": "text (other content is not supported yet)",
+}
+
+_R = TypeVar("_R", bound=GenerationRequest)
+
+
+def parse_completion(body: bytes) -> CompletionRequest:
+    """Raises ApiError (400) that names the parameter."""
+    return _parse(body, CompletionRequest, _UNSUPPORTED | _UNSUPPORTED_COMPLETION)
+
+
+def parse_chat(body: bytes) -> ChatRequest:
+    """Raises ApiError (400) that names the parameter."""
+    request = _parse(body, ChatRequest, _UNSUPPORTED | _UNSUPPORTED_CHAT)
+    if None not in (request.max_tokens, request.max_completion_tokens) and request.max_tokens != request.token_limit:
+        raise invalid(
+            "max_tokens and max_completion_tokens contradict each other: give one of them",
+            param="max_completion_tokens",
+        )
+    return request
+
+
+def _parse(body: bytes, kind: type[_R], unsupported: Mapping[str, tuple[Any, ...]]) -> _R:
+    content = _decode(body)
+    known = {field.name for field in msgspec.structs.fields(kind)}
+    for name in content.keys() - known:
+        if name not in unsupported:
+            raise invalid(f"Unrecognized request argument supplied: {name}", param=name)
+        if not any(_same(content[name], neutral) for neutral in unsupported[name]):
+            raise invalid(f"{name} is not supported yet: leave it out", param=name, code="unsupported_parameter")
+    try:
+        request = msgspec.convert({name: content[name] for name in content.keys() & known}, kind)
+    except msgspec.ValidationError as error:
+        raise _explain(error) from error
+    if request.stream_options is not None and not request.stream:
+        raise invalid("stream_options is only allowed when stream is true", param="stream_options")
+    return request
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    """Equal, and a number only to a number: False is not 0."""
+    return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
+
+
+def _decode(body: bytes) -> dict[str, Any]:
+    """The body's fields; a null stands for an absent field, as OpenAI's own clients send it."""
+    try:
+        content = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise invalid(f"the body is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise invalid("the body must be a JSON object")
+    if isinstance(messages := content.get("messages"), list):
+        content["messages"] = [
+            _without_nulls(message) if isinstance(message, dict) else message for message in messages
+        ]
+    return _without_nulls(content)
+
+
+def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _explain(error: msgspec.ValidationError) -> ApiError:
+    """msgspec says "Expected `int`, got `str` - at `$.max_tokens`", or names the missing field of the whole object."""
+    reason, _, path = str(error).partition(" - at `$")
+    if missing := re.fullmatch(r"Object missing required field `(\w+)`", reason):
+        field = f"{path.rstrip('`')}.{missing[1]}".lstrip(".")
+        return invalid(f"you must provide {field}", param=field, code="missing_required_parameter")
+    field = path.rstrip("`").lstrip(".")
+    if reason.startswith("Invalid enum value"):
+        reason += f", expected {_EXPECTED[field.rpartition('.')[2]]}"
+    if unknown := re.fullmatch(r"Object contains unknown field `(\w+)`", reason):
+        reason = f"{unknown[1]} is not supported: leave it out"
+    return invalid(f"{field}: {reason}", param=re.split(r"[.\[]", field)[0] or None)

@@ -1,0 +1,91 @@
+"""One choice of one request on its way from the engine to the client."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+
+from llmservice_server.detokenizer import Detokenizer
+from llmservice_server.messages import FinishReason, Output
+from llmservice_server.metrics import Metrics
+from llmservice_server.stop_strings import StopStrings
+from llmservice_server.tokenizer import Tokenizer
+
+
+class Sequence:
+    """Turns the engine's ids into text that may be shown, and times them for the metrics (monotonic seconds)."""
+
+    def __init__(
+        self,
+        *,
+        request_id: str,
+        index: int,
+        prompt_index: int,
+        prompt_token_ids: Many[int],
+        stops: Many[str],
+        tokenizer: Tokenizer,
+        arrival_s: float,
+    ) -> None:
+        self.request_id = request_id
+        self.index = index
+        self.prompt_index = prompt_index
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.num_tokens = 0
+        self.num_cached_tokens = 0
+        self.finish_reason: FinishReason | None = None
+        self.stopped_by_string = False
+        self._detokenizer = Detokenizer(tokenizer, prompt_token_ids)
+        self._stops = StopStrings(stops)
+        self._arrival_s = arrival_s
+        self._first_token_s: float | None = None
+        self._last_token_s = arrival_s
+        self._queue_s = 0.0
+
+    def advance(self, output: Output, now: float, metrics: Metrics) -> str:
+        """The text that this step makes certain. Sets `finish_reason` where it is the last."""
+        if output.token_ids:
+            self._observe(output, now, metrics)
+        text = self._stops.append(self._detokenizer.append(output.token_ids))
+        if self._stops.matched is None and output.finish_reason is not None:
+            text += self._stops.append(self._detokenizer.flush())
+            if self._stops.matched is None:
+                text += self._stops.flush()
+        if self._stops.matched is not None:
+            self.stopped_by_string = output.finish_reason is None  # the engine does not know yet
+            self.finish_reason = "stop"
+        else:
+            self.finish_reason = output.finish_reason
+        return text
+
+    def _observe(self, output: Output, now: float, metrics: Metrics) -> None:
+        self.num_tokens += len(output.token_ids)
+        metrics.generation_tokens.inc(len(output.token_ids))
+        if self._first_token_s is None:
+            self._first_token_s = now
+            self._queue_s = output.queue_s or 0.0
+            self.num_cached_tokens = output.num_cached_tokens
+            ttft_s = now - self._arrival_s
+            metrics.ttft.observe(ttft_s)
+            metrics.queue_time.observe(self._queue_s)
+            metrics.prefill_time.observe(max(0.0, ttft_s - self._queue_s))
+            metrics.prompt_tokens.inc(self.num_prompt_tokens)
+            metrics.prefix_cache_queries.inc(self.num_prompt_tokens)
+            metrics.prefix_cache_hits.inc(output.num_cached_tokens)
+        else:
+            for _ in output.token_ids:  # several at once came out of one step: each took its share
+                metrics.itl.observe((now - self._last_token_s) / len(output.token_ids))
+        self._last_token_s = now
+
+    def close(self, metrics: Metrics) -> None:
+        """Count the sequence as ended: by `finish_reason`, or as aborted where the client left first."""
+        reason = self.finish_reason or "abort"
+        metrics.labels(metrics.request_success, finished_reason=reason).inc()
+        if reason in ("stop", "length"):
+            metrics.e2e.observe(self._last_token_s - self._arrival_s)
+            metrics.request_prompt_tokens.observe(self.num_prompt_tokens)
+            metrics.request_generation_tokens.observe(self.num_tokens)
+            if self._first_token_s is not None:
+                metrics.decode_time.observe(self._last_token_s - self._first_token_s)
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self._first_token_s is None else self._first_token_s - self._arrival_s

@@ -1,0 +1,102 @@
+"""What the endpoints share: the settings, the engine, the tokenizer, and whether the server takes work right now."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from llmservice_server.api.error import ApiError
+from llmservice_server.engine_client import EngineClient
+from llmservice_server.messages import Ready, Stats
+from llmservice_server.metrics import Metrics
+from llmservice_server.tokenizer import Tokenizer
+
+_RETRY_LOADING_S = 5
+_RETRY_QUEUE_S = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """Settings of the HTTP process; the engine has its own."""
+
+    served_model_names: tuple[str, ...]  # the first is the one that answers carry
+    max_queued_requests: int
+    request_timeout_s: float | None
+    max_body_bytes: int = 8 * 2**20
+
+
+@dataclass(slots=True, kw_only=True)
+class ServerState:
+    config: ServeConfig
+    engine: EngineClient
+    metrics: Metrics
+    tokenizer: Tokenizer | None = None
+    draining: bool = False
+    num_active: int = 0  # HTTP requests to the API under way, the sending of their answers included
+    idle: asyncio.Event = field(default_factory=asyncio.Event)  # set while there are none
+
+    @property
+    def unready(self) -> str | None:
+        """Why the server takes no work now; None when it does."""
+        if self.engine.failure is not None:
+            return f"the engine has failed: {self.engine.failure}"
+        if self.draining:
+            return "the server is shutting down"
+        if self.engine.ready is None or self.tokenizer is None:
+            return "the model is being loaded"
+        return None
+
+    def __post_init__(self) -> None:
+        self.idle.set()
+
+    def enter(self) -> None:
+        """An API request has begun."""
+        self.num_active += 1
+        self.idle.clear()
+
+    def leave(self) -> None:
+        """An API request is answered."""
+        self.num_active -= 1
+        if self.num_active == 0:
+            self.idle.set()
+
+    def require_ready(self) -> tuple[Ready, Tokenizer]:
+        """What serving needs. Raises ApiError (503) where the server takes no work."""
+        if (reason := self.unready) is not None:
+            self.metrics.labels(self.metrics.request_rejected, reason="not_ready").inc()
+            raise ApiError(503, f"{reason}: try again", code="not_ready", retry_after_s=_RETRY_LOADING_S)
+        assert self.engine.ready is not None  # noqa: S101  # `unready` has looked
+        assert self.tokenizer is not None  # noqa: S101
+        return self.engine.ready, self.tokenizer
+
+    def require_room(self, asked: int) -> None:
+        """Raises ApiError (429) where `asked` more sequences would not fit into the queue's bound."""
+        ready, _ = self.require_ready()
+        in_flight, bound = self.engine.num_in_flight, self.config.max_queued_requests
+        if num_queued(in_flight + asked, ready.max_num_seqs, self.engine.stats) > bound:
+            self.metrics.labels(self.metrics.request_rejected, reason="queue_full").inc()
+            raise ApiError(
+                429,
+                f"the queue is full: {in_flight} sequences are running or waiting, and at most {bound} may wait",
+                code="queue_full",
+                retry_after_s=_RETRY_QUEUE_S,
+            )
+
+    def require_model(self, name: str) -> None:
+        """Raises ApiError (404) where the request means another model."""
+        names = self.config.served_model_names
+        if name not in names:
+            message = f"The model `{name}` does not exist: this server has {', '.join(names)}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+
+def num_queued(num_in_flight: int, max_num_seqs: int, stats: Stats | None) -> int:
+    """Of `num_in_flight` sequences, how many must wait.
+
+    Where the engine lets somebody wait it runs as many as it can (memory may hold fewer than `max_num_seqs`); where it
+    does not, it could run up to `max_num_seqs`. The engine's figures are a step old, `num_in_flight` is exact:
+    so no burst between two steps passes the bound.
+    """
+    waiting = stats is not None and any(stats.num_waiting.values())
+    capacity = stats.num_running if stats is not None and waiting else max_num_seqs
+    return max(0, num_in_flight - capacity)

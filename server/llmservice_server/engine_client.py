@@ -1,0 +1,209 @@
+"""The HTTP process's side of the engine: start its process, send it requests, route what it says to those who wait."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from llmservice_server.config import EngineConfig
+from llmservice_server.engine_process import EngineSettings
+from llmservice_server.messages import (
+    Abort,
+    Failed,
+    FromEngine,
+    Generate,
+    Output,
+    Ready,
+    Shutdown,
+    Stats,
+    StepOutputs,
+    ToEngine,
+)
+
+_LAST_WORDS_S = 0.2  # how long a dead engine's last message may still be under way
+_EXIT_S = 5.0  # how long the engine may take to leave after Shutdown
+
+
+class EngineDeadError(Exception):
+    """The engine process has ended; the message says why, as far as it is known."""
+
+
+class OutputStream:
+    """What the engine says about the sequences of one HTTP request; woken once a step, however many of them moved."""
+
+    def __init__(self, request_ids: Sequence[str]) -> None:
+        self.unfinished = set(request_ids)
+        self._outputs: list[Output] = []
+        self._failure: Exception | None = None
+        self._wake = asyncio.Event()
+
+    async def next(self) -> list[Output]:
+        """The outputs since the last call, at least one. Raises what `fail` was given."""
+        await self._wake.wait()
+        self._wake.clear()
+        if self._failure is not None:
+            raise self._failure
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def put(self, output: Output) -> None:
+        if output.finish_reason is not None:
+            self.unfinished.discard(output.request_id)
+        self._outputs.append(output)
+        self._wake.set()
+
+    def fail(self, failure: Exception) -> None:
+        """End the wait of `next` with an exception."""
+        self._failure = failure
+        self._wake.set()
+
+
+class EngineClient:
+    """One engine process. Made and used on the event loop's thread."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        log_level: str,
+        *,
+        on_ready: Callable[[Ready], None],
+        on_stats: Callable[[Stats], None],
+    ) -> None:
+        self.ready: Ready | None = None
+        self.stats: Stats | None = None
+        self.failure: str | None = None
+        self._on_ready = on_ready
+        self._on_stats = on_stats
+        self._streams: dict[str, OutputStream] = {}
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(FromEngine)
+        self._process: asyncio.subprocess.Process | None = None
+        self._exited = asyncio.Event()
+        self._stopping = False
+        self._directory = tempfile.TemporaryDirectory(prefix="llmservice-")  # of mode 0700: nobody else reads prompts
+        self._settings = EngineSettings(
+            config=config,
+            log_level=log_level,
+            to_engine=f"ipc://{self._directory.name}/to-engine",
+            from_engine=f"ipc://{self._directory.name}/from-engine",
+        )
+        self._context = zmq.asyncio.Context()
+        self._to_engine: zmq.Socket[bytes] = zmq.Context.shadow(self._context).socket(zmq.PUSH)
+        self._to_engine.set_hwm(0)  # a send never waits, so it needs no await; admission bounds what is under way
+        self._to_engine.connect(self._settings.to_engine)
+        self._from_engine = self._context.socket(zmq.PULL)
+        self._from_engine.set_hwm(0)
+        self._from_engine.bind(self._settings.from_engine)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Sequences that the engine has been asked for and has not finished."""
+        return len(self._streams)
+
+    async def run(self) -> None:
+        """Start the process and serve it until it ends. `failure` is set afterwards, unless `stop` ended it."""
+        try:
+            status = await self._run_process()
+        finally:
+            self._context.destroy(linger=0)
+            self._directory.cleanup()
+            self._exited.set()
+        self._ended(status)
+
+    async def _run_process(self) -> int:
+        # -P: a file called torch.py in the working directory is not to be imported.
+        self._process = process = await asyncio.create_subprocess_exec(
+            sys.executable, "-P", "-m", "llmservice_server.engine_process", stdin=asyncio.subprocess.PIPE
+        )
+        reader = asyncio.create_task(self._read())
+        try:
+            assert process.stdin is not None  # noqa: S101  # asked for above
+            process.stdin.write(self._settings.encode())
+            exited = asyncio.create_task(process.wait())
+            await asyncio.wait([exited, reader], return_when=asyncio.FIRST_COMPLETED)
+            if not reader.done():
+                await asyncio.wait([reader], timeout=_LAST_WORDS_S)
+            if reader.done():
+                reader.result()  # raises: reading ends only by an error
+            return await exited
+        finally:
+            reader.cancel()
+            if process.returncode is None:
+                process.kill()
+
+    def _ended(self, status: int) -> None:
+        if not self._stopping:
+            self.failure = self.failure or f"the engine process ended unexpectedly, {_describe(status)}"
+        self.ready = None
+        for stream in set(self._streams.values()):
+            stream.fail(EngineDeadError(self.failure or "the server is shutting down"))
+        self._streams.clear()
+
+    async def _read(self) -> None:
+        while True:
+            match self._decoder.decode(await self._from_engine.recv()):
+                case StepOutputs(outputs=outputs, stats=stats):
+                    self.stats = stats
+                    self._on_stats(stats)
+                    for output in outputs:
+                        self._route(output)
+                case Ready() as ready:
+                    self.ready = ready
+                    self._on_ready(ready)
+                case Failed(error=error):
+                    self.failure = error
+
+    def _route(self, output: Output) -> None:
+        if output.finish_reason is None:
+            stream = self._streams.get(output.request_id)
+        else:
+            stream = self._streams.pop(output.request_id, None)
+        if stream is not None:  # else aborted while the step was running
+            stream.put(output)
+
+    def generate(self, requests: Sequence[Generate]) -> OutputStream:
+        """Hand sequences to the engine; whoever calls this must `abort` the stream when leaving early."""
+        if self.ready is None:
+            raise EngineDeadError(self.failure or "the engine is not running")
+        stream = OutputStream([request.request_id for request in requests])
+        for request in requests:
+            self._streams[request.request_id] = stream
+            self._send(request)
+        return stream
+
+    def abort(self, request_ids: Sequence[str], *, finished: bool = False) -> None:
+        """Stop sequences and free their blocks; `finished` where a stop string ended them. Unknown ids are no error."""
+        known = [request_id for request_id in request_ids if self._streams.pop(request_id, None) is not None]
+        if known:
+            self._send(Abort(request_ids=known, finished=finished))
+
+    def _send(self, message: ToEngine) -> None:
+        self._to_engine.send(self._encoder.encode(message))
+
+    async def stop(self) -> None:
+        """Tell the engine to leave, and see to it that it does. `run` returns once it has."""
+        self._stopping = True
+        if self._process is None or self._process.returncode is not None:
+            return
+        if self.ready is not None:
+            self._send(Shutdown())
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._exited.wait(), _EXIT_S)
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()  # while it loads it reads no messages
+
+
+def _describe(status: int) -> str:
+    if status >= 0:
+        return f"exit status {status}"
+    with contextlib.suppress(ValueError):
+        return f"killed by {signal.Signals(-status).name}" + (" (out of memory?)" if -status == signal.SIGKILL else "")
+    return f"killed by signal {-status}"

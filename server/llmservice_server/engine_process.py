@@ -1,0 +1,142 @@
+"""The engine's own process: take messages, step, hand the outputs back; end when told to, or when the parent is gone.
+
+Started as `python -m llmservice_server.engine_process`, with an `EngineSettings` as JSON in the first line of standard
+input. The pipe stays open for as long as the parent lives, so its end is the parent's death, SIGKILL included.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import zmq
+
+from llmservice_server import json_log
+from llmservice_server.config import EngineConfig
+from llmservice_server.errors import StartError
+from llmservice_server.messages import Abort, Failed, FromEngine, Generate, Shutdown, StepOutputs, ToEngine
+
+if TYPE_CHECKING:
+    from llmservice_server.engine import Engine
+
+_IDLE_POLL_MS = 10_000  # only a bound: a message ends the wait at once
+
+
+class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the child is told at start."""
+
+    config: EngineConfig
+    log_level: str
+    to_engine: str  # zmq address, bound by the child
+    from_engine: str  # zmq address, bound by the parent
+
+    def encode(self) -> bytes:
+        """One line of JSON."""
+        return msgspec.json.encode(self, enc_hook=str) + b"\n"
+
+    @classmethod
+    def decode(cls, line: bytes) -> EngineSettings:
+        return msgspec.json.decode(line, type=cls, dec_hook=_decode_path)
+
+
+class EngineLoop:
+    """Drives one engine from one socket to the other."""
+
+    def __init__(self, engine: Engine, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]) -> None:
+        self._engine = engine
+        self._inbox = inbox
+        self._outbox = outbox
+        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def run(self) -> None:
+        """Returns on `Shutdown`."""
+        self.send(self._engine.ready)
+        while self._receive():
+            if self._engine.has_work:
+                self.send(self._engine.step())
+            else:
+                self.send(self._idle())
+
+    def _idle(self) -> StepOutputs:
+        """After an abort of what had just finished nothing else would say that nothing runs."""
+        stats = self._engine.stats()
+        stats.batch_size = stats.iteration_tokens = 0  # the last step has been told already
+        return StepOutputs(outputs=[], stats=stats)
+
+    def send(self, message: FromEngine) -> None:
+        self._outbox.send(self._encoder.encode(message))
+
+    def _receive(self) -> bool:
+        """Take every message that is there, and wait for one where there is no work; False after `Shutdown`."""
+        if not self._engine.has_work:
+            while not self._inbox.poll(_IDLE_POLL_MS):
+                pass
+        while self._inbox.poll(0):
+            match self._decoder.decode(self._inbox.recv()):
+                case Generate() as request:
+                    self._engine.add(request)
+                case Abort() as abort:
+                    self._engine.abort(abort.request_ids, finished=abort.finished)
+                case Shutdown():
+                    return False
+        return True
+
+
+def main() -> int:
+    # Ctrl-C and a node's SIGTERM to the whole group are the parent's to handle: it drains and then sends Shutdown.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    settings = EngineSettings.decode(sys.stdin.buffer.readline())
+    json_log.configure(settings.log_level)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    context = zmq.Context()
+    outbox = _socket(context, zmq.PUSH)
+    outbox.connect(settings.from_engine)
+    inbox = _socket(context, zmq.PULL)
+    inbox.bind(settings.to_engine)
+    try:
+        from llmservice_server.engine import Engine  # torch: seconds, in which the parent already answers /health
+
+        engine = Engine(settings.config)
+    except StartError as error:
+        outbox.send(msgspec.msgpack.encode(Failed(error=str(error))))
+        return _leave(context, 1)
+    gc.collect()
+    gc.freeze()  # the weights' and libraries' objects live as long as the process: the collector need not walk them
+    EngineLoop(engine, inbox, outbox).run()
+    return _leave(context, 0)
+
+
+def _socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[bytes]:
+    socket: zmq.Socket[bytes] = context.socket(kind)
+    socket.set_hwm(0)  # neither drop nor block: the HTTP process bounds what is under way
+    socket.setsockopt(zmq.LINGER, 1000)  # ms; enough for a last message, and no hang where the parent is gone
+    return socket
+
+
+def _leave(context: zmq.Context[Any], status: int) -> int:
+    context.destroy()  # waits until the last message is out, at most LINGER
+    return status
+
+
+def _exit_with_parent() -> None:
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    os._exit(1)
+
+
+def _decode_path(kind: type, value: Any) -> Any:
+    if kind is Path:
+        return Path(value)
+    raise TypeError(f"{kind} in the engine's settings is not handled")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

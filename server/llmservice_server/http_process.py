@@ -1,0 +1,139 @@
+"""The life of `llmservice serve`: listen at once, load, serve, drain, and leave with the right exit status."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import uvicorn
+
+from llmservice_server.api.app import create_app
+from llmservice_server.api.state import ServeConfig, ServerState
+from llmservice_server.config import EngineConfig
+from llmservice_server.engine_client import EngineClient
+from llmservice_server.metrics import Metrics
+from llmservice_server.tokenizer import Tokenizer, TokenizerLoadError
+
+log = logging.getLogger("llmservice.server")
+
+_LAST_ANSWERS_S = 1.0  # after the drain, or the engine's death: for error messages to reach their clients
+_KEEP_ALIVE_S = 75  # longer than a gateway's pool keeps a connection, so that it is not we who close a reused one
+
+
+class ServeError(Exception):
+    """The server had to stop: one sentence for the user."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListenConfig:
+    """Where and how long the HTTP side lives."""
+
+    host: str
+    port: int  # 0: a free one, told in the log
+    drain_timeout_s: float
+    metrics_prefix: str
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn without its signal handlers: when to stop is decided here."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class HttpProcess:
+    """One server from start to end, on the running event loop."""
+
+    def __init__(self, engine: EngineConfig, serve: ServeConfig, listen: ListenConfig, log_level: str) -> None:
+        metrics = Metrics(listen.metrics_prefix, serve.served_model_names[0])
+        self._engine_config = engine
+        self._listen = listen
+        self._state = ServerState(
+            config=serve,
+            engine=EngineClient(engine, log_level, on_ready=metrics.set_ready, on_stats=metrics.set_stats),
+            metrics=metrics,
+        )
+        self._stop = asyncio.Event()
+        self._failure: str | None = None
+        self._uvicorn = _Uvicorn(
+            uvicorn.Config(
+                create_app(self._state),
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                server_header=False,
+                timeout_keep_alive=_KEEP_ALIVE_S,
+            )
+        )
+
+    async def run(self) -> None:
+        """Serve until SIGTERM or SIGINT. Raises ServeError where the engine or the tokenizer fails."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        listener = _bind(self._listen.host, self._listen.port)
+        address = listener.getsockname()
+        log.info("listening", extra={"fields": {"host": address[0], "port": address[1]}})
+        serving = asyncio.create_task(self._uvicorn.serve(sockets=[listener]))
+        engine = asyncio.create_task(self._run_engine())
+        tokenizer = asyncio.create_task(self._load_tokenizer())
+        await self._stop.wait()
+        if self._failure is None:
+            await self._drain()
+        self._state.draining = True
+        tokenizer.cancel()
+        await self._state.engine.stop()
+        await engine
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._state.idle.wait(), _LAST_ANSWERS_S)
+        self._uvicorn.should_exit = True
+        self._uvicorn.force_exit = not self._state.idle.is_set()
+        await serving
+        if self._failure is not None:
+            raise ServeError(self._failure)
+
+    def _on_signal(self) -> None:
+        """The first begins the drain, a second ends it: an impatient person's Ctrl-C."""
+        if self._state.draining:
+            self._state.idle.set()
+        self._state.draining = True
+        self._stop.set()
+
+    async def _drain(self) -> None:
+        log.info("draining", extra={"fields": {"active": self._state.num_active}})
+        try:
+            await asyncio.wait_for(self._state.idle.wait(), self._listen.drain_timeout_s)
+        except TimeoutError:
+            log.warning("drain timed out", extra={"fields": {"active": self._state.num_active}})
+
+    async def _run_engine(self) -> None:
+        await self._state.engine.run()
+        self._fail(self._state.engine.failure)
+
+    async def _load_tokenizer(self) -> None:
+        try:
+            self._state.tokenizer = await asyncio.to_thread(Tokenizer.load, self._engine_config.model)
+        except TokenizerLoadError as error:
+            self._fail(str(error))
+
+    def _fail(self, failure: str | None) -> None:
+        self._failure = self._failure or failure
+        self._stop.set()
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ServeError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+    return listener

@@ -1,0 +1,151 @@
+"""What the server tells Prometheus. Names and labels are a contract: see the design of the metrics in ARCHITECTURE.md.
+
+`--metrics-prefix vllm:` gives vLLM's names and its `model_name` label, so that dashboards and scalers made for it work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from llmservice_server.messages import Ready, Stats
+
+Buckets = tuple[float, ...]
+
+VLLM_PREFIX = "vllm:"
+
+_M = TypeVar("_M", Counter, Gauge, Histogram)
+
+# Seconds. From 1 ms on, because a scaler reads a p99 out of them: vLLM's start at 10 ms (ITL) and 300 ms (queue).
+_TOKEN_BUCKETS: Buckets = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1)
+_TOKEN_BUCKETS += (0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
+_WAIT_BUCKETS: Buckets = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1.0,
+    1.5,
+    2.0,
+)
+_WAIT_BUCKETS += (2.5, 3.0, 4.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0, 480.0, 960.0)
+_LENGTH_BUCKETS = tuple(float(2**power) for power in range(18))  # tokens
+_BATCH_BUCKETS = tuple(float(2**power) for power in range(11))  # sequences
+
+
+class Metrics:
+    """All metrics of one server, in a registry of their own."""
+
+    def __init__(self, prefix: str, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self._prefix = prefix
+        self._constant = {"model_name": model_name} if prefix == VLLM_PREFIX else {}
+        self._engine_totals = _EngineTotals(prefix, self._constant)
+        self.registry.register(self._engine_totals)
+
+        self.num_requests_running = self._gauge("num_requests_running", "Sequences in the running batch")
+        self.num_requests_waiting = self._gauge("num_requests_waiting", "Sequences waiting to be run", ("lane",))
+        self.kv_cache_usage = self._gauge("kv_cache_usage_perc", "Share of the KV cache's blocks that is held, 0 to 1")
+        self.kv_cache_blocks = self._gauge(
+            "kv_cache_blocks", "Blocks of the KV cache, the null block apart", ("state",)
+        )
+        self.memory_bytes = self._gauge("memory_bytes", "Memory as measured after loading", ("kind",))
+        self.model_load_seconds = self._gauge("model_load_seconds", "From the engine's start until it could serve")
+
+        self.prefix_cache_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
+        self.prefix_cache_hits = self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache")
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of sequences that produced a token")
+        self.generation_tokens = self._counter("generation_tokens", "Tokens generated")
+        self.request_success = self._counter("request_success", "Sequences ended, by reason", ("finished_reason",))
+        self.request_rejected = self._counter("request_rejected", "HTTP requests refused, by reason", ("reason",))
+
+        iteration_tokens = "iteration_tokens_total" if prefix == VLLM_PREFIX else "iteration_tokens"
+        self.iteration_tokens = self._histogram(iteration_tokens, "Tokens computed in a step", _LENGTH_BUCKETS)
+        self.batch_size = self._histogram("batch_size", "Sequences in a step", _BATCH_BUCKETS)
+        self.queue_time = self._histogram("request_queue_time_seconds", "Arrival to first scheduled", _WAIT_BUCKETS)
+        self.prefill_time = self._histogram("request_prefill_time_seconds", "Scheduled to first token", _WAIT_BUCKETS)
+        self.decode_time = self._histogram("request_decode_time_seconds", "First token to last", _WAIT_BUCKETS)
+        self.ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token", _WAIT_BUCKETS)
+        self.itl = self._histogram("inter_token_latency_seconds", "Between two tokens of a sequence", _TOKEN_BUCKETS)
+        self.e2e = self._histogram("e2e_request_latency_seconds", "Arrival to the last token", _WAIT_BUCKETS)
+        self.request_prompt_tokens = self._histogram("request_prompt_tokens", "Prompt lengths", _LENGTH_BUCKETS)
+        self.request_generation_tokens = self._histogram("request_generation_tokens", "Answer lengths", _LENGTH_BUCKETS)
+
+        for reason in ("stop", "length", "abort", "error"):
+            self.request_success.labels(**self._constant, finished_reason=reason)  # so that rate() sees the first one
+
+    def set_ready(self, ready: Ready) -> None:
+        """Take the measured figures over, once the engine can serve."""
+        self.model_load_seconds.set(ready.load_s)
+        for kind, num_bytes in ready.memory_bytes.items():
+            self.labels(self.memory_bytes, kind=kind).set(num_bytes)
+
+    def set_stats(self, stats: Stats) -> None:
+        """Take a step's figures over; those of an idle engine count as no step."""
+        self._engine_totals.preemptions = stats.preemptions
+        self.num_requests_running.set(stats.num_running)
+        for lane, number in stats.num_waiting.items():
+            self.labels(self.num_requests_waiting, lane=lane).set(number)
+        blocks = {"free": stats.blocks_free, "held": stats.blocks_held, "cached": stats.blocks_cached}
+        for state, number in blocks.items():
+            self.labels(self.kv_cache_blocks, state=state).set(number)
+        self.kv_cache_usage.set(stats.blocks_held / max(1, sum(blocks.values())))
+        if stats.iteration_tokens:
+            self.iteration_tokens.observe(stats.iteration_tokens)
+            self.batch_size.observe(stats.batch_size)
+
+    def labels(self, metric: _M, **labels: str) -> _M:
+        """The child of `metric` with these labels and the constant ones."""
+        return metric.labels(**labels, **self._constant)
+
+    def render(self) -> bytes:
+        """The text exposition format, version 0.0.4."""
+        return generate_latest(self.registry)
+
+    def _counter(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Counter:
+        names = (*self._constant, *labels)
+        return self._bare(Counter(self._prefix + name, documentation, names, registry=self.registry), labels)
+
+    def _gauge(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Gauge:
+        names = (*self._constant, *labels)
+        return self._bare(Gauge(self._prefix + name, documentation, names, registry=self.registry), labels)
+
+    def _histogram(self, name: str, documentation: str, buckets: Sequence[float]) -> Histogram:
+        names = tuple(self._constant)
+        histogram = Histogram(self._prefix + name, documentation, names, registry=self.registry, buckets=buckets)
+        return self._bare(histogram, ())
+
+    def _bare(self, metric: _M, labels: Sequence[str]) -> _M:
+        """A metric without labels of its own is used directly: as its one child where there are constant labels."""
+        return metric.labels(**self._constant) if self._constant and not labels else metric
+
+
+class _EngineTotals(Collector):
+    """Counters that the engine keeps: it sends totals, and prometheus_client's counters take only increments."""
+
+    def __init__(self, prefix: str, constant: dict[str, str]) -> None:
+        self._prefix = prefix
+        self._constant = constant
+        self.preemptions = 0
+
+    def collect(self) -> Iterator[Metric]:
+        preemptions = CounterMetricFamily(
+            self._prefix + "num_preemptions", "Sequences preempted, by mode", labels=(*self._constant, "mode")
+        )
+        preemptions.add_metric((*self._constant.values(), "recompute"), self.preemptions)
+        yield preemptions

@@ -1,0 +1,175 @@
+"""`llmservice serve`: the inference server of one pod."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import re
+from pathlib import Path
+
+from llmservice_planner.command import Command, CommandError
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+_DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_http_arguments(parser)
+    _add_engine_arguments(parser)
+
+
+def _add_http_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", type=Path, required=True, metavar="DIR", help="folder of a checkpoint in Hugging Face's format")
+    add(
+        "--served-model-name",
+        action="extend",
+        nargs="+",
+        metavar="NAME",
+        help="what clients put in `model`; several are aliases (default: the folder's name)",
+    )
+    add("--host", default=os.environ.get("LLMSERVICE_HOST", "0.0.0.0"), help="address to listen on, $LLMSERVICE_HOST")
+    add("--port", type=_port, default=8000, help="port to listen on; 0 takes a free one and logs it")
+    add("--max-queued-requests", type=_count, default=512, help="sequences that may wait; more are refused with 429")
+    add("--request-timeout", type=_duration, default=600.0, metavar="SECONDS", help="deadline of a request; 0 for none")
+    add(
+        "--drain-timeout",
+        type=_duration,
+        default=60.0,
+        metavar="SECONDS",
+        help="time after SIGTERM to finish what runs",
+    )
+    add("--metrics-prefix", type=_prefix, default="llmservice_", help='of the names in /metrics; "vllm:" for vLLM\'s')
+    add(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="JSON lines on standard output",
+    )
+
+
+def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--dtype", choices=_DTYPES, default="auto", help="of weights and activations; auto: the checkpoint's")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where there is one")
+    add("--max-model-len", type=_positive, metavar="TOKENS", help="prompt and answer together (default: the model's)")
+    add("--max-num-seqs", type=_positive, default=64, metavar="N", help="sequences that run at once")
+    add("--max-num-batched-tokens", type=_positive, default=2048, metavar="TOKENS", help="token budget of one step")
+    add(
+        "--prefill-chunk-tokens",
+        type=_positive,
+        default=512,
+        metavar="TOKENS",
+        help="of a step, at most for one prompt",
+    )
+    add("--block-size", type=_positive, default=16, metavar="TOKENS", help="of the KV cache's blocks")
+    add("--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE", help="of the memory that may be used")
+    add("--kv-cache-memory", type=_memory, metavar="BYTES", help="such as 512MiB (default: what utilization leaves)")
+    add("--kv-cache-dtype", choices=_DTYPES, default="auto", help="auto: the model's")
+    add("--seed", type=int, default=0, help="of requests without a seed of their own")
+    add("--threads", type=_positive, metavar="N", help="on CPU (default: torch's choice)")
+
+
+def run(args: argparse.Namespace) -> int:
+    import uvloop
+
+    from llmservice_server import json_log
+    from llmservice_server.api.state import ServeConfig
+    from llmservice_server.config import EngineConfig
+    from llmservice_server.errors import ConfigError
+    from llmservice_server.http_process import HttpProcess, ListenConfig, ServeError
+
+    model: Path = args.model
+    if not (model / "config.json").is_file():
+        raise CommandError(
+            f"{model} holds no config.json: --model expects a checkpoint in Hugging Face's format", status=1
+        )
+    try:
+        engine = EngineConfig(
+            model=model,
+            dtype=args.dtype,
+            device=args.device,
+            max_model_len=args.max_model_len,
+            max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            prefill_chunk_tokens=args.prefill_chunk_tokens,
+            block_size=args.block_size,
+            gpu_memory_utilization=args.gpu_memory_utilization,
+            kv_cache_memory_bytes=args.kv_cache_memory,
+            kv_cache_dtype=args.kv_cache_dtype,
+            seed=args.seed,
+            threads=args.threads,
+        )
+    except ConfigError as error:
+        raise CommandError(str(error)) from error
+    serve = ServeConfig(
+        served_model_names=tuple(args.served_model_name or [model.resolve().name]),
+        max_queued_requests=args.max_queued_requests,
+        request_timeout_s=args.request_timeout or None,
+    )
+    listen = ListenConfig(
+        host=args.host, port=args.port, drain_timeout_s=args.drain_timeout, metrics_prefix=args.metrics_prefix
+    )
+    json_log.configure(args.log_level)
+
+    async def serve_until_stopped() -> None:
+        await HttpProcess(engine, serve, listen, args.log_level).run()
+
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve_until_stopped())
+    except ServeError as error:
+        raise CommandError(str(error), status=1) from error
+    return 0
+
+
+def _memory(text: str) -> int:
+    """Bytes: 536870912, 512MiB, 0.5Gi, 2GB."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]I?)?B?", text.strip().upper())
+    if match is None or (num_bytes := int(float(match[1]) * _UNITS[match[2] or ""])) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no amount of memory, expected bytes or something like 512MiB")
+    return num_bytes
+
+
+def _positive(text: str) -> int:
+    return _integer(text, 1)
+
+
+def _count(text: str) -> int:
+    return _integer(text, 0)
+
+
+def _port(text: str) -> int:
+    if (port := _integer(text, 0)) > 65535:
+        raise argparse.ArgumentTypeError(f"{text} is no port, expected 0 to 65535")
+    return port
+
+
+def _integer(text: str, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of {least} or more")
+    return int(text)
+
+
+def _duration(text: str) -> float:
+    """Seconds, also as 90s or 2m."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m|h)?", text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no duration, expected seconds, or something like 90s or 2m")
+    return float(match[1]) * {"ms": 0.001, "s": 1, "m": 60, "h": 3600}[match[2] or "s"]
+
+
+def _prefix(text: str) -> str:
+    if not re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot begin a metric's name: letters, digits, _ and : only")
+    return text
+
+
+COMMAND = Command(
+    help="serve a model over an OpenAI-compatible HTTP API",
+    add_arguments=add_arguments,
+    run=run,
+    extra="server",
+    requires=("fastapi", "torch", "tokenizers", "uvicorn", "zmq"),
+)
