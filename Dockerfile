@@ -1,0 +1,71 @@
+# syntax=docker/dockerfile:1.7
+#
+#   docker build --target operator -t llmservice-operator:0.1.0 .
+#   docker build --target gateway  -t llmservice-gateway:0.1.0 .
+#   docker build --target server   -t llmservice-server:0.1.0 .                             (CPU)
+#   docker build --target server   -t llmservice-server:0.1.0-cuda --build-arg TORCH=cuda .
+#
+# Each image holds what its extra needs and no more: the operator's no torch, the server's no kopf. What builds wheels
+# stays in the build stages; the final ones get a finished environment and run as a numeric, unprivileged user.
+
+ARG PYTHON=3.11.14-slim-bookworm
+ARG TORCH=cpu
+
+FROM python:${PYTHON} AS wheel
+ARG PIP_INDEX_URL=
+WORKDIR /src
+COPY pyproject.toml README.md LICENSE ./
+COPY planner planner
+COPY server server
+COPY operator operator
+COPY gateway gateway
+COPY local local
+COPY benchmarks benchmarks
+RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
+
+FROM python:${PYTHON} AS environment
+ARG PIP_INDEX_URL=
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+RUN python -m venv /opt/llmservice
+ENV PATH=/opt/llmservice/bin:$PATH
+COPY constraints.txt /constraints.txt
+COPY --from=wheel /wheels /wheels
+
+FROM environment AS operator-environment
+RUN pip install --constraint /constraints.txt "$(echo /wheels/*.whl)[operator]"
+
+FROM environment AS gateway-environment
+RUN pip install --constraint /constraints.txt "$(echo /wheels/*.whl)[gateway]"
+
+FROM environment AS server-cpu-environment
+ARG TORCH_CPU_INDEX_URL=
+RUN pip install --constraint /constraints.txt --extra-index-url "$TORCH_CPU_INDEX_URL" "$(echo /wheels/*.whl)[server]"
+
+# PyPI's own torch for Linux brings the CUDA libraries; the driver is the node's.
+FROM environment AS server-cuda-environment
+RUN pip install --constraint /constraints.txt "$(echo /wheels/*.whl)[server]"
+
+FROM server-${TORCH}-environment AS server-environment
+
+FROM python:${PYTHON} AS runtime
+ENV PATH=/opt/llmservice/bin:$PATH HOME=/tmp PYTHONUNBUFFERED=1
+WORKDIR /tmp
+# A number, so that `runAsNonRoot` can be checked without reading the image's passwd.
+USER 65532:65532
+ENTRYPOINT ["llmservice"]
+
+FROM runtime AS operator
+COPY --from=operator-environment /opt/llmservice /opt/llmservice
+EXPOSE 8080
+CMD ["operator"]
+
+FROM runtime AS gateway
+COPY --from=gateway-environment /opt/llmservice /opt/llmservice
+EXPOSE 8080
+CMD ["gateway"]
+
+FROM runtime AS server
+COPY --from=server-environment /opt/llmservice /opt/llmservice
+ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+EXPOSE 8000
+CMD ["serve", "--help"]

@@ -1,0 +1,131 @@
+{{- define "llmservice.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 50 | trimSuffix "-" -}}
+{{- else -}}
+{{- $name := default .Chart.Name .Values.nameOverride -}}
+{{- if contains $name .Release.Name -}}
+{{- .Release.Name | trunc 50 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name $name | trunc 50 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/*
+Labels that select a component's pods. Takes a list: the root, the component. The name is not `llmservice`: that one is
+carried by the pods of every LLMService, and one called as the release is would otherwise select the gateway's pods too.
+*/}}
+{{- define "llmservice.selector" -}}
+app.kubernetes.io/name: {{ default (index . 0).Chart.Name (index . 0).Values.nameOverride }}-{{ index . 1 }}
+app.kubernetes.io/instance: {{ (index . 0).Release.Name }}
+app.kubernetes.io/component: {{ index . 1 }}
+{{- end -}}
+
+{{- define "llmservice.labels" -}}
+{{ include "llmservice.selector" . }}
+app.kubernetes.io/part-of: llmservice
+app.kubernetes.io/version: {{ (index . 0).Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ (index . 0).Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" (index . 0).Chart.Name (index . 0).Chart.Version }}
+{{- end -}}
+
+{{/* An image's full name. Takes a list: the root, the repository. */}}
+{{- define "llmservice.image" -}}
+{{- $image := (index . 0).Values.image -}}
+{{- with $image.registry }}{{ trimSuffix "/" . }}/{{ end -}}
+{{ index . 1 }}:{{ default (index . 0).Chart.AppVersion $image.tag }}
+{{- end -}}
+
+{{/* Pod Security Standards: restricted. */}}
+{{- define "llmservice.podSecurityContext" -}}
+runAsNonRoot: true
+runAsUser: 65532
+runAsGroup: 65532
+fsGroup: 65532
+seccompProfile: {type: RuntimeDefault}
+{{- end -}}
+
+{{- define "llmservice.securityContext" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+runAsNonRoot: true
+capabilities: {drop: [ALL]}
+{{- end -}}
+
+{{/* What the operator may do with LLMServices and their children, wherever it may do it. */}}
+{{- define "llmservice.operatorRules" -}}
+- apiGroups: [serving.llmservice.io]
+  resources: [llmservices]
+  verbs: [get, list, watch, patch]
+- apiGroups: [serving.llmservice.io]
+  resources: [llmservices/status, llmservices/finalizers]
+  verbs: [get, patch, update]
+- apiGroups: [apps]
+  resources: [deployments]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [""]
+  resources: [services, serviceaccounts]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [monitoring.coreos.com]
+  resources: [podmonitors]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [""]  # patch: the deletion cost that decides which pod goes first
+  resources: [pods]
+  verbs: [get, list, watch, patch]
+- apiGroups: [""]
+  resources: [events]
+  verbs: [create, patch]
+{{- end -}}
+
+{{- define "llmservice.gatewayRules" -}}
+- apiGroups: [serving.llmservice.io]
+  resources: [llmservices]
+  verbs: [get, list, watch]
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [get, list, watch]
+{{- end -}}
+
+{{/*
+Rules and their binding: one ClusterRole, or a Role in each followed namespace.
+Takes a dict: root, component, rules.
+*/}}
+{{- define "llmservice.rbac" -}}
+{{- $root := .root -}}
+{{- $name := printf "%s-%s" (include "llmservice.fullname" $root) .component -}}
+{{- $labels := include "llmservice.labels" (list $root .component) -}}
+{{- $rules := .rules -}}
+{{- $kind := ternary "Role" "ClusterRole" (gt (len $root.Values.namespaces) 0) -}}
+{{- range ($root.Values.namespaces | default (list "")) }}
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: {{ $kind }}
+metadata:
+  name: {{ $name }}
+  {{- with . }}
+  namespace: {{ . }}
+  {{- end }}
+  labels:
+    {{- $labels | nindent 4 }}
+rules:
+  {{- $rules | nindent 2 }}
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: {{ $kind }}Binding
+metadata:
+  name: {{ $name }}
+  {{- with . }}
+  namespace: {{ . }}
+  {{- end }}
+  labels:
+    {{- $labels | nindent 4 }}
+roleRef:
+  apiGroup: rbac.authorization.k8s.io
+  kind: {{ $kind }}
+  name: {{ $name }}
+subjects:
+  - kind: ServiceAccount
+    name: {{ $name }}
+    namespace: {{ $root.Release.Namespace }}
+{{- end }}
+{{- end -}}
