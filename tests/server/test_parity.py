@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
 from llmservice_server.attention.base import SequenceSlice
 from llmservice_server.config import EngineConfig
 from llmservice_server.engine import Engine
 from llmservice_server.messages import Generate, SamplingParams
 from llmservice_server.request import BlockTable
 from llmservice_server.startup import start
-from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
-from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 STEPS = 64
 LOGIT_TOLERANCE = 1e-4  # of the row's largest logit

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
 from llmservice_server.block_pool import BlockPool
 from llmservice_server.messages import Generate, SamplingParams
 from llmservice_server.request import Request, Status

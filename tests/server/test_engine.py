@@ -1,0 +1,293 @@
+"""The engine on a tiny model: what goes in comes out, whatever happens in between."""
+
+import random
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llmservice_server.config import EngineConfig
+from llmservice_server.engine import Engine
+from llmservice_server.errors import ConfigError, OutOfMemoryError
+from llmservice_server.messages import Generate, Output, SamplingParams
+from llmservice_server.tiny_model import TinyModelSpec, write_tiny_model
+
+VOCAB = 512
+BLOCK_BYTES = 2 * 2 * 16 * 2 * 8 * 4  # layers, keys and values, tokens, heads, head_dim, float32
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    spec = TinyModelSpec(layers=2, hidden_size=32, heads=4, kv_heads=2, vocab_size=VOCAB, max_position_embeddings=256)
+    write_tiny_model(folder, spec)
+    return folder
+
+
+@dataclass
+class Driver:
+    """An engine with a clock that stands still, and everything it has said, by request."""
+
+    engine: Engine
+    now: float = 100.0
+    tokens: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    last: dict[str, Output] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, folder: Path, **settings: Any) -> "Driver":
+        driver: Driver
+        engine = Engine(EngineConfig(model=folder, threads=1, **settings), clock=lambda: driver.now)
+        driver = cls(engine)
+        return driver
+
+    def add(self, request_id: str, prompt: list[int], deadline_s: float | None = None, **sampling: Any) -> None:
+        settings = {"max_tokens": 16, "temperature": 0.0} | sampling
+        message = Generate(
+            request_id=request_id,
+            prompt_token_ids=prompt,
+            sampling=SamplingParams(**settings),
+            arrival_s=self.now,
+            deadline_s=deadline_s,
+        )
+        self.engine.add(message)
+
+    def step(self) -> list[Output]:
+        outputs = self.engine.step().outputs
+        for output in outputs:
+            assert output.request_id not in self.last, "a finished request spoke again"
+            self.tokens[output.request_id] += output.token_ids
+            if output.finish_reason is not None:
+                self.last[output.request_id] = output
+        return outputs
+
+    def run(self) -> None:
+        while self.engine.has_work:
+            self.step()
+
+    def answer(self, request_id: str, prompt: list[int], **sampling: Any) -> list[int]:
+        self.add(request_id, prompt, **sampling)
+        self.run()
+        return self.tokens[request_id]
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return random.Random(length * 1000 + seed).choices(range(VOCAB), k=length)  # noqa: S311 - traffic, not secrets
+
+
+def assert_idle(engine: Engine) -> None:
+    stats = engine.stats()
+    assert (stats.num_running, sum(stats.num_waiting.values()), stats.blocks_held) == (0, 0, 0)
+    assert stats.blocks_free == engine.ready.num_blocks
+    assert engine.pool.free_blocks().__len__() == engine.ready.num_blocks
+    assert not engine.has_work
+
+
+def test_after_2000_requests_with_a_tenth_cancelled_every_block_is_free_and_the_engine_answers(folder: Path) -> None:
+    driver = Driver.of(folder, max_num_seqs=32, kv_cache_memory_bytes=90 * BLOCK_BYTES)
+    expected = driver.answer("before", prompt_of(20))
+    dice = random.Random(7)  # noqa: S311 - traffic, not secrets
+    cancelled = set()
+    for number in range(2000):
+        request_id = f"r{number}"
+        prompt = prompt_of(min(120, int(dice.lognormvariate(2.5, 1))) + 1, number)
+        driver.add(request_id, prompt, max_tokens=dice.randint(1, 24), temperature=dice.choice([0.0, 1.0]), top_p=0.9)
+        if number % 4 == 0:
+            driver.step()
+        if dice.random() < 0.1:
+            victim = f"r{dice.randrange(max(0, number - 100), number + 1)}"
+            if victim not in driver.last:
+                driver.engine.abort([victim])
+                cancelled.add(victim)
+    driver.run()
+    assert driver.engine.stats().preemptions > 0
+    reasons = [output.finish_reason for request_id, output in driver.last.items() if request_id != "before"]
+    assert len(reasons) == 2000
+    assert reasons.count("abort") == len(cancelled) > 100
+    assert reasons.count("length") == 2000 - len(cancelled)
+    assert_idle(driver.engine)
+    assert driver.answer("after", prompt_of(20)) == expected
+
+
+def test_preempted_and_chunked_requests_yield_the_same_tokens_as_undisturbed_ones(folder: Path) -> None:
+    prompts = {f"r{length}": prompt_of(length) for length in (3, 17, 33, 60, 90, 100)}
+    alone = Driver.of(folder)
+    undisturbed = {name: alone.answer(name, prompt, max_tokens=60) for name, prompt in prompts.items()}
+    crowded = Driver.of(
+        folder,
+        max_model_len=160,
+        max_num_batched_tokens=40,
+        max_num_seqs=6,
+        prefill_chunk_tokens=9,
+        kv_cache_memory_bytes=17 * BLOCK_BYTES,
+    )
+    for name, prompt in prompts.items():
+        crowded.add(name, prompt, max_tokens=60)
+    crowded.run()
+    assert crowded.engine.stats().preemptions > 0
+    assert crowded.tokens == undisturbed
+    assert_idle(crowded.engine)
+
+
+def test_a_seeded_request_gets_the_same_tokens_alone_in_a_crowd_and_after_preemption(folder: Path) -> None:
+    sampling = {"temperature": 0.8, "top_p": 0.95, "seed": 1234, "max_tokens": 60}
+    alone = Driver.of(folder).answer("seeded", prompt_of(40), **sampling)
+    crowded = Driver.of(
+        folder,
+        max_model_len=160,
+        max_num_batched_tokens=48,
+        prefill_chunk_tokens=16,
+        max_num_seqs=5,
+        kv_cache_memory_bytes=13 * BLOCK_BYTES,
+    )
+    for number in range(3):
+        crowded.add(f"r{number}", prompt_of(30, number), temperature=1.0, max_tokens=50)
+    assert crowded.answer("seeded", prompt_of(40), **sampling) == alone
+    assert crowded.engine.stats().preemptions > 0
+
+
+def test_requests_without_a_seed_differ_and_the_engines_seed_repeats_them(folder: Path) -> None:
+    def answers(seed: int) -> list[list[int]]:
+        driver = Driver.of(folder, seed=seed)
+        return [driver.answer(f"r{number}", prompt_of(8), temperature=1.0) for number in range(3)]
+
+    first = answers(seed=1)
+    assert first[0] != first[1] != first[2]
+    assert answers(seed=1) == first
+    assert answers(seed=2) != first
+
+
+def test_a_stop_token_ends_the_answer_and_is_not_part_of_it(folder: Path) -> None:
+    whole = Driver.of(folder).answer("whole", prompt_of(9), max_tokens=12)
+    driver = Driver.of(folder)
+    place = next(place for place in range(1, 12) if whole[place] not in whole[:place])
+    assert driver.answer("stopped", prompt_of(9), max_tokens=12, stop_token_ids=(whole[place],)) == whole[:place]
+    assert driver.last["stopped"].finish_reason == "stop"
+    assert_idle(driver.engine)
+
+
+def test_ignore_eos_passes_over_the_models_own_stop_tokens_only(folder: Path, tmp_path: Path) -> None:
+    whole = Driver.of(folder).answer("whole", prompt_of(9), max_tokens=12)
+    eos, other = whole[2], next(token for token in whole[3:] if token not in whole[:3])
+    for source in folder.iterdir():
+        (tmp_path / source.name).write_bytes(source.read_bytes())
+    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": [{eos}]}}')
+    driver = Driver.of(tmp_path)
+    stop = {"stop_token_ids": (eos, other), "max_tokens": 12}
+    assert eos not in driver.answer("obedient", prompt_of(9), **stop)
+    assert driver.answer("ignoring", prompt_of(9), ignore_eos=True, **stop) == whole[: whole.index(other)]
+
+
+def test_the_first_token_says_how_long_the_request_was_queued(folder: Path) -> None:
+    driver = Driver.of(folder)
+    driver.add("r", prompt_of(5))
+    driver.now += 2.5
+    [output] = driver.step()
+    assert output.queue_s == pytest.approx(2.5)
+    [output] = driver.step()
+    assert output.queue_s is None
+
+
+def test_an_aborted_request_frees_its_blocks_at_once_and_says_so_with_the_next_step(folder: Path) -> None:
+    driver = Driver.of(folder, max_num_seqs=1)
+    driver.add("running", prompt_of(40))
+    driver.add("waiting", prompt_of(5))
+    driver.add("matched", prompt_of(5))
+    driver.step()
+    assert driver.engine.stats().blocks_held > 0
+    driver.engine.abort(["running", "waiting", "never seen"])
+    driver.engine.abort(["matched"], finished=True)
+    assert driver.engine.stats().blocks_held == 0
+    driver.run()
+    assert {name: output.finish_reason for name, output in driver.last.items()} == {
+        "running": "abort",
+        "waiting": "abort",
+        "matched": "stop",
+    }
+    assert_idle(driver.engine)
+
+
+def test_a_request_past_its_deadline_ends_with_504_whether_it_ran_or_waited(folder: Path) -> None:
+    driver = Driver.of(folder, max_num_seqs=1)
+    driver.add("running", prompt_of(4), deadline_s=110.0)
+    driver.add("waiting", prompt_of(4), deadline_s=110.0)
+    driver.add("patient", prompt_of(4), deadline_s=900.0)
+    driver.step()
+    driver.now = 110.0
+    driver.step()
+    assert driver.last["running"].error == "the request's deadline passed after 1 tokens"
+    assert driver.last["waiting"].error == "the request's deadline passed while it waited"
+    assert [driver.last[name].error_status for name in ("running", "waiting")] == [504, 504]
+    driver.run()
+    assert driver.last["patient"].finish_reason == "length"
+    assert_idle(driver.engine)
+
+
+def test_what_can_never_be_served_is_refused_with_the_next_step_and_harms_nobody(folder: Path) -> None:
+    driver = Driver.of(folder)
+    driver.add("good", prompt_of(4))
+    driver.add("empty", [])
+    driver.add("too long", prompt_of(250))
+    driver.add("alien token", [3, VOCAB])
+    driver.add("good", prompt_of(4))
+    outputs = {(output.request_id, output.error_status): output.error for output in driver.engine.step().outputs}
+    assert outputs["empty", 400] == "the prompt has no tokens, expected at least one"
+    assert "250 prompt tokens and max_tokens 16 make 266, expected at most 256" in str(outputs["too long", 400])
+    assert "expected 0 to 511" in str(outputs["alien token", 400])
+    assert "expected a new id" in str(outputs["good", 400])
+    assert outputs["good", 500] is None  # the first one's first token
+    driver.run()
+    assert driver.last["good"].finish_reason == "length"
+
+
+def test_logits_that_are_not_finite_fail_only_the_request_that_has_them(folder: Path, tmp_path: Path) -> None:
+    for source in folder.iterdir():
+        (tmp_path / source.name).write_bytes(source.read_bytes())
+    driver = Driver.of(tmp_path)
+    poison = 5
+    driver.engine._runner.model.embed_tokens[poison] = torch.nan  # as a checkpoint with one bad row would
+    healthy = [token for token in prompt_of(12) if token != poison]
+    driver.add("poisoned", [1, poison, 2])
+    driver.add("healthy", healthy)
+    driver.run()
+    assert driver.last["poisoned"].finish_reason == "error"
+    assert "not finite" in str(driver.last["poisoned"].error)
+    assert driver.tokens["healthy"] == Driver.of(folder).answer("healthy", healthy)
+    assert_idle(driver.engine)
+
+
+def test_a_pool_too_small_for_an_explicit_length_is_refused_with_the_longest_that_fits(folder: Path) -> None:
+    with pytest.raises(OutOfMemoryError, match=r"max_model_len 200 needs .* lower it to 64 or"):
+        Driver.of(folder, max_model_len=200, kv_cache_memory_bytes=5 * BLOCK_BYTES)
+
+
+def test_a_pool_too_small_for_the_models_context_lowers_it_and_says_so(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = Driver.of(folder, kv_cache_memory_bytes=5 * BLOCK_BYTES)
+    assert driver.engine.ready.max_model_len == driver.engine.ready.max_request_tokens == 64
+    assert "max_model_len lowered from the model's 256 to 64 tokens" in caplog.text
+    assert len(driver.answer("just fits", prompt_of(40), max_tokens=24)) == 24
+
+
+def test_a_length_beyond_the_models_context_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="max_model_len 257 is beyond the model's context of 256 tokens"):
+        Driver.of(folder, max_model_len=257)
+
+
+def test_ready_accounts_for_the_memory_by_kind(folder: Path) -> None:
+    ready = Driver.of(folder, kv_cache_memory_bytes=30 * BLOCK_BYTES).engine.ready
+    assert ready.num_blocks == 29
+    assert ready.memory_bytes["kv_cache"] == 30 * BLOCK_BYTES
+    header = 8 + int.from_bytes((folder / "model.safetensors").read_bytes()[:8], "little")
+    assert ready.memory_bytes["weights"] == (folder / "model.safetensors").stat().st_size - header
+    assert 0 < ready.memory_bytes["activations"] < ready.memory_bytes["total"]
+
+
+def test_the_cache_can_be_narrower_than_the_model(folder: Path) -> None:
+    exact = Driver.of(folder, kv_cache_memory_bytes=64 * BLOCK_BYTES)
+    narrow = Driver.of(folder, kv_cache_memory_bytes=64 * BLOCK_BYTES, kv_cache_dtype="bfloat16")
+    assert narrow.engine.ready.num_blocks > 1.9 * exact.engine.ready.num_blocks
+    assert len(narrow.answer("r", prompt_of(30))) == 16
