@@ -113,6 +113,7 @@ class EngineClient:
         try:
             status = await self._run_process()
         finally:
+            self._to_engine.close(linger=0)  # of a shadow context, which `destroy` does not see, and would wait for
             self._context.destroy(linger=0)
             self._directory.cleanup()
             self._exited.set()
@@ -123,6 +124,8 @@ class EngineClient:
         self._process = process = await asyncio.create_subprocess_exec(
             sys.executable, "-P", "-m", "llmservice_server.engine_process", stdin=asyncio.subprocess.PIPE
         )
+        if self._stopping:  # told so while the process was being started
+            process.kill()
         reader = asyncio.create_task(self._read())
         try:
             assert process.stdin is not None  # noqa: S101  # asked for above

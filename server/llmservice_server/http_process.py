@@ -22,6 +22,7 @@ from llmservice_server.tokenizer import Tokenizer, TokenizerLoadError
 log = logging.getLogger("llmservice.server")
 
 _LAST_ANSWERS_S = 1.0  # after the drain, or the engine's death: for error messages to reach their clients
+_BACKLOG = 2048  # connections that the kernel holds; what is refused is decided by the queue's bound
 _KEEP_ALIVE_S = 75  # longer than a gateway's pool keeps a connection, so that it is not we who close a reused one
 
 
@@ -81,6 +82,7 @@ class HttpProcess:
         address = listener.getsockname()
         log.info("listening", extra={"fields": {"host": address[0], "port": address[1]}})
         serving = asyncio.create_task(self._uvicorn.serve(sockets=[listener]))
+        serving.add_done_callback(lambda _: self._stop.set())
         engine = asyncio.create_task(self._run_engine())
         tokenizer = asyncio.create_task(self._load_tokenizer())
         await self._stop.wait()
@@ -113,13 +115,15 @@ class HttpProcess:
             log.warning("drain timed out", extra={"fields": {"active": self._state.num_active}})
 
     async def _run_engine(self) -> None:
-        await self._state.engine.run()
-        self._fail(self._state.engine.failure)
+        try:
+            await self._state.engine.run()
+        finally:
+            self._fail(self._state.engine.failure)
 
     async def _load_tokenizer(self) -> None:
         try:
             self._state.tokenizer = await asyncio.to_thread(Tokenizer.load, self._engine_config.model)
-        except TokenizerLoadError as error:
+        except (TokenizerLoadError, OSError) as error:
             self._fail(str(error))
 
     def _fail(self, failure: str | None) -> None:
@@ -133,6 +137,7 @@ def _bind(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
+        listener.listen(_BACKLOG)  # before the log says so
     except OSError as error:
         listener.close()
         raise ServeError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error

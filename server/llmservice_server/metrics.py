@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -52,6 +52,7 @@ class Metrics:
     """All metrics of one server, in a registry of their own."""
 
     def __init__(self, prefix: str, model_name: str) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # they double the page and say nothing
         self.registry = CollectorRegistry()
         self._prefix = prefix
         self._constant = {"model_name": model_name} if prefix == VLLM_PREFIX else {}

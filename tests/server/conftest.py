@@ -1,0 +1,148 @@
+"""A tiny checkpoint and servers that run it: the real command, over real sockets."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from llmservice_server.tiny_model import TinyModelSpec, write_tiny_model
+
+LLMSERVICE = Path(sys.executable).with_name("llmservice")
+DEADLINE_S = 60.0
+
+T = TypeVar("T")
+
+
+class ServerProcess:
+    """`llmservice serve` on a free port of the loopback."""
+
+    def __init__(self, model: Path, *flags: str) -> None:
+        command = [LLMSERVICE, "serve", "--model", model, "--host", "127.0.0.1", "--port", "0"]
+        command += ["--kv-cache-memory", "32MiB", "--threads", "1", *flags]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        )
+        self.log: list[dict[str, Any]] = []
+        self.errors: list[str] = []
+        self._readers = [
+            threading.Thread(target=self._read_log, daemon=True),
+            threading.Thread(target=self._read_errors, daemon=True),
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def _read_log(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.log.append(json.loads(line))
+
+    def _read_errors(self) -> None:
+        assert self.process.stderr is not None
+        self.errors.extend(self.process.stderr)
+
+    @property
+    def url(self) -> str:
+        listening = self.wait_for(lambda: next((line for line in self.log if line["message"] == "listening"), None))
+        return f"http://127.0.0.1:{listening['port']}"
+
+    def wait_for(self, look: Callable[[], T | None]) -> T:
+        """Poll until `look` finds something."""
+        deadline = time.monotonic() + DEADLINE_S
+        while time.monotonic() < deadline:
+            if (found := look()) is not None and found is not False:
+                return found
+            time.sleep(0.01)
+        raise AssertionError(f"not seen within {DEADLINE_S} s; the log: {self.log[-5:]}, errors: {self.errors}")
+
+    def wait_until_ready(self) -> ServerProcess:
+        self.wait_for(lambda: self.get("/ready")[0] == 200)
+        return self
+
+    def wait_for_exit(self) -> int:
+        status = self.process.wait(DEADLINE_S)
+        for reader in self._readers:
+            reader.join(DEADLINE_S)
+        return status
+
+    def get(self, path: str) -> tuple[int, bytes]:
+        return self.request("GET", path)
+
+    def post(self, path: str, body: bytes | dict[str, Any]) -> tuple[int, Any]:
+        """Status and decoded JSON."""
+        status, answer = self.request("POST", path, body if isinstance(body, bytes) else json.dumps(body).encode())
+        return status, json.loads(answer)
+
+    def request(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection(self.url.removeprefix("http://"), timeout=DEADLINE_S)
+        try:
+            connection.request(method, path, body)
+            response = connection.getresponse()
+            return response.status, response.read()
+        finally:
+            connection.close()
+
+    def metric(self, name: str, **labels: str) -> float:
+        """One sample of /metrics; 0 where it is not there."""
+        text = self.get("/metrics")[1].decode()
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name == name and labels.items() <= sample.labels.items():
+                    return sample.value
+        return 0.0
+
+    def wait_until_idle(self) -> None:
+        """Every block is free and nothing runs or waits."""
+        total = sum(self.metric("llmservice_kv_cache_blocks", state=state) for state in ("free", "held", "cached"))
+        self.wait_for(lambda: self.metric("llmservice_kv_cache_blocks", state="free") == total or None)
+        self.wait_for(lambda: self.metric("llmservice_num_requests_running") == 0 or None)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.wait_for_exit()
+        for pipe in (self.process.stdout, self.process.stderr):
+            assert pipe is not None
+            pipe.close()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    write_tiny_model(
+        directory, TinyModelSpec(layers=2, hidden_size=64, heads=4, kv_heads=2, max_position_embeddings=512)
+    )
+    return directory
+
+
+@pytest.fixture(scope="session")
+def server(tiny_model: Path) -> Iterator[ServerProcess]:
+    """One for all tests that leave it as they found it."""
+    process = ServerProcess(tiny_model, "--served-model-name", "tiny", "alias")
+    yield process.wait_until_ready()
+    process.close()
+
+
+@pytest.fixture
+def start_server(tiny_model: Path) -> Iterator[Callable[..., ServerProcess]]:
+    """A server of the test's own: `start_server("--flag", ...)`; ended with the test."""
+    processes: list[ServerProcess] = []
+
+    def start(*flags: str, model: Path = tiny_model) -> ServerProcess:
+        processes.append(ServerProcess(model, "--served-model-name", "tiny", *flags))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.close()

@@ -1,0 +1,219 @@
+"""The life of a server: it listens at once, drains on SIGTERM, and leaves with the right words and status."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmservice_server import serve_command
+
+LONG = {"model": "tiny", "prompt": "Hello", "max_tokens": 480, "ignore_eos": True, "temperature": 0}
+
+
+class Background:
+    """A request in a thread."""
+
+    def __init__(self, send: Callable[[], tuple[int, Any]]) -> None:
+        self.status = 0
+        self.answer: Any = None
+        self.ended_s = 0.0
+        self._thread = threading.Thread(target=self._run, args=(send,))
+        self._thread.start()
+
+    def _run(self, send: Callable[[], tuple[int, Any]]) -> None:
+        self.status, self.answer = send()
+        self.ended_s = time.monotonic()
+
+    def join(self) -> None:
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+
+
+def test_health_answers_while_the_model_is_still_loading(start_server: Callable[..., Any]) -> None:
+    server = start_server()
+    assert server.get("/health")[0] == 200
+    status, body = server.get("/ready")
+    assert status == 503
+    assert json.loads(body)["reason"] == "the model is being loaded"
+    status, answer = server.post("/v1/completions", {"model": "tiny", "prompt": "a"})
+    assert status == 503
+    assert answer["error"]["code"] == "not_ready"
+    server.wait_until_ready()
+    assert server.post("/v1/completions", {"model": "tiny", "prompt": "a"})[0] == 200
+
+
+def test_sigterm_while_loading_exits_with_success(start_server: Callable[..., Any]) -> None:
+    server = start_server()
+    assert server.url
+    server.process.terminate()
+    assert server.wait_for_exit() == 0
+    assert server.errors == []
+
+
+def test_sigterm_finishes_what_runs_and_refuses_the_new(start_server: Callable[..., Any]) -> None:
+    server = start_server("--drain-timeout", "30").wait_until_ready()
+    requests = [Background(lambda: server.post("/v1/completions", LONG)) for _ in range(4)]
+    server.wait_for(lambda: server.metric("llmservice_num_requests_running") == 4 or None)
+    server.process.terminate()
+    server.wait_for(lambda: any(line["message"] == "draining" for line in server.log) or None)
+    assert server.get("/ready")[0] == 503
+    status, answer = server.post("/v1/completions", LONG)
+    assert (status, answer["error"]["message"]) == (503, "the server is shutting down: try again")
+    for request in requests:
+        request.join()
+        assert request.status == 200
+        assert request.answer["usage"]["completion_tokens"] == 480
+    assert server.wait_for_exit() == 0
+    assert server.errors == []
+
+
+def test_a_drain_that_times_out_ends_with_an_error_for_the_client_and_success_for_the_process(
+    start_server: Callable[..., Any],
+) -> None:
+    server = start_server("--drain-timeout", "0", "--max-num-seqs", "1").wait_until_ready()
+    requests = [Background(lambda: server.post("/v1/completions", LONG)) for _ in range(8)]
+    server.wait_for(lambda: server.metric("llmservice_num_requests_waiting", lane="interactive") >= 4 or None)
+    server.process.terminate()
+    for request in requests:
+        request.join()
+    assert server.wait_for_exit() == 0
+    errors = [request.answer["error"] for request in requests if request.status == 503]
+    assert errors
+    assert all(error["message"] == "the server is shutting down" for error in errors)
+
+
+def _child(process_id: int) -> int:
+    return int(Path(f"/proc/{process_id}/task/{process_id}/children").read_text().split()[0])
+
+
+def test_a_dead_engine_fails_the_waiting_clients_at_once_and_ends_the_server(start_server: Callable[..., Any]) -> None:
+    server = start_server("--max-num-seqs", "1").wait_until_ready()
+    requests = [Background(lambda: server.post("/v1/completions", LONG)) for _ in range(8)]
+    server.wait_for(lambda: server.metric("llmservice_num_requests_waiting", lane="interactive") >= 4 or None)
+    killed_s = time.monotonic()
+    os.kill(_child(server.process.pid), signal.SIGKILL)
+    for request in requests:
+        request.join()
+    failed = [request for request in requests if request.status != 200]
+    assert failed
+    for request in failed:
+        assert request.status == 503
+        assert "killed by SIGKILL" in request.answer["error"]["message"]
+        assert request.ended_s - killed_s < 1
+    assert server.wait_for_exit() == 1
+    assert server.errors == [
+        "llmservice serve: the engine process ended unexpectedly, killed by SIGKILL (out of memory?)\n"
+    ]
+
+
+def test_the_engine_ends_with_a_parent_that_was_killed(start_server: Callable[..., Any]) -> None:
+    server = start_server().wait_until_ready()
+    engine = _child(server.process.pid)
+    server.process.kill()
+    server.wait_for_exit()
+    server.wait_for(lambda: _gone(engine) or None)
+
+
+def _gone(process_id: int) -> bool:
+    """Ended, whether or not somebody has collected it yet."""
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def _without(name: str) -> Callable[[Path], None]:
+    return lambda model: (model / name).unlink()
+
+
+def _with(name: str, content: str) -> Callable[[Path], None]:
+    def write(model: Path) -> None:
+        (model / name).write_text(content)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (_without("config.json"), "holds no config.json"),
+        (_with("config.json", "{"), "config.json"),
+        (_with("config.json", '{"model_type": "mamba", "architectures": ["MambaForCausalLM"]}'), "MambaForCausalLM"),
+        (_without("model.safetensors"), "safetensors"),
+        (_with("model.safetensors", "no tensors"), "safetensors"),
+        (_without("tokenizer.json"), "tokenizer.json does not exist"),
+        (_with("tokenizer.json", "{}"), "tokenizer.json cannot be read"),
+        (_with("tokenizer_config.json", "[]"), "tokenizer_config.json holds a list, expected an object"),
+        (_with("chat_template.jinja", "{% if %}"), "chat template"),
+    ],
+)
+def test_a_broken_checkpoint_ends_the_server_with_one_sentence(
+    start_server: Callable[..., Any], tiny_model: Path, tmp_path: Path, damage: Callable[[Path], None], words: str
+) -> None:
+    model = shutil.copytree(tiny_model, tmp_path / "broken")
+    damage(model)
+    server = start_server(model=model)
+    assert server.wait_for_exit() == 1
+    assert len(server.errors) == 1
+    assert server.errors[0].startswith("llmservice serve: ")
+    assert words in server.errors[0]
+
+
+def test_a_taken_port_ends_the_server_with_one_sentence(server: Any, start_server: Callable[..., Any]) -> None:
+    port = server.url.rpartition(":")[2]
+    second = start_server("--port", port)
+    assert second.wait_for_exit() == 1
+    assert second.errors == [f"llmservice serve: cannot listen on 127.0.0.1:{port}: Address already in use\n"]
+
+
+def _parse(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    serve_command.add_arguments(parser)
+    return parser.parse_args(["--model", "/models/llama", *arguments])
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("1048576", 2**20), ("512MiB", 2**29), ("512Mi", 2**29), ("0.5Gi", 2**29), ("2GB", 2 * 10**9), ("1 TiB", 2**40)],
+)
+def test_memory_is_given_in_bytes_or_with_a_unit(text: str, num_bytes: int) -> None:
+    assert _parse("--kv-cache-memory", text).kv_cache_memory == num_bytes
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("30", 30), ("1.5s", 1.5), ("2m", 120), ("250ms", 0.25), ("1h", 3600)])
+def test_durations_are_given_in_seconds_or_with_a_unit(text: str, seconds: float) -> None:
+    assert _parse("--drain-timeout", text).drain_timeout == seconds
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--kv-cache-memory", "lots"),
+        ("--kv-cache-memory", "0"),
+        ("--drain-timeout", "-1"),
+        ("--port", "65536"),
+        ("--max-num-seqs", "0"),
+        ("--max-queued-requests", "-1"),
+        ("--metrics-prefix", "1x"),
+        ("--dtype", "int4"),
+    ],
+)
+def test_values_that_mean_nothing_are_refused(arguments: tuple[str, str]) -> None:
+    with pytest.raises(argparse.ArgumentError, match=arguments[0]):
+        _parse(*arguments)
+
+
+def test_the_environment_names_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLMSERVICE_HOST", "127.0.7.1")
+    assert _parse().host == "127.0.7.1"
+    assert _parse("--host", "127.0.0.1").host == "127.0.0.1"
