@@ -49,13 +49,19 @@ def _shards(folder: Path) -> list[Path]:
 
 def _tensors(path: Path) -> Iterator[Mapping[str, Any]]:
     try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(min(length, _MAX_HEADER_BYTES)))
-        tensors = [tensor for name, tensor in header.items() if name != "__metadata__"]
+        tensors = [tensor for name, tensor in _header(path).items() if name != "__metadata__"]
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise ShapeError(f"{path} is no safetensors file ({error}): download it again") from error
     yield from tensors
+
+
+def _header(path: Path) -> Any:
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        text = file.read(min(length, _MAX_HEADER_BYTES))
+    if len(text) != length:
+        raise ValueError(f"its header should have {length} bytes, {len(text)} are there")
+    return json.loads(text)
 
 
 def _tensor_bytes(path: Path, tensor: Mapping[str, Any], dtype: str | None) -> int:

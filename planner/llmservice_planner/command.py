@@ -31,6 +31,13 @@ class Command:
         return tuple(name for name in self.requires if find_spec(name) is None)
 
 
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows a default where there is one to show: "(default: None)" and "(default: False)" tell nobody anything."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default in (None, False) else super()._get_help_string(action)
+
+
 class CommandError(Exception):
     """A user's error: its message is printed as it is, without a traceback, and the command exits with `status`."""
 
@@ -84,11 +91,7 @@ def _parser(commands: dict[str, Command]) -> argparse.ArgumentParser:
         if command.missing():
             continue
         subparser = subparsers.add_parser(
-            name, help=command.help, description=command.help, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+            name, help=command.help, description=command.help, formatter_class=_HelpFormatter
         )
         command.add_arguments(subparser)
     return parser
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -186,6 +186,7 @@ def _latent(values: _Values) -> dict[str, Any]:
     if not values.count("kv_lora_rank"):
         return {}
     return {
+        "head_dim": values.positive("qk_nope_head_dim") + values.positive("qk_rope_head_dim"),
         "kv_lora_rank": values.positive("kv_lora_rank"),
         "q_lora_rank": values.count("q_lora_rank") or 0,
         "qk_nope_head_dim": values.positive("qk_nope_head_dim"),

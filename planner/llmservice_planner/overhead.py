@@ -18,7 +18,8 @@ GRAPH_POOL_BYTES = GIB // 2
 NCCL_BYTES = GIB // 2
 """NCCL's channels and the all-reduce buffers of one card, where several share a model."""
 PROCESS_BYTES = 768 * 2**20
-"""On a CPU the interpreter, PyTorch and the tokenizer live in the same memory: engine and front end together."""
+"""On a CPU the processes live in the same memory: the engine (232 MB at rest, measured), the front end with its
+tokenizer (352 MB), and what their allocators hold back."""
 LOGITS_BYTES = 8
 """Per vocabulary entry and sequence: the logits in float32 and one copy that the sampler sorts or scales."""
 

@@ -38,7 +38,7 @@ def _remedies(request: SizingRequest) -> Iterator[str]:
     if _supports_fp8(request) and Budget.of(replace(request, kv_dtype="fp8")).fits:
         yield "use kvCacheDtype: fp8 (--kv-dtype fp8), which halves the KV cache"
     if isinstance(request.device, CPU):
-        yield f"give the container at least {_memory_needed(request) / GIB:.2f} GiB of memory"
+        yield f"give the container at least {_memory_needed_mib(request)}Mi of memory"
         return
     if count := _smallest_count(request):
         yield f"share the model between {count} x {request.device.name} (--gpu-count {count})"
@@ -52,12 +52,11 @@ def _supports_fp8(request: SizingRequest) -> bool:
     return has_units and request.resolved_kv_dtype != "fp8"
 
 
-def _memory_needed(request: SizingRequest) -> int:
-    """Container memory from which the request fits, rounded up so that the figure as printed does too."""
+def _memory_needed_mib(request: SizingRequest) -> int:
+    """Container memory from which the request fits, in MiB; one more than the division says, for its rounding."""
     budget = Budget.of(request)
     needed = (budget.usable_bytes + budget.shortfall_bytes) / request.gpu_memory_utilization
-    step = GIB // 100
-    return (math.ceil(needed / step) + 1) * step
+    return math.ceil(needed / 2**20) + 1
 
 
 def _smallest_count(request: SizingRequest) -> int | None:

@@ -12,7 +12,8 @@ from llmservice_planner.gpu import GPU, Device
 from llmservice_planner.shape import ModelShape
 
 ATTAINABLE = 0.8
-"""The share of a data sheet's rates that good kernels reach, for bandwidth and arithmetic alike."""
+"""The share of a data sheet's rates that good kernels reach: on an H200 PyTorch's large bf16 products run at 790 of 989
+TFLOP/s (80 %), its copies at 4.3 of 4.8 TB/s (90 %), and attention over scattered blocks at less."""
 
 
 @dataclass(frozen=True, slots=True)

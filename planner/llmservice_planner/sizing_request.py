@@ -121,15 +121,13 @@ class SizingRequest:
     def _check_lengths(self) -> None:
         if self.max_model_len is not None and self.max_model_len < 1:
             raise SizingError(f"max_model_len is {self.max_model_len}, expected at least 1")
-        longest = self.shape.max_position_embeddings
-        if longest is not None and self.model_len > longest:
-            raise SizingError(f"max_model_len {self.model_len} is longer than the {longest} positions the model knows")
+        longest, length = self.shape.max_position_embeddings, self.model_len
+        if longest is not None and length > longest:
+            raise SizingError(f"max_model_len {length} is longer than the {longest} positions the model knows")
         if self.policy == "expected" and self.expected_tokens is None:
             raise SizingError("policy expected needs expected_tokens: what a request uses, prompt and answer together")
-        if self.expected_tokens is not None and not 1 <= self.expected_tokens <= self.model_len:
-            raise SizingError(
-                f"expected_tokens is {self.expected_tokens}, expected 1 to max_model_len {self.model_len}"
-            )
+        if self.expected_tokens is not None and not 1 <= self.expected_tokens <= length:
+            raise SizingError(f"expected_tokens is {self.expected_tokens}, expected 1 to max_model_len {length}")
 
 
 def can_shard(shape: ModelShape, cards: int) -> bool:

@@ -1,0 +1,128 @@
+"""config.json files as they come: defaults left out, nested, old and new spellings, broken ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmservice_planner.model_config import ShapeError
+from llmservice_planner.shape import ModelShape
+
+ConfigOf = Callable[[str], dict[str, Any]]
+
+
+def _shape(config: dict[str, Any], **changes: Any) -> ModelShape:
+    return ModelShape.from_config({**config, **changes})
+
+
+def test_head_dim_is_explicit_where_the_config_has_one(config_of: ConfigOf) -> None:
+    assert _shape(config_of("qwen3-0.6b")).head_dim == 128  # and not 1024 / 16
+
+
+def test_head_dim_is_the_share_of_a_head_where_the_config_has_none(config_of: ConfigOf) -> None:
+    assert _shape(config_of("qwen2.5-7b")).head_dim == 128
+
+
+@pytest.mark.parametrize(("key", "value"), [("dtype", "float16"), ("torch_dtype", "torch.float16")])
+def test_dtype_in_either_spelling(config_of: ConfigOf, key: str, value: str) -> None:
+    config = {name: item for name, item in config_of("llama-3-8b").items() if name != "torch_dtype"}
+    assert _shape(config, **{key: value}).dtype == "float16"
+
+
+def test_a_config_without_dtype_means_float32(config_of: ConfigOf) -> None:
+    config = {name: item for name, item in config_of("llama-3-8b").items() if name != "torch_dtype"}
+    assert _shape(config).dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "window", "layers"),
+    [
+        ("mistral-7b", {}, 4096, 32),
+        ("mistral-7b", {"sliding_window": None}, None, 0),
+        ("phi-3-mini", {}, 2047, 32),
+        ("gemma-2-9b", {}, 4096, 21),  # every second
+        ("gemma-3-1b", {}, 512, 22),  # five of six, the last two of 26 too
+        ("gemma-3-1b", {"layer_types": ["full_attention"] * 25 + ["sliding_attention"]}, 512, 1),
+        ("qwen2.5-7b", {}, None, 0),  # a window that is switched off
+        ("qwen2.5-7b", {"use_sliding_window": True, "max_window_layers": 20}, 131072, 8),
+        ("llama-3-8b", {"sliding_window": 4096}, None, 0),  # not a thing in this family
+    ],
+)
+def test_sliding_layers(
+    config_of: ConfigOf, model: str, changes: dict[str, Any], window: int | None, layers: int
+) -> None:
+    shape = _shape(config_of(model), **changes)
+    assert (shape.sliding_window, shape.sliding_layers) == (window, layers)
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "dense"),
+    [
+        ("mixtral-8x7b", {}, 0),
+        ("deepseek-v3", {}, 3),
+        ("qwen3-30b-a3b", {"mlp_only_layers": [0, 47]}, 2),
+        ("qwen3-30b-a3b", {"decoder_sparse_step": 2}, 24),
+    ],
+)
+def test_dense_layers_of_a_mixture(config_of: ConfigOf, model: str, changes: dict[str, Any], dense: int) -> None:
+    assert _shape(config_of(model), **changes).dense_layers == dense
+
+
+def test_a_multimodal_config_is_sized_by_its_text_model(config_of: ConfigOf) -> None:
+    text = {key: value for key, value in config_of("gemma-3-1b").items() if key != "dtype"}
+    nested = {"model_type": "gemma3", "torch_dtype": "bfloat16", "text_config": text, "vision_config": {}}
+    assert ModelShape.from_config(nested) == ModelShape.from_config(config_of("gemma-3-1b"))
+
+
+def test_a_quantised_checkpoint_is_recognised(config_of: ConfigOf) -> None:
+    assert _shape(config_of("deepseek-v3")).quantization == "fp8"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "mamba"}, r"model_type mamba is not one whose layout is known \(llama, .*--shape"),
+        ({"model_type": None}, r"model_type is None, expected one of llama"),
+        ({"num_hidden_layers": "32"}, r"num_hidden_layers is '32', expected a whole number"),
+        ({"hidden_size": 0}, r"hidden_size is 0, expected a positive whole number"),
+        ({"num_attention_heads": True}, r"num_attention_heads is True"),
+        ({"vocab_size": 1.5}, r"vocab_size is 1.5"),
+        ({"tie_word_embeddings": "no"}, r"tie_word_embeddings is 'no', expected true or false"),
+        ({"torch_dtype": "int8"}, r"dtype is 'int8', expected float32"),
+        ({"quantization_config": "awq"}, r"quantization_config is 'awq', expected an object"),
+        ({"text_config": []}, r"text_config is a list, expected an object"),
+        (
+            {"model_type": "gemma2", "sliding_window": 4, "layer_types": ["full_attention"]},
+            r"layer_types does not list",
+        ),
+    ],
+)
+def test_a_config_that_cannot_be_right_is_refused(config_of: ConfigOf, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ShapeError, match=message):
+        _shape(config_of("llama-3-8b"), **changes)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, r"does not exist: expected a Hugging Face model folder"),
+        (b"{", r"cannot be read as JSON"),
+        (b"\xff\xfe", r"cannot be read as JSON"),
+        (b"[" * 100_000, r"cannot be read as JSON"),
+        (b"[]", r"holds a list, expected a JSON object"),
+    ],
+)
+def test_a_file_that_is_no_config_is_refused(tmp_path: Path, content: bytes | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ShapeError, match=message):
+        ModelShape.from_folder(tmp_path)
+
+
+def test_a_folder_is_read_like_its_config(tmp_path: Path, config_of: ConfigOf) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config_of("llama-3-8b")))
+    assert ModelShape.from_folder(tmp_path) == ModelShape.from_config(config_of("llama-3-8b"))

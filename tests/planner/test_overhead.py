@@ -1,0 +1,51 @@
+"""The terms of the overhead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from llmservice_planner.gpu import GIB, cpu_device, find_gpu
+from llmservice_planner.overhead import activation_bytes, fixed_terms, logits_row_bytes
+from llmservice_planner.shape import ModelShape
+
+ShapeOf = Callable[[str], ModelShape]
+
+
+def _names(shape: ModelShape, cards: int) -> list[str]:
+    return [term.name for term in fixed_terms(shape, find_gpu("h100"), cards, "bfloat16", 2048)]
+
+
+def test_activations_of_a_step_are_the_wider_half_of_a_layer(shape_of: ShapeOf) -> None:
+    # residual and normed input in bf16, the norm in float32; gate, up and their product
+    per_token = 2 * 4096 * 2 + 4096 * 4 + 3 * 14336 * 2
+    assert activation_bytes(shape_of("llama-3-8b"), 1, "bfloat16", 2048) == 2048 * per_token
+
+
+def test_activations_split_over_cards_but_for_the_residual(shape_of: ShapeOf) -> None:
+    per_token = 2 * 4096 * 2 + 4096 * 4 + 3 * 14336 * 2 // 4
+    assert activation_bytes(shape_of("llama-3-8b"), 4, "bfloat16", 1) == per_token
+
+
+def test_a_token_of_a_mixture_passes_the_mlp_of_its_experts(shape_of: ShapeOf) -> None:
+    per_token = 2 * 2048 * 2 + 2048 * 4 + 3 * 8 * 768 * 2
+    assert activation_bytes(shape_of("qwen3-30b-a3b"), 1, "bfloat16", 1) == per_token
+
+
+def test_one_card_talks_to_nobody(shape_of: ShapeOf) -> None:
+    assert "NCCL buffers" not in _names(shape_of("llama-3-8b"), 1)
+    assert "NCCL buffers" in _names(shape_of("llama-3-8b"), 2)
+
+
+def test_latents_are_repeated_on_every_card(shape_of: ShapeOf) -> None:
+    terms = fixed_terms(shape_of("deepseek-v3"), find_gpu("h200"), 8, "bfloat16", 2048)
+    repeated = next(term.total_bytes for term in terms if term.name.startswith("weights that every card repeats"))
+    assert 6 * GIB < repeated < 20 * GIB
+
+
+def test_a_cpu_has_no_context_and_no_graphs(shape_of: ShapeOf) -> None:
+    names = [term.name for term in fixed_terms(shape_of("llama-3-8b"), cpu_device(GIB), 1, "float32", 512)]
+    assert names == ["Python, PyTorch and the tokenizer", "activations of a step of 512 tokens"]
+
+
+def test_a_row_of_logits_is_as_wide_as_the_vocabulary(shape_of: ShapeOf) -> None:
+    assert logits_row_bytes(shape_of("llama-3-8b")) == 128256 * 8

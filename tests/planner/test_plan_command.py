@@ -1,0 +1,203 @@
+"""`llmservice plan` as a user types it: the real command in this process, its output and its exit status."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from safetensors.numpy import save_file
+
+from llmservice_planner.command import main
+
+SHAPE_70B = "layers=80,kvHeads=8,heads=64,headDim=128,hiddenSize=8192,intermediateSize=28672,vocabSize=128256"
+SHAPE_8B = "layers=32,kvHeads=8,heads=32,hiddenSize=4096,intermediateSize=14336,vocabSize=128256"
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A model folder: one layer, float16, a single safetensors file of 1000 bytes of tensors."""
+    config = {
+        "model_type": "llama",
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 1,
+        "vocab_size": 64,
+        "max_position_embeddings": 128,
+        "dtype": "float16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({"weights": np.zeros(500, np.float16)}, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def _plan(*arguments: str | Path) -> int:
+    return main(["plan", *map(str, arguments)])
+
+
+def test_70b_over_four_h100s_as_json(capsys: Capture) -> None:
+    shape = ("--shape", SHAPE_70B)
+    assert _plan(*shape, "--gpu", "h100-80gb", "--gpu-count", "4", "--max-model-len", "8192", "-o", "json") == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["kv_bytes_per_token"] == 327680
+    assert answer["weights_bytes"] == 141_107_412_992
+    assert answer["fits"] is True
+
+
+def test_yaml_says_what_json_says(capsys: Capture) -> None:
+    arguments = ("--shape", SHAPE_8B, "--gpu", "l4", "--max-model-len", "4096")
+    _plan(*arguments, "-o", "json")
+    as_json = json.loads(capsys.readouterr().out)
+    _plan(*arguments, "-o", "yaml")
+    assert yaml.safe_load(capsys.readouterr().out) == as_json
+
+
+def test_the_table_shows_the_answer_and_every_line_of_the_working(capsys: Capture) -> None:
+    arguments = ("--shape", SHAPE_8B, "--gpu", "h100", "--max-model-len", "8192")
+    assert _plan(*arguments) == 0
+    table = capsys.readouterr().out
+    _plan(*arguments, "-o", "json")
+    words = " ".join(table.split())
+    for line in json.loads(capsys.readouterr().out)["explanation"]:
+        assert line.split(": ", 1)[1] in words
+    assert table.startswith("FITS on h100-80gb: 54 sequences at once, limited by kvMemory\n")
+    assert "2 x 32 layers x 8 KV heads x 128 x 2 bytes (bfloat16) = 128.00 KiB" in table
+    assert max(map(len, table.splitlines())) <= 100
+
+
+def test_what_does_not_fit_ends_with_1_and_what_would_make_it_fit(capsys: Capture) -> None:
+    assert _plan("--shape", SHAPE_8B, "--gpu", "l4", "--max-model-len", "32768") == 1
+    out = capsys.readouterr().out
+    assert out.startswith("DOES NOT FIT on l4: ")
+    assert "What would make it fit, each alone:\n  - lower max_model_len from 32768 to " in out
+
+
+def test_the_proposed_length_is_one_that_fits(capsys: Capture) -> None:
+    arguments = ("--shape", SHAPE_8B, "--gpu", "l4", "-o", "json")
+    _plan(*arguments, "--max-model-len", "32768")
+    remedies = json.loads(capsys.readouterr().out)["remedies"]
+    length = next(text.rsplit(" ", 1)[1] for text in remedies if text.startswith("lower max_model_len"))
+    assert _plan(*arguments, "--max-model-len", length) == 0
+
+
+def test_a_folder_is_sized_by_the_bytes_of_its_checkpoint(model: Path, capsys: Capture) -> None:
+    assert _plan("--model", model, "--gpu", "l4", "-o", "json") == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["weights_bytes"], answer["max_model_len"]) == (1000, 128)
+    assert _plan("--model", model, "--gpu", "l4", "--dtype", "float32", "-o", "json") == 0
+    assert json.loads(capsys.readouterr().out)["weights_bytes"] == 2000
+
+
+def test_every_option_reaches_the_plan(capsys: Capture) -> None:
+    def answer(*options: str) -> dict[str, object]:
+        _plan("--shape", SHAPE_8B, "--gpu", "h100", "--max-model-len", "4096", "-o", "json", *options)
+        return json.loads(capsys.readouterr().out)
+
+    plain = answer()
+    changed = {
+        "kv_bytes_per_token": answer("--kv-dtype", "fp8"),
+        "max_num_seqs": answer("--policy", "expected", "--expected-tokens", "512"),
+        "num_blocks": answer("--block-size", "32"),
+        "overhead_bytes": answer("--max-num-batched-tokens", "8192"),
+        "kv_pool_bytes": answer("--gpu-memory-utilization", "0.8"),
+        "limited_by": answer("--max-num-seqs", "3"),
+        "itl_feasible": answer("--itl-p99", "80ms"),
+        "weights_bytes": answer("--dtype", "float32"),
+    }
+    assert [key for key, other in changed.items() if other[key] == plain[key]] == []
+
+
+def test_a_container_without_a_card(model: Path, capsys: Capture) -> None:
+    assert _plan("--model", model, "--cpu-memory", "1Gi") == 0
+    assert capsys.readouterr().out.startswith("FITS on cpu: ")
+
+
+def test_the_catalogue_is_printed_without_a_model(capsys: Capture) -> None:
+    assert _plan("--list-gpus") == 0
+    assert "NVIDIA-H100-80GB-HBM3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpu", "l4"], "which model? give --model DIR or --shape"),
+        (["--shape", SHAPE_8B], "which memory? give either --gpu PRODUCT"),
+        (["--shape", SHAPE_8B, "--gpu", "l4", "--cpu-memory", "8Gi"], "which memory?"),
+        (["--shape", SHAPE_8B, "--gpu", "l40"], "GPU 'l40' is not in the catalogue: did you mean l40s"),
+        (["--shape", "layers", "--gpu", "l4"], "'layers' is no KEY=VALUE; the keys are layers, hiddenSize"),
+        (["--shape", f"{SHAPE_8B},layers=3", "--gpu", "l4"], "--shape: layers is given twice"),
+        (["--shape", f"{SHAPE_8B},depth=3", "--gpu", "l4"], "unknown shape key depth: the keys are layers, hiddenSize"),
+        (["--shape", SHAPE_8B, "--gpu", "l4"], "max_model_len is missing"),
+        (["--shape", SHAPE_8B, "--gpu", "l4", "--gpu-count", "3"], "cannot be split over 3 cards: use 1, 2, 4, 8"),
+        (["--model", "/nowhere", "--gpu", "l4"], "/nowhere/config.json does not exist"),
+    ],
+)
+def test_a_users_error_ends_with_2_and_one_sentence(arguments: list[str], message: str, capsys: Capture) -> None:
+    assert _plan(*arguments) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("llmservice plan: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_a_corrupt_config_ends_with_2(model: Path, capsys: Capture) -> None:
+    (model / "config.json").write_text("{")
+    assert _plan("--model", model, "--gpu", "l4") == 2
+    assert "config.json cannot be read as JSON" in capsys.readouterr().err
+
+
+def test_a_corrupt_checkpoint_ends_with_2(model: Path, capsys: Capture) -> None:
+    (model / "model.safetensors").write_bytes(b"<html>")
+    assert _plan("--model", model, "--gpu", "l4") == 2
+    assert "model.safetensors is no safetensors file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--cpu-memory", "8GiB", "'8GiB' is not a size such as 8Gi"),
+        ("--cpu-memory", "-1", "'-1' is not a size"),
+        ("--cpu-memory", "nan", "'nan' is not a size"),
+        ("--itl-p99", "fast", "'fast' is not a time such as 80ms"),
+        ("--itl-p99", "0ms", "'0ms' is not a time"),
+        ("--gpu-count", "two", "invalid int value: 'two'"),
+        ("--kv-dtype", "int4", "invalid choice: 'int4'"),
+    ],
+)
+def test_an_option_of_the_wrong_form_is_named(option: str, value: str, message: str, capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        _plan("--shape", SHAPE_8B, f"{option}={value}")
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "gib"), [("8Gi", 8), ("8192Mi", 8), ("8589934592", 8), ("8G", 8e9 / 2**30), ("0.5Gi", 0.5)]
+)
+def test_memory_is_a_kubernetes_quantity(text: str, gib: float, capsys: Capture) -> None:
+    _plan("--shape", SHAPE_8B, "--max-model-len", "16", "--cpu-memory", text)
+    size = f"{gib:.2f} GiB" if gib >= 1 else f"{gib * 1024:.2f} MiB"
+    assert f"container, {size} seen by a process" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("text", "shown"), [("80ms", "80.0 ms"), ("0.08s", "80.0 ms"), ("0.08", "80.0 ms")])
+def test_a_promise_is_a_duration(text: str, shown: str, capsys: Capture) -> None:
+    _plan(
+        "--shape",
+        SHAPE_70B,
+        "--max-model-len",
+        "512",
+        "--gpu",
+        "b200",
+        "--itl-p99",
+        text,
+        "--max-num-batched-tokens",
+        "8192",
+    )
+    assert f"past {shown}" in capsys.readouterr().out

@@ -1,0 +1,211 @@
+"""Plans for known models on known cards: the design's check values, each bound, each policy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from llmservice_planner.gpu import GIB, GPU, cpu_device, find_gpu
+from llmservice_planner.shape import ModelShape
+from llmservice_planner.sizing import Plan, SizingError, SizingRequest, plan
+
+ShapeOf = Callable[[str], ModelShape]
+H100 = find_gpu("h100-80gb")
+SEEN_79_2 = replace(H100, memory_bytes=int(79.2 * GIB))
+L4 = find_gpu("l4")
+
+
+def _tokens(answer: Plan) -> int:
+    return (answer.num_blocks - 1) * answer.block_size
+
+
+def _measured(shape: ModelShape, cards: int, overhead_gib: float) -> SizingRequest:
+    return SizingRequest(
+        shape=shape,
+        device=SEEN_79_2,
+        device_count=cards,
+        max_model_len=8192,
+        gpu_memory_utilization=0.92,
+        overhead_bytes_per_device=int(overhead_gib * GIB),
+    )
+
+
+def test_llama_3_8b_on_an_80_gb_card_holds_458k_tokens(shape_of: ShapeOf) -> None:
+    assert _tokens(plan(_measured(shape_of("llama-3-8b"), 1, 2.0))) == pytest.approx(458_000, rel=0.001)
+
+
+@pytest.mark.parametrize(("overhead_gib", "tokens"), [(2.0, 498_000), (2.5, 492_000)])
+def test_llama_3_70b_on_four_of_them_holds_492k_tokens_once_nccl_has_its_half_gib(
+    shape_of: ShapeOf, overhead_gib: float, tokens: int
+) -> None:
+    assert _tokens(plan(_measured(shape_of("llama-3-70b"), 4, overhead_gib))) == pytest.approx(tokens, rel=0.001)
+
+
+def test_a_70b_over_four_cards_costs_320_kib_a_token(shape_of: ShapeOf) -> None:
+    answer = plan(SizingRequest(shape=shape_of("llama-3-70b"), device=H100, device_count=4, max_model_len=8192))
+    assert answer.kv_bytes_per_token == 327_680
+    assert answer.weights_bytes == 2 * 70_553_706_496
+    assert (answer.fits, answer.limited_by) == (True, "kvMemory")
+
+
+def test_every_byte_of_the_usable_memory_is_accounted_for(shape_of: ShapeOf) -> None:
+    answer = plan(SizingRequest(shape=shape_of("llama-3-8b"), device=H100, max_model_len=8192))
+    assert answer.weights_bytes + answer.overhead_bytes + answer.kv_pool_bytes == int(H100.memory_bytes * 0.9)
+    assert answer.overhead_bytes == sum(term.total_bytes for term in answer.overhead)
+
+
+def test_guaranteed_sequences_all_reach_the_full_length_and_one_more_would_not(shape_of: ShapeOf) -> None:
+    answer = plan(SizingRequest(shape=shape_of("llama-3-8b"), device=H100, max_model_len=8192))
+    usable = answer.num_blocks - 1
+    assert answer.max_num_seqs * answer.blocks_per_sequence <= usable
+    assert (answer.max_num_seqs + 1) * answer.blocks_per_sequence > usable
+
+
+def test_one_block_holds_no_token(shape_of: ShapeOf) -> None:
+    request = SizingRequest(shape=shape_of("llama-3-8b"), device=H100, max_model_len=160, overhead_bytes_per_device=0)
+    ten_blocks = request.shape.num_parameters * 2 + 10 * 16 * 131_072
+    exactly = replace(request, device=replace(H100, memory_bytes=ten_blocks), gpu_memory_utilization=1.0)
+    assert plan(exactly).num_blocks == 10
+    assert not plan(exactly).fits
+    assert plan(replace(exactly, max_model_len=144)).max_num_seqs == 1
+
+
+def test_expected_tokens_admit_more_sequences_than_the_guarantee(shape_of: ShapeOf) -> None:
+    guaranteed = SizingRequest(shape=shape_of("llama-3-8b"), device=H100, max_model_len=8192)
+    expected = replace(guaranteed, policy="expected", expected_tokens=1530)
+    assert plan(expected).blocks_per_sequence == 96
+    assert plan(expected).max_num_seqs > 5 * plan(guaranteed).max_num_seqs / 1.1
+
+
+def test_expected_still_holds_one_sequence_of_full_length(shape_of: ShapeOf) -> None:
+    request = SizingRequest(
+        shape=shape_of("qwen2.5-7b"), device=L4, max_model_len=32768, policy="expected", expected_tokens=64
+    )
+    tight = replace(request, gpu_memory_utilization=0.75)
+    assert plan(request).fits
+    assert not plan(tight).fits
+
+
+@pytest.mark.parametrize(
+    ("change", "limited_by", "max_num_seqs"),
+    [
+        ({"max_num_seqs": 7}, "maxNumSeqs", 7),
+        ({"max_num_batched_tokens": 48}, "tokenBudget", 48),
+        ({}, "ridge", 295),
+        ({"itl_p99_s": 0.0065}, "itlPromise", 40),  # (6.5 ms x 2.68 TB/s - 16.06 GB) / 33.55 MB
+    ],
+)
+def test_the_smallest_bound_is_named(
+    shape_of: ShapeOf, change: dict[str, float], limited_by: str, max_num_seqs: int
+) -> None:
+    request = SizingRequest(shape=shape_of("llama-3-8b"), device=H100, max_model_len=256)
+    answer = plan(replace(request, **change))
+    assert (answer.limited_by, answer.max_num_seqs) == (limited_by, max_num_seqs)
+
+
+def test_unknown_rates_leave_the_cap_as_the_bound(shape_of: ShapeOf) -> None:
+    device = GPU("mystery", 80 * GIB)
+    answer = plan(SizingRequest(shape=shape_of("llama-3-8b"), device=device, max_model_len=256, itl_p99_s=0.01))
+    assert (answer.limited_by, answer.max_num_seqs) == ("cap", 1024)
+    assert (answer.decode_step_s, answer.ridge_tokens, answer.itl_feasible) == (None, None, None)
+
+
+def test_the_users_number_is_taken_even_past_the_guarantee_and_the_working_warns(shape_of: ShapeOf) -> None:
+    request = SizingRequest(shape=shape_of("llama-3-8b"), device=L4, max_model_len=8192)
+    automatic, own = plan(request).max_num_seqs, plan(replace(request, max_num_seqs=64))
+    assert own.max_num_seqs == 64
+    assert f"caution: only {automatic} sequences of 8192 tokens fit" in "\n".join(own.explanation)
+
+
+def test_a_promise_that_one_sequence_misses_is_infeasible(shape_of: ShapeOf) -> None:
+    request = SizingRequest(shape=shape_of("llama-3-8b"), device=L4, max_model_len=2048, itl_p99_s=0.020)
+    assert plan(request).itl_feasible is False
+    assert plan(request).max_num_seqs == 1
+    assert plan(replace(request, itl_p99_s=0.080)).itl_feasible is True
+
+
+def test_the_promise_holds_at_max_num_seqs_and_breaks_one_above(shape_of: ShapeOf) -> None:
+    promise_s = 0.0065
+    answer = plan(SizingRequest(shape=shape_of("llama-3-8b"), device=H100, max_model_len=256, itl_p99_s=promise_s))
+    above = plan(
+        SizingRequest(
+            shape=shape_of("llama-3-8b"), device=H100, max_model_len=256, max_num_seqs=answer.max_num_seqs + 1
+        )
+    )
+    assert answer.decode_step_s is not None
+    assert above.decode_step_s is not None
+    assert answer.decode_step_s <= promise_s < above.decode_step_s
+
+
+def test_a_model_too_large_for_its_card_has_no_sequences(shape_of: ShapeOf) -> None:
+    answer = plan(SizingRequest(shape=shape_of("llama-3-70b"), device=H100, max_model_len=8192))
+    assert (answer.fits, answer.max_num_seqs, answer.num_blocks, answer.decode_step_s) == (False, 0, 0, None)
+    assert answer.shortfall_bytes > 60 * GIB
+    assert answer.remedies
+
+
+def test_a_container_without_a_card_is_sized_by_its_memory(shape_of: ShapeOf) -> None:
+    request = SizingRequest(shape=shape_of("qwen3-0.6b"), device=cpu_device(8 * GIB), max_model_len=1024)
+    assert plan(request).fits
+    assert not plan(replace(request, device=cpu_device(2 * GIB))).fits
+
+
+def test_weights_that_were_read_replace_the_counted_ones(shape_of: ShapeOf) -> None:
+    quantised = replace(shape_of("llama-3-70b"), quantization="awq")
+    answer = plan(SizingRequest(shape=quantised, device=H100, max_model_len=8192, weights_bytes=40 * GIB))
+    assert (answer.weights_bytes, answer.fits) == (40 * GIB, True)
+
+
+def test_the_models_own_length_is_taken_where_none_is_asked_for(shape_of: ShapeOf) -> None:
+    assert plan(SizingRequest(shape=shape_of("llama-3-8b"), device=H100)).max_model_len == 8192
+
+
+def test_the_json_keys_are_those_that_users_read(shape_of: ShapeOf) -> None:
+    document = plan(SizingRequest(shape=shape_of("llama-3-8b"), device=H100)).to_dict()
+    assert {
+        "weights_bytes", "kv_bytes_per_token", "overhead_bytes", "kv_pool_bytes", "block_size", "num_blocks",
+        "max_num_seqs", "limited_by", "fits", "explanation",
+    } <= set(document)  # fmt: skip
+    assert json.loads(json.dumps(document)) == document
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": "int8"}, r"dtype is 'int8', expected one of auto, bfloat16"),
+        ({"dtype": "fp8"}, r"dtype is 'fp8'"),
+        ({"kv_dtype": "int4"}, r"kv_dtype is 'int4', expected one of auto, bfloat16, float16, float32, fp8"),
+        ({"policy": "hopeful"}, r"policy is 'hopeful', expected one of guaranteed, expected"),
+        ({"policy": "expected"}, r"policy expected needs expected_tokens"),
+        ({"policy": "expected", "expected_tokens": 8193}, r"expected_tokens is 8193, expected 1 to max_model_len 8192"),
+        ({"max_model_len": 8193}, r"max_model_len 8193 is longer than the 8192 positions the model knows"),
+        ({"max_model_len": 0}, r"max_model_len is 0, expected at least 1"),
+        ({"max_num_seqs": 0}, r"max_num_seqs is 0, expected 1 to 1024"),
+        ({"max_num_seqs": 65, "max_num_batched_tokens": 64}, r"max_num_seqs is 65, expected 1 to 64: a decode step"),
+        ({"block_size": 0}, r"block_size is 0, expected at least 1"),
+        ({"max_num_batched_tokens": -1}, r"max_num_batched_tokens is -1, expected at least 1"),
+        ({"gpu_memory_utilization": 1.1}, r"gpu_memory_utilization is 1.1, expected above 0, at most 1"),
+        ({"gpu_memory_utilization": float("nan")}, r"gpu_memory_utilization is nan"),
+        ({"device_count": 3}, r"32 heads \(8 of them KV\) cannot be split over 3 cards: use 1, 2, 4, 8, 16"),
+        ({"device_count": 0}, r"device_count is 0, expected at least 1"),
+        ({"device": cpu_device(GIB), "device_count": 2}, r"device_count is 2, expected 1 on a CPU"),
+        ({"overhead_bytes_per_device": -1}, r"overhead_bytes_per_device is -1, expected no negative number"),
+    ],
+)
+def test_contradictory_requests_are_refused(shape_of: ShapeOf, change: dict[str, object], message: str) -> None:
+    with pytest.raises(SizingError, match=message):
+        SizingRequest(**{"shape": shape_of("llama-3-8b"), "device": H100, **change})  # type: ignore[arg-type]
+
+
+def test_a_quantised_checkpoint_is_not_counted_from_its_shape(shape_of: ShapeOf) -> None:
+    with pytest.raises(SizingError, match=r"the checkpoint is quantised \(fp8\)"):
+        SizingRequest(shape=shape_of("deepseek-v3"), device=find_gpu("h200"), device_count=8, max_model_len=4096)
+
+
+def test_a_length_is_needed_where_the_shape_knows_none(shape_of: ShapeOf) -> None:
+    shape = replace(shape_of("llama-3-8b"), max_position_embeddings=None)
+    with pytest.raises(SizingError, match="max_model_len is missing"):
+        SizingRequest(shape=shape, device=H100)
