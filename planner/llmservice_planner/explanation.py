@@ -10,6 +10,7 @@ from llmservice_planner.limit import LimitedBy
 from llmservice_planner.overhead import OverheadTerm
 from llmservice_planner.roofline import Roofline
 from llmservice_planner.shape import DTYPE_BYTES
+from llmservice_planner.sizing_request import SizingRequest
 
 
 def explain(
@@ -109,12 +110,18 @@ def _sequence(budget: Budget) -> str:
     request = budget.request
     tokens = request.tokens_per_sequence
     blocks = budget.sequence_blocks(tokens)
-    window = request.shape.sliding_window
-    slides = f", {request.shape.sliding_layers} layers slide over {window} tokens" if window else ""
     return (
-        f"sequence: policy {request.policy}, {tokens} tokens{slides} = {blocks} blocks, "
+        f"sequence: policy {request.policy}, {tokens} tokens{_sliding(request)} = {blocks} blocks, "
         f"{format_bytes(blocks * budget.block_bytes)}"
     )
+
+
+def _sliding(request: SizingRequest) -> str:
+    shape = request.shape
+    if shape.sliding_window is None:
+        return ""
+    fate = "and give back what is behind" if request.frees_slid_blocks else "but keep what is behind"
+    return f", {shape.sliding_layers} of {shape.layers} layers slide over {shape.sliding_window} tokens {fate}"
 
 
 def _speed(budget: Budget, max_num_seqs: int) -> Iterator[str]:

@@ -57,6 +57,11 @@ def _add_engine_arguments(engine: argparse._ArgumentGroup) -> None:
     engine.add_argument(
         "--expected-tokens", type=int, metavar="N", help="what a request uses, prompt and answer, for policy expected"
     )
+    engine.add_argument(
+        "--keep-slid-blocks",
+        action="store_true",
+        help="count blocks behind a sliding window as held to the end, as this version's server holds them",
+    )
     engine.add_argument("--itl-p99", type=_duration, metavar="TIME", help="promised time between tokens, such as 80ms")
 
 
@@ -90,6 +95,7 @@ def _request(args: argparse.Namespace) -> SizingRequest:
         expected_tokens=args.expected_tokens,
         max_num_seqs=args.max_num_seqs,
         itl_p99_s=args.itl_p99,
+        frees_slid_blocks=not args.keep_slid_blocks,
         weights_bytes=weights_bytes(args.model, dtype) if args.model is not None else None,
     )
 
