@@ -86,6 +86,7 @@ def sizing_request(spec: LLMServiceSpec, model: Model, device: GPU | CPU) -> Siz
         expected_tokens=engine.sizing.expected_tokens,
         max_num_seqs=None if engine.max_num_seqs == "auto" else engine.max_num_seqs,
         itl_p99_s=duration.seconds(spec.slo.itl_p99) if spec.slo.itl_p99 else None,
+        frees_slid_blocks=False,  # the server keeps a sequence's blocks to its end
         weights_bytes=model.weights_bytes,
     )
 
