@@ -197,6 +197,12 @@ def test_images_take_registry_and_tag_and_the_operator_is_told_the_servers(chart
     assert operator["spec"]["template"]["spec"]["imagePullSecrets"] == [{"name": "pull"}]
 
 
+def test_two_operators_never_run_at_once(chart: helm.Chart) -> None:
+    operator = named(render(chart, {}), "Deployment", "release-llmservice-operator")
+    assert operator["spec"]["replicas"] == 1
+    assert operator["spec"]["strategy"] == {"type": "Recreate"}
+
+
 def test_gateways_grace_period_is_longer_than_its_drain(chart: helm.Chart) -> None:
     gateway = named(
         render(chart, {"gateway": {"drainTimeoutSeconds": 300}}), "Deployment", "release-llmservice-gateway"
