@@ -46,12 +46,7 @@ class KubeClient:
 
     @classmethod
     async def connect(cls) -> Self:
-        configuration = kubernetes_client.Configuration()
-        if os.environ.get("KUBERNETES_SERVICE_HOST") and not os.environ.get("KUBECONFIG"):
-            kubernetes_config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
-        else:
-            await kubernetes_config.load_kube_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
-        return cls(kubernetes_client.ApiClient(configuration))
+        return cls(kubernetes_client.ApiClient(await load_configuration()))
 
     async def close(self) -> None:
         await self._api.close()
@@ -138,6 +133,20 @@ class KubeClient:
             if error.status == 404:
                 return None
             raise
+
+
+async def load_configuration() -> Any:
+    """KUBECONFIG where it is set, else the pod's service account, else ~/.kube/config; raises ConfigException."""
+    configuration = kubernetes_client.Configuration()
+    if os.environ.get("KUBERNETES_SERVICE_HOST") and not os.environ.get("KUBECONFIG"):
+        kubernetes_config.load_incluster_config(  # type: ignore[no-untyped-call]
+            client_configuration=configuration
+        )
+    else:
+        await kubernetes_config.load_kube_config(  # type: ignore[no-untyped-call]
+            config_file=os.environ.get("KUBECONFIG"), client_configuration=configuration
+        )
+    return configuration
 
 
 def _service_path(namespace: str, name: str) -> str:

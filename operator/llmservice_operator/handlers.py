@@ -1,0 +1,88 @@
+"""kopf's part: watch services and their children, and wake the loop of the service that something happened to.
+
+Only event handlers are used: they write nothing to the objects, so that there is no finalizer that a deletion would
+wait for while no operator runs. The API server's garbage collector removes the children by their owner references.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import kopf
+
+from llmservice_operator import labels
+from llmservice_operator.applier import Applier
+from llmservice_operator.login import login
+from llmservice_operator.loops import ServiceKey, ServiceLoops
+from llmservice_operator.resource import GROUP, MANAGER, PLURAL, VERSION
+
+_CHILDREN = (
+    ("apps", "deployments", "Deployment"),
+    ("", "services", "Service"),
+    ("", "serviceaccounts", "ServiceAccount"),
+    ("", "pods", "Pod"),
+)
+_REQUEST_TIMEOUT_S = 10.0
+_WATCH_S = 300
+
+
+def handlers(loops: ServiceLoops, applier: Applier) -> kopf.OperatorRegistry:
+    """A registry of its own, so that two operators in one process never mix."""
+    registry = kopf.OperatorRegistry()
+    kopf.on.login(registry=registry)(login)
+    seen: dict[ServiceKey, tuple[str, int]] = {}
+
+    @kopf.on.event(group=GROUP, version=VERSION, plural=PLURAL, registry=registry)
+    async def service_changed(type: str | None, meta: Mapping[str, Any], **_: Any) -> None:  # noqa: A002 - kopf's name
+        key = (meta["namespace"], meta["name"])
+        if type == "DELETED":
+            seen.pop(key, None)
+            await loops.stop(key)
+            return
+        version = (meta["uid"], meta.get("generation", 1))
+        if seen.get(key) != version:  # our own writes to the status change neither
+            seen[key] = version
+            loops.start(key)
+
+    async def child_changed(*, meta: Mapping[str, Any], param: Any = None, **_: Any) -> None:
+        instance = (meta.get("labels") or {}).get(labels.INSTANCE)
+        if instance:
+            applier.touched((param, meta["namespace"], meta["name"]))
+            loops.wake((meta["namespace"], instance))
+
+    for group, plural, kind in _CHILDREN:
+        kopf.on.event(
+            group=group,
+            version="v1",
+            plural=plural,
+            id=f"{plural}-changed",
+            param=kind,
+            labels={labels.MANAGED_BY: MANAGER},
+            registry=registry,
+        )(child_changed)
+
+    @kopf.on.cleanup(registry=registry)
+    async def cleanup(**_: Any) -> None:
+        await loops.stop_all()
+
+    return registry
+
+
+def kopf_settings() -> kopf.OperatorSettings:
+    """Bounded requests, no scans of the whole cluster, children filtered by the API server."""
+    settings = kopf.OperatorSettings()
+    settings.posting.enabled = False
+    settings.scanning.disabled = True
+    settings.networking.request_timeout = _REQUEST_TIMEOUT_S
+    settings.networking.connect_timeout = _REQUEST_TIMEOUT_S
+    settings.watching.server_timeout = _WATCH_S
+    settings.watching.client_timeout = _WATCH_S + 30
+    settings.process.ultimate_exiting_timeout = None
+    settings.persistence.finalizer = f"{GROUP}/finalizer"
+    settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=GROUP)
+    settings.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=GROUP)
+    for group, plural, _ in _CHILDREN:
+        selector = f"{labels.MANAGED_BY}={MANAGER}"
+        settings.watching.label_selectors[f"{group}/v1" if group else "v1", plural] = selector
+    return settings

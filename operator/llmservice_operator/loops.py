@@ -1,0 +1,110 @@
+"""One loop per service: a pass, then a wait until somebody wakes it or the tick is over."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from llmservice_operator.kube_client import KubeError
+from llmservice_operator.metrics import OperatorMetrics
+
+logger = logging.getLogger(__name__)
+
+_PASS_TIMEOUT_S = 60.0
+_LONGEST_BACKOFF_S = 60.0
+_GATHER_S = 0.05
+"""Changes come in bursts (a rollout touches pods and Deployment at once): one pass answers them together."""
+
+ServiceKey = tuple[str, str]
+"""Namespace and name."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Loop:
+    task: asyncio.Task[None]
+    wake: asyncio.Event
+
+
+class ServiceLoops:
+    """Starts, wakes and ends the loops; a failing service never holds up another."""
+
+    def __init__(
+        self, run_pass: Callable[[str, str], Awaitable[bool]], tick_s: float, metrics: OperatorMetrics
+    ) -> None:
+        self._run_pass = run_pass
+        self._tick_s = tick_s
+        self._metrics = metrics
+        self._loops: dict[ServiceKey, _Loop] = {}
+
+    def start(self, key: ServiceKey) -> None:
+        """Begin a service's loop, or wake the one that runs."""
+        loop = self._loops.get(key)
+        if loop is None or loop.task.done():
+            wake = asyncio.Event()
+            task = asyncio.create_task(self._run(key, wake), name=f"service {key[0]}/{key[1]}")
+            self._loops[key] = _Loop(task, wake)
+        else:
+            loop.wake.set()
+
+    def wake(self, key: ServiceKey) -> None:
+        """Make a service's next pass due now; a child whose service is not known wakes nobody."""
+        if loop := self._loops.get(key):
+            loop.wake.set()
+
+    async def stop(self, key: ServiceKey) -> None:
+        if loop := self._loops.pop(key, None):
+            loop.task.cancel()
+            await asyncio.gather(loop.task, return_exceptions=True)
+
+    async def stop_all(self) -> None:
+        await asyncio.gather(*(self.stop(key) for key in list(self._loops)))
+
+    def healthy(self) -> bool:
+        """False once a loop has died: nothing but a restart would bring its service's passes back."""
+        return not any(_died(loop.task) for loop in self._loops.values())
+
+    async def _run(self, key: ServiceKey, wake: asyncio.Event) -> None:
+        failures = 0
+        while True:
+            wake.clear()
+            try:
+                if not await self._timed_pass(key):
+                    return
+                failures = 0
+            except Exception as error:
+                failures += 1
+                self._metrics.failed(*key)
+                _log_failure(key, error)
+            if failures:  # a wake must not cut the wait short: the API server may need the pause
+                await asyncio.sleep(min(self._tick_s * 2 ** min(failures, 10), _LONGEST_BACKOFF_S))
+            else:
+                await self._wait(wake)
+
+    async def _timed_pass(self, key: ServiceKey) -> bool:
+        started = time.monotonic()
+        async with asyncio.timeout(_PASS_TIMEOUT_S):
+            alive = await self._run_pass(*key)
+        self._metrics.passed(time.monotonic() - started)
+        return alive
+
+    async def _wait(self, wake: asyncio.Event) -> None:
+        try:
+            async with asyncio.timeout(self._tick_s):
+                await wake.wait()
+                await asyncio.sleep(_GATHER_S)
+        except TimeoutError:
+            return
+
+
+def _died(task: asyncio.Task[None]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is not None
+
+
+def _log_failure(key: ServiceKey, error: Exception) -> None:
+    """What the API server says is a sentence; anything else is our fault and wants its traceback."""
+    expected = isinstance(error, KubeError | TimeoutError)
+    why = str(error) or type(error).__name__
+    logger.warning("%s/%s: pass failed, will be repeated: %s", *key, why, exc_info=not expected)

@@ -1,0 +1,56 @@
+"""The operator's own metrics, in a registry of its own."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+
+class OperatorMetrics:
+    """Counts passes and decisions; labelled by service, and forgotten with it."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        labels = ["namespace", "name"]
+        self._passes = Histogram(
+            "llmservice_operator_pass_seconds",
+            "Duration of one pass over a service.",
+            registry=self.registry,
+            buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
+        )
+        self._failures = Counter(
+            "llmservice_operator_pass_failures_total",
+            "Passes that ended in an error and will be repeated.",
+            labels,
+            registry=self.registry,
+        )
+        self._desired = Gauge(
+            "llmservice_operator_desired_replicas", "Replicas asked for.", labels, registry=self.registry
+        )
+        self._ready = Gauge(
+            "llmservice_operator_ready_replicas", "Replicas that serve.", labels, registry=self.registry
+        )
+        self._condition = Gauge(
+            "llmservice_operator_condition",
+            "1 where the condition is True, 0 where it is False, -1 where it is Unknown.",
+            [*labels, "type"],
+            registry=self.registry,
+        )
+
+    def passed(self, duration_s: float) -> None:
+        self._passes.observe(duration_s)
+
+    def failed(self, namespace: str, name: str) -> None:
+        self._failures.labels(namespace, name).inc()
+
+    def observed(self, namespace: str, name: str, desired: int, ready: int, conditions: dict[str, str]) -> None:
+        self._desired.labels(namespace, name).set(desired)
+        self._ready.labels(namespace, name).set(ready)
+        for kind, status in conditions.items():
+            self._condition.labels(namespace, name, kind).set({"True": 1, "False": 0}.get(status, -1))
+
+    def forget(self, namespace: str, name: str) -> None:
+        for metric in (self._failures, self._desired, self._ready, self._condition):
+            metric.remove_by_labels({"namespace": namespace, "name": name})
+
+    def exposition(self) -> bytes:
+        return generate_latest(self.registry)

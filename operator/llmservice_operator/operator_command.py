@@ -1,0 +1,95 @@
+"""`llmservice operator`: watch LLMServices and keep their pods as they should be."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmservice_planner.command import Command, CommandError
+
+if TYPE_CHECKING:
+    from llmservice_operator.settings import OperatorSettings
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    env = os.environ.get
+    parser.add_argument(
+        "--server-image",
+        default=env("LLMSERVICE_SERVER_IMAGE", "ghcr.io/llmservice/server:0.1.0"),
+        help="image of the server pods (env LLMSERVICE_SERVER_IMAGE)",
+    )
+    parser.add_argument(
+        "--namespace", action="append", default=[], help="watch only this namespace; repeatable (default: all)"
+    )
+    parser.add_argument("--tick", type=float, default=5.0, metavar="SECONDS", help="seconds between two passes")
+    parser.add_argument(
+        "--prometheus-url",
+        default=env("LLMSERVICE_PROMETHEUS_URL"),
+        help="read scaling signals from this Prometheus (env LLMSERVICE_PROMETHEUS_URL); else from the pods",
+    )
+    parser.add_argument(
+        "--file-models-root",
+        type=Path,
+        default=env("LLMSERVICE_FILE_MODELS_ROOT"),
+        metavar="DIR",
+        help="allow file:///x as DIR/x, the same path here and in the pods (env LLMSERVICE_FILE_MODELS_ROOT)",
+    )
+    parser.add_argument(
+        "--hf-endpoint",
+        default=env("HF_ENDPOINT", "https://huggingface.co"),
+        help="where config.json of hf:// models is read (env HF_ENDPOINT)",
+    )
+    parser.add_argument("--host", default="0.0.0.0", help="address of /healthz and /metrics")
+    parser.add_argument("--port", type=int, default=8080, help="port of /healthz and /metrics; 0 takes a free one")
+    parser.add_argument(
+        "--log-level", default="info", choices=["debug", "info", "warning", "error"], help="what to log"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from llmservice_operator.settings import OperatorSettings
+
+    if args.tick < 0.1:
+        raise CommandError(f"--tick is {args.tick}, expected at least 0.1 seconds")
+    settings = OperatorSettings(
+        server_image=args.server_image,
+        namespaces=tuple(args.namespace),
+        tick_s=args.tick,
+        prometheus_url=args.prometheus_url or None,
+        file_models_root=args.file_models_root,
+        hf_endpoint=args.hf_endpoint,
+        host=args.host,
+        port=args.port,
+    )
+    logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logging.getLogger("kopf").setLevel(logging.WARNING)
+    return asyncio.run(_run(settings))
+
+
+async def _run(settings: OperatorSettings) -> int:
+    from kubernetes.aio.config import ConfigException
+
+    from llmservice_operator.run import run_operator
+
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    try:
+        await run_operator(settings, stop)
+    except ConfigException as error:
+        raise CommandError(f"no way to the API server: {error}. Set KUBECONFIG, or run inside a cluster") from error
+    return 0
+
+
+COMMAND = Command(
+    help="run the control loop: a Deployment, a Service and a scale for every LLMService",
+    add_arguments=add_arguments,
+    run=run,
+    extra="operator",
+    requires=("kopf", "kubernetes", "aiohttp", "pydantic"),
+)

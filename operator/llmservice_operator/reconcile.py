@@ -1,0 +1,275 @@
+"""One pass over one service: observe → size → decide replicas → apply the children → write the status."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ValidationError
+
+from llmservice_operator import duration, labels
+from llmservice_operator.applier import Applier, ConflictError, owned_by
+from llmservice_operator.children import POD_MONITOR_API, expected_children
+from llmservice_operator.decision_log import resume
+from llmservice_operator.events import scaled_event, transition_events
+from llmservice_operator.feasibility import Feasibility, assess
+from llmservice_operator.kube_client import KubeClient, KubeError
+from llmservice_operator.load import Load
+from llmservice_operator.merge_patch import merge_patch
+from llmservice_operator.metrics import OperatorMetrics
+from llmservice_operator.pod import Pod, Trouble, pods_of
+from llmservice_operator.report import Outcome, expected_status
+from llmservice_operator.resource import LLMService
+from llmservice_operator.scaling import Decision, History, ScalePolicy, Supply, decide
+from llmservice_operator.signals import Signals
+from llmservice_operator.sizer import ReadModel, Sizer
+from llmservice_operator.sizing import Sized, SizingProblem
+from llmservice_operator.spec import Manifest
+from llmservice_operator.startup import StartupTimes
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_WINDOW_S = 60.0
+
+
+@dataclass(slots=True)
+class Memory:
+    """What a pass leaves for the next one. Whatever matters after a restart is in the status as well."""
+
+    sizer: Sizer
+    startup: StartupTimes
+    history: History | None = None
+    feasibility: Feasibility | None = None
+    pod_monitor: bool | None = None
+    """Whether the PodMonitor was last asked for; None before the first pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """The service's world at the beginning of a pass."""
+
+    service: LLMService
+    raw_status: Manifest
+    deployment: Manifest | None
+    pods: list[Pod]
+    now: float
+
+    @property
+    def current(self) -> int:
+        """Replicas that the Deployment is asked for."""
+        return int((self.deployment or {}).get("spec", {}).get("replicas", 0))
+
+    @property
+    def serving(self) -> list[Pod]:
+        return [pod for pod in self.pods if pod.serves]
+
+
+@dataclass(slots=True)
+class Reconciler:
+    """The operator's hands; what is done is decided by the pure functions that it calls."""
+
+    client: KubeClient
+    applier: Applier
+    read_model: ReadModel
+    signals: Signals
+    metrics: OperatorMetrics
+    server_image: str
+    clock: Callable[[], float] = time.time
+    _memories: dict[tuple[str, str, str], Memory] = field(default_factory=dict)
+
+    async def run_pass(self, namespace: str, name: str) -> bool:
+        """Bring one service to where it should be; False once it is gone. Raises KubeError."""
+        seen = await self._observe(namespace, name)
+        if seen is None:
+            self.forget(namespace, name)
+            return False
+        memory = self._memory(seen)
+        memory.startup.observe(seen.pods)
+        sizing = await memory.sizer.size(seen.service.spec, seen.now)
+        load = await self._load(seen)
+        self._judge_promise(seen, memory, load, sizing)
+        decision = _decide(seen, memory, load, sizing)
+        blocked = await self._apply(seen, memory, load, sizing, decision)
+        outcome = Outcome(
+            sizing=sizing,
+            load=load,
+            decision=decision,
+            desired=seen.current if isinstance(sizing, SizingProblem) or blocked else decision.replicas,
+            feasibility=memory.feasibility,
+            startup_s=memory.startup.p90_s,
+            blocked=blocked,
+        )
+        await self._write_status(seen, outcome)
+        return True
+
+    def forget(self, namespace: str, name: str) -> None:
+        """Drop what is remembered of a service that is gone."""
+        for key in [key for key in self._memories if key[:2] == (namespace, name)]:
+            del self._memories[key]
+        self.metrics.forget(namespace, name)
+
+    async def _observe(self, namespace: str, name: str) -> Observation | None:
+        manifest = await self.client.get_service(namespace, name)
+        if manifest is None or manifest["metadata"].get("deletionTimestamp"):
+            return None
+        service = _parsed(manifest)
+        deployment = await self.client.get_child("apps/v1", "Deployment", namespace, name)
+        if deployment is not None and not owned_by(deployment, service.metadata.uid):
+            deployment = None
+        pods = pods_of(await self.client.list_pods(namespace, labels.selector(name)))
+        return Observation(service, manifest.get("status") or {}, deployment, pods, self.clock())
+
+    def _memory(self, seen: Observation) -> Memory:
+        """By uid, so that a service that is created anew under an old name starts afresh."""
+        key = (*seen.service.key, seen.service.metadata.uid)
+        if key not in self._memories:
+            known = seen.service.status.autoscaling
+            startup = StartupTimes(known.startup_seconds if known else None)
+            self._memories[key] = Memory(Sizer(self.read_model), startup, feasibility=_remembered_promise(seen.service))
+        return self._memories[key]
+
+    async def _load(self, seen: Observation) -> Load | None:
+        if not seen.serving:
+            return None
+        autoscaling = seen.service.spec.autoscaling
+        source = autoscaling.metrics.source if autoscaling else "auto"
+        window_s = duration.seconds(autoscaling.metrics.window) if autoscaling else _DEFAULT_WINDOW_S
+        return await self.signals.load(source, seen.service.namespace, seen.serving, window_s, seen.now)
+
+    def _judge_promise(
+        self, seen: Observation, memory: Memory, load: Load | None, sizing: Sized | SizingProblem
+    ) -> None:
+        target = seen.service.spec.slo.ttft_p99
+        memory.feasibility = assess(
+            load,
+            duration.seconds(target) if target else None,
+            itl_feasible=sizing.plan.itl_feasible if isinstance(sizing, Sized) else None,
+            before=memory.feasibility,
+        )
+
+    async def _apply(
+        self,
+        seen: Observation,
+        memory: Memory,
+        load: Load | None,
+        sizing: Sized | SizingProblem,
+        decision: Decision,
+    ) -> Trouble | None:
+        """Make the children what they should be; what can't be done comes back as the reason."""
+        if isinstance(sizing, SizingProblem):
+            return None
+        service = seen.service
+        try:
+            if decision.replicas < seen.current and load is not None:
+                await self._mark_cheapest(seen, load)
+            children = expected_children(service, sizing, decision.replicas, self.server_image)
+            asked = service.spec.monitoring.pod_monitor
+            if asked and not await self.client.serves(POD_MONITOR_API, "podmonitors"):
+                children = [child for child in children if child["kind"] != "PodMonitor"]
+            await self.applier.apply(children, service.metadata.uid, seen.now)
+            if not asked and memory.pod_monitor is not False:
+                key = ("PodMonitor", service.namespace, service.name)
+                await self.applier.remove(POD_MONITOR_API, key, service.metadata.uid)
+            memory.pod_monitor = asked
+        except ConflictError as error:
+            return Trouble("NameConflict", str(error))
+        except KubeError as error:
+            if error.status in {400, 403, 409, 422}:
+                return Trouble("ApplyFailed", str(error))
+            raise
+        return None
+
+    async def _mark_cheapest(self, seen: Observation, load: Load) -> None:
+        """Tell Kubernetes which pods hold least work: it removes those with the lowest cost first."""
+        in_flight = {pod.name: pod.in_flight for pod in load.pods}
+        for pod in seen.serving:
+            cost = str(round(in_flight.get(pod.name, 0)))
+            if pod.deletion_cost != cost:
+                await self.client.annotate_pod(seen.service.namespace, pod.name, {labels.DELETION_COST: cost})
+
+    async def _write_status(self, seen: Observation, outcome: Outcome) -> None:
+        service = seen.service
+        status = expected_status(service, seen.deployment, seen.pods, outcome, seen.now)
+        patch = merge_patch(seen.raw_status, status.model_dump(by_alias=True, exclude_none=True))
+        self.metrics.observed(
+            *service.key,
+            outcome.desired,
+            len(seen.serving),
+            {condition.type: condition.status for condition in status.conditions},
+        )
+        if not patch:
+            return
+        try:
+            await self.client.patch_status(*service.key, patch)
+        except KubeError as error:
+            if error.status == 404:  # deleted meanwhile: the next pass will see it
+                return
+            raise
+        events = transition_events(service, status, seen.now)
+        if seen.deployment is not None and outcome.desired != seen.current:
+            reasons: Sequence[str] = outcome.decision.reasons
+            events.append(scaled_event(service, seen.current, outcome.desired, reasons, seen.now))
+        await self._post(events)
+
+    async def _post(self, events: Sequence[dict[str, Any]]) -> None:
+        """An event that is lost is no reason to repeat the pass."""
+        for event in events:
+            logger.info("%s/%s: %s", event["metadata"]["namespace"], event["involvedObject"]["name"], event["message"])
+            try:
+                await self.client.create_event(event)
+            except KubeError as error:
+                logger.warning("event not posted: %s", error)
+
+
+def _parsed(manifest: Manifest) -> LLMService:
+    """A status that somebody broke is written anew, it must not stop the service."""
+    try:
+        return LLMService.model_validate(manifest)
+    except ValidationError:
+        return LLMService.model_validate({key: value for key, value in manifest.items() if key != "status"})
+
+
+def _decide(seen: Observation, memory: Memory, load: Load | None, sizing: Sized | SizingProblem) -> Decision:
+    spec = seen.service.spec
+    if isinstance(sizing, SizingProblem):
+        return Decision(seen.current, seen.current, (f"sizing: {sizing.reason}, replicas stay",), active=False)
+    if spec.autoscaling is None:
+        memory.history = None
+        replicas = spec.fixed_replicas()
+        return Decision(replicas, replicas, (f"spec.replicas is {replicas}",))
+    if memory.history is None:
+        status = seen.service.status.autoscaling
+        memory.history = resume(status.decisions if status else [], seen.current, seen.now)
+    policy = ScalePolicy.of(spec.autoscaling, spec.slo, sizing.plan.max_num_seqs)
+    feasible = memory.feasibility is None or memory.feasibility.status != "False"
+    decision, memory.history = decide(
+        load, _supply(seen, memory.startup.patience_s), policy, memory.history, seen.now, feasible=feasible
+    )
+    return decision
+
+
+def _supply(seen: Observation, patience_s: float) -> Supply:
+    """Pods on their way count for the time that one takes to start; those that no node has room for keep counting."""
+    coming = [pod for pod in seen.pods if not pod.ready and not pod.terminating]
+    overdue = [pod for pod in coming if seen.now - pod.created_s > patience_s and not _unschedulable(pod)]
+    return Supply(
+        replicas=seen.current,
+        ready=len(seen.serving),
+        starting=len(coming) - len(overdue),
+        overdue=len(overdue),
+    )
+
+
+def _unschedulable(pod: Pod) -> bool:
+    return pod.trouble is not None and pod.trouble.reason == "Unschedulable"
+
+
+def _remembered_promise(service: LLMService) -> Feasibility | None:
+    """The verdict that the status kept, where it speaks about the present spec."""
+    condition = service.status.condition("SLOFeasible")
+    if condition is None or condition.observed_generation != service.metadata.generation:
+        return None
+    return Feasibility(condition.status, condition.reason, condition.message)

@@ -1,0 +1,105 @@
+"""The status that a service should have, from what a pass observed and decided."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llmservice_operator import labels
+from llmservice_operator.children import service_url
+from llmservice_operator.conditions import (
+    Verdict,
+    conditions,
+    progressing_verdict,
+    ready_verdict,
+    scaling_verdict,
+    sizing_verdict,
+    slo_verdict,
+)
+from llmservice_operator.decision_log import log_decision
+from llmservice_operator.feasibility import Feasibility
+from llmservice_operator.load import Load
+from llmservice_operator.pod import Pod, Trouble
+from llmservice_operator.resource import LLMService
+from llmservice_operator.scaling import Decision
+from llmservice_operator.sizing import Sized, SizingProblem, measure, sizing_status
+from llmservice_operator.spec import Manifest
+from llmservice_operator.status import AutoscalingStatus, LLMServiceStatus, MeasuredStatus, SizingStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a pass found out and did."""
+
+    sizing: Sized | SizingProblem
+    load: Load | None
+    decision: Decision
+    desired: int
+    """Replicas that the Deployment is asked for after the pass."""
+    feasibility: Feasibility | None = None
+    startup_s: float | None = None
+    blocked: Trouble | None = None
+    """What kept the children from being applied."""
+
+
+def expected_status(
+    service: LLMService, deployment: Manifest | None, pods: Sequence[Pod], outcome: Outcome, now: float
+) -> LLMServiceStatus:
+    """The whole status. The same observations give the same status, so that nothing is rewritten without a change."""
+    live = [pod for pod in pods if not pod.terminating]
+    return LLMServiceStatus(
+        observed_generation=service.metadata.generation,
+        replicas=len(live),
+        ready_replicas=sum(pod.serves for pod in live),
+        selector=labels.selector(service.name),
+        url=service_url(service),
+        sizing=_sizing(service, outcome),
+        autoscaling=_autoscaling(service, live, outcome, now),
+        conditions=conditions(
+            service.status.conditions,
+            _verdicts(service, deployment, live, outcome),
+            service.metadata.generation,
+            now,
+        ),
+    )
+
+
+def _verdicts(service: LLMService, deployment: Manifest | None, pods: Sequence[Pod], outcome: Outcome) -> list[Verdict]:
+    sizing, blocked = outcome.sizing, outcome.blocked
+    verdicts = [
+        ready_verdict(outcome.desired, pods, sizing, blocked),
+        progressing_verdict(deployment, outcome.desired, pods, sizing, blocked),
+        sizing_verdict(sizing),
+        scaling_verdict(outcome.decision, service.spec.autoscaling is not None, sizing),
+    ]
+    return verdicts + ([slo_verdict(outcome.feasibility)] if outcome.feasibility else [])
+
+
+def _sizing(service: LLMService, outcome: Outcome) -> SizingStatus | None:
+    """Pods that serve an earlier spec keep the figures that they were started with."""
+    if isinstance(outcome.sizing, SizingProblem):
+        return service.status.sizing
+    return sizing_status(outcome.sizing, _measured(service, outcome.sizing, outcome.load))
+
+
+def _measured(service: LLMService, sizing: Sized, load: Load | None) -> MeasuredStatus | None:
+    if load is not None and load.kv_blocks:
+        return measure(sizing, load.kv_blocks, load.weights_bytes)
+    before = service.status.sizing
+    unchanged = service.status.observed_generation == service.metadata.generation
+    return before.measured if before and unchanged else None
+
+
+def _autoscaling(service: LLMService, pods: Sequence[Pod], outcome: Outcome, now: float) -> AutoscalingStatus:
+    """Load figures for every service; decisions only where the operator is the one who decides."""
+    load, before = outcome.load, service.status.autoscaling
+    log = list(before.decisions) if before else []
+    decides = service.spec.autoscaling is not None and isinstance(outcome.sizing, Sized)
+    return AutoscalingStatus(
+        desired_replicas=outcome.desired,
+        queue_depth=round(load.waiting / len(load.pods), 1) if load else None,
+        ttft_p99_seconds=float(f"{load.ttft_p99_s:.3g}") if load and load.ttft_p99_s is not None else None,
+        startup_seconds=math.ceil(outcome.startup_s) if outcome.startup_s is not None else None,
+        decisions=log_decision(log, outcome.decision, now) if decides else log,
+    )

@@ -1,0 +1,79 @@
+"""The operator as one coroutine: connect, wait for the CRD, watch until told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from contextlib import AsyncExitStack
+
+import aiohttp
+import kopf
+
+from llmservice_operator.applier import Applier
+from llmservice_operator.handlers import handlers, kopf_settings
+from llmservice_operator.http_server import serve_http
+from llmservice_operator.kube_client import KubeClient, KubeError
+from llmservice_operator.loops import ServiceLoops
+from llmservice_operator.metrics import OperatorMetrics
+from llmservice_operator.model_source import ModelReader
+from llmservice_operator.reconcile import Reconciler
+from llmservice_operator.resource import API_VERSION, PLURAL
+from llmservice_operator.settings import OperatorSettings
+from llmservice_operator.signals import Signals
+from llmservice_operator.signals_pods import PodSignals
+from llmservice_operator.signals_prometheus import PrometheusSignals
+
+logger = logging.getLogger(__name__)
+
+_CRD_RETRY_S = 2.0
+
+
+async def run_operator(settings: OperatorSettings, stop: asyncio.Event) -> None:
+    """Run until `stop` is set. It wants an event loop of its own: kopf ends every task that began after it."""
+    async with AsyncExitStack() as stack:
+        client = await KubeClient.connect()
+        stack.push_async_callback(client.close)
+        # Pods are in the cluster, the hub is not: only the latter may be behind a proxy that the environment names.
+        inside = await stack.enter_async_context(aiohttp.ClientSession())
+        outside = await stack.enter_async_context(aiohttp.ClientSession(trust_env=True))
+        metrics = OperatorMetrics()
+        applier = Applier(client)
+        reader = ModelReader(outside, settings.file_models_root, settings.hf_endpoint, os.environ.get("HF_TOKEN"))
+        prometheus = PrometheusSignals(inside, settings.prometheus_url) if settings.prometheus_url else None
+        signals = Signals(PodSignals(inside), prometheus)
+        reconciler = Reconciler(client, applier, reader.read, signals, metrics, settings.server_image)
+        loops = ServiceLoops(reconciler.run_pass, settings.tick_s, metrics)
+        port = await stack.enter_async_context(serve_http(settings.host, settings.port, metrics, loops.healthy))
+        logger.info("healthz and metrics on port %d", port)
+        if not await _crd_served(client, stop):
+            return
+        await kopf.operator(
+            registry=handlers(loops, applier),
+            settings=kopf_settings(),
+            standalone=True,
+            clusterwide=not settings.namespaces,
+            namespaces=settings.namespaces,
+            stop_flag=stop,
+        )
+
+
+async def _crd_served(client: KubeClient, stop: asyncio.Event) -> bool:
+    """Wait until the API server knows LLMServices: kopf, which scans only once, would never see them come."""
+    said = ""
+    while not stop.is_set():
+        try:
+            if await client.serves(API_VERSION, PLURAL):
+                return True
+            message = f"{API_VERSION} {PLURAL} are not known to the API server yet: waiting for the CRD"
+        except KubeError as error:
+            message = str(error)
+        if message != said:
+            logger.warning("%s", message)
+            said = message
+        try:
+            async with asyncio.timeout(_CRD_RETRY_S):
+                await stop.wait()
+        except TimeoutError:
+            continue
+    return False
