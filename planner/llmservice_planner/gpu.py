@@ -74,7 +74,7 @@ _CARDS = (
     _card("a100-80gb-pcie", 79.15, 1935, 312, None, "A100 data sheet", ("NVIDIA-A100-80GB-PCIe",)),
     _card("h100-80gb", 79.10, 3350, 989.4, 1978.9, "H100 data sheet (SXM)", ("NVIDIA-H100-80GB-HBM3",)),
     _card("h100-80gb-pcie", 79.10, 2000, 756, 1513, "H100 data sheet (PCIe)", ("NVIDIA-H100-PCIe",)),
-    _card("h100-nvl", 93.02, 3900, 835.5, 1670.5, "H100 NVL data sheet", ("NVIDIA-H100-NVL",)),
+    _card("h100-nvl", 93.00, 3900, 835.5, 1670.5, "H100 NVL data sheet", ("NVIDIA-H100-NVL",)),
     _card("gh200-96gb", 94.50, 4000, 989.4, 1978.9, "GH200 data sheet", ("NVIDIA-GH200-480GB",)),
     _card("h200-141gb", 139.72, 4800, 989.4, 1978.9, "H200 data sheet", ("NVIDIA-H200",)),
     _card("b200-180gb", 178.35, 7700, 2250, 4500, "DGX B200 data sheet", ("NVIDIA-B200",)),

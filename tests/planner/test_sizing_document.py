@@ -1,0 +1,24 @@
+"""docs/sizing.md shows what the command prints today."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from llmservice_planner.command import main
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "sizing.md"
+EXAMPLES = re.findall(r"```console\n\$ llmservice (.*)\n((?:.*\n)*?)```", DOCUMENT.read_text(encoding="utf-8"))
+
+
+def test_the_document_has_its_examples() -> None:
+    assert len(EXAMPLES) == 2
+
+
+@pytest.mark.parametrize(("command", "printed"), EXAMPLES, ids=["fits", "does not fit"])
+def test_an_example_is_what_the_command_prints(command: str, printed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main(shlex.split(command))
+    assert capsys.readouterr().out == printed
