@@ -1,4 +1,4 @@
-"""The pool of KV-cache blocks: which are free, handed out in O(1)."""
+"""The pool of KV-cache blocks: which are free, and which of them to take."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ _HELD = -1
 class BlockPool:
     """Blocks 1 … num_blocks-1 are free or held; block 0, the null block, never holds a token.
 
-    The free list is threaded through the blocks themselves (`_next`, `_previous`), with the null block as its two
-    ends, so that a block can be taken from the middle as cheaply as from the front. That lets a sequence grow into
-    the block beside its last one: on CPU, attention reads a run of neighbours as a view, and must copy anything else.
+    The free list is threaded through the blocks themselves (`_next`, `_previous`), with the null block as its two ends,
+    so that a block can be taken from the middle as cheaply as from the front. Freed blocks go to the front: their
+    memory is still warm.
 
-    Freed blocks go to the front: their memory is still warm.
+    Which block a sequence gets matters on CPU, where attention reads a run of neighbours in place and must copy
+    anything else. So a sequence starts where it has room to grow, and that room is set aside: others take it only
+    when nothing else is left. `_open` marks the blocks that are free and not set aside, a byte each, so that a run of
+    them is found by a search for bytes.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -24,6 +27,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._next = [*range(1, num_blocks), NULL_BLOCK]
         self._previous = [num_blocks - 1, *range(num_blocks - 1)]
+        self._open = bytearray([0]) + bytearray([1]) * (num_blocks - 1)
         self._num_free = num_blocks - 1
 
     @property
@@ -44,6 +48,16 @@ class BlockPool:
     def can_allocate(self, count: int) -> bool:
         return count <= self._num_free
 
+    def start(self, count: int, room: int) -> list[int]:
+        """Take the first `count` blocks of a sequence that may grow by `room` more, as neighbours if possible."""
+        for length in (count + room, count):
+            first = self._open.find(b"\x01" * length)
+            if first >= 0:
+                blocks = self.allocate(count, after=first - 1)
+                self._set_aside(blocks[-1] + 1, room)
+                return blocks
+        return self.allocate(count)
+
     def allocate(self, count: int, after: int | None = None) -> list[int]:
         """Take `count` blocks, each the neighbour of the one before (the first: of `after`) where that one is free."""
         if not self.can_allocate(count):
@@ -54,17 +68,10 @@ class BlockPool:
             last = last + 1 if last is not None and self.is_free(last + 1) else self._next[NULL_BLOCK]
             self._unlink(last)
             self._next[last] = _HELD
+            self._open[last] = 0
             blocks.append(last)
         self._num_free -= count
         return blocks
-
-    def set_aside(self, after: int, count: int) -> None:
-        """Let others take the `count` blocks behind `after` last, as the sequence that ends there is going to grow."""
-        for block in range(after + 1, after + 1 + count):
-            if not self.is_free(block):
-                return
-            self._unlink(block)
-            self._link(block, behind=self._previous[NULL_BLOCK])
 
     def free(self, blocks: Sequence[int]) -> None:
         """Give blocks back. Raises ValueError, and frees nothing more, at a block that is not held."""
@@ -72,7 +79,9 @@ class BlockPool:
             if not NULL_BLOCK < block < self.num_blocks or self._next[block] != _HELD:
                 raise ValueError(f"block {block} is not held, so it cannot be freed")
             self._link(block, behind=NULL_BLOCK)
+            self._open[block] = 1
             self._num_free += 1
+            self._reopen(block + 1)
 
     def free_blocks(self) -> list[int]:
         """The free list in the order in which it would be handed out. O(n): for tests and integrity checks."""
@@ -82,6 +91,21 @@ class BlockPool:
             blocks.append(block)
             block = self._next[block]
         return blocks
+
+    def _set_aside(self, first: int, count: int) -> None:
+        """Put up to `count` open blocks from `first` on at the end of the free list."""
+        for block in range(first, min(first + count, self.num_blocks)):
+            if not self._open[block]:
+                return
+            self._open[block] = 0
+            self._unlink(block)
+            self._link(block, behind=self._previous[NULL_BLOCK])
+
+    def _reopen(self, block: int) -> None:
+        """What was set aside for a sequence lies behind its blocks; when it ends, anybody may start there."""
+        while self.is_free(block) and not self._open[block]:
+            self._open[block] = 1
+            block += 1
 
     def _unlink(self, block: int) -> None:
         previous, following = self._previous[block], self._next[block]

@@ -42,7 +42,7 @@ class Checkpoint:
         """The dtype to run in; `auto` is the checkpoint's own."""
         if wanted != "auto":
             return _DTYPES[wanted]
-        named = (self.config.dtype or "float32").removeprefix("torch.")
+        named = str(self.config.dtype or "float32").removeprefix("torch.")
         if named not in _DTYPES:
             raise ModelLoadError(
                 f"config.json: dtype is {named!r}, expected one of {', '.join(_DTYPES)}: choose one with --dtype"

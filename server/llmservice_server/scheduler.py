@@ -142,12 +142,10 @@ class ContinuousScheduler:
             budget -= num_tokens
 
     def _take_first_blocks(self, request: Request, num_blocks: int) -> None:
-        request.block_table.extend(self.pool.allocate(num_blocks))
-        room = self._num_blocks(request.num_prompt_tokens + request.sampling.max_tokens) - num_blocks
-        fair_share = self.pool.num_usable // self.max_num_seqs - num_blocks
-        last = request.block_table.last
-        if last is not None:
-            self.pool.set_aside(last, min(room, fair_share))
+        longest = self._num_blocks(request.num_prompt_tokens + request.sampling.max_tokens)
+        # Many requests stop far below max_tokens: setting all of it aside would leave the next ones nothing but scraps.
+        room = min(longest - num_blocks, self.pool.num_usable // (2 * self.max_num_seqs))
+        request.block_table.extend(self.pool.start(num_blocks, room))
 
     def _share_of(self, request: Request, budget: int) -> int:
         return min(request.num_tokens - request.num_computed_tokens, self.prefill_chunk_tokens, budget)

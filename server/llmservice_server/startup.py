@@ -49,43 +49,46 @@ def start(config: EngineConfig) -> Started:
         raise ConfigError(
             f"max_model_len {config.max_model_len} is beyond the model's context of {context} tokens: lower it"
         )
-    dtype = checkpoint.dtype(config.dtype)
-    shape = KVCacheShape(
-        num_heads=checkpoint.config.num_heads,
-        num_kv_heads=checkpoint.config.num_kv_heads,
-        head_dim=checkpoint.config.head_dim,
-        windows=checkpoint.config.windows,
-        block_size=config.block_size,
-        dtype=dtype if config.kv_cache_dtype == "auto" else checkpoint.dtype(config.kv_cache_dtype),
-    )
-    model, memory = _load(checkpoint, config, dtype, device, shape)
+    shape = _kv_cache_shape(checkpoint, config)
+    model, memory = _load(checkpoint, config, device, shape)
     kv_cache = _plan(config, context, shape, memory, device)
-    runner = ModelRunner(model, TorchAttention(shape, kv_cache.num_blocks, device))
+    runner = ModelRunner(model, _attention(shape, kv_cache.num_blocks, device))
     warm_up = min(_WARM_UP_TOKENS, kv_cache.num_usable_blocks * config.block_size)
     runner.dummy_step(warm_up, 1, warm_up, config.block_size)
-    kv_cache_bytes = kv_cache.num_blocks * shape.bytes_per_block
-    _LOG.info(
-        "%s on %s in %s: weights %.2f GiB, KV cache %.2f GiB in %d blocks of %d tokens, max_model_len %d",
-        checkpoint.config.architecture,
-        device,
-        dtype,
-        memory.weights / GIB,
-        kv_cache_bytes / GIB,
-        kv_cache.num_usable_blocks,
-        config.block_size,
-        kv_cache.max_model_len,
-    )
-    return Started(
+    started = Started(
         runner=runner,
         kv_cache=kv_cache,
         memory_bytes={
             "weights": memory.weights,
-            "kv_cache": kv_cache_bytes,
+            "kv_cache": kv_cache.num_blocks * shape.bytes_per_block,
             "activations": memory.activations,
             "total": memory.total,
         },
         vocab_size=checkpoint.config.vocab_size,
         eos_token_ids=checkpoint.eos_token_ids,
+    )
+    _LOG.info(
+        "%s on %s in %s: weights %.2f GiB, KV cache %.2f GiB in %d blocks of %d tokens, max_model_len %d",
+        checkpoint.config.architecture,
+        device,
+        model.dtype,
+        memory.weights / GIB,
+        started.memory_bytes["kv_cache"] / GIB,
+        kv_cache.num_usable_blocks,
+        config.block_size,
+        kv_cache.max_model_len,
+    )
+    return started
+
+
+def _kv_cache_shape(checkpoint: Checkpoint, config: EngineConfig) -> KVCacheShape:
+    return KVCacheShape(
+        num_heads=checkpoint.config.num_heads,
+        num_kv_heads=checkpoint.config.num_kv_heads,
+        head_dim=checkpoint.config.head_dim,
+        windows=checkpoint.config.windows,
+        block_size=config.block_size,
+        dtype=checkpoint.dtype(config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype),
     )
 
 
@@ -102,7 +105,7 @@ def _device(config: EngineConfig) -> torch.device:
 
 
 def _load(
-    checkpoint: Checkpoint, config: EngineConfig, dtype: torch.dtype, device: torch.device, shape: KVCacheShape
+    checkpoint: Checkpoint, config: EngineConfig, device: torch.device, shape: KVCacheShape
 ) -> tuple[LlamaModel, Memory]:
     """Load the weights and learn what a full step needs beside them: measured on CUDA, estimated on CPU."""
     total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else available_cpu_bytes()
@@ -112,7 +115,7 @@ def _load(
             "use a smaller model or more memory"
         )
     try:
-        model = checkpoint.load(dtype, device)
+        model = checkpoint.load(checkpoint.dtype(config.dtype), device)
         activations = _profile(model, config, shape) if device.type == "cuda" else _estimate(model, config)
     except torch.OutOfMemoryError as error:
         raise OutOfMemoryError(
@@ -147,19 +150,38 @@ def _profile(model: LlamaModel, config: EngineConfig, shape: KVCacheShape) -> in
     return max(0, peak - model.weight_bytes) + outside_torch
 
 
+def _attention(shape: KVCacheShape, num_blocks: int, device: torch.device) -> TorchAttention:
+    try:
+        return TorchAttention(shape, num_blocks, device)
+    except RuntimeError as error:  # torch's word for it on CPU; on CUDA a subclass
+        raise OutOfMemoryError(
+            f"the KV cache of {num_blocks * shape.bytes_per_block / GIB:.2f} GiB cannot be allocated on {device}: "
+            "lower --kv-cache-memory or --gpu-memory-utilization"
+        ) from error
+
+
 def _plan(config: EngineConfig, context: int, shape: KVCacheShape, memory: Memory, device: torch.device) -> KVCachePlan:
-    pool_bytes = config.kv_cache_memory_bytes
-    if pool_bytes is None:
-        pool_bytes = int(memory.total * config.gpu_memory_utilization) - memory.weights - memory.activations
     wanted = config.max_model_len or context
+    most_blocks = None
+    if config.kv_cache_memory_bytes is not None:
+        pool_bytes = config.kv_cache_memory_bytes
+        left = memory.total - memory.weights - memory.activations
+        if pool_bytes > left:  # torch would promise it all the same, and the kernel kill us once it is used
+            raise OutOfMemoryError(
+                f"--kv-cache-memory asks for {pool_bytes / GIB:.2f} GiB, the rest leaves {left / GIB:.2f} "
+                f"of {memory.total / GIB:.2f} GiB: lower it, or give the engine more memory"
+            )
+    else:
+        pool_bytes = int(memory.total * config.gpu_memory_utilization) - memory.weights - memory.activations
+        if device.type == "cpu":  # shared with the page cache and others: no more than the sequences can ever use
+            most_blocks = 1 + config.max_num_seqs * -(-wanted // config.block_size)
     plan = plan_kv_cache(
         pool_bytes,
         bytes_per_block=shape.bytes_per_block,
         block_size=config.block_size,
         max_model_len=wanted,
         may_shorten=config.max_model_len is None,
-        # Main memory is shared with the page cache and others: take no more than the promised sequences can use.
-        most_blocks=None if device.type == "cuda" else 1 + config.max_num_seqs * -(-wanted // config.block_size),
+        most_blocks=most_blocks,
     )
     if plan.max_model_len < wanted:
         _LOG.warning(

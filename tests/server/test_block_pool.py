@@ -17,7 +17,8 @@ class PoolUnderUse(RuleBasedStateMachine):
     @precondition(lambda self: self.pool.num_free > 0)
     @rule(data=st.data())
     def start(self, data: st.DataObject) -> None:
-        self.sequences.append(self.pool.allocate(data.draw(st.integers(1, self.pool.num_free))))
+        count = data.draw(st.integers(1, self.pool.num_free))
+        self.sequences.append(self.pool.start(count, room=data.draw(st.integers(0, 12))))
 
     @precondition(lambda self: self.sequences and self.pool.num_free > 0)
     @rule(data=st.data())
@@ -27,11 +28,6 @@ class PoolUnderUse(RuleBasedStateMachine):
         [block] = self.pool.allocate(1, after=sequence[-1])
         assert not neighbour_was_free or block == sequence[-1] + 1
         sequence.append(block)
-
-    @precondition(lambda self: self.sequences)
-    @rule(data=st.data(), count=st.integers(-2, 30))
-    def set_aside(self, data: st.DataObject, count: int) -> None:
-        self.pool.set_aside(data.draw(st.sampled_from(self.sequences))[-1], count)
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
@@ -62,7 +58,7 @@ test_pool_under_use = PoolUnderUse.TestCase
 def test_a_fresh_pool_hands_out_runs_of_neighbours(sizes: list[int]) -> None:
     pool = BlockPool(64)
     for size in sizes:
-        blocks = pool.allocate(size)
+        blocks = pool.start(size, room=2)
         assert blocks == list(range(blocks[0], blocks[0] + size))
 
 
@@ -74,20 +70,40 @@ def test_freed_blocks_are_taken_again_first_and_in_their_order() -> None:
     assert pool.allocate(3) == first
 
 
-def test_a_sequence_grows_into_what_was_set_aside_for_it() -> None:
+def test_a_sequence_grows_into_the_room_it_was_given() -> None:
     pool = BlockPool(20)
-    [growing] = pool.allocate(1)
-    pool.set_aside(growing, 3)
-    others = pool.allocate(4)
+    [growing] = pool.start(1, room=3)
+    others = pool.start(2, room=0) + pool.allocate(2)
     assert set(others).isdisjoint(range(growing + 1, growing + 4))
     assert pool.allocate(3, after=growing) == [growing + 1, growing + 2, growing + 3]
 
 
-def test_blocks_set_aside_are_handed_out_when_nothing_else_is_left() -> None:
+def test_a_sequence_starts_where_it_has_room_though_a_smaller_gap_comes_first() -> None:
+    pool = BlockPool(20)
+    gap, wall = pool.start(3, room=0), pool.start(1, room=0)
+    pool.free(gap)
+    assert pool.start(2, room=2) == [wall[0] + 1, wall[0] + 2]
+    assert pool.start(2, room=1) == gap[:2]
+
+
+def test_without_a_run_a_sequence_takes_what_there_is() -> None:
+    pool = BlockPool(7)
+    singles = [pool.allocate(1) for _ in range(6)]
+    for single in singles[::2]:
+        pool.free(single)
+    assert sorted(pool.start(3, room=1)) == [1, 3, 5]
+
+
+def test_room_is_handed_out_when_nothing_else_is_left() -> None:
     pool = BlockPool(6)
-    [growing] = pool.allocate(1)
-    pool.set_aside(growing, 4)
-    assert sorted(pool.allocate(4)) == [2, 3, 4, 5]
+    pool.start(1, room=4)
+    assert sorted(pool.start(4, room=0)) == [2, 3, 4, 5]
+
+
+def test_room_is_given_up_with_the_sequence() -> None:
+    pool = BlockPool(10)
+    pool.free(pool.start(2, room=7))
+    assert pool.start(9, room=0) == list(range(1, 10))
 
 
 def test_more_than_is_free_is_refused_and_takes_nothing() -> None:

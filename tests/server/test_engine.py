@@ -272,6 +272,16 @@ def test_a_pool_too_small_for_the_models_context_lowers_it_and_says_so(
     assert len(driver.answer("just fits", prompt_of(40), max_tokens=24)) == 24
 
 
+def test_more_cache_than_there_is_memory_is_refused(folder: Path) -> None:
+    with pytest.raises(OutOfMemoryError, match=r"--kv-cache-memory asks for 1048576\.00 GiB, .* lower it"):
+        Driver.of(folder, kv_cache_memory_bytes=1 << 50)
+
+
+def test_without_a_given_size_the_cache_holds_what_the_sequences_can_use_and_no_more(folder: Path) -> None:
+    ready = Driver.of(folder, max_num_seqs=3, max_model_len=100).engine.ready
+    assert ready.num_blocks == 3 * 7  # blocks of 16 for 100 tokens, three times
+
+
 def test_a_length_beyond_the_models_context_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="max_model_len 257 is beyond the model's context of 256 tokens"):
         Driver.of(folder, max_model_len=257)

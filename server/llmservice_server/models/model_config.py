@@ -130,7 +130,7 @@ def _windows(architecture: str, keys: Mapping[str, Any], num_layers: int) -> tup
         return (None,) * num_layers
     kinds = keys.get("layer_types")
     if kinds is None:
-        first = keys["max_window_layers"]
+        first = keys["max_window_layers"] or 0
         return tuple(window if layer >= first else None for layer in range(num_layers))
     if len(kinds) != num_layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
         raise ModelLoadError(
