@@ -20,8 +20,8 @@ NCCL_BYTES = GIB // 2
 PROCESS_BYTES = 768 * 2**20
 """On a CPU the processes live in the same memory: the engine (232 MB at rest, measured), the front end with its
 tokenizer (352 MB), and what their allocators hold back."""
-LOGITS_BYTES = 8
-"""Per vocabulary entry and sequence: the logits in float32 and one copy that the sampler sorts or scales."""
+LOGITS_BYTES = 12
+"""Per vocabulary entry and sequence: the sampler holds the logits in float32 about three times over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,8 @@ def activation_bytes(shape: ModelShape, cards: int, dtype: str, num_tokens: int)
     """Peak of one card's temporaries in one layer, for a step of `num_tokens` tokens.
 
     Residual, normed input and the norm's float32 copy stay beside the larger of the two halves of a layer: q, k, v and
-    the attention's output, or gate, up and their product. Halves are split over the cards, the rest is not.
+    the attention's output, or gate, up and the activated gate that up is multiplied into. Halves are split over the
+    cards, the rest is not.
     """
     width = DTYPE_BYTES[dtype]
     attention = 2 * shape.heads * shape.head_dim + 2 * shape.kv_heads * shape.head_dim
