@@ -1,0 +1,115 @@
+"""What the demo sees of its service, second by second."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from llmservice_bench.drive import Progress
+from llmservice_operator.kube_client import KubeClient
+from llmservice_operator.scrape import Scrape, ScrapeError, parse_exposition
+
+SCRAPE_TIMEOUT_S = 2.0
+TTFT_WINDOW_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """One moment. `time_s` counts from the start of the traffic; it is negative before."""
+
+    time_s: float
+    replicas: int
+    ready: int
+    desired: int
+    waiting: float
+    """Requests that wait in the queues of all pods."""
+    kv_usage: float
+    """Share of KV blocks in use on the fullest pod, 0 to 1."""
+    ttft_p99_s: float | None
+    """Of the requests that ended in the last 10 s, as their clients felt it; None without any."""
+    pieces: int
+    """Pieces of output received so far: tokens, but for those sent together."""
+    in_flight: int
+    completed: int
+    failed: int
+
+
+class Observer:
+    """Looks at the LLMService, its pods' metrics and the load generator, and remembers."""
+
+    def __init__(
+        self, kube: KubeClient, session: aiohttp.ClientSession, namespace: str, name: str, progress: Progress
+    ) -> None:
+        self._kube = kube
+        self._session = session
+        self._namespace = namespace
+        self._name = name
+        self._progress = progress
+        self._started = time.perf_counter()
+        self.observations: list[Observation] = []
+        self.decisions: dict[str, dict[str, Any]] = {}
+        """Every decision seen in the status, by its time: the status itself keeps the last five."""
+
+    def start_clock(self) -> None:
+        """The traffic starts now."""
+        self._started = time.perf_counter()
+
+    async def look(self) -> Observation:
+        """One observation, also added to `observations`.
+
+        Raises:
+            llmservice_operator.kube_client.KubeError: the API server is away.
+        """
+        service = await self._kube.get_service(self._namespace, self._name) or {}
+        status = service.get("status", {})
+        autoscaling = status.get("autoscaling", {})
+        for decision in autoscaling.get("decisions", ()):
+            self.decisions[decision["time"]] = decision
+        scrapes = await self._scrape_pods(status.get("selector", ""))
+        progress = self._progress
+        now = time.perf_counter() - self._started
+        observation = Observation(
+            time_s=now,
+            replicas=status.get("replicas", 0),
+            ready=status.get("readyReplicas", 0),
+            desired=autoscaling.get("desiredReplicas", 0),
+            waiting=sum(scrape.waiting for scrape in scrapes),
+            kv_usage=max((scrape.kv_usage for scrape in scrapes), default=0.0),
+            ttft_p99_s=_recent_ttft_p99(progress, now),
+            pieces=progress.pieces,
+            in_flight=progress.in_flight,
+            completed=progress.completed,
+            failed=progress.failed,
+        )
+        self.observations.append(observation)
+        return observation
+
+    async def _scrape_pods(self, selector: str) -> list[Scrape]:
+        pods = await self._kube.list_pods(self._namespace, selector) if selector else []
+        addresses = [pod["status"]["podIP"] for pod in pods if pod.get("status", {}).get("podIP")]
+        scrapes = await asyncio.gather(*(self._scrape(address) for address in addresses))
+        return [scrape for scrape in scrapes if scrape is not None]
+
+    async def _scrape(self, address: str) -> Scrape | None:
+        """None for a pod that starts or ends just now."""
+        timeout = aiohttp.ClientTimeout(total=SCRAPE_TIMEOUT_S)
+        try:
+            async with self._session.get(f"http://{address}:8000/metrics", timeout=timeout) as response:
+                return parse_exposition(await response.text(), time.time())
+        except (aiohttp.ClientError, TimeoutError, ScrapeError):
+            return None
+
+
+def _recent_ttft_p99(progress: Progress, now: float) -> float | None:
+    recent: list[float] = []
+    for record in reversed(progress.records):  # in the order of their ends: stop at the first that is too old
+        if record.ended_s < now - TTFT_WINDOW_S:
+            break
+        if record.error is None:
+            recent.append(record.ttft_s)
+    return float(np.percentile(recent, 99)) if recent else None
