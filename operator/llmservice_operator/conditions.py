@@ -60,7 +60,7 @@ def sizing_verdict(sizing: Sized | SizingProblem) -> Verdict:
     if isinstance(sizing, SizingProblem):
         return Verdict(SIZING_VALID, "False", sizing.reason, sizing.message)
     plan = sizing.plan
-    message = f"{plan.max_num_seqs} sequences of up to {plan.max_model_len} tokens fit, limited by {plan.limited_by}"
+    message = f"{plan.max_num_seqs} sequences run at once, each up to {plan.max_model_len} tokens; limited by {plan.limited_by}"
     return Verdict(SIZING_VALID, "True", "Fits", message)
 
 
@@ -116,15 +116,19 @@ def progressing_verdict(
     return Verdict(PROGRESSING, "True", "RollingOut", f"{counts[0]} of {desired} replicas run the present spec")
 
 
-def scaling_verdict(decision: Decision | None, autoscaled: bool, sizing: Sized | SizingProblem) -> Verdict:
+def scaling_verdict(
+    decision: Decision, pods: Sequence[Pod], sizing: Sized | SizingProblem, *, autoscaled: bool
+) -> Verdict:
     if not autoscaled:
         return Verdict(
             SCALING_ACTIVE, "False", "FixedReplicas", "spec.replicas rules; set spec.autoscaling to change that"
         )
-    if isinstance(sizing, SizingProblem) or decision is None:
+    if isinstance(sizing, SizingProblem):
         return Verdict(
             SCALING_ACTIVE, "False", "SizingInvalid", "replicas stay as they are until the spec can be served"
         )
+    if not decision.active and not any(pod.serves for pod in pods):
+        return Verdict(SCALING_ACTIVE, "Unknown", "NoReadyPods", "; ".join(decision.reasons))
     if not decision.active:
         return Verdict(SCALING_ACTIVE, "False", "NoMetrics", "; ".join(decision.reasons))
     return Verdict(

@@ -108,7 +108,7 @@ def _server(service: LLMService, sized: Sized, image: str) -> Manifest:
         "ports": [{"name": "http", "containerPort": PORT, "protocol": "TCP"}],
         **({"env": env} if env else {}),
         "resources": _resources(service, sized),
-        "startupProbe": _probe("/health", period_s=5, failures=_STARTUP_LIMIT_S // 5),
+        "startupProbe": _probe("/health", period_s=2, failures=_STARTUP_LIMIT_S // 2),
         "livenessProbe": _probe("/health", period_s=10, failures=6),
         "readinessProbe": _probe("/ready", period_s=2, failures=2),
         "lifecycle": {"preStop": {"sleep": {"seconds": PRE_STOP_S}}},

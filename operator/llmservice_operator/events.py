@@ -13,7 +13,7 @@ from llmservice_operator.status import Condition, LLMServiceStatus
 
 _MESSAGE_LIMIT = 1024
 _ALARMING = frozenset({READY, SIZING_VALID, SLO_FEASIBLE})
-_CALM = frozenset({"Starting", "ScaledToZero", "FixedReplicas"})
+_CALM = frozenset({"Starting", "ScaledToZero"})
 
 
 def transition_events(service: LLMService, after: LLMServiceStatus, now: float) -> list[Manifest]:
@@ -30,14 +30,21 @@ def scaled_event(service: LLMService, before: int, after: int, reasons: Iterable
 
 
 def _differs(before: Condition | None, after: Condition) -> bool:
-    return before is None or (before.status, before.reason) != (after.status, after.reason)
+    """A new service tells only of its sizing and of what is wrong; that it starts is no news."""
+    if before is None:
+        return after.type == SIZING_VALID or _warns(after)
+    return (before.status, before.reason) != (after.status, after.reason)
+
+
+def _warns(condition: Condition) -> bool:
+    if condition.type == SCALING_ACTIVE:
+        return condition.reason == "NoMetrics"
+    return condition.status == "False" and condition.type in _ALARMING and condition.reason not in _CALM
 
 
 def _condition_event(service: LLMService, condition: Condition, now: float, number: int) -> Manifest:
-    warns = condition.status == "False" and condition.type in _ALARMING and condition.reason not in _CALM
-    warns = warns or (condition.type == SCALING_ACTIVE and condition.reason == "NoMetrics")
     message = f"{condition.type} is {condition.status}: {condition.message}"
-    return _manifest(service, condition.reason, message, "Warning" if warns else "Normal", now, number)
+    return _manifest(service, condition.reason, message, "Warning" if _warns(condition) else "Normal", now, number)
 
 
 def _manifest(service: LLMService, reason: str, message: str, kind: str, now: float, number: int) -> Manifest:

@@ -6,6 +6,7 @@ wait for while no operator runs. The API server's garbage collector removes the 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,7 +28,7 @@ _REQUEST_TIMEOUT_S = 10.0
 _WATCH_S = 300
 
 
-def handlers(loops: ServiceLoops, applier: Applier) -> kopf.OperatorRegistry:
+def handlers(loops: ServiceLoops, applier: Applier, stop: asyncio.Event) -> kopf.OperatorRegistry:
     """A registry of its own, so that two operators in one process never mix."""
     registry = kopf.OperatorRegistry()
     kopf.on.login(registry=registry)(login)
@@ -64,6 +65,7 @@ def handlers(loops: ServiceLoops, applier: Applier) -> kopf.OperatorRegistry:
 
     @kopf.on.cleanup(registry=registry)
     async def cleanup(**_: Any) -> None:
+        stop.set()  # kopf took the signal itself; what still waits for the flag would hold up the exit
         await loops.stop_all()
 
     return registry

@@ -67,7 +67,8 @@ def run(args: argparse.Namespace) -> int:
         port=args.port,
     )
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    logging.getLogger("kopf").setLevel(logging.WARNING)
+    if args.log_level != "debug":  # kopf tells of every event that it handles
+        logging.getLogger("kopf").setLevel(logging.WARNING)
     return asyncio.run(_run(settings))
 
 

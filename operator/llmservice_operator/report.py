@@ -71,7 +71,7 @@ def _verdicts(service: LLMService, deployment: Manifest | None, pods: Sequence[P
         ready_verdict(outcome.desired, pods, sizing, blocked),
         progressing_verdict(deployment, outcome.desired, pods, sizing, blocked),
         sizing_verdict(sizing),
-        scaling_verdict(outcome.decision, service.spec.autoscaling is not None, sizing),
+        scaling_verdict(outcome.decision, pods, sizing, autoscaled=service.spec.autoscaling is not None),
     ]
     return verdicts + ([slo_verdict(outcome.feasibility)] if outcome.feasibility else [])
 

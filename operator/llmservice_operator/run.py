@@ -49,7 +49,7 @@ async def run_operator(settings: OperatorSettings, stop: asyncio.Event) -> None:
         if not await _crd_served(client, stop):
             return
         await kopf.operator(
-            registry=handlers(loops, applier),
+            registry=handlers(loops, applier, stop),
             settings=kopf_settings(),
             standalone=True,
             clusterwide=not settings.namespaces,

@@ -1,0 +1,79 @@
+"""Builders of what the operator works on: a service, a model, a sizing, pods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from llmservice_operator.model_source import Model, ModelLocation
+from llmservice_operator.pod import Pod
+from llmservice_operator.resource import LLMService
+from llmservice_operator.sizing import Sized, size
+from llmservice_planner.shape import ModelShape
+
+ServiceOf = Callable[..., LLMService]
+PodNamed = Callable[..., Pod]
+
+SPEC: dict[str, Any] = {
+    "model": {"uri": "file:///tiny"},
+    "resources": {"gpu": {"count": 0}, "requests": {"cpu": "500m", "memory": "2Gi"}},
+    "engine": {"maxNumSeqs": 8, "maxModelLen": 512},
+}
+
+
+@pytest.fixture
+def manifest_of() -> Callable[..., dict[str, Any]]:
+    """A manifest as the API returns it: `manifest_of(autoscaling={…})` sets fields of the spec."""
+
+    def build(name: str = "tiny", **spec: Any) -> dict[str, Any]:
+        metadata = {"name": name, "namespace": "team-a", "uid": f"uid-of-{name}", "generation": 1}
+        return {
+            "apiVersion": "serving.llmservice.io/v1alpha1",
+            "kind": "LLMService",
+            "metadata": metadata,
+            "spec": {**SPEC, **spec},
+        }
+
+    return build
+
+
+@pytest.fixture
+def service_of(manifest_of: Callable[..., dict[str, Any]]) -> ServiceOf:
+    return lambda **spec: LLMService.model_validate(manifest_of(**spec))
+
+
+@pytest.fixture
+def model() -> Model:
+    """A small Llama in a local folder."""
+    shape = ModelShape(
+        layers=2,
+        hidden_size=64,
+        intermediate_size=128,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        vocab_size=512,
+        max_position_embeddings=2048,
+        dtype="float32",
+    )
+    return Model(ModelLocation("file", "/srv/models/tiny"), shape)
+
+
+@pytest.fixture
+def sized(service_of: ServiceOf, model: Model) -> Sized:
+    answer = size(service_of().spec, model)
+    assert isinstance(answer, Sized)
+    return answer
+
+
+@pytest.fixture
+def pod_named() -> PodNamed:
+    def build(name: str = "tiny-1", *, ready: bool = True, **fields: Any) -> Pod:
+        return Pod(
+            **{"name": name, "uid": name, "ip": "10.0.0.1", "created_s": 0.0, "ready": ready, "terminating": False}
+            | fields
+        )
+
+    return build
