@@ -31,6 +31,8 @@ class _Values:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise ShapeError(f"config.json: {key} is {value!r}, expected a whole number that is not negative")
+        if value >= 10**12:
+            raise ShapeError(f"config.json: {key} is {value:.2e}, expected less than 10**12")
         return value
 
     def positive(self, key: str) -> int:

@@ -138,7 +138,10 @@ def _size(text: str) -> int:
         if text.endswith(suffix):
             number, factor = text.removesuffix(suffix), size
             break
-    return int(_positive(number, text, "a size such as 8Gi") * factor)
+    size_bytes = _positive(number, text, "a size such as 8Gi") * factor
+    if size_bytes >= 2**60:
+        raise argparse.ArgumentTypeError(f"{text!r} is more memory than any machine has")
+    return int(size_bytes)
 
 
 def _duration(text: str) -> float:

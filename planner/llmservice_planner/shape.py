@@ -216,4 +216,6 @@ def _parse(key: str, value: Any) -> Any:
     text = str(value)
     if isinstance(value, bool) or not text.isascii() or not text.isdigit():
         raise ShapeError(f"shape key {key} is {value!r}, expected a whole number that is not negative")
+    if len(text) > 12:
+        raise ShapeError(f"shape key {key} has {len(text)} digits, expected at most 12")
     return int(text)

@@ -15,6 +15,7 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 KV_DTYPES = (*DTYPES, "fp8")
 MAX_NUM_SEQS_CAP = 1024
 """Beyond this the scheduler's own work per step shows in the inter-token latency."""
+_TOO_LARGE = 10**12
 
 
 class SizingError(ValueError):
@@ -92,8 +93,8 @@ class SizingRequest:
 
     def _check_counts(self) -> None:
         for name in ("device_count", "block_size", "max_num_batched_tokens"):
-            if getattr(self, name) < 1:
-                raise SizingError(f"{name} is {getattr(self, name)}, expected at least 1")
+            if not 1 <= getattr(self, name) < _TOO_LARGE:
+                raise SizingError(f"{name} is {getattr(self, name)}, expected at least 1 and less than 10**12")
         for name in ("weights_bytes", "overhead_bytes_per_device", "itl_p99_s"):
             value = getattr(self, name)
             if value is not None and value < 0:
@@ -119,8 +120,8 @@ class SizingRequest:
             )
 
     def _check_lengths(self) -> None:
-        if self.max_model_len is not None and self.max_model_len < 1:
-            raise SizingError(f"max_model_len is {self.max_model_len}, expected at least 1")
+        if self.max_model_len is not None and not 1 <= self.max_model_len < _TOO_LARGE:
+            raise SizingError(f"max_model_len is {self.max_model_len}, expected at least 1 and less than 10**12")
         longest, length = self.shape.max_position_embeddings, self.model_len
         if longest is not None and length > longest:
             raise SizingError(f"max_model_len {length} is longer than the {longest} positions the model knows")

@@ -88,6 +88,7 @@ def test_a_quantised_checkpoint_is_recognised(config_of: ConfigOf) -> None:
         ({"model_type": "mamba"}, r"model_type mamba is not one whose layout is known \(llama, .*--shape"),
         ({"model_type": None}, r"model_type is None, expected one of llama"),
         ({"num_hidden_layers": "32"}, r"num_hidden_layers is '32', expected a whole number"),
+        ({"hidden_size": 10**300}, r"hidden_size is 1.00e\+300, expected less than 10\*\*12"),
         ({"hidden_size": 0}, r"hidden_size is 0, expected a positive whole number"),
         ({"num_attention_heads": True}, r"num_attention_heads is True"),
         ({"vocab_size": 1.5}, r"vocab_size is 1.5"),

@@ -163,6 +163,7 @@ def test_a_corrupt_checkpoint_ends_with_2(model: Path, capsys: Capture) -> None:
     [
         ("--cpu-memory", "8GiB", "'8GiB' is not a size such as 8Gi"),
         ("--cpu-memory", "-1", "'-1' is not a size"),
+        ("--cpu-memory", "1e300Ti", "'1e300Ti' is more memory than any machine has"),
         ("--cpu-memory", "nan", "'nan' is not a size"),
         ("--itl-p99", "fast", "'fast' is not a time such as 80ms"),
         ("--itl-p99", "0ms", "'0ms' is not a time"),

@@ -113,6 +113,7 @@ def test_the_keys_are_camel_case() -> None:
         ({"layers": True}, r"shape key layers is True, expected a whole number"),
         ({"layers": -1}, r"shape key layers is -1, expected a whole number"),
         ({"layers": "٣"}, r"expected a whole number"),
+        ({"layers": "9" * 400}, r"shape key layers has 400 digits, expected at most 12"),
         ({"layers": 0}, r"layers is 0, expected at least 1"),
         ({"heads": 0}, r"heads is 0, expected at least 1"),
         ({"kvHeads": 5}, r"heads 32 is no multiple of kv_heads 5"),

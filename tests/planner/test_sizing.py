@@ -182,6 +182,10 @@ def test_the_json_keys_are_those_that_users_read(shape_of: ShapeOf) -> None:
         ({"policy": "expected"}, r"policy expected needs expected_tokens"),
         ({"policy": "expected", "expected_tokens": 8193}, r"expected_tokens is 8193, expected 1 to max_model_len 8192"),
         ({"max_model_len": 8193}, r"max_model_len 8193 is longer than the 8192 positions the model knows"),
+        (
+            {"max_num_batched_tokens": 10**12},
+            r"max_num_batched_tokens is 1000000000000, expected at least 1 and less than",
+        ),
         ({"max_model_len": 0}, r"max_model_len is 0, expected at least 1"),
         ({"max_num_seqs": 0}, r"max_num_seqs is 0, expected 1 to 1024"),
         ({"max_num_seqs": 65, "max_num_batched_tokens": 64}, r"max_num_seqs is 65, expected 1 to 64: a decode step"),
