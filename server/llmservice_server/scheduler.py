@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from llmservice_server.block_pool import BlockPool
-from llmservice_server.request import Request, Status
+from llmservice_server.request import LANES, Request, Status
 
 _PRIORITY = attrgetter("priority")
 
@@ -67,7 +67,7 @@ class ContinuousScheduler:
         self.watermark_blocks = pool.num_usable // 100
         self.waiting: list[Request] = []  # sorted by priority
         self.running: list[Request] = []  # sorted by priority
-        self.num_waiting: Counter[str] = Counter()  # by lane
+        self.num_waiting = Counter(dict.fromkeys(LANES, 0))
         self.num_preemptions = 0
 
     def add(self, request: Request) -> None:

@@ -1,0 +1,118 @@
+"""Rotary embeddings against transformers' own formulas."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from llmservice_server.errors import ModelLoadError
+from llmservice_server.models.rope import RopeConfig, RotaryEmbedding, rotate
+
+CONTEXT = 4096
+KINDS: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 2.5},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 1024,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024},
+    "yarn with bounds of its own": {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "beta_fast": 20.0,
+        "beta_slow": 2.0,
+        "truncate": False,
+        "original_max_position_embeddings": 512,
+    },
+    "yarn with an attention factor": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "attention_factor": 1.3,
+        "original_max_position_embeddings": 1024,
+    },
+    "yarn with mscale": {
+        "rope_type": "yarn",
+        "factor": 40.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.7,
+        "original_max_position_embeddings": 128,
+    },
+}
+
+
+@pytest.mark.parametrize("parameters", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_frequencies_are_those_of_transformers(parameters: dict[str, Any], head_dim: int) -> None:
+    config = LlamaConfig(
+        head_dim=head_dim,
+        max_position_embeddings=CONTEXT,
+        rope_parameters={"rope_theta": 500_000.0, **parameters},
+    )
+    expected, expected_scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))
+    rope = RopeConfig.from_config(config.to_dict())
+    frequencies, scale = rope.inverse_frequencies(head_dim, CONTEXT)
+    torch.testing.assert_close(frequencies, expected, rtol=1e-6, atol=0)
+    assert scale == pytest.approx(expected_scale)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}},
+    ],
+)
+def test_old_and_new_configs_say_the_same(raw: dict[str, Any]) -> None:
+    rope = RopeConfig.from_config(raw)
+    assert (rope.kind, rope.theta, rope.scaling["factor"]) == ("linear", 1e6, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        ({}, 4096),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, 4096),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}}, 16384),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}}, 4096),
+    ],
+)
+def test_the_context_is_what_the_embedding_is_right_for(raw: dict[str, Any], expected: int) -> None:
+    assert RopeConfig.from_config(raw).max_context(4096) == expected
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"rope_parameters": {"rope_type": "su", "factor": 2.0}}, "rope type 'su' is not supported"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "rope type 'linear' needs factor"),
+        ({"rope_parameters": ["linear"]}, "expected an object"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "differ by layer type"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not 1"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is not 1"),
+    ],
+)
+def test_what_is_not_supported_is_refused(raw: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        RopeConfig.from_config(raw)
+
+
+def test_rotation_keeps_lengths_and_makes_products_depend_on_the_distance_alone() -> None:
+    frequencies, scale = RopeConfig.from_config({}).inverse_frequencies(16, CONTEXT)
+    rotary = RotaryEmbedding(frequencies, scale, torch.float32, torch.device("cpu"))
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 16)
+
+    def product(query_position: int, key_position: int) -> float:
+        heads = torch.stack((query, key))[:, None]
+        rotate(heads, *rotary.at(torch.tensor([query_position, key_position])))
+        torch.testing.assert_close(heads[:, 0].norm(dim=-1), torch.stack((query, key)).norm(dim=-1))
+        return float(heads[0, 0] @ heads[1, 0])
+
+    assert product(105, 100) == pytest.approx(product(5, 0), abs=1e-4)
+    assert product(105, 100) != pytest.approx(product(6, 0), abs=1e-2)
