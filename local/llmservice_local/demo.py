@@ -18,11 +18,11 @@ from rich.console import Console
 from llmservice_bench.client import Target, measure_word_rate
 from llmservice_bench.drive import Progress, open_session
 from llmservice_bench.record import RequestRecord
-from llmservice_local.demo_cluster import LocalCluster, run_command
 from llmservice_local.demo_observation import Observation, Observer
 from llmservice_local.demo_service import apply, chat, read_manifest, wait_ready
 from llmservice_local.demo_summary import NEEDED_FINAL, Outcome, summarise
 from llmservice_local.demo_traffic import calibrate, overload, trace_lengths
+from llmservice_local.demo_up import UpProcess, run_command
 from llmservice_local.demo_view import LiveTable
 from llmservice_operator.kube_client import KubeClient, KubeError
 
@@ -62,7 +62,7 @@ async def run_demo(config: DemoConfig, console: Console) -> Outcome:
     console.rule("2. a cluster on this machine")
     flags = ("--models-root", str(models), *config.up_flags)
     async with (
-        LocalCluster(config.folder / "up.log", flags) as cluster,
+        UpProcess(config.folder / "up.log", flags) as cluster,
         open_session(timeout_s=300) as session,
         await _connect(cluster.kubeconfig) as api,
     ):

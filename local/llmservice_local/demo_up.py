@@ -19,7 +19,7 @@ KUBECONFIG_LINE = re.compile(r"export KUBECONFIG=(\S+)")
 GATEWAY_LINE = re.compile(r"gateway\S*\s.*?(http://[\w.:\[\]]+)", re.IGNORECASE)
 
 
-class LocalCluster:
+class UpProcess:
     """A running `llmservice up`; a context manager that ends it, and with it every process it started."""
 
     def __init__(self, log: Path, flags: tuple[str, ...]) -> None:
@@ -32,7 +32,7 @@ class LocalCluster:
         self.kubeconfig = ""
         self.gateway_url = ""
 
-    async def __aenter__(self) -> LocalCluster:
+    async def __aenter__(self) -> UpProcess:
         """Start it and wait for its API and gateway.
 
         Raises:
