@@ -103,7 +103,8 @@ def test_room_is_handed_out_when_nothing_else_is_left() -> None:
 def test_room_is_given_up_with_the_sequence() -> None:
     pool = BlockPool(10)
     pool.free(pool.start(2, room=7))
-    assert pool.start(9, room=0) == list(range(1, 10))
+    assert pool.start(3, room=2) == [1, 2, 3]
+    assert pool.start(2, room=1) == [6, 7]  # behind the room of the one before, in what the first has given up
 
 
 def test_more_than_is_free_is_refused_and_takes_nothing() -> None:
