@@ -93,20 +93,26 @@ class ServerProcess:
         finally:
             connection.close()
 
+    def metrics(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+        """All samples of one moment, by name and labels."""
+        families = text_string_to_metric_families(self.get("/metrics")[1].decode())
+        samples = (sample for family in families for sample in family.samples)
+        return {(sample.name, frozenset(sample.labels.items())): sample.value for sample in samples}
+
     def metric(self, name: str, **labels: str) -> float:
         """One sample of /metrics; 0 where it is not there."""
-        text = self.get("/metrics")[1].decode()
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                if sample.name == name and labels.items() <= sample.labels.items():
-                    return sample.value
-        return 0.0
+        return self.metrics().get((name, frozenset(labels.items())), 0.0)
 
     def wait_until_idle(self) -> None:
-        """Every block is free and nothing runs or waits."""
-        total = sum(self.metric("llmservice_kv_cache_blocks", state=state) for state in ("free", "held", "cached"))
-        self.wait_for(lambda: self.metric("llmservice_kv_cache_blocks", state="free") == total or None)
-        self.wait_for(lambda: self.metric("llmservice_num_requests_running") == 0 or None)
+        """Every block is free, nothing runs and nothing waits, all in one moment."""
+
+        def idle() -> bool | None:
+            values = self.metrics()
+            blocks = {dict(labels)["state"]: value for (name, labels), value in values.items() if "_blocks" in name}
+            busy = [value for (name, _), value in values.items() if name.startswith("llmservice_num_requests_")]
+            return (blocks["free"] == sum(blocks.values()) and not any(busy)) or None
+
+        self.wait_for(idle)
 
     def close(self) -> None:
         if self.process.poll() is None:

@@ -1,0 +1,255 @@
+"""The API as its clients see it: raw bodies for what goes wrong, the official client for what goes right."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+
+MESSAGES = [{"role": "user", "content": "How are you?"}]
+
+
+@pytest.fixture
+def client(server: Any) -> Any:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def _error(answer: Any) -> dict[str, Any]:
+    """Checks OpenAI's shape."""
+    assert set(answer) == {"error"}
+    assert set(answer["error"]) == {"message", "type", "param", "code"}
+    error: dict[str, Any] = answer["error"]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param", "code"),
+    [
+        ("completions", b"{", 400, None, None),
+        ("completions", b'{"model":"tiny","prompt":"\xff"}', 400, None, None),
+        ("completions", {"model": "gpt", "prompt": "a"}, 404, "model", "model_not_found"),
+        ("completions", {"model": "tiny", "prompt": ""}, 200, None, None),  # the begin token is a prompt
+        ("completions", {"model": "tiny", "prompt": []}, 400, "prompt", None),
+        ("completions", {"model": "tiny", "prompt": [[]]}, 400, "prompt", None),
+        ("completions", {"model": "tiny", "prompt": [1, "a"]}, 400, "prompt", None),
+        ("completions", {"model": "tiny", "prompt": [999999]}, 400, "prompt", None),
+        ("completions", {"model": "tiny", "prompt": "a", "max_tokens": 0}, 400, "max_tokens", None),
+        ("completions", {"model": "tiny", "prompt": "a", "n": 99}, 400, "n", None),
+        ("completions", {"model": "tiny", "prompt": ["a"] * 20, "n": 16}, 400, "n", None),
+        (
+            "completions",
+            {"model": "tiny", "prompt": "a", "max_tokens": 512},
+            400,
+            "max_tokens",
+            "context_length_exceeded",
+        ),
+        ("completions", {"model": "tiny", "prompt": [1] * 512}, 400, "prompt", "context_length_exceeded"),
+        ("completions", {"model": "tiny", "prompt": "word " * 20_000}, 400, "prompt", "context_length_exceeded"),
+        ("completions", {"model": "tiny", "prompt": "a", "echo": True}, 400, "echo", "unsupported_parameter"),
+        ("chat/completions", {"model": "tiny", "messages": []}, 400, "messages", None),
+        ("chat/completions", {"model": "tiny", "messages": MESSAGES, "temperature": 3}, 400, "temperature", None),
+        ("chat/completions", {"model": "nobody", "messages": MESSAGES}, 404, "model", "model_not_found"),
+        ("chat/completions", b"x" * (9 * 2**20), 413, None, "request_too_large"),
+        ("embeddings", {"model": "tiny", "input": "a"}, 404, None, None),
+    ],
+)
+def test_bad_input_gets_the_right_status_in_the_shape_of_openai(
+    server: Any, path: str, body: Any, status: int, param: str | None, code: str | None
+) -> None:
+    got, answer = server.post(f"/v1/{path}", body)
+    assert got == status
+    if status != 200:
+        error = _error(answer)
+        assert (error["param"], error["code"], error["type"]) == (param, code, "invalid_request_error")
+
+
+def test_a_prompt_beyond_the_context_is_refused_with_the_numbers(server: Any) -> None:
+    _, answer = server.post("/v1/completions", {"model": "tiny", "prompt": [5] * 500, "max_tokens": 20})
+    assert answer["error"]["message"] == (
+        "This model's maximum context length is 512 tokens. However, you requested 520 tokens (500 in the prompt and "
+        "20 to be generated): shorten the prompt or lower max_tokens"
+    )
+
+
+def test_a_wrong_method_is_refused_in_the_same_shape(server: Any) -> None:
+    status, body = server.get("/v1/completions")
+    assert status == 405
+    assert _error(json.loads(body))["message"] == "GET /v1/completions: Method Not Allowed"
+
+
+def test_greedy_text_is_the_same_whole_streamed_and_by_ids(server: Any, client: openai.OpenAI) -> None:
+    options = {"model": "tiny", "temperature": 0, "max_tokens": 24}
+    whole = client.completions.create(prompt="Hello you", **options)
+    streamed = "".join(
+        chunk.choices[0].text for chunk in client.completions.create(prompt="Hello you", stream=True, **options)
+    )
+    assert whole.choices[0].text == streamed
+    assert whole.choices[0].finish_reason == "length"
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == 24
+
+
+def test_a_chat_streams_role_words_reason_and_usage(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "temperature": 0, "max_tokens": 16}
+    chunks = list(client.chat.completions.create(stream=True, stream_options={"include_usage": True}, **options))
+    whole = client.chat.completions.create(**options)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    words = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert words == whole.choices[0].message.content
+    reasons = [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices]
+    assert reasons[-1] == "length"
+    assert not any(reasons[:-1])
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage == whole.usage
+    assert not any(chunk.usage for chunk in chunks[:-1])
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_without_a_limit_a_chat_may_fill_the_context(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model="tiny", messages=MESSAGES, extra_body={"ignore_eos": True})
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == 512
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_without_a_limit_a_completion_has_sixteen_tokens_or_what_there_is_room_for(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": "tiny", "extra_body": {"ignore_eos": True}}
+    for prompt, tokens in (([5] * 8, 16), ([5] * 505, 7)):
+        answer = client.completions.create(prompt=prompt, **options)
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == tokens
+
+
+def test_a_stop_string_ends_the_text_before_it(server: Any, client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": "tiny", "prompt": "Hello", "temperature": 0, "max_tokens": 48}
+    text = client.completions.create(**options).choices[0].text
+    stop = text[20:27]  # somewhere across the tokens' borders
+    stopped = client.completions.create(stop=[stop, "never in there"], **options).choices[0]
+    assert (stopped.text, stopped.finish_reason) == (text[: text.index(stop)], "stop")
+    chunks = list(client.completions.create(stop=stop, stream=True, **options))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == stopped.text
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    server.wait_until_idle()
+
+
+def test_a_stop_token_ends_the_text_and_is_not_shown(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": "tiny", "prompt": "Hello", "temperature": 0, "max_tokens": 32}
+    whole = client.completions.create(**options)
+    for token in range(5, 1024):
+        stopped = client.completions.create(extra_body={"stop_token_ids": [token]}, **options)
+        if stopped.choices[0].finish_reason == "stop":
+            break
+    assert stopped.usage is not None
+    assert stopped.usage.completion_tokens < 32
+    assert whole.choices[0].text.startswith(stopped.choices[0].text)
+
+
+def test_a_seed_repeats_the_text_and_choices_differ(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": "tiny", "prompt": "Hello", "max_tokens": 16, "n": 3}
+    first = client.completions.create(seed=7, **options)
+    second = client.completions.create(seed=7, **options)
+    texts = [choice.text for choice in first.choices]
+    assert texts == [choice.text for choice in second.choices]
+    assert len(set(texts)) == 3
+    assert [choice.index for choice in first.choices] == [0, 1, 2]
+    assert first.usage is not None
+    assert (first.usage.prompt_tokens, first.usage.completion_tokens) == (3, 48)
+
+
+def test_several_prompts_get_their_answers_in_order(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 8}
+    prompts = ["Hello", "one two three", "The answer is"]
+    alone = [client.completions.create(prompt=prompt, **options).choices[0].text for prompt in prompts]
+    together = client.completions.create(prompt=prompts, **options)
+    assert [choice.text for choice in together.choices] == alone
+    streamed = ["", "", ""]
+    for chunk in client.completions.create(prompt=prompts, stream=True, **options):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.text
+    assert streamed == alone
+
+
+def test_the_models_are_listed_with_their_context(client: openai.OpenAI, server: Any) -> None:
+    models = client.models.list().data
+    assert [model.id for model in models] == ["tiny", "alias"]
+    assert models[0].model_extra is not None
+    assert models[0].model_extra["max_model_len"] == 512
+    assert client.models.retrieve("alias").id == "alias"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+    assert json.loads(server.get("/version")[1])["version"]
+
+
+def test_a_full_queue_refuses_at_once_with_a_hint(start_server: Callable[..., Any]) -> None:
+    server = start_server("--max-num-seqs", "1", "--max-queued-requests", "2").wait_until_ready()
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 500, "ignore_eos": True, "n": 3}
+    assert server.post("/v1/completions", body | {"n": 4})[0] == 429  # three would have to wait
+
+    with ThreadPoolExecutor() as threads:
+        statuses = list(threads.map(lambda _: server.post("/v1/completions", body)[0], range(4)))
+    assert sorted(statuses) == [200, 429, 429, 429]
+    assert server.metric("llmservice_request_rejected_total", reason="queue_full") == 4
+    server.wait_until_idle()
+    assert server.post("/v1/completions", body)[0] == 200
+
+
+def test_a_request_past_its_deadline_ends_with_504(start_server: Callable[..., Any]) -> None:
+    server = start_server("--request-timeout", "50ms").wait_until_ready()
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 500, "ignore_eos": True}
+    status, answer = server.post("/v1/completions", body)
+    assert status == 504
+    assert "deadline" in _error(answer)["message"]
+    server.wait_until_idle()
+    assert server.metric("llmservice_request_success_total", finished_reason="error") == 1
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_hangs_up_gives_its_blocks_back(server: Any, stream: bool) -> None:
+    aborted = server.metric("llmservice_request_success_total", finished_reason="abort")
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 500, "ignore_eos": True, "n": 8, "stream": stream}
+    data = json.dumps(body).encode()
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
+        server.wait_for(lambda: server.metric("llmservice_kv_cache_blocks", state="held") > 0 or None)
+    server.wait_until_idle()
+    server.wait_for(
+        lambda: server.metric("llmservice_request_success_total", finished_reason="abort") == aborted + 8 or None
+    )
+
+
+def test_a_client_that_hangs_up_in_the_middle_of_its_body_harms_nobody(server: Any) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+    assert server.post("/v1/completions", {"model": "tiny", "prompt": "a"})[0] == 200
+
+
+def test_the_access_log_has_the_figures_and_never_the_words(server: Any, client: openai.OpenAI) -> None:
+    secret = "a secret that nobody may read"
+    answer = client.completions.create(
+        model="tiny", prompt=secret, max_tokens=4, user="Bob", extra_headers={"x-request-id": "trace-77"}
+    )
+    line = server.wait_for(lambda: next((line for line in server.log if line.get("request_id") == "trace-77"), None))
+    assert answer.usage is not None
+    assert line["prompt_tokens"] == answer.usage.prompt_tokens
+    assert line["completion_tokens"] == 4
+    assert (line["method"], line["path"], line["status"]) == ("POST", "/v1/completions", 200)
+    assert 0 < line["ttft_s"] <= line["duration_s"]
+    log = json.dumps(server.log)
+    assert "secret" not in log
+    assert "Bob" not in log
+
+
+def test_a_request_id_is_echoed_unless_it_could_not_be_logged(client: openai.OpenAI) -> None:
+    raw = client.completions.with_raw_response
+    echoed = raw.create(model="tiny", prompt="a", max_tokens=1, extra_headers={"x-request-id": "abc"})
+    assert echoed.headers["x-request-id"] == "abc"
+    replaced = raw.create(model="tiny", prompt="a", max_tokens=1, extra_headers={"x-request-id": "a b"})
+    assert replaced.headers["x-request-id"] not in ("a b", "")

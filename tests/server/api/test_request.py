@@ -1,0 +1,198 @@
+"""Bad bodies are refused in words that name the parameter; nothing is ignored silently."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from llmservice_server.api.error import ApiError
+from llmservice_server.api.request import parse_chat, parse_completion
+
+COMPLETION = {"model": "tiny", "prompt": "Hello"}
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
+
+
+def _encode(fields: dict[str, Any]) -> bytes:
+    return json.dumps(fields).encode()
+
+
+def _refusal(parse: Any, body: bytes) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        parse(body)
+    assert caught.value.status == 400
+    assert caught.value.type == "invalid_request_error"
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"", "not valid JSON"),
+        (b"{", "not valid JSON"),
+        (b"{'model': 1}", "not valid JSON"),
+        (b'{"model": "tiny", "prompt": "\xff"}', "not valid JSON"),
+        (b'{"model": "tiny", "prompt": "\\ud800"}', "not valid JSON"),
+        (b'{"model": "tiny", "prompt": "a", "temperature": NaN}', "not valid JSON"),
+        (b'{"model": "tiny", "prompt": "a", "temperature": 1e999}', "not valid JSON"),
+        (b"[" * 100_000, "not valid JSON"),
+        (b"[]", "must be a JSON object"),
+        (b'"text"', "must be a JSON object"),
+        (b"null", "must be a JSON object"),
+    ],
+)
+def test_a_body_that_is_no_json_object_is_refused(body: bytes, words: str) -> None:
+    assert words in _refusal(parse_completion, body).message
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("max_tokens", "7"),
+        ("max_tokens", 1.5),
+        ("max_tokens", True),
+        ("temperature", -0.1),
+        ("temperature", 2.1),
+        ("temperature", "hot"),
+        ("top_p", 0),
+        ("top_p", 1.1),
+        ("top_k", -2),
+        ("n", 0),
+        ("n", 17),
+        ("n", 10**30),
+        ("seed", 2**63),
+        ("stop", ["a", "b", "c", "d", "e"]),
+        ("stop", ""),
+        ("stop", ["a", ""]),
+        ("stop", "x" * 257),
+        ("stop", 5),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", "1"),
+        ("stream", "yes"),
+        ("stream_options", {"include_usage": True}),
+        ("ignore_eos", 1),
+        ("user", 7),
+        ("model", 5),
+        ("prompt", 5),
+        ("prompt", {}),
+        ("prompt", [[1, -2]]),
+        ("prompt", [["a"]]),
+        ("prompt", [None]),
+    ],
+)
+def test_a_value_of_the_wrong_type_or_range_is_refused_by_name(field: str, value: Any) -> None:
+    refusal = _refusal(parse_completion, _encode(COMPLETION | {field: value}))
+    assert refusal.param == field
+    assert field in refusal.message
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([], "messages"),
+        ("Hello", "messages"),
+        (["Hello"], r"messages[0]"),
+        ([{"role": "user"}], "you must provide messages[0].content"),
+        ([{"content": "a"}], "you must provide messages[0].role"),
+        ([{"role": "user", "content": None}], "you must provide messages[0].content"),
+        ([{"role": "user", "content": 5}], "messages[0].content"),
+        ([{"role": "user", "content": {}}], "messages[0].content"),
+        ([{"role": 1, "content": "a"}], "messages[0].role"),
+        ([{"role": "robot", "content": "a"}], "expected system, developer, user or assistant"),
+        ([{"role": "tool", "content": "a", "tool_call_id": "x"}], "messages[0]"),
+        ([{"role": "user", "content": "a", "name": "Bob"}], "name is not supported"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages[0].content[0]"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "you must provide messages[0].content[0].text"),
+        ([{"role": "assistant", "content": "a", "tool_calls": []}], "tool_calls is not supported"),
+    ],
+)
+def test_messages_of_a_wrong_shape_are_refused_with_their_place(messages: Any, words: str) -> None:
+    refusal = _refusal(parse_chat, _encode(CHAT | {"messages": messages}))
+    assert words in refusal.message
+    assert refusal.param is not None
+    assert refusal.param.startswith("messages")
+
+
+@pytest.mark.parametrize("field", ["model", "prompt"])
+def test_a_missing_field_is_named(field: str) -> None:
+    refusal = _refusal(parse_completion, _encode({name: value for name, value in COMPLETION.items() if name != field}))
+    assert (refusal.param, refusal.code) == (field, "missing_required_parameter")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("frequency_penalty", 0.5),
+        ("presence_penalty", -1),
+        ("logit_bias", {"1": 5}),
+        ("logprobs", 1),
+        ("echo", True),
+        ("best_of", 2),
+        ("suffix", "x"),
+        ("response_format", {"type": "json_object"}),
+        ("min_p", 0.1),
+        ("repetition_penalty", 1.1),
+        ("min_tokens", 4),
+        ("store", 0),
+    ],
+)
+def test_a_known_parameter_that_would_change_the_answer_is_refused_as_not_supported_yet(field: str, value: Any) -> None:
+    refusal = _refusal(parse_completion, _encode(COMPLETION | {field: value}))
+    assert (refusal.param, refusal.code) == (field, "unsupported_parameter")
+    assert "not supported yet" in refusal.message
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("tools", [{"type": "function"}]), ("tool_choice", "required"), ("top_logprobs", 2), ("reasoning_effort", "low")],
+)
+def test_chat_parameters_are_refused_likewise(field: str, value: Any) -> None:
+    assert _refusal(parse_chat, _encode(CHAT | {field: value})).param == field
+
+
+@pytest.mark.parametrize("parse", [parse_completion, parse_chat])
+def test_a_parameter_that_nobody_knows_is_refused_by_name(parse: Any) -> None:
+    body = COMPLETION if parse is parse_completion else CHAT
+    refusal = _refusal(parse, _encode(body | {"temprature": 0.5}))
+    assert refusal.param == "temprature"
+    assert refusal.message == "Unrecognized request argument supplied: temprature"
+
+
+def test_values_that_ask_for_nothing_are_taken() -> None:
+    neutral = {
+        "frequency_penalty": 0,
+        "presence_penalty": 0.0,
+        "logit_bias": None,
+        "logprobs": False,
+        "tools": [],
+        "tool_choice": "none",
+        "response_format": {"type": "text"},
+        "store": None,
+        "max_tokens": None,
+        "stop": None,
+    }
+    request = parse_chat(_encode(CHAT | neutral))
+    assert (request.token_limit, request.stop_strings) == (None, [])
+
+
+def test_an_answer_of_the_server_can_be_sent_back_as_a_message() -> None:
+    answer = {"role": "assistant", "content": "Hi", "refusal": None, "tool_calls": None}
+    request = parse_chat(_encode(CHAT | {"messages": [*CHAT["messages"], answer]}))
+    assert request.messages[1].as_template_input() == {"role": "assistant", "content": "Hi"}
+
+
+def test_text_parts_are_joined_and_developer_means_system() -> None:
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    request = parse_chat(_encode(CHAT | {"messages": [{"role": "developer", "content": parts}]}))
+    assert request.messages[0].as_template_input() == {"role": "system", "content": "one two"}
+
+
+def test_both_names_of_the_token_limit_work_and_may_not_contradict_each_other() -> None:
+    assert parse_chat(_encode(CHAT | {"max_tokens": 5})).token_limit == 5
+    assert parse_chat(_encode(CHAT | {"max_completion_tokens": 6})).token_limit == 6
+    assert parse_chat(_encode(CHAT | {"max_tokens": 6, "max_completion_tokens": 6})).token_limit == 6
+    refusal = _refusal(parse_chat, _encode(CHAT | {"max_tokens": 5, "max_completion_tokens": 6}))
+    assert refusal.param == "max_completion_tokens"

@@ -1,0 +1,61 @@
+"""Two thousand random requests, a tenth of them cancelled: afterwards every block is free and the server answers."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+
+NUM_REQUESTS = 2000
+CONCURRENCY = 64
+
+
+def _body(chance: random.Random) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        "model": "tiny",
+        "prompt": [chance.randrange(5, 900) for _ in range(1 + min(300, int(chance.paretovariate(1) * 4)))],
+        "max_tokens": 1 + min(40, int(chance.paretovariate(1.2) * 2)),
+        "temperature": chance.choice([0, 0.7, 1.3]),
+        "top_k": chance.choice([0, 5, 50]),
+        "top_p": chance.choice([1, 0.9]),
+        "stream": chance.random() < 0.5,
+        "n": chance.choice([1, 1, 1, 2]),
+    }
+    if chance.random() < 0.2:
+        body["stop"] = [" the", "ing"]
+    return body
+
+
+async def _send(session: aiohttp.ClientSession, url: str, body: dict[str, Any], cancel_after_s: float | None) -> str:
+    try:
+        async with asyncio.timeout(cancel_after_s):
+            async with session.post(url, json=body) as response:
+                await response.read()
+                return str(response.status)
+    except TimeoutError:
+        return "cancelled"
+
+
+async def test_after_two_thousand_requests_every_block_is_free(start_server: Callable[..., Any]) -> None:
+    # 160 blocks for 32 sequences: too few, so that some are preempted on the way.
+    server = start_server("--kv-cache-memory", "640KiB", "--max-num-seqs", "32").wait_until_ready()
+    url, chance, turn = f"{server.url}/v1/completions", random.Random(7), asyncio.Semaphore(CONCURRENCY)  # noqa: S311  # a load, no secret
+
+    async def one(session: aiohttp.ClientSession) -> str:
+        async with turn:
+            cancel_after_s = chance.random() * 0.05 if chance.random() < 0.1 else None
+            return await _send(session, url, _body(chance), cancel_after_s)
+
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=100)) as session:
+        answers = Counter(await asyncio.gather(*(one(session) for _ in range(NUM_REQUESTS))))
+    assert set(answers) == {"200", "cancelled"}
+    assert answers["cancelled"] > NUM_REQUESTS * 0.03  # of a tenth; the others were faster
+    server.wait_until_idle()
+    assert server.metric("llmservice_request_success_total", finished_reason="abort") > 0
+    assert server.metric("llmservice_request_success_total", finished_reason="error") == 0
+    assert server.metric("llmservice_num_preemptions_total", mode="recompute") > 0
+    assert server.post("/v1/completions", {"model": "tiny", "prompt": "Hello"})[0] == 200
