@@ -60,7 +60,9 @@ def sizing_verdict(sizing: Sized | SizingProblem) -> Verdict:
     if isinstance(sizing, SizingProblem):
         return Verdict(SIZING_VALID, "False", sizing.reason, sizing.message)
     plan = sizing.plan
-    message = f"{plan.max_num_seqs} sequences run at once, each up to {plan.max_model_len} tokens; limited by {plan.limited_by}"
+    message = (
+        f"{plan.max_num_seqs} sequences at once, each up to {plan.max_model_len} tokens, limited by {plan.limited_by}"
+    )
     return Verdict(SIZING_VALID, "True", "Fits", message)
 
 

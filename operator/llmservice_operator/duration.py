@@ -12,7 +12,7 @@ _DURATION = re.compile(r"^(?P<number>[0-9]{1,7}(?:\.[0-9]{1,3})?)(?P<unit>ms|s|m
 
 def seconds(text: str) -> float:
     """The length of `text` in seconds; raises ValueError for what the CRD's pattern would refuse."""
-    match = _DURATION.match(text)
+    match = _DURATION.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is not a duration: write a number and a unit, such as 80ms, 2s, 5m or 1h")
     return float(match["number"]) * _UNIT_S[match["unit"]]

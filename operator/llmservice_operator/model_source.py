@@ -87,7 +87,7 @@ def _file_location(uri: str, root: Path | None) -> ModelLocation:
 
 
 def _hf_location(uri: str) -> ModelLocation:
-    match = _HF.match(uri)
+    match = _HF.fullmatch(uri)
     if match is None or ".." in uri:
         raise ModelSourceError("InvalidURI", f"{uri} is not hf://org/name or hf://org/name@revision: correct model.uri")
     name = match["repository"].rpartition("/")[2]
@@ -95,7 +95,7 @@ def _hf_location(uri: str) -> ModelLocation:
 
 
 def _pvc_location(uri: str) -> ModelLocation:
-    match = _PVC.match(uri)
+    match = _PVC.fullmatch(uri)
     path = PurePosixPath((match["path"] or "") if match else "")
     if match is None or ".." in path.parts or path.is_absolute():
         raise ModelSourceError("InvalidURI", f"{uri} is not pvc://claim/path: correct model.uri")

@@ -18,7 +18,7 @@ _QUANTITY = re.compile(r"^(?P<number>[0-9]{1,15}(?:\.[0-9]{1,9})?)(?P<suffix>m|k
 
 def amount(text: str) -> Fraction:
     """The quantity as an exact number: bytes for memory, cores for CPU; raises ValueError."""
-    match = _QUANTITY.match(text)
+    match = _QUANTITY.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is not a quantity: write a number with a suffix, such as 500m, 4 or 32Gi")
     return Fraction(match["number"]) * _FACTOR[match["suffix"] or ""]

@@ -169,7 +169,7 @@ def optimise(
     feasible: bool,
 ) -> Wish:
     """The number of replicas that the load asks for: the largest of what each signal asks for."""
-    wishes = [Wish(policy.min_replicas, ())]
+    wishes = []
     if analysis.queue is not None:
         why = (
             f"queue: {load.waiting:.0f} waiting, {load.running:.0f} running, {policy.queue_depth} may wait per replica"
@@ -183,7 +183,7 @@ def optimise(
     if feasible:
         wishes.append(_ttft_bias(load, supply, policy, history, now))
     replicas = max(wish.replicas for wish in wishes)
-    reasons = tuple(reason for wish in wishes if wish.replicas == replicas for reason in wish.reasons)
+    reasons = tuple(reason for wish in wishes for reason in wish.reasons)
     if supply.overdue and replicas > supply.ready + supply.starting:
         replicas += supply.overdue
         reasons += (f"supply: {supply.overdue} pods are overdue and not counted on -> {replicas}",)
@@ -234,7 +234,7 @@ def limit(wish: Wish, current: int, policy: ScalePolicy, history: History, now: 
     wanted = min(max(wish.replicas, policy.min_replicas), policy.max_replicas)
     reasons = list(wish.reasons)
     if wanted != wish.replicas:
-        reasons.append(f"bounds: {wish.replicas} is outside {policy.min_replicas} to {policy.max_replicas} -> {wanted}")
+        reasons.append(f"bounds: {policy.min_replicas} to {policy.max_replicas} -> {wanted}")
     replicas = wanted
     if wanted < current:
         replicas = min(current, max(wanted, *_recent(history, now, policy.down_stabilization_s), 0))
