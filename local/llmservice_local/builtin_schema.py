@@ -47,9 +47,17 @@ _LIST_MAPS: dict[tuple[str, str], tuple[tuple[str, ...], str]] = {
 }
 _SETS = {("V1ObjectMeta", "finalizers"), ("V1NodeSpec", "podCIDRs")}
 _ATOMIC_MAPS = {
-    "V1LabelSelector", "V1ObjectFieldSelector", "V1ResourceFieldSelector", "V1ConfigMapKeySelector", "V1SecretKeySelector",
-    "V1LocalObjectReference", "V1ObjectReference", "V1OwnerReference", "V1TypedLocalObjectReference", "V1NodeSelector",
-}  # fmt: skip
+    "V1ConfigMapKeySelector",
+    "V1LabelSelector",
+    "V1LocalObjectReference",
+    "V1NodeSelector",
+    "V1ObjectFieldSelector",
+    "V1ObjectReference",
+    "V1OwnerReference",
+    "V1ResourceFieldSelector",
+    "V1SecretKeySelector",
+    "V1TypedLocalObjectReference",
+}
 _ATOMIC_FIELDS = {("V1ServiceSpec", "selector"), ("V1PodSpec", "nodeSelector")}
 _INT_OR_STRING = {"targetPort", "maxSurge", "maxUnavailable", "minAvailable", "port"}
 _QUANTITY_MAPS = {"limits", "requests", "capacity", "allocatable", "hard", "used"}

@@ -1,0 +1,189 @@
+"""A thin client of any Kubernetes API, for controllers and node: dicts in, dicts out, refusals as `ApiError`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
+
+from llmservice_local.endpoint import Endpoint
+from llmservice_local.errors import ApiError
+
+Object = dict[str, Any]
+
+REQUEST_TIMEOUT_S = 15.0
+WATCH_S = 300
+_LONGEST_EVENT_BYTES = 4 * 1024 * 1024
+_MERGE = "application/merge-patch+json"
+
+
+@dataclass(frozen=True, slots=True)
+class Resource:
+    """A collection of the API, by its place in the URL."""
+
+    api_version: str
+    plural: str
+    namespaced: bool = True
+
+    def path(self, namespace: str | None = None, name: str = "", subresource: str = "") -> str:
+        root = f"/apis/{self.api_version}" if "/" in self.api_version else f"/api/{self.api_version}"
+        scope = f"/namespaces/{namespace}" if self.namespaced and namespace else ""
+        return "/".join(part for part in (f"{root}{scope}/{self.plural}", name, subresource) if part)
+
+
+PODS = Resource("v1", "pods")
+NODES = Resource("v1", "nodes", namespaced=False)
+EVENTS = Resource("v1", "events")
+SERVICES = Resource("v1", "services")
+CONFIG_MAPS = Resource("v1", "configmaps")
+SECRETS = Resource("v1", "secrets")
+NAMESPACES = Resource("v1", "namespaces", namespaced=False)
+ENDPOINTS = Resource("v1", "endpoints")
+ENDPOINT_SLICES = Resource("discovery.k8s.io/v1", "endpointslices")
+DEPLOYMENTS = Resource("apps/v1", "deployments")
+REPLICA_SETS = Resource("apps/v1", "replicasets")
+DEFINITIONS = Resource("apiextensions.k8s.io/v1", "customresourcedefinitions", namespaced=False)
+
+
+class KubeClient:
+    """Requests to one API server over one session. Nothing is retried here: loops retry, requests don't."""
+
+    def __init__(self, session: ClientSession, endpoint: Endpoint) -> None:
+        self._session = session
+        self._endpoint = endpoint
+
+    async def get(self, resource: Resource, namespace: str | None, name: str) -> Object:
+        return await self.request("GET", resource.path(namespace, name))
+
+    async def list(self, resource: Resource, namespace: str | None = None, **query: str) -> Object:
+        """The whole list object: `items`, and the `resourceVersion` to watch from in its metadata."""
+        return await self.request("GET", resource.path(namespace), query=query)
+
+    async def create(self, resource: Resource, namespace: str | None, obj: Object) -> Object:
+        return await self.request("POST", resource.path(namespace), obj)
+
+    async def bind(self, pod: Mapping[str, Any], node: str) -> None:
+        """Give a pod to a node."""
+        metadata = pod["metadata"]
+        binding = {
+            "apiVersion": "v1",
+            "kind": "Binding",
+            "metadata": {"name": metadata["name"], "namespace": metadata["namespace"], "uid": metadata["uid"]},
+            "target": {"apiVersion": "v1", "kind": "Node", "name": node},
+        }
+        await self.request("POST", PODS.path(metadata["namespace"], metadata["name"], "binding"), binding)
+
+    async def merge(
+        self, resource: Resource, obj: Mapping[str, Any], patch: Object, *, subresource: str = "", locked: bool = False
+    ) -> Object:
+        """Merge-patch an object; `locked` makes it a conflict where the object has changed since it was read."""
+        metadata = obj["metadata"]
+        if locked:
+            guard = {"resourceVersion": metadata["resourceVersion"]}
+            patch = {**patch, "metadata": {**(patch.get("metadata") or {}), **guard}}
+        path = resource.path(metadata.get("namespace"), metadata["name"], subresource)
+        return await self.request("PATCH", path, patch, content_type=_MERGE)
+
+    async def delete(
+        self, resource: Resource, obj: Mapping[str, Any], *, propagation: str = "Background", grace_s: int | None = None
+    ) -> Object | None:
+        """Delete exactly this object, by uid; None where it has gone already."""
+        metadata = obj["metadata"]
+        options: Object = {"propagationPolicy": propagation, "preconditions": {"uid": metadata["uid"]}}
+        if grace_s is not None:
+            options["gracePeriodSeconds"] = grace_s
+        try:
+            return await self.request("DELETE", resource.path(metadata.get("namespace"), metadata["name"]), options)
+        except ApiError as error:
+            if error.code in {404, 409}:  # gone, or another of the same name by now
+                return None
+            raise
+
+    async def watch(self, resource: Resource, since: str) -> AsyncIterator[Object]:
+        """The events of a collection after a resource version, until the server ends the watch."""
+        query = {
+            "watch": "true",
+            "resourceVersion": since,
+            "allowWatchBookmarks": "true",
+            "timeoutSeconds": str(WATCH_S),
+        }
+        timeout = ClientTimeout(total=None, sock_connect=5, sock_read=WATCH_S + 30)
+        async with self._session.get(self._endpoint.url + resource.path(), params=query, timeout=timeout) as response:
+            if response.status != 200:
+                raise _refusal(response.status, await response.read())
+            buffer = b""
+            async for chunk in response.content.iter_any():
+                *lines, buffer = (buffer + chunk).split(b"\n")
+                if len(buffer) > _LONGEST_EVENT_BYTES:
+                    raise ApiError(500, "InternalError", f"a watch event is longer than {_LONGEST_EVENT_BYTES} bytes")
+                for line in lines:
+                    event = json.loads(line)
+                    if event["type"] == "ERROR":
+                        status = event["object"]
+                        raise ApiError(status.get("code", 500), status.get("reason", ""), status.get("message", ""))
+                    yield event
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        body: Object | None = None,
+        *,
+        query: Mapping[str, str] | None = None,
+        content_type: str = "application/json",
+    ) -> Object:
+        """One request; raises `ApiError` for a refusal and for a server that can't be reached (code 503)."""
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": content_type} if data is not None else {}
+        try:
+            async with self._session.request(
+                method, self._endpoint.url + path, params=query or {}, data=data, headers=headers
+            ) as response:
+                raw = await response.read()
+        except (ClientError, TimeoutError) as error:
+            message = f"the API server at {self._endpoint.url} can't be reached: {error}"
+            raise ApiError(503, "ServiceUnavailable", message) from error
+        if response.status >= 400:
+            raise _refusal(response.status, raw)
+        answer: Object = json.loads(raw)
+        return answer
+
+
+@asynccontextmanager
+async def connect(endpoint: Endpoint, user_agent: str) -> AsyncIterator[KubeClient]:
+    """A client for as long as the block lasts; `user_agent` names who it is in `managedFields`."""
+    headers = {**endpoint.headers(), "User-Agent": user_agent}
+    connector = TCPConnector(ssl=endpoint.ssl_context(), limit=0)
+    timeout = ClientTimeout(total=REQUEST_TIMEOUT_S)
+    async with ClientSession(headers=headers, connector=connector, timeout=timeout) as session:
+        yield KubeClient(session, endpoint)
+    await asyncio.sleep(0)  # let the transports' close callbacks run before the loop goes
+
+
+async def served_resources(client: KubeClient) -> list[tuple[str, Object]]:
+    """What discovery lists, subresources left out: (apiVersion, resource) pairs of each group's preferred version."""
+    groups = (await client.request("GET", "/apis"))["groups"]
+    found: list[tuple[str, Object]] = []
+    for version in ["v1", *(group["preferredVersion"]["groupVersion"] for group in groups)]:
+        path = f"/apis/{version}" if "/" in version else f"/api/{version}"
+        try:
+            listed = await client.request("GET", path)
+        except ApiError as error:
+            if error.code == 404:  # its last definition went since the groups were listed
+                continue
+            raise
+        found += [(version, resource) for resource in listed["resources"] if "/" not in resource["name"]]
+    return found
+
+
+def _refusal(code: int, raw: bytes) -> ApiError:
+    try:
+        status = json.loads(raw)
+        return ApiError(code, status.get("reason", ""), status.get("message", ""))
+    except (ValueError, AttributeError):
+        return ApiError(code, "Unknown", raw.decode(errors="replace")[:500])
