@@ -53,18 +53,47 @@ def plan_kv_cache(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _CgroupFiles:
+    """Where cgroups of one version say what is allowed, what is charged, and what of that the kernel drops first."""
+
+    limit: str
+    usage: str
+    stat: str
+    reclaimable: str
+
+
+_CGROUPS = (
+    _CgroupFiles("memory.max", "memory.current", "memory.stat", "inactive_file"),  # v2
+    _CgroupFiles(
+        "memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"
+    ),  # v1
+)
+
+
 def available_cpu_bytes(root: Path = Path("/")) -> int:
-    """What this process may still take: the machine's free memory, or the rest of its cgroup's (v2, v1) if less."""
-    limits = [_mem_available(root / "proc/meminfo")]
-    for limit, usage in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        maximum = _number(root / "sys/fs/cgroup" / limit)
-        if maximum is not None and maximum < _UNLIMITED:
-            limits.append(max(0, maximum - (_number(root / "sys/fs/cgroup" / usage) or 0)))
-            break
-    return min(limits)
+    """What this process may still take: the machine's free memory, or the rest of its cgroup's where that is less.
+
+    A model file just downloaded is charged to the cgroup as page cache; it goes when memory is asked for, so it counts
+    as free, as it does for the kubelet's working set.
+    """
+    machine = _mem_available(root / "proc/meminfo")
+    for files in _CGROUPS:
+        limit = _number(root / "sys/fs/cgroup" / files.limit)
+        if limit is not None and limit < _UNLIMITED:
+            usage = _number(root / "sys/fs/cgroup" / files.usage) or 0
+            usage -= _stat(root / "sys/fs/cgroup" / files.stat, files.reclaimable)
+            return min(machine, max(0, limit - max(0, usage)))
+    return machine
+
+
+def _stat(path: Path, name: str) -> int:
+    """One figure of a file of `name value` lines; 0 where it is absent."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0)
 
 
 def activation_bytes(num_tokens: int, num_seqs: int, widest: int, vocab_size: int, itemsize: int) -> int:

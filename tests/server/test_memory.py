@@ -59,6 +59,14 @@ def test_no_room_for_a_single_block_is_refused_even_where_the_length_may_be_lowe
         ({"memory.max": str(4 * GIB), "memory.current": str(GIB)}, 3 * GIB),
         ({"memory.max": str(64 * GIB), "memory.current": str(GIB)}, 8 * GIB),
         ({"memory.max": str(4 * GIB)}, 4 * GIB),
+        (
+            {
+                "memory.max": str(4 * GIB),
+                "memory.current": str(3 * GIB),
+                "memory.stat": f"anon {GIB}\ninactive_file {2 * GIB}\n",
+            },
+            3 * GIB,
+        ),
         ({"memory/memory.limit_in_bytes": str(2 * GIB), "memory/memory.usage_in_bytes": "0"}, 2 * GIB),
         ({"memory/memory.limit_in_bytes": "9223372036854771712", "memory/memory.usage_in_bytes": "5"}, 8 * GIB),
     ],
