@@ -16,12 +16,17 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from llmservice_gateway.balancer import Balancer
 from llmservice_gateway.metrics import GatewayMetrics
-from llmservice_gateway.openai_error import error_response, unavailable
+from llmservice_gateway.openai_error import RETRY_AFTER_S, error_response, unavailable
 from llmservice_gateway.routes import Backend, Route
 
 logger = logging.getLogger(__name__)
 
 MOST_ATTEMPTS = 3
+LOST = "lost"
+MOST_LOST = 2
+"""Attempts that may end with a pod going away in the middle: a request that kills pods must not kill them all."""
+REFUSALS = frozenset({429, 503})
+"""Statuses of a pod whose queue is full, or that drains: another one may have room."""
 CONNECT_TIMEOUT_S = 5.0
 KEEPALIVE_S = 2.0
 """Below the pods' own keep-alive (uvicorn: 5 s), so that a kept connection is not used in the moment it is closed."""
@@ -37,9 +42,11 @@ NOT_SENT_ON = HOP_BY_HOP | {"host", "content-length", "expect"}
 class _AnotherPodError(Exception):
     """This pod did not take the request, and nothing of an answer has reached the client."""
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, refusal: web.Response | None = None) -> None:
         super().__init__(reason)
         self.reason = reason
+        self.refusal = refusal
+        """What the pod said, for the case that no other takes the request either."""
 
 
 class BrokenAnswerError(Exception):
@@ -86,8 +93,9 @@ class Proxy:
         `find` is asked again before each attempt: a pod that became ready or left in the meantime counts.
         """
         tried: set[str] = set()
-        refused = False
-        for _ in range(MOST_ATTEMPTS):
+        lost = 0
+        answer = unavailable(f"No replica of `{model}` is ready yet: retry shortly.", "no_ready_replica")
+        while len(tried) < MOST_ATTEMPTS and lost < MOST_LOST:
             backend = self._balancer.pick(find().backends, tried, self._clock())
             if backend is None:
                 break
@@ -95,15 +103,14 @@ class Proxy:
                 with self._balancer.hold(backend):
                     return await self._ask(backend, request, model, body, request_id)
             except _AnotherPodError as again:
-                refused = True
                 tried.add(backend.uid)
+                lost += again.reason == LOST
+                answer = again.refusal or unavailable(
+                    f"No replica of `{model}` could take the request: retry shortly.", "replicas_unavailable"
+                )
                 self._metrics.retries.labels(model, again.reason).inc()
                 logger.info("request %s: pod %s: %s", request_id, backend.name, again.reason)
-        if refused:
-            return unavailable(
-                f"No replica of `{model}` could take the request: retry shortly.", "replicas_unavailable"
-            )
-        return unavailable(f"No replica of `{model}` is ready yet: retry shortly.", "no_ready_replica")
+        return answer
 
     async def _ask(
         self, backend: Backend, request: web.Request, model: str, body: bytes, request_id: str
@@ -117,17 +124,27 @@ class Proxy:
             )
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             self._balancer.mark_failed(backend, self._clock())
-            raise _AnotherPodError("connection refused") from error
+            raise _AnotherPodError("refused") from error
         except TimeoutError:
             return error_response(504, f"A replica of `{model}` did not answer in time.", "upstream_timeout")
         except aiohttp.ClientError as error:
             self._balancer.mark_failed(backend, self._clock())
-            raise _AnotherPodError("connection lost") from error
+            raise _AnotherPodError(LOST) from error
         async with upstream:
             self._metrics.upstream_latency.labels(model).observe(self._clock() - started)
-            if upstream.status == 503:  # draining, or its queue is full: another pod may have room
-                raise _AnotherPodError("unavailable")
+            if upstream.status in REFUSALS:
+                raise _AnotherPodError(str(upstream.status), await _refusal(upstream))
             return await _relay(request, upstream, request_id)
+
+
+async def _refusal(upstream: aiohttp.ClientResponse) -> web.Response | None:
+    try:
+        body = await upstream.read()
+    except (aiohttp.ClientError, TimeoutError):
+        return None
+    headers = _passed_on(upstream.headers, HOP_BY_HOP | {"content-length"})
+    headers.setdefault("Retry-After", str(RETRY_AFTER_S))
+    return web.Response(status=upstream.status, headers=headers, body=body)
 
 
 async def _relay(request: web.Request, upstream: aiohttp.ClientResponse, request_id: str) -> web.StreamResponse:

@@ -137,19 +137,43 @@ async def test_draining_pods_503_is_not_shown_while_another_pod_can_answer(front
     assert draining.requests
 
 
-async def test_503_with_a_hint_is_the_answer_when_every_pod_refuses(front: Any, serve: Any) -> None:
+@pytest.mark.parametrize(
+    ("status", "given", "expected"),
+    [(503, {}, "2"), (503, {"Retry-After": "7"}, "7"), (429, {"Retry-After": "1"}, "1")],
+    ids=["draining without a hint", "draining", "queue full"],
+)
+async def test_last_pods_own_words_are_the_answer_when_every_pod_refuses(
+    front: Any, serve: Any, status: int, given: dict[str, str], expected: str
+) -> None:
     pods = await serve("llama", "a", "b")
 
     async def refuse(_request: web.Request) -> web.Response:
-        return web.json_response({"error": "full"}, status=503)
+        return web.json_response({"error": {"message": "not now"}}, status=status, headers=given)
 
     for pod in pods:
         pod.answer = refuse
     async with front.client.post(CHAT, json={"model": "llama"}) as response:
+        assert response.status == status
+        assert response.headers["Retry-After"] == expected
+        assert await response.json() == {"error": {"message": "not now"}}
+    assert [len(pod.requests) for pod in pods] == [1, 1]
+
+
+async def test_request_that_kills_pods_is_not_given_to_all_of_them(front: Any, serve: Any) -> None:
+    pods = await serve("llama", "a", "b", "c", "d")
+
+    async def die(request: web.Request) -> web.Response:
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+
+    for pod in pods:
+        pod.answer = die
+    async with front.client.post(CHAT, json={"model": "llama"}) as response:
         assert response.status == 503
         assert int(response.headers["Retry-After"]) > 0
         assert (await response.json())["error"]["code"] == "replicas_unavailable"
-    assert [len(pod.requests) for pod in pods] == [1, 1]
+    assert sum(len(pod.requests) for pod in pods) == 2
 
 
 async def test_pods_own_errors_are_passed_on_as_they_are(front: Any, serve: Any) -> None:
