@@ -12,8 +12,9 @@ from llmservice_operator.spec import Manifest
 
 _IMAGE_REASONS = frozenset({"ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull"})
 _CONFIG_REASONS = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
-_USER_ERROR = 2
-"""Exit status of `llmservice serve` and `fetch` where what they were given can't work."""
+_MESSAGE_LIMIT = 1024
+_SENTENCE = "llmservice serve: "
+"""How the server begins the sentence with which it gives up on what it was given; a crash ends in a traceback."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,9 @@ def _container_trouble(container: Mapping[str, Any]) -> Trouble | None:
 
 def _ended_trouble(container: Mapping[str, Any], ended: Mapping[str, Any]) -> Trouble:
     code = ended.get("exitCode")
-    said = last_line(str(ended.get("message") or ""))
+    lines = [line.strip() for line in str(ended.get("message") or "").splitlines() if line.strip()]
+    said = lines[-1][:_MESSAGE_LIMIT] if lines else ""
+    sentence = next((line for line in reversed(lines) if line.startswith(_SENTENCE)), None)
     if ended.get("reason") == "OOMKilled":
         return Trouble(
             "OOMKilled",
@@ -108,12 +111,6 @@ def _ended_trouble(container: Mapping[str, Any], ended: Mapping[str, Any]) -> Tr
         )
     if container.get("name") != CONTAINER:
         return Trouble("ModelFetchFailed", said or f"the model's download ended with exit status {code}")
-    if code == _USER_ERROR:
-        return Trouble("ModelLoadFailed", said or "the server refused its model: see the pod's log")
+    if sentence is not None:
+        return Trouble("ModelLoadFailed", sentence.removeprefix(_SENTENCE)[:_MESSAGE_LIMIT])
     return Trouble("CrashLoopBackOff", said or f"the server ended with exit status {code}: see the pod's log")
-
-
-def last_line(text: str) -> str:
-    """The server's last sentence says what went wrong; the lines above it are its log."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1][:1024] if lines else ""
