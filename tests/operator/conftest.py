@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from llmservice_local.api import serve_api
+from llmservice_local.endpoint import Endpoint
+from llmservice_operator.crd import crd
+from llmservice_operator.kube_client import KubeClient
 from llmservice_operator.model_source import Model, ModelLocation
 from llmservice_operator.pod import Pod
 from llmservice_operator.resource import LLMService
@@ -77,3 +82,36 @@ def pod_named() -> PodNamed:
         )
 
     return build
+
+
+@pytest.fixture
+async def api_url() -> AsyncIterator[str]:
+    """An emulated Kubernetes API on a free port."""
+    async with serve_api() as api:
+        yield api.url
+
+
+@pytest.fixture
+def kubeconfig(api_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A kubeconfig of the emulated API, which the environment names."""
+    path = tmp_path / "kubeconfig"
+    Endpoint(api_url).write_kubeconfig(path)
+    monkeypatch.setenv("KUBECONFIG", str(path))
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    return path
+
+
+@pytest.fixture
+async def kube(kubeconfig: Path) -> AsyncIterator[KubeClient]:
+    """The operator's client, connected to an API server that has the CRD and the namespace team-a."""
+    client = await KubeClient.connect()
+    await create(client, "/apis/apiextensions.k8s.io/v1/customresourcedefinitions", crd())
+    await create(
+        client, "/api/v1/namespaces", {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "team-a"}}
+    )
+    yield client
+    await client.close()
+
+
+async def create(client: KubeClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    return await client.request("POST", path, body=body, content_type="application/json")

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from llmservice_operator.crd import FILE_NAME, crd_yaml
+from llmservice_planner.command import main
+
+
+def test_crd_prints_the_definition(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["crd"]) == 0
+    assert capsys.readouterr().out == crd_yaml()
+
+
+def test_check_tells_a_current_file_from_a_stale_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "crd.yaml"
+    path.write_text(crd_yaml())
+    assert main(["crd", "--check", str(path)]) == 0
+
+    path.write_text(crd_yaml() + "# edited\n")
+    assert main(["crd", "--check", str(path)]) == 1
+    assert "make crds" in capsys.readouterr().err
+
+
+def test_check_of_a_missing_file_is_a_users_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["crd", "--check", str(tmp_path / "absent")]) == 2
+    assert "can't read" in capsys.readouterr().err
+
+
+def test_write_fills_the_repositorys_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "crds").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    assert main(["crd", "--write"]) == 0
+    assert (tmp_path / "crds" / FILE_NAME).read_text() == crd_yaml()
+
+
+def test_write_elsewhere_says_where_to_run_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    assert main(["crd", "--write"]) == 2

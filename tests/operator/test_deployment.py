@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from llmservice_operator.deployment import expected_deployment, server_args
+from llmservice_operator.model_source import Model, ModelLocation
+from llmservice_operator.sizing import Sized, size
+
+
+def flags(args: list[str]) -> dict[str, str]:
+    assert args[0] == "serve"
+    return dict(zip(args[1::2], args[2::2], strict=True))
+
+
+def pod_spec(service: Any, sized: Sized) -> dict[str, Any]:
+    return expected_deployment(service, sized, 1, "img:1")["spec"]["template"]["spec"]  # type: ignore[no-any-return]
+
+
+def test_the_sizing_becomes_the_servers_flags(service_of: Any, sized: Sized) -> None:
+    assert flags(server_args(service_of(), sized)) == {
+        "--model": "/srv/models/tiny",
+        "--served-model-name": "tiny",
+        "--port": "8000",
+        "--dtype": "auto",
+        "--max-model-len": "512",
+        "--max-num-seqs": "8",
+        "--max-num-batched-tokens": "2048",
+        "--block-size": "16",
+        "--kv-cache-dtype": "auto",
+        "--drain-timeout": "60",
+        "--kv-cache-memory": str(sized.plan.kv_pool_bytes),
+        "--threads": "1",
+    }
+
+
+def test_on_a_card_the_server_measures_its_own_pool(service_of: Any, model: Model) -> None:
+    service = service_of(resources={"gpu": {"product": "l4"}}, engine={"gpuMemoryUtilization": 0.8})
+    answer = size(service.spec, model)
+    assert isinstance(answer, Sized)
+
+    args = flags(server_args(service, answer))
+
+    assert args["--gpu-memory-utilization"] == "0.8"
+    assert not {"--kv-cache-memory", "--threads"} & set(args)
+    assert pod_spec(service, answer)["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": "1"}
+
+
+def test_grace_is_longer_than_prestop_and_drain_together(service_of: Any, sized: Sized) -> None:
+    spec = pod_spec(service_of(drainTimeout="2m"), sized)
+
+    pause_s = spec["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert spec["terminationGracePeriodSeconds"] > pause_s + 120
+
+
+def test_the_selector_never_changes_while_the_template_may(service_of: Any, sized: Sized) -> None:
+    plain = expected_deployment(service_of(), sized, 1, "img:1")["spec"]
+    other = expected_deployment(
+        service_of(model={"uri": "file:///tiny", "servedName": "x"}, podTemplate={"labels": {"team": "a"}}),
+        sized,
+        1,
+        "img:2",
+    )["spec"]
+
+    assert plain["selector"] == other["selector"]
+    assert plain["template"] != other["template"]
+    assert plain["selector"]["matchLabels"].items() <= other["template"]["metadata"]["labels"].items()
+
+
+def test_the_users_labels_never_replace_the_operators(service_of: Any, sized: Sized) -> None:
+    service = service_of(
+        podTemplate={
+            "labels": {"app.kubernetes.io/instance": "other", "team": "a"},
+            "annotations": {"serving.llmservice.io/served-name": "other", "note": "b"},
+        }
+    )
+
+    metadata = expected_deployment(service, sized, 1, "img:1")["spec"]["template"]["metadata"]
+
+    assert metadata["labels"]["app.kubernetes.io/instance"] == "tiny"
+    assert metadata["labels"]["team"] == "a"
+    assert metadata["annotations"] == {"serving.llmservice.io/served-name": "tiny", "note": "b"}
+
+
+def test_the_token_reaches_only_the_container_that_downloads(service_of: Any, sized: Sized) -> None:
+    location = ModelLocation("hf", "/models/name", fetch_uri="hf://org/name@v1")
+    service = service_of(model={"uri": "hf://org/name@v1", "secretRef": {"name": "hf"}})
+
+    spec = pod_spec(service, replace(sized, model=replace(sized.model, location=location)))
+
+    (fetch,) = spec["initContainers"]
+    assert fetch["args"] == ["fetch", "hf://org/name@v1", "/models/name"]
+    source = {"secretKeyRef": {"name": "hf", "key": "token"}}
+    assert {"name": "HF_TOKEN", "valueFrom": source} in fetch["env"]
+    assert "env" not in spec["containers"][0]
+    assert {"name": "models", "emptyDir": {}} in spec["volumes"]
+
+
+def test_a_claim_is_mounted_read_only(service_of: Any, sized: Sized) -> None:
+    location = ModelLocation("pvc", "/models/llama", claim="weights")
+
+    spec = pod_spec(service_of(), replace(sized, model=replace(sized.model, location=location)))
+
+    claim = {"claimName": "weights", "readOnly": True}
+    assert {"name": "models", "persistentVolumeClaim": claim} in spec["volumes"]
+    assert {"name": "models", "mountPath": "/models", "readOnly": True} in spec["containers"][0]["volumeMounts"]
+    assert "initContainers" not in spec
+
+
+def test_pods_meet_the_restricted_security_standard(service_of: Any, sized: Sized) -> None:
+    spec = pod_spec(service_of(), sized)
+
+    assert spec["securityContext"]["runAsNonRoot"]
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    for container in spec["containers"]:
+        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_scheduling_and_environment_are_passed_on_as_they_are(service_of: Any, sized: Sized) -> None:
+    affinity = {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}
+    service = service_of(
+        scheduling={"nodeSelector": {"gpu": "l4"}, "tolerations": [{"operator": "Exists"}], "affinity": affinity},
+        podTemplate={"env": [{"name": "A", "value": "b"}], "imagePullSecrets": [{"name": "pull"}]},
+    )
+
+    spec = pod_spec(service, sized)
+
+    assert spec["nodeSelector"] == {"gpu": "l4"}
+    assert spec["tolerations"] == [{"operator": "Exists"}]
+    assert spec["affinity"] == affinity
+    assert spec["imagePullSecrets"] == [{"name": "pull"}]
+    assert spec["containers"][0]["env"] == [{"name": "A", "value": "b"}]
+
+
+@pytest.mark.parametrize(("cpu", "limit", "threads"), [("500m", None, "1"), ("1500m", None, "2"), ("1", "4", "4")])
+def test_threads_follow_the_cores(cpu: str, limit: str | None, threads: str, service_of: Any, sized: Sized) -> None:
+    limits = {"limits": {"cpu": limit}} if limit else {}
+    service = service_of(resources={"gpu": {"count": 0}, "requests": {"cpu": cpu}, **limits})
+
+    assert flags(server_args(service, sized))["--threads"] == threads
