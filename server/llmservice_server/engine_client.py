@@ -122,7 +122,9 @@ class EngineClient:
     async def _run_process(self) -> int:
         # -P: a file called torch.py in the working directory is not to be imported.
         self._process = process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-m", "llmservice_server.engine_process", stdin=asyncio.subprocess.PIPE
+            *(sys.executable, "-P", "-m", "llmservice_server.engine_process"),
+            stdin=asyncio.subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C and a SIGTERM to the group are for this process, which drains first
         )
         if self._stopping:  # told so while the process was being started
             process.kill()

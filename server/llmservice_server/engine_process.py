@@ -90,7 +90,7 @@ class EngineLoop:
 
 
 def main() -> int:
-    # Ctrl-C and a node's SIGTERM to the whole group are the parent's to handle: it drains and then sends Shutdown.
+    # Who stops a whole control group (systemd) means the parent: it drains, and then sends Shutdown.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     settings = EngineSettings.decode(sys.stdin.buffer.readline())

@@ -1,4 +1,4 @@
-"""What the server tells Prometheus. Names and labels are a contract: see the design of the metrics in ARCHITECTURE.md.
+"""What the server tells Prometheus. Names and labels are a contract with dashboards, alerts and the scaler.
 
 `--metrics-prefix vllm:` gives vLLM's names and its `model_name` label, so that dashboards and scalers made for it work.
 """

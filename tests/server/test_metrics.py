@@ -129,4 +129,5 @@ def test_counts_agree_with_what_was_asked(start_server: Callable[..., Any]) -> N
     }
     assert {name: server.metric(f"llmservice_{name}") for name in expected} == expected
     assert server.metric("llmservice_request_success_total", finished_reason="length") == 7
+    assert server.metric("llmservice_request_rejected_total", reason="invalid_request") == 1
     assert server.metric("llmservice_memory_bytes", kind="kv_cache") == pytest.approx(32 * 2**20, rel=0.01)

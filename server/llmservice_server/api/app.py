@@ -97,8 +97,11 @@ def _state(request: Request) -> ServerState:
     return state
 
 
-def _api_error(_: Request, error: Exception) -> Response:
+def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)  # noqa: S101  # registered for this class only
+    if not error.broke_off:
+        metrics = _state(request).metrics
+        metrics.labels(metrics.request_rejected, reason=error.code or "invalid_request").inc()
     return error.response()
 
 

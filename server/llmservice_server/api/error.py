@@ -8,6 +8,8 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
+ENGINE_DEAD, ENGINE_ERROR = BROKE_OFF = ("engine_dead", "engine_error")
+
 
 class ApiError(Exception):
     """A request that is answered with an error: `status` is HTTP's, the rest is OpenAI's error object."""
@@ -31,6 +33,11 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    @property
+    def broke_off(self) -> bool:
+        """The request had been taken and then failed; all other errors refuse it."""
+        return self.code in BROKE_OFF
 
     @property
     def type(self) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from llmservice_server.api.error import ApiError, invalid
+from llmservice_server.api.error import ENGINE_DEAD, ENGINE_ERROR, ApiError, invalid
 from llmservice_server.api.request import MAX_SEQUENCES, GenerationRequest
 from llmservice_server.api.sequence import Sequence
 from llmservice_server.api.state import ServerState
@@ -120,7 +120,7 @@ class Generation:
             except EngineDeadError as error:
                 for sequence in self.sequences:
                     sequence.finish_reason = sequence.finish_reason or "error"
-                raise ApiError(503, str(error), code="engine_dead") from error
+                raise ApiError(503, str(error), code=ENGINE_DEAD) from error
             steps = [step for step in map(self._advance, outputs) if step is not None]
             unfinished -= sum(step.finish_reason is not None for step in steps)
             self._end_stopped()
@@ -133,7 +133,7 @@ class Generation:
             return None  # a stop string has ended it while the engine took another step
         text = sequence.advance(output, time.monotonic(), self._state.metrics)
         if sequence.finish_reason in ("error", "abort"):
-            raise ApiError(output.error_status, output.error or "the engine ended the request", code="engine_error")
+            raise ApiError(output.error_status, output.error or "the engine ended the request", code=ENGINE_ERROR)
         return Progress(sequence.index, text, sequence.finish_reason)
 
     def _end_stopped(self) -> None:

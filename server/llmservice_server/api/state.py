@@ -63,7 +63,6 @@ class ServerState:
     def require_ready(self) -> tuple[Ready, Tokenizer]:
         """What serving needs. Raises ApiError (503) where the server takes no work."""
         if (reason := self.unready) is not None:
-            self.metrics.labels(self.metrics.request_rejected, reason="not_ready").inc()
             raise ApiError(503, f"{reason}: try again", code="not_ready", retry_after_s=_RETRY_LOADING_S)
         assert self.engine.ready is not None  # noqa: S101  # `unready` has looked
         assert self.tokenizer is not None  # noqa: S101
@@ -74,7 +73,6 @@ class ServerState:
         ready, _ = self.require_ready()
         in_flight, bound = self.engine.num_in_flight, self.config.max_queued_requests
         if num_queued(in_flight + asked, ready.max_num_seqs, self.engine.stats) > bound:
-            self.metrics.labels(self.metrics.request_rejected, reason="queue_full").inc()
             raise ApiError(
                 429,
                 f"the queue is full: {in_flight} sequences are running or waiting, and at most {bound} may wait",

@@ -11,6 +11,7 @@ from typing import Any
 import openai
 import pytest
 
+SLOW = {"model": "tiny", "prompt": ["a"] * 4, "n": 16, "max_tokens": 500, "ignore_eos": True}  # seconds
 MESSAGES = [{"role": "user", "content": "How are you?"}]
 
 
@@ -195,18 +196,31 @@ def test_a_full_queue_refuses_at_once_with_a_hint(start_server: Callable[..., An
         statuses = list(threads.map(lambda _: server.post("/v1/completions", body)[0], range(4)))
     assert sorted(statuses) == [200, 429, 429, 429]
     assert server.metric("llmservice_request_rejected_total", reason="queue_full") == 4
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    with client, pytest.raises(openai.RateLimitError) as refused:
+        client.completions.create(model="tiny", prompt="a", n=4)
+    assert refused.value.response.headers["retry-after"] == "1"
     server.wait_until_idle()
     assert server.post("/v1/completions", body)[0] == 200
 
 
 def test_a_request_past_its_deadline_ends_with_504(start_server: Callable[..., Any]) -> None:
-    server = start_server("--request-timeout", "50ms").wait_until_ready()
-    body = {"model": "tiny", "prompt": "a", "max_tokens": 500, "ignore_eos": True}
-    status, answer = server.post("/v1/completions", body)
+    server = start_server("--request-timeout", "500ms").wait_until_ready()
+    status, answer = server.post("/v1/completions", SLOW)
     assert status == 504
     assert "deadline" in _error(answer)["message"]
     server.wait_until_idle()
-    assert server.metric("llmservice_request_success_total", finished_reason="error") == 1
+    assert server.metric("llmservice_request_success_total", finished_reason="error") >= 1
+
+
+def test_a_deadline_in_the_middle_of_a_stream_ends_it_with_an_error_event(start_server: Callable[..., Any]) -> None:
+    server = start_server("--request-timeout", "500ms").wait_until_ready()
+    body = SLOW | {"stream": True}
+    status, events = server.request("POST", "/v1/completions", json.dumps(body).encode())
+    assert status == 200  # it had begun
+    *begun, last = events.decode().removesuffix("\n\n").split("\n\n")
+    assert begun
+    assert "deadline" in _error(json.loads(last.removeprefix("data: ")))["message"]
 
 
 @pytest.mark.parametrize("stream", [True, False])
