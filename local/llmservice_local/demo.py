@@ -45,7 +45,6 @@ class DemoConfig:
     scale: float
     """Of the trace's lengths."""
     scale_down_timeout_s: float
-    up_flags: tuple[str, ...] = ()
 
 
 async def run_demo(config: DemoConfig, console: Console) -> Outcome:
@@ -60,7 +59,7 @@ async def run_demo(config: DemoConfig, console: Console) -> Outcome:
     console.rule("1. a tiny Llama")
     await run_command("make-tiny-model", str(models / "tiny-llama"))
     console.rule("2. a cluster on this machine")
-    flags = ("--models-root", str(models), *config.up_flags)
+    flags = ("--models-root", str(models), "--state-dir", str(config.folder / "state"), "--gateway-port", "0")
     async with (
         UpProcess(config.folder / "up.log", flags) as cluster,
         open_session(timeout_s=300) as session,
