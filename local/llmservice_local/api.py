@@ -256,6 +256,8 @@ class _Handler:
         query = {name: value for name, value in request.query.items() if name != "container"}
         try:
             async with self._session.get(url, params=query) as upstream:
+                if upstream.status >= 400:
+                    raise ApiError(upstream.status, "BadRequest", await upstream.text())
                 response = web.StreamResponse(status=upstream.status, headers={"Content-Type": upstream.content_type})
                 await response.prepare(request)
                 async for chunk in upstream.content.iter_any():

@@ -62,11 +62,15 @@ def expand(text: str, env: Mapping[str, str]) -> str:
 
 
 def translate(word: str, mounts: Mapping[str, Path]) -> str:
-    """A word that is a path below a mount, or an option `--name=PATH` with one, with the volume's real path."""
+    """A word that is a path below a mount, or an option `--name=PATH` with one, with the volume's real path.
+
+    A path that exists on this machine is left as it is: `file://` models may lie below a path that is also a mount.
+    """
     option, equals, path = word.partition("=")
     prefix, path = (f"{option}=", path) if equals and option.startswith("-") else ("", word)
     for mount in sorted(mounts, key=len, reverse=True):
-        if path == mount or path.startswith(mount.rstrip("/") + "/"):
+        below = path == mount or path.startswith(mount.rstrip("/") + "/")
+        if below and (path == mount or not Path(path).exists()):
             return f"{prefix}{mounts[mount]}{path[len(mount.rstrip('/')) :]}"
     return word
 

@@ -56,7 +56,11 @@ def _template(template: Object) -> Object:
 
 
 def _pod(obj: Object) -> Object:
-    obj = {**obj, "spec": _pod_spec(obj.get("spec") or {})}
+    spec = _pod_spec(obj.get("spec") or {})
+    for field in ("containers", "initContainers"):
+        if field in spec:
+            spec[field] = [_with_requests(container) for container in spec[field]]
+    obj = {**obj, "spec": spec}
     return obj if obj.get("status") else {**obj, "status": {"phase": "Pending"}}
 
 
@@ -92,9 +96,14 @@ def _container(container: Object) -> Object:
             container[probe] = _probe(container[probe])
     if "ports" in container:
         container["ports"] = [_filled(port, protocol="TCP") for port in container["ports"]]
+    return container
+
+
+def _with_requests(container: Object) -> Object:
+    """Limits are requests too where none are given; in a pod only, a template keeps what it says."""
     resources = container["resources"]
     if limits := resources.get("limits"):
-        container["resources"] = {**resources, "requests": {**limits, **(resources.get("requests") or {})}}
+        return {**container, "resources": {**resources, "requests": {**limits, **(resources.get("requests") or {})}}}
     return container
 
 

@@ -25,6 +25,7 @@ from llmservice_local.discovery import VERSION
 from llmservice_local.errors import ApiError
 from llmservice_local.events import Recorder
 from llmservice_local.informer import Informers
+from llmservice_local.node_certificate import self_signed
 from llmservice_local.node_server import serve_node
 from llmservice_local.pod_worker import PodHost, PodWorker
 
@@ -53,6 +54,8 @@ class NodeSettings:
     """As a quantity; empty: this machine's memory."""
     labels: Mapping[str, str] = field(default_factory=dict)
     restart_backoff_s: float = FIRST_S
+    secure: bool = False
+    """Whether the node's own server speaks TLS, as a real API server expects of it."""
 
 
 class Node:
@@ -70,8 +73,9 @@ class Node:
     async def run(self) -> None:
         addresses = AddressBlock()
         connector = TCPConnector(limit=0, force_close=True)
+        tls = await self_signed(self._settings.state_dir) if self._settings.secure else None
         try:
-            async with ClientSession(connector=connector) as session, serve_node(self.worker, HOST_IP) as port:
+            async with ClientSession(connector=connector) as session, serve_node(self.worker, HOST_IP, tls) as port:
                 node = await self._register(node_object(self._settings, port, addresses.cidr))
                 beating = asyncio.create_task(self._heartbeat(node))
                 try:

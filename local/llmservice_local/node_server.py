@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
@@ -17,15 +18,15 @@ Find = Callable[[str, str], PodWorker | None]
 
 
 @asynccontextmanager
-async def serve_node(find: Find, host: str) -> AsyncIterator[int]:
-    """Serve on a free port of `host`, which is yielded."""
+async def serve_node(find: Find, host: str, tls: ssl.SSLContext | None = None) -> AsyncIterator[int]:
+    """Serve on a free port of `host`, which is yielded; over TLS where a context is given."""
     application = web.Application()
     application.router.add_get("/healthz", _health)
     application.router.add_get("/containerLogs/{namespace}/{pod}/{container}", _Logs(find).handle)
     runner = web.AppRunner(application, access_log=None, handler_cancellation=True, shutdown_timeout=0.5)
     await runner.setup()
     try:
-        site = web.TCPSite(runner, host, 0)
+        site = web.TCPSite(runner, host, 0, ssl_context=tls)
         await site.start()
         yield runner.addresses[0][1]
     finally:

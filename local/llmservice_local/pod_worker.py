@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from aiohttp import ClientSession
 
 from llmservice_local.client import PODS, KubeClient
 from llmservice_local.container import Container, ContainerHost, Launch
-from llmservice_local.container_spec import command_line, container_mounts, environment, volume_paths
+from llmservice_local.container_spec import command_line, container_mounts, environment, translate, volume_paths
 from llmservice_local.controller import timestamp
 from llmservice_local.errors import ApiError
 from llmservice_local.events import Recorder
@@ -109,6 +110,7 @@ class PodWorker:
             self._dirty.set()
             await asyncio.gather(reporting, return_exceptions=True)
             self.logs.remove()
+            shutil.rmtree(self._host.volumes_root / self.pod["metadata"]["uid"], ignore_errors=True)
 
     # -- its life ---------------------------------------------------------------------------------------------------
 
@@ -144,7 +146,8 @@ class PodWorker:
             elif not path.exists():
                 _LOG.info("volume %s of pod %s: %s does not exist", name, metadata["name"], path)
         mounts = container_mounts(spec, volumes)
-        own = environment(spec, pod, lambda kind, name: self._host.lookup(kind, metadata["namespace"], name))
+        given = environment(spec, pod, lambda kind, name: self._host.lookup(kind, metadata["namespace"], name))
+        own = {name: translate(value, mounts) for name, value in given.items()}
         env = {**self._host.base_env, "HOSTNAME": metadata["name"], "LLMSERVICE_HOST": self.address, **own}
         working_dir = Path(spec["workingDir"]) if spec.get("workingDir") else None
         return Launch(command_line(spec, env, mounts), env, working_dir)

@@ -1,0 +1,208 @@
+"""The whole local cluster: API, controllers, node, operator, gateway and Prometheus, as one context manager.
+
+async with LocalCluster(ClusterSettings(state_dir=path)) as cluster:
+    cluster.kubeconfig, cluster.api_url, cluster.gateway_url
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from aiohttp import ClientSession
+
+from llmservice_local.api import serve_api
+from llmservice_local.client import DEFINITIONS, KubeClient, connect
+from llmservice_local.component import Component, ComponentSpec
+from llmservice_local.control_plane import serve_control_plane
+from llmservice_local.controller import Controller
+from llmservice_local.deployment_controller import DeploymentController
+from llmservice_local.endpoint import Endpoint
+from llmservice_local.endpoints_controller import EndpointsController
+from llmservice_local.errors import ApiError
+from llmservice_local.garbage_collector import GarbageCollector
+from llmservice_local.informer import Informers
+from llmservice_local.namespace_controller import NamespaceController
+from llmservice_local.node import Node, NodeSettings, base_environment
+from llmservice_local.ports import free_port
+from llmservice_local.prometheus import prometheus_spec
+from llmservice_local.replica_set_controller import ReplicaSetController
+from llmservice_local.scheduler import Scheduler
+
+Object = dict[str, Any]
+
+CONTROLLERS: tuple[type[Controller], ...] = (
+    DeploymentController,
+    ReplicaSetController,
+    EndpointsController,
+    GarbageCollector,
+    NamespaceController,
+    Scheduler,
+)
+COMPONENT_START_S = 60.0
+_LOG = logging.getLogger(__name__)
+
+
+def _assets() -> Path | None:
+    named = os.environ.get("KUBEBUILDER_ASSETS")
+    return Path(named) if named else None
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSettings:
+    """What the cluster consists of. Ports: 0 takes a free one."""
+
+    state_dir: Path
+    api_port: int = 0
+    gateway_port: int = 0
+    gpus: int = 0
+    cpu: str = ""
+    memory: str = ""
+    node_labels: Mapping[str, str] = field(default_factory=dict)
+    models_root: Path | None = None
+    operator: bool = True
+    gateway: bool = True
+    prometheus: bool = False
+    operator_arguments: tuple[str, ...] = ()
+    restart_backoff_s: float = 10.0
+    assets: Path | None = field(default_factory=_assets)
+    """Where etcd and kube-apiserver are; None: the emulated API."""
+
+
+class LocalCluster:
+    """Enter to start everything, leave to end every process of it."""
+
+    def __init__(self, settings: ClusterSettings) -> None:
+        self.settings = settings
+        self.kubeconfig = settings.state_dir / "kubeconfig"
+        self.endpoint = Endpoint("")
+        self.gateway_url = ""
+        self.prometheus_url = ""
+        self.components: dict[str, Component] = {}
+        self._stack = AsyncExitStack()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def api_url(self) -> str:
+        return self.endpoint.url
+
+    async def __aenter__(self) -> LocalCluster:
+        """Raises `ComponentError` where a part does not come up; what was started by then is ended."""
+        async with AsyncExitStack() as stack:
+            await self._start(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    async def failed(self) -> None:
+        """Wait until a controller or the node ends, which they never should; raises what ended it."""
+        done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+
+    async def _start(self, stack: AsyncExitStack) -> None:
+        settings = self.settings
+        for folder in ("components", "logs", "volumes"):
+            (settings.state_dir / folder).mkdir(parents=True, exist_ok=True)
+        session = await stack.enter_async_context(ClientSession())
+        if settings.assets is None:
+            api = await stack.enter_async_context(serve_api(port=settings.api_port))
+            self.endpoint = Endpoint(api.url)
+        else:
+            plane = serve_control_plane(settings.assets, settings.state_dir, settings.api_port, session)
+            self.endpoint = await stack.enter_async_context(plane)
+        self.endpoint.write_kubeconfig(self.kubeconfig)
+        client = await stack.enter_async_context(connect(self.endpoint, "llmservice-local"))
+        await _install_definition(client)
+        stack.push_async_callback(self._stop_tasks)
+        informers = Informers(client)
+        stack.push_async_callback(informers.close)
+        self._tasks = [
+            asyncio.create_task(controller(client, informers).run(), name=controller.name) for controller in CONTROLLERS
+        ]
+        node = Node(client, informers, self._node_settings())
+        self._tasks.append(asyncio.create_task(node.run(), name="node"))
+        await self._start_components(stack, session)
+
+    def _node_settings(self) -> NodeSettings:
+        settings = self.settings
+        return NodeSettings(
+            state_dir=settings.state_dir,
+            gpus=settings.gpus,
+            cpu=settings.cpu,
+            memory=settings.memory,
+            labels=settings.node_labels,
+            restart_backoff_s=settings.restart_backoff_s,
+            secure=settings.assets is not None,
+        )
+
+    async def _start_components(self, stack: AsyncExitStack, session: ClientSession) -> None:
+        specs: list[ComponentSpec] = []
+        if self.settings.prometheus:
+            port = free_port()
+            self.prometheus_url = f"http://127.0.0.1:{port}"
+            specs.append(prometheus_spec(self.settings.state_dir, self.kubeconfig, port))
+        if self.settings.operator:
+            specs.append(self._operator_spec())
+        if self.settings.gateway:
+            specs.append(self._gateway_spec())
+        self.components = {spec.name: Component(spec) for spec in specs}
+        for component in self.components.values():
+            stack.push_async_callback(component.stop)
+        await asyncio.gather(*(component.start(session, COMPONENT_START_S) for component in self.components.values()))
+
+    def _operator_spec(self) -> ComponentSpec:
+        port = free_port()
+        flags = ["--host", "127.0.0.1", "--port", str(port)]
+        if self.settings.models_root is not None:
+            flags += ["--file-models-root", str(self.settings.models_root)]
+        if self.prometheus_url:
+            flags += ["--prometheus-url", self.prometheus_url]
+        return self._own_command("operator", [*flags, *self.settings.operator_arguments], f"{port}/healthz")
+
+    def _gateway_spec(self) -> ComponentSpec:
+        port = free_port(self.settings.gateway_port)
+        self.gateway_url = f"http://127.0.0.1:{port}"
+        return self._own_command("gateway", ["--host", "127.0.0.1", "--port", str(port)], f"{port}/health")
+
+    def _own_command(self, name: str, flags: list[str], health: str) -> ComponentSpec:
+        return ComponentSpec(
+            name=name,
+            command=[sys.executable, "-m", "llmservice_planner", name, *flags],
+            log=self.settings.state_dir / "components" / f"{name}.log",
+            health_url=f"http://127.0.0.1:{health}",
+            env={**base_environment(), "KUBECONFIG": str(self.kubeconfig)},
+        )
+
+    async def _stop_tasks(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        results = await asyncio.gather(*self._tasks, return_exceptions=True)
+        for task, result in zip(self._tasks, results, strict=True):
+            if isinstance(result, Exception):
+                _LOG.error("%s failed", task.get_name(), exc_info=result)
+
+
+async def _install_definition(client: KubeClient) -> None:
+    """Install the LLMService CRD, in the version of the operator that is installed beside us."""
+    from llmservice_operator.crd import crd
+
+    definition = crd()
+    try:
+        await client.create(DEFINITIONS, None, definition)
+    except ApiError as error:
+        if error.code != 409:
+            raise
+        await client.merge(DEFINITIONS, definition, {"spec": definition["spec"]})

@@ -1,0 +1,151 @@
+"""`llmservice up`: a cluster on this machine, for as long as the command runs."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmservice_planner.command import Command, CommandError
+
+if TYPE_CHECKING:
+    from llmservice_local.cluster import ClusterSettings, LocalCluster
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-f", "--filename", action="append", type=Path, default=[], metavar="MANIFEST", help="apply this; repeatable"
+    )
+    parser.add_argument("--gpus", type=int, default=0, metavar="N", help="nvidia.com/gpu that the node says it has")
+    parser.add_argument("--cpu", default="", metavar="QUANTITY", help="CPU of the node (default: the machine's)")
+    parser.add_argument("--memory", default="", metavar="QUANTITY", help="memory of the node (default: the machine's)")
+    parser.add_argument(
+        "--node-label", action="append", default=[], metavar="KEY=VALUE", help="label of the node; repeatable"
+    )
+    parser.add_argument("--models-root", type=Path, metavar="DIR", help="file:///x in a manifest means DIR/x")
+    parser.add_argument("--api-port", type=int, default=0, metavar="PORT", help="0 takes a free one")
+    parser.add_argument("--gateway-port", type=int, default=0, metavar="PORT", help="0 takes a free one")
+    parser.add_argument(
+        "--state-dir", type=Path, metavar="DIR", help="kubeconfig and logs (default: a temporary folder)"
+    )
+    parser.add_argument("--no-operator", action="store_true", help="start no operator: run your own")
+    parser.add_argument("--no-gateway", action="store_true", help="start no gateway")
+    parser.add_argument("--prometheus", action="store_true", help="start a Prometheus; the operator reads from it")
+    parser.add_argument(
+        "--operator-arg",
+        action="append",
+        default=[],
+        metavar="ARGUMENT",
+        help="passed to `llmservice operator`, as in --operator-arg=--tick=1; repeatable",
+    )
+    parser.add_argument("--log-level", default="warning", choices=["debug", "info", "warning", "error"])
+
+
+def run(args: argparse.Namespace) -> int:
+    logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    labels = dict(_label(text) for text in args.node_label)
+    if args.state_dir is not None:
+        args.state_dir.mkdir(parents=True, exist_ok=True)
+        return asyncio.run(_up(_settings(args, args.state_dir.resolve(), labels), args.filename))
+    with tempfile.TemporaryDirectory(prefix="llmservice-", ignore_cleanup_errors=True) as folder:
+        return asyncio.run(_up(_settings(args, Path(folder).resolve(), labels), args.filename))
+
+
+def _settings(args: argparse.Namespace, state_dir: Path, labels: dict[str, str]) -> ClusterSettings:
+    from llmservice_local.cluster import ClusterSettings
+    from llmservice_local.quantity import parse
+
+    for name in ("cpu", "memory"):
+        if value := getattr(args, name):
+            try:
+                parse(value)
+            except ValueError as error:
+                raise CommandError(f"--{name}: {error}") from error
+    if args.models_root is not None and not args.models_root.is_dir():
+        raise CommandError(f"--models-root {args.models_root}: there is no such folder")
+    for path in args.filename:
+        if not path.is_file():
+            raise CommandError(f"-f {path}: there is no such file")
+    return ClusterSettings(
+        state_dir=state_dir,
+        api_port=args.api_port,
+        gateway_port=args.gateway_port,
+        gpus=args.gpus,
+        cpu=args.cpu,
+        memory=args.memory,
+        node_labels=labels,
+        models_root=args.models_root.resolve() if args.models_root else None,
+        operator=not args.no_operator,
+        gateway=not args.no_gateway,
+        prometheus=args.prometheus,
+        operator_arguments=tuple(args.operator_arg),
+    )
+
+
+async def _up(settings: ClusterSettings, manifests: list[Path]) -> int:
+    from llmservice_local.cluster import LocalCluster
+    from llmservice_local.component import ComponentError
+    from llmservice_local.errors import ApiError
+
+    interrupted = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, interrupted.set)
+    try:
+        async with LocalCluster(settings) as cluster:
+            for path in manifests:
+                await _apply(cluster, path)
+            _announce(cluster)
+            await _until(cluster, interrupted)
+            print("stopping every process of the cluster", flush=True)
+    except (ComponentError, ApiError, OSError) as error:
+        raise CommandError(str(error), status=1) from error
+    return 0
+
+
+async def _until(cluster: LocalCluster, interrupted: asyncio.Event) -> None:
+    waiting = [asyncio.create_task(interrupted.wait()), asyncio.create_task(cluster.failed())]
+    done, pending = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    for task in pending:
+        task.cancel()
+    await asyncio.gather(*pending, return_exceptions=True)
+    for task in done:
+        task.result()
+
+
+async def _apply(cluster: LocalCluster, path: Path) -> None:
+    from llmservice_local.manifest import apply_manifest
+
+    for applied in await apply_manifest(cluster.endpoint, path):
+        print(f"{applied} applied", flush=True)
+
+
+def _announce(cluster: LocalCluster) -> None:
+    kind = "emulated" if cluster.settings.assets is None else "kube-apiserver"
+    print(f"API server  {cluster.api_url}  ({kind})")
+    if cluster.gateway_url:
+        print(f"gateway     {cluster.gateway_url}/v1")
+    if cluster.prometheus_url:
+        print(f"prometheus  {cluster.prometheus_url}")
+    print(f"logs        {cluster.settings.state_dir / 'components'}")
+    print(f"\nexport KUBECONFIG={cluster.kubeconfig}\n\nCtrl-C ends it (pid {os.getpid()})", flush=True)
+
+
+def _label(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise CommandError(f"--node-label {text!r}: expected KEY=VALUE")
+    return key, value
+
+
+COMMAND = Command(
+    help="run a Kubernetes cluster, the operator and the gateway on this machine, without Docker or root",
+    add_arguments=add_arguments,
+    run=run,
+    extra="local",
+    requires=("aiohttp", "celpy", "kopf", "kubernetes"),
+)
