@@ -33,7 +33,7 @@ from llmservice_local.informer import Informers
 from llmservice_local.namespace_controller import NamespaceController
 from llmservice_local.node import Node, NodeSettings, base_environment
 from llmservice_local.ports import free_port
-from llmservice_local.prometheus import prometheus_spec
+from llmservice_local.prometheus import PrometheusTargets, prometheus_spec
 from llmservice_local.replica_set_controller import ReplicaSetController
 from llmservice_local.scheduler import Scheduler
 
@@ -132,6 +132,9 @@ class LocalCluster:
         self._tasks = [
             asyncio.create_task(controller(client, informers).run(), name=controller.name) for controller in CONTROLLERS
         ]
+        if settings.prometheus:
+            targets = PrometheusTargets(client, informers, self._targets)
+            self._tasks.append(asyncio.create_task(targets.run(), name=targets.name))
         node = Node(client, informers, self._node_settings())
         self._tasks.append(asyncio.create_task(node.run(), name="node"))
         await self._start_components(stack, session)
@@ -151,9 +154,7 @@ class LocalCluster:
     async def _start_components(self, stack: AsyncExitStack, session: ClientSession) -> None:
         specs: list[ComponentSpec] = []
         if self.settings.prometheus:
-            port = free_port()
-            self.prometheus_url = f"http://127.0.0.1:{port}"
-            specs.append(prometheus_spec(self.settings.state_dir, self.kubeconfig, port))
+            specs.append(self._prometheus_spec())
         if self.settings.operator:
             specs.append(self._operator_spec())
         if self.settings.gateway:
@@ -162,6 +163,16 @@ class LocalCluster:
         for component in self.components.values():
             stack.push_async_callback(component.stop)
         await asyncio.gather(*(component.start(session, COMPONENT_START_S) for component in self.components.values()))
+
+    def _prometheus_spec(self) -> ComponentSpec:
+        port = free_port()
+        self.prometheus_url = f"http://127.0.0.1:{port}"
+        log = self.settings.state_dir / "components" / "prometheus.log"
+        return prometheus_spec(self.settings.state_dir / "prometheus", self._targets, log, port)
+
+    @property
+    def _targets(self) -> Path:
+        return self.settings.state_dir / "prometheus-targets.json"
 
     def _operator_spec(self) -> ComponentSpec:
         port = free_port()
