@@ -16,6 +16,7 @@ from llmservice_server.api.app import create_app
 from llmservice_server.api.state import ServeConfig, ServerState
 from llmservice_server.config import EngineConfig
 from llmservice_server.engine_client import EngineClient
+from llmservice_server.messages import Ready
 from llmservice_server.metrics import Metrics
 from llmservice_server.tokenizer import Tokenizer, TokenizerLoadError
 
@@ -57,7 +58,7 @@ class HttpProcess:
         self._listen = listen
         self._state = ServerState(
             config=serve,
-            engine=EngineClient(engine, log_level, on_ready=metrics.set_ready, on_stats=metrics.set_stats),
+            engine=EngineClient(engine, log_level, on_ready=self._on_ready, on_stats=metrics.set_stats),
             metrics=metrics,
         )
         self._stop = asyncio.Event()
@@ -67,6 +68,7 @@ class HttpProcess:
                 create_app(self._state),
                 log_config=None,
                 access_log=False,
+                ws="none",
                 lifespan="off",
                 server_header=False,
                 timeout_keep_alive=_KEEP_ALIVE_S,
@@ -99,6 +101,11 @@ class HttpProcess:
         await serving
         if self._failure is not None:
             raise ServeError(self._failure)
+
+    def _on_ready(self, ready: Ready) -> None:
+        self._state.metrics.set_ready(ready)
+        fields = {name: getattr(ready, name) for name in ("max_model_len", "max_num_seqs", "num_blocks", "block_size")}
+        log.info("the engine is ready", extra={"fields": {**fields, "load_s": round(ready.load_s, 3)}})
 
     def _on_signal(self) -> None:
         """The first begins the drain, a second ends it: an impatient person's Ctrl-C."""

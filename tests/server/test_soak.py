@@ -59,3 +59,5 @@ async def test_after_two_thousand_requests_every_block_is_free(start_server: Cal
     assert server.metric("llmservice_request_success_total", finished_reason="error") == 0
     assert server.metric("llmservice_num_preemptions_total", mode="recompute") > 0
     assert server.post("/v1/completions", {"model": "tiny", "prompt": "Hello"})[0] == 200
+    assert not [line for line in server.log if line["level"] in ("warning", "error")]
+    assert server.errors == []

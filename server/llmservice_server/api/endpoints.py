@@ -27,37 +27,39 @@ from llmservice_server.chat_template import ChatTemplateError
 from llmservice_server.tokenizer import Tokenizer
 
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
-_LONG_TEXT = 4096  # characters; longer ones are tokenized in a thread, so that nobody else's tokens wait for them
+_LONG_BODY = 8192  # bytes; longer ones are tokenized in a thread, so that nobody else's tokens wait for them
 _CLIENT_GONE = 499  # nginx's status for it; nobody receives it, but the access log shows it
 
 _Parsed = TypeVar("_Parsed", bound=GenerationRequest)
-_Input = TypeVar("_Input")
 
 
 async def completions(request: Request) -> Response:
     arrival_s = time.monotonic()
-    parsed, tokenizer = await _accept(request, parse_completion)
-    prompts = await _prompts(parsed, tokenizer)
+    parsed, prompts = await _accept(request, parse_completion, _completion_prompts)
     generation = _generation(request, parsed, prompts, arrival_s, _DEFAULT_COMPLETION_TOKENS)
     return await _respond(request, parsed, generation, CompletionFormat())
 
 
 async def chat_completions(request: Request) -> Response:
     arrival_s = time.monotonic()
-    parsed, tokenizer = await _accept(request, parse_chat)
-    prompt = await _chat_prompt(parsed, tokenizer)
-    generation = _generation(request, parsed, [prompt], arrival_s, None)
+    parsed, prompts = await _accept(request, parse_chat, _chat_prompts)
+    generation = _generation(request, parsed, prompts, arrival_s, None)
     return await _respond(request, parsed, generation, ChatFormat())
 
 
-async def _accept(request: Request, parse: Callable[[bytes], _Parsed]) -> tuple[_Parsed, Tokenizer]:
-    """Refuse what can be refused before any work is done for it. Raises ApiError."""
+async def _accept(
+    request: Request, parse: Callable[[bytes], _Parsed], tokenize: Callable[[_Parsed, Tokenizer], list[list[int]]]
+) -> tuple[_Parsed, list[list[int]]]:
+    """The request and its prompts; what can be refused is refused before work is done for it. Raises ApiError."""
     state: ServerState = request.app.state.server
     state.require_room(1)
-    parsed = parse(await _body(request, state.config.max_body_bytes))
+    body = await _body(request, state.config.max_body_bytes)
+    parsed = parse(body)
     state.require_model(parsed.model)
     _, tokenizer = state.require_ready()
-    return parsed, tokenizer
+    if len(body) > _LONG_BODY:
+        return parsed, await asyncio.to_thread(tokenize, parsed, tokenizer)
+    return parsed, tokenize(parsed, tokenizer)
 
 
 async def _body(request: Request, limit: int) -> bytes:
@@ -69,34 +71,15 @@ async def _body(request: Request, limit: int) -> bytes:
     return bytes(body)
 
 
-async def _prompts(parsed: CompletionRequest, tokenizer: Tokenizer) -> list[list[int]]:
-    """A prompt is text, ids, or a list of either; ids stand directly in the list or in lists of their own."""
-    given = [parsed.prompt] if isinstance(parsed.prompt, str) else parsed.prompt
-    if not given:
-        raise invalid("prompt is an empty list: expected text or token ids", param="prompt")
-    numbers = [part for part in given if isinstance(part, int)]
-    if numbers:
-        if len(numbers) < len(given):
-            raise invalid("prompt mixes token ids with texts or lists: expected one kind", param="prompt")
-        return [numbers]
-    return [
-        await _tokenize(tokenizer.encode, part, len(part)) if isinstance(part, str) else part
-        for part in given
-        if not isinstance(part, int)
-    ]
+def _completion_prompts(parsed: CompletionRequest, tokenizer: Tokenizer) -> list[list[int]]:
+    return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in parsed.prompts]
 
 
-async def _chat_prompt(parsed: ChatRequest, tokenizer: Tokenizer) -> list[int]:
-    messages = [message.as_template_input() for message in parsed.messages]
-    size = sum(len(message["content"]) for message in messages)
+def _chat_prompts(parsed: ChatRequest, tokenizer: Tokenizer) -> list[list[int]]:
     try:
-        return await _tokenize(tokenizer.encode_chat, messages, size)
+        return [tokenizer.encode_chat([message.as_template_input() for message in parsed.messages])]
     except ChatTemplateError as error:
         raise invalid(str(error), param="messages") from error
-
-
-async def _tokenize(encode: Callable[[_Input], list[int]], content: _Input, size: int) -> list[int]:
-    return await asyncio.to_thread(encode, content) if size > _LONG_TEXT else encode(content)
 
 
 def _generation(

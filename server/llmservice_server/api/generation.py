@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from llmservice_server.api.error import ENGINE_DEAD, ENGINE_ERROR, ApiError, invalid
-from llmservice_server.api.request import MAX_SEQUENCES, GenerationRequest
+from llmservice_server.api.request import GenerationRequest
 from llmservice_server.api.sequence import Sequence
 from llmservice_server.api.state import ServerState
 from llmservice_server.engine_client import EngineDeadError, OutputStream
@@ -59,8 +59,6 @@ class Generation:
         self.request_id = uuid.uuid4().hex
         self._stream: OutputStream | None = None
         self._watcher: asyncio.Task[None] | None = None
-        if len(prompts) * request.n > MAX_SEQUENCES:
-            raise invalid(f"{len(prompts)} prompts with n {request.n} are too many: at most {MAX_SEQUENCES}", param="n")
         limits = [_token_limit(prompt, request.token_limit, default_max_tokens, ready, tokenizer) for prompt in prompts]
         timeout_s = state.config.request_timeout_s
         self._messages = [
@@ -170,7 +168,7 @@ def _sampling(request: GenerationRequest, max_tokens: int, choice: int, tokenize
         temperature=request.temperature,
         top_k=max(0, request.top_k),
         top_p=request.top_p,
-        seed=None if request.seed is None else request.seed + choice,  # else all choices of a seeded request were alike
+        seed=None if request.seed is None else (request.seed + choice) % 2**63,  # so that the choices differ
         stop_token_ids=tuple(sorted(eos.union(request.stop_token_ids))),
         ignore_eos=request.ignore_eos,
     )

@@ -57,6 +57,15 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 class CompletionRequest(GenerationRequest):
     prompt: str | list[str | TokenId | list[TokenId]]
 
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One or several; ids stand directly in the list or in lists of their own. Raises ApiError on a mixture."""
+        given = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        ids = [part for part in given if isinstance(part, int)]
+        if ids and len(ids) < len(given):
+            raise invalid("prompt mixes token ids with texts or lists: expected one kind", param="prompt")
+        return [ids] if ids else [part for part in given if not isinstance(part, int)]
+
 
 class TextPart(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["text"]
@@ -148,7 +157,13 @@ _R = TypeVar("_R", bound=GenerationRequest)
 
 def parse_completion(body: bytes) -> CompletionRequest:
     """Raises ApiError (400) that names the parameter."""
-    return _parse(body, CompletionRequest, _UNSUPPORTED | _UNSUPPORTED_COMPLETION)
+    request = _parse(body, CompletionRequest, _UNSUPPORTED | _UNSUPPORTED_COMPLETION)
+    prompts = request.prompts
+    if not prompts:
+        raise invalid("prompt is an empty list: expected text or token ids", param="prompt")
+    if len(prompts) * request.n > MAX_SEQUENCES:
+        raise invalid(f"{len(prompts)} prompts with n {request.n} are too many: at most {MAX_SEQUENCES}", param="n")
+    return request
 
 
 def parse_chat(body: bytes) -> ChatRequest:

@@ -36,6 +36,9 @@ def _error(answer: Any) -> dict[str, Any]:
         ("completions", b'{"model":"tiny","prompt":"\xff"}', 400, None, None),
         ("completions", {"model": "gpt", "prompt": "a"}, 404, "model", "model_not_found"),
         ("completions", {"model": "tiny", "prompt": ""}, 200, None, None),  # the begin token is a prompt
+        ("completions", {"model": "tiny", "prompt": "a", "seed": -5}, 200, None, None),
+        ("completions", {"model": "tiny", "prompt": "a", "seed": 2**63 - 1, "n": 2}, 200, None, None),
+        ("completions", {"model": "tiny", "prompt": ["a"] * 50_000}, 400, "n", None),
         ("completions", {"model": "tiny", "prompt": []}, 400, "prompt", None),
         ("completions", {"model": "tiny", "prompt": [[]]}, 400, "prompt", None),
         ("completions", {"model": "tiny", "prompt": [1, "a"]}, 400, "prompt", None),

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from llmservice_server.api.error import ApiError
-from llmservice_server.api.request import parse_chat, parse_completion
+from llmservice_server.api.request import ChatRequest, parse_chat, parse_completion
 
 COMPLETION = {"model": "tiny", "prompt": "Hello"}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
@@ -16,6 +19,14 @@ CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
 
 def _encode(fields: dict[str, Any]) -> bytes:
     return json.dumps(fields).encode()
+
+
+def _status(parse: Any, body: bytes) -> int:
+    try:
+        parse(body)
+    except ApiError as error:
+        return error.status
+    return 200
 
 
 def _refusal(parse: Any, body: bytes) -> ApiError:
@@ -114,6 +125,26 @@ def test_messages_of_a_wrong_shape_are_refused_with_their_place(messages: Any, w
     assert words in refusal.message
     assert refusal.param is not None
     assert refusal.param.startswith("messages")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+FIELDS = [field.name for field in msgspec.structs.fields(ChatRequest)] + ["prompt", "tools", "logprobs", "x"]
+
+
+@given(fields=st.dictionaries(st.sampled_from(FIELDS), JSON))
+@pytest.mark.parametrize("parse", [parse_completion, parse_chat])
+def test_whatever_the_fields_hold_the_worst_answer_is_a_400(parse: Any, fields: dict[str, Any]) -> None:
+    for base in ({}, COMPLETION, CHAT):
+        assert _status(parse, _encode(base | fields)) in (200, 400)
+
+
+@given(body=st.binary(max_size=60))
+def test_whatever_the_bytes_are_the_worst_answer_is_a_400(body: bytes) -> None:
+    assert _refusal(parse_chat, body).message
 
 
 @pytest.mark.parametrize("field", ["model", "prompt"])
