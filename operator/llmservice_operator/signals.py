@@ -30,6 +30,7 @@ class Signals:
     def __init__(self, pods: SignalSource, prometheus: SignalSource | None) -> None:
         self._pods = pods
         self._prometheus = prometheus
+        self._failing: set[str] = set()
 
     async def load(
         self, source: SourceName, namespace: str, ready: Sequence[Pod], window_s: float, now: float
@@ -39,11 +40,18 @@ class Signals:
             try:
                 histories = await reader.read(namespace, ready, window_s, now)
             except SignalError as error:
-                logger.warning("%s: signals can't be read from %s: %s", namespace, name, error)
+                self._failed(name, error)
                 continue
+            self._failing.discard(name)
             if load := load_of(histories, [pod.name for pod in ready], name):
                 return load
         return None
+
+    def _failed(self, name: str, error: SignalError) -> None:
+        """Say it once, not in every pass over every service."""
+        if name not in self._failing:
+            logger.warning("signals can't be read from %s: %s", name, error)
+        self._failing.add(name)
 
     def _readers(self, source: SourceName) -> list[tuple[str, SignalSource]]:
         prometheus = [("prometheus", self._prometheus)] if self._prometheus else []

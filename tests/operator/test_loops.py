@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from llmservice_operator.kube_client import KubeError
+from llmservice_operator.loops import ServiceLoops
+from llmservice_operator.metrics import OperatorMetrics
+
+KEY = ("team-a", "tiny")
+NEVER_S = 1000.0
+
+
+class Passes:
+    """Counts passes, and does in each what the test says."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.done = asyncio.Condition()
+        self.outcomes: list[bool | Exception] = []
+
+    async def run(self, namespace: str, name: str) -> bool:
+        assert (namespace, name) == KEY
+        async with self.done:
+            self.count += 1
+            self.done.notify_all()
+        outcome = self.outcomes.pop(0) if self.outcomes else True
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    async def reach(self, count: int) -> None:
+        async with asyncio.timeout(5), self.done:
+            await self.done.wait_for(lambda: self.count >= count)
+
+
+@pytest.fixture
+async def passes() -> Passes:
+    return Passes()
+
+
+@pytest.fixture
+async def loops(passes: Passes) -> AsyncIterator[ServiceLoops]:
+    loops = ServiceLoops(passes.run, NEVER_S, OperatorMetrics())
+    yield loops
+    await loops.stop_all()
+
+
+async def test_a_service_is_looked_at_at_once_and_again_when_woken(loops: ServiceLoops, passes: Passes) -> None:
+    loops.start(KEY)
+    await passes.reach(1)
+    loops.wake(KEY)
+    await passes.reach(2)
+
+
+async def test_the_tick_wakes_a_loop_that_nobody_else_does(passes: Passes) -> None:
+    loops = ServiceLoops(passes.run, 0.01, OperatorMetrics())
+    loops.start(KEY)
+    await passes.reach(3)
+    await loops.stop_all()
+
+
+async def test_a_pass_that_fails_is_repeated(passes: Passes) -> None:
+    metrics = OperatorMetrics()
+    passes.outcomes = [KubeError(500, "etcd is slow"), ValueError("our own fault"), True]
+    loops = ServiceLoops(passes.run, 0.01, metrics)
+    loops.start(KEY)
+    await passes.reach(3)
+    assert loops.healthy()
+    await loops.stop_all()
+
+    assert b'llmservice_operator_pass_failures_total{name="tiny",namespace="team-a"} 2.0' in metrics.exposition()
+
+
+async def test_the_loop_of_a_service_that_is_gone_ends_and_begins_anew(loops: ServiceLoops, passes: Passes) -> None:
+    passes.outcomes = [False]
+    loops.start(KEY)
+    await passes.reach(1)
+    await asyncio.sleep(0)
+    loops.wake(KEY)
+    loops.start(KEY)
+    await passes.reach(2)
+
+
+async def test_a_child_of_a_service_that_is_not_known_wakes_nobody(loops: ServiceLoops, passes: Passes) -> None:
+    loops.wake(("team-a", "stranger"))
+    await asyncio.sleep(0)
+
+    assert passes.count == 0

@@ -1,0 +1,137 @@
+"""The real command against an API server: it reconciles, survives kill -9, and ends on SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from llmservice_operator.kube_client import KubeClient
+from llmservice_planner.command import main
+
+SERVICES = "/apis/serving.llmservice.io/v1alpha1/namespaces/team-a/llmservices"
+SHAPE = {"layers": 2, "heads": 4, "hiddenSize": 64, "intermediateSize": 128, "vocabSize": 512}
+SPEC = {"model": {"uri": "hf://org/name", "shape": SHAPE}, "engine": {"maxModelLen": 512}, "replicas": 2}
+
+MAIN = "import sys; from llmservice_planner.command import main; sys.exit(main())"
+
+Start = Callable[[], Awaitable[asyncio.subprocess.Process]]
+
+
+@pytest.fixture
+async def start(kubeconfig: Path, kube: KubeClient) -> AsyncIterator[Start]:
+    """Starts `llmservice operator`; what still runs at the end is killed."""
+    started: list[asyncio.subprocess.Process] = []
+
+    async def run() -> asyncio.subprocess.Process:
+        flags = ["--tick", "0.5", "--port", "0", "--host", "127.0.0.1", "--server-image", "img:1"]
+        environment = {**os.environ, "KUBECONFIG": str(kubeconfig)}
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", MAIN, "operator", *flags, env=environment, stderr=asyncio.subprocess.PIPE
+        )
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def until(check: Callable[[], Awaitable[Any]]) -> Any:
+    """Poll for what no event tells the test; bounded."""
+    async with asyncio.timeout(30):
+        while not (found := await check()):
+            await asyncio.sleep(0.1)
+        return found
+
+
+async def replicas(kube: KubeClient) -> int | None:
+    deployment = await kube.get_child("apps/v1", "Deployment", "team-a", "tiny")
+    return None if deployment is None else int(deployment["spec"]["replicas"])
+
+
+async def create_service(kube: KubeClient) -> None:
+    metadata = {"name": "tiny", "namespace": "team-a"}
+    body = {"apiVersion": "serving.llmservice.io/v1alpha1", "kind": "LLMService", "metadata": metadata, "spec": SPEC}
+    await kube.request("POST", SERVICES, body=body, content_type="application/json")
+
+
+async def test_the_command_keeps_a_service_as_it_should_be(start: Start, kube: KubeClient) -> None:
+    process = await start()
+    await create_service(kube)
+    await until(lambda: _equals(kube, 2))
+
+    drift = {"spec": {"replicas": 9}}
+    await kube.request("PATCH", "/apis/apps/v1/namespaces/team-a/deployments/tiny", body=drift)
+    await until(lambda: _equals(kube, 2))
+
+    process.kill()
+    await process.wait()
+    await kube.request("PATCH", f"{SERVICES}/tiny", body={"spec": {"replicas": 3}})
+    successor = await start()
+    await until(lambda: _equals(kube, 3))
+
+    service = await kube.get_service("team-a", "tiny")
+    assert service is not None
+    assert "finalizers" not in service["metadata"]
+    successor.send_signal(signal.SIGTERM)
+    async with asyncio.timeout(10):
+        assert await successor.wait() == 0
+
+
+async def test_health_and_metrics_are_served(start: Start, kube: KubeClient) -> None:
+    process = await start()
+    port = await _port(process)
+    await create_service(kube)
+    await until(lambda: _equals(kube, 2))
+
+    async with aiohttp.ClientSession() as session:
+
+        async def counted() -> bool:
+            async with session.get(f"http://127.0.0.1:{port}/metrics") as response:
+                return (
+                    'llmservice_operator_desired_replicas{name="tiny",namespace="team-a"} 2.0' in await response.text()
+                )
+
+        await until(counted)
+        async with session.get(f"http://127.0.0.1:{port}/healthz") as response:
+            assert response.status == 200
+
+
+def test_a_tick_that_would_spin_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["operator", "--tick", "0"]) == 2
+    assert "--tick" in capsys.readouterr().err
+
+
+def test_without_a_cluster_it_says_what_to_set(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "absent"))
+
+    assert main(["operator", "--port", "0"]) == 2
+    assert "Set KUBECONFIG" in capsys.readouterr().err
+
+
+async def _equals(kube: KubeClient, wanted: int) -> bool:
+    return await replicas(kube) == wanted
+
+
+async def _port(process: asyncio.subprocess.Process) -> int:
+    assert process.stderr is not None
+    lines: list[bytes] = []
+    async with asyncio.timeout(20):
+        async for line in process.stderr:
+            lines.append(line)
+            if match := re.search(rb"healthz and metrics on port (\d+)", line):
+                return int(match[1])
+    raise AssertionError(f"the operator ended without naming its port: {lines}")

@@ -1,0 +1,385 @@
+"""Whole passes against an API server over HTTP, with pods that answer /metrics on real sockets. Time is given."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from llmservice_operator.applier import Applier
+from llmservice_operator.kube_client import KubeClient
+from llmservice_operator.metrics import OperatorMetrics
+from llmservice_operator.model_source import ModelReader
+from llmservice_operator.reconcile import Reconciler
+from llmservice_operator.signals import Signals
+from llmservice_operator.signals_pods import PodSignals
+from llmservice_operator.signals_prometheus import PrometheusSignals
+
+NS = "/api/v1/namespaces/team-a"
+APPS = "/apis/apps/v1/namespaces/team-a"
+SERVICES = "/apis/serving.llmservice.io/v1alpha1/namespaces/team-a/llmservices"
+CONFIG = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "vocab_size": 512,
+    "max_position_embeddings": 2048,
+    "torch_dtype": "float32",
+}
+AUTOSCALING = {
+    "minReplicas": 1,
+    "maxReplicas": 4,
+    "queueDepth": 2,
+    "scaleUp": {"stabilization": "0s"},
+    "scaleDown": {"stabilization": "60s"},
+}
+
+
+@dataclass
+class Pods:
+    """What the service's pods say of themselves on a loopback port: in flight by IP; an IP that is absent is silent."""
+
+    port: int
+    in_flight: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        if request.url.host not in self.in_flight:
+            return web.Response(status=500)
+        running, waiting = self.in_flight[request.url.host]
+        lines = [f"llmservice_num_requests_running {running}", f"llmservice_num_requests_waiting {waiting}"]
+        lines += ['llmservice_kv_cache_blocks{state="free"} 1000', 'llmservice_memory_bytes{kind="weights"} 1e6', ""]
+        return web.Response(text="\n".join(lines))
+
+
+@dataclass
+class World:
+    """An API server, one operator, and a clock."""
+
+    kube: KubeClient
+    reconciler: Reconciler
+    pods: Pods
+    now: float = 1_700_000_000.0
+
+    async def create_service(self, manifest: dict[str, Any]) -> None:
+        await self.kube.request("POST", SERVICES, body=manifest, content_type="application/json")
+
+    async def run_pass(self, after_s: float = 0.0) -> bool:
+        self.now += after_s
+        return await self.reconciler.run_pass("team-a", "tiny")
+
+    async def service(self) -> dict[str, Any]:
+        service = await self.kube.get_service("team-a", "tiny")
+        assert service is not None
+        return service
+
+    async def status(self) -> dict[str, Any]:
+        return (await self.service())["status"]  # type: ignore[no-any-return]
+
+    async def condition(self, kind: str) -> dict[str, Any]:
+        conditions = {one["type"]: one for one in (await self.status())["conditions"]}
+        return conditions[kind]  # type: ignore[no-any-return]
+
+    async def deployment(self) -> dict[str, Any] | None:
+        return await self.kube.get_child("apps/v1", "Deployment", "team-a", "tiny")
+
+    async def replicas(self) -> int:
+        deployment = await self.deployment()
+        assert deployment is not None
+        return int(deployment["spec"]["replicas"])
+
+    async def start_pod(self, name: str, ip: str, load: tuple[int, int] | None, *, ready: bool = True) -> None:
+        """What the Deployment's controller and a node would do."""
+        deployment = await self.deployment()
+        assert deployment is not None
+        template = deployment["spec"]["template"]
+        pod = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": name, **template["metadata"]},
+            "spec": template["spec"],
+        }
+        await self.kube.request("POST", f"{NS}/pods", body=pod, content_type="application/json")
+        moment = datetime.fromtimestamp(self.now, tz=UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        condition = {"type": "Ready", "status": str(ready), "lastTransitionTime": moment}
+        status = {"phase": "Running", "podIP": ip, "conditions": [condition]}
+        await self.kube.request("PATCH", f"{NS}/pods/{name}/status", body={"status": status})
+        if load is not None:
+            self.pods.in_flight[ip] = load
+
+    async def events(self) -> list[str]:
+        return [event["reason"] for event in (await self.kube.request("GET", f"{NS}/events"))["items"]]
+
+    def restarted(self) -> World:
+        """The same world with an operator that remembers nothing."""
+        old = self.reconciler
+        fresh = Reconciler(
+            old.client,
+            Applier(old.client),
+            old.read_model,
+            old.signals,
+            OperatorMetrics(),
+            old.server_image,
+            self.clock,
+        )
+        self.reconciler = fresh
+        return self
+
+    def clock(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+async def pods() -> AsyncIterator[Pods]:
+    app = web.Application()
+    state = Pods(0)
+    app.router.add_get("/metrics", state.metrics)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "0.0.0.0", 0).start()
+    state.port = runner.addresses[0][1]
+    yield state
+    await runner.cleanup()
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    folder = tmp_path / "models" / "tiny"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path / "models"
+
+
+@pytest.fixture
+async def world(kube: KubeClient, pods: Pods, models: Path) -> AsyncIterator[World]:
+    async with aiohttp.ClientSession() as session:
+        reader = ModelReader(session, models, "http://127.0.0.1:9", None)
+        unreachable = PrometheusSignals(session, "http://127.0.0.1:9")
+        signals = Signals(PodSignals(session, pods.port), unreachable)
+        reconciler = Reconciler(kube, Applier(kube), reader.read, signals, OperatorMetrics(), "img:1")
+        world = World(kube, reconciler, pods)
+        reconciler.clock = world.clock
+        yield world
+
+
+async def test_a_service_gets_its_children_and_a_status(world: World, manifest_of: Any) -> None:
+    await world.create_service(manifest_of(replicas=2))
+
+    assert await world.run_pass()
+
+    assert await world.replicas() == 2
+    assert await world.kube.request("GET", f"{NS}/services/tiny")
+    assert await world.kube.request("GET", f"{NS}/serviceaccounts/tiny")
+    status = await world.status()
+    assert status["sizing"]["maxNumSeqs"] == 8
+    assert status["url"] == "http://tiny.team-a.svc:8000/v1"
+    assert (await world.condition("SizingValid"))["status"] == "True"
+    assert (await world.condition("Ready"))["reason"] == "Starting"
+
+
+async def test_a_pass_that_finds_all_well_writes_nothing(world: World, manifest_of: Any) -> None:
+    await world.create_service(manifest_of())
+    await world.run_pass()
+    before = await world.kube.request("GET", "/api/v1/namespaces")
+    service, deployment, events = await world.service(), await world.deployment(), await world.events()
+
+    await world.run_pass(after_s=61)
+
+    assert await world.service() == service
+    assert await world.deployment() == deployment
+    assert await world.events() == events
+    assert (await world.kube.request("GET", "/api/v1/namespaces"))["items"] == before["items"]
+
+
+async def test_drift_on_an_owned_field_is_put_right_and_other_fields_stay(world: World, manifest_of: Any) -> None:
+    await world.create_service(manifest_of(replicas=2))
+    await world.run_pass()
+    drift = {"metadata": {"annotations": {"team": "a"}}, "spec": {"replicas": 7}}
+    await world.kube.request("PATCH", f"{APPS}/deployments/tiny", body=drift)
+    world.reconciler.applier.touched(("Deployment", "team-a", "tiny"))
+
+    await world.run_pass(after_s=1)
+
+    deployment = await world.deployment()
+    assert deployment is not None
+    assert deployment["spec"]["replicas"] == 2
+    assert deployment["metadata"]["annotations"]["team"] == "a"
+
+
+async def test_drift_that_no_event_told_of_is_put_right_within_a_minute(world: World, manifest_of: Any) -> None:
+    await world.create_service(manifest_of())
+    await world.run_pass()
+    await world.kube.request("PATCH", f"{NS}/services/tiny", body={"spec": {"selector": {"app": "wrong"}}})
+
+    await world.run_pass(after_s=61)
+
+    selector = (await world.kube.request("GET", f"{NS}/services/tiny"))["spec"]["selector"]
+    assert selector["app.kubernetes.io/instance"] == "tiny"
+
+
+async def test_an_edit_reaches_the_pods(world: World, manifest_of: Any) -> None:
+    await world.create_service(manifest_of())
+    await world.run_pass()
+    await world.kube.request("PATCH", f"{SERVICES}/tiny", body={"spec": {"engine": {"maxNumSeqs": 3}}})
+
+    await world.run_pass(after_s=1)
+
+    deployment = await world.deployment()
+    assert deployment is not None
+    args = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert args[args.index("--max-num-seqs") + 1] == "3"
+    assert (await world.status())["observedGeneration"] == 2
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        ({"model": {"uri": "s3://bucket/model"}}, "UnsupportedURI"),
+        ({"model": {"uri": "file:///absent"}}, "ModelNotFound"),
+        ({"model": {"uri": "hf://org/name"}}, "ModelUnreachable"),
+        ({"resources": {"gpu": {"product": "h9000"}}}, "UnknownGPU"),
+        ({"resources": {"requests": {"memory": "128Mi"}}}, "DoesNotFit"),
+    ],
+)
+async def test_no_pod_is_started_for_a_spec_that_cannot_work(
+    spec: dict[str, Any], reason: str, world: World, manifest_of: Any
+) -> None:
+    await world.create_service(manifest_of(**spec))
+
+    await world.run_pass()
+
+    assert await world.deployment() is None
+    assert (await world.condition("SizingValid"))["reason"] == reason
+    assert (await world.condition("Ready"))["status"] == "False"
+    assert reason in await world.events()
+
+
+async def test_a_bad_edit_leaves_the_running_pods_alone(world: World, manifest_of: Any) -> None:
+    await world.create_service(manifest_of())
+    await world.run_pass()
+    await world.start_pod("tiny-1", "127.0.0.1", (0, 0))
+    before = await world.deployment()
+    await world.kube.request("PATCH", f"{SERVICES}/tiny", body={"spec": {"engine": {"maxModelLen": 9_000_000}}})
+
+    await world.run_pass(after_s=1)
+
+    assert await world.deployment() == before
+    assert (await world.condition("SizingValid"))["status"] == "False"
+    assert (await world.condition("Ready"))["reason"] == "ServingEarlierSpec"
+    assert (await world.status())["sizing"]["maxModelLen"] == 512
+
+
+async def test_load_adds_replicas_and_idleness_removes_them_after_the_window(world: World, manifest_of: Any) -> None:
+    await world.create_service(manifest_of(autoscaling=AUTOSCALING))
+    await world.run_pass()
+    await world.start_pod("tiny-1", "127.0.0.1", (8, 18))
+
+    await world.run_pass(after_s=5)
+    assert await world.replicas() == 3
+    decision = (await world.status())["autoscaling"]["decisions"][0]
+    assert decision["replicas"] == 3
+    assert any("18 waiting" in reason for reason in decision["reasons"])
+    assert "ScaledUp" in await world.events()
+
+    for name, ip in (("tiny-2", "127.0.0.2"), ("tiny-3", "127.0.0.3")):
+        await world.start_pod(name, ip, (1, 0))
+    world.pods.in_flight["127.0.0.1"] = (0, 0)
+    await world.run_pass(after_s=5)
+    assert await world.replicas() == 3
+    await world.run_pass(after_s=61)
+
+    assert await world.replicas() == 1
+    costs = {
+        pod["metadata"]["name"]: pod["metadata"]
+        .get("annotations", {})
+        .get("controller.kubernetes.io/pod-deletion-cost")
+        for pod in await world.kube.list_pods("team-a", "")
+    }
+    assert costs == {"tiny-1": "0", "tiny-2": "1", "tiny-3": "1"}
+
+
+async def test_a_restarted_operator_keeps_the_replicas_and_the_wait(world: World, manifest_of: Any) -> None:
+    await world.create_service(manifest_of(autoscaling=AUTOSCALING))
+    await world.run_pass()
+    await world.start_pod("tiny-1", "127.0.0.1", (8, 18))
+    await world.run_pass(after_s=5)
+    world.pods.in_flight["127.0.0.1"] = (0, 0)
+    await world.run_pass(after_s=5)
+
+    await world.restarted().run_pass(after_s=30)
+    assert await world.replicas() == 3
+    await world.restarted().run_pass(after_s=31)
+
+    assert await world.replicas() == 1
+
+
+async def test_silent_pods_hold_the_replicas(world: World, manifest_of: Any) -> None:
+    await world.create_service(manifest_of(autoscaling=AUTOSCALING))
+    await world.run_pass()
+    await world.start_pod("tiny-1", "127.0.0.1", (8, 18))
+    await world.run_pass(after_s=5)
+    world.pods.in_flight.clear()
+
+    for _ in range(5):
+        await world.run_pass(after_s=60)
+
+    assert await world.replicas() == 3
+    condition = await world.condition("ScalingActive")
+    assert (condition["status"], condition["reason"]) == ("False", "NoMetrics")
+
+
+async def test_prometheus_alone_does_not_fall_back_to_the_pods(world: World, manifest_of: Any) -> None:
+    autoscaling = {**AUTOSCALING, "metrics": {"source": "prometheus"}}
+    await world.create_service(manifest_of(autoscaling=autoscaling))
+    await world.run_pass()
+    await world.start_pod("tiny-1", "127.0.0.1", (8, 18))
+
+    await world.run_pass(after_s=5)
+
+    assert await world.replicas() == 1
+    assert (await world.condition("ScalingActive"))["reason"] == "NoMetrics"
+
+
+async def test_what_the_server_measured_stands_beside_the_prediction(world: World, manifest_of: Any) -> None:
+    await world.create_service(manifest_of())
+    await world.run_pass()
+    await world.start_pod("tiny-1", "127.0.0.1", (0, 0))
+
+    await world.run_pass(after_s=5)
+
+    assert (await world.status())["sizing"]["measured"]["blocks"] == 1000
+    assert (await world.condition("Ready"))["status"] == "True"
+
+
+async def test_a_foreign_deployment_of_that_name_is_not_taken_over(world: World, manifest_of: Any) -> None:
+    template = {"metadata": {"labels": {"a": "b"}}, "spec": {"containers": [{"name": "x", "image": "y"}]}}
+    spec = {"replicas": 5, "selector": {"matchLabels": {"a": "b"}}, "template": template}
+    foreign = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "tiny"}, "spec": spec}
+    await world.kube.request("POST", f"{APPS}/deployments", body=foreign, content_type="application/json")
+    await world.create_service(manifest_of())
+
+    await world.run_pass()
+
+    assert await world.replicas() == 5
+    assert (await world.condition("Ready"))["reason"] == "NameConflict"
+
+
+async def test_a_pod_monitor_is_left_out_where_its_crd_is_missing(world: World, manifest_of: Any) -> None:
+    await world.create_service(manifest_of(monitoring={"podMonitor": True}))
+
+    await world.run_pass()
+
+    assert await world.replicas() == 1
+    assert (await world.condition("SizingValid"))["status"] == "True"
+
+
+async def test_a_service_that_is_gone_ends_its_passes(world: World) -> None:
+    assert not await world.run_pass()
