@@ -12,7 +12,7 @@ from typing import Any
 
 from llmservice_local import structure
 from llmservice_local.errors import ApiError
-from llmservice_local.field_set import Path, dotted, fields_of
+from llmservice_local.field_set import Path, dotted, fields_of, is_item_key
 from llmservice_local.managed_fields import Manager, Owners
 
 Object = dict[str, Any]
@@ -38,8 +38,8 @@ def apply(
     merged = merge(live, applied, schema)
     dropped = owners.get(manager, frozenset()) - wanted.keys()
     kept_by_others: set[Path] = set().union(*others.values()) if others else set()
-    for path in sorted(dropped, key=len, reverse=True):
-        if not any(other[: len(path)] == path for other in kept_by_others):
+    for path in sorted(dropped, key=len):  # an item of a list before its fields: they go with it
+        if not is_item_key(path) and not any(other[: len(path)] == path for other in kept_by_others):
             merged = remove(merged, path, schema)
     result = {other: owned for other, owned in others.items() if owned}
     result[manager] = frozenset(wanted)

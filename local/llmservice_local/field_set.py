@@ -58,6 +58,11 @@ def from_fields_v1(fields: Mapping[str, Any], prefix: Path = ()) -> Iterator[Pat
             yield from from_fields_v1(below, (*prefix, step))
 
 
+def is_item_key(path: Path) -> bool:
+    """Whether the path is a field that identifies its item: it stays for as long as the item does."""
+    return len(path) > 1 and path[-2].startswith("k:") and path[-1][2:] in json.loads(path[-2][2:])
+
+
 def dotted(path: Path) -> str:
     """A path as error messages show it: `.spec.containers[name="server"].image`."""
     shown = ""

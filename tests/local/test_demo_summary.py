@@ -123,6 +123,16 @@ def test_decisions_are_told_in_order_with_every_reason() -> None:
     ]
 
 
+def test_decisions_that_changed_nothing_are_left_out() -> None:
+    told = [(1, "min"), (3, "queue"), (3, "stabilization"), (1, "idle")]
+    decisions = {f"t{n}": {"time": f"t{n}", "replicas": r, "reasons": [why]} for n, (r, why) in enumerate(told)}
+    assert [decision["reasons"] for decision in summary(decisions=decisions).decisions] == [
+        ["min"],
+        ["queue"],
+        ["idle"],
+    ]
+
+
 def test_nothing_observed_is_no_success() -> None:
     outcome = summary(observations=[], records=[])
     assert (outcome.peak, outcome.final, outcome.succeeded) == (0, 0, False)
