@@ -103,8 +103,17 @@ def summarise(
         final=observations[-1].replicas if observations else 0,
         failed=failed_elsewhere + sum(record.error is not None for record in records),
         phases=tuple(Phase.of(name, span, under_load, records) for name, span in spans.items()),
-        decisions=tuple(decisions[when] for when in sorted(decisions)),
+        decisions=_changes(decisions[when] for when in sorted(decisions)),
     )
+
+
+def _changes(decisions: Iterable[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+    """The decisions that set another number than the one before; those between only say why it stayed."""
+    kept: list[Mapping[str, Any]] = []
+    for decision in decisions:
+        if not kept or decision["replicas"] != kept[-1]["replicas"]:
+            kept.append(decision)
+    return tuple(kept)
 
 
 def _phase_lines(phases: Sequence[Phase]) -> list[str]:

@@ -12,7 +12,7 @@ from rich.table import Table
 from llmservice_local.demo_observation import Observation
 
 COLUMNS = ("time", "phase", "replicas", "queue", "p99 TTFT", "KV use", "tokens/s", "done", "failed")
-WIDTHS = (6, 12, 12, 7, 10, 8, 10, 7, 7)
+WIDTHS = (6, 14, 12, 7, 10, 8, 10, 7, 7)
 ROWS_SHOWN = 16
 
 
