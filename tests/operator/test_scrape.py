@@ -40,7 +40,7 @@ def test_lanes_reasons_and_states_are_added_up() -> None:
     assert scrape.ttft_buckets == ((0.5, 7), (math.inf, 12))
 
 
-@pytest.mark.parametrize("text", ["", "up 1\n", "llmservice_num_requests_running 1\n", "<html>not found</html>\n"])
+@pytest.mark.parametrize("text", ["", "up 1\n", "llmservice_num_requests_waiting 1\n", "<html>not found</html>\n"])
 def test_what_is_not_our_server_is_refused(text: str) -> None:
     with pytest.raises(ScrapeError):
         parse_exposition(text, 0.0)
@@ -49,3 +49,7 @@ def test_what_is_not_our_server_is_refused(text: str) -> None:
 def test_not_a_number_counts_as_missing() -> None:
     with pytest.raises(ScrapeError):
         parse_exposition(EXPOSITION.replace("running 3", "running NaN"), 0.0)
+
+
+def test_a_lane_that_nobody_waited_in_yet_is_empty() -> None:
+    assert parse_exposition("llmservice_num_requests_running 1\n", 0.0).waiting == 0
