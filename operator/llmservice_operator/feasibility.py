@@ -33,8 +33,9 @@ def assess(
         )
     if ttft_target_s is None:
         return Feasibility("True", "NoTTFTPromise", "no slo.ttftP99 is promised")
+    verdict = before if before is not None and before.status != "Unknown" else None
     if load is None or load.ttft_p50_s is None or load.ttft_p99_s is None:
-        return before or Feasibility("Unknown", "NoTraffic", "no request was measured yet")
+        return verdict or Feasibility("Unknown", "NoTraffic", "no request was measured lately")
     unloaded = load.peak_in_flight <= 1 and load.ttft_count >= _ENOUGH_REQUESTS
     if unloaded and load.ttft_p50_s > ttft_target_s:
         return Feasibility(
@@ -48,4 +49,4 @@ def assess(
         return Feasibility(
             "True", "TargetReachable", "requests reach their first token within slo.ttftP99 when unloaded"
         )
-    return before or Feasibility("Unknown", "NotMeasuredUnloaded", "no unloaded request was measured yet")
+    return verdict or Feasibility("Unknown", "NotMeasuredUnloaded", "no unloaded request was measured yet")

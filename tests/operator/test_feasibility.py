@@ -5,6 +5,7 @@ import pytest
 from llmservice_operator.feasibility import Feasibility, assess
 from llmservice_operator.load import Load, PodLoad
 
+NO_TRAFFIC = Feasibility("Unknown", "NoTraffic", "…")
 INFEASIBLE = Feasibility("False", "UnloadedRequestMissesTarget", "…")
 
 
@@ -21,6 +22,12 @@ def load(p50_s: float, p99_s: float, *, peak: float = 1, count: float = 10) -> L
         pytest.param(load(3.0, 4.0), None, ("False", "UnloadedRequestMissesTarget"), id="alone and too slow"),
         pytest.param(load(3.0, 4.0, peak=9), None, ("Unknown", "NotMeasuredUnloaded"), id="slow under load"),
         pytest.param(load(3.0, 4.0, count=2), None, ("Unknown", "NotMeasuredUnloaded"), id="too few to judge"),
+        pytest.param(
+            load(3.0, 4.0, peak=9),
+            NO_TRAFFIC,
+            ("Unknown", "NotMeasuredUnloaded"),
+            id="not knowing is no verdict to keep",
+        ),
         pytest.param(load(0.1, 0.2), None, ("True", "TargetReachable"), id="fast"),
         pytest.param(None, INFEASIBLE, ("False", "UnloadedRequestMissesTarget"), id="silence changes no verdict"),
         pytest.param(load(3.0, 9.0, peak=9), INFEASIBLE, ("False", "UnloadedRequestMissesTarget"), id="nor does load"),
