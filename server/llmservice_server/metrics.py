@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from llmservice_server.messages import Ready, Stats
+from llmservice_server.request import LANES
 
 Buckets = tuple[float, ...]
 
@@ -95,6 +96,11 @@ class Metrics:
         self.model_load_seconds.set(ready.load_s)
         for kind, num_bytes in ready.memory_bytes.items():
             self.labels(self.memory_bytes, kind=kind).set(num_bytes)
+        for lane in LANES:  # a scaler must see "none" before the first request, not a gap
+            self.labels(self.num_requests_waiting, lane=lane).set(0)
+        for state in ("held", "cached"):
+            self.labels(self.kv_cache_blocks, state=state).set(0)
+        self.labels(self.kv_cache_blocks, state="free").set(ready.num_blocks)
 
     def set_stats(self, stats: Stats) -> None:
         """Take a step's figures over; those of an idle engine count as no step."""

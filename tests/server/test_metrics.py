@@ -61,7 +61,7 @@ def test_an_idle_engines_figures_count_as_no_step() -> None:
     assert samples["llmservice_iteration_tokens_count"] == 0
 
 
-def test_what_was_measured_at_start_is_shown() -> None:
+def test_what_was_measured_at_start_is_shown_before_the_first_request() -> None:
     metrics = Metrics("llmservice_", "tiny")
     memory = {"weights": 100, "kv_cache": 200, "activations": 30, "total": 400}
     metrics.set_ready(
@@ -69,7 +69,7 @@ def test_what_was_measured_at_start_is_shown() -> None:
             max_model_len=1,
             max_num_seqs=1,
             block_size=1,
-            num_blocks=1,
+            num_blocks=99,
             max_request_tokens=1,
             memory_bytes=memory,
             load_s=1.5,
@@ -78,6 +78,13 @@ def test_what_was_measured_at_start_is_shown() -> None:
     samples = _samples(metrics)
     assert {kind: samples[f"llmservice_memory_bytes{{kind={kind}}}"] for kind in memory} == memory
     assert samples["llmservice_model_load_seconds"] == 1.5
+    assert [samples[f"llmservice_kv_cache_blocks{{state={state}}}"] for state in ("free", "held", "cached")] == [
+        99,
+        0,
+        0,
+    ]
+    assert samples["llmservice_num_requests_running"] == 0
+    assert samples["llmservice_num_requests_waiting{lane=interactive}"] == 0
 
 
 def test_the_prefix_of_vllm_gives_its_names_and_its_label() -> None:
