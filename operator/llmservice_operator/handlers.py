@@ -7,7 +7,8 @@ wait for while no operator runs. The API server's garbage collector removes the 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import chain, repeat
 from typing import Any
 
 import kopf
@@ -26,6 +27,15 @@ _CHILDREN = (
 )
 _REQUEST_TIMEOUT_S = 10.0
 _WATCH_S = 300
+_BACKOFFS_S = (1.0, 1.0, 2.0, 3.0, 5.0)
+_LONGEST_BACKOFF_S = 10.0
+
+
+class _EndlessBackoffs:
+    """Pauses between attempts, without a last one: an API server that is down must not end the operator."""
+
+    def __iter__(self) -> Iterator[float]:
+        return chain(_BACKOFFS_S, repeat(_LONGEST_BACKOFF_S))
 
 
 def handlers(loops: ServiceLoops, applier: Applier, stop: asyncio.Event) -> kopf.OperatorRegistry:
@@ -78,6 +88,7 @@ def kopf_settings() -> kopf.OperatorSettings:
     settings.scanning.disabled = True
     settings.networking.request_timeout = _REQUEST_TIMEOUT_S
     settings.networking.connect_timeout = _REQUEST_TIMEOUT_S
+    settings.networking.error_backoffs = _EndlessBackoffs()
     settings.watching.server_timeout = _WATCH_S
     settings.watching.client_timeout = _WATCH_S + 30
     settings.process.ultimate_exiting_timeout = None

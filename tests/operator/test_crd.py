@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from llmservice_operator.crd import FILE_NAME, crd, crd_yaml
+from llmservice_operator.crd_command import CRD_FOLDERS
 from llmservice_operator.kube_client import KubeClient, KubeError
 from llmservice_operator.resource import LLMService
 
@@ -39,8 +40,9 @@ async def create(client: KubeClient, manifest: dict[str, Any]) -> dict[str, Any]
     return await client.request("POST", SERVICES, body=manifest, content_type="application/json", query=query)
 
 
-def test_the_committed_file_is_current() -> None:
-    assert (ROOT / "crds" / FILE_NAME).read_text() == crd_yaml(), "run `make crds` and commit the result"
+@pytest.mark.parametrize("folder", CRD_FOLDERS, ids=str)
+def test_the_committed_file_is_current(folder: Path) -> None:
+    assert (ROOT / folder / FILE_NAME).read_text() == crd_yaml(), "run `make crds` and commit the result"
 
 
 def test_every_field_of_spec_and_status_is_explained() -> None:

@@ -14,6 +14,10 @@ from typing import Any
 import aiohttp
 import pytest
 
+from llmservice_local.api import serve_api
+from llmservice_local.endpoint import Endpoint
+from llmservice_local.registry import Registry
+from llmservice_operator.crd import crd
 from llmservice_operator.kube_client import KubeClient
 from llmservice_planner.command import main
 
@@ -89,6 +93,31 @@ async def test_the_command_keeps_a_service_as_it_should_be(start: Start, kube: K
         assert await successor.wait() == 0
 
 
+async def test_an_api_server_that_goes_and_comes_back_finds_the_operator_waiting(
+    start: Start, kubeconfig: Path
+) -> None:
+    registry, port = Registry(), 0
+    async with serve_api(registry) as api:
+        port = int(api.url.rpartition(":")[2])
+        Endpoint(api.url).write_kubeconfig(kubeconfig)
+        kube = await KubeClient.connect()
+        await _prepare(kube)
+        process = await start()
+        await create_service(kube)
+        await until(lambda: _equals(kube, 2))
+        await kube.close()
+    await asyncio.sleep(1)  # the outage itself
+    async with serve_api(registry, port=port):
+        kube = await KubeClient.connect()
+        await kube.request("PATCH", f"{SERVICES}/tiny", body={"spec": {"replicas": 3}})
+        await until(lambda: _equals(kube, 3))
+        drift = {"spec": {"replicas": 9}}
+        await kube.request("PATCH", "/apis/apps/v1/namespaces/team-a/deployments/tiny", body=drift)
+        await until(lambda: _equals(kube, 3))
+        await kube.close()
+        assert process.returncode is None
+
+
 async def test_health_and_metrics_are_served(start: Start, kube: KubeClient) -> None:
     process = await start()
     port = await _port(process)
@@ -120,6 +149,13 @@ def test_without_a_cluster_it_says_what_to_set(
 
     assert main(["operator", "--port", "0"]) == 2
     assert "Set KUBECONFIG" in capsys.readouterr().err
+
+
+async def _prepare(kube: KubeClient) -> None:
+    namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "team-a"}}
+    definitions = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+    for path, body in ((definitions, crd()), ("/api/v1/namespaces", namespace)):
+        await kube.request("POST", path, body=body, content_type="application/json")
 
 
 async def _equals(kube: KubeClient, wanted: int) -> bool:

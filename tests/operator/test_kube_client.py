@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmservice_local.endpoint import Endpoint
+from llmservice_operator.kube_client import KubeClient, KubeError
+
+CONFIG_MAPS = "/api/v1/namespaces/team-a/configmaps"
+
+
+async def test_what_is_not_there_is_none(kube: KubeClient) -> None:
+    assert await kube.get_service("team-a", "absent") is None
+    assert await kube.get_child("apps/v1", "Deployment", "team-a", "absent") is None
+
+
+async def test_what_is_gone_needs_no_annotation_and_no_deletion(kube: KubeClient) -> None:
+    await kube.annotate_pod("team-a", "absent", {"a": "b"})
+    await kube.delete_child("v1", "Service", "team-a", "absent")
+
+
+async def test_a_refusal_tells_what_the_api_server_said_and_not_what_was_sent(kube: KubeClient) -> None:
+    body = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "UPPER"}, "data": {"token": "sesame"}}
+
+    with pytest.raises(KubeError) as refused:
+        await kube.request("POST", CONFIG_MAPS, body=body, content_type="application/json")
+
+    assert refused.value.status == 422
+    assert "metadata.name" in str(refused.value)
+    assert "sesame" not in str(refused.value)
+
+
+async def test_a_server_that_is_away_is_an_error_with_status_zero(kubeconfig: Path) -> None:
+    Endpoint("http://127.0.0.1:9").write_kubeconfig(kubeconfig)
+    client = await KubeClient.connect()
+
+    with pytest.raises(KubeError, match="can't be reached") as refused:
+        await client.get_service("team-a", "tiny")
+    await client.close()
+
+    assert refused.value.status == 0
+
+
+@pytest.mark.parametrize(
+    ("api_version", "plural", "served"),
+    [
+        ("apps/v1", "deployments", True),
+        ("apps/v1", "podmonitors", False),
+        ("monitoring.coreos.com/v1", "podmonitors", False),
+    ],
+)
+async def test_the_cluster_is_asked_what_it_serves(api_version: str, plural: str, served: bool, kube: Any) -> None:
+    assert await kube.serves(api_version, plural) is served
