@@ -27,7 +27,7 @@ SPEC = {"model": {"uri": "hf://org/name", "shape": SHAPE}, "engine": {"maxModelL
 
 MAIN = "import sys; from llmservice_planner.command import main; sys.exit(main())"
 
-Start = Callable[[], Awaitable[asyncio.subprocess.Process]]
+Start = Callable[..., Awaitable[asyncio.subprocess.Process]]
 
 
 @pytest.fixture
@@ -35,11 +35,11 @@ async def start(kubeconfig: Path, kube: KubeClient) -> AsyncIterator[Start]:
     """Starts `llmservice operator`; what still runs at the end is killed."""
     started: list[asyncio.subprocess.Process] = []
 
-    async def run() -> asyncio.subprocess.Process:
+    async def run(*more: str) -> asyncio.subprocess.Process:
         flags = ["--tick", "0.5", "--port", "0", "--host", "127.0.0.1", "--server-image", "img:1"]
         environment = {**os.environ, "KUBECONFIG": str(kubeconfig)}
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", MAIN, "operator", *flags, env=environment, stderr=asyncio.subprocess.PIPE
+            sys.executable, "-c", MAIN, "operator", *flags, *more, env=environment, stderr=asyncio.subprocess.PIPE
         )
         started.append(process)
         return process
@@ -64,10 +64,10 @@ async def replicas(kube: KubeClient) -> int | None:
     return None if deployment is None else int(deployment["spec"]["replicas"])
 
 
-async def create_service(kube: KubeClient) -> None:
-    metadata = {"name": "tiny", "namespace": "team-a"}
+async def create_service(kube: KubeClient, namespace: str = "team-a") -> None:
+    metadata = {"name": "tiny", "namespace": namespace}
     body = {"apiVersion": "serving.llmservice.io/v1alpha1", "kind": "LLMService", "metadata": metadata, "spec": SPEC}
-    await kube.request("POST", SERVICES, body=body, content_type="application/json")
+    await kube.request("POST", SERVICES.replace("team-a", namespace), body=body, content_type="application/json")
 
 
 async def test_the_command_keeps_a_service_as_it_should_be(start: Start, kube: KubeClient) -> None:
@@ -116,6 +116,16 @@ async def test_an_api_server_that_goes_and_comes_back_finds_the_operator_waiting
         await until(lambda: _equals(kube, 3))
         await kube.close()
         assert process.returncode is None
+
+
+async def test_other_namespaces_than_those_named_are_left_alone(start: Start, kube: KubeClient) -> None:
+    await create_service(kube, "default")
+    await start("--namespace", "team-a")
+    await create_service(kube)
+
+    await until(lambda: _equals(kube, 2))
+
+    assert await kube.get_child("apps/v1", "Deployment", "default", "tiny") is None
 
 
 async def test_health_and_metrics_are_served(start: Start, kube: KubeClient) -> None:

@@ -381,5 +381,34 @@ async def test_a_pod_monitor_is_left_out_where_its_crd_is_missing(world: World, 
     assert (await world.condition("SizingValid"))["status"] == "True"
 
 
+async def test_a_pod_monitor_comes_and_goes_as_it_is_asked_for(world: World, manifest_of: Any) -> None:
+    version = {
+        "name": "v1",
+        "served": True,
+        "storage": True,
+        "schema": {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}},
+    }
+    names = {"kind": "PodMonitor", "listKind": "PodMonitorList", "plural": "podmonitors", "singular": "podmonitor"}
+    spec = {"group": "monitoring.coreos.com", "scope": "Namespaced", "names": names, "versions": [version]}
+    definition = {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": "podmonitors.monitoring.coreos.com"},
+        "spec": spec,
+    }
+    definitions = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+    await world.kube.request("POST", definitions, body=definition, content_type="application/json")
+    await world.create_service(manifest_of(monitoring={"podMonitor": True, "interval": "5s"}))
+
+    await world.run_pass()
+    monitor = await world.kube.get_child("monitoring.coreos.com/v1", "PodMonitor", "team-a", "tiny")
+    assert monitor is not None
+    assert monitor["spec"]["podMetricsEndpoints"] == [{"port": "http", "path": "/metrics", "interval": "5s"}]
+
+    await world.kube.request("PATCH", f"{SERVICES}/tiny", body={"spec": {"monitoring": {"podMonitor": False}}})
+    await world.run_pass(after_s=1)
+    assert await world.kube.get_child("monitoring.coreos.com/v1", "PodMonitor", "team-a", "tiny") is None
+
+
 async def test_a_service_that_is_gone_ends_its_passes(world: World) -> None:
     assert not await world.run_pass()
