@@ -131,7 +131,8 @@ def _structural(schema: Schema, definitions: dict[str, Schema]) -> Schema:
 def _field(schema: Schema, definitions: dict[str, Schema]) -> Schema:
     """A property: an object without required fields defaults to the defaults of its fields.
 
-    They are spelled out: the API server evaluates the CEL rules on the default as it is written, before it fills in others.
+    They are spelled out: the API server evaluates the CEL rules on the default as it is written, before it fills in
+    others.
     """
     field = _structural(schema, definitions)
     optional_object = "anyOf" not in schema and field.get("type") == "object" and field.get("properties")
