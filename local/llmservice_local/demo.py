@@ -28,7 +28,7 @@ from llmservice_operator.kube_client import KubeClient, KubeError
 
 LOOK_EVERY_S = 1.0
 READY_TIMEOUT_S = 90.0
-CALIBRATION_S = 4.0
+CALIBRATION_S = 5.0
 QUESTION = "What does a paged KV cache save?"
 
 
@@ -68,7 +68,9 @@ async def run_demo(config: DemoConfig, console: Console) -> Outcome:
         console.print(f"export KUBECONFIG={cluster.kubeconfig}\ngateway: {cluster.gateway_url}", highlight=False)
         kube = KubeClient(api)
         console.rule("3. a manifest")
-        console.print(await apply(config.manifest, manifest, cluster.kubeconfig, kube), highlight=False)
+        await apply(
+            config.manifest, manifest, cluster.kubeconfig, kube, lambda text: console.print(text, highlight=False)
+        )
         stage = _Stage(config, console, session, kube, cluster.gateway_url, manifest["metadata"])
         return await stage.play()
 

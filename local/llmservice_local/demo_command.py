@@ -17,7 +17,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--overload", type=float, default=2.0, metavar="FACTOR", help="the rate, in multiples of what one replica holds"
     )
-    parser.add_argument("--scale", type=float, default=0.25, help="multiply the trace's lengths by this")
+    parser.add_argument("--scale", type=float, default=0.15, help="multiply the trace's lengths by this")
     parser.add_argument(
         "--scale-down-timeout",
         type=float,

@@ -38,19 +38,23 @@ def read_manifest(path: Path) -> dict[str, Any]:
     raise CommandError(f"{path} holds no LLMService")
 
 
-async def apply(path: Path, manifest: dict[str, Any], kubeconfig: str, kube: KubeClient) -> str:
-    """Apply by kubectl where there is one, else by a server-side apply of our own; returns how.
+async def apply(
+    path: Path, manifest: dict[str, Any], kubeconfig: str, kube: KubeClient, tell: Callable[[str], None]
+) -> None:
+    """Apply by kubectl where there is one, else by a server-side apply of our own.
 
     Raises:
         CommandError: it was refused, and why.
     """
     if kubectl := shutil.which("kubectl"):
+        tell(f"$ kubectl apply -f {path}")
         process = await asyncio.create_subprocess_exec(
             kubectl, "apply", "-f", str(path), env=os.environ | {"KUBECONFIG": kubeconfig}
         )
         if status := await process.wait():
             raise CommandError(f"kubectl apply -f {path} ended with status {status}", status=1)
-        return f"kubectl apply -f {path}"
+        return
+    tell(f"server-side apply of {path} (no kubectl on the PATH)")
     metadata = manifest["metadata"]
     where = f"/apis/{manifest['apiVersion']}/namespaces/{metadata.get('namespace', 'default')}/llmservices"
     try:
@@ -63,7 +67,6 @@ async def apply(path: Path, manifest: dict[str, Any], kubeconfig: str, kube: Kub
         )
     except KubeError as error:
         raise CommandError(f"{path} was refused: {error}", status=1) from error
-    return f"server-side apply of {path} (no kubectl on the PATH)"
 
 
 async def wait_ready(

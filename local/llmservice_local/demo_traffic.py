@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from dataclasses import dataclass
 
 import aiohttp
@@ -11,20 +13,19 @@ from llmservice_bench.drive import Load, Progress, drive
 from llmservice_bench.lengths import Lengths, read_trace
 from llmservice_bench.prompt import WordRate
 from llmservice_bench.record import RequestRecord
-from llmservice_bench.report import Report
 from llmservice_planner.command import CommandError
 
 CALIBRATION_SHARE = 0.75
 """Of a replica's slots, while its capacity is measured: below the share at which the operator would add another."""
+WARM_UP_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What one replica delivered while kept busy, with no queue."""
+    """What one replica holds: the tokens that it delivered with most slots busy, carried over to all of them."""
 
     requests_per_s: float
     output_tokens_per_s: float
-    concurrency: int
     failed: int
 
 
@@ -50,17 +51,28 @@ async def calibrate(
     max_num_seqs: int,
     duration_s: float,
 ) -> Calibration:
-    """Keep most of one replica's slots busy for `duration_s` (a closed loop) and count what comes out.
+    """Keep most of one replica's slots busy (a closed loop) and count the tokens that come out in `duration_s`.
+
+    Tokens, not requests: with heavy-tailed lengths a few seconds hold too few requests to count. The trace's mean
+    length makes requests of them.
 
     Raises:
-        CommandError: nothing did.
+        CommandError: nothing came out.
     """
     concurrency = max(1, int(max_num_seqs * CALIBRATION_SHARE))
-    load = Load(lengths, max_concurrency=concurrency, duration_s=duration_s, seed=1)
-    report = Report.of(await drive(session, target, load, word_rate))
-    if not report.completed:
-        raise CommandError(f"no request completed while the capacity was measured: {report.failures}", status=1)
-    return Calibration(report.requests_per_s, report.output_tokens_per_s, concurrency, report.failed)
+    load = Load(lengths, max_concurrency=concurrency, duration_s=WARM_UP_S + duration_s, seed=1)
+    progress = Progress()
+    driving = asyncio.create_task(drive(session, target, load, word_rate, progress))
+    await asyncio.sleep(WARM_UP_S)
+    before, started = progress.pieces, time.perf_counter()
+    await asyncio.sleep(duration_s)
+    pieces, seconds = progress.pieces - before, time.perf_counter() - started
+    await driving
+    if not pieces:
+        raise CommandError("no token came out while the capacity was measured", status=1)
+    output_tokens_per_s = pieces / seconds * max_num_seqs / concurrency
+    mean_output_tokens = sum(each.output_tokens for each in lengths) / len(lengths)
+    return Calibration(output_tokens_per_s / mean_output_tokens, output_tokens_per_s, progress.failed)
 
 
 async def overload(
