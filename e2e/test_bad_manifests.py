@@ -1,4 +1,4 @@
-"""What can't work is refused with the field's path, or becomes a condition that says what to change; no pod is started."""
+"""What can't work is refused with the field's path, or becomes a condition that says what to do; no pod starts."""
 
 from __future__ import annotations
 

@@ -113,9 +113,7 @@ def test_an_edit_rolls_out_without_a_failed_request(cluster: Cluster, kube: Kube
 
 
 def test_drift_on_an_owned_field_is_put_right(kube: Kube) -> None:
-    kube.apps.patch_namespaced_deployment(
-        NAME, kube.namespace, {"spec": {"progressDeadlineSeconds": 7, "template": {"metadata": {"annotations": {"a": "b"}}}}}
-    )  # fmt: skip
+    kube.apps.patch_namespaced_deployment(NAME, kube.namespace, {"spec": {"progressDeadlineSeconds": 7}})
 
     def repaired() -> bool:
         spec = kube.deployment(NAME)["spec"]  # type: ignore[index]

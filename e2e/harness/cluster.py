@@ -1,7 +1,7 @@
 """The cluster under test: `llmservice up` as a user would start it, or the one that KUBECONFIG names.
 
 Environment:
-    KUBECONFIG                      test that cluster (operator and gateway installed from the chart) instead of a local one
+    KUBECONFIG                      test that cluster (operator and gateway from the chart) instead of a local one
     LLMSERVICE_E2E_GATEWAY_URL      its gateway, as seen from here
     LLMSERVICE_E2E_MODEL_URI        a tiny checkpoint that its pods can reach (default file:///tiny-llama)
     KUBEBUILDER_ASSETS              a directory with etcd and kube-apiserver for the local cluster's API
