@@ -41,7 +41,7 @@ class DemoConfig:
     manifest: Path
     duration_s: float
     overload: float
-    """The traffic's rate, in multiples of what one replica was measured to hold."""
+    """The traffic's rate, in multiples of what one replica was measured to deliver."""
     scale: float
     """Of the trace's lengths."""
     scale_down_timeout_s: float
@@ -140,7 +140,7 @@ class _Stage:
         held = await calibrate(self._session, target, lengths, word_rate, max_num_seqs, CALIBRATION_S)
         rate = held.requests_per_s * config.overload
         self._console.print(
-            f"One replica holds {held.requests_per_s:.1f} req/s ({held.output_tokens_per_s:.0f} tok/s).\n"
+            f"One replica delivers {held.requests_per_s:.1f} req/s ({held.output_tokens_per_s:.0f} tok/s).\n"
             f"Sending {rate:.1f} req/s for {config.duration_s:g} s, as Poisson arrivals with the lengths of the Azure "
             f"conversation trace × {config.scale:g}.",
             highlight=False,

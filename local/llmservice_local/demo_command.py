@@ -15,7 +15,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--duration", type=float, default=60.0, metavar="SECONDS", help="how long to send traffic")
     parser.add_argument(
-        "--overload", type=float, default=2.0, metavar="FACTOR", help="the rate, in multiples of what one replica holds"
+        "--overload",
+        type=float,
+        default=2.5,
+        metavar="FACTOR",
+        help="the rate, in multiples of what one replica delivers",
     )
     parser.add_argument("--scale", type=float, default=0.15, help="multiply the trace's lengths by this")
     parser.add_argument(

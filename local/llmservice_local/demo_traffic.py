@@ -22,7 +22,7 @@ WARM_UP_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What one replica holds: the tokens that it delivered with most slots busy, carried over to all of them."""
+    """What one replica delivered with most of its slots busy and nothing waiting."""
 
     requests_per_s: float
     output_tokens_per_s: float
@@ -70,7 +70,7 @@ async def calibrate(
     await driving
     if not pieces:
         raise CommandError("no token came out while the capacity was measured", status=1)
-    output_tokens_per_s = pieces / seconds * max_num_seqs / concurrency
+    output_tokens_per_s = pieces / seconds
     mean_output_tokens = sum(each.output_tokens for each in lengths) / len(lengths)
     return Calibration(output_tokens_per_s / mean_output_tokens, output_tokens_per_s, progress.failed)
 
