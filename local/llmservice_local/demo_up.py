@@ -32,6 +32,10 @@ class UpProcess:
         self.kubeconfig = ""
         self.gateway_url = ""
 
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
     async def __aenter__(self) -> UpProcess:
         """Start it and wait for its API and gateway.
 
