@@ -37,11 +37,14 @@ async def run_gateway(args: argparse.Namespace) -> int:
     async with api:
         routing = Routing(api, args.namespace)
         following = asyncio.create_task(routing.run())
+        following.add_done_callback(lambda _: stop.set())  # a gateway that no longer follows the cluster must not stay
         try:
             await _serve(Gateway(routing, config), args, stop)
         finally:
             following.cancel()
             await asyncio.wait([following])
+    if not following.cancelled():
+        following.result()  # raises what ended it
     return 0
 
 

@@ -144,3 +144,13 @@ async def test_missing_kubeconfig_is_one_clear_sentence(tmp_path: Path) -> None:
     assert process.returncode == 2
     assert stderr.splitlines()[-1].startswith(b"llmservice gateway: no cluster to follow")
     assert b"Traceback" not in stderr
+
+
+async def test_gateway_that_cannot_follow_the_cluster_any_more_ends_with_an_error(
+    served: tuple[Any, APIServer, Path],
+) -> None:
+    _, api, kubeconfig = served
+    api.items["pods"] = [{"spec": "no metadata: not a Kubernetes API"}]
+    process, _ = await _gateway(kubeconfig, "--drain-timeout", "1")
+    async with asyncio.timeout(30):
+        assert await process.wait() == 1
