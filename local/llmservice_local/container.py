@@ -122,7 +122,7 @@ class Container:
         if process is None or not process.running:
             return
         await self._host.report("Normal", "Killing", f"Stopping container {self.name}")
-        await self._pre_stop(grace_s)
+        await self._pre_stop(process, grace_s)
         await process.stop(max(0.0, deadline - time.monotonic()))
 
     def kill(self) -> None:
@@ -140,7 +140,8 @@ class Container:
         except OSError as error:
             return probe.Outcome(False, f"command {command[0]!r} can't be run: {error.strerror}")
         try:
-            code = await asyncio.wait_for(process.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                code = await process.wait()
         except TimeoutError:
             process.kill()
             await process.wait()
@@ -228,13 +229,12 @@ class Container:
             grace_s = declared.get("terminationGracePeriodSeconds", 30)
             await self._process.stop(grace_s)
 
-    async def _pre_stop(self, grace_s: float) -> None:
+    async def _pre_stop(self, process: Process, grace_s: float) -> None:
         hook = (self.spec.get("lifecycle") or {}).get("preStop") or {}
         if "sleep" in hook:
-            exited = asyncio.create_task(self._process.wait()) if self._process is not None else None
             with contextlib.suppress(TimeoutError):
-                if exited is not None:
-                    await asyncio.wait_for(exited, min(float(hook["sleep"]["seconds"]), grace_s))
+                async with asyncio.timeout(min(float(hook["sleep"]["seconds"]), grace_s)):
+                    await process.wait()
         elif "exec" in hook:
             await self.execute(hook["exec"]["command"], grace_s)
         elif "httpGet" in hook:
@@ -250,7 +250,8 @@ class Container:
 
     async def _stopped_within(self, seconds: float) -> bool:
         try:
-            await asyncio.wait_for(self._stopping.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._stopping.wait()
         except TimeoutError:
             return False
         return True

@@ -54,7 +54,8 @@ class Controller(ABC):
                 _LOG.log(level, "%s: %s", self.name, error)
                 again_s = RETRY_S
             try:
-                await asyncio.wait_for(self._wake.wait(), RESYNC_S if again_s is None else again_s)
+                async with asyncio.timeout(RESYNC_S if again_s is None else again_s):
+                    await self._wake.wait()
             except TimeoutError:
                 continue
             await asyncio.sleep(GATHER_S)

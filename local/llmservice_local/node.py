@@ -33,6 +33,7 @@ Object = dict[str, Any]
 
 HOST_IP = "127.0.0.1"
 _HEARTBEAT_S = 60.0
+_STOP_S = 10.0
 _INHERITED = (
     "HOME", "LANG", "LC_ALL", "TMPDIR", "TZ", "USER", "LD_LIBRARY_PATH", "HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT",
     "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy", "SSL_CERT_FILE", "SSL_CERT_DIR",
@@ -160,10 +161,14 @@ class Node:
 
     async def _stop_all(self) -> None:
         """End every pod's processes at once: the cluster is going, and nobody is left to drain for."""
-        for worker, task in self._workers.values():
+        for worker, _ in self._workers.values():
             worker.forget()
-            task.cancel()
-        await asyncio.gather(*(task for _, task in self._workers.values()), return_exceptions=True)
+        tasks = [task for _, task in self._workers.values()]
+        if tasks:
+            _, late = await asyncio.wait(tasks, timeout=_STOP_S)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     # -- the node object --------------------------------------------------------------------------------------------
 

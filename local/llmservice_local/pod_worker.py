@@ -181,6 +181,7 @@ class PodWorker:
                     self._dirty.set()
                     if not self._closed:
                         with contextlib.suppress(TimeoutError):
-                            await asyncio.wait_for(self._gone.wait(), RETRY_S)
+                            async with asyncio.timeout(RETRY_S):
+                                await self._gone.wait()
             if self._closed:
                 return

@@ -53,6 +53,8 @@ class Process:
     async def wait(self) -> int:
         """The command's exit status; 128 plus the signal's number where a signal ended it."""
         status = await self._shim.wait()
+        if self._shim.stdin is not None:
+            self._shim.stdin.close()
         return status if status >= 0 else 128 - status
 
     def terminate(self) -> None:
@@ -67,7 +69,8 @@ class Process:
         """Ask it to end, kill it where it has not after `grace_s` seconds; returns the exit status."""
         self.terminate()
         try:
-            return await asyncio.wait_for(asyncio.shield(self._shim.wait()), grace_s)
+            async with asyncio.timeout(grace_s):  # not wait_for: in 3.11 that may swallow a cancellation
+                return await self.wait()
         except TimeoutError:
             self.kill()
             return await self.wait()

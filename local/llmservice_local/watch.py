@@ -45,7 +45,8 @@ async def watch(registry: Registry, request: WatchRequest, now: Callable[[], flo
                 yield _bookmark(kind, registry.store.revision, end_of_initial=True)
             while (left := deadline - now()) > 0:
                 try:
-                    change = await asyncio.wait_for(changes.get(), min(left, BOOKMARK_S))
+                    async with asyncio.timeout(min(left, BOOKMARK_S)):
+                        change = await changes.get()
                 except TimeoutError:
                     if request.bookmarks:
                         yield _bookmark(kind, registry.store.revision)
