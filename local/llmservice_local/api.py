@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
 
-from llmservice_local import discovery, openapi, scale
+from llmservice_local import discovery, openapi, protobuf, scale
 from llmservice_local.errors import ApiError, bad_request
 from llmservice_local.registry import APPLY_PATCH, Registry, Written, utc_now
 from llmservice_local.request import (
@@ -288,6 +288,8 @@ def _table_wanted(request: web.Request) -> str:
 
 async def _body(request: web.Request) -> Any:
     raw = await request.read()
+    if request.content_type == protobuf.CONTENT_TYPE:
+        return protobuf.decode(raw)
     try:
         if "yaml" in request.content_type:
             return yaml.safe_load(raw)

@@ -5,6 +5,7 @@ Defaults: https://kubernetes.io/docs/reference/kubernetes-api/ and k8s.io/kubern
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -122,6 +123,15 @@ def _service(obj: Object) -> Object:
     return {**obj, "spec": spec}
 
 
+def _secret(obj: Object) -> Object:
+    obj = _filled(obj, type="Opaque")
+    plain = obj.pop("stringData", None)
+    if plain:
+        encoded = {key: base64.b64encode(value.encode()).decode() for key, value in plain.items()}
+        obj["data"] = {**(obj.get("data") or {}), **encoded}
+    return obj
+
+
 def _namespace(obj: Object) -> Object:
     obj = {**obj, "spec": _filled(obj.get("spec"), finalizers=["kubernetes"])}
     return obj if obj.get("status") else {**obj, "status": {"phase": "Active"}}
@@ -183,6 +193,7 @@ _DEFAULTS: dict[str, Callable[[Object], Object]] = {
     "Pod": _pod,
     "Service": _service,
     "Namespace": _namespace,
+    "Secret": _secret,
 }
 _CHECKS: dict[str, Callable[[Object, Object | None], Iterator[FieldError]]] = {
     "Deployment": _check_workload,
