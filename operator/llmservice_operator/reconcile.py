@@ -43,6 +43,8 @@ class Memory:
     startup: StartupTimes
     history: History | None = None
     feasibility: Feasibility | None = None
+    generation: int | None = None
+    """Of the spec that the history was made under."""
     pod_monitor: bool | None = None
     """Whether the PodMonitor was last asked for; None before the first pass."""
 
@@ -243,6 +245,9 @@ def _decide(seen: Observation, memory: Memory, load: Load | None, sizing: Sized 
     if memory.history is None:
         status = seen.service.status.autoscaling
         memory.history = resume(status.decisions if status else [], seen.current, seen.now)
+    if memory.generation != seen.service.metadata.generation:
+        memory.generation = seen.service.metadata.generation
+        memory.history = memory.history.forget_capacity()
     policy = ScalePolicy.of(spec.autoscaling, spec.slo, sizing.plan.max_num_seqs)
     feasible = memory.feasibility is None or memory.feasibility.status != "False"
     decision, memory.history = decide(

@@ -8,7 +8,7 @@ the load and then falls off a cliff. Completions alone are never used, since an 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llmservice_operator import duration
 from llmservice_operator.load import Load
@@ -16,6 +16,9 @@ from llmservice_operator.spec import Autoscaling, Slo
 
 TARGET_UTILIZATION = 0.8
 """Waits explode beyond it (queueing theory): plan for this share of the slots, not for all of them."""
+CAPACITY_KEEP_S = 3600.0
+"""How long a measured capacity counts. It is only measured while a replica is full: forgotten sooner, a service that just
+fits would be shrunk, overloaded and measured again, over and over; kept for ever, it would outlive the traffic it was of."""
 TTFT_VETO = 0.8
 """No replica is removed while p99 TTFT is above this share of the promise."""
 
@@ -114,6 +117,10 @@ class History:
         last_up_s = now if decided > current else self.last_up_s
         return History((*kept, (now, wanted)), last_up_s, self.drain)
 
+    def forget_capacity(self) -> History:
+        """The replicas are other ones now: a changed spec may have changed what each can do."""
+        return replace(self, drain=None)
+
     def measured(self, now: float, drain_per_s: float | None) -> History:
         return self if drain_per_s is None else History(self.wishes, self.last_up_s, (now, drain_per_s))
 
@@ -143,7 +150,7 @@ def analyse(load: Load, policy: ScalePolicy, history: History, now: float) -> An
     """Put the load into units of replicas."""
     busy = sum(max(pod.running / policy.max_num_seqs, pod.kv_usage) for pod in load.pods)
     drain = history.drain
-    usable = drain is not None and now - drain[0] <= max(policy.window_s, policy.down_stabilization_s)
+    usable = drain is not None and now - drain[0] <= CAPACITY_KEEP_S
     arrivals = None
     if usable and drain is not None and load.arrivals_per_s is not None:
         arrivals = load.arrivals_per_s / (drain[1] * TARGET_UTILIZATION)
