@@ -17,8 +17,9 @@ from llmservice_operator.spec import Autoscaling, Slo
 TARGET_UTILIZATION = 0.8
 """Waits explode beyond it (queueing theory): plan for this share of the slots, not for all of them."""
 CAPACITY_KEEP_S = 3600.0
-"""How long a measured capacity counts. It is only measured while a replica is full: forgotten sooner, a service that just
-fits would be shrunk, overloaded and measured again, over and over; kept for ever, it would outlive the traffic it was of."""
+"""How long a measured capacity counts. It is measured only while a replica is full: forgotten sooner, a service that
+just fits would be shrunk, overloaded and measured again in turn; kept for ever, it would outlive the traffic it was of.
+"""
 TTFT_VETO = 0.8
 """No replica is removed while p99 TTFT is above this share of the promise."""
 
