@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     env = os.environ.get
     parser.add_argument(
         "--server-image",
-        default=env("LLMSERVICE_SERVER_IMAGE", "ghcr.io/llmservice/server:0.1.0"),
+        default=env("LLMSERVICE_SERVER_IMAGE", "llmservice-server:0.1.0"),
         help="image of the server pods (env LLMSERVICE_SERVER_IMAGE)",
     )
     parser.add_argument(
