@@ -9,6 +9,7 @@ from typing import Literal, get_args
 from llmservice_server.errors import ConfigError
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
+Pooling = Literal["last", "mean"]
 Device = Literal["auto", "cpu", "cuda"]
 
 
@@ -28,13 +29,15 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None  # None: what utilization leaves beside weights and activations
     kv_cache_dtype: DType = "auto"  # auto: the model's
     seed: int = 0  # of the requests that bring no seed of their own
+    pooling: Pooling = "last"  # what of a text's states is its embedding: the last token's, or the mean of all
+    embedding_window_s: float = 0.005  # how long an input may wait for others to share its batch
     threads: int | None = None  # intra-op threads on CPU; None: torch's choice
 
     def __post_init__(self) -> None:
         self.validate()
 
     def validate(self) -> None:
-        for name, allowed in (("dtype", DType), ("device", Device), ("kv_cache_dtype", DType)):
+        for name, allowed in (("dtype", DType), ("device", Device), ("kv_cache_dtype", DType), ("pooling", Pooling)):
             if getattr(self, name) not in get_args(allowed):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(get_args(allowed))}")
         for name in ("max_num_seqs", "max_num_batched_tokens", "prefill_chunk_tokens", "block_size"):
@@ -44,6 +47,8 @@ class EngineConfig:
                 _require_positive(name, getattr(self, name))
         if self.block_size & (self.block_size - 1) or self.block_size > 256:
             raise ConfigError(f"block_size is {self.block_size}, expected a power of two up to 256")
+        if not 0 <= self.embedding_window_s < float("inf"):
+            raise ConfigError(f"embedding_window_s is {self.embedding_window_s}, expected seconds, 0 or more")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
                 f"gpu_memory_utilization is {self.gpu_memory_utilization}, expected above 0 and at most 1"

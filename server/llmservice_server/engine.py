@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from llmservice_server.admission import why_refused
 from llmservice_server.block_pool import BlockPool
 from llmservice_server.config import EngineConfig
+from llmservice_server.embedding.embedder import Embedder
+from llmservice_server.embedding.model import EmbeddingModel
 from llmservice_server.messages import FinishReason, Generate, Output, Ready, Stats, StepOutputs
 from llmservice_server.request import Request
 from llmservice_server.sampler import stream_seed
@@ -39,6 +41,13 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             prefill_chunk_tokens=config.prefill_chunk_tokens,
         )
+        self.embedder = Embedder(
+            EmbeddingModel(started.runner.model, config.pooling),
+            vocab_size=started.vocab_size,
+            max_tokens=min(started.kv_cache.max_model_len, config.max_num_batched_tokens),
+            max_batch_tokens=config.max_num_batched_tokens,
+            window_s=config.embedding_window_s,
+        )
         self._requests: dict[str, Request] = {}
         self._deadlines: list[tuple[float, str]] = []  # a heap; entries of finished requests stay until they are due
         self._pending: list[Output] = []  # decided between steps, delivered with the next one
@@ -50,6 +59,8 @@ class Engine:
             block_size=config.block_size,
             num_blocks=self.pool.num_usable,
             max_request_tokens=min(started.kv_cache.max_model_len, self.pool.num_usable * config.block_size),
+            embedding_size=self.embedder.size,
+            max_embedding_tokens=self.embedder.max_tokens,
             memory_bytes=started.memory_bytes,
             load_s=time.monotonic() - started_s,
         )

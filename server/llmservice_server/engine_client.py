@@ -7,6 +7,7 @@ import contextlib
 import signal
 import sys
 import tempfile
+import uuid
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -17,6 +18,8 @@ from llmservice_server.config import EngineConfig
 from llmservice_server.engine_process import EngineSettings
 from llmservice_server.messages import (
     Abort,
+    Embed,
+    Embedded,
     Failed,
     FromEngine,
     Generate,
@@ -83,6 +86,8 @@ class EngineClient:
         self._on_ready = on_ready
         self._on_stats = on_stats
         self._streams: dict[str, OutputStream] = {}
+        self._embeds: dict[str, asyncio.Future[Embedded]] = {}
+        self.num_embedding_inputs = 0  # asked for and not answered
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
         self._process: asyncio.subprocess.Process | None = None
@@ -151,6 +156,10 @@ class EngineClient:
         for stream in set(self._streams.values()):
             stream.fail(EngineDeadError(self.failure or "the server is shutting down"))
         self._streams.clear()
+        for answer in self._embeds.values():
+            if not answer.cancelled():
+                answer.set_exception(EngineDeadError(self.failure or "the server is shutting down"))
+        self._embeds.clear()
 
     async def _read(self) -> None:
         while True:
@@ -160,6 +169,10 @@ class EngineClient:
                     self._on_stats(stats)
                     for output in outputs:
                         self._route(output)
+                case Embedded() as embedded:
+                    answer = self._embeds.pop(embedded.request_id, None)
+                    if answer is not None and not answer.cancelled():
+                        answer.set_result(embedded)
                 case Ready() as ready:
                     self.ready = ready
                     self._on_ready(ready)
@@ -189,6 +202,22 @@ class EngineClient:
         known = [request_id for request_id in request_ids if self._streams.pop(request_id, None) is not None]
         if known:
             self._send(Abort(request_ids=known, finished=finished))
+
+    async def embed(self, inputs: list[list[int]]) -> Embedded:
+        """The vectors of lists of token ids. Cancelled, it takes the request back. Raises EngineDeadError."""
+        if self.ready is None:
+            raise EngineDeadError(self.failure or "the engine is not running")
+        request_id = uuid.uuid4().hex
+        answer: asyncio.Future[Embedded] = asyncio.get_running_loop().create_future()
+        self._embeds[request_id] = answer
+        self.num_embedding_inputs += len(inputs)
+        self._send(Embed(request_id=request_id, inputs=inputs))
+        try:
+            return await answer
+        finally:
+            self.num_embedding_inputs -= len(inputs)
+            if self._embeds.pop(request_id, None) is not None:
+                self._send(Abort(request_ids=[request_id]))
 
     def _send(self, message: ToEngine) -> None:
         self._to_engine.send(self._encoder.encode(message))

@@ -7,10 +7,12 @@ input. The pipe stays open for as long as the parent lives, so its end is the pa
 from __future__ import annotations
 
 import gc
+import math
 import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +22,7 @@ import zmq
 from llmservice_server import json_log
 from llmservice_server.config import EngineConfig
 from llmservice_server.errors import StartError
-from llmservice_server.messages import Abort, Failed, FromEngine, Generate, Shutdown, StepOutputs, ToEngine
+from llmservice_server.messages import Abort, Embed, Failed, FromEngine, Generate, Shutdown, StepOutputs, ToEngine
 
 if TYPE_CHECKING:
     from llmservice_server.engine import Engine
@@ -59,6 +61,8 @@ class EngineLoop:
         """Returns on `Shutdown`."""
         self.send(self._engine.ready)
         while self._receive():
+            for embedded in self._engine.embedder.step(time.monotonic()):
+                self.send(embedded)
             if self._engine.has_work:
                 self.send(self._engine.step())
             else:
@@ -75,18 +79,27 @@ class EngineLoop:
 
     def _receive(self) -> bool:
         """Take every message that is there, and wait for one where there is no work; False after `Shutdown`."""
-        if not self._engine.has_work:
-            while not self._inbox.poll(_IDLE_POLL_MS):
-                pass
+        while not self._engine.has_work and (patience_ms := self._patience_ms()) > 0:
+            if self._inbox.poll(patience_ms):
+                break
         while self._inbox.poll(0):
             match self._decoder.decode(self._inbox.recv()):
                 case Generate() as request:
                     self._engine.add(request)
+                case Embed() as embed:
+                    if (refused := self._engine.embedder.add(embed, time.monotonic())) is not None:
+                        self.send(refused)
                 case Abort() as abort:
+                    self._engine.embedder.abort(abort.request_ids)
                     self._engine.abort(abort.request_ids, finished=abort.finished)
                 case Shutdown():
                     return False
         return True
+
+    def _patience_ms(self) -> int:
+        """How long an engine that generates nothing may wait for a message."""
+        due_s = self._engine.embedder.due_s()
+        return _IDLE_POLL_MS if due_s is None else math.ceil((due_s - time.monotonic()) * 1000)
 
 
 def main() -> int:

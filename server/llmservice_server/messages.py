@@ -30,6 +30,13 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate", omit_d
     deadline_s: float | None = None  # monotonic; past it the request ends with "error"
 
 
+class Embed(msgspec.Struct, frozen=True, kw_only=True, tag="embed"):
+    """Each input's vector; `Abort` takes the request back."""
+
+    request_id: str
+    inputs: list[list[int]]  # token ids
+
+
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
     request_ids: list[str]
     finished: bool = False  # True: a stop string matched, so the request counts as finished, not as aborted
@@ -69,6 +76,15 @@ class StepOutputs(msgspec.Struct, kw_only=True, tag="step"):
     stats: Stats
 
 
+class Embedded(msgspec.Struct, kw_only=True, tag="embedded", omit_defaults=True):
+    """The whole answer to one `Embed`."""
+
+    request_id: str
+    vectors: list[bytes] = []  # little-endian float32, of length 1, in the order of the inputs
+    error: str | None = None
+    error_status: int = 500  # the HTTP status that `error` deserves
+
+
 class Ready(msgspec.Struct, kw_only=True, tag="ready"):
     """Sent once, when the engine can serve."""
 
@@ -77,6 +93,8 @@ class Ready(msgspec.Struct, kw_only=True, tag="ready"):
     block_size: int
     num_blocks: int  # usable ones: the null block apart
     max_request_tokens: int  # min(max_model_len, num_blocks * block_size): longer requests are refused at admission
+    embedding_size: int  # numbers in a vector
+    max_embedding_tokens: int  # of one input: it is computed in one step
     memory_bytes: dict[str, int]  # by kind: weights, kv_cache, activations, total
     load_s: float
 
@@ -87,5 +105,5 @@ class Failed(msgspec.Struct, kw_only=True, tag="failed"):
     error: str
 
 
-ToEngine = Generate | Abort | Shutdown
-FromEngine = StepOutputs | Ready | Failed
+ToEngine = Generate | Embed | Abort | Shutdown
+FromEngine = StepOutputs | Embedded | Ready | Failed

@@ -88,6 +88,10 @@ class Metrics:
         self.request_prompt_tokens = self._histogram("request_prompt_tokens", "Prompt lengths", _LENGTH_BUCKETS)
         self.request_generation_tokens = self._histogram("request_generation_tokens", "Answer lengths", _LENGTH_BUCKETS)
 
+        self.embedding_inputs = self._counter("embedding_inputs", "Inputs turned into embeddings")
+        self.embedding_tokens = self._counter("embedding_tokens", "Tokens of the inputs turned into embeddings")
+        self.embedding_time = self._histogram("embedding_request_seconds", "Arrival to all vectors", _WAIT_BUCKETS)
+
         for reason in ("stop", "length", "abort", "error"):
             self.request_success.labels(**self._constant, finished_reason=reason)  # so that rate() sees the first one
 
@@ -115,6 +119,12 @@ class Metrics:
         if stats.iteration_tokens:
             self.iteration_tokens.observe(stats.iteration_tokens)
             self.batch_size.observe(stats.batch_size)
+
+    def observe_embedding(self, num_inputs: int, num_tokens: int, duration_s: float) -> None:
+        """Count an answered request for embeddings."""
+        self.embedding_inputs.inc(num_inputs)
+        self.embedding_tokens.inc(num_tokens)
+        self.embedding_time.observe(duration_s)
 
     def labels(self, metric: _M, **labels: str) -> _M:
         """The child of `metric` with these labels and the constant ones."""

@@ -32,6 +32,7 @@ def _add_http_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host", default=os.environ.get("LLMSERVICE_HOST", "0.0.0.0"), help="address to listen on, $LLMSERVICE_HOST")
     add("--port", type=_port, default=8000, help="port to listen on; 0 takes a free one and logs it")
     add("--max-queued-requests", type=_count, default=512, help="sequences that may wait; more are refused with 429")
+    add("--max-queued-embeddings", type=_count, default=4096, help="inputs of /v1/embeddings that may wait, likewise")
     add("--request-timeout", type=_duration, default=600.0, metavar="SECONDS", help="deadline of a request; 0 for none")
     add(
         "--drain-timeout",
@@ -67,6 +68,14 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE", help="of the memory that may be used")
     add("--kv-cache-memory", type=_memory, metavar="BYTES", help="such as 512MiB (default: what utilization leaves)")
     add("--kv-cache-dtype", choices=_DTYPES, default="auto", help="auto: the model's")
+    add("--pooling", choices=("last", "mean"), default="last", help="of /v1/embeddings: the last token, or the mean")
+    add(
+        "--embedding-window",
+        type=_duration,
+        default=0.005,
+        metavar="SECONDS",
+        help="time that an input of /v1/embeddings may wait for others to share its batch",
+    )
     add("--seed", type=int, default=0, help="of requests without a seed of their own")
     add("--threads", type=_positive, metavar="N", help="on CPU (default: torch's choice)")
 
@@ -98,6 +107,8 @@ def run(args: argparse.Namespace) -> int:
             gpu_memory_utilization=args.gpu_memory_utilization,
             kv_cache_memory_bytes=args.kv_cache_memory,
             kv_cache_dtype=args.kv_cache_dtype,
+            pooling=args.pooling,
+            embedding_window_s=args.embedding_window,
             seed=args.seed,
             threads=args.threads,
         )
@@ -106,6 +117,7 @@ def run(args: argparse.Namespace) -> int:
     serve = ServeConfig(
         served_model_names=tuple(args.served_model_name or [model.resolve().name]),
         max_queued_requests=args.max_queued_requests,
+        max_queued_embeddings=args.max_queued_embeddings,
         request_timeout_s=args.request_timeout or None,
     )
     listen = ListenConfig(

@@ -54,9 +54,9 @@ class Tokenizer:
             chat=_chat_template(directory, settings, special_tokens),
         )
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of a bare prompt, with the special tokens that the model wants around it (Llama: the begin token)."""
-        ids: list[int] = self._library.encode(text).ids
+        ids: list[int] = self._library.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
@@ -66,10 +66,14 @@ class Tokenizer:
         ids: list[int] = self._library.encode(self._chat.render(messages), add_special_tokens=False).ids
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text without special tokens; bytes that are no whole character become U+FFFD."""
-        text: str = self._library.decode(ids, skip_special_tokens=True)
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text without special tokens, unless asked for; bytes that are no whole character become U+FFFD."""
+        text: str = self._library.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
+
+    def words(self, ids: Sequence[int]) -> list[str]:
+        """Each id's entry of the vocabulary, in the tokenizer's own spelling; empty for an id without one."""
+        return [self._library.id_to_token(token_id) or "" for token_id in ids]
 
 
 def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:

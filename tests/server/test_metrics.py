@@ -71,6 +71,8 @@ def test_what_was_measured_at_start_is_shown_before_the_first_request() -> None:
             block_size=1,
             num_blocks=99,
             max_request_tokens=1,
+            embedding_size=8,
+            max_embedding_tokens=1,
             memory_bytes=memory,
             load_s=1.5,
         )

@@ -13,9 +13,11 @@ from starlette.responses import Response
 
 from llmservice_server.api.access_log import AccessLog
 from llmservice_server.api.activity import Activity
+from llmservice_server.api.embeddings import embeddings
 from llmservice_server.api.endpoints import chat_completions, completions
 from llmservice_server.api.error import ApiError, JsonResponse
 from llmservice_server.api.state import ServerState
+from llmservice_server.api.tokens import detokenize, tokenize
 
 log = logging.getLogger("llmservice.server")
 
@@ -28,6 +30,9 @@ def create_app(state: ServerState) -> FastAPI:
     app.state.server = state
     app.add_api_route("/v1/completions", completions, methods=["POST"], response_model=None)
     app.add_api_route("/v1/chat/completions", chat_completions, methods=["POST"], response_model=None)
+    app.add_api_route("/v1/embeddings", embeddings, methods=["POST"], response_model=None)
+    app.add_api_route("/tokenize", tokenize, methods=["POST"], response_model=None)
+    app.add_api_route("/detokenize", detokenize, methods=["POST"], response_model=None)
     app.add_api_route("/v1/models", list_models, methods=["GET"], response_model=None)
     app.add_api_route("/v1/models/{name:path}", show_model, methods=["GET"], response_model=None)
     app.add_api_route("/health", health, methods=["GET", "HEAD"], response_model=None)

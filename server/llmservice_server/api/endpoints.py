@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from llmservice_server.api.body import read_body
 from llmservice_server.api.error import ApiError, JsonResponse, invalid
 from llmservice_server.api.generation import ClientGoneError, Generation, Progress
 from llmservice_server.api.request import (
@@ -53,22 +54,13 @@ async def _accept(
     """The request and its prompts; what can be refused is refused before work is done for it. Raises ApiError."""
     state: ServerState = request.app.state.server
     state.require_room(1)
-    body = await _body(request, state.config.max_body_bytes)
+    body = await read_body(request, state.config.max_body_bytes)
     parsed = parse(body)
     state.require_model(parsed.model)
     _, tokenizer = state.require_ready()
     if len(body) > _LONG_BODY:
         return parsed, await asyncio.to_thread(tokenize, parsed, tokenizer)
     return parsed, tokenize(parsed, tokenizer)
-
-
-async def _body(request: Request, limit: int) -> bytes:
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > limit:
-            raise ApiError(413, f"the body is larger than {limit} bytes", code="request_too_large")
-    return bytes(body)
 
 
 def _completion_prompts(parsed: CompletionRequest, tokenizer: Tokenizer) -> list[list[int]]:

@@ -148,11 +148,13 @@ _UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = {
 }
 
 _EXPECTED = {
+    "encoding_format": "float or base64",
     "role": "system, developer, user or assistant (tools are not supported yet)",
     "type": "text (other content is not supported yet)",
 }
 
 _R = TypeVar("_R", bound=GenerationRequest)
+_S = TypeVar("_S", bound=msgspec.Struct)
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
@@ -178,6 +180,17 @@ def parse_chat(body: bytes) -> ChatRequest:
 
 
 def _parse(body: bytes, kind: type[_R], unsupported: Mapping[str, tuple[Any, ...]]) -> _R:
+    request = parse_fields(body, kind, unsupported)
+    if request.stream_options is not None and not request.stream:
+        raise invalid("stream_options is only allowed when stream is true", param="stream_options")
+    return request
+
+
+def parse_fields(body: bytes, kind: type[_S], unsupported: Mapping[str, tuple[Any, ...]]) -> _S:
+    """The body as a `kind`. `unsupported`: known fields that are refused unless they have one of these values.
+
+    Raises ApiError (400) that names the field.
+    """
     content = _decode(body)
     known = {field.name for field in msgspec.structs.fields(kind)}
     for name in content.keys() - known:
@@ -186,12 +199,9 @@ def _parse(body: bytes, kind: type[_R], unsupported: Mapping[str, tuple[Any, ...
         if not any(_same(content[name], neutral) for neutral in unsupported[name]):
             raise invalid(f"{name} is not supported yet: leave it out", param=name, code="unsupported_parameter")
     try:
-        request = msgspec.convert({name: content[name] for name in content.keys() & known}, kind)
+        return msgspec.convert({name: content[name] for name in content.keys() & known}, kind)
     except msgspec.ValidationError as error:
         raise _explain(error) from error
-    if request.stream_options is not None and not request.stream:
-        raise invalid("stream_options is only allowed when stream is true", param="stream_options")
-    return request
 
 
 def _same(value: Any, neutral: Any) -> bool:
@@ -225,8 +235,8 @@ def _explain(error: msgspec.ValidationError) -> ApiError:
         field = f"{path.rstrip('`')}.{missing[1]}".lstrip(".")
         return invalid(f"you must provide {field}", param=field, code="missing_required_parameter")
     field = path.rstrip("`").lstrip(".")
-    if reason.startswith("Invalid enum value"):
-        reason += f", expected {_EXPECTED[field.rpartition('.')[2]]}"
+    if reason.startswith("Invalid enum value") and (expected := _EXPECTED.get(field.rpartition(".")[2])):
+        reason += f", expected {expected}"
     if unknown := re.fullmatch(r"Object contains unknown field `(\w+)`", reason):
         reason = f"{unknown[1]} is not supported: leave it out"
     return invalid(f"{field}: {reason}", param=re.split(r"[.\[]", field)[0] or None)

@@ -22,6 +22,7 @@ class ServeConfig:
     served_model_names: tuple[str, ...]  # the first is the one that answers carry
     max_queued_requests: int
     request_timeout_s: float | None
+    max_queued_embeddings: int = 4096
     max_body_bytes: int = 8 * 2**20
 
 
@@ -76,6 +77,18 @@ class ServerState:
             raise ApiError(
                 429,
                 f"the queue is full: {in_flight} sequences are running or waiting, and at most {bound} may wait",
+                code="queue_full",
+                retry_after_s=_RETRY_QUEUE_S,
+            )
+
+    def require_embedding_room(self, asked: int) -> None:
+        """Raises ApiError (429) where `asked` more inputs would be too many."""
+        self.require_ready()
+        waiting, bound = self.engine.num_embedding_inputs, self.config.max_queued_embeddings
+        if waiting + asked > bound:
+            raise ApiError(
+                429,
+                f"the queue is full: {waiting} inputs are waiting for their embeddings, and at most {bound} may wait",
                 code="queue_full",
                 retry_after_s=_RETRY_QUEUE_S,
             )

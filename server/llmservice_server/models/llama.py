@@ -90,7 +90,11 @@ class LlamaModel:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 logits `[num_rows, vocab_size]` of the given rows of `forward`'s result."""
-        return F.linear(self._rms_norm(hidden, self.norm), self.lm_head).float()
+        return F.linear(self.norm_states(hidden), self.lm_head).float()
+
+    def norm_states(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The model's last states, `[num_rows, hidden_size]`, of the given rows of `forward`'s result."""
+        return self._rms_norm(hidden, self.norm)
 
     def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
         """The checkpoint's tensor names, each with the (part of a) weight that it fills."""

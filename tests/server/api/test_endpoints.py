@@ -60,7 +60,7 @@ def _error(answer: Any) -> dict[str, Any]:
         ("chat/completions", {"model": "tiny", "messages": MESSAGES, "temperature": 3}, 400, "temperature", None),
         ("chat/completions", {"model": "nobody", "messages": MESSAGES}, 404, "model", "model_not_found"),
         ("chat/completions", b"x" * (9 * 2**20), 413, None, "request_too_large"),
-        ("embeddings", {"model": "tiny", "input": "a"}, 404, None, None),
+        ("images/generations", {"model": "tiny", "prompt": "a"}, 404, None, None),
     ],
 )
 def test_bad_input_gets_the_right_status_in_the_shape_of_openai(

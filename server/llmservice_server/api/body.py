@@ -1,0 +1,17 @@
+"""A request's body, up to a limit."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+
+from llmservice_server.api.error import ApiError
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """Raises ApiError (413) as soon as more than `limit` bytes have come."""
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > limit:
+            raise ApiError(413, f"the body is larger than {limit} bytes", code="request_too_large")
+    return bytes(body)

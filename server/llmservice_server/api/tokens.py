@@ -1,0 +1,80 @@
+"""POST /tokenize and /detokenize, in vLLM's shapes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llmservice_server.api.body import read_body
+from llmservice_server.api.error import JsonResponse, invalid
+from llmservice_server.api.request import Message, TokenId, parse_fields
+from llmservice_server.api.state import ServerState
+from llmservice_server.chat_template import ChatTemplateError
+from llmservice_server.tokenizer import Tokenizer
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """Either `prompt` or `messages`; without `model` the served one."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    add_special_tokens: bool | None = None  # None: True for a prompt; a template writes its own
+    return_token_strs: bool = False
+
+
+class TokenizeResponse(msgspec.Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+class DetokenizeResponse(msgspec.Struct):
+    prompt: str
+
+
+async def tokenize(request: Request) -> Response:
+    state: ServerState = request.app.state.server
+    parsed = parse_fields(await read_body(request, state.config.max_body_bytes), TokenizeRequest, {})
+    if parsed.model is not None:
+        state.require_model(parsed.model)
+    ready, tokenizer = state.require_ready()
+    ids = await asyncio.to_thread(_encode, parsed, tokenizer)
+    words = tokenizer.words(ids) if parsed.return_token_strs else None
+    return JsonResponse(TokenizeResponse(len(ids), ready.max_model_len, ids, words))
+
+
+async def detokenize(request: Request) -> Response:
+    state: ServerState = request.app.state.server
+    parsed = parse_fields(await read_body(request, state.config.max_body_bytes), DetokenizeRequest, {})
+    if parsed.model is not None:
+        state.require_model(parsed.model)
+    _, tokenizer = state.require_ready()
+    if (largest := max(parsed.tokens, default=0)) >= tokenizer.vocab_size:
+        raise invalid(f"token id {largest} is outside the vocabulary of {tokenizer.vocab_size}", param="tokens")
+    text = await asyncio.to_thread(tokenizer.decode, parsed.tokens, skip_special_tokens=False)
+    return JsonResponse(DetokenizeResponse(text))
+
+
+def _encode(parsed: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
+    if (parsed.prompt is None) == (parsed.messages is None):
+        raise invalid("give either prompt or messages", param="prompt")
+    if parsed.prompt is not None:
+        return tokenizer.encode(parsed.prompt, add_special_tokens=parsed.add_special_tokens is not False)
+    if parsed.add_special_tokens:
+        raise invalid("add_special_tokens applies to a prompt: a chat template writes its own", "add_special_tokens")
+    try:
+        return tokenizer.encode_chat([message.as_template_input() for message in parsed.messages or ()])
+    except ChatTemplateError as error:
+        raise invalid(str(error), param="messages") from error

@@ -1,0 +1,1 @@
+"""Embeddings from the same decoder: a time window and length buckets instead of a KV cache."""

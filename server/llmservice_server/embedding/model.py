@@ -1,0 +1,45 @@
+"""A batch of token ids to one vector each: the decoder's last states, pooled and normalised."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
+
+from llmservice_server.attention.padded import PaddedAttention
+from llmservice_server.config import Pooling
+from llmservice_server.models.llama import LlamaModel
+
+
+class EmbeddingModel:
+    """Shares the generating model's weights. `last` takes the last token's state, `mean` the mean of all."""
+
+    def __init__(self, model: LlamaModel, pooling: Pooling) -> None:
+        self._model = model
+        self._pooling = pooling
+
+    @property
+    def size(self) -> int:
+        """Numbers in a vector."""
+        return self._model.config.hidden_size
+
+    @torch.inference_mode()
+    def embed(self, inputs: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Float32 vectors of length 1, `[num_inputs, size]`, on the CPU; inputs are padded to the longest."""
+        model, longest = self._model, max(map(len, inputs))
+        padded = [[*ids, *([0] * (longest - len(ids)))] for ids in inputs]
+        attend = PaddedAttention(len(inputs), longest, model.config.windows, model.device)
+        token_ids = torch.tensor(padded, device=model.device).flatten()
+        positions = torch.arange(longest, device=model.device).repeat(len(inputs))
+        states = model.norm_states(model.forward(token_ids, positions, attend))
+        pooled = self._pool(states.view(len(inputs), longest, -1), [len(ids) for ids in inputs])
+        return F.normalize(pooled, dim=-1).cpu()
+
+    def _pool(self, states: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        """`states`: `[num_inputs, longest, size]`; float32 `[num_inputs, size]`, the padding left out."""
+        counts = torch.tensor(lengths, device=states.device)
+        if self._pooling == "last":
+            return states[torch.arange(len(lengths), device=states.device), counts - 1].float()
+        real = torch.arange(states.shape[1], device=states.device) < counts[:, None]
+        return torch.where(real[..., None], states.float(), 0.0).sum(dim=1) / counts[:, None]

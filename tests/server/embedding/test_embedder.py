@@ -1,0 +1,131 @@
+"""Embeddings against transformers' hidden states, and what happens to those that cannot be computed."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen3Config
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+from llmservice_server.config import EngineConfig, Pooling
+from llmservice_server.embedding.embedder import Embedder
+from llmservice_server.embedding.model import EmbeddingModel
+from llmservice_server.messages import Embed
+from llmservice_server.startup import start
+
+SMALL = {
+    "vocab_size": 193,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+FAMILIES = {
+    "llama": LlamaConfig(**SMALL),
+    "mistral, sliding window": MistralConfig(**SMALL, sliding_window=24),
+    "qwen3, normed heads": Qwen3Config(**SMALL, head_dim=16),
+}
+
+
+def _inputs(count: int) -> list[list[int]]:
+    chance = random.Random(3)  # noqa: S311  # test data, no secret
+    return [[chance.randrange(193) for _ in range(chance.randrange(1, 90))] for _ in range(count)]
+
+
+def _embedder(model: Path, pooling: Pooling = "last") -> Embedder:
+    config = EngineConfig(model=model, dtype="float32", kv_cache_memory_bytes=2**20, threads=1, max_model_len=128)
+    return Embedder(
+        EmbeddingModel(start(config).runner.model, pooling),
+        vocab_size=193,
+        max_tokens=128,
+        max_batch_tokens=512,
+        window_s=0.01,
+    )
+
+
+@pytest.fixture(scope="module", params=FAMILIES.values(), ids=FAMILIES)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config: PreTrainedConfig = request.param
+    torch.manual_seed(5)
+    directory = tmp_path_factory.mktemp("checkpoint")
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    return directory
+
+
+def _embed(embedder: Embedder, inputs: list[list[int]]) -> np.ndarray:
+    assert embedder.add(Embed(request_id="r", inputs=inputs), 0.0) is None
+    while not (done := embedder.step(1.0)):
+        pass
+    assert done[0].error is None
+    assert embedder.due_s() is None
+    return np.stack([np.frombuffer(vector, "<f4") for vector in done[0].vectors])
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_embeddings_are_the_pooled_hidden_states_of_transformers(checkpoint: Path, pooling: Pooling) -> None:
+    inputs = _inputs(40)
+    vectors = _embed(_embedder(checkpoint, pooling), inputs)
+    reference = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).model.eval()
+    for ids, vector in zip(inputs, vectors, strict=True):
+        with torch.inference_mode():
+            states = reference(torch.tensor([ids])).last_hidden_state[0]
+        pooled = states[-1] if pooling == "last" else states.mean(dim=0)
+        expected = torch.nn.functional.normalize(pooled, dim=-1).numpy()
+        assert np.allclose(vector, expected, atol=1e-5)
+        assert np.linalg.norm(vector) == pytest.approx(1, abs=1e-5)
+
+
+def test_a_vector_does_not_depend_on_who_shares_its_batch(tiny_model: Path) -> None:
+    embedder, inputs = _embedder(tiny_model), _inputs(20)
+    together = _embed(embedder, inputs)
+    alone = np.concatenate([_embed(embedder, [ids]) for ids in inputs])
+    assert np.allclose(together, alone, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "words"),
+    [
+        ([], "no tokens"),
+        ([[1], []], "no tokens"),
+        ([[1] * 129], "129 tokens, expected at most 128"),
+        ([[193]], "outside the model's vocabulary"),
+        ([[-1]], "outside the model's vocabulary"),
+    ],
+)
+def test_what_can_never_be_served_is_answered_at_once(tiny_model: Path, inputs: list[list[int]], words: str) -> None:
+    embedder = _embedder(tiny_model)
+    refused = embedder.add(Embed(request_id="r", inputs=inputs), 0.0)
+    assert refused is not None
+    assert refused.error_status == 400
+    assert words in str(refused.error)
+    assert embedder.due_s() is None
+
+
+def test_a_request_taken_back_is_not_computed(tiny_model: Path) -> None:
+    embedder = _embedder(tiny_model)
+    embedder.add(Embed(request_id="r", inputs=[[1, 2]]), 0.0)
+    embedder.abort(["r", "unknown"])
+    assert embedder.due_s() is None
+    assert embedder.step(1.0) == []
+
+
+def test_states_that_are_not_finite_fail_their_own_request_only(tiny_model: Path) -> None:
+    config = EngineConfig(model=tiny_model, dtype="float32", kv_cache_memory_bytes=2**20, threads=1)
+    model = start(config).runner.model
+    model.embed_tokens[7] = float("nan")
+    embedder = Embedder(
+        EmbeddingModel(model, "mean"), vocab_size=100, max_tokens=64, max_batch_tokens=512, window_s=0.01
+    )
+    embedder.add(Embed(request_id="bad", inputs=[[5, 7], [5]]), 0.0)
+    embedder.add(Embed(request_id="good", inputs=[[5, 6]]), 0.0)
+    done = {}
+    while embedder.due_s() is not None:
+        done |= {answer.request_id: answer for answer in embedder.step(1.0)}
+    assert "not finite" in str(done["bad"].error)
+    assert len(done["good"].vectors) == 1
