@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 from llmservice_server.messages import Generate, SamplingParams
+
+MAX_LOGPROBS = 20  # likeliest tokens told beside each, as at OpenAI
 
 
 def why_refused(message: Generate, vocab_size: int, max_request_tokens: int) -> str | None:
@@ -18,6 +22,8 @@ def why_refused(message: Generate, vocab_size: int, max_request_tokens: int) -> 
             f"{len(prompt)} prompt tokens and max_tokens {sampling.max_tokens} make {total}, expected at most "
             f"{max_request_tokens}: shorten the prompt or lower max_tokens"
         )
+    if any(not 0 <= token < vocab_size for token in sampling.logit_bias):
+        return f"logit_bias names a token id outside the model's vocabulary, expected 0 to {vocab_size - 1}"
     return _why_unsampleable(sampling)
 
 
@@ -30,4 +36,21 @@ def _why_unsampleable(sampling: SamplingParams) -> str | None:
         return f"top_p is {sampling.top_p}, expected 0 to 1"
     if sampling.top_k < 0:
         return f"top_k is {sampling.top_k}, expected 0 (off) or more"
+    if not 0 <= sampling.min_p <= 1:
+        return f"min_p is {sampling.min_p}, expected 0 to 1"
+    return _why_unadjustable(sampling)
+
+
+def _why_unadjustable(sampling: SamplingParams) -> str | None:
+    penalties = (sampling.presence_penalty, sampling.frequency_penalty, *sampling.logit_bias.values())
+    if not all(map(math.isfinite, penalties)):
+        return "presence_penalty, frequency_penalty and logit_bias must be finite numbers"
+    if not 0 < sampling.repetition_penalty < math.inf:
+        return f"repetition_penalty is {sampling.repetition_penalty}, expected a number above 0"
+    if sampling.min_tokens < 0 or (sampling.min_tokens > 0 and sampling.grammar is not None):
+        return f"min_tokens is {sampling.min_tokens}, expected 0 or more, and 0 beside a grammar, which decides itself"
+    if any(
+        count is not None and not 0 <= count <= MAX_LOGPROBS for count in (sampling.logprobs, sampling.prompt_logprobs)
+    ):
+        return f"logprobs and prompt_logprobs count likely tokens, expected 0 to {MAX_LOGPROBS}"
     return None

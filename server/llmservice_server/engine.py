@@ -9,12 +9,15 @@ from collections.abc import Callable, Sequence
 
 from llmservice_server.admission import why_refused
 from llmservice_server.block_pool import BlockPool
+from llmservice_server.compiling import Compiling
 from llmservice_server.config import EngineConfig
 from llmservice_server.embedding.embedder import Embedder
 from llmservice_server.embedding.model import EmbeddingModel
+from llmservice_server.grammar import GrammarCompiler
 from llmservice_server.messages import FinishReason, Generate, Output, Ready, Stats, StepOutputs
 from llmservice_server.request import Request
-from llmservice_server.sampler import stream_seed
+from llmservice_server.runner import StepResult
+from llmservice_server.sampler import Draw, stream_seed
 from llmservice_server.scheduler import ContinuousScheduler, Plan
 from llmservice_server.startup import start
 
@@ -48,6 +51,7 @@ class Engine:
             max_batch_tokens=config.max_num_batched_tokens,
             window_s=config.embedding_window_s,
         )
+        self._compiling = Compiling(GrammarCompiler(config.model, started.vocab_size, started.eos_token_ids))
         self._requests: dict[str, Request] = {}
         self._deadlines: list[tuple[float, str]] = []  # a heap; entries of finished requests stay until they are due
         self._pending: list[Output] = []  # decided between steps, delivered with the next one
@@ -73,14 +77,15 @@ class Engine:
         """Queue a request. One that can never be served is answered with an error by the next step."""
         problem = self._why_refused(message)
         if problem is not None:
-            self._pending.append(
-                Output(request_id=message.request_id, finish_reason="error", error=problem, error_status=400)
-            )
+            self._refuse(message.request_id, problem)
             return
         order = next(self._arrivals)
         request = Request.of(message, order, stream_seed(self._seed, order), self._eos_token_ids)
         self._requests[request.request_id] = request
-        self.scheduler.add(request)
+        if message.sampling.grammar is None:
+            self.scheduler.add(request)
+        else:
+            self._compiling.add(request, message.sampling.grammar)
         if request.deadline_s is not None:
             heapq.heappush(self._deadlines, (request.deadline_s, request.request_id))
 
@@ -98,11 +103,11 @@ class Engine:
         """Compute one step for whoever is scheduled, and hand out what was decided since the last one."""
         now = self._clock()
         self._expire(now)
+        self._add_compiled()
         outputs, self._pending = self._pending, []
         plan = self.scheduler.schedule()
         if plan.scheduled:
-            tokens = self._runner.execute(plan)
-            outputs += self._update(plan, tokens, now)
+            outputs += self._update(plan, self._runner.execute(plan), now)
         self._last_plan = plan
         return StepOutputs(outputs=outputs, stats=self.stats())
 
@@ -119,19 +124,24 @@ class Engine:
             iteration_tokens=self._last_plan.num_tokens,
         )
 
-    def _update(self, plan: Plan, tokens: Sequence[int | None], now: float) -> list[Output]:
+    def _update(self, plan: Plan, result: StepResult, now: float) -> list[Output]:
         """Give each sampled token to its request. `now`: when the step was scheduled."""
         outputs = []
-        sampled = iter(tokens)
+        for request, logprobs in result.prompt_logprobs.items():
+            request.prompt_logprobs += logprobs
+        draws = iter(result.draws)
         for share in plan.scheduled:
             request = share.request
             if request.first_scheduled_s is None:
                 request.first_scheduled_s = now
             if share.samples:
-                outputs.append(self._advance(request, next(sampled)))
+                outputs.append(self._advance(request, next(draws)))
         return outputs
 
-    def _advance(self, request: Request, token_id: int | None) -> Output:
+    def _advance(self, request: Request, draw: Draw) -> Output:
+        if request.grammar is not None and (problem := request.grammar.problem) is not None:
+            return self._finish(request, "error", problem)
+        token_id = draw.token_id
         if token_id is None:
             return self._finish(
                 request, "error", "the model's logits are not finite: the weights or the dtype overflow"
@@ -141,11 +151,25 @@ class Engine:
         output = (
             Output(request_id=request.request_id) if finish_reason is None else self._finish(request, finish_reason)
         )
-        if finish_reason != "stop":  # the stop token is not part of the answer
+        if token_id not in request.stop_token_ids:  # they are not part of the answer
             output.token_ids = [token_id]
+            output.logprobs = [] if draw.logprobs is None else [draw.logprobs]
         if first and request.first_scheduled_s is not None:
             output.queue_s = max(0.0, request.first_scheduled_s - request.arrival_s)
+            output.prompt_logprobs = request.prompt_logprobs
         return output
+
+    def _add_compiled(self) -> None:
+        idle = not (self._pending or self.scheduler.running or self.scheduler.waiting)
+        for request, problem in self._compiling.take_ready(idle=idle):
+            if problem is None:
+                self.scheduler.add(request)
+            else:
+                del self._requests[request.request_id]
+                self._refuse(request.request_id, str(problem))
+
+    def _refuse(self, request_id: str, problem: str) -> None:
+        self._pending.append(Output(request_id=request_id, finish_reason="error", error=problem, error_status=400))
 
     def _expire(self, now: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:
@@ -162,7 +186,8 @@ class Engine:
                 self._pending.append(output)
 
     def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> Output:
-        self.scheduler.finish(request)
+        if not self._compiling.discard(request):
+            self.scheduler.finish(request)
         del self._requests[request.request_id]
         return Output(request_id=request.request_id, finish_reason=reason, error=error)
 

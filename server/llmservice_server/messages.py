@@ -16,9 +16,22 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     temperature: float = 1.0
     top_k: int = 0  # 0: off
     top_p: float = 1.0
+    min_p: float = 0.0
     seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
     stop_token_ids: tuple[int, ...] = ()  # end of sequence included; the stop token is never returned
+    min_tokens: int = 0  # before these no stop token is drawn
     ignore_eos: bool = False
+    logprobs: int | None = None  # the likeliest tokens told beside each drawn one; None: no probabilities at all
+    prompt_logprobs: int | None = None  # likewise for the tokens of the prompt
+    grammar: str | None = None  # llguidance's JSON; the answer is a sentence of it
+
+    @property
+    def has_penalties(self) -> bool:
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate", omit_defaults=True):
@@ -46,6 +59,14 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Leave the loop now. The HTTP process sends it once nothing is in flight, or when the drain has timed out."""
 
 
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """How likely the model found one token: natural logarithms, before penalties, bias, temperature and grammar."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]  # the likeliest tokens, as many as were asked for, the likeliest first
+
+
 class Output(msgspec.Struct, kw_only=True, omit_defaults=True, array_like=True):
     """What one step did for one request."""
 
@@ -56,6 +77,8 @@ class Output(msgspec.Struct, kw_only=True, omit_defaults=True, array_like=True):
     error_status: int = 500  # the HTTP status that `error` deserves
     num_cached_tokens: int = 0
     queue_s: float | None = None  # arrival to first scheduled; sent with the first token
+    logprobs: list[TokenLogprobs] = []  # of `token_ids`, where asked for
+    prompt_logprobs: list[TokenLogprobs] = []  # of the prompt's second token and those after it; with the first token
 
 
 class Stats(msgspec.Struct, kw_only=True, array_like=True):

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from llmservice_server.messages import FinishReason, Generate, SamplingParams
+from llmservice_server.grammar import Grammar
+from llmservice_server.messages import FinishReason, Generate, SamplingParams, TokenLogprobs
+from llmservice_server.token_history import TokenHistory
 
 LANES = ("interactive", "batch")  # in the order in which they are served
 
@@ -70,23 +72,28 @@ class Request:
     num_computed_tokens: int = 0
     block_table: BlockTable = field(default_factory=BlockTable)
     first_scheduled_s: float | None = None
+    history: TokenHistory | None = None  # what the penalties count; None: there are none
+    grammar: Grammar | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @classmethod
     def of(cls, message: Generate, order: int, seed: int, eos_token_ids: frozenset[int]) -> Request:
         """`order` counts arrivals; `seed` is used if the message has none; `ignore_eos` lets `eos_token_ids` pass."""
-        stop = frozenset(message.sampling.stop_token_ids)
+        sampling = message.sampling
+        stop = frozenset(sampling.stop_token_ids)
         rank = LANES.index(message.lane) if message.lane in LANES else len(LANES)
         return cls(
             request_id=message.request_id,
             token_ids=list(message.prompt_token_ids),
             num_prompt_tokens=len(message.prompt_token_ids),
-            sampling=message.sampling,
-            stop_token_ids=stop - eos_token_ids if message.sampling.ignore_eos else stop,
-            seed=seed if message.sampling.seed is None else message.sampling.seed,
+            sampling=sampling,
+            stop_token_ids=stop - eos_token_ids if sampling.ignore_eos else stop,
+            seed=seed if sampling.seed is None else sampling.seed,
             lane=message.lane,
             priority=(rank, order),
             arrival_s=message.arrival_s,
             deadline_s=message.deadline_s,
+            history=TokenHistory(message.prompt_token_ids, sampling.max_tokens) if sampling.has_penalties else None,
         )
 
     @property
@@ -102,4 +109,8 @@ class Request:
         if token_id in self.stop_token_ids:
             return "stop"
         self.token_ids.append(token_id)
+        if self.history is not None:
+            self.history.append(token_id)
+        if self.grammar is not None and self.grammar.take(token_id):
+            return "stop"
         return "length" if self.num_output_tokens >= self.sampling.max_tokens else None

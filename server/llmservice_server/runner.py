@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 
 from llmservice_server.attention.base import AttentionBackend, SequenceSlice
+from llmservice_server.messages import TokenLogprobs
 from llmservice_server.models.llama import LlamaModel
-from llmservice_server.request import BlockTable
-from llmservice_server.sampler import sample
+from llmservice_server.prompt_logprobs import prompt_logprobs
+from llmservice_server.request import BlockTable, Request
+from llmservice_server.sampler import Draw, draw
 from llmservice_server.scheduler import Plan
+from llmservice_server.token_masks import TokenMasks
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step has found out."""
+
+    draws: list[Draw] = field(default_factory=list)  # of the shares that sample, in the plan's order
+    prompt_logprobs: dict[Request, list[TokenLogprobs]] = field(default_factory=dict)
 
 
 class ModelRunner:
@@ -17,10 +30,11 @@ class ModelRunner:
     def __init__(self, model: LlamaModel, attention: AttentionBackend) -> None:
         self.model = model
         self.attention = attention
+        self._masks = TokenMasks(model.config.vocab_size)
 
     @torch.inference_mode()
-    def execute(self, plan: Plan) -> list[int | None]:
-        """The next token of each request whose share `samples`, in the plan's order; None: logits not finite."""
+    def execute(self, plan: Plan) -> StepResult:
+        """Compute every share of the plan, and the next token of each request whose share `samples`."""
         token_ids: list[int] = []
         positions: list[int] = []
         last_rows: list[int] = []
@@ -31,12 +45,16 @@ class ModelRunner:
             if share.samples:
                 last_rows.append(len(token_ids) - 1)
         slices = [SequenceSlice(share.start, share.num_tokens, share.request.block_table) for share in plan.scheduled]
+        sampling = [share.request for share in plan.scheduled if share.samples]
+        grammars = [request.grammar for request in sampling if request.grammar is not None]
+        masks = self._masks.begin(grammars) if grammars else None
         hidden = self._forward(token_ids, positions, slices)
+        scores = prompt_logprobs(self.model, plan, hidden)
         if not last_rows:
-            return []
+            return StepResult(prompt_logprobs=scores)
         if len(last_rows) < len(token_ids):
             hidden = hidden[torch.tensor(last_rows, device=hidden.device)]
-        return sample(self.model.logits(hidden), [share.request for share in plan.scheduled if share.samples])
+        return StepResult(draw(self.model.logits(hidden), sampling, masks), scores)
 
     @torch.inference_mode()
     def dummy_step(self, num_tokens: int, num_seqs: int, longest: int, block_size: int) -> None:

@@ -1,4 +1,4 @@
-"""From logits to tokens: greedy, temperature, top-k, top-p; one batch of rows, each with its own parameters.
+"""From logits to tokens: greedy, temperature, min-p, top-k, top-p; one batch of rows, each with its own parameters.
 
 Each row takes one uniform number, which depends only on its request's seed and the token's place in the answer, and
 inverts the cumulative distribution with it. So a seeded request gets the same tokens whoever shares its batch, and
@@ -9,15 +9,51 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 
 import torch
 
-from llmservice_server.messages import SamplingParams
+from llmservice_server.logit_adjustments import adjust
+from llmservice_server.logprobs import token_logprobs
+from llmservice_server.messages import SamplingParams, TokenLogprobs
 from llmservice_server.request import Request
+from llmservice_server.token_masks import apply_masks
 
 _FIRST_CANDIDATES = 1024  # most nuclei are far smaller than a vocabulary; a row whose nucleus is not gets sorted whole
+_MIN_TEMPERATURE = 1e-6  # as good as greedy, and no division by zero
 _MASK = 0xFFFF_FFFF_FFFF_FFFF
 _GOLDEN_GAMMA = 0x9E37_79B9_7F4A_7C15
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One step's token of one request."""
+
+    token_id: int | None  # None: the logits are not finite
+    logprobs: TokenLogprobs | None = None  # where the request asks for them
+
+
+def draw(logits: torch.Tensor, requests: Sequence[Request], masks: Future[torch.Tensor] | None = None) -> list[Draw]:
+    """The next token of each request, from the model's float32 logits `[num_requests, vocab_size]`; overwrites them.
+
+    `masks` is for the requests with a grammar, in their order. Probabilities are told of the logits as they come.
+    """
+    told = [row for row, request in enumerate(requests) if request.sampling.logprobs is not None]
+    raw = logits[told] if told else None
+    adjust(logits, requests)
+    if masks is not None:
+        apply_masks(
+            logits, [row for row, request in enumerate(requests) if request.grammar is not None], masks.result()
+        )
+    token_ids = sample(logits, requests)
+    if raw is None:
+        return [Draw(token_id) for token_id in token_ids]
+    logprobs = token_logprobs(
+        raw, [token_ids[row] or 0 for row in told], [requests[row].sampling.logprobs or 0 for row in told]
+    )
+    by_row = dict(zip(told, logprobs, strict=True))
+    return [Draw(token_id, by_row.get(row)) for row, token_id in enumerate(token_ids)]
 
 
 def sample(logits: torch.Tensor, requests: Sequence[Request]) -> list[int | None]:
@@ -25,59 +61,105 @@ def sample(logits: torch.Tensor, requests: Sequence[Request]) -> list[int | None
 
     Overwrites `logits`.
     """
-    best, best_ids = logits.max(dim=-1)  # NaN is greater than everything, so it shows here
-    tokens: list[int | None] = best_ids.tolist()
-    if not bool(best.isfinite().all()):
-        for row, finite in enumerate(best.isfinite().tolist()):
-            if not finite:
-                tokens[row] = None
-    rows = [row for row, request in enumerate(requests) if request.sampling.temperature > 0 and tokens[row] is not None]
-    for group in _groups(rows, requests, logits.shape[-1]):
-        chosen = _sample_group(logits[group], [requests[row] for row in group])
-        for row, token in zip(group, chosen, strict=True):
-            tokens[row] = token
-    return tokens
+    best, token_ids = logits.max(dim=-1)  # NaN is greater than everything, so it shows here
+    rows = [row for row, request in enumerate(requests) if request.sampling.temperature > 0]
+    if rows:
+        _draw_rows(logits, rows, [requests[row] for row in rows], token_ids)
+    token_ids.masked_fill_(~best.isfinite(), -1)
+    return [None if token_id < 0 else token_id for token_id in token_ids.tolist()]
 
 
-def _groups(rows: Sequence[int], requests: Sequence[Request], vocab_size: int) -> list[list[int]]:
-    """Rows with equally many candidates: how many depends on the row alone, so ties always break the same way."""
-    groups: dict[int, list[int]] = defaultdict(list)
-    for row in rows:
-        groups[_num_candidates(requests[row].sampling, vocab_size)].append(row)
-    return list(groups.values())
+@dataclass(frozen=True, slots=True)
+class SamplingTensors:
+    """The parameters of a batch's rows, each float64 `[num_rows]` on the device; one transfer brings them all."""
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor  # the vocabulary's size where it is off
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    uniforms: torch.Tensor  # the numbers in [0, 1) that choose the tokens
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], vocab_size: int, device: torch.device) -> SamplingTensors:
+        columns = [
+            (
+                max(request.sampling.temperature, _MIN_TEMPERATURE),
+                request.sampling.top_k or vocab_size,
+                request.sampling.top_p,
+                request.sampling.min_p,
+                uniform(request.seed, request.num_output_tokens),
+            )
+            for request in requests
+        ]
+        return cls(*torch.tensor(columns, dtype=torch.float64, device=device).unbind(dim=1))
+
+    def rows(self, index: torch.Tensor) -> SamplingTensors:
+        return SamplingTensors(*(getattr(self, name)[index] for name in self.__slots__))
 
 
-def _num_candidates(sampling: SamplingParams, vocab_size: int) -> int:
-    """How many of the likeliest tokens are to be sorted; 0: none, as nothing is cut off."""
-    if 0 < sampling.top_k < vocab_size:
-        return min(vocab_size, 1 << (sampling.top_k - 1).bit_length())  # few sizes, so that rows share a group
-    return min(vocab_size, _FIRST_CANDIDATES) if sampling.top_p < 1 else 0
+def _draw_rows(logits: torch.Tensor, rows: Sequence[int], requests: Sequence[Request], token_ids: torch.Tensor) -> None:
+    """Write the tokens of `rows` of `logits`, whose requests these are, into `token_ids`.
 
-
-def _sample_group(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
+    Rows are taken together that have equally many candidates: how many depends on the row alone, so ties always break
+    the same way.
+    """
     vocab_size = logits.shape[-1]
-    device = logits.device
-    temperature = torch.tensor([request.sampling.temperature for request in requests], device=device)
-    uniforms = torch.tensor([uniform(request.seed, request.num_output_tokens) for request in requests], device=device)
+    parameters = SamplingTensors.of(requests, vocab_size, logits.device)
+    groups: dict[int | None, list[int]] = defaultdict(list)
+    for place, request in enumerate(requests):
+        groups[_num_ranked(request.sampling, vocab_size)].append(place)
+    for num_ranked, places in groups.items():
+        rows_of_group = torch.tensor([rows[place] for place in places], device=logits.device)
+        group = parameters.rows(torch.tensor(places, device=logits.device))
+        weights = _weights(logits[rows_of_group], group)
+        token_ids[rows_of_group] = _draw_group(weights, group, num_ranked)
+
+
+def _num_ranked(sampling: SamplingParams, vocab_size: int) -> int | None:
+    """How many of the likeliest tokens are to be sorted: few sizes, so that rows share a group.
+
+    0: none, as nothing is cut off; None: nobody knows yet, as many as the nucleus has.
+    """
+    if 0 < sampling.top_k < vocab_size:
+        return min(vocab_size, 1 << (sampling.top_k - 1).bit_length())
+    return None if sampling.top_p < 1 else 0
+
+
+def _weights(logits: torch.Tensor, parameters: SamplingTensors) -> torch.Tensor:
+    """What each token weighs beside the likeliest, which weighs 1, after temperature and min-p; `logits`' shape."""
     # Shifting by the maximum first keeps a tiny temperature from overflowing to infinity.
-    scaled = (logits - logits.max(dim=-1, keepdim=True).values) / temperature[:, None].clamp_min(1e-6)
-    num_candidates = _num_candidates(requests[0].sampling, vocab_size)
-    if num_candidates == 0:
-        return _invert(scaled.softmax(dim=-1), uniforms).tolist()
-    top_k = torch.tensor([request.sampling.top_k or vocab_size for request in requests], device=device)
-    top_p = torch.tensor([request.sampling.top_p for request in requests], device=device)
-    ranked, ids = scaled.topk(num_candidates, dim=-1)
-    weights = ranked.exp()
-    total = scaled.exp().sum(dim=-1)
-    if requests[0].sampling.top_k == 0 and bool((weights.sum(dim=-1) < top_p * total).any()):
-        ranked, ids = scaled.sort(dim=-1, descending=True, stable=True)
-        weights = ranked.exp()
-    weights.masked_fill_(torch.arange(weights.shape[-1], device=device) >= top_k[:, None], 0)
-    mass = torch.where(top_k < vocab_size, weights.sum(dim=-1), total)
-    before = weights.cumsum(dim=-1) - weights  # a token stays while those before it do not reach top_p
-    weights.masked_fill_(before >= (top_p * mass)[:, None], 0)
-    weights[:, 0] = ranked[:, 0].exp()  # top_p = 0 still leaves the likeliest
-    return ids.gather(1, _invert(weights, uniforms)[:, None])[:, 0].tolist()
+    shifted = logits - logits.max(dim=-1, keepdim=True).values
+    weights = (shifted / parameters.temperature.float()[:, None]).exp_()
+    return weights.masked_fill_(weights < parameters.min_p[:, None], 0)
+
+
+def _draw_group(weights: torch.Tensor, parameters: SamplingTensors, num_ranked: int | None) -> torch.Tensor:
+    """One token id per row of `weights` `[num_rows, vocab_size]`."""
+    if num_ranked == 0:
+        return _invert(weights, parameters.uniforms)
+    if num_ranked is not None:
+        ranked, ids = weights.topk(num_ranked, dim=-1)
+        places = torch.arange(num_ranked, device=weights.device)
+        ranked.masked_fill_(places >= parameters.top_k[:, None], 0)
+        return _draw_nucleus(ranked, ids, ranked.sum(dim=-1), parameters)
+    total = weights.sum(dim=-1)
+    ranked, ids = weights.topk(min(weights.shape[-1], _FIRST_CANDIDATES), dim=-1)
+    drawn = _draw_nucleus(ranked, ids, total, parameters)
+    wide = (ranked.sum(dim=-1) < parameters.top_p * total).nonzero()[:, 0]
+    if len(wide) > 0:  # these nuclei may reach beyond the candidates: sort whole rows, but of no one else
+        ranked, ids = weights[wide].sort(dim=-1, descending=True, stable=True)
+        drawn[wide] = _draw_nucleus(ranked, ids, total[wide], parameters.rows(wide))
+    return drawn
+
+
+def _draw_nucleus(
+    ranked: torch.Tensor, ids: torch.Tensor, total: torch.Tensor, parameters: SamplingTensors
+) -> torch.Tensor:
+    """One of `ids` per row, by the weights `ranked` (largest first) of which `total` is the whole; top-p cuts them."""
+    before = ranked.cumsum(dim=-1) - ranked  # a token stays while those before it do not reach top_p
+    beyond = before >= (parameters.top_p * total)[:, None]
+    beyond[:, 0] = False  # top_p = 0 still leaves the likeliest
+    return ids.gather(1, _invert(ranked.masked_fill(beyond, 0), parameters.uniforms)[:, None])[:, 0]
 
 
 def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:

@@ -42,6 +42,16 @@ def test_what_can_be_served_is_admitted(prompt: list[int], sampling: dict[str, A
         ([1], {"top_p": 1.5}, "top_p is 1.5"),
         ([1], {"top_p": math.nan}, "top_p is nan"),
         ([1], {"top_k": -1}, "top_k is -1"),
+        ([1], {"min_p": 1.1}, "min_p is 1.1"),
+        ([1], {"min_p": math.nan}, "min_p is nan"),
+        ([1], {"logit_bias": {50: 1.0}}, "logit_bias names a token id outside"),
+        ([1], {"logit_bias": {5: math.inf}}, "must be finite"),
+        ([1], {"presence_penalty": math.nan}, "must be finite"),
+        ([1], {"repetition_penalty": 0.0}, "repetition_penalty is 0.0"),
+        ([1], {"min_tokens": -1}, "min_tokens is -1"),
+        ([1], {"min_tokens": 2, "grammar": "{}"}, "0 beside a grammar"),
+        ([1], {"logprobs": 21}, "expected 0 to 20"),
+        ([1], {"prompt_logprobs": -1}, "expected 0 to 20"),
     ],
 )
 def test_what_cannot_be_served_is_refused_with_the_reason(

@@ -12,7 +12,7 @@ import torch
 from llmservice_server.config import EngineConfig
 from llmservice_server.engine import Engine
 from llmservice_server.errors import ConfigError, OutOfMemoryError
-from llmservice_server.messages import Generate, Output, SamplingParams
+from llmservice_server.messages import Generate, Output, SamplingParams, TokenLogprobs
 from llmservice_server.tiny_model import TinyModelSpec, write_tiny_model
 
 VOCAB = 512
@@ -178,6 +178,60 @@ def test_ignore_eos_passes_over_the_models_own_stop_tokens_only(folder: Path, tm
     stop = {"stop_token_ids": (eos, other), "max_tokens": 12}
     assert eos not in driver.answer("obedient", prompt_of(9), **stop)
     assert driver.answer("ignoring", prompt_of(9), ignore_eos=True, **stop) == whole[: whole.index(other)]
+
+
+def test_before_min_tokens_no_stop_token_ends_the_answer(folder: Path) -> None:
+    whole = Driver.of(folder).answer("whole", prompt_of(9), max_tokens=12)
+    place = next(place for place in range(1, 12) if whole[place] not in whole[:place])
+    driver = Driver.of(folder)
+    sampling = {"max_tokens": 12, "stop_token_ids": (whole[place],)}
+    answer = driver.answer("longer", prompt_of(9), min_tokens=place + 1, **sampling)
+    assert len(answer) > place
+    assert answer[:place] == whole[:place]
+    assert answer[place] != whole[place]
+
+
+def test_the_probabilities_of_prompt_and_answer_are_those_of_transformers(folder: Path) -> None:
+    """In chunks, beside others and with preemption: a step tells what it computes, once."""
+    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    prompts = {f"r{length}": prompt_of(length) for length in (1, 30, 70)}
+    driver = Driver.of(
+        folder,
+        max_model_len=160,
+        max_num_batched_tokens=24,
+        max_num_seqs=6,
+        prefill_chunk_tokens=11,
+        kv_cache_memory_bytes=11 * BLOCK_BYTES,
+    )
+    for name, prompt in prompts.items():
+        driver.add(name, prompt, temperature=1.0, max_tokens=40, logprobs=3, prompt_logprobs=2)
+    told: dict[str, list[TokenLogprobs]] = defaultdict(list)
+    while driver.engine.has_work:
+        for output in driver.step():
+            told[output.request_id] += output.prompt_logprobs + output.logprobs
+    assert driver.engine.stats().preemptions > 0
+    for name, prompt in prompts.items():
+        tokens = prompt + driver.tokens[name]
+        with torch.inference_mode():
+            expected = reference(torch.tensor([tokens])).logits[0].log_softmax(-1)
+        assert [entry.token_id for entry in told[name]] == tokens[1:]
+        for place, entry in enumerate(told[name]):
+            assert entry.logprob == pytest.approx(float(expected[place, tokens[place + 1]]), abs=2e-4)
+            top = expected[place].topk(2 if place < len(prompt) - 1 else 3).values.tolist()
+            assert [value for _, value in entry.top] == pytest.approx(top, abs=2e-4)
+
+
+def test_penalties_hold_over_a_preemption(folder: Path) -> None:
+    sampling = {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.2, "max_tokens": 60}
+    alone = Driver.of(folder).answer("penalized", prompt_of(40), **sampling)
+    assert alone != Driver.of(folder).answer("plain", prompt_of(40), max_tokens=60)
+    crowded = Driver.of(folder, max_model_len=160, max_num_seqs=5, kv_cache_memory_bytes=13 * BLOCK_BYTES)
+    for number in range(3):
+        crowded.add(f"r{number}", prompt_of(30, number), temperature=1.0, max_tokens=50)
+    assert crowded.answer("penalized", prompt_of(40), **sampling) == alone
+    assert crowded.engine.stats().preemptions > 0
 
 
 def test_the_first_token_says_how_long_the_request_was_queued(folder: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from llmservice_server.messages import Generate, SamplingParams
 from llmservice_server.request import Request
-from llmservice_server.sampler import sample, stream_seed, uniform
+from llmservice_server.sampler import draw, sample, stream_seed, uniform
 
 VOCAB = 3000  # more than the candidates that are sorted first
 
@@ -21,7 +21,8 @@ def request(seed: int = 0, place: int = 0, **sampling: Any) -> Request:
         arrival_s=0.0,
     )
     made = Request.of(message, 0, seed=0, eos_token_ids=frozenset())
-    made.token_ids += [1] * place
+    for _ in range(place):
+        made.append(1)
     return made
 
 
@@ -90,8 +91,48 @@ def test_only_tokens_that_top_k_and_top_p_allow_are_drawn_and_all_likely_ones_ar
     assert likely <= set(counts)
 
 
+@pytest.mark.parametrize(("min_p", "temperature"), [(0.0, 1.0), (0.1, 1.0), (0.3, 0.5), (0.05, 2.0), (1.0, 1.0)])
+def test_min_p_leaves_the_tokens_that_have_this_share_of_the_likeliests_probability(
+    min_p: float, temperature: float
+) -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.5, -0.4, -2.0]])
+    probabilities = (logits[0] / temperature).softmax(-1).tolist()
+    permitted = {token for token, p in enumerate(probabilities) if p >= min_p * max(probabilities)}
+    assert set(draws(logits, 2000, temperature=temperature, min_p=min_p)) == permitted
+
+
+def test_rows_that_are_ranked_alike_but_cut_by_different_rules_do_not_disturb_each_other() -> None:
+    logits = random_logits(1, spread=0.01).repeat(400, 1)  # nearly flat: half the mass is half the vocabulary
+    narrow = [request(seed, temperature=1.0, top_k=1000) for seed in range(200)]
+    wide = [request(seed, temperature=1.0, top_p=0.9) for seed in range(200)]
+    drawn = sample(logits.clone(), [*narrow, *wide])
+    assert set(drawn[:200]) <= allowed(logits[0], 1000, 1.0, 1.0)
+    assert drawn[200:] == [sample(logits[:1].clone(), [asked])[0] for asked in wide]
+    assert not set(drawn[200:]) <= allowed(logits[0], 1024, 1.0, 1.0)
+
+
+def test_logprobs_are_of_the_models_logits_whatever_changes_the_draw() -> None:
+    logits = random_logits(3)
+    likeliest = logits[0].argmax().item()
+    asked = [
+        request(temperature=0.0, logprobs=2),
+        request(temperature=0.0, logprobs=1, logit_bias={7: 100.0}),
+        request(temperature=1.0),
+    ]
+    reference = logits.log_softmax(-1)
+    told = draw(logits.clone(), asked)
+    assert told[0].token_id == likeliest
+    assert told[0].logprobs is not None
+    assert told[0].logprobs.top[0] == (likeliest, told[0].logprobs.logprob)
+    assert len(told[0].logprobs.top) == 2
+    assert told[1].token_id == 7
+    assert told[1].logprobs is not None
+    assert told[1].logprobs.logprob == pytest.approx(reference[1, 7].item())
+    assert told[2].logprobs is None
+
+
 def test_a_row_is_drawn_alike_alone_and_among_rows_with_other_parameters() -> None:
-    logits = random_logits(8)
+    logits = random_logits(10)
     rows = [
         request(1, temperature=0.0),
         request(2, temperature=1.0),
@@ -101,9 +142,11 @@ def test_a_row_is_drawn_alike_alone_and_among_rows_with_other_parameters() -> No
         request(6, temperature=1.0, top_p=0.99),
         request(7, temperature=5.0),
         request(8, temperature=5.0, top_p=0.95),
+        request(9, temperature=1.0, min_p=0.02, top_p=0.9),
+        request(10, temperature=1.2, presence_penalty=1.0, repetition_penalty=1.3, place=4),
     ]
-    together = sample(logits.clone(), rows)
-    assert together == [sample(logits[row : row + 1].clone(), [rows[row]])[0] for row in range(8)]
+    together = draw(logits.clone(), rows)
+    assert together == [draw(logits[row : row + 1].clone(), [rows[row]])[0] for row in range(10)]
 
 
 def test_ties_break_alike_alone_and_in_a_crowd() -> None:

@@ -1,0 +1,72 @@
+"""Answers that are sentences of a grammar, in llguidance's JSON: compiling it, and following an answer through it.
+
+The library is loaded with the first request that has a grammar, and so is its tokenizer, which takes it up to a second.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+_CACHED_GRAMMARS = 128  # compiled ones; clients send the same few again and again
+
+
+class GrammarError(ValueError):
+    """The grammar cannot be used; the message says why, in one line."""
+
+
+class Grammar:
+    """Where in its grammar one answer stands. It moves with the tokens, so a preemption does not touch it."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self.matcher = matcher
+
+    def take(self, token_id: int) -> bool:
+        """Move on by a token that the mask allowed; True where the sentence is complete and nothing can follow."""
+        return self.matcher.consume_token(token_id) and self.matcher.is_stopped()
+
+    @property
+    def problem(self) -> str | None:
+        """Why the library has given up on this answer, in one line without the answer's words; None: it has not."""
+        return f"the grammar is too complex: {self.matcher.stop_reason()}" if self.matcher.is_error() else None
+
+
+class GrammarCompiler:
+    """Turns grammars into what the masks are made from. `vocab_size` is the model's, padding included."""
+
+    def __init__(self, model: Path, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        self._model = model
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._thread = ThreadPoolExecutor(1, "grammar")
+        self._compiled = lru_cache(_CACHED_GRAMMARS)(self._compile)
+
+    def compile(self, grammar: str) -> Future[Grammar]:
+        """The future raises GrammarError where the grammar is wrong or too large."""
+        return self._thread.submit(self._start, grammar)
+
+    def _start(self, grammar: str) -> Grammar:
+        return Grammar(self._compiled(grammar).deep_copy())
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+        if matcher.is_error():
+            raise GrammarError(matcher.get_error().partition("\n")[0])
+        return matcher
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        from llguidance import LLTokenizer
+
+        text = (self._model / "tokenizer.json").read_text(encoding="utf-8")
+        try:
+            return LLTokenizer(text, n_vocab=self._vocab_size, eos_token=sorted(self._eos_token_ids) or None)
+        except ValueError as error:
+            raise GrammarError(f"grammars cannot be used with this model's tokenizer: {error}") from error
