@@ -2,7 +2,7 @@
 #
 #   docker build --target operator -t llmservice-operator:0.1.0 .
 #   docker build --target gateway  -t llmservice-gateway:0.1.0 .
-#   docker build --target server   -t llmservice-server:0.1.0 .                             (CPU)
+#   docker build --target server   -t llmservice-server:0.1.0 --build-arg TORCH_CPU_INDEX_URL=… .     (CPU)
 #   docker build --target server   -t llmservice-server:0.1.0-cuda --build-arg TORCH=cuda .
 #
 # Each image holds what its extra needs and no more: the operator's no torch, the server's no kopf. What builds wheels
@@ -12,7 +12,7 @@ ARG PYTHON=3.11.14-slim-bookworm
 ARG TORCH=cpu
 
 FROM python:${PYTHON} AS wheel
-ARG PIP_INDEX_URL=
+ARG PIP_INDEX_URL
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
 COPY planner planner
@@ -24,7 +24,7 @@ COPY benchmarks benchmarks
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
 FROM python:${PYTHON} AS environment
-ARG PIP_INDEX_URL=
+ARG PIP_INDEX_URL
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python -m venv /opt/llmservice
 ENV PATH=/opt/llmservice/bin:$PATH
@@ -38,10 +38,13 @@ FROM environment AS gateway-environment
 RUN pip install --constraint /constraints.txt "$(echo /wheels/*.whl)[gateway]"
 
 FROM environment AS server-cpu-environment
+# The index of torch's CPU builds (torch's own install page names it). Without it pip takes the CUDA build, which runs
+# on a CPU as well but is gigabytes larger.
 ARG TORCH_CPU_INDEX_URL=
-RUN pip install --constraint /constraints.txt --extra-index-url "$TORCH_CPU_INDEX_URL" "$(echo /wheels/*.whl)[server]"
+RUN PIP_EXTRA_INDEX_URL="$TORCH_CPU_INDEX_URL" \
+    pip install --constraint /constraints.txt "$(echo /wheels/*.whl)[server]"
 
-# PyPI's own torch for Linux brings the CUDA libraries; the driver is the node's.
+# torch's default build for Linux brings the CUDA libraries; the driver is the node's.
 FROM environment AS server-cuda-environment
 RUN pip install --constraint /constraints.txt "$(echo /wheels/*.whl)[server]"
 

@@ -104,7 +104,7 @@ def test_image_holds_its_own_extra_installed_by_the_constraints(target: str) -> 
 def test_server_is_built_for_either_torch(torch: str) -> None:
     stages, _ = lineage("server-environment", {"TORCH": torch})
     assert stages[1] is STAGES[f"server-{torch}-environment"]
-    assert ("whl/cpu" in str(stages[1].instructions)) is (torch == "cpu")
+    assert ("$TORCH_CPU_INDEX_URL" in str(stages[1].instructions)) is (torch == "cpu")
 
 
 def test_what_is_copied_exists_and_passes_the_dockerignore() -> None:

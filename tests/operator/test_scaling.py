@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmservice_operator.load import Load, PodLoad
-from llmservice_operator.scaling import History, ScalePolicy, Supply, decide
+from llmservice_operator.scaling import CAPACITY_KEEP_S, History, ScalePolicy, Supply, decide
 
 NOW = 1_000_000.0
 POLICY = ScalePolicy(
@@ -159,11 +159,24 @@ def test_starting_pods_are_supply_and_overdue_ones_are_not() -> None:
 
 
 def test_an_old_measurement_of_the_drain_is_forgotten() -> None:
-    stale = replace(SETTLED, drain=(NOW - 301, 0.5))
+    stale = replace(SETTLED, drain=(NOW - CAPACITY_KEEP_S - 1, 0.5))
 
     decision, _ = decide(load((1, 0), arrivals_per_s=4.0), Supply(1, ready=1), POLICY, stale, NOW)
 
     assert decision.replicas == 1
+
+
+def test_a_steady_load_keeps_its_replicas_long_after_they_were_last_full() -> None:
+    """4/s need four replicas of 1.5/s at 80 %, however few requests happen to run when one looks."""
+    measured = replace(History.start(NOW - 600, 4), drain=(NOW - 600, 1.5))
+
+    decision, _ = decide(load((1, 0), (0, 0), (1, 0), (0, 0), arrivals_per_s=4.0), Supply(4, 4), POLICY, measured, NOW)
+
+    assert decision.replicas == 4
+
+
+def test_a_changed_spec_forgets_what_a_replica_could_do() -> None:
+    assert replace(SETTLED, drain=(NOW, 1.5)).forget_capacity().drain is None
 
 
 loads = st.builds(
