@@ -12,10 +12,12 @@ from dataclasses import dataclass
 
 import uvicorn
 
+from llmservice_server.api.api_keys import ApiKeyError, ApiKeys
 from llmservice_server.api.app import create_app
 from llmservice_server.api.state import ServeConfig, ServerState
 from llmservice_server.config import EngineConfig
 from llmservice_server.engine_client import EngineClient
+from llmservice_server.http_protocol import BoundedHttpProtocol
 from llmservice_server.messages import Ready
 from llmservice_server.metrics import Metrics
 from llmservice_server.tokenizer import Tokenizer, TokenizerLoadError
@@ -65,7 +67,8 @@ class HttpProcess:
         self._failure: str | None = None
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
-                create_app(self._state),
+                create_app(self._state, _api_keys(serve)),
+                http=BoundedHttpProtocol,
                 log_config=None,
                 access_log=False,
                 ws="none",
@@ -136,6 +139,13 @@ class HttpProcess:
     def _fail(self, failure: str | None) -> None:
         self._failure = self._failure or failure
         self._stop.set()
+
+
+def _api_keys(serve: ServeConfig) -> ApiKeys | None:
+    try:
+        return None if serve.api_key_file is None else ApiKeys(serve.api_key_file)
+    except ApiKeyError as error:
+        raise ServeError(str(error)) from error
 
 
 def _bind(host: str, port: int) -> socket.socket:

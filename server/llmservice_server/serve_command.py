@@ -41,6 +41,13 @@ def _add_http_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="time after SIGTERM to finish what runs",
     )
+    add(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help="one KEY, KEY:LANE or KEY:LANE:NAME a line (default: none needed)",
+    )
+    add("--max-body-size", type=_memory, default=8 * 2**20, metavar="BYTES", help="larger requests get 413")
     add("--metrics-prefix", type=_prefix, default="llmservice_", help='of the names in /metrics; "vllm:" for vLLM\'s')
     add(
         "--log-level",
@@ -118,6 +125,8 @@ def run(args: argparse.Namespace) -> int:
         served_model_names=tuple(args.served_model_name or [model.resolve().name]),
         max_queued_requests=args.max_queued_requests,
         max_queued_embeddings=args.max_queued_embeddings,
+        api_key_file=args.api_key_file,
+        max_body_bytes=args.max_body_size,
         request_timeout_s=args.request_timeout or None,
     )
     listen = ListenConfig(

@@ -11,7 +11,7 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-_PROBES = ("/health", "/ready", "/metrics")
+PROBES = ("/health", "/ready", "/metrics")  # of the kubelet and of Prometheus
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")  # printable ASCII; anything else is replaced, not echoed
 
 log = logging.getLogger("llmservice.access")
@@ -44,7 +44,7 @@ class AccessLog:
         try:
             await self._app(scope, receive, send_with_id)
         finally:
-            level = logging.DEBUG if scope["path"] in _PROBES else logging.INFO
+            level = logging.DEBUG if scope["path"] in PROBES else logging.INFO
             fields |= {
                 "request_id": request_id,
                 "method": scope["method"],

@@ -13,6 +13,8 @@ from starlette.responses import Response
 
 from llmservice_server.api.access_log import AccessLog
 from llmservice_server.api.activity import Activity
+from llmservice_server.api.api_keys import ApiKeys
+from llmservice_server.api.authentication import Authentication
 from llmservice_server.api.embeddings import embeddings
 from llmservice_server.api.endpoints import chat_completions, completions
 from llmservice_server.api.error import ApiError, JsonResponse
@@ -24,8 +26,8 @@ log = logging.getLogger("llmservice.server")
 _CREATED = int(time.time())
 
 
-def create_app(state: ServerState) -> FastAPI:
-    """The application around one server's state."""
+def create_app(state: ServerState, keys: ApiKeys | None = None) -> FastAPI:
+    """The application around one server's state; open to everybody without `keys`."""
     app = FastAPI(title="llmservice", openapi_url=None, docs_url=None, redoc_url=None)
     app.state.server = state
     app.add_api_route("/v1/completions", completions, methods=["POST"], response_model=None)
@@ -44,6 +46,8 @@ def create_app(state: ServerState) -> FastAPI:
     app.add_exception_handler(ClientDisconnect, _client_disconnect)
     app.add_exception_handler(Exception, _unexpected)
     app.add_middleware(Activity, state=state)
+    if keys is not None:
+        app.add_middleware(Authentication, keys=keys)
     app.add_middleware(AccessLog)
     return app
 

@@ -25,6 +25,7 @@ from llmservice_server.api.request import (
 from llmservice_server.api.response import DONE, Answer, ChatFormat, Choice, CompletionFormat, event, usage
 from llmservice_server.api.state import ServerState
 from llmservice_server.chat_template import ChatTemplateError
+from llmservice_server.request import LANES
 from llmservice_server.tokenizer import Tokenizer
 
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
@@ -87,6 +88,7 @@ def _generation(
         prompts,
         arrival_s=arrival_s,
         default_max_tokens=default_max_tokens,
+        lane=request.scope.get("default_lane", LANES[0]),
         log=request.scope["access_log"],
     )
 

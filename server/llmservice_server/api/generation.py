@@ -47,6 +47,7 @@ class Generation:
         *,
         arrival_s: float,
         default_max_tokens: int | None,
+        lane: str,
         log: MutableMapping[str, Any],
     ) -> None:
         """Raises ApiError where a prompt does not fit. `log` is given the figures of the access log at the end.
@@ -67,6 +68,7 @@ class Generation:
                 prompt_token_ids=prompt,
                 sampling=_sampling(request, limits[prompt_index], choice, tokenizer),
                 arrival_s=arrival_s,
+                lane=lane,
                 deadline_s=None if timeout_s is None else arrival_s + timeout_s,
             )
             for prompt_index, prompt in enumerate(prompts)

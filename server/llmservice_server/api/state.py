@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from llmservice_server.api.error import ApiError
 from llmservice_server.engine_client import EngineClient
@@ -24,6 +25,7 @@ class ServeConfig:
     request_timeout_s: float | None
     max_queued_embeddings: int = 4096
     max_body_bytes: int = 8 * 2**20
+    api_key_file: Path | None = None  # None: everybody may use the API
 
 
 @dataclass(slots=True, kw_only=True)

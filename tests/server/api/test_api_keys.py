@@ -1,0 +1,129 @@
+"""Keys from a file: what it may hold, who is let in, and how a change takes effect."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from llmservice_server.api.api_keys import ApiKeyError, ApiKeys
+
+KEYS = """
+# rotated weekly
+sk-alice:interactive:alice
+sk-nightly:batch
+sk-plain
+"""
+
+
+def _file(directory: Path, content: str = KEYS) -> Path:
+    path = directory / "keys"
+    path.write_text(content)
+    return path
+
+
+def _replace(path: Path, content: str) -> None:
+    """As the kubelet does with a Secret: a new file in the place of the old one."""
+    new = path.with_name("new")
+    new.write_text(content)
+    new.replace(path)
+
+
+@pytest.mark.parametrize(
+    ("presented", "found"),
+    [
+        ("sk-alice", ("alice", "interactive")),
+        ("sk-nightly", ("line 4", "batch")),
+        ("sk-plain", ("line 5", "interactive")),
+        ("sk-alice:interactive:alice", None),
+        ("sk-alic", None),
+        ("# rotated weekly", None),
+        ("", None),
+        ("schlüssel", None),
+    ],
+)
+def test_a_key_has_a_name_and_a_lane(tmp_path: Path, presented: str, found: tuple[str, str] | None) -> None:
+    key = ApiKeys(_file(tmp_path)).find(presented)
+    assert (None if key is None else (key.name, key.lane)) == found
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "holds no API key"),
+        ("# nobody\n", "holds no API key"),
+        ("sk-topsecret:express", "line 1: the lane is none of interactive, batch"),
+        ("sk-topsecret two", "line 1: expected KEY"),
+        (":batch", "line 1: expected KEY"),
+        ("sk-topsecret\nsk-topsecret:batch", "holds a key twice"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused_without_showing_a_key(tmp_path: Path, content: str, words: str) -> None:
+    with pytest.raises(ApiKeyError, match=words) as refused:
+        ApiKeys(_file(tmp_path, content))
+    assert "topsecret" not in str(refused.value)
+    with pytest.raises(ApiKeyError, match="cannot be read"):
+        ApiKeys(tmp_path / "absent")
+
+
+def test_a_changed_file_takes_effect_at_once_and_a_broken_one_changes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = _file(tmp_path)
+    keys = ApiKeys(path)
+    _replace(path, "sk-new\n")
+    assert keys.find("sk-new") is not None
+    assert keys.find("sk-alice") is None
+    with caplog.at_level(logging.ERROR):
+        _replace(path, "sk-new:express\n")
+        assert keys.find("sk-new") is not None
+        path.unlink()
+        assert keys.find("sk-new") is not None
+    assert ["stay as they were" in record.message for record in caplog.records] == [True, True]
+    assert "sk-new" not in caplog.text
+
+
+def test_the_server_wants_a_key_of_everybody_but_the_probes(start_server: Any, tmp_path: Path) -> None:
+    path = _file(tmp_path)
+    server = start_server("--api-key-file", str(path)).wait_until_ready()
+    for probe in ("/health", "/ready", "/metrics"):
+        assert server.get(probe)[0] == 200
+    for method, route in (("GET", "/v1/models"), ("GET", "/version"), ("GET", "/nowhere"), ("POST", "/tokenize")):
+        status, body = server.request(method, route, b"{}" if method == "POST" else None)
+        error = json.loads(body)["error"]
+        assert (status, error["type"], error["code"]) == (401, "invalid_request_error", "invalid_api_key")
+    ask: dict[str, Any] = {"model": "tiny", "prompt": "a", "max_tokens": 1}
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="sk-wrong", max_retries=0) as client:
+        with pytest.raises(openai.AuthenticationError, match="Incorrect API key"):
+            client.completions.create(**ask)
+        assert client.with_options(api_key="sk-nightly").completions.create(**ask).choices
+        _replace(path, "sk-wrong:interactive:bob\n")
+        assert client.completions.create(**ask).choices
+        with pytest.raises(openai.AuthenticationError):
+            client.with_options(api_key="sk-nightly").completions.create(**ask)
+    server.wait_for(lambda: [line for line in server.log if line.get("api_key") == "bob"] or None)
+    assert not any(key in json.dumps(server.log) for key in ("sk-", "Bearer"))
+
+
+def test_a_key_brings_its_lane(start_server: Any, tmp_path: Path) -> None:
+    server = start_server("--api-key-file", str(_file(tmp_path)), "--max-num-seqs", "1").wait_until_ready()
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 500, "ignore_eos": True, "n": 4, "stream": True}
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="sk-nightly", max_retries=0) as client:
+        extra = {"ignore_eos": True}
+        stream = client.completions.create(**{k: v for k, v in body.items() if k != "ignore_eos"}, extra_body=extra)
+        next(iter(stream))
+        assert server.metric("llmservice_num_requests_waiting", lane="batch") > 0
+        assert server.metric("llmservice_num_requests_waiting", lane="interactive") == 0
+        stream.close()
+    server.wait_until_idle()
+
+
+def test_an_unusable_key_file_ends_the_server_with_one_sentence(start_server: Any, tmp_path: Path) -> None:
+    server = start_server("--api-key-file", str(tmp_path / "absent"))
+    assert server.wait_for_exit() == 1
+    assert len(server.errors) == 1
+    assert "cannot be read: No such file or directory" in server.errors[0]
