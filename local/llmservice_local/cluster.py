@@ -47,6 +47,8 @@ CONTROLLERS: tuple[type[Controller], ...] = (
     NamespaceController,
     Scheduler,
 )
+CONTROLLERS_OF_REAL_API = tuple(found for found in CONTROLLERS if found is not EndpointsController)
+"""A real API server refuses endpoints on loopback addresses, which is where all pods of the local node are."""
 COMPONENT_START_S = 60.0
 _LOG = logging.getLogger(__name__)
 
@@ -126,17 +128,22 @@ class LocalCluster:
         self.endpoint.write_kubeconfig(self.kubeconfig)
         client = await stack.enter_async_context(connect(self.endpoint, "llmservice-local"))
         await _install_definition(client)
+        await _until_served(client)
         stack.push_async_callback(self._stop_tasks)
         informers = Informers(client)
         stack.push_async_callback(informers.close)
+        controllers = CONTROLLERS if settings.assets is None else CONTROLLERS_OF_REAL_API
         self._tasks = [
-            asyncio.create_task(controller(client, informers).run(), name=controller.name) for controller in CONTROLLERS
+            asyncio.create_task(controller(client, informers).run(), name=controller.name) for controller in controllers
         ]
         if settings.prometheus:
             targets = PrometheusTargets(client, informers, self._targets)
             self._tasks.append(asyncio.create_task(targets.run(), name=targets.name))
         node = Node(client, informers, self._node_settings())
         self._tasks.append(asyncio.create_task(node.run(), name="node"))
+        registered = asyncio.create_task(node.registered.wait())
+        await asyncio.wait([registered, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
+        registered.cancel()
         await self._start_components(stack, session)
 
     def _node_settings(self) -> NodeSettings:
@@ -204,6 +211,26 @@ class LocalCluster:
         for task, result in zip(self._tasks, results, strict=True):
             if isinstance(result, Exception):
                 _LOG.error("%s failed", task.get_name(), exc_info=result)
+
+
+async def _until_served(client: KubeClient) -> None:
+    """Wait until the API serves LLMServices and describes them: a real one takes a moment, and kubectl asks at once."""
+    from llmservice_operator.resource import GROUP, VERSION
+
+    async with asyncio.timeout(COMPONENT_START_S):
+        for path in (f"/apis/{GROUP}/{VERSION}", f"/openapi/v3/apis/{GROUP}/{VERSION}", "/openapi/v2"):
+            await _until_answered(client, path)
+
+
+async def _until_answered(client: KubeClient, path: str) -> None:
+    while True:
+        try:
+            await client.request("GET", path)
+            return
+        except ApiError as error:
+            if error.code == 404 and path == "/openapi/v2":
+                return  # the emulated API has no v2, and kubectl does without
+        await asyncio.sleep(0.1)
 
 
 async def _install_definition(client: KubeClient) -> None:

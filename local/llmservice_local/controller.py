@@ -15,6 +15,7 @@ from llmservice_local.informer import Informer, Informers
 
 Object = dict[str, Any]
 RETRY_S = 0.2
+LONGEST_RETRY_S = 10.0
 RESYNC_S = 30.0
 GATHER_S = 0.02  # changes come in bursts: one pass for all of them
 _LOG = logging.getLogger(__name__)
@@ -45,14 +46,17 @@ class Controller(ABC):
             informer = self.informer(resource)
             informer.listeners.append(self._wake.set)
             await informer.synced.wait()
+        refusals = 0
         while True:
             self._wake.clear()
             try:
                 again_s = await self.reconcile()
+                refusals = 0
             except ApiError as error:
                 level = logging.DEBUG if error.code in {404, 409} else logging.WARNING
                 _LOG.log(level, "%s: %s", self.name, error)
-                again_s = RETRY_S
+                again_s = min(LONGEST_RETRY_S, RETRY_S * 2**refusals)
+                refusals += 1
             try:
                 async with asyncio.timeout(RESYNC_S if again_s is None else again_s):
                     await self._wake.wait()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from llmservice_local.errors import FieldError
+from llmservice_local.qos import qos_class
 from llmservice_local.selector import matches_labels
 
 Object = dict[str, Any]
@@ -62,7 +63,7 @@ def _pod(obj: Object) -> Object:
         if field in spec:
             spec[field] = [_with_requests(container) for container in spec[field]]
     obj = {**obj, "spec": spec}
-    return obj if obj.get("status") else {**obj, "status": {"phase": "Pending"}}
+    return obj if obj.get("status") else {**obj, "status": {"phase": "Pending", "qosClass": qos_class(spec)}}
 
 
 def _pod_spec(spec: Object) -> Object:

@@ -70,6 +70,7 @@ class Node:
         self._workers: dict[str, tuple[PodWorker, asyncio.Task[None]]] = {}
         self._gpus: dict[int, str] = {}
         self._wake = asyncio.Event()
+        self.registered = asyncio.Event()
 
     async def run(self) -> None:
         addresses = AddressBlock()
@@ -78,6 +79,7 @@ class Node:
         try:
             async with ClientSession(connector=connector) as session, serve_node(self.worker, HOST_IP, tls) as port:
                 node = await self._register(node_object(self._settings, port, addresses.cidr))
+                self.registered.set()
                 beating = asyncio.create_task(self._heartbeat(node))
                 try:
                     await self._work(session, addresses)

@@ -39,7 +39,6 @@ def pod_status(
         "podIP": address,
         "podIPs": [{"ip": address}],
         "startTime": before.get("startTime") or now,
-        "qosClass": qos_class(pod),
         "containerStatuses": list(containers),
     }
     if init:
@@ -63,19 +62,6 @@ def pod_status(
         if {name: value for name, value in known.items() if name != "lastTransitionTime"} != condition:
             status = with_condition(status, condition, now)
     return status
-
-
-def qos_class(pod: Object) -> str:
-    """Guaranteed, Burstable or BestEffort, by the containers' requests and limits of CPU and memory."""
-    containers = [*pod["spec"]["containers"], *(pod["spec"].get("initContainers") or [])]
-    resources = [container.get("resources") or {} for container in containers]
-    if not any(entry.get("requests") or entry.get("limits") for entry in resources):
-        return "BestEffort"
-    for entry in resources:
-        requests, limits = entry.get("requests") or {}, entry.get("limits") or {}
-        if any(name not in limits or requests.get(name, limits[name]) != limits[name] for name in ("cpu", "memory")):
-            return "Burstable"
-    return "Guaranteed"
 
 
 def _exit_code(status: Object) -> int | None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from llmservice_local.pod_status import phase, pod_status, qos_class
+from llmservice_local.pod_status import phase, pod_status
 
 RUNNING = {"running": {"startedAt": "t"}}
 WAITING = {"waiting": {"reason": "ContainerCreating"}}
@@ -51,16 +51,3 @@ def test_ready_pod_keeps_its_transition_times_until_something_flips() -> None:
     assert changed["Ready"]["reason"] == "ContainersNotReady"
     assert changed["Ready"]["message"] == "containers with unready status: [c]"
     assert changed["Ready"]["lastTransitionTime"] == "t3"
-
-
-@pytest.mark.parametrize(
-    ("resources", "expected"),
-    [
-        ({}, "BestEffort"),
-        ({"requests": {"cpu": "1"}}, "Burstable"),
-        ({"limits": {"cpu": "1", "memory": "1Gi"}}, "Guaranteed"),
-        ({"limits": {"cpu": "1", "memory": "1Gi"}, "requests": {"cpu": "500m"}}, "Burstable"),
-    ],
-)
-def test_quality_of_service(resources: dict[str, Any], expected: str) -> None:
-    assert qos_class({"spec": {"containers": [{"name": "c", "resources": resources}]}}) == expected

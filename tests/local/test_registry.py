@@ -58,7 +58,7 @@ def test_created_pod_has_what_a_server_gives_it(registry: Registry) -> None:
     assert metadata["managedFields"][0]["manager"] == "test"
     assert (spec["restartPolicy"], spec["terminationGracePeriodSeconds"]) == ("Always", 30)
     assert spec["containers"][0]["resources"]["requests"] == {"cpu": "1"}
-    assert written.obj["status"] == {"phase": "Pending"}
+    assert written.obj["status"] == {"phase": "Pending", "qosClass": "Burstable"}
 
 
 def test_generated_names_differ(registry: Registry) -> None:
