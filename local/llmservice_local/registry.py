@@ -24,6 +24,15 @@ from llmservice_local.errors import (
 from llmservice_local.event import from_core, to_core
 from llmservice_local.kinds import Kind, Kinds
 from llmservice_local.managed_fields import Manager
+from llmservice_local.object_rules import (
+    carried_over,
+    check_preconditions,
+    grace_s,
+    identified,
+    may_go,
+    refuse_unknown,
+    without,
+)
 from llmservice_local.selector import Predicate
 from llmservice_local.store import Store
 from llmservice_local.strategy import Strategy
@@ -35,7 +44,6 @@ JSON_PATCH = "application/json-patch+json"
 MERGE_PATCH = "application/merge-patch+json"
 STRATEGIC_PATCH = "application/strategic-merge-patch+json"
 
-_SERVER_FIELDS = ("uid", "creationTimestamp", "generation", "deletionTimestamp", "deletionGracePeriodSeconds")
 _SUFFIX_ALPHABET = "bcdfghjklmnpqrstvwxz2456789"  # no vowels, no look-alikes: as Kubernetes names its pods
 _PROPAGATION_FINALIZERS = {"Foreground": "foregroundDeletion", "Orphan": "orphan"}
 
@@ -174,30 +182,24 @@ class Registry:
     def delete(self, kind: Kind, namespace: str, name: str, options: DeleteOptions) -> tuple[Object, bool]:
         """Delete an object, or mark it where finalizers or a pod's grace keep it; returns it and whether it is gone."""
         old = self._stored(kind, namespace, name)
-        for wanted, actual, what in (
-            (options.uid, old["metadata"]["uid"], "UID"),
-            (options.resource_version, old["metadata"]["resourceVersion"], "ResourceVersion"),
-        ):
-            if wanted is not None and wanted != actual:
-                why = f"Precondition failed: {what} in precondition: {wanted}, {what} in object meta: {actual}"
-                raise conflict(kind.plural, kind.group, name, why)
+        check_preconditions(kind, old, options.uid, options.resource_version)
         if options.dry_run:
             return old, False
         metadata = dict(old["metadata"])
         if finalizer := _PROPAGATION_FINALIZERS.get(options.propagation):
             metadata["finalizers"] = sorted({*(metadata.get("finalizers") or []), finalizer})
-        grace_s = self._grace_s(kind, old, options)
+        allowed_s = grace_s(kind, old, options.grace_period_s)
         marked: Object = {**old, "metadata": metadata}
-        if "deletionTimestamp" not in metadata or grace_s < metadata.get("deletionGracePeriodSeconds", 0):
-            metadata["deletionTimestamp"] = _timestamp(self._clock() + timedelta(seconds=grace_s))
-            metadata["deletionGracePeriodSeconds"] = grace_s
+        if "deletionTimestamp" not in metadata or allowed_s < metadata.get("deletionGracePeriodSeconds", 0):
+            metadata["deletionTimestamp"] = _timestamp(self._clock() + timedelta(seconds=allowed_s))
+            metadata["deletionGracePeriodSeconds"] = allowed_s
             if self.strategy(kind).has_generation:
                 metadata["generation"] = metadata.get("generation", 0) + 1
         if kind.name == "Namespace":
             marked["status"] = {**(old.get("status") or {}), "phase": "Terminating"}
         if kind.name == "CustomResourceDefinition":
             return self._delete_definition(kind, marked)
-        if self._may_go(kind, marked):
+        if may_go(kind, marked):
             return self._remove(kind, namespace, name), True
         return (self.store.put(kind.collection, marked) if marked != old else old), False
 
@@ -226,9 +228,9 @@ class Registry:
         live = self.store.get(kind.collection, namespace, name)
         if live is None and subresource:
             raise not_found(kind.plural, kind.group, name)
-        body, _ = self._identified(kind, namespace, name, body)
+        body = identified(kind, namespace, name, body)
         strategy = self.strategy(kind)
-        self._refuse_unknown(kind, strategy.decode(body)[1], options)
+        refuse_unknown(kind, strategy.decode(body)[1], options.field_validation)
         reserved = {"status"} if kind.has_status and subresource != "status" else set()
         if subresource == "status":
             reserved = set(body) - {"status", "metadata", "apiVersion", "kind"}
@@ -243,50 +245,19 @@ class Registry:
                 self._commit(kind, None, managed_fields.write(created, owners, self._now()), options), created=True
             )
         merged = strategy.decode(merged)[0]
-        return Written(self._commit(kind, live, self._carried_over(kind, live, merged, subresource, owners), options))
+        new = carried_over(kind, live, merged, subresource, has_generation=strategy.has_generation)
+        return Written(self._commit(kind, live, managed_fields.write(new, owners, self._now()), options))
 
     def _update(self, kind: Kind, old: Object, obj: Object, options: WriteOptions, subresource: str) -> Object:
-        wanted = obj["metadata"].get("resourceVersion")
-        if wanted and wanted != old["metadata"]["resourceVersion"]:
-            why = "the object has been modified; please apply your changes to the latest version and try again"
-            raise conflict(kind.plural, kind.group, old["metadata"]["name"], why)
-        if (uid := obj["metadata"].get("uid")) and uid != old["metadata"]["uid"]:
-            why = f"Precondition failed: UID in precondition: {uid}, UID in object meta: {old['metadata']['uid']}"
-            raise conflict(kind.plural, kind.group, old["metadata"]["name"], why)
-        new = self._carried_over(kind, old, obj, subresource, None)
+        metadata = obj["metadata"]
+        check_preconditions(kind, old, metadata.get("uid"), metadata.get("resourceVersion"))
+        new = carried_over(kind, old, obj, subresource, has_generation=self.strategy(kind).has_generation)
         manager = Manager(options.manager, "Update", kind.api_version, subresource)
         schema = self.strategy(kind).schema
         owners = managed_fields.after_update(old, new, schema, managed_fields.read(old), manager)
         if owners != managed_fields.read(old):
             new = managed_fields.write(new, owners, self._now())
         return self._commit(kind, old, new, options)
-
-    def _carried_over(
-        self, kind: Kind, old: Object, obj: Object, subresource: str, owners: managed_fields.Owners | None
-    ) -> Object:
-        """The new object with what only the server sets, and without what this endpoint may not change."""
-        if subresource == "status":
-            obj = {**old, "status": obj.get("status")} if obj.get("status") is not None else _without(old, "status")
-        elif kind.has_status:
-            obj = {**obj, "status": old["status"]} if "status" in old else _without(obj, "status")
-        metadata = {name: value for name, value in obj["metadata"].items() if name not in _SERVER_FIELDS}
-        metadata |= {name: old["metadata"][name] for name in _SERVER_FIELDS if name in old["metadata"]}
-        metadata["resourceVersion"] = old["metadata"]["resourceVersion"]
-        metadata["managedFields"] = old["metadata"].get("managedFields") or []
-        obj = {**obj, "metadata": metadata}
-        if "deletionTimestamp" in metadata:
-            added = set(metadata.get("finalizers") or []) - set(old["metadata"].get("finalizers") or [])
-            if added:
-                why = f"Forbidden: no new finalizers can be added if the object is being deleted, found {sorted(added)}"
-                raise invalid(
-                    kind.name,
-                    kind.group,
-                    metadata["name"],
-                    [FieldError("metadata.finalizers", "FieldValueForbidden", why)],
-                )
-        if self.strategy(kind).has_generation and _substance(kind, obj) != _substance(kind, old):
-            metadata["generation"] = metadata.get("generation", 0) + 1
-        return obj if owners is None else managed_fields.write(obj, owners, self._now())
 
     def _new(self, kind: Kind, obj: Object) -> Object:
         metadata = {**obj["metadata"], "uid": str(uuid.uuid4()), "creationTimestamp": self._now()}
@@ -296,7 +267,7 @@ class Registry:
             metadata["generation"] = 1
         obj = {**obj, "metadata": metadata}
         if kind.has_status and kind.name not in {"Pod", "Namespace", "Node"}:
-            obj = _without(obj, "status")
+            obj = without(obj, "status")
         if kind.name == "Service" and not obj["spec"].get("clusterIP") and obj["spec"]["type"] != "ExternalName":
             self._next_cluster_ip += 1
             address = f"10.96.{self._next_cluster_ip // 256}.{self._next_cluster_ip % 256}"
@@ -311,7 +282,7 @@ class Registry:
             new = established(new, self._now())
         if options.dry_run or new == old:
             return self.present(kind, new)
-        if old is not None and self._may_go(kind, new) and "deletionTimestamp" in new["metadata"]:
+        if old is not None and may_go(kind, new) and "deletionTimestamp" in new["metadata"]:
             self.store.put(kind.collection, new)
             return self.present(kind, self._remove(kind, new["metadata"].get("namespace", ""), new["metadata"]["name"]))
         stored = self.store.put(kind.collection, new)
@@ -322,63 +293,14 @@ class Registry:
     def _decode(
         self, kind: Kind, namespace: str, name: str, obj: Object, options: WriteOptions
     ) -> tuple[Object, list[str]]:
-        obj, _ = self._identified(kind, namespace, name, obj)
+        obj = identified(kind, namespace, name, obj)
         decoded, unknown = self.strategy(kind).decode(obj)
-        warnings = self._refuse_unknown(kind, unknown, options)
+        warnings = refuse_unknown(kind, unknown, options.field_validation)
         if kind.group == "events.k8s.io":
             decoded = to_core(decoded)
         return decoded, warnings
 
-    def _identified(self, kind: Kind, namespace: str, name: str, obj: Any) -> tuple[Object, str]:
-        """The object with the name and namespace of its URL; raises where it names others."""
-        if not isinstance(obj, dict):
-            raise bad_request(f"a {kind.name} is an object, not {type(obj).__name__}")
-        for what, expected in (("apiVersion", kind.api_version), ("kind", kind.name)):
-            if obj.get(what, expected) != expected:
-                raise bad_request(f"the {what} in the data ({obj[what]}) does not match the expected one ({expected})")
-        if not isinstance(obj.get("metadata") or {}, dict):
-            raise bad_request("metadata must be an object")
-        metadata = dict(obj.get("metadata") or {})
-        if name and metadata.setdefault("name", name) != name:
-            raise bad_request(
-                f"the name of the object ({metadata['name']}) does not match the name on the URL ({name})"
-            )
-        if kind.namespaced:
-            if (metadata.get("namespace") or namespace) != namespace:
-                raise bad_request(
-                    "the namespace of the provided object does not match the namespace sent on the request"
-                )
-            metadata["namespace"] = namespace
-        else:
-            metadata.pop("namespace", None)
-        return {**obj, "apiVersion": kind.api_version, "kind": kind.name, "metadata": metadata}, name
-
-    def _refuse_unknown(self, kind: Kind, unknown: list[str], options: WriteOptions) -> list[str]:
-        listed = [f'unknown field "{path}"' for path in unknown]
-        if listed and options.field_validation == "Strict":
-            message = (
-                f'{kind.name} in version "{kind.version}" cannot be handled as a {kind.name}: '
-                f"strict decoding error: {', '.join(listed)}"
-            )
-            raise bad_request(message)
-        return listed if options.field_validation == "Warn" else []
-
     # -- the way out ------------------------------------------------------------------------------------------------
-
-    def _grace_s(self, kind: Kind, obj: Object, options: DeleteOptions) -> int:
-        if kind.name != "Pod":
-            return 0
-        finished = (obj.get("status") or {}).get("phase") in {"Succeeded", "Failed"}
-        if finished or not obj["spec"].get("nodeName"):
-            return 0
-        grace_s: int = obj["spec"].get("terminationGracePeriodSeconds", 30)
-        return grace_s if options.grace_period_s is None else options.grace_period_s
-
-    def _may_go(self, kind: Kind, obj: Object) -> bool:
-        metadata = obj["metadata"]
-        if metadata.get("finalizers") or metadata.get("deletionGracePeriodSeconds"):
-            return False
-        return not (kind.name == "Namespace" and obj["spec"].get("finalizers"))
 
     def finalize(self, kind: Kind, name: str, obj: Object, options: WriteOptions) -> Written:
         """A namespace's `finalize`: the namespace controller takes its finalizer away once the namespace is empty."""
@@ -442,16 +364,6 @@ class Registry:
 
     def _now(self) -> str:
         return _timestamp(self._clock())
-
-
-def _substance(kind: Kind, obj: Object) -> Object:
-    """What a new generation means: the object without its metadata, and without its status where that is apart."""
-    outside = {"metadata", "status"} if kind.has_status else {"metadata"}
-    return {name: value for name, value in obj.items() if name not in outside}
-
-
-def _without(obj: Object, name: str) -> Object:
-    return {key: value for key, value in obj.items() if key != name}
 
 
 def _timestamp(moment: datetime) -> str:
