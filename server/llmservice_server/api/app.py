@@ -18,6 +18,8 @@ from llmservice_server.api.authentication import Authentication
 from llmservice_server.api.embeddings import embeddings
 from llmservice_server.api.endpoints import chat_completions, completions
 from llmservice_server.api.error import ApiError, JsonResponse
+from llmservice_server.api.model import Model, ModelList
+from llmservice_server.api.openapi import document
 from llmservice_server.api.state import ServerState
 from llmservice_server.api.tokens import detokenize, tokenize
 
@@ -41,6 +43,7 @@ def create_app(state: ServerState, keys: ApiKeys | None = None) -> FastAPI:
     app.add_api_route("/ready", ready, methods=["GET", "HEAD"], response_model=None)
     app.add_api_route("/metrics", metrics, methods=["GET"], response_model=None)
     app.add_api_route("/version", show_version, methods=["GET"], response_model=None)
+    app.add_api_route("/openapi.json", show_openapi, methods=["GET"], response_model=None)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientDisconnect, _client_disconnect)
@@ -78,9 +81,14 @@ async def show_version(request: Request) -> Response:
     return JsonResponse({"version": version("llmservice")})
 
 
+async def show_openapi(request: Request) -> Response:
+    config = _state(request).config
+    return JsonResponse(document(config.served_model_names, needs_key=config.api_key_file is not None))
+
+
 async def list_models(request: Request) -> Response:
     state = _state(request)
-    return JsonResponse({"object": "list", "data": [_model(state, name) for name in state.config.served_model_names]})
+    return JsonResponse(ModelList([_model(state, name) for name in state.config.served_model_names]))
 
 
 async def show_model(request: Request) -> Response:
@@ -89,16 +97,14 @@ async def show_model(request: Request) -> Response:
     return JsonResponse(_model(state, name))
 
 
-def _model(state: ServerState, name: str) -> dict[str, object]:
+def _model(state: ServerState, name: str) -> Model:
     engine = state.engine.ready
-    return {
-        "id": name,
-        "object": "model",
-        "created": _CREATED,
-        "owned_by": "llmservice",
-        "root": state.config.served_model_names[0],
-        "max_model_len": None if engine is None else engine.max_model_len,
-    }
+    return Model(
+        id=name,
+        created=_CREATED,
+        root=state.config.served_model_names[0],
+        max_model_len=None if engine is None else engine.max_model_len,
+    )
 
 
 def _state(request: Request) -> ServerState:
