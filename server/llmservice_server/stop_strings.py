@@ -8,7 +8,9 @@ from collections.abc import Sequence
 class StopStrings:
     """Lets through the text that can no longer be part of a stop string, and ends at the first one that appears."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, keep: bool = False) -> None:
+        """`keep`: the stop string that appears is let through as well."""
+        self._keep = keep
         self._stops = tuple(stops)
         self._held = ""
         self.matched: str | None = None
@@ -24,7 +26,7 @@ class StopStrings:
         if found:
             index, self.matched = min(found)
             self._held = ""
-            return text[:index]
+            return text[: index + len(self.matched)] if self._keep else text[:index]
         safe = len(text) - self._longest_tail(text)
         self._held = text[safe:]
         return text[:safe]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from llmservice_server.token_bytes import byte_of_letter
 
 CORPUS = Path(__file__).with_name("tiny_corpus.txt")
 BOS, EOS = "<|begin|>", "<|end|>"
@@ -60,7 +61,7 @@ def train(vocab_size: int) -> Tokenizer:
 
 def printable_ids(tokenizer: Tokenizer) -> list[int]:
     """The tokens that are whole printable characters: neither special, nor control, nor half a character."""
-    byte_of = _byte_of_letter()
+    byte_of = byte_of_letter()
     printable = []
     for token, token_id in tokenizer.get_vocab().items():
         if token in SPECIAL_TOKENS:
@@ -69,11 +70,3 @@ def printable_ids(tokenizer: Tokenizer) -> list[int]:
         if "\ufffd" not in text and all(letter.isprintable() or letter == "\n" for letter in text):
             printable.append(token_id)
     return sorted(printable)
-
-
-@cache
-def _byte_of_letter() -> dict[str, int]:
-    """Byte-level BPE spells each byte as one letter: Latin-1's where that is printable, else from U+0100 on."""
-    own = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
-    others = [byte for byte in range(256) if byte not in own]
-    return {chr(byte): byte for byte in own} | {chr(0x100 + rank): byte for rank, byte in enumerate(others)}

@@ -11,6 +11,7 @@ import jinja2
 import tokenizers
 
 from llmservice_server.chat_template import ChatTemplate, ChatTemplateError
+from llmservice_server.token_bytes import TokenBytes
 
 
 class TokenizerLoadError(Exception):
@@ -30,6 +31,7 @@ class Tokenizer:
         self._library = library
         self._chat = chat
         self.eos_token_ids = eos_token_ids
+        self.token_bytes = TokenBytes(library)
         self.vocab_size: int = max(library.get_vocab().values(), default=-1) + 1
 
     @classmethod

@@ -9,6 +9,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from llmservice_server import tiny_tokenizer
 from llmservice_server.detokenizer import Detokenizer
+from llmservice_server.token_bytes import byte_of_letter
 from llmservice_server.tokenizer import Tokenizer
 
 LIBRARY = tiny_tokenizer.train(1024)
@@ -22,7 +23,7 @@ def _ids_of(text: str) -> list[int]:
 
 def _bytes_of(data: bytes) -> list[int]:
     """One token for each byte: the hardest way to get a text."""
-    letters = {byte: letter for letter, byte in tiny_tokenizer._byte_of_letter().items()}
+    letters = {byte: letter for letter, byte in byte_of_letter().items()}
     return [LIBRARY.token_to_id(letters[byte]) for byte in data]
 
 

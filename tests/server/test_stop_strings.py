@@ -40,6 +40,12 @@ def test_text_is_shown_as_soon_as_it_can_no_longer_be_part_of_a_stop_string(
     assert _run(stops, pieces) == (shown, matched)
 
 
+def test_a_stop_string_that_is_kept_is_shown_and_nothing_behind_it() -> None:
+    matcher = StopStrings(["STOP", "x"], keep=True)
+    assert [matcher.append(piece) for piece in ("one S", "TOP two x")] == ["one ", "STOP"]
+    assert matcher.matched == "STOP"
+
+
 def test_nothing_is_shown_after_a_match() -> None:
     matcher = StopStrings(["x"])
     assert matcher.append("axb") == "a"

@@ -13,6 +13,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from llmservice_server.api.body import read_body
+from llmservice_server.api.chat_format import ChatFormat
+from llmservice_server.api.completion_format import CompletionFormat
 from llmservice_server.api.error import ApiError, JsonResponse, invalid
 from llmservice_server.api.generation import ClientGoneError, Generation, Progress
 from llmservice_server.api.request import (
@@ -22,7 +24,7 @@ from llmservice_server.api.request import (
     parse_chat,
     parse_completion,
 )
-from llmservice_server.api.response import DONE, Answer, ChatFormat, Choice, CompletionFormat, event, usage
+from llmservice_server.api.response import DONE, Answer, Choice, Layout, event, usage
 from llmservice_server.api.state import ServerState
 from llmservice_server.chat_template import ChatTemplateError
 from llmservice_server.request import LANES
@@ -39,14 +41,14 @@ async def completions(request: Request) -> Response:
     arrival_s = time.monotonic()
     parsed, prompts = await _accept(request, parse_completion, _completion_prompts)
     generation = _generation(request, parsed, prompts, arrival_s, _DEFAULT_COMPLETION_TOKENS)
-    return await _respond(request, parsed, generation, CompletionFormat())
+    return await _respond(request, parsed, generation, CompletionFormat(parsed, _tokenizer(request)))
 
 
 async def chat_completions(request: Request) -> Response:
     arrival_s = time.monotonic()
     parsed, prompts = await _accept(request, parse_chat, _chat_prompts)
     generation = _generation(request, parsed, prompts, arrival_s, None)
-    return await _respond(request, parsed, generation, ChatFormat())
+    return await _respond(request, parsed, generation, ChatFormat(parsed, _tokenizer(request)))
 
 
 async def _accept(
@@ -93,9 +95,13 @@ def _generation(
     )
 
 
-async def _respond(
-    request: Request, parsed: GenerationRequest, generation: Generation, layout: CompletionFormat | ChatFormat
-) -> Response:
+def _tokenizer(request: Request) -> Tokenizer:
+    state: ServerState = request.app.state.server
+    _, tokenizer = state.require_ready()
+    return tokenizer
+
+
+async def _respond(request: Request, parsed: GenerationRequest, generation: Generation, layout: Layout) -> Response:
     state: ServerState = request.app.state.server
     model = state.config.served_model_names[0]
     identity = f"{layout.id_prefix}-{generation.request_id}"
@@ -109,11 +115,11 @@ async def _respond(
             await generation.start(request.receive)
             async for steps in generation.progress():
                 for step in steps:
-                    texts[step.index].append(step.text)
+                    texts[step.sequence.index].append(step.text)
     except ClientGoneError:
         return Response(status_code=_CLIENT_GONE)
     answer.choices = [
-        layout.choice(sequence.index, "".join(text), sequence.finish_reason)
+        layout.choice(Progress(sequence, "".join(text), sequence.finish_reason))
         for sequence, text in zip(generation.sequences, texts, strict=True)
     ]
     answer.usage = usage(generation.sequences)
@@ -128,9 +134,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self, generation: Generation, answer: Answer, layout: CompletionFormat | ChatFormat, *, include_usage: bool
-    ) -> None:
+    def __init__(self, generation: Generation, answer: Answer, layout: Layout, *, include_usage: bool) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._generation = generation
@@ -172,9 +176,7 @@ class EventStream(Response):
         events = []
         for step in steps:
             if step.text or step.finish_reason is not None:
-                events += [
-                    self._event([part]) for part in self._layout.delta(step.index, step.text, step.finish_reason)
-                ]
+                events += [self._event([part]) for part in self._layout.delta(step)]
         return b"".join(events)
 
     def _closing(self) -> bytes:
@@ -184,7 +186,7 @@ class EventStream(Response):
         self._answer.usage = usage(self._generation.sequences)
         return event(self._answer) + DONE
 
-    def _event(self, choices: list[Choice]) -> bytes:
+    def _event(self, choices: Many[Choice]) -> bytes:
         if not choices:
             return b""
         self._answer.choices = choices

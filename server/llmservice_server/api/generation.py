@@ -18,6 +18,7 @@ from llmservice_server.api.sequence import Sequence
 from llmservice_server.api.state import ServerState
 from llmservice_server.engine_client import EngineDeadError, OutputStream
 from llmservice_server.messages import Generate, Output, Ready, SamplingParams
+from llmservice_server.stop_strings import StopStrings
 from llmservice_server.tokenizer import Tokenizer
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -29,9 +30,9 @@ class ClientGoneError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What one step did for one choice."""
+    """What one step did for one choice, or all of them together."""
 
-    index: int
+    sequence: Sequence
     text: str
     finish_reason: str | None
 
@@ -62,6 +63,7 @@ class Generation:
         self._watcher: asyncio.Task[None] | None = None
         limits = [_token_limit(prompt, request.token_limit, default_max_tokens, ready, tokenizer) for prompt in prompts]
         timeout_s = state.config.request_timeout_s
+        _check_token_ids(request, tokenizer)
         self._messages = [
             Generate(
                 request_id=f"{self.request_id}-{prompt_index * request.n + choice}",
@@ -80,9 +82,10 @@ class Generation:
                 index=index,
                 prompt_index=index // request.n,
                 prompt_token_ids=message.prompt_token_ids,
-                stops=request.stop_strings,
+                stops=StopStrings(request.stop_strings, keep=request.include_stop_str_in_output),
                 tokenizer=tokenizer,
                 arrival_s=arrival_s,
+                min_tokens=request.min_tokens,
             )
             for index, message in enumerate(self._messages)
         ]
@@ -134,7 +137,7 @@ class Generation:
         text = sequence.advance(output, time.monotonic(), self._state.metrics)
         if sequence.finish_reason in ("error", "abort"):
             raise ApiError(output.error_status, output.error or "the engine ended the request", code=ENGINE_ERROR)
-        return Progress(sequence.index, text, sequence.finish_reason)
+        return Progress(sequence, text, sequence.finish_reason)
 
     def _end_stopped(self) -> None:
         if stopped := [sequence for sequence in self.sequences if sequence.stopped_by_string]:
@@ -170,10 +173,27 @@ def _sampling(request: GenerationRequest, max_tokens: int, choice: int, tokenize
         temperature=request.temperature,
         top_k=max(0, request.top_k),
         top_p=request.top_p,
+        min_p=request.min_p,
         seed=None if request.seed is None else (request.seed + choice) % 2**63,  # so that the choices differ
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        repetition_penalty=request.repetition_penalty,
+        logit_bias=request.logit_bias,
         stop_token_ids=tuple(sorted(eos.union(request.stop_token_ids))),
+        min_tokens=request.min_tokens,
         ignore_eos=request.ignore_eos,
+        logprobs=request.num_logprobs,
+        prompt_logprobs=request.num_prompt_logprobs,
     )
+
+
+def _check_token_ids(request: GenerationRequest, tokenizer: Tokenizer) -> None:
+    """Raises ApiError where a parameter names a token that does not exist."""
+    for param, ids in (("logit_bias", request.logit_bias), ("stop_token_ids", request.stop_token_ids)):
+        if (largest := max(ids, default=0)) >= tokenizer.vocab_size:
+            raise invalid(
+                f"{param}: token id {largest} is outside the vocabulary of {tokenizer.vocab_size}", param=param
+            )
 
 
 def _token_limit(

@@ -17,10 +17,13 @@ from llmservice_server.api.error import ApiError, invalid
 
 MAX_CHOICES = 16  # n
 MAX_SEQUENCES = 128  # prompts × n of one request
+MAX_BIASES = 1024
 MAX_STOP_STRINGS = 4
 MAX_STOP_LENGTH = 256  # characters, so that holding text back for them stays cheap
 
 TokenId = Annotated[int, Meta(ge=0)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+LogprobsCount = Annotated[int, Meta(ge=0, le=20)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 
 
@@ -37,9 +40,16 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     top_k: Annotated[int, Meta(ge=-1)] = 0  # 0 and, as in vLLM, -1: off
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] = 1.0
+    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=MAX_BIASES)] = {}
+    min_tokens: Annotated[int, Meta(ge=0)] = 0
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] = []
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=128)] = []
+    include_stop_str_in_output: bool = False  # the stop string; a stop token has no text
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -53,9 +63,29 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     def token_limit(self) -> int | None:
         return self.max_tokens
 
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the likeliest tokens are told beside each; None: not even its own probability."""
+        return None
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Likewise for the prompt."""
+        return None
+
 
 class CompletionRequest(GenerationRequest):
     prompt: str | list[str | TokenId | list[TokenId]]
+    echo: bool = False
+    logprobs: LogprobsCount | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        return self.logprobs if self.echo else None
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -85,6 +115,12 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
 class ChatRequest(GenerationRequest):
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    logprobs: bool = False
+    top_logprobs: LogprobsCount = 0
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
 
     @property
     def token_limit(self) -> int | None:
@@ -95,22 +131,15 @@ class ChatRequest(GenerationRequest):
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
     "bad_words": ([],),
-    "frequency_penalty": (0,),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
-    "include_stop_str_in_output": (False,),
-    "logit_bias": ({},),
     "metadata": ({},),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "presence_penalty": (0,),
     "priority": (0,),
     "prompt_cache_key": (),
     "prompt_cache_retention": (),
     "prompt_logprobs": (),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "safety_identifier": (),
     "service_tier": ("auto", "default"),
@@ -122,8 +151,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 _UNSUPPORTED_COMPLETION: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (True,),
     "best_of": (1,),
-    "echo": (False,),
-    "logprobs": (),
     "suffix": ("",),
 }
 _UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = {
@@ -134,7 +161,6 @@ _UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "logprobs": (False,),
     "modalities": (["text"],),
     "moderation": (),
     "parallel_tool_calls": (True, False),
@@ -142,7 +168,6 @@ _UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": ("none",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_logprobs": (0,),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
@@ -176,6 +201,8 @@ def parse_chat(body: bytes) -> ChatRequest:
             "max_tokens and max_completion_tokens contradict each other: give one of them",
             param="max_completion_tokens",
         )
+    if request.top_logprobs and not request.logprobs:
+        raise invalid("top_logprobs is only allowed when logprobs is true", param="top_logprobs")
     return request
 
 
@@ -183,6 +210,8 @@ def _parse(body: bytes, kind: type[_R], unsupported: Mapping[str, tuple[Any, ...
     request = parse_fields(body, kind, unsupported)
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options is only allowed when stream is true", param="stream_options")
+    if request.token_limit is not None and request.min_tokens > request.token_limit:
+        raise invalid(f"min_tokens {request.min_tokens} is above max_tokens {request.token_limit}", param="min_tokens")
     return request
 
 
@@ -199,7 +228,7 @@ def parse_fields(body: bytes, kind: type[_S], unsupported: Mapping[str, tuple[An
         if not any(_same(content[name], neutral) for neutral in unsupported[name]):
             raise invalid(f"{name} is not supported yet: leave it out", param=name, code="unsupported_parameter")
     try:
-        return msgspec.convert({name: content[name] for name in content.keys() & known}, kind)
+        return msgspec.convert({name: content[name] for name in content.keys() & known}, kind, str_keys=True)
     except msgspec.ValidationError as error:
         raise _explain(error) from error
 
@@ -230,7 +259,7 @@ def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _explain(error: msgspec.ValidationError) -> ApiError:
     """msgspec says "Expected `int`, got `str` - at `$.max_tokens`", or names the missing field of the whole object."""
-    reason, _, path = str(error).partition(" - at `$")
+    reason, _, path = str(error).replace("`key` in ", "").partition(" - at `$")
     if missing := re.fullmatch(r"Object missing required field `(\w+)`", reason):
         field = f"{path.rstrip('`')}.{missing[1]}".lstrip(".")
         return invalid(f"you must provide {field}", param=field, code="missing_required_parameter")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from typing import Literal
+from typing import ClassVar, Protocol
 
 import msgspec
 
+from llmservice_server.api.generation import Progress
 from llmservice_server.api.sequence import Sequence
 
 DONE = b"data: [DONE]\n\n"
@@ -24,41 +25,10 @@ class Usage(msgspec.Struct):
     prompt_tokens_details: PromptTokensDetails
 
 
-class Text(msgspec.Struct):
-    """A completion's choice, whole or in part."""
+class Choice(msgspec.Struct):
+    """One of an answer's choices, whole or in part; each endpoint has its own."""
 
     index: int
-    text: str
-    finish_reason: str | None
-    logprobs: None = None
-
-
-class Message(msgspec.Struct):
-    content: str
-    role: Literal["assistant"] = "assistant"
-    refusal: None = None
-
-
-class ChatChoice(msgspec.Struct):
-    index: int
-    message: Message
-    finish_reason: str | None
-    logprobs: None = None
-
-
-class Delta(msgspec.Struct, omit_defaults=True):
-    content: str | None = None
-    role: str | None = None
-
-
-class ChatDelta(msgspec.Struct):
-    index: int
-    delta: Delta
-    finish_reason: str | None
-    logprobs: None = None
-
-
-Choice = Text | ChatChoice | ChatDelta
 
 
 class Answer(msgspec.Struct):
@@ -68,44 +38,25 @@ class Answer(msgspec.Struct):
     object: str
     created: int  # seconds since 1970
     model: str
-    choices: list[Choice]
+    choices: Many[Choice]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
 
 
-class CompletionFormat:
-    """The shapes of /v1/completions."""
+class Layout(Protocol):
+    """An endpoint's shapes, for one request."""
 
-    id_prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
+    id_prefix: ClassVar[str]
+    whole: ClassVar[str]
+    chunk: ClassVar[str]
 
-    def opening(self, index: int) -> list[Choice]:
-        return []
+    def opening(self, index: int) -> Many[Choice]:
+        """What a choice's stream begins with."""
 
-    def choice(self, index: int, text: str, finish_reason: str | None) -> Choice:
-        return Text(index, text, finish_reason)
+    def choice(self, progress: Progress) -> Choice:
+        """A whole answer's choice, from everything that its sequence has come to."""
 
-    def delta(self, index: int, text: str, finish_reason: str | None) -> list[Choice]:
-        return [Text(index, text, finish_reason)]
-
-
-class ChatFormat:
-    """The shapes of /v1/chat/completions."""
-
-    id_prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
-
-    def opening(self, index: int) -> list[Choice]:
-        return [ChatDelta(index, Delta(role="assistant", content=""), None)]
-
-    def choice(self, index: int, text: str, finish_reason: str | None) -> Choice:
-        return ChatChoice(index, Message(text), finish_reason)
-
-    def delta(self, index: int, text: str, finish_reason: str | None) -> list[Choice]:
-        """The reason comes in an event of its own, after the last words."""
-        parts: list[Choice] = []
-        if text:
-            parts.append(ChatDelta(index, Delta(content=text), None))
-        if finish_reason is not None:
-            parts.append(ChatDelta(index, Delta(), finish_reason))
-        return parts
+    def delta(self, progress: Progress) -> Many[Choice]:
+        """What a stream says of a step that has text or ends the choice."""
 
 
 def usage(sequences: Many[Sequence]) -> Usage:

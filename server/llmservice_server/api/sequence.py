@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 
 from llmservice_server.detokenizer import Detokenizer
-from llmservice_server.messages import FinishReason, Output
+from llmservice_server.messages import FinishReason, Output, TokenLogprobs
 from llmservice_server.metrics import Metrics
 from llmservice_server.stop_strings import StopStrings
 from llmservice_server.tokenizer import Tokenizer
@@ -21,20 +21,26 @@ class Sequence:
         index: int,
         prompt_index: int,
         prompt_token_ids: Many[int],
-        stops: Many[str],
+        stops: StopStrings,
         tokenizer: Tokenizer,
         arrival_s: float,
+        min_tokens: int = 0,
     ) -> None:
+        """`stops` are looked for in the text after the first `min_tokens`."""
         self.request_id = request_id
         self.index = index
         self.prompt_index = prompt_index
+        self.prompt_token_ids = prompt_token_ids
         self.num_prompt_tokens = len(prompt_token_ids)
         self.num_tokens = 0
         self.num_cached_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.stopped_by_string = False
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._min_tokens = min_tokens
         self._detokenizer = Detokenizer(tokenizer, prompt_token_ids)
-        self._stops = StopStrings(stops)
+        self._stops = stops
         self._arrival_s = arrival_s
         self._first_token_s: float | None = None
         self._last_token_s = arrival_s
@@ -44,17 +50,26 @@ class Sequence:
         """The text that this step makes certain. Sets `finish_reason` where it is the last."""
         if output.token_ids:
             self._observe(output, now, metrics)
-        text = self._stops.append(self._detokenizer.append(output.token_ids))
+        self._logprobs += output.logprobs
+        self.prompt_logprobs += output.prompt_logprobs
+        text = self._detokenizer.append(output.token_ids)
+        if output.finish_reason is not None:
+            text += self._detokenizer.flush()
+        if self.num_tokens > self._min_tokens or not self._min_tokens:
+            text = self._stops.append(text)
         if self._stops.matched is None and output.finish_reason is not None:
-            text += self._stops.append(self._detokenizer.flush())
-            if self._stops.matched is None:
-                text += self._stops.flush()
+            text += self._stops.flush()
         if self._stops.matched is not None:
             self.stopped_by_string = output.finish_reason is None  # the engine does not know yet
             self.finish_reason = "stop"
         else:
             self.finish_reason = output.finish_reason
         return text
+
+    def take_logprobs(self) -> list[TokenLogprobs]:
+        """Those that came since the last call."""
+        logprobs, self._logprobs = self._logprobs, []
+        return logprobs
 
     def _observe(self, output: Output, now: float, metrics: Metrics) -> None:
         self.num_tokens += len(output.token_ids)

@@ -12,6 +12,7 @@ from llmservice_server.api.sequence import Sequence
 from llmservice_server.messages import FinishReason, Generate, Output, Ready
 from llmservice_server.metrics import Metrics
 from llmservice_server.offline.sampling_params import SamplingParams
+from llmservice_server.stop_strings import StopStrings
 from llmservice_server.tokenizer import Tokenizer
 
 Prompt = str | Many[int]  # text, or token ids
@@ -63,9 +64,10 @@ class Job:
                 index=choice,
                 prompt_index=0,
                 prompt_token_ids=self._token_ids,
-                stops=params.stop_strings,
+                stops=StopStrings(params.stop_strings),
                 tokenizer=tokenizer,
                 arrival_s=arrival_s,
+                min_tokens=params.min_tokens,
             )
             for choice, message in enumerate(self.messages)
         }
