@@ -10,11 +10,13 @@ from typing import Any
 import msgspec
 
 from llmservice_server.api.access_log import PROBES
+from llmservice_server.api.chat_format import ChatChoice
+from llmservice_server.api.completion_format import Text
 from llmservice_server.api.embedding_request import EmbeddingRequest
 from llmservice_server.api.embeddings import EmbeddingList
 from llmservice_server.api.model import Model, ModelList
 from llmservice_server.api.request import ChatRequest, CompletionRequest
-from llmservice_server.api.response import Answer, ChatChoice, Text
+from llmservice_server.api.response import Answer
 from llmservice_server.api.tokens import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 
 _REFERENCE = "#/components/schemas/{name}"
