@@ -11,8 +11,8 @@ from typing import Any
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
 
+from llmservice_local.api.errors import ApiError
 from llmservice_local.endpoint import Endpoint
-from llmservice_local.errors import ApiError
 
 Object = dict[str, Any]
 

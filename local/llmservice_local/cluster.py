@@ -19,23 +19,23 @@ from typing import Any
 
 from aiohttp import ClientSession
 
-from llmservice_local.api import serve_api
+from llmservice_local.api.errors import ApiError
+from llmservice_local.api.serve import serve_api
 from llmservice_local.client import DEFINITIONS, KubeClient, connect
 from llmservice_local.component import Component, ComponentSpec
+from llmservice_local.control.controller import Controller
+from llmservice_local.control.deployment_controller import DeploymentController
+from llmservice_local.control.endpoints_controller import EndpointsController
+from llmservice_local.control.garbage_collector import GarbageCollector
+from llmservice_local.control.informer import Informers
+from llmservice_local.control.namespace_controller import NamespaceController
+from llmservice_local.control.replica_set_controller import ReplicaSetController
+from llmservice_local.control.scheduler import Scheduler
 from llmservice_local.control_plane import serve_control_plane
-from llmservice_local.controller import Controller
-from llmservice_local.deployment_controller import DeploymentController
 from llmservice_local.endpoint import Endpoint
-from llmservice_local.endpoints_controller import EndpointsController
-from llmservice_local.errors import ApiError
-from llmservice_local.garbage_collector import GarbageCollector
-from llmservice_local.informer import Informers
-from llmservice_local.namespace_controller import NamespaceController
-from llmservice_local.node import Node, NodeSettings, base_environment
+from llmservice_local.node.node import Node, NodeSettings, base_environment
 from llmservice_local.ports import free_port
 from llmservice_local.prometheus import PrometheusTargets, prometheus_spec
-from llmservice_local.replica_set_controller import ReplicaSetController
-from llmservice_local.scheduler import Scheduler
 
 Object = dict[str, Any]
 

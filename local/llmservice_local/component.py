@@ -11,9 +11,9 @@ from pathlib import Path
 
 from aiohttp import ClientError, ClientSession, ClientTimeout
 
-from llmservice_local.backoff import BackOff
-from llmservice_local.logs import termination_message
-from llmservice_local.process import Process
+from llmservice_local.node.backoff import BackOff
+from llmservice_local.node.logs import termination_message
+from llmservice_local.node.process import Process
 
 _LOG = logging.getLogger(__name__)
 _POLL_S = 0.1

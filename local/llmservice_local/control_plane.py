@@ -13,7 +13,7 @@ from aiohttp import ClientSession
 
 from llmservice_local.component import Component, ComponentError, ComponentSpec
 from llmservice_local.endpoint import Endpoint
-from llmservice_local.node import base_environment
+from llmservice_local.node.node import base_environment
 from llmservice_local.ports import free_port
 
 START_S = 60.0

@@ -36,7 +36,7 @@ def _run(args: argparse.Namespace) -> int:
 
     from rich.console import Console
 
-    from llmservice_local.demo import DemoConfig, run_demo
+    from llmservice_local.demo.run import DemoConfig, run_demo
 
     config = DemoConfig(
         folder=args.dir,

@@ -7,9 +7,9 @@ from typing import Any
 
 import yaml
 
+from llmservice_local.api.errors import ApiError, bad_request
 from llmservice_local.client import KubeClient, Resource, connect, served_resources
 from llmservice_local.endpoint import Endpoint
-from llmservice_local.errors import ApiError, bad_request
 
 Object = dict[str, Any]
 

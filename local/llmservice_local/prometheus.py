@@ -15,9 +15,9 @@ import yaml
 
 from llmservice_local.client import PODS, KubeClient
 from llmservice_local.component import ComponentError, ComponentSpec
-from llmservice_local.controller import Controller
-from llmservice_local.informer import Informers
-from llmservice_local.node import base_environment
+from llmservice_local.control.controller import Controller
+from llmservice_local.control.informer import Informers
+from llmservice_local.node.node import base_environment
 
 Object = dict[str, Any]
 

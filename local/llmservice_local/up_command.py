@@ -88,9 +88,9 @@ def _settings(args: argparse.Namespace, state_dir: Path, labels: dict[str, str])
 
 
 async def _up(settings: ClusterSettings, manifests: list[Path]) -> int:
+    from llmservice_local.api.errors import ApiError
     from llmservice_local.cluster import LocalCluster
     from llmservice_local.component import ComponentError
-    from llmservice_local.errors import ApiError
 
     interrupted = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

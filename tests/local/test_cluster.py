@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
 
+from llmservice_local.api.errors import ApiError
 from llmservice_local.client import (
     CONFIG_MAPS,
     DEPLOYMENTS,
@@ -28,8 +29,7 @@ from llmservice_local.client import (
     connect,
 )
 from llmservice_local.cluster import ClusterSettings, LocalCluster
-from llmservice_local.condition import condition_of
-from llmservice_local.errors import ApiError
+from llmservice_local.control.condition import condition_of
 
 WAIT_S = 40.0
 SERVE = """

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from aiohttp import ClientSession
 
-from llmservice_local.shim import descendants
+from llmservice_local.node.shim import descendants
 
 POD = """
 apiVersion: v1

@@ -1,0 +1,172 @@
+"""CEL validation rules of a CRD (`x-kubernetes-validations`), compiled once and evaluated with cel-python.
+
+Reference: https://kubernetes.io/docs/tasks/extend-kubernetes/custom-resources/custom-resource-definitions/#validation-rules
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import celpy
+from celpy import celtypes
+from celpy.adapter import json_to_cel
+from celpy.celparser import CELParseError
+from celpy.evaluation import CELEvalError
+
+from llmservice_local.api import structure
+from llmservice_local.api.errors import FieldError
+from llmservice_local.api.schema import json_type
+
+_ABSENT = object()
+_Evaluate = Callable[[Mapping[str, Any]], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One compiled rule of one schema node."""
+
+    evaluate: _Evaluate
+    message: Callable[[Mapping[str, Any]], str]
+    reason: str
+    field_path: str
+    transition: bool
+    optional_old_self: bool
+
+
+class Rules:
+    """All the rules of a schema. Raises `ValueError` at once where an expression does not compile."""
+
+    def __init__(self, schema: structure.Schema) -> None:
+        self._schema = schema
+        self._compiled: dict[int, tuple[Rule, ...]] = {}
+        self._guarded: set[int] = set()
+        self._compile(schema, "")
+
+    def check(self, obj: Any, old: Any = None) -> Iterator[FieldError]:
+        """What the rules say against an object; transition rules (`oldSelf`) run where there is an old value."""
+        yield from self._check(obj, _ABSENT if old is None else old, self._schema, "")
+
+    def _compile(self, schema: structure.Schema, path: str) -> bool:
+        declared = schema.get("x-kubernetes-validations") or []
+        if declared:
+            self._compiled[id(schema)] = tuple(_compile(rule, path) for rule in declared)
+        below = [self._compile(child, f"{path}.{name}") for name, child in (schema.get("properties") or {}).items()]
+        for name, suffix in (("items", "[]"), ("additionalProperties", "{}")):
+            if isinstance(schema.get(name), Mapping):
+                below.append(self._compile(schema[name], path + suffix))
+        if declared or any(below):
+            self._guarded.add(id(schema))
+            return True
+        return False
+
+    def _check(self, value: Any, old: Any, schema: structure.Schema, path: str) -> Iterator[FieldError]:
+        if id(schema) not in self._guarded:
+            return
+        for rule in self._compiled.get(id(schema), ()):
+            if wrong := _violation(rule, value, old, schema, path):
+                yield wrong
+        if isinstance(value, Mapping):
+            for name, item in value.items():
+                before = old.get(name, _ABSENT) if isinstance(old, Mapping) else _ABSENT
+                at = f"{path}.{name}" if path else name
+                yield from self._check(item, before, structure.field(schema, name), at)
+        elif isinstance(value, list):
+            below, keys = structure.items(schema), structure.map_keys(schema)
+            known = (
+                {structure.item_key(item, keys, below): item for item in old} if keys and isinstance(old, list) else {}
+            )
+            for index, item in enumerate(value):
+                before = known.get(structure.item_key(item, keys, below), _ABSENT) if keys else _ABSENT
+                yield from self._check(item, before, below, f"{path}[{index}]")
+
+
+def to_cel(value: Any, schema: structure.Schema) -> Any:
+    """A JSON value as the CEL value that its schema makes of it: numbers are doubles, durations and dates their own."""
+    if isinstance(value, Mapping):
+        return celtypes.MapType(
+            {celtypes.StringType(name): to_cel(item, structure.field(schema, name)) for name, item in value.items()}
+        )
+    if isinstance(value, list):
+        return celtypes.ListType([to_cel(item, structure.items(schema)) for item in value])
+    if isinstance(value, float) or (schema.get("type") == "number" and isinstance(value, int)):
+        return celtypes.DoubleType(value)
+    typed = {"duration": celtypes.DurationType, "date-time": celtypes.TimestampType}.get(schema.get("format", ""))
+    if isinstance(value, str) and typed is not None:
+        return typed(value)
+    return json_to_cel(value)
+
+
+def _compile(rule: Mapping[str, Any], path: str) -> Rule:
+    expression = rule["rule"]
+    explain = rule.get("messageExpression")
+    evaluate_message = _program(explain, path) if explain else None
+    fallback = rule.get("message") or f"failed rule: {' '.join(expression.split())}"
+
+    def message(variables: Mapping[str, Any]) -> str:
+        if evaluate_message is not None:
+            try:
+                return str(evaluate_message(variables)) or fallback
+            except CELEvalError:  # the API server, too, falls back to the plain message
+                return fallback
+        return fallback
+
+    return Rule(
+        evaluate=_program(expression, path),
+        message=message,
+        reason=rule.get("reason", "FieldValueInvalid"),
+        field_path=rule.get("fieldPath", ""),
+        transition=re.search(r"\boldSelf\b", expression) is not None,
+        optional_old_self=bool(rule.get("optionalOldSelf")),
+    )
+
+
+def _program(expression: str, path: str) -> _Evaluate:
+    environment = celpy.Environment()
+    try:
+        program = environment.program(environment.compile(expression), functions=_FUNCTIONS)
+    except CELParseError as error:
+        raise ValueError(f"{path.lstrip('.') or 'the root'}: rule {expression!r} does not compile: {error}") from error
+    return lambda variables: program.evaluate(dict(variables))
+
+
+def _violation(rule: Rule, value: Any, old: Any, schema: structure.Schema, path: str) -> FieldError | None:
+    if rule.transition and old is _ABSENT:
+        return None  # with optionalOldSelf the real server passes an empty optional, which cel-python has no type for
+    variables = {"self": to_cel(value, schema)}
+    if rule.transition:
+        variables["oldSelf"] = to_cel(old, schema)
+    at = path + rule.field_path
+    shown = json.dumps(value) if not isinstance(value, Mapping | list) else f'"{json_type(value)}"'
+    try:
+        if rule.evaluate(variables):
+            return None
+        why = rule.message(variables)
+    except CELEvalError as error:
+        why = f"rule evaluation error: {error.args[0] if error.args else error}"
+    if rule.reason == "FieldValueRequired":
+        return FieldError(at, rule.reason, f"Required value: {why}")
+    if rule.reason == "FieldValueForbidden":
+        return FieldError(at, rule.reason, f"Forbidden: {why}")
+    return FieldError(at, rule.reason, f"Invalid value: {shown}: {why}")
+
+
+def _is_url(value: celtypes.StringType) -> celtypes.BoolType:
+    return celtypes.BoolType(re.match(r"^[A-Za-z][A-Za-z0-9+.-]*://[^/\s]", value) is not None)
+
+
+def _find(value: celtypes.StringType, pattern: celtypes.StringType) -> celtypes.StringType:
+    match = re.search(pattern, value)
+    return celtypes.StringType(match[0] if match else "")
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "isURL": _is_url,
+    "find": _find,
+    "lowerAscii": lambda value: celtypes.StringType(value.lower()),
+    "trim": lambda value: celtypes.StringType(value.strip()),
+    "split": lambda value, by: celtypes.ListType([celtypes.StringType(part) for part in value.split(by)]),
+}

@@ -1,0 +1,370 @@
+"""The verbs of the API over the store: create, update, patch, apply and delete, with the rules of every kind."""
+
+from __future__ import annotations
+
+import secrets
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from llmservice_local.api import apply, managed_fields, patch, scale
+from llmservice_local.api.crd import CLEANUP_FINALIZER, established, kinds_of
+from llmservice_local.api.errors import (
+    ApiError,
+    FieldError,
+    already_exists,
+    bad_request,
+    conflict,
+    invalid,
+    not_found,
+)
+from llmservice_local.api.event import from_core, to_core
+from llmservice_local.api.kinds import Kind, Kinds
+from llmservice_local.api.managed_fields import Manager
+from llmservice_local.api.object_rules import (
+    carried_over,
+    check_preconditions,
+    grace_s,
+    identified,
+    may_go,
+    refuse_unknown,
+    without,
+)
+from llmservice_local.api.selector import Predicate
+from llmservice_local.api.store import Store
+from llmservice_local.api.strategy import Strategy
+from llmservice_local.control.condition import with_condition
+
+Object = dict[str, Any]
+
+APPLY_PATCH = "application/apply-patch+yaml"
+JSON_PATCH = "application/json-patch+json"
+MERGE_PATCH = "application/merge-patch+json"
+STRATEGIC_PATCH = "application/strategic-merge-patch+json"
+
+_SUFFIX_ALPHABET = "bcdfghjklmnpqrstvwxz2456789"  # no vowels, no look-alikes: as Kubernetes names its pods
+_PROPAGATION_FINALIZERS = {"Foreground": "foregroundDeletion", "Orphan": "orphan"}
+
+
+@dataclass(frozen=True, slots=True)
+class WriteOptions:
+    """What a writer says beside the object: who it is, how strict to be, whether it only asks."""
+
+    manager: str = "unknown"
+    force: bool = False
+    field_validation: str = "Warn"
+    dry_run: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteOptions:
+    propagation: str = "Background"
+    grace_period_s: int | None = None
+    uid: str | None = None
+    resource_version: str | None = None
+    dry_run: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The outcome of a write: the object as stored, whether it is new, and warnings for the caller."""
+
+    obj: Object
+    created: bool = False
+    warnings: list[str] = field(default_factory=list)
+
+
+def utc_now() -> datetime:
+    return datetime.now(UTC)
+
+
+class Registry:
+    """All kinds over one store. Everything is synchronous: one event loop, so every verb is a transaction."""
+
+    def __init__(self, clock: Callable[[], datetime] = utc_now) -> None:
+        self.kinds = Kinds()
+        self.store = Store()
+        self._clock = clock
+        self._strategies: dict[tuple[str, str, str], Strategy] = {}
+        self._next_cluster_ip = 10
+        for name in ("default", "kube-system", "kube-public", "kube-node-lease"):
+            self.create(self.kinds.find("", "v1", "namespaces"), "", {"metadata": {"name": name}}, WriteOptions())
+
+    def strategy(self, kind: Kind) -> Strategy:
+        key = (kind.group, kind.version, kind.plural)
+        if key not in self._strategies:
+            self._strategies[key] = Strategy(kind)
+        return self._strategies[key]
+
+    def present(self, kind: Kind, obj: Mapping[str, Any]) -> Object:
+        """A stored object as this kind's API shows it."""
+        if kind.group == "events.k8s.io":
+            return from_core(obj)
+        return {**obj, "apiVersion": kind.api_version, "kind": kind.name}
+
+    def get(self, kind: Kind, namespace: str, name: str) -> Object:
+        return self.present(kind, self._stored(kind, namespace, name))
+
+    def select(
+        self, kind: Kind, namespace: str | None, labels: Predicate | None = None, fields: Predicate | None = None
+    ) -> list[Object]:
+        """The objects that both selectors choose; of all namespaces where `namespace` is None."""
+        return [
+            self.present(kind, obj)
+            for obj in self.store.list(kind.collection, namespace)
+            if (labels is None or labels(obj)) and (fields is None or fields(obj))
+        ]
+
+    def create(self, kind: Kind, namespace: str, obj: Object, options: WriteOptions) -> Written:
+        """Create an object; raises `ApiError` 409 where the name is taken, 422 where it is invalid."""
+        obj, warnings = self._decode(kind, namespace, "", obj, options)
+        metadata = obj["metadata"]
+        if not metadata.get("name"):
+            if not metadata.get("generateName"):
+                why = FieldError(
+                    "metadata.name", "FieldValueRequired", "Required value: name or generateName is required"
+                )
+                raise invalid(kind.name, kind.group, "", [why])
+            suffix = "".join(secrets.choice(_SUFFIX_ALPHABET) for _ in range(5))
+            metadata["name"] = metadata["generateName"][:58] + suffix
+        if self.store.get(kind.collection, namespace, metadata["name"]) is not None:
+            raise already_exists(kind.plural, kind.group, metadata["name"])
+        self._check_namespace(kind, namespace)
+        obj = self._new(kind, obj)
+        manager = Manager(options.manager, "Update", kind.api_version)
+        owners = managed_fields.after_update(None, obj, self.strategy(kind).schema, {}, manager)
+        return Written(
+            self._commit(kind, None, managed_fields.write(obj, owners, self._now()), options), True, warnings
+        )
+
+    def update(
+        self, kind: Kind, namespace: str, name: str, obj: Object, options: WriteOptions, subresource: str = ""
+    ) -> Written:
+        """Replace an object (or its status, or its scale); a stale resourceVersion is a conflict."""
+        old = self._stored(kind, namespace, name)
+        if subresource == "scale":
+            obj = scale.scaled(kind, old, obj)
+        obj, warnings = self._decode(kind, namespace, name, obj, options)
+        return Written(self._update(kind, old, obj, options, subresource), False, warnings)
+
+    def patch(
+        self,
+        kind: Kind,
+        namespace: str,
+        name: str,
+        body: Any,
+        content_type: str,
+        options: WriteOptions,
+        subresource: str = "",
+    ) -> Written:
+        """Patch an object in any of the four ways; server-side apply creates what is not there."""
+        if content_type == APPLY_PATCH:
+            return self._apply(kind, namespace, name, body, options, subresource)
+        old = self._stored(kind, namespace, name)
+        target = scale.scale_of(kind, old) if subresource == "scale" else self.present(kind, old)
+        if content_type == JSON_PATCH:
+            patched = patch.json_patch(target, body)
+        elif content_type == MERGE_PATCH:
+            patched = patch.merge_patch(target, body)
+        elif content_type == STRATEGIC_PATCH and not kind.custom:
+            patched = patch.strategic_merge_patch(target, body, self.strategy(kind).schema)
+        else:
+            accepted = ", ".join([JSON_PATCH, MERGE_PATCH, APPLY_PATCH] + ([] if kind.custom else [STRATEGIC_PATCH]))
+            message = f"the body of the request was in an unknown format - accepted media types include: {accepted}"
+            raise ApiError(415, "UnsupportedMediaType", message)
+        if subresource == "scale":
+            patched = scale.scaled(kind, old, patched)
+        patched, warnings = self._decode(kind, namespace, name, patched, options)
+        return Written(self._update(kind, old, patched, options, subresource), False, warnings)
+
+    def delete(self, kind: Kind, namespace: str, name: str, options: DeleteOptions) -> tuple[Object, bool]:
+        """Delete an object, or mark it where finalizers or a pod's grace keep it; returns it and whether it is gone."""
+        old = self._stored(kind, namespace, name)
+        check_preconditions(kind, old, options.uid, options.resource_version)
+        if options.dry_run:
+            return old, False
+        metadata = dict(old["metadata"])
+        if finalizer := _PROPAGATION_FINALIZERS.get(options.propagation):
+            metadata["finalizers"] = sorted({*(metadata.get("finalizers") or []), finalizer})
+        allowed_s = grace_s(kind, old, options.grace_period_s)
+        marked: Object = {**old, "metadata": metadata}
+        if "deletionTimestamp" not in metadata or allowed_s < metadata.get("deletionGracePeriodSeconds", 0):
+            metadata["deletionTimestamp"] = _timestamp(self._clock() + timedelta(seconds=allowed_s))
+            metadata["deletionGracePeriodSeconds"] = allowed_s
+            if self.strategy(kind).has_generation:
+                metadata["generation"] = metadata.get("generation", 0) + 1
+        if kind.name == "Namespace":
+            marked["status"] = {**(old.get("status") or {}), "phase": "Terminating"}
+        if kind.name == "CustomResourceDefinition":
+            return self._delete_definition(kind, marked)
+        if may_go(kind, marked):
+            return self._remove(kind, namespace, name), True
+        return (self.store.put(kind.collection, marked) if marked != old else old), False
+
+    def bind(self, namespace: str, name: str, binding: Mapping[str, Any]) -> None:
+        """Give a pod to a node: what the scheduler does with a Binding."""
+        pods = self.kinds.find("", "v1", "pods")
+        pod = self._stored(pods, namespace, name)
+        node = (binding.get("target") or {}).get("name")
+        if not node:
+            raise bad_request("a Binding needs target.name, the name of the node")
+        if pod["spec"].get("nodeName"):
+            why = f'pod {name} is already assigned to node "{pod["spec"]["nodeName"]}"'
+            raise conflict(pods.plural, "", name, why)
+        status = with_condition(pod.get("status") or {}, {"type": "PodScheduled", "status": "True"}, self._now())
+        self.store.put(pods.collection, {**pod, "spec": {**pod["spec"], "nodeName": node}, "status": status})
+
+    # -- the way into the store ------------------------------------------------------------------------------------
+
+    def _apply(
+        self, kind: Kind, namespace: str, name: str, body: Any, options: WriteOptions, subresource: str
+    ) -> Written:
+        if not isinstance(body, dict):
+            raise bad_request("an apply patch is an object")
+        if (body.get("metadata") or {}).get("managedFields"):
+            raise bad_request("metadata.managedFields must be nil")
+        live = self.store.get(kind.collection, namespace, name)
+        if live is None and subresource:
+            raise not_found(kind.plural, kind.group, name)
+        body = identified(kind, namespace, name, body)
+        strategy = self.strategy(kind)
+        refuse_unknown(kind, strategy.decode(body)[1], options.field_validation)
+        reserved = {"status"} if kind.has_status and subresource != "status" else set()
+        if subresource == "status":
+            reserved = set(body) - {"status", "metadata", "apiVersion", "kind"}
+        applied = {key: value for key, value in body.items() if key not in reserved}
+        manager = Manager(options.manager, "Apply", kind.api_version, subresource)
+        owners = managed_fields.read(live) if live is not None else {}
+        merged, owners = apply.apply(live, applied, strategy.schema, owners, manager, force=options.force)
+        if live is None:
+            self._check_namespace(kind, namespace)
+            created = self._new(kind, strategy.decode(merged)[0])
+            return Written(
+                self._commit(kind, None, managed_fields.write(created, owners, self._now()), options), created=True
+            )
+        merged = strategy.decode(merged)[0]
+        new = carried_over(kind, live, merged, subresource, has_generation=strategy.has_generation)
+        return Written(self._commit(kind, live, managed_fields.write(new, owners, self._now()), options))
+
+    def _update(self, kind: Kind, old: Object, obj: Object, options: WriteOptions, subresource: str) -> Object:
+        metadata = obj["metadata"]
+        check_preconditions(kind, old, metadata.get("uid"), metadata.get("resourceVersion"))
+        new = carried_over(kind, old, obj, subresource, has_generation=self.strategy(kind).has_generation)
+        manager = Manager(options.manager, "Update", kind.api_version, subresource)
+        schema = self.strategy(kind).schema
+        owners = managed_fields.after_update(old, new, schema, managed_fields.read(old), manager)
+        if owners != managed_fields.read(old):
+            new = managed_fields.write(new, owners, self._now())
+        return self._commit(kind, old, new, options)
+
+    def _new(self, kind: Kind, obj: Object) -> Object:
+        metadata = {**obj["metadata"], "uid": str(uuid.uuid4()), "creationTimestamp": self._now()}
+        for name in ("resourceVersion", "deletionTimestamp", "deletionGracePeriodSeconds", "managedFields", "selfLink"):
+            metadata.pop(name, None)
+        if self.strategy(kind).has_generation:
+            metadata["generation"] = 1
+        obj = {**obj, "metadata": metadata}
+        if kind.has_status and kind.name not in {"Pod", "Namespace", "Node"}:
+            obj = without(obj, "status")
+        if kind.name == "Service" and not obj["spec"].get("clusterIP") and obj["spec"]["type"] != "ExternalName":
+            self._next_cluster_ip += 1
+            address = f"10.96.{self._next_cluster_ip // 256}.{self._next_cluster_ip % 256}"
+            obj["spec"] = {**obj["spec"], "clusterIP": address, "clusterIPs": [address]}
+        return obj
+
+    def _commit(self, kind: Kind, old: Object | None, new: Object, options: WriteOptions) -> Object:
+        """Validate and store; an update that changes nothing keeps its resourceVersion."""
+        if errors := self.strategy(kind).validate(new, old):
+            raise invalid(kind.name, kind.group, new["metadata"]["name"], errors)
+        if kind.name == "CustomResourceDefinition":
+            new = established(new, self._now())
+        if options.dry_run or new == old:
+            return self.present(kind, new)
+        if old is not None and may_go(kind, new) and "deletionTimestamp" in new["metadata"]:
+            self.store.put(kind.collection, new)
+            return self.present(kind, self._remove(kind, new["metadata"].get("namespace", ""), new["metadata"]["name"]))
+        stored = self.store.put(kind.collection, new)
+        if kind.name == "CustomResourceDefinition":
+            self._serve(stored)
+        return self.present(kind, stored)
+
+    def _decode(
+        self, kind: Kind, namespace: str, name: str, obj: Object, options: WriteOptions
+    ) -> tuple[Object, list[str]]:
+        obj = identified(kind, namespace, name, obj)
+        decoded, unknown = self.strategy(kind).decode(obj)
+        warnings = refuse_unknown(kind, unknown, options.field_validation)
+        if kind.group == "events.k8s.io":
+            decoded = to_core(decoded)
+        return decoded, warnings
+
+    # -- the way out ------------------------------------------------------------------------------------------------
+
+    def finalize(self, kind: Kind, name: str, obj: Object, options: WriteOptions) -> Written:
+        """A namespace's `finalize`: the namespace controller takes its finalizer away once the namespace is empty."""
+        return self.update(kind, "", name, obj, replace(options, field_validation="Ignore"))
+
+    def _remove(self, kind: Kind, namespace: str, name: str) -> Object:
+        removed = self.store.remove(kind.collection, namespace, name)
+        if kind.custom:
+            self._finish_definition(kind)
+        if kind.name == "CustomResourceDefinition":
+            spec = removed["spec"]
+            self.kinds.remove(spec["group"], spec["names"]["plural"])
+        return self.present(kind, removed)
+
+    def _serve(self, definition: Object) -> None:
+        spec = definition["spec"]
+        self.kinds.remove(spec["group"], spec["names"]["plural"])
+        for kind in kinds_of(definition):
+            self.kinds.add(kind)
+            self._strategies.pop((kind.group, kind.version, kind.plural), None)
+
+    def _delete_definition(self, kind: Kind, marked: Object) -> tuple[Object, bool]:
+        """A definition goes after its objects: they are deleted now, and the last to go takes it along."""
+        self.store.put(kind.collection, marked)
+        name = marked["metadata"]["name"]
+        for served in kinds_of(marked)[:1]:
+            for obj in tuple(self.store.list(served.collection)):
+                metadata = obj["metadata"]
+                self.delete(served, metadata.get("namespace", ""), metadata["name"], DeleteOptions())
+            self._finish_definition(served)
+        left = self.store.get(kind.collection, "", name)
+        return (left, False) if left is not None else (marked, True)
+
+    def _finish_definition(self, served: Kind) -> None:
+        definitions = self.kinds.find("apiextensions.k8s.io", "v1", "customresourcedefinitions")
+        definition = self.store.get(definitions.collection, "", f"{served.plural}.{served.group}")
+        if definition is None or "deletionTimestamp" not in definition["metadata"]:
+            return
+        if next(self.store.list(served.collection), None) is None:
+            finalizers = [name for name in definition["metadata"]["finalizers"] if name != CLEANUP_FINALIZER]
+            definition = {**definition, "metadata": {**definition["metadata"], "finalizers": finalizers}}
+            self.store.put(definitions.collection, definition)
+            if not finalizers:
+                self._remove(definitions, "", definition["metadata"]["name"])
+
+    def _stored(self, kind: Kind, namespace: str, name: str) -> Object:
+        found = self.store.get(kind.collection, namespace if kind.namespaced else "", name)
+        if found is None:
+            raise not_found(kind.plural, kind.group, name)
+        return found
+
+    def _check_namespace(self, kind: Kind, namespace: str) -> None:
+        if not kind.namespaced:
+            return
+        found = self.store.get(("", "namespaces"), "", namespace)
+        if found is None:
+            raise not_found("namespaces", "", namespace)
+        if "deletionTimestamp" in found["metadata"]:
+            message = f"unable to create new content in namespace {namespace} because it is being terminated"
+            raise ApiError(403, "Forbidden", message)
+
+    def _now(self) -> str:
+        return _timestamp(self._clock())
+
+
+def _timestamp(moment: datetime) -> str:
+    return moment.strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,0 +1,313 @@
+"""The emulated Kubernetes API over HTTP: enough of it for kopf, the Python client and kubectl.
+
+`async with serve_api() as api:` serves on a free loopback port; `api.url` is what a kubeconfig names, `api.registry`
+holds the objects. Install a CRD as on any cluster: POST it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+from aiohttp import ClientError, ClientSession, ClientTimeout, web
+
+from llmservice_local.api import discovery, openapi, protobuf, scale
+from llmservice_local.api.errors import ApiError, bad_request
+from llmservice_local.api.registry import APPLY_PATCH, Registry, Written, utc_now
+from llmservice_local.api.request import (
+    Target,
+    delete_options,
+    is_watch,
+    parse_path,
+    resource_version,
+    wants,
+    write_options,
+)
+from llmservice_local.api.selector import Predicate, field_predicate, label_predicate
+from llmservice_local.api.table import table
+from llmservice_local.api.watch import WatchRequest, watch
+
+Object = dict[str, Any]
+
+MAX_BODY_BYTES = 3 * 1024 * 1024  # etcd's own limit on a request is 1.5 MiB, the API server's 3 MiB
+WATCH_TIMEOUT_S = 1800.0
+
+
+@dataclass(frozen=True, slots=True)
+class Api:
+    """A served API."""
+
+    url: str
+    registry: Registry
+
+
+@asynccontextmanager
+async def serve_api(registry: Registry | None = None, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[Api]:
+    """Serve the emulated API on a loopback address until the block ends; port 0 takes a free one."""
+    registry = registry or Registry()
+    async with ClientSession(timeout=ClientTimeout(total=None, connect=5)) as session:
+        application = web.Application(client_max_size=MAX_BODY_BYTES)
+        application.router.add_route("*", "/{path:.*}", _Handler(registry, session).handle)
+        runner = web.AppRunner(application, access_log=None, handler_cancellation=True, shutdown_timeout=0.5)
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, host, port, reuse_address=True)
+            await site.start()
+            bound = runner.addresses[0][1]
+            yield Api(f"http://{host}:{bound}", registry)
+        finally:
+            await runner.cleanup()
+
+
+class _Handler:
+    def __init__(self, registry: Registry, session: ClientSession) -> None:
+        self._registry = registry
+        self._session = session
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        try:
+            return await self._route(request)
+        except ApiError as error:
+            return _json(error.status(), error.code)
+        except web.HTTPRequestEntityTooLarge:
+            message = f"the request is larger than {MAX_BODY_BYTES} bytes"
+            return _json(ApiError(413, "RequestEntityTooLarge", message).status(), 413)
+
+    async def _route(self, request: web.Request) -> web.StreamResponse:
+        path = request.path.rstrip("/")
+        if (document := self._document(path, request)) is not None:
+            return document
+        target = parse_path(self._registry.kinds, path)
+        if target.subresource == "log":
+            return await self._logs(request, target)
+        if not target.name:
+            return await self._collection(request, target)
+        return await self._object(request, target)
+
+    def _document(self, path: str, request: web.Request) -> web.Response | None:
+        """Everything that describes the API instead of being part of it."""
+        registry, kinds = self._registry, self._registry.kinds
+        body: Object | None = None
+        match path.strip("/").split("/"):
+            case ["healthz" | "livez" | "readyz"]:
+                return web.Response(text="ok")
+            case ["version"]:
+                body = discovery.VERSION
+            case ["api"]:
+                body = discovery.core_versions(request.host)
+            case ["apis"]:
+                body = discovery.groups(kinds)
+            case ["api", version]:
+                body = discovery.resources(kinds, "", version)
+            case ["apis", group]:
+                body = discovery.group(kinds, group)
+            case ["apis", group, version]:
+                body = discovery.resources(kinds, group, version)
+            case ["openapi", "v3"]:
+                body = openapi.index(kinds)
+            case ["openapi", "v3", *root]:
+                body = openapi.document(registry, "/".join(root))
+        return None if body is None else _json(body)
+
+    # -- collections ------------------------------------------------------------------------------------------------
+
+    async def _collection(self, request: web.Request, target: Target) -> web.StreamResponse:
+        registry, kind = self._registry, target.kind
+        if request.method == "GET":
+            if is_watch(request.query):
+                return await self._watch(request, target)
+            labels, fields = _selectors(request.query)
+            objects = registry.select(kind, target.namespace, labels, fields)
+            return self._listed(request, target, objects)
+        if request.method == "POST":
+            options = write_options(request.query, request.headers.get("User-Agent", ""))
+            if kind.namespaced and target.namespace is None:
+                raise _method_not_allowed()
+            written = registry.create(kind, target.namespace or "", await _body(request), options)
+            return self._written(request, target, written)
+        if request.method == "DELETE":
+            labels, fields = _selectors(request.query)
+            options_ = delete_options(request.query, await _optional_body(request))
+            doomed = registry.select(kind, target.namespace, labels, fields)
+            for obj in doomed:
+                metadata = obj["metadata"]
+                registry.delete(kind, metadata.get("namespace", ""), metadata["name"], options_)
+            return self._listed(request, target, doomed)
+        raise _method_not_allowed()
+
+    def _listed(self, request: web.Request, target: Target, objects: list[Object]) -> web.Response:
+        kind, revision = target.kind, str(self._registry.store.revision)
+        if include := _table_wanted(request):
+            printed = table(kind, objects, utc_now(), include)
+            return _json({**printed, "metadata": {"resourceVersion": revision}})
+        limit = request.query.get("limit", "")
+        start = int(request.query.get("continue") or 0) if (request.query.get("continue") or "0").isdigit() else 0
+        metadata: Object = {"resourceVersion": revision}
+        page = objects[start:]
+        if limit.isdigit() and int(limit) and len(page) > int(limit):
+            metadata |= {"continue": str(start + int(limit)), "remainingItemCount": len(page) - int(limit)}
+            page = page[: int(limit)]
+        return _json({"kind": f"{kind.name}List", "apiVersion": kind.api_version, "metadata": metadata, "items": page})
+
+    async def _watch(self, request: web.Request, target: Target) -> web.StreamResponse:
+        query, kind = request.query, target.kind
+        labels, fields = _selectors(query)
+        name = target.name
+        timeout = query.get("timeoutSeconds", "")
+        wanted = WatchRequest(
+            kind,
+            target.namespace,
+            lambda obj: labels(obj) and fields(obj) and (not name or obj["metadata"]["name"] == name),
+            resource_version(query),
+            float(timeout) if timeout.isdigit() and int(timeout) else WATCH_TIMEOUT_S,
+            wants(query, "allowWatchBookmarks"),
+            wants(query, "sendInitialEvents"),
+        )
+        include = _table_wanted(request)
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        await response.prepare(request)
+        loop = asyncio.get_running_loop()
+        try:
+            async for event in watch(self._registry, wanted, loop.time):
+                if include and event["type"] not in {"ERROR", "BOOKMARK"}:
+                    event["object"] = table(kind, [event["object"]], utc_now(), include)
+                await response.write(json.dumps(event, separators=(",", ":")).encode() + b"\n")
+        except ConnectionError:
+            pass  # the watcher has gone
+        return response
+
+    # -- objects ----------------------------------------------------------------------------------------------------
+
+    async def _object(self, request: web.Request, target: Target) -> web.StreamResponse:
+        match request.method:
+            case "GET" if is_watch(request.query) and not target.subresource:
+                return await self._watch(request, target)
+            case "GET":
+                obj = self._registry.get(target.kind, target.namespace or "", target.name)
+                scaled = target.subresource == "scale"
+                return _json(scale.scale_of(target.kind, obj)) if scaled else self._shown(request, target, obj)
+            case "DELETE" if not target.subresource:
+                return await self._delete(request, target)
+            case "PUT" | "PATCH":
+                return self._written(request, target, await self._write(request, target))
+            case "POST" if target.subresource == "binding":
+                return self._bind(target, await _body(request))
+        raise _method_not_allowed()
+
+    async def _write(self, request: web.Request, target: Target) -> Written:
+        registry, kind, namespace, subresource = self._registry, target.kind, target.namespace or "", target.subresource
+        content_type, user_agent = request.content_type, request.headers.get("User-Agent", "")
+        body = await _body(request)
+        if request.method == "PATCH":
+            options = write_options(request.query, user_agent, apply=content_type == APPLY_PATCH)
+            return registry.patch(kind, namespace, target.name, body, content_type, options, subresource)
+        options = write_options(request.query, user_agent)
+        if subresource == "finalize":
+            return registry.finalize(kind, target.name, body, options)
+        return registry.update(kind, namespace, target.name, body, options, subresource)
+
+    async def _delete(self, request: web.Request, target: Target) -> web.Response:
+        options = delete_options(request.query, await _optional_body(request))
+        kind = target.kind
+        obj, is_gone = self._registry.delete(kind, target.namespace or "", target.name, options)
+        if not is_gone or kind.name == "Pod":
+            return _json(obj)
+        details = {"name": target.name, "group": kind.group, "kind": kind.plural, "uid": obj["metadata"]["uid"]}
+        return _json({"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "details": details})
+
+    def _bind(self, target: Target, binding: Object) -> web.Response:
+        self._registry.bind(target.namespace or "", target.name, binding)
+        return _json({"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "code": 201}, 201)
+
+    def _shown(self, request: web.Request, target: Target, obj: Object) -> web.Response:
+        if include := _table_wanted(request):
+            return _json(table(target.kind, [obj], utc_now(), include))
+        return _json(obj)
+
+    def _written(self, request: web.Request, target: Target, written: Written) -> web.Response:
+        obj = written.obj
+        if target.subresource == "scale":
+            response = _json(scale.scale_of(target.kind, obj))
+        else:
+            response = self._shown(request, target, obj)
+        response.set_status(201 if written.created else 200)
+        for warning in written.warnings:
+            response.headers.add("Warning", f"299 - {json.dumps(warning)}")
+        return response
+
+    async def _logs(self, request: web.Request, target: Target) -> web.StreamResponse:
+        """A pod's logs are its node's to give: pass the question on to the node's own server, and its answer back."""
+        if request.method != "GET":
+            raise _method_not_allowed()
+        pod = self._registry.get(target.kind, target.namespace or "", target.name)
+        names = [container["name"] for container in pod["spec"]["containers"]]
+        container = request.query.get("container") or names[0]
+        known = names + [init["name"] for init in pod["spec"].get("initContainers") or []]
+        if container not in known:
+            raise bad_request(f"container {container} is not valid for pod {target.name}: it has {', '.join(known)}")
+        if len(names) > 1 and "container" not in request.query:
+            raise bad_request(f"a container name must be specified for pod {target.name}, choose one of: {known}")
+        url = self._node_url(pod) + f"/containerLogs/{target.namespace}/{target.name}/{container}"
+        query = {name: value for name, value in request.query.items() if name != "container"}
+        try:
+            async with self._session.get(url, params=query) as upstream:
+                if upstream.status >= 400:
+                    raise ApiError(upstream.status, "BadRequest", await upstream.text())
+                response = web.StreamResponse(status=upstream.status, headers={"Content-Type": upstream.content_type})
+                await response.prepare(request)
+                async for chunk in upstream.content.iter_any():
+                    await response.write(chunk)
+                return response
+        except ClientError as error:
+            raise ApiError(500, "InternalError", f"the node of pod {target.name} does not answer: {error}") from error
+
+    def _node_url(self, pod: Object) -> str:
+        name = pod["spec"].get("nodeName")
+        if not name:
+            raise bad_request(f"pod {pod['metadata']['name']} does not have a host assigned")
+        node = self._registry.get(self._registry.kinds.find("", "v1", "nodes"), "", name)
+        address = next(entry["address"] for entry in node["status"]["addresses"] if entry["type"] == "InternalIP")
+        port = node["status"]["daemonEndpoints"]["kubeletEndpoint"]["Port"]
+        return f"http://{address}:{port}"
+
+
+def _selectors(query: Mapping[str, str]) -> tuple[Predicate, Predicate]:
+    return label_predicate(query.get("labelSelector", "")), field_predicate(query.get("fieldSelector", ""))
+
+
+def _table_wanted(request: web.Request) -> str:
+    """What each row is to carry where the client asks for a table, else ''."""
+    accepted = request.headers.get("Accept", "").split(",")[0]
+    return request.query.get("includeObject", "Metadata") if "as=Table" in accepted else ""
+
+
+async def _body(request: web.Request) -> Any:
+    raw = await request.read()
+    if request.content_type == protobuf.CONTENT_TYPE:
+        return protobuf.decode(raw)
+    try:
+        if "yaml" in request.content_type:
+            return yaml.safe_load(raw)
+        return json.loads(raw)
+    except (ValueError, yaml.YAMLError) as error:
+        raise bad_request(f"the object provided is unrecognized: {error}") from error
+
+
+async def _optional_body(request: web.Request) -> Object:
+    body = await _body(request) if request.can_read_body else {}
+    return body if isinstance(body, dict) else {}
+
+
+def _json(body: Any, status: int = 200) -> web.Response:
+    return web.Response(
+        body=json.dumps(body, separators=(",", ":")).encode(), status=status, content_type="application/json"
+    )
+
+
+def _method_not_allowed() -> ApiError:
+    return ApiError(405, "MethodNotAllowed", "the server does not allow this method on the requested resource")

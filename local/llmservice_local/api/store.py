@@ -1,0 +1,96 @@
+"""The objects themselves, their revisions and their history: what etcd is to a real API server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from llmservice_local.api.errors import gone
+
+Object = dict[str, Any]
+Collection = tuple[str, str]
+HISTORY = 10_000
+"""Changes that a watch can be resumed from; older resource versions answer 410, as after etcd's compaction."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One write. `before` is None for a creation, `after` for a deletion, whose last state is `final`."""
+
+    revision: int
+    collection: Collection
+    before: Object | None
+    after: Object | None
+    final: Object | None = None
+
+
+class Store:
+    """Objects by collection, namespace and name. An object handed in or out is never changed afterwards: copy first."""
+
+    def __init__(self, history: int = HISTORY) -> None:
+        self._objects: dict[Collection, dict[tuple[str, str], Object]] = {}
+        self._history: deque[Change] = deque(maxlen=history)
+        self._subscribers: set[asyncio.Queue[Change]] = set()
+        self.revision = 1
+
+    def get(self, collection: Collection, namespace: str, name: str) -> Object | None:
+        return self._objects.get(collection, {}).get((namespace, name))
+
+    def list(self, collection: Collection, namespace: str | None = None) -> Iterator[Object]:
+        """The collection's objects by namespace and name; all namespaces where `namespace` is None."""
+        objects = self._objects.get(collection, {})
+        for key in sorted(objects):
+            if namespace is None or key[0] == namespace:
+                yield objects[key]
+
+    def put(self, collection: Collection, obj: Object) -> Object:
+        """Write an object at the next revision, which becomes its resourceVersion; returns what is stored."""
+        key = self._key(obj)
+        before = self._objects.get(collection, {}).get(key)
+        stored = self._stamped(obj)
+        self._objects.setdefault(collection, {})[key] = stored
+        self._publish(Change(self.revision, collection, before, stored))
+        return stored
+
+    def remove(self, collection: Collection, namespace: str, name: str) -> Object:
+        """Delete an object; its last state gets a resourceVersion of its own, for those who watch."""
+        before = self._objects[collection].pop((namespace, name))
+        final = self._stamped(before)
+        self._publish(Change(self.revision, collection, before, None, final))
+        return final
+
+    @asynccontextmanager
+    async def changes(self, since: int) -> AsyncIterator[asyncio.Queue[Change]]:
+        """The changes after revision `since`, then those to come.
+
+        Raises `ApiError` 410 where the history no longer reaches back that far.
+        """
+        if self._history and since < self._history[0].revision - 1 and len(self._history) == self._history.maxlen:
+            raise gone(f"too old resource version: {since} ({self._history[0].revision})")
+        queue: asyncio.Queue[Change] = asyncio.Queue()
+        for change in self._history:
+            if change.revision > since:
+                queue.put_nowait(change)
+        self._subscribers.add(queue)
+        try:
+            yield queue
+        finally:
+            self._subscribers.discard(queue)
+
+    def _stamped(self, obj: Object) -> Object:
+        self.revision += 1
+        return {**obj, "metadata": {**obj["metadata"], "resourceVersion": str(self.revision)}}
+
+    def _publish(self, change: Change) -> None:
+        self._history.append(change)
+        for queue in self._subscribers:
+            queue.put_nowait(change)
+
+    @staticmethod
+    def _key(obj: Object) -> tuple[str, str]:
+        metadata = obj["metadata"]
+        return metadata.get("namespace", ""), metadata["name"]

@@ -1,0 +1,1 @@
+"""The cluster's controllers and its scheduler, clients of any Kubernetes API."""

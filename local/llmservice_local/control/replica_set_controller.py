@@ -1,0 +1,139 @@
+"""ReplicaSets: as many pods as wanted; where there are too many, the cheapest to lose go first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from llmservice_local.client import PODS, REPLICA_SETS
+from llmservice_local.control.condition import condition_of
+from llmservice_local.control.controller import Controller, controller_reference, owned_by, seconds_since
+
+Object = dict[str, Any]
+
+DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
+_PHASES = {"Pending": 0, "Unknown": 1, "Running": 2}
+
+
+class ReplicaSetController(Controller):
+    name = "replicaset-controller"
+    watches = (REPLICA_SETS, PODS)
+
+    async def reconcile(self) -> float | None:
+        pods: dict[str, list[Object]] = {}
+        for pod in self.informer(PODS):
+            for reference in pod["metadata"].get("ownerReferences") or []:
+                if reference.get("controller"):
+                    pods.setdefault(reference["uid"], []).append(pod)
+        waits = [
+            await self._reconcile_one(replica_set, pods.get(replica_set["metadata"]["uid"], []))
+            for replica_set in self.informer(REPLICA_SETS)
+        ]
+        return min((wait for wait in waits if wait is not None), default=None)
+
+    async def _reconcile_one(self, replica_set: Object, pods: Sequence[Object]) -> float | None:
+        active = [pod for pod in pods if is_active(pod)]
+        if "deletionTimestamp" not in replica_set["metadata"]:
+            missing = replica_set["spec"]["replicas"] - len(active)
+            for _ in range(missing):
+                await self._create(replica_set)
+            for pod in doomed(active, -missing):
+                await self._delete(replica_set, pod)
+        active = [pod for pod in self.informer(PODS) if is_active(pod) and owned_by(pod, replica_set)]
+        now = datetime.now(UTC)
+        status, again_s = replica_set_status(replica_set, active, now)
+        if status != replica_set.get("status"):
+            stored = await self.client.merge(REPLICA_SETS, replica_set, {"status": status}, subresource="status")
+            self.informer(REPLICA_SETS).observe(stored)
+        return again_s
+
+    async def _create(self, replica_set: Object) -> None:
+        template, metadata = replica_set["spec"]["template"], replica_set["metadata"]
+        pod: Object = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {
+                **template["metadata"],
+                "generateName": f"{metadata['name']}-",
+                "namespace": metadata["namespace"],
+                "ownerReferences": [controller_reference(replica_set)],
+            },
+            "spec": template["spec"],
+        }
+        created = await self.client.create(PODS, metadata["namespace"], pod)
+        self.informer(PODS).observe(created)
+        name = created["metadata"]["name"]
+        await self.recorder.post(replica_set, "Normal", "SuccessfulCreate", f"Created pod: {name}")
+
+    async def _delete(self, replica_set: Object, pod: Object) -> None:
+        deleted = await self.client.delete(PODS, pod)
+        if deleted is not None:
+            self.informer(PODS).observe(deleted)
+        name = pod["metadata"]["name"]
+        await self.recorder.post(replica_set, "Normal", "SuccessfulDelete", f"Deleted pod: {name}")
+
+
+def is_active(pod: Object) -> bool:
+    """Whether a pod counts as one of its ReplicaSet's: neither ended nor on its way out."""
+    phase = (pod.get("status") or {}).get("phase")
+    return phase not in {"Succeeded", "Failed"} and "deletionTimestamp" not in pod["metadata"]
+
+
+def doomed(pods: Iterable[Object], count: int) -> list[Object]:
+    """The `count` pods to delete first.
+
+    The order is upstream's (controller_utils.go, ActivePodsWithRanks): not scheduled, then not running, then not ready,
+    then the lower deletion cost, then the more recently ready, then more restarts, then the younger.
+    """
+    return sorted(pods, key=_rank)[: max(0, count)]
+
+
+def replica_set_status(replica_set: Object, active: Sequence[Object], now: datetime) -> tuple[Object, float | None]:
+    """The counts, and in how many seconds `minReadySeconds` makes the next pod available."""
+    least_s = replica_set["spec"].get("minReadySeconds", 0)
+    ready = [pod for pod in active if is_ready(pod)]
+    ages = [seconds_since(condition_of(pod, "Ready")["lastTransitionTime"], now) for pod in ready]
+    available = sum(age >= least_s for age in ages)
+    counts = {
+        "replicas": len(active),
+        "fullyLabeledReplicas": len(active),
+        "readyReplicas": len(ready),
+        "availableReplicas": available,
+    }
+    status: Object = {name: count for name, count in counts.items() if count or name == "replicas"}
+    status["observedGeneration"] = replica_set["metadata"]["generation"]
+    status |= {name: None for name in replica_set.get("status") or {} if name not in status}
+    return status, min((least_s - age for age in ages if age < least_s), default=None)
+
+
+def is_ready(pod: Object) -> bool:
+    return condition_of(pod, "Ready").get("status") == "True"
+
+
+def _rank(pod: Object) -> tuple[Any, ...]:
+    status, metadata = pod.get("status") or {}, pod["metadata"]
+    ready = condition_of(pod, "Ready")
+    since = ready.get("lastTransitionTime", "") if is_ready(pod) else ""
+    restarts = sum(container.get("restartCount", 0) for container in status.get("containerStatuses") or [])
+    return (
+        bool(pod["spec"].get("nodeName")),
+        _PHASES.get(status.get("phase", "Pending"), 0),
+        is_ready(pod),
+        _cost(metadata),
+        _reversed(since),
+        -restarts,
+        _reversed(metadata.get("creationTimestamp", "")),
+    )
+
+
+def _cost(metadata: Object) -> int:
+    try:
+        return int((metadata.get("annotations") or {}).get(DELETION_COST, 0))
+    except ValueError:
+        return 0
+
+
+def _reversed(stamp: str) -> float:
+    """A time that sorts the later first."""
+    return -datetime.fromisoformat(stamp.replace("Z", "+00:00")).timestamp() if stamp else 0.0

@@ -1,0 +1,1 @@
+"""`llmservice demo`: the whole path, shown."""

@@ -1,0 +1,190 @@
+"""The demo: from a manifest to tokens to three replicas and back to one, on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+from kubernetes.aio import client as kubernetes_client
+from kubernetes.aio import config as kubernetes_config
+from rich.console import Console
+
+from llmservice_bench.client import Target, measure_word_rate
+from llmservice_bench.drive import Progress, open_session
+from llmservice_bench.record import RequestRecord
+from llmservice_local.demo.observation import Observation, Observer
+from llmservice_local.demo.service import apply, chat, read_manifest, wait_ready
+from llmservice_local.demo.summary import NEEDED_FINAL, Outcome, summarise
+from llmservice_local.demo.traffic import calibrate, overload, trace_lengths
+from llmservice_local.demo.up import UpProcess, run_command
+from llmservice_local.demo.view import LiveTable
+from llmservice_operator.kube_client import KubeClient, KubeError
+
+LOOK_EVERY_S = 1.0
+READY_TIMEOUT_S = 90.0
+CALIBRATION_S = 5.0
+QUESTION = "What does a paged KV cache save?"
+
+
+@dataclass(frozen=True, slots=True)
+class DemoConfig:
+    """What can be set."""
+
+    folder: Path
+    """Where the model, the log and the cluster's state go."""
+    manifest: Path
+    duration_s: float
+    overload: float
+    """The traffic's rate, in multiples of what one replica was measured to deliver."""
+    scale: float
+    """Of the trace's lengths."""
+    scale_down_timeout_s: float
+
+
+async def run_demo(config: DemoConfig, console: Console) -> Outcome:
+    """Run the whole of it; everything started here is ended here, however it ends.
+
+    Raises:
+        CommandError: a step failed; its text says which and why.
+    """
+    manifest = read_manifest(config.manifest)
+    config.folder.mkdir(parents=True, exist_ok=True)
+    models = config.folder / "models"
+    console.rule("1. a tiny Llama")
+    await run_command("make-tiny-model", str(models / "tiny-llama"))
+    console.rule("2. a cluster on this machine")
+    flags = ("--models-root", str(models), "--state-dir", str(config.folder / "state"), "--gateway-port", "0")
+    async with (
+        UpProcess(config.folder / "up.log", flags) as cluster,
+        open_session(timeout_s=300) as session,
+        await _connect(cluster.kubeconfig) as api,
+    ):
+        console.print(f"export KUBECONFIG={cluster.kubeconfig}\ngateway: {cluster.gateway_url}", highlight=False)
+        kube = KubeClient(api)
+        console.rule("3. a manifest")
+        await apply(
+            config.manifest, manifest, cluster.kubeconfig, kube, lambda text: console.print(text, highlight=False)
+        )
+        stage = _Stage(config, console, session, kube, cluster.gateway_url, manifest["metadata"])
+        return await stage.play()
+
+
+async def _connect(kubeconfig: str) -> kubernetes_client.ApiClient:
+    configuration = kubernetes_client.Configuration()
+    await kubernetes_config.load_kube_config(  # type: ignore[no-untyped-call]
+        config_file=kubeconfig, client_configuration=configuration
+    )
+    return kubernetes_client.ApiClient(configuration)
+
+
+class _Stage:
+    """The part that happens while the cluster runs."""
+
+    def __init__(
+        self,
+        config: DemoConfig,
+        console: Console,
+        session: aiohttp.ClientSession,
+        kube: KubeClient,
+        gateway_url: str,
+        metadata: dict[str, str],
+    ) -> None:
+        self._config = config
+        self._console = console
+        self._session = session
+        self._kube = kube
+        self._gateway_url = gateway_url
+        self._namespace = metadata.get("namespace", "default")
+        self._name = metadata["name"]
+        self._progress = Progress()
+        self._observer = Observer(kube, session, self._namespace, self._name, self._progress)
+
+    async def play(self) -> Outcome:
+        say = self._console.print
+        started = time.monotonic()
+        service = await wait_ready(
+            self._kube, self._namespace, self._name, READY_TIMEOUT_S, lambda text: say(f"  {text}", highlight=False)
+        )
+        status, model = service["status"], service["spec"]["model"].get("servedName", self._name)
+        sizing = status["sizing"]
+        say(
+            f"Ready after {time.monotonic() - started:.0f} s: {sizing['maxNumSeqs']} sequences at once, "
+            f"limited by {sizing['limitedBy']}",
+            highlight=False,
+        )
+        self._console.rule("4. tokens")
+        say(f"> {QUESTION}", highlight=False)
+        await chat(self._session, self._gateway_url, model, QUESTION, self._write)
+        say("\n(the model is random: what counts is that its tokens come one by one)", highlight=False)
+        self._console.rule("5. more than one replica can hold")
+        records, failed = await self._drive(model, sizing["maxNumSeqs"], sizing["maxModelLen"])
+        self._console.rule("6. what it showed")
+        outcome = summarise(
+            self._observer.observations, records, self._observer.decisions, self._config.duration_s, failed
+        )
+        for line in outcome.lines():
+            say(line, highlight=False)
+        return outcome
+
+    async def _drive(self, model: str, max_num_seqs: int, max_model_len: int) -> tuple[list[RequestRecord], int]:
+        """Calibrate, overload, and watch until the replicas are back; the traffic's records and earlier failures."""
+        config, target = self._config, Target(self._gateway_url, model)
+        lengths = trace_lengths(config.scale, max_model_len)
+        word_rate = await measure_word_rate(self._session, target, np.random.default_rng(0))
+        held = await calibrate(self._session, target, lengths, word_rate, max_num_seqs, CALIBRATION_S)
+        rate = held.requests_per_s * config.overload
+        self._console.print(
+            f"One replica delivers {held.requests_per_s:.1f} req/s ({held.output_tokens_per_s:.0f} tok/s).\n"
+            f"Sending {rate:.1f} req/s for {config.duration_s:g} s, as Poisson arrivals with the lengths of the Azure "
+            f"conversation trace × {config.scale:g}.",
+            highlight=False,
+        )
+        self._observer.start_clock()
+        with LiveTable(self._console) as table:
+            traffic = asyncio.create_task(
+                overload(self._session, target, lengths, word_rate, rate, config.duration_s, self._progress)
+            )
+            try:
+                await self._watch(table, self._phase, traffic.done)
+                records = await traffic
+                await self._watch(table, lambda seen: "scaling down", self._back, config.scale_down_timeout_s)
+            finally:
+                traffic.cancel()
+        return records, held.failed
+
+    def _phase(self, seen: Observation) -> str:
+        return "load" if seen.time_s < self._config.duration_s else "draining"
+
+    def _back(self) -> bool:
+        last = self._observer.observations[-1]
+        return last.replicas == last.ready == NEEDED_FINAL
+
+    async def _watch(
+        self,
+        table: LiveTable,
+        phase: Callable[[Observation], str],
+        done: Callable[[], bool],
+        timeout_s: float | None = None,
+    ) -> None:
+        """Look every second and show it, until `done`, or for `timeout_s` at most."""
+        deadline = time.monotonic() + timeout_s if timeout_s else float("inf")
+        while time.monotonic() < deadline:
+            try:
+                seen = await self._observer.look()
+            except KubeError as error:
+                self._console.print(f"the API server is away: {error}", highlight=False)
+            else:
+                table.show(phase(seen), seen)
+            if done():
+                return
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    def _write(self, text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()

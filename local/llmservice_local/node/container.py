@@ -1,0 +1,272 @@
+"""One container of a pod as a local process: its runs, its probes, its restarts, its status."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from aiohttp import ClientSession
+
+from llmservice_local.control.controller import timestamp
+from llmservice_local.node import probe
+from llmservice_local.node.backoff import BackOff
+from llmservice_local.node.container_spec import ConfigError, cpu_limit
+from llmservice_local.node.logs import PodLogs, termination_message
+from llmservice_local.node.process import Process
+
+Object = dict[str, Any]
+
+CONFIG_RETRY_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What it takes to start a run."""
+
+    command: list[str]
+    env: dict[str, str]
+    cwd: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerHost:
+    """What a container needs of its pod and its node."""
+
+    pod_ip: str
+    pod_name: str
+    logs: PodLogs
+    session: ClientSession
+    prepare: Callable[[Object], Launch]
+    """A container's spec -> how to start it now; raises `ConfigError`."""
+    changed: Callable[[], None]
+    """Called whenever the status has changed."""
+    report: Callable[[str, str, str], Awaitable[None]]
+    """(type, reason, message) -> an Event about the pod."""
+
+
+class Container:
+    """A container's life. `run` returns when it is over: it ended for good, or was stopped."""
+
+    def __init__(self, spec: Object, host: ContainerHost, restart_policy: str, backoff_s: float) -> None:
+        self.spec = spec
+        self.name: str = spec["name"]
+        self.state: Object = {"waiting": {"reason": "ContainerCreating"}}
+        self.last_state: Object = {}
+        self.restarts = 0
+        self.started = False
+        self.ready = False
+        self._host = host
+        self._policy = restart_policy
+        self._backoff = BackOff(backoff_s)
+        self._process: Process | None = None
+        self._launch: Launch | None = None
+        self._stopping = asyncio.Event()
+        self._startup = asyncio.Event()
+        self._log: Path | None = None
+        self._previous_log: Path | None = None
+
+    @property
+    def exit_code(self) -> int | None:
+        code: int | None = (self.state.get("terminated") or {}).get("exitCode")
+        return code
+
+    def log_path(self, *, previous: bool = False) -> Path | None:
+        """The log of the last run, or of the one before the running one; None where there is no such run."""
+        if previous and "waiting" not in self.state:
+            return self._previous_log
+        return self._log
+
+    def status(self) -> Object:
+        """The `containerStatuses` entry."""
+        return {
+            "name": self.name,
+            "image": self.spec.get("image", ""),
+            "imageID": "",
+            "state": self.state,
+            "lastState": self.last_state,
+            "ready": self.ready,
+            "started": self.started,
+            "restartCount": self.restarts,
+        }
+
+    async def run(self) -> None:
+        while not self._stopping.is_set():
+            began = time.monotonic()
+            code = await self._run_once()
+            if code is None:
+                continue  # it could not be started; `_run_once` has waited
+            if self._stopping.is_set() or not self._again(code):
+                return
+            delay_s = self._backoff.next_delay(time.monotonic() - began)
+            self.last_state = self.state
+            if delay_s:
+                message = f"back-off {delay_s:.0f}s restarting failed container={self.name} pod={self._host.pod_name}"
+                self._set({"waiting": {"reason": "CrashLoopBackOff", "message": message}})
+                await self._host.report("Warning", "BackOff", f"Back-off restarting failed container {self.name}")
+                if await self._stopped_within(delay_s):
+                    return
+            self.restarts += 1
+
+    async def stop(self, grace_s: float) -> None:
+        """Run the preStop hook, ask the process to end, and kill what is left of it after `grace_s` seconds."""
+        deadline = time.monotonic() + grace_s
+        self._stopping.set()
+        process = self._process
+        if process is None or not process.running:
+            return
+        await self._host.report("Normal", "Killing", f"Stopping container {self.name}")
+        await self._pre_stop(process, grace_s)
+        await process.stop(max(0.0, deadline - time.monotonic()))
+
+    def kill(self) -> None:
+        self._stopping.set()
+        if self._process is not None:
+            self._process.kill()
+
+    async def execute(self, command: list[str], timeout_s: float) -> probe.Outcome:
+        """Run a command in the container's environment, as exec probes and hooks do."""
+        env = self._launch.env if self._launch is not None else {}
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command, env=env, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
+            )
+        except OSError as error:
+            return probe.Outcome(False, f"command {command[0]!r} can't be run: {error.strerror}")
+        try:
+            async with asyncio.timeout(timeout_s):
+                code = await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+            return probe.Outcome(False, f"command timed out after {timeout_s:g} s")
+        return probe.Outcome(code == 0, f"command exited with {code}" if code else "")
+
+    # -- one run ----------------------------------------------------------------------------------------------------
+
+    async def _run_once(self) -> int | None:
+        """Start the process and wait for its end; None where its configuration does not let it start yet."""
+        try:
+            launch = self._host.prepare(self.spec)
+        except ConfigError as error:
+            if (self.state.get("waiting") or {}).get("message") != str(error):
+                self._set({"waiting": {"reason": "CreateContainerConfigError", "message": str(error)}})
+                await self._host.report("Warning", "Failed", f"Error: {error}")
+            await self._stopped_within(CONFIG_RETRY_S)
+            return None
+        self._launch = launch
+        started_at = timestamp()
+        if shutil.which(launch.command[0], path=launch.env.get("PATH", os.defpath)) is None:
+            message = f"exec: {launch.command[0]!r}: executable file not found in $PATH"
+            self._terminated(128, started_at, "StartError", message)
+            await self._host.report("Warning", "Failed", f"Error: {message}")
+            return 128
+        log = self._host.logs.path(self.name, self.restarts)
+        self._log, self._previous_log = log, self._log
+        self._process = process = await Process.start(
+            launch.command, env=launch.env, log=log, cwd=launch.cwd, cpu_limit=cpu_limit(self.spec)
+        )
+        self._startup.clear()
+        self.started = "startupProbe" not in self.spec
+        self.ready = self.started and "readinessProbe" not in self.spec
+        self._set({"running": {"startedAt": started_at}})
+        await self._host.report("Normal", "Started", f"Started container {self.name}")
+        watching = asyncio.create_task(self._probe())
+        code = await process.wait()
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        self.started = self.ready = False
+        fallback = self.spec.get("terminationMessagePolicy") == "FallbackToLogsOnError" and code != 0
+        message = termination_message(log) if fallback else ""
+        self._terminated(code, started_at, "Completed" if code == 0 else "Error", message)
+        return code
+
+    async def _probe(self) -> None:
+        target = probe.ProbeTarget(self._host.pod_ip, self._ports(), self.execute)
+        if (startup := self.spec.get("startupProbe")) is not None:
+            watching = asyncio.create_task(self._watch("Startup", startup, target))
+            try:
+                await self._startup.wait()
+            finally:
+                watching.cancel()
+                await asyncio.gather(watching, return_exceptions=True)
+        if "readinessProbe" not in self.spec:
+            self.ready = True
+            self._host.changed()
+        async with asyncio.TaskGroup() as group:
+            for kind in ("Readiness", "Liveness"):
+                if (declared := self.spec.get(f"{kind.lower()}Probe")) is not None:
+                    group.create_task(self._watch(kind, declared, target))
+
+    async def _watch(self, kind: str, declared: Object, target: probe.ProbeTarget) -> None:
+        async def question() -> probe.Outcome:
+            return await probe.ask(self._host.session, declared, target)
+
+        async def changed(tally: probe.Tally, outcome: probe.Outcome) -> None:
+            if not outcome.success:
+                await self._host.report("Warning", "Unhealthy", f"{kind} probe failed: {outcome.message}")
+            if kind == "Readiness":
+                self.ready = bool(tally.verdict)
+            elif kind == "Startup" and tally.verdict:
+                self.started = True
+                self._startup.set()
+            elif tally.verdict is False and not self._stopping.is_set():
+                await self._restart(kind, declared)
+            self._host.changed()
+
+        await probe.watch(declared, question, changed)
+
+    async def _restart(self, kind: str, declared: Object) -> None:
+        message = f"Container {self.name} failed {kind.lower()} probe, will be restarted"
+        await self._host.report("Normal", "Killing", message)
+        if self._process is not None:
+            grace_s = declared.get("terminationGracePeriodSeconds", 30)
+            await self._process.stop(grace_s)
+
+    async def _pre_stop(self, process: Process, grace_s: float) -> None:
+        hook = (self.spec.get("lifecycle") or {}).get("preStop") or {}
+        if "sleep" in hook:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(float(hook["sleep"]["seconds"]), grace_s)):
+                    await process.wait()
+        elif "exec" in hook:
+            await self.execute(hook["exec"]["command"], grace_s)
+        elif "httpGet" in hook:
+            target = probe.ProbeTarget(self._host.pod_ip, self._ports(), self.execute)
+            question = {"httpGet": hook["httpGet"], "timeoutSeconds": grace_s}
+            await probe.ask(self._host.session, question, target)
+
+    def _ports(self) -> dict[str, int]:
+        return {port["name"]: port["containerPort"] for port in self.spec.get("ports") or [] if port.get("name")}
+
+    def _again(self, code: int) -> bool:
+        return self._policy == "Always" or (self._policy == "OnFailure" and code != 0)
+
+    async def _stopped_within(self, seconds: float) -> bool:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._stopping.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _terminated(self, code: int, started_at: str, reason: str, message: str) -> None:
+        terminated: Object = {
+            "exitCode": code,
+            "reason": reason,
+            "startedAt": started_at,
+            "finishedAt": timestamp(),
+        }
+        if message:
+            terminated["message"] = message
+        self._set({"terminated": terminated})
+
+    def _set(self, state: Object) -> None:
+        self.state = state
+        self._host.changed()

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import pytest
+
+from llmservice_local.api.errors import ApiError
+from llmservice_local.api.protobuf import MAGIC, decode
+
+
+def field(number: int, value: bytes | int) -> bytes:
+    if isinstance(value, int):
+        return bytes([number << 3, value])
+    return bytes([number << 3 | 2, len(value)]) + value
+
+
+def body(kind: str, raw: bytes) -> bytes:
+    return MAGIC + field(1, field(1, b"v1") + field(2, kind.encode())) + field(2, raw)
+
+
+METADATA = field(1, field(1, b"x") + field(3, b"team") + field(11, field(1, b"app") + field(2, b"web")))
+
+
+def test_secret_is_read_with_its_bytes_as_base64() -> None:
+    raw = METADATA + field(2, field(1, b"token") + field(2, b"hush")) + field(3, b"Opaque") + field(5, 1)
+    assert decode(body("Secret", raw)) == {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": "x", "namespace": "team", "labels": {"app": "web"}},
+        "data": {"token": "aHVzaA=="},
+        "type": "Opaque",
+        "immutable": True,
+    }
+
+
+def test_fields_that_nobody_asked_for_are_skipped() -> None:
+    assert decode(body("Namespace", METADATA + field(2, b"") + field(3, b"")))["metadata"]["name"] == "x"
+
+
+@pytest.mark.parametrize(
+    ("data", "code"),
+    [
+        (b"{}", 400),
+        (MAGIC, 400),
+        (body("Secret", METADATA)[:-3], 400),
+        (MAGIC + b"\x0a", 400),
+        (MAGIC + b"\x0b\x01", 400),
+        (body("Pod", b""), 415),
+    ],
+)
+def test_body_that_cannot_be_read_is_refused(data: bytes, code: int) -> None:
+    with pytest.raises(ApiError) as refused:
+        decode(data)
+    assert refused.value.code == code
