@@ -14,7 +14,7 @@ import helm_python as helm
 import pytest
 import yaml
 
-from llmservice_local.api import serve_api
+from llmservice_local.api.serve import serve_api
 
 CHART = Path(__file__).parents[2] / "charts" / "llmservice"
 CRD = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/llmservices.serving.llmservice.io"

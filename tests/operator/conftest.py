@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from llmservice_local.api import serve_api
+from llmservice_local.api.serve import serve_api
 from llmservice_local.endpoint import Endpoint
 from llmservice_operator.crd import crd
 from llmservice_operator.kube_client import KubeClient

@@ -14,9 +14,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from llmservice_local.api import serve_api
+from llmservice_local.api.registry import Registry
+from llmservice_local.api.serve import serve_api
 from llmservice_local.endpoint import Endpoint
-from llmservice_local.registry import Registry
 from llmservice_operator.crd import crd
 from llmservice_operator.kube_client import KubeClient
 from llmservice_planner.command import main
