@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from llmservice_server.messages import Generate, SamplingParams
 
 MAX_LOGPROBS = 20  # likeliest tokens told beside each, as at OpenAI
@@ -42,11 +40,13 @@ def _why_unsampleable(sampling: SamplingParams) -> str | None:
 
 
 def _why_unadjustable(sampling: SamplingParams) -> str | None:
-    penalties = (sampling.presence_penalty, sampling.frequency_penalty, *sampling.logit_bias.values())
-    if not all(map(math.isfinite, penalties)):
-        return "presence_penalty, frequency_penalty and logit_bias must be finite numbers"
-    if not 0 < sampling.repetition_penalty < math.inf:
-        return f"repetition_penalty is {sampling.repetition_penalty}, expected a number above 0"
+    for name, value in (("presence", sampling.presence_penalty), ("frequency", sampling.frequency_penalty)):
+        if not -2 <= value <= 2:
+            return f"{name}_penalty is {value}, expected -2 to 2"
+    if not 0.01 <= sampling.repetition_penalty <= 10:  # beyond, logits overflow
+        return f"repetition_penalty is {sampling.repetition_penalty}, expected 0.01 to 10"
+    if not all(-100 <= bias <= 100 for bias in sampling.logit_bias.values()):
+        return "logit_bias adds more or less than 100 to a logit, expected -100 to 100"
     if sampling.min_tokens < 0 or (sampling.min_tokens > 0 and sampling.grammar is not None):
         return f"min_tokens is {sampling.min_tokens}, expected 0 or more, and 0 beside a grammar, which decides itself"
     if any(
