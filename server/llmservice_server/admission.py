@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from llmservice_server.messages import Generate, SamplingParams
+from llmservice_server.request import LANES
 
 MAX_LOGPROBS = 20  # likeliest tokens told beside each, as at OpenAI
 
@@ -14,6 +15,8 @@ def why_refused(message: Generate, vocab_size: int, max_request_tokens: int) -> 
         return "the prompt has no tokens, expected at least one"
     if min(prompt) < 0 or max(prompt) >= vocab_size:
         return f"the prompt holds a token id outside the model's vocabulary, expected 0 to {vocab_size - 1}"
+    if message.lane not in LANES:
+        return f"lane is {message.lane!r}, expected one of {', '.join(LANES)}"
     total = len(prompt) + sampling.max_tokens
     if total > max_request_tokens:
         return (

@@ -1,19 +1,23 @@
-"""The pool of KV-cache blocks: which are free, and which of them to take."""
+"""The pool of KV-cache blocks: which are free, which hold a prefix that may be asked for again, which to take next."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 NULL_BLOCK = 0
 _HELD = -1
 
 
 class BlockPool:
-    """Blocks 1 … num_blocks-1 are free or held; block 0, the null block, never holds a token.
+    """Blocks 1 … num_blocks-1 are free, held or cached; block 0, the null block, never holds a token.
 
-    The free list is threaded through the blocks themselves (`_next`, `_previous`), with the null block as its two ends,
-    so that a block can be taken from the middle as cheaply as from the front. Freed blocks go to the front: their
-    memory is still warm.
+    A block is held by as many sequences as share it. When the last of them ends, a block with a hash (`register`) stays
+    findable as cached until its memory is needed, the longest unused first, and of one sequence the last block first:
+    a chain's tail is useless without its head, not the other way round. A block without a hash is free at once.
+
+    Free and cached blocks are two lists threaded through the blocks themselves (`_next`, `_previous`), so that a block
+    can be taken from the middle as cheaply as from the front. Freed blocks go to the front: their memory is warm.
 
     Which block a sequence gets matters on CPU, where attention reads a run of neighbours in place and must copy
     anything else. So a sequence starts where it has room to grow, and that room is set aside: others take it only
@@ -25,10 +29,15 @@ class BlockPool:
         if num_blocks < 2:
             raise ValueError(f"a pool needs the null block and one more, got {num_blocks} blocks")
         self.num_blocks = num_blocks
-        self._next = [*range(1, num_blocks), NULL_BLOCK]
-        self._previous = [num_blocks - 1, *range(num_blocks - 1)]
+        self._oldest = num_blocks  # the two ends of the cached list; the null block is those of the free list
+        self._next = [*range(1, num_blocks), NULL_BLOCK, self._oldest]
+        self._previous = [num_blocks - 1, *range(num_blocks - 1), self._oldest]
         self._open = bytearray([0]) + bytearray([1]) * (num_blocks - 1)
+        self._num_holders = [0] * num_blocks
+        self._hashes: list[bytes | None] = [None] * num_blocks
+        self._by_hash: dict[bytes, int] = {}
         self._num_free = num_blocks - 1
+        self._num_cached = 0
 
     @property
     def num_usable(self) -> int:
@@ -39,58 +48,134 @@ class BlockPool:
         return self._num_free
 
     @property
+    def num_cached(self) -> int:
+        return self._num_cached
+
+    @property
     def num_held(self) -> int:
-        return self.num_usable - self._num_free
+        return self.num_usable - self._num_free - self._num_cached
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` can hand out: those that are free, and those that are only cached."""
+        return self._num_free + self._num_cached
 
     def is_free(self, block: int) -> bool:
-        return NULL_BLOCK < block < self.num_blocks and self._next[block] != _HELD
+        return NULL_BLOCK < block < self.num_blocks and self._next[block] != _HELD and self._hashes[block] is None
 
-    def can_allocate(self, count: int) -> bool:
-        return count <= self._num_free
+    def num_holders(self, block: int) -> int:
+        return self._num_holders[block]
+
+    def can_allocate(self, count: int, beside: Sequence[int] = ()) -> bool:
+        """Whether `count` blocks can be had after the blocks `beside`, found by `lookup`, are held."""
+        return count <= self.num_available - sum(self._num_holders[block] == 0 for block in beside)
 
     def start(self, count: int, room: int) -> list[int]:
-        """Take the first `count` blocks of a sequence that may grow by `room` more, as neighbours if possible."""
+        """Take the first `count` blocks of a sequence that may grow by `room` more, as neighbours if possible.
+
+        Cached blocks were freed a sequence at a time, so giving up the oldest of them often opens a run.
+        """
         for length in (count + room, count):
-            first = self._open.find(b"\x01" * length)
-            if first >= 0:
-                blocks = self.allocate(count, after=first - 1)
-                self._set_aside(blocks[-1] + 1, room)
+            if (blocks := self._start_run(count, length, room)) is not None:
                 return blocks
-        return self.allocate(count)
+        self._evict(min(self._num_cached, count + room))
+        return self._start_run(count, count, room) or self.allocate(count)
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
         """Take `count` blocks, each the neighbour of the one before (the first: of `after`) where that one is free."""
         if not self.can_allocate(count):
-            raise ValueError(f"{count} blocks asked for, {self._num_free} free: call can_allocate first")
+            raise ValueError(f"{count} blocks asked for, {self.num_available} free: call can_allocate first")
+        self._evict(count - self._num_free)
         blocks: list[int] = []
         last = after
         for _ in range(count):
             last = last + 1 if last is not None and self.is_free(last + 1) else self._next[NULL_BLOCK]
-            self._unlink(last)
-            self._next[last] = _HELD
+            self._hold(last)
             self._open[last] = 0
             blocks.append(last)
         self._num_free -= count
         return blocks
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Give blocks back. Raises ValueError, and frees nothing more, at a block that is not held."""
+        """Give up one hold on each block. Raises ValueError, and frees nothing more, at a block that is not held."""
         for block in reversed(blocks):
             if not NULL_BLOCK < block < self.num_blocks or self._next[block] != _HELD:
                 raise ValueError(f"block {block} is not held, so it cannot be freed")
-            self._link(block, behind=NULL_BLOCK)
-            self._open[block] = 1
-            self._num_free += 1
+            self._num_holders[block] -= 1
+            if self._num_holders[block]:
+                continue
+            if self._hashes[block] is None:
+                self._link(block, behind=NULL_BLOCK)
+                self._open[block] = 1
+                self._num_free += 1
+            else:
+                self._link(block, behind=self._previous[self._oldest])
+                self._num_cached += 1
             self._reopen(block + 1)
+
+    def register(self, block: int, block_hash: bytes) -> None:
+        """Make a held block, whose keys and values are computed, findable. A second of the same content is not."""
+        if self._hashes[block] is None and block_hash not in self._by_hash:
+            self._hashes[block] = block_hash
+            self._by_hash[block_hash] = block
+
+    def lookup(self, block_hashes: Sequence[bytes]) -> list[int]:
+        """The blocks of the longest known beginning of a chain. They may be evicted until `hold` has them."""
+        found = (self._by_hash.get(block_hash, NULL_BLOCK) for block_hash in block_hashes)
+        return list(takewhile(lambda block: block != NULL_BLOCK, found))
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        """Share blocks that `lookup` has found."""
+        for block in blocks:
+            if self._next[block] == _HELD:
+                self._num_holders[block] += 1
+            else:
+                self._hold(block)
+                self._num_cached -= 1
 
     def free_blocks(self) -> list[int]:
         """The free list in the order in which it would be handed out. O(n): for tests and integrity checks."""
+        return self._walk(NULL_BLOCK)
+
+    def cached_blocks(self) -> list[int]:
+        """The cached blocks in the order in which they would be evicted. O(n): for tests and integrity checks."""
+        return self._walk(self._oldest)
+
+    def _walk(self, ends: int) -> list[int]:
         blocks = []
-        block = self._next[NULL_BLOCK]
-        while block != NULL_BLOCK:
+        block = self._next[ends]
+        while block != ends:
             blocks.append(block)
             block = self._next[block]
         return blocks
+
+    def _start_run(self, count: int, length: int, room: int) -> list[int] | None:
+        """The first `count` blocks of an open run of `length`, with what follows set aside; None without such a run."""
+        first = self._open.find(b"\x01" * length)
+        if first < 0:
+            return None
+        blocks = self.allocate(count, after=first - 1)
+        self._set_aside(blocks[-1] + 1, room)
+        return blocks
+
+    def _evict(self, count: int) -> None:
+        """Forget the `count` cached blocks that were unused for longest; they are free then."""
+        for _ in range(count):
+            block = self._next[self._oldest]
+            block_hash = self._hashes[block]
+            assert block_hash is not None  # noqa: S101  # cached means that it has one
+            self._unlink(block)
+            del self._by_hash[block_hash]
+            self._hashes[block] = None
+            self._link(block, behind=NULL_BLOCK)
+            self._open[block] = 1
+            self._num_cached -= 1
+            self._num_free += 1
+
+    def _hold(self, block: int) -> None:
+        self._unlink(block)
+        self._next[block] = _HELD
+        self._num_holders[block] = 1
 
     def _set_aside(self, first: int, count: int) -> None:
         """Put up to `count` open blocks from `first` on at the end of the free list."""

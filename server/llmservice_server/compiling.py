@@ -17,6 +17,9 @@ class Compiling:
         self._compiler = compiler
         self._futures: dict[Request, Future[Grammar]] = {}
 
+    def __bool__(self) -> bool:
+        return bool(self._futures)
+
     def add(self, request: Request, grammar: str) -> None:
         self._futures[request] = self._compiler.compile(grammar)
 

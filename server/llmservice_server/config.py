@@ -11,6 +11,18 @@ from llmservice_server.errors import ConfigError
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 Pooling = Literal["last", "mean"]
 Device = Literal["auto", "cpu", "cuda"]
+SchedulerName = Literal["continuous", "dynamic", "static"]
+QueuePolicy = Literal["fcfs", "sjf"]
+
+_CHOICES = {
+    "dtype": DType,
+    "device": Device,
+    "kv_cache_dtype": DType,
+    "pooling": Pooling,
+    "scheduler": SchedulerName,
+    "interactive_policy": QueuePolicy,
+    "batch_policy": QueuePolicy,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +40,14 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9  # of the device's memory; on CPU, of the memory that is available at start
     kv_cache_memory_bytes: int | None = None  # None: what utilization leaves beside weights and activations
     kv_cache_dtype: DType = "auto"  # auto: the model's
+    scheduler: SchedulerName = "continuous"
+    max_batch_wait_s: float | None = None  # dynamic and static: how long the oldest request waits for a full batch
+    prefix_caching: bool = True  # of the continuous scheduler
+    swap_space_gib: float = 0.0  # CPU memory for preempted sequences; the continuous scheduler's
+    long_prefill_tokens: int | None = None  # of a step, for all prompts longer than a chunk; None: three quarters
+    batch_share: float = 0.1  # of sequences and tokens: what the batch lane keeps however busy the interactive one is
+    interactive_policy: QueuePolicy = "fcfs"
+    batch_policy: QueuePolicy = "fcfs"
     seed: int = 0  # of the requests that bring no seed of their own
     pooling: Pooling = "last"  # what of a text's states is its embedding: the last token's, or the mean of all
     embedding_window_s: float = 0.005  # how long an input may wait for others to share its batch
@@ -37,12 +57,12 @@ class EngineConfig:
         self.validate()
 
     def validate(self) -> None:
-        for name, allowed in (("dtype", DType), ("device", Device), ("kv_cache_dtype", DType), ("pooling", Pooling)):
+        for name, allowed in _CHOICES.items():
             if getattr(self, name) not in get_args(allowed):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(get_args(allowed))}")
         for name in ("max_num_seqs", "max_num_batched_tokens", "prefill_chunk_tokens", "block_size"):
             _require_positive(name, getattr(self, name))
-        for name in ("max_model_len", "kv_cache_memory_bytes", "threads"):
+        for name in ("max_model_len", "kv_cache_memory_bytes", "threads", "long_prefill_tokens"):
             if getattr(self, name) is not None:
                 _require_positive(name, getattr(self, name))
         if self.block_size & (self.block_size - 1) or self.block_size > 256:
@@ -53,6 +73,18 @@ class EngineConfig:
             raise ConfigError(
                 f"gpu_memory_utilization is {self.gpu_memory_utilization}, expected above 0 and at most 1"
             )
+        self._validate_scheduling()
+
+    def _validate_scheduling(self) -> None:
+        if not 0 <= self.batch_share < 1:
+            raise ConfigError(f"batch_share is {self.batch_share}, expected 0 (none) or more and less than 1")
+        for name in ("swap_space_gib", "max_batch_wait_s"):
+            if not 0 <= (getattr(self, name) or 0) < float("inf"):
+                raise ConfigError(f"{name} is {getattr(self, name)}, expected 0 or more")
+        if self.max_batch_wait_s is not None and self.scheduler == "continuous":
+            raise ConfigError("max_batch_wait_s is for the dynamic and static schedulers: continuous never waits")
+        if self.swap_space_gib and self.scheduler != "continuous":
+            raise ConfigError(f"swap_space_gib is for the continuous scheduler: {self.scheduler} never preempts")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs {self.max_num_seqs}: some "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -14,11 +15,13 @@ from llmservice_server.config import EngineConfig
 from llmservice_server.embedding.embedder import Embedder
 from llmservice_server.embedding.model import EmbeddingModel
 from llmservice_server.grammar import GrammarCompiler
+from llmservice_server.isolation import execute_isolated
 from llmservice_server.messages import FinishReason, Generate, Output, Ready, Stats, StepOutputs
+from llmservice_server.plan import Plan, Scheduled
 from llmservice_server.request import Request
 from llmservice_server.runner import StepResult
 from llmservice_server.sampler import Draw, stream_seed
-from llmservice_server.scheduler import ContinuousScheduler, Plan
+from llmservice_server.scheduling import make_scheduler
 from llmservice_server.startup import start
 
 
@@ -37,13 +40,8 @@ class Engine:
         self._vocab_size = started.vocab_size
         self._eos_token_ids = started.eos_token_ids
         self.pool = BlockPool(started.kv_cache.num_blocks)
-        self.scheduler = ContinuousScheduler(
-            self.pool,
-            block_size=config.block_size,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            prefill_chunk_tokens=config.prefill_chunk_tokens,
-        )
+        self.swap = started.swap
+        self.scheduler = make_scheduler(config, self.pool, self.swap)
         self.embedder = Embedder(
             EmbeddingModel(started.runner.model, config.pooling),
             vocab_size=started.vocab_size,
@@ -73,6 +71,14 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self._requests or self._pending)
 
+    def wait_s(self) -> float:
+        """How long a step would find nothing to do, unless a message comes: 0 where there is work."""
+        if self._pending or self._compiling:
+            return 0.0
+        now = self._clock()
+        deadline_s = self._deadlines[0][0] if self._deadlines and self._requests else math.inf
+        return max(0.0, min(self.scheduler.wait_s(now), deadline_s - now))
+
     def add(self, message: Generate) -> None:
         """Queue a request. One that can never be served is answered with an error by the next step."""
         problem = self._why_refused(message)
@@ -86,8 +92,9 @@ class Engine:
             self.scheduler.add(request)
         else:
             self._compiling.add(request, message.sampling.grammar)
-        if request.deadline_s is not None:
-            heapq.heappush(self._deadlines, (request.deadline_s, request.request_id))
+        for deadline_s in (request.deadline_s, request.queue_deadline_s):
+            if deadline_s is not None:
+                heapq.heappush(self._deadlines, (deadline_s, request.request_id))
 
     def abort(self, request_ids: Sequence[str], finished: bool = False) -> None:
         """End requests now, freeing their blocks; unknown ids (already finished) are passed over.
@@ -103,11 +110,19 @@ class Engine:
         """Compute one step for whoever is scheduled, and hand out what was decided since the last one."""
         now = self._clock()
         self._expire(now)
-        self._add_compiled()
+        self._add_compiled(now)
         outputs, self._pending = self._pending, []
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(now)
+        self._runner.swap(plan)
         if plan.scheduled:
-            outputs += self._update(plan, self._runner.execute(plan), now)
+            results, failed = execute_isolated(self._runner.execute, self._runner.recover, plan)
+            self.scheduler.commit(plan, failed)
+            outputs += [
+                self._finish(request, "error", error)
+                for request, error in failed.items()
+                if request.request_id in self._requests  # else it had ended, and was computed as padding
+            ]
+            outputs += self._update([share for share in plan.scheduled if share.request not in failed], results)
         self._last_plan = plan
         return StepOutputs(outputs=outputs, stats=self.stats())
 
@@ -118,25 +133,21 @@ class Engine:
             num_waiting=dict(self.scheduler.num_waiting),
             blocks_free=self.pool.num_free,
             blocks_held=self.pool.num_held,
-            blocks_cached=0,
-            preemptions=self.scheduler.num_preemptions,
+            blocks_cached=self.pool.num_cached,
+            preemptions=dict(self.scheduler.num_preemptions),
+            prefix_queries=self.scheduler.prefix_queries,
+            prefix_hits=self.scheduler.prefix_hits,
             batch_size=len(self._last_plan.scheduled),
             iteration_tokens=self._last_plan.num_tokens,
         )
 
-    def _update(self, plan: Plan, result: StepResult, now: float) -> list[Output]:
-        """Give each sampled token to its request. `now`: when the step was scheduled."""
-        outputs = []
-        for request, logprobs in result.prompt_logprobs.items():
-            request.prompt_logprobs += logprobs
-        draws = iter(result.draws)
-        for share in plan.scheduled:
-            request = share.request
-            if request.first_scheduled_s is None:
-                request.first_scheduled_s = now
-            if share.samples:
-                outputs.append(self._advance(request, next(draws)))
-        return outputs
+    def _update(self, shares: Sequence[Scheduled], results: Sequence[StepResult]) -> list[Output]:
+        """Give each sampled token to its request."""
+        for result in results:
+            for request, logprobs in result.prompt_logprobs.items():
+                request.prompt_logprobs += logprobs
+        draws = (drawn for result in results for drawn in result.draws)
+        return [self._advance(share.request, next(draws)) for share in shares if share.samples]
 
     def _advance(self, request: Request, draw: Draw) -> Output:
         if request.grammar is not None and (problem := request.grammar.problem) is not None:
@@ -157,10 +168,11 @@ class Engine:
         if first and request.first_scheduled_s is not None:
             output.queue_s = max(0.0, request.first_scheduled_s - request.arrival_s)
             output.prompt_logprobs = request.prompt_logprobs
+            output.num_cached_tokens = request.num_cached_tokens
         return output
 
-    def _add_compiled(self) -> None:
-        idle = not (self._pending or self.scheduler.running or self.scheduler.waiting)
+    def _add_compiled(self, now: float) -> None:
+        idle = not self._pending and self.scheduler.wait_s(now) > 0
         for request, problem in self._compiling.take_ready(idle=idle):
             if problem is None:
                 self.scheduler.add(request)
@@ -175,15 +187,19 @@ class Engine:
         while self._deadlines and self._deadlines[0][0] <= now:
             deadline_s, request_id = heapq.heappop(self._deadlines)
             request = self._requests.get(request_id)
-            if request is not None and request.deadline_s == deadline_s:
-                waited = (
-                    "while it waited"
-                    if request.first_scheduled_s is None
-                    else f"after {request.num_output_tokens} tokens"
-                )
-                output = self._finish(request, "error", f"the request's deadline passed {waited}")
-                output.error_status = 504
-                self._pending.append(output)
+            if request is None:
+                continue
+            waits = request.first_scheduled_s is None
+            if request.deadline_s == deadline_s:
+                waited = "while it waited" if waits else f"after {request.num_output_tokens} tokens"
+                problem = f"the request's deadline passed {waited}"
+            elif waits and request.queue_deadline_s == deadline_s:
+                problem = f"the request waited {now - request.arrival_s:.1f} s, longer than it may: try again later"
+            else:
+                continue
+            output = self._finish(request, "error", problem)
+            output.error_status = 504
+            self._pending.append(output)
 
     def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> Output:
         if not self._compiling.discard(request):

@@ -63,7 +63,7 @@ class EngineLoop:
         while self._receive():
             for embedded in self._engine.embedder.step(time.monotonic()):
                 self.send(embedded)
-            if self._engine.has_work:
+            if self._engine.wait_s() == 0:
                 self.send(self._engine.step())
             else:
                 self.send(self._idle())
@@ -79,7 +79,7 @@ class EngineLoop:
 
     def _receive(self) -> bool:
         """Take every message that is there, and wait for one where there is no work; False after `Shutdown`."""
-        while not self._engine.has_work and (patience_ms := self._patience_ms()) > 0:
+        while (patience_ms := self._patience_ms()) > 0:
             if self._inbox.poll(patience_ms):
                 break
         while self._inbox.poll(0):
@@ -97,9 +97,10 @@ class EngineLoop:
         return True
 
     def _patience_ms(self) -> int:
-        """How long an engine that generates nothing may wait for a message."""
+        """How long there is nothing to do, unless a message comes."""
         due_s = self._engine.embedder.due_s()
-        return _IDLE_POLL_MS if due_s is None else math.ceil((due_s - time.monotonic()) * 1000)
+        embedding_s = math.inf if due_s is None else due_s - time.monotonic()
+        return math.ceil(min(_IDLE_POLL_MS, embedding_s * 1000, self._engine.wait_s() * 1000))
 
 
 def main() -> int:

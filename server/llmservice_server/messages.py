@@ -41,6 +41,8 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate", omit_d
     arrival_s: float  # time.monotonic() of the HTTP process; both processes share the machine's clock
     lane: str = "interactive"
     deadline_s: float | None = None  # monotonic; past it the request ends with "error"
+    queue_deadline_s: float | None = None  # likewise, for a request that has not been scheduled by then
+    cache_salt: str | None = None  # the prefix cache shares blocks only between requests of equal salts
 
 
 class Embed(msgspec.Struct, frozen=True, kw_only=True, tag="embed"):
@@ -89,7 +91,9 @@ class Stats(msgspec.Struct, kw_only=True, array_like=True):
     blocks_free: int
     blocks_held: int
     blocks_cached: int
-    preemptions: int
+    preemptions: dict[str, int]  # by mode
+    prefix_queries: int  # prompt tokens looked up in the prefix cache
+    prefix_hits: int  # and found there
     batch_size: int  # sequences in this step
     iteration_tokens: int  # tokens in this step
 

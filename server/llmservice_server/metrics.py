@@ -69,8 +69,6 @@ class Metrics:
         self.memory_bytes = self._gauge("memory_bytes", "Memory as measured after loading", ("kind",))
         self.model_load_seconds = self._gauge("model_load_seconds", "From the engine's start until it could serve")
 
-        self.prefix_cache_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
-        self.prefix_cache_hits = self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of sequences that produced a token")
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated")
         self.request_success = self._counter("request_success", "Sequences ended, by reason", ("finished_reason",))
@@ -108,7 +106,7 @@ class Metrics:
 
     def set_stats(self, stats: Stats) -> None:
         """Take a step's figures over; those of an idle engine count as no step."""
-        self._engine_totals.preemptions = stats.preemptions
+        self._engine_totals.stats = stats
         self.num_requests_running.set(stats.num_running)
         for lane, number in stats.num_waiting.items():
             self.labels(self.num_requests_waiting, lane=lane).set(number)
@@ -158,11 +156,20 @@ class _EngineTotals(Collector):
     def __init__(self, prefix: str, constant: dict[str, str]) -> None:
         self._prefix = prefix
         self._constant = constant
-        self.preemptions = 0
+        self.stats: Stats | None = None
 
     def collect(self) -> Iterator[Metric]:
+        stats = self.stats
         preemptions = CounterMetricFamily(
             self._prefix + "num_preemptions", "Sequences preempted, by mode", labels=(*self._constant, "mode")
         )
-        preemptions.add_metric((*self._constant.values(), "recompute"), self.preemptions)
+        for mode, number in (stats.preemptions if stats else {"recompute": 0, "swap": 0}).items():
+            preemptions.add_metric((*self._constant.values(), mode), number)
         yield preemptions
+        for name, documentation, number in (
+            ("queries", "Prompt tokens looked up in the prefix cache", stats.prefix_queries if stats else 0),
+            ("hits", "Prompt tokens found in the prefix cache", stats.prefix_hits if stats else 0),
+        ):
+            tokens = CounterMetricFamily(f"{self._prefix}prefix_cache_{name}", documentation, labels=(*self._constant,))
+            tokens.add_metric((*self._constant.values(),), number)
+            yield tokens

@@ -7,8 +7,8 @@ import torch
 from llmservice_server.logprobs import token_logprobs
 from llmservice_server.messages import TokenLogprobs
 from llmservice_server.models.llama import LlamaModel
+from llmservice_server.plan import Plan, Scheduled
 from llmservice_server.request import Request
-from llmservice_server.scheduler import Plan, Scheduled
 
 _ROWS_AT_ONCE = 64  # float32 logits of a whole chunk over a large vocabulary would take hundreds of MB
 
@@ -20,7 +20,7 @@ def prompt_logprobs(model: LlamaModel, plan: Plan, hidden: torch.Tensor) -> dict
     for share in plan.scheduled:
         if share.request.sampling.prompt_logprobs is not None:
             found[share.request] = _score(model, share, hidden[row : row + share.num_tokens])
-        row += share.num_tokens
+        row += share.num_tokens + share.num_padding
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from llmservice_server.block_hash import BlockHashes
 from llmservice_server.grammar import Grammar
 from llmservice_server.messages import FinishReason, Generate, SamplingParams, TokenLogprobs
 from llmservice_server.token_history import TokenHistory
@@ -56,6 +57,7 @@ class Request:
 
     A token is sampled by the step that computes the last known one. Preemption sets `num_computed_tokens` back to 0 and
     keeps `token_ids`, so what was generated is computed again as if it were prompt.
+    Where it is swapped out instead, `num_computed_tokens` stays and `swapped_blocks` hold the keys and values.
     """
 
     request_id: str
@@ -68,6 +70,8 @@ class Request:
     priority: tuple[int, int]  # (lane's rank, order of arrival): the smaller is served first and preempted last
     arrival_s: float
     deadline_s: float | None = None
+    queue_deadline_s: float | None = None
+    cache_salt: str | None = None
     status: Status = Status.WAITING
     num_computed_tokens: int = 0
     block_table: BlockTable = field(default_factory=BlockTable)
@@ -75,6 +79,11 @@ class Request:
     history: TokenHistory | None = None  # what the penalties count; None: there are none
     grammar: Grammar | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    place: tuple[float, int] = (0.0, 0)  # in its lane's queue
+    block_hashes: BlockHashes | None = None  # None: nothing of it is found in, or left to, the prefix cache
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache when the request was first admitted
+    num_committed_blocks: int = 0  # the first ones of the table, which the prefix cache has been told of
+    swapped_blocks: list[int] = field(default_factory=list)  # in the swap space, in token order
 
     @classmethod
     def of(cls, message: Generate, order: int, seed: int, eos_token_ids: frozenset[int]) -> Request:
@@ -94,6 +103,8 @@ class Request:
             arrival_s=message.arrival_s,
             deadline_s=message.deadline_s,
             history=TokenHistory(message.prompt_token_ids, sampling.max_tokens) if sampling.has_penalties else None,
+            queue_deadline_s=message.queue_deadline_s,
+            cache_salt=message.cache_salt,
         )
 
     @property

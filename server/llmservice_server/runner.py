@@ -7,13 +7,16 @@ from dataclasses import dataclass, field
 import torch
 
 from llmservice_server.attention.base import AttentionBackend, SequenceSlice
+from llmservice_server.attention.swapped_blocks import SwappedBlocks
 from llmservice_server.messages import TokenLogprobs
 from llmservice_server.models.llama import LlamaModel
+from llmservice_server.plan import Plan
 from llmservice_server.prompt_logprobs import prompt_logprobs
 from llmservice_server.request import BlockTable, Request
 from llmservice_server.sampler import Draw, draw
-from llmservice_server.scheduler import Plan
 from llmservice_server.token_masks import TokenMasks
+
+_PADDING = 0  # any token of the vocabulary: what comes of it is dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +30,27 @@ class StepResult:
 class ModelRunner:
     """Computes what the scheduler planned. Sequences share the weights' products and never see each other."""
 
-    def __init__(self, model: LlamaModel, attention: AttentionBackend) -> None:
+    def __init__(
+        self, model: LlamaModel, attention: AttentionBackend, swapped_blocks: SwappedBlocks | None = None
+    ) -> None:
         self.model = model
         self.attention = attention
         self._masks = TokenMasks(model.config.vocab_size)
+        self.swapped_blocks = swapped_blocks
+
+    @torch.inference_mode()
+    def swap(self, plan: Plan) -> None:
+        """Do the plan's copies: to be called once, before `execute`."""
+        if self.swapped_blocks is not None and plan.swap_out:
+            self.swapped_blocks.swap_out(plan.swap_out)
+        if self.swapped_blocks is not None and plan.swap_in:
+            self.swapped_blocks.swap_in(plan.swap_in)
+
+    def recover(self) -> None:
+        """Make the device usable after an exception. Raises RuntimeError where it is lost."""
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)  # an illegal access, say, fails every call from then on
+            torch.cuda.empty_cache()
 
     @torch.inference_mode()
     def execute(self, plan: Plan) -> StepResult:
@@ -44,7 +64,12 @@ class ModelRunner:
             positions.extend(range(share.start, end))
             if share.samples:
                 last_rows.append(len(token_ids) - 1)
-        slices = [SequenceSlice(share.start, share.num_tokens, share.request.block_table) for share in plan.scheduled]
+            token_ids += [_PADDING] * share.num_padding
+            positions.extend(range(end, end + share.num_padding))
+        slices = [
+            SequenceSlice(share.start, share.num_tokens + share.num_padding, share.request.block_table)
+            for share in plan.scheduled
+        ]
         sampling = [share.request for share in plan.scheduled if share.samples]
         grammars = [request.grammar for request in sampling if request.grammar is not None]
         masks = self._masks.begin(grammars) if grammars else None

@@ -83,8 +83,53 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="time that an input of /v1/embeddings may wait for others to share its batch",
     )
+    _add_scheduling_arguments(parser)
     add("--seed", type=int, default=0, help="of requests without a seed of their own")
     add("--threads", type=_positive, metavar="N", help="on CPU (default: torch's choice)")
+
+
+def _add_scheduling_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--scheduler",
+        choices=("continuous", "dynamic", "static"),
+        default="continuous",
+        help="dynamic and static run batches of --max-num-seqs to their end: to compare, and for batch jobs",
+    )
+    add(
+        "--max-batch-wait",
+        type=_duration,
+        metavar="SECONDS",
+        help="how long dynamic (default: 50ms) and static (10s) wait for a full batch",
+    )
+    add("--no-prefix-caching", action="store_true", help="compute every prompt whole, however it begins")
+    add(
+        "--swap-space-gib",
+        type=float,
+        default=0.0,
+        metavar="GIB",
+        help="CPU memory for preempted sequences (default: none, they are computed again)",
+    )
+    add(
+        "--long-prefill-tokens",
+        type=_positive,
+        metavar="TOKENS",
+        help="of a step, at most for all prompts longer than a chunk while others wait (default: three quarters)",
+    )
+    add(
+        "--batch-share",
+        type=float,
+        default=0.1,
+        metavar="SHARE",
+        help="of sequences and tokens that the batch lane keeps however busy the interactive one is",
+    )
+    for lane in ("interactive", "batch"):
+        add(
+            f"--{lane}-policy",
+            choices=("fcfs", "sjf"),
+            default="fcfs",
+            help=f"the {lane} lane serves in order of arrival, or the shortest first with ageing",
+        )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -114,6 +159,14 @@ def run(args: argparse.Namespace) -> int:
             gpu_memory_utilization=args.gpu_memory_utilization,
             kv_cache_memory_bytes=args.kv_cache_memory,
             kv_cache_dtype=args.kv_cache_dtype,
+            scheduler=args.scheduler,
+            max_batch_wait_s=args.max_batch_wait,
+            prefix_caching=not args.no_prefix_caching,
+            swap_space_gib=args.swap_space_gib,
+            long_prefill_tokens=args.long_prefill_tokens,
+            batch_share=args.batch_share,
+            interactive_policy=args.interactive_policy,
+            batch_policy=args.batch_policy,
             pooling=args.pooling,
             embedding_window_s=args.embedding_window,
             seed=args.seed,

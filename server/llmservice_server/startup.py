@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from llmservice_server.attention.base import KVCacheShape
+from llmservice_server.attention.swapped_blocks import SwappedBlocks
 from llmservice_server.attention.torch_backend import TorchAttention
 from llmservice_server.config import EngineConfig
 from llmservice_server.errors import ConfigError, OutOfMemoryError
 from llmservice_server.loader import Checkpoint
 from llmservice_server.memory import GIB, KVCachePlan, activation_bytes, available_cpu_bytes, plan_kv_cache
 from llmservice_server.models.llama import LlamaModel
+from llmservice_server.plan import BlockCopy, Plan
 from llmservice_server.runner import ModelRunner
+from llmservice_server.swap_space import PreemptionCost, SwapSpace
 
 _LOG = logging.getLogger(__name__)
 _WARM_UP_TOKENS = 16  # the first step pays for lazy initialisation, a request should not
@@ -38,6 +43,7 @@ class Started:
     memory_bytes: dict[str, int]  # by kind: weights, kv_cache, activations, total
     vocab_size: int
     eos_token_ids: frozenset[int]
+    swap: SwapSpace | None
 
 
 def start(config: EngineConfig) -> Started:
@@ -52,9 +58,14 @@ def start(config: EngineConfig) -> Started:
     shape = _kv_cache_shape(checkpoint, config)
     model, memory = _load(checkpoint, config, device, shape)
     kv_cache = _plan(config, context, shape, memory, device)
-    runner = ModelRunner(model, _attention(shape, kv_cache.num_blocks, device))
+    attention = _attention(shape, kv_cache.num_blocks, device)
+    swapped_blocks = _swapped_blocks(config, shape, attention, memory)
+    runner = ModelRunner(model, attention, swapped_blocks)
     warm_up = min(_WARM_UP_TOKENS, kv_cache.num_usable_blocks * config.block_size)
     runner.dummy_step(warm_up, 1, warm_up, config.block_size)
+    swap = None
+    if swapped_blocks is not None:
+        swap = SwapSpace(swapped_blocks.num_blocks, _preemption_cost(runner, config, kv_cache))
     started = Started(
         runner=runner,
         kv_cache=kv_cache,
@@ -66,6 +77,7 @@ def start(config: EngineConfig) -> Started:
         },
         vocab_size=checkpoint.config.vocab_size,
         eos_token_ids=checkpoint.eos_token_ids,
+        swap=swap,
     )
     _LOG.info(
         "%s on %s in %s: weights %.2f GiB, KV cache %.2f GiB in %d blocks of %d tokens, max_model_len %d",
@@ -158,6 +170,45 @@ def _attention(shape: KVCacheShape, num_blocks: int, device: torch.device) -> To
             f"the KV cache of {num_blocks * shape.bytes_per_block / GIB:.2f} GiB cannot be allocated on {device}: "
             "lower --kv-cache-memory or --gpu-memory-utilization"
         ) from error
+
+
+def _swapped_blocks(
+    config: EngineConfig, shape: KVCacheShape, attention: TorchAttention, memory: Memory
+) -> SwappedBlocks | None:
+    num_bytes = int(config.swap_space_gib * GIB)
+    num_blocks = num_bytes // shape.bytes_per_block
+    if num_blocks == 0:
+        return None
+    left = available_cpu_bytes()
+    if attention.device.type == "cpu":  # the KV cache's memory is promised, but not yet touched
+        left -= len(attention.caches) * attention.caches[0].nbytes + memory.activations
+    if num_bytes > left:
+        raise OutOfMemoryError(
+            f"--swap-space-gib asks for {num_bytes / GIB:.2f} GiB of CPU memory, {max(0, left) / GIB:.2f} GiB is left: "
+            "lower it, or give the engine more memory"
+        )
+    return SwappedBlocks(attention.caches, num_blocks)
+
+
+def _preemption_cost(runner: ModelRunner, config: EngineConfig, kv_cache: KVCachePlan) -> PreemptionCost:
+    """What it costs to copy a block and to compute a token, from one step and one copy; nothing is cached yet."""
+    cuda = runner.model.device.type == "cuda"
+    num_tokens = min(
+        config.prefill_chunk_tokens if cuda else _WARM_UP_TOKENS, kv_cache.num_usable_blocks * config.block_size
+    )
+    computing_s = _seconds(lambda: runner.dummy_step(num_tokens, 1, num_tokens, config.block_size), cuda)
+    copies = [BlockCopy(0, 0)]
+    plan = Plan(swap_out=copies, swap_in=copies)  # the null block: out and in again
+    _seconds(lambda: runner.swap(plan), cuda)
+    return PreemptionCost(_seconds(lambda: runner.swap(plan), cuda) / 2, computing_s / num_tokens)
+
+
+def _seconds(work: Callable[[], None], cuda: bool) -> float:
+    started_s = time.perf_counter()
+    work()
+    if cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - started_s
 
 
 def _plan(config: EngineConfig, context: int, shape: KVCacheShape, memory: Memory, device: torch.device) -> KVCachePlan:

@@ -104,13 +104,13 @@ class ServerProcess:
         return self.metrics().get((name, frozenset(labels.items())), 0.0)
 
     def wait_until_idle(self) -> None:
-        """Every block is free, nothing runs and nothing waits, all in one moment."""
+        """No block is held, nothing runs and nothing waits, all in one moment."""
 
         def idle() -> bool | None:
             values = self.metrics()
             blocks = {dict(labels)["state"]: value for (name, labels), value in values.items() if "_blocks" in name}
             busy = [value for (name, _), value in values.items() if name.startswith("llmservice_num_requests_")]
-            return (blocks["free"] == sum(blocks.values()) and not any(busy)) or None
+            return (blocks["held"] == 0 and not any(busy)) or None
 
         self.wait_for(idle)
 

@@ -127,3 +127,76 @@ def test_freeing_a_block_that_is_not_held_is_refused(block: int) -> None:
 def test_a_pool_of_the_null_block_alone_is_refused() -> None:
     with pytest.raises(ValueError, match="got 1 blocks"):
         BlockPool(1)
+
+
+def name(*tokens: int) -> list[bytes]:
+    return [bytes([token]) for token in tokens]
+
+
+def cached_pool(num_blocks: int, *chains: list[bytes]) -> BlockPool:
+    """Each chain was the beginning of a sequence that has ended."""
+    pool = BlockPool(num_blocks)
+    held = [pool.start(len(chain), room=0) for chain in chains]
+    for blocks, chain in zip(held, chains, strict=True):
+        for block, block_hash in zip(blocks, chain, strict=True):
+            pool.register(block, block_hash)
+        pool.free(blocks)
+    return pool
+
+
+def test_a_freed_block_with_a_hash_stays_findable_until_its_memory_is_needed() -> None:
+    pool = cached_pool(6, name(1, 2, 3))
+    assert (pool.num_free, pool.num_cached, pool.num_held) == (2, 3, 0)
+    assert pool.lookup(name(1, 2, 3, 4)) == [1, 2, 3]
+    assert pool.lookup(name(9, 2)) == []
+    pool.allocate(5)
+    assert pool.lookup(name(1)) == []
+
+
+def test_the_longest_unused_chain_is_evicted_first_and_its_tail_before_its_head() -> None:
+    pool = cached_pool(7, name(1, 2, 3), name(4, 5, 6))
+    pool.allocate(2)
+    assert pool.lookup(name(1, 2, 3)) == [1]
+    assert pool.lookup(name(4, 5, 6)) == [4, 5, 6]
+
+
+def test_use_makes_a_chain_young_again() -> None:
+    pool = cached_pool(7, name(1, 2, 3), name(4, 5, 6))
+    pool.hold(blocks := pool.lookup(name(1, 2, 3)))
+    pool.free(blocks)
+    pool.allocate(3)
+    assert pool.lookup(name(1, 2, 3)) == [1, 2, 3]
+    assert pool.lookup(name(4, 5, 6)) == []
+
+
+def test_a_shared_block_is_freed_by_its_last_holder() -> None:
+    pool = cached_pool(4, name(1))
+    for _ in range(2):
+        pool.hold(pool.lookup(name(1)))
+    pool.free([1])
+    assert (pool.num_held, pool.num_holders(1)) == (1, 1)
+    pool.free([1])
+    assert (pool.num_held, pool.num_cached) == (0, 1)
+    with pytest.raises(ValueError, match="block 1 is not held"):
+        pool.free([1])
+
+
+def test_of_two_blocks_with_the_same_content_one_is_kept() -> None:
+    pool = cached_pool(6, name(1), name(1))
+    assert (pool.num_cached, pool.num_free) == (1, 4)
+
+
+def test_what_a_found_prefix_takes_from_the_cache_cannot_be_allocated_as_well() -> None:
+    pool = cached_pool(5, name(1, 2, 3))
+    found = pool.lookup(name(1, 2))
+    assert pool.can_allocate(4)
+    assert pool.can_allocate(2, beside=found)
+    assert not pool.can_allocate(3, beside=found)
+    pool.hold(found)
+    assert pool.can_allocate(2, beside=found)  # held by now
+
+
+def test_a_sequence_starts_in_a_run_of_neighbours_though_all_are_cached() -> None:
+    pool = cached_pool(9, name(1, 2, 3, 4), name(5, 6, 7, 8))
+    assert pool.start(3, room=1) == [1, 2, 3]
+    assert pool.lookup(name(5, 6, 7, 8)) == [5, 6, 7, 8]

@@ -43,7 +43,16 @@ class Driver:
         driver = cls(engine)
         return driver
 
-    def add(self, request_id: str, prompt: list[int], deadline_s: float | None = None, **sampling: Any) -> None:
+    def add(
+        self,
+        request_id: str,
+        prompt: list[int],
+        *,
+        deadline_s: float | None = None,
+        queue_deadline_s: float | None = None,
+        lane: str = "interactive",
+        **sampling: Any,
+    ) -> None:
         settings = {"max_tokens": 16, "temperature": 0.0} | sampling
         message = Generate(
             request_id=request_id,
@@ -51,6 +60,8 @@ class Driver:
             sampling=SamplingParams(**settings),
             arrival_s=self.now,
             deadline_s=deadline_s,
+            queue_deadline_s=queue_deadline_s,
+            lane=lane,
         )
         self.engine.add(message)
 
@@ -80,8 +91,9 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 def assert_idle(engine: Engine) -> None:
     stats = engine.stats()
     assert (stats.num_running, sum(stats.num_waiting.values()), stats.blocks_held) == (0, 0, 0)
-    assert stats.blocks_free == engine.ready.num_blocks
-    assert engine.pool.free_blocks().__len__() == engine.ready.num_blocks
+    assert stats.blocks_free + stats.blocks_cached == engine.ready.num_blocks
+    blocks = engine.pool.free_blocks() + engine.pool.cached_blocks()
+    assert sorted(blocks) == list(range(1, engine.ready.num_blocks + 1))
     assert not engine.has_work
 
 
@@ -102,7 +114,7 @@ def test_after_2000_requests_with_a_tenth_cancelled_every_block_is_free_and_the_
                 driver.engine.abort([victim])
                 cancelled.add(victim)
     driver.run()
-    assert driver.engine.stats().preemptions > 0
+    assert driver.engine.stats().preemptions["recompute"] > 0
     reasons = [output.finish_reason for request_id, output in driver.last.items() if request_id != "before"]
     assert len(reasons) == 2000
     assert reasons.count("abort") == len(cancelled) > 100
@@ -126,7 +138,7 @@ def test_preempted_and_chunked_requests_yield_the_same_tokens_as_undisturbed_one
     for name, prompt in prompts.items():
         crowded.add(name, prompt, max_tokens=60)
     crowded.run()
-    assert crowded.engine.stats().preemptions > 0
+    assert crowded.engine.stats().preemptions["recompute"] > 0
     assert crowded.tokens == undisturbed
     assert_idle(crowded.engine)
 
@@ -145,7 +157,7 @@ def test_a_seeded_request_gets_the_same_tokens_alone_in_a_crowd_and_after_preemp
     for number in range(3):
         crowded.add(f"r{number}", prompt_of(30, number), temperature=1.0, max_tokens=50)
     assert crowded.answer("seeded", prompt_of(40), **sampling) == alone
-    assert crowded.engine.stats().preemptions > 0
+    assert crowded.engine.stats().preemptions["recompute"] > 0
 
 
 def test_requests_without_a_seed_differ_and_the_engines_seed_repeats_them(folder: Path) -> None:
@@ -211,7 +223,7 @@ def test_the_probabilities_of_prompt_and_answer_are_those_of_transformers(folder
     while driver.engine.has_work:
         for output in driver.step():
             told[output.request_id] += output.prompt_logprobs + output.logprobs
-    assert driver.engine.stats().preemptions > 0
+    assert driver.engine.stats().preemptions["recompute"] > 0
     for name, prompt in prompts.items():
         tokens = prompt + driver.tokens[name]
         with torch.inference_mode():
@@ -231,7 +243,7 @@ def test_penalties_hold_over_a_preemption(folder: Path) -> None:
     for number in range(3):
         crowded.add(f"r{number}", prompt_of(30, number), temperature=1.0, max_tokens=50)
     assert crowded.answer("penalized", prompt_of(40), **sampling) == alone
-    assert crowded.engine.stats().preemptions > 0
+    assert crowded.engine.stats().preemptions["recompute"] > 0
 
 
 def test_the_first_token_says_how_long_the_request_was_queued(folder: Path) -> None:
@@ -310,6 +322,79 @@ def test_logits_that_are_not_finite_fail_only_the_request_that_has_them(folder: 
     assert "not finite" in str(driver.last["poisoned"].error)
     assert driver.tokens["healthy"] == Driver.of(folder).answer("healthy", healthy)
     assert_idle(driver.engine)
+
+
+def test_a_forward_that_fails_fails_only_the_request_that_causes_it(folder: Path) -> None:
+    driver = Driver.of(folder)
+    expected = {name: driver.answer(name, prompt_of(20, seed), max_tokens=8) for seed, name in enumerate("abcd")}
+    driver = Driver.of(folder)
+    for seed, name in enumerate("abcd"):
+        driver.add(name, prompt_of(20, seed), max_tokens=8)
+    driver.step()
+    broken = driver.engine.scheduler.running[2]
+    broken.token_ids[-1] = VOCAB + 7  # no such row in the embedding: the kernel refuses it
+    driver.run()
+    assert driver.last["c"].finish_reason == "error"
+    assert "the engine failed to compute this request (IndexError)" in str(driver.last["c"].error)
+    assert {name: driver.tokens[name] for name in "abd"} == {name: expected[name] for name in "abd"}
+    assert_idle(driver.engine)
+
+
+def test_cached_prefixes_are_told_with_the_first_token_and_counted_in_tokens(folder: Path) -> None:
+    driver = Driver.of(folder)
+    driver.answer("first", prompt_of(40))
+    driver.add("second", prompt_of(40))
+    [output] = driver.step()
+    assert output.num_cached_tokens == 32
+    stats = driver.engine.stats()
+    assert (stats.prefix_queries, stats.prefix_hits) == (80, 32)
+    driver.run()
+    assert driver.tokens["second"] == driver.tokens["first"]
+    assert_idle(driver.engine)
+
+
+def test_without_prefix_caching_nothing_is_looked_up(folder: Path) -> None:
+    driver = Driver.of(folder, prefix_caching=False)
+    assert driver.answer("first", prompt_of(40)) == driver.answer("second", prompt_of(40))
+    stats = driver.engine.stats()
+    assert (stats.prefix_queries, stats.prefix_hits, stats.blocks_cached) == (0, 0, 0)
+
+
+def test_a_request_that_waits_longer_than_it_may_ends_with_504_but_not_once_it_runs(folder: Path) -> None:
+    driver = Driver.of(folder, max_num_seqs=1)
+    driver.add("running", prompt_of(4), queue_deadline_s=105.0)
+    driver.add("waiting", prompt_of(4), queue_deadline_s=105.0)
+    driver.step()
+    driver.now = 106.5
+    driver.run()
+    assert driver.last["running"].finish_reason == "length"
+    assert driver.last["waiting"].error == "the request waited 6.5 s, longer than it may: try again later"
+    assert driver.last["waiting"].error_status == 504
+    assert_idle(driver.engine)
+
+
+def test_an_unknown_lane_is_refused(folder: Path) -> None:
+    driver = Driver.of(folder)
+    driver.add("lost", prompt_of(4), lane="fast")
+    driver.step()
+    assert driver.last["lost"].error == "lane is 'fast', expected one of interactive, batch"
+
+
+def test_a_dynamic_batch_waits_for_company_but_not_beyond_a_deadline(folder: Path) -> None:
+    driver = Driver.of(folder, scheduler="dynamic", max_batch_wait_s=2.0, max_num_seqs=2)
+    driver.add("patient", prompt_of(4))
+    assert driver.engine.wait_s() == pytest.approx(2.0)
+    assert driver.step() == []
+    driver.add("hurried", prompt_of(4), deadline_s=100.5)
+    assert driver.engine.wait_s() == 0
+    driver.engine.abort(["patient"])
+    driver.step()
+    assert driver.engine.wait_s() == pytest.approx(0.5)
+
+
+def test_swap_space_beyond_the_memory_is_refused_with_the_numbers(folder: Path) -> None:
+    with pytest.raises(OutOfMemoryError, match=r"--swap-space-gib asks for 1048576\.00 GiB of CPU memory, .* lower it"):
+        Driver.of(folder, swap_space_gib=2.0**20)
 
 
 def test_a_pool_too_small_for_an_explicit_length_is_refused_with_the_longest_that_fits(folder: Path) -> None:

@@ -19,7 +19,9 @@ def _stats(**changes: Any) -> Stats:
         "blocks_free": 60,
         "blocks_held": 30,
         "blocks_cached": 10,
-        "preemptions": 2,
+        "preemptions": {"recompute": 2, "swap": 1},
+        "prefix_queries": 40,
+        "prefix_hits": 16,
         "batch_size": 3,
         "iteration_tokens": 130,
     }
@@ -39,7 +41,7 @@ def _samples(metrics: Metrics) -> dict[str, float]:
 def test_a_steps_figures_become_gauges_totals_and_histograms() -> None:
     metrics = Metrics("llmservice_", "tiny")
     metrics.set_stats(_stats())
-    metrics.set_stats(_stats(preemptions=4))
+    metrics.set_stats(_stats(preemptions={"recompute": 4, "swap": 1}))
     samples = _samples(metrics)
     assert samples["llmservice_num_requests_running"] == 3
     assert samples["llmservice_num_requests_waiting{lane=interactive}"] == 5
@@ -48,6 +50,9 @@ def test_a_steps_figures_become_gauges_totals_and_histograms() -> None:
     assert samples["llmservice_kv_cache_blocks{state=held}"] == 30
     assert samples["llmservice_kv_cache_blocks{state=cached}"] == 10
     assert samples["llmservice_num_preemptions_total{mode=recompute}"] == 4
+    assert samples["llmservice_num_preemptions_total{mode=swap}"] == 1
+    assert samples["llmservice_prefix_cache_queries_total"] == 40
+    assert samples["llmservice_prefix_cache_hits_total"] == 16
     assert samples["llmservice_iteration_tokens_sum"] == 260
     assert samples["llmservice_batch_size_count"] == 2
 

@@ -83,8 +83,6 @@ class Sequence:
             metrics.queue_time.observe(self._queue_s)
             metrics.prefill_time.observe(max(0.0, ttft_s - self._queue_s))
             metrics.prompt_tokens.inc(self.num_prompt_tokens)
-            metrics.prefix_cache_queries.inc(self.num_prompt_tokens)
-            metrics.prefix_cache_hits.inc(output.num_cached_tokens)
         else:
             for _ in output.token_ids:  # several at once came out of one step: each took its share
                 metrics.itl.observe((now - self._last_token_s) / len(output.token_ids))

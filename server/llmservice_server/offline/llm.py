@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Sequence as Many
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ class LLM:
             self.engine.add(message)
         with tqdm(total=len(job_of), desc="prompts", unit="seq", disable=not use_tqdm) as bar:
             while self.engine.has_work:
+                time.sleep(self.engine.wait_s())
                 step = self.engine.step()
                 self.metrics.set_stats(step.stats)
                 for output in step.outputs:

@@ -15,7 +15,9 @@ def _stats(running: int, waiting: int) -> Stats:
         blocks_free=0,
         blocks_held=0,
         blocks_cached=0,
-        preemptions=0,
+        preemptions={},
+        prefix_queries=0,
+        prefix_hits=0,
         batch_size=running,
         iteration_tokens=running,
     )

@@ -1,0 +1,111 @@
+"""Whatever happens to a request in a crowd, its tokens are those it gets alone: float32, greedy and seeded."""
+
+import random
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmservice_server.config import EngineConfig
+from llmservice_server.engine import Engine
+from llmservice_server.messages import Generate, SamplingParams
+from llmservice_server.swap_space import PreemptionCost
+from llmservice_server.tiny_model import TinyModelSpec, write_tiny_model
+
+VOCAB = 512
+BLOCK_BYTES = 2 * 2 * 16 * 2 * 8 * 4  # layers, keys and values, tokens, heads, head_dim, float32
+NUM_MIXES = 200
+
+WAYS: dict[str, dict[str, Any]] = {
+    "chunked": {"prefill_chunk_tokens": 7, "max_num_batched_tokens": 24, "prefix_caching": False},
+    "recomputed": {"kv_cache_memory_bytes": 12 * BLOCK_BYTES, "prefix_caching": False},
+    "swapped": {"kv_cache_memory_bytes": 12 * BLOCK_BYTES, "swap_space_gib": 0.001, "prefix_caching": False},
+    "prefix cached": {"max_num_batched_tokens": 64},
+    "all at once": {
+        "kv_cache_memory_bytes": 14 * BLOCK_BYTES,
+        "swap_space_gib": 0.001,
+        "prefill_chunk_tokens": 11,
+        "max_num_batched_tokens": 32,
+    },
+    "dynamic": {"scheduler": "dynamic", "max_batch_wait_s": 0.0},
+    "static": {"scheduler": "static", "max_batch_wait_s": 0.0, "max_num_seqs": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    spec = TinyModelSpec(layers=2, hidden_size=32, heads=4, kv_heads=2, vocab_size=VOCAB, max_position_embeddings=256)
+    write_tiny_model(folder, spec)
+    return folder
+
+
+def engine_of(folder: Path, **settings: Any) -> Engine:
+    defaults = {"max_num_seqs": 6, "max_model_len": 160}
+    return Engine(EngineConfig(model=folder, threads=1, **defaults | settings), clock=lambda: 100.0)
+
+
+def mix(number: int) -> list[Generate]:
+    """A handful of requests, some of which begin alike, some with a salt, in both lanes."""
+    dice = random.Random(number)  # noqa: S311 - traffic, not secrets
+    shared = dice.choices(range(VOCAB), k=60)
+    return [
+        Generate(
+            request_id=f"{number}-{index}",
+            prompt_token_ids=shared[: dice.choice([0, 20, 48, 60])] + dice.choices(range(VOCAB), k=dice.randint(1, 40)),
+            sampling=SamplingParams(
+                max_tokens=dice.randint(1, 40),
+                temperature=dice.choice([0.0, 0.8]),
+                top_p=dice.choice([1.0, 0.9]),
+                top_k=dice.choice([0, 20]),
+                seed=dice.randrange(1000),
+            ),
+            arrival_s=100.0,
+            lane=dice.choice(["interactive", "interactive", "batch"]),
+            cache_salt=dice.choice([None, None, "tenant"]),
+        )
+        for index in range(dice.randint(3, 7))
+    ]
+
+
+def serve(engine: Engine, requests: list[Generate], dice: random.Random) -> dict[str, list[int]]:
+    """Every request's tokens; they come at random moments."""
+    tokens: dict[str, list[int]] = defaultdict(list)
+    coming = list(requests)
+    while coming or engine.has_work:
+        if coming and (not engine.has_work or dice.random() < 0.4):
+            engine.add(coming.pop(0))
+        for output in engine.step().outputs:
+            assert output.error is None
+            tokens[output.request_id] += output.token_ids
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> dict[str, list[int]]:
+    engine = engine_of(folder, prefix_caching=False)
+    dice = random.Random(0)  # noqa: S311 - traffic, not secrets
+    return {
+        request.request_id: serve(engine, [request], dice)[request.request_id]
+        for number in range(NUM_MIXES)
+        for request in mix(number)
+    }
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_in_any_company_a_request_gets_the_tokens_that_it_gets_alone(
+    folder: Path, alone: dict[str, list[int]], way: str
+) -> None:
+    engine = engine_of(folder, **WAYS[way])
+    if engine.swap is not None:
+        engine.swap.cost = PreemptionCost(copy_block_s=0.0, compute_token_s=1.0)  # always, whatever this machine says
+    dice = random.Random(way)  # noqa: S311 - traffic, not secrets
+    for number in range(NUM_MIXES):
+        requests = mix(number)
+        assert serve(engine, requests, dice) == {request.request_id: alone[request.request_id] for request in requests}
+        assert engine.stats().blocks_held == 0
+    stats = engine.stats()
+    assert (stats.preemptions["swap"] > 50) == (way in ("swapped", "all at once"))
+    assert (stats.preemptions["recompute"] > 50) == (way == "recomputed")
+    assert (stats.prefix_hits > 5000) == (way in ("prefix cached", "all at once"))

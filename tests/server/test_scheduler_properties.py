@@ -1,0 +1,256 @@
+"""Invariants of the continuous scheduler that hold at every step, whatever comes, is cancelled or times out."""
+
+import random
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from llmservice_server.block_pool import BlockPool
+from llmservice_server.lane import LaneConfig
+from llmservice_server.messages import Generate, SamplingParams
+from llmservice_server.plan import Plan
+from llmservice_server.request import Request, Status
+from llmservice_server.scheduler import ContinuousScheduler, SchedulerConfig
+from llmservice_server.swap_space import PreemptionCost, SwapSpace
+
+BLOCK_SIZE = 4
+MAX_TOKENS = 13 * BLOCK_SIZE  # prompt and answer: just what the pool holds
+SWAP_BLOCKS = 9
+
+
+class SchedulerUnderLoad(RuleBasedStateMachine):
+    """Requests of any length, many of which begin alike, compete for few blocks; what is sampled is random."""
+
+    @initialize(
+        caching=st.booleans(),
+        swapping=st.booleans(),
+        policy=st.sampled_from(["fcfs", "sjf"]),
+        share=st.sampled_from([0.1, 0.4]),
+    )
+    def start(self, caching: bool, swapping: bool, policy: Any, share: float) -> None:
+        self.pool = BlockPool(14)
+        self.swap = SwapSpace(SWAP_BLOCKS, PreemptionCost(0.0, 1.0)) if swapping else None
+        self.config = SchedulerConfig(
+            block_size=BLOCK_SIZE,
+            max_num_seqs=5,
+            max_num_batched_tokens=17,
+            prefill_chunk_tokens=5,
+            prefix_caching=caching,
+            interactive=LaneConfig(policy=policy),
+            batch=LaneConfig(share=share),
+        )
+        self.scheduler = ContinuousScheduler(self.pool, self.config, self.swap)
+        self.requests: list[Request] = []
+        self.contents: dict[int, tuple[int, ...]] = {}  # by block: the tokens from the sequence's start to its end
+        self.now = 0.0
+        self.dice = random.Random(0)  # noqa: S311 - traffic, not secrets
+
+    @rule(
+        prompt=st.integers(1, 30),
+        beginning=st.integers(0, 2),
+        max_tokens=st.integers(1, 22),
+        lane=st.sampled_from(["interactive", "batch"]),
+        salt=st.sampled_from([None, "tenant"]),
+        patience_s=st.sampled_from([5.0, 1000.0]),
+    )
+    def arrive(
+        self, prompt: int, beginning: int, max_tokens: int, lane: str, salt: str | None, patience_s: float
+    ) -> None:
+        order = len(self.requests)
+        message = Generate(
+            request_id=f"r{order}",
+            prompt_token_ids=[beginning] * (prompt - 1) + [order],
+            sampling=SamplingParams(max_tokens=max_tokens),
+            arrival_s=self.now,
+            deadline_s=self.now + patience_s,
+            lane=lane,
+            cache_salt=salt,
+        )
+        request = Request.of(message, order, seed=0, eos_token_ids=frozenset())
+        self.requests.append(request)
+        self.scheduler.add(request)
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        self.scheduler.finish(data.draw(st.sampled_from(self.alive)))
+
+    @rule(seconds=st.floats(0.1, 40.0))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        for request in self.alive:
+            if request.deadline_s is not None and request.deadline_s <= self.now:
+                self.scheduler.finish(request)
+
+    @rule()
+    def step(self) -> None:
+        self.take_step()
+
+    @rule()
+    def several_steps(self) -> None:
+        for _ in range(10):
+            self.take_step()
+
+    def take_step(self) -> None:
+        had_work = bool(self.alive)
+        never_ran = [request for request in self.alive if request.first_scheduled_s is None]
+        plan = self.scheduler.schedule(self.now)
+        assert bool(plan.scheduled) == had_work  # work is never left lying
+        assert plan.num_tokens <= self.config.max_num_batched_tokens
+        assert len(plan.scheduled) <= self.config.max_num_seqs
+        scheduled = [share.request for share in plan.scheduled]
+        assert len(set(map(id, scheduled))) == len(scheduled)
+        assert scheduled == list(dict.fromkeys(scheduled))
+        assert set(map(id, scheduled)) == set(map(id, self.scheduler.running))  # nobody who runs is left out
+        assert all(1 <= share.num_tokens <= self.config.prefill_chunk_tokens for share in plan.scheduled)
+        self.nobody_is_overtaken(never_ran)
+        self.compute(plan)
+        self.scheduler.commit(plan)
+        for share in plan.scheduled:
+            if share.samples and share.request.append(self.dice.randrange(3)) is not None:
+                self.scheduler.finish(share.request)
+
+    def nobody_is_overtaken(self, never_ran: list[Request]) -> None:
+        """First come, first served within a lane; only a long prompt may be passed, and only by short ones."""
+        chunk = self.config.prefill_chunk_tokens
+        for lane in self.scheduler.lanes:
+            if self.scheduler.lanes[lane].config.policy != "fcfs":
+                continue
+            mine = [request for request in never_ran if request.lane == lane]
+            for is_long in (True, False):
+                queue = [request for request in mine if (request.num_prompt_tokens > chunk) is is_long]
+                admitted = [request.first_scheduled_s is not None for request in queue]
+                assert admitted == sorted(admitted, reverse=True)
+
+    def compute(self, plan: Plan) -> None:
+        """Keeps a model of what every block holds, and sees to it that nobody reads what is not there."""
+        swapped = {copy.target: self.contents[copy.source] for copy in plan.swap_out}
+        self.swapped = {**getattr(self, "swapped", {}), **swapped}
+        for copy in plan.swap_in:
+            self.contents[copy.target] = self.swapped[copy.source]
+        for share in plan.scheduled:
+            tokens, blocks = share.request.token_ids, share.block_table
+            for index in range(share.start // BLOCK_SIZE):  # full ones of before
+                assert self.contents[blocks[index]] == tuple(tokens[: (index + 1) * BLOCK_SIZE])
+            if share.start % BLOCK_SIZE:
+                assert self.contents[blocks[share.start // BLOCK_SIZE]] == tuple(tokens[: share.start])
+            end = share.start + share.num_tokens
+            for index in range(share.start // BLOCK_SIZE, -(-end // BLOCK_SIZE)):
+                assert self.pool.num_holders(blocks[index]) == 1  # nobody writes what others read
+                self.contents[blocks[index]] = tuple(tokens[: min(end, (index + 1) * BLOCK_SIZE)])
+
+    @property
+    def alive(self) -> list[Request]:
+        return [request for request in self.requests if request.status is not Status.FINISHED]
+
+    @invariant()
+    def every_request_is_in_exactly_one_queue(self) -> None:
+        scheduler = self.scheduler
+        for request in self.requests:
+            assert (request in scheduler.running) == (request.status is Status.RUNNING)
+            assert (request in scheduler.waiting) == (request.status is Status.WAITING)
+        assert len(scheduler.running) + len(scheduler.waiting) == len(self.alive)
+        assert len(scheduler.running) <= self.config.max_num_seqs
+        for name, lane in scheduler.lanes.items():
+            assert lane.num_running == sum(request.lane == name for request in scheduler.running)
+
+    @invariant()
+    def free_held_and_cached_make_the_total(self) -> None:
+        pool = self.pool
+        held = {block for request in self.requests for block in request.block_table.blocks}
+        assert sorted([*held, *pool.free_blocks(), *pool.cached_blocks()]) == list(range(1, pool.num_blocks))
+        assert (pool.num_held, pool.num_free, pool.num_cached) == (
+            len(held),
+            len(pool.free_blocks()),
+            len(pool.cached_blocks()),
+        )
+        for request in self.requests:
+            assert bool(request.block_table.blocks) == (request.status is Status.RUNNING)
+        for block in held:
+            holders = sum(block in request.block_table.blocks for request in self.requests)
+            assert pool.num_holders(block) == holders
+
+    @invariant()
+    def swap_blocks_are_held_by_those_who_wait(self) -> None:
+        if self.swap is not None:
+            swapped = [block for request in self.alive for block in request.swapped_blocks]
+            assert len(set(swapped)) == len(swapped)
+            assert len(swapped) + self.swap.num_free + len(self.scheduler._vacated) == SWAP_BLOCKS
+            assert all(request.status is Status.WAITING for request in self.alive if request.swapped_blocks)
+
+    @invariant()
+    def a_table_that_calls_itself_contiguous_is(self) -> None:
+        for request in self.requests:
+            blocks = request.block_table.blocks
+            run = list(range(blocks[0], blocks[0] + len(blocks))) if blocks else []
+            assert request.block_table.contiguous == (blocks == run)
+
+    def teardown(self) -> None:
+        """Everything that is left is served in full, and idle means that no block is held."""
+        if not hasattr(self, "scheduler"):
+            return
+        unserved = list(self.alive)
+        for _ in range(10_000):
+            if not self.alive:
+                break
+            self.take_step()
+        assert not self.alive
+        for request in unserved:
+            assert request.num_output_tokens == request.sampling.max_tokens
+        assert self.pool.num_held == 0
+
+
+SchedulerUnderLoad.TestCase.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
+test_scheduler_under_load = SchedulerUnderLoad.TestCase
+
+
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 2**32), max_num_seqs=st.sampled_from([1, 3, 12]), num_blocks=st.sampled_from([14, 40]))
+def test_no_batch_request_starves_beyond_the_ageing_bound_under_constant_interactive_load(
+    seed: int, max_num_seqs: int, num_blocks: int
+) -> None:
+    """Once aged and at the head of its lane it runs, and ends, within a bounded number of interactive requests."""
+    dice = random.Random(seed)  # noqa: S311 - traffic, not secrets
+    config = SchedulerConfig(
+        block_size=BLOCK_SIZE,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=24,
+        prefill_chunk_tokens=8,
+        ageing_s=30.0,
+    )
+    scheduler = ContinuousScheduler(BlockPool(num_blocks), config)
+    order = 0
+
+    def add(lane: str, now: float) -> Request:
+        nonlocal order
+        order += 1
+        message = Generate(
+            request_id=str(order),
+            prompt_token_ids=[order] * dice.randint(1, 24),
+            sampling=SamplingParams(max_tokens=dice.randint(1, 24)),
+            arrival_s=now,
+            lane=lane,
+        )
+        request = Request.of(message, order, seed=0, eos_token_ids=frozenset())
+        scheduler.add(request)
+        return request
+
+    batch = [add("batch", 0.0) for _ in range(3)]
+    num_finished_after_ageing = 0
+    for step in range(20_000):
+        now = step * 0.1
+        while scheduler.num_waiting["interactive"] < 3:
+            add("interactive", now)
+        plan = scheduler.schedule(now)
+        scheduler.commit(plan)
+        for share in plan.scheduled:
+            if share.samples and share.request.append(7) is not None:
+                scheduler.finish(share.request)
+                num_finished_after_ageing += share.request.lane == "interactive" and now > config.ageing_s
+        if all(request.status is Status.FINISHED for request in batch):
+            break
+    assert all(request.status is Status.FINISHED for request in batch)
+    turns = 1 / config.batch.share + max_num_seqs
+    assert num_finished_after_ageing <= len(batch) * (turns + 2)
