@@ -10,78 +10,23 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import re
-import sys
 import tempfile
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import numpy as np
 
 from llmservice_bench.client import Target, measure_word_rate
 from llmservice_bench.drive import Load, drive, open_session
 from llmservice_bench.lengths import read_trace
 from llmservice_bench.report import Report, machine
+from llmservice_bench.tiny_server import MODEL, serving
 
 RESULTS = Path(__file__).with_name("results")
-LLMSERVICE = str(Path(sys.executable).with_name("llmservice"))
-MODEL = "tiny-llama"
 CONCURRENCIES = (1, 4, 16, 64)
 SHARES = (0.5, 0.8, 0.95)
 """Of the highest request throughput that the closed loops found."""
-START_TIMEOUT_S = 60.0
-
-
-@asynccontextmanager
-async def serving(folder: Path) -> AsyncIterator[str]:
-    """The URL of a server of the tiny model, which ends with the block."""
-    model = folder / MODEL
-    make = await asyncio.create_subprocess_exec(LLMSERVICE, "make-tiny-model", str(model))
-    if await make.wait():
-        raise SystemExit("the tiny model could not be made")
-    server = await asyncio.create_subprocess_exec(
-        LLMSERVICE, "serve", "--model", str(model), "--served-model-name", MODEL, "--host", "127.0.0.1", "--port", "0",
-        "--kv-cache-memory", "512MiB", stdout=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    try:
-        async with asyncio.timeout(START_TIMEOUT_S):
-            port, reading = await _port(server)
-            await _ready(f"http://127.0.0.1:{port}")
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        if server.returncode is None:
-            server.terminate()
-        await server.wait()
-        await reading
-
-
-async def _port(server: asyncio.subprocess.Process) -> tuple[int, asyncio.Task[None]]:
-    """The port that the server logs; what it logs after that is read, so that it never blocks, and dropped."""
-    if server.stdout is None:
-        raise RuntimeError("the server was started without a pipe")
-    stdout = server.stdout
-
-    async def drain() -> None:
-        while await stdout.readline():
-            pass
-
-    async for line in stdout:
-        if found := re.search(rb'"message":"listening".*"port":(\d+)', line):
-            return int(found[1]), asyncio.create_task(drain())
-    raise SystemExit(f"the server ended with status {await server.wait()}")
-
-
-async def _ready(url: str) -> None:
-    async with aiohttp.ClientSession() as session:
-        while True:
-            async with session.get(f"{url}/ready") as response:
-                if response.status == 200:
-                    return
-            await asyncio.sleep(0.1)
 
 
 async def measure(url: str, scale: float, seconds: float) -> list[dict[str, Any]]:
@@ -127,8 +72,8 @@ async def run(scale: float, seconds: float) -> int:
         f"tiny Llama, lengths of the Azure conversation trace × {scale:g}, on {where['platform']}, {where['cpus']} CPUs"
     )
     with tempfile.TemporaryDirectory() as folder:
-        async with serving(Path(folder)) as url:
-            rows = await measure(url, scale, seconds)
+        async with serving(Path(folder)) as server:
+            rows = await measure(server.url, scale, seconds)
     RESULTS.mkdir(exist_ok=True)
     written = RESULTS / "serve.json"
     written.write_text(json.dumps({"machine": where, "scale": scale, "rows": rows}, indent=2), encoding="utf-8")

@@ -1,0 +1,71 @@
+"""A server of a tiny model on loopback, for the benchmarks of this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+
+LLMSERVICE = str(Path(sys.executable).with_name("llmservice"))
+MODEL = "tiny-llama"
+START_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class TinyServer:
+    url: str
+    process_id: int
+
+
+@asynccontextmanager
+async def serving(folder: Path, *flags: str) -> AsyncIterator[TinyServer]:
+    """A server of the tiny model, with more `flags` of `llmservice serve`; it ends with the block."""
+    model = folder / MODEL
+    make = await asyncio.create_subprocess_exec(LLMSERVICE, "make-tiny-model", str(model))
+    if await make.wait():
+        raise SystemExit("the tiny model could not be made")
+    server = await asyncio.create_subprocess_exec(
+        LLMSERVICE, "serve", "--model", str(model), "--served-model-name", MODEL, "--host", "127.0.0.1", "--port", "0",
+        "--kv-cache-memory", "512MiB", *flags, stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            port, reading = await _port(server)
+            await _ready(f"http://127.0.0.1:{port}")
+        yield TinyServer(f"http://127.0.0.1:{port}", server.pid)
+    finally:
+        if server.returncode is None:
+            server.terminate()
+        await server.wait()
+        await reading
+
+
+async def _port(server: asyncio.subprocess.Process) -> tuple[int, asyncio.Task[None]]:
+    """The port that the server logs; what it logs after that is read, so that it never blocks, and dropped."""
+    if server.stdout is None:
+        raise RuntimeError("the server was started without a pipe")
+    stdout = server.stdout
+
+    async def drain() -> None:
+        while await stdout.readline():
+            pass
+
+    async for line in stdout:
+        if found := re.search(rb'"message":"listening".*"port":(\d+)', line):
+            return int(found[1]), asyncio.create_task(drain())
+    raise SystemExit(f"the server ended with status {await server.wait()}")
+
+
+async def _ready(url: str) -> None:
+    async with aiohttp.ClientSession() as session:
+        while True:
+            async with session.get(f"{url}/ready") as response:
+                if response.status == 200:
+                    return
+            await asyncio.sleep(0.1)

@@ -1,0 +1,89 @@
+"""Minutes of full load: 500 streams at once, a third of them cut at random moments. Does anything break, leak or grow?
+
+A tiny Llama is served on loopback. Every ten seconds a row: streams ended, tokens/s, memory of the server's processes.
+At the end the verdict, by the exit status too: an error of a stream that was to finish, a block still held, or memory
+that grew by more than `--most-growth` MiB after the first quarter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import aiohttp
+
+from llmservice_bench.report import machine
+from llmservice_bench.soak import SoakConfig, SoakCounts, resident_bytes, soak
+from llmservice_bench.tiny_server import MODEL, TinyServer, serving
+
+RESULTS = Path(__file__).with_name("results")
+ROW_S = 10.0
+IDLE_S = 10.0
+MIB = 1 << 20
+
+
+async def run(minutes: float, streams: int, most_growth: int) -> int:
+    where = machine()
+    print(f"{where['platform']}, {where['cpus']} CPUs: {streams} streams, a third of them cut, {minutes:g} minutes")
+    with tempfile.TemporaryDirectory() as folder:
+        async with serving(Path(folder), "--max-queued-requests", str(2 * streams)) as server:
+            rows, counts = await _load(server, minutes * 60, streams)
+            held = await _held_when_idle(server)
+    settled = rows[len(rows) // 4 :]
+    growth = (settled[-1]["memory_mib"] - settled[0]["memory_mib"]) if settled else 0.0
+    failures = [f"{len(counts.errors)} streams broke, such as: {counts.errors[0]}"] if counts.errors else []
+    failures += [f"{held:.0f} blocks are still held"] if held else []
+    failures += [f"memory grew by {growth:.1f} MiB, expected at most {most_growth}"] if growth > most_growth else []
+    print("; ".join(failures) or f"nothing broke, every block is free, memory grew by {growth:.1f} MiB")
+    RESULTS.mkdir(exist_ok=True)
+    result = {"machine": where, "streams": streams, "minutes": minutes, "rows": rows, "held_blocks": held}
+    (RESULTS / "soak.json").write_text(json.dumps(result | asdict(counts), indent=2), encoding="utf-8")
+    return 1 if failures else 0
+
+
+async def _load(server: TinyServer, seconds: float, streams: int) -> tuple[list[dict[str, float]], SoakCounts]:
+    started = time.monotonic()
+    rows: list[dict[str, float]] = []
+    print(f"{'s':>6} {'finished':>9} {'cut':>7} {'errors':>7} {'tokens/s':>9} {'MiB':>8}")
+
+    def is_over(counts: SoakCounts) -> bool:
+        elapsed = time.monotonic() - started
+        if elapsed >= ROW_S * (len(rows) + 1):
+            memory_mib = resident_bytes(server.process_id) / MIB
+            rows.append({"elapsed_s": elapsed, "tokens": counts.tokens, "memory_mib": memory_mib})
+            print(
+                f"{elapsed:6.0f} {counts.finished:9d} {counts.cut:7d} {len(counts.errors):7d} "
+                f"{counts.tokens / elapsed:9.0f} {memory_mib:8.1f}",
+                flush=True,
+            )
+        return elapsed >= seconds
+
+    counts = await soak(SoakConfig(url=server.url, model=MODEL, streams=streams), is_over)
+    return rows, counts
+
+
+async def _held_when_idle(server: TinyServer) -> float:
+    """Blocks held once nothing is under way any more."""
+    deadline = time.monotonic() + IDLE_S
+    async with aiohttp.ClientSession() as session:
+        while True:
+            async with session.get(f"{server.url}/metrics") as response:
+                text = await response.text()
+            held = next(float(line.split()[-1]) for line in text.splitlines() if 'blocks{state="held"}' in line)
+            if held == 0 or time.monotonic() > deadline:
+                return held
+            await asyncio.sleep(0.2)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--streams", type=int, default=500)
+    parser.add_argument("--most-growth", type=int, default=32, metavar="MIB")
+    arguments = parser.parse_args()
+    raise SystemExit(asyncio.run(run(arguments.minutes, arguments.streams, arguments.most_growth)))
