@@ -7,6 +7,7 @@ import contextlib
 import signal
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Callable, Sequence
 
@@ -88,6 +89,7 @@ class EngineClient:
         self._streams: dict[str, OutputStream] = {}
         self._embeds: dict[str, asyncio.Future[Embedded]] = {}
         self.num_embedding_inputs = 0  # asked for and not answered
+        self._unanswered_s: float | None = None  # since when the engine owes a word; it says one after each step
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
         self._process: asyncio.subprocess.Process | None = None
@@ -112,6 +114,11 @@ class EngineClient:
     def num_in_flight(self) -> int:
         """Sequences that the engine has been asked for and has not finished."""
         return len(self._streams)
+
+    @property
+    def silent_s(self) -> float:
+        """For how long the engine has had work and finished no step; 0 where it has none."""
+        return 0.0 if self._unanswered_s is None else time.monotonic() - self._unanswered_s
 
     async def run(self) -> None:
         """Start the process and serve it until it ends. `failure` is set afterwards, unless `stop` ended it."""
@@ -163,7 +170,9 @@ class EngineClient:
 
     async def _read(self) -> None:
         while True:
-            match self._decoder.decode(await self._from_engine.recv()):
+            message = self._decoder.decode(await self._from_engine.recv())
+            self._unanswered_s = time.monotonic() if self._streams or self._embeds else None
+            match message:
                 case StepOutputs(outputs=outputs, stats=stats):
                     self.stats = stats
                     self._on_stats(stats)
@@ -220,6 +229,7 @@ class EngineClient:
                 self._send(Abort(request_ids=[request_id]))
 
     def _send(self, message: ToEngine) -> None:
+        self._unanswered_s = self._unanswered_s or time.monotonic()
         self._to_engine.send(self._encoder.encode(message))
 
     async def stop(self) -> None:

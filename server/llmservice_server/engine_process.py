@@ -6,6 +6,7 @@ input. The pipe stays open for as long as the parent lives, so its end is the pa
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import os
@@ -109,7 +110,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     settings = EngineSettings.decode(sys.stdin.buffer.readline())
     json_log.configure(settings.log_level)
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(settings,), daemon=True).start()
     context = zmq.Context()
     outbox = _socket(context, zmq.PUSH)
     outbox.connect(settings.from_engine)
@@ -140,9 +141,15 @@ def _leave(context: zmq.Context[Any], status: int) -> int:
     return status
 
 
-def _exit_with_parent() -> None:
+def _exit_with_parent(settings: EngineSettings) -> None:
     while os.read(sys.stdin.fileno(), 4096):
         pass
+    for address in (settings.to_engine, settings.from_engine):  # a killed parent cannot remove what it made
+        socket = Path(address.removeprefix("ipc://"))
+        with contextlib.suppress(OSError):
+            socket.unlink()
+        with contextlib.suppress(OSError):
+            socket.parent.rmdir()
     os._exit(1)
 
 

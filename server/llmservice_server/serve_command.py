@@ -42,6 +42,13 @@ def _add_http_arguments(parser: argparse.ArgumentParser) -> None:
         help="time after SIGTERM to finish what runs",
     )
     add(
+        "--stuck-timeout",
+        type=_duration,
+        default=300.0,
+        metavar="SECONDS",
+        help="/health fails when the engine has work and finishes no step for so long; 0 for never",
+    )
+    add(
         "--api-key-file",
         type=Path,
         metavar="FILE",
@@ -179,6 +186,7 @@ def run(args: argparse.Namespace) -> int:
         max_queued_requests=args.max_queued_requests,
         max_queued_embeddings=args.max_queued_embeddings,
         api_key_file=args.api_key_file,
+        stuck_after_s=args.stuck_timeout or None,
         max_body_bytes=args.max_body_size,
         request_timeout_s=args.request_timeout or None,
     )

@@ -116,12 +116,33 @@ def test_a_dead_engine_fails_the_waiting_clients_at_once_and_ends_the_server(sta
     ]
 
 
-def test_the_engine_ends_with_a_parent_that_was_killed(start_server: Callable[..., Any]) -> None:
+def test_the_engine_ends_with_a_parent_that_was_killed_and_leaves_no_sockets_behind(
+    start_server: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     server = start_server().wait_until_ready()
+    assert [path.name.startswith("llmservice-") for path in tmp_path.iterdir()] == [True]
     engine = _child(server.process.pid)
     server.process.kill()
     server.wait_for_exit()
     server.wait_for(lambda: _gone(engine) or None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_engine_that_is_stuck_fails_the_probes_until_it_moves_again(start_server: Callable[..., Any]) -> None:
+    server = start_server("--stuck-timeout", "1s").wait_until_ready()
+    engine = _child(server.process.pid)
+    os.kill(engine, signal.SIGSTOP)
+    assert server.get("/health")[0] == 200  # it has no work
+    request = Background(lambda: server.post("/v1/completions", LONG))
+    server.wait_for(lambda: server.get("/health")[0] == 503)
+    assert "the engine is stuck" in json.loads(server.get("/health")[1])["reason"]
+    assert server.get("/ready")[0] == 503
+    assert server.post("/v1/completions", LONG)[0] == 503
+    os.kill(engine, signal.SIGCONT)
+    request.join()
+    assert request.status == 200
+    assert server.get("/health")[0] == server.get("/ready")[0] == 200
 
 
 def _gone(process_id: int) -> bool:

@@ -56,10 +56,11 @@ def create_app(state: ServerState, keys: ApiKeys | None = None) -> FastAPI:
 
 
 async def health(request: Request) -> Response:
-    """The process is alive: true while the model loads, false once the engine has died."""
-    failure = _state(request).engine.failure
-    if failure is not None:
-        return JsonResponse({"status": "failed", "reason": failure}, 503)
+    """The process is alive: true while the model loads, false once the engine has died or is stuck."""
+    illness = _state(request).ill
+    if illness is not None:
+        log.error("unhealthy", extra={"fields": {"reason": illness}})
+        return JsonResponse({"status": "failed", "reason": illness}, 503)
     return JsonResponse({"status": "ok"})
 
 

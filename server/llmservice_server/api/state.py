@@ -25,6 +25,7 @@ class ServeConfig:
     request_timeout_s: float | None
     max_queued_embeddings: int = 4096
     max_body_bytes: int = 8 * 2**20
+    stuck_after_s: float | None = 300.0  # without a finished step, while there is work; None: never
     api_key_file: Path | None = None  # None: everybody may use the API
 
 
@@ -39,10 +40,20 @@ class ServerState:
     idle: asyncio.Event = field(default_factory=asyncio.Event)  # set while there are none
 
     @property
-    def unready(self) -> str | None:
-        """Why the server takes no work now; None when it does."""
+    def ill(self) -> str | None:
+        """Why the process should be restarted; None while it should not. Load alone is no reason."""
         if self.engine.failure is not None:
             return f"the engine has failed: {self.engine.failure}"
+        bound, silent_s = self.config.stuck_after_s, self.engine.silent_s
+        if bound is not None and silent_s > bound:
+            return f"the engine is stuck: it has work and has finished no step for {silent_s:.0f} s"
+        return None
+
+    @property
+    def unready(self) -> str | None:
+        """Why the server takes no work now; None when it does."""
+        if (illness := self.ill) is not None:
+            return illness
         if self.draining:
             return "the server is shutting down"
         if self.engine.ready is None or self.tokenizer is None:
