@@ -9,18 +9,23 @@ import signal
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import uvicorn
 
 from llmservice_server.api.api_keys import ApiKeyError, ApiKeys
 from llmservice_server.api.app import create_app
 from llmservice_server.api.state import ServeConfig, ServerState
+from llmservice_server.api.tracing import TracingError, tracer_provider
 from llmservice_server.config import EngineConfig
 from llmservice_server.engine_client import EngineClient
 from llmservice_server.http_protocol import BoundedHttpProtocol
 from llmservice_server.messages import Ready
 from llmservice_server.metrics import Metrics
 from llmservice_server.tokenizer import Tokenizer, TokenizerLoadError
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
 
 log = logging.getLogger("llmservice.server")
 
@@ -41,6 +46,7 @@ class ListenConfig:
     port: int  # 0: a free one, told in the log
     drain_timeout_s: float
     metrics_prefix: str
+    otlp_endpoint: str | None = None  # None: the environment's
 
 
 class _Uvicorn(uvicorn.Server):
@@ -65,9 +71,10 @@ class HttpProcess:
         )
         self._stop = asyncio.Event()
         self._failure: str | None = None
+        self._tracer = _tracer(listen)
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
-                create_app(self._state, _api_keys(serve)),
+                create_app(self._state, _api_keys(serve), self._tracer),
                 http=BoundedHttpProtocol,
                 log_config=None,
                 access_log=False,
@@ -102,6 +109,8 @@ class HttpProcess:
         self._uvicorn.should_exit = True
         self._uvicorn.force_exit = not self._state.idle.is_set()
         await serving
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.shutdown)  # sends what is left
         if self._failure is not None:
             raise ServeError(self._failure)
 
@@ -145,6 +154,13 @@ def _api_keys(serve: ServeConfig) -> ApiKeys | None:
     try:
         return None if serve.api_key_file is None else ApiKeys(serve.api_key_file)
     except ApiKeyError as error:
+        raise ServeError(str(error)) from error
+
+
+def _tracer(listen: ListenConfig) -> TracerProvider | None:
+    try:
+        return tracer_provider(listen.otlp_endpoint)
+    except TracingError as error:
         raise ServeError(str(error)) from error
 
 

@@ -42,6 +42,11 @@ def _add_http_arguments(parser: argparse.ArgumentParser) -> None:
         help="time after SIGTERM to finish what runs",
     )
     add(
+        "--otlp-endpoint",
+        metavar="URL",
+        help="collector to send traces to, such as http://otel:4318 (default: $OTEL_EXPORTER_OTLP_ENDPOINT, if any)",
+    )
+    add(
         "--stuck-timeout",
         type=_duration,
         default=300.0,
@@ -191,7 +196,11 @@ def run(args: argparse.Namespace) -> int:
         request_timeout_s=args.request_timeout or None,
     )
     listen = ListenConfig(
-        host=args.host, port=args.port, drain_timeout_s=args.drain_timeout, metrics_prefix=args.metrics_prefix
+        host=args.host,
+        port=args.port,
+        drain_timeout_s=args.drain_timeout,
+        metrics_prefix=args.metrics_prefix,
+        otlp_endpoint=args.otlp_endpoint,
     )
     json_log.configure(args.log_level)
 

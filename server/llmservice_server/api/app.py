@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from importlib.metadata import version
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -22,14 +23,18 @@ from llmservice_server.api.model import Model, ModelList
 from llmservice_server.api.openapi import document
 from llmservice_server.api.state import ServerState
 from llmservice_server.api.tokens import detokenize, tokenize
+from llmservice_server.api.tracing import Tracing
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
 
 log = logging.getLogger("llmservice.server")
 
 _CREATED = int(time.time())
 
 
-def create_app(state: ServerState, keys: ApiKeys | None = None) -> FastAPI:
-    """The application around one server's state; open to everybody without `keys`."""
+def create_app(state: ServerState, keys: ApiKeys | None = None, tracer: TracerProvider | None = None) -> FastAPI:
+    """The application around one server's state; open to everybody without `keys`, and untraced without `tracer`."""
     app = FastAPI(title="llmservice", openapi_url=None, docs_url=None, redoc_url=None)
     app.state.server = state
     app.add_api_route("/v1/completions", completions, methods=["POST"], response_model=None)
@@ -51,6 +56,8 @@ def create_app(state: ServerState, keys: ApiKeys | None = None) -> FastAPI:
     app.add_middleware(Activity, state=state)
     if keys is not None:
         app.add_middleware(Authentication, keys=keys)
+    if tracer is not None:
+        app.add_middleware(Tracing, provider=tracer)
     app.add_middleware(AccessLog)
     return app
 

@@ -18,6 +18,7 @@ from llmservice_server.api.embedding_request import EmbeddingRequest, parse_embe
 from llmservice_server.api.error import ENGINE_DEAD, ENGINE_ERROR, ApiError, JsonResponse, invalid
 from llmservice_server.api.generation import Receive
 from llmservice_server.api.state import ServerState
+from llmservice_server.api.trace_attributes import describe
 from llmservice_server.engine_client import EngineDeadError
 from llmservice_server.messages import Embedded, Ready
 from llmservice_server.tokenizer import Tokenizer
@@ -56,6 +57,7 @@ async def embeddings(request: Request) -> Response:
         inputs = await asyncio.to_thread(_token_ids, parsed, tokenizer)
     else:
         inputs = _token_ids(parsed, tokenizer)
+    describe(request.scope, parsed)
     _check(parsed, inputs, ready, tokenizer)
     state.require_embedding_room(len(inputs))
     answer = await _embed(state, inputs, request.receive)

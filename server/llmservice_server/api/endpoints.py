@@ -26,6 +26,7 @@ from llmservice_server.api.request import (
 )
 from llmservice_server.api.response import DONE, Answer, Choice, Layout, event, usage
 from llmservice_server.api.state import ServerState
+from llmservice_server.api.trace_attributes import describe
 from llmservice_server.chat_template import ChatTemplateError
 from llmservice_server.request import LANES
 from llmservice_server.tokenizer import Tokenizer
@@ -84,6 +85,7 @@ def _generation(
     arrival_s: float,
     default_max_tokens: int | None,
 ) -> Generation:
+    describe(request.scope, parsed)
     return Generation(
         request.app.state.server,
         parsed,

@@ -159,7 +159,7 @@ class Generation:
         first = min((sequence.ttft_s for sequence in self.sequences if sequence.ttft_s is not None), default=None)
         return {
             "sequences": len(self.sequences),
-            "prompt_tokens": sum(sequence.num_prompt_tokens for sequence in self.sequences),
+            "prompt_tokens": sum({each.prompt_index: each.num_prompt_tokens for each in self.sequences}.values()),
             "completion_tokens": sum(sequence.num_tokens for sequence in self.sequences),
             "ttft_s": None if first is None else round(first, 4),
             "finish_reasons": sorted({sequence.finish_reason or "abort" for sequence in self.sequences}),
