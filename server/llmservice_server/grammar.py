@@ -5,10 +5,11 @@ The library is loaded with the first request that has a grammar, and so is its t
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -18,6 +19,30 @@ _CACHED_GRAMMARS = 128  # compiled ones; clients send the same few again and aga
 
 class GrammarError(ValueError):
     """The grammar cannot be used; the message says why, in one line."""
+
+
+def json_grammar(schema: dict[str, Any]) -> str:
+    """The grammar of JSON that is valid under a schema."""
+    return json.dumps({"grammars": [{"json_schema": with_white_space(schema)}]})
+
+
+def lark_grammar(rules: str) -> str:
+    """A grammar in llguidance's dialect of Lark; `%json` in it is followed by a schema."""
+    return json.dumps({"grammars": [{"lark_grammar": "%llguidance {}\n" + rules}]})
+
+
+def with_white_space(schema: dict[str, Any]) -> dict[str, Any]:
+    """Room to indent, but not for ever: a model that has lost its way likes to fill a whole answer with spaces."""
+    return schema | {"x-guidance": {"whitespace_flexible": True, "whitespace_pattern": r"[ \t\n]{1,24}"}}
+
+
+def check_grammar(grammar: str) -> None:
+    """Raises GrammarError where no answer can be held to it: a broken schema, or a keyword that is not supported."""
+    from llguidance import LLMatcher
+
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar)
+    if is_error:
+        raise GrammarError(" ".join(messages[0].split()))
 
 
 class Grammar:

@@ -14,6 +14,7 @@ class StopStrings:
         self._stops = tuple(stops)
         self._held = ""
         self.matched: str | None = None
+        self.rest = ""  # what stood behind the match
 
     def append(self, text: str) -> str:
         """The text that is safe to show; after a match nothing more is."""
@@ -26,6 +27,7 @@ class StopStrings:
         if found:
             index, self.matched = min(found)
             self._held = ""
+            self.rest = text[index + len(self.matched) :]
             return text[: index + len(self.matched)] if self._keep else text[:index]
         safe = len(text) - self._longest_tail(text)
         self._held = text[safe:]

@@ -13,13 +13,28 @@ BOS, EOS = "<|begin|>", "<|end|>"
 SPECIAL_TOKENS = (BOS, EOS, "<|system|>", "<|user|>", "<|assistant|>")
 MIN_VOCAB_SIZE = len(SPECIAL_TOKENS) + 256  # every byte has a token, so that any text can be encoded
 
+# Tools are offered, called and answered as Hermes and Qwen do it.
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
-    "{% for message in messages %}"
-    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
-    "{{ raise_exception('unknown role ' + message['role'] + ': expected system, user or assistant') }}"
+    "{% if tools %}"
+    '{{ \'<|system|>\\nCall a function with <tool_call>{"name": ..., "arguments": ...}</tool_call>:\\n\' }}'
+    "{% for tool in tools %}{{ tool.function | tojson + '\\n' }}{% endfor %}"
+    "{{ eos_token + '\\n' }}"
     "{% endif %}"
-    "{{ '<|' + message['role'] + '|>\\n' + message['content'] | trim + eos_token + '\\n' }}"
+    "{% for message in messages %}"
+    "{% if message['role'] not in ['system', 'user', 'assistant', 'tool'] %}"
+    "{{ raise_exception('unknown role ' + message['role'] + ': expected system, user, assistant or tool') }}"
+    "{% endif %}"
+    "{% if message['role'] == 'tool' %}"
+    "{{ '<|user|>\\n<tool_response>\\n' + message['content'] | trim + '\\n</tool_response>' + eos_token + '\\n' }}"
+    "{% else %}"
+    "{{ '<|' + message['role'] + '|>\\n' + message['content'] | trim }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    '{{ \'<tool_call>\\n{"name": "\' + call.function.name + \'", "arguments": \' }}'
+    "{{ call.function.arguments | tojson + '}\\n</tool_call>' }}"
+    "{% endfor %}"
+    "{{ eos_token + '\\n' }}"
+    "{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
 )

@@ -12,6 +12,7 @@ import tokenizers
 
 from llmservice_server.chat_template import ChatTemplate, ChatTemplateError
 from llmservice_server.token_bytes import TokenBytes
+from llmservice_server.tool_format import ToolFormat
 
 
 class TokenizerLoadError(Exception):
@@ -32,6 +33,7 @@ class Tokenizer:
         self._chat = chat
         self.eos_token_ids = eos_token_ids
         self.token_bytes = TokenBytes(library)
+        self.tool_format, self.tag_ids = _tools(library, None if chat is None else chat.tool_format)
         self.vocab_size: int = max(library.get_vocab().values(), default=-1) + 1
 
     @classmethod
@@ -61,11 +63,13 @@ class Tokenizer:
         ids: list[int] = self._library.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
         """Ids of the templated messages; the template writes the special tokens itself. Raises ChatTemplateError."""
         if self._chat is None:
             raise ChatTemplateError("this model has no chat template: use /v1/completions with a prompt of your own")
-        ids: list[int] = self._library.encode(self._chat.render(messages), add_special_tokens=False).ids
+        ids: list[int] = self._library.encode(self._chat.render(messages, tools), add_special_tokens=False).ids
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -76,6 +80,16 @@ class Tokenizer:
     def words(self, ids: Sequence[int]) -> list[str]:
         """Each id's entry of the vocabulary, in the tokenizer's own spelling; empty for an id without one."""
         return [self._library.id_to_token(token_id) or "" for token_id in ids]
+
+
+def _tools(library: tokenizers.Tokenizer, layout: ToolFormat | None) -> tuple[ToolFormat | None, dict[str, int]]:
+    """How the model writes tool calls, None where that is unknown, and which of its tags are tokens of their own."""
+    if layout is None:
+        return None, {}
+    tags = {i: token for i, token in library.get_added_tokens_decoder().items() if token.content in layout.tags}
+    if any(token.special for token in tags.values()):
+        return None, {}  # special tokens are no text, so nobody would see the call
+    return layout, {token.content: token_id for token_id, token in tags.items()}
 
 
 def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:

@@ -82,5 +82,5 @@ def test_a_template_that_fails_says_so_and_reaches_nothing_outside(source: str, 
 
 
 def test_an_unknown_role_is_refused_in_the_words_of_the_template() -> None:
-    with pytest.raises(ChatTemplateError, match="unknown role tool"):
-        ChatTemplate(CHAT_TEMPLATE, SPECIAL).render([{"role": "tool", "content": "a"}])
+    with pytest.raises(ChatTemplateError, match="unknown role robot"):
+        ChatTemplate(CHAT_TEMPLATE, SPECIAL).render([{"role": "robot", "content": "a"}])

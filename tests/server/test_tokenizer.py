@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 from llmservice_server import tiny_tokenizer
 from llmservice_server.chat_template import ChatTemplateError
 from llmservice_server.tokenizer import Tokenizer, TokenizerLoadError
+from llmservice_server.tool_format import HERMES, ToolFormat
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
@@ -95,3 +97,17 @@ def test_a_broken_file_is_named(model: Path, name: str, content: str, words: str
     (model / name).write_text(content)
     with pytest.raises(TokenizerLoadError, match=words):
         Tokenizer.load(model)
+
+
+@pytest.mark.parametrize(
+    ("special", "layout", "tag_ids"), [(None, HERMES, {}), (False, HERMES, {"<tool_call>": 1024}), (True, None, {})]
+)
+def test_tags_of_tool_calls_may_be_tokens_as_long_as_they_can_be_read(
+    model: Path, special: bool | None, layout: ToolFormat | None, tag_ids: dict[str, int]
+) -> None:
+    library = tiny_tokenizer.train(1024)
+    if special is not None:
+        library.add_tokens([tokenizers.AddedToken("<tool_call>", special=special, normalized=False)])
+    library.save(str(model / "tokenizer.json"))
+    tokenizer = Tokenizer.load(model)
+    assert (tokenizer.tool_format, tokenizer.tag_ids) == (layout, tag_ids)

@@ -26,8 +26,9 @@ from llmservice_server.api.request import (
 )
 from llmservice_server.api.response import DONE, Answer, Choice, Layout, event, usage
 from llmservice_server.api.state import ServerState
+from llmservice_server.api.structure import answer_grammar
+from llmservice_server.api.tools import as_template_input
 from llmservice_server.api.trace_attributes import describe
-from llmservice_server.chat_template import ChatTemplateError
 from llmservice_server.request import LANES
 from llmservice_server.tokenizer import Tokenizer
 
@@ -40,31 +41,36 @@ _Parsed = TypeVar("_Parsed", bound=GenerationRequest)
 
 async def completions(request: Request) -> Response:
     arrival_s = time.monotonic()
-    parsed, prompts = await _accept(request, parse_completion, _completion_prompts)
-    generation = _generation(request, parsed, prompts, arrival_s, _DEFAULT_COMPLETION_TOKENS)
+    parsed, prompts, grammar = await _accept(request, parse_completion, _completion_prompts)
+    generation = _generation(request, parsed, prompts, arrival_s, _DEFAULT_COMPLETION_TOKENS, grammar)
     return await _respond(request, parsed, generation, CompletionFormat(parsed, _tokenizer(request)))
 
 
 async def chat_completions(request: Request) -> Response:
     arrival_s = time.monotonic()
-    parsed, prompts = await _accept(request, parse_chat, _chat_prompts)
-    generation = _generation(request, parsed, prompts, arrival_s, None)
+    parsed, prompts, grammar = await _accept(request, parse_chat, _chat_prompts)
+    generation = _generation(request, parsed, prompts, arrival_s, None, grammar)
     return await _respond(request, parsed, generation, ChatFormat(parsed, _tokenizer(request)))
 
 
 async def _accept(
     request: Request, parse: Callable[[bytes], _Parsed], tokenize: Callable[[_Parsed, Tokenizer], list[list[int]]]
-) -> tuple[_Parsed, list[list[int]]]:
-    """The request and its prompts; what can be refused is refused before work is done for it. Raises ApiError."""
+) -> tuple[_Parsed, list[list[int]], str | None]:
+    """The request, its prompts and its answers' grammar.
+
+    What can be refused is refused before work is done for it. Raises ApiError.
+    """
     state: ServerState = request.app.state.server
     state.require_room(1)
     body = await read_body(request, state.config.max_body_bytes)
     parsed = parse(body)
     state.require_model(parsed.model)
     _, tokenizer = state.require_ready()
+    structured = parsed.schema is not None or (isinstance(parsed, ChatRequest) and parsed.callable_tools)
+    grammar = await asyncio.to_thread(answer_grammar, parsed, tokenizer) if structured else None
     if len(body) > _LONG_BODY:
-        return parsed, await asyncio.to_thread(tokenize, parsed, tokenizer)
-    return parsed, tokenize(parsed, tokenizer)
+        return parsed, await asyncio.to_thread(tokenize, parsed, tokenizer), grammar
+    return parsed, tokenize(parsed, tokenizer), grammar
 
 
 def _completion_prompts(parsed: CompletionRequest, tokenizer: Tokenizer) -> list[list[int]]:
@@ -72,9 +78,10 @@ def _completion_prompts(parsed: CompletionRequest, tokenizer: Tokenizer) -> list
 
 
 def _chat_prompts(parsed: ChatRequest, tokenizer: Tokenizer) -> list[list[int]]:
+    tools = as_template_input(parsed.tools) if parsed.callable_tools else None
     try:
-        return [tokenizer.encode_chat([message.as_template_input() for message in parsed.messages])]
-    except ChatTemplateError as error:
+        return [tokenizer.encode_chat([message.as_template_input() for message in parsed.messages], tools)]
+    except ValueError as error:  # ChatTemplateError, or what a message says of itself
         raise invalid(str(error), param="messages") from error
 
 
@@ -84,6 +91,7 @@ def _generation(
     prompts: Many[list[int]],
     arrival_s: float,
     default_max_tokens: int | None,
+    grammar: str | None,
 ) -> Generation:
     describe(request.scope, parsed)
     return Generation(
@@ -92,6 +100,7 @@ def _generation(
         prompts,
         arrival_s=arrival_s,
         default_max_tokens=default_max_tokens,
+        grammar=grammar,
         lane=request.scope.get("default_lane", LANES[0]),
         log=request.scope["access_log"],
     )

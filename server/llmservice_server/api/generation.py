@@ -48,6 +48,7 @@ class Generation:
         *,
         arrival_s: float,
         default_max_tokens: int | None,
+        grammar: str | None,
         lane: str,
         log: MutableMapping[str, Any],
     ) -> None:
@@ -68,7 +69,7 @@ class Generation:
             Generate(
                 request_id=f"{self.request_id}-{prompt_index * request.n + choice}",
                 prompt_token_ids=prompt,
-                sampling=_sampling(request, limits[prompt_index], choice, tokenizer),
+                sampling=_sampling(request, limits[prompt_index], choice, tokenizer, grammar),
                 arrival_s=arrival_s,
                 lane=lane,
                 deadline_s=None if timeout_s is None else arrival_s + timeout_s,
@@ -166,7 +167,9 @@ class Generation:
         }
 
 
-def _sampling(request: GenerationRequest, max_tokens: int, choice: int, tokenizer: Tokenizer) -> SamplingParams:
+def _sampling(
+    request: GenerationRequest, max_tokens: int, choice: int, tokenizer: Tokenizer, grammar: str | None
+) -> SamplingParams:
     eos = frozenset[int]() if request.ignore_eos else tokenizer.eos_token_ids
     return SamplingParams(
         max_tokens=max_tokens,
@@ -184,6 +187,7 @@ def _sampling(request: GenerationRequest, max_tokens: int, choice: int, tokenize
         ignore_eos=request.ignore_eos,
         logprobs=request.num_logprobs,
         prompt_logprobs=request.num_prompt_logprobs,
+        grammar=grammar,
     )
 
 

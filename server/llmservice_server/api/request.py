@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from llmservice_server.api.error import ApiError, invalid
+from llmservice_server.api.message import Message
+from llmservice_server.api.response_format import ResponseFormat
+from llmservice_server.api.tools import MAX_TOOLS, Tool, ToolChoice, callable_tools
+from llmservice_server.tool_format import ToolSchema
 
 MAX_CHOICES = 16  # n
 MAX_SEQUENCES = 128  # prompts × n of one request
@@ -51,6 +55,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=128)] = []
     include_stop_str_in_output: bool = False  # the stop string; a stop token has no text
     ignore_eos: bool = False
+    response_format: ResponseFormat | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None  # OpenAI's name for the end user: free text, of no effect on the answer
@@ -62,6 +67,11 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     @property
     def token_limit(self) -> int | None:
         return self.max_tokens
+
+    @property
+    def schema(self) -> dict[str, Any] | None:
+        """The JSON schema of the answer; None: it may be anything."""
+        return None if self.response_format is None else self.response_format.schema
 
     @property
     def num_logprobs(self) -> int | None:
@@ -97,26 +107,19 @@ class CompletionRequest(GenerationRequest):
         return [ids] if ids else [part for part in given if not isinstance(part, int)]
 
 
-class TextPart(msgspec.Struct, forbid_unknown_fields=True):
-    type: Literal["text"]
-    text: str
-
-
-class Message(msgspec.Struct, forbid_unknown_fields=True):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-
-    def as_template_input(self) -> dict[str, str]:
-        """`developer` is OpenAI's newer word for `system`, and the one that templates know."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": content}
-
-
 class ChatRequest(GenerationRequest):
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: LogprobsCount = 0
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] = []
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+
+    @property
+    def callable_tools(self) -> list[ToolSchema]:
+        """What the model may call. Raises ApiError where tools and choice contradict each other."""
+        return callable_tools(self.tools, self.tool_choice)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -140,7 +143,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "prompt_cache_key": (),
     "prompt_cache_retention": (),
     "prompt_logprobs": (),
-    "response_format": ({"type": "text"},),
     "safety_identifier": (),
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
@@ -163,19 +165,21 @@ _UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "modalities": (["text"],),
     "moderation": (),
-    "parallel_tool_calls": (True, False),
     "prediction": (),
     "reasoning_effort": ("none",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
 
 _EXPECTED = {
     "encoding_format": "float or base64",
-    "role": "system, developer, user or assistant (tools are not supported yet)",
-    "type": "text (other content is not supported yet)",
+    "messages.content.type": "text (other content is not supported yet)",
+    "messages.role": "system, developer, user, assistant or tool",
+    "messages.tool_calls.type": "function",
+    "response_format.type": "text, json_object or json_schema",
+    "tool_choice": "none, auto, required or a function",
+    "tool_choice.type": "function",
+    "tools.type": "function",
 }
 
 _R = TypeVar("_R", bound=GenerationRequest)
@@ -203,6 +207,7 @@ def parse_chat(body: bytes) -> ChatRequest:
         )
     if request.top_logprobs and not request.logprobs:
         raise invalid("top_logprobs is only allowed when logprobs is true", param="top_logprobs")
+    _ = request.callable_tools  # raises
     return request
 
 
@@ -264,7 +269,7 @@ def _explain(error: msgspec.ValidationError) -> ApiError:
         field = f"{path.rstrip('`')}.{missing[1]}".lstrip(".")
         return invalid(f"you must provide {field}", param=field, code="missing_required_parameter")
     field = path.rstrip("`").lstrip(".")
-    if reason.startswith("Invalid enum value") and (expected := _EXPECTED.get(field.rpartition(".")[2])):
+    if reason.startswith("Invalid enum value") and (expected := _EXPECTED.get(re.sub(r"\[[^]]*\]", "", field))):
         reason += f", expected {expected}"
     if unknown := re.fullmatch(r"Object contains unknown field `(\w+)`", reason):
         reason = f"{unknown[1]} is not supported: leave it out"

@@ -12,9 +12,9 @@ from starlette.responses import Response
 
 from llmservice_server.api.body import read_body
 from llmservice_server.api.error import JsonResponse, invalid
-from llmservice_server.api.request import Message, TokenId, parse_fields
+from llmservice_server.api.message import Message
+from llmservice_server.api.request import TokenId, parse_fields
 from llmservice_server.api.state import ServerState
-from llmservice_server.chat_template import ChatTemplateError
 from llmservice_server.tokenizer import Tokenizer
 
 
@@ -76,5 +76,5 @@ def _encode(parsed: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
         raise invalid("add_special_tokens applies to a prompt: a chat template writes its own", "add_special_tokens")
     try:
         return tokenizer.encode_chat([message.as_template_input() for message in parsed.messages or ()])
-    except ChatTemplateError as error:
+    except ValueError as error:  # ChatTemplateError, or what a message says of itself
         raise invalid(str(error), param="messages") from error
