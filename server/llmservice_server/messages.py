@@ -33,6 +33,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def has_penalties(self) -> bool:
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
+    @property
+    def is_plain(self) -> bool:
+        """Nothing changes the model's logits before they are sampled, and nobody asks to be told of them."""
+        changed = self.has_penalties or self.logit_bias or self.min_tokens or self.grammar is not None
+        return not changed and self.logprobs is None
+
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate", omit_defaults=True):
     request_id: str

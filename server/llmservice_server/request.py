@@ -78,6 +78,7 @@ class Request:
     first_scheduled_s: float | None = None
     history: TokenHistory | None = None  # what the penalties count; None: there are none
     grammar: Grammar | None = None
+    is_plain: bool = True  # its logits are sampled as they are, and nothing is told of them
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     place: tuple[float, int] = (0.0, 0)  # in its lane's queue
     block_hashes: BlockHashes | None = None  # None: nothing of it is found in, or left to, the prefix cache
@@ -102,6 +103,7 @@ class Request:
             priority=(rank, order),
             arrival_s=message.arrival_s,
             deadline_s=message.deadline_s,
+            is_plain=sampling.is_plain,
             history=TokenHistory(message.prompt_token_ids, sampling.max_tokens) if sampling.has_penalties else None,
             queue_deadline_s=message.queue_deadline_s,
             cache_salt=message.cache_salt,

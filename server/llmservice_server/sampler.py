@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -26,8 +27,7 @@ _MASK = 0xFFFF_FFFF_FFFF_FFFF
 _GOLDEN_GAMMA = 0x9E37_79B9_7F4A_7C15
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
+class Draw(NamedTuple):
     """One step's token of one request."""
 
     token_id: int | None  # None: the logits are not finite
@@ -110,8 +110,10 @@ def _draw_rows(logits: torch.Tensor, rows: Sequence[int], requests: Sequence[Req
         groups[_num_ranked(request.sampling, vocab_size)].append(place)
     for num_ranked, places in groups.items():
         rows_of_group = torch.tensor([rows[place] for place in places], device=logits.device)
-        group = parameters.rows(torch.tensor(places, device=logits.device))
+        group = parameters if len(groups) == 1 else parameters.rows(torch.tensor(places, device=logits.device))
         weights = _weights(logits[rows_of_group], group)
+        if any(requests[place].sampling.min_p > 0 for place in places):
+            weights.masked_fill_(weights < group.min_p[:, None], 0)  # the likeliest token's weight is 1
         token_ids[rows_of_group] = _draw_group(weights, group, num_ranked)
 
 
@@ -126,11 +128,10 @@ def _num_ranked(sampling: SamplingParams, vocab_size: int) -> int | None:
 
 
 def _weights(logits: torch.Tensor, parameters: SamplingTensors) -> torch.Tensor:
-    """What each token weighs beside the likeliest, which weighs 1, after temperature and min-p; `logits`' shape."""
+    """What each token weighs beside the likeliest, which weighs 1, at its row's temperature; `logits`' shape."""
     # Shifting by the maximum first keeps a tiny temperature from overflowing to infinity.
     shifted = logits - logits.max(dim=-1, keepdim=True).values
-    weights = (shifted / parameters.temperature.float()[:, None]).exp_()
-    return weights.masked_fill_(weights < parameters.min_p[:, None], 0)
+    return shifted.div_(parameters.temperature.float()[:, None]).exp_()
 
 
 def _draw_group(weights: torch.Tensor, parameters: SamplingTensors, num_ranked: int | None) -> torch.Tensor:
