@@ -9,7 +9,7 @@ from typing import TypeGuard
 
 from llmservice_server.admission import why_refused
 from llmservice_server.api.sequence import Sequence
-from llmservice_server.messages import FinishReason, Generate, Output, Ready
+from llmservice_server.messages import FinishReason, Generate, Output, Ready, TokenLogprobs
 from llmservice_server.metrics import Metrics
 from llmservice_server.offline.sampling_params import SamplingParams
 from llmservice_server.stop_strings import StopStrings
@@ -27,6 +27,7 @@ class CompletionOutput:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
     error: str | None = None  # why, where `finish_reason` is "error"
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one for each token, where asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class RequestOutput:
     prompt: str | None  # None where token ids were given
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the second token and those after it, where asked for
 
 
 class Job:
@@ -74,6 +76,7 @@ class Job:
         self._texts = ["" for _ in self.messages]
         self._answers: list[list[int]] = [[] for _ in self.messages]
         self._errors: list[str | None] = [None for _ in self.messages]
+        self._logprobs: list[list[TokenLogprobs]] = [[] for _ in self.messages]
 
     def advance(self, output: Output, metrics: Metrics) -> CompletionOutput | None:
         """What a step added to one of the answers; None where a stop text had ended it before."""
@@ -84,9 +87,13 @@ class Job:
         self._texts[sequence.index] += text
         self._answers[sequence.index] += output.token_ids
         self._errors[sequence.index] = output.error
+        logprobs = sequence.take_logprobs()
+        self._logprobs[sequence.index] += logprobs
         if _ended(sequence):
             sequence.close(metrics)
-        return CompletionOutput(sequence.index, text, tuple(output.token_ids), sequence.finish_reason, output.error)
+        return CompletionOutput(
+            sequence.index, text, tuple(output.token_ids), sequence.finish_reason, output.error, tuple(logprobs)
+        )
 
     def take_stopped(self) -> list[str]:
         """Ids of sequences that a stop text has ended and that the engine still computes: to be aborted, once."""
@@ -114,12 +121,13 @@ class Job:
     @property
     def result(self) -> RequestOutput:
         outputs = tuple(
-            CompletionOutput(sequence.index, text, tuple(ids), sequence.finish_reason, error)
-            for sequence, text, ids, error in zip(
-                self._sequences.values(), self._texts, self._answers, self._errors, strict=True
+            CompletionOutput(sequence.index, text, tuple(ids), sequence.finish_reason, error, tuple(logprobs))
+            for sequence, text, ids, error, logprobs in zip(
+                self._sequences.values(), self._texts, self._answers, self._errors, self._logprobs, strict=True
             )
         )
-        return RequestOutput(self._prompt, tuple(self._token_ids), outputs)
+        first = next(iter(self._sequences.values()))
+        return RequestOutput(self._prompt, tuple(self._token_ids), outputs, tuple(first.prompt_logprobs))
 
 
 def _ended(sequence: Sequence) -> bool:

@@ -48,6 +48,16 @@ def test_each_prompt_may_have_parameters_of_its_own(llm: LLM) -> None:
     assert llm.generate("b", params[1], use_tqdm=False)[0].outputs == second.outputs
 
 
+def test_probabilities_are_told_of_prompt_and_answer(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=2, prompt_logprobs=0, n=2)
+    [result] = llm.generate("Hello you", params, use_tqdm=False)
+    assert tuple(told.token_id for told in result.prompt_logprobs) == result.prompt_token_ids[1:]
+    for output in result.outputs:
+        assert tuple(told.token_id for told in output.logprobs) == output.token_ids
+        assert all(told.top[0] == (told.token_id, told.logprob) for told in output.logprobs)  # greedy
+    assert llm.generate("Hello you", GREEDY, use_tqdm=False)[0].outputs[0].logprobs == ()
+
+
 def test_a_stop_text_ends_the_answer_before_it(llm: LLM) -> None:
     whole = llm.generate("Hello", SamplingParams(temperature=0, max_tokens=48), use_tqdm=False)[0].outputs[0].text
     stop = whole[20:27]
