@@ -151,7 +151,9 @@ class Engine:
 
     def _advance(self, request: Request, draw: Draw) -> Output:
         if request.grammar is not None and (problem := request.grammar.problem) is not None:
-            return self._finish(request, "error", problem)
+            output = self._finish(request, "error", problem)
+            output.error_status = 400
+            return output
         token_id = draw.token_id
         if token_id is None:
             return self._finish(

@@ -58,7 +58,9 @@ class Grammar:
     @property
     def problem(self) -> str | None:
         """Why the library has given up on this answer, in one line without the answer's words; None: it has not."""
-        return f"the grammar is too complex: {self.matcher.stop_reason()}" if self.matcher.is_error() else None
+        if not self.matcher.is_error():
+            return None
+        return "the grammar is too complex to follow within the limits of a step: use a smaller schema or fewer tools"
 
 
 class GrammarCompiler:

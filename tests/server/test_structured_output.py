@@ -114,6 +114,18 @@ def test_a_grammar_that_cannot_be_used_is_refused_and_harms_nobody(tiny_model: P
     assert driver.engine.stats().blocks_held == 0
 
 
+def test_a_grammar_that_turns_out_too_complex_fails_its_own_request_only(tiny_model: Path) -> None:
+    driver = Driver(tiny_model)
+    many = {"type": "object", "properties": {f"k{number}": {"type": "string"} for number in range(3000)}}
+    driver.add("complex", grammar=grammar(many))
+    driver.add("right", grammar=grammar(CHOICE))
+    driver.run()
+    assert (driver.last["complex"].finish_reason, driver.last["complex"].error_status) == ("error", 400)
+    assert "too complex" in str(driver.last["complex"].error)
+    assert driver.last["right"].finish_reason == "stop"
+    assert driver.engine.stats().blocks_held == 0
+
+
 def test_a_request_can_be_aborted_while_its_grammar_is_compiled(tiny_model: Path) -> None:
     driver = Driver(tiny_model)
     many = {"type": "object", "properties": {f"k{number}": {"type": "string"} for number in range(3000)}}
