@@ -25,6 +25,9 @@ _CHOICES = {
 }
 
 
+MAX_AUTO_SEQS = 256  # more rarely add throughput, and each costs a row of logits
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Everything the engine is told at start. Raises `ConfigError` when made with settings that cannot work."""
@@ -33,7 +36,8 @@ class EngineConfig:
     dtype: DType = "auto"  # auto: the checkpoint's own
     device: Device = "auto"  # auto: cuda where there is one
     max_model_len: int | None = None  # prompt and answer together; None: the model's context, or what the memory holds
-    max_num_seqs: int = 64
+    max_num_seqs: int | None = None  # None: as many as the KV cache holds, at `expected_tokens` each
+    expected_tokens: int = 1536  # that a request really uses, prompt and answer together; longer ones may preempt
     max_num_batched_tokens: int = 2048  # the token budget of one step
     prefill_chunk_tokens: int = 512  # the most that one prompt may take of a step (Sarathi-Serve: 256 to 1024)
     block_size: int = 16  # tokens
@@ -60,9 +64,9 @@ class EngineConfig:
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in get_args(allowed):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(get_args(allowed))}")
-        for name in ("max_num_seqs", "max_num_batched_tokens", "prefill_chunk_tokens", "block_size"):
+        for name in ("max_num_batched_tokens", "prefill_chunk_tokens", "block_size", "expected_tokens"):
             _require_positive(name, getattr(self, name))
-        for name in ("max_model_len", "kv_cache_memory_bytes", "threads", "long_prefill_tokens"):
+        for name in ("max_num_seqs", "max_model_len", "kv_cache_memory_bytes", "threads", "long_prefill_tokens"):
             if getattr(self, name) is not None:
                 _require_positive(name, getattr(self, name))
         if self.block_size & (self.block_size - 1) or self.block_size > 256:
@@ -85,11 +89,16 @@ class EngineConfig:
             raise ConfigError("max_batch_wait_s is for the dynamic and static schedulers: continuous never waits")
         if self.swap_space_gib and self.scheduler != "continuous":
             raise ConfigError(f"swap_space_gib is for the continuous scheduler: {self.scheduler} never preempts")
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if self.max_num_seqs is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs {self.max_num_seqs}: some "
                 f"sequences would get no token in a step: raise the first to {self.max_num_seqs} or lower the second"
             )
+
+    @property
+    def most_seqs(self) -> int:
+        """What memory is set aside for: the sequences asked for, or the most that are taken where none are."""
+        return self.max_num_seqs or min(MAX_AUTO_SEQS, self.max_num_batched_tokens)
 
 
 def _require_positive(name: str, value: int) -> None:

@@ -34,6 +34,7 @@ class Engine:
     def __init__(self, config: EngineConfig, clock: Callable[[], float] = time.monotonic) -> None:
         started_s = time.monotonic()
         started = start(config)
+        max_num_seqs = started.max_num_seqs
         self._clock = clock
         self._seed = config.seed
         self._runner = started.runner
@@ -41,7 +42,7 @@ class Engine:
         self._eos_token_ids = started.eos_token_ids
         self.pool = BlockPool(started.kv_cache.num_blocks)
         self.swap = started.swap
-        self.scheduler = make_scheduler(config, self.pool, self.swap)
+        self.scheduler = make_scheduler(config, max_num_seqs, self.pool, self.swap)
         self.embedder = Embedder(
             EmbeddingModel(started.runner.model, config.pooling),
             vocab_size=started.vocab_size,
@@ -57,7 +58,7 @@ class Engine:
         self._last_plan = Plan()
         self.ready = Ready(
             max_model_len=started.kv_cache.max_model_len,
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=max_num_seqs,
             block_size=config.block_size,
             num_blocks=self.pool.num_usable,
             max_request_tokens=min(started.kv_cache.max_model_len, self.pool.num_usable * config.block_size),

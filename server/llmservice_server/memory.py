@@ -53,6 +53,15 @@ def plan_kv_cache(
     )
 
 
+def sequences_held(kv_cache: KVCachePlan, block_size: int, expected_tokens: int, most: int) -> int:
+    """How many sequences of `expected_tokens` the pool holds: 1 to `most`. The planner's policy `expected`.
+
+    Where requests cannot be longer than that anyhow it is the policy `guaranteed`: none is ever preempted.
+    """
+    blocks_each = -(-min(expected_tokens, kv_cache.max_model_len) // block_size)
+    return max(1, min(most, kv_cache.num_usable_blocks // blocks_each))
+
+
 @dataclass(frozen=True, slots=True)
 class _CgroupFiles:
     """Where cgroups of one version say what is allowed, what is charged, and what of that the kernel drops first."""

@@ -13,15 +13,15 @@ from llmservice_server.swap_space import SwapSpace
 _MAX_WAIT_S = {"dynamic": 0.05, "static": 10.0}
 
 
-def make_scheduler(config: EngineConfig, pool: BlockPool, swap: SwapSpace | None) -> Scheduler:
+def make_scheduler(config: EngineConfig, max_num_seqs: int, pool: BlockPool, swap: SwapSpace | None) -> Scheduler:
     if config.scheduler == "continuous":
-        return ContinuousScheduler(pool, _continuous(config), swap)
+        return ContinuousScheduler(pool, _continuous(config, max_num_seqs), swap)
     wait_s = config.max_batch_wait_s
     return BatchScheduler(
         pool,
         BatchConfig(
             block_size=config.block_size,
-            batch_size=config.max_num_seqs,
+            batch_size=max_num_seqs,
             max_wait_s=_MAX_WAIT_S[config.scheduler] if wait_s is None else wait_s,
             padded=config.scheduler == "static",
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -29,10 +29,10 @@ def make_scheduler(config: EngineConfig, pool: BlockPool, swap: SwapSpace | None
     )
 
 
-def _continuous(config: EngineConfig) -> SchedulerConfig:
+def _continuous(config: EngineConfig, max_num_seqs: int) -> SchedulerConfig:
     return SchedulerConfig(
         block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         prefill_chunk_tokens=config.prefill_chunk_tokens,
         long_prefill_tokens=config.long_prefill_tokens,

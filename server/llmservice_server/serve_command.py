@@ -74,7 +74,14 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=_DTYPES, default="auto", help="of weights and activations; auto: the checkpoint's")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where there is one")
     add("--max-model-len", type=_positive, metavar="TOKENS", help="prompt and answer together (default: the model's)")
-    add("--max-num-seqs", type=_positive, default=64, metavar="N", help="sequences that run at once")
+    add("--max-num-seqs", type=_positive, metavar="N", help="that run at once (default: as the KV cache holds)")
+    add(
+        "--expected-tokens",
+        type=_positive,
+        default=1536,
+        metavar="TOKENS",
+        help="that a request really uses; the default of --max-num-seqs is worked out with it",
+    )
     add("--max-num-batched-tokens", type=_positive, default=2048, metavar="TOKENS", help="token budget of one step")
     add(
         "--prefill-chunk-tokens",
@@ -165,6 +172,7 @@ def run(args: argparse.Namespace) -> int:
             device=args.device,
             max_model_len=args.max_model_len,
             max_num_seqs=args.max_num_seqs,
+            expected_tokens=args.expected_tokens,
             max_num_batched_tokens=args.max_num_batched_tokens,
             prefill_chunk_tokens=args.prefill_chunk_tokens,
             block_size=args.block_size,

@@ -15,7 +15,14 @@ from llmservice_server.attention.torch_backend import TorchAttention
 from llmservice_server.config import EngineConfig
 from llmservice_server.errors import ConfigError, OutOfMemoryError
 from llmservice_server.loader import Checkpoint
-from llmservice_server.memory import GIB, KVCachePlan, activation_bytes, available_cpu_bytes, plan_kv_cache
+from llmservice_server.memory import (
+    GIB,
+    KVCachePlan,
+    activation_bytes,
+    available_cpu_bytes,
+    plan_kv_cache,
+    sequences_held,
+)
 from llmservice_server.models.llama import LlamaModel
 from llmservice_server.plan import BlockCopy, Plan
 from llmservice_server.runner import ModelRunner
@@ -40,6 +47,7 @@ class Started:
 
     runner: ModelRunner
     kv_cache: KVCachePlan
+    max_num_seqs: int
     memory_bytes: dict[str, int]  # by kind: weights, kv_cache, activations, total
     vocab_size: int
     eos_token_ids: frozenset[int]
@@ -58,6 +66,9 @@ def start(config: EngineConfig) -> Started:
     shape = _kv_cache_shape(checkpoint, config)
     model, memory = _load(checkpoint, config, device, shape)
     kv_cache = _plan(config, context, shape, memory, device)
+    max_num_seqs = config.max_num_seqs or sequences_held(
+        kv_cache, config.block_size, config.expected_tokens, config.most_seqs
+    )
     attention = _attention(shape, kv_cache.num_blocks, device)
     swapped_blocks = _swapped_blocks(config, shape, attention, memory)
     runner = ModelRunner(model, attention, swapped_blocks)
@@ -69,6 +80,7 @@ def start(config: EngineConfig) -> Started:
     started = Started(
         runner=runner,
         kv_cache=kv_cache,
+        max_num_seqs=max_num_seqs,
         memory_bytes={
             "weights": memory.weights,
             "kv_cache": kv_cache.num_blocks * shape.bytes_per_block,
@@ -80,7 +92,7 @@ def start(config: EngineConfig) -> Started:
         swap=swap,
     )
     _LOG.info(
-        "%s on %s in %s: weights %.2f GiB, KV cache %.2f GiB in %d blocks of %d tokens, max_model_len %d",
+        "%s on %s in %s: weights %.2f GiB, KV cache %.2f GiB in %d blocks of %d, max_model_len %d, max_num_seqs %d",
         checkpoint.config.architecture,
         device,
         model.dtype,
@@ -89,6 +101,7 @@ def start(config: EngineConfig) -> Started:
         kv_cache.num_usable_blocks,
         config.block_size,
         kv_cache.max_model_len,
+        max_num_seqs,
     )
     return started
 
@@ -141,7 +154,7 @@ def _estimate(model: LlamaModel, config: EngineConfig) -> int:
     shape = model.config
     widest = max(2 * shape.intermediate_size, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim)
     return activation_bytes(
-        config.max_num_batched_tokens, config.max_num_seqs, widest, shape.vocab_size, model.dtype.itemsize
+        config.max_num_batched_tokens, config.most_seqs, widest, shape.vocab_size, model.dtype.itemsize
     )
 
 
@@ -152,7 +165,7 @@ def _profile(model: LlamaModel, config: EngineConfig, shape: KVCacheShape) -> in
     num_blocks = 1 + blocks_each * -(-config.max_num_batched_tokens // longest)
     torch.cuda.reset_peak_memory_stats(model.device)
     runner = ModelRunner(model, TorchAttention(shape, num_blocks, model.device))
-    runner.dummy_step(config.max_num_batched_tokens, config.max_num_seqs, longest, config.block_size)
+    runner.dummy_step(config.max_num_batched_tokens, config.most_seqs, longest, config.block_size)
     torch.cuda.synchronize(model.device)
     peak = torch.cuda.max_memory_allocated(model.device) - num_blocks * shape.bytes_per_block
     del runner
@@ -225,7 +238,7 @@ def _plan(config: EngineConfig, context: int, shape: KVCacheShape, memory: Memor
     else:
         pool_bytes = int(memory.total * config.gpu_memory_utilization) - memory.weights - memory.activations
         if device.type == "cpu":  # shared with the page cache and others: no more than the sequences can ever use
-            most_blocks = 1 + config.max_num_seqs * -(-wanted // config.block_size)
+            most_blocks = 1 + config.most_seqs * -(-wanted // config.block_size)
     plan = plan_kv_cache(
         pool_bytes,
         bytes_per_block=shape.bytes_per_block,

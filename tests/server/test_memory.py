@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from llmservice_server.errors import OutOfMemoryError
-from llmservice_server.memory import KVCachePlan, available_cpu_bytes, plan_kv_cache
+from llmservice_server.memory import KVCachePlan, available_cpu_bytes, plan_kv_cache, sequences_held
 
 GIB = 1 << 30
 
@@ -81,3 +81,21 @@ def test_available_memory_is_the_machines_or_the_rest_of_the_cgroups(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(value + "\n")
     assert available_cpu_bytes(tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "max_model_len", "expected_tokens", "most", "sequences"),
+    [
+        (1 + 960, 8192, 1536, 256, 10),
+        (1 + 959, 8192, 1536, 256, 9),
+        (1 + 960, 512, 1536, 256, 30),  # none can be longer than 512: guaranteed
+        (1 + 100_000, 8192, 1536, 256, 256),
+        (1 + 100_000, 8192, 1536, 64, 64),
+        (1 + 90, 1440, 1536, 256, 1),
+        (1 + 95, 1520, 5000, 256, 1),
+    ],
+)
+def test_without_a_number_of_their_own_as_many_sequences_run_as_the_pool_holds(
+    num_blocks: int, max_model_len: int, expected_tokens: int, most: int, sequences: int
+) -> None:
+    assert sequences_held(KVCachePlan(num_blocks, max_model_len), 16, expected_tokens, most) == sequences
