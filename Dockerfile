@@ -42,11 +42,11 @@ FROM environment AS server-cpu-environment
 # on a CPU as well but is gigabytes larger.
 ARG TORCH_CPU_INDEX_URL=
 RUN PIP_EXTRA_INDEX_URL="$TORCH_CPU_INDEX_URL" \
-    pip install --constraint /constraints.txt "$(echo /wheels/*.whl)[server]"
+    pip install --constraint /constraints.txt "$(echo /wheels/*.whl)[server,otel]"
 
 # torch's default build for Linux brings the CUDA libraries; the driver is the node's.
 FROM environment AS server-cuda-environment
-RUN pip install --constraint /constraints.txt "$(echo /wheels/*.whl)[server]"
+RUN pip install --constraint /constraints.txt "$(echo /wheels/*.whl)[server,otel]"
 
 FROM server-${TORCH}-environment AS server-environment
 

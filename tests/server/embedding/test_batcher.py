@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmservice_server.embedding.batcher import Batcher, Item
@@ -68,6 +68,7 @@ def test_a_request_taken_back_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize("max_batch_size", [1, 3, 8])
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 100), st.floats(0, 0.1)), max_size=40))
 def test_everybody_leaves_once_within_bounds_and_never_after_the_window(
     max_batch_size: int, arrivals: list[tuple[int, float]]
