@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
+
 from llmservice_server.api.error import ENGINE_DEAD, ENGINE_ERROR, ApiError, invalid
 from llmservice_server.api.request import GenerationRequest
 from llmservice_server.api.sequence import Sequence
@@ -90,6 +92,7 @@ class Generation:
             )
             for index, message in enumerate(self._messages)
         ]
+        self._echoes_only = request.token_limit == 0
         self._by_id = {sequence.request_id: sequence for sequence in self.sequences}
 
     async def start(self, receive: Receive) -> Self:
@@ -135,6 +138,9 @@ class Generation:
         sequence = self._by_id[output.request_id]
         if sequence.finish_reason is not None:
             return None  # a stop string has ended it while the engine took another step
+        if self._echoes_only and output.finish_reason in ("stop", "length"):
+            # The engine cannot read a prompt without drawing a token behind it.
+            output = msgspec.structs.replace(output, token_ids=[], logprobs=[], finish_reason="length")
         text = sequence.advance(output, time.monotonic(), self._state.metrics)
         if sequence.finish_reason in ("error", "abort"):
             raise ApiError(output.error_status, output.error or "the engine ended the request", code=ENGINE_ERROR)
@@ -218,4 +224,4 @@ def _token_limit(
         )
     if (largest := max(prompt)) >= tokenizer.vocab_size:
         raise invalid(f"token id {largest} is outside the vocabulary of {tokenizer.vocab_size}", param="prompt")
-    return max_tokens or min(room, default or room)
+    return min(room, default or room) if max_tokens is None else max(1, max_tokens)

@@ -84,8 +84,9 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         return None
 
 
-class CompletionRequest(GenerationRequest):
+class CompletionRequest(GenerationRequest, kw_only=True):
     prompt: str | list[str | TokenId | list[TokenId]]
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None  # 0: nothing but the echo, to see how likely the prompt is
     echo: bool = False
     logprobs: LogprobsCount | None = None
 
@@ -192,6 +193,8 @@ def parse_completion(body: bytes) -> CompletionRequest:
     prompts = request.prompts
     if not prompts:
         raise invalid("prompt is an empty list: expected text or token ids", param="prompt")
+    if request.max_tokens == 0 and not request.echo:
+        raise invalid("max_tokens is 0, expected at least 1, or echo beside it", param="max_tokens")
     if len(prompts) * request.n > MAX_SEQUENCES:
         raise invalid(f"{len(prompts)} prompts with n {request.n} are too many: at most {MAX_SEQUENCES}", param="n")
     return request

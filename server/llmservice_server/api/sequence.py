@@ -50,6 +50,8 @@ class Sequence:
         """The text that this step makes certain. Sets `finish_reason` where it is the last."""
         if output.token_ids:
             self._observe(output, now, metrics)
+        elif self._first_token_s is None:
+            self._last_token_s = now  # it ends without a token
         self._logprobs += output.logprobs
         self.prompt_logprobs += output.prompt_logprobs
         text = self._detokenizer.append(output.token_ids)

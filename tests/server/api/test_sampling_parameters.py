@@ -113,6 +113,22 @@ def test_an_echo_without_probabilities_is_the_prompt_before_the_answer(client: o
     ) == 4
 
 
+def test_a_prompt_can_be_scored_without_an_answer(client: openai.OpenAI, server: Any) -> None:
+    options = COMPLETION | {"echo": True, "logprobs": 1}
+    with_answer = client.completions.create(**options).choices[0]
+    scored = client.completions.create(**options | {"max_tokens": 0})
+    choice = scored.choices[0]
+    assert (choice.text, choice.finish_reason) == ("Hello you", "length")
+    assert scored.usage is not None
+    assert scored.usage.completion_tokens == 0
+    assert choice.logprobs is not None
+    assert with_answer.logprobs is not None
+    assert choice.logprobs.token_logprobs == (with_answer.logprobs.token_logprobs or [])[: scored.usage.prompt_tokens]
+    [*_, last] = client.completions.create(stream=True, **options | {"max_tokens": 0})
+    assert last.choices[0].text == "Hello you"
+    server.wait_until_idle()
+
+
 def test_a_bias_rules_a_token_in_or_out(client: openai.OpenAI, tiny_model: Path) -> None:
     tokenizer = Tokenizer.load(tiny_model)
     token = tokenizer.encode("the", add_special_tokens=False)[0]
