@@ -49,6 +49,7 @@ crds: setup     ## write crds/ (and the chart's copy) from the operator's models
 
 bench: setup    ## benchmarks of this machine: tables on the terminal, JSON under benchmarks/results/
 	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/strategies.py
 
 clean:
 	rm -rf $(VENV) .demo .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -55,7 +55,7 @@ class Engine:
         self._deadlines: list[tuple[float, str]] = []  # a heap; entries of finished requests stay until they are due
         self._pending: list[Output] = []  # decided between steps, delivered with the next one
         self._arrivals = itertools.count()
-        self._last_plan = Plan()
+        self.last_plan = Plan()
         self.ready = Ready(
             max_model_len=started.kv_cache.max_model_len,
             max_num_seqs=max_num_seqs,
@@ -124,7 +124,7 @@ class Engine:
                 if request.request_id in self._requests  # else it had ended, and was computed as padding
             ]
             outputs += self._update([share for share in plan.scheduled if share.request not in failed], results)
-        self._last_plan = plan
+        self.last_plan = plan
         return StepOutputs(outputs=outputs, stats=self.stats())
 
     def stats(self) -> Stats:
@@ -138,8 +138,8 @@ class Engine:
             preemptions=dict(self.scheduler.num_preemptions),
             prefix_queries=self.scheduler.prefix_queries,
             prefix_hits=self.scheduler.prefix_hits,
-            batch_size=len(self._last_plan.scheduled),
-            iteration_tokens=self._last_plan.num_tokens,
+            batch_size=len(self.last_plan.scheduled),
+            iteration_tokens=self.last_plan.num_tokens,
         )
 
     def _update(self, shares: Sequence[Scheduled], results: Sequence[StepResult]) -> list[Output]:

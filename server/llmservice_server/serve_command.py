@@ -7,8 +7,12 @@ import asyncio
 import os
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from llmservice_planner.command import Command, CommandError
+
+if TYPE_CHECKING:
+    from llmservice_server.backlog import QueueBound
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -31,9 +35,16 @@ def _add_http_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--host", default=os.environ.get("LLMSERVICE_HOST", "0.0.0.0"), help="address to listen on, $LLMSERVICE_HOST")
     add("--port", type=_port, default=8000, help="port to listen on; 0 takes a free one and logs it")
-    add("--max-queued-requests", type=_count, default=512, help="sequences that may wait; more are refused with 429")
+    _add_queue_arguments(parser)
     add("--max-queued-embeddings", type=_count, default=4096, help="inputs of /v1/embeddings that may wait, likewise")
     add("--request-timeout", type=_duration, default=600.0, metavar="SECONDS", help="deadline of a request; 0 for none")
+    add(
+        "--queue-timeout",
+        type=_duration,
+        default=0.0,
+        metavar="SECONDS",
+        help="of it, at most before the request is first computed; 0 for all of it",
+    )
     add(
         "--drain-timeout",
         type=_duration,
@@ -67,6 +78,45 @@ def _add_http_arguments(parser: argparse.ArgumentParser) -> None:
         default="info",
         help="JSON lines on standard output",
     )
+
+
+def _add_queue_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--max-queued-requests",
+        type=_count,
+        default=512,
+        metavar="N",
+        help="bound of the interactive lane's queue, in sequences; from 80%% of it on more are refused with 429",
+    )
+    add(
+        "--max-queued-tokens",
+        type=_positive,
+        default=2**20,
+        metavar="TOKENS",
+        help="bound of the same queue in tokens of prompts",
+    )
+    add("--max-queued-batch-requests", type=_count, metavar="N", help="likewise for the batch lane (default: the same)")
+    add(
+        "--max-queued-batch-tokens",
+        type=_positive,
+        metavar="TOKENS",
+        help="likewise for the batch lane (default: the same)",
+    )
+
+
+def _queue_bounds(args: argparse.Namespace) -> dict[str, QueueBound]:
+    """By lane."""
+    from llmservice_server.backlog import QueueBound
+
+    requests, tokens = args.max_queued_requests, args.max_queued_tokens
+    batch_requests, batch_tokens = args.max_queued_batch_requests, args.max_queued_batch_tokens
+    return {
+        "interactive": QueueBound(requests, tokens),
+        "batch": QueueBound(
+            requests if batch_requests is None else batch_requests, tokens if batch_tokens is None else batch_tokens
+        ),
+    }
 
 
 def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -196,12 +246,13 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(str(error)) from error
     serve = ServeConfig(
         served_model_names=tuple(args.served_model_name or [model.resolve().name]),
-        max_queued_requests=args.max_queued_requests,
+        queue_bounds=_queue_bounds(args),
         max_queued_embeddings=args.max_queued_embeddings,
         api_key_file=args.api_key_file,
         stuck_after_s=args.stuck_timeout or None,
         max_body_bytes=args.max_body_size,
         request_timeout_s=args.request_timeout or None,
+        queue_timeout_s=args.queue_timeout or None,
     )
     listen = ListenConfig(
         host=args.host,

@@ -27,6 +27,7 @@ from llmservice_server.api.request import (
 from llmservice_server.api.response import DONE, Answer, Choice, Layout, event, usage
 from llmservice_server.api.state import ServerState
 from llmservice_server.api.structure import answer_grammar
+from llmservice_server.api.terms import terms_of
 from llmservice_server.api.tools import as_template_input
 from llmservice_server.api.trace_attributes import describe
 from llmservice_server.request import LANES
@@ -61,7 +62,7 @@ async def _accept(
     What can be refused is refused before work is done for it. Raises ApiError.
     """
     state: ServerState = request.app.state.server
-    state.require_room(1)
+    state.require_some_room()
     body = await read_body(request, state.config.max_body_bytes)
     parsed = parse(body)
     state.require_model(parsed.model)
@@ -94,14 +95,22 @@ def _generation(
     grammar: str | None,
 ) -> Generation:
     describe(request.scope, parsed)
+    state: ServerState = request.app.state.server
+    terms = terms_of(
+        request.headers,
+        parsed.priority or None,
+        default_lane=request.scope.get("default_lane", LANES[0]),
+        timeout_s=state.config.request_timeout_s,
+        queue_timeout_s=state.config.queue_timeout_s,
+    )
     return Generation(
-        request.app.state.server,
+        state,
         parsed,
         prompts,
         arrival_s=arrival_s,
         default_max_tokens=default_max_tokens,
+        terms=terms,
         grammar=grammar,
-        lane=request.scope.get("default_lane", LANES[0]),
         log=request.scope["access_log"],
     )
 

@@ -18,6 +18,7 @@ from llmservice_server.api.error import ENGINE_DEAD, ENGINE_ERROR, ApiError, inv
 from llmservice_server.api.request import GenerationRequest
 from llmservice_server.api.sequence import Sequence
 from llmservice_server.api.state import ServerState
+from llmservice_server.api.terms import Terms
 from llmservice_server.engine_client import EngineDeadError, OutputStream
 from llmservice_server.messages import Generate, Output, Ready, SamplingParams
 from llmservice_server.stop_strings import StopStrings
@@ -51,7 +52,7 @@ class Generation:
         arrival_s: float,
         default_max_tokens: int | None,
         grammar: str | None,
-        lane: str,
+        terms: Terms,
         log: MutableMapping[str, Any],
     ) -> None:
         """Raises ApiError where a prompt does not fit. `log` is given the figures of the access log at the end.
@@ -65,7 +66,6 @@ class Generation:
         self._stream: OutputStream | None = None
         self._watcher: asyncio.Task[None] | None = None
         limits = [_token_limit(prompt, request.token_limit, default_max_tokens, ready, tokenizer) for prompt in prompts]
-        timeout_s = state.config.request_timeout_s
         _check_token_ids(request, tokenizer)
         self._messages = [
             Generate(
@@ -73,8 +73,10 @@ class Generation:
                 prompt_token_ids=prompt,
                 sampling=_sampling(request, limits[prompt_index], choice, tokenizer, grammar),
                 arrival_s=arrival_s,
-                lane=lane,
-                deadline_s=None if timeout_s is None else arrival_s + timeout_s,
+                lane=terms.lane,
+                deadline_s=None if terms.timeout_s is None else arrival_s + terms.timeout_s,
+                queue_deadline_s=None if terms.queue_timeout_s is None else arrival_s + terms.queue_timeout_s,
+                cache_salt=request.cache_salt,
             )
             for prompt_index, prompt in enumerate(prompts)
             for choice in range(request.n)
@@ -97,8 +99,11 @@ class Generation:
 
     async def start(self, receive: Receive) -> Self:
         """Hand the sequences to the engine and watch the client. Raises ApiError where the queue is full."""
-        self._state.require_room(len(self._messages))
+        lane, lengths = self._messages[0].lane, [len(message.prompt_token_ids) for message in self._messages]
+        self._state.require_room(lane, lengths)
         self._stream = self._state.engine.generate(self._messages)
+        for message, num_tokens in zip(self._messages, lengths, strict=True):
+            self._state.backlog.enter(message.request_id, lane, num_tokens)
         self._watcher = asyncio.create_task(self._watch(receive))
         return self
 
@@ -112,6 +117,7 @@ class Generation:
             return
         if self._watcher is not None:
             self._watcher.cancel()
+        self._state.backlog.leave(self._by_id, time.monotonic())
         self._state.engine.abort([sequence.request_id for sequence in self.sequences if sequence.finish_reason is None])
         for sequence in self.sequences:
             sequence.close(self._state.metrics)
@@ -141,7 +147,11 @@ class Generation:
         if self._echoes_only and output.finish_reason in ("stop", "length"):
             # The engine cannot read a prompt without drawing a token behind it.
             output = msgspec.structs.replace(output, token_ids=[], logprobs=[], finish_reason="length")
-        text = sequence.advance(output, time.monotonic(), self._state.metrics)
+        now = time.monotonic()
+        text = sequence.advance(output, now, self._state.metrics)
+        self._state.backlog.start(output.request_id, now)
+        if output.finish_reason is not None:
+            self._state.backlog.leave([output.request_id], now)
         if sequence.finish_reason in ("error", "abort"):
             raise ApiError(output.error_status, output.error or "the engine ended the request", code=ENGINE_ERROR)
         return Progress(sequence, text, sequence.finish_reason)

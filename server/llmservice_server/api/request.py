@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -58,6 +58,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     response_format: ResponseFormat | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
+    priority: Literal["interactive", "batch", 0] = 0  # the lane; 0, vLLM's default, asks for none
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None  # shares cached prefixes with its like
     user: str | None = None  # OpenAI's name for the end user: free text, of no effect on the answer
 
     @property
@@ -140,7 +142,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "guided_json": (),
     "guided_regex": (),
     "metadata": ({},),
-    "priority": (0,),
     "prompt_cache_key": (),
     "prompt_cache_retention": (),
     "prompt_logprobs": (),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from llmservice_server.api.error import ApiError
+from llmservice_server.backlog import Backlog, QueueBound, Refusal
 from llmservice_server.engine_client import EngineClient
-from llmservice_server.messages import Ready, Stats
+from llmservice_server.messages import Ready
 from llmservice_server.metrics import Metrics
 from llmservice_server.tokenizer import Tokenizer
 
@@ -21,8 +24,9 @@ class ServeConfig:
     """Settings of the HTTP process; the engine has its own."""
 
     served_model_names: tuple[str, ...]  # the first is the one that answers carry
-    max_queued_requests: int
+    queue_bounds: Mapping[str, QueueBound]  # by lane
     request_timeout_s: float | None
+    queue_timeout_s: float | None
     max_queued_embeddings: int = 4096
     max_body_bytes: int = 8 * 2**20
     stuck_after_s: float | None = 300.0  # without a finished step, while there is work; None: never
@@ -34,6 +38,7 @@ class ServerState:
     config: ServeConfig
     engine: EngineClient
     metrics: Metrics
+    backlog: Backlog = field(init=False)
     tokenizer: Tokenizer | None = None
     draining: bool = False
     num_active: int = 0  # HTTP requests to the API under way, the sending of their answers included
@@ -62,6 +67,7 @@ class ServerState:
 
     def __post_init__(self) -> None:
         self.idle.set()
+        self.backlog = Backlog(self.config.queue_bounds, time.monotonic())
 
     def enter(self) -> None:
         """An API request has begun."""
@@ -82,17 +88,27 @@ class ServerState:
         assert self.tokenizer is not None  # noqa: S101
         return self.engine.ready, self.tokenizer
 
-    def require_room(self, asked: int) -> None:
-        """Raises ApiError (429) where `asked` more sequences would not fit into the queue's bound."""
+    def require_room(self, lane: str, num_tokens: list[int]) -> None:
+        """Raises ApiError (429) where sequences with prompts of `num_tokens` are too many for the lane's queue."""
+        if (refusal := self._why_refused(lane, num_tokens)) is not None:
+            raise ApiError(429, refusal.message, code="queue_full", retry_after_s=refusal.retry_after_s)
+
+    def require_some_room(self) -> None:
+        """Raises ApiError (429) where no lane takes anything; the lane may be named by the body, not yet read."""
+        refusals = [self._why_refused(lane, [0]) for lane in self.config.queue_bounds]
+        if None not in refusals:
+            self.require_room(next(iter(self.config.queue_bounds)), [0])
+
+    def _why_refused(self, lane: str, num_tokens: list[int]) -> Refusal | None:
         ready, _ = self.require_ready()
-        in_flight, bound = self.engine.num_in_flight, self.config.max_queued_requests
-        if num_queued(in_flight + asked, ready.max_num_seqs, self.engine.stats) > bound:
-            raise ApiError(
-                429,
-                f"the queue is full: {in_flight} sequences are running or waiting, and at most {bound} may wait",
-                code="queue_full",
-                retry_after_s=_RETRY_QUEUE_S,
-            )
+        stats = self.engine.stats
+        return self.backlog.why_refused(
+            lane,
+            num_tokens,
+            max_num_seqs=ready.max_num_seqs,
+            engine_lets_wait=stats is not None and any(stats.num_waiting.values()),
+            now=time.monotonic(),
+        )
 
     def require_embedding_room(self, asked: int) -> None:
         """Raises ApiError (429) where `asked` more inputs would be too many."""
@@ -112,15 +128,3 @@ class ServerState:
         if name not in names:
             message = f"The model `{name}` does not exist: this server has {', '.join(names)}"
             raise ApiError(404, message, param="model", code="model_not_found")
-
-
-def num_queued(num_in_flight: int, max_num_seqs: int, stats: Stats | None) -> int:
-    """Of `num_in_flight` sequences, how many must wait.
-
-    Where the engine lets somebody wait it runs as many as it can (memory may hold fewer than `max_num_seqs`); where it
-    does not, it could run up to `max_num_seqs`. The engine's figures are a step old, `num_in_flight` is exact:
-    so no burst between two steps passes the bound.
-    """
-    waiting = stats is not None and any(stats.num_waiting.values())
-    capacity = stats.num_running if stats is not None and waiting else max_num_seqs
-    return max(0, num_in_flight - capacity)

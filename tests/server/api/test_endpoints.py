@@ -204,7 +204,7 @@ def test_a_full_queue_refuses_at_once_with_a_hint(start_server: Callable[..., An
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     with client, pytest.raises(openai.RateLimitError) as refused:
         client.completions.create(model="tiny", prompt="a", n=4)
-    assert refused.value.response.headers["retry-after"] == "1"
+    assert 1 <= int(refused.value.response.headers["retry-after"]) <= 60
     server.wait_until_idle()
     assert server.post("/v1/completions", body)[0] == 200
 
