@@ -92,6 +92,8 @@ def server_args(service: LLMService, sized: Sized) -> list[str]:
         *("--block-size", str(plan.block_size)),
         *("--kv-cache-dtype", engine.kv_cache_dtype),
         *("--drain-timeout", str(_drain_s(service))),
+        *(() if engine.prefix_caching else ("--no-prefix-caching",)),
+        *(("--swap-space-gib", f"{engine.swap_space_gib:g}") if engine.swap_space_gib else ()),
     ]
     if isinstance(sized.device, GPU):
         return [*args, "--gpu-memory-utilization", str(engine.gpu_memory_utilization)]

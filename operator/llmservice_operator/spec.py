@@ -191,6 +191,14 @@ class Engine(SchemaModel):
     max_num_batched_tokens: int = Field(
         2048, ge=16, le=1048576, description="Token budget of one engine step; long prompts are cut into such chunks."
     )
+    prefix_caching: bool = Field(True, description="Keep the KV cache of prompts' beginnings for prompts alike.")
+    swap_space_gib: float = Field(
+        0,
+        alias="swapSpaceGiB",
+        ge=0,
+        le=4096,
+        description="CPU memory for the KV cache of preempted sequences, out of the pod's memory. 0: compute it again.",
+    )
 
 
 class Slo(SchemaModel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,16 +103,27 @@ def _stat(path: Path, name: str) -> int:
         lines = path.read_text().splitlines()
     except OSError:
         return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0)
+    return next((int(line.split()[1]) for line in lines if line.split()[:1] == [name]), 0)
 
 
 def activation_bytes(num_tokens: int, num_seqs: int, widest: int, vocab_size: int, itemsize: int) -> int:
-    """An estimate of a step's intermediates on CPU, where no allocator counts them.
+    """An estimate of a step's intermediates on CPU, for models with which measuring them would take long.
 
     A layer holds a few tensors of `num_tokens` rows at a time, the widest of them the fused projections; the sampler
     holds float32 logits of `num_seqs` rows about three times over.
     """
     return 4 * num_tokens * widest * itemsize + 3 * num_seqs * vocab_size * 4
+
+
+def peak_growth_bytes(work: Callable[[], None], proc: Path = Path("/proc/self")) -> int | None:
+    """How far the process's resident memory rises above today's while `work` runs; None where the kernel can't tell."""
+    try:
+        (proc / "clear_refs").write_text("5")  # proc(5): the peak, VmHWM, is from now on
+        before = _stat(proc / "status", "VmRSS:")
+    except OSError:
+        return None
+    work()
+    return (_stat(proc / "status", "VmHWM:") - before) * 1024
 
 
 def _mem_available(meminfo: Path) -> int:

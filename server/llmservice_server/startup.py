@@ -20,6 +20,7 @@ from llmservice_server.memory import (
     KVCachePlan,
     activation_bytes,
     available_cpu_bytes,
+    peak_growth_bytes,
     plan_kv_cache,
     sequences_held,
 )
@@ -29,6 +30,7 @@ from llmservice_server.runner import ModelRunner
 from llmservice_server.swap_space import PreemptionCost, SwapSpace
 
 _LOG = logging.getLogger(__name__)
+_PROFILE_S = 1.0  # a profiling pass on CPU may take as long
 _WARM_UP_TOKENS = 16  # the first step pays for lazy initialisation, a request should not
 
 
@@ -132,7 +134,7 @@ def _device(config: EngineConfig) -> torch.device:
 def _load(
     checkpoint: Checkpoint, config: EngineConfig, device: torch.device, shape: KVCacheShape
 ) -> tuple[LlamaModel, Memory]:
-    """Load the weights and learn what a full step needs beside them: measured on CUDA, estimated on CPU."""
+    """Load the weights and learn what a full step needs beside them."""
     total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else available_cpu_bytes()
     if checkpoint.weight_file_bytes > total:
         raise OutOfMemoryError(
@@ -141,7 +143,7 @@ def _load(
         )
     try:
         model = checkpoint.load(checkpoint.dtype(config.dtype), device)
-        activations = _profile(model, config, shape) if device.type == "cuda" else _estimate(model, config)
+        activations = _profile(model, config, shape) if device.type == "cuda" else _profile_cpu(model, config, shape)
     except torch.OutOfMemoryError as error:
         raise OutOfMemoryError(
             f"the weights and a step of {config.max_num_batched_tokens} tokens do not fit into the device's "
@@ -158,21 +160,49 @@ def _estimate(model: LlamaModel, config: EngineConfig) -> int:
     )
 
 
+def _profile_cpu(model: LlamaModel, config: EngineConfig, shape: KVCacheShape) -> int:
+    """Bytes that a full step takes beside the weights: measured where that takes a moment, else estimated."""
+    runner, step, cache_bytes = _full_step(model, config, shape)
+    num_tokens = min(_WARM_UP_TOKENS, config.block_size)
+    for _ in range(2):  # the first pays for lazy initialisation
+        token_s = (
+            _seconds(lambda: runner.dummy_step(num_tokens, 1, num_tokens, config.block_size), cuda=False) / num_tokens
+        )
+    if token_s * config.max_num_batched_tokens > _PROFILE_S:
+        return _estimate(model, config)
+    grown = peak_growth_bytes(step)
+    if grown is None:
+        return _estimate(model, config)
+    return max(grown - cache_bytes, config.most_seqs * model.config.vocab_size * 4)  # what the sampler adds to it
+
+
 def _profile(model: LlamaModel, config: EngineConfig, shape: KVCacheShape) -> int:
     """Bytes that a full step takes beside the weights, CUDA's context and other users of the card included."""
-    longest = min(config.max_model_len or model.config.max_context, config.prefill_chunk_tokens)
-    blocks_each = -(-longest // config.block_size)
-    num_blocks = 1 + blocks_each * -(-config.max_num_batched_tokens // longest)
     torch.cuda.reset_peak_memory_stats(model.device)
-    runner = ModelRunner(model, TorchAttention(shape, num_blocks, model.device))
-    runner.dummy_step(config.max_num_batched_tokens, config.most_seqs, longest, config.block_size)
+    runner, step, cache_bytes = _full_step(model, config, shape)
+    step()
     torch.cuda.synchronize(model.device)
-    peak = torch.cuda.max_memory_allocated(model.device) - num_blocks * shape.bytes_per_block
-    del runner
+    peak = torch.cuda.max_memory_allocated(model.device) - cache_bytes
+    del runner, step
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(model.device)
     outside_torch = total - free - torch.cuda.memory_reserved(model.device)
     return max(0, peak - model.weight_bytes) + outside_torch
+
+
+def _full_step(
+    model: LlamaModel, config: EngineConfig, shape: KVCacheShape
+) -> tuple[ModelRunner, Callable[[], None], int]:
+    """The largest step that the scheduler may plan, ready to be taken, and the bytes of the KV cache that it fills."""
+    longest = min(config.max_model_len or model.config.max_context, config.prefill_chunk_tokens)
+    blocks_each = -(-longest // config.block_size)
+    num_blocks = 1 + blocks_each * -(-config.max_num_batched_tokens // longest)
+    runner = ModelRunner(model, TorchAttention(shape, num_blocks, model.device))
+
+    def step() -> None:
+        runner.dummy_step(config.max_num_batched_tokens, config.most_seqs, longest, config.block_size)
+
+    return runner, step, num_blocks * shape.bytes_per_block
 
 
 def _attention(shape: KVCacheShape, num_blocks: int, device: torch.device) -> TorchAttention:

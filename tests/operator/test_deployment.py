@@ -36,6 +36,19 @@ def test_the_sizing_becomes_the_servers_flags(service_of: Any, sized: Sized) -> 
     }
 
 
+def test_prefix_caching_is_on_unless_it_is_turned_off_and_swap_space_is_none_unless_given(
+    service_of: Any, sized: Sized
+) -> None:
+    plain = server_args(service_of(), sized)
+    assert not {"--no-prefix-caching", "--swap-space-gib"} & set(plain)
+    engine = {"prefixCaching": False, "swapSpaceGiB": 1.5}
+    assert set(server_args(service_of(engine=engine), sized)) - set(plain) == {
+        "--no-prefix-caching",
+        "--swap-space-gib",
+        "1.5",
+    }
+
+
 def test_on_a_card_the_server_measures_its_own_pool(service_of: Any, model: Model) -> None:
     service = service_of(resources={"gpu": {"product": "l4"}}, engine={"gpuMemoryUtilization": 0.8})
     answer = size(service.spec, model)

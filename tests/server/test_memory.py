@@ -3,7 +3,13 @@ from pathlib import Path
 import pytest
 
 from llmservice_server.errors import OutOfMemoryError
-from llmservice_server.memory import KVCachePlan, available_cpu_bytes, plan_kv_cache, sequences_held
+from llmservice_server.memory import (
+    KVCachePlan,
+    available_cpu_bytes,
+    peak_growth_bytes,
+    plan_kv_cache,
+    sequences_held,
+)
 
 GIB = 1 << 30
 
@@ -99,3 +105,19 @@ def test_without_a_number_of_their_own_as_many_sequences_run_as_the_pool_holds(
     num_blocks: int, max_model_len: int, expected_tokens: int, most: int, sequences: int
 ) -> None:
     assert sequences_held(KVCachePlan(num_blocks, max_model_len), 16, expected_tokens, most) == sequences
+
+
+def test_the_peak_of_work_is_seen_though_its_memory_is_given_back() -> None:
+    def work() -> None:
+        b"x" * (64 << 20)  # each byte is written
+
+    grown = peak_growth_bytes(work)
+    assert grown is not None
+    assert 60 << 20 < grown < 80 << 20
+    small = peak_growth_bytes(lambda: None)
+    assert small is not None
+    assert small < 8 << 20  # the peak of before counts no longer
+
+
+def test_a_kernel_that_keeps_no_peak_is_no_error(tmp_path: Path) -> None:
+    assert peak_growth_bytes(lambda: None, tmp_path / "nowhere") is None
