@@ -72,7 +72,6 @@ class ContinuousScheduler:
         self.prefix_queries = 0  # prompt tokens
         self.prefix_hits = 0
         self._long_left = 0  # tokens of this step that long prompts may still take
-        self._vacated: list[int] = []  # swap blocks that the last plan still reads
         self._admitted_since_turn = 1 << 30  # interactive requests, since a batch request's turn
 
     @property
@@ -111,9 +110,6 @@ class ContinuousScheduler:
         `num_computed_tokens` advances here, not after the step: what is scheduled is computed, in this order.
         """
         plan = Plan()
-        if self.swap is not None:
-            self.swap.free(self._vacated)
-            self._vacated = []
         self._long_left = self.config.max_long_tokens
         self._yield_to_interactive(plan)
         num_yielded = len(plan.preempted)
@@ -202,6 +198,8 @@ class ContinuousScheduler:
         One that does not fit yet holds up those behind it, or the queue's end would starve its head.
         """
         batch_head, head = self._head(self.lanes[BATCH]), self._head(self.lanes[INTERACTIVE])
+        if batch_head in plan.preempted:  # it has just made room for somebody else
+            batch_head = None
         if batch_head is not None and head is not None:
             has_aged = now - batch_head.arrival_s >= self.config.ageing_s
             if self._batch_is_due(has_aged):
@@ -248,10 +246,10 @@ class ContinuousScheduler:
         table.extend(hits)
         missing = self._num_blocks(request.num_tokens) - len(hits)
         table.extend(self.pool.allocate(missing, after=hits[-1]) if hits else self._first_blocks(request, missing))
-        if request.swapped_blocks:
+        if self.swap is not None and request.swapped_blocks:
             copied = zip(request.swapped_blocks[len(hits) :], table.blocks[len(hits) :], strict=False)
             plan.swap_in += [BlockCopy(source, target) for source, target in copied]
-            self._vacated += request.swapped_blocks
+            self.swap.free(request.swapped_blocks)  # no later part of this plan swaps out, into what is still read
             request.swapped_blocks = []
         num_hit_tokens = len(hits) * self.config.block_size
         request.num_computed_tokens = max(request.num_computed_tokens, num_hit_tokens)
@@ -336,7 +334,6 @@ class ContinuousScheduler:
         self._lane(request).num_running -= 1
 
     def _release(self, request: Request) -> None:
-        request.num_committed_blocks = 0
         self.pool.free(request.block_table.clear())
 
     def _lane(self, request: Request) -> Lane:

@@ -61,7 +61,7 @@ class SchedulerUnderLoad(RuleBasedStateMachine):
         order = len(self.requests)
         message = Generate(
             request_id=f"r{order}",
-            prompt_token_ids=[beginning] * (prompt - 1) + [order],
+            prompt_token_ids=[beginning] * prompt,
             sampling=SamplingParams(max_tokens=max_tokens),
             arrival_s=self.now,
             deadline_s=self.now + patience_s,
@@ -126,6 +126,7 @@ class SchedulerUnderLoad(RuleBasedStateMachine):
 
     def compute(self, plan: Plan) -> None:
         """Keeps a model of what every block holds, and sees to it that nobody reads what is not there."""
+        assert not {copy.target for copy in plan.swap_out} & {copy.source for copy in plan.swap_in}
         swapped = {copy.target: self.contents[copy.source] for copy in plan.swap_out}
         self.swapped = {**getattr(self, "swapped", {}), **swapped}
         for copy in plan.swap_in:
@@ -177,7 +178,7 @@ class SchedulerUnderLoad(RuleBasedStateMachine):
         if self.swap is not None:
             swapped = [block for request in self.alive for block in request.swapped_blocks]
             assert len(set(swapped)) == len(swapped)
-            assert len(swapped) + self.swap.num_free + len(self.scheduler._vacated) == SWAP_BLOCKS
+            assert len(swapped) + self.swap.num_free == SWAP_BLOCKS
             assert all(request.status is Status.WAITING for request in self.alive if request.swapped_blocks)
 
     @invariant()
