@@ -109,7 +109,8 @@ async def test_defaults_are_filled_in_by_the_api_server(kube: KubeClient, manife
         ({"resources": {"requests": {"memory": "lots"}}}, "spec.resources.requests.memory", "lots"),
         ({"slo": {"ttftP99": "2 seconds"}}, "spec.slo.ttftP99", "2 seconds"),
         ({"rollout": {"maxSurge": 0, "maxUnavailable": 0}}, "spec.rollout", "can't both be 0"),
-        ({"engine": {"prefixCaching": True}}, "prefixCaching", "unknown field"),
+        ({"engine": {"prefixCache": True}}, "prefixCache", "unknown field"),
+        ({"engine": {"swapSpaceGiB": -1}}, "spec.engine.swapSpaceGiB", "0"),
     ],
 )
 async def test_a_bad_manifest_is_refused_with_path_and_reason(
