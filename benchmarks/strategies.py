@@ -24,10 +24,10 @@ from llmservice_bench.arrivals import arrival_times
 from llmservice_bench.lengths import Lengths, draw, read_trace
 from llmservice_bench.record import RequestRecord
 from llmservice_bench.report import Report, machine
-from llmservice_server.config import EngineConfig
-from llmservice_server.engine import Engine
+from llmservice_server.engine.config import EngineConfig
+from llmservice_server.engine.engine import Engine
 from llmservice_server.messages import Generate, Output, SamplingParams
-from llmservice_server.tiny_model import TinyModelSpec, write_tiny_model
+from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
 
 RESULTS = Path(__file__).with_name("results")
 SPEC = TinyModelSpec(layers=4, hidden_size=512, heads=8, kv_heads=4, max_position_embeddings=2048)

@@ -15,7 +15,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from llmservice_server.config import EngineConfig
+from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine_process import EngineSettings
 from llmservice_server.messages import (
     Abort,

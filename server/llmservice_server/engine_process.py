@@ -21,12 +21,12 @@ import msgspec
 import zmq
 
 from llmservice_server import json_log
-from llmservice_server.config import EngineConfig
-from llmservice_server.errors import StartError
+from llmservice_server.engine.config import EngineConfig
+from llmservice_server.engine.errors import StartError
 from llmservice_server.messages import Abort, Embed, Failed, FromEngine, Generate, Shutdown, StepOutputs, ToEngine
 
 if TYPE_CHECKING:
-    from llmservice_server.engine import Engine
+    from llmservice_server.engine.engine import Engine
 
 _IDLE_POLL_MS = 10_000  # only a bound: a message ends the wait at once
 
@@ -117,7 +117,9 @@ def main() -> int:
     inbox = _socket(context, zmq.PULL)
     inbox.bind(settings.to_engine)
     try:
-        from llmservice_server.engine import Engine  # torch: seconds, in which the parent already answers /health
+        from llmservice_server.engine.engine import (
+            Engine,  # torch: seconds, in which the parent already answers /health
+        )
 
         engine = Engine(settings.config)
     except StartError as error:

@@ -17,12 +17,12 @@ from llmservice_server.api.api_keys import ApiKeyError, ApiKeys
 from llmservice_server.api.app import create_app
 from llmservice_server.api.state import ServeConfig, ServerState
 from llmservice_server.api.tracing import TracingError, tracer_provider
-from llmservice_server.config import EngineConfig
+from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine_client import EngineClient
 from llmservice_server.http_protocol import BoundedHttpProtocol
 from llmservice_server.messages import Ready
 from llmservice_server.metrics import Metrics
-from llmservice_server.tokenizer import Tokenizer, TokenizerLoadError
+from llmservice_server.text.tokenizer import Tokenizer, TokenizerLoadError
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider

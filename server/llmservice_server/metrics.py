@@ -12,8 +12,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from llmservice_server.engine.request import LANES
 from llmservice_server.messages import Ready, Stats
-from llmservice_server.request import LANES
 
 Buckets = tuple[float, ...]
 

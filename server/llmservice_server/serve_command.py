@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from llmservice_planner.command import Command, CommandError
 
 if TYPE_CHECKING:
-    from llmservice_server.backlog import QueueBound
+    from llmservice_server.api.backlog import QueueBound
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -107,7 +107,7 @@ def _add_queue_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _queue_bounds(args: argparse.Namespace) -> dict[str, QueueBound]:
     """By lane."""
-    from llmservice_server.backlog import QueueBound
+    from llmservice_server.api.backlog import QueueBound
 
     requests, tokens = args.max_queued_requests, args.max_queued_tokens
     batch_requests, batch_tokens = args.max_queued_batch_requests, args.max_queued_batch_tokens
@@ -206,8 +206,8 @@ def run(args: argparse.Namespace) -> int:
 
     from llmservice_server import json_log
     from llmservice_server.api.state import ServeConfig
-    from llmservice_server.config import EngineConfig
-    from llmservice_server.errors import ConfigError
+    from llmservice_server.engine.config import EngineConfig
+    from llmservice_server.engine.errors import ConfigError
     from llmservice_server.http_process import HttpProcess, ListenConfig, ServeError
 
     model: Path = args.model

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from llmservice_server.tiny_model import TinyModelSpec, write_tiny_model
+    from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
 
     try:
         spec = TinyModelSpec(

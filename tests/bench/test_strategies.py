@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 from llmservice_bench.lengths import Lengths
-from llmservice_server.tiny_model import TinyModelSpec, write_tiny_model
+from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks/strategies.py"
 LENGTHS = [Lengths(5, 3), Lengths(40, 12), Lengths(9, 1), Lengths(20, 6), Lengths(3, 9)]

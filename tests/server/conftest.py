@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from llmservice_server.tiny_model import TinyModelSpec, write_tiny_model
+from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
 
 LLMSERVICE = Path(sys.executable).with_name("llmservice")
 DEADLINE_S = 60.0

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from llmservice_server.config import EngineConfig
+from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine_process import EngineSettings
 from llmservice_server.messages import Failed, FromEngine, Generate, Ready, SamplingParams, Shutdown, StepOutputs
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from llmservice_server.config import EngineConfig
-from llmservice_server.engine import Engine
+from llmservice_server.engine.config import EngineConfig
+from llmservice_server.engine.engine import Engine
+from llmservice_server.engine.swap_space import PreemptionCost
 from llmservice_server.messages import Generate, SamplingParams
-from llmservice_server.swap_space import PreemptionCost
-from llmservice_server.tiny_model import TinyModelSpec, write_tiny_model
+from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
 
 VOCAB = 512
 BLOCK_BYTES = 2 * 2 * 16 * 2 * 8 * 4  # layers, keys and values, tokens, heads, head_dim, float32

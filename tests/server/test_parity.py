@@ -11,11 +11,11 @@ from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, PreTraine
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from llmservice_server.attention.base import SequenceSlice
-from llmservice_server.config import EngineConfig
-from llmservice_server.engine import Engine
+from llmservice_server.engine.config import EngineConfig
+from llmservice_server.engine.engine import Engine
+from llmservice_server.engine.request import BlockTable
+from llmservice_server.engine.startup import start
 from llmservice_server.messages import Generate, SamplingParams
-from llmservice_server.request import BlockTable
-from llmservice_server.startup import start
 
 STEPS = 64
 LOGIT_TOLERANCE = 1e-4  # of the row's largest logit

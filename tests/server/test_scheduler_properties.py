@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from llmservice_server.block_pool import BlockPool
-from llmservice_server.lane import LaneConfig
+from llmservice_server.engine.block_pool import BlockPool
+from llmservice_server.engine.lane import LaneConfig
+from llmservice_server.engine.plan import Plan
+from llmservice_server.engine.request import Request, Status
+from llmservice_server.engine.scheduler import ContinuousScheduler, SchedulerConfig
+from llmservice_server.engine.swap_space import PreemptionCost, SwapSpace
 from llmservice_server.messages import Generate, SamplingParams
-from llmservice_server.plan import Plan
-from llmservice_server.request import Request, Status
-from llmservice_server.scheduler import ContinuousScheduler, SchedulerConfig
-from llmservice_server.swap_space import PreemptionCost, SwapSpace
 
 BLOCK_SIZE = 4
 MAX_TOKENS = 13 * BLOCK_SIZE  # prompt and answer: just what the pool holds

@@ -11,10 +11,10 @@ import jsonschema
 import pytest
 from llguidance import LLMatcher
 
-from llmservice_server.config import EngineConfig
-from llmservice_server.engine import Engine
+from llmservice_server.engine.config import EngineConfig
+from llmservice_server.engine.engine import Engine
 from llmservice_server.messages import Generate, Output, SamplingParams
-from llmservice_server.tokenizer import Tokenizer
+from llmservice_server.text.tokenizer import Tokenizer
 
 PERSON = {
     "type": "object",

@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmservice_server.request import LANES
+from llmservice_server.engine.request import LANES
 
 log = logging.getLogger("llmservice.server")
 

@@ -14,7 +14,7 @@ from llmservice_server.api.response import Choice
 from llmservice_server.api.sequence import Sequence
 from llmservice_server.api.tool_calls import Call, Parsed, ToolCallParser, merge
 from llmservice_server.api.tools import NamedTool
-from llmservice_server.tokenizer import Tokenizer
+from llmservice_server.text.tokenizer import Tokenizer
 
 
 class CalledFunction(msgspec.Struct, omit_defaults=True):

@@ -10,7 +10,7 @@ from llmservice_server.api.logprobs import CompletionLogprobs, CompletionLogprob
 from llmservice_server.api.request import CompletionRequest
 from llmservice_server.api.response import Choice
 from llmservice_server.api.sequence import Sequence
-from llmservice_server.tokenizer import Tokenizer
+from llmservice_server.text.tokenizer import Tokenizer
 
 
 class Text(Choice):

@@ -21,7 +21,7 @@ from llmservice_server.api.state import ServerState
 from llmservice_server.api.trace_attributes import describe
 from llmservice_server.engine_client import EngineDeadError
 from llmservice_server.messages import Embedded, Ready
-from llmservice_server.tokenizer import Tokenizer
+from llmservice_server.text.tokenizer import Tokenizer
 
 _LONG_BODY = 8192  # bytes; longer ones are tokenized in a thread, so that nobody else's tokens wait for them
 _CLIENT_GONE = 499  # nginx's status for it; nobody receives it, but the access log shows it

@@ -30,8 +30,8 @@ from llmservice_server.api.structure import answer_grammar
 from llmservice_server.api.terms import terms_of
 from llmservice_server.api.tools import as_template_input
 from llmservice_server.api.trace_attributes import describe
-from llmservice_server.request import LANES
-from llmservice_server.tokenizer import Tokenizer
+from llmservice_server.engine.request import LANES
+from llmservice_server.text.tokenizer import Tokenizer
 
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 _LONG_BODY = 8192  # bytes; longer ones are tokenized in a thread, so that nobody else's tokens wait for them

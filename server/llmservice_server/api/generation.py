@@ -21,8 +21,8 @@ from llmservice_server.api.state import ServerState
 from llmservice_server.api.terms import Terms
 from llmservice_server.engine_client import EngineDeadError, OutputStream
 from llmservice_server.messages import Generate, Output, Ready, SamplingParams
-from llmservice_server.stop_strings import StopStrings
-from llmservice_server.tokenizer import Tokenizer
+from llmservice_server.text.stop_strings import StopStrings
+from llmservice_server.text.tokenizer import Tokenizer
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 

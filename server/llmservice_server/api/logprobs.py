@@ -8,7 +8,7 @@ from collections.abc import Sequence as Many
 import msgspec
 
 from llmservice_server.messages import TokenLogprobs
-from llmservice_server.token_bytes import TokenBytes
+from llmservice_server.sampling.token_bytes import TokenBytes
 
 
 class CompletionLogprobs(msgspec.Struct):

@@ -17,7 +17,7 @@ from llmservice_server.api.error import ApiError, invalid
 from llmservice_server.api.message import Message
 from llmservice_server.api.response_format import ResponseFormat
 from llmservice_server.api.tools import MAX_TOOLS, Tool, ToolChoice, callable_tools
-from llmservice_server.tool_format import ToolSchema
+from llmservice_server.text.tool_format import ToolSchema
 
 MAX_CHOICES = 16  # n
 MAX_SEQUENCES = 128  # prompts × n of one request

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 
-from llmservice_server.detokenizer import Detokenizer
 from llmservice_server.messages import FinishReason, Output, TokenLogprobs
 from llmservice_server.metrics import Metrics
-from llmservice_server.stop_strings import StopStrings
-from llmservice_server.tokenizer import Tokenizer
+from llmservice_server.text.detokenizer import Detokenizer
+from llmservice_server.text.stop_strings import StopStrings
+from llmservice_server.text.tokenizer import Tokenizer
 
 
 class Sequence:

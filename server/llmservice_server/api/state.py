@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from llmservice_server.api.backlog import Backlog, QueueBound, Refusal
 from llmservice_server.api.error import ApiError
-from llmservice_server.backlog import Backlog, QueueBound, Refusal
 from llmservice_server.engine_client import EngineClient
 from llmservice_server.messages import Ready
 from llmservice_server.metrics import Metrics
-from llmservice_server.tokenizer import Tokenizer
+from llmservice_server.text.tokenizer import Tokenizer
 
 _RETRY_LOADING_S = 5
 _RETRY_QUEUE_S = 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 from llmservice_server.api.error import ApiError, invalid
 from llmservice_server.api.request import ChatRequest, GenerationRequest
 from llmservice_server.api.tools import NamedTool
-from llmservice_server.grammar import GrammarError, check_grammar, json_grammar
-from llmservice_server.tokenizer import Tokenizer
+from llmservice_server.sampling.grammar import GrammarError, check_grammar, json_grammar
+from llmservice_server.text.tokenizer import Tokenizer
 
 
 def answer_grammar(request: GenerationRequest, tokenizer: Tokenizer) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from llmservice_server.api.error import invalid
-from llmservice_server.request import LANES
+from llmservice_server.engine.request import LANES
 
 LANE_HEADER = "x-llmservice-lane"
 TIMEOUT_HEADER = "x-llmservice-timeout"

@@ -15,7 +15,7 @@ from llmservice_server.api.error import JsonResponse, invalid
 from llmservice_server.api.message import Message
 from llmservice_server.api.request import TokenId, parse_fields
 from llmservice_server.api.state import ServerState
-from llmservice_server.tokenizer import Tokenizer
+from llmservice_server.text.tokenizer import Tokenizer
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):

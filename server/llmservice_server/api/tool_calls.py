@@ -7,8 +7,8 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from llmservice_server.stop_strings import StopStrings
-from llmservice_server.tool_format import ToolFormat
+from llmservice_server.text.stop_strings import StopStrings
+from llmservice_server.text.tool_format import ToolFormat
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from llmservice_server.api.error import invalid
-from llmservice_server.tool_format import ToolSchema
+from llmservice_server.text.tool_format import ToolSchema
 
 MAX_TOOLS = 128
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from llmservice_server.request import BlockTable
+from llmservice_server.engine.request import BlockTable
 
 
 @dataclass(frozen=True, slots=True)

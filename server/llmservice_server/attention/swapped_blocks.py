@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from llmservice_server.plan import BlockCopy
+from llmservice_server.engine.plan import BlockCopy
 
 
 class SwappedBlocks:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
 from llmservice_server.attention.padded import PaddedAttention
-from llmservice_server.config import Pooling
+from llmservice_server.engine.config import Pooling
 from llmservice_server.models.llama import LlamaModel
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llmservice_server.errors import ModelLoadError
+from llmservice_server.engine.errors import ModelLoadError
 from llmservice_server.models.rope import RopeConfig
 
 # What transformers assumes where a config.json of the architecture leaves a key out.

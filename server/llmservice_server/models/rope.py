@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from llmservice_server.errors import ModelLoadError
+from llmservice_server.engine.errors import ModelLoadError
 
 SUPPORTED = ("default", "linear", "dynamic", "llama3", "yarn")
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from llmservice_server.config import EngineConfig
+from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine_client import EngineClient, EngineDeadError
 from llmservice_server.messages import Ready
 from llmservice_server.metrics import Metrics
 from llmservice_server.offline.job import CompletionOutput, Job, Prompt, RequestOutput, as_params, as_prompts
 from llmservice_server.offline.sampling_params import SamplingParams
-from llmservice_server.tokenizer import Tokenizer
+from llmservice_server.text.tokenizer import Tokenizer
 
 
 class AsyncLLM:

@@ -7,13 +7,13 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import TypeGuard
 
-from llmservice_server.admission import why_refused
 from llmservice_server.api.sequence import Sequence
+from llmservice_server.engine.admission import why_refused
 from llmservice_server.messages import FinishReason, Generate, Output, Ready, TokenLogprobs
 from llmservice_server.metrics import Metrics
 from llmservice_server.offline.sampling_params import SamplingParams
-from llmservice_server.stop_strings import StopStrings
-from llmservice_server.tokenizer import Tokenizer
+from llmservice_server.text.stop_strings import StopStrings
+from llmservice_server.text.tokenizer import Tokenizer
 
 Prompt = str | Many[int]  # text, or token ids
 

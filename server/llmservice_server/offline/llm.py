@@ -10,12 +10,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-from llmservice_server.config import EngineConfig
-from llmservice_server.engine import Engine
+from llmservice_server.engine.config import EngineConfig
+from llmservice_server.engine.engine import Engine
 from llmservice_server.metrics import Metrics
 from llmservice_server.offline.job import Job, Prompt, RequestOutput, as_params, as_prompts
 from llmservice_server.offline.sampling_params import SamplingParams
-from llmservice_server.tokenizer import Tokenizer
+from llmservice_server.text.tokenizer import Tokenizer
 
 
 class LLM:

@@ -9,7 +9,7 @@ import openai
 import pytest
 import torch
 
-from llmservice_server.tokenizer import Tokenizer
+from llmservice_server.text.tokenizer import Tokenizer
 
 COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "Hello you", "temperature": 0, "max_tokens": 12}
 CHAT: dict[str, Any] = {

@@ -13,9 +13,9 @@ import pytest
 import tokenizers
 from pydantic import BaseModel, Field
 
-from llmservice_server import tiny_tokenizer
-from llmservice_server.tiny_model import TinyModelSpec, write_tiny_model
-from llmservice_server.tool_format import HERMES
+from llmservice_server.text.tool_format import HERMES
+from llmservice_server.tiny import tokenizer as tiny_tokenizer
+from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
 
 MESSAGES: list[Any] = [{"role": "user", "content": "What is the weather?"}]
 WEATHER = {

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmservice_server.api.tool_calls import JsonObject, Parsed, ToolCallParser, merge
-from llmservice_server.tool_format import HERMES, LLAMA, ToolFormat
+from llmservice_server.text.tool_format import HERMES, LLAMA, ToolFormat
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=6),

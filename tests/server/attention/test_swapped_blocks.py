@@ -1,7 +1,7 @@
 import torch
 
 from llmservice_server.attention.swapped_blocks import SwappedBlocks
-from llmservice_server.plan import BlockCopy
+from llmservice_server.engine.plan import BlockCopy
 
 
 def test_blocks_go_out_in_any_order_and_come_back_elsewhere_unchanged() -> None:

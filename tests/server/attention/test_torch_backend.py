@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from llmservice_server.attention.base import KVCacheShape, SequenceSlice
 from llmservice_server.attention.torch_backend import TorchAttention
-from llmservice_server.request import BlockTable
+from llmservice_server.engine.request import BlockTable
 
 BLOCK_SIZE, KV_HEADS, HEADS, HEAD_DIM = 4, 2, 6, 8
 NUM_BLOCKS = 64

@@ -11,11 +11,11 @@ import torch
 from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen3Config
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from llmservice_server.config import EngineConfig, Pooling
 from llmservice_server.embedding.embedder import Embedder
 from llmservice_server.embedding.model import EmbeddingModel
+from llmservice_server.engine.config import EngineConfig, Pooling
+from llmservice_server.engine.startup import start
 from llmservice_server.messages import Embed
-from llmservice_server.startup import start
 
 SMALL = {
     "vocab_size": 193,

@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from llmservice_server.errors import ModelLoadError
+from llmservice_server.engine.errors import ModelLoadError
 from llmservice_server.models.model_config import ModelConfig
 
 SHAPE = {

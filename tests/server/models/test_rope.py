@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from llmservice_server.errors import ModelLoadError
+from llmservice_server.engine.errors import ModelLoadError
 from llmservice_server.models.rope import RopeConfig, RotaryEmbedding, rotate
 
 CONTEXT = 4096

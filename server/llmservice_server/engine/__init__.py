@@ -1,0 +1,1 @@
+"""The engine: scheduling, the paged KV cache, and the steps on the device."""

@@ -1,0 +1,216 @@
+"""The engine: requests in, tokens out, one step at a time. It knows no HTTP, no sockets and no text."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+
+from llmservice_server.embedding.embedder import Embedder
+from llmservice_server.embedding.model import EmbeddingModel
+from llmservice_server.engine.admission import why_refused
+from llmservice_server.engine.block_pool import BlockPool
+from llmservice_server.engine.config import EngineConfig
+from llmservice_server.engine.isolation import execute_isolated
+from llmservice_server.engine.plan import Plan, Scheduled
+from llmservice_server.engine.request import Request
+from llmservice_server.engine.runner import StepResult
+from llmservice_server.engine.scheduling import make_scheduler
+from llmservice_server.engine.startup import start
+from llmservice_server.messages import FinishReason, Generate, Output, Ready, Stats, StepOutputs
+from llmservice_server.sampling.compiling import Compiling
+from llmservice_server.sampling.grammar import GrammarCompiler
+from llmservice_server.sampling.sampler import Draw, stream_seed
+
+
+class Engine:
+    """Raises `StartError` (`ConfigError`, `ModelLoadError`, `OutOfMemoryError`) when it cannot start.
+
+    `clock` gives monotonic seconds, on the same clock as `Generate.arrival_s` and `deadline_s`.
+    """
+
+    def __init__(self, config: EngineConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        started_s = time.monotonic()
+        started = start(config)
+        max_num_seqs = started.max_num_seqs
+        self._clock = clock
+        self._seed = config.seed
+        self._runner = started.runner
+        self._vocab_size = started.vocab_size
+        self._eos_token_ids = started.eos_token_ids
+        self.pool = BlockPool(started.kv_cache.num_blocks)
+        self.swap = started.swap
+        self.scheduler = make_scheduler(config, max_num_seqs, self.pool, self.swap)
+        self.embedder = Embedder(
+            EmbeddingModel(started.runner.model, config.pooling),
+            vocab_size=started.vocab_size,
+            max_tokens=min(started.kv_cache.max_model_len, config.max_num_batched_tokens),
+            max_batch_tokens=config.max_num_batched_tokens,
+            window_s=config.embedding_window_s,
+        )
+        self._compiling = Compiling(GrammarCompiler(config.model, started.vocab_size, started.eos_token_ids))
+        self._requests: dict[str, Request] = {}
+        self._deadlines: list[tuple[float, str]] = []  # a heap; entries of finished requests stay until they are due
+        self._pending: list[Output] = []  # decided between steps, delivered with the next one
+        self._arrivals = itertools.count()
+        self.last_plan = Plan()
+        self.ready = Ready(
+            max_model_len=started.kv_cache.max_model_len,
+            max_num_seqs=max_num_seqs,
+            block_size=config.block_size,
+            num_blocks=self.pool.num_usable,
+            max_request_tokens=min(started.kv_cache.max_model_len, self.pool.num_usable * config.block_size),
+            embedding_size=self.embedder.size,
+            max_embedding_tokens=self.embedder.max_tokens,
+            memory_bytes=started.memory_bytes,
+            load_s=time.monotonic() - started_s,
+        )
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests or self._pending)
+
+    def wait_s(self) -> float:
+        """How long a step would find nothing to do, unless a message comes: 0 where there is work."""
+        if self._pending or self._compiling:
+            return 0.0
+        now = self._clock()
+        deadline_s = self._deadlines[0][0] if self._deadlines and self._requests else math.inf
+        return max(0.0, min(self.scheduler.wait_s(now), deadline_s - now))
+
+    def add(self, message: Generate) -> None:
+        """Queue a request. One that can never be served is answered with an error by the next step."""
+        problem = self._why_refused(message)
+        if problem is not None:
+            self._refuse(message.request_id, problem)
+            return
+        order = next(self._arrivals)
+        request = Request.of(message, order, stream_seed(self._seed, order), self._eos_token_ids)
+        self._requests[request.request_id] = request
+        if message.sampling.grammar is None:
+            self.scheduler.add(request)
+        else:
+            self._compiling.add(request, message.sampling.grammar)
+        for deadline_s in (request.deadline_s, request.queue_deadline_s):
+            if deadline_s is not None:
+                heapq.heappush(self._deadlines, (deadline_s, request.request_id))
+
+    def abort(self, request_ids: Sequence[str], finished: bool = False) -> None:
+        """End requests now, freeing their blocks; unknown ids (already finished) are passed over.
+
+        `finished`: a stop string matched, so the request ends with "stop", not "abort".
+        """
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is not None:
+                self._pending.append(self._finish(request, "stop" if finished else "abort"))
+
+    def step(self) -> StepOutputs:
+        """Compute one step for whoever is scheduled, and hand out what was decided since the last one."""
+        now = self._clock()
+        self._expire(now)
+        self._add_compiled(now)
+        outputs, self._pending = self._pending, []
+        plan = self.scheduler.schedule(now)
+        self._runner.swap(plan)
+        if plan.scheduled:
+            results, failed = execute_isolated(self._runner.execute, self._runner.recover, plan)
+            self.scheduler.commit(plan, failed)
+            outputs += [
+                self._finish(request, "error", error)
+                for request, error in failed.items()
+                if request.request_id in self._requests  # else it had ended, and was computed as padding
+            ]
+            outputs += self._update([share for share in plan.scheduled if share.request not in failed], results)
+        self.last_plan = plan
+        return StepOutputs(outputs=outputs, stats=self.stats())
+
+    def stats(self) -> Stats:
+        """Gauges as of now; `batch_size` and `iteration_tokens` are the last step's."""
+        return Stats(
+            num_running=len(self.scheduler.running),
+            num_waiting=dict(self.scheduler.num_waiting),
+            blocks_free=self.pool.num_free,
+            blocks_held=self.pool.num_held,
+            blocks_cached=self.pool.num_cached,
+            preemptions=dict(self.scheduler.num_preemptions),
+            prefix_queries=self.scheduler.prefix_queries,
+            prefix_hits=self.scheduler.prefix_hits,
+            batch_size=len(self.last_plan.scheduled),
+            iteration_tokens=self.last_plan.num_tokens,
+        )
+
+    def _update(self, shares: Sequence[Scheduled], results: Sequence[StepResult]) -> list[Output]:
+        """Give each sampled token to its request."""
+        for result in results:
+            for request, logprobs in result.prompt_logprobs.items():
+                request.prompt_logprobs += logprobs
+        draws = (drawn for result in results for drawn in result.draws)
+        return [self._advance(share.request, next(draws)) for share in shares if share.samples]
+
+    def _advance(self, request: Request, draw: Draw) -> Output:
+        if request.grammar is not None and (problem := request.grammar.problem) is not None:
+            output = self._finish(request, "error", problem)
+            output.error_status = 400
+            return output
+        token_id = draw.token_id
+        if token_id is None:
+            return self._finish(
+                request, "error", "the model's logits are not finite: the weights or the dtype overflow"
+            )
+        first = request.num_output_tokens == 0
+        finish_reason = request.append(token_id)
+        output = (
+            Output(request_id=request.request_id) if finish_reason is None else self._finish(request, finish_reason)
+        )
+        if token_id not in request.stop_token_ids:  # they are not part of the answer
+            output.token_ids = [token_id]
+            output.logprobs = [] if draw.logprobs is None else [draw.logprobs]
+        if first and request.first_scheduled_s is not None:
+            output.queue_s = max(0.0, request.first_scheduled_s - request.arrival_s)
+            output.prompt_logprobs = request.prompt_logprobs
+            output.num_cached_tokens = request.num_cached_tokens
+        return output
+
+    def _add_compiled(self, now: float) -> None:
+        idle = not self._pending and self.scheduler.wait_s(now) > 0
+        for request, problem in self._compiling.take_ready(idle=idle):
+            if problem is None:
+                self.scheduler.add(request)
+            else:
+                del self._requests[request.request_id]
+                self._refuse(request.request_id, str(problem))
+
+    def _refuse(self, request_id: str, problem: str) -> None:
+        self._pending.append(Output(request_id=request_id, finish_reason="error", error=problem, error_status=400))
+
+    def _expire(self, now: float) -> None:
+        while self._deadlines and self._deadlines[0][0] <= now:
+            deadline_s, request_id = heapq.heappop(self._deadlines)
+            request = self._requests.get(request_id)
+            if request is None:
+                continue
+            waits = request.first_scheduled_s is None
+            if request.deadline_s == deadline_s:
+                waited = "while it waited" if waits else f"after {request.num_output_tokens} tokens"
+                problem = f"the request's deadline passed {waited}"
+            elif waits and request.queue_deadline_s == deadline_s:
+                problem = f"the request waited {now - request.arrival_s:.1f} s, longer than it may: try again later"
+            else:
+                continue
+            output = self._finish(request, "error", problem)
+            output.error_status = 504
+            self._pending.append(output)
+
+    def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> Output:
+        if not self._compiling.discard(request):
+            self.scheduler.finish(request)
+        del self._requests[request.request_id]
+        return Output(request_id=request.request_id, finish_reason=reason, error=error)
+
+    def _why_refused(self, message: Generate) -> str | None:
+        if message.request_id in self._requests:
+            return f"a request with the id {message.request_id} is being served, expected a new id"
+        return why_refused(message, self._vocab_size, self.ready.max_request_tokens)

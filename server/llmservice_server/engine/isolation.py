@@ -1,0 +1,42 @@
+"""A step that fails costs only those who made it fail: the others are computed again without them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+from llmservice_server.engine.plan import Plan
+from llmservice_server.engine.request import Request
+
+_LOG = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def execute_isolated(
+    execute: Callable[[Plan], T], recover: Callable[[], None], plan: Plan
+) -> tuple[list[T], dict[Request, str]]:
+    """What `execute` has found out, in the plan's order, and who failed, with a sentence each.
+
+    A step may be computed again: it writes the same keys and values to the same places. So after an exception each
+    half of it is tried alone, down to single requests; where memory was short, the halves may all succeed. `recover`
+    is called after each exception; it raises where the device itself is lost, and with it the engine.
+    """
+    try:
+        return [execute(plan)], {}
+    except Exception as error:
+        _LOG.warning("a step of %d sequences failed", len(plan.scheduled), exc_info=error)
+        failure = type(error).__name__
+    recover()
+    if len(plan.scheduled) == 1:
+        request = plan.scheduled[0].request
+        return [], {request: f"the engine failed to compute this request ({failure}): see the server's log"}
+    middle = len(plan.scheduled) // 2
+    results: list[T] = []
+    failed: dict[Request, str] = {}
+    for half in (plan.scheduled[:middle], plan.scheduled[middle:]):
+        computed, unable = execute_isolated(execute, recover, Plan(scheduled=half))
+        results += computed
+        failed |= unable
+    return results, failed

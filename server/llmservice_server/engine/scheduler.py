@@ -1,0 +1,343 @@
+"""Continuous batching: who computes how many tokens in the next step."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+
+from llmservice_server.engine.block_hash import BlockHashes
+from llmservice_server.engine.block_pool import BlockPool
+from llmservice_server.engine.lane import Lane, LaneConfig
+from llmservice_server.engine.plan import BlockCopy, Plan, Scheduled
+from llmservice_server.engine.request import LANES, Request, Status
+from llmservice_server.engine.swap_space import SwapSpace
+
+INTERACTIVE, BATCH = LANES
+_PRIORITY = attrgetter("priority")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Raises ValueError where a step could not give every sequence a token."""
+
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int  # the budget of a step
+    prefill_chunk_tokens: int  # of a step, at most for one prompt; a prompt that needs more is a long one
+    long_prefill_tokens: int | None = None  # of a step, at most for all long prompts while others wait; None: 3/4
+    prefix_caching: bool = True
+    interactive: LaneConfig = field(default_factory=LaneConfig)
+    batch: LaneConfig = field(default_factory=lambda: LaneConfig(share=0.1))
+    ageing_s: float = 30.0  # after it a batch request that is due its lane's share is passed by nobody
+
+    def __post_init__(self) -> None:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"{self.max_num_batched_tokens} tokens a step cannot give {self.max_num_seqs} sequences one each"
+            )
+
+    @property
+    def max_long_tokens(self) -> int:
+        if self.long_prefill_tokens is not None:
+            return self.long_prefill_tokens
+        return max(self.prefill_chunk_tokens, self.max_num_batched_tokens * 3 // 4)
+
+
+class ContinuousScheduler:
+    """Knows no phases: every running request chases `num_tokens` under one token budget per step.
+
+    Running requests come first, then admissions. Interactive requests go before batch requests, which fill what is
+    idle and give it up within a step, but for their lane's share of sequences and tokens. When the blocks run out the
+    running request of least priority (lowest lane, then latest arrival) is preempted: its blocks are copied to the
+    swap space where that is cheaper than computing them again, and it keeps its place in the queue. A request is
+    admitted only when all the tokens known of it fit beside a small reserve, because a request let in too early is
+    soon preempted again.
+    """
+
+    def __init__(self, pool: BlockPool, config: SchedulerConfig, swap: SwapSpace | None = None) -> None:
+        self.pool = pool
+        self.config = config
+        self.swap = swap
+        self.watermark_blocks = pool.num_usable // 100
+        self.lanes = {
+            name: Lane(lane, config.max_num_seqs, config.max_num_batched_tokens)
+            for name, lane in ((INTERACTIVE, config.interactive), (BATCH, config.batch))
+        }
+        self.running: list[Request] = []  # sorted by priority
+        self.num_preemptions = Counter({"recompute": 0, "swap": 0})
+        self.prefix_queries = 0  # prompt tokens
+        self.prefix_hits = 0
+        self._long_left = 0  # tokens of this step that long prompts may still take
+        self._admitted_since_turn = 1 << 30  # interactive requests, since a batch request's turn
+
+    @property
+    def waiting(self) -> list[Request]:
+        """Lane by lane, in the order in which each is served."""
+        return [request for lane in self.lanes.values() for request in lane.waiting]
+
+    @property
+    def num_waiting(self) -> dict[str, int]:
+        return {name: len(lane.waiting) for name, lane in self.lanes.items()}
+
+    def add(self, request: Request) -> None:
+        request.status = Status.WAITING
+        if self.config.prefix_caching and request.sampling.prompt_logprobs is None:  # these need the whole prompt
+            request.block_hashes = BlockHashes(self.config.block_size, request.cache_salt)
+        self._lane(request).enter(request)
+
+    def finish(self, request: Request) -> None:
+        """Take a request out of its queue and free its blocks, whatever ended it."""
+        if request.status is Status.RUNNING:
+            self._stop_running(request)
+        elif request.status is Status.WAITING:
+            self._lane(request).remove(request)
+        request.status = Status.FINISHED
+        self._release(request)
+        if self.swap is not None:
+            self.swap.free(request.swapped_blocks)
+            request.swapped_blocks = []
+
+    def wait_s(self, now: float) -> float:  # other schedulers wait for company
+        return 0.0 if self.running or any(lane.waiting for lane in self.lanes.values()) else math.inf
+
+    def schedule(self, now: float) -> Plan:
+        """Plan the next step and take the blocks it needs.
+
+        `num_computed_tokens` advances here, not after the step: what is scheduled is computed, in this order.
+        """
+        plan = Plan()
+        self._long_left = self.config.max_long_tokens
+        self._yield_to_interactive(plan)
+        num_yielded = len(plan.preempted)
+        budget = self._schedule_running(plan)
+        if len(plan.preempted) == num_yielded:
+            while budget > 0 and len(self.running) < self.config.max_num_seqs:
+                admitted = self._admit_next(plan, budget, now)
+                if admitted == 0:
+                    break
+                budget -= admitted
+        self._give_rest(plan, budget)
+        return plan
+
+    def commit(self, plan: Plan, failed: Collection[Request] = ()) -> None:
+        """Tell the prefix cache of the blocks that the step has filled."""
+        for share in plan.scheduled:
+            request = share.request
+            num_full = request.num_computed_tokens // self.config.block_size
+            if request.block_hashes is None or num_full == request.num_committed_blocks or request in failed:
+                continue
+            hashes = request.block_hashes.first(num_full, request.token_ids)
+            for index in range(request.num_committed_blocks, num_full):
+                self.pool.register(request.block_table.blocks[index], hashes[index])
+            request.num_committed_blocks = num_full
+
+    def _yield_to_interactive(self, plan: Plan) -> None:
+        """Preempt batch requests beyond their lane's share, the latest first, for interactive ones that could run."""
+        batch = self.lanes[BATCH]
+        spare = batch.num_running - batch.own_seqs
+        seats = self.config.max_num_seqs - len(self.running)
+        blocks = self.pool.num_available - self.watermark_blocks
+        tokens = self.config.max_num_batched_tokens - len(self.running)
+        for request in self.lanes[INTERACTIVE].waiting:
+            missing = self._num_blocks(request.num_tokens) - len(self._hits(request))
+            victims = [victim for victim in self.running[max(0, len(self.running) - spare) :] if victim.priority[0]]
+            freed = sum(self.pool.num_holders(block) == 1 for victim in victims for block in victim.block_table.blocks)
+            if tokens < 1 or seats + len(victims) < 1 or blocks + freed < missing:
+                return
+            while seats < 1 or blocks < missing:
+                available = self.pool.num_available
+                self._preempt(self.running[-1], plan)
+                blocks += self.pool.num_available - available
+                seats, spare = seats + 1, spare - 1
+            seats, blocks = seats - 1, blocks - missing
+            tokens -= min(request.num_tokens - request.num_computed_tokens, self.config.prefill_chunk_tokens)
+
+    def _schedule_running(self, plan: Plan) -> int:
+        """Give every running request its share; returns the rest of the budget."""
+        budget = self.config.max_num_batched_tokens
+        num_first = bisect_left(self.running, 1, key=lambda request: request.priority[0])
+        behind = self.running[num_first:]
+        demand = sum(request.num_tokens - request.num_computed_tokens for request in behind)
+        own = max(len(behind), min(demand, self.lanes[BATCH].own_tokens, budget - num_first))
+        position = for_admissions = 0
+        while position < len(self.running):
+            request = self.running[position]
+            # Each of those behind gets a token too, and the batch lane its share: a long prompt stalls nobody.
+            kept = num_first - position - 1 + own if position < num_first else len(self.running) - position - 1
+            if position == num_first and self.lanes[INTERACTIVE].waiting:
+                budget, for_admissions = min(budget, own), budget - min(budget, own)
+            num_tokens = self._share_of(request, budget - kept)
+            if not self._make_room(request, num_tokens, plan):
+                break
+            self._schedule(request, num_tokens, plan)
+            budget -= num_tokens
+            position += 1
+        return budget + for_admissions
+
+    def _make_room(self, request: Request, num_tokens: int, plan: Plan) -> bool:
+        """Give `request` blocks for its share, preempting from the end of `running`; False if that met itself."""
+        table = request.block_table
+        missing = self._num_blocks(request.num_computed_tokens + num_tokens) - len(table)
+        if missing <= 0:
+            return True
+        while not self.pool.can_allocate(missing):
+            victim = self.running[-1]
+            self._preempt(victim, plan)
+            if victim is request:
+                return False
+        table.extend(self.pool.allocate(missing, after=table.last))
+        return True
+
+    def _admit_next(self, plan: Plan, budget: int, now: float) -> int:
+        """Admit whose turn it is; returns the tokens that it takes of the step, 0 where nobody can be admitted.
+
+        One that does not fit yet holds up those behind it, or the queue's end would starve its head.
+        """
+        batch_head, head = self._head(self.lanes[BATCH]), self._head(self.lanes[INTERACTIVE])
+        if batch_head in plan.preempted:  # it has just made room for somebody else
+            batch_head = None
+        if batch_head is not None and head is not None:
+            has_aged = now - batch_head.arrival_s >= self.config.ageing_s
+            if self._batch_is_due(has_aged):
+                if self._fits(batch_head):
+                    if has_aged:  # from now on it is nobody's first victim
+                        batch_head.priority = (0, batch_head.priority[1])
+                    self._admitted_since_turn = 0
+                    return self._admit(batch_head, plan, budget, now)
+                if has_aged:
+                    return 0
+        head = head or batch_head
+        if head is None or not self._fits(head):
+            return 0
+        self._admitted_since_turn += head.lane != BATCH
+        return self._admit(head, plan, budget, now)
+
+    def _batch_is_due(self, has_aged: bool) -> bool:
+        """Whether a batch request goes before an interactive one: while its lane has less than its share of sequences.
+
+        Where the share is less than one sequence, the turns are shared out instead, among those that have aged.
+        """
+        lane = self.lanes[BATCH]
+        if lane.own_seqs > 0 or lane.config.share == 0:
+            return lane.num_running < lane.own_seqs
+        return has_aged and lane.num_running == 0 and self._admitted_since_turn >= 1 / lane.config.share - 1
+
+    def _head(self, lane: Lane) -> Request | None:
+        """Who is next in a lane. When long prompts have had their part of the step, short ones pass them."""
+        if self._long_left > 0:
+            return lane.waiting[0] if lane.waiting else None
+        return next((request for request in lane.waiting if not self._is_long(request)), None)
+
+    def _fits(self, request: Request) -> bool:
+        hits = self._hits(request)
+        reserve = self.watermark_blocks if self.running else 0  # alone, a request may use the whole pool
+        missing = self._num_blocks(request.num_tokens) - len(hits)
+        return self.pool.can_allocate(missing + reserve, beside=hits)
+
+    def _admit(self, request: Request, plan: Plan, budget: int, now: float) -> int:
+        self._lane(request).remove(request)
+        hits = self._hits(request)
+        self.pool.hold(hits)
+        table = request.block_table
+        table.extend(hits)
+        missing = self._num_blocks(request.num_tokens) - len(hits)
+        table.extend(self.pool.allocate(missing, after=hits[-1]) if hits else self._first_blocks(request, missing))
+        if self.swap is not None and request.swapped_blocks:
+            copied = zip(request.swapped_blocks[len(hits) :], table.blocks[len(hits) :], strict=False)
+            plan.swap_in += [BlockCopy(source, target) for source, target in copied]
+            self.swap.free(request.swapped_blocks)  # no later part of this plan swaps out, into what is still read
+            request.swapped_blocks = []
+        num_hit_tokens = len(hits) * self.config.block_size
+        request.num_computed_tokens = max(request.num_computed_tokens, num_hit_tokens)
+        request.num_committed_blocks = len(hits)
+        if request.first_scheduled_s is None:
+            request.first_scheduled_s = now
+            request.num_cached_tokens = num_hit_tokens
+            if request.block_hashes is not None:
+                self.prefix_queries += request.num_prompt_tokens
+                self.prefix_hits += num_hit_tokens
+        request.status = Status.RUNNING
+        insort(self.running, request, key=_PRIORITY)
+        self._lane(request).num_running += 1
+        num_tokens = self._share_of(request, budget)
+        self._schedule(request, num_tokens, plan)
+        return num_tokens
+
+    def _hits(self, request: Request) -> list[int]:
+        """Cached blocks of the request's beginning; its last token is left out, as computing it yields the next one."""
+        if request.block_hashes is None:
+            return []
+        num_full = (request.num_tokens - 1) // self.config.block_size
+        return self.pool.lookup(request.block_hashes.first(num_full, request.token_ids))
+
+    def _first_blocks(self, request: Request, num_blocks: int) -> list[int]:
+        longest = self._num_blocks(request.num_prompt_tokens + request.sampling.max_tokens)
+        # Many requests stop far below max_tokens: setting all of it aside would leave the next ones nothing but scraps.
+        room = min(longest - num_blocks, self.pool.num_usable // (2 * self.config.max_num_seqs))
+        return self.pool.start(num_blocks, room)
+
+    def _share_of(self, request: Request, budget: int) -> int:
+        num_tokens = min(
+            request.num_tokens - request.num_computed_tokens, self.config.prefill_chunk_tokens, max(1, budget)
+        )
+        return min(num_tokens, max(1, self._long_left)) if self._is_long(request) else num_tokens
+
+    def _is_long(self, request: Request) -> bool:
+        return request.num_tokens - request.num_computed_tokens > self.config.prefill_chunk_tokens
+
+    def _schedule(self, request: Request, num_tokens: int, plan: Plan) -> None:
+        if self._is_long(request):
+            self._long_left -= num_tokens
+        start = request.num_computed_tokens
+        request.num_computed_tokens = start + num_tokens
+        samples = request.num_computed_tokens == request.num_tokens
+        plan.scheduled.append(Scheduled(request, start, num_tokens, samples))
+
+    def _give_rest(self, plan: Plan, budget: int) -> None:
+        """What nobody wanted goes to the prompts that were cut short; their blocks they have since admission."""
+        for index, share in enumerate(plan.scheduled):
+            request = share.request
+            room = self.config.prefill_chunk_tokens - share.num_tokens
+            extra = min(budget, room, request.num_tokens - request.num_computed_tokens)
+            if extra > 0:
+                request.num_computed_tokens += extra
+                samples = request.num_computed_tokens == request.num_tokens
+                plan.scheduled[index] = replace(share, num_tokens=share.num_tokens + extra, samples=samples)
+                budget -= extra
+
+    def _preempt(self, request: Request, plan: Plan) -> None:
+        self._stop_running(request)
+        blocks = request.block_table.blocks[: self._num_blocks(request.num_computed_tokens)]
+        if self.swap is not None and self.swap.pays(len(blocks), request.num_computed_tokens):
+            request.swapped_blocks = self.swap.allocate(len(blocks))
+            copied = zip(blocks, request.swapped_blocks, strict=True)
+            plan.swap_out += [BlockCopy(source, target) for source, target in copied]
+            self.num_preemptions["swap"] += 1
+        else:
+            request.num_computed_tokens = 0
+            self.num_preemptions["recompute"] += 1
+        self._release(request)
+        request.status = Status.WAITING
+        request.priority = (LANES.index(request.lane), request.priority[1])
+        self._lane(request).enqueue(request)
+        plan.preempted.append(request)
+
+    def _stop_running(self, request: Request) -> None:
+        position = bisect_left(self.running, request.priority, key=_PRIORITY)
+        if position == len(self.running) or self.running[position] is not request:
+            raise ValueError(f"request {request.request_id} is not in the queue that its status names")
+        del self.running[position]
+        self._lane(request).num_running -= 1
+
+    def _release(self, request: Request) -> None:
+        self.pool.free(request.block_table.clear())
+
+    def _lane(self, request: Request) -> Lane:
+        return self.lanes[request.lane]
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.config.block_size)

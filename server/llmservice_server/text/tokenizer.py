@@ -1,0 +1,135 @@
+"""A checkpoint's tokenizer, as the HTTP process needs it: text and messages to ids, and the ids that end a sequence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import tokenizers
+
+from llmservice_server.sampling.token_bytes import TokenBytes
+from llmservice_server.text.chat_template import ChatTemplate, ChatTemplateError
+from llmservice_server.text.tool_format import ToolFormat
+
+
+class TokenizerLoadError(Exception):
+    """The folder's tokenizer cannot be used: one sentence for the user."""
+
+
+class Tokenizer:
+    """Thread-safe: the library releases the interpreter's lock and keeps no state between calls."""
+
+    def __init__(
+        self,
+        library: tokenizers.Tokenizer,
+        *,
+        eos_token_ids: frozenset[int] = frozenset(),
+        chat: ChatTemplate | None = None,
+    ) -> None:
+        self._library = library
+        self._chat = chat
+        self.eos_token_ids = eos_token_ids
+        self.token_bytes = TokenBytes(library)
+        self.tool_format, self.tag_ids = _tools(library, None if chat is None else chat.tool_format)
+        self.vocab_size: int = max(library.get_vocab().values(), default=-1) + 1
+
+    @classmethod
+    def load(cls, directory: Path) -> Tokenizer:
+        """Read tokenizer.json and, where they exist, template and configurations. Raises TokenizerLoadError."""
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise TokenizerLoadError(
+                f"{path} does not exist: a checkpoint needs a fast tokenizer in Hugging Face's format"
+            )
+        try:
+            library = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise TokenizerLoadError(f"{path} cannot be read: {error}") from error
+        library.no_truncation()
+        library.no_padding()
+        settings = _read_json(directory / "tokenizer_config.json")
+        special_tokens = _special_tokens(settings)
+        return cls(
+            library,
+            eos_token_ids=_eos_token_ids(directory, library.token_to_id(special_tokens.get("eos_token", ""))),
+            chat=_chat_template(directory, settings, special_tokens),
+        )
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a bare prompt, with the special tokens that the model wants around it (Llama: the begin token)."""
+        ids: list[int] = self._library.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
+        """Ids of the templated messages; the template writes the special tokens itself. Raises ChatTemplateError."""
+        if self._chat is None:
+            raise ChatTemplateError("this model has no chat template: use /v1/completions with a prompt of your own")
+        ids: list[int] = self._library.encode(self._chat.render(messages, tools), add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text without special tokens, unless asked for; bytes that are no whole character become U+FFFD."""
+        text: str = self._library.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def words(self, ids: Sequence[int]) -> list[str]:
+        """Each id's entry of the vocabulary, in the tokenizer's own spelling; empty for an id without one."""
+        return [self._library.id_to_token(token_id) or "" for token_id in ids]
+
+
+def _tools(library: tokenizers.Tokenizer, layout: ToolFormat | None) -> tuple[ToolFormat | None, dict[str, int]]:
+    """How the model writes tool calls, None where that is unknown, and which of its tags are tokens of their own."""
+    if layout is None:
+        return None, {}
+    tags = {i: token for i, token in library.get_added_tokens_decoder().items() if token.content in layout.tags}
+    if any(token.special for token in tags.values()):
+        return None, {}  # special tokens are no text, so nobody would see the call
+    return layout, {token.content: token_id for token_id, token in tags.items()}
+
+
+def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
+    """`bos_token`, `eos_token` and their like: strings, or objects whose `content` is the string."""
+    tokens = {}
+    for name, value in settings.items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(content, str):
+            tokens[name] = content
+    return tokens
+
+
+def _eos_token_ids(directory: Path, tokenizer_eos: int | None) -> frozenset[int]:
+    """generation_config.json rules, else config.json; the tokenizer's own end token counts as well."""
+    ids = set() if tokenizer_eos is None else {tokenizer_eos}
+    for name in ("generation_config.json", "config.json"):
+        eos = _read_json(directory / name).get("eos_token_id")
+        if eos is not None:
+            return frozenset(ids.union(eos if isinstance(eos, list) else [eos]))
+    return frozenset(ids)
+
+
+def _chat_template(directory: Path, settings: dict[str, Any], special_tokens: dict[str, str]) -> ChatTemplate | None:
+    path = directory / "chat_template.jinja"
+    try:
+        source = path.read_text(encoding="utf-8") if path.is_file() else settings.get("chat_template")
+        if isinstance(source, list):  # several, by name
+            source = {entry["name"]: entry["template"] for entry in source}.get("default")
+        return None if source is None else ChatTemplate(source, special_tokens)
+    except (jinja2.TemplateError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise TokenizerLoadError(f"the chat template in {directory} cannot be used: {error}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TokenizerLoadError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise TokenizerLoadError(f"{path} holds a {type(content).__name__}, expected an object")
+    return content

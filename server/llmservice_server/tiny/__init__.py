@@ -1,0 +1,1 @@
+"""A tiny checkpoint with a real tokenizer, for demos, tests and benchmarks."""

@@ -1,0 +1,388 @@
+"""The scheduler alone: no model, tokens are made up, every step's plan is read."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from llmservice_server.engine.block_pool import BlockPool
+from llmservice_server.engine.lane import LaneConfig
+from llmservice_server.engine.plan import Plan
+from llmservice_server.engine.request import Request, Status
+from llmservice_server.engine.scheduler import ContinuousScheduler, SchedulerConfig
+from llmservice_server.engine.swap_space import PreemptionCost, SwapSpace
+from llmservice_server.messages import Generate, SamplingParams
+
+BLOCK_SIZE = 4
+
+
+@dataclass
+class Bench:
+    """A scheduler, and requests whose sampled tokens are all 7."""
+
+    num_blocks: int = 40
+    max_num_seqs: int = 4
+    max_num_batched_tokens: int = 16
+    prefill_chunk_tokens: int = 8
+    swap: SwapSpace | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    now: float = 0.0
+    arrivals: int = 0
+    pool: BlockPool = field(init=False)
+    scheduler: ContinuousScheduler = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pool = BlockPool(self.num_blocks)
+        config = SchedulerConfig(
+            block_size=BLOCK_SIZE,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            prefill_chunk_tokens=self.prefill_chunk_tokens,
+            **{"prefix_caching": False} | self.settings,
+        )
+        self.scheduler = ContinuousScheduler(self.pool, config, self.swap)
+
+    def add(
+        self, prompt: int | list[int], max_tokens: int = 8, lane: str = "interactive", salt: str | None = None
+    ) -> Request:
+        self.arrivals += 1
+        message = Generate(
+            request_id=f"r{self.arrivals}",
+            prompt_token_ids=[1] * prompt if isinstance(prompt, int) else prompt,
+            sampling=SamplingParams(max_tokens=max_tokens),
+            arrival_s=self.now,
+            lane=lane,
+            cache_salt=salt,
+        )
+        request = Request.of(message, self.arrivals, seed=0, eos_token_ids=frozenset())
+        self.scheduler.add(request)
+        return request
+
+    def step(self) -> Plan:
+        plan = self.scheduler.schedule(self.now)
+        self.scheduler.commit(plan)
+        for share in plan.scheduled:
+            if share.samples and share.request.append(7) is not None:
+                self.scheduler.finish(share.request)
+        return plan
+
+
+def shares(plan: Plan) -> dict[str, tuple[int, int]]:
+    return {share.request.request_id: (share.start, share.num_tokens) for share in plan.scheduled}
+
+
+def test_a_long_prompt_is_computed_in_chunks_and_samples_with_the_last() -> None:
+    bench = Bench()
+    bench.add(prompt=19)
+    plans = [bench.step() for _ in range(4)]
+    assert [shares(plan)["r1"] for plan in plans] == [(0, 8), (8, 8), (16, 3), (19, 1)]
+    assert [plan.scheduled[0].samples for plan in plans] == [False, False, True, True]
+
+
+def test_a_long_prompt_leaves_every_running_request_its_token() -> None:
+    bench = Bench(max_num_batched_tokens=6, prefill_chunk_tokens=6)
+    bench.add(prompt=30, max_tokens=2)
+    assert shares(bench.step()) == {"r1": (0, 6)}  # the budget is used up: nobody is admitted
+    bench.scheduler.config = replace(bench.scheduler.config, prefill_chunk_tokens=4)
+    bench.add(prompt=2)
+    assert shares(bench.step()) == {"r1": (6, 4), "r2": (0, 2)}
+    bench.scheduler.config = replace(bench.scheduler.config, prefill_chunk_tokens=6)
+    assert shares(bench.step()) == {"r1": (10, 5), "r2": (2, 1)}  # 5, not 6: one is kept for the decode behind it
+
+
+def test_requests_are_admitted_in_order_of_arrival_and_none_overtakes() -> None:
+    bench = Bench(num_blocks=6, max_num_batched_tokens=64, prefill_chunk_tokens=64)
+    bench.add(prompt=12)
+    bench.add(prompt=12)  # three blocks, two are left
+    bench.add(prompt=1)
+    assert list(shares(bench.step())) == ["r1"]
+    assert [request.request_id for request in bench.scheduler.waiting] == ["r2", "r3"]
+
+
+def test_the_interactive_lane_is_admitted_before_the_batch_lane() -> None:
+    bench = Bench(max_num_seqs=1)
+    bench.add(prompt=3, max_tokens=1, lane="batch")
+    bench.add(prompt=3, max_tokens=1)
+    assert bench.scheduler.num_waiting == {"interactive": 1, "batch": 1}
+    assert [list(shares(bench.step())) for _ in range(2)] == [["r2"], ["r1"]]
+    assert sum(bench.scheduler.num_waiting.values()) == 0
+
+
+def test_the_batch_lane_is_preempted_before_an_older_interactive_request() -> None:
+    bench = Bench(num_blocks=5)
+    batch = bench.add(prompt=7, lane="batch")
+    bench.step()
+    interactive = bench.add(prompt=7)
+    plans = [bench.step() for _ in range(3)]
+    assert [request for plan in plans for request in plan.preempted] == [batch]
+    assert interactive.status is Status.RUNNING
+
+
+def test_the_latest_arrival_is_preempted_and_keeps_its_place_in_the_queue() -> None:
+    bench = Bench(num_blocks=5, max_num_seqs=2)
+    bench.add(prompt=7)
+    bench.add(prompt=7)
+    bench.add(prompt=1)
+    bench.step()
+    plan = bench.step()
+    while not plan.preempted:
+        plan = bench.step()
+    assert [request.request_id for request in plan.preempted] == ["r2"]
+    assert [request.request_id for request in bench.scheduler.waiting] == ["r2", "r3"]
+    assert plan.preempted[0].num_computed_tokens == 0
+    assert len(plan.preempted[0].block_table) == 0
+    assert bench.scheduler.num_preemptions.total() == 1
+
+
+def test_a_preempted_request_is_computed_again_with_what_it_had_generated() -> None:
+    bench = Bench(num_blocks=5)
+    bench.add(prompt=7)
+    victim = bench.add(prompt=7)
+    while victim.status is not Status.WAITING or not bench.scheduler.num_preemptions.total():
+        bench.step()
+    generated = victim.num_output_tokens
+    assert generated > 0
+    while victim.status is not Status.FINISHED:
+        bench.step()
+    assert victim.token_ids == [1] * 7 + [7] * 8
+
+
+def test_nothing_is_admitted_in_the_step_that_preempts() -> None:
+    bench = Bench(num_blocks=6, max_num_seqs=3)
+    for prompt in (7, 7, 3):
+        bench.add(prompt)
+    while not (plan := bench.step()).preempted:
+        bench.add(prompt=1)
+    assert not [share for share in plan.scheduled if share.start == 0]
+
+
+def test_admission_leaves_a_reserve_to_those_who_run_but_not_to_nobody() -> None:
+    bench = Bench(num_blocks=201, max_num_batched_tokens=2048, prefill_chunk_tokens=2048)
+    bench.add(prompt=100 * BLOCK_SIZE)
+    bench.add(prompt=99 * BLOCK_SIZE)  # would leave 1 block; the reserve is 2
+    assert list(shares(bench.step())) == ["r1"]
+    alone = Bench(num_blocks=201, max_num_batched_tokens=2048, prefill_chunk_tokens=2048)
+    alone.add(prompt=200 * BLOCK_SIZE - 1, max_tokens=1)
+    assert list(shares(alone.step())) == ["r1"]
+
+
+def test_a_finished_request_frees_its_blocks_at_once() -> None:
+    bench = Bench()
+    request = bench.add(prompt=9)
+    bench.step()
+    assert bench.pool.num_held == 3
+    bench.scheduler.finish(request)
+    assert bench.pool.num_held == 0
+    assert not bench.scheduler.running
+
+
+def test_a_budget_below_one_token_per_sequence_is_refused() -> None:
+    with pytest.raises(ValueError, match="3 tokens a step cannot give 4 sequences one each"):
+        Bench(max_num_batched_tokens=3)
+
+
+def test_a_prompt_that_begins_like_another_computes_only_the_rest() -> None:
+    bench = Bench(settings={"prefix_caching": True}, max_num_batched_tokens=64, prefill_chunk_tokens=64)
+    first = bench.add([1, 2, 3, 4, 5, 6, 7, 8, 9], max_tokens=1)
+    bench.step()
+    assert first.num_cached_tokens == 0
+    second = bench.add([1, 2, 3, 4, 5, 6, 7, 8, 30, 31], max_tokens=1)
+    assert shares(bench.step()) == {"r2": (8, 2)}
+    assert second.num_cached_tokens == 8
+    assert (bench.scheduler.prefix_queries, bench.scheduler.prefix_hits) == (19, 8)
+
+
+def test_of_a_prompt_that_is_cached_whole_the_last_token_is_computed_all_the_same() -> None:
+    bench = Bench(settings={"prefix_caching": True})
+    bench.add([1, 2, 3, 4, 5, 6, 7, 8], max_tokens=1)
+    bench.step()
+    bench.add([1, 2, 3, 4, 5, 6, 7, 8], max_tokens=1)
+    assert shares(bench.step()) == {"r2": (4, 4)}
+
+
+def test_what_was_generated_is_found_again_by_the_next_turn_of_a_conversation() -> None:
+    bench = Bench(settings={"prefix_caching": True})
+    turn = bench.add([1, 2, 3], max_tokens=6)
+    while turn.status is not Status.FINISHED:
+        bench.step()
+    bench.add([*turn.token_ids, 40, 41])
+    assert shares(bench.step())["r2"] == (8, 3)
+
+
+def test_a_salt_keeps_one_tenants_prefixes_from_another() -> None:
+    bench = Bench(settings={"prefix_caching": True})
+    hits = []
+    for salt in (None, "a", "b", "a", None):
+        request = bench.add([1] * 9, max_tokens=1, salt=salt)
+        bench.step()
+        hits.append(request.num_cached_tokens)
+    assert hits == [0, 0, 0, 8, 8]
+
+
+def test_a_failed_step_leaves_nothing_in_the_prefix_cache() -> None:
+    bench = Bench(settings={"prefix_caching": True})
+    request = bench.add([1] * 8)
+    plan = bench.scheduler.schedule(0.0)
+    bench.scheduler.commit(plan, failed={request})
+    bench.scheduler.finish(request)
+    assert bench.pool.num_cached == 0
+
+
+def swapping(num_blocks: int = 100) -> SwapSpace:
+    return SwapSpace(num_blocks, PreemptionCost(copy_block_s=0.0, compute_token_s=1.0))
+
+
+def test_a_victim_is_swapped_out_and_goes_on_where_it_was() -> None:
+    bench = Bench(num_blocks=5, max_num_seqs=2, swap=swapping())
+    bench.add(prompt=7)
+    victim = bench.add(prompt=7)
+    while not (plan := bench.step()).preempted:
+        pass
+    assert plan.preempted == [victim]
+    assert (len(plan.swap_out), victim.num_computed_tokens, len(victim.swapped_blocks)) == (2, 8, 2)
+    assert bench.scheduler.num_preemptions == {"recompute": 0, "swap": 1}
+    while not (plan := bench.step()).swap_in:
+        pass
+    assert [copy.source for copy in plan.swap_in] == [0, 1]
+    assert shares(plan)["r2"] == (8, 1)
+    while victim.status is not Status.FINISHED:
+        bench.step()
+    assert victim.token_ids == [1] * 7 + [7] * 8
+
+
+def test_a_victim_that_fits_not_into_the_swap_space_is_computed_again() -> None:
+    bench = Bench(num_blocks=5, max_num_seqs=2, swap=swapping(1))
+    bench.add(prompt=7)
+    bench.add(prompt=7)
+    while not bench.step().preempted:
+        pass
+    assert bench.scheduler.num_preemptions == {"recompute": 1, "swap": 0}
+
+
+def test_a_swapped_request_that_is_cancelled_gives_its_swap_blocks_back() -> None:
+    bench = Bench(num_blocks=5, max_num_seqs=2, swap=(swap := swapping()))
+    bench.add(prompt=7)
+    victim = bench.add(prompt=7)
+    while not bench.step().preempted:
+        pass
+    assert swap.num_free == 98
+    bench.scheduler.finish(victim)
+    assert swap.num_free == 100
+
+
+def test_batch_work_fills_what_is_idle_and_yields_within_one_step_but_for_its_share() -> None:
+    bench = Bench(max_num_seqs=4, settings={"batch": LaneConfig(share=0.25)})
+    batch = [bench.add(prompt=2, lane="batch") for _ in range(4)]
+    assert len(bench.step().scheduled) == 4
+    interactive = [bench.add(prompt=2) for _ in range(4)]
+    plan = bench.step()
+    assert plan.preempted == batch[:0:-1]  # the latest first, and all but the lane's one
+    assert [request.status for request in interactive] == [Status.RUNNING] * 3 + [Status.WAITING]
+    assert bench.scheduler.running[-1] is batch[0]
+
+
+def test_batch_work_gives_its_blocks_to_interactive_work() -> None:
+    bench = Bench(num_blocks=11, max_num_batched_tokens=64, prefill_chunk_tokens=64)
+    batch = bench.add(prompt=36, lane="batch")
+    bench.step()
+    interactive = bench.add(prompt=20)
+    plan = bench.step()
+    assert plan.preempted == [batch]
+    assert plan.scheduled[0].request is interactive
+
+
+def test_batch_work_keeps_its_blocks_where_giving_them_up_would_not_let_anybody_in() -> None:
+    bench = Bench(num_blocks=11, max_num_batched_tokens=64, prefill_chunk_tokens=64)
+    bench.add(prompt=12)
+    batch = bench.add(prompt=4, lane="batch")
+    bench.step()
+    bench.add(prompt=33)  # nine blocks, of which the first request holds three
+    assert not bench.step().preempted
+    assert batch.status is Status.RUNNING
+
+
+def test_the_batch_lane_has_its_share_of_the_sequences_under_constant_interactive_load() -> None:
+    bench = Bench(max_num_seqs=4, settings={"batch": LaneConfig(share=0.25)})
+    batch = [bench.add(prompt=2, max_tokens=3, lane="batch") for _ in range(5)]
+    for _ in range(60):
+        while sum(request.status is Status.WAITING for request in bench.scheduler.waiting) < 8:
+            bench.add(prompt=2, max_tokens=3)
+        bench.step()
+    assert all(request.status is Status.FINISHED for request in batch)
+
+
+def test_the_batch_lane_has_its_share_of_the_tokens_beside_long_interactive_prompts() -> None:
+    lanes = {"batch": LaneConfig(share=0.5)}
+    bench = Bench(num_blocks=100, max_num_batched_tokens=20, prefill_chunk_tokens=20, settings=lanes)
+    for _ in range(2):
+        bench.add(prompt=100, lane="batch")
+    bench.add(prompt=100)
+    plans = [bench.step() for _ in range(4)]
+    assert [share.num_tokens for share in plans[-1].scheduled] == [10, 9, 1]  # the interactive one's is the first
+
+
+def test_where_its_share_is_less_than_a_sequence_an_aged_batch_request_gets_every_tenth_turn() -> None:
+    bench = Bench(max_num_seqs=1, settings={"ageing_s": 10.0})
+    batch = [bench.add(prompt=2, max_tokens=1, lane="batch") for _ in range(2)]
+    interactive = [bench.add(prompt=2, max_tokens=1) for _ in range(40)]
+    served = []
+    for _ in range(30):
+        bench.now += 1
+        served += [share.request for share in bench.step().scheduled]
+    assert served.index(batch[0]) == 9  # aged after ten seconds: all before it came first
+    assert served.index(batch[1]) - served.index(batch[0]) == 10
+    assert [request for request in served if request in interactive] == interactive[:28]
+
+
+def test_an_aged_batch_request_that_is_due_is_passed_by_nobody_and_not_preempted_first() -> None:
+    bench = Bench(num_blocks=11, max_num_seqs=4, settings={"ageing_s": 10.0, "batch": LaneConfig(share=0.25)})
+    bench.add(prompt=12, max_tokens=4)
+    bench.step()
+    large = bench.add(prompt=30, max_tokens=2, lane="batch")
+    bench.add(prompt=3, max_tokens=30)
+    bench.step()
+    assert large.status is Status.WAITING  # passed, as it does not fit
+    assert len(bench.scheduler.running) == 2
+    bench.now = 10.0
+    late = [bench.add(prompt=3) for _ in range(3)]
+    while large.status is Status.WAITING:
+        bench.step()
+        assert all(request.status is Status.WAITING for request in late)
+    assert large.priority[0] == 0
+
+
+def test_the_shortest_first_policy_ages() -> None:
+    policy = LaneConfig(policy="sjf", ageing_tokens_per_s=10.0)
+    bench = Bench(max_num_seqs=1, settings={"interactive": policy})
+    long = bench.add(prompt=100, max_tokens=10)
+    bench.now = 5.0
+    short = bench.add(prompt=3, max_tokens=7)
+    assert bench.scheduler.waiting == [short, long]
+    bench.now = 10.1  # 110 - 10 tokens ago, at 10 a second
+    late = bench.add(prompt=3, max_tokens=7)
+    assert bench.scheduler.waiting == [short, long, late]
+
+
+def test_short_prompts_pass_long_ones_that_have_had_their_part_of_the_step() -> None:
+    bench = Bench(
+        num_blocks=200, max_num_batched_tokens=24, prefill_chunk_tokens=8, settings={"long_prefill_tokens": 16}
+    )
+    for _ in range(3):
+        bench.add(prompt=50)
+    short = bench.add(prompt=5)
+    plan = bench.step()
+    assert shares(plan) == {"r1": (0, 8), "r2": (0, 8), "r4": (0, 5)}
+    assert short.status is Status.RUNNING
+    assert shares(bench.step()) == {"r1": (8, 8), "r2": (8, 8), "r4": (5, 1)}  # the third still waits for its turn
+
+
+def test_long_prompts_take_what_nobody_else_wants() -> None:
+    bench = Bench(
+        num_blocks=200, max_num_batched_tokens=24, prefill_chunk_tokens=8, settings={"long_prefill_tokens": 8}
+    )
+    for _ in range(3):
+        bench.add(prompt=50)
+        bench.scheduler.config = replace(bench.scheduler.config, long_prefill_tokens=24)
+        bench.step()
+    bench.scheduler.config = replace(bench.scheduler.config, long_prefill_tokens=8)
+    assert [share.num_tokens for share in bench.step().scheduled] == [8, 8, 8]

@@ -1,0 +1,98 @@
+"""Penalties, bias and barred stop tokens against their formulas, written out one token at a time."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmservice_server.engine.request import Request
+from llmservice_server.messages import Generate, SamplingParams
+from llmservice_server.sampling.logit_adjustments import adjust
+
+VOCAB = 12
+
+
+def request(prompt: list[int], answer: list[int], **sampling: Any) -> Request:
+    message = Generate(
+        request_id="r", prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=99, **sampling), arrival_s=0.0
+    )
+    made = Request.of(message, 0, seed=0, eos_token_ids=frozenset())
+    for token in answer:
+        made.append(token)
+    return made
+
+
+def expected(logits: list[float], asked: Request) -> list[float]:
+    """By definition: repetition on all that was seen, presence and frequency on the answer, then bias, then bars."""
+    sampling = asked.sampling
+    answer = asked.token_ids[asked.num_prompt_tokens :]
+    result = []
+    for token, logit in enumerate(logits):
+        if token in asked.token_ids:
+            penalty = sampling.repetition_penalty
+            logit = logit / penalty if logit > 0 else logit * penalty  # noqa: PLW2901 - step by step, as defined
+        count = answer.count(token)
+        adjusted = logit - sampling.presence_penalty * (count > 0) - sampling.frequency_penalty * count
+        adjusted += sampling.logit_bias.get(token, 0.0)
+        if len(answer) < sampling.min_tokens and token in asked.stop_token_ids:
+            adjusted = -math.inf
+        result.append(adjusted)
+    return result
+
+
+TOKEN = st.integers(0, VOCAB - 1)
+NUMBER = st.floats(-2, 2)
+REQUEST = st.builds(
+    request,
+    prompt=st.lists(TOKEN, min_size=1, max_size=8),
+    answer=st.lists(TOKEN, max_size=8),
+    presence_penalty=NUMBER | st.just(0.0),
+    frequency_penalty=NUMBER | st.just(0.0),
+    repetition_penalty=st.floats(0.1, 3) | st.just(1.0),
+    logit_bias=st.dictionaries(TOKEN, st.floats(-100, 100), max_size=4),
+    min_tokens=st.integers(0, 10),
+)
+
+
+@settings(deadline=None)  # torch's first call is slow
+@given(requests=st.lists(REQUEST, min_size=1, max_size=5), seed=st.integers(0, 1000))
+def test_every_row_is_changed_by_its_own_requests_formula_and_by_nothing_else(
+    requests: list[Request], seed: int
+) -> None:
+    logits = torch.randn(len(requests), VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+    wanted = [expected(row, asked) for row, asked in zip(logits.tolist(), requests, strict=True)]
+    adjust(logits, requests)
+    torch.testing.assert_close(logits, torch.tensor(wanted), rtol=1e-5, atol=1e-5)
+
+
+@settings(deadline=None)  # torch's first call is slow
+@given(requests=st.lists(REQUEST, min_size=2, max_size=5))
+def test_a_row_comes_out_bit_for_bit_alike_alone_and_in_a_batch(requests: list[Request]) -> None:
+    logits = torch.randn(len(requests), VOCAB, generator=torch.Generator().manual_seed(1))
+    alone = [logits[row : row + 1].clone() for row in range(len(requests))]
+    for row, asked in zip(alone, requests, strict=True):
+        adjust(row, [asked])
+    adjust(logits, requests)
+    assert torch.equal(logits, torch.cat(alone))
+
+
+def test_stop_tokens_are_barred_until_there_are_enough_tokens() -> None:
+    for answer, barred in (([], True), ([1], True), ([1, 1], False)):
+        logits = torch.zeros(1, VOCAB)
+        adjust(logits, [request([1], answer, min_tokens=2, stop_token_ids=(3, 7, VOCAB + 5))])
+        assert logits.isinf().nonzero()[:, 1].tolist() == ([3, 7] if barred else [])
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"stop_token_ids": (3,)}, {"top_p": 0.5}])
+def test_a_request_that_asks_for_nothing_keeps_its_logits(sampling: dict[str, Any]) -> None:
+    logits = torch.randn(1, VOCAB)
+    before = logits.clone()
+    asked = request([1, 2], [3] if "stop_token_ids" not in sampling else [4], **sampling)
+    adjust(logits, [asked])
+    assert torch.equal(logits, before)
+    assert asked.history is None

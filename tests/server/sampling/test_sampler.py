@@ -1,0 +1,195 @@
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from llmservice_server.engine.request import Request
+from llmservice_server.messages import Generate, SamplingParams
+from llmservice_server.sampling.sampler import draw, sample, stream_seed, uniform
+
+VOCAB = 3000  # more than the candidates that are sorted first
+
+
+def request(seed: int = 0, place: int = 0, **sampling: Any) -> Request:
+    """A request that is about to sample the token at `place` of its answer."""
+    message = Generate(
+        request_id="r",
+        prompt_token_ids=[1],
+        sampling=SamplingParams(max_tokens=100, seed=seed, **sampling),
+        arrival_s=0.0,
+    )
+    made = Request.of(message, 0, seed=0, eos_token_ids=frozenset())
+    for _ in range(place):
+        made.append(1)
+    return made
+
+
+def random_logits(rows: int, seed: int = 0, spread: float = 2.0) -> torch.Tensor:
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def allowed(logits: torch.Tensor, top_k: int, top_p: float, temperature: float) -> set[int]:
+    """The tokens that top-k, then top-p over what is left, allow: by definition, one at a time."""
+    weights = (logits.double() / temperature).softmax(-1).tolist()
+    ranked = sorted(range(len(weights)), key=lambda token: -weights[token])[: top_k or None]
+    mass = sum(weights[token] for token in ranked)
+    kept, sum_before = set(), 0.0
+    for token in ranked:
+        if kept and sum_before >= top_p * mass:
+            break
+        kept.add(token)
+        sum_before += weights[token]
+    return kept
+
+
+def draws(logits: torch.Tensor, count: int, **sampling: Any) -> Counter[int]:
+    """`count` draws from one row of logits."""
+    drawn = sample(logits.repeat(count, 1), [request(seed=number, **sampling) for number in range(count)])
+    return Counter(token for token in drawn if token is not None)
+
+
+def test_temperature_zero_takes_the_likeliest_token() -> None:
+    logits = random_logits(5)
+    assert sample(logits.clone(), [request(temperature=0.0) for _ in range(5)]) == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_tokens_are_drawn_as_often_as_the_softmax_says(temperature: float) -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, -30.0]])
+    expected = (logits[0] / temperature).softmax(-1).tolist()
+    counts = draws(logits, 20_000, temperature=temperature)
+    for token, probability in enumerate(expected):
+        deviation = math.sqrt(probability * (1 - probability) / 20_000)
+        assert abs(counts[token] / 20_000 - probability) < 5 * deviation + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "spread"),
+    [
+        (1, 1.0, 2.0),
+        (7, 1.0, 2.0),
+        (0, 0.5, 2.0),
+        (0, 0.0, 2.0),
+        (40, 0.6, 2.0),
+        (0, 0.9, 0.1),  # nearly flat: the nucleus is wider than the candidates sorted first
+        (2000, 0.99, 0.1),
+        (VOCAB + 5, 1.0, 2.0),  # as good as off
+    ],
+)
+def test_only_tokens_that_top_k_and_top_p_allow_are_drawn_and_all_likely_ones_are(
+    top_k: int, top_p: float, spread: float
+) -> None:
+    logits = random_logits(1, spread=spread)
+    permitted = allowed(logits[0], top_k, top_p, temperature=0.7)
+    counts = draws(logits, 3000, top_k=top_k, top_p=top_p, temperature=0.7)
+    assert set(counts) <= permitted
+    weights = {token: float(logits[0, token] / 0.7) for token in permitted}
+    total = sum(map(math.exp, weights.values()))
+    likely = {token for token, weight in weights.items() if math.exp(weight) / total > 0.01}
+    assert likely <= set(counts)
+
+
+@pytest.mark.parametrize(("min_p", "temperature"), [(0.0, 1.0), (0.1, 1.0), (0.3, 0.5), (0.05, 2.0), (1.0, 1.0)])
+def test_min_p_leaves_the_tokens_that_have_this_share_of_the_likeliests_probability(
+    min_p: float, temperature: float
+) -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.5, -0.4, -2.0]])
+    probabilities = (logits[0] / temperature).softmax(-1).tolist()
+    permitted = {token for token, p in enumerate(probabilities) if p >= min_p * max(probabilities)}
+    assert set(draws(logits, 2000, temperature=temperature, min_p=min_p)) == permitted
+
+
+def test_rows_that_are_ranked_alike_but_cut_by_different_rules_do_not_disturb_each_other() -> None:
+    logits = random_logits(1, spread=0.01).repeat(400, 1)  # nearly flat: half the mass is half the vocabulary
+    narrow = [request(seed, temperature=1.0, top_k=1000) for seed in range(200)]
+    wide = [request(seed, temperature=1.0, top_p=0.9) for seed in range(200)]
+    drawn = sample(logits.clone(), [*narrow, *wide])
+    assert set(drawn[:200]) <= allowed(logits[0], 1000, 1.0, 1.0)
+    assert drawn[200:] == [sample(logits[:1].clone(), [asked])[0] for asked in wide]
+    assert not set(drawn[200:]) <= allowed(logits[0], 1024, 1.0, 1.0)
+
+
+def test_logprobs_are_of_the_models_logits_whatever_changes_the_draw() -> None:
+    logits = random_logits(3)
+    likeliest = logits[0].argmax().item()
+    asked = [
+        request(temperature=0.0, logprobs=2),
+        request(temperature=0.0, logprobs=1, logit_bias={7: 100.0}),
+        request(temperature=1.0),
+    ]
+    reference = logits.log_softmax(-1)
+    told = draw(logits.clone(), asked)
+    assert told[0].token_id == likeliest
+    assert told[0].logprobs is not None
+    assert told[0].logprobs.top[0] == (likeliest, told[0].logprobs.logprob)
+    assert len(told[0].logprobs.top) == 2
+    assert told[1].token_id == 7
+    assert told[1].logprobs is not None
+    assert told[1].logprobs.logprob == pytest.approx(reference[1, 7].item())
+    assert told[2].logprobs is None
+
+
+def test_a_row_is_drawn_alike_alone_and_among_rows_with_other_parameters() -> None:
+    logits = random_logits(10)
+    rows = [
+        request(1, temperature=0.0),
+        request(2, temperature=1.0),
+        request(3, temperature=1.0, top_p=0.7),
+        request(4, temperature=0.3, top_k=5),
+        request(5, temperature=1.5, top_k=500, top_p=0.9),
+        request(6, temperature=1.0, top_p=0.99),
+        request(7, temperature=5.0),
+        request(8, temperature=5.0, top_p=0.95),
+        request(9, temperature=1.0, min_p=0.02, top_p=0.9),
+        request(10, temperature=1.2, presence_penalty=1.0, repetition_penalty=1.3, place=4),
+    ]
+    together = draw(logits.clone(), rows)
+    assert together == [draw(logits[row : row + 1].clone(), [rows[row]])[0] for row in range(10)]
+
+
+def test_ties_break_alike_alone_and_in_a_crowd() -> None:
+    logits = torch.randint(0, 3, (6, VOCAB), generator=torch.Generator().manual_seed(0)).float()  # as bfloat16 ties do
+    rows = [request(seed, temperature=1.0, top_k=top_k) for seed, top_k in enumerate((3, 3, 50, 0, 33, 64))]
+    together = sample(logits.clone(), rows)
+    assert together == [sample(logits[row : row + 1].clone(), [rows[row]])[0] for row in range(6)]
+
+
+def test_a_tiny_temperature_is_greedy_and_does_not_overflow() -> None:
+    logits = random_logits(3, spread=50.0)
+    assert sample(logits.clone(), [request(temperature=1e-30) for _ in range(3)]) == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_that_is_not_finite_yields_none_and_leaves_the_others_alone(temperature: float) -> None:
+    logits = random_logits(3)
+    expected = sample(logits.clone(), [request(row, temperature=temperature) for row in range(3)])
+    logits[1, 17] = torch.nan
+    drawn = sample(logits, [request(row, temperature=temperature) for row in range(3)])
+    assert drawn == [expected[0], None, expected[2]]
+
+
+def test_a_masked_out_vocabulary_leaves_only_what_is_left() -> None:
+    logits = torch.full((1, VOCAB), -math.inf)
+    logits[0, [5, 9]] = 1.0
+    assert set(draws(logits, 50, temperature=1.0)) == {5, 9}
+
+
+def test_the_place_in_the_answer_changes_the_draw() -> None:
+    logits = random_logits(1)
+    places = {sample(logits.clone(), [request(place=place, temperature=3.0)])[0] for place in range(20)}
+    assert len(places) > 10
+
+
+def test_uniforms_are_spread_evenly_and_repeat() -> None:
+    numbers = [uniform(seed, place) for seed in range(-50, 50) for place in range(100)]
+    assert all(0 <= number < 1 for number in numbers)
+    assert len(set(numbers)) == len(numbers)
+    tenths = Counter(int(number * 10) for number in numbers)
+    assert all(900 < tenths[tenth] < 1100 for tenth in range(10))
+    assert uniform(2**63 + 5, 3) == uniform(2**63 + 5, 3)
+
+
+def test_stream_seeds_differ_by_arrival_and_by_engine() -> None:
+    assert len({stream_seed(seed, order) for seed in range(10) for order in range(100)}) == 1000

@@ -1,0 +1,86 @@
+"""Chat templates render as transformers renders them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from llmservice_server.text.chat_template import ChatTemplate, ChatTemplateError
+from llmservice_server.text.tokenizer import Tokenizer
+from llmservice_server.tiny.tokenizer import CHAT_TEMPLATE
+
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+TEMPLATES = {
+    "tiny": CHAT_TEMPLATE,
+    "indented blocks": """
+        {%- for message in messages %}
+            {%- if loop.first and message.role != 'system' %}
+                {{- '<|system|>default' + eos_token }}
+            {%- endif %}
+            {{- bos_token ~ message['role'] ~ ': ' ~ message['content'] | trim }}
+        {%- endfor %}
+        {%- if add_generation_prompt %}{{ 'assistant:' }}{% endif %}
+    """,
+    "loop controls, namespaces and json": """{% set found = namespace(last='') %}
+{% for message in messages %}
+  {% if message.role == 'system' %}{% continue %}{% endif %}
+  {% set found.last = message.content %}
+{{ message | tojson }}
+{% endfor %}
+{{ found.last.upper() }} {{ messages | length }} {{ {'a': 'é<>&'} | tojson(indent=2) }}""",
+    "generation blocks": """{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}
+{{ message.content }}{% endgeneration %}{% else %}{{ message.content }}{% endif %}{% endfor %}""",
+    "absent tools": "{% if tools is not none %}t{% endif %}{% if documents %}d{% endif %}{{ messages[-1].content }}",
+}
+CONVERSATIONS = [
+    [{"role": "user", "content": "Hello"}],
+    [
+        {"role": "system", "content": " Be kind.\n"},
+        {"role": "user", "content": "Grüße <b>&</b> 🎉"},
+        {"role": "assistant", "content": "{{ bos_token }}"},
+        {"role": "user", "content": "again"},
+    ],
+]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("messages", CONVERSATIONS)
+def test_rendering_equals_that_of_transformers(name: str, messages: list[dict[str, str]]) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    expected, _ = render_jinja_template(
+        [messages], chat_template=TEMPLATES[name], add_generation_prompt=True, **SPECIAL
+    )
+    assert ChatTemplate(TEMPLATES[name], SPECIAL).render(messages) == expected[0]
+
+
+def test_the_ids_of_a_chat_equal_those_of_transformers(tiny_model: Path) -> None:
+    from transformers import AutoTokenizer
+
+    theirs, ours = AutoTokenizer.from_pretrained(tiny_model), Tokenizer.load(tiny_model)
+    for messages in CONVERSATIONS:
+        assert (
+            ours.encode_chat(messages) == theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        )
+    assert ours.encode("Hello you") == theirs("Hello you").input_ids
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "^roles must alternate$"),
+        ("{{ messages[7].content.x }}", "the model's chat template failed"),
+        ("{{ 1 // 0 }}", "the model's chat template failed"),
+        ("{{ ''.__class__.__mro__ }}", "the model's chat template failed"),
+        ("{{ messages.append(1) }}", "the model's chat template failed"),
+    ],
+)
+def test_a_template_that_fails_says_so_and_reaches_nothing_outside(source: str, words: str) -> None:
+    with pytest.raises(ChatTemplateError, match=words):
+        ChatTemplate(source, {}).render([{"role": "user", "content": "a"}])
+
+
+def test_an_unknown_role_is_refused_in_the_words_of_the_template() -> None:
+    with pytest.raises(ChatTemplateError, match="unknown role robot"):
+        ChatTemplate(CHAT_TEMPLATE, SPECIAL).render([{"role": "robot", "content": "a"}])
