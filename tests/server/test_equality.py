@@ -33,6 +33,15 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+PENALTIES: list[dict[str, Any]] = [
+    {},
+    {"presence_penalty": 0.5, "frequency_penalty": 0.4},
+    {"repetition_penalty": 1.3, "min_tokens": 4, "stop_token_ids": (1,)},
+    {"logit_bias": {7: 2.0, 9: -100.0}},
+]
+"""Computed anew from the tokens at every step, so that whatever is lost on the way back from a preemption shows."""
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
@@ -60,6 +69,7 @@ def mix(number: int) -> list[Generate]:
                 top_p=dice.choice([1.0, 0.9]),
                 top_k=dice.choice([0, 20]),
                 seed=dice.randrange(1000),
+                **dice.choice(PENALTIES),
             ),
             arrival_s=100.0,
             lane=dice.choice(["interactive", "interactive", "batch"]),

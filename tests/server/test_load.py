@@ -80,8 +80,41 @@ async def test_five_hundred_streams_a_third_of_them_cut(start_server: Callable[.
     assert sum(ended.values()) == total
     assert ended["stop"] == ended["error"] == 0
     assert finished <= ended["length"] <= total  # some had ended before their cut was noticed
-    assert ended["abort"] > 0  # how many depends on how late the client reads
+    assert ended["abort"] > 0  # how many depends on the client's pace; the next test counts them
     assert not [line for line in server.log if line["level"] in ("warning", "error")]
+
+
+async def test_every_stream_cut_while_it_runs_ends_as_an_abort_and_no_other_does(
+    start_server: Callable[..., Any],
+) -> None:
+    """The engine is stopped while the cuts are made, so that no stream can end before its cut is noticed."""
+    server = start_server("--max-num-seqs", "48", "--stuck-timeout", "60").wait_until_ready()
+    engine = _child(server.process.pid)
+
+    def ended(reason: str) -> float:
+        return server.metric("llmservice_request_success_total", finished_reason=reason)
+
+    async with aiohttp.ClientSession(timeout=NO_TIMEOUT, connector=aiohttp.TCPConnector(limit=0)) as session:
+        url = f"{server.url}/v1/completions"
+        streams = [asyncio.create_task(_send(session, url, _ask(max_tokens=480))) for _ in range(48)]
+        await asyncio.to_thread(server.wait_for, lambda: server.metric("llmservice_num_requests_running") == 48 or None)
+        os.kill(engine, signal.SIGSTOP)
+        try:
+            while sum(stream.done() for stream in streams) < await asyncio.to_thread(ended, "length"):
+                await asyncio.sleep(0.01)
+            cut = [stream for stream in streams if not stream.done()][::3]
+            for stream in cut:
+                stream.cancel()
+            await asyncio.to_thread(server.wait_for, lambda: ended("abort") == len(cut) or None)
+        finally:
+            os.kill(engine, signal.SIGCONT)
+        outcomes = await asyncio.gather(*streams, return_exceptions=True)
+    assert len(cut) > 0
+    finished = [outcome for outcome in outcomes if isinstance(outcome, Outcome)]
+    assert len(finished) == len(streams) - len(cut)
+    assert all(outcome.finished for outcome in finished)
+    await asyncio.to_thread(server.wait_until_idle)
+    assert (ended("abort"), ended("length")) == (len(cut), len(finished))
 
 
 async def test_at_sigterm_every_admitted_request_finishes_and_no_later_one_is_admitted(

@@ -13,6 +13,7 @@ from llguidance import LLMatcher
 
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.engine import Engine
+from llmservice_server.engine.swap_space import PreemptionCost
 from llmservice_server.messages import Generate, Output, SamplingParams
 from llmservice_server.text.tokenizer import Tokenizer
 
@@ -79,18 +80,24 @@ def test_whatever_is_drawn_the_answer_validates(tiny_model: Path, schema: dict[s
     assert len({json.dumps(answer) for answer in answers}) > 1
 
 
-def test_a_seeded_answer_under_a_grammar_is_the_same_alone_in_a_crowd_and_after_preemption(tiny_model: Path) -> None:
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_a_seeded_answer_under_a_grammar_is_the_same_alone_in_a_crowd_and_after_preemption(
+    tiny_model: Path, mode: str
+) -> None:
     sampling = {"grammar": grammar(PERSON), "seed": 11, "presence_penalty": 0.3, "repetition_penalty": 1.2}
     alone = Driver(tiny_model)
     alone.add("seeded", **sampling)
     alone.run()
-    crowd = Driver(tiny_model, max_num_seqs=4, max_model_len=256, kv_cache_memory_bytes=18 * 2 * 2 * 16 * 2 * 16 * 4)
+    pool = {"kv_cache_memory_bytes": 18 * 2 * 2 * 16 * 2 * 16 * 4, "swap_space_gib": 0.001 if mode == "swap" else 0}
+    crowd = Driver(tiny_model, max_num_seqs=4, max_model_len=256, **pool)
+    if crowd.engine.swap is not None:
+        crowd.engine.swap.cost = PreemptionCost(copy_block_s=0.0, compute_token_s=1.0)  # always
     for number in range(3):
         crowd.add(f"free {number}", temperature=1.0, max_tokens=200, stop_token_ids=())
     crowd.add("seeded", **sampling)
     crowd.add("other", grammar=grammar(TREE), seed=1)
     crowd.run()
-    assert crowd.engine.stats().preemptions["recompute"] > 0
+    assert crowd.engine.stats().preemptions[mode] > 0
     assert crowd.tokens["seeded"] == alone.tokens["seeded"]
     assert crowd.last["seeded"].finish_reason == alone.last["seeded"].finish_reason
 
