@@ -133,9 +133,8 @@ def scaling_verdict(
         return Verdict(SCALING_ACTIVE, "Unknown", "NoReadyPods", "; ".join(decision.reasons))
     if not decision.active:
         return Verdict(SCALING_ACTIVE, "False", "NoMetrics", "; ".join(decision.reasons))
-    return Verdict(
-        SCALING_ACTIVE, "True", "FollowingLoad", "; ".join(decision.reasons) or "the load asks for no change"
-    )
+    asks = f"the load asks for {decision.wanted} replicas, {decision.replicas} are set"
+    return Verdict(SCALING_ACTIVE, "True", "FollowingLoad", f"{asks}; status.autoscaling says why")
 
 
 def slo_verdict(feasibility: Feasibility) -> Verdict:

@@ -7,8 +7,9 @@ from itertools import pairwise
 
 from llmservice_operator.conditions import rfc3339
 from llmservice_operator.pod import epoch
-from llmservice_operator.scaling import Decision, History
-from llmservice_operator.status import MAX_DECISIONS, DecisionStatus
+from llmservice_operator.scale_history import History
+from llmservice_operator.scaling import Decision
+from llmservice_operator.status import MAX_DECISIONS, AutoscalingStatus, DecisionStatus
 
 _REASONS = 16
 
@@ -27,13 +28,19 @@ def log_decision(log: Sequence[DecisionStatus], decision: Decision, now: float) 
     return [entry, *log][:MAX_DECISIONS]
 
 
-def resume(log: Sequence[DecisionStatus], replicas: int, now: float) -> History:
-    """The scaler's memory after a restart: since when fewer are wanted than run, and when replicas were last added."""
-    ups = [epoch(newer.time) for newer, older in pairwise(log) if newer.replicas > older.replicas]
-    last_up_s = max(ups, default=None)
-    if log and log[0].replicas == replicas and log[0].wanted < replicas:
-        return History.start(now, replicas, since_s=epoch(log[0].time), last_up_s=last_up_s)
-    return History.start(now, replicas, last_up_s=last_up_s)
+def resume(kept: AutoscalingStatus | None, replicas: int, now: float) -> History:
+    """The scaler's memory after a restart: since when fewer are wanted than run, when replicas were changed, and what
+    one replica was measured to finish."""
+    if kept is None:
+        return History.start(now, replicas)
+    log = kept.decisions
+    steps = [(epoch(newer.time), newer.replicas - older.replicas) for newer, older in pairwise(log)]
+    changes = tuple((when, more) for when, more in reversed(steps) if more)
+    waits = bool(log) and log[0].wanted < log[0].replicas == replicas
+    history = History.start(now, replicas, since_s=epoch(log[0].time) if waits else None, changes=changes)
+    if kept.capacity is None:
+        return history
+    return history.measured(epoch(kept.capacity.measured_at), kept.capacity.requests_per_second)
 
 
 def _direction(decision: Decision | DecisionStatus) -> int:

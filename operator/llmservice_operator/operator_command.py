@@ -54,8 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from llmservice_operator.settings import OperatorSettings
 
-    if args.tick < 0.1:
-        raise CommandError(f"--tick is {args.tick}, expected at least 0.1 seconds")
+    if not 0.1 <= args.tick <= 60:
+        raise CommandError(f"--tick is {args.tick}, expected 0.1 to 60 seconds")
     settings = OperatorSettings(
         server_image=args.server_image,
         namespaces=tuple(args.namespace),

@@ -23,7 +23,9 @@ from llmservice_operator.metrics import OperatorMetrics
 from llmservice_operator.pod import Pod, Trouble, pods_of
 from llmservice_operator.report import Outcome, expected_status
 from llmservice_operator.resource import LLMService
-from llmservice_operator.scaling import Decision, History, ScalePolicy, Supply, decide
+from llmservice_operator.scale_history import History
+from llmservice_operator.scaling import Decision, ScalePolicy, Supply, decide
+from llmservice_operator.signal_status import NOTED_EVERY_S
 from llmservice_operator.signals import Signals
 from llmservice_operator.sizer import ReadModel, Sizer
 from llmservice_operator.sizing import Sized, SizingProblem
@@ -47,6 +49,14 @@ class Memory:
     """Of the spec that the history was made under."""
     pod_monitor: bool | None = None
     """Whether the PodMonitor was last asked for; None before the first pass."""
+    noted_s: float | None = None
+    """When the load's figures were last noted in the status."""
+
+    def figures_due(self, now: float) -> bool:
+        """Whether it is time to note the load's figures anew; live traffic must not write a status in every pass."""
+        due = self.noted_s is None or abs(now - self.noted_s) >= NOTED_EVERY_S
+        self.noted_s = now if due else self.noted_s
+        return due
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +99,7 @@ class Reconciler:
             self.forget(namespace, name)
             return False
         memory = self._memory(seen)
-        memory.startup.observe(seen.pods)
+        memory.startup.observe(seen.pods, seen.now)
         sizing = await memory.sizer.size(seen.service.spec, seen.now)
         load = await self._load(seen)
         self._judge_promise(seen, memory, load, sizing)
@@ -103,6 +113,9 @@ class Reconciler:
             feasibility=memory.feasibility,
             startup_s=memory.startup.p90_s,
             blocked=blocked,
+            policy=_policy(seen.service, sizing),
+            drain=memory.history.drain if memory.history else None,
+            figures_due=memory.figures_due(seen.now),
         )
         await self._write_status(seen, outcome)
         return True
@@ -242,24 +255,37 @@ def _decide(seen: Observation, memory: Memory, load: Load | None, sizing: Sized 
         memory.history = None
         replicas = spec.fixed_replicas()
         return Decision(replicas, replicas, (f"spec.replicas is {replicas}",))
-    if memory.history is None:
-        status = seen.service.status.autoscaling
-        memory.history = resume(status.decisions if status else [], seen.current, seen.now)
-    if memory.generation != seen.service.metadata.generation:
-        memory.generation = seen.service.metadata.generation
-        memory.history = memory.history.forget_capacity()
     policy = ScalePolicy.of(spec.autoscaling, spec.slo, sizing.plan.max_num_seqs)
+    history = _scaling_memory(seen, memory)
     feasible = memory.feasibility is None or memory.feasibility.status != "False"
-    decision, memory.history = decide(
-        load, _supply(seen, memory.startup.patience_s), policy, memory.history, seen.now, feasible=feasible
-    )
+    decision, memory.history = decide(load, _supply(seen, memory.startup), policy, history, seen.now, feasible=feasible)
     return decision
 
 
-def _supply(seen: Observation, patience_s: float) -> Supply:
+def _policy(service: LLMService, sizing: Sized | SizingProblem) -> ScalePolicy | None:
+    autoscaling = service.spec.autoscaling
+    if autoscaling is None or isinstance(sizing, SizingProblem):
+        return None
+    return ScalePolicy.of(autoscaling, service.spec.slo, sizing.plan.max_num_seqs)
+
+
+def _scaling_memory(seen: Observation, memory: Memory) -> History:
+    """What the scaler remembers; after a restart, what the status kept of it."""
+    status, generation = seen.service.status, seen.service.metadata.generation
+    history = memory.history
+    if history is None:
+        history = resume(status.autoscaling, seen.current, seen.now)
+        memory.generation = status.observed_generation
+    if memory.generation != generation:
+        memory.generation = generation
+        history = history.forget_capacity()
+    return history
+
+
+def _supply(seen: Observation, startup: StartupTimes) -> Supply:
     """Pods on their way count for the time that one takes to start; those that no node has room for keep counting."""
     coming = [pod for pod in seen.pods if not pod.ready and not pod.terminating]
-    overdue = [pod for pod in coming if seen.now - pod.created_s > patience_s and not _unschedulable(pod)]
+    overdue = [pod for pod in coming if startup.overdue(pod) and not _unschedulable(pod)]
     return Supply(
         replicas=seen.current,
         ready=len(seen.serving),

@@ -22,10 +22,18 @@ from llmservice_operator.feasibility import Feasibility
 from llmservice_operator.load import Load
 from llmservice_operator.pod import Pod, Trouble
 from llmservice_operator.resource import LLMService
-from llmservice_operator.scaling import Decision
+from llmservice_operator.scaling import Decision, ScalePolicy
+from llmservice_operator.service_queries import ServiceQueries
+from llmservice_operator.signal_status import capacity_status, noted, noted_signals, rounded, signals_of
 from llmservice_operator.sizing import Sized, SizingProblem, measure, sizing_status
 from llmservice_operator.spec import Manifest
-from llmservice_operator.status import AutoscalingStatus, LLMServiceStatus, MeasuredStatus, SizingStatus
+from llmservice_operator.status import (
+    AutoscalingStatus,
+    LLMServiceStatus,
+    MeasuredStatus,
+    SignalStatus,
+    SizingStatus,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +49,12 @@ class Outcome:
     startup_s: float | None = None
     blocked: Trouble | None = None
     """What kept the children from being applied."""
+    policy: ScalePolicy | None = None
+    """What is scaled by; None without autoscaling."""
+    drain: tuple[float, float] | None = None
+    """(when, requests per second) that one full replica was last measured to finish."""
+    figures_due: bool = True
+    """Whether it is time to note the load's figures anew."""
 
 
 def expected_status(
@@ -92,14 +106,27 @@ def _measured(service: LLMService, sizing: Sized, load: Load | None) -> Measured
 
 
 def _autoscaling(service: LLMService, pods: Sequence[Pod], outcome: Outcome, now: float) -> AutoscalingStatus:
-    """Load figures for every service; decisions only where the operator is the one who decides."""
-    load, before = outcome.load, service.status.autoscaling
-    log = list(before.decisions) if before else []
+    """Load figures for every service; decisions and signals only where the operator is the one who decides."""
+    load, due = outcome.load, outcome.figures_due
+    before = service.status.autoscaling or AutoscalingStatus(desired_replicas=outcome.desired)
+    waiting = round(load.waiting / len(load.pods), 1) if load else None
     decides = service.spec.autoscaling is not None and isinstance(outcome.sizing, Sized)
+    log = before.decisions
     return AutoscalingStatus(
         desired_replicas=outcome.desired,
-        queue_depth=round(load.waiting / len(load.pods), 1) if load else None,
-        ttft_p99_seconds=float(f"{load.ttft_p99_s:.3g}") if load and load.ttft_p99_s is not None else None,
+        queue_depth=noted(before.queue_depth, waiting, due=due),
+        ttft_p99_seconds=noted(before.ttft_p99_seconds, rounded(load.ttft_p99_s if load else None), due=due),
         startup_seconds=math.ceil(outcome.startup_s) if outcome.startup_s is not None else None,
+        capacity=capacity_status(before.capacity, outcome.drain),
+        signals=_signals(service, before, outcome),
         decisions=log_decision(log, outcome.decision, now) if decides else log,
     )
+
+
+def _signals(service: LLMService, before: AutoscalingStatus, outcome: Outcome) -> list[SignalStatus]:
+    if outcome.policy is None:
+        return []
+    queries = ServiceQueries(service.namespace, service.name, outcome.policy.window_s)
+    drain_per_s = None if outcome.drain is None else outcome.drain[1]
+    present = signals_of(outcome.load, outcome.policy, drain_per_s, queries)
+    return noted_signals(before.signals, present, due=outcome.figures_due)

@@ -8,10 +8,12 @@ the load and then falls off a cliff. Completions alone are never used, since an 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from llmservice_operator import duration
 from llmservice_operator.load import Load
+from llmservice_operator.scale_history import History
+from llmservice_operator.scale_step import ScaleStep, highest, lowest
 from llmservice_operator.spec import Autoscaling, Slo
 
 TARGET_UTILIZATION = 0.8
@@ -34,6 +36,8 @@ class ScalePolicy:
     tolerance: float
     up_stabilization_s: float
     down_stabilization_s: float
+    up_step: ScaleStep
+    down_step: ScaleStep
     window_s: float
     ttft_p99_s: float | None
     max_num_seqs: int
@@ -48,10 +52,18 @@ class ScalePolicy:
             tolerance=autoscaling.tolerance_percent / 100,
             up_stabilization_s=duration.seconds(autoscaling.scale_up.stabilization),
             down_stabilization_s=duration.seconds(autoscaling.scale_down.stabilization),
+            up_step=ScaleStep.of(autoscaling.scale_up),
+            down_step=ScaleStep.of(autoscaling.scale_down),
             window_s=duration.seconds(autoscaling.metrics.window),
             ttft_p99_s=duration.seconds(slo.ttft_p99) if slo.ttft_p99 else None,
             max_num_seqs=max_num_seqs,
         )
+
+    @property
+    def memory_s(self) -> float:
+        """How far back a decision looks."""
+        steps = (self.up_step.period_s, self.up_step.cooldown_s, self.down_step.period_s, self.down_step.cooldown_s)
+        return max(self.up_stabilization_s, self.down_stabilization_s, self.window_s, *steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,50 +111,23 @@ class Decision:
     """False where there was nothing to go by."""
 
 
-@dataclass(frozen=True, slots=True)
-class History:
-    """Wishes of the recent past, oldest first, as (seconds since 1970, replicas); and when replicas were last added."""
-
-    wishes: tuple[tuple[float, int], ...] = ()
-    last_up_s: float | None = None
-    drain: tuple[float, float] | None = None
-    """(when, requests per second) that one full replica was last measured to finish."""
-
-    @classmethod
-    def start(cls, now: float, replicas: int, since_s: float | None = None, last_up_s: float | None = None) -> History:
-        """Of a scaler that begins: what there is was wished for until `since_s`, or until now where nobody knows."""
-        return cls(((now if since_s is None else since_s, replicas),), last_up_s)
-
-    def remember(self, now: float, wanted: int, decided: int, current: int, keep_s: float) -> History:
-        kept = tuple(wish for wish in self.wishes if wish[0] >= now - keep_s)
-        last_up_s = now if decided > current else self.last_up_s
-        return History((*kept, (now, wanted)), last_up_s, self.drain)
-
-    def forget_capacity(self) -> History:
-        """The replicas are other ones now: a changed spec may have changed what each can do."""
-        return replace(self, drain=None)
-
-    def measured(self, now: float, drain_per_s: float | None) -> History:
-        return self if drain_per_s is None else History(self.wishes, self.last_up_s, (now, drain_per_s))
-
-
 def decide(
     load: Load | None, supply: Supply, policy: ScalePolicy, history: History, now: float, *, feasible: bool = True
 ) -> tuple[Decision, History]:
     """One tick of the autoscaler. Holds, and never shrinks, without metrics."""
-    keep_s = max(policy.up_stabilization_s, policy.down_stabilization_s)
+    history = history.observe(now, supply.replicas)
     if load is None:
         decision = _hold(supply, policy)
     else:
         history = history.measured(now, load.drain_per_s)
         wish = optimise(analyse(load, policy, history, now), load, supply, policy, history, now, feasible=feasible)
         decision = limit(wish, supply.replicas, policy, history, now)
-    return decision, history.remember(now, decision.wanted, decision.replicas, supply.replicas, keep_s)
+    return decision, history.remember(now, decision.wanted, policy.memory_s)
 
 
 def _hold(supply: Supply, policy: ScalePolicy) -> Decision:
     """Nothing is known about the load: keep what there is, within the bounds that the user set."""
-    replicas = min(max(supply.replicas, policy.min_replicas), policy.max_replicas)
+    replicas = _bounded(supply.replicas, policy)
     why = "no metrics from any ready pod" if supply.ready else "no ready pod yet"
     return Decision(replicas, replicas, (f"{why}: holding at {replicas}",), active=False)
 
@@ -236,23 +221,41 @@ def _veto(wish: Wish, load: Load, supply: Supply, policy: ScalePolicy, *, feasib
 def limit(wish: Wish, current: int, policy: ScalePolicy, history: History, now: float) -> Decision:
     """Bound what may be reached, and how fast.
 
-    Never above or below the user's bounds. Shrinks only down to the highest wish younger than the scale-down
-    stabilisation, grows only up to the lowest wish younger than the scale-up stabilisation.
+    Never above or below the user's bounds, which rule at once. Within them: shrinks only down to the highest wish
+    younger than the scale-down stabilisation, grows only up to the lowest wish younger than the scale-up
+    stabilisation, and moves no further than the step that the period allows.
     """
-    wanted = min(max(wish.replicas, policy.min_replicas), policy.max_replicas)
+    wanted = _bounded(wish.replicas, policy)
     reasons = list(wish.reasons)
     if wanted != wish.replicas:
         reasons.append(f"bounds: {policy.min_replicas} to {policy.max_replicas} -> {wanted}")
-    replicas = wanted
-    if wanted < current:
-        replicas = min(current, max(wanted, *_recent(history, now, policy.down_stabilization_s), 0))
-    elif wanted > current:
-        replicas = max(current, min(wanted, *_recent(history, now, policy.up_stabilization_s), wanted))
-    if replicas != wanted:
+    settled = _stabilized(wanted, current, policy, history, now)
+    if settled != wanted:
         window_s = policy.down_stabilization_s if wanted < current else policy.up_stabilization_s
-        reasons.append(f"stabilization: {wanted} must hold for {window_s:g}s -> {replicas}")
-    bounded = min(max(replicas, policy.min_replicas), policy.max_replicas)
-    return Decision(bounded, wanted, tuple(reasons))
+        reasons.append(f"stabilization: {wanted} must hold for {window_s:g}s -> {settled}")
+    replicas = min(settled, highest(current, policy.up_step, history, now))
+    replicas = max(replicas, lowest(current, policy.down_step, history, now))
+    if replicas != settled:
+        reasons.append(_step_reason(policy.up_step if settled > current else policy.down_step, replicas, current))
+    return Decision(_bounded(replicas, policy), wanted, tuple(reasons))
+
+
+def _stabilized(wanted: int, current: int, policy: ScalePolicy, history: History, now: float) -> int:
+    if wanted < current:
+        return min(current, max(wanted, *_recent(history, now, policy.down_stabilization_s), 0))
+    if wanted > current:
+        return max(current, min(wanted, *_recent(history, now, policy.up_stabilization_s), wanted))
+    return wanted
+
+
+def _step_reason(step: ScaleStep, replicas: int, current: int) -> str:
+    if replicas == current and step.cooldown_s:
+        return f"cooldown: no step within {step.cooldown_s:g}s of a change -> {replicas}"
+    return f"step: at most {step.replicas} replicas or {step.percent}% in {step.period_s:g}s -> {replicas}"
+
+
+def _bounded(replicas: int, policy: ScalePolicy) -> int:
+    return min(max(replicas, policy.min_replicas), policy.max_replicas)
 
 
 def _recent(history: History, now: float, window_s: float) -> list[int]:

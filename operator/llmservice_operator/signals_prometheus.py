@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 
+from llmservice_operator import promql
 from llmservice_operator.load import Histories
 from llmservice_operator.pod import Pod
 from llmservice_operator.scrape import SERIES, Sample, Scrape, ScrapeError, scrape_of
@@ -47,17 +48,11 @@ def range_query(namespace: str, pods: Iterable[str], window_s: float) -> str:
     """PromQL for every series that is used, of these pods, with all samples of the window."""
     names = "|".join(SERIES)
     matchers = [
-        f"__name__=~{_string(names)}",
-        f"namespace={_string(namespace)}",
-        f"pod=~{_string('|'.join(re.escape(pod) for pod in pods))}",
+        f"__name__=~{promql.string(names)}",
+        f"namespace={promql.string(namespace)}",
+        f"pod=~{promql.string('|'.join(re.escape(pod) for pod in pods))}",
     ]
     return f"{{{','.join(matchers)}}}[{max(1, round(window_s * 1000))}ms]"
-
-
-def _string(text: str) -> str:
-    """A PromQL string literal (https://prometheus.io/docs/prometheus/latest/querying/basics/#string-literals)."""
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    return f'"{escaped}"'
 
 
 def histories_of(answer: Any, window_s: float, now: float) -> Histories:

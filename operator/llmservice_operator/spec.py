@@ -210,16 +210,47 @@ class Slo(SchemaModel):
     )
 
 
+_A_STEP = rules(
+    (
+        "self.stepReplicas > 0 || self.stepPercent > 0",
+        "stepReplicas and stepPercent can't both be 0: no replica could ever be added or removed",
+    )
+)
+
+
 class ScaleUp(SchemaModel):
+    model_config = ConfigDict(json_schema_extra=_A_STEP)
+
     stabilization: Duration = Field(
         "10s", description="Add replicas only up to the lowest wish within this time. 0s: at once."
     )
+    step_replicas: int = Field(
+        4, ge=0, le=1000, description="Add at most so many replicas in stepPeriod, or stepPercent where that is more."
+    )
+    step_percent: int = Field(
+        100, ge=0, le=1000, description="Add at most this share of the replicas in stepPeriod, or stepReplicas."
+    )
+    step_period: Duration = Field("15s", description="The time that stepReplicas and stepPercent speak of.")
+    cooldown: Duration = Field("0s", description="Add none within this time of the last change, up or down.")
 
 
 class ScaleDown(SchemaModel):
+    model_config = ConfigDict(json_schema_extra=_A_STEP)
+
     stabilization: Duration = Field(
         "300s", description="Remove replicas only down to the highest wish within this time."
     )
+    step_replicas: int = Field(
+        0,
+        ge=0,
+        le=1000,
+        description="Remove at most so many replicas in stepPeriod, or stepPercent where that is more.",
+    )
+    step_percent: int = Field(
+        100, ge=0, le=100, description="Remove at most this share of the replicas in stepPeriod, or stepReplicas."
+    )
+    step_period: Duration = Field("15s", description="The time that stepReplicas and stepPercent speak of.")
+    cooldown: Duration = Field("0s", description="Remove none within this time of the last change, up or down.")
 
 
 class MetricsSource(SchemaModel):

@@ -48,6 +48,21 @@ class DecisionStatus(SchemaModel):
     reasons: list[str] = Field(default_factory=list, max_length=16, description="Each step's reason.")
 
 
+class SignalStatus(SchemaModel):
+    name: str = Field(max_length=32, description="queue, utilization, kvCache, arrivals or ttftP99.")
+    value: float | None = Field(
+        None, description="As last noted: small moves are not. Absent where the window holds too little."
+    )
+    target: float | None = Field(None, description="Above it replicas are added; absent while none is known.")
+    unit: str = Field(max_length=64, description="What value and target count.")
+    query: str = Field(max_length=2048, description="The same figure as PromQL, for a graph or an alert.")
+
+
+class CapacityStatus(SchemaModel):
+    requests_per_second: float = Field(ge=0, description="What one full replica was measured to finish.")
+    measured_at: str = Field(max_length=32, description="When, give or take half an hour (RFC 3339).")
+
+
 class AutoscalingStatus(SchemaModel):
     desired_replicas: int = Field(ge=0, description="Replicas that the operator asks for now.")
     queue_depth: float | None = Field(None, ge=0, description="Waiting requests per ready replica.")
@@ -56,6 +71,12 @@ class AutoscalingStatus(SchemaModel):
     )
     startup_seconds: int | None = Field(
         None, ge=0, description="Learned time (P90) from a pod's creation until it is ready."
+    )
+    capacity: CapacityStatus | None = Field(
+        None, description="Lets a restarted operator know what the replicas can do; only with autoscaling."
+    )
+    signals: list[SignalStatus] = Field(
+        default_factory=list, max_length=8, description="What is scaled on, with its thresholds; only with autoscaling."
     )
     decisions: list[DecisionStatus] = Field(
         default_factory=list, max_length=MAX_DECISIONS, description="The last decisions, newest first."

@@ -14,7 +14,8 @@ import pytest
 from aiohttp import web
 
 from llmservice_operator.applier import Applier
-from llmservice_operator.kube_client import KubeClient
+from llmservice_operator.kube_client import KubeClient, KubeError
+from llmservice_operator.labels import DELETION_COST
 from llmservice_operator.metrics import OperatorMetrics
 from llmservice_operator.model_source import ModelReader
 from llmservice_operator.reconcile import Reconciler
@@ -50,12 +51,14 @@ class Pods:
 
     port: int
     in_flight: dict[str, tuple[int, int]] = field(default_factory=dict)
+    finished: int = 0
 
     async def metrics(self, request: web.Request) -> web.Response:
         if request.url.host not in self.in_flight:
             return web.Response(status=500)
         running, waiting = self.in_flight[request.url.host]
         lines = [f"llmservice_num_requests_running {running}", f"llmservice_num_requests_waiting {waiting}"]
+        lines += [f"llmservice_request_success_total {self.finished}"]
         lines += ['llmservice_kv_cache_blocks{state="free"} 1000', 'llmservice_memory_bytes{kind="weights"} 1e6', ""]
         return web.Response(text="\n".join(lines))
 
@@ -412,3 +415,110 @@ async def test_a_pod_monitor_comes_and_goes_as_it_is_asked_for(world: World, man
 
 async def test_a_service_that_is_gone_ends_its_passes(world: World) -> None:
     assert not await world.run_pass()
+
+
+async def busy_service(world: World, manifest_of: Any, load: tuple[int, int], **autoscaling: Any) -> None:
+    """One ready pod under load."""
+    await world.create_service(manifest_of(autoscaling={**AUTOSCALING, **autoscaling}, slo={"ttftP99": "2s"}))
+    await world.run_pass()
+    await world.start_pod("tiny-1", "127.0.0.1", load)
+
+
+async def test_the_status_shows_what_is_scaled_on_with_thresholds_and_promql(world: World, manifest_of: Any) -> None:
+    await busy_service(world, manifest_of, (4, 0))
+
+    await world.run_pass(after_s=20)
+
+    signals = {signal["name"]: signal for signal in (await world.status())["autoscaling"]["signals"]}
+    assert (signals["utilization"]["value"], signals["utilization"]["target"]) == (0.5, 0.8)
+    assert signals["ttftP99"]["target"] == 2
+    assert 'namespace="team-a"' in signals["queue"]["query"]
+
+
+async def test_live_traffic_writes_no_status_in_every_pass(world: World, manifest_of: Any) -> None:
+    await busy_service(world, manifest_of, (4, 0))
+    await world.run_pass(after_s=20)
+    versions = set()
+    for running in (1, 5, 2, 4, 3, 6):
+        world.pods.in_flight["127.0.0.1"] = (running, 0)
+        await world.run_pass(after_s=2)
+        versions.add((await world.service())["metadata"]["resourceVersion"])
+
+    assert len(versions) == 1
+
+
+async def test_a_restarted_operator_knows_what_a_replica_can_do(world: World, manifest_of: Any) -> None:
+    await busy_service(world, manifest_of, (8, 18))
+    for finished in (0, 30, 60):
+        world.pods.finished = finished
+        await world.run_pass(after_s=20)
+    capacity = (await world.status())["autoscaling"]["capacity"]["requestsPerSecond"]
+    assert capacity == 1.5
+
+    world.pods.in_flight["127.0.0.1"] = (1, 0)
+    await world.restarted().run_pass(after_s=1)
+    await world.run_pass(after_s=1)
+
+    assert (await world.status())["autoscaling"]["capacity"]["requestsPerSecond"] == 1.5
+    signals = {signal["name"]: signal for signal in (await world.status())["autoscaling"]["signals"]}
+    assert signals["arrivals"]["target"] == 1.2
+
+
+async def test_lowering_max_replicas_below_what_runs_removes_the_rest_and_drains_the_least_busy(
+    world: World, manifest_of: Any
+) -> None:
+    await busy_service(world, manifest_of, (8, 18))
+    await world.run_pass(after_s=5)
+    assert await world.replicas() == 3
+    await world.start_pod("tiny-2", "127.0.0.2", (5, 0))
+    await world.kube.request("PATCH", f"{SERVICES}/tiny", body={"spec": {"autoscaling": {"maxReplicas": 1}}})
+
+    await world.run_pass(after_s=1)
+
+    assert await world.replicas() == 1
+    pods = {pod["metadata"]["name"]: pod for pod in await world.kube.list_pods("team-a", "")}
+    costs = {name: pod["metadata"]["annotations"][DELETION_COST] for name, pod in pods.items()}
+    assert costs == {"tiny-1": "26", "tiny-2": "5"}
+    decision = (await world.status())["autoscaling"]["decisions"][0]
+    assert "bounds: 1 to 1 -> 1" in decision["reasons"]
+
+
+@pytest.mark.parametrize("jump_s", [-3600.0, 3600.0])
+async def test_a_clock_that_is_set_does_not_scale(jump_s: float, world: World, manifest_of: Any) -> None:
+    await busy_service(world, manifest_of, (8, 18))
+    await world.run_pass(after_s=5)
+    world.pods.in_flight["127.0.0.1"] = (0, 0)
+    await world.run_pass(after_s=5)
+    assert await world.replicas() == 3
+
+    await world.run_pass(after_s=jump_s)
+    assert await world.replicas() == 3
+
+    await world.run_pass(after_s=40)
+    await world.run_pass(after_s=40)
+    assert await world.replicas() == 1
+
+
+async def test_an_autoscaler_of_the_clusters_rules_where_the_built_in_one_is_off(
+    world: World, manifest_of: Any
+) -> None:
+    """What an HPA and KEDA do: read the scale, write it back whole."""
+    await world.create_service(manifest_of(replicas=1))
+    await world.run_pass()
+    scale = await world.kube.request("GET", f"{SERVICES}/tiny/scale")
+    assert scale["status"]["selector"] == "app.kubernetes.io/name=llmservice,app.kubernetes.io/instance=tiny"
+    wanted = {**scale, "spec": {"replicas": 3}}
+
+    await world.kube.request("PUT", f"{SERVICES}/tiny/scale", body=wanted, content_type="application/json")
+    await world.run_pass(after_s=1)
+
+    assert await world.replicas() == 3
+
+
+async def test_with_the_built_in_autoscaler_a_written_scale_is_refused_and_says_why(
+    world: World, manifest_of: Any
+) -> None:
+    await world.create_service(manifest_of(autoscaling=AUTOSCALING))
+
+    with pytest.raises(KubeError, match="replicas and autoscaling are exclusive"):
+        await world.kube.request("PATCH", f"{SERVICES}/tiny/scale", body={"spec": {"replicas": 3}})

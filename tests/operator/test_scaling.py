@@ -9,9 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmservice_operator.load import Load, PodLoad
-from llmservice_operator.scaling import CAPACITY_KEEP_S, History, ScalePolicy, Supply, decide
+from llmservice_operator.scale_history import History
+from llmservice_operator.scale_step import ScaleStep
+from llmservice_operator.scaling import CAPACITY_KEEP_S, ScalePolicy, Supply, decide
 
 NOW = 1_000_000.0
+ANY_STEP = ScaleStep(replicas=1000, percent=100, period_s=15.0, cooldown_s=0.0)
 POLICY = ScalePolicy(
     min_replicas=1,
     max_replicas=8,
@@ -19,6 +22,8 @@ POLICY = ScalePolicy(
     tolerance=0.1,
     up_stabilization_s=0.0,
     down_stabilization_s=300.0,
+    up_step=ANY_STEP,
+    down_step=ANY_STEP,
     window_s=60.0,
     ttft_p99_s=2.0,
     max_num_seqs=8,
@@ -140,7 +145,7 @@ def test_a_promise_that_no_replica_can_keep_adds_and_holds_none() -> None:
 def test_a_broken_promise_waits_for_the_replica_that_was_just_added(
     supply: Supply, last_up_s: float | None, expected: int
 ) -> None:
-    history = replace(SETTLED, last_up_s=last_up_s)
+    history = replace(SETTLED, changes=() if last_up_s is None else ((last_up_s, 1),))
 
     decision, _ = decide(load((3, 0), (3, 0), ttft_p99_s=5.0), supply, POLICY, history, NOW)
 
@@ -192,7 +197,7 @@ supplies = st.builds(Supply, st.integers(0, 20), st.integers(0, 8), st.integers(
 histories = st.builds(
     History,
     wishes=st.lists(st.tuples(st.floats(NOW - 400, NOW), st.integers(0, 20)), max_size=5).map(tuple),
-    last_up_s=st.none() | st.floats(NOW - 400, NOW),
+    changes=st.lists(st.tuples(st.floats(NOW - 400, NOW), st.integers(-5, 5)), max_size=4).map(tuple),
     drain=st.none() | st.tuples(st.floats(NOW - 400, NOW), st.floats(0.01, 10)),
 )
 
