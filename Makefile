@@ -6,7 +6,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help setup tools demo test e2e lint format bench crds clean
+.PHONY: help setup tools demo test e2e lint format bench crds chart clean
 
 help:           ## show this
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## *' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -46,6 +46,9 @@ format: setup   ## let ruff write the code's form
 
 crds: setup     ## write crds/ (and the chart's copy) from the operator's models
 	$(BIN)/llmservice crd --write
+
+chart: crds     ## write what else of the chart is generated: alerts
+	$(BIN)/llmservice alerts --write
 
 bench: setup    ## benchmarks of this machine: tables on the terminal, JSON under benchmarks/results/
 	$(BIN)/python benchmarks/run.py

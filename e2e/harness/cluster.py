@@ -35,6 +35,7 @@ class Cluster:
     state_dir: Path
     process: subprocess.Popen[str] | None = None
     output: list[str] = field(default_factory=list)
+    prometheus_url: str = ""
 
     @property
     def is_local(self) -> bool:
@@ -90,7 +91,8 @@ def running_cluster(state_dir: Path, *flags: str) -> Iterator[Cluster]:
     try:
         kubeconfig = wait_for(lambda: _find(output, r"export KUBECONFIG=(\S+)"), 60, lambda: "".join(output))
         gateway = wait_for(lambda: _find(output, r"gateway\S*\s.*?(http://[\w.:]+)"), 60, lambda: "".join(output))
-        cluster = Cluster(Path(kubeconfig), gateway, "file:///tiny-llama", state_dir, process, output)
+        prometheus = _find(output, r"prometheus\s+(http://[\w.:]+)") or ""
+        cluster = Cluster(Path(kubeconfig), gateway, "file:///tiny-llama", state_dir, process, output, prometheus)
         yield cluster
     finally:
         process.send_signal(signal.SIGINT)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from urllib.parse import urlsplit
 
 from aiohttp import ClientSession
 
@@ -161,21 +162,23 @@ class LocalCluster:
     async def _start_components(self, stack: AsyncExitStack, session: ClientSession) -> None:
         specs: list[ComponentSpec] = []
         if self.settings.prometheus:
-            specs.append(self._prometheus_spec())
+            self.prometheus_url = f"http://127.0.0.1:{free_port()}"
         if self.settings.operator:
             specs.append(self._operator_spec())
         if self.settings.gateway:
             specs.append(self._gateway_spec())
+        if self.settings.prometheus:
+            own = {spec.name: urlsplit(spec.health_url).netloc for spec in specs}
+            specs.append(self._prometheus_spec(own))
         self.components = {spec.name: Component(spec) for spec in specs}
         for component in self.components.values():
             stack.push_async_callback(component.stop)
         await asyncio.gather(*(component.start(session, COMPONENT_START_S) for component in self.components.values()))
 
-    def _prometheus_spec(self) -> ComponentSpec:
-        port = free_port()
-        self.prometheus_url = f"http://127.0.0.1:{port}"
+    def _prometheus_spec(self, own: Mapping[str, str]) -> ComponentSpec:
         log = self.settings.state_dir / "components" / "prometheus.log"
-        return prometheus_spec(self.settings.state_dir / "prometheus", self._targets, log, port)
+        port = urlsplit(self.prometheus_url).port or 0
+        return prometheus_spec(self.settings.state_dir / "prometheus", self._targets, own, log, port)
 
     @property
     def _targets(self) -> Path:

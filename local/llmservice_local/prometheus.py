@@ -1,13 +1,15 @@
 """A Prometheus beside the cluster, and the list of pods that it scrapes.
 
-The list goes through a file, as Debian's Prometheus is built without service discovery by the Kubernetes API.
+The list goes through a file, as Debian's Prometheus is built without service discovery by the Kubernetes API. Series
+get the labels that the Prometheus Operator gives them by a PodMonitor (servers) and ServiceMonitors (operator,
+gateway), so that the alerts and dashboards of the chart work here as they stand.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +24,26 @@ from llmservice_local.node.node import base_environment
 Object = dict[str, Any]
 
 SCRAPE_INTERVAL_S = 2
+RULES = "alerts.yaml"
+NAMESPACE = "llmservice-system"
+"""Where operator and gateway would be installed; here they are processes outside of the cluster."""
 
 
-def prometheus_spec(folder: Path, targets: Path, log: Path, port: int) -> ComponentSpec:
-    """The component, with its configuration written; raises `ComponentError` where there is no prometheus."""
+def prometheus_spec(folder: Path, targets: Path, own: Mapping[str, str], log: Path, port: int) -> ComponentSpec:
+    """The component, with its configuration and the alerts written.
+
+    Raises `ComponentError` where there is no prometheus.
+    `own` names the cluster's own components that are scraped besides the pods, with their host:port.
+    """
+    from llmservice_operator.alerts_command import alerts_yaml
+
     program = shutil.which("prometheus")
     if program is None:
         raise ComponentError("there is no prometheus on the PATH: install it (Debian: apt-get install prometheus)")
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / RULES).write_text(alerts_yaml(), encoding="utf-8")
     config = folder / "prometheus.yml"
-    config.write_text(yaml.safe_dump(configuration(targets), sort_keys=False), encoding="utf-8")
+    config.write_text(yaml.safe_dump(configuration(targets, own), sort_keys=False), encoding="utf-8")
     return ComponentSpec(
         name="prometheus",
         command=[
@@ -47,28 +59,54 @@ def prometheus_spec(folder: Path, targets: Path, log: Path, port: int) -> Compon
     )
 
 
-def configuration(targets: Path, scrape_interval_s: int = SCRAPE_INTERVAL_S) -> Object:
-    """prometheus.yml: whatever stands in the file of targets."""
+def configuration(targets: Path, own: Mapping[str, str], scrape_interval_s: int = SCRAPE_INTERVAL_S) -> Object:
+    """prometheus.yml: whatever stands in the file of targets, the cluster's own components, and the alerts."""
     interval = f"{scrape_interval_s}s"
     return {
-        "global": {"scrape_interval": interval, "scrape_timeout": interval},
-        "scrape_configs": [{"job_name": "llmservice", "file_sd_configs": [{"files": [str(targets)]}]}],
+        "global": {"scrape_interval": interval, "scrape_timeout": interval, "evaluation_interval": interval},
+        "rule_files": [RULES],
+        "scrape_configs": [
+            {"job_name": "llmservice", "file_sd_configs": [{"files": [str(targets)]}]},
+            *(_component_job(name, address) for name, address in own.items()),
+        ],
     }
 
 
+def _component_job(name: str, address: str) -> Object:
+    labels = {"namespace": NAMESPACE, "service": f"llmservice-{name}", "pod": f"llmservice-{name}", "endpoint": "http"}
+    job: Object = {
+        "job_name": f"llmservice-{name}",
+        "static_configs": [{"targets": [address], "labels": {**labels, "container": name}}],
+    }
+    return job | ({"honor_labels": True} if name == "operator" else {})
+
+
 def scrape_targets(pods: Iterable[Object]) -> list[Object]:
-    """The running pods of every LLMService, with the labels `namespace` and `pod` that a PodMonitor gives them."""
-    found = []
-    for pod in pods:
-        metadata, status = pod["metadata"], pod.get("status") or {}
-        if (metadata.get("labels") or {}).get("app.kubernetes.io/name") != "llmservice":
-            continue
-        ports = (port for container in pod["spec"]["containers"] for port in container.get("ports") or [])
-        port = next((port["containerPort"] for port in ports if port.get("name") == "http"), None)
-        if status.get("phase") == "Running" and status.get("podIP") and port is not None:
-            labels = {"namespace": metadata["namespace"], "pod": metadata["name"]}
-            found.append({"targets": [f"{status['podIP']}:{port}"], "labels": labels})
+    """The running pods of every LLMService, with the labels that their PodMonitor gives them."""
+    found = [target for pod in pods if (target := _target(pod)) is not None]
     return sorted(found, key=lambda target: str(target["targets"]))
+
+
+def _target(pod: Object) -> Object | None:
+    metadata, status = pod["metadata"], pod.get("status") or {}
+    pod_labels = metadata.get("labels") or {}
+    if pod_labels.get("app.kubernetes.io/name") != "llmservice" or status.get("phase") != "Running":
+        return None
+    ports = ((each["name"], port) for each in pod["spec"]["containers"] for port in each.get("ports") or [])
+    named = next(((name, port["containerPort"]) for name, port in ports if port.get("name") == "http"), None)
+    if not status.get("podIP") or named is None:
+        return None
+    container, number = named
+    namespace, service = metadata["namespace"], pod_labels.get("app.kubernetes.io/instance", "")
+    labels = {
+        "namespace": namespace,
+        "pod": metadata["name"],
+        "container": container,
+        "endpoint": "http",
+        "job": f"{namespace}/{service}",
+        "service": service,
+    }
+    return {"targets": [f"{status['podIP']}:{number}"], "labels": labels}
 
 
 class PrometheusTargets(Controller):

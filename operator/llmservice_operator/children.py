@@ -35,7 +35,14 @@ def expected_service(service: LLMService) -> Manifest:
 
 
 def expected_pod_monitor(service: LLMService) -> Manifest:
-    endpoint = {"port": "http", "path": "/metrics", "interval": service.spec.monitoring.interval}
+    # The alerts and dashboards tell services apart by this label, as a ServiceMonitor would set it.
+    instance = "__meta_kubernetes_pod_label_app_kubernetes_io_instance"
+    endpoint = {
+        "port": "http",
+        "path": "/metrics",
+        "interval": service.spec.monitoring.interval,
+        "relabelings": [{"sourceLabels": [instance], "targetLabel": "service"}],
+    }
     selector = {"matchLabels": labels.selector_labels(service.name)}
     spec = {"selector": selector, "podMetricsEndpoints": [endpoint]}
     return _child(service, POD_MONITOR_API, "PodMonitor") | {"spec": spec}

@@ -36,6 +36,19 @@ class OperatorMetrics:
             registry=self.registry,
         )
 
+        self._ttft_target = Gauge(
+            "llmservice_operator_ttft_target_seconds",
+            "The promise spec.slo.ttftP99, for alerts to compare with.",
+            labels,
+            registry=self.registry,
+        )
+        self._prediction_error = Gauge(
+            "llmservice_operator_prediction_error_percent",
+            "Predicted KV blocks against measured ones; positive: predicted too many.",
+            labels,
+            registry=self.registry,
+        )
+
     def passed(self, duration_s: float) -> None:
         self._passes.observe(duration_s)
 
@@ -48,9 +61,24 @@ class OperatorMetrics:
         for kind, status in conditions.items():
             self._condition.labels(namespace, name, kind).set({"True": 1, "False": 0}.get(status, -1))
 
+    def promised(self, namespace: str, name: str, ttft_target_s: float | None) -> None:
+        _set(self._ttft_target, namespace, name, ttft_target_s)
+
+    def predicted(self, namespace: str, name: str, error_percent: float | None) -> None:
+        _set(self._prediction_error, namespace, name, error_percent)
+
     def forget(self, namespace: str, name: str) -> None:
-        for metric in (self._failures, self._desired, self._ready, self._condition):
+        reported = (self._desired, self._ready, self._condition, self._ttft_target, self._prediction_error)
+        for metric in (self._failures, *reported):
             metric.remove_by_labels({"namespace": namespace, "name": name})
 
     def exposition(self) -> bytes:
         return generate_latest(self.registry)
+
+
+def _set(gauge: Gauge, namespace: str, name: str, value: float | None) -> None:
+    """A figure that there is none of has no series: an alert must not compare with a made-up one."""
+    if value is None:
+        gauge.remove_by_labels({"namespace": namespace, "name": name})
+    else:
+        gauge.labels(namespace, name).set(value)

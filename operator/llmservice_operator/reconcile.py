@@ -215,6 +215,10 @@ class Reconciler:
             len(seen.serving),
             {condition.type: condition.status for condition in status.conditions},
         )
+        target = service.spec.slo.ttft_p99
+        self.metrics.promised(*service.key, duration.seconds(target) if target else None)
+        measured = status.sizing.measured if status.sizing else None
+        self.metrics.predicted(*service.key, measured.error_percent if measured else None)
         if not patch:
             return
         try:

@@ -8,7 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -59,6 +67,7 @@ class Metrics:
         self._constant = {"model_name": model_name} if prefix == VLLM_PREFIX else {}
         self._engine_totals = _EngineTotals(prefix, self._constant)
         self.registry.register(self._engine_totals)
+        ProcessCollector(namespace="llmservice", registry=self.registry)  # a start time that changes is a restart
 
         self.num_requests_running = self._gauge("num_requests_running", "Sequences in the running batch")
         self.num_requests_waiting = self._gauge("num_requests_waiting", "Sequences waiting to be run", ("lane",))

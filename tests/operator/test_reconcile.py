@@ -406,7 +406,9 @@ async def test_a_pod_monitor_comes_and_goes_as_it_is_asked_for(world: World, man
     await world.run_pass()
     monitor = await world.kube.get_child("monitoring.coreos.com/v1", "PodMonitor", "team-a", "tiny")
     assert monitor is not None
-    assert monitor["spec"]["podMetricsEndpoints"] == [{"port": "http", "path": "/metrics", "interval": "5s"}]
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    assert (endpoint["port"], endpoint["path"], endpoint["interval"]) == ("http", "/metrics", "5s")
+    assert [each["targetLabel"] for each in endpoint["relabelings"]] == ["service"]
 
     await world.kube.request("PATCH", f"{SERVICES}/tiny", body={"spec": {"monitoring": {"podMonitor": False}}})
     await world.run_pass(after_s=1)

@@ -1,0 +1,47 @@
+"""`llmservice alerts`: print the alerting rules for a plain Prometheus, or write the chart's copy."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from llmservice_planner.command import Command, CommandError
+
+CHART_FILE = Path("charts/llmservice/files/alerts.yaml")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--write", action="store_true", help="write the chart's copy, from the repository's root")
+
+
+def run(args: argparse.Namespace) -> int:
+    text = alerts_yaml()
+    if not args.write:
+        sys.stdout.write(text)
+        return 0
+    if not CHART_FILE.parent.is_dir():
+        raise CommandError(f"no {CHART_FILE.parent} here: run it in the repository's root")
+    CHART_FILE.write_text(text, encoding="utf-8")
+    print(CHART_FILE)
+    return 0
+
+
+def alerts_yaml() -> str:
+    """The rules as Prometheus' `rule_files` take them."""
+    import yaml
+
+    from llmservice_operator.alerts import rule_file
+
+    return "# Made by `llmservice alerts --write`; change operator/llmservice_operator/alerts.py instead.\n" + (
+        yaml.safe_dump(rule_file(), sort_keys=False, width=1000)
+    )
+
+
+COMMAND = Command(
+    help="print the alerting rules about every LLMService and the operator, for Prometheus",
+    add_arguments=add_arguments,
+    run=run,
+    extra="operator",
+    requires=("pydantic",),
+)
