@@ -1,0 +1,55 @@
+"""A model hub on the loopback: what its client asks of the Hugging Face hub, for a handful of files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+
+from harness.file_server import Asked, FileServer, Reply
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+_JSON = {"Content-Type": "application/json"}
+
+
+class ModelHub(FileServer):
+    """`org/open` at main and v1; `org/gated` for those who bring `token`. Nothing else exists."""
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        super().__init__()
+        self.files = dict(files)
+        self.token = "hf_secret"
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> ModelHub:
+        return cls({path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()})
+
+    def find(self, asked: Asked) -> Reply:
+        match = re.fullmatch(
+            r"/(?:api/models/)?org/(?P<name>open|gated)/(?P<what>revision|resolve)/(?P<revision>[^/]+)(/(?P<file>.+))?",
+            asked.path,
+        )
+        if match is None:
+            return Reply(401 if asked.path.startswith("/api/") else 404, headers={"X-Error-Code": "RepoNotFound"})
+        if match["name"] == "gated" and asked.authorization != f"Bearer {self.token}":
+            return Reply(403, headers={"X-Error-Code": "GatedRepo"})
+        if match["revision"] not in {"main", "v1", COMMIT}:
+            return Reply(404, headers={"X-Error-Code": "RevisionNotFound"})
+        if match["what"] == "revision":
+            return Reply(content=json.dumps(self._listing(f"org/{match['name']}")).encode(), headers=_JSON)
+        if match["file"] not in self.files:
+            return Reply(404, headers={"X-Error-Code": "EntryNotFound"})
+        return Reply(content=self.files[match["file"]], file=match["file"], headers={"X-Repo-Commit": COMMIT})
+
+    def _listing(self, name: str) -> dict[str, object]:
+        return {"id": name, "sha": COMMIT, "siblings": [self._sibling(file) for file in self.files]}
+
+    def _sibling(self, name: str) -> dict[str, object]:
+        content = self.files[name]
+        git = hashlib.sha1(b"blob %d\0" % len(content) + content)  # noqa: S324 - git's
+        sibling: dict[str, object] = {"rfilename": name, "size": len(content), "blobId": git.hexdigest()}
+        if name.endswith(".safetensors"):
+            sha256 = hashlib.sha256(content).hexdigest()
+            sibling["lfs"] = {"sha256": sha256, "size": len(content), "pointerSize": 134}
+        return sibling

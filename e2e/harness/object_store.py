@@ -1,0 +1,59 @@
+"""A store on the loopback that speaks as much S3 as listing and reading takes, by path."""
+
+from __future__ import annotations
+
+import hashlib
+from urllib.parse import parse_qs
+from xml.sax.saxutils import escape
+
+from harness.file_server import Asked, FileServer, Reply
+
+_PAGE = 2
+"""Keys an answer, so that a few files take several pages."""
+
+
+class ObjectStore(FileServer):
+    """One bucket, `models`, for the holder of `key_id`; None: for everybody."""
+
+    def __init__(self, objects: dict[str, bytes], key_id: str | None = "AKIDEXAMPLE") -> None:
+        super().__init__()
+        self.objects = dict(objects)
+        self.key_id = key_id
+        self.region = "eu-test-1"
+
+    def find(self, asked: Asked) -> Reply:
+        if self.key_id is not None and f"Credential={self.key_id}/" not in (asked.authorization or ""):
+            return _error(403, "InvalidAccessKeyId" if asked.authorization else "AccessDenied")
+        if self.key_id is not None and f"/{self.region}/s3/aws4_request" not in (asked.authorization or ""):
+            return _error(400, "AuthorizationHeaderMalformed", {"x-amz-bucket-region": self.region})
+        if asked.path == "/models/":
+            return self._listing({name: values[0] for name, values in parse_qs(asked.query).items()})
+        if not asked.path.startswith("/models/"):
+            return _error(404, "NoSuchBucket")
+        key = asked.path.removeprefix("/models/")
+        if key not in self.objects:
+            return _error(404, "NoSuchKey")
+        content = self.objects[key]
+        etag = hashlib.md5(content).hexdigest()  # noqa: S324 - S3's
+        return Reply(content=content, file=key, headers={"ETag": f'"{etag}"'})
+
+    def _listing(self, query: dict[str, str]) -> Reply:
+        prefix = query.get("prefix", "")
+        keys = sorted(key for key in self.objects if key.startswith(prefix) and "/" not in key[len(prefix) :])
+        begin = int(query.get("continuation-token", "0"))
+        page, rest = keys[begin : begin + _PAGE], keys[begin + _PAGE :]
+        contents = "".join(f"<Contents><Key>{escape(key)}</Key></Contents>" for key in page)
+        more = f"<NextContinuationToken>{begin + _PAGE}</NextContinuationToken>" if rest else ""
+        return _xml(
+            200,
+            f'<ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">{contents}'
+            f"<IsTruncated>{str(bool(rest)).lower()}</IsTruncated>{more}</ListBucketResult>",
+        )
+
+
+def _error(status: int, code: str, headers: dict[str, str] | None = None) -> Reply:
+    return _xml(status, f"<Error><Code>{code}</Code><Message>no</Message></Error>", headers)
+
+
+def _xml(status: int, text: str, headers: dict[str, str] | None = None) -> Reply:
+    return Reply(status, text.encode(), {"Content-Type": "application/xml", **(headers or {})})
