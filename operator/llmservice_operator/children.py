@@ -2,36 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from llmservice_operator import labels
+from llmservice_operator.child import Child, child_manifest
 from llmservice_operator.deployment import PORT, expected_deployment
+from llmservice_operator.network_policy import DEFAULT_PEERS, expected_network_policy
 from llmservice_operator.resource import LLMService
 from llmservice_operator.sizing import Sized
 from llmservice_operator.spec import Manifest
 
-POD_MONITOR_API = "monitoring.coreos.com/v1"
 
-
-def expected_children(service: LLMService, sized: Sized, replicas: int, image: str) -> list[Manifest]:
-    """Children in the order in which they are applied; the PodMonitor only where it is asked for."""
-    children = [
-        expected_service_account(service),
-        expected_service(service),
-        expected_deployment(service, sized, replicas, image),
+def expected_children(
+    service: LLMService, sized: Sized, replicas: int, image: str, peers: Sequence[Manifest] = DEFAULT_PEERS
+) -> list[Child]:
+    """Children in the order in which they are applied: what pods rely on stands before the first pod does."""
+    spec = service.spec
+    return [
+        Child(expected_service_account(service)),
+        Child(expected_service(service)),
+        Child(expected_headless_service(service)),
+        Child(expected_network_policy(service, peers), wanted=spec.network_policy.enabled),
+        Child(expected_disruption_budget(service)),
+        Child(expected_deployment(service, sized, replicas, image)),
+        Child(expected_pod_monitor(service), wanted=spec.monitoring.pod_monitor),
     ]
-    if service.spec.monitoring.pod_monitor:
-        children.append(expected_pod_monitor(service))
-    return children
 
 
 def expected_service_account(service: LLMService) -> Manifest:
     """An identity without a token: the server never talks to Kubernetes."""
-    return _child(service, "v1", "ServiceAccount") | {"automountServiceAccountToken": False}
+    return child_manifest(service, "ServiceAccount") | {"automountServiceAccountToken": False}
 
 
 def expected_service(service: LLMService) -> Manifest:
-    port = {"name": "http", "port": PORT, "targetPort": "http", "protocol": "TCP", "appProtocol": "http"}
-    spec = {"type": "ClusterIP", "selector": labels.selector_labels(service.name), "ports": [port]}
-    return _child(service, "v1", "Service") | {"spec": spec}
+    """One address for the service: connections are spread over the ready pods."""
+    spec = {"type": "ClusterIP", "selector": labels.selector_labels(service.name), "ports": [_http_port()]}
+    return child_manifest(service, "Service") | {"spec": spec}
+
+
+def expected_headless_service(service: LLMService) -> Manifest:
+    """The ready pods' own addresses by DNS, for clients that choose a pod themselves."""
+    spec = {
+        "type": "ClusterIP",
+        "clusterIP": "None",
+        "selector": labels.selector_labels(service.name),
+        "ports": [_http_port()],
+    }
+    return child_manifest(service, "Service", headless_name(service)) | {"spec": spec}
+
+
+def expected_disruption_budget(service: LLMService) -> Manifest:
+    """A drain takes one pod at a time, a lone one too; pods that don't serve are no reason to hold a node."""
+    spec = {
+        "maxUnavailable": 1,
+        "unhealthyPodEvictionPolicy": "AlwaysAllow",
+        "selector": {"matchLabels": labels.selector_labels(service.name)},
+    }
+    return child_manifest(service, "PodDisruptionBudget") | {"spec": spec}
 
 
 def expected_pod_monitor(service: LLMService) -> Manifest:
@@ -45,7 +72,12 @@ def expected_pod_monitor(service: LLMService) -> Manifest:
     }
     selector = {"matchLabels": labels.selector_labels(service.name)}
     spec = {"selector": selector, "podMetricsEndpoints": [endpoint]}
-    return _child(service, POD_MONITOR_API, "PodMonitor") | {"spec": spec}
+    return child_manifest(service, "PodMonitor") | {"spec": spec}
+
+
+def headless_name(service: LLMService) -> str:
+    """At most 57 characters, for a service's name has at most 52."""
+    return f"{service.name}-pods"
 
 
 def service_url(service: LLMService) -> str:
@@ -53,14 +85,5 @@ def service_url(service: LLMService) -> str:
     return f"http://{service.name}.{service.namespace}.svc:{PORT}/v1"
 
 
-def _child(service: LLMService, api_version: str, kind: str) -> Manifest:
-    return {
-        "apiVersion": api_version,
-        "kind": kind,
-        "metadata": {
-            "name": service.name,
-            "namespace": service.namespace,
-            "labels": labels.child_labels(service.name),
-            "ownerReferences": [service.owner_reference()],
-        },
-    }
+def _http_port() -> Manifest:
+    return {"name": "http", "port": PORT, "targetPort": "http", "protocol": "TCP", "appProtocol": "http"}

@@ -7,7 +7,7 @@ wait for while no operator runs. The API server's garbage collector removes the 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, repeat
 from typing import Any
 
@@ -15,16 +15,12 @@ import kopf
 
 from llmservice_operator import labels
 from llmservice_operator.applier import Applier
+from llmservice_operator.child import ChildKind
 from llmservice_operator.login import login
 from llmservice_operator.loops import ServiceKey, ServiceLoops
 from llmservice_operator.resource import GROUP, MANAGER, PLURAL, VERSION
 
-_CHILDREN = (
-    ("apps", "deployments", "Deployment"),
-    ("", "services", "Service"),
-    ("", "serviceaccounts", "ServiceAccount"),
-    ("", "pods", "Pod"),
-)
+POD = ChildKind("v1", "Pod", "pods")
 _REQUEST_TIMEOUT_S = 10.0
 _WATCH_S = 300
 _BACKOFFS_S = (1.0, 1.0, 2.0, 3.0, 5.0)
@@ -38,8 +34,10 @@ class _EndlessBackoffs:
         return chain(_BACKOFFS_S, repeat(_LONGEST_BACKOFF_S))
 
 
-def handlers(loops: ServiceLoops, applier: Applier, stop: asyncio.Event) -> kopf.OperatorRegistry:
-    """A registry of its own, so that two operators in one process never mix."""
+def handlers(
+    loops: ServiceLoops, applier: Applier, stop: asyncio.Event, kinds: Iterable[ChildKind]
+) -> kopf.OperatorRegistry:
+    """A registry of its own, so that two operators in one process never mix; `kinds` are the children's."""
     registry = kopf.OperatorRegistry()
     kopf.on.login(registry=registry)(login)
     seen: dict[ServiceKey, tuple[str, int]] = {}
@@ -62,13 +60,13 @@ def handlers(loops: ServiceLoops, applier: Applier, stop: asyncio.Event) -> kopf
             applier.touched((param, meta["namespace"], meta["name"]))
             loops.wake((meta["namespace"], instance))
 
-    for group, plural, kind in _CHILDREN:
+    for kind in (POD, *kinds):
         kopf.on.event(
-            group=group,
+            group=kind.group,
             version="v1",
-            plural=plural,
-            id=f"{plural}-changed",
-            param=kind,
+            plural=kind.plural,
+            id=f"{kind.plural}-changed",
+            param=kind.name,
             labels={labels.MANAGED_BY: MANAGER},
             registry=registry,
         )(child_changed)
@@ -81,7 +79,7 @@ def handlers(loops: ServiceLoops, applier: Applier, stop: asyncio.Event) -> kopf
     return registry
 
 
-def kopf_settings() -> kopf.OperatorSettings:
+def kopf_settings(kinds: Iterable[ChildKind]) -> kopf.OperatorSettings:
     """Bounded requests, no scans of the whole cluster, children filtered by the API server."""
     settings = kopf.OperatorSettings()
     settings.posting.enabled = False
@@ -95,7 +93,6 @@ def kopf_settings() -> kopf.OperatorSettings:
     settings.persistence.finalizer = f"{GROUP}/finalizer"
     settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=GROUP)
     settings.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=GROUP)
-    for group, plural, _ in _CHILDREN:
-        selector = f"{labels.MANAGED_BY}={MANAGER}"
-        settings.watching.label_selectors[f"{group}/v1" if group else "v1", plural] = selector
+    for kind in (POD, *kinds):
+        settings.watching.label_selectors[kind.api_version, kind.plural] = f"{labels.MANAGED_BY}={MANAGER}"
     return settings

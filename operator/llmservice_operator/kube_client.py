@@ -15,17 +15,12 @@ import aiohttp
 from kubernetes.aio import client as kubernetes_client
 from kubernetes.aio import config as kubernetes_config
 
+from llmservice_operator.child import ChildKind
 from llmservice_operator.resource import GROUP, MANAGER, PLURAL, VERSION
 from llmservice_operator.spec import Manifest
 
 REQUEST_TIMEOUT_S = 10.0
 
-_PLURALS = {
-    "ServiceAccount": "serviceaccounts",
-    "Service": "services",
-    "Deployment": "deployments",
-    "PodMonitor": "podmonitors",
-}
 _APPLY = "application/apply-patch+yaml"
 _MERGE = "application/merge-patch+json"
 
@@ -54,21 +49,24 @@ class KubeClient:
     async def get_service(self, namespace: str, name: str) -> Manifest | None:
         return await self._get(_service_path(namespace, name))
 
-    async def get_child(self, api_version: str, kind: str, namespace: str, name: str) -> Manifest | None:
-        return await self._get(_child_path(api_version, kind, namespace, name))
+    async def get_child(self, kind: ChildKind, namespace: str, name: str) -> Manifest | None:
+        return await self._get(_child_path(kind, namespace, name))
 
-    async def delete_child(self, api_version: str, kind: str, namespace: str, name: str) -> None:
+    async def delete_child(self, kind: ChildKind, namespace: str, name: str, *, uid: str) -> None:
+        """Delete exactly the object with this uid; one that is gone, or is another by now, is left alone."""
+        options = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}
         try:
-            await self.request("DELETE", _child_path(api_version, kind, namespace, name))
+            await self.request(
+                "DELETE", _child_path(kind, namespace, name), body=options, content_type="application/json"
+            )
         except KubeError as error:
-            if error.status != 404:
+            if error.status not in {404, 409}:
                 raise
 
-    async def apply(self, manifest: Manifest) -> Manifest:
-        """Server-side apply: own every field of `manifest`, taking over from whoever changed it."""
-        metadata = manifest["metadata"]
-        path = _child_path(manifest["apiVersion"], manifest["kind"], metadata["namespace"], metadata["name"])
-        query = {"fieldManager": MANAGER, "force": "true"}
+    async def apply(self, kind: ChildKind, manifest: Manifest, *, force: bool = True) -> Manifest:
+        """Server-side apply: own every field of `manifest`; with `force`, taking over from whoever changed it."""
+        path = _child_path(kind, manifest["metadata"]["namespace"], manifest["metadata"]["name"])
+        query = {"fieldManager": MANAGER, "force": str(force).lower()}
         return await self.request("PATCH", path, body=manifest, content_type=_APPLY, query=query)
 
     async def list_pods(self, namespace: str, selector: str) -> list[Manifest]:
@@ -153,9 +151,9 @@ def _service_path(namespace: str, name: str) -> str:
     return f"/apis/{GROUP}/{VERSION}/namespaces/{quote(namespace)}/{PLURAL}/{quote(name)}"
 
 
-def _child_path(api_version: str, kind: str, namespace: str, name: str) -> str:
-    root = f"/apis/{api_version}" if "/" in api_version else f"/api/{api_version}"
-    return f"{root}/namespaces/{quote(namespace)}/{_PLURALS[kind]}/{quote(name)}"
+def _child_path(kind: ChildKind, namespace: str, name: str) -> str:
+    root = f"/apis/{kind.api_version}" if kind.group else f"/api/{kind.api_version}"
+    return f"{root}/namespaces/{quote(namespace)}/{kind.plural}/{quote(name)}"
 
 
 def _reason(text: bytes) -> str:

@@ -8,6 +8,9 @@ NAME = "app.kubernetes.io/name"
 INSTANCE = "app.kubernetes.io/instance"
 COMPONENT = "app.kubernetes.io/component"
 MANAGED_BY = "app.kubernetes.io/managed-by"
+PART_OF = "app.kubernetes.io/part-of"
+"""What the chart's own pods, gateway and operator, carry with the value `APP`."""
+
 SERVED_NAME = f"{GROUP}/served-name"
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 

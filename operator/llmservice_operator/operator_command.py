@@ -44,6 +44,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=env("HF_ENDPOINT", "https://huggingface.co"),
         help="where config.json of hf:// models is read (env HF_ENDPOINT)",
     )
+    parser.add_argument(
+        "--own-namespace",
+        default=env("POD_NAMESPACE"),
+        metavar="NAME",
+        help="where operator and gateway run: only pods of it are let in as theirs (env POD_NAMESPACE)",
+    )
+    parser.add_argument(
+        "--prometheus-peer",
+        action="append",
+        default=[],
+        metavar="NAMESPACE[:KEY=VALUE,...]",
+        help="let these pods scrape the services' pods; * is every namespace; repeatable"
+        " (default: *:app.kubernetes.io/name=prometheus)",
+    )
     parser.add_argument("--host", default="0.0.0.0", help="address of /healthz and /metrics")
     parser.add_argument("--port", type=int, default=8080, help="port of /healthz and /metrics; 0 takes a free one")
     parser.add_argument(
@@ -52,10 +66,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from llmservice_operator.network_policy import DEFAULT_PROMETHEUS, PeerError, platform_peers
     from llmservice_operator.settings import OperatorSettings
 
     if not 0.1 <= args.tick <= 60:
         raise CommandError(f"--tick is {args.tick}, expected 0.1 to 60 seconds")
+    try:
+        peers = platform_peers(args.own_namespace, args.prometheus_peer or [DEFAULT_PROMETHEUS])
+    except PeerError as error:
+        raise CommandError(f"--prometheus-peer {error}") from error
     settings = OperatorSettings(
         server_image=args.server_image,
         namespaces=tuple(args.namespace),
@@ -63,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
         prometheus_url=args.prometheus_url or None,
         file_models_root=args.file_models_root,
         hf_endpoint=args.hf_endpoint,
+        peers=peers,
         host=args.host,
         port=args.port,
     )

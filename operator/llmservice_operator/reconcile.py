@@ -11,8 +11,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from llmservice_operator import duration, labels
-from llmservice_operator.applier import Applier, ConflictError, owned_by
-from llmservice_operator.children import POD_MONITOR_API, expected_children
+from llmservice_operator.applier import Applier, Refusal, owned_by
+from llmservice_operator.child import CHILD_KINDS
+from llmservice_operator.children import expected_children
 from llmservice_operator.decision_log import resume
 from llmservice_operator.events import scaled_event, transition_events
 from llmservice_operator.feasibility import Feasibility, assess
@@ -20,6 +21,7 @@ from llmservice_operator.kube_client import KubeClient, KubeError
 from llmservice_operator.load import Load
 from llmservice_operator.merge_patch import merge_patch
 from llmservice_operator.metrics import OperatorMetrics
+from llmservice_operator.network_policy import DEFAULT_PEERS
 from llmservice_operator.pod import Pod, Trouble, pods_of
 from llmservice_operator.report import Outcome, expected_status
 from llmservice_operator.resource import LLMService
@@ -47,8 +49,6 @@ class Memory:
     feasibility: Feasibility | None = None
     generation: int | None = None
     """Of the spec that the history was made under."""
-    pod_monitor: bool | None = None
-    """Whether the PodMonitor was last asked for; None before the first pass."""
     noted_s: float | None = None
     """When the load's figures were last noted in the status."""
 
@@ -90,6 +90,8 @@ class Reconciler:
     metrics: OperatorMetrics
     server_image: str
     clock: Callable[[], float] = time.time
+    peers: tuple[Manifest, ...] = DEFAULT_PEERS
+    """Who may reach every service's pods, as NetworkPolicyPeers."""
     _memories: dict[tuple[str, str, str], Memory] = field(default_factory=dict)
 
     async def run_pass(self, namespace: str, name: str) -> bool:
@@ -104,15 +106,16 @@ class Reconciler:
         load = await self._load(seen)
         self._judge_promise(seen, memory, load, sizing)
         decision = _decide(seen, memory, load, sizing)
-        blocked = await self._apply(seen, memory, load, sizing, decision)
+        refusals = await self._apply(seen, load, sizing, decision)
+        held = isinstance(sizing, SizingProblem) or any(one.kind == "Deployment" for one in refusals)
         outcome = Outcome(
             sizing=sizing,
             load=load,
             decision=decision,
-            desired=seen.current if isinstance(sizing, SizingProblem) or blocked else decision.replicas,
+            desired=seen.current if held else decision.replicas,
             feasibility=memory.feasibility,
             startup_s=memory.startup.p90_s,
-            blocked=blocked,
+            blocked=_blocked(refusals),
             policy=_policy(seen.service, sizing),
             drain=memory.history.drain if memory.history else None,
             figures_due=memory.figures_due(seen.now),
@@ -124,6 +127,7 @@ class Reconciler:
         """Drop what is remembered of a service that is gone."""
         for key in [key for key in self._memories if key[:2] == (namespace, name)]:
             del self._memories[key]
+        self.applier.forget(namespace, name)
         self.metrics.forget(namespace, name)
 
     async def _observe(self, namespace: str, name: str) -> Observation | None:
@@ -131,7 +135,7 @@ class Reconciler:
         if manifest is None or manifest["metadata"].get("deletionTimestamp"):
             return None
         service = _parsed(manifest)
-        deployment = await self.client.get_child("apps/v1", "Deployment", namespace, name)
+        deployment = await self.client.get_child(CHILD_KINDS["Deployment"], namespace, name)
         if deployment is not None and not owned_by(deployment, service.metadata.uid):
             deployment = None
         pods = pods_of(await self.client.list_pods(namespace, labels.selector(name)))
@@ -166,36 +170,15 @@ class Reconciler:
         )
 
     async def _apply(
-        self,
-        seen: Observation,
-        memory: Memory,
-        load: Load | None,
-        sizing: Sized | SizingProblem,
-        decision: Decision,
-    ) -> Trouble | None:
-        """Make the children what they should be; what can't be done comes back as the reason."""
+        self, seen: Observation, load: Load | None, sizing: Sized | SizingProblem, decision: Decision
+    ) -> list[Refusal]:
+        """Make the children what they should be; what can't be done comes back with the reason."""
         if isinstance(sizing, SizingProblem):
-            return None
-        service = seen.service
-        try:
-            if decision.replicas < seen.current and load is not None:
-                await self._mark_cheapest(seen, load)
-            children = expected_children(service, sizing, decision.replicas, self.server_image)
-            asked = service.spec.monitoring.pod_monitor
-            if asked and not await self.client.serves(POD_MONITOR_API, "podmonitors"):
-                children = [child for child in children if child["kind"] != "PodMonitor"]
-            await self.applier.apply(children, service.metadata.uid, seen.now)
-            if not asked and memory.pod_monitor is not False:
-                key = ("PodMonitor", service.namespace, service.name)
-                await self.applier.remove(POD_MONITOR_API, key, service.metadata.uid)
-            memory.pod_monitor = asked
-        except ConflictError as error:
-            return Trouble("NameConflict", str(error))
-        except KubeError as error:
-            if error.status in {400, 403, 409, 422}:
-                return Trouble("ApplyFailed", str(error))
-            raise
-        return None
+            return []
+        if decision.replicas < seen.current and load is not None:
+            await self._mark_cheapest(seen, load)
+        children = expected_children(seen.service, sizing, decision.replicas, self.server_image, self.peers)
+        return await self.applier.apply(children, seen.service.metadata.uid, seen.now)
 
     async def _mark_cheapest(self, seen: Observation, load: Load) -> None:
         """Tell Kubernetes which pods hold least work: it removes those with the lowest cost first."""
@@ -296,6 +279,13 @@ def _supply(seen: Observation, startup: StartupTimes) -> Supply:
         starting=len(coming) - len(overdue),
         overdue=len(overdue),
     )
+
+
+def _blocked(refusals: Sequence[Refusal]) -> Trouble | None:
+    """What is in the way, all of it, under the first one's reason."""
+    if not refusals:
+        return None
+    return Trouble(refusals[0].trouble.reason, "; ".join(one.trouble.message for one in refusals))
 
 
 def _unschedulable(pod: Pod) -> bool:

@@ -11,6 +11,7 @@ import aiohttp
 import kopf
 
 from llmservice_operator.applier import Applier
+from llmservice_operator.child import CHILD_KINDS, ChildKind
 from llmservice_operator.handlers import handlers, kopf_settings
 from llmservice_operator.http_server import serve_http
 from llmservice_operator.kube_client import KubeClient, KubeError
@@ -42,20 +43,29 @@ async def run_operator(settings: OperatorSettings, stop: asyncio.Event) -> None:
         reader = ModelReader(outside, settings.file_models_root, settings.hf_endpoint, os.environ.get("HF_TOKEN"))
         prometheus = PrometheusSignals(inside, settings.prometheus_url) if settings.prometheus_url else None
         signals = Signals(PodSignals(inside), prometheus)
-        reconciler = Reconciler(client, applier, reader.read, signals, metrics, settings.server_image)
+        reconciler = Reconciler(
+            client, applier, reader.read, signals, metrics, settings.server_image, peers=settings.peers
+        )
         loops = ServiceLoops(reconciler.run_pass, settings.tick_s, metrics)
         port = await stack.enter_async_context(serve_http(settings.host, settings.port, metrics, loops.healthy))
         logger.info("healthz and metrics on port %d", port)
         if not await _crd_served(client, stop):
             return
+        kinds = await _served_kinds(client)
         await kopf.operator(
-            registry=handlers(loops, applier, stop),
-            settings=kopf_settings(),
+            registry=handlers(loops, applier, stop, kinds),
+            settings=kopf_settings(kinds),
             standalone=True,
             clusterwide=not settings.namespaces,
             namespaces=settings.namespaces,
             stop_flag=stop,
         )
+
+
+async def _served_kinds(client: KubeClient) -> list[ChildKind]:
+    """The kinds to watch. A CRD that is installed later is found by the resync; only its events are not seen."""
+    kinds = CHILD_KINDS.values()
+    return [kind for kind in kinds if kind.built_in or await client.serves(kind.api_version, kind.plural)]
 
 
 async def _crd_served(client: KubeClient, stop: asyncio.Event) -> bool:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmservice_operator.network_policy import DEFAULT_PEERS
+from llmservice_operator.spec import Manifest
+
 
 @dataclass(frozen=True, slots=True)
 class OperatorSettings:
@@ -27,6 +30,9 @@ class OperatorSettings:
 
     hf_endpoint: str = "https://huggingface.co"
     """Where config.json of an hf:// model is read."""
+
+    peers: tuple[Manifest, ...] = DEFAULT_PEERS
+    """Who may reach every service's pods through their NetworkPolicy: gateway, operator, Prometheus."""
 
     port: int = 8080
     """Port of /healthz and /metrics; 0 picks a free one."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, StringConstraints, WithJsonSchema
 
 from llmservice_operator import duration, quantity
-from llmservice_operator.pod_spec import PodTemplate, Scheduling
+from llmservice_operator.pod_spec import Passed, PodTemplate, Scheduling
 from llmservice_operator.schema_model import SchemaModel, rules
 
 Duration = Annotated[str, StringConstraints(pattern=duration.PATTERN, max_length=16)]
@@ -301,6 +301,21 @@ class Monitoring(SchemaModel):
     interval: Duration = Field("15s", description="How often the PodMonitor has the pods scraped.")
 
 
+class NetworkPolicy(SchemaModel):
+    enabled: bool = Field(
+        True,
+        description="Let only the gateway, the operator, Prometheus and `from` reach the pods, where the cluster's"
+        " network enforces policies. false: no NetworkPolicy, everybody may.",
+    )
+    peers: list[Passed] = Field(
+        default_factory=list,
+        alias="from",
+        max_length=32,
+        description="Clients that call the Service directly, as NetworkPolicyPeers in Kubernetes' own shape"
+        " (namespaceSelector, podSelector, ipBlock). Clients of the gateway need none.",
+    )
+
+
 class LLMServiceSpec(SchemaModel):
     model_config = ConfigDict(
         json_schema_extra=rules(
@@ -327,6 +342,9 @@ class LLMServiceSpec(SchemaModel):
     )
     scheduling: Scheduling = Field(default_factory=Scheduling, description="Where pods may run.")
     pod_template: PodTemplate = Field(default_factory=PodTemplate, description="Additions to the pods.")
+    network_policy: NetworkPolicy = Field(
+        default_factory=NetworkPolicy, description="Who may reach the pods beside the gateway."
+    )
     monitoring: Monitoring = Field(default_factory=Monitoring, description="How Prometheus finds the pods.")
 
     def fixed_replicas(self) -> int:

@@ -4,32 +4,75 @@ from typing import Any
 
 import pytest
 
+from llmservice_operator.child import CHILD_KINDS
 from llmservice_operator.children import expected_children, service_url
 from llmservice_operator.sizing import Sized
 
+ALWAYS = {"ServiceAccount", "Service", "PodDisruptionBudget", "Deployment"}
+
 
 @pytest.mark.parametrize(
-    ("monitoring", "kinds"),
+    ("spec", "optional"),
     [
-        ({}, ["ServiceAccount", "Service", "Deployment"]),
-        ({"podMonitor": True}, ["ServiceAccount", "Service", "Deployment", "PodMonitor"]),
+        ({}, {"NetworkPolicy"}),
+        ({"networkPolicy": {"enabled": False}}, set()),
+        ({"monitoring": {"podMonitor": True}}, {"NetworkPolicy", "PodMonitor"}),
     ],
 )
-def test_a_pod_monitor_comes_only_where_it_is_asked_for(
-    monitoring: dict[str, Any], kinds: list[str], service_of: Any, sized: Sized
+def test_optional_children_come_and_go_with_the_spec(
+    spec: dict[str, Any], optional: set[str], service_of: Any, sized: Sized
 ) -> None:
-    children = expected_children(service_of(monitoring=monitoring), sized, 2, "img:1")
+    children = expected_children(service_of(**spec), sized, 2, "img:1")
 
-    assert [child["kind"] for child in children] == kinds
+    assert {child.kind.name for child in children if child.wanted} == ALWAYS | optional
 
 
-def test_every_child_is_named_labelled_and_owned(service_of: Any, sized: Sized) -> None:
-    for child in expected_children(service_of(monitoring={"podMonitor": True}), sized, 2, "img:1"):
-        metadata = child["metadata"]
-        assert (metadata["namespace"], metadata["name"]) == ("team-a", "tiny")
+def test_every_child_is_labelled_owned_and_called_after_the_service(service_of: Any, sized: Sized) -> None:
+    children = expected_children(service_of(), sized, 2, "img:1")
+
+    assert len({child.key for child in children}) == len(children)
+    for child in children:
+        metadata = child.manifest["metadata"]
+        assert metadata["namespace"] == "team-a"
+        assert metadata["name"] in {"tiny", "tiny-pods"}
         assert metadata["labels"]["app.kubernetes.io/managed-by"] == "llmservice-operator"
         (owner,) = metadata["ownerReferences"]
         assert (owner["kind"], owner["uid"], owner["controller"]) == ("LLMService", "uid-of-tiny", True)
+        assert child.manifest["apiVersion"] == CHILD_KINDS[child.kind.name].api_version
+
+
+def test_what_pods_rely_on_is_applied_before_the_deployment(service_of: Any, sized: Sized) -> None:
+    kinds = [child.kind.name for child in expected_children(service_of(), sized, 2, "img:1")]
+
+    for earlier in ("ServiceAccount", "NetworkPolicy", "PodDisruptionBudget"):
+        assert kinds.index(earlier) < kinds.index("Deployment")
+
+
+def test_both_services_select_the_pods_and_one_has_no_address_of_its_own(service_of: Any, sized: Sized) -> None:
+    children = expected_children(service_of(), sized, 1, "img:1")
+    services = {child.key[2]: child.manifest["spec"] for child in children if child.kind.name == "Service"}
+
+    assert services["tiny-pods"]["clusterIP"] == "None"
+    assert "clusterIP" not in services["tiny"]
+    for spec in services.values():
+        assert spec["selector"] == {"app.kubernetes.io/name": "llmservice", "app.kubernetes.io/instance": "tiny"}
+
+
+def test_a_drain_may_take_one_pod_at_a_time_and_any_that_does_not_serve(service_of: Any, sized: Sized) -> None:
+    children = expected_children(service_of(), sized, 1, "img:1")
+    (budget,) = [child.manifest["spec"] for child in children if child.kind.name == "PodDisruptionBudget"]
+
+    assert budget["maxUnavailable"] == 1
+    assert "minAvailable" not in budget, "with one replica it would block every drain"
+    assert budget["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+
+
+def test_the_longest_name_leaves_room_for_what_is_derived_from_it(manifest_of: Any, sized: Sized) -> None:
+    from llmservice_operator.resource import LLMService
+
+    service = LLMService.model_validate(manifest_of("a" * 52))
+
+    assert all(len(child.key[2]) <= 63 for child in expected_children(service, sized, 1, "img:1"))
 
 
 def test_the_url_is_the_service_inside_the_cluster(service_of: Any) -> None:

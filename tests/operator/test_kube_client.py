@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from llmservice_local.endpoint import Endpoint
+from llmservice_operator.child import CHILD_KINDS
 from llmservice_operator.kube_client import KubeClient, KubeError
 
 CONFIG_MAPS = "/api/v1/namespaces/team-a/configmaps"
@@ -13,12 +14,12 @@ CONFIG_MAPS = "/api/v1/namespaces/team-a/configmaps"
 
 async def test_what_is_not_there_is_none(kube: KubeClient) -> None:
     assert await kube.get_service("team-a", "absent") is None
-    assert await kube.get_child("apps/v1", "Deployment", "team-a", "absent") is None
+    assert await kube.get_child(CHILD_KINDS["Deployment"], "team-a", "absent") is None
 
 
 async def test_what_is_gone_needs_no_annotation_and_no_deletion(kube: KubeClient) -> None:
     await kube.annotate_pod("team-a", "absent", {"a": "b"})
-    await kube.delete_child("v1", "Service", "team-a", "absent")
+    await kube.delete_child(CHILD_KINDS["Service"], "team-a", "absent", uid="1")
 
 
 async def test_a_refusal_tells_what_the_api_server_said_and_not_what_was_sent(kube: KubeClient) -> None:

@@ -17,6 +17,7 @@ import pytest
 from llmservice_local.api.registry import Registry
 from llmservice_local.api.serve import serve_api
 from llmservice_local.endpoint import Endpoint
+from llmservice_operator.child import CHILD_KINDS
 from llmservice_operator.crd import crd
 from llmservice_operator.kube_client import KubeClient
 from llmservice_planner.command import main
@@ -60,7 +61,7 @@ async def until(check: Callable[[], Awaitable[Any]]) -> Any:
 
 
 async def replicas(kube: KubeClient) -> int | None:
-    deployment = await kube.get_child("apps/v1", "Deployment", "team-a", "tiny")
+    deployment = await kube.get_child(CHILD_KINDS["Deployment"], "team-a", "tiny")
     return None if deployment is None else int(deployment["spec"]["replicas"])
 
 
@@ -125,7 +126,7 @@ async def test_other_namespaces_than_those_named_are_left_alone(start: Start, ku
 
     await until(lambda: _equals(kube, 2))
 
-    assert await kube.get_child("apps/v1", "Deployment", "default", "tiny") is None
+    assert await kube.get_child(CHILD_KINDS["Deployment"], "default", "tiny") is None
 
 
 async def test_health_and_metrics_are_served(start: Start, kube: KubeClient) -> None:

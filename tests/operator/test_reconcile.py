@@ -14,6 +14,7 @@ import pytest
 from aiohttp import web
 
 from llmservice_operator.applier import Applier
+from llmservice_operator.child import CHILD_KINDS
 from llmservice_operator.kube_client import KubeClient, KubeError
 from llmservice_operator.labels import DELETION_COST
 from llmservice_operator.metrics import OperatorMetrics
@@ -92,7 +93,7 @@ class World:
         return conditions[kind]  # type: ignore[no-any-return]
 
     async def deployment(self) -> dict[str, Any] | None:
-        return await self.kube.get_child("apps/v1", "Deployment", "team-a", "tiny")
+        return await self.kube.get_child(CHILD_KINDS["Deployment"], "team-a", "tiny")
 
     async def replicas(self) -> int:
         deployment = await self.deployment()
@@ -404,7 +405,7 @@ async def test_a_pod_monitor_comes_and_goes_as_it_is_asked_for(world: World, man
     await world.create_service(manifest_of(monitoring={"podMonitor": True, "interval": "5s"}))
 
     await world.run_pass()
-    monitor = await world.kube.get_child("monitoring.coreos.com/v1", "PodMonitor", "team-a", "tiny")
+    monitor = await world.kube.get_child(CHILD_KINDS["PodMonitor"], "team-a", "tiny")
     assert monitor is not None
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
     assert (endpoint["port"], endpoint["path"], endpoint["interval"]) == ("http", "/metrics", "5s")
@@ -412,7 +413,7 @@ async def test_a_pod_monitor_comes_and_goes_as_it_is_asked_for(world: World, man
 
     await world.kube.request("PATCH", f"{SERVICES}/tiny", body={"spec": {"monitoring": {"podMonitor": False}}})
     await world.run_pass(after_s=1)
-    assert await world.kube.get_child("monitoring.coreos.com/v1", "PodMonitor", "team-a", "tiny") is None
+    assert await world.kube.get_child(CHILD_KINDS["PodMonitor"], "team-a", "tiny") is None
 
 
 async def test_a_service_that_is_gone_ends_its_passes(world: World) -> None:

@@ -56,25 +56,34 @@ capabilities: {drop: [ALL]}
 {{- define "llmservice.operatorRules" -}}
 - apiGroups: [serving.llmservice.io]
   resources: [llmservices]
-  verbs: [get, list, watch, patch]
+  verbs: [get, list, watch]
 - apiGroups: [serving.llmservice.io]
-  resources: [llmservices/status, llmservices/finalizers]
-  verbs: [get, patch, update]
+  resources: [llmservices/status]
+  verbs: [patch]
+- apiGroups: [serving.llmservice.io]  # owner references that block the owner's deletion need it where admission checks them
+  resources: [llmservices/finalizers]
+  verbs: [update]
 - apiGroups: [apps]
   resources: [deployments]
-  verbs: [get, list, watch, create, patch, delete]
+  verbs: [get, list, watch, create, patch]
 - apiGroups: [""]
   resources: [services, serviceaccounts]
+  verbs: [get, list, watch, create, patch]
+- apiGroups: [policy]
+  resources: [poddisruptionbudgets]
+  verbs: [get, list, watch, create, patch]
+- apiGroups: [networking.k8s.io]  # delete: what the spec can turn off
+  resources: [networkpolicies]
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [monitoring.coreos.com]
-  resources: [podmonitors]
+  resources: [podmonitors, prometheusrules]
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [""]  # patch: the deletion cost that decides which pod goes first
   resources: [pods]
   verbs: [get, list, watch, patch]
 - apiGroups: [""]
   resources: [events]
-  verbs: [create, patch]
+  verbs: [create]
 {{- end -}}
 
 {{- define "llmservice.gatewayRules" -}}

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from llmservice_local.api.errors import FieldError
+from llmservice_local.api.policy_rules import check_disruption_budget, check_network_policy, default_network_policy
 from llmservice_local.api.qos import qos_class
 from llmservice_local.api.selector import matches_labels
 
@@ -194,10 +195,13 @@ _DEFAULTS: dict[str, Callable[[Object], Object]] = {
     "Pod": _pod,
     "Service": _service,
     "Namespace": _namespace,
+    "NetworkPolicy": default_network_policy,
     "Secret": _secret,
 }
 _CHECKS: dict[str, Callable[[Object, Object | None], Iterator[FieldError]]] = {
     "Deployment": _check_workload,
+    "NetworkPolicy": check_network_policy,
+    "PodDisruptionBudget": check_disruption_budget,
     "ReplicaSet": _check_workload,
     "Pod": _check_pod,
     "Service": _check_service,
