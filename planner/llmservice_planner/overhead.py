@@ -46,7 +46,11 @@ def fixed_terms(
         cards * activation_bytes(shape, cards, dtype, max_num_batched_tokens),
     )
     if isinstance(device, CPU):
-        return (OverheadTerm("Python, PyTorch and the tokenizer", PROCESS_BYTES), activations)
+        process = OverheadTerm("Python, PyTorch and the tokenizer", PROCESS_BYTES)
+        if not shape.tie_word_embeddings:
+            return (process, activations)
+        head = shape.vocab_size * shape.hidden_size * DTYPE_BYTES[dtype]
+        return (process, OverheadTerm("the tied output head, packed beside the embedding", head), activations)
     terms = [
         OverheadTerm("CUDA context", cards * CUDA_CONTEXT_BYTES),
         activations,

@@ -47,5 +47,12 @@ def test_a_cpu_has_no_context_and_no_graphs(shape_of: ShapeOf) -> None:
     assert names == ["Python, PyTorch and the tokenizer", "activations of a step of 512 tokens"]
 
 
+def test_on_a_cpu_a_tied_head_takes_memory_of_its_own(shape_of: ShapeOf) -> None:
+    shape = shape_of("llama-3.2-1b")
+    terms = {term.name: term.total_bytes for term in fixed_terms(shape, cpu_device(GIB), 1, "bfloat16", 512)}
+    assert terms["the tied output head, packed beside the embedding"] == 128256 * 2048 * 2
+    assert not any("tied" in term.name for term in fixed_terms(shape, find_gpu("l4"), 1, "bfloat16", 512))
+
+
 def test_a_row_of_logits_is_as_wide_as_the_vocabulary(shape_of: ShapeOf) -> None:
     assert logits_row_bytes(shape_of("llama-3-8b")) == 128256 * 12

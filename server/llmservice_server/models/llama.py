@@ -13,26 +13,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
 from llmservice_server.attention.base import Attend
+from llmservice_server.models.linear import Linear
 from llmservice_server.models.model_config import ModelConfig
 from llmservice_server.models.rope import RotaryEmbedding, rotate
-
-
-@dataclass(slots=True)
-class Linear:
-    weight: torch.Tensor  # [out, in]
-    bias: torch.Tensor | None
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        return F.linear(hidden, self.weight, self.bias)
-
-    def parts(self, names: dict[str, int]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The rows of a fused matrix under the checkpoint's names; `names` gives each its number of rows, in order."""
-        sizes = list(names.values())
-        for name, weight in zip(names, torch.split(self.weight, sizes), strict=True):
-            yield f"{name}.weight", weight
-        if self.bias is not None:
-            for name, bias in zip(names, torch.split(self.bias, sizes), strict=True):
-                yield f"{name}.bias", bias
 
 
 @dataclass(slots=True)
@@ -60,7 +43,7 @@ class LlamaModel:
         self.embed_tokens = self._empty(config.vocab_size, config.hidden_size)
         self.layers = [self._layer() for _ in range(config.num_layers)]
         self.norm = self._empty(config.hidden_size)
-        self.lm_head = (
+        self.lm_head = Linear(
             self.embed_tokens if config.tied_embeddings else self._empty(config.vocab_size, config.hidden_size)
         )
 
@@ -90,7 +73,7 @@ class LlamaModel:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 logits `[num_rows, vocab_size]` of the given rows of `forward`'s result."""
-        return F.linear(self.norm_states(hidden), self.lm_head).float()
+        return self.lm_head(self.norm_states(hidden)).float()
 
     def norm_states(self, hidden: torch.Tensor) -> torch.Tensor:
         """The model's last states, `[num_rows, hidden_size]`, of the given rows of `forward`'s result."""
@@ -100,25 +83,31 @@ class LlamaModel:
         """The checkpoint's tensor names, each with the (part of a) weight that it fills."""
         tensors = {"model.embed_tokens.weight": self.embed_tokens, "model.norm.weight": self.norm}
         if not self.config.tied_embeddings:
-            tensors["lm_head.weight"] = self.lm_head
+            tensors["lm_head.weight"] = self.lm_head.weight
         for index, layer in enumerate(self.layers):
             tensors.update((f"model.layers.{index}.{name}", tensor) for name, tensor in self._layer_tensors(layer))
         return tensors
 
     def finish_loading(self) -> None:
-        """Spread what the checkpoint holds once and the layers use by head."""
+        """Spread what the checkpoint holds once and the layers use by head; pack the matrices. To be called once."""
         num_heads = self.config.num_heads
         for layer in self.layers:
+            for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
+                linear.pack()
             if layer.qk_norm is not None:
                 layer.qk_norm[1:num_heads] = layer.qk_norm[0]
                 layer.qk_norm[num_heads + 1 :] = layer.qk_norm[num_heads]
+        self.lm_head.pack()
 
     @property
     def weight_bytes(self) -> int:
-        tensors = [self.embed_tokens, self.norm, *(() if self.config.tied_embeddings else (self.lm_head,))]
+        """A tied head that is packed is a second copy of the embedding."""
+        own_head = not self.config.tied_embeddings or self.lm_head.packed
+        parts: list[torch.Tensor | Linear] = [self.embed_tokens, self.norm, *((self.lm_head,) if own_head else ())]
         for layer in self.layers:
-            tensors += [tensor for _, tensor in self._layer_tensors(layer)]
-        return sum(tensor.nbytes for tensor in tensors)
+            parts += [layer.input_norm, layer.post_attention_norm, layer.qkv, layer.o, layer.gate_up, layer.down]
+            parts += [] if layer.qk_norm is None else [layer.qk_norm]
+        return sum(part.nbytes for part in parts)
 
     def _layer_tensors(self, layer: DecoderLayer) -> Iterator[tuple[str, torch.Tensor]]:
         config = self.config

@@ -1,0 +1,71 @@
+"""A matrix that hidden states are multiplied with, on a CPU in the layout that its matrix product likes best."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
+
+_LAYOUT_ROWS = 512
+"""The number of rows that oneDNN picks the layout for. The layout for a full step's rows proved fast for every smaller
+number as well; those for 1 and for 32 rows are up to ten times slower elsewhere (float32 and bfloat16, AVX-512)."""
+
+
+@dataclass(slots=True)
+class Linear:
+    """`weight` is `[out, in]` until `pack`, and oneDNN's own affair from then on."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    packed: bool = False
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`[num_rows, in]` to `[num_rows, out]`."""
+        if self.packed:
+            return _packed_product(hidden, self.weight, self.bias)
+        return F.linear(hidden, self.weight, self.bias)
+
+    def pack(self) -> None:
+        """Lay the weight out for the product once, where that is possible, instead of anew for every product.
+
+        torch does this itself for compiled models only, by the same operators.
+        """
+        if not self.packed and self.weight.device.type == "cpu" and can_pack(self.weight.dtype):
+            self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight, _LAYOUT_ROWS)
+            self.packed = True
+
+    def parts(self, names: dict[str, int]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The rows of a fused matrix under the checkpoint's names; `names` gives each its number of rows, in order."""
+        sizes = list(names.values())
+        for name, weight in zip(names, torch.split(self.weight, sizes), strict=True):
+            yield f"{name}.weight", weight
+        if self.bias is not None:
+            for name, bias in zip(names, torch.split(self.bias, sizes), strict=True):
+                yield f"{name}.bias", bias
+
+    @property
+    def nbytes(self) -> int:
+        """Of the matrix, whatever its layout, and the bias."""
+        bias = 0 if self.bias is None else self.bias.nbytes
+        return self.weight.numel() * self.weight.dtype.itemsize + bias
+
+
+@cache
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether this torch and this CPU have the packed product for `dtype`: tried, since nothing documents it."""
+    if not torch._C._has_mkldnn:
+        return False
+    weight, hidden = torch.eye(32, dtype=dtype), torch.arange(64, dtype=dtype).view(2, 32)
+    try:
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, _LAYOUT_ROWS)
+        return torch.equal(_packed_product(hidden, packed, None), hidden)
+    except (AttributeError, RuntimeError):  # another torch, or a CPU without instructions for this dtype
+        return False
+
+
+def _packed_product(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(hidden, weight, bias, "none", [], "")
+    return product
