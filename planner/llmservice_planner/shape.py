@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,13 @@ class ModelShape:
         if values.get("sliding_window"):
             values.setdefault("sliding_layers", values["layers"])
         return cls(**values)
+
+    def to_fields(self) -> dict[str, Any]:
+        """The camelCase figures that `from_fields` makes this shape of again; those that are defaults are left out."""
+        return {_camel(item.name): getattr(self, item.name) for item in fields(self) if self._differs(item)}
+
+    def _differs(self, item: Field[Any]) -> bool:
+        return bool(getattr(self, item.name) != item.default)
 
     @property
     def is_mla(self) -> bool:

@@ -7,9 +7,10 @@ import asyncio
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llmservice_planner.command import Command, CommandError
+from llmservice_planner.shape import ModelShape, ShapeError
 
 if TYPE_CHECKING:
     from llmservice_server.api.backlog import QueueBound
@@ -142,6 +143,7 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--block-size", type=_positive, default=16, metavar="TOKENS", help="of the KV cache's blocks")
     add("--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE", help="of the memory that may be used")
+    add("--memory-limit", type=_memory, metavar="BYTES", help="of the memory that utilization is a share of, at most")
     add("--kv-cache-memory", type=_memory, metavar="BYTES", help="such as 512MiB (default: what utilization leaves)")
     add("--kv-cache-dtype", choices=_DTYPES, default="auto", help="auto: the model's")
     add("--pooling", choices=("last", "mean"), default="last", help="of /v1/embeddings: the last token, or the mean")
@@ -227,6 +229,7 @@ def run(args: argparse.Namespace) -> int:
             prefill_chunk_tokens=args.prefill_chunk_tokens,
             block_size=args.block_size,
             gpu_memory_utilization=args.gpu_memory_utilization,
+            memory_limit_bytes=args.memory_limit,
             kv_cache_memory_bytes=args.kv_cache_memory,
             kv_cache_dtype=args.kv_cache_dtype,
             scheduler=args.scheduler,
@@ -253,6 +256,7 @@ def run(args: argparse.Namespace) -> int:
         max_body_bytes=args.max_body_size,
         request_timeout_s=args.request_timeout or None,
         queue_timeout_s=args.queue_timeout or None,
+        shape=_shape(model),
     )
     listen = ListenConfig(
         host=args.host,
@@ -272,6 +276,14 @@ def run(args: argparse.Namespace) -> int:
     except ServeError as error:
         raise CommandError(str(error), status=1) from error
     return 0
+
+
+def _shape(model: Path) -> dict[str, Any] | None:
+    """What an operator would size by; the engine says itself what it cannot run."""
+    try:
+        return ModelShape.from_folder(model).to_fields()
+    except ShapeError:
+        return None
 
 
 def _memory(text: str) -> int:

@@ -129,3 +129,8 @@ def test_the_keys_are_camel_case() -> None:
 def test_contradictory_figures_are_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(ShapeError, match=message):
         ModelShape.from_fields({**FIGURES, **change})
+
+
+@pytest.mark.parametrize("model", ["llama-3-8b", "qwen2.5-7b", "mistral-7b", "deepseek-v3", "gemma-3-1b"])
+def test_fields_told_are_fields_understood(shape_of: ShapeOf, model: str) -> None:
+    assert ModelShape.from_fields(shape_of(model).to_fields()) == shape_of(model)

@@ -11,7 +11,7 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-PROBES = ("/health", "/ready", "/metrics")  # of the kubelet and of Prometheus
+PROBES = ("/health", "/ready", "/metrics", "/sizing")  # of the kubelet, of Prometheus and of the operator
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")  # printable ASCII; anything else is replaced, not echoed
 
 log = logging.getLogger("llmservice.access")

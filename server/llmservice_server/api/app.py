@@ -21,6 +21,7 @@ from llmservice_server.api.endpoints import chat_completions, completions
 from llmservice_server.api.error import ApiError, JsonResponse
 from llmservice_server.api.model import Model, ModelList
 from llmservice_server.api.openapi import document
+from llmservice_server.api.sizing_report import SizingReport
 from llmservice_server.api.state import ServerState
 from llmservice_server.api.tokens import detokenize, tokenize
 from llmservice_server.api.tracing import Tracing
@@ -46,6 +47,7 @@ def create_app(state: ServerState, keys: ApiKeys | None = None, tracer: TracerPr
     app.add_api_route("/v1/models/{name:path}", show_model, methods=["GET"], response_model=None)
     app.add_api_route("/health", health, methods=["GET", "HEAD"], response_model=None)
     app.add_api_route("/ready", ready, methods=["GET", "HEAD"], response_model=None)
+    app.add_api_route("/sizing", show_sizing, methods=["GET"], response_model=None)
     app.add_api_route("/metrics", metrics, methods=["GET"], response_model=None)
     app.add_api_route("/version", show_version, methods=["GET"], response_model=None)
     app.add_api_route("/openapi.json", show_openapi, methods=["GET"], response_model=None)
@@ -78,6 +80,22 @@ async def ready(request: Request) -> Response:
         JsonResponse({"status": "ready"})
         if reason is None
         else JsonResponse({"status": "unready", "reason": reason}, 503)
+    )
+
+
+async def show_sizing(request: Request) -> Response:
+    """The model's shape and the engine's numbers: an operator that could not size the service reads them here."""
+    state = _state(request)
+    engine, _ = state.require_ready()
+    return JsonResponse(
+        SizingReport(
+            max_num_seqs=engine.max_num_seqs,
+            max_model_len=engine.max_model_len,
+            block_size=engine.block_size,
+            num_blocks=engine.num_blocks,
+            memory_bytes=engine.memory_bytes,
+            shape=dict(state.config.shape) if state.config.shape is not None else None,
+        )
     )
 
 

@@ -17,6 +17,7 @@ from llmservice_server.api.embeddings import EmbeddingList
 from llmservice_server.api.model import Model, ModelList
 from llmservice_server.api.request import ChatRequest, CompletionRequest
 from llmservice_server.api.response import Answer
+from llmservice_server.api.sizing_report import SizingReport
 from llmservice_server.api.tokens import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 
 _REFERENCE = "#/components/schemas/{name}"
@@ -99,6 +100,7 @@ _OPERATIONS = (
     _Operation("get", "/version", "The server's version", Version),
     _Operation("get", "/health", "Whether the process lives", Health, errors=(503,), failure=Health),
     _Operation("get", "/ready", "Whether a request sent now would be served", Health, errors=(503,), failure=Health),
+    _Operation("get", "/sizing", "The model's shape and the engine's numbers", SizingReport, errors=(503,)),
     _Operation("get", "/metrics", "Prometheus's text format", None),
 )
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from llmservice_server.api.backlog import Backlog, QueueBound, Refusal
 from llmservice_server.api.error import ApiError
@@ -31,6 +32,7 @@ class ServeConfig:
     max_body_bytes: int = 8 * 2**20
     stuck_after_s: float | None = 300.0  # without a finished step, while there is work; None: never
     api_key_file: Path | None = None  # None: everybody may use the API
+    shape: Mapping[str, Any] | None = None  # the model's figures in the planner's camelCase; None: not known to it
 
 
 @dataclass(slots=True, kw_only=True)

@@ -42,6 +42,7 @@ class EngineConfig:
     prefill_chunk_tokens: int = 512  # the most that one prompt may take of a step (Sarathi-Serve: 256 to 1024)
     block_size: int = 16  # tokens
     gpu_memory_utilization: float = 0.9  # of the device's memory; on CPU, of the memory that is available at start
+    memory_limit_bytes: int | None = None  # None: the device's memory; on CPU, what is available at start
     kv_cache_memory_bytes: int | None = None  # None: what utilization leaves beside weights and activations
     kv_cache_dtype: DType = "auto"  # auto: the model's
     scheduler: SchedulerName = "continuous"
@@ -66,7 +67,14 @@ class EngineConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(get_args(allowed))}")
         for name in ("max_num_batched_tokens", "prefill_chunk_tokens", "block_size", "expected_tokens"):
             _require_positive(name, getattr(self, name))
-        for name in ("max_num_seqs", "max_model_len", "kv_cache_memory_bytes", "threads", "long_prefill_tokens"):
+        for name in (
+            "max_num_seqs",
+            "max_model_len",
+            "kv_cache_memory_bytes",
+            "memory_limit_bytes",
+            "threads",
+            "long_prefill_tokens",
+        ):
             if getattr(self, name) is not None:
                 _require_positive(name, getattr(self, name))
         if self.block_size & (self.block_size - 1) or self.block_size > 256:

@@ -136,6 +136,7 @@ def _load(
 ) -> tuple[LlamaModel, Memory]:
     """Load the weights and learn what a full step needs beside them."""
     total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else available_cpu_bytes()
+    total = min(total, config.memory_limit_bytes or total)
     if checkpoint.weight_file_bytes > total:
         raise OutOfMemoryError(
             f"the weights are {checkpoint.weight_file_bytes / GIB:.2f} GiB, {total / GIB:.2f} GiB can be used: "

@@ -272,3 +272,12 @@ def test_a_request_id_is_echoed_unless_it_could_not_be_logged(client: openai.Ope
     assert echoed.headers["x-request-id"] == "abc"
     replaced = raw.create(model="tiny", prompt="a", max_tokens=1, extra_headers={"x-request-id": "a b"})
     assert replaced.headers["x-request-id"] not in ("a b", "")
+
+
+def test_the_server_tells_its_shape_and_its_numbers(server: Any) -> None:
+    status, body = server.get("/sizing")
+    told = json.loads(body)
+    assert status == 200
+    assert told["max_num_seqs"] >= 1
+    assert told["num_blocks"] * told["block_size"] >= told["max_model_len"]
+    assert {"layers", "heads", "kvHeads", "hiddenSize", "vocabSize"} <= set(told["shape"])

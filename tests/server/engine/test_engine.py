@@ -421,6 +421,12 @@ def test_without_a_given_size_the_cache_holds_what_the_sequences_can_use_and_no_
     assert ready.num_blocks == 3 * 7  # blocks of 16 for 100 tokens, three times
 
 
+def test_a_limit_below_the_machines_memory_is_what_utilization_is_a_share_of(folder: Path) -> None:
+    ready = Driver.of(folder, memory_limit_bytes=64 << 20, gpu_memory_utilization=0.5).engine.ready
+    assert ready.memory_bytes["total"] == 64 << 20
+    assert sum(ready.memory_bytes[kind] for kind in ("weights", "activations", "kv_cache")) <= 32 << 20
+
+
 def test_a_length_beyond_the_models_context_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="max_model_len 257 is beyond the model's context of 256 tokens"):
         Driver.of(folder, max_model_len=257)
