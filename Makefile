@@ -47,8 +47,9 @@ format: setup   ## let ruff write the code's form
 crds: setup     ## write crds/ (and the chart's copy) from the operator's models
 	$(BIN)/llmservice crd --write
 
-chart: crds     ## write what else of the chart is generated: alerts
+chart: crds     ## write what else of the chart is generated: alerts, values.schema.json, README
 	$(BIN)/llmservice alerts --write
+	$(BIN)/python charts/values_docs.py
 
 bench: setup    ## benchmarks of this machine: tables on the terminal, JSON under benchmarks/results/
 	$(BIN)/python benchmarks/run.py

@@ -27,6 +27,18 @@ app.kubernetes.io/part-of: llmservice
 app.kubernetes.io/version: {{ (index . 0).Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ (index . 0).Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" (index . 0).Chart.Name (index . 0).Chart.Version }}
+{{- with (index . 0).Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "llmservice.pullSecrets" -}}
+{{- with .Values.image.pullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . }}
+  {{- end }}
+{{- end }}
 {{- end -}}
 
 {{/* An image's full name. Takes a list: the root, the repository. */}}
@@ -34,6 +46,28 @@ helm.sh/chart: {{ printf "%s-%s" (index . 0).Chart.Name (index . 0).Chart.Versio
 {{- $image := (index . 0).Values.image -}}
 {{- with $image.registry }}{{ trimSuffix "/" . }}/{{ end -}}
 {{ index . 1 }}:{{ default (index . 0).Chart.AppVersion $image.tag }}
+{{- end -}}
+
+{{/* Where a component's pods run. Takes a list: the root, the component, whose values say so. */}}
+{{- define "llmservice.scheduling" -}}
+{{- $values := index (index . 0).Values (index . 1) -}}
+topologySpreadConstraints:
+  {{- if $values.topologySpreadConstraints }}
+  {{- toYaml $values.topologySpreadConstraints | nindent 2 }}
+  {{- else }}
+  - maxSkew: 1
+    topologyKey: kubernetes.io/hostname
+    whenUnsatisfiable: ScheduleAnyway
+    labelSelector:
+      matchLabels:
+        {{- include "llmservice.selector" . | nindent 8 }}
+  {{- end }}
+{{- range $field := list "nodeSelector" "tolerations" "affinity" "priorityClassName" }}
+{{- with index $values $field }}
+{{ $field }}:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
 {{- end -}}
 
 {{/* Pod Security Standards: restricted. */}}

@@ -1,0 +1,62 @@
+"""`llmservice check URL`: does a gateway (or a server) answer, and which models does it serve? `helm test` runs it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+import urllib.parse
+
+from llmservice_planner.command import Command, CommandError
+
+_RETRY_S = 1.0
+_REQUEST_TIMEOUT_S = 5.0
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("url", metavar="URL", help="where it listens, such as http://llmservice-gateway.NAMESPACE.svc")
+    parser.add_argument(
+        "--timeout", type=float, default=60.0, metavar="SECONDS", help="how long it may take until it answers"
+    )
+
+
+def _run(args: argparse.Namespace) -> int:
+    parts = urllib.parse.urlsplit(args.url)
+    if parts.scheme not in {"http", "https"} or not parts.hostname:
+        raise CommandError(f"{args.url!r} is no URL: expected http://HOST[:PORT]")
+    models = asyncio.run(_models(args.url.rstrip("/"), args.timeout))
+    served = f"serves {', '.join(models)}" if models else "answers, and serves no model yet: apply an LLMService"
+    print(f"{args.url} {served}")
+    return 0
+
+
+async def _models(url: str, timeout_s: float) -> list[str]:
+    """The names that clients may put in `model`; raises CommandError where nobody gives them within the time."""
+    import aiohttp
+
+    deadline = time.monotonic() + timeout_s
+    timeout = aiohttp.ClientTimeout(total=_REQUEST_TIMEOUT_S)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        while True:
+            try:
+                async with session.get(f"{url}/v1/models") as response:
+                    if response.status == 200:
+                        return [str(card["id"]) for card in json.loads(await response.read())["data"]]
+                    why = f"GET /v1/models is answered with {response.status}"
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                why = str(error) or type(error).__name__
+            except (ValueError, KeyError, TypeError):
+                why = "GET /v1/models is answered with something that is no list of models"
+            if time.monotonic() + _RETRY_S > deadline:
+                raise CommandError(f"{url} gave no list of models within {timeout_s:g} s: {why}", status=1)
+            await asyncio.sleep(_RETRY_S)
+
+
+COMMAND = Command(
+    help="ask a gateway which models it serves, and fail where it does not answer",
+    add_arguments=_add_arguments,
+    run=_run,
+    extra="gateway",
+    requires=("aiohttp",),
+)

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from aiohttp import web
+
+from llmservice_planner.command import main
+
+Capture = pytest.CaptureFixture[str]
+
+
+async def check(answer: web.Response) -> int:
+    """The exit status of a check of a server whose list of models is `answer`."""
+
+    async def models(_: web.Request) -> web.Response:
+        return answer
+
+    app = web.Application()
+    app.router.add_get("/v1/models", models)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}/"
+        return await asyncio.to_thread(main, ["check", url, "--timeout", "0"])
+    finally:
+        await runner.cleanup()
+
+
+async def test_served_models_are_named(capsys: Capture) -> None:
+    assert await check(web.json_response({"data": [{"id": "chat"}, {"id": "team/code"}]})) == 0
+    assert "serves chat, team/code" in capsys.readouterr().out
+
+
+async def test_a_gateway_without_models_is_well(capsys: Capture) -> None:
+    assert await check(web.json_response({"data": []})) == 0
+    assert "no model yet" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (lambda: web.Response(status=503), "answered with 503"),
+        (lambda: web.Response(text="<html>"), "no list of models"),
+        (lambda: web.json_response({"data": 3}), "no list of models"),
+    ],
+)
+async def test_anything_else_fails_and_says_why(answer: type[web.Response], why: str, capsys: Capture) -> None:
+    assert await check(answer()) == 1
+    assert why in capsys.readouterr().err
+
+
+def test_nobody_there_fails_and_says_so(capsys: Capture, unused_tcp_port: int) -> None:
+    assert main(["check", f"http://127.0.0.1:{unused_tcp_port}", "--timeout", "0"]) == 1
+    assert "gave no list of models within 0 s" in capsys.readouterr().err
+
+
+def test_a_word_that_is_no_url_is_refused(capsys: Capture) -> None:
+    assert main(["check", "gateway"]) == 2
+    assert "expected http://HOST" in capsys.readouterr().err
