@@ -1,4 +1,4 @@
-"""Make children what they should be: server-side apply where something changed, hands off what belongs to others."""
+"""Make children what they should be: server-side apply where something differs, hands off what belongs to others."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from dataclasses import dataclass
 
 from llmservice_operator import labels
 from llmservice_operator.child import Child, ChildKey
+from llmservice_operator.drift import Settled, reason_to_apply, settled, stamped
 from llmservice_operator.kube_client import KubeClient, KubeError
+from llmservice_operator.object_cache import ObjectCache, version
 from llmservice_operator.pod import Trouble
 from llmservice_operator.resource import KIND
 from llmservice_operator.spec import Manifest
-
-_RESYNC_S = 60.0
-"""Children are applied at least this often: it repairs drift that no watch event told of."""
 
 _REFUSED = frozenset({400, 403, 409, 422})
 """Answers that the same request would get again: they are told to the user instead of being retried at once."""
@@ -27,29 +26,22 @@ class Refusal:
     trouble: Trouble
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    child: Child
-    time_s: float
-
-    def holds(self, child: Child, now: float) -> bool:
-        """Nothing to do: it is as it should be. What was found absent stays so until an event tells otherwise."""
-        return self.child == child and (not child.wanted or now - self.time_s < _RESYNC_S)
-
-
 class Applier:
-    """Applies and removes children, and remembers which are as they should be until somebody touches them."""
+    """Applies and removes children, and writes nothing where the cache shows them as they should be."""
 
-    def __init__(self, client: KubeClient) -> None:
+    def __init__(self, client: KubeClient, cache: ObjectCache) -> None:
         self._client = client
-        self._known: dict[ChildKey, _Known] = {}
+        self._cache = cache
+        self._settled: dict[ChildKey, Settled] = {}
 
-    async def apply(self, children: Iterable[Child], owner_uid: str, now: float) -> list[Refusal]:
+    def __len__(self) -> int:
+        return len(self._settled)
+
+    async def apply(self, children: Iterable[Child], owner_uid: str) -> list[Refusal]:
         """Bring every child to where it should be; one that is refused holds up no other. Raises KubeError."""
         refusals: list[Refusal] = []
         for child in children:
-            known = self._known.get(child.key)
-            if known and known.holds(child, now):
+            if self._cache.lacks(child.kind.name):  # its CRD is missing: there is none, and none can be made
                 continue
             try:
                 trouble = await (self._keep if child.wanted else self._remove)(child, owner_uid)
@@ -57,36 +49,41 @@ class Applier:
                 if error.status not in _REFUSED:
                     raise
                 trouble = Trouble("ApplyFailed", str(error))
-            if trouble is None:
-                self._known[child.key] = _Known(child, now)
-            else:
+            if trouble is not None:
                 refusals.append(Refusal(child.kind.name, trouble))
         return refusals
 
-    def touched(self, key: ChildKey) -> None:
-        """Somebody changed this child: look at it again in the next pass."""
-        self._known.pop(key, None)
-
     def forget(self, namespace: str, service: str) -> None:
         """Drop what is remembered of the children of a service that is gone."""
-        for key, known in list(self._known.items()):
-            if key[1] == namespace and known.child.manifest["metadata"]["labels"][labels.INSTANCE] == service:
-                del self._known[key]
+        for key, known in list(self._settled.items()):
+            if key[1] == namespace and known.expected["metadata"]["labels"][labels.INSTANCE] == service:
+                del self._settled[key]
 
     async def _keep(self, child: Child, owner_uid: str) -> Trouble | None:
-        present = await self._client.get_child(child.kind, *child.key[1:])
-        if present is not None and not owned_by(present, owner_uid):
-            return _name_taken(child, present)
-        try:
-            # Where nothing is there nothing can be in the way: a conflict means that somebody was faster.
-            await self._client.apply(child.kind, child.manifest, force=present is not None)
-        except KubeError as error:
-            if error.status != 404 or child.kind.built_in:
-                raise
+        expected, known = child.manifest, self._settled.get(child.key)
+        live = self._cache.child(*child.key)
+        if live is None:  # one without our labels may be there
+            live = await self._client.get_child(child.kind, *child.key[1:])
+        if live is not None and not owned_by(live, owner_uid):
+            return _name_taken(child, live)
+        if live is None or reason_to_apply(expected, live, known) is not None:
+            try:
+                # Where nothing is there nothing can be in the way: a conflict means that somebody was faster.
+                live = await self._client.apply(child.kind, stamped(expected), force=live is not None)
+            except KubeError as error:
+                if error.status != 404 or child.kind.built_in:
+                    raise
+                return None
+            self._cache.put(child.kind.name, live)
+        if known is None or known.expected != expected or known.resource_version != version(live["metadata"]):
+            self._settled[child.key] = settled(expected, live)
         return None
 
     async def _remove(self, child: Child, owner_uid: str) -> None:
-        present = await self._client.get_child(child.kind, *child.key[1:])
+        self._settled.pop(child.key, None)
+        present = self._cache.child(*child.key)
+        if present is None and not self._cache.follows(child.kind.name):
+            present = await self._client.get_child(child.kind, *child.key[1:])
         if present is not None and owned_by(present, owner_uid):
             await self._client.delete_child(child.kind, *child.key[1:], uid=present["metadata"]["uid"])
 

@@ -28,6 +28,10 @@ class ChildKind:
     def group(self) -> str:
         return self.api_version.rpartition("/")[0]
 
+    @property
+    def version(self) -> str:
+        return self.api_version.rpartition("/")[2]
+
 
 CHILD_KINDS = {
     kind.name: kind

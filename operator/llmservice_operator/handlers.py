@@ -1,4 +1,4 @@
-"""kopf's part: watch services and their children, and wake the loop of the service that something happened to.
+"""kopf's part: watch services and their children, keep the cache current, wake the loop of the service concerned.
 
 Only event handlers are used: they write nothing to the objects, so that there is no finalizer that a deletion would
 wait for while no operator runs. The API server's garbage collector removes the children by their owner references.
@@ -6,21 +6,20 @@ wait for while no operator runs. The API server's garbage collector removes the 
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import chain, repeat
 from typing import Any
 
 import kopf
 
 from llmservice_operator import labels
-from llmservice_operator.applier import Applier
-from llmservice_operator.child import ChildKind
+from llmservice_operator.kinds import Followed
 from llmservice_operator.login import login
 from llmservice_operator.loops import ServiceKey, ServiceLoops
-from llmservice_operator.resource import GROUP, MANAGER, PLURAL, VERSION
+from llmservice_operator.object_cache import ObjectCache
+from llmservice_operator.resource import GROUP, KIND
 
-POD = ChildKind("v1", "Pod", "pods")
 _REQUEST_TIMEOUT_S = 10.0
 _WATCH_S = 300
 _BACKOFFS_S = (1.0, 1.0, 2.0, 3.0, 5.0)
@@ -34,52 +33,90 @@ class _EndlessBackoffs:
         return chain(_BACKOFFS_S, repeat(_LONGEST_BACKOFF_S))
 
 
-def handlers(
-    loops: ServiceLoops, applier: Applier, stop: asyncio.Event, kinds: Iterable[ChildKind]
-) -> kopf.OperatorRegistry:
-    """A registry of its own, so that two operators in one process never mix; `kinds` are the children's."""
+@dataclass(frozen=True, slots=True)
+class Watches:
+    """What an event means to the operator: the cache is brought up to date, and the service concerned looked at."""
+
+    cache: ObjectCache
+    loops: ServiceLoops
+    forget: Callable[[str, str], None]
+    """Told of a service that is gone."""
+    relisted: Callable[[], None]
+    """Told when a watch begins anew."""
+    seen: dict[ServiceKey, tuple[str, int]] = field(default_factory=dict)
+    """The uid and generation at which a loop was last woken."""
+
+    def service_changed(self, kind: str | None, obj: Mapping[str, Any]) -> None:
+        """`kind` is the event's: ADDED, MODIFIED, DELETED, or None for what a watch lists as it begins."""
+        key = (obj["metadata"]["namespace"], obj["metadata"]["name"])
+        if kind == "DELETED":
+            if self.cache.drop(KIND, obj):
+                self._gone(key)
+            return
+        self.cache.put(KIND, obj)
+        version = (obj["metadata"]["uid"], obj["metadata"].get("generation", 1))
+        if self.seen.get(key) != version:  # our own writes to the status change neither
+            self.seen[key] = version
+            self.loops.start(key)
+
+    def child_changed(self, kind: str | None, child: str, obj: Mapping[str, Any]) -> None:
+        metadata = obj["metadata"]
+        news = self.cache.drop(child, obj) if kind == "DELETED" else self.cache.put(child, obj)
+        instance = (metadata.get("labels") or {}).get(labels.INSTANCE)
+        if news and instance:
+            self.loops.wake((metadata["namespace"], instance))
+
+    def resynced(self, followed: Followed, obj: Mapping[str, Any]) -> None:
+        """A resync found what no watch told of: the cache has it by now, its service must be looked at."""
+        metadata = obj["metadata"]
+        if followed.kind.name != KIND:
+            if instance := (metadata.get("labels") or {}).get(labels.INSTANCE):
+                self.loops.wake((metadata["namespace"], instance))
+            return
+        key = (metadata["namespace"], metadata["name"])
+        if self.cache.service(*key) is None:
+            self._gone(key)
+        else:
+            self.loops.start(key)
+
+    def _gone(self, key: ServiceKey) -> None:
+        self.seen.pop(key, None)
+        self.loops.end(key)
+        self.forget(*key)
+
+
+def handlers(watches: Watches, kinds: Iterable[Followed], started: Callable[[], None]) -> kopf.OperatorRegistry:
+    """A registry of its own, so that two operators in one process never mix; `kinds` are those that are served."""
     registry = kopf.OperatorRegistry()
     kopf.on.login(registry=registry)(login)
-    seen: dict[ServiceKey, tuple[str, int]] = {}
 
-    @kopf.on.event(group=GROUP, version=VERSION, plural=PLURAL, registry=registry)
-    async def service_changed(type: str | None, meta: Mapping[str, Any], **_: Any) -> None:  # noqa: A002 - kopf's name
-        key = (meta["namespace"], meta["name"])
-        if type == "DELETED":
-            seen.pop(key, None)
-            await loops.stop(key)
-            return
-        version = (meta["uid"], meta.get("generation", 1))
-        if seen.get(key) != version:  # our own writes to the status change neither
-            seen[key] = version
-            loops.start(key)
+    async def changed(*, event: Mapping[str, Any], param: Any = None, **_: Any) -> None:
+        kind, obj = event["type"], event["object"]
+        if kind is None:
+            watches.relisted()
+        if param == KIND:
+            watches.service_changed(kind, obj)
+        else:
+            watches.child_changed(kind, param, obj)
 
-    async def child_changed(*, meta: Mapping[str, Any], param: Any = None, **_: Any) -> None:
-        instance = (meta.get("labels") or {}).get(labels.INSTANCE)
-        if instance:
-            applier.touched((param, meta["namespace"], meta["name"]))
-            loops.wake((meta["namespace"], instance))
-
-    for kind in (POD, *kinds):
+    for followed in kinds:
         kopf.on.event(
-            group=kind.group,
-            version="v1",
-            plural=kind.plural,
-            id=f"{kind.plural}-changed",
-            param=kind.name,
-            labels={labels.MANAGED_BY: MANAGER},
+            group=followed.kind.group,
+            version=followed.kind.version,
+            plural=followed.kind.plural,
+            id=f"{followed.kind.plural}-changed",
+            param=followed.kind.name,
             registry=registry,
-        )(child_changed)
+        )(changed)
 
-    @kopf.on.cleanup(registry=registry)
-    async def cleanup(**_: Any) -> None:
-        stop.set()  # kopf took the signal itself; what still waits for the flag would hold up the exit
-        await loops.stop_all()
+    @kopf.on.startup(registry=registry)
+    async def startup(**_: Any) -> None:
+        started()
 
     return registry
 
 
-def kopf_settings(kinds: Iterable[ChildKind]) -> kopf.OperatorSettings:
+def kopf_settings(kinds: Iterable[Followed]) -> kopf.OperatorSettings:
     """Bounded requests, no scans of the whole cluster, children filtered by the API server."""
     settings = kopf.OperatorSettings()
     settings.posting.enabled = False
@@ -93,6 +130,7 @@ def kopf_settings(kinds: Iterable[ChildKind]) -> kopf.OperatorSettings:
     settings.persistence.finalizer = f"{GROUP}/finalizer"
     settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=GROUP)
     settings.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=GROUP)
-    for kind in (POD, *kinds):
-        settings.watching.label_selectors[kind.api_version, kind.plural] = f"{labels.MANAGED_BY}={MANAGER}"
+    for followed in kinds:
+        if followed.selector:
+            settings.watching.label_selectors[followed.kind.api_version, followed.kind.plural] = followed.selector
     return settings

@@ -6,8 +6,10 @@ The generated client is used for what it knows best, credentials and TLS; its ty
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 from urllib.parse import quote
 
@@ -20,6 +22,7 @@ from llmservice_operator.resource import GROUP, MANAGER, PLURAL, VERSION
 from llmservice_operator.spec import Manifest
 
 REQUEST_TIMEOUT_S = 10.0
+_PAGE = 500
 
 _APPLY = "application/apply-patch+yaml"
 _MERGE = "application/merge-patch+json"
@@ -38,6 +41,10 @@ class KubeClient:
 
     def __init__(self, api: Any) -> None:
         self._api = api
+        self.may_write_s: Callable[[], float] | None = None
+        """For how long, in seconds, this process may write; None: for ever."""
+        self.answered: Callable[[str, str, int, float], None] | None = None
+        """Told of every request: method, path, status (0: no answer) and seconds."""
 
     @classmethod
     async def connect(cls) -> Self:
@@ -69,23 +76,34 @@ class KubeClient:
         query = {"fieldManager": MANAGER, "force": str(force).lower()}
         return await self.request("PATCH", path, body=manifest, content_type=_APPLY, query=query)
 
-    async def list_pods(self, namespace: str, selector: str) -> list[Manifest]:
-        path = f"/api/v1/namespaces/{quote(namespace)}/pods"
-        answer = await self.request("GET", path, query={"labelSelector": selector})
-        return list(answer.get("items") or [])
+    async def list_all(self, path: str, selector: str = "") -> tuple[list[Manifest], str]:
+        """A whole collection, read page by page, and the resource version that it was listed at."""
+        objects: list[Manifest] = []
+        query = {"limit": str(_PAGE)} | ({"labelSelector": selector} if selector else {})
+        while True:
+            answer = await self.request("GET", path, query=query)
+            objects += answer.get("items") or []
+            metadata = answer.get("metadata") or {}
+            if not (token := metadata.get("continue")):
+                return objects, str(metadata.get("resourceVersion", ""))
+            query = {**query, "continue": token}
 
-    async def annotate_pod(self, namespace: str, name: str, annotations: Mapping[str, str]) -> None:
+    async def list_pods(self, namespace: str, selector: str) -> list[Manifest]:
+        return (await self.list_all(f"/api/v1/namespaces/{quote(namespace)}/pods", selector))[0]
+
+    async def annotate_pod(self, namespace: str, name: str, annotations: Mapping[str, str]) -> Manifest | None:
         """Set annotations on a pod; one that is gone by now needs none."""
         path = f"/api/v1/namespaces/{quote(namespace)}/pods/{quote(name)}"
         try:
-            await self.request("PATCH", path, body={"metadata": {"annotations": dict(annotations)}})
+            return await self.request("PATCH", path, body={"metadata": {"annotations": dict(annotations)}})
         except KubeError as error:
             if error.status != 404:
                 raise
+        return None
 
-    async def patch_status(self, namespace: str, name: str, status: Mapping[str, Any]) -> None:
+    async def patch_status(self, namespace: str, name: str, status: Mapping[str, Any]) -> Manifest:
         path = f"{_service_path(namespace, name)}/status"
-        await self.request("PATCH", path, body={"status": dict(status)}, query={"fieldManager": MANAGER})
+        return await self.request("PATCH", path, body={"status": dict(status)}, query={"fieldManager": MANAGER})
 
     async def create_event(self, event: Manifest) -> None:
         path = f"/api/v1/namespaces/{quote(event['metadata']['namespace'])}/events"
@@ -104,8 +122,32 @@ class KubeClient:
         body: Mapping[str, Any] | None = None,
         content_type: str = _MERGE,
         query: Mapping[str, str] | None = None,
+        timeout_s: float = REQUEST_TIMEOUT_S,
+        fenced: bool = True,
     ) -> Manifest:
-        """One request within `REQUEST_TIMEOUT_S`; raises KubeError."""
+        """One request; raises KubeError. A write is refused, and ended, where the fence says so."""
+        if fenced and method != "GET":
+            timeout_s = min(timeout_s, self._fenced())
+        started = time.monotonic()
+        status, text = 0, b""
+        try:
+            status, text = await self._send(method, path, body, content_type, query, timeout_s)
+        finally:
+            if self.answered is not None:
+                self.answered(method, path, status, time.monotonic() - started)
+        if status >= 400:
+            raise KubeError(status, f"{method} {path}: {status} {_reason(text)}")
+        return dict(json.loads(text)) if text else {}
+
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        content_type: str,
+        query: Mapping[str, str] | None,
+        timeout_s: float,
+    ) -> tuple[int, bytes]:
         headers = {"Accept": "application/json"} | ({"Content-Type": content_type} if body is not None else {})
         prepared = await self._api.param_serialize(
             method,
@@ -116,13 +158,16 @@ class KubeClient:
             auth_settings=["BearerToken"],
         )
         try:
-            response = await self._api.call_api(*prepared, _request_timeout=REQUEST_TIMEOUT_S)
-            text = await response.read()
+            response = await self._api.call_api(*prepared, _request_timeout=timeout_s)
+            return int(response.status), await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise KubeError(0, f"the API server can't be reached ({type(error).__name__})") from error
-        if response.status >= 400:
-            raise KubeError(response.status, f"{method} {path}: {response.status} {_reason(text)}")
-        return dict(json.loads(text)) if text else {}
+
+    def _fenced(self) -> float:
+        left_s = math.inf if self.may_write_s is None else self.may_write_s()
+        if left_s <= 0:
+            raise KubeError(0, "not written: this process does not hold the lease")
+        return left_s
 
     async def _get(self, path: str) -> Manifest | None:
         try:

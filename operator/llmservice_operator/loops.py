@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
 from llmservice_operator.kube_client import KubeError
@@ -15,6 +16,7 @@ logger = logging.getLogger(__name__)
 
 _PASS_TIMEOUT_S = 60.0
 _LONGEST_BACKOFF_S = 60.0
+_JITTER = 0.1
 _GATHER_S = 0.05
 """Changes come in bursts (a rollout touches pods and Deployment at once): one pass answers them together."""
 
@@ -38,9 +40,21 @@ class ServiceLoops:
         self._tick_s = tick_s
         self._metrics = metrics
         self._loops: dict[ServiceKey, _Loop] = {}
+        self._open = False
+
+    def __len__(self) -> int:
+        return len(self._loops)
+
+    def open(self, keys: Iterable[ServiceKey]) -> None:
+        """Begin to work, on these services first: the cache is filled, and nobody else works on them."""
+        self._open = True
+        for key in keys:
+            self.start(key)
 
     def start(self, key: ServiceKey) -> None:
-        """Begin a service's loop, or wake the one that runs."""
+        """Begin a service's loop, or wake the one that runs; nothing before `open`."""
+        if not self._open:
+            return
         loop = self._loops.get(key)
         if loop is None or loop.task.done():
             wake = asyncio.Event()
@@ -54,13 +68,19 @@ class ServiceLoops:
         if loop := self._loops.get(key):
             loop.wake.set()
 
-    async def stop(self, key: ServiceKey) -> None:
+    def end(self, key: ServiceKey) -> None:
+        """The service is gone: end its loop, in the middle of a pass if need be."""
         if loop := self._loops.pop(key, None):
             loop.task.cancel()
-            await asyncio.gather(loop.task, return_exceptions=True)
 
     async def stop_all(self) -> None:
-        await asyncio.gather(*(self.stop(key) for key in list(self._loops)))
+        """End every loop for good; when this returns, no pass is under way."""
+        self._open = False
+        tasks = [loop.task for loop in self._loops.values()]
+        self._loops.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def healthy(self) -> bool:
         """False once a loop has died: nothing but a restart would bring its service's passes back."""
@@ -72,6 +92,7 @@ class ServiceLoops:
             wake.clear()
             try:
                 if not await self._timed_pass(key):
+                    self._forget(key, wake)
                     return
                 failures = 0
             except Exception as error:
@@ -83,6 +104,12 @@ class ServiceLoops:
             else:
                 await self._wait(wake)
 
+    def _forget(self, key: ServiceKey, wake: asyncio.Event) -> None:
+        """The service is gone; a loop that another of its name has by now stays."""
+        loop = self._loops.get(key)
+        if loop is not None and loop.wake is wake:
+            del self._loops[key]
+
     async def _timed_pass(self, key: ServiceKey) -> bool:
         started = time.monotonic()
         async with asyncio.timeout(_PASS_TIMEOUT_S):
@@ -92,7 +119,8 @@ class ServiceLoops:
 
     async def _wait(self, wake: asyncio.Event) -> None:
         try:
-            async with asyncio.timeout(self._tick_s):
+            # Jitter: a thousand services that were started together must not fall due together for ever.
+            async with asyncio.timeout(self._tick_s * random.uniform(1 - _JITTER, 1 + _JITTER)):  # noqa: S311 - no secret
                 await wake.wait()
                 await asyncio.sleep(_GATHER_S)
         except TimeoutError:

@@ -58,6 +58,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="let these pods scrape the services' pods; * is every namespace; repeatable"
         " (default: *:app.kubernetes.io/name=prometheus)",
     )
+    parser.add_argument(
+        "--leader-elect", action="store_true", help="of several operators only the one that holds a Lease works"
+    )
+    parser.add_argument("--lease-name", default="llmservice-operator", metavar="NAME", help="the Lease's name")
+    parser.add_argument(
+        "--lease-namespace",
+        default=env("POD_NAMESPACE"),
+        metavar="NAMESPACE",
+        help="the Lease's namespace (env POD_NAMESPACE)",
+    )
     parser.add_argument("--host", default="0.0.0.0", help="address of /healthz and /metrics")
     parser.add_argument("--port", type=int, default=8080, help="port of /healthz and /metrics; 0 takes a free one")
     parser.add_argument(
@@ -75,6 +85,8 @@ def run(args: argparse.Namespace) -> int:
         peers = platform_peers(args.own_namespace, args.prometheus_peer or [DEFAULT_PROMETHEUS])
     except PeerError as error:
         raise CommandError(f"--prometheus-peer {error}") from error
+    if args.leader_elect and not args.lease_namespace:
+        raise CommandError("--leader-elect needs --lease-namespace, or POD_NAMESPACE in the environment")
     settings = OperatorSettings(
         server_image=args.server_image,
         namespaces=tuple(args.namespace),
@@ -85,6 +97,8 @@ def run(args: argparse.Namespace) -> int:
         peers=peers,
         host=args.host,
         port=args.port,
+        lease_namespace=args.lease_namespace if args.leader_elect else None,
+        lease_name=args.lease_name,
     )
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
     if args.log_level != "debug":  # kopf tells of every event that it handles
@@ -95,15 +109,22 @@ def run(args: argparse.Namespace) -> int:
 async def _run(settings: OperatorSettings) -> int:
     from kubernetes.aio.config import ConfigException
 
+    from llmservice_operator.election import LeadershipLostError
     from llmservice_operator.run import run_operator
 
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+
+    def take_signals() -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+
+    take_signals()
     try:
-        await run_operator(settings, stop)
+        await run_operator(settings, stop, take_signals)
     except ConfigException as error:
         raise CommandError(f"no way to the API server: {error}. Set KUBECONFIG, or run inside a cluster") from error
+    except LeadershipLostError as error:
+        raise CommandError(f"no longer the leader: {error}", status=1) from error
     return 0
 
 

@@ -12,7 +12,6 @@ from pydantic import ValidationError
 
 from llmservice_operator import duration, labels
 from llmservice_operator.applier import Applier, Refusal, owned_by
-from llmservice_operator.child import CHILD_KINDS
 from llmservice_operator.children import expected_children
 from llmservice_operator.decision_log import resume
 from llmservice_operator.events import scaled_event, transition_events
@@ -22,9 +21,10 @@ from llmservice_operator.load import Load
 from llmservice_operator.merge_patch import merge_patch
 from llmservice_operator.metrics import OperatorMetrics
 from llmservice_operator.network_policy import DEFAULT_PEERS
+from llmservice_operator.object_cache import ObjectCache
 from llmservice_operator.pod import Pod, Trouble, pods_of
 from llmservice_operator.report import Outcome, expected_status
-from llmservice_operator.resource import LLMService
+from llmservice_operator.resource import KIND, LLMService
 from llmservice_operator.scale_history import History
 from llmservice_operator.scaling import Decision, ScalePolicy, Supply, decide
 from llmservice_operator.signal_status import NOTED_EVERY_S
@@ -84,6 +84,7 @@ class Reconciler:
     """The operator's hands; what is done is decided by the pure functions that it calls."""
 
     client: KubeClient
+    cache: ObjectCache
     applier: Applier
     read_model: ReadModel
     signals: Signals
@@ -96,7 +97,7 @@ class Reconciler:
 
     async def run_pass(self, namespace: str, name: str) -> bool:
         """Bring one service to where it should be; False once it is gone. Raises KubeError."""
-        seen = await self._observe(namespace, name)
+        seen = self._observe(namespace, name)
         if seen is None:
             self.forget(namespace, name)
             return False
@@ -130,15 +131,16 @@ class Reconciler:
         self.applier.forget(namespace, name)
         self.metrics.forget(namespace, name)
 
-    async def _observe(self, namespace: str, name: str) -> Observation | None:
-        manifest = await self.client.get_service(namespace, name)
+    def _observe(self, namespace: str, name: str) -> Observation | None:
+        """From the cache: a pass that finds all well asks the API server for nothing."""
+        manifest = self.cache.service(namespace, name)
         if manifest is None or manifest["metadata"].get("deletionTimestamp"):
             return None
         service = _parsed(manifest)
-        deployment = await self.client.get_child(CHILD_KINDS["Deployment"], namespace, name)
+        deployment = self.cache.child("Deployment", namespace, name)
         if deployment is not None and not owned_by(deployment, service.metadata.uid):
             deployment = None
-        pods = pods_of(await self.client.list_pods(namespace, labels.selector(name)))
+        pods = pods_of(self.cache.pods(namespace, name))
         return Observation(service, manifest.get("status") or {}, deployment, pods, self.clock())
 
     def _memory(self, seen: Observation) -> Memory:
@@ -178,7 +180,7 @@ class Reconciler:
         if decision.replicas < seen.current and load is not None:
             await self._mark_cheapest(seen, load)
         children = expected_children(seen.service, sizing, decision.replicas, self.server_image, self.peers)
-        return await self.applier.apply(children, seen.service.metadata.uid, seen.now)
+        return await self.applier.apply(children, seen.service.metadata.uid)
 
     async def _mark_cheapest(self, seen: Observation, load: Load) -> None:
         """Tell Kubernetes which pods hold least work: it removes those with the lowest cost first."""
@@ -186,7 +188,9 @@ class Reconciler:
         for pod in seen.serving:
             cost = str(round(in_flight.get(pod.name, 0)))
             if pod.deletion_cost != cost:
-                await self.client.annotate_pod(seen.service.namespace, pod.name, {labels.DELETION_COST: cost})
+                answer = await self.client.annotate_pod(seen.service.namespace, pod.name, {labels.DELETION_COST: cost})
+                if answer is not None:
+                    self.cache.put("Pod", answer)
 
     async def _write_status(self, seen: Observation, outcome: Outcome) -> None:
         service = seen.service
@@ -205,7 +209,7 @@ class Reconciler:
         if not patch:
             return
         try:
-            await self.client.patch_status(*service.key, patch)
+            self.cache.put(KIND, await self.client.patch_status(*service.key, patch))
         except KubeError as error:
             if error.status == 404:  # deleted meanwhile: the next pass will see it
                 return

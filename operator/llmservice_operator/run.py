@@ -5,33 +5,40 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 
 import aiohttp
 import kopf
 
 from llmservice_operator.applier import Applier
-from llmservice_operator.child import CHILD_KINDS, ChildKind
-from llmservice_operator.handlers import handlers, kopf_settings
+from llmservice_operator.election import Election
+from llmservice_operator.handlers import Watches, handlers, kopf_settings
 from llmservice_operator.http_server import serve_http
+from llmservice_operator.kinds import FOLLOWED, Followed
 from llmservice_operator.kube_client import KubeClient, KubeError
 from llmservice_operator.loops import ServiceLoops
 from llmservice_operator.metrics import OperatorMetrics
 from llmservice_operator.model_source import ModelReader
+from llmservice_operator.object_cache import ObjectCache
 from llmservice_operator.reconcile import Reconciler
 from llmservice_operator.resource import API_VERSION, PLURAL
+from llmservice_operator.resync import Resync
 from llmservice_operator.settings import OperatorSettings
 from llmservice_operator.signals import Signals
 from llmservice_operator.signals_pods import PodSignals
 from llmservice_operator.signals_prometheus import PrometheusSignals
+from llmservice_operator.turn import Turn
 
 logger = logging.getLogger(__name__)
 
 _CRD_RETRY_S = 2.0
 
 
-async def run_operator(settings: OperatorSettings, stop: asyncio.Event) -> None:
-    """Run until `stop` is set. It wants an event loop of its own: kopf ends every task that began after it."""
+async def run_operator(settings: OperatorSettings, stop: asyncio.Event, take_signals: Callable[[], None]) -> None:
+    """Run until `stop` is set; raises LeadershipLostError. It wants an event loop of its own: kopf ends every task that
+    began after it, and takes the signals for itself until `take_signals` takes them back.
+    """
     async with AsyncExitStack() as stack:
         client = await KubeClient.connect()
         stack.push_async_callback(client.close)
@@ -39,33 +46,47 @@ async def run_operator(settings: OperatorSettings, stop: asyncio.Event) -> None:
         inside = await stack.enter_async_context(aiohttp.ClientSession())
         outside = await stack.enter_async_context(aiohttp.ClientSession(trust_env=True))
         metrics = OperatorMetrics()
-        applier = Applier(client)
+        cache = ObjectCache()
         reader = ModelReader(outside, settings.file_models_root, settings.hf_endpoint, os.environ.get("HF_TOKEN"))
         prometheus = PrometheusSignals(inside, settings.prometheus_url) if settings.prometheus_url else None
         signals = Signals(PodSignals(inside), prometheus)
+        applier = Applier(client, cache)
         reconciler = Reconciler(
-            client, applier, reader.read, signals, metrics, settings.server_image, peers=settings.peers
+            client, cache, applier, reader.read, signals, metrics, settings.server_image, peers=settings.peers
         )
         loops = ServiceLoops(reconciler.run_pass, settings.tick_s, metrics)
         port = await stack.enter_async_context(serve_http(settings.host, settings.port, metrics, loops.healthy))
         logger.info("healthz and metrics on port %d", port)
         if not await _crd_served(client, stop):
             return
+        resync = Resync(client, cache, settings.namespaces)
+        watches = Watches(cache, loops, reconciler.forget, resync.soon)
         kinds = await _served_kinds(client)
-        await kopf.operator(
-            registry=handlers(loops, applier, stop, kinds),
-            settings=kopf_settings(kinds),
-            standalone=True,
-            clusterwide=not settings.namespaces,
-            namespaces=settings.namespaces,
-            stop_flag=stop,
+        turn = Turn(loops, cache, resync, watches, _election(client, settings))
+        await turn.run(
+            lambda stop_kopf: kopf.operator(
+                registry=handlers(watches, kinds, take_signals),
+                settings=kopf_settings(kinds),
+                standalone=True,
+                clusterwide=not settings.namespaces,
+                namespaces=settings.namespaces,
+                stop_flag=stop_kopf,
+            ),
+            stop,
         )
 
 
-async def _served_kinds(client: KubeClient) -> list[ChildKind]:
+async def _served_kinds(client: KubeClient) -> list[Followed]:
     """The kinds to watch. A CRD that is installed later is found by the resync; only its events are not seen."""
-    kinds = CHILD_KINDS.values()
-    return [kind for kind in kinds if kind.built_in or await client.serves(kind.api_version, kind.plural)]
+    return [one for one in FOLLOWED if one.kind.built_in or await client.serves(one.kind.api_version, one.kind.plural)]
+
+
+def _election(client: KubeClient, settings: OperatorSettings) -> Election | None:
+    if settings.lease_namespace is None:
+        return None
+    election = Election(client, settings.lease_namespace, settings.lease_name)
+    client.may_write_s = election.left_s
+    return election
 
 
 async def _crd_served(client: KubeClient, stop: asyncio.Event) -> bool:

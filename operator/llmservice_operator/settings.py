@@ -39,3 +39,9 @@ class OperatorSettings:
 
     host: str = "0.0.0.0"
     """Address that /healthz and /metrics bind to."""
+
+    lease_namespace: str | None = None
+    """Where the Lease is that this process must hold to write; None: it is the only one, and needs none."""
+
+    lease_name: str = "llmservice-operator"
+    """Name of that Lease."""

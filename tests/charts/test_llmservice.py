@@ -217,10 +217,19 @@ def test_images_take_registry_and_tag_and_the_operator_is_told_the_servers(chart
     assert operator["spec"]["template"]["spec"]["imagePullSecrets"] == [{"name": "pull"}]
 
 
-def test_two_operators_never_run_at_once(chart: helm.Chart) -> None:
-    operator = named(render(chart, {}), "Deployment", "release-llmservice-operator")
-    assert operator["spec"]["replicas"] == 1
-    assert operator["spec"]["strategy"] == {"type": "Recreate"}
+def test_of_two_operators_only_the_holder_of_the_lease_works(chart: helm.Chart) -> None:
+    manifests = render(chart, {})
+    operator = named(manifests, "Deployment", "release-llmservice-operator")
+    (container,) = operator["spec"]["template"]["spec"]["containers"]
+    role = named(manifests, "Role", "release-llmservice-operator-lease")
+
+    assert operator["spec"]["replicas"] == 2
+    assert operator["spec"]["strategy"]["type"] == "RollingUpdate"
+    assert "--leader-elect" in container["args"]
+    assert "--lease-name=release-llmservice-operator" in container["args"]
+    assert container["env"][0]["valueFrom"] == {"fieldRef": {"fieldPath": "metadata.namespace"}}
+    assert role["metadata"]["namespace"] == "system"
+    assert role["rules"][1]["resourceNames"] == ["release-llmservice-operator"]
 
 
 def test_gateways_grace_period_is_longer_than_its_drain(chart: helm.Chart) -> None:
@@ -313,7 +322,8 @@ def test_own_objects_are_templates_given_as_objects_or_as_text(chart: helm.Chart
 
 def test_budget_is_left_out_where_it_would_block_a_drain(chart: helm.Chart) -> None:
     assert of_kind(render(chart, {}), "PodDisruptionBudget")
-    assert not of_kind(render(chart, {"gateway": {"replicas": 1}}), "PodDisruptionBudget")
+    alone = {"gateway": {"replicas": 1}, "operator": {"replicas": 1}}
+    assert not of_kind(render(chart, alone), "PodDisruptionBudget")
 
 
 def test_gateway_can_be_left_out(chart: helm.Chart) -> None:

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
-from llmservice_operator.applier import Applier
+from llmservice_operator.applier import Applier, Refusal
 from llmservice_operator.child import CHILD_KINDS, Child
 from llmservice_operator.children import expected_children
 from llmservice_operator.kube_client import KubeClient, KubeError
+from llmservice_operator.object_cache import ObjectCache
 from llmservice_operator.resource import LLMService
+from llmservice_operator.resync import Resync
 from llmservice_operator.sizing import Sized
 
 UID = "uid-of-tiny"
@@ -23,6 +25,18 @@ ChildrenOf = Callable[..., list[Child]]
 @pytest.fixture
 def children_of(service_of: Callable[..., LLMService], sized: Sized) -> ChildrenOf:
     return lambda **spec: expected_children(service_of(**spec), sized, 1, "img:1")
+
+
+class Hands:
+    """An applier with a cache of its own that holds, when it is asked to apply, what watches would have told of."""
+
+    def __init__(self, kube: KubeClient) -> None:
+        cache = ObjectCache()
+        self.resync, self.applier = Resync(kube, cache), Applier(kube, cache)
+
+    async def apply(self, children: list[Child], owner_uid: str) -> list[Refusal]:
+        await self.resync.once()
+        return await self.applier.apply(children, owner_uid)
 
 
 def of_kind(children: list[Child], kind: str) -> Child:
@@ -49,7 +63,7 @@ async def test_a_foreign_object_of_a_childs_name_is_named_and_left_as_it_is(
     foreign["metadata"] = {"name": child.key[2], "labels": {"whose": "ours"}}
     before = await kube.request("POST", path(child), body=foreign, content_type="application/json")
 
-    (refusal,) = await Applier(kube).apply(children_of(), UID, 0)
+    (refusal,) = await Hands(kube).apply(children_of(), UID)
 
     assert refusal.kind == kind
     assert refusal.trouble.reason == "NameConflict"
@@ -65,8 +79,8 @@ async def test_owned_fields_are_put_right_and_foreign_additions_stay(
     kind: str, kube: KubeClient, children_of: ChildrenOf
 ) -> None:
     child = of_kind(children_of(), kind)
-    applier = Applier(kube)
-    await applier.apply(children_of(), UID, 0)
+    hands = Hands(kube)
+    await hands.apply(children_of(), UID)
     drift: dict[str, Any] = {
         "metadata": {
             "annotations": {"team": "a"},
@@ -74,9 +88,8 @@ async def test_owned_fields_are_put_right_and_foreign_additions_stay(
         }
     }
     await kube.request("PATCH", f"{path(child)}/{child.key[2]}", body=drift)
-    applier.touched(child.key)
 
-    assert await applier.apply(children_of(), UID, 1) == []
+    assert await hands.apply(children_of(), UID) == []
 
     metadata = (await live(kube, child))["metadata"]
     assert metadata["annotations"]["team"] == "a"
@@ -84,8 +97,8 @@ async def test_owned_fields_are_put_right_and_foreign_additions_stay(
 
 
 async def test_the_spec_of_every_child_is_put_right(kube: KubeClient, children_of: ChildrenOf) -> None:
-    applier = Applier(kube)
-    await applier.apply(children_of(), UID, 0)
+    hands = Hands(kube)
+    await hands.apply(children_of(), UID)
     drift = {
         "Service": {"selector": {"app": "other"}},
         "NetworkPolicy": {"ingress": [{}]},
@@ -97,17 +110,17 @@ async def test_the_spec_of_every_child_is_put_right(kube: KubeClient, children_o
         child = of_kind(children_of(), kind)
         await kube.request("PATCH", f"{path(child)}/{child.key[2]}", body={"spec": spec})
 
-    await applier.apply(children_of(), UID, 61)
+    await hands.apply(children_of(), UID)
 
     for kind in drift:
         assert (await live(kube, of_kind(children_of(), kind)))["spec"] == before[kind]["spec"]
 
 
 async def test_a_child_that_is_turned_off_goes_also_after_a_restart(kube: KubeClient, children_of: ChildrenOf) -> None:
-    await Applier(kube).apply(children_of(), UID, 0)
+    await Hands(kube).apply(children_of(), UID)
     off = children_of(networkPolicy={"enabled": False})
 
-    assert await Applier(kube).apply(off, UID, 1) == []
+    assert await Hands(kube).apply(off, UID) == []
 
     policy = of_kind(off, "NetworkPolicy")
     assert await kube.get_child(policy.kind, *policy.key[1:]) is None
@@ -119,18 +132,18 @@ async def test_what_is_turned_off_but_belongs_to_others_stays(kube: KubeClient, 
     foreign = {**policy.manifest, "metadata": {"name": "tiny"}}
     await kube.request("POST", path(policy), body=foreign, content_type="application/json")
 
-    assert await Applier(kube).apply(off, UID, 0) == []
+    assert await Hands(kube).apply(off, UID) == []
 
     assert await live(kube, policy)
 
 
 async def test_what_is_left_of_a_deleted_service_is_waited_for(kube: KubeClient, children_of: ChildrenOf) -> None:
     child = of_kind(children_of(), "Service")
-    await Applier(kube).apply(children_of(), UID, 0)
+    await Hands(kube).apply(children_of(), UID)
     again = copy.deepcopy(child.manifest)
     again["metadata"]["ownerReferences"][0]["uid"] = "uid-of-the-next"
 
-    (refusal,) = await Applier(kube).apply([Child(again)], "uid-of-the-next", 1)
+    (refusal,) = await Hands(kube).apply([Child(again)], "uid-of-the-next")
 
     assert refusal.trouble.reason == "Replacing"
     assert (await live(kube, child))["metadata"]["ownerReferences"][0]["uid"] == UID
@@ -139,7 +152,7 @@ async def test_what_is_left_of_a_deleted_service_is_waited_for(kube: KubeClient,
 async def test_a_kind_whose_crd_is_missing_is_left_out(kube: KubeClient, children_of: ChildrenOf) -> None:
     wanted = children_of(monitoring={"podMonitor": True})
 
-    assert await Applier(kube).apply(wanted, UID, 0) == []
+    assert await Hands(kube).apply(wanted, UID) == []
 
 
 async def test_a_child_that_the_server_refuses_is_told_of_in_its_words(
@@ -147,7 +160,7 @@ async def test_a_child_that_the_server_refuses_is_told_of_in_its_words(
 ) -> None:
     nobody = children_of(networkPolicy={"from": [{}]})
 
-    (refusal,) = await Applier(kube).apply(nobody, UID, 0)
+    (refusal,) = await Hands(kube).apply(nobody, UID)
 
     assert (refusal.kind, refusal.trouble.reason) == ("NetworkPolicy", "ApplyFailed")
     assert "must specify a peer" in refusal.trouble.message
@@ -165,32 +178,32 @@ async def test_somebody_who_is_faster_by_a_moment_is_not_overwritten(kube: KubeC
     assert (await live(kube, child))["spec"]["replicas"] == 5
 
 
-async def test_nothing_is_asked_again_while_nothing_changes(
-    kube: KubeClient, children_of: ChildrenOf, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_nothing_is_asked_where_nothing_differs(
+    restarted: bool, kube: KubeClient, children_of: ChildrenOf
 ) -> None:
-    applier = Applier(kube)
-    await applier.apply(children_of(), UID, 0)
+    hands = Hands(kube)
+    await hands.apply(children_of(), UID)
+    hands = Hands(kube) if restarted else hands
+    await hands.resync.once()
     asked: list[str] = []
-    request = kube.request
+    kube.answered = lambda method, path, *_: asked.append(f"{method} {path}")
 
-    async def counted(method: str, path: str, **options: Any) -> dict[str, Any]:
-        asked.append(f"{method} {path}")
-        return await request(method, path, **options)
-
-    monkeypatch.setattr(kube, "request", counted)
-    await applier.apply(children_of(), UID, 59)
+    await hands.applier.apply(children_of(), UID)
 
     assert asked == []
 
 
 async def test_children_of_a_service_that_is_gone_are_forgotten(kube: KubeClient, children_of: ChildrenOf) -> None:
-    applier = Applier(kube)
-    await applier.apply(children_of(), UID, 0)
+    hands = Hands(kube)
+    await hands.apply(children_of(), UID)
     deployment = of_kind(children_of(), "Deployment")
     await kube.delete_child(deployment.kind, *deployment.key[1:], uid=(await live(kube, deployment))["metadata"]["uid"])
 
-    applier.forget("team-a", "tiny")
-    await applier.apply(children_of(), UID, 1)
+    assert len(hands.applier) == len(BUILT_IN) + 1  # the headless Service
+    hands.applier.forget("team-a", "tiny")
+    assert len(hands.applier) == 0
+    await hands.apply(children_of(), UID)
 
     assert await live(kube, deployment)
 

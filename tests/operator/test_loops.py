@@ -44,6 +44,7 @@ async def passes() -> Passes:
 @pytest.fixture
 async def loops(passes: Passes) -> AsyncIterator[ServiceLoops]:
     loops = ServiceLoops(passes.run, NEVER_S, OperatorMetrics())
+    loops.open([])
     yield loops
     await loops.stop_all()
 
@@ -57,7 +58,7 @@ async def test_a_service_is_looked_at_at_once_and_again_when_woken(loops: Servic
 
 async def test_the_tick_wakes_a_loop_that_nobody_else_does(passes: Passes) -> None:
     loops = ServiceLoops(passes.run, 0.01, OperatorMetrics())
-    loops.start(KEY)
+    loops.open([KEY])
     await passes.reach(3)
     await loops.stop_all()
 
@@ -66,7 +67,7 @@ async def test_a_pass_that_fails_is_repeated(passes: Passes) -> None:
     metrics = OperatorMetrics()
     passes.outcomes = [KubeError(500, "etcd is slow"), ValueError("our own fault"), True]
     loops = ServiceLoops(passes.run, 0.01, metrics)
-    loops.start(KEY)
+    loops.open([KEY])
     await passes.reach(3)
     assert loops.healthy()
     await loops.stop_all()
@@ -89,3 +90,19 @@ async def test_a_child_of_a_service_that_is_not_known_wakes_nobody(loops: Servic
     await asyncio.sleep(0)
 
     assert passes.count == 0
+
+
+async def test_nothing_is_looked_at_before_the_operators_turn(passes: Passes) -> None:
+    loops = ServiceLoops(passes.run, NEVER_S, OperatorMetrics())
+    loops.start(KEY)
+    await asyncio.sleep(0)
+    assert passes.count == 0
+
+    loops.open([KEY])
+    await passes.reach(1)
+    await loops.stop_all()
+    loops.start(KEY)
+    await asyncio.sleep(0)
+
+    assert passes.count == 1
+    assert len(loops) == 0

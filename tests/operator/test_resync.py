@@ -1,0 +1,72 @@
+"""The resync against an API server: what no watch told of is found by a list."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llmservice_operator.kinds import Followed
+from llmservice_operator.kube_client import KubeClient
+from llmservice_operator.object_cache import ObjectCache
+from llmservice_operator.resync import Resync
+
+SERVICES = "/apis/serving.llmservice.io/v1alpha1/namespaces/team-a/llmservices"
+KEY = ("team-a", "tiny")
+
+
+async def create(kube: KubeClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    return await kube.request("POST", path, body=body, content_type="application/json")
+
+
+def pod(name: str) -> dict[str, Any]:
+    labels = {"app.kubernetes.io/name": "llmservice", "app.kubernetes.io/instance": "tiny"}
+    labels["app.kubernetes.io/managed-by"] = "llmservice-operator"
+    spec = {"containers": [{"name": "server", "image": "img:1"}]}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "labels": labels}, "spec": spec}
+
+
+async def test_creations_changes_and_deletions_are_found_once(kube: KubeClient, manifest_of: Any) -> None:
+    cache, told = ObjectCache(), []
+    resync = Resync(kube, cache)
+
+    def changed(followed: Followed, obj: dict[str, Any]) -> None:
+        told.append((followed.kind.name, obj["metadata"]["name"]))
+
+    await create(kube, SERVICES, manifest_of())
+    await create(kube, "/api/v1/namespaces/team-a/pods", pod("tiny-1"))
+    assert await resync.once(changed) == 2
+    assert cache.services() == [KEY]
+    assert await resync.once(changed) == 0
+
+    await kube.request("PATCH", f"{SERVICES}/tiny", body={"spec": {"replicas": 3}})
+    await kube.request("DELETE", "/api/v1/namespaces/team-a/pods/tiny-1", query={"gracePeriodSeconds": "0"})
+    assert await resync.once(changed) == 2
+
+    assert told == [("LLMService", "tiny"), ("Pod", "tiny-1"), ("LLMService", "tiny"), ("Pod", "tiny-1")]
+    assert cache.pods(*KEY) == []
+    service = cache.service(*KEY)
+    assert service is not None
+    assert service["spec"]["replicas"] == 3
+
+
+async def test_a_collection_of_several_pages_is_read_to_its_end(kube: KubeClient, manifest_of: Any) -> None:
+    for number in range(501):
+        await create(kube, SERVICES, manifest_of(f"tiny-{number}"))
+    cache = ObjectCache()
+
+    await Resync(kube, cache).once()
+
+    assert len(cache.services()) == 501
+
+
+async def test_other_namespaces_than_those_named_are_not_listed(kube: KubeClient, manifest_of: Any) -> None:
+    await create(kube, SERVICES, manifest_of())
+    elsewhere = manifest_of()
+    elsewhere["metadata"]["namespace"] = "default"
+    await create(kube, SERVICES.replace("team-a", "default"), elsewhere)
+    cache, paths = ObjectCache(), []
+    kube.answered = lambda _, path, *__: paths.append(path)
+
+    await Resync(kube, cache, ["default"]).once()
+
+    assert cache.services() == [("default", "tiny")]
+    assert all("/namespaces/default/" in path for path in paths)
