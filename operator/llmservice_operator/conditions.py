@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
+from llmservice_operator.denial import denial_reason, pods_denied
 from llmservice_operator.feasibility import Feasibility
 from llmservice_operator.pod import Pod, Trouble
 from llmservice_operator.scaling import Decision
@@ -45,10 +46,15 @@ def _condition(past: Condition | None, verdict: Verdict, generation: int, now: f
         type=verdict.type,
         status=verdict.status,
         reason=verdict.reason,
-        message=verdict.message[:_MESSAGE_LIMIT],
+        message=printable(verdict.message)[:_MESSAGE_LIMIT],
         last_transition_time=past.last_transition_time if past is not None and same else rfc3339(now),
         observed_generation=generation,
     )
+
+
+def printable(text: str) -> str:
+    """One line without control characters: what a pod logged last may end up on a terminal."""
+    return "".join(char if char.isprintable() else " " for char in text)
 
 
 def rfc3339(time_s: float) -> str:
@@ -66,31 +72,53 @@ def sizing_verdict(sizing: Sized | SizingProblem) -> Verdict:
     return Verdict(SIZING_VALID, "True", "Fits", message)
 
 
-def ready_verdict(desired: int, pods: Sequence[Pod], sizing: Sized | SizingProblem, blocked: Trouble | None) -> Verdict:
-    """Ready means that somebody answers requests now. `blocked` is what kept the operator from applying children."""
+def ready_verdict(
+    deployment: Manifest | None,
+    desired: int,
+    pods: Sequence[Pod],
+    sizing: Sized | SizingProblem,
+    blocked: Trouble | None,
+) -> Verdict:
+    """Ready means that the present spec is served by as many replicas as are wanted.
+
+    `blocked` is what kept the operator from applying children.
+    """
     ready = sum(pod.serves for pod in pods)
-    if ready == 0:
-        why = _not_ready(desired, pods, sizing, blocked)
-        return Verdict(READY, "False", why.reason, why.message)
     if isinstance(sizing, SizingProblem):
-        message = f"{ready} replicas serve an earlier spec; the present one can't be served: {sizing.message}"
-        return Verdict(READY, "True", "ServingEarlierSpec", message)
-    troubles = "".join(f"; {one.reason}: {one.message}" for one in _troubles(pods))
-    reason = "Serving" if ready >= desired else "PartlyReady"
-    return Verdict(READY, "True", reason, f"{ready} of {desired} replicas are ready{troubles}")
-
-
-def _not_ready(desired: int, pods: Sequence[Pod], sizing: Sized | SizingProblem, blocked: Trouble | None) -> Trouble:
-    """The first thing to look at, from the spec down to the pods."""
-    if isinstance(sizing, SizingProblem):
-        return Trouble(sizing.reason, sizing.message)
+        return _earlier_spec(ready, Trouble(sizing.reason, sizing.message))
     if blocked is not None:
-        return blocked
+        return _earlier_spec(ready, _lifted(blocked))
     if desired == 0:
-        return Trouble("ScaledToZero", "no replica is asked for: raise spec.replicas to serve")
-    if troubles := _troubles(pods):
-        return troubles[0]
-    return Trouble("Starting", f"0 of {desired} replicas are ready, {len(pods)} pods are starting")
+        return Verdict(READY, "False", "ScaledToZero", "no replica is asked for: raise spec.replicas to serve")
+    troubles = _troubles(deployment, pods)
+    said = "".join(f"; {one.reason}: {one.message}" for one in troubles)
+    counted = f"{ready} of {desired} replicas are ready{said}"
+    if ready < desired:
+        waiting = "PartlyReady" if ready else "Starting"
+        return Verdict(READY, "False", troubles[0].reason if troubles else waiting, counted)
+    if not _observed(deployment):
+        return Verdict(READY, "False", "Updating", f"{counted}; Kubernetes has not taken up the present spec yet")
+    return Verdict(READY, "True", "Serving", counted)
+
+
+def _earlier_spec(ready: int, why: Trouble) -> Verdict:
+    """What can't be served or applied now does not end what runs already, but it is not what was asked for."""
+    if not ready:
+        return Verdict(READY, "False", why.reason, why.message)
+    message = f"{ready} replicas serve an earlier spec; the present one is held up: {why.reason}: {why.message}"
+    return Verdict(READY, "False", "ServingEarlierSpec", message)
+
+
+def _lifted(blocked: Trouble) -> Trouble:
+    return Trouble(denial_reason(blocked.message, blocked.reason), blocked.message)
+
+
+def _observed(deployment: Manifest | None) -> bool:
+    """Whether Kubernetes has seen the Deployment as it is now."""
+    if deployment is None:
+        return False
+    seen = (deployment.get("status") or {}).get("observedGeneration", 0)
+    return bool(seen >= deployment["metadata"].get("generation", 0))
 
 
 def progressing_verdict(
@@ -104,16 +132,15 @@ def progressing_verdict(
     if isinstance(sizing, SizingProblem):
         return Verdict(PROGRESSING, "False", sizing.reason, "nothing is changed until the spec can be served")
     if blocked is not None:
-        return Verdict(PROGRESSING, "False", blocked.reason, blocked.message)
+        why = _lifted(blocked)
+        return Verdict(PROGRESSING, "False", why.reason, why.message)
     status: dict[str, Any] = (deployment or {}).get("status") or {}
-    deadline = _deployment_condition(status, "Progressing")
-    if deadline.get("reason") == "ProgressDeadlineExceeded":
-        return Verdict(PROGRESSING, "False", "ProgressDeadlineExceeded", str(deadline.get("message", "")))
+    if late := _too_late(deployment):
+        return Verdict(PROGRESSING, "False", late.reason, late.message)
     counts = [int(status.get(key, 0)) for key in ("updatedReplicas", "readyReplicas", "replicas")]
-    generation = ((deployment or {}).get("metadata") or {}).get("generation", 0)
-    if deployment is not None and status.get("observedGeneration", 0) >= generation and set(counts) == {desired}:
+    if _observed(deployment) and set(counts) == {desired}:
         return Verdict(PROGRESSING, "False", "Settled", f"all {desired} replicas run the present spec")
-    if troubles := _troubles(pods):
+    if troubles := _troubles(deployment, pods):
         return Verdict(PROGRESSING, "True", troubles[0].reason, troubles[0].message)
     return Verdict(PROGRESSING, "True", "RollingOut", f"{counts[0]} of {desired} replicas run the present spec")
 
@@ -137,15 +164,24 @@ def scaling_verdict(
     return Verdict(SCALING_ACTIVE, "True", "FollowingLoad", f"{asks}; status.autoscaling says why")
 
 
-def slo_verdict(feasibility: Feasibility) -> Verdict:
+def slo_verdict(feasibility: Feasibility | None) -> Verdict:
+    if feasibility is None:
+        return Verdict(SLO_FEASIBLE, "Unknown", "NotAssessed", "nothing was measured yet")
     return Verdict(SLO_FEASIBLE, feasibility.status, feasibility.reason, feasibility.message)
 
 
-def _troubles(pods: Sequence[Pod]) -> list[Trouble]:
-    """Each kind of trouble once, terminating pods left out."""
-    found = {pod.trouble.reason: pod.trouble for pod in pods if pod.trouble and not pod.terminating}
-    return list(found.values())
+def _troubles(deployment: Manifest | None, pods: Sequence[Pod]) -> list[Trouble]:
+    """Each kind of trouble once, terminating pods left out: the pods' own, then what keeps pods from being made."""
+    whole = [trouble for trouble in (pods_denied(deployment), _too_late(deployment)) if trouble]
+    own = [pod.trouble for pod in pods if pod.trouble and not pod.terminating]
+    return list({trouble.reason: trouble for trouble in (*own, *whole)}.values())
 
 
-def _deployment_condition(status: dict[str, Any], kind: str) -> dict[str, Any]:
-    return next((one for one in status.get("conditions") or [] if one.get("type") == kind), {})
+def _too_late(deployment: Manifest | None) -> Trouble | None:
+    status: dict[str, Any] = (deployment or {}).get("status") or {}
+    progress: dict[str, Any] = next(
+        (one for one in status.get("conditions") or [] if one.get("type") == "Progressing"), {}
+    )
+    if progress.get("reason") != "ProgressDeadlineExceeded":
+        return None
+    return Trouble("ProgressDeadlineExceeded", str(progress.get("message") or "the rollout takes too long"))

@@ -81,13 +81,13 @@ def expected_status(
 
 def _verdicts(service: LLMService, deployment: Manifest | None, pods: Sequence[Pod], outcome: Outcome) -> list[Verdict]:
     sizing, blocked = outcome.sizing, outcome.blocked
-    verdicts = [
-        ready_verdict(outcome.desired, pods, sizing, blocked),
+    return [
+        ready_verdict(deployment, outcome.desired, pods, sizing, blocked),
         progressing_verdict(deployment, outcome.desired, pods, sizing, blocked),
         sizing_verdict(sizing),
         scaling_verdict(outcome.decision, pods, sizing, autoscaled=service.spec.autoscaling is not None),
+        slo_verdict(outcome.feasibility),
     ]
-    return verdicts + ([slo_verdict(outcome.feasibility)] if outcome.feasibility else [])
 
 
 def _sizing(service: LLMService, outcome: Outcome) -> SizingStatus | None:

@@ -12,6 +12,7 @@ from llmservice_operator.sizing import Sized, SizingProblem
 NOW = 1_700_000_000.0
 TOO_BIG = SizingProblem("DoesNotFit", "the model does not fit")
 STUCK = Trouble("Unschedulable", "0/1 nodes have a GPU")
+DENIED = Trouble("ApplyFailed", 'admission webhook "images.example" denied the request: not signed')
 CONFLICT = Trouble("NameConflict", "a Deployment called tiny is there already")
 
 
@@ -30,12 +31,16 @@ def test_the_transition_time_moves_only_when_the_status_flips() -> None:
     [
         pytest.param(1, 0, None, None, None, ("False", "Starting"), id="starting"),
         pytest.param(2, 2, None, None, None, ("True", "Serving"), id="all ready"),
-        pytest.param(3, 1, STUCK, None, None, ("True", "PartlyReady"), id="one serves, one is stuck"),
+        pytest.param(3, 1, None, None, None, ("False", "PartlyReady"), id="fewer than wanted"),
+        pytest.param(3, 1, STUCK, None, None, ("False", "Unschedulable"), id="one serves, one is stuck"),
+        pytest.param(1, 1, STUCK, None, None, ("True", "Serving"), id="enough serve, one too many is stuck"),
         pytest.param(1, 0, STUCK, None, None, ("False", "Unschedulable"), id="the pod's trouble is lifted"),
         pytest.param(0, 0, None, None, None, ("False", "ScaledToZero"), id="nobody asked for a replica"),
         pytest.param(1, 0, None, TOO_BIG, None, ("False", "DoesNotFit"), id="the spec can't be served"),
-        pytest.param(1, 1, None, TOO_BIG, None, ("True", "ServingEarlierSpec"), id="but earlier pods still serve"),
+        pytest.param(1, 1, None, TOO_BIG, None, ("False", "ServingEarlierSpec"), id="earlier pods still serve"),
+        pytest.param(1, 1, None, None, DENIED, ("False", "ServingEarlierSpec"), id="the change was denied"),
         pytest.param(1, 0, None, None, CONFLICT, ("False", "NameConflict"), id="a name is taken"),
+        pytest.param(1, 0, None, None, DENIED, ("False", "AdmissionDenied"), id="a webhook said no"),
     ],
 )
 def test_ready_means_that_somebody_serves(
@@ -51,10 +56,51 @@ def test_ready_means_that_somebody_serves(
     pods: list[Pod] = [pod_named(f"ready-{n}") for n in range(ready)]
     pods += [pod_named("stuck", ready=False, trouble=trouble)] if trouble else []
 
-    verdict = ready_verdict(desired, pods, sizing or sized, blocked)
+    verdict = ready_verdict(deployment(), desired, pods, sizing or sized, blocked)
 
     assert (verdict.status, verdict.reason) == expected
     assert trouble is None or trouble.message in verdict.message
+
+
+@pytest.mark.parametrize(
+    "unseen",
+    [None, {"metadata": {"generation": 2}}, {"metadata": {"generation": 2}, "status": {"observedGeneration": 1}}],
+)
+def test_a_spec_that_kubernetes_has_not_taken_up_is_not_ready(unseen: Any, sized: Sized, pod_named: Any) -> None:
+    verdict = ready_verdict(unseen, 1, [pod_named()], sized, None)
+
+    assert (verdict.status, verdict.reason) == ("False", "Updating")
+
+
+@pytest.mark.parametrize(
+    ("condition", "reason"),
+    [
+        (
+            {
+                "type": "ReplicaFailure",
+                "status": "True",
+                "message": 'pods "x" is forbidden: exceeded quota: q, requested: pods=1, used: pods=1, limited: pods=1',
+            },
+            "QuotaExceeded",
+        ),
+        (
+            {"type": "Progressing", "reason": "ProgressDeadlineExceeded", "message": "timed out"},
+            "ProgressDeadlineExceeded",
+        ),
+    ],
+)
+def test_what_keeps_pods_from_being_made_is_lifted(condition: dict[str, Any], reason: str, sized: Sized) -> None:
+    verdict = ready_verdict(deployment(conditions=[condition]), 1, [], sized, None)
+
+    assert (verdict.status, verdict.reason) == ("False", reason)
+    assert condition["message"] in verdict.message
+
+
+def test_a_message_is_one_bounded_line_without_control_characters() -> None:
+    (condition,) = conditions([], [Verdict("Ready", "False", "CrashLoopBackOff", "\x1b[31mred\n" + "x" * 5000)], 1, NOW)
+
+    assert condition.message.startswith(" [31mred x")
+    assert len(condition.message) == 2048
 
 
 def deployment(**status: Any) -> dict[str, Any]:

@@ -84,6 +84,7 @@ BUILT_IN: tuple[Kind, ...] = (
     _core("ConfigMap", "configmaps", "cm"),
     _core("Secret", "secrets"),
     _core("Endpoints", "endpoints", "ep"),
+    _core("ResourceQuota", "resourcequotas", "quota", has_status=True),
     _core("PersistentVolumeClaim", "persistentvolumeclaims", "pvc", has_status=True),
     Kind("", "v1", "Event", "events", True, ("ev",), model="CoreV1Event"),
     Kind("events.k8s.io", "v1", "Event", "events", True, ("ev",), model="EventsV1Event"),

@@ -32,6 +32,7 @@ from llmservice_local.api.object_rules import (
     refuse_unknown,
     without,
 )
+from llmservice_local.api.quota import exceeded
 from llmservice_local.api.selector import Predicate
 from llmservice_local.api.store import Store
 from llmservice_local.api.strategy import Strategy
@@ -278,6 +279,8 @@ class Registry:
         """Validate and store; an update that changes nothing keeps its resourceVersion."""
         if errors := self.strategy(kind).validate(new, old):
             raise invalid(kind.name, kind.group, new["metadata"]["name"], errors)
+        if old is None:
+            self._check_quota(kind, new)
         if kind.name == "CustomResourceDefinition":
             new = established(new, self._now())
         if options.dry_run or new == old:
@@ -361,6 +364,17 @@ class Registry:
         if "deletionTimestamp" in found["metadata"]:
             message = f"unable to create new content in namespace {namespace} because it is being terminated"
             raise ApiError(403, "Forbidden", message)
+
+    def _check_quota(self, kind: Kind, obj: Object) -> None:
+        """Raise `ApiError` 403 for a pod that a ResourceQuota has no room for."""
+        if kind.collection != ("", "pods"):
+            return
+        namespace = obj["metadata"]["namespace"]
+        quotas = self.store.list(("", "resourcequotas"), namespace)
+        why = exceeded(obj, self.store.list(kind.collection, namespace), quotas)
+        if why is not None:
+            name = obj["metadata"]["name"]
+            raise ApiError(403, "Forbidden", f'pods "{name}" is forbidden: {why}', {"name": name, "kind": "pods"})
 
     def _now(self) -> str:
         return _timestamp(self._clock())

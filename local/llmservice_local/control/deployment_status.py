@@ -28,6 +28,9 @@ def deployment_status(
         status["unavailableReplicas"] = missing
     progressing, again_s = _progressing(deployment, current, status, now)
     status["conditions"] = [_available(deployment, counts["availableReplicas"], now), progressing]
+    if failure := _replica_failure(current, owned):
+        message = failure.get("message", "")
+        status["conditions"].append(_condition(deployment, "ReplicaFailure", "True", failure["reason"], message, now))
     return status | _removed(deployment, status), again_s
 
 
@@ -81,6 +84,12 @@ def _progressing(
     message = f'ReplicaSet "{name}" is progressing.'
     found = _condition(deployment, "Progressing", "True", "ReplicaSetUpdated", message, now)
     return {**found, "lastUpdateTime": since}, left_s
+
+
+def _replica_failure(current: Object | None, owned: Sequence[Object]) -> Object | None:
+    """The newest ReplicaSet's failure, else any other's (upstream: deployment_util.go, getReplicaFailures)."""
+    failures = (condition_of(rs, "ReplicaFailure") for rs in ([current] if current is not None else []) + list(owned))
+    return next((failure for failure in failures if failure.get("status") == "True"), None)
 
 
 def _condition(deployment: Object, kind: str, value: str, reason: str, message: str, now: datetime) -> Object:

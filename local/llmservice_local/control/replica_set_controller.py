@@ -6,13 +6,17 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from llmservice_local.api.errors import ApiError
 from llmservice_local.client import PODS, REPLICA_SETS
-from llmservice_local.control.condition import condition_of
-from llmservice_local.control.controller import Controller, controller_reference, owned_by, seconds_since
+from llmservice_local.control.condition import condition_of, with_condition
+from llmservice_local.control.controller import Controller, controller_reference, owned_by, seconds_since, timestamp
 
 Object = dict[str, Any]
 
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
+_REFUSED = frozenset({403, 422})
+_REFUSED_RETRY_S = 2.0
+"""A quota is raised without an event on anything that is watched here."""
 _PHASES = {"Pending": 0, "Unknown": 1, "Running": 2}
 
 
@@ -34,19 +38,31 @@ class ReplicaSetController(Controller):
 
     async def _reconcile_one(self, replica_set: Object, pods: Sequence[Object]) -> float | None:
         active = [pod for pod in pods if is_active(pod)]
+        refused = ""
         if "deletionTimestamp" not in replica_set["metadata"]:
             missing = replica_set["spec"]["replicas"] - len(active)
-            for _ in range(missing):
-                await self._create(replica_set)
+            refused = await self._create_missing(replica_set, missing)
             for pod in doomed(active, -missing):
                 await self._delete(replica_set, pod)
         active = [pod for pod in self.informer(PODS) if is_active(pod) and owned_by(pod, replica_set)]
         now = datetime.now(UTC)
-        status, again_s = replica_set_status(replica_set, active, now)
+        status, again_s = replica_set_status(replica_set, active, now, refused)
         if status != replica_set.get("status"):
             stored = await self.client.merge(REPLICA_SETS, replica_set, {"status": status}, subresource="status")
             self.informer(REPLICA_SETS).observe(stored)
-        return again_s
+        return _REFUSED_RETRY_S if refused else again_s
+
+    async def _create_missing(self, replica_set: Object, missing: int) -> str:
+        """Create pods until one is refused; returns what the API server said then (a quota, an admission policy)."""
+        for _ in range(missing):
+            try:
+                await self._create(replica_set)
+            except ApiError as error:
+                if error.code not in _REFUSED:
+                    raise
+                await self.recorder.post(replica_set, "Warning", "FailedCreate", f"Error creating: {error}")
+                return str(error)
+        return ""
 
     async def _create(self, replica_set: Object) -> None:
         template, metadata = replica_set["spec"]["template"], replica_set["metadata"]
@@ -89,8 +105,13 @@ def doomed(pods: Iterable[Object], count: int) -> list[Object]:
     return sorted(pods, key=_rank)[: max(0, count)]
 
 
-def replica_set_status(replica_set: Object, active: Sequence[Object], now: datetime) -> tuple[Object, float | None]:
-    """The counts, and in how many seconds `minReadySeconds` makes the next pod available."""
+def replica_set_status(
+    replica_set: Object, active: Sequence[Object], now: datetime, refused: str = ""
+) -> tuple[Object, float | None]:
+    """The counts, and in how many seconds `minReadySeconds` makes the next pod available.
+
+    `refused` is what the API server said when it would not create a pod; it becomes the condition ReplicaFailure.
+    """
     least_s = replica_set["spec"].get("minReadySeconds", 0)
     ready = [pod for pod in active if is_ready(pod)]
     ages = [seconds_since(condition_of(pod, "Ready")["lastTransitionTime"], now) for pod in ready]
@@ -103,6 +124,9 @@ def replica_set_status(replica_set: Object, active: Sequence[Object], now: datet
     }
     status: Object = {name: count for name, count in counts.items() if count or name == "replicas"}
     status["observedGeneration"] = replica_set["metadata"]["generation"]
+    if refused:
+        failure = {"type": "ReplicaFailure", "status": "True", "reason": "FailedCreate", "message": refused}
+        status |= {"conditions": with_condition(replica_set.get("status") or {}, failure, timestamp(now))["conditions"]}
     status |= {name: None for name in replica_set.get("status") or {} if name not in status}
     return status, min((least_s - age for age in ages if age < least_s), default=None)
 

@@ -61,3 +61,19 @@ def test_counts_that_fell_to_zero_are_taken_out_of_the_status() -> None:
     replica_set = {"metadata": {"generation": 1}, "spec": {}, "status": {"readyReplicas": 1, "availableReplicas": 1}}
     status, _ = replica_set_status(replica_set, [], NOW)
     assert (status["readyReplicas"], status["availableReplicas"]) == (None, None)
+
+
+def test_a_refused_pod_is_told_in_the_status_and_forgotten_with_its_cause() -> None:
+    replica_set: Any = {"metadata": {"generation": 1}, "spec": {"replicas": 1}}
+
+    refused, _ = replica_set_status(replica_set, [], NOW, "exceeded quota: q")
+    replica_set["status"] = refused
+    later, _ = replica_set_status(replica_set, [], NOW)
+
+    (failure,) = refused["conditions"]
+    assert (failure["type"], failure["reason"], failure["message"]) == (
+        "ReplicaFailure",
+        "FailedCreate",
+        "exceeded quota: q",
+    )
+    assert later["conditions"] is None
