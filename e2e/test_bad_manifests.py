@@ -69,3 +69,39 @@ def test_a_service_without_a_free_card_says_what_the_scheduler_said(kube: Kube, 
     condition = kube.condition("crowd", "Ready")
     assert "Insufficient nvidia.com/gpu" in condition["message"]
     kube.delete("crowd")
+
+
+def test_a_quota_that_has_no_room_is_told_with_its_figures(kube: Kube, cluster: Cluster) -> None:
+    """The API server judges pods by the quota's status, which its controller would fill in."""
+    hard = {"pods": "0"}
+    kube.core.create_namespace({"metadata": {"name": "poor"}})
+    quota = {"metadata": {"name": "no-pods"}, "spec": {"hard": hard}}
+    kube.core.create_namespaced_resource_quota("poor", quota)
+    if cluster.is_local:
+        used = {"status": {"hard": hard, "used": {"pods": "0"}}}
+        kube.core.patch_namespaced_resource_quota_status("no-pods", "poor", used)
+    poor = Kube(cluster, "poor")
+    poor.create(tiny_service("denied", cluster.model_uri))
+
+    def exceeded() -> bool:
+        return poor.condition("denied", "Ready").get("reason") == "QuotaExceeded"
+
+    wait_for(exceeded, 60, lambda: poor.get("denied")["status"])
+    assert "exceeded quota: no-pods" in poor.condition("denied", "Ready")["message"]
+    kube.core.delete_namespaced_resource_quota("no-pods", "poor")
+    poor.wait_condition("denied", "Ready", "True")
+    poor.delete("denied")
+
+
+def test_a_crash_loop_is_told_with_the_servers_last_line(kube: Kube, cluster: Cluster) -> None:
+    broken = {"env": [{"name": "PYTHONPATH", "value": "/nowhere"}, {"name": "LLMSERVICE_HOST", "value": "203.0.113.9"}]}
+    if not cluster.is_local:
+        pytest.skip("the address that can't be bound to is the local node's way to make a server fail")
+    kube.create(tiny_service("crashing", cluster.model_uri, podTemplate=broken))
+
+    def crashing() -> bool:
+        return kube.condition("crashing", "Ready").get("reason") in {"CrashLoopBackOff", "ModelLoadFailed"}
+
+    wait_for(crashing, 90, lambda: (kube.get("crashing")["status"], kube.pods("crashing")))
+    assert "203.0.113.9" in kube.condition("crashing", "Ready")["message"]
+    kube.delete("crashing")

@@ -109,6 +109,17 @@ class KubeClient:
         path = f"/api/v1/namespaces/{quote(event['metadata']['namespace'])}/events"
         await self.request("POST", path, body=event, content_type="application/json")
 
+    async def patch_event(self, namespace: str, name: str, change: Mapping[str, Any]) -> bool:
+        """Change an Event; False once it is gone, as Events are after an hour."""
+        path = f"/api/v1/namespaces/{quote(namespace)}/events/{quote(name)}"
+        try:
+            await self.request("PATCH", path, body=dict(change))
+        except KubeError as error:
+            if error.status == 404:
+                return False
+            raise
+        return True
+
     async def serves(self, api_version: str, plural: str) -> bool:
         """Whether the cluster knows a resource; what its CRD would bring may be missing."""
         answer = await self._get(f"/apis/{api_version}")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -14,6 +12,7 @@ from llmservice_operator import duration, labels
 from llmservice_operator.applier import Applier, Refusal, owned_by
 from llmservice_operator.children import expected_children
 from llmservice_operator.decision_log import resume
+from llmservice_operator.event_recorder import EventRecorder
 from llmservice_operator.events import scaled_event, transition_events
 from llmservice_operator.feasibility import Feasibility, assess
 from llmservice_operator.kube_client import KubeClient, KubeError
@@ -33,8 +32,6 @@ from llmservice_operator.sizer import ReadModel, Sizer
 from llmservice_operator.sizing import Sized, SizingProblem
 from llmservice_operator.spec import Manifest
 from llmservice_operator.startup import StartupTimes
-
-logger = logging.getLogger(__name__)
 
 _DEFAULT_WINDOW_S = 60.0
 
@@ -94,6 +91,10 @@ class Reconciler:
     peers: tuple[Manifest, ...] = DEFAULT_PEERS
     """Who may reach every service's pods, as NetworkPolicyPeers."""
     _memories: dict[tuple[str, str, str], Memory] = field(default_factory=dict)
+    _events: EventRecorder = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._events = EventRecorder(self.client)
 
     async def run_pass(self, namespace: str, name: str) -> bool:
         """Bring one service to where it should be; False once it is gone. Raises KubeError."""
@@ -218,16 +219,7 @@ class Reconciler:
         if seen.deployment is not None and outcome.desired != seen.current:
             reasons: Sequence[str] = outcome.decision.reasons
             events.append(scaled_event(service, seen.current, outcome.desired, reasons, seen.now))
-        await self._post(events)
-
-    async def _post(self, events: Sequence[dict[str, Any]]) -> None:
-        """An event that is lost is no reason to repeat the pass."""
-        for event in events:
-            logger.info("%s/%s: %s", event["metadata"]["namespace"], event["involvedObject"]["name"], event["message"])
-            try:
-                await self.client.create_event(event)
-            except KubeError as error:
-                logger.warning("event not posted: %s", error)
+        await self._events.post(events, seen.now)
 
 
 def _parsed(manifest: Manifest) -> LLMService:

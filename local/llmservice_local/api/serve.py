@@ -33,6 +33,8 @@ from llmservice_local.api.table import table
 from llmservice_local.api.watch import WatchRequest, watch
 
 Object = dict[str, Any]
+_SHOWN_WHEN_DELETED = frozenset({"PersistentVolumeClaim", "Pod", "ResourceQuota", "Service", "ServiceAccount"})
+"""A delete answers with the object itself for these (ReturnDeletedObject upstream), with a Status for others."""
 
 MAX_BODY_BYTES = 3 * 1024 * 1024  # etcd's own limit on a request is 1.5 MiB, the API server's 3 MiB
 WATCH_TIMEOUT_S = 1800.0
@@ -215,7 +217,7 @@ class _Handler:
         options = delete_options(request.query, await _optional_body(request))
         kind = target.kind
         obj, is_gone = self._registry.delete(kind, target.namespace or "", target.name, options)
-        if not is_gone or kind.name == "Pod":
+        if not is_gone or (not kind.group and kind.name in _SHOWN_WHEN_DELETED):
             return _json(obj)
         details = {"name": target.name, "group": kind.group, "kind": kind.plural, "uid": obj["metadata"]["uid"]}
         return _json({"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "details": details})
