@@ -81,7 +81,7 @@ def ready_verdict(
 ) -> Verdict:
     """Ready means that the present spec is served by as many replicas as are wanted.
 
-    `blocked` is what kept the operator from applying children.
+    `blocked` is what kept the operator from applying the Deployment or a Service.
     """
     ready = sum(pod.serves for pod in pods)
     if isinstance(sizing, SizingProblem):

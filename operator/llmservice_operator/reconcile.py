@@ -118,6 +118,7 @@ class Reconciler:
             feasibility=memory.feasibility,
             startup_s=memory.startup.p90_s,
             blocked=_blocked(refusals),
+            unreachable=any(one.kind in {"Deployment", "Service"} for one in refusals),
             policy=_policy(seen.service, sizing),
             drain=memory.history.drain if memory.history else None,
             figures_due=memory.figures_due(seen.now),

@@ -49,6 +49,8 @@ class Outcome:
     startup_s: float | None = None
     blocked: Trouble | None = None
     """What kept the children from being applied."""
+    unreachable: bool = True
+    """Whether the Deployment or a Service is among them: without those nobody is served."""
     policy: ScalePolicy | None = None
     """What is scaled by; None without autoscaling."""
     drain: tuple[float, float] | None = None
@@ -82,7 +84,7 @@ def expected_status(
 def _verdicts(service: LLMService, deployment: Manifest | None, pods: Sequence[Pod], outcome: Outcome) -> list[Verdict]:
     sizing, blocked = outcome.sizing, outcome.blocked
     return [
-        ready_verdict(deployment, outcome.desired, pods, sizing, blocked),
+        ready_verdict(deployment, outcome.desired, pods, sizing, blocked if outcome.unreachable else None),
         progressing_verdict(deployment, outcome.desired, pods, sizing, blocked),
         sizing_verdict(sizing),
         scaling_verdict(outcome.decision, pods, sizing, autoscaled=service.spec.autoscaling is not None),
