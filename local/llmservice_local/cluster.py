@@ -37,6 +37,7 @@ from llmservice_local.endpoint import Endpoint
 from llmservice_local.node.node import Node, NodeSettings, base_environment
 from llmservice_local.ports import free_port
 from llmservice_local.prometheus import PrometheusTargets, prometheus_spec
+from llmservice_planner.gpu import find_gpu
 
 Object = dict[str, Any]
 
@@ -67,6 +68,8 @@ class ClusterSettings:
     api_port: int = 0
     gateway_port: int = 0
     gpus: int = 0
+    gpu_product: str = "l4"
+    """The card that the node says it has `gpus` of, as the planner's catalogue calls it."""
     cpu: str = ""
     memory: str = ""
     node_labels: Mapping[str, str] = field(default_factory=dict)
@@ -154,7 +157,7 @@ class LocalCluster:
             gpus=settings.gpus,
             cpu=settings.cpu,
             memory=settings.memory,
-            labels=settings.node_labels,
+            labels={**_card_labels(settings), **settings.node_labels},
             restart_backoff_s=settings.restart_backoff_s,
             secure=settings.assets is not None,
         )
@@ -214,6 +217,14 @@ class LocalCluster:
         for task, result in zip(self._tasks, results, strict=True):
             if isinstance(result, Exception):
                 _LOG.error("%s failed", task.get_name(), exc_info=result)
+
+
+def _card_labels(settings: ClusterSettings) -> dict[str, str]:
+    """What GPU feature discovery would write; raises UnknownGPU."""
+    if not settings.gpus:
+        return {}
+    card = find_gpu(settings.gpu_product)
+    return {card.label_key: card.node_labels[0]}
 
 
 async def _until_served(client: KubeClient) -> None:

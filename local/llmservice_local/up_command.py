@@ -22,6 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-f", "--filename", action="append", type=Path, default=[], metavar="MANIFEST", help="apply this; repeatable"
     )
     parser.add_argument("--gpus", type=int, default=0, metavar="N", help="nvidia.com/gpu that the node says it has")
+    parser.add_argument(
+        "--gpu-product", default="l4", metavar="NAME", help="the card that they are, for the node's label (default: l4)"
+    )
     parser.add_argument("--cpu", default="", metavar="QUANTITY", help="CPU of the node (default: the machine's)")
     parser.add_argument("--memory", default="", metavar="QUANTITY", help="memory of the node (default: the machine's)")
     parser.add_argument(
@@ -59,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
 def _settings(args: argparse.Namespace, state_dir: Path, labels: dict[str, str]) -> ClusterSettings:
     from llmservice_local.cluster import ClusterSettings
     from llmservice_local.quantity import parse
+    from llmservice_planner.gpu import UnknownGPU, find_gpu
 
     for name in ("cpu", "memory"):
         if value := getattr(args, name):
@@ -66,6 +70,10 @@ def _settings(args: argparse.Namespace, state_dir: Path, labels: dict[str, str])
                 parse(value)
             except ValueError as error:
                 raise CommandError(f"--{name}: {error}") from error
+    try:
+        find_gpu(args.gpu_product)
+    except UnknownGPU as error:
+        raise CommandError(f"--gpu-product: {error}") from error
     if args.models_root is not None and not args.models_root.is_dir():
         raise CommandError(f"--models-root {args.models_root}: there is no such folder")
     for path in args.filename:
@@ -76,6 +84,7 @@ def _settings(args: argparse.Namespace, state_dir: Path, labels: dict[str, str])
         api_port=args.api_port,
         gateway_port=args.gateway_port,
         gpus=args.gpus,
+        gpu_product=args.gpu_product,
         cpu=args.cpu,
         memory=args.memory,
         node_labels=labels,

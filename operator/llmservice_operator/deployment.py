@@ -6,10 +6,14 @@ import math
 from typing import Any
 
 from llmservice_operator import duration, labels, quantity
+from llmservice_operator.child import child_manifest
 from llmservice_operator.model_source import MODELS_MOUNT
+from llmservice_operator.placement import expected_placement
 from llmservice_operator.resource import LLMService
+from llmservice_operator.scratch import scratch_environment, scratch_mounts, scratch_volumes
 from llmservice_operator.sizing import Sized
 from llmservice_operator.spec import Manifest
+from llmservice_operator.startup_budget import StartupBudget, startup_budget
 from llmservice_planner.gpu import GPU
 
 PORT = 8000
@@ -19,38 +23,30 @@ PRE_STOP_S = 5
 
 _GRACE_MARGIN_S = 5
 """Grace must be strictly longer than preStop and drain together, else the kubelet kills a pod that still answers."""
-_STARTUP_LIMIT_S = 3600
+_STARTUP_PERIOD_S = 2
 _CONTAINER_SECURITY = {
     "allowPrivilegeEscalation": False,
     "capabilities": {"drop": ["ALL"]},
     "readOnlyRootFilesystem": True,
+    "runAsNonRoot": True,
 }
 
 
 def expected_deployment(service: LLMService, sized: Sized, replicas: int, image: str) -> Manifest:
     """The whole Deployment as owned fields; whatever it leaves out belongs to others."""
     rollout = service.spec.rollout
-    return {
-        "apiVersion": "apps/v1",
-        "kind": "Deployment",
-        "metadata": {
-            "name": service.name,
-            "namespace": service.namespace,
-            "labels": labels.child_labels(service.name),
-            "ownerReferences": [service.owner_reference()],
+    spec = {
+        "replicas": replicas,
+        "selector": {"matchLabels": labels.selector_labels(service.name)},
+        "revisionHistoryLimit": 3,
+        "progressDeadlineSeconds": _budget(sized).progress_s,
+        "strategy": {
+            "type": "RollingUpdate",
+            "rollingUpdate": {"maxSurge": rollout.max_surge, "maxUnavailable": rollout.max_unavailable},
         },
-        "spec": {
-            "replicas": replicas,
-            "selector": {"matchLabels": labels.selector_labels(service.name)},
-            "revisionHistoryLimit": 3,
-            "progressDeadlineSeconds": _STARTUP_LIMIT_S + 600,
-            "strategy": {
-                "type": "RollingUpdate",
-                "rollingUpdate": {"maxSurge": rollout.max_surge, "maxUnavailable": rollout.max_unavailable},
-            },
-            "template": _pod_template(service, sized, image),
-        },
+        "template": _pod_template(service, sized, image),
     }
+    return child_manifest(service, "Deployment") | {"spec": spec}
 
 
 def _pod_template(service: LLMService, sized: Sized, image: str) -> Manifest:
@@ -67,12 +63,14 @@ def _pod_template(service: LLMService, sized: Sized, image: str) -> Manifest:
             "securityContext": {
                 "runAsNonRoot": True,
                 "fsGroup": 65532,
+                "fsGroupChangePolicy": "OnRootMismatch",
                 "seccompProfile": {"type": "RuntimeDefault"},
             },
             **_init_containers(service, sized, image),
             "containers": [_server(service, sized, image)],
-            "volumes": _volumes(sized),
-            **_scheduling(service),
+            "volumes": [*scratch_volumes(service, sized), *_volumes(sized)],
+            **expected_placement(service, sized),
+            **_pull_secrets(service),
         },
     }
 
@@ -101,16 +99,19 @@ def server_args(service: LLMService, sized: Sized) -> list[str]:
 
 
 def _server(service: LLMService, sized: Sized, image: str) -> Manifest:
-    env = [variable.model_dump(by_alias=True, exclude_none=True) for variable in service.spec.pod_template.env]
+    given = [variable.model_dump(by_alias=True, exclude_none=True) for variable in service.spec.pod_template.env]
+    names = {variable["name"] for variable in given}
     return {
         "name": CONTAINER,
         "image": image,
         "command": ["llmservice"],
         "args": server_args(service, sized),
         "ports": [{"name": "http", "containerPort": PORT, "protocol": "TCP"}],
-        **({"env": env} if env else {}),
+        "env": [*(one for one in scratch_environment() if one["name"] not in names), *given],
         "resources": _resources(service, sized),
-        "startupProbe": _probe("/health", period_s=2, failures=_STARTUP_LIMIT_S // 2),
+        "startupProbe": _probe(
+            "/ready", period_s=_STARTUP_PERIOD_S, failures=_budget(sized).load_s // _STARTUP_PERIOD_S
+        ),
         "livenessProbe": _probe("/health", period_s=10, failures=6),
         "readinessProbe": _probe("/ready", period_s=2, failures=2),
         "lifecycle": {"preStop": {"sleep": {"seconds": PRE_STOP_S}}},
@@ -131,7 +132,7 @@ def _init_containers(service: LLMService, sized: Sized, image: str) -> dict[str,
         "image": image,
         "command": ["llmservice"],
         "args": ["fetch", location.fetch_uri, location.path],
-        "env": [{"name": "HF_HOME", "value": "/tmp/huggingface"}],  # noqa: S108 - the container's own volume
+        "env": scratch_environment(),
         "resources": {"requests": _requests(service)},
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": _CONTAINER_SECURITY,
@@ -145,7 +146,7 @@ def _init_containers(service: LLMService, sized: Sized, image: str) -> dict[str,
 
 def _volumes(sized: Sized) -> list[Manifest]:
     location = sized.model.location
-    volumes: list[Manifest] = [{"name": "tmp", "emptyDir": {}}]
+    volumes: list[Manifest] = []
     if location.kind == "hf":
         volumes.append({"name": "models", "emptyDir": {}})
     elif location.claim is not None:
@@ -154,17 +155,19 @@ def _volumes(sized: Sized) -> list[Manifest]:
 
 
 def _mounts(sized: Sized, *, read_only: bool) -> list[Manifest]:
-    mounts: list[Manifest] = [{"name": "tmp", "mountPath": "/tmp"}]  # noqa: S108 - a volume of the pod's own
+    mounts = scratch_mounts()
     if sized.model.location.kind != "file":
         mounts.append({"name": "models", "mountPath": MODELS_MOUNT, "readOnly": read_only})
     return mounts
 
 
 def _resources(service: LLMService, sized: Sized) -> Manifest:
-    limits = service.spec.resources.limits.model_dump(exclude_none=True)
+    """Cards are requested and limited alike: Kubernetes hands out whole ones, and never more than were asked for."""
+    requests, limits = _requests(service), service.spec.resources.limits.model_dump(exclude_none=True)
     if isinstance(sized.device, GPU) and service.spec.resources.gpu:
-        limits[sized.device.resource_name] = str(service.spec.resources.gpu.count)
-    return {"requests": _requests(service), **({"limits": limits} if limits else {})}
+        cards = {sized.device.resource_name: str(service.spec.resources.gpu.count)}
+        requests, limits = requests | cards, limits | cards
+    return {"requests": requests, **({"limits": limits} if limits else {})}
 
 
 def _requests(service: LLMService) -> Manifest:
@@ -177,10 +180,13 @@ def _threads(service: LLMService) -> int:
     return max(1, math.ceil(quantity.amount(resources.limits.cpu or resources.requests.cpu)))
 
 
-def _scheduling(service: LLMService) -> Manifest:
-    fields = service.spec.scheduling.model_dump(by_alias=True, exclude_none=True)
+def _pull_secrets(service: LLMService) -> Manifest:
     secrets = [secret.model_dump() for secret in service.spec.pod_template.image_pull_secrets]
-    return {key: value for key, value in {**fields, "imagePullSecrets": secrets}.items() if value}
+    return {"imagePullSecrets": secrets} if secrets else {}
+
+
+def _budget(sized: Sized) -> StartupBudget:
+    return startup_budget(sized.plan.weights_bytes, downloads=sized.model.location.fetch_uri is not None)
 
 
 def _drain_s(service: LLMService) -> int:

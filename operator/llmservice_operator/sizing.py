@@ -29,6 +29,8 @@ class Sized:
     model: Model
     device: GPU | CPU
     plan: Plan
+    notes: tuple[str, ...] = ()
+    """What was made of the spec before the planner was asked; shown above its working."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ def size(spec: LLMServiceSpec, model: Model) -> Sized | SizingProblem:
         return SizingProblem("InvalidSizing", str(error))
     if not answer.fits:
         return SizingProblem("DoesNotFit", _does_not_fit(answer))
-    return Sized(model, device, answer)
+    return Sized(model, device, answer, _notes(spec))
 
 
 def device_of(spec: LLMServiceSpec) -> GPU | CPU:
@@ -65,8 +67,20 @@ def device_of(spec: LLMServiceSpec) -> GPU | CPU:
 
 
 def with_memory(card: GPU, memory_gib: float) -> GPU:
-    """The same card with the memory that the user says it has."""
-    return replace(card, memory_bytes=int(memory_gib * GIB))
+    """The same card with the memory that the user says it has, where that is less: a slice, or others use the rest."""
+    return replace(card, memory_bytes=min(card.memory_bytes, int(memory_gib * GIB)))
+
+
+def _notes(spec: LLMServiceSpec) -> tuple[str, ...]:
+    """Which of two figures for the card's memory was taken: the smaller is the safe one."""
+    gpu = spec.resources.gpu
+    if gpu is None or gpu.count == 0 or not gpu.memory_gib:
+        return ()
+    known_gib = find_gpu(gpu.product or "").memory_bytes / GIB
+    given, known = f"gpu.memoryGiB: {gpu.memory_gib:g}", f"the {known_gib:.2f} GiB that a process sees of {gpu.product}"
+    if gpu.memory_gib < known_gib:
+        return (f"{given} is taken, it is less than {known}",)
+    return (f"{given} is not taken, it is more than {known}",)
 
 
 def sizing_request(spec: LLMServiceSpec, model: Model, device: GPU | CPU) -> SizingRequest:
@@ -104,7 +118,7 @@ def sizing_status(sized: Sized, measured: MeasuredStatus | None) -> SizingStatus
         blocks=answer.num_blocks,
         limited_by=answer.limited_by,
         measured=measured,
-        explanation="\n".join(answer.explanation)[:_EXPLANATION_LIMIT],
+        explanation="\n".join([*sized.notes, *answer.explanation])[:_EXPLANATION_LIMIT],
     )
 
 

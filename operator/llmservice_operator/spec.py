@@ -108,7 +108,7 @@ class Gpu(SchemaModel):
         1, ge=0, le=16, description="Cards per replica (tensor parallel). 0 runs on CPU, within requests.memory."
     )
     memory_gib: float | None = Field(
-        None, alias="memoryGiB", gt=0, le=4096, description="Memory of one card where it differs from the catalogue."
+        None, alias="memoryGiB", gt=0, le=4096, description="Memory of one card where it is less than the catalogue's."
     )
 
 

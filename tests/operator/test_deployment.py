@@ -107,7 +107,7 @@ def test_the_token_reaches_only_the_container_that_downloads(service_of: Any, si
     assert fetch["args"] == ["fetch", "hf://org/name@v1", "/models/name"]
     source = {"secretKeyRef": {"name": "hf", "key": "token"}}
     assert {"name": "HF_TOKEN", "valueFrom": source} in fetch["env"]
-    assert "env" not in spec["containers"][0]
+    assert "HF_TOKEN" not in {variable["name"] for variable in spec["containers"][0]["env"]}
     assert {"name": "models", "emptyDir": {}} in spec["volumes"]
 
 
@@ -122,30 +122,51 @@ def test_a_claim_is_mounted_read_only(service_of: Any, sized: Sized) -> None:
     assert "initContainers" not in spec
 
 
-def test_pods_meet_the_restricted_security_standard(service_of: Any, sized: Sized) -> None:
-    spec = pod_spec(service_of(), sized)
-
-    assert spec["securityContext"]["runAsNonRoot"]
-    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-    for container in spec["containers"]:
-        assert container["securityContext"]["allowPrivilegeEscalation"] is False
-        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-
-
-def test_scheduling_and_environment_are_passed_on_as_they_are(service_of: Any, sized: Sized) -> None:
-    affinity = {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}
-    service = service_of(
-        scheduling={"nodeSelector": {"gpu": "l4"}, "tolerations": [{"operator": "Exists"}], "affinity": affinity},
-        podTemplate={"env": [{"name": "A", "value": "b"}], "imagePullSecrets": [{"name": "pull"}]},
-    )
+def test_the_users_environment_wins_over_the_operators(service_of: Any, sized: Sized) -> None:
+    env = [{"name": "A", "value": "b"}, {"name": "HOME", "value": "/elsewhere"}]
+    service = service_of(podTemplate={"env": env, "imagePullSecrets": [{"name": "pull"}]})
 
     spec = pod_spec(service, sized)
 
-    assert spec["nodeSelector"] == {"gpu": "l4"}
-    assert spec["tolerations"] == [{"operator": "Exists"}]
-    assert spec["affinity"] == affinity
     assert spec["imagePullSecrets"] == [{"name": "pull"}]
-    assert spec["containers"][0]["env"] == [{"name": "A", "value": "b"}]
+    given = spec["containers"][0]["env"]
+    assert len({variable["name"] for variable in given}) == len(given), "a name twice is refused by server-side apply"
+    assert all(variable in given for variable in env)
+
+
+def test_what_a_pod_may_write_to_has_a_size(service_of: Any, sized: Sized) -> None:
+    spec = pod_spec(service_of(), sized)
+
+    volumes = {volume["name"]: volume["emptyDir"] for volume in spec["volumes"]}
+    assert volumes.keys() == {"tmp", "cache", "shm"}
+    assert all(volume["sizeLimit"] for volume in volumes.values())
+    assert volumes["shm"]["medium"] == "Memory"
+    mounts = {mount["mountPath"]: mount["name"] for mount in spec["containers"][0]["volumeMounts"]}
+    assert mounts == {"/tmp": "tmp", "/cache": "cache", "/dev/shm": "shm"}
+
+
+def test_cards_are_requested_and_limited_alike_and_bring_shared_memory(service_of: Any, model: Model) -> None:
+    service = service_of(resources={"gpu": {"product": "l4"}}, engine={})
+    answer = size(service.spec, model)
+    assert isinstance(answer, Sized)
+
+    spec = pod_spec(service, answer)
+
+    resources = spec["containers"][0]["resources"]
+    assert resources["requests"]["nvidia.com/gpu"] == resources["limits"]["nvidia.com/gpu"] == "1"
+    (shm,) = [volume for volume in spec["volumes"] if volume["name"] == "shm"]
+    assert shm["emptyDir"]["sizeLimit"] == "1Gi"
+
+
+def test_a_load_that_hangs_is_ended_and_a_busy_server_is_not(service_of: Any, sized: Sized) -> None:
+    deployment = expected_deployment(service_of(), sized, 1, "img:1")
+    server = deployment["spec"]["template"]["spec"]["containers"][0]
+
+    startup, liveness = server["startupProbe"], server["livenessProbe"]
+    assert startup["httpGet"]["path"] == "/ready"
+    assert startup["periodSeconds"] * startup["failureThreshold"] == 600
+    assert liveness["httpGet"]["path"] == "/health"
+    assert deployment["spec"]["progressDeadlineSeconds"] > 600
 
 
 @pytest.mark.parametrize(("cpu", "limit", "threads"), [("500m", None, "1"), ("1500m", None, "2"), ("1", "4", "4")])

@@ -27,7 +27,24 @@ def test_the_users_own_number_is_taken(sized: Sized) -> None:
     assert (sized.plan.max_num_seqs, sized.plan.limited_by) == (8, "maxNumSeqs")
 
 
-def test_a_card_with_other_memory_than_the_catalogue_is_believed(service_of: Any, model: Model) -> None:
+@pytest.mark.parametrize(
+    ("memory_gib", "taken_gib", "note"),
+    [(None, 79.10, None), (20, 20, "is taken, it is less than the 79.10 GiB"), (96, 79.10, "is not taken, it is more")],
+)
+def test_the_smaller_of_two_figures_for_a_cards_memory_is_taken_and_said(
+    memory_gib: float | None, taken_gib: float, note: str | None, service_of: Any, model: Model
+) -> None:
+    gpu = {"product": "h100-80gb"} | ({"memoryGiB": memory_gib} if memory_gib else {})
+
+    answer = size(service_of(resources={"gpu": gpu}, engine={}).spec, model)
+
+    assert isinstance(answer, Sized)
+    assert answer.device.memory_bytes == int(taken_gib * 2**30)
+    first = sizing_status(answer, None).explanation.splitlines()[0]
+    assert (note in first) if note else ("memoryGiB" not in first)
+
+
+def test_a_card_with_less_memory_than_the_catalogue_is_believed(service_of: Any, model: Model) -> None:
     small = size(service_of(resources={"gpu": {"product": "h100-80gb", "memoryGiB": 20}}, engine={}).spec, model)
     large = size(service_of(resources={"gpu": {"product": "h100-80gb"}}, engine={}).spec, model)
 

@@ -54,6 +54,7 @@ class NodeSettings:
     memory: str = ""
     """As a quantity; empty: this machine's memory."""
     labels: Mapping[str, str] = field(default_factory=dict)
+    """Beside those that every node has."""
     restart_backoff_s: float = FIRST_S
     secure: bool = False
     """Whether the node's own server speaks TLS, as a real API server expects of it."""
