@@ -8,6 +8,7 @@ from llmservice_operator import labels
 from llmservice_operator.child import Child, child_manifest
 from llmservice_operator.deployment import PORT, expected_deployment
 from llmservice_operator.network_policy import DEFAULT_PEERS, expected_network_policy
+from llmservice_operator.prometheus_rule import expected_prometheus_rule
 from llmservice_operator.resource import LLMService
 from llmservice_operator.sizing import Sized
 from llmservice_operator.spec import Manifest
@@ -26,6 +27,7 @@ def expected_children(
         Child(expected_disruption_budget(service)),
         Child(expected_deployment(service, sized, replicas, image)),
         Child(expected_pod_monitor(service), wanted=spec.monitoring.pod_monitor),
+        Child(expected_prometheus_rule(service), wanted=spec.monitoring.prometheus_rule),
     ]
 
 
@@ -72,7 +74,9 @@ def expected_pod_monitor(service: LLMService) -> Manifest:
     }
     selector = {"matchLabels": labels.selector_labels(service.name)}
     spec = {"selector": selector, "podMetricsEndpoints": [endpoint]}
-    return child_manifest(service, "PodMonitor") | {"spec": spec}
+    manifest = child_manifest(service, "PodMonitor")
+    manifest["metadata"]["labels"] = service.spec.monitoring.labels | manifest["metadata"]["labels"]
+    return manifest | {"spec": spec}
 
 
 def headless_name(service: LLMService) -> str:

@@ -27,6 +27,9 @@ CountOrPercent = Annotated[
 ]
 
 
+LabelValue = Annotated[str, StringConstraints(pattern=r"^([A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?)?$", max_length=63)]
+
+
 class SecretRef(SchemaModel):
     name: ObjectName = Field(
         description="Name of a Secret in the same namespace whose key `token` holds the access token."
@@ -299,6 +302,16 @@ class Monitoring(SchemaModel):
         False, description="Create a PodMonitor for the Prometheus operator, where its CRD is installed."
     )
     interval: Duration = Field("15s", description="How often the PodMonitor has the pods scraped.")
+    prometheus_rule: bool = Field(
+        False,
+        description="Create a PrometheusRule with this service's alerts, where its CRD is installed;"
+        " for a Prometheus that the chart's own rules don't reach.",
+    )
+    labels: dict[str, LabelValue] = Field(
+        default_factory=dict,
+        max_length=16,
+        description="Labels that your Prometheus selects PodMonitors and PrometheusRules by.",
+    )
 
 
 class NetworkPolicy(SchemaModel):

@@ -17,6 +17,7 @@ ALWAYS = {"ServiceAccount", "Service", "PodDisruptionBudget", "Deployment"}
         ({}, {"NetworkPolicy"}),
         ({"networkPolicy": {"enabled": False}}, set()),
         ({"monitoring": {"podMonitor": True}}, {"NetworkPolicy", "PodMonitor"}),
+        ({"monitoring": {"prometheusRule": True}}, {"NetworkPolicy", "PrometheusRule"}),
     ],
 )
 def test_optional_children_come_and_go_with_the_spec(
