@@ -1,11 +1,16 @@
-"""The chart installed, upgraded and removed by Helm, in an API server that validates what it is given."""
+"""The chart installed, upgraded, rolled back and removed by Helm, in an API server that validates what it is given.
+
+The API is the emulated one, and beside it the kube-apiserver that KUBEBUILDER_ASSETS names, where it does.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import re
-from collections.abc import AsyncIterator
-from contextlib import aclosing
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,91 +18,241 @@ import aiohttp
 import helm_python as helm
 import pytest
 import yaml
+from aiohttp import web
 
+from llmservice_local.api.errors import ApiError
 from llmservice_local.api.serve import serve_api
+from llmservice_local.client import DEFINITIONS, DEPLOYMENTS, NAMESPACES, PODS, SECRETS, KubeClient, Resource, connect
+from llmservice_local.control_plane import serve_control_plane
+from llmservice_local.endpoint import Endpoint
 
 CHART = Path(__file__).parents[2] / "charts" / "llmservice"
-CRD = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/llmservices.serving.llmservice.io"
-DEPLOYMENTS = "/apis/apps/v1/namespaces/system/deployments"
-LLMSERVICES = "/apis/serving.llmservice.io/v1alpha1/namespaces/default/llmservices"
+CRD = "llmservices.serving.llmservice.io"
+LLMSERVICES = Resource("serving.llmservice.io/v1alpha1", "llmservices")
+VALUES: dict[str, dict[str, Any]] = {
+    path.stem: yaml.safe_load(path.read_text(encoding="utf-8"))
+    for path in sorted((Path(__file__).parent / "values").iterdir())
+}
+ASSETS = os.environ.get("KUBEBUILDER_ASSETS")
+
+pytestmark = pytest.mark.timeout(180)
 
 
 class Cluster:
-    """Helm, and a look at what it did. Releases are kept in memory: the emulated API takes no protobuf."""
+    """Helm, and a look at what it did."""
 
-    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
-        cluster = {"name": "loopback", "cluster": {"server": url}}
-        context = {"name": "loopback", "context": {"cluster": "loopback", "user": "me"}}
-        kubeconfig = {
-            "apiVersion": "v1",
-            "kind": "Config",
-            "current-context": "loopback",
-            "contexts": [context],
-            "clusters": [cluster],
-            "users": [{"name": "me", "user": {}}],
-        }
-        self.url = url
-        self.session = session
-        self.helm = helm.Config(
-            kubeconfig_content=yaml.safe_dump(kubeconfig), namespace="system", storage_driver="memory"
-        )
+    def __init__(self, kube: KubeClient, kubeconfig: str) -> None:
+        self.kube = kube
+        self.helm = helm.Config(kubeconfig_content=kubeconfig, namespace="system")
 
-    async def run(self, action: str, *arguments: Any, **options: Any) -> dict[str, Any]:
+    async def run(self, action: str, *arguments: Any, **options: Any) -> Any:
         """An action of Helm's, beside the event loop that answers it."""
-        done: dict[str, Any] = await asyncio.to_thread(getattr(self.helm, action), *arguments, **options)
-        return done
+        return await asyncio.to_thread(getattr(self.helm, action), *arguments, **options)
 
-    async def get(self, path: str) -> tuple[int, dict[str, Any]]:
-        async with self.session.get(self.url + path) as response:
-            return response.status, await response.json()
+    async def get(self, resource: Resource, namespace: str | None, name: str) -> dict[str, Any] | None:
+        try:
+            return await self.kube.get(resource, namespace, name)
+        except ApiError as error:
+            if error.code == 404:
+                return None
+            raise
 
-    async def create(self, path: str, manifest: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        query = {"fieldValidation": "Strict"}
-        async with self.session.post(self.url + path, json=manifest, params=query) as response:
-            return response.status, await response.json()
+    async def names(self, resource: Resource, namespace: str) -> set[str]:
+        return {item["metadata"]["name"] for item in (await self.kube.list(resource, namespace))["items"]}
 
-    async def aclose(self) -> None:
-        self.helm.close()
+    async def until(self, seen: Callable[[], Awaitable[bool]]) -> None:
+        """A real API server takes a moment until it serves a changed definition, or has removed one."""
+        async with asyncio.timeout(30):
+            while not await seen():
+                await asyncio.sleep(0.1)
+
+    async def accepts(self, manifest: dict[str, Any]) -> bool:
+        """Whether the API would create such an LLMService, and knows every field of it."""
+        probe = manifest | {"metadata": manifest["metadata"] | {"name": "probe"}}
+        query = {"fieldValidation": "Strict", "dryRun": "All"}
+        try:
+            await self.kube.request("POST", LLMSERVICES.path("default"), probe, query=query)
+        except ApiError as error:
+            if error.code in {400, 404}:  # an unknown field, an unknown kind
+                return False
+            raise
+        return True
+
+    async def define(self, kind: str) -> None:
+        """Make the API serve a kind of the Prometheus Operator's, whatever its fields."""
+        plural = f"{kind.lower()}s"
+        schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+        version = {"name": "v1", "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}
+        names = {"kind": kind, "listKind": f"{kind}List", "plural": plural, "singular": kind.lower()}
+        spec = {"group": "monitoring.coreos.com", "scope": "Namespaced", "names": names, "versions": [version]}
+        manifest = {
+            "apiVersion": "apiextensions.k8s.io/v1",
+            "kind": "CustomResourceDefinition",
+            "metadata": {"name": f"{plural}.monitoring.coreos.com"},
+            "spec": spec,
+        }
+        await self.kube.create(DEFINITIONS, None, manifest)
+
+        async def served() -> bool:
+            listed = await self.kube.request("GET", "/apis")
+            if "monitoring.coreos.com" not in {group["name"] for group in listed["groups"]}:
+                return False
+            resources = (await self.kube.request("GET", "/apis/monitoring.coreos.com/v1"))["resources"]
+            return plural in {resource["name"] for resource in resources}
+
+        await self.until(served)
 
 
-@pytest.fixture
-async def cluster() -> AsyncIterator[Cluster]:
-    async with serve_api() as api, aiohttp.ClientSession() as session, aclosing(Cluster(api.url, session)) as cluster:
+@pytest.fixture(params=["emulated", "real"])
+async def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Cluster]:
+    async with AsyncExitStack() as stack:
+        emulated = await stack.enter_async_context(serve_api())
+        endpoint = Endpoint(emulated.url)
+        if request.param == "real":
+            if ASSETS is None:
+                pytest.skip("KUBEBUILDER_ASSETS names no kube-apiserver")
+            (tmp_path / "components").mkdir()
+            session = await stack.enter_async_context(aiohttp.ClientSession())
+            plane = serve_control_plane(Path(ASSETS), tmp_path, 0, session)
+            front = _described_by(emulated.url, await stack.enter_async_context(plane))
+            endpoint = await stack.enter_async_context(front)
+        endpoint.write_kubeconfig(tmp_path / "kubeconfig")
+        kube = await stack.enter_async_context(connect(endpoint, "test"))
+        cluster = Cluster(kube, (tmp_path / "kubeconfig").read_text(encoding="utf-8"))
+        stack.callback(cluster.helm.close)
         yield cluster
 
 
-async def test_release_is_installed_upgraded_and_removed_and_services_outlive_it(cluster: Cluster) -> None:
-    release = await cluster.run("install", CHART, "release", {}, create_namespace=True)
+@pytest.fixture
+def earlier_chart(tmp_path: Path) -> Path:
+    """The chart before its CRD gained spec.monitoring."""
+    path = tmp_path / "earlier"
+    shutil.copytree(CHART, path)
+    definition = path / "files" / f"{CRD}.yaml"
+    crd = yaml.safe_load(definition.read_text(encoding="utf-8"))
+    del crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]["monitoring"]
+    definition.write_text(yaml.safe_dump(crd, sort_keys=False), encoding="utf-8")
+    return path
+
+
+async def test_services_live_through_install_upgrade_rollback_and_uninstall(
+    cluster: Cluster, earlier_chart: Path
+) -> None:
+    release = await cluster.run("install", earlier_chart, "release", {}, create_namespace=True)
     assert release["status"] == "deployed"
-    _, deployments = await cluster.get(DEPLOYMENTS)
-    assert len(deployments["items"]) == 2
+    assert await cluster.names(DEPLOYMENTS, "system") == {"release-llmservice-operator", "release-llmservice-gateway"}
+    plain = _in_the_notes(release["notes"])
+    monitored = plain | {"spec": plain["spec"] | {"monitoring": {"podMonitor": True}}}
+    await cluster.until(lambda: cluster.accepts(plain))
+    assert not await cluster.accepts(monitored)
+    service = await cluster.kube.create(LLMSERVICES, "default", plain)
 
-    status, refused = await cluster.create(LLMSERVICES, _in_the_notes(release["notes"]))
-    assert status == 201, refused
+    await cluster.run("upgrade", CHART, "release", {"gateway": {"replicas": 3}})
+    gateway = await cluster.kube.get(DEPLOYMENTS, "system", "release-llmservice-gateway")
+    assert gateway["spec"]["replicas"] == 3
+    await cluster.until(lambda: cluster.accepts(monitored))
 
-    await cluster.run("upgrade", CHART, "release", {"gateway": {"enabled": False}})
-    _, deployments = await cluster.get(DEPLOYMENTS)
-    assert [item["metadata"]["name"] for item in deployments["items"]] == ["release-llmservice-operator"]
+    await cluster.run("rollback", "release")
+    gateway = await cluster.kube.get(DEPLOYMENTS, "system", "release-llmservice-gateway")
+    assert gateway["spec"]["replicas"] == 2
+    assert (await cluster.run("status", "release"))["status"] == "deployed"
+    await cluster.until(lambda: _refused(cluster, monitored))
 
     await cluster.run("uninstall", "release")
-    _, deployments = await cluster.get(DEPLOYMENTS)
-    assert deployments["items"] == []
-    assert (await cluster.get(CRD))[0] == 200
-    _, services = await cluster.get(LLMSERVICES)
-    assert [item["metadata"]["name"] for item in services["items"]] == ["qwen"]
+    assert await cluster.names(DEPLOYMENTS, "system") == set()
+    assert await cluster.names(SECRETS, "system") == set(), "what Helm remembered of the release"
+    left = await cluster.kube.get(LLMSERVICES, "default", "qwen")
+    assert left["metadata"]["uid"] == service["metadata"]["uid"]
+
+
+@pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
+async def test_api_takes_every_object(cluster: Cluster, values: dict[str, Any]) -> None:
+    for kind in ("ServiceMonitor", "PrometheusRule"):
+        await cluster.define(kind)
+    for namespace in ("team-a", "team-b"):
+        manifest = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}}
+        await cluster.kube.create(NAMESPACES, None, manifest)
+    release = await cluster.run("install", CHART, "release", values, create_namespace=True)
+    assert release["status"] == "deployed"
+
+
+async def test_a_part_that_is_turned_off_goes_with_the_upgrade(cluster: Cluster) -> None:
+    await cluster.run("install", CHART, "release", {}, create_namespace=True)
+    await cluster.run("upgrade", CHART, "release", {"gateway": {"enabled": False}})
+    assert await cluster.names(DEPLOYMENTS, "system") == {"release-llmservice-operator"}
 
 
 async def test_crd_goes_with_the_release_where_it_is_not_to_be_kept(cluster: Cluster) -> None:
     await cluster.run("install", CHART, "release", {"crds": {"keep": False}}, create_namespace=True)
-    assert (await cluster.get(CRD))[0] == 200
+    assert await cluster.get(DEFINITIONS, None, CRD)
     await cluster.run("uninstall", "release")
-    assert (await cluster.get(CRD))[0] == 404
+
+    async def gone() -> bool:
+        return await cluster.get(DEFINITIONS, None, CRD) is None
+
+    await cluster.until(gone)
 
 
 async def test_bad_values_change_nothing(cluster: Cluster) -> None:
     with pytest.raises(helm.HelmError, match="replicas"):
         await cluster.run("install", CHART, "release", {"gateway": {"replicas": -1}}, create_namespace=True)
-    assert (await cluster.get(CRD))[0] == 404
+    assert await cluster.get(DEFINITIONS, None, CRD) is None
+
+
+@pytest.mark.parametrize("phase", ["Succeeded", "Failed"])
+async def test_helm_test_runs_the_check_and_believes_its_pod(cluster: Cluster, phase: str) -> None:
+    await cluster.run("install", CHART, "release", {}, create_namespace=True)
+    testing = asyncio.create_task(cluster.run("test", "release", timeout=60))
+
+    async def started() -> bool:
+        return bool(await cluster.names(PODS, "system"))
+
+    await cluster.until(started)
+    (pod,) = (await cluster.kube.list(PODS, "system"))["items"]  # there is no node: the test plays the kubelet
+    assert pod["spec"]["containers"][0]["args"][0] == "check"
+    await cluster.kube.merge(PODS, pod, {"status": {"phase": phase}}, subresource="status")
+    if phase == "Succeeded":
+        await testing
+    else:
+        with pytest.raises(helm.HelmError, match=r"release-llmservice-test"):
+            await testing
+
+
+@asynccontextmanager
+async def _described_by(description: str, endpoint: Endpoint) -> AsyncIterator[Endpoint]:
+    """The API behind a front that takes the answers about /openapi from another one.
+
+    Some builds of kube-apiserver describe themselves in a way that Helm can't read, and it can't be told not to ask.
+    What it would check is checked by the API server itself.
+    """
+
+    async def forward(request: web.Request) -> web.StreamResponse:
+        url = description if request.path.startswith("/openapi/") else endpoint.url
+        headers = {name: value for name, value in request.headers.items() if name in {"Accept", "Content-Type"}}
+        body = await request.read() or None
+        async with session.request(request.method, url + request.path_qs, headers=headers, data=body) as got:
+            answer = web.StreamResponse(status=got.status, headers={"Content-Type": got.headers["Content-Type"]})
+            await answer.prepare(request)
+            async for chunk in got.content.iter_any():
+                await answer.write(chunk)
+            return answer
+
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=5)
+    connector = aiohttp.TCPConnector(ssl=endpoint.ssl_context())
+    async with aiohttp.ClientSession(headers=endpoint.headers(), connector=connector, timeout=timeout) as session:
+        app = web.Application(client_max_size=2**24)
+        app.router.add_route("*", "/{path:.*}", forward)
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.5)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            yield Endpoint(f"http://127.0.0.1:{runner.addresses[0][1]}")
+        finally:
+            await runner.cleanup()
+
+
+async def _refused(cluster: Cluster, manifest: dict[str, Any]) -> bool:
+    return not await cluster.accepts(manifest)
 
 
 def _in_the_notes(notes: str) -> dict[str, Any]:

@@ -16,40 +16,9 @@ ROOT = Path(__file__).parents[2]
 CHART = ROOT / "charts" / "llmservice"
 CRD = "llmservices.serving.llmservice.io.yaml"
 
-PARTS = {"app.kubernetes.io/instance": "release", "app.kubernetes.io/part-of": "llmservice", "team": "ml"}
-OWN_METADATA = {"name": "{{ .Release.Name }}-own", "namespace": "system", "labels": PARTS}
-
 VALUES: dict[str, dict[str, Any]] = {
-    "defaults": {},
-    "namespaced": {"namespaces": ["team-a", "team-b"]},
-    "no gateway": {"gateway": {"enabled": False}, "serviceMonitor": {"enabled": True}},
-    "everything": {
-        "image": {"registry": "registry.example.com/ml/", "tag": "1.2.3", "pullSecrets": ["pull"]},
-        "namespaces": ["team-a"],
-        "crds": {"keep": False},
-        "commonLabels": {"team": "ml"},
-        "operator": {
-            "prometheusUrl": "http://prometheus.monitoring.svc:9090",
-            "env": [{"name": "HTTPS_PROXY", "value": "http://proxy:3128"}],
-            "nodeSelector": {"disk": "ssd"},
-            "tolerations": [{"key": "gpu", "operator": "Exists"}],
-            "affinity": {"nodeAffinity": {}},
-            "topologySpreadConstraints": [
-                {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule", "labelSelector": {}}
-            ],
-            "priorityClassName": "system-cluster-critical",
-            "podAnnotations": {"a": "b"},
-            "podLabels": {"mesh": "off"},
-            "serviceAccount": {"annotations": {"c": "d"}},
-        },
-        "gateway": {"replicas": 3, "service": {"type": "LoadBalancer", "annotations": {"e": "f"}}},
-        "networkPolicy": {"operatorFrom": [{"namespaceSelector": {}}], "gatewayFrom": [{"podSelector": {}}]},
-        "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
-        "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}},
-        "extraObjects": [
-            {"apiVersion": "v1", "kind": "ConfigMap", "metadata": OWN_METADATA, "data": {"in": "{{ .Release.Name }}"}}
-        ],
-    },
+    path.stem: yaml.safe_load(path.read_text(encoding="utf-8"))
+    for path in sorted((Path(__file__).parent / "values").iterdir())
 }
 
 
@@ -327,7 +296,7 @@ def test_budget_is_left_out_where_it_would_block_a_drain(chart: helm.Chart) -> N
 
 
 def test_gateway_can_be_left_out(chart: helm.Chart) -> None:
-    manifests = render(chart, VALUES["no gateway"])
+    manifests = render(chart, VALUES["no-gateway"])
     assert not [manifest for manifest in manifests if "gateway" in manifest["metadata"]["name"]]
 
 

@@ -1,4 +1,4 @@
-"""Reading the few protobuf bodies that clients insist on sending: `kubectl create namespace|secret|configmap|…`.
+"""Reading the few protobuf bodies that clients insist on sending: `kubectl create namespace|secret|configmap|…`, Helm.
 
 A body is the magic `k8s\\0` and a `runtime.Unknown`; field numbers are those of k8s.io/api/core/v1/generated.proto and
 k8s.io/apimachinery/pkg/apis/meta/v1/generated.proto.
@@ -27,7 +27,7 @@ def decode(body: bytes) -> Object:
     try:
         envelope = dict(_fields(body[len(MAGIC) :]))
         api_version, kind = (_text(value) for _, value in sorted(_fields(envelope[1])))
-        known = _KINDS.get((api_version, kind))
+        known = _DELETE_OPTIONS if kind == "DeleteOptions" else _KINDS.get((api_version, kind))
         if known is None:
             message = f"{kind} can't be read as protobuf here: send JSON, as kubectl apply does"
             raise ApiError(415, "UnsupportedMediaType", message)
@@ -105,6 +105,13 @@ _METADATA: _Fields = {
     3: ("namespace", _text),
     11: ("labels", _entry(_text)),
     12: ("annotations", _entry(_text)),
+}
+_PRECONDITIONS: _Fields = {1: ("uid", _text), 2: ("resourceVersion", _text)}
+_DELETE_OPTIONS: _Fields = {
+    1: ("gracePeriodSeconds", int),
+    2: ("preconditions", lambda data: _message(data, _PRECONDITIONS)),
+    4: ("propagationPolicy", _text),
+    5: ("dryRun", _text),
 }
 _KINDS: dict[tuple[str, str], _Fields] = {
     ("v1", "Namespace"): {1: ("metadata", _metadata)},

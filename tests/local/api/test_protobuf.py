@@ -31,6 +31,17 @@ def test_secret_is_read_with_its_bytes_as_base64() -> None:
     }
 
 
+def test_options_of_a_delete_are_read_whatever_group_they_are_of() -> None:
+    raw = field(1, 5) + field(2, field(1, b"an-uid")) + field(4, b"Foreground")
+    assert decode(body("DeleteOptions", raw)) == {
+        "apiVersion": "v1",
+        "kind": "DeleteOptions",
+        "gracePeriodSeconds": 5,
+        "preconditions": {"uid": "an-uid"},
+        "propagationPolicy": "Foreground",
+    }
+
+
 def test_fields_that_nobody_asked_for_are_skipped() -> None:
     assert decode(body("Namespace", METADATA + field(2, b"") + field(3, b"")))["metadata"]["name"] == "x"
 
