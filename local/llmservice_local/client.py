@@ -47,6 +47,7 @@ ENDPOINTS = Resource("v1", "endpoints")
 ENDPOINT_SLICES = Resource("discovery.k8s.io/v1", "endpointslices")
 DEPLOYMENTS = Resource("apps/v1", "deployments")
 REPLICA_SETS = Resource("apps/v1", "replicasets")
+DISRUPTION_BUDGETS = Resource("policy/v1", "poddisruptionbudgets")
 DEFINITIONS = Resource("apiextensions.k8s.io/v1", "customresourcedefinitions", namespaced=False)
 
 

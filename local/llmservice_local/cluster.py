@@ -26,6 +26,7 @@ from llmservice_local.client import DEFINITIONS, KubeClient, connect
 from llmservice_local.component import Component, ComponentSpec
 from llmservice_local.control.controller import Controller
 from llmservice_local.control.deployment_controller import DeploymentController
+from llmservice_local.control.disruption_controller import DisruptionController
 from llmservice_local.control.endpoints_controller import EndpointsController
 from llmservice_local.control.garbage_collector import GarbageCollector
 from llmservice_local.control.informer import Informers
@@ -44,6 +45,7 @@ Object = dict[str, Any]
 CONTROLLERS: tuple[type[Controller], ...] = (
     DeploymentController,
     ReplicaSetController,
+    DisruptionController,
     EndpointsController,
     GarbageCollector,
     NamespaceController,
@@ -67,6 +69,8 @@ class ClusterSettings:
     state_dir: Path
     api_port: int = 0
     gateway_port: int = 0
+    nodes: int = 1
+    """Each says that it has the whole machine, or what `cpu`, `memory` and `gpus` say."""
     gpus: int = 0
     gpu_product: str = "l4"
     """The card that the node says it has `gpus` of, as the planner's catalogue calls it."""
@@ -143,17 +147,25 @@ class LocalCluster:
         if settings.prometheus:
             targets = PrometheusTargets(client, informers, self._targets)
             self._tasks.append(asyncio.create_task(targets.run(), name=targets.name))
-        node = Node(client, informers, self._node_settings())
-        self._tasks.append(asyncio.create_task(node.run(), name="node"))
-        registered = asyncio.create_task(node.registered.wait())
-        await asyncio.wait([registered, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
-        registered.cancel()
+        await self._start_nodes(client, informers)
         await self._start_components(stack, session)
 
-    def _node_settings(self) -> NodeSettings:
+    async def _start_nodes(self, client: KubeClient, informers: Informers) -> None:
+        """Returns once all nodes are registered, or one of the cluster's parts has failed."""
+        count = self.settings.nodes
+        names = ["local"] if count == 1 else [f"local-{number}" for number in range(1, count + 1)]
+        nodes = {name: Node(client, informers, self._node_settings(name)) for name in names}
+        self._tasks += [asyncio.create_task(node.run(), name=f"node {name}") for name, node in nodes.items()]
+        for node in nodes.values():
+            registered = asyncio.create_task(node.registered.wait())
+            await asyncio.wait([registered, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
+            registered.cancel()
+
+    def _node_settings(self, name: str) -> NodeSettings:
         settings = self.settings
         return NodeSettings(
             state_dir=settings.state_dir,
+            name=name,
             gpus=settings.gpus,
             cpu=settings.cpu,
             memory=settings.memory,

@@ -21,6 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-f", "--filename", action="append", type=Path, default=[], metavar="MANIFEST", help="apply this; repeatable"
     )
+    parser.add_argument(
+        "--nodes", type=int, default=1, metavar="N", help="nodes, each with what the flags below say (default: 1)"
+    )
     parser.add_argument("--gpus", type=int, default=0, metavar="N", help="nvidia.com/gpu that the node says it has")
     parser.add_argument(
         "--gpu-product", default="l4", metavar="NAME", help="the card that they are, for the node's label (default: l4)"
@@ -70,6 +73,8 @@ def _settings(args: argparse.Namespace, state_dir: Path, labels: dict[str, str])
                 parse(value)
             except ValueError as error:
                 raise CommandError(f"--{name}: {error}") from error
+    if not 1 <= args.nodes <= 16:
+        raise CommandError(f"--nodes is {args.nodes}, expected 1 to 16")
     try:
         find_gpu(args.gpu_product)
     except UnknownGPU as error:
@@ -83,6 +88,7 @@ def _settings(args: argparse.Namespace, state_dir: Path, labels: dict[str, str])
         state_dir=state_dir,
         api_port=args.api_port,
         gateway_port=args.gateway_port,
+        nodes=args.nodes,
         gpus=args.gpus,
         gpu_product=args.gpu_product,
         cpu=args.cpu,

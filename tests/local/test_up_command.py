@@ -118,6 +118,7 @@ def _operator_below(root: int) -> int:
     ("flags", "message"),
     [
         (("--cpu", "many"), "--cpu: 'many' is no quantity"),
+        (("--nodes", "0"), "--nodes is 0, expected 1 to 16"),
         (("--gpu-product", "h9000"), "--gpu-product: GPU 'h9000' is not in the catalogue"),
         (("--models-root", "/no/such/folder"), "--models-root /no/such/folder: there is no such folder"),
         (("-f", "/no/such/file"), "-f /no/such/file: there is no such file"),

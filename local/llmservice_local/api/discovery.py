@@ -86,6 +86,8 @@ def _resources_of(kind: Kind) -> list[Object]:
     if kind.name == "Pod":
         found.append({**common, "name": "pods/log", "kind": "Pod", "verbs": ["get"]})
         found.append({**common, "name": "pods/binding", "kind": "Binding", "verbs": ["create"]})
+        eviction = {"group": "policy", "version": "v1", "kind": "Eviction"}
+        found.append({**common, **eviction, "name": "pods/eviction", "verbs": ["create"]})
     if kind.name == "Namespace":
         found.append({**common, "name": "namespaces/finalize", "kind": "Namespace", "verbs": ["update"]})
     return found

@@ -136,9 +136,7 @@ class Registry:
         obj = self._new(kind, obj)
         manager = Manager(options.manager, "Update", kind.api_version)
         owners = managed_fields.after_update(None, obj, self.strategy(kind).schema, {}, manager)
-        return Written(
-            self._commit(kind, None, managed_fields.write(obj, owners, self._now()), options), True, warnings
-        )
+        return Written(self._commit(kind, None, managed_fields.write(obj, owners, self.now()), options), True, warnings)
 
     def update(
         self, kind: Kind, namespace: str, name: str, obj: Object, options: WriteOptions, subresource: str = ""
@@ -214,7 +212,7 @@ class Registry:
         if pod["spec"].get("nodeName"):
             why = f'pod {name} is already assigned to node "{pod["spec"]["nodeName"]}"'
             raise conflict(pods.plural, "", name, why)
-        status = with_condition(pod.get("status") or {}, {"type": "PodScheduled", "status": "True"}, self._now())
+        status = with_condition(pod.get("status") or {}, {"type": "PodScheduled", "status": "True"}, self.now())
         self.store.put(pods.collection, {**pod, "spec": {**pod["spec"], "nodeName": node}, "status": status})
 
     # -- the way into the store ------------------------------------------------------------------------------------
@@ -243,11 +241,11 @@ class Registry:
             self._check_namespace(kind, namespace)
             created = self._new(kind, strategy.decode(merged)[0])
             return Written(
-                self._commit(kind, None, managed_fields.write(created, owners, self._now()), options), created=True
+                self._commit(kind, None, managed_fields.write(created, owners, self.now()), options), created=True
             )
         merged = strategy.decode(merged)[0]
         new = carried_over(kind, live, merged, subresource, has_generation=strategy.has_generation)
-        return Written(self._commit(kind, live, managed_fields.write(new, owners, self._now()), options))
+        return Written(self._commit(kind, live, managed_fields.write(new, owners, self.now()), options))
 
     def _update(self, kind: Kind, old: Object, obj: Object, options: WriteOptions, subresource: str) -> Object:
         metadata = obj["metadata"]
@@ -257,11 +255,11 @@ class Registry:
         schema = self.strategy(kind).schema
         owners = managed_fields.after_update(old, new, schema, managed_fields.read(old), manager)
         if owners != managed_fields.read(old):
-            new = managed_fields.write(new, owners, self._now())
+            new = managed_fields.write(new, owners, self.now())
         return self._commit(kind, old, new, options)
 
     def _new(self, kind: Kind, obj: Object) -> Object:
-        metadata = {**obj["metadata"], "uid": str(uuid.uuid4()), "creationTimestamp": self._now()}
+        metadata = {**obj["metadata"], "uid": str(uuid.uuid4()), "creationTimestamp": self.now()}
         for name in ("resourceVersion", "deletionTimestamp", "deletionGracePeriodSeconds", "managedFields", "selfLink"):
             metadata.pop(name, None)
         if self.strategy(kind).has_generation:
@@ -282,7 +280,7 @@ class Registry:
         if old is None:
             self._check_quota(kind, new)
         if kind.name == "CustomResourceDefinition":
-            new = established(new, self._now())
+            new = established(new, self.now())
         if options.dry_run or new == old:
             return self.present(kind, new)
         if old is not None and may_go(kind, new) and "deletionTimestamp" in new["metadata"]:
@@ -376,7 +374,8 @@ class Registry:
             name = obj["metadata"]["name"]
             raise ApiError(403, "Forbidden", f'pods "{name}" is forbidden: {why}', {"name": name, "kind": "pods"})
 
-    def _now(self) -> str:
+    def now(self) -> str:
+        """The server's time, as objects carry it."""
         return _timestamp(self._clock())
 
 

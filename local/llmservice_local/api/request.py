@@ -38,7 +38,7 @@ def parse_path(kinds: Kinds, path: str) -> Target:
         raise ApiError(404, "NotFound", "the server could not find the requested resource")
     target = Target(kind, namespace, *rest[1:])
     served = {"", *(["status"] if kind.has_status else []), *(["scale"] if kind.scale else [])}
-    served |= {"Pod": {"log", "binding"}, "Namespace": {"finalize"}}.get(kind.name, set())
+    served |= {"Pod": {"log", "binding", "eviction"}, "Namespace": {"finalize"}}.get(kind.name, set())
     if target.subresource not in served:
         raise ApiError(404, "NotFound", "the server could not find the requested resource")
     return target

@@ -18,6 +18,7 @@ from aiohttp import ClientError, ClientSession, ClientTimeout, web
 
 from llmservice_local.api import discovery, openapi, protobuf, scale
 from llmservice_local.api.errors import ApiError, bad_request
+from llmservice_local.api.eviction import evict
 from llmservice_local.api.registry import APPLY_PATCH, Registry, Written, utc_now
 from llmservice_local.api.request import (
     Target,
@@ -38,6 +39,7 @@ _SHOWN_WHEN_DELETED = frozenset({"PersistentVolumeClaim", "Pod", "ResourceQuota"
 
 MAX_BODY_BYTES = 3 * 1024 * 1024  # etcd's own limit on a request is 1.5 MiB, the API server's 3 MiB
 WATCH_TIMEOUT_S = 1800.0
+_CREATED = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "code": 201}
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +200,11 @@ class _Handler:
             case "PUT" | "PATCH":
                 return self._written(request, target, await self._write(request, target))
             case "POST" if target.subresource == "binding":
-                return self._bind(target, await _body(request))
+                self._registry.bind(target.namespace or "", target.name, await _body(request))
+                return _json(_CREATED, 201)
+            case "POST" if target.subresource == "eviction":
+                evict(self._registry, target.namespace or "", target.name, await _body(request))
+                return _json(_CREATED, 201)
         raise _method_not_allowed()
 
     async def _write(self, request: web.Request, target: Target) -> Written:
@@ -221,10 +227,6 @@ class _Handler:
             return _json(obj)
         details = {"name": target.name, "group": kind.group, "kind": kind.plural, "uid": obj["metadata"]["uid"]}
         return _json({"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "details": details})
-
-    def _bind(self, target: Target, binding: Object) -> web.Response:
-        self._registry.bind(target.namespace or "", target.name, binding)
-        return _json({"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "code": 201}, 201)
 
     def _shown(self, request: web.Request, target: Target, obj: Object) -> web.Response:
         if include := _table_wanted(request):

@@ -76,7 +76,7 @@ class Node:
     async def run(self) -> None:
         addresses = AddressBlock()
         connector = TCPConnector(limit=0, force_close=True)
-        tls = await self_signed(self._settings.state_dir) if self._settings.secure else None
+        tls = await self_signed(self._settings.state_dir, self._settings.name) if self._settings.secure else None
         try:
             async with ClientSession(connector=connector) as session, serve_node(self.worker, HOST_IP, tls) as port:
                 node = await self._register(node_object(self._settings, port, addresses.cidr))

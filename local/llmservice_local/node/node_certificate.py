@@ -8,14 +8,14 @@ import ssl
 from pathlib import Path
 
 
-async def self_signed(folder: Path) -> ssl.SSLContext:
+async def self_signed(folder: Path, name: str) -> ssl.SSLContext:
     """A TLS context with a fresh self-signed certificate; raises `OSError` where it can't be made."""
     openssl = shutil.which("openssl")
     if openssl is None:
         raise FileNotFoundError("openssl is not on the PATH: it makes the node's certificate")
-    key, certificate = folder / "node.key", folder / "node.crt"
+    key, certificate = folder / f"{name}.key", folder / f"{name}.crt"
     process = await asyncio.create_subprocess_exec(
-        openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "30", "-subj", "/CN=system:node:local",
+        openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "30", "-subj", f"/CN=system:node:{name}",
         "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate),
         stderr=asyncio.subprocess.DEVNULL,
     )  # fmt: skip
