@@ -12,6 +12,7 @@ from llmservice_operator.feasibility import Feasibility
 from llmservice_operator.pod import Pod, Trouble
 from llmservice_operator.scaling import Decision
 from llmservice_operator.sizing import Sized, SizingProblem
+from llmservice_operator.sizing_report import SizingReport
 from llmservice_operator.spec import Manifest
 from llmservice_operator.status import Condition
 
@@ -65,11 +66,27 @@ def rfc3339(time_s: float) -> str:
 def sizing_verdict(sizing: Sized | SizingProblem) -> Verdict:
     if isinstance(sizing, SizingProblem):
         return Verdict(SIZING_VALID, "False", sizing.reason, sizing.message)
+    if sizing.self_sized:
+        return _self_sizing_verdict(sizing.report)
     plan = sizing.plan
+    assert plan is not None  # noqa: S101 - what the operator sizes has a plan
     message = (
         f"{plan.max_num_seqs} sequences at once, each up to {plan.max_model_len} tokens, limited by {plan.limited_by}"
     )
     return Verdict(SIZING_VALID, "True", "Fits", message)
+
+
+def _self_sizing_verdict(report: SizingReport | None) -> Verdict:
+    if report is None:
+        message = (
+            "the model's figures can't be read before a pod runs: the server sizes itself and what it found will be"
+            " shown here; spec.model.shape would tell now"
+        )
+        return Verdict(SIZING_VALID, "Unknown", "AwaitingPod", message)
+    message = (
+        f"{report.max_num_seqs} sequences at once, each up to {report.max_model_len} tokens, worked out by the server"
+    )
+    return Verdict(SIZING_VALID, "True", "SizedByServer", message)
 
 
 def ready_verdict(

@@ -7,7 +7,7 @@ from typing import Any
 
 from llmservice_operator import duration, labels, quantity
 from llmservice_operator.child import child_manifest
-from llmservice_operator.model_source import MODELS_MOUNT
+from llmservice_operator.model_delivery import fetch_container, model_mounts, model_volumes, storage_request
 from llmservice_operator.placement import expected_placement
 from llmservice_operator.resource import LLMService
 from llmservice_operator.scratch import scratch_environment, scratch_mounts, scratch_volumes
@@ -24,6 +24,8 @@ PRE_STOP_S = 5
 _GRACE_MARGIN_S = 5
 """Grace must be strictly longer than preStop and drain together, else the kubelet kills a pod that still answers."""
 _STARTUP_PERIOD_S = 2
+_LONGEST = 16777216
+"""As expected tokens: every sequence may become as long as the server allows, so that none is ever preempted."""
 _CONTAINER_SECURITY = {
     "allowPrivilegeEscalation": False,
     "capabilities": {"drop": ["ALL"]},
@@ -68,7 +70,7 @@ def _pod_template(service: LLMService, sized: Sized, image: str) -> Manifest:
             },
             **_init_containers(service, sized, image),
             "containers": [_server(service, sized, image)],
-            "volumes": [*scratch_volumes(service, sized), *_volumes(sized)],
+            "volumes": [*scratch_volumes(service, sized), *model_volumes(service.spec.model, sized.model)],
             **expected_placement(service, sized),
             **_pull_secrets(service),
         },
@@ -77,17 +79,16 @@ def _pod_template(service: LLMService, sized: Sized, image: str) -> Manifest:
 
 def server_args(service: LLMService, sized: Sized) -> list[str]:
     """The flags of `llmservice serve`."""
-    engine, plan = service.spec.engine, sized.plan
+    engine = service.spec.engine
     args = [
         "serve",
         *("--model", sized.model.location.path),
         *("--served-model-name", service.served_name),
         *("--port", str(PORT)),
         *("--dtype", service.spec.model.dtype),
-        *("--max-model-len", str(plan.max_model_len)),
-        *("--max-num-seqs", str(plan.max_num_seqs)),
+        *_sizing_args(service, sized),
         *("--max-num-batched-tokens", str(engine.max_num_batched_tokens)),
-        *("--block-size", str(plan.block_size)),
+        *("--block-size", str(engine.block_size)),
         *("--kv-cache-dtype", engine.kv_cache_dtype),
         *("--drain-timeout", str(_drain_s(service))),
         *(() if engine.prefix_caching else ("--no-prefix-caching",)),
@@ -95,7 +96,28 @@ def server_args(service: LLMService, sized: Sized) -> list[str]:
     ]
     if isinstance(sized.device, GPU):
         return [*args, "--gpu-memory-utilization", str(engine.gpu_memory_utilization)]
-    return [*args, "--kv-cache-memory", str(plan.kv_pool_bytes), "--threads", str(_threads(service))]
+    return [*args, *_cpu_memory_args(service, sized), "--threads", str(_threads(service))]
+
+
+def _sizing_args(service: LLMService, sized: Sized) -> list[str]:
+    """The planner's numbers; where only a pod knows the model, the spec's, and the server works out the rest."""
+    if not sized.self_sized and sized.plan is not None:
+        plan = sized.plan
+        return ["--max-model-len", str(plan.max_model_len), "--max-num-seqs", str(plan.max_num_seqs)]
+    engine = service.spec.engine
+    args = [] if engine.max_model_len is None else ["--max-model-len", str(engine.max_model_len)]
+    if engine.max_num_seqs != "auto":
+        return [*args, "--max-num-seqs", str(engine.max_num_seqs)]
+    return [*args, "--expected-tokens", str(engine.sizing.expected_tokens or _LONGEST)]
+
+
+def _cpu_memory_args(service: LLMService, sized: Sized) -> list[str]:
+    """On a CPU the requested memory is what there is, however much more the node has."""
+    if not sized.self_sized and sized.plan is not None:
+        return ["--kv-cache-memory", str(sized.plan.kv_pool_bytes)]
+    utilization = str(service.spec.engine.gpu_memory_utilization)
+    memory = quantity.whole_bytes(service.spec.resources.requests.memory)
+    return ["--memory-limit", str(memory), "--gpu-memory-utilization", utilization]
 
 
 def _server(service: LLMService, sized: Sized, image: str) -> Manifest:
@@ -118,47 +140,29 @@ def _server(service: LLMService, sized: Sized, image: str) -> Manifest:
         # The server's last line says why it gave up; it comes back as the container's termination message.
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": _CONTAINER_SECURITY,
-        "volumeMounts": _mounts(sized, read_only=True),
+        "volumeMounts": _mounts(service, sized, read_only=True),
     }
 
 
 def _init_containers(service: LLMService, sized: Sized, image: str) -> dict[str, Any]:
-    """The download of an hf:// model; the token goes to this container and no other."""
-    location = sized.model.location
-    if location.fetch_uri is None:
+    """The download, where there is one; a Secret goes to this container and no other."""
+    fetch = fetch_container(service.spec.model, sized.model, PORT)
+    if fetch is None:
         return {}
-    fetch: Manifest = {
-        "name": "fetch",
+    requests = {**_requests(service), **storage_request(service.spec.model, sized.model)}
+    container = {
+        **fetch,
         "image": image,
-        "command": ["llmservice"],
-        "args": ["fetch", location.fetch_uri, location.path],
-        "env": scratch_environment(),
-        "resources": {"requests": _requests(service)},
-        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "env": [*scratch_environment(), *fetch["env"]],
+        "resources": {"requests": requests},
         "securityContext": _CONTAINER_SECURITY,
-        "volumeMounts": _mounts(sized, read_only=False),
+        "volumeMounts": _mounts(service, sized, read_only=False),
     }
-    if secret := service.spec.model.secret_ref:
-        source = {"secretKeyRef": {"name": secret.name, "key": "token"}}
-        fetch["env"].append({"name": "HF_TOKEN", "valueFrom": source})
-    return {"initContainers": [fetch]}
+    return {"initContainers": [container]}
 
 
-def _volumes(sized: Sized) -> list[Manifest]:
-    location = sized.model.location
-    volumes: list[Manifest] = []
-    if location.kind == "hf":
-        volumes.append({"name": "models", "emptyDir": {}})
-    elif location.claim is not None:
-        volumes.append({"name": "models", "persistentVolumeClaim": {"claimName": location.claim, "readOnly": True}})
-    return volumes
-
-
-def _mounts(sized: Sized, *, read_only: bool) -> list[Manifest]:
-    mounts = scratch_mounts()
-    if sized.model.location.kind != "file":
-        mounts.append({"name": "models", "mountPath": MODELS_MOUNT, "readOnly": read_only})
-    return mounts
+def _mounts(service: LLMService, sized: Sized, *, read_only: bool) -> list[Manifest]:
+    return [*scratch_mounts(), *model_mounts(service.spec.model, sized.model, read_only=read_only)]
 
 
 def _resources(service: LLMService, sized: Sized) -> Manifest:
@@ -186,7 +190,10 @@ def _pull_secrets(service: LLMService) -> Manifest:
 
 
 def _budget(sized: Sized) -> StartupBudget:
-    return startup_budget(sized.plan.weights_bytes, downloads=sized.model.location.fetch_uri is not None)
+    # Weights that only the server knows may fill its memory. The figure must not change once it tells.
+    most = sized.device.memory_bytes
+    weights = most if sized.self_sized or sized.plan is None else sized.plan.weights_bytes
+    return startup_budget(weights, downloads=sized.model.location.fetch_uri is not None)
 
 
 def _drain_s(service: LLMService) -> int:

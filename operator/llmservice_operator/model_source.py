@@ -1,50 +1,40 @@
-"""`spec.model.uri`: where a checkpoint is, how a pod gets at it, and what its config.json says."""
+"""A model's figures: from the spec, from its config.json where the operator can read it, else from a pod later on."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import re
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Literal
 
 import aiohttp
 
 from llmservice_operator.http_body import read_bounded
-from llmservice_operator.spec import ModelSource
+from llmservice_operator.model_location import ModelLocation, ModelSourceError, locate
+from llmservice_operator.model_spec import ModelSource
 from llmservice_planner.shape import ModelShape, ShapeError, weights_bytes
 
-MODELS_MOUNT = "/models"
-"""Where a pod mounts the volume that holds its checkpoint."""
+DEFAULT_HUB = "https://huggingface.co"
 
 _FETCH_TIMEOUT_S = 10.0
-_CONFIG_LIMIT_BYTES = 4 * 2**20
-_HF = re.compile(r"^hf://(?P<repository>[A-Za-z0-9._-]+/[A-Za-z0-9._-]+)(@(?P<revision>[A-Za-z0-9._/-]+))?$")
-_PVC = re.compile(r"^pvc://(?P<claim>[a-z0-9]([-a-z0-9.]*[a-z0-9])?)(/(?P<path>.*))?$")
+_ANSWER_LIMIT_BYTES = 4 * 2**20
 
-
-class ModelSourceError(Exception):
-    """The model can't be served from there. `reason` is the condition's, `lasting` is False where a retry may help."""
-
-    def __init__(self, reason: str, message: str, *, lasting: bool = True) -> None:
-        super().__init__(message)
-        self.reason = reason
-        self.lasting = lasting
+FiguresFrom = Literal["spec", "config", "pod"]
 
 
 @dataclass(frozen=True, slots=True)
-class ModelLocation:
-    """Where the pod finds the checkpoint."""
+class Figures:
+    """What is known of a model. Once learned it holds until `spec.model` names another one.
 
-    kind: Literal["file", "hf", "pvc"]
-    path: str
-    """Folder inside the pod."""
-    fetch_uri: str | None = None
-    """What the init container downloads (hf)."""
-    revision: str = "main"
-    claim: str | None = None
-    """The PersistentVolumeClaim that is mounted (pvc)."""
+    `source` is where it comes from, and with it who sizes: of spec and config the operator, of pod the server.
+    """
+
+    source: FiguresFrom
+    shape: ModelShape | None = None
+    """None: no pod has reported yet."""
+    weights_file_bytes: int | None = None
+    """Size of the safetensors files, where it could be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,58 +42,20 @@ class Model:
     """A checkpoint that was found: its location and the figures that the memory arithmetic needs."""
 
     location: ModelLocation
-    shape: ModelShape
+    shape: ModelShape | None
+    """None: the server is the first to know."""
     weights_bytes: int | None = None
     """Loaded size where the files could be read; None: counted from the shape."""
+    figures_from: FiguresFrom = "config"
+    weights_file_bytes: int | None = None
 
-
-def locate(uri: str, file_root: Path | None) -> ModelLocation:
-    """Where a pod finds `uri`; raises ModelSourceError for what can't work."""
-    scheme = uri.partition("://")[0]
-    if scheme == "file":
-        return _file_location(uri, file_root)
-    if scheme == "hf":
-        return _hf_location(uri)
-    if scheme == "pvc":
-        return _pvc_location(uri)
-    raise ModelSourceError(
-        "UnsupportedURI",
-        f"{scheme}:// is not supported yet: use hf://org/name, or copy the model into a volume and use pvc://claim/path",
-    )
-
-
-def _file_location(uri: str, root: Path | None) -> ModelLocation:
-    if root is None:
-        raise ModelSourceError(
-            "FileModelsDisabled",
-            "file:// is off: start the operator with --file-models-root DIR, a folder that every node"
-            " or the server image has at the same path, or use hf:// or pvc://",
-        )
-    base = root.resolve()
-    folder = (base / uri.removeprefix("file:///")).resolve()
-    if not folder.is_relative_to(base) or folder == base:
-        raise ModelSourceError("InvalidURI", f"{uri} leaves the operator's --file-models-root: give a path below it")
-    return ModelLocation("file", str(folder))
-
-
-def _hf_location(uri: str) -> ModelLocation:
-    match = _HF.fullmatch(uri)
-    if match is None or ".." in uri:
-        raise ModelSourceError("InvalidURI", f"{uri} is not hf://org/name or hf://org/name@revision: correct model.uri")
-    name = match["repository"].rpartition("/")[2]
-    return ModelLocation("hf", f"{MODELS_MOUNT}/{name}", fetch_uri=uri, revision=match["revision"] or "main")
-
-
-def _pvc_location(uri: str) -> ModelLocation:
-    match = _PVC.fullmatch(uri)
-    path = PurePosixPath((match["path"] or "") if match else "")
-    if match is None or ".." in path.parts or path.is_absolute():
-        raise ModelSourceError("InvalidURI", f"{uri} is not pvc://claim/path: correct model.uri")
-    return ModelLocation("pvc", str(PurePosixPath(MODELS_MOUNT) / path), claim=match["claim"])
+    @property
+    def figures(self) -> Figures:
+        return Figures(self.figures_from, self.shape, self.weights_file_bytes)
 
 
 class ModelReader:
-    """Finds out a model's figures: from the spec, a local folder, or the hub."""
+    """Finds out a model's figures: from the spec, a local folder, or the hub; never with a Secret of a user's."""
 
     def __init__(
         self,
@@ -119,43 +71,66 @@ class ModelReader:
         self._hf_token = hf_token
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
 
-    async def read(self, source: ModelSource) -> Model:
-        """The model's location and figures; raises ModelSourceError saying what to change."""
-        location = locate(source.uri, self._file_root)
+    async def read(self, source: ModelSource, known: Figures | None = None) -> Model:
+        """The model's location and figures, `known` ones where nothing is nearer; raises ModelSourceError."""
+        mirror = self._hf_endpoint if self._hf_endpoint != DEFAULT_HUB else None
+        location = locate(source, self._file_root, mirror)
         try:
             if location.kind == "file":
                 dtype = None if source.dtype == "auto" else source.dtype
                 return await asyncio.to_thread(_read_folder, location, dtype)
             if source.shape is not None:
-                return Model(location, ModelShape.from_fields(source.shape.model_dump(by_alias=True)))
-            if location.kind == "hf":
-                return Model(location, ModelShape.from_config(await self._hub_config(location)))
+                shape = ModelShape.from_fields(source.shape.model_dump(by_alias=True))
+                return Model(location, shape, figures_from="spec")
+            if known is None:
+                known = await self._ask(source, location)
         except ShapeError as error:
             raise ModelSourceError("ModelUnreadable", f"{source.uri}: {error}") from error
-        raise ModelSourceError(
-            "ShapeUnknown",
-            f"{source.uri} can't be read before the pod runs: give the model's figures in spec.model.shape"
-            " (layers, heads, kvHeads, headDim, hiddenSize, intermediateSize, vocabSize; they are in its config.json)",
-        )
+        loaded = known.weights_file_bytes if _stored_as_loaded(known, source.dtype) else None
+        return Model(location, known.shape, loaded, known.source, known.weights_file_bytes)
+
+    async def _ask(self, source: ModelSource, location: ModelLocation) -> Figures:
+        """From the hub where the model is on one and open to us; everything else only a pod can see."""
+        if location.kind != "hf":
+            return Figures("pod")
+        try:
+            shape = ModelShape.from_config(await self._hub_config(location))
+        except ModelSourceError as error:
+            if error.reason == "ModelForbidden" and source.secret_ref is not None:
+                return Figures("pod")
+            raise
+        return Figures("config", shape, await self._hub_weights_bytes(location))
 
     async def _hub_config(self, location: ModelLocation) -> dict[str, Any]:
-        repository = (location.fetch_uri or "").removeprefix("hf://").partition("@")[0]
-        url = f"{self._hf_endpoint}/{repository}/resolve/{location.revision}/config.json"
+        url = f"{self._hf_endpoint}/{location.repository}/resolve/{location.revision}/config.json"
+        status, text = await self._get(url)
+        if status in {401, 403}:
+            raise ModelSourceError(
+                "ModelForbidden",
+                f"{url} answers {status}: the model is gated or does not exist. Name the Secret with its token in"
+                " spec.model.secretRef, or start the operator with HF_TOKEN",
+                lasting=False,
+            )
+        if status == 404:
+            raise ModelSourceError("ModelNotFound", f"{url} does not exist: correct model.uri", lasting=False)
+        if status != 200:
+            raise ModelSourceError("ModelUnreachable", f"{url} answers {status}", lasting=False)
+        return _json_object(text, url)
+
+    async def _hub_weights_bytes(self, location: ModelLocation) -> int | None:
+        """Size of the weights' files; None where the hub does not tell, for it is no more than a help."""
+        url = f"{self._hf_endpoint}/api/models/{location.repository}/revision/{location.revision}?blobs=true"
+        try:
+            status, text = await self._get(url)
+            return _weights_file_bytes(_json_object(text, url)) if status == 200 else None
+        except ModelSourceError:
+            return None
+
+    async def _get(self, url: str) -> tuple[int, bytes]:
         headers = {"Authorization": f"Bearer {self._hf_token}"} if self._hf_token else {}
         try:
             async with self._session.get(url, headers=headers, timeout=self._timeout) as response:
-                if response.status in {401, 403}:
-                    raise ModelSourceError(
-                        "ModelForbidden",
-                        f"{url} answers {response.status}: the model is gated or does not exist. Give its figures in"
-                        " spec.model.shape, or start the operator with HF_TOKEN; pods use spec.model.secretRef",
-                        lasting=False,
-                    )
-                if response.status == 404:
-                    raise ModelSourceError("ModelNotFound", f"{url} does not exist: correct model.uri", lasting=False)
-                if response.status != 200:
-                    raise ModelSourceError("ModelUnreachable", f"{url} answers {response.status}", lasting=False)
-                text = await read_bounded(response, _CONFIG_LIMIT_BYTES)
+                return response.status, await read_bounded(response, _ANSWER_LIMIT_BYTES)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise ModelSourceError(
                 "ModelUnreachable",
@@ -163,10 +138,9 @@ class ModelReader:
                 " or give the model's figures in spec.model.shape",
                 lasting=False,
             ) from error
-        return _config_object(text, url)
 
 
-def _config_object(text: bytes, url: str) -> dict[str, Any]:
+def _json_object(text: bytes, url: str) -> dict[str, Any]:
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -174,6 +148,25 @@ def _config_object(text: bytes, url: str) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ModelSourceError("ModelUnreadable", f"{url} holds a {type(config).__name__}, expected an object")
     return config
+
+
+def _weights_file_bytes(info: dict[str, Any]) -> int | None:
+    """Of the safetensors that a pod downloads: those in the root, without a second copy in its authors' layout."""
+    sizes = {
+        sibling["rfilename"]: sibling["size"]
+        for sibling in info.get("siblings") or []
+        if isinstance(sibling, dict)
+        and isinstance(sibling.get("rfilename"), str)
+        and isinstance(sibling.get("size"), int)
+        and sibling["rfilename"].endswith(".safetensors")
+        and "/" not in sibling["rfilename"]
+    }
+    common = {name: size for name, size in sizes.items() if not name.startswith("consolidated")}
+    return sum((common or sizes).values()) or None
+
+
+def _stored_as_loaded(figures: Figures, dtype: str) -> bool:
+    return figures.shape is not None and dtype in {"auto", figures.shape.dtype}
 
 
 def _read_folder(location: ModelLocation, dtype: str | None) -> Model:

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hf-endpoint",
         default=env("HF_ENDPOINT", "https://huggingface.co"),
-        help="where config.json of hf:// models is read (env HF_ENDPOINT)",
+        help="hub or mirror that hf:// models come from, for the operator and the pods (env HF_ENDPOINT)",
     )
     parser.add_argument(
         "--own-namespace",

@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from llmservice_operator.deployment import CONTAINER
+from llmservice_operator.model_delivery import FETCH_CONTAINER
 from llmservice_operator.spec import Manifest
 
 _IMAGE_REASONS = frozenset({"ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull"})
@@ -37,6 +38,8 @@ class Pod:
     ready_since_s: float | None = None
     trouble: Trouble | None = None
     deletion_cost: str | None = None
+    fetching: bool = False
+    """Whether its init container downloads the model now."""
 
     @property
     def serves(self) -> bool:
@@ -65,6 +68,10 @@ def pod_of(manifest: Manifest) -> Pod:
         restarts=sum(int(one.get("restartCount", 0)) for one in status.get("containerStatuses") or []),
         ready_since_s=epoch(ready["lastTransitionTime"]) if ready.get("lastTransitionTime") else None,
         trouble=_trouble(status, conditions),
+        fetching=any(
+            one.get("name") == FETCH_CONTAINER and "running" in (one.get("state") or {})
+            for one in status.get("initContainerStatuses") or []
+        ),
         deletion_cost=(metadata.get("annotations") or {}).get("controller.kubernetes.io/pod-deletion-cost"),
     )
 

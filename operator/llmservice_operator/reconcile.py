@@ -19,9 +19,11 @@ from llmservice_operator.kube_client import KubeClient, KubeError
 from llmservice_operator.load import Load
 from llmservice_operator.merge_patch import merge_patch
 from llmservice_operator.metrics import OperatorMetrics
+from llmservice_operator.model_status import known_figures
 from llmservice_operator.network_policy import DEFAULT_PEERS
 from llmservice_operator.object_cache import ObjectCache
 from llmservice_operator.pod import Pod, Trouble, pods_of
+from llmservice_operator.pod_model import PodModels
 from llmservice_operator.report import Outcome, expected_status
 from llmservice_operator.resource import KIND, LLMService
 from llmservice_operator.scale_history import History
@@ -30,6 +32,7 @@ from llmservice_operator.signal_status import NOTED_EVERY_S
 from llmservice_operator.signals import Signals
 from llmservice_operator.sizer import ReadModel, Sizer
 from llmservice_operator.sizing import Sized, SizingProblem
+from llmservice_operator.sizing_report import SizingReport
 from llmservice_operator.spec import Manifest
 from llmservice_operator.startup import StartupTimes
 
@@ -46,6 +49,8 @@ class Memory:
     feasibility: Feasibility | None = None
     generation: int | None = None
     """Of the spec that the history was made under."""
+    report: SizingReport | None = None
+    """Of the newest server that sized itself."""
     noted_s: float | None = None
     """When the load's figures were last noted in the status."""
 
@@ -85,6 +90,7 @@ class Reconciler:
     applier: Applier
     read_model: ReadModel
     signals: Signals
+    pod_models: PodModels
     metrics: OperatorMetrics
     server_image: str
     clock: Callable[[], float] = time.time
@@ -104,8 +110,9 @@ class Reconciler:
             return False
         memory = self._memory(seen)
         memory.startup.observe(seen.pods, seen.now)
-        sizing = await memory.sizer.size(seen.service.spec, seen.now)
-        load = await self._load(seen)
+        sizing = await self._size(seen, memory)
+        load = await self._load(seen, sizing)
+        fetching = await self.pod_models.fetching(seen.pods)
         self._judge_promise(seen, memory, load, sizing)
         decision = _decide(seen, memory, load, sizing)
         refusals = await self._apply(seen, load, sizing, decision)
@@ -121,6 +128,7 @@ class Reconciler:
             unreachable=any(one.kind in {"Deployment", "Service"} for one in refusals),
             policy=_policy(seen.service, sizing),
             drain=memory.history.drain if memory.history else None,
+            fetching=fetching,
             figures_due=memory.figures_due(seen.now),
         )
         await self._write_status(seen, outcome)
@@ -154,9 +162,19 @@ class Reconciler:
             self._memories[key] = Memory(Sizer(self.read_model), startup, feasibility=_remembered_promise(seen.service))
         return self._memories[key]
 
-    async def _load(self, seen: Observation) -> Load | None:
-        if not seen.serving:
-            return None
+    async def _size(self, seen: Observation, memory: Memory) -> Sized | SizingProblem:
+        """By what the status knows of the model; a server that sized itself is asked how."""
+        spec = seen.service.spec
+        known = known_figures(seen.service.status.model, spec.model)
+        sizing = await memory.sizer.size(spec, seen.now, known, memory.report)
+        if isinstance(sizing, SizingProblem) or not sizing.self_sized:
+            return sizing
+        memory.report = await self.pod_models.report(seen.pods) or memory.report
+        return await memory.sizer.size(spec, seen.now, known, memory.report)
+
+    async def _load(self, seen: Observation, sizing: Sized | SizingProblem) -> Load | None:
+        if not seen.serving or (isinstance(sizing, Sized) and sizing.max_num_seqs is None):
+            return None  # what a pod holds means nothing while it is not known what it can hold
         autoscaling = seen.service.spec.autoscaling
         source = autoscaling.metrics.source if autoscaling else "auto"
         window_s = duration.seconds(autoscaling.metrics.window) if autoscaling else _DEFAULT_WINDOW_S
@@ -169,7 +187,7 @@ class Reconciler:
         memory.feasibility = assess(
             load,
             duration.seconds(target) if target else None,
-            itl_feasible=sizing.plan.itl_feasible if isinstance(sizing, Sized) else None,
+            itl_feasible=sizing.plan.itl_feasible if isinstance(sizing, Sized) and sizing.plan else None,
             before=memory.feasibility,
         )
 
@@ -239,7 +257,7 @@ def _decide(seen: Observation, memory: Memory, load: Load | None, sizing: Sized 
         memory.history = None
         replicas = spec.fixed_replicas()
         return Decision(replicas, replicas, (f"spec.replicas is {replicas}",))
-    policy = ScalePolicy.of(spec.autoscaling, spec.slo, sizing.plan.max_num_seqs)
+    policy = ScalePolicy.of(spec.autoscaling, spec.slo, sizing.max_num_seqs or 1)
     history = _scaling_memory(seen, memory)
     feasible = memory.feasibility is None or memory.feasibility.status != "False"
     decision, memory.history = decide(load, _supply(seen, memory.startup), policy, history, seen.now, feasible=feasible)
@@ -250,7 +268,7 @@ def _policy(service: LLMService, sizing: Sized | SizingProblem) -> ScalePolicy |
     autoscaling = service.spec.autoscaling
     if autoscaling is None or isinstance(sizing, SizingProblem):
         return None
-    return ScalePolicy.of(autoscaling, service.spec.slo, sizing.plan.max_num_seqs)
+    return ScalePolicy.of(autoscaling, service.spec.slo, sizing.max_num_seqs or 1)
 
 
 def _scaling_memory(seen: Observation, memory: Memory) -> History:

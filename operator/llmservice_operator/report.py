@@ -19,8 +19,11 @@ from llmservice_operator.conditions import (
 )
 from llmservice_operator.decision_log import log_decision
 from llmservice_operator.feasibility import Feasibility
+from llmservice_operator.fetch_verdict import while_fetching
 from llmservice_operator.load import Load
+from llmservice_operator.model_status import model_status
 from llmservice_operator.pod import Pod, Trouble
+from llmservice_operator.pod_model import Fetching
 from llmservice_operator.resource import LLMService
 from llmservice_operator.scaling import Decision, ScalePolicy
 from llmservice_operator.service_queries import ServiceQueries
@@ -31,6 +34,7 @@ from llmservice_operator.status import (
     AutoscalingStatus,
     LLMServiceStatus,
     MeasuredStatus,
+    ModelStatus,
     SignalStatus,
     SizingStatus,
 )
@@ -55,6 +59,8 @@ class Outcome:
     """What is scaled by; None without autoscaling."""
     drain: tuple[float, float] | None = None
     """(when, requests per second) that one full replica was last measured to finish."""
+    fetching: Fetching | None = None
+    """The downloads of the model, while there are some."""
     figures_due: bool = True
     """Whether it is time to note the load's figures anew."""
 
@@ -70,6 +76,7 @@ def expected_status(
         ready_replicas=sum(pod.serves for pod in live),
         selector=labels.selector(service.name),
         url=service_url(service),
+        model=_model(service, outcome),
         sizing=_sizing(service, outcome),
         autoscaling=_autoscaling(service, live, outcome, now),
         conditions=conditions(
@@ -83,13 +90,21 @@ def expected_status(
 
 def _verdicts(service: LLMService, deployment: Manifest | None, pods: Sequence[Pod], outcome: Outcome) -> list[Verdict]:
     sizing, blocked = outcome.sizing, outcome.blocked
+    ready = ready_verdict(deployment, outcome.desired, pods, sizing, blocked if outcome.unreachable else None)
     return [
-        ready_verdict(deployment, outcome.desired, pods, sizing, blocked if outcome.unreachable else None),
+        while_fetching(ready, outcome.fetching, service.spec.model.uri),
         progressing_verdict(deployment, outcome.desired, pods, sizing, blocked),
         sizing_verdict(sizing),
         scaling_verdict(outcome.decision, pods, sizing, autoscaled=service.spec.autoscaling is not None),
         slo_verdict(outcome.feasibility),
     ]
+
+
+def _model(service: LLMService, outcome: Outcome) -> ModelStatus | None:
+    """Like the sizing, it keeps speaking about the model that runs."""
+    if isinstance(outcome.sizing, SizingProblem):
+        return service.status.model
+    return model_status(service.spec.model, outcome.sizing.model, outcome.fetching)
 
 
 def _sizing(service: LLMService, outcome: Outcome) -> SizingStatus | None:
@@ -100,8 +115,10 @@ def _sizing(service: LLMService, outcome: Outcome) -> SizingStatus | None:
 
 
 def _measured(service: LLMService, sizing: Sized, load: Load | None) -> MeasuredStatus | None:
+    if sizing.plan is None:
+        return None
     if load is not None and load.kv_blocks:
-        return measure(sizing, load.kv_blocks, load.weights_bytes)
+        return measure(sizing.plan, load.kv_blocks, load.weights_bytes)
     before = service.status.sizing
     unchanged = service.status.observed_generation == service.metadata.generation
     return before.measured if before and unchanged else None

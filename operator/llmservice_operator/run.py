@@ -21,6 +21,7 @@ from llmservice_operator.loops import ServiceLoops
 from llmservice_operator.metrics import OperatorMetrics
 from llmservice_operator.model_source import ModelReader
 from llmservice_operator.object_cache import ObjectCache
+from llmservice_operator.pod_model import PodModels
 from llmservice_operator.reconcile import Reconciler
 from llmservice_operator.resource import API_VERSION, PLURAL
 from llmservice_operator.resync import Resync
@@ -52,7 +53,15 @@ async def run_operator(settings: OperatorSettings, stop: asyncio.Event, take_sig
         signals = Signals(PodSignals(inside), prometheus)
         applier = Applier(client, cache)
         reconciler = Reconciler(
-            client, cache, applier, reader.read, signals, metrics, settings.server_image, peers=settings.peers
+            client,
+            cache,
+            applier,
+            reader.read,
+            signals,
+            PodModels(inside),
+            metrics,
+            settings.server_image,
+            peers=settings.peers,
         )
         loops = ServiceLoops(reconciler.run_pass, settings.tick_s, metrics)
         port = await stack.enter_async_context(serve_http(settings.host, settings.port, metrics, loops.healthy))

@@ -29,7 +29,7 @@ class OperatorSettings:
     """What `file:///x` is relative to, on the operator and in the pods alike; None: file:// is refused."""
 
     hf_endpoint: str = "https://huggingface.co"
-    """Where config.json of an hf:// model is read."""
+    """The hub, or its mirror, that config.json of a hf:// model is read from, and that pods download from."""
 
     peers: tuple[Manifest, ...] = DEFAULT_PEERS
     """Who may reach every service's pods through their NetworkPolicy: gateway, operator, Prometheus."""

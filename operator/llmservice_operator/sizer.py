@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from llmservice_operator.model_source import Model, ModelSourceError
+from llmservice_operator.model_location import ModelSourceError
+from llmservice_operator.model_source import Figures, Model
+from llmservice_operator.model_spec import ModelSource
 from llmservice_operator.sizing import Sized, SizingProblem, size
-from llmservice_operator.spec import LLMServiceSpec, ModelSource
+from llmservice_operator.sizing_report import SizingReport
+from llmservice_operator.spec import LLMServiceSpec
 
 _KEEP_S = 600.0
 """A checkpoint seldom changes under its name; a changed spec is looked at anew at once."""
 _RETRY_S = 15.0
 
-ReadModel = Callable[[ModelSource], Coroutine[Any, Any, Model]]
+ReadModel = Callable[[ModelSource, Figures | None], Coroutine[Any, Any, Model]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """What is sized. The answer to another question is no answer to this."""
+
+    spec: str
+    known: Figures | None
+    report: SizingReport | None
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    spec: str
+    question: _Question
     answer: Sized | SizingProblem
     until_s: float
 
@@ -31,22 +43,32 @@ class Sizer:
         self._read_model = read_model
         self._known: _Known | None = None
 
-    async def size(self, spec: LLMServiceSpec, now: float) -> Sized | SizingProblem:
-        """What the planner says of `spec`; a model that can't be read for the moment keeps what was known of it."""
+    async def size(
+        self, spec: LLMServiceSpec, now: float, known: Figures | None = None, report: SizingReport | None = None
+    ) -> Sized | SizingProblem:
+        """What the planner says of `spec`; a model that can't be read for the moment keeps what was known of it.
+
+        `known` are the figures that the status kept, `report` is of a server that sized itself.
+        """
         text = spec.model_dump_json(include={"model", "resources", "engine", "slo"})
-        known = self._known if self._known and self._known.spec == text else None
-        if known and now < known.until_s:
-            return known.answer
-        answer, lasting = await self._ask(spec)
-        if not lasting and known and isinstance(known.answer, Sized):
-            answer = known.answer
+        question = _Question(text, known, report)
+        before = self._known if self._known and self._known.question == question else None
+        if before and now < before.until_s:
+            return before.answer
+        answer, lasting = await self._ask(spec, known, report)
+        if not lasting and before and isinstance(before.answer, Sized):
+            answer = before.answer
         keep_s = _KEEP_S if isinstance(answer, Sized) and lasting else _RETRY_S
-        self._known = _Known(text, answer, now + keep_s)
+        self._known = _Known(question, answer, now + keep_s)
         return answer
 
-    async def _ask(self, spec: LLMServiceSpec) -> tuple[Sized | SizingProblem, bool]:
+    async def _ask(
+        self, spec: LLMServiceSpec, known: Figures | None, report: SizingReport | None
+    ) -> tuple[Sized | SizingProblem, bool]:
         try:
-            model = await self._read_model(spec.model)
+            model = await self._read_model(spec.model, known)
         except ModelSourceError as error:
             return SizingProblem(error.reason, str(error)), error.lasting
-        return size(spec, model), True
+        if model.figures_from == "pod" and report is not None and report.shape is not None:
+            model = replace(model, shape=report.shape)
+        return size(spec, model, report), True

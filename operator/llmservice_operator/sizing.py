@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, replace
 
 from llmservice_operator import duration, quantity
 from llmservice_operator.model_source import Model
+from llmservice_operator.sizing_report import SERVER, SizingReport, reported_sizing
 from llmservice_operator.spec import LLMServiceSpec
 from llmservice_operator.status import MeasuredStatus, SizingStatus
 from llmservice_planner.gpu import CPU, GPU, UnknownGPU, cpu_device, find_gpu
-from llmservice_planner.shape import ShapeError
+from llmservice_planner.shape import ModelShape, ShapeError
 from llmservice_planner.sizing import Plan, SizingError, SizingRequest, plan
 
 GIB = 2**30
@@ -28,9 +30,19 @@ class Sized:
 
     model: Model
     device: GPU | CPU
-    plan: Plan
+    plan: Plan | None
+    """None: only the server knows the model's figures so far, or none but it can size that model."""
+    max_num_seqs: int | None
+    """None: no server has told yet."""
     notes: tuple[str, ...] = ()
     """What was made of the spec before the planner was asked; shown above its working."""
+    report: SizingReport | None = None
+    """Of a server that sized itself."""
+
+    @property
+    def self_sized(self) -> bool:
+        """Whether the server sizes itself. It stays so once it is known how: to tell it now would restart it."""
+        return self.model.figures_from == "pod"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,20 +53,32 @@ class SizingProblem:
     message: str
 
 
-def size(spec: LLMServiceSpec, model: Model) -> Sized | SizingProblem:
-    """The engine's numbers for `spec`, or the reason why there are none."""
-    if problem := _unserved(spec, model):
+def size(spec: LLMServiceSpec, model: Model, report: SizingReport | None = None) -> Sized | SizingProblem:
+    """The engine's numbers for `spec`, or the reason why there are none. `report`: of a server that sized itself."""
+    if problem := _unserved(spec, model.shape):
         return problem
     try:
         device = device_of(spec)
-        answer = plan(sizing_request(spec, model, device))
+        if model.shape is None or model.figures_from == "pod":
+            return _self_sized(spec, model, device, report)
+        answer = plan(sizing_request(spec, model, model.shape, device))
     except UnknownGPU as error:
         return SizingProblem("UnknownGPU", f"resources.gpu.product: {error}")
     except (ShapeError, SizingError) as error:
         return SizingProblem("InvalidSizing", str(error))
     if not answer.fits:
         return SizingProblem("DoesNotFit", _does_not_fit(answer))
-    return Sized(model, device, answer, _notes(spec))
+    return Sized(model, device, answer, answer.max_num_seqs, _notes(spec))
+
+
+def _self_sized(spec: LLMServiceSpec, model: Model, device: GPU | CPU, report: SizingReport | None) -> Sized:
+    """The server decides; the planner's word stands beside it once the figures are known."""
+    answer = None
+    if model.shape is not None:
+        with contextlib.suppress(ShapeError, SizingError):
+            answer = plan(sizing_request(spec, model, model.shape, device))
+    given = None if spec.engine.max_num_seqs == "auto" else spec.engine.max_num_seqs
+    return Sized(model, device, answer, report.max_num_seqs if report else given, _notes(spec), report)
 
 
 def device_of(spec: LLMServiceSpec) -> GPU | CPU:
@@ -83,11 +107,11 @@ def _notes(spec: LLMServiceSpec) -> tuple[str, ...]:
     return (f"{given} is not taken, it is more than {known}",)
 
 
-def sizing_request(spec: LLMServiceSpec, model: Model, device: GPU | CPU) -> SizingRequest:
+def sizing_request(spec: LLMServiceSpec, model: Model, shape: ModelShape, device: GPU | CPU) -> SizingRequest:
     """The planner's question in the spec's figures; raises SizingError where they contradict each other."""
     engine = spec.engine
     return SizingRequest(
-        shape=model.shape,
+        shape=shape,
         device=device,
         device_count=1,
         max_model_len=engine.max_model_len,
@@ -105,26 +129,31 @@ def sizing_request(spec: LLMServiceSpec, model: Model, device: GPU | CPU) -> Siz
     )
 
 
-def sizing_status(sized: Sized, measured: MeasuredStatus | None) -> SizingStatus:
-    """`status.sizing`: the prediction with its working, and beside it what a server measured."""
-    answer = sized.plan
+def sizing_status(sized: Sized, measured: MeasuredStatus | None) -> SizingStatus | None:
+    """`status.sizing`: the prediction with its working, and beside it what a server measured; None before either."""
+    answer, report = sized.plan, sized.report
+    if sized.self_sized and report is None:
+        return None
+    if answer is None:
+        return None if report is None else reported_sizing(report)
     return SizingStatus(
-        max_num_seqs=answer.max_num_seqs,
-        max_model_len=answer.max_model_len,
+        source="pod" if report else "operator",
+        max_num_seqs=report.max_num_seqs if report else answer.max_num_seqs,
+        max_model_len=report.max_model_len if report else answer.max_model_len,
         kv_bytes_per_token=answer.kv_bytes_per_token,
         weights_gib=_gib(answer.weights_bytes),
         overhead_gib=_gib(answer.overhead_bytes),
         kv_pool_gib=_gib(answer.kv_pool_bytes),
         blocks=answer.num_blocks,
-        limited_by=answer.limited_by,
+        limited_by=SERVER if report else answer.limited_by,
         measured=measured,
         explanation="\n".join([*sized.notes, *answer.explanation])[:_EXPLANATION_LIMIT],
     )
 
 
-def measure(sized: Sized, blocks: int, weights_bytes: float | None) -> MeasuredStatus:
+def measure(answer: Plan, blocks: int, weights_bytes: float | None) -> MeasuredStatus:
     """What a running server reports, against the prediction. `blocks` leaves the null block out."""
-    predicted = max(0, sized.plan.num_blocks - 1)
+    predicted = max(0, answer.num_blocks - 1)
     return MeasuredStatus(
         blocks=blocks,
         weights_gib=None if weights_bytes is None else _gib(weights_bytes),
@@ -132,7 +161,7 @@ def measure(sized: Sized, blocks: int, weights_bytes: float | None) -> MeasuredS
     )
 
 
-def _unserved(spec: LLMServiceSpec, model: Model) -> SizingProblem | None:
+def _unserved(spec: LLMServiceSpec, shape: ModelShape | None) -> SizingProblem | None:
     """The planner can size more than the server can run."""
     gpu = spec.resources.gpu
     if gpu is not None and gpu.count > 1:
@@ -141,16 +170,18 @@ def _unserved(spec: LLMServiceSpec, model: Model) -> SizingProblem | None:
             f"resources.gpu.count is {gpu.count}, but one replica runs on one card so far:"
             " set it to 1 and choose a card that holds the whole model (`llmservice plan --gpu …` compares them)",
         )
-    if model.shape.architecture not in SERVED_ARCHITECTURES:
+    if shape is None:
+        return None
+    if shape.architecture not in SERVED_ARCHITECTURES:
         return SizingProblem(
             "UnsupportedModel",
-            f"the model's architecture is {model.shape.architecture}, the server runs"
+            f"the model's architecture is {shape.architecture}, the server runs"
             f" {', '.join(sorted(SERVED_ARCHITECTURES))}: choose a model of one of these families",
         )
-    if model.shape.quantization:
+    if shape.quantization:
         return SizingProblem(
             "UnsupportedModel",
-            f"the checkpoint is quantised ({model.shape.quantization}), the server loads"
+            f"the checkpoint is quantised ({shape.quantization}), the server loads"
             " float32, bfloat16 and float16: choose the unquantised checkpoint",
         )
     return None

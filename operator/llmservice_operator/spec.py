@@ -7,14 +7,12 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, StringConstraints, WithJsonSchema
 
 from llmservice_operator import duration, quantity
+from llmservice_operator.model_spec import ModelSource
 from llmservice_operator.pod_spec import Passed, PodTemplate, Scheduling
 from llmservice_operator.schema_model import SchemaModel, rules
 
 Duration = Annotated[str, StringConstraints(pattern=duration.PATTERN, max_length=16)]
 Quantity = Annotated[str, StringConstraints(pattern=quantity.PATTERN, max_length=32)]
-ObjectName = Annotated[
-    str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", min_length=1, max_length=253)
-]
 AutoOrCount = Annotated[
     Literal["auto"] | int,
     WithJsonSchema(
@@ -28,75 +26,6 @@ CountOrPercent = Annotated[
 
 
 LabelValue = Annotated[str, StringConstraints(pattern=r"^([A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?)?$", max_length=63)]
-
-
-class SecretRef(SchemaModel):
-    name: ObjectName = Field(
-        description="Name of a Secret in the same namespace whose key `token` holds the access token."
-    )
-
-
-class Shape(SchemaModel):
-    """The figures of a config.json that the memory arithmetic reads."""
-
-    layers: int = Field(ge=1, le=1024, description="Number of decoder layers (num_hidden_layers).")
-    heads: int = Field(ge=1, le=1024, description="Attention (query) heads (num_attention_heads).")
-    kv_heads: int | None = Field(
-        None, ge=1, le=1024, description="Key/value heads (num_key_value_heads). Default: as many as heads."
-    )
-    head_dim: int | None = Field(
-        None, ge=1, le=1024, description="Width of one head (head_dim). Default: hiddenSize / heads."
-    )
-    hidden_size: int = Field(ge=1, le=1048576, description="Width of the residual stream (hidden_size).")
-    intermediate_size: int = Field(ge=1, le=4194304, description="Width of the feed-forward layer (intermediate_size).")
-    vocab_size: int = Field(ge=1, le=16777216, description="Number of tokens in the vocabulary (vocab_size).")
-    max_position_embeddings: int | None = Field(
-        None, ge=1, le=16777216, description="Longest context that the model was trained for."
-    )
-    dtype: Literal["bfloat16", "float16", "float32"] = Field(
-        "bfloat16", description="Type that the checkpoint is stored in (torch_dtype)."
-    )
-    sliding_window: int | None = Field(
-        None, ge=1, le=16777216, description="Tokens that every layer looks back on, where the model has such a window."
-    )
-    tie_word_embeddings: bool = Field(
-        False, description="Whether the input embedding is also the output head (tie_word_embeddings)."
-    )
-
-
-class ModelSource(SchemaModel):
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            (
-                r"self.uri.matches('^(hf://[^/]+/[^/]+|pvc://[a-z0-9]|s3://[^/]+|oci://[^/]+|file:///[^/])')",
-                "uri must be hf://org/name[@revision], pvc://claim/path, file:///path, s3://… or oci://…",
-            )
-        )
-    )
-
-    uri: str = Field(
-        min_length=7,
-        max_length=1024,
-        description="Where the checkpoint is: hf://org/name[@revision], pvc://claim/path or file:///path."
-        " s3:// and oci:// are recognised and answered with a condition until they are supported.",
-    )
-    served_name: str | None = Field(
-        None,
-        min_length=1,
-        max_length=128,
-        pattern=r"^[A-Za-z0-9]([A-Za-z0-9._/:-]*[A-Za-z0-9])?$",
-        description="The name that clients put in `model`. Default: the service's name.",
-    )
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
-        "auto", description="Type of weights and activations; auto takes the checkpoint's own."
-    )
-    secret_ref: SecretRef | None = Field(
-        None, description="Secret with the token for a gated model; reaches only the init container that downloads."
-    )
-    shape: Shape | None = Field(
-        None,
-        description="The model's figures, where the operator can't read config.json before the pod runs (pvc://).",
-    )
 
 
 class Gpu(SchemaModel):

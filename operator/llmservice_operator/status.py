@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, WithJsonSchema
 
-from llmservice_operator.schema_model import SchemaModel
+from llmservice_operator.schema_model import OPEN_OBJECT, SchemaModel
 
 MAX_DECISIONS = 5
+
+Figures = Annotated[dict[str, Any], WithJsonSchema(OPEN_OBJECT)]
+"""camelCase figures of a model, those of every family that the planner knows."""
 
 
 class Condition(SchemaModel):
@@ -29,6 +32,9 @@ class MeasuredStatus(SchemaModel):
 
 
 class SizingStatus(SchemaModel):
+    source: Literal["operator", "pod"] = Field(
+        "operator", description="Who worked out maxNumSeqs: the operator, or the server by itself (pod)."
+    )
     max_num_seqs: int = Field(ge=0, description="Sequences that run at once in one replica.")
     max_model_len: int = Field(ge=0, description="Longest sequence that is served, in tokens.")
     kv_bytes_per_token: int = Field(ge=0, description="Bytes of KV cache per token, over all cards of a replica.")
@@ -39,6 +45,29 @@ class SizingStatus(SchemaModel):
     limited_by: str = Field(max_length=64, description="What bounds maxNumSeqs.")
     measured: MeasuredStatus | None = Field(None, description="The same, as a running server measured it.")
     explanation: str = Field(max_length=8192, description="The working, line by line.")
+
+
+class FetchStatus(SchemaModel):
+    """A download under way; absent while there is none."""
+
+    pods: int = Field(ge=1, description="Pods that wait for the model's files.")
+    percent: int | None = Field(
+        None, ge=0, le=100, description="Share of the bytes that are there, in steps of 5; absent until a pod tells."
+    )
+    total_gib: float | None = Field(None, alias="totalGiB", ge=0, description="Size of the files in one pod.")
+
+
+class ModelStatus(SchemaModel):
+    uri: str = Field(max_length=1024, description="The model that the rest is about.")
+    revision: str | None = Field(None, max_length=128, description="Its revision, where the hub has several.")
+    figures_from: Literal["spec", "config", "pod"] = Field(
+        description="Where the model's figures come from: spec.model.shape, its config.json, or a server that read it."
+    )
+    shape: Figures | None = Field(
+        None, description="The model's figures; absent until a pod has told. They hold until spec.model changes."
+    )
+    weights_file_bytes: int | None = Field(None, ge=0, description="Size of the weights' files, where it was told.")
+    fetch: FetchStatus | None = Field(None, description="The download, while there is one.")
 
 
 class DecisionStatus(SchemaModel):
@@ -91,6 +120,7 @@ class LLMServiceStatus(SchemaModel):
     ready_replicas: int = Field(0, ge=0, description="Pods that serve.")
     selector: str = Field("", max_length=512, description="Label selector of the pods, for the scale subresource.")
     url: str = Field("", max_length=512, description="OpenAI-compatible base URL inside the cluster.")
+    model: ModelStatus | None = Field(None, description="What is known of the model, and how far its download is.")
     sizing: SizingStatus | None = Field(None, description="How many sequences fit, and the working.")
     autoscaling: AutoscalingStatus | None = Field(None, description="Load, and what was made of it.")
     conditions: list[Condition] = Field(

@@ -1,12 +1,11 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from llmservice_operator.deployment import expected_deployment, server_args
-from llmservice_operator.model_source import Model, ModelLocation
+from llmservice_operator.model_source import Model
 from llmservice_operator.sizing import Sized, size
 
 
@@ -95,31 +94,6 @@ def test_the_users_labels_never_replace_the_operators(service_of: Any, sized: Si
     assert metadata["labels"]["app.kubernetes.io/instance"] == "tiny"
     assert metadata["labels"]["team"] == "a"
     assert metadata["annotations"] == {"serving.llmservice.io/served-name": "tiny", "note": "b"}
-
-
-def test_the_token_reaches_only_the_container_that_downloads(service_of: Any, sized: Sized) -> None:
-    location = ModelLocation("hf", "/models/name", fetch_uri="hf://org/name@v1")
-    service = service_of(model={"uri": "hf://org/name@v1", "secretRef": {"name": "hf"}})
-
-    spec = pod_spec(service, replace(sized, model=replace(sized.model, location=location)))
-
-    (fetch,) = spec["initContainers"]
-    assert fetch["args"] == ["fetch", "hf://org/name@v1", "/models/name"]
-    source = {"secretKeyRef": {"name": "hf", "key": "token"}}
-    assert {"name": "HF_TOKEN", "valueFrom": source} in fetch["env"]
-    assert "HF_TOKEN" not in {variable["name"] for variable in spec["containers"][0]["env"]}
-    assert {"name": "models", "emptyDir": {}} in spec["volumes"]
-
-
-def test_a_claim_is_mounted_read_only(service_of: Any, sized: Sized) -> None:
-    location = ModelLocation("pvc", "/models/llama", claim="weights")
-
-    spec = pod_spec(service_of(), replace(sized, model=replace(sized.model, location=location)))
-
-    claim = {"claimName": "weights", "readOnly": True}
-    assert {"name": "models", "persistentVolumeClaim": claim} in spec["volumes"]
-    assert {"name": "models", "mountPath": "/models", "readOnly": True} in spec["containers"][0]["volumeMounts"]
-    assert "initContainers" not in spec
 
 
 def test_the_users_environment_wins_over_the_operators(service_of: Any, sized: Sized) -> None:

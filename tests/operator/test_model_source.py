@@ -10,8 +10,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from llmservice_operator.model_source import Model, ModelReader, ModelSourceError, locate
-from llmservice_operator.spec import ModelSource
+from llmservice_operator.model_location import ModelSourceError
+from llmservice_operator.model_source import Figures, Model, ModelReader
+from llmservice_operator.model_spec import ModelSource
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -23,6 +24,13 @@ CONFIG: dict[str, Any] = {
     "vocab_size": 512,
     "max_position_embeddings": 2048,
     "torch_dtype": "float32",
+}
+FILES = {
+    "model-00001-of-00002.safetensors": 3000,
+    "model-00002-of-00002.safetensors": 1000,
+    "consolidated.safetensors": 4000,
+    "original/model.safetensors": 4000,
+    "pytorch_model.bin": 4000,
 }
 SHAPE = {"layers": 2, "heads": 4, "hiddenSize": 64, "intermediateSize": 128, "vocabSize": 512}
 
@@ -50,8 +58,13 @@ async def hub() -> AsyncIterator[str]:
             return web.Response(text="{")
         return web.json_response(CONFIG) if name in {"good", "gated"} else web.Response(status=404)
 
+    async def listing(request: web.Request) -> web.Response:
+        siblings = [{"rfilename": name, "size": size} for name, size in FILES.items()]
+        return web.json_response({"siblings": siblings if "blobs" in request.query else []})
+
     app = web.Application()
     app.router.add_get("/org/{name}/resolve/{revision}/config.json", answer)
+    app.router.add_get("/api/models/org/good/revision/{revision}", listing)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -59,59 +72,17 @@ async def hub() -> AsyncIterator[str]:
     await runner.cleanup()
 
 
-async def read(source: dict[str, Any], hub: str, *, root: Path | None = None, token: str | None = None) -> Model:
+async def read(
+    source: dict[str, Any],
+    hub: str,
+    *,
+    root: Path | None = None,
+    token: str | None = None,
+    known: Figures | None = None,
+) -> Model:
     async with aiohttp.ClientSession() as session:
         reader = ModelReader(session, root, hub, token, timeout_s=0.3)
-        return await reader.read(ModelSource.model_validate(source))
-
-
-@pytest.mark.parametrize(
-    ("uri", "path", "claim"),
-    [
-        ("hf://org/name", "/models/name", None),
-        ("hf://org/name@v1.0", "/models/name", None),
-        ("pvc://claim", "/models", "claim"),
-        ("pvc://my-claim/some/model", "/models/some/model", "my-claim"),
-    ],
-)
-def test_a_uri_says_where_the_pod_finds_the_model(uri: str, path: str, claim: str | None) -> None:
-    location = locate(uri, None)
-
-    assert (location.path, location.claim) == (path, claim)
-
-
-@pytest.mark.parametrize(
-    ("uri", "reason"),
-    [
-        ("s3://bucket/model", "UnsupportedURI"),
-        ("oci://registry/model", "UnsupportedURI"),
-        ("hf://only-a-name", "InvalidURI"),
-        ("hf://org/../name", "InvalidURI"),
-        ("hf://org/name\n", "InvalidURI"),
-        ("pvc://claim/../../etc", "InvalidURI"),
-        ("pvc://Claim", "InvalidURI"),
-        ("file:///tiny", "FileModelsDisabled"),
-    ],
-)
-def test_a_uri_that_cannot_work_is_refused_with_a_reason(uri: str, reason: str) -> None:
-    with pytest.raises(ModelSourceError) as refused:
-        locate(uri, None)
-    assert refused.value.reason == reason
-
-
-@pytest.mark.parametrize("uri", ["file:///../secret", "file:///tiny/../../x", "file:///.", "file:////etc/passwd"])
-def test_a_file_uri_never_leaves_its_root(uri: str, models: Path) -> None:
-    with pytest.raises(ModelSourceError) as refused:
-        locate(uri, models)
-    assert refused.value.reason == "InvalidURI"
-
-
-def test_a_link_out_of_the_root_is_refused(models: Path, tmp_path: Path) -> None:
-    (models / "link").symlink_to(tmp_path)
-
-    with pytest.raises(ModelSourceError) as refused:
-        locate("file:///link/elsewhere", models)
-    assert refused.value.reason == "InvalidURI"
+        return await reader.read(ModelSource.model_validate(source), known)
 
 
 async def test_a_local_folder_is_read(models: Path, hub: str) -> None:
@@ -124,24 +95,52 @@ async def test_a_local_folder_is_read(models: Path, hub: str) -> None:
 async def test_a_hub_model_is_read_without_downloading_it(hub: str) -> None:
     model = await read({"uri": "hf://org/good@main"}, hub)
 
+    assert model.shape is not None
     assert model.shape.vocab_size == 512
-    assert model.location.fetch_uri == "hf://org/good@main"
+    assert (model.figures_from, model.weights_file_bytes, model.weights_bytes) == ("config", 4000, 4000)
+    assert (model.location.fetch_uri, model.location.hf_endpoint) == ("hf://org/good@main", hub)
+
+
+async def test_files_of_another_type_say_nothing_of_the_loaded_size(hub: str) -> None:
+    model = await read({"uri": "hf://org/good", "dtype": "bfloat16"}, hub)
+
+    assert (model.weights_file_bytes, model.weights_bytes) == (4000, None)
+
+
+@pytest.mark.parametrize("uri", ["pvc://claim/model", "s3://bucket/model", "oci://registry/model:1"])
+async def test_what_only_a_pod_can_see_is_left_to_the_pod(uri: str, hub: str) -> None:
+    model = await read({"uri": uri}, hub)
+
+    assert (model.shape, model.figures_from) == (None, "pod")
+
+
+async def test_a_gated_model_with_a_secret_is_left_to_the_pod_that_has_it(hub: str) -> None:
+    model = await read({"uri": "hf://org/gated", "secretRef": {"name": "token"}}, hub)
+
+    assert (model.shape, model.figures_from) == (None, "pod")
+
+
+async def test_what_was_learned_once_is_not_asked_again(hub: str) -> None:
+    shape = (await read({"uri": "hf://org/good"}, hub)).shape
+    known = Figures("pod", shape, 4000)
+
+    assert (await read({"uri": "hf://org/absent"}, hub, known=known)).figures == known
 
 
 async def test_given_figures_spare_the_hub(hub: str) -> None:
     model = await read({"uri": "hf://org/absent", "shape": SHAPE}, hub)
 
-    assert model.shape.kv_heads == 4
+    assert model.shape is not None
+    assert (model.shape.kv_heads, model.figures_from) == (4, "spec")
 
 
 @pytest.mark.parametrize(
     ("source", "reason", "advice", "lasting"),
     [
         ({"uri": "hf://org/absent"}, "ModelNotFound", "correct model.uri", False),
-        ({"uri": "hf://org/gated"}, "ModelForbidden", "spec.model.shape", False),
+        ({"uri": "hf://org/gated"}, "ModelForbidden", "spec.model.secretRef", False),
         ({"uri": "hf://org/broken"}, "ModelUnreadable", "is not JSON", True),
         ({"uri": "hf://org/slow"}, "ModelUnreachable", "check the operator's network", False),
-        ({"uri": "pvc://claim/model"}, "ShapeUnknown", "spec.model.shape", True),
         ({"uri": "file:///absent"}, "ModelNotFound", "correct model.uri", False),
     ],
 )

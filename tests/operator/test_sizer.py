@@ -2,10 +2,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmservice_operator.model_source import Model, ModelSourceError
+from llmservice_operator.model_location import ModelSourceError
+from llmservice_operator.model_source import Figures, Model
+from llmservice_operator.model_spec import ModelSource
 from llmservice_operator.sizer import Sizer
 from llmservice_operator.sizing import Sized, SizingProblem
-from llmservice_operator.spec import ModelSource
 
 NOW = 1000.0
 
@@ -18,7 +19,7 @@ class Reader:
         self.error: ModelSourceError | None = None
         self.asked = 0
 
-    async def read(self, source: ModelSource) -> Model:
+    async def read(self, source: ModelSource, known: Figures | None) -> Model:
         self.asked += 1
         if self.error:
             raise self.error

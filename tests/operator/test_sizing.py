@@ -104,10 +104,12 @@ def test_no_remedy_is_proposed_that_the_server_would_refuse(service_of: Any, mod
 
 
 def test_the_prediction_is_shown_beside_the_measurement(sized: Sized) -> None:
+    assert sized.plan is not None
     usable = sized.plan.num_blocks - 1
 
-    status = sizing_status(sized, measure(sized, round(usable / 1.25), 2**30))
+    status = sizing_status(sized, measure(sized.plan, round(usable / 1.25), 2**30))
 
+    assert status is not None
     assert status.measured is not None
     assert status.measured.error_percent == pytest.approx(25, abs=0.1)
     assert status.measured.weights_gib == 1.0
