@@ -6,7 +6,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help setup tools demo test e2e lint format bench crds chart clean
+.PHONY: help setup tools demo test e2e lint format bench docs crds chart clean
 
 help:           ## show this
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## *' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -43,6 +43,9 @@ lint: setup     ## what CI checks before the tests
 format: setup   ## let ruff write the code's form
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: setup     ## write docs/metrics.md's tables from the registries
+	$(BIN)/python docs/metrics_tables.py
 
 crds: setup     ## write crds/ (and the chart's copy) from the operator's models
 	$(BIN)/llmservice crd --write

@@ -18,6 +18,7 @@ from llmservice_operator.kinds import Followed
 from llmservice_operator.login import login
 from llmservice_operator.loops import ServiceKey, ServiceLoops
 from llmservice_operator.object_cache import ObjectCache
+from llmservice_operator.process_metrics import ProcessMetrics
 from llmservice_operator.resource import GROUP, KIND
 
 _REQUEST_TIMEOUT_S = 10.0
@@ -43,6 +44,7 @@ class Watches:
     """Told of a service that is gone."""
     relisted: Callable[[], None]
     """Told when a watch begins anew."""
+    metrics: ProcessMetrics
     seen: dict[ServiceKey, tuple[str, int]] = field(default_factory=dict)
     """The uid and generation at which a loop was last woken."""
 
@@ -92,6 +94,7 @@ def handlers(watches: Watches, kinds: Iterable[Followed], started: Callable[[], 
 
     async def changed(*, event: Mapping[str, Any], param: Any = None, **_: Any) -> None:
         kind, obj = event["type"], event["object"]
+        watches.metrics.watched(param, listed=kind is None)
         if kind is None:
             watches.relisted()
         if param == KIND:
@@ -116,14 +119,19 @@ def handlers(watches: Watches, kinds: Iterable[Followed], started: Callable[[], 
     return registry
 
 
-def kopf_settings(kinds: Iterable[Followed]) -> kopf.OperatorSettings:
-    """Bounded requests, no scans of the whole cluster, children filtered by the API server."""
+def kopf_settings(kinds: Iterable[Followed], silence_s: float) -> kopf.OperatorSettings:
+    """Bounded requests, no scans of the whole cluster, children filtered by the API server.
+
+    A watch that brings nothing for `silence_s`, not even the bookmark that is due every minute, is begun anew where it
+    broke off: its connection may have died without a word.
+    """
     settings = kopf.OperatorSettings()
     settings.posting.enabled = False
     settings.scanning.disabled = True
     settings.networking.request_timeout = _REQUEST_TIMEOUT_S
     settings.networking.connect_timeout = _REQUEST_TIMEOUT_S
     settings.networking.error_backoffs = _EndlessBackoffs()
+    settings.watching.inactivity_timeout = silence_s
     settings.watching.server_timeout = _WATCH_S
     settings.watching.client_timeout = _WATCH_S + 30
     settings.process.ultimate_exiting_timeout = None

@@ -97,7 +97,7 @@ class ServiceLoops:
                 failures = 0
             except Exception as error:
                 failures += 1
-                self._metrics.failed(*key)
+                self._metrics.failed(*key, failure_reason(error))
                 _log_failure(key, error)
             if failures:  # a wake must not cut the wait short: the API server may need the pause
                 await asyncio.sleep(min(self._tick_s * 2 ** min(failures, 10), _LONGEST_BACKOFF_S))
@@ -125,6 +125,17 @@ class ServiceLoops:
                 await asyncio.sleep(_GATHER_S)
         except TimeoutError:
             return
+
+
+def failure_reason(error: Exception) -> str:
+    """One word of few, for metrics."""
+    if isinstance(error, TimeoutError):
+        return "timeout"
+    if not isinstance(error, KubeError):
+        return "internal"
+    known = {0: "unreachable", 401: "unauthorized", 403: "forbidden", 404: "not_found", 409: "conflict"}
+    known |= {410: "gone", 422: "invalid", 429: "throttled"}
+    return known.get(error.status, "server_error" if error.status >= 500 else "refused")
 
 
 def _died(task: asyncio.Task[None]) -> bool:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+
+from llmservice_operator.process_metrics import ProcessMetrics
 
 
 class OperatorMetrics:
@@ -20,7 +24,7 @@ class OperatorMetrics:
         self._failures = Counter(
             "llmservice_operator_pass_failures_total",
             "Passes that ended in an error and will be repeated.",
-            labels,
+            [*labels, "reason"],
             registry=self.registry,
         )
         self._desired = Gauge(
@@ -49,11 +53,46 @@ class OperatorMetrics:
             registry=self.registry,
         )
 
+        self._sizing_problem = Gauge(
+            "llmservice_operator_sizing_problem",
+            "1 where the spec can't be served, by the reason of SizingValid=False.",
+            [*labels, "reason"],
+            registry=self.registry,
+        )
+        self._decisions = Counter(
+            "llmservice_operator_decisions_total",
+            "Decisions of the autoscaler, one in every pass, by what they do and the steps that led to the number.",
+            ["direction", "reason"],
+            registry=self.registry,
+        )
+        self._overload = Histogram(
+            "llmservice_operator_overload_to_ready_seconds",
+            "From the moment at which the load asked for more replicas than serve until one more served.",
+            registry=self.registry,
+            buckets=(5, 10, 20, 30, 60, 90, 120, 180, 300, 600, 1200, 2400),
+        )
+        ProcessCollector(namespace="llmservice_operator", registry=self.registry)
+        self.process = ProcessMetrics(self.registry)
+
     def passed(self, duration_s: float) -> None:
         self._passes.observe(duration_s)
 
-    def failed(self, namespace: str, name: str) -> None:
-        self._failures.labels(namespace, name).inc()
+    def failed(self, namespace: str, name: str, reason: str) -> None:
+        self._failures.labels(namespace, name, reason).inc()
+
+    def decided(self, before: int, replicas: int, reasons: Iterable[str]) -> None:
+        direction = "up" if replicas > before else "down" if replicas < before else "hold"
+        for reason in deciding(reasons, replicas):
+            self._decisions.labels(direction, reason).inc()
+
+    def relieved(self, seconds: float) -> None:
+        """An overload lasted this long until one more pod served."""
+        self._overload.observe(seconds)
+
+    def sized(self, namespace: str, name: str, problem: str | None) -> None:
+        self._sizing_problem.remove_by_labels({"namespace": namespace, "name": name})
+        if problem is not None:
+            self._sizing_problem.labels(namespace, name, problem).set(1)
 
     def observed(self, namespace: str, name: str, desired: int, ready: int, conditions: dict[str, str]) -> None:
         self._desired.labels(namespace, name).set(desired)
@@ -69,11 +108,17 @@ class OperatorMetrics:
 
     def forget(self, namespace: str, name: str) -> None:
         reported = (self._desired, self._ready, self._condition, self._ttft_target, self._prediction_error)
-        for metric in (self._failures, *reported):
+        for metric in (self._failures, self._sizing_problem, *reported):
             metric.remove_by_labels({"namespace": namespace, "name": name})
 
     def exposition(self) -> bytes:
         return generate_latest(self.registry)
+
+
+def deciding(reasons: Iterable[str], replicas: int) -> set[str]:
+    """The names of the steps that arrived at this number: a reason reads `name: why -> number`."""
+    found = {reason.partition(":")[0] for reason in reasons if reason.endswith(f"-> {replicas}")}
+    return {name for name in found if name.isidentifier()} or {"other"}
 
 
 def _set(gauge: Gauge, namespace: str, name: str, value: float | None) -> None:

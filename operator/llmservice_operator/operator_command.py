@@ -68,6 +68,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAMESPACE",
         help="the Lease's namespace (env POD_NAMESPACE)",
     )
+    parser.add_argument(
+        "--watch-silence", type=float, default=70.0, metavar="SECONDS", help="begin a watch anew that is silent so long"
+    )
+    parser.add_argument(
+        "--resync", type=float, default=300.0, metavar="SECONDS", help="seconds between two lists of what is watched"
+    )
     parser.add_argument("--host", default="0.0.0.0", help="address of /healthz and /metrics")
     parser.add_argument("--port", type=int, default=8080, help="port of /healthz and /metrics; 0 takes a free one")
     parser.add_argument(
@@ -85,6 +91,9 @@ def run(args: argparse.Namespace) -> int:
         peers = platform_peers(args.own_namespace, args.prometheus_peer or [DEFAULT_PROMETHEUS])
     except PeerError as error:
         raise CommandError(f"--prometheus-peer {error}") from error
+    for flag, value in (("--watch-silence", args.watch_silence), ("--resync", args.resync)):
+        if value < 1:
+            raise CommandError(f"{flag} is {value}, expected at least 1 second")
     if args.leader_elect and not args.lease_namespace:
         raise CommandError("--leader-elect needs --lease-namespace, or POD_NAMESPACE in the environment")
     settings = OperatorSettings(
@@ -99,6 +108,8 @@ def run(args: argparse.Namespace) -> int:
         port=args.port,
         lease_namespace=args.lease_namespace if args.leader_elect else None,
         lease_name=args.lease_name,
+        watch_silence_s=args.watch_silence,
+        resync_s=args.resync,
     )
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
     if args.log_level != "debug":  # kopf tells of every event that it handles

@@ -22,6 +22,7 @@ from llmservice_operator.metrics import OperatorMetrics
 from llmservice_operator.model_status import known_figures
 from llmservice_operator.network_policy import DEFAULT_PEERS
 from llmservice_operator.object_cache import ObjectCache
+from llmservice_operator.overload import OverloadTimer
 from llmservice_operator.pod import Pod, Trouble, pods_of
 from llmservice_operator.pod_model import PodModels
 from llmservice_operator.report import Outcome, expected_status
@@ -45,6 +46,7 @@ class Memory:
 
     sizer: Sizer
     startup: StartupTimes
+    overload: OverloadTimer = field(default_factory=OverloadTimer)
     history: History | None = None
     feasibility: Feasibility | None = None
     generation: int | None = None
@@ -115,6 +117,7 @@ class Reconciler:
         fetching = await self.pod_models.fetching(seen.pods)
         self._judge_promise(seen, memory, load, sizing)
         decision = _decide(seen, memory, load, sizing)
+        self._measure(seen, memory, sizing, decision)
         refusals = await self._apply(seen, load, sizing, decision)
         held = isinstance(sizing, SizingProblem) or any(one.kind == "Deployment" for one in refusals)
         outcome = Outcome(
@@ -190,6 +193,17 @@ class Reconciler:
             itl_feasible=sizing.plan.itl_feasible if isinstance(sizing, Sized) and sizing.plan else None,
             before=memory.feasibility,
         )
+
+    def _measure(self, seen: Observation, memory: Memory, sizing: Sized | SizingProblem, decision: Decision) -> None:
+        """What the metrics tell of a decision; without an autoscaler there is none to tell of."""
+        self.metrics.sized(*seen.service.key, sizing.reason if isinstance(sizing, SizingProblem) else None)
+        if seen.service.spec.autoscaling is None:
+            return
+        self.metrics.decided(seen.current, decision.replicas, decision.reasons)
+        wanted = decision.wanted if decision.active else 0
+        lasted_s = memory.overload.observe(wanted, len(seen.serving), seen.now)
+        if lasted_s is not None:
+            self.metrics.relieved(lasted_s)
 
     async def _apply(
         self, seen: Observation, load: Load | None, sizing: Sized | SizingProblem, decision: Decision

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Sequence
 from llmservice_operator.kinds import FOLLOWED, Followed
 from llmservice_operator.kube_client import KubeClient, KubeError
 from llmservice_operator.object_cache import ObjectCache
+from llmservice_operator.process_metrics import ProcessMetrics
 from llmservice_operator.spec import Manifest
 
 logger = logging.getLogger(__name__)
 
-INTERVAL_S = 300.0
 _SOON_S = 1.0
 _RETRY_S = 5.0
 
@@ -33,12 +33,14 @@ class Resync:
         client: KubeClient,
         cache: ObjectCache,
         namespaces: Iterable[str] = (),
+        metrics: ProcessMetrics | None = None,
         kinds: Sequence[Followed] = FOLLOWED,
     ) -> None:
         self._client = client
         self._cache = cache
         self._namespaces: tuple[str | None, ...] = tuple(namespaces) or (None,)
         self._kinds = kinds
+        self._metrics = metrics
         self._asked = asyncio.Event()
 
     async def once(self, changed: Changed | None = None) -> int:
@@ -68,7 +70,7 @@ class Resync:
         """A watch began anew: look at what it can't tell of."""
         self._asked.set()
 
-    async def run(self, changed: Changed, interval_s: float = INTERVAL_S) -> None:
+    async def run(self, changed: Changed, interval_s: float) -> None:
         """Correct the cache every interval, and soon after somebody asked for it; for ever."""
         wait_s = interval_s
         while True:
@@ -80,8 +82,12 @@ class Resync:
                 pass
             self._asked.clear()
             try:
-                await self.once(changed)
+                differences = await self.once(changed)
+                if self._metrics:
+                    self._metrics.resynced(differences)
                 wait_s = interval_s
             except KubeError as error:
+                if self._metrics:
+                    self._metrics.resync_failed()
                 logger.warning("resync failed, will be repeated: %s", error)
                 wait_s = _RETRY_S

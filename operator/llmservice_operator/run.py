@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -22,6 +23,7 @@ from llmservice_operator.metrics import OperatorMetrics
 from llmservice_operator.model_source import ModelReader
 from llmservice_operator.object_cache import ObjectCache
 from llmservice_operator.pod_model import PodModels
+from llmservice_operator.process_metrics import ProcessMetrics
 from llmservice_operator.reconcile import Reconciler
 from llmservice_operator.resource import API_VERSION, PLURAL
 from llmservice_operator.resync import Resync
@@ -47,6 +49,7 @@ async def run_operator(settings: OperatorSettings, stop: asyncio.Event, take_sig
         inside = await stack.enter_async_context(aiohttp.ClientSession())
         outside = await stack.enter_async_context(aiohttp.ClientSession(trust_env=True))
         metrics = OperatorMetrics()
+        client.answered = metrics.process.answered
         cache = ObjectCache()
         reader = ModelReader(outside, settings.file_models_root, settings.hf_endpoint, os.environ.get("HF_TOKEN"))
         prometheus = PrometheusSignals(inside, settings.prometheus_url) if settings.prometheus_url else None
@@ -68,14 +71,15 @@ async def run_operator(settings: OperatorSettings, stop: asyncio.Event, take_sig
         logger.info("healthz and metrics on port %d", port)
         if not await _crd_served(client, stop):
             return
-        resync = Resync(client, cache, settings.namespaces)
-        watches = Watches(cache, loops, reconciler.forget, resync.soon)
+        resync = Resync(client, cache, settings.namespaces, metrics.process)
+        watches = Watches(cache, loops, reconciler.forget, resync.soon, metrics.process)
         kinds = await _served_kinds(client)
-        turn = Turn(loops, cache, resync, watches, _election(client, settings))
+        turn = Turn(loops, cache, resync, watches, _election(client, settings, metrics.process), settings.resync_s)
+        metrics.process.hold(loops, cache)
         await turn.run(
             lambda stop_kopf: kopf.operator(
                 registry=handlers(watches, kinds, take_signals),
-                settings=kopf_settings(kinds),
+                settings=kopf_settings(kinds, settings.watch_silence_s),
                 standalone=True,
                 clusterwide=not settings.namespaces,
                 namespaces=settings.namespaces,
@@ -90,11 +94,13 @@ async def _served_kinds(client: KubeClient) -> list[Followed]:
     return [one for one in FOLLOWED if one.kind.built_in or await client.serves(one.kind.api_version, one.kind.plural)]
 
 
-def _election(client: KubeClient, settings: OperatorSettings) -> Election | None:
+def _election(client: KubeClient, settings: OperatorSettings, metrics: ProcessMetrics) -> Election | None:
     if settings.lease_namespace is None:
+        metrics.lead(lambda: math.inf)
         return None
     election = Election(client, settings.lease_namespace, settings.lease_name)
     client.may_write_s = election.left_s
+    metrics.lead(election.left_s)
     return election
 
 

@@ -45,3 +45,9 @@ class OperatorSettings:
 
     lease_name: str = "llmservice-operator"
     """Name of that Lease."""
+
+    watch_silence_s: float = 70.0
+    """A watch that brings nothing for so long is begun anew; the API server sends a bookmark every minute."""
+
+    resync_s: float = 300.0
+    """Seconds between two lists of everything that is watched, which find what watches missed."""

@@ -32,6 +32,8 @@ class Turn:
     watches: Watches
     election: Election | None
     """None: there is no other process, and the turn comes at once."""
+    resync_s: float
+    """Seconds between two lists of everything that is followed."""
 
     async def run(self, watch: Watch, stop: asyncio.Event) -> None:
         """Until `stop` is set; raises LeadershipLostError, and whatever ends the watches."""
@@ -48,7 +50,7 @@ class Turn:
     async def _work(self) -> None:
         """Fill the cache, wait for the turn, then work until it is over."""
         await self._fill()
-        correcting = asyncio.create_task(self.resync.run(self.watches.resynced), name="resync")
+        correcting = asyncio.create_task(self.resync.run(self.watches.resynced, self.resync_s), name="resync")
         try:
             if self.election is not None:
                 await self.election.acquire()

@@ -72,7 +72,9 @@ async def test_a_pass_that_fails_is_repeated(passes: Passes) -> None:
     assert loops.healthy()
     await loops.stop_all()
 
-    assert b'llmservice_operator_pass_failures_total{name="tiny",namespace="team-a"} 2.0' in metrics.exposition()
+    for reason in (b"server_error", b"internal"):
+        series = b'llmservice_operator_pass_failures_total{name="tiny",namespace="team-a",reason="%s"} 1.0' % reason
+        assert series in metrics.exposition()
 
 
 async def test_the_loop_of_a_service_that_is_gone_ends_and_begins_anew(loops: ServiceLoops, passes: Passes) -> None:

@@ -1,0 +1,84 @@
+"""An API server's front, as one operator sees it: it keeps count of the writes, and can fall silent."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from aiohttp import ClientSession, ClientTimeout, web
+
+
+@dataclass
+class Write:
+    """A request that changes something; `time_s` is by the monotonic clock."""
+
+    time_s: float
+    method: str
+    path: str
+
+
+@dataclass
+class ApiProxy:
+    """What passes through, and whether anything does."""
+
+    upstream: str
+    session: ClientSession
+    url: str = ""
+    writes: list[Write] = field(default_factory=list)
+    watches: int = 0
+    _open: int = 0
+    _silenced: set[int] = field(default_factory=set)
+
+    def silence_watches(self) -> None:
+        """From now on the watches that are open bring nothing, and their connections stay: what a dead network does."""
+        self._silenced |= set(range(self._open))
+
+    def writes_since(self, time_s: float, *, but: str = "leases") -> list[Write]:
+        return [write for write in self.writes if write.time_s >= time_s and f"/{but}" not in write.path]
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        if request.method not in {"GET", "HEAD"}:
+            self.writes.append(Write(time.monotonic(), request.method, request.path))
+        headers = {key: value for key, value in request.headers.items() if key.lower() not in {"host", "connection"}}
+        body = await request.read()
+        async with self.session.request(
+            request.method, self.upstream + request.path_qs, headers=headers, data=body or None
+        ) as upstream:
+            kept = {"Content-Type": upstream.headers.get("Content-Type", "application/json")}
+            if request.query.get("watch") in {"true", "1"}:
+                return await self._stream(request, upstream.content.iter_any(), kept)
+            return web.Response(status=upstream.status, body=await upstream.read(), headers=kept)
+
+    async def _stream(
+        self, request: web.Request, chunks: AsyncIterator[bytes], headers: dict[str, str]
+    ) -> web.StreamResponse:
+        number = self._open
+        self._open += 1
+        self.watches += 1
+        response = web.StreamResponse(headers=headers)
+        await response.prepare(request)
+        async for chunk in chunks:
+            if number in self._silenced:
+                await asyncio.Event().wait()
+            await response.write(chunk)
+        return response
+
+
+@asynccontextmanager
+async def serve_proxy(upstream: str) -> AsyncIterator[ApiProxy]:
+    """A proxy of its own for one operator, on a free loopback port."""
+    async with ClientSession(timeout=ClientTimeout(total=None, connect=5)) as session:
+        proxy = ApiProxy(upstream, session)
+        app = web.Application(client_max_size=2**24)
+        app.router.add_route("*", "/{path:.*}", proxy.handle)
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.5)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            proxy.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            yield proxy
+        finally:
+            await runner.cleanup()

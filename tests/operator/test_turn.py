@@ -1,0 +1,188 @@
+"""Operator processes that share one Lease: who works, who takes over, and that nobody writes out of turn."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.proxy import ApiProxy, serve_proxy
+from llmservice_local.endpoint import Endpoint
+from llmservice_operator.child import CHILD_KINDS
+from llmservice_operator.kube_client import KubeClient
+
+SERVICES = "/apis/serving.llmservice.io/v1alpha1/namespaces/team-a/llmservices"
+LEASE = "/apis/coordination.k8s.io/v1/namespaces/team-a/leases/llmservice-operator"
+SHAPE = {"layers": 2, "heads": 4, "hiddenSize": 64, "intermediateSize": 128, "vocabSize": 512}
+SPEC = {"model": {"uri": "hf://org/name", "shape": SHAPE}, "engine": {"maxModelLen": 512}, "replicas": 1}
+MAIN = "import sys; from llmservice_planner.command import main; sys.exit(main())"
+
+
+@dataclass
+class Operator:
+    """One process, and the front of the API server that only it uses."""
+
+    process: asyncio.subprocess.Process
+    proxy: ApiProxy
+    log: Path
+
+    @property
+    def works(self) -> bool:
+        return " leads" in self.log.read_text()
+
+    async def ended(self) -> int:
+        async with asyncio.timeout(20):
+            return await self.process.wait()
+
+
+Start = Callable[..., Awaitable[Operator]]
+
+
+@pytest.fixture
+async def start(api_url: str, kube: KubeClient, tmp_path: Path) -> AsyncIterator[Start]:
+    """Starts `llmservice operator --leader-elect`; what still runs at the end is killed."""
+    assert kube
+    async with AsyncExitStack() as stack:
+        started: list[Operator] = []
+
+        async def run(*flags: str) -> Operator:
+            proxy = await stack.enter_async_context(serve_proxy(api_url))
+            kubeconfig, log = tmp_path / f"kubeconfig-{len(started)}", tmp_path / f"operator-{len(started)}.log"
+            Endpoint(proxy.url).write_kubeconfig(kubeconfig)
+            command = ["operator", "--port", "0", "--host", "127.0.0.1", "--server-image", "img:1", *flags]
+            with log.open("wb") as errors:
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-c",
+                    MAIN,
+                    *command,
+                    env={**os.environ, "KUBECONFIG": str(kubeconfig)},
+                    stderr=errors,
+                )
+            started.append(Operator(process, proxy, log))
+            return started[-1]
+
+        yield run
+        for one in started:
+            if one.process.returncode is None:
+                one.process.send_signal(signal.SIGCONT)
+                one.process.kill()
+            await one.process.wait()
+
+
+@pytest.fixture
+def elect(start: Start) -> Start:
+    return lambda: start("--leader-elect", "--lease-namespace", "team-a")
+
+
+async def until(check: Callable[[], Any], limit_s: float = 30.0) -> float:
+    """Poll for what no event tells the test; returns the seconds that it took."""
+    started = time.monotonic()
+    async with asyncio.timeout(limit_s):
+        while not (await found if asyncio.iscoroutine(found := check()) else found):
+            await asyncio.sleep(0.05)
+    return time.monotonic() - started
+
+
+async def create_service(kube: KubeClient) -> None:
+    metadata = {"name": "tiny", "namespace": "team-a"}
+    body = {"apiVersion": "serving.llmservice.io/v1alpha1", "kind": "LLMService", "metadata": metadata, "spec": SPEC}
+    await kube.request("POST", SERVICES, body=body, content_type="application/json")
+
+
+async def change_replicas(kube: KubeClient, replicas: int) -> None:
+    await kube.request("PATCH", f"{SERVICES}/tiny", body={"spec": {"replicas": replicas}})
+
+
+async def has_replicas(kube: KubeClient, replicas: int) -> bool:
+    deployment = await kube.get_child(CHILD_KINDS["Deployment"], "team-a", "tiny")
+    return deployment is not None and deployment["spec"]["replicas"] == replicas
+
+
+async def test_one_works_and_the_other_takes_over_at_once_when_it_stops(elect: Start, kube: KubeClient) -> None:
+    first = await elect()
+    await until(lambda: first.works)
+    second = await elect()
+    await create_service(kube)
+    await until(lambda: has_replicas(kube, 1))
+    await until(lambda: "waiting: " in second.log.read_text())
+    assert second.proxy.writes == []
+
+    first.process.send_signal(signal.SIGTERM)
+    took_s = await until(lambda: second.works)
+
+    assert took_s < 10.0, "the lease was not given back: it ran out"
+    assert await first.ended() == 0
+    await change_replicas(kube, 2)
+    await until(lambda: has_replicas(kube, 2))
+    assert second.proxy.writes
+
+
+async def test_a_crashed_leader_is_followed_within_fifteen_seconds(elect: Start, kube: KubeClient) -> None:
+    first = await elect()
+    await until(lambda: first.works)
+    second = await elect()
+    await create_service(kube)
+    await until(lambda: has_replicas(kube, 1))
+    await until(lambda: "waiting: " in second.log.read_text())
+
+    first.process.kill()
+    await change_replicas(kube, 3)
+    took_s = await until(lambda: has_replicas(kube, 3))
+
+    assert took_s < 15.0
+
+
+async def test_a_leader_that_was_paused_writes_nothing_after_it_wakes(elect: Start, kube: KubeClient) -> None:
+    first = await elect()
+    await until(lambda: first.works)
+    second = await elect()
+    await create_service(kube)
+    await until(lambda: has_replicas(kube, 1))
+
+    first.process.send_signal(signal.SIGSTOP)
+    await until(lambda: second.works)
+    await change_replicas(kube, 2)
+    await until(lambda: has_replicas(kube, 2))
+    woken_s = time.monotonic()
+    first.process.send_signal(signal.SIGCONT)  # a changed spec and a changed Deployment await it
+
+    assert await first.ended() == 1
+    assert first.proxy.writes_since(woken_s) == []
+    assert "no longer the leader" in first.log.read_text()
+    assert second.process.returncode is None
+
+
+async def test_a_leader_that_cannot_renew_ends_and_writes_nothing_more(elect: Start, kube: KubeClient) -> None:
+    first = await elect()
+    await until(lambda: first.works)
+    await create_service(kube)
+    await until(lambda: has_replicas(kube, 1))
+
+    stolen = {"spec": {"holderIdentity": "somebody-else"}}
+    await kube.request("PATCH", LEASE, body=stolen)
+
+    assert await first.ended() == 1
+    assert "somebody-else holds the lease" in first.log.read_text()
+
+
+async def test_a_watch_that_falls_silent_is_begun_anew_and_misses_nothing(start: Start, kube: KubeClient) -> None:
+    one = await start("--watch-silence", "2", "--tick", "60")
+    await create_service(kube)
+    await until(lambda: has_replicas(kube, 1))
+    await until(lambda: one.proxy.watches >= 8)
+    one.proxy.silence_watches()
+
+    await change_replicas(kube, 4)
+
+    await until(lambda: has_replicas(kube, 4))
+    assert one.process.returncode is None
