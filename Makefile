@@ -50,8 +50,9 @@ docs: setup     ## write docs/metrics.md's tables from the registries
 crds: setup     ## write crds/ (and the chart's copy) from the operator's models
 	$(BIN)/llmservice crd --write
 
-chart: crds     ## write what else of the chart is generated: alerts, values.schema.json, README
+chart: crds     ## write what else of the chart is generated: alerts, dashboards, schema, README
 	$(BIN)/llmservice alerts --write
+	$(BIN)/python charts/dashboards.py
 	$(BIN)/python charts/values_docs.py
 
 bench: setup    ## benchmarks of this machine: tables on the terminal, JSON under benchmarks/results/

@@ -1,0 +1,113 @@
+"""Replicas, the signals behind them, and the operator itself."""
+
+from __future__ import annotations
+
+from dashboard_queries import (
+    FULL,
+    OPERATOR,
+    RATE,
+    READY,
+    SERVER,
+    SERVICE,
+    TTFT_SHARE,
+    WAITING,
+    p50_p99,
+    rate,
+    reported,
+)
+from grafana import Panel, Query, Row
+
+ROWS = (
+    Row(
+        "Replicas",
+        (
+            Panel(
+                "Wanted and ready replicas",
+                "A gap that stays: no GPU, no quota, or pods that don't come up; the condition Ready says which.",
+                "none",
+                (
+                    Query(reported("llmservice_operator_desired_replicas"), f"wanted {SERVICE}"),
+                    Query(READY, f"ready {SERVICE}"),
+                ),
+            ),
+        ),
+    ),
+    Row(
+        "What it scales on",
+        (
+            Panel(
+                "Waiting requests per ready replica",
+                "Against spec.autoscaling.queueDepth.",
+                "short",
+                (Query(f"{WAITING} / on (namespace, service) ({READY} > 0)", SERVICE),),
+            ),
+            Panel(
+                "p99 TTFT against the promise",
+                "Near 100 % nothing shrinks, above it one replica is added.",
+                "percentunit",
+                (Query(TTFT_SHARE, SERVICE),),
+                ((0.8, "orange"), (1, "red")),
+            ),
+            Panel(
+                "Arrivals and completions",
+                "Completions are capped by overload, so that arrivals are what is scaled on.",
+                "reqps",
+                (
+                    Query(rate("llmservice_request_queue_time_seconds_count"), f"begun {SERVICE}"),
+                    Query(rate("llmservice_request_success_total"), f"finished {SERVICE}"),
+                    Query(rate("llmservice_request_rejected_total"), f"refused {SERVICE}"),
+                ),
+            ),
+            Panel(
+                "KV cache in use",
+                "Mean over the replicas.",
+                "percentunit",
+                (Query(f"avg by (namespace, service) (llmservice_kv_cache_usage_perc{{{SERVER}}})", SERVICE),),
+                FULL,
+            ),
+        ),
+    ),
+    Row(
+        "Truth",
+        (
+            Panel(
+                "Conditions that do not hold",
+                "1: False, 2: Unknown; nothing to see is good. SLOFeasible: scaling can't keep the promise.",
+                "none",
+                (
+                    Query(
+                        f"1 - (llmservice_operator_condition{{{OPERATOR}}} < 1)",
+                        "{{type}} {{namespace}}/{{name}}",
+                    ),
+                ),
+            ),
+            Panel(
+                "Prediction error of the sizing",
+                "Predicted KV blocks against measured ones, either way; past 10 % there is an alert.",
+                "percent",
+                (Query(f"abs({reported('llmservice_operator_prediction_error_percent')})", SERVICE),),
+                ((10, "red"),),
+            ),
+        ),
+    ),
+    Row(
+        "Operator (all namespaces)",
+        (
+            Panel(
+                "Pass duration",
+                "One pass over one service.",
+                "s",
+                p50_p99("llmservice_operator_pass_seconds", "", ""),
+            ),
+            Panel(
+                "Passes and failures",
+                "Failed ones are repeated with growing pauses.",
+                "ops",
+                (
+                    Query(f"sum(rate(llmservice_operator_pass_seconds_count{RATE}))", "passes"),
+                    Query(f"sum(rate(llmservice_operator_pass_failures_total{RATE})) or vector(0)", "failures"),
+                ),
+            ),
+        ),
+    ),
+)
