@@ -55,6 +55,16 @@ def test_explain_teaches_the_fields(cluster: Cluster, applied: str) -> None:
     assert "works it out from model and card" in cluster.kubectl("explain", "llmservice.spec.engine.maxNumSeqs").stdout
 
 
+def test_llm_explain_tells_the_sizing_the_signals_and_the_pods(cluster: Cluster, applied: str) -> None:
+    """kubectl finds the plugin on the PATH; a healthy service exits 0."""
+    text = cluster.kubectl("llm", "explain", NAME).stdout
+    for expected in ("OK  ", "sequences at once", "threshold", "predicted", "Ready, ", "log: "):
+        assert expected in text
+    absent = cluster.kubectl("llm", "explain", "absent", check=False)
+    assert absent.returncode == 2
+    assert "there is no LLMService absent" in absent.stderr
+
+
 def test_logs_are_the_servers(cluster: Cluster, applied: str) -> None:
     assert '"listening"' in cluster.kubectl("logs", f"deploy/{NAME}").stdout
 

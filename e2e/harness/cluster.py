@@ -44,8 +44,9 @@ class Cluster:
     def kubectl(
         self, *arguments: str, check: bool = True, stdin: str | None = None
     ) -> subprocess.CompletedProcess[str]:
+        plugins = os.pathsep.join((str(Path(LLMSERVICE).parent), os.environ["PATH"]))
         result = subprocess.run(
-            ["kubectl", "--kubeconfig", str(self.kubeconfig), *arguments],
+            ["kubectl", *arguments], env={**os.environ, "KUBECONFIG": str(self.kubeconfig), "PATH": plugins},
             input=stdin, capture_output=True, text=True, timeout=90, check=False,
         )  # fmt: skip
         assert not check or result.returncode == 0, f"kubectl {arguments}: {result.stderr}{result.stdout}"

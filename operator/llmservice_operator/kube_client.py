@@ -23,6 +23,7 @@ from llmservice_operator.spec import Manifest
 
 REQUEST_TIMEOUT_S = 10.0
 _PAGE = 500
+_LOG_LIMIT_BYTES = 4096
 
 _APPLY = "application/apply-patch+yaml"
 _MERGE = "application/merge-patch+json"
@@ -47,8 +48,8 @@ class KubeClient:
         """Told of every request: method, path, status (0: no answer) and seconds."""
 
     @classmethod
-    async def connect(cls) -> Self:
-        return cls(kubernetes_client.ApiClient(await load_configuration()))
+    async def connect(cls, context: str | None = None) -> Self:
+        return cls(kubernetes_client.ApiClient(await load_configuration(context)))
 
     async def close(self) -> None:
         await self._api.close()
@@ -104,6 +105,21 @@ class KubeClient:
     async def patch_status(self, namespace: str, name: str, status: Mapping[str, Any]) -> Manifest:
         path = f"{_service_path(namespace, name)}/status"
         return await self.request("PATCH", path, body={"status": dict(status)}, query={"fieldManager": MANAGER})
+
+    async def read_log(self, namespace: str, name: str, container: str, *, previous: bool) -> str:
+        """The last line of a container's log, of the one before the last restart where `previous`; raises KubeError."""
+        path = f"/api/v1/namespaces/{quote(namespace)}/pods/{quote(name)}/log"
+        query = {"container": container, "tailLines": "1", "limitBytes": str(_LOG_LIMIT_BYTES)}
+        query |= {"previous": "true"} if previous else {}
+        status, text = await self._send("GET", path, None, "", query, REQUEST_TIMEOUT_S)
+        if status >= 400:
+            raise KubeError(status, f"GET {path}: {status} {_reason(text)}")
+        return text.decode("utf-8", errors="replace")
+
+    async def list_events(self, namespace: str, fields: str) -> list[Manifest]:
+        path = f"/api/v1/namespaces/{quote(namespace)}/events"
+        answer = await self.request("GET", path, query={"fieldSelector": fields})
+        return list(answer.get("items") or [])
 
     async def create_event(self, event: Manifest) -> None:
         path = f"/api/v1/namespaces/{quote(event['metadata']['namespace'])}/events"
@@ -189,16 +205,19 @@ class KubeClient:
             raise
 
 
-async def load_configuration() -> Any:
-    """KUBECONFIG where it is set, else the pod's service account, else ~/.kube/config; raises ConfigException."""
+async def load_configuration(context: str | None = None) -> Any:
+    """KUBECONFIG where it is set, else the pod's service account, else ~/.kube/config; raises ConfigException.
+
+    A named context is looked for in the file.
+    """
     configuration = kubernetes_client.Configuration()
-    if os.environ.get("KUBERNETES_SERVICE_HOST") and not os.environ.get("KUBECONFIG"):
+    if os.environ.get("KUBERNETES_SERVICE_HOST") and not os.environ.get("KUBECONFIG") and not context:
         kubernetes_config.load_incluster_config(  # type: ignore[no-untyped-call]
             client_configuration=configuration
         )
     else:
         await kubernetes_config.load_kube_config(  # type: ignore[no-untyped-call]
-            config_file=os.environ.get("KUBECONFIG"), client_configuration=configuration
+            config_file=os.environ.get("KUBECONFIG"), context=context, client_configuration=configuration
         )
     return configuration
 

@@ -1,0 +1,89 @@
+"""`llmservice explain NAME`: why a service is as it is, what is wrong and what to do. Also `kubectl llm explain`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from llmservice_planner.command import Command, CommandError
+
+if TYPE_CHECKING:
+    from llmservice_operator.explain.explanation import World
+
+HEALTHY, WRONG, NOT_FOUND = 0, 1, 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", help="the LLMService")
+    parser.add_argument("-n", "--namespace", help="its namespace; default: the context's own, else default")
+    parser.add_argument("--context", help="the kubeconfig's context to use; default: the current one")
+    parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help="for people or for machines")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 where all is well, 1 where something is wrong, 2 where there is no such service."""
+    from llmservice_operator.explain.explanation import document, explain
+    from llmservice_operator.explain.text import render
+
+    namespace = args.namespace or _context_namespace(args.context)
+    world = asyncio.run(_read(namespace, args.name, args.context))
+    if world is None:
+        raise CommandError(
+            f"there is no LLMService {args.name} in namespace {namespace}: kubectl get llms -A lists all", NOT_FOUND
+        )
+    explanation = explain(world)
+    if args.output == "json":
+        print(json.dumps(document(explanation), indent=2))
+    else:
+        sys.stdout.write(render(explanation, time.time(), colour=_colour()))
+    return HEALTHY if explanation.healthy else WRONG
+
+
+def _colour() -> bool:
+    return sys.stdout.isatty() and "NO_COLOR" not in os.environ
+
+
+async def _read(namespace: str, name: str, context: str | None) -> World | None:
+    from kubernetes.aio.config import ConfigException
+
+    from llmservice_operator.explain.read import read_world
+    from llmservice_operator.kube_client import KubeClient, KubeError
+
+    try:
+        client = await KubeClient.connect(context)
+    except ConfigException as error:
+        raise CommandError(f"no way to the API server: {error}. Set KUBECONFIG, or give --context") from error
+    try:
+        return await read_world(client, namespace, name)
+    except KubeError as error:
+        raise CommandError(f"can't read LLMService {namespace}/{name}: {error}") from error
+    finally:
+        await client.close()
+
+
+def _context_namespace(context: str | None) -> str:
+    """The namespace that the kubeconfig's context names; `default` where it names none, or where there is no file."""
+    from kubernetes.aio.config import ConfigException, list_kube_config_contexts
+
+    try:
+        contexts, active = list_kube_config_contexts(  # type: ignore[no-untyped-call]
+            os.environ.get("KUBECONFIG")
+        )
+    except (ConfigException, TypeError):
+        return "default"
+    chosen = next((one for one in contexts if one["name"] == context), None) if context else active
+    return str(((chosen or {}).get("context") or {}).get("namespace") or "default")
+
+
+COMMAND = Command(
+    help="say why a service is as it is, what is wrong and what to do",
+    add_arguments=add_arguments,
+    run=run,
+    extra="operator",
+    requires=("kubernetes", "aiohttp", "pydantic"),
+)

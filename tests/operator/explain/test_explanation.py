@@ -1,0 +1,235 @@
+"""What is made of a service: the headline, the problems, and the text, from what the API server would return."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from llmservice_operator.explain.explanation import Explanation, World, document, explain
+from llmservice_operator.explain.text import WIDTH, age, render
+
+NOW = 1_700_000_000.0
+STAMP = "2023-11-14T22:10:00Z"
+"""200 seconds before NOW."""
+
+
+def condition(kind: str, status: str = "True", reason: str = "Serving", message: str = "fine") -> dict[str, Any]:
+    return {
+        "type": kind,
+        "status": status,
+        "reason": reason,
+        "message": message,
+        "lastTransitionTime": STAMP,
+        "observedGeneration": 2,
+    }
+
+
+STUCK = "1 of 3 replicas are ready; Unschedulable: 0/4 nodes are available: 4 Insufficient nvidia.com/gpu."
+SIZING = {
+    "maxNumSeqs": 56,
+    "maxModelLen": 8192,
+    "kvBytesPerToken": 131072,
+    "weightsGiB": 14.96,
+    "overheadGiB": 2.1,
+    "kvPoolGiB": 54.2,
+    "blocks": 27750,
+    "limitedBy": "kvMemory",
+    "measured": {"blocks": 27410, "errorPercent": 1.2},
+    "explanation": "kv per token    2 * 32 layers * 8 heads * 128 * 2 bytes = 128 KiB\nblocks          27750",
+}
+AUTOSCALING = {
+    "desiredReplicas": 3,
+    "signals": [
+        {"name": "queue", "value": 9, "target": 4, "unit": "waiting requests per replica", "query": "sum(x)"},
+        {"name": "ttftP99", "value": 0.41, "target": 2, "unit": "seconds", "query": "histogram_quantile(0.99, x)"},
+        {"name": "arrivals", "unit": "requests per second per replica", "query": "rate(x)"},
+    ],
+    "decisions": [
+        {"time": STAMP, "wanted": 3, "replicas": 3, "reasons": ["queue: 18 waiting -> 3"]},
+        {"time": "2023-11-14T20:10:00Z", "wanted": 1, "replicas": 1, "reasons": ["slots: 0 running -> 1"]},
+    ],
+}
+
+
+def service(*conditions: dict[str, Any], generation: int = 2, **status: Any) -> dict[str, Any]:
+    return {
+        "metadata": {"name": "chat", "namespace": "team-a", "uid": "u", "generation": generation},
+        "spec": {"model": {"uri": "hf://org/chat"}, "autoscaling": {"minReplicas": 1, "maxReplicas": 8}},
+        "status": {"observedGeneration": 2, "conditions": list(conditions), **status},
+    }
+
+
+def pod(name: str, **status: Any) -> dict[str, Any]:
+    return {
+        "metadata": {"name": name, "uid": name, "creationTimestamp": STAMP},
+        "status": {"podIP": "10.0.0.1", **status},
+    }
+
+
+READY_POD = pod("chat-1", conditions=[{"type": "Ready", "status": "True", "lastTransitionTime": STAMP}])
+STUCK_POD = pod(
+    "chat-2", conditions=[{"type": "PodScheduled", "status": "False", "message": "4 Insufficient nvidia.com/gpu"}]
+)
+EVENT = {
+    "metadata": {"name": "e"},
+    "lastTimestamp": STAMP,
+    "type": "Normal",
+    "reason": "ScaledUp",
+    "message": "1 -> 3 replicas: queue: 18 waiting -> 3",
+    "count": 2,
+}
+
+
+def troubled() -> Explanation:
+    status = {"readyReplicas": 1, "sizing": SIZING, "autoscaling": AUTOSCALING}
+    conditions = [
+        condition("Ready", "False", "Unschedulable", STUCK),
+        condition("Progressing", "True", "Unschedulable", STUCK),
+        condition("SizingValid", reason="Fits"),
+        condition("ScalingActive", reason="FollowingLoad"),
+        condition("SLOFeasible", reason="TargetReachable"),
+    ]
+    line = '{"level": "info", "event": "listening"}'
+    return explain(World(service(*conditions, **status), None, [READY_POD, STUCK_POD], [EVENT], {"chat-1": line}))
+
+
+@pytest.mark.parametrize(
+    ("conditions", "problems"),
+    [
+        pytest.param([], ["NotReconciled"], id="no operator"),
+        pytest.param([condition("Ready")], [], id="all is well"),
+        pytest.param([condition("Ready", "False", "OOMKilled", "x")], ["OOMKilled"], id="not ready"),
+        pytest.param(
+            [condition("Ready"), condition("Progressing", "True", "RollingOut")], [], id="a rollout is no problem"
+        ),
+        pytest.param(
+            [condition("Ready"), condition("Progressing", "False", "ProgressDeadlineExceeded", "late")],
+            ["ProgressDeadlineExceeded"],
+            id="one that hangs is",
+        ),
+        pytest.param(
+            [condition("Ready"), condition("ScalingActive", "False", "FixedReplicas")], [], id="fixed replicas"
+        ),
+        pytest.param(
+            [condition("Ready"), condition("ScalingActive", "False", "NoMetrics", "holding")], ["NoMetrics"], id="blind"
+        ),
+        pytest.param(
+            [condition("Ready"), condition("SLOFeasible", "Unknown", "NoTraffic", "none")], [], id="no traffic"
+        ),
+        pytest.param(
+            [condition("Ready"), condition("SLOFeasible", "False", "ITLUnreachable", "too slow")],
+            ["ITLUnreachable"],
+            id="a promise that nobody could keep",
+        ),
+        pytest.param(
+            [condition("Ready", "False", "DoesNotFit", "big"), condition("SizingValid", "False", "DoesNotFit", "big")],
+            ["DoesNotFit"],
+            id="what two conditions say is said once",
+        ),
+    ],
+)
+def test_what_is_wrong(conditions: list[dict[str, Any]], problems: list[str]) -> None:
+    explanation = explain(World(service(*conditions), None, [], []))
+
+    assert [problem.reason for problem in explanation.problems] == problems
+    assert explanation.healthy == (not problems)
+
+
+def test_a_status_of_an_earlier_spec_is_no_proof_of_health() -> None:
+    explanation = explain(World(service(condition("Ready"), generation=3), None, [], []))
+
+    assert [problem.reason for problem in explanation.problems] == ["BehindSpec"]
+
+
+GOLDEN = """\
+chat in team-a: hf://org/chat, served as chat
+!!  Unschedulable: 1 of 3 replicas are ready; Unschedulable: 0/4 nodes are available: 4 Insufficient
+    nvidia.com/gpu.
+
+    Ready: Unschedulable for 3m
+      -> Free or add a node with such a card, or ask for less in spec.resources and spec.scheduling.
+         Details: kubectl describe pods -n team-a -l app.kubernetes.io/instance=chat
+
+Sizing: 56 sequences at once of up to 8192 tokens, limited by kvMemory
+  weights 14.96 GiB + overhead 2.1 GiB, KV pool 54.2 GiB at 131,072 B per token
+  blocks: 27,750 predicted, 27,410 measured by the pods (1.2 % too many predicted)
+  | kv per token    2 * 32 layers * 8 heads * 128 * 2 bytes = 128 KiB
+  | blocks          27750
+
+Scaling: 1 of 3 replicas ready, 1 to 8 allowed
+  signal            now  threshold
+  queue               9          4  waiting requests per replica  <- over
+  ttftP99          0.41          2  seconds
+  arrivals            -          -  requests per second per replica
+  3m ago: 1 -> 3 replicas
+      queue: 18 waiting -> 3
+  2h ago: 1 replicas
+      slots: 0 running -> 1
+
+Pods:
+  chat-1  Ready, 3m old
+      log: {"level": "info", "event": "listening"}
+  chat-2  Unschedulable, 3m old
+      4 Insufficient nvidia.com/gpu
+
+Events:
+    3m ago  ScaledUp (x2): 1 -> 3 replicas: queue: 18 waiting -> 3
+"""
+
+
+def test_the_text_says_what_is_wrong_first() -> None:
+    assert render(troubled(), NOW, colour=False) == GOLDEN
+
+
+def test_a_service_with_fixed_replicas_has_no_decisions_to_tell() -> None:
+    fixed = service(condition("Ready"), autoscaling={"desiredReplicas": 1}, readyReplicas=1)
+    del fixed["spec"]["autoscaling"]
+
+    text = render(explain(World(fixed, None, [], [])), NOW, colour=False)
+
+    assert "Scaling: 1 of 1 replicas ready, fixed\n\nPods: none" in text
+
+
+def test_colour_only_adds_to_the_text() -> None:
+    coloured = render(troubled(), NOW, colour=True)
+
+    assert "\x1b[31m!!" in coloured
+    for code in ("\x1b[31m", "\x1b[1m", "\x1b[0m"):
+        coloured = coloured.replace(code, "")
+    assert coloured == GOLDEN
+
+
+def test_nothing_is_wider_than_a_terminal_and_nothing_a_pod_says_reaches_it_raw() -> None:
+    crash = {"name": "server", "state": {"terminated": {"exitCode": 1, "message": "\x1b[2J" + "x" * 500}}}
+    said = World(
+        service(condition("Ready", "False", "CrashLoopBackOff", "y " * 300)),
+        None,
+        [pod("p", containerStatuses=[crash])],
+        [],
+    )
+
+    text = render(explain(said), NOW, colour=False)
+
+    assert "CrashLoopBackOff" in text
+    assert "\x1b" not in text
+    assert max(map(len, text.splitlines())) <= WIDTH
+
+
+def test_the_document_holds_what_the_text_tells() -> None:
+    found = json.loads(json.dumps(document(troubled())))
+
+    assert (found["healthy"], found["problems"][0]["reason"]) == (False, "Unschedulable")
+    assert found["replicas"] == {"desired": 3, "ready": 1, "min": 1, "max": 8}
+    assert found["sizing"]["measured"]["errorPercent"] == 1.2
+    assert found["autoscaling"]["signals"][0]["query"] == "sum(x)"
+    assert [line["state"] for line in found["pods"]] == ["Ready", "Unschedulable"]
+    assert found["events"][0]["count"] == 2
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0s"), (59, "59s"), (60, "1m"), (7199, "1h"), (200_000, "2d"), (-5, "0s")]
+)
+def test_ages_are_short(seconds: int, text: str) -> None:
+    assert age("2023-11-14T22:13:20Z", NOW + seconds) == text
