@@ -11,6 +11,7 @@ _LOGS = "kubectl logs -n {namespace} deploy/{name} --previous"
 _REMEDIES = {
     # the service is on its way
     "Starting": "Wait: pods load the model. If it takes much longer than before, look at {pods}",
+    "FetchingModel": "Wait: the pods download the checkpoint; status.model.fetch says how far they are.",
     "PartlyReady": "Wait: some replicas still load the model. They count as soon as /ready answers.",
     "Updating": "Wait a moment; if it stays so, the cluster's deployment controller is not working.",
     "Replacing": "Wait: the objects of the deleted service of that name are being removed.",
