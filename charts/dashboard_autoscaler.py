@@ -30,6 +30,24 @@ ROWS = (
                     Query(READY, f"ready {SERVICE}"),
                 ),
             ),
+            Panel(
+                "Decisions",
+                "By direction and the step that arrived at the number.",
+                "ops",
+                (
+                    Query(
+                        f"sum by (direction, reason) (rate(llmservice_operator_decisions_total{RATE}))",
+                        "{{direction}}: {{reason}}",
+                    ),
+                ),
+                stacked=True,
+            ),
+            Panel(
+                "From overload to a new ready pod",
+                "How long users wait for help: pod start, model load and the scaler's own reaction.",
+                "s",
+                p50_p99("llmservice_operator_overload_to_ready_seconds", "", ""),
+            ),
         ),
     ),
     Row(
@@ -107,6 +125,30 @@ ROWS = (
                     Query(f"sum(rate(llmservice_operator_pass_seconds_count{RATE}))", "passes"),
                     Query(f"sum(rate(llmservice_operator_pass_failures_total{RATE})) or vector(0)", "failures"),
                 ),
+            ),
+            Panel(
+                "API requests by verb and code",
+                "In steady state the operator writes nothing.",
+                "reqps",
+                (
+                    Query(
+                        f"sum by (verb, code) (rate(llmservice_operator_api_requests_total{RATE}))",
+                        "{{verb}} {{code}}",
+                    ),
+                ),
+                stacked=True,
+            ),
+            Panel(
+                "API latency",
+                "Time to the API server's whole answer.",
+                "s",
+                p50_p99("llmservice_operator_api_request_seconds", "", ""),
+            ),
+            Panel(
+                "Leaders",
+                "One process may write at any moment; 0 means that nothing is scaled or repaired.",
+                "none",
+                (Query("sum(llmservice_operator_leader)", "leaders"),),
             ),
         ),
     ),

@@ -177,6 +177,15 @@ def operator_alerts() -> tuple[Alert, ...]:
             " scaled, repaired or rolled out.",
         ),
         Alert(
+            name="LLMServiceOperatorNoLeader",
+            expr="max by (namespace, job) (llmservice_operator_leader) < 1",
+            lasting="1m",
+            severity="critical",
+            summary="No LLMService operator leads in {{ $labels.namespace }}",
+            description="All of its processes have been standing by for a minute: nothing is scaled, repaired or"
+            " rolled out. A handover takes seconds.",
+        ),
+        Alert(
             name="LLMServicePassesFailing",
             expr=f"{_reported('llmservice_operator_pass_failures_total', '', over='10m')} > 0",
             lasting="15m",
