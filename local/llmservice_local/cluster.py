@@ -24,6 +24,7 @@ from llmservice_local.api.errors import ApiError
 from llmservice_local.api.serve import serve_api
 from llmservice_local.client import DEFINITIONS, KubeClient, connect
 from llmservice_local.component import Component, ComponentSpec
+from llmservice_local.control.claim_controller import ClaimController
 from llmservice_local.control.controller import Controller
 from llmservice_local.control.deployment_controller import DeploymentController
 from llmservice_local.control.disruption_controller import DisruptionController
@@ -49,6 +50,7 @@ CONTROLLERS: tuple[type[Controller], ...] = (
     EndpointsController,
     GarbageCollector,
     NamespaceController,
+    ClaimController,
     Scheduler,
 )
 CONTROLLERS_OF_REAL_API = tuple(found for found in CONTROLLERS if found is not EndpointsController)

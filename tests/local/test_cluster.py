@@ -15,6 +15,7 @@ from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
 
 from llmservice_local.api.errors import ApiError
 from llmservice_local.client import (
+    CLAIMS,
     CONFIG_MAPS,
     DEPLOYMENTS,
     ENDPOINT_SLICES,
@@ -300,6 +301,46 @@ async def test_init_containers_run_in_order_before_the_others(cluster: LocalClus
 
     await until(succeeded)
     assert await logs_of(cluster, "ordered", container="c") == "one\ntwo\n"
+
+
+async def test_pods_share_what_is_behind_a_claim_and_wait_for_one_that_is_missing(
+    cluster: LocalCluster, kube: KubeClient
+) -> None:
+    volume = {"name": "v", "persistentVolumeClaim": {"claimName": "shared"}}
+    commands = {"writer": "echo kept > $FILE", "reader": "until cat $FILE; do sleep 0.1; done"}
+    for name, command in commands.items():
+        body = pod(name, "sh", "-c", command, restartPolicy="Never", volumes=[volume])
+        (container,) = body["spec"]["containers"]
+        container["env"] = [{"name": "FILE", "value": "/shared/file"}]
+        container["volumeMounts"] = [{"name": "v", "mountPath": "/shared", "subPath": "models"}]
+        await kube.create(PODS, "default", body)
+
+    async def refused() -> bool:
+        told = condition_of(await kube.get(PODS, "default", "reader"), "PodScheduled").get("message", "")
+        return 'persistentvolumeclaim "shared" not found' in told
+
+    await until(refused)
+    spec = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}}
+    claim = await kube.create(CLAIMS, "default", {"metadata": {"name": "shared"}, "spec": spec})
+
+    async def bound() -> bool:
+        return ((await kube.get(CLAIMS, "default", "shared")).get("status") or {}).get("phase") == "Bound"
+
+    async def succeeded() -> bool:
+        phases = [(await kube.get(PODS, "default", name))["status"]["phase"] for name in commands]
+        return phases == ["Succeeded"] * 2
+
+    await until(bound)
+    await until(succeeded)
+    assert "kept" in await logs_of(cluster, "reader", container="c")
+    for name in commands:
+        await kube.delete(PODS, await kube.get(PODS, "default", name), grace_s=0)
+    await kube.delete(CLAIMS, claim)
+
+    async def gone() -> bool:
+        return not (await kube.list(CLAIMS, "default"))["items"]
+
+    await until(gone)
 
 
 async def test_container_waits_for_its_config_map(cluster: LocalCluster, kube: KubeClient) -> None:

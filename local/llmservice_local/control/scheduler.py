@@ -5,17 +5,17 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from llmservice_local.client import NODES, PODS
+from llmservice_local.client import CLAIMS, NODES, PODS
 from llmservice_local.control.condition import condition_of, with_condition
 from llmservice_local.control.controller import Controller, timestamp
-from llmservice_local.control.scheduling import choose_node
+from llmservice_local.control.scheduling import choose_node, claim_missing, claims_of
 
 Object = dict[str, Any]
 
 
 class Scheduler(Controller):
     name = "default-scheduler"
-    watches = (PODS, NODES)
+    watches = (PODS, NODES, CLAIMS)
 
     async def reconcile(self) -> float | None:
         pending = [
@@ -28,12 +28,20 @@ class Scheduler(Controller):
         ]
         pending.sort(key=lambda pod: (-pod["spec"].get("priority", 0), pod["metadata"]["creationTimestamp"]))
         for pod in pending:
-            node, why = choose_node(pod, self.informer(NODES), self.informer(PODS))
+            node, why = self._choose(pod)
             if node is None:
                 await self._refuse(pod, why)
             else:
                 await self._place(pod, node)
         return None
+
+    def _choose(self, pod: Object) -> tuple[str | None, str]:
+        """A node, or why there is none; a claim that is not there yet keeps a pod from every node."""
+        namespace = pod["metadata"]["namespace"]
+        for name in claims_of(pod):
+            if self.informer(CLAIMS).get(namespace, name) is None:
+                return None, f"0/{len(list(self.informer(NODES)))} nodes are available: {claim_missing(name)}"
+        return choose_node(pod, self.informer(NODES), self.informer(PODS))
 
     async def _place(self, pod: Object, node: str) -> None:
         await self.client.bind(pod, node)

@@ -25,6 +25,17 @@ def requests_of(pod: Object) -> dict[str, Fraction]:
     return total
 
 
+def claims_of(pod: Object) -> list[str]:
+    """The PersistentVolumeClaims that a pod mounts."""
+    volumes = pod["spec"].get("volumes") or []
+    return [volume["persistentVolumeClaim"]["claimName"] for volume in volumes if "persistentVolumeClaim" in volume]
+
+
+def claim_missing(name: str) -> str:
+    """As the real scheduler says it."""
+    return f'persistentvolumeclaim "{name}" not found. preemption: not helpful for scheduling.'
+
+
 def choose_node(pod: Object, nodes: Iterable[Object], pods: Iterable[Object]) -> tuple[str | None, str]:
     """The least loaded node that the pod fits on, or None and the reason, worded as the real scheduler's."""
     nodes, placed = list(nodes), list(pods)

@@ -14,6 +14,9 @@ Object = dict[str, Any]
 Lookup = Callable[[str, str], Mapping[str, str] | None]
 """(`configmap` or `secret`, name) -> its data, or None where it does not exist."""
 
+Claims = Callable[[str], Path | None]
+"""A PersistentVolumeClaim's name -> the folder behind it, or None where there is no such claim."""
+
 _REFERENCE = re.compile(r"\$\$|\$\(([A-Za-z_][A-Za-z0-9_.-]*)\)")
 _SUBSCRIPT = re.compile(r"^metadata\.(labels|annotations)\['(.+)'\]$")
 
@@ -75,17 +78,23 @@ def translate(word: str, mounts: Mapping[str, Path]) -> str:
     return word
 
 
-def volume_paths(pod: Object, root: Path) -> dict[str, Path]:
+def volume_paths(pod: Object, root: Path, claims: Claims) -> dict[str, Path]:
     """Where each of the pod's volumes lies: hostPath where it says, emptyDir below `root`. Raises `ConfigError`."""
     found = {}
     for volume in pod["spec"].get("volumes") or []:
+        if "persistentVolumeClaim" in volume:
+            claim = volume["persistentVolumeClaim"]["claimName"]
+            if (folder := claims(claim)) is None:
+                raise ConfigError(f'persistentvolumeclaim "{claim}" not found')
+            found[volume["name"]] = folder
+            continue
         if "hostPath" in volume:
             found[volume["name"]] = Path(volume["hostPath"]["path"])
         elif "emptyDir" in volume:
             found[volume["name"]] = root / volume["name"]
         elif "projected" not in volume and "secret" not in volume and "configMap" not in volume:
             kind = next((name for name in volume if name != "name"), "nothing")
-            raise ConfigError(f"volume {volume['name']}: the local node has hostPath and emptyDir, not {kind}")
+            raise ConfigError(f"volume {volume['name']}: the local node has hostPath, emptyDir and claims, not {kind}")
     return found
 
 

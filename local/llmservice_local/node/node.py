@@ -18,7 +18,7 @@ from aiohttp import ClientSession, TCPConnector
 
 from llmservice_local.api.discovery import VERSION
 from llmservice_local.api.errors import ApiError
-from llmservice_local.client import CONFIG_MAPS, NODES, PODS, SECRETS, KubeClient
+from llmservice_local.client import CLAIMS, CONFIG_MAPS, NODES, PODS, SECRETS, KubeClient
 from llmservice_local.control.controller import timestamp
 from llmservice_local.control.events import Recorder
 from llmservice_local.control.informer import Informers
@@ -99,7 +99,7 @@ class Node:
         return None
 
     async def _work(self, session: ClientSession, addresses: AddressBlock) -> None:
-        for resource in (PODS, CONFIG_MAPS, SECRETS):
+        for resource in (PODS, CONFIG_MAPS, SECRETS, CLAIMS):
             await self._informers[resource].synced.wait()
         self._informers[PODS].listeners.append(self._wake.set)
         self._wake.set()
@@ -143,6 +143,7 @@ class Node:
             logs_root=self._settings.state_dir / "logs",
             volumes_root=self._settings.state_dir / "volumes",
             lookup=self._lookup,
+            claims=lambda name: self._claim(pod["metadata"]["namespace"], name),
             backoff_s=self._settings.restart_backoff_s,
         )
 
@@ -161,6 +162,14 @@ class Node:
         if kind == "secret":
             return {key: base64.b64decode(value).decode(errors="replace") for key, value in data.items()}
         return data
+
+    def _claim(self, namespace: str, name: str) -> Path | None:
+        """The folder behind a claim: one for all pods that mount it, kept as long as the cluster's state."""
+        if self._informers[CLAIMS].get(namespace, name) is None:
+            return None
+        folder = self._settings.state_dir / "claims" / namespace / name
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
 
     async def _stop_all(self) -> None:
         """End every pod's processes at once: the cluster is going, and nobody is left to drain for."""

@@ -18,7 +18,14 @@ from llmservice_local.client import PODS, KubeClient
 from llmservice_local.control.controller import timestamp
 from llmservice_local.control.events import Recorder
 from llmservice_local.node.container import Container, ContainerHost, Launch
-from llmservice_local.node.container_spec import command_line, container_mounts, environment, translate, volume_paths
+from llmservice_local.node.container_spec import (
+    Claims,
+    command_line,
+    container_mounts,
+    environment,
+    translate,
+    volume_paths,
+)
 from llmservice_local.node.logs import PodLogs
 from llmservice_local.node.pod_status import pod_status
 
@@ -41,6 +48,7 @@ class PodHost:
     volumes_root: Path
     lookup: Callable[[str, str, str], dict[str, str] | None]
     """(`configmap` or `secret`, namespace, name) -> its data."""
+    claims: Claims
     backoff_s: float
 
 
@@ -139,13 +147,16 @@ class PodWorker:
         pod = {**self.pod, "status": {**(self.pod.get("status") or {}), "podIP": self.address}}
         pod["status"]["hostIP"] = self._host.host_ip
         metadata = pod["metadata"]
-        volumes = volume_paths(pod, self._host.volumes_root / metadata["uid"])
+        volumes = volume_paths(pod, self._host.volumes_root / metadata["uid"], self._host.claims)
         for name, path in volumes.items():
             if path.is_relative_to(self._host.volumes_root):
                 path.mkdir(parents=True, exist_ok=True)
             elif not path.exists():
                 _LOG.info("volume %s of pod %s: %s does not exist", name, metadata["name"], path)
         mounts = container_mounts(spec, volumes)
+        for mount in spec.get("volumeMounts") or []:  # a subPath that is missing is made, as the kubelet does
+            if mount.get("subPath") and mount["mountPath"] in mounts and volumes[mount["name"]].is_dir():
+                mounts[mount["mountPath"]].mkdir(parents=True, exist_ok=True)
         given = environment(spec, pod, lambda kind, name: self._host.lookup(kind, metadata["namespace"], name))
         own = {name: translate(value, mounts) for name, value in given.items()}
         env = {**self._host.base_env, "HOSTNAME": metadata["name"], "LLMSERVICE_HOST": self.address, **own}

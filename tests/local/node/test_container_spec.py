@@ -18,6 +18,11 @@ from llmservice_local.node.container_spec import (
     volume_paths,
 )
 
+
+def no_claims(name: str) -> None:
+    """No claim exists."""
+
+
 POD: dict[str, Any] = {
     "metadata": {"name": "p", "namespace": "n", "uid": "u", "labels": {"app": "web"}},
     "spec": {"nodeName": "node", "containers": [], "serviceAccountName": "sa"},
@@ -89,7 +94,7 @@ def test_command_without_an_image_must_be_given() -> None:
 
 def test_paths_below_a_mount_become_the_volumes_own(tmp_path: Path) -> None:
     pod = {"spec": {"volumes": [{"name": "m", "emptyDir": {}}, {"name": "h", "hostPath": {"path": "/srv/data"}}]}}
-    volumes = volume_paths(pod, tmp_path)
+    volumes = volume_paths(pod, tmp_path, no_claims)
     mounts = container_mounts(
         {
             "volumeMounts": [
@@ -116,11 +121,16 @@ def test_file_that_is_really_there_wins_over_a_mount(tmp_path: Path) -> None:
 
 
 def test_volume_that_the_node_does_not_have_is_named() -> None:
-    pod = {"spec": {"volumes": [{"name": "v", "persistentVolumeClaim": {"claimName": "c"}}]}}
-    with pytest.raises(
-        ConfigError, match="volume v: the local node has hostPath and emptyDir, not persistentVolumeClaim"
-    ):
-        volume_paths(pod, Path("/x"))
+    pod = {"spec": {"volumes": [{"name": "v", "image": {"reference": "registry/model"}}]}}
+    with pytest.raises(ConfigError, match="volume v: the local node has hostPath, emptyDir and claims, not image"):
+        volume_paths(pod, Path("/x"), no_claims)
+
+
+def test_claim_is_a_folder_that_pods_share_once_it_is_there() -> None:
+    pod = {"spec": {"volumes": [{"name": "v", "persistentVolumeClaim": {"claimName": "models"}}]}}
+    assert volume_paths(pod, Path("/x"), {"models": Path("/claims/models")}.get) == {"v": Path("/claims/models")}
+    with pytest.raises(ConfigError, match='persistentvolumeclaim "models" not found'):
+        volume_paths(pod, Path("/x"), no_claims)
 
 
 def test_figures_of_a_container_are_numbers() -> None:
