@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from llmservice_operator.child import CHILD_KINDS
-from llmservice_operator.children import expected_children, service_url
+from llmservice_operator.children import expected_children, expected_pod_monitor, service_url
 from llmservice_operator.sizing import Sized
 
 ALWAYS = {"ServiceAccount", "Service", "PodDisruptionBudget", "Deployment"}
@@ -78,3 +78,13 @@ def test_the_longest_name_leaves_room_for_what_is_derived_from_it(manifest_of: A
 
 def test_the_url_is_the_service_inside_the_cluster(service_of: Any) -> None:
     assert service_url(service_of()) == "http://tiny.team-a.svc:8000/v1"
+
+
+def test_a_pod_monitor_names_the_service_in_the_label_that_alerts_and_dashboards_read(service_of: Any) -> None:
+    monitor = expected_pod_monitor(service_of(monitoring={"podMonitor": True, "interval": "5s"}))
+
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    assert (endpoint["port"], endpoint["path"], endpoint["interval"]) == ("http", "/metrics", "5s")
+    (relabeling,) = endpoint["relabelings"]
+    assert relabeling["targetLabel"] == "service"
+    assert relabeling["sourceLabels"] == ["__meta_kubernetes_pod_label_app_kubernetes_io_instance"]

@@ -404,8 +404,16 @@ async def test_a_foreign_deployment_of_that_name_is_not_taken_over(world: World,
     assert (await world.condition("Ready"))["reason"] == "NameConflict"
 
 
-async def test_a_pod_monitor_is_left_out_where_its_crd_is_missing(world: World, manifest_of: Any) -> None:
-    await world.create_service(manifest_of(monitoring={"podMonitor": True}))
+MONITORING = pytest.mark.parametrize(
+    ("field", "kind"), [("podMonitor", "PodMonitor"), ("prometheusRule", "PrometheusRule")]
+)
+
+
+@MONITORING
+async def test_what_prometheus_reads_is_left_out_where_its_crd_is_missing(
+    world: World, manifest_of: Any, field: str, kind: str
+) -> None:
+    await world.create_service(manifest_of(monitoring={field: True}))
 
     await world.run_pass()
 
@@ -413,35 +421,37 @@ async def test_a_pod_monitor_is_left_out_where_its_crd_is_missing(world: World, 
     assert (await world.condition("SizingValid"))["status"] == "True"
 
 
-async def test_a_pod_monitor_comes_and_goes_as_it_is_asked_for(world: World, manifest_of: Any) -> None:
+@MONITORING
+async def test_what_prometheus_reads_comes_and_goes_as_it_is_asked_for(
+    world: World, manifest_of: Any, field: str, kind: str
+) -> None:
+    plural = CHILD_KINDS[kind].plural
     version = {
         "name": "v1",
         "served": True,
         "storage": True,
         "schema": {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}},
     }
-    names = {"kind": "PodMonitor", "listKind": "PodMonitorList", "plural": "podmonitors", "singular": "podmonitor"}
+    names = {"kind": kind, "listKind": f"{kind}List", "plural": plural, "singular": kind.lower()}
     spec = {"group": "monitoring.coreos.com", "scope": "Namespaced", "names": names, "versions": [version]}
     definition = {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
-        "metadata": {"name": "podmonitors.monitoring.coreos.com"},
+        "metadata": {"name": f"{plural}.monitoring.coreos.com"},
         "spec": spec,
     }
     definitions = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
     await world.kube.request("POST", definitions, body=definition, content_type="application/json")
-    await world.create_service(manifest_of(monitoring={"podMonitor": True, "interval": "5s"}))
+    await world.create_service(manifest_of(monitoring={field: True, "labels": {"release": "stack"}}))
 
     await world.run_pass()
-    monitor = await world.kube.get_child(CHILD_KINDS["PodMonitor"], "team-a", "tiny")
-    assert monitor is not None
-    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
-    assert (endpoint["port"], endpoint["path"], endpoint["interval"]) == ("http", "/metrics", "5s")
-    assert [each["targetLabel"] for each in endpoint["relabelings"]] == ["service"]
+    child = await world.kube.get_child(CHILD_KINDS[kind], "team-a", "tiny")
+    assert child is not None
+    assert child["metadata"]["labels"]["release"] == "stack"
 
-    await world.kube.request("PATCH", f"{SERVICES}/tiny", body={"spec": {"monitoring": {"podMonitor": False}}})
+    await world.kube.request("PATCH", f"{SERVICES}/tiny", body={"spec": {"monitoring": {field: False}}})
     await world.run_pass(after_s=1)
-    assert await world.kube.get_child(CHILD_KINDS["PodMonitor"], "team-a", "tiny") is None
+    assert await world.kube.get_child(CHILD_KINDS[kind], "team-a", "tiny") is None
 
 
 async def test_a_service_that_is_gone_ends_its_passes(world: World) -> None:
