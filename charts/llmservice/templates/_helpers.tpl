@@ -117,7 +117,7 @@ capabilities: {drop: [ALL]}
   verbs: [get, list, watch, patch]
 - apiGroups: [""]
   resources: [events]
-  verbs: [create]
+  verbs: [create, patch]
 {{- end -}}
 
 {{- define "llmservice.gatewayRules" -}}
