@@ -21,6 +21,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
         ({"replicas": 2, "autoscaling": {"minReplicas": 1, "maxReplicas": 2}}, "spec"),
         ({"model": {"uri": "ftp://example/model"}}, "spec.model"),
         ({"model": {}}, "spec.model.uri"),
+        ({"model": {"uri": "pvc://claim/a", "cache": {"claimName": "c"}}}, "spec.model"),
+        ({"model": {"uri": "hf://org/a@v1", "revision": "v2"}}, "spec.model"),
+        ({"model": {"uri": "s3://bucket/a", "s3": {"endpoint": "minio:9000"}}}, "spec.model.s3.endpoint"),
         ({"engine": {"maxNumSeqs": 4096}}, "spec.engine.maxNumSeqs"),
         ({"engine": {"maxModelLen": "long"}}, "spec.engine.maxModelLen"),
         ({"slo": {"ttftP99": "fast"}}, "spec.slo.ttftP99"),
@@ -42,7 +45,7 @@ def test_the_api_refuses_it_and_names_the_field(kube: Kube, cluster: Cluster, sp
         ("outside", {"model": {"uri": "file:///../etc"}}, "leaves the operator"),
         ("no-such-card", {"resources": {"gpu": {"count": 1, "product": "h1000"}}}, "h1000"),
         ("too-big", {"engine": {"maxModelLen": 2048}, "resources": {"requests": {"memory": "64Mi"}}}, "memory"),
-        ("later", {"model": {"uri": "s3://bucket/model"}}, "s3://"),
+        ("no-image", {"model": {"uri": "oci://registry/model --privileged"}}, "is not oci://"),
     ],
 )
 def test_what_passes_the_schema_but_cannot_work_becomes_a_condition(

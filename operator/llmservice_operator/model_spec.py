@@ -52,7 +52,7 @@ class ModelCache(SchemaModel):
     sub_path: str | None = Field(
         None,
         max_length=256,
-        pattern=r"^[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*$",
+        pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*$",
         description="Folder of the volume that holds the cache; absent: the whole volume.",
     )
 

@@ -15,6 +15,7 @@ from llmservice_operator.decision_log import resume
 from llmservice_operator.event_recorder import EventRecorder
 from llmservice_operator.events import scaled_event, transition_events
 from llmservice_operator.feasibility import Feasibility, assess
+from llmservice_operator.image_volume import image_volume_trouble
 from llmservice_operator.kube_client import KubeClient, KubeError
 from llmservice_operator.load import Load
 from llmservice_operator.merge_patch import merge_patch
@@ -214,7 +215,9 @@ class Reconciler:
         if decision.replicas < seen.current and load is not None:
             await self._mark_cheapest(seen, load)
         children = expected_children(seen.service, sizing, decision.replicas, self.server_image, self.peers)
-        return await self.applier.apply(children, seen.service.metadata.uid)
+        refusals = await self.applier.apply(children, seen.service.metadata.uid)
+        dropped = image_volume_trouble(sizing.model.location, seen.deployment)
+        return refusals if dropped is None else [*refusals, Refusal("Deployment", dropped)]
 
     async def _mark_cheapest(self, seen: Observation, load: Load) -> None:
         """Tell Kubernetes which pods hold least work: it removes those with the lowest cost first."""

@@ -18,7 +18,10 @@ from llmservice_operator.resource import LLMService
 ROOT = Path(__file__).parents[2]
 SERVICES = "/apis/serving.llmservice.io/v1alpha1/namespaces/team-a/llmservices"
 EXAMPLES = [
-    pytest.param(yaml.safe_load(path.read_text()), id=path.stem) for path in sorted((ROOT / "examples").glob("*.yaml"))
+    pytest.param(document, id=path.stem)
+    for path in sorted((ROOT / "examples").glob("*.yaml"))
+    for document in yaml.safe_load_all(path.read_text())
+    if document["kind"] == "LLMService"
 ]
 
 
@@ -96,6 +99,20 @@ async def test_defaults_are_filled_in_by_the_api_server(kube: KubeClient, manife
         ({"model": {"uri": "ftp://x/y"}}, "spec.model", "uri must be"),
         ({"model": {"uri": "file://relative"}}, "spec.model", "uri must be"),
         ({"model": {}}, "spec.model.uri", "Required"),
+        ({"model": {"uri": "oci://image"}}, "spec.model", "uri must be"),
+        ({"model": {"uri": "pvc://c/a", "revision": "v1"}}, "spec.model", "revision is for hf://"),
+        ({"model": {"uri": "hf://o/a@v1", "revision": "v2"}}, "spec.model", "revision is for hf://"),
+        ({"model": {"uri": "hf://o/a", "revision": "$(x)"}}, "spec.model.revision", "$(x)"),
+        ({"model": {"uri": "s3://b/a", "secretRef": {"name": "s"}}}, "spec.model", "s3.credentialsSecretRef"),
+        ({"model": {"uri": "hf://o/a", "s3": {"region": "eu-1"}}}, "spec.model", "s3 is for s3://"),
+        ({"model": {"uri": "s3://b/a", "s3": {"endpoint": "minio:9000"}}}, "spec.model.s3.endpoint", "minio:9000"),
+        ({"model": {"uri": "pvc://c/a", "cache": {"claimName": "c"}}}, "spec.model", "cache is for models"),
+        ({"model": {"uri": "hf://o/a", "cache": {}}}, "spec.model.cache.claimName", "Required"),
+        (
+            {"model": {"uri": "hf://o/a", "cache": {"claimName": "c", "subPath": "../up"}}},
+            "spec.model.cache.subPath",
+            "../up",
+        ),
         ({"replicas": -1}, "spec.replicas", "0"),
         ({"engine": {"maxNumSeqs": "many"}}, "spec.engine.maxNumSeqs", "auto"),
         ({"engine": {"maxNumSeqs": 4096}}, "spec.engine.maxNumSeqs", "1024"),

@@ -46,14 +46,14 @@ _REMEDIES = {
     "Unsupported": "Change the field that is named; the server can't do that yet.",
     "UnsupportedModel": "Choose a model of a family that is named.",
     # model source
-    "UnsupportedURI": "Use one of the schemes that are named in spec.model.uri.",
     "InvalidURI": "Correct spec.model.uri.",
     "FileModelsDisabled": "Use hf:// or pvc://, or start the operator with --file-models-root.",
     "ModelNotFound": "Correct spec.model.uri, or put the model there.",
-    "ModelForbidden": "Give the operator a token (HF_TOKEN), or the model's figures in spec.model.shape.",
+    "ModelForbidden": "Name the Secret with the hub's token in spec.model.secretRef, or give the operator one (HF_TOKEN).",
     "ModelUnreachable": "Check the operator's network, or give the model's figures in spec.model.shape.",
     "ModelUnreadable": "Correct the checkpoint's config.json, or choose another revision.",
-    "ShapeUnknown": "Give the model's figures in spec.model.shape; they are in its config.json.",
+    "AwaitingPod": "Wait for the first pod, or give the model's figures in spec.model.shape; they are in its config.json.",
+    "ImageVolumesUnsupported": "Turn the feature on in the cluster, or serve the model from hf://, s3:// or pvc://.",
     # scaling and promises
     "NoMetrics": "Replicas are held. See that the operator reaches the pods' port 8000 or Prometheus"
     " (its log says which fails).",
