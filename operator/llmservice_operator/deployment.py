@@ -121,7 +121,7 @@ def _cpu_memory_args(service: LLMService, sized: Sized) -> list[str]:
 
 
 def _server(service: LLMService, sized: Sized, image: str) -> Manifest:
-    given = [variable.model_dump(by_alias=True, exclude_none=True) for variable in service.spec.pod_template.env]
+    given = _given_environment(service)
     names = {variable["name"] for variable in given}
     return {
         "name": CONTAINER,
@@ -144,9 +144,13 @@ def _server(service: LLMService, sized: Sized, image: str) -> Manifest:
     }
 
 
+def _given_environment(service: LLMService) -> list[Manifest]:
+    return [variable.model_dump(by_alias=True, exclude_none=True) for variable in service.spec.pod_template.env]
+
+
 def _init_containers(service: LLMService, sized: Sized, image: str) -> dict[str, Any]:
     """The download, where there is one; a Secret goes to this container and no other."""
-    fetch = fetch_container(service.spec.model, sized.model, PORT)
+    fetch = fetch_container(service.spec.model, sized.model, PORT, _given_environment(service))
     if fetch is None:
         return {}
     requests = {**_requests(service), **storage_request(service.spec.model, sized.model)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from llmservice_operator.model_location import MODELS_MOUNT, ModelLocation
 from llmservice_operator.model_source import Model
 from llmservice_operator.model_spec import ModelSource
@@ -12,11 +14,13 @@ _GIB = 2**30
 _MIB = 2**20
 _AWS_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 _OPTIONAL = "AWS_SESSION_TOKEN"
+_WAY_OUT = frozenset({"HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "SSL_CERT_FILE", "SSL_CERT_DIR"})
 
 
-def fetch_container(source: ModelSource, model: Model, port: int) -> Manifest | None:
+def fetch_container(source: ModelSource, model: Model, port: int, env: Sequence[Manifest] = ()) -> Manifest | None:
     """What of the init container is about the model; None where nothing is downloaded.
 
+    Of the pod's `env` it takes over the way out of the cluster: proxies and certificates.
     It answers /progress on the pod's own port, which nobody else listens on yet. Secrets reach this container alone.
     """
     location = model.location
@@ -27,7 +31,7 @@ def fetch_container(source: ModelSource, model: Model, port: int) -> Manifest | 
         "name": FETCH_CONTAINER,
         "command": ["llmservice"],
         "args": [*args, "--shared"] if source.cache else args,
-        "env": _environment(source, location),
+        "env": [*(one for one in env if one["name"].upper() in _WAY_OUT), *_environment(source, location)],
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
 

@@ -65,7 +65,9 @@ class PodTemplate(SchemaModel):
         default_factory=dict, max_length=32, description="Annotations added to the pods; the operator's own win."
     )
     env: list[EnvVar] = Field(
-        default_factory=list, max_length=64, description="Environment variables added to the server's container."
+        default_factory=list,
+        max_length=64,
+        description="Environment variables added to the server's container; proxies and CAs also to the download's.",
     )
     image_pull_secrets: list[PullSecret] = Field(
         default_factory=list, max_length=8, description="Secrets that the server's image is pulled with."

@@ -19,8 +19,10 @@ GIB = 2**30
 def pod_of(service_of: Any, model: Model) -> Any:
     """The pod of a service with this `spec.model`."""
 
-    def build(*, weights_file_bytes: int | None = None, hub: str | None = None, **fields: Any) -> dict[str, Any]:
-        service = service_of(model=fields)
+    def build(
+        *, weights_file_bytes: int | None = None, hub: str | None = None, env: Any = (), **fields: Any
+    ) -> dict[str, Any]:
+        service = service_of(model=fields, podTemplate={"env": list(env)})
         location = locate(service.spec.model, None, hub)
         sized = size(service.spec, replace(model, location=location, weights_file_bytes=weights_file_bytes))
         assert isinstance(sized, Sized)
@@ -81,6 +83,14 @@ def test_a_shared_cache_is_written_by_the_download_and_read_by_the_server(pod_of
     assert _models(spec) == {"persistentVolumeClaim": {"claimName": "cache"}}
     assert _mount(fetch) == {"name": "models", "mountPath": "/models", "readOnly": False, "subPath": "llms"}
     assert _mount(server) == {"name": "models", "mountPath": "/models", "readOnly": True, "subPath": "llms"}
+
+
+def test_a_download_takes_the_proxy_that_the_pod_is_given_and_nothing_else_of_its_environment(pod_of: Any) -> None:
+    env = [{"name": "https_proxy", "value": "http://proxy:3128"}, {"name": "SECRET", "value": "no"}]
+    (fetch,) = pod_of(uri="hf://org/name", env=env)["initContainers"]
+
+    assert _environment(fetch)["https_proxy"] == "http://proxy:3128"
+    assert "SECRET" not in _environment(fetch)
 
 
 def test_the_nodes_disk_is_asked_for_room_where_the_size_is_known(pod_of: Any) -> None:

@@ -49,10 +49,10 @@ _REMEDIES = {
     "InvalidURI": "Correct spec.model.uri.",
     "FileModelsDisabled": "Use hf:// or pvc://, or start the operator with --file-models-root.",
     "ModelNotFound": "Correct spec.model.uri, or put the model there.",
-    "ModelForbidden": "Name the Secret with the hub's token in spec.model.secretRef, or give the operator one (HF_TOKEN).",
+    "ModelForbidden": "Name the Secret with the hub's token in spec.model.secretRef, or give the operator one.",
     "ModelUnreachable": "Check the operator's network, or give the model's figures in spec.model.shape.",
     "ModelUnreadable": "Correct the checkpoint's config.json, or choose another revision.",
-    "AwaitingPod": "Wait for the first pod, or give the model's figures in spec.model.shape; they are in its config.json.",
+    "AwaitingPod": "Wait for the first pod, or give the figures of the model's config.json in spec.model.shape.",
     "ImageVolumesUnsupported": "Turn the feature on in the cluster, or serve the model from hf://, s3:// or pvc://.",
     # scaling and promises
     "NoMetrics": "Replicas are held. See that the operator reaches the pods' port 8000 or Prometheus"

@@ -100,4 +100,6 @@ def _download(
         files
     )
     still_ours()
+    for stale in directory.glob(".*.part"):  # of a version that the source no longer has
+        stale.unlink(missing_ok=True)
     mark_completed(directory, uri, names)

@@ -53,6 +53,16 @@ def test_a_file_that_went_missing_is_fetched_again(hub: ModelHub, fetched: Fetch
     assert set(hub.sent) <= {"", "tokenizer.json"}  # the list of files, and the one
 
 
+def test_what_was_begun_of_a_version_that_is_gone_is_cleared_away(
+    hub: ModelHub, fetched: Fetched, tmp_path: Path
+) -> None:
+    stale = tmp_path / "model" / ".model.safetensors.0123456789ab.part"
+    stale.parent.mkdir()
+    stale.write_bytes(b"old")
+    assert fetched("hf://org/open")["model.safetensors"] == hub.files["model.safetensors"]
+    assert not stale.exists()
+
+
 @pytest.mark.parametrize(
     ("uri", "words"),
     [
