@@ -127,6 +127,17 @@ ROWS = (
                 ),
             ),
             Panel(
+                "Leaders",
+                "One process may write at any moment; 0 means that nothing is scaled or repaired.",
+                "none",
+                (Query("sum(llmservice_operator_leader)", "leaders"),),
+            ),
+        ),
+    ),
+    Row(
+        "API server, as the operator sees it",
+        (
+            Panel(
                 "API requests by verb and code",
                 "In steady state the operator writes nothing.",
                 "reqps",
@@ -145,10 +156,15 @@ ROWS = (
                 p50_p99("llmservice_operator_api_request_seconds", "", ""),
             ),
             Panel(
-                "Leaders",
-                "One process may write at any moment; 0 means that nothing is scaled or repaired.",
-                "none",
-                (Query("sum(llmservice_operator_leader)", "leaders"),),
+                "What watches missed",
+                "Objects that a resync found otherwise than the operator knew them; they were put right then.",
+                "short",
+                (
+                    Query(
+                        "sum(increase(llmservice_operator_resync_differences_total[$__range]))",
+                        "differences",
+                    ),
+                ),
             ),
         ),
     ),

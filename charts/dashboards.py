@@ -9,26 +9,26 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import ModuleType
 
 import dashboard_autoscaler
 import dashboard_engine
 import dashboard_service
-from grafana import dashboard
+from grafana import OPERATOR, SERVERS, Row, dashboard
 
 FOLDER = Path(__file__).parent / "llmservice" / "files" / "dashboards"
-MODULES: dict[str, ModuleType] = {
-    "service": dashboard_service,
-    "engine": dashboard_engine,
-    "autoscaler": dashboard_autoscaler,
+BOARDS: dict[str, tuple[tuple[Row, ...], str | None, tuple[str, str]]] = {
+    "service": (dashboard_service.ROWS, dashboard_service.__doc__, SERVERS),
+    "engine": (dashboard_engine.ROWS, dashboard_engine.__doc__, SERVERS),
+    "autoscaler": (dashboard_autoscaler.ROWS, dashboard_autoscaler.__doc__, OPERATOR),
 }
+"""Panels, what they are about, and the metric and label that name the services to choose from."""
 
 
 def outputs() -> dict[Path, str]:
-    """What the generated files should hold now; a dashboard's description is its module's first line."""
+    """What the generated files should hold now."""
     found = {}
-    for name, module in MODULES.items():
-        content = dashboard(f"llmservice-{name}", f"LLM / {name.title()}", module.__doc__ or "", module.ROWS)
+    for name, (rows, description, services) in BOARDS.items():
+        content = dashboard(f"llmservice-{name}", f"LLM / {name.title()}", description or "", rows, services)
         found[FOLDER / f"{name}.json"] = json.dumps(content, indent=1) + "\n"
     return found
 

@@ -13,8 +13,9 @@ from typing import Any
 Json = dict[str, Any]
 
 WIDTH, HEIGHT = 24, 8
-SERVICES = "llmservice_num_requests_running"
-"""The metric whose series tell which services there are."""
+SERVERS = ("llmservice_num_requests_running", "service")
+"""Metric and label that tell which services have servers; what never came up is known to the operator only."""
+OPERATOR = ("llmservice_operator_desired_replicas", "name")
 _DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 
@@ -92,8 +93,8 @@ _GRAPH_OPTIONS: Json = {
 }
 
 
-def dashboard(uid: str, title: str, description: str, rows: Sequence[Row]) -> Json:
-    """A dashboard with the variables that its queries use."""
+def dashboard(uid: str, title: str, description: str, rows: Sequence[Row], services: tuple[str, str]) -> Json:
+    """A dashboard with the variables that its queries use; `services` is the metric and label that name services."""
     return {
         "uid": uid,
         "title": title,
@@ -106,7 +107,7 @@ def dashboard(uid: str, title: str, description: str, rows: Sequence[Row]) -> Js
         "refresh": "30s",
         "time": {"from": "now-1h", "to": "now"},
         "timezone": "browser",
-        "templating": {"list": _variables()},
+        "templating": {"list": _variables(*services)},
         "annotations": {"list": []},
         "links": [
             {"type": "dashboards", "tags": ["llmservice"], "title": "LLM", "keepTime": True, "includeVars": True}
@@ -115,12 +116,12 @@ def dashboard(uid: str, title: str, description: str, rows: Sequence[Row]) -> Js
     }
 
 
-def _variables() -> list[Json]:
+def _variables(metric: str, label: str) -> list[Json]:
     source: Json = {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"}
     return [
         source | {"refresh": 1, "multi": False, "includeAll": False, "hide": 0},
-        _label_variable("namespace", "Namespace", f"label_values({SERVICES}, namespace)"),
-        _label_variable("service", "Service", f'label_values({SERVICES}{{namespace=~"$namespace"}}, service)'),
+        _label_variable("namespace", "Namespace", f"label_values({metric}, namespace)"),
+        _label_variable("service", "Service", f'label_values({metric}{{namespace=~"$namespace"}}, {label})'),
     ]
 
 

@@ -128,7 +128,7 @@ def unanswered(cluster: Cluster) -> list[str]:
 
 def executable(expr: str) -> str:
     """A panel's query with the variables filled in as Grafana does for `All`."""
-    for variable, value in (("$__rate_interval", "1m"), ("$namespace", ".*"), ("$service", ".*")):
+    for variable, value in (("$__rate_interval", "1m"), ("$__range", "5m"), ("$namespace", ".*"), ("$service", ".*")):
         expr = expr.replace(variable, value)
     return expr
 

@@ -54,7 +54,15 @@ def test_panels_are_told_apart_and_do_not_overlap(board: dict[str, Any]) -> None
 def test_variables_are_those_that_the_queries_use(board: dict[str, Any]) -> None:
     assert {variable["name"] for variable in board["templating"]["list"]} == VARIABLES
     used = set(re.findall(r"\$\{?(\w+)", json.dumps([panel["targets"] for panel in panels_of(board)])))
-    assert used <= VARIABLES | {"__rate_interval", "1"}, "$1 is label_replace's own"
+    assert used <= VARIABLES | {"__rate_interval", "__range", "1"}, "$1 is label_replace's own"
+
+
+def test_services_are_chosen_by_what_their_dashboard_reads() -> None:
+    """What never came up has no servers to scrape, and is found on the autoscaler's dashboard all the same."""
+    asked = {name: board["templating"]["list"][2]["query"]["query"] for name, board in ALL.items()}
+    assert asked["service"] == asked["engine"]
+    assert "llmservice_num_requests_running" in asked["service"]
+    assert "llmservice_operator_desired_replicas" in asked["autoscaler"]
 
 
 @pytest.mark.parametrize("panel", EVERY_PANEL)
@@ -80,7 +88,7 @@ def test_p99_never_stands_alone_and_throughput_stands_beside_latency(board: dict
 @pytest.mark.parametrize("name", ALL)
 def test_promtool_can_parse_every_query(name: str, tmp_path: Path) -> None:
     targets = [target for panel in panels_of(ALL[name]) for target in panel["targets"]]
-    exprs = [re.sub(r"\$__rate_interval", "1m", target["expr"]) for target in targets]
+    exprs = [re.sub(r"\$__(rate_interval|range)", "1m", target["expr"]) for target in targets]
     rules = [{"record": f"query_{number}", "expr": expr} for number, expr in enumerate(exprs)]
     path = tmp_path / "rules.yaml"
     path.write_text(yaml.safe_dump({"groups": [{"name": "queries", "rules": rules}]}), encoding="utf-8")

@@ -94,11 +94,12 @@ class Cluster:
         await self.kube.create(DEFINITIONS, None, manifest)
 
         async def served() -> bool:
-            listed = await self.kube.request("GET", "/apis")
-            if "monitoring.coreos.com" not in {group["name"] for group in listed["groups"]}:
-                return False
-            resources = (await self.kube.request("GET", "/apis/monitoring.coreos.com/v1"))["resources"]
-            return plural in {resource["name"] for resource in resources}
+            try:
+                return bool(await self.kube.list(Resource("monitoring.coreos.com/v1", plural)))
+            except ApiError as error:
+                if error.code in {404, 429}:  # not yet, and "storage is (re)initializing"
+                    return False
+                raise
 
         await self.until(served)
 
@@ -174,6 +175,27 @@ async def test_api_takes_every_object(cluster: Cluster, values: dict[str, Any]) 
         await cluster.kube.create(NAMESPACES, None, manifest)
     release = await cluster.run("install", CHART, "release", values, create_namespace=True)
     assert release["status"] == "deployed"
+
+
+@pytest.mark.parametrize("cluster", ["real"], indirect=True)
+@pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
+async def test_restricted_namespaces_take_every_pod(cluster: Cluster, values: dict[str, Any]) -> None:
+    """The API server's own admission judges them, without creating any."""
+    labels = {"pod-security.kubernetes.io/enforce": "restricted"}
+    manifest = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "system", "labels": labels}}
+    await cluster.kube.create(NAMESPACES, None, manifest)
+    with helm.Chart.load(CHART) as chart:
+        rendered = chart.render(values, name="release", namespace="system")
+    manifests = [one for path, text in rendered.items() if path.endswith(".yaml") for one in yaml.safe_load_all(text)]
+    specs = [one["spec"]["template"]["spec"] for one in manifests if one and one["kind"] == "Deployment"]
+    specs += [one["spec"] for one in manifests if one and one["kind"] == "Pod"]
+    for spec in specs:
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "probe"}, "spec": spec}
+        pod["spec"].pop("priorityClassName", None)  # only kube-system may use the example's
+        await cluster.kube.request("POST", PODS.path("system"), pod, query={"dryRun": "All"})
+    specs[0]["securityContext"]["runAsNonRoot"] = False
+    with pytest.raises(ApiError, match="restricted"):
+        await cluster.kube.request("POST", PODS.path("system"), pod | {"spec": specs[0]}, query={"dryRun": "All"})
 
 
 async def test_a_part_that_is_turned_off_goes_with_the_upgrade(cluster: Cluster) -> None:
