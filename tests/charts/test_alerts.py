@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -14,6 +15,9 @@ from llmservice_operator.alerts import rule_file, service_groups
 HERE = Path(__file__).parent
 RULES = HERE.parents[1] / "charts" / "llmservice" / "files" / "alerts.yaml"
 UNIT_TESTS = HERE / "alerts_test.yaml"
+
+PROMISED_S = {"slow": 2.0, "calm": 6.0, "idle": 2.0}
+"""What the unit tests' services promise."""
 
 PROMTOOL = shutil.which("promtool")
 needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="needs promtool (Debian: apt-get install prometheus)")
@@ -46,6 +50,18 @@ def test_promtool_finds_no_fault_with_the_rules_of_one_service(name: str, tmp_pa
 @needs_promtool
 def test_alerts_fire_when_they_should_and_only_then(tmp_path: Path) -> None:
     shutil.copy(RULES, tmp_path)
+    shutil.copy(UNIT_TESTS, tmp_path)
+    promtool("test", "rules", UNIT_TESTS.name, folder=tmp_path)
+
+
+@needs_promtool
+def test_rules_of_single_services_say_the_same_as_those_of_the_cluster(tmp_path: Path) -> None:
+    """The same unit tests, with a PrometheusRule's groups for every service in them instead of the cluster's rules."""
+    unit_tests = UNIT_TESTS.read_text(encoding="utf-8")
+    names = set(re.findall(r'(?:service|name)="(\w+)"', unit_tests)) - {"operator"}
+    groups = [group for name in names for group in service_groups("ns", name, PROMISED_S.get(name))]
+    groups += [group for group in rule_file()["groups"] if group["name"] == "llmservice-operator"]
+    (tmp_path / RULES.name).write_text(yaml.safe_dump({"groups": groups}), encoding="utf-8")
     shutil.copy(UNIT_TESTS, tmp_path)
     promtool("test", "rules", UNIT_TESTS.name, folder=tmp_path)
 
