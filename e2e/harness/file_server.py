@@ -31,6 +31,8 @@ class Asked:
     query: str
     authorization: str | None
     range: str | None
+    target: str = ""
+    """The path as it was sent, percent-encoded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, method: str) -> None:
         parts = urlsplit(self.path)
         given = self.headers.get
-        asked = Asked(method, unquote(parts.path), parts.query, given("authorization"), given("range"))
+        asked = Asked(method, unquote(parts.path), parts.query, given("authorization"), given("range"), parts.path)
         self._files.seen.append(asked)
         reply = self._files.find(asked)
         fault = self._files.take_fault(reply.file) if method == "GET" else None

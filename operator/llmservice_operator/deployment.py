@@ -56,7 +56,11 @@ def _pod_template(service: LLMService, sized: Sized, image: str) -> Manifest:
     return {
         "metadata": {
             "labels": {**template.labels, **labels.child_labels(service.name)},
-            "annotations": {**template.annotations, labels.SERVED_NAME: service.served_name},
+            "annotations": {
+                **template.annotations,
+                labels.SERVED_NAME: service.served_name,
+                labels.MODEL: service.spec.model.identity,
+            },
         },
         "spec": {
             "serviceAccountName": service.name,

@@ -12,6 +12,8 @@ PART_OF = "app.kubernetes.io/part-of"
 """What the chart's own pods, gateway and operator, carry with the value `APP`."""
 
 SERVED_NAME = f"{GROUP}/served-name"
+MODEL = f"{GROUP}/model"
+"""Annotation of a pod: the model that it was started with."""
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 
 APP = "llmservice"

@@ -147,3 +147,8 @@ class ModelSource(SchemaModel):
         description="The model's figures, where the operator can't read config.json before the pod runs (pvc://, s3://,"
         " oci://, gated models). Without them the server sizes itself.",
     )
+
+    @property
+    def identity(self) -> str:
+        """What tells this model from another one: a changed credential or cache makes it no other model."""
+        return self.uri if self.revision is None else f"{self.uri}@{self.revision}"

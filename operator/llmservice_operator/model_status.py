@@ -5,7 +5,8 @@ from __future__ import annotations
 from llmservice_operator.model_source import Figures, Model
 from llmservice_operator.model_spec import ModelSource
 from llmservice_operator.pod_model import Fetching
-from llmservice_operator.status import FetchStatus, ModelStatus
+from llmservice_operator.sizing_report import SizingReport
+from llmservice_operator.status import FetchStatus, ModelStatus, SizingStatus
 from llmservice_planner.shape import ModelShape, ShapeError
 
 _GIB = 2**30
@@ -24,6 +25,23 @@ def known_figures(status: ModelStatus | None, source: ModelSource) -> Figures | 
     if shape is None and status.figures_from != "pod":
         return None
     return Figures(status.figures_from, shape, status.weights_file_bytes)
+
+
+def remembered_report(sizing: SizingStatus | None, known: Figures, block_size: int) -> SizingReport | None:
+    """What a server told before, while none tells now: scaled to zero, or out of reach for a moment."""
+    if sizing is None or sizing.source != "pod":
+        return None
+    num_blocks = sizing.measured.blocks if sizing.measured else max(0, sizing.blocks - 1)
+    return SizingReport(
+        max_num_seqs=sizing.max_num_seqs,
+        max_model_len=sizing.max_model_len,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        weights_bytes=int(sizing.weights_gib * _GIB),
+        kv_cache_bytes=sizing.kv_bytes_per_token * (num_blocks + 1) * block_size,
+        activations_bytes=int(sizing.overhead_gib * _GIB),
+        shape=known.shape,
+    )
 
 
 def model_status(source: ModelSource, model: Model, fetching: Fetching | None) -> ModelStatus:

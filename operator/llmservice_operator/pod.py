@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from llmservice_operator import labels
 from llmservice_operator.deployment import CONTAINER
 from llmservice_operator.model_delivery import FETCH_CONTAINER
 from llmservice_operator.spec import Manifest
@@ -38,6 +39,8 @@ class Pod:
     ready_since_s: float | None = None
     trouble: Trouble | None = None
     deletion_cost: str | None = None
+    model: str | None = None
+    """The identity of the model that it was started with."""
     fetching: bool = False
     """Whether its init container downloads the model now."""
 
@@ -72,6 +75,7 @@ def pod_of(manifest: Manifest) -> Pod:
             one.get("name") == FETCH_CONTAINER and "running" in (one.get("state") or {})
             for one in status.get("initContainerStatuses") or []
         ),
+        model=(metadata.get("annotations") or {}).get(labels.MODEL),
         deletion_cost=(metadata.get("annotations") or {}).get("controller.kubernetes.io/pod-deletion-cost"),
     )
 

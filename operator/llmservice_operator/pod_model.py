@@ -81,9 +81,10 @@ class PodModels:
         answers = await asyncio.gather(*(self._progress(pod) for pod in busy))
         return together(len(busy), [one for one in answers if one is not None])
 
-    async def report(self, pods: Iterable[Pod]) -> SizingReport | None:
-        """How the newest serving pod sized itself; None where none tells."""
-        for pod in sorted((pod for pod in pods if pod.serves), key=lambda pod: (-pod.created_s, pod.name)):
+    async def report(self, pods: Iterable[Pod], model: str) -> SizingReport | None:
+        """How the newest pod that serves `model` sized itself; None where none tells."""
+        serving = [pod for pod in pods if pod.serves and pod.model == model]
+        for pod in sorted(serving, key=lambda pod: (-pod.created_s, pod.name)):
             key = (pod.uid, pod.restarts)
             if key in self._reports:
                 return self._reports[key]

@@ -20,7 +20,7 @@ from llmservice_operator.kube_client import KubeClient, KubeError
 from llmservice_operator.load import Load
 from llmservice_operator.merge_patch import merge_patch
 from llmservice_operator.metrics import OperatorMetrics
-from llmservice_operator.model_status import known_figures
+from llmservice_operator.model_status import known_figures, remembered_report
 from llmservice_operator.network_policy import DEFAULT_PEERS
 from llmservice_operator.object_cache import ObjectCache
 from llmservice_operator.overload import OverloadTimer
@@ -34,7 +34,6 @@ from llmservice_operator.signal_status import NOTED_EVERY_S
 from llmservice_operator.signals import Signals
 from llmservice_operator.sizer import ReadModel, Sizer
 from llmservice_operator.sizing import Sized, SizingProblem
-from llmservice_operator.sizing_report import SizingReport
 from llmservice_operator.spec import Manifest
 from llmservice_operator.startup import StartupTimes
 
@@ -52,8 +51,6 @@ class Memory:
     feasibility: Feasibility | None = None
     generation: int | None = None
     """Of the spec that the history was made under."""
-    report: SizingReport | None = None
-    """Of the newest server that sized itself."""
     noted_s: float | None = None
     """When the load's figures were last noted in the status."""
 
@@ -170,11 +167,11 @@ class Reconciler:
         """By what the status knows of the model; a server that sized itself is asked how."""
         spec = seen.service.spec
         known = known_figures(seen.service.status.model, spec.model)
-        sizing = await memory.sizer.size(spec, seen.now, known, memory.report)
-        if isinstance(sizing, SizingProblem) or not sizing.self_sized:
-            return sizing
-        memory.report = await self.pod_models.report(seen.pods) or memory.report
-        return await memory.sizer.size(spec, seen.now, known, memory.report)
+        report = None
+        if known is not None and known.source == "pod":
+            told = await self.pod_models.report(seen.pods, spec.model.identity)
+            report = told or remembered_report(seen.service.status.sizing, known, spec.engine.block_size)
+        return await memory.sizer.size(spec, seen.now, known, report)
 
     async def _load(self, seen: Observation, sizing: Sized | SizingProblem) -> Load | None:
         if not seen.serving or (isinstance(sizing, Sized) and sizing.max_num_seqs is None):

@@ -93,7 +93,11 @@ def test_the_users_labels_never_replace_the_operators(service_of: Any, sized: Si
 
     assert metadata["labels"]["app.kubernetes.io/instance"] == "tiny"
     assert metadata["labels"]["team"] == "a"
-    assert metadata["annotations"] == {"serving.llmservice.io/served-name": "tiny", "note": "b"}
+    assert metadata["annotations"] == {
+        "serving.llmservice.io/served-name": "tiny",
+        "serving.llmservice.io/model": "file:///tiny",
+        "note": "b",
+    }
 
 
 def test_the_users_environment_wins_over_the_operators(service_of: Any, sized: Sized) -> None:

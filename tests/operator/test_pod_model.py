@@ -13,6 +13,7 @@ from llmservice_operator.pod_model import Download, Fetching, PodModels, parse_p
 from llmservice_operator.sizing_report import parse_report
 
 GIB = 2**30
+MODEL = "pvc://weights/tiny"
 REPORT: dict[str, Any] = {
     "max_num_seqs": 7,
     "max_model_len": 256,
@@ -103,18 +104,20 @@ async def test_a_pod_that_does_not_answer_fetches_all_the_same(pod_models: PodMo
 
 
 async def test_a_servers_report_is_read_once_in_its_life(pod_models: PodModels, server: Server, pod_named: Any) -> None:
-    pod = pod_named("a", ip="127.0.0.1")
-    report = await pod_models.report([pod])
+    pod = pod_named("a", ip="127.0.0.1", model=MODEL)
+    report = await pod_models.report([pod], MODEL)
     assert report is not None
     assert (report.max_num_seqs, report.shape and report.shape.kv_heads) == (7, 2)
-    assert await pod_models.report([pod]) is report
+    assert await pod_models.report([pod], MODEL) is report
     assert server.asked == ["/sizing"]
-    await pod_models.report([pod_named("a", ip="127.0.0.1", restarts=1)])
+    await pod_models.report([pod_named("a", ip="127.0.0.1", restarts=1, model=MODEL)], MODEL)
     assert server.asked == ["/sizing", "/sizing"]
 
 
-async def test_nobody_who_does_not_serve_is_asked_for_a_report(
+async def test_nobody_who_does_not_serve_this_model_is_asked_for_a_report(
     pod_models: PodModels, server: Server, pod_named: Any
 ) -> None:
-    assert await pod_models.report([pod_named("a", ip="127.0.0.1", ready=False)]) is None
+    starting = pod_named("a", ip="127.0.0.1", ready=False, model=MODEL)
+    of_another_model = pod_named("b", ip="127.0.0.1", model="pvc://weights/earlier")
+    assert await pod_models.report([starting, of_another_model], MODEL) is None
     assert server.asked == []

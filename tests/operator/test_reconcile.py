@@ -637,6 +637,40 @@ async def test_a_restarted_operator_knows_the_shape_and_neither_sizes_nor_restar
     }
 
 
+async def test_what_a_server_told_outlives_it(world: World, manifest_of: Any) -> None:
+    await world.create_service(manifest_of(**ON_A_VOLUME))
+    await world.run_pass()
+    world.pods.sizing = SIZING
+    await world.start_pod("tiny-1", "127.0.0.1", load=(0, 0))
+    await world.run_pass(after_s=5)
+    before = await world.status()
+    await world.kube.request("DELETE", f"{NS}/pods/tiny-1", body={"gracePeriodSeconds": 0})
+
+    world.restarted()
+    await world.run_pass(after_s=5)
+
+    after = await world.status()
+    assert after["model"] == before["model"]
+    assert after["sizing"]["maxNumSeqs"] == before["sizing"]["maxNumSeqs"] == 5
+    assert (await world.condition("SizingValid"))["reason"] == "SizedByServer"
+
+
+async def test_another_model_is_not_taken_for_the_one_that_still_runs(world: World, manifest_of: Any) -> None:
+    await world.create_service(manifest_of(**ON_A_VOLUME))
+    await world.run_pass()
+    world.pods.sizing = SIZING
+    await world.start_pod("tiny-1", "127.0.0.1", load=(0, 0))
+    await world.run_pass(after_s=5)
+    await world.kube.request("PATCH", f"{SERVICES}/tiny", body={"spec": {"model": {"uri": "pvc://weights/other"}}})
+
+    await world.run_pass(after_s=5)
+    await world.run_pass(after_s=5)
+
+    model = (await world.status())["model"]
+    assert model == {"uri": "pvc://weights/other", "figuresFrom": "pod"}
+    assert (await world.condition("SizingValid"))["reason"] == "AwaitingPod"
+
+
 async def test_a_download_is_told_in_the_status_until_it_is_over(world: World, manifest_of: Any) -> None:
     source = {"uri": "s3://bucket/tiny", "s3": {"endpoint": "http://minio:9000"}}
     await world.create_service(manifest_of(model=source))

@@ -1,16 +1,21 @@
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Callable
+from hashlib import sha256
 
 import pytest
 
 from harness.file_server import Fault
 from harness.object_store import ObjectStore
 from llmservice_server.fetch.error import FetchError
-from llmservice_server.fetch.s3 import S3Source
+from llmservice_server.fetch.s3 import S3Source, _digest
+from llmservice_server.fetch.source import Digest
 
 WEIGHTS = "model.safetensors"
 URI = "s3://models/llms/tiny"
+MD5 = "0123456789abcdef" * 2
+SHA256 = sha256(b"content").digest()
 
 Fetched = Callable[[str], dict[str, bytes]]
 
@@ -88,3 +93,25 @@ def test_half_of_a_key_pair_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKID")
     with pytest.raises(FetchError, match="give both or neither"):
         S3Source.parse("models/a")
+
+
+@pytest.mark.parametrize(
+    ("headers", "digest"),
+    [
+        ({"etag": f'"{MD5}"'}, Digest("md5", MD5)),
+        ({"etag": f'"{MD5}-3"'}, None),  # uploaded in parts
+        ({"etag": f'"{MD5}"', "x-amz-server-side-encryption": "AES256"}, Digest("md5", MD5)),
+        ({"etag": f'"{MD5}"', "x-amz-server-side-encryption": "aws:kms"}, None),
+        ({"etag": f'"{MD5}-3"', "x-amz-checksum-sha256": b64encode(SHA256).decode()}, Digest("sha256", SHA256.hex())),
+        ({"etag": f'"{MD5}-3"', "x-amz-checksum-sha256": f"{b64encode(SHA256).decode()}-3"}, None),
+        ({"etag": '"opaque"'}, None),
+    ],
+)
+def test_only_what_is_a_checksum_of_the_whole_is_taken_for_one(headers: dict[str, str], digest: Digest | None) -> None:
+    assert _digest(headers) == digest
+
+
+def test_a_path_with_unusual_characters_is_asked_for_as_it_was_signed(store: ObjectStore, fetched: Fetched) -> None:
+    store.objects = {key.replace("tiny", "a b+c=d"): content for key, content in store.objects.items()}
+    assert WEIGHTS in fetched("s3://models/llms/a b+c=d")
+    assert f"/models/llms/a%20b%2Bc%3Dd/{WEIGHTS}" in {asked.target for asked in store.seen}
