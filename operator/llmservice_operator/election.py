@@ -60,16 +60,16 @@ class Election:
     async def acquire(self) -> None:
         """Wait until the lease is ours. An API server that is away is waited for."""
         said = ""
-        while self.left_s() <= 0:
+        while True:
             try:
                 await self._turn(read=True)
             except KubeError as error:
                 said = _say(said, f"the lease can't be read or written: {error}")
-            else:
-                holder = self._candidate.seen.holder if self._candidate.seen else ""
-                said = _say(said, f"waiting: {holder or 'nobody'} leads")
-            if self.left_s() <= 0:
-                await asyncio.sleep(self.timing.retry_s)
+            if self.left_s() > 0:
+                break
+            holder = self._candidate.seen.holder if self._candidate.seen else ""
+            said = _say(said, f"waiting: {holder} leads") if holder else said
+            await asyncio.sleep(self.timing.retry_s)
         logger.info("%s leads", self.identity)
 
     async def hold(self) -> None:

@@ -87,7 +87,7 @@ class Watches:
         self.forget(*key)
 
 
-def handlers(watches: Watches, kinds: Iterable[Followed], started: Callable[[], None]) -> kopf.OperatorRegistry:
+def handlers(watches: Watches, kinds: Iterable[Followed]) -> kopf.OperatorRegistry:
     """A registry of its own, so that two operators in one process never mix; `kinds` are those that are served."""
     registry = kopf.OperatorRegistry()
     kopf.on.login(registry=registry)(login)
@@ -111,10 +111,6 @@ def handlers(watches: Watches, kinds: Iterable[Followed], started: Callable[[], 
             param=followed.kind.name,
             registry=registry,
         )(changed)
-
-    @kopf.on.startup(registry=registry)
-    async def startup(**_: Any) -> None:
-        started()
 
     return registry
 

@@ -27,7 +27,7 @@ class Timing:
     """For how long the holder writes after the last renewal that succeeded."""
     renew_s: float = 2.0
     """Between two renewals."""
-    retry_s: float = 1.0
+    retry_s: float = 0.5
     """Between two looks at a lease that somebody else holds."""
 
     def __post_init__(self) -> None:

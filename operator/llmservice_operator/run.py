@@ -39,8 +39,10 @@ _CRD_RETRY_S = 2.0
 
 
 async def run_operator(settings: OperatorSettings, stop: asyncio.Event, take_signals: Callable[[], None]) -> None:
-    """Run until `stop` is set; raises LeadershipLostError. It wants an event loop of its own: kopf ends every task that
-    began after it, and takes the signals for itself until `take_signals` takes them back.
+    """Run until `stop` is set; raises LeadershipLostError.
+
+    It wants an event loop of its own: kopf ends every task that began after it, and takes the signals for itself, which
+    `take_signals` takes back.
     """
     async with AsyncExitStack() as stack:
         client = await KubeClient.connect()
@@ -76,17 +78,22 @@ async def run_operator(settings: OperatorSettings, stop: asyncio.Event, take_sig
         kinds = await _served_kinds(client)
         turn = Turn(loops, cache, resync, watches, _election(client, settings, metrics.process), settings.resync_s)
         metrics.process.hold(loops, cache)
-        await turn.run(
-            lambda stop_kopf: kopf.operator(
-                registry=handlers(watches, kinds, take_signals),
+
+        async def watch(until: asyncio.Event) -> None:
+            # As kopf.operator does it, but the signals stay ours: leaving begins with the Lease, not with the watches.
+            others = asyncio.all_tasks()
+            tasks = await kopf.spawn_tasks(
+                registry=handlers(watches, kinds),
                 settings=kopf_settings(kinds, settings.watch_silence_s),
                 standalone=True,
                 clusterwide=not settings.namespaces,
                 namespaces=settings.namespaces,
-                stop_flag=stop_kopf,
-            ),
-            stop,
-        )
+                stop_flag=until,
+            )
+            take_signals()
+            await kopf.run_tasks(tasks, ignored=others)
+
+        await turn.run(watch, stop)
 
 
 async def _served_kinds(client: KubeClient) -> list[Followed]:

@@ -120,7 +120,7 @@ async def test_one_works_and_the_other_takes_over_at_once_when_it_stops(elect: S
     first.process.send_signal(signal.SIGTERM)
     took_s = await until(lambda: second.works)
 
-    assert took_s < 10.0, "the lease was not given back: it ran out"
+    assert took_s < 2.0
     assert await first.ended() == 0
     await change_replicas(kube, 2)
     await until(lambda: has_replicas(kube, 2))

@@ -1,0 +1,297 @@
+"""The operator with 1,000 LLMServices: what it asks and writes when nothing changes, how fast it follows, its memory.
+
+All services are autoscaled and have one ready pod that is scraped in every pass; see fake_fleet.py for what is real and
+what is not. Four rounds: a spec changes here and there, two hundred change at once, the operator starts anew beside
+services that need nothing, and, with two replicas, one stops and one is killed. Figures and machine go to
+benchmarks/results/operator_scale.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+
+from fake_fleet import FakeFleet, api_server, beside
+from llmservice_bench.report import machine
+from llmservice_local.api.errors import ApiError
+from llmservice_local.client import DEFINITIONS, NAMESPACES, KubeClient, Resource, connect
+from llmservice_local.ports import free_port
+from llmservice_operator.crd import crd
+
+RESULTS = Path(__file__).with_name("results")
+SERVICES = Resource("serving.llmservice.io/v1alpha1", "llmservices")
+NAMESPACE_COUNT = 10
+SHAPE = {"layers": 2, "heads": 4, "hiddenSize": 64, "intermediateSize": 128, "vocabSize": 512}
+SPEC: dict[str, Any] = {
+    "model": {"uri": "hf://org/name", "shape": SHAPE},
+    "resources": {"gpu": {"count": 0}, "requests": {"cpu": "1", "memory": "4Gi"}},
+    "engine": {"maxModelLen": 512, "maxNumSeqs": 8},
+    "slo": {"ttftP99": "2s"},
+    "autoscaling": {"minReplicas": 1, "maxReplicas": 4},
+}
+WRITES = frozenset({"create", "update", "patch", "delete"})
+LIMIT_S = 600.0
+
+
+@dataclass
+class Operator:
+    """One process; what it tells of itself is read from its /metrics."""
+
+    process: asyncio.subprocess.Process
+    port: int
+    session: aiohttp.ClientSession
+    started_s: float = field(default_factory=time.monotonic)
+
+    async def samples(self) -> list[tuple[str, dict[str, str], float]]:
+        try:
+            async with self.session.get(f"http://127.0.0.1:{self.port}/metrics") as response:
+                text = await response.text()
+        except aiohttp.ClientError:
+            return []
+        families = text_string_to_metric_families(text)
+        return [(sample.name, sample.labels, sample.value) for family in families for sample in family.samples]
+
+    async def calls(self) -> dict[str, float]:
+        """Requests to the API server so far, renewals of the lease apart."""
+        counted = {"reads": 0.0, "writes": 0.0}
+        for name, labels, value in await self.samples():
+            if name == "llmservice_operator_api_requests_total" and labels["resource"] != "leases":
+                counted["writes" if labels["verb"] in WRITES else "reads"] += value
+        return counted
+
+    async def value(self, wanted: str) -> float:
+        return sum(value for name, _, value in await self.samples() if name == wanted)
+
+    def memory_mib(self) -> float:
+        status = Path(f"/proc/{self.process.pid}/status").read_text(encoding="ascii")
+        return int(status.partition("VmRSS:")[2].split()[0]) / 1024
+
+
+@dataclass
+class Bench:
+    """What is measured, printed as it is found."""
+
+    client: KubeClient
+    fleet: FakeFleet
+    kubeconfig: Path
+    folder: Path
+    session: aiohttp.ClientSession
+    count: int
+    figures: dict[str, float] = field(default_factory=dict)
+
+    def note(self, name: str, value: float, text: str, target: str = "") -> None:
+        self.figures[name] = value
+        print(f"{text:<66}{value:>12,.2f}  {target}", flush=True)
+
+    def names(self) -> list[tuple[str, str]]:
+        return [(f"team-{number % NAMESPACE_COUNT}", f"model-{number}") for number in range(self.count)]
+
+    @asynccontextmanager
+    async def operator(self, *flags: str) -> AsyncIterator[Operator]:
+        """Start one; what still runs at the end is killed."""
+        port = free_port()
+        command = ["operator", "--host", "127.0.0.1", "--port", str(port), "--server-image", "img:1"]
+        command += ["--hf-endpoint", "http://127.0.0.1:9", "--log-level", "warning", *flags]
+        with (self.folder / f"operator-{port}.log").open("wb") as log:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "llmservice_planner", *command, env=self._environment(), stderr=log
+            )
+        try:
+            yield Operator(process, port, self.session)
+        finally:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+
+    def _environment(self) -> dict[str, str]:
+        return {"PATH": "/usr/bin:/bin", "KUBECONFIG": str(self.kubeconfig), "POD_NAMESPACE": "default"}
+
+    async def change(self, key: tuple[str, str], slots: int) -> float:
+        """Change one service's spec; seconds until its Deployment has the change."""
+        moment = self.fleet.expect(key, f"--max-num-seqs {slots} ")
+        sent_s = time.monotonic()
+        metadata = {"namespace": key[0], "name": key[1]}
+        await self.client.merge(SERVICES, {"metadata": metadata}, {"spec": {"engine": {"maxNumSeqs": slots}}})
+        async with asyncio.timeout(60):
+            return await moment - sent_s
+
+    async def quiet(self, operator: Operator, still_s: float = 15.0) -> None:
+        """Wait until the operator has written nothing for a while."""
+        writes, since_s = -1.0, time.monotonic()
+        async with asyncio.timeout(LIMIT_S):
+            while time.monotonic() - since_s < still_s:
+                await asyncio.sleep(1)
+                now = (await operator.calls())["writes"]
+                if now != writes:
+                    writes, since_s = now, time.monotonic()
+
+
+async def prepare(bench: Bench) -> None:
+    """The CRD, the namespaces, and all services before any operator."""
+    await bench.client.create(DEFINITIONS, None, crd())
+    for number in range(NAMESPACE_COUNT):
+        namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": f"team-{number}"}}
+        await bench.client.create(NAMESPACES, None, namespace)
+    await until(lambda: _served(bench.client))
+    gate = asyncio.Semaphore(16)
+
+    async def create(namespace: str, name: str) -> None:
+        metadata = {"name": name, "namespace": namespace}
+        body = {"apiVersion": SERVICES.api_version, "kind": "LLMService", "metadata": metadata, "spec": SPEC}
+        async with gate:
+            await bench.client.create(SERVICES, namespace, body)
+
+    await asyncio.gather(*(create(*key) for key in bench.names()))
+
+
+async def _served(client: KubeClient) -> bool:
+    try:
+        await client.list(SERVICES)
+    except ApiError:
+        return False
+    return True
+
+
+async def until(check: Callable[[], Awaitable[bool]], every_s: float = 0.2) -> float:
+    """Seconds until it holds."""
+    started_s = time.monotonic()
+    async with asyncio.timeout(LIMIT_S):
+        while not await check():  # noqa: ASYNC110 - what another process does has no event here
+            await asyncio.sleep(every_s)
+    return time.monotonic() - started_s
+
+
+async def measure_first_start(bench: Bench, operator: Operator) -> None:
+    async def all_there() -> bool:
+        return len(bench.fleet.deployments) >= bench.count
+
+    await until(all_there)
+    bench.note("fill_s", time.monotonic() - operator.started_s, "every service has its children, s after the start")
+    await bench.quiet(operator)
+
+
+async def measure_steady(bench: Bench, operator: Operator, seconds: float) -> None:
+    before, passes = await operator.calls(), await operator.value("llmservice_operator_pass_seconds_count")
+    busy = await operator.value("llmservice_operator_process_cpu_seconds_total")
+    await asyncio.sleep(seconds)
+    after = await operator.calls()
+    passes = await operator.value("llmservice_operator_pass_seconds_count") - passes
+    busy = await operator.value("llmservice_operator_process_cpu_seconds_total") - busy
+    bench.note("steady_seconds", seconds, "steady state, s")
+    bench.note("steady_writes", after["writes"] - before["writes"], "  writes", "target 0")
+    bench.note("steady_reads", after["reads"] - before["reads"], "  reads")
+    bench.note("steady_passes_per_s", passes / seconds, "  passes per second")
+    bench.note("steady_cpu", busy / seconds, "  CPUs used by the operator")
+    bench.note("steady_memory_mib", operator.memory_mib(), "  resident memory, MiB", "target < 300")
+
+
+async def measure_changes(bench: Bench, number: int) -> None:
+    keys = bench.names()[:number]
+    spread: list[asyncio.Task[float]] = []
+    for key in keys:
+        spread.append(asyncio.create_task(bench.change(key, 5)))
+        await asyncio.sleep(0.2)
+    note_latencies(bench, "spread", sorted(await asyncio.gather(*spread)), f"{len(keys)} changes, five a second")
+    burst = await asyncio.gather(*(bench.change(key, 6) for key in keys))
+    note_latencies(bench, "burst", sorted(burst), f"{len(keys)} changes at once")
+
+
+def note_latencies(bench: Bench, name: str, latencies: list[float], what: str) -> None:
+    target = "target < 1" if name == "spread" else ""
+    for share in (0.5, 0.99, 1.0):
+        value = latencies[max(0, round(share * len(latencies)) - 1)]
+        text = f"{what}: spec to Deployment, s, p{share * 100:g}"
+        bench.note(f"{name}_p{share * 100:g}_s", value, text, target if share == 0.99 else "")
+
+
+async def measure_restart(bench: Bench, operator: Operator) -> None:
+    """All services are as they should be: how long until each was looked at, and is anything written?"""
+
+    async def all_seen() -> bool:
+        return await operator.value("llmservice_operator_pass_seconds_count") >= bench.count
+
+    await until(all_seen)
+    took_s = time.monotonic() - operator.started_s
+    calls = await operator.calls()
+    bench.note("restart_s", took_s, "restart: every service looked at, s after the start", "target < 30")
+    bench.note("restart_writes", calls["writes"], "  writes", "target 0")
+    bench.note("restart_reads", calls["reads"], "  reads")
+    bench.note("restart_memory_mib", operator.memory_mib(), "  resident memory, MiB", "target < 300")
+
+
+async def measure_handover(bench: Bench, name: str, number: signal.Signals, target: str) -> None:
+    """Two replicas; from the signal until the other one has changed a Deployment."""
+    flags = ("--leader-elect", f"--lease-name={name}")
+    async with bench.operator(*flags) as first:
+        await until(lambda: _leads(first))
+        async with bench.operator(*flags) as second:
+            await until(lambda: _filled(second, bench.count))
+            await bench.quiet(first, 5.0)
+            sent_s = time.monotonic()
+            first.process.send_signal(number)
+            if number == signal.SIGTERM:
+                await until(lambda: _leads(second), 0.05)
+                bench.note(f"{name}_lease_s", time.monotonic() - sent_s, f"{name}: s until the other leads", target)
+            await bench.change(bench.names()[-1], 4 if number == signal.SIGTERM else 3)
+            bench.note(f"{name}_s", time.monotonic() - sent_s, f"{name}: s until it changed a Deployment", target)
+
+
+async def _leads(operator: Operator) -> bool:
+    return await operator.value("llmservice_operator_leader") == 1
+
+
+async def _filled(operator: Operator, count: int) -> bool:
+    return await operator.value("llmservice_operator_cached_objects") >= count
+
+
+async def run(count: int, steady_s: float, changes: int) -> int:
+    where = machine()
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        endpoint, kind = await stack.enter_async_context(api_server(folder))
+        pods = await stack.enter_async_context(beside("pods"))
+        print(f"{where['platform']}, {where['cpus']} CPUs; API: {kind}; {count} services; pods: {pods}\n")
+        endpoint.write_kubeconfig(folder / "kubeconfig")
+        client = await stack.enter_async_context(connect(endpoint, "operator-scale"))
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        fleet = FakeFleet(client)
+        bench = Bench(client, fleet, folder / "kubeconfig", folder, session, count)
+        await prepare(bench)
+        watching = asyncio.create_task(fleet.run())
+        stack.callback(watching.cancel)
+        async with bench.operator() as operator:
+            await measure_first_start(bench, operator)
+            await measure_steady(bench, operator, steady_s)
+            await measure_changes(bench, min(changes, count))
+            await bench.quiet(operator)
+            bench.note("memory_mib", operator.memory_mib(), "resident memory after the changes, MiB", "target < 300")
+        async with bench.operator() as operator:
+            await measure_restart(bench, operator)
+        await measure_handover(bench, "clean-stop", signal.SIGTERM, "target < 2")
+        await measure_handover(bench, "crash", signal.SIGKILL, "target < 15")
+    RESULTS.mkdir(exist_ok=True)
+    result = {"machine": where, "api": kind, "services": count, **bench.figures}
+    (RESULTS / "operator_scale.json").write_text(json.dumps(result, indent=2), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--services", type=int, default=1000)
+    parser.add_argument("--steady", type=float, default=60.0, metavar="SECONDS")
+    parser.add_argument("--changes", type=int, default=200)
+    options = parser.parse_args()
+    sys.exit(asyncio.run(run(options.services, options.steady, options.changes)))
