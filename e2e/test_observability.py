@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from harness.cluster import Cluster, running_cluster
+from harness.cluster import LLMSERVICE, Cluster, running_cluster
 from harness.kube import Kube, tiny_service
 from harness.traffic import traffic
 from harness.wait import wait_for
@@ -81,6 +82,14 @@ def test_servers_and_operator_speak_of_the_same_services(cluster: Cluster) -> No
     promises = {("default", NAME): "0.5", ("default", SCALED): "5"}
     wait_for(lambda: series("llmservice_operator_ttft_target_seconds", "name") == promises, 30)
     wait_for(lambda: series("llmservice_num_requests_running", "service").keys() == promises.keys(), 30)
+
+
+def test_check_that_helm_test_runs_names_what_the_gateway_serves(cluster: Cluster) -> None:
+    checked = subprocess.run(
+        [LLMSERVICE, "check", cluster.gateway_url], capture_output=True, text=True, timeout=90, check=False
+    )
+    assert checked.returncode == 0, checked.stderr
+    assert f"serves {SCALED}, {NAME}" in checked.stdout
 
 
 def test_metrics_of_every_rule_are_scraped(cluster: Cluster) -> None:
