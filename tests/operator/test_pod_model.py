@@ -10,7 +10,6 @@ import pytest
 from aiohttp import web
 
 from llmservice_operator.pod_model import Download, Fetching, PodModels, parse_progress, together
-from llmservice_operator.sizing_report import parse_report
 
 GIB = 2**30
 MODEL = "pvc://weights/tiny"
@@ -47,12 +46,6 @@ def test_downloads_are_told_together_in_steps(pods: int, downloads: list[Downloa
 def test_what_is_no_progress_is_refused(text: bytes) -> None:
     with pytest.raises(ValueError, match="no answer of llmservice fetch"):
         parse_progress(text)
-
-
-@pytest.mark.parametrize("text", [b"", b"{}", b"[]", b"null", b'{"memory_bytes": 3}'])
-def test_what_is_no_report_is_refused(text: bytes) -> None:
-    with pytest.raises(ValueError, match="no answer of llmservice serve"):
-        parse_report(text)
 
 
 class Server:
