@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
 
 import pytest
 from kubernetes.client import ApiException
 
+from harness.bad_manifests import BAD_NAMES, CONDITIONED, LITERAL, REFUSED
 from harness.cluster import Cluster
 from harness.kube import Kube, tiny_service
 from harness.wait import wait_for
@@ -14,49 +15,80 @@ from harness.wait import wait_for
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
 
-@pytest.mark.parametrize(
-    ("spec", "path"),
-    [
-        ({"autoscaling": {"minReplicas": 3, "maxReplicas": 2}}, "spec.autoscaling"),
-        ({"replicas": 2, "autoscaling": {"minReplicas": 1, "maxReplicas": 2}}, "spec"),
-        ({"model": {"uri": "ftp://example/model"}}, "spec.model"),
-        ({"model": {}}, "spec.model.uri"),
-        ({"model": {"uri": "pvc://claim/a", "cache": {"claimName": "c"}}}, "spec.model"),
-        ({"model": {"uri": "hf://org/a@v1", "revision": "v2"}}, "spec.model"),
-        ({"model": {"uri": "s3://bucket/a", "s3": {"endpoint": "minio:9000"}}}, "spec.model.s3.endpoint"),
-        ({"engine": {"maxNumSeqs": 4096}}, "spec.engine.maxNumSeqs"),
-        ({"engine": {"maxModelLen": "long"}}, "spec.engine.maxModelLen"),
-        ({"slo": {"ttftP99": "fast"}}, "spec.slo.ttftP99"),
-        ({"resources": {"gpu": {"count": 1}}}, "spec.resources"),
-        ({"replicas": -1}, "spec.replicas"),
-    ],
-)
-def test_the_api_refuses_it_and_names_the_field(kube: Kube, cluster: Cluster, spec: dict[str, Any], path: str) -> None:
+@pytest.fixture(scope="module")
+def neighbour(cluster: Cluster) -> str:
+    """A good service beside all the bad ones."""
+    kube = Kube(cluster)
+    kube.create(tiny_service("neighbour", cluster.model_uri))
+    kube.wait_condition("neighbour", "Ready", "True", timeout_s=90)
+    return "neighbour"
+
+
+def test_there_are_a_hundred_of_them() -> None:
+    assert len(REFUSED) + len(BAD_NAMES) + len(CONDITIONED) + len(LITERAL) >= 100
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_the_api_refuses_it_and_names_the_field(kube: Kube, cluster: Cluster, what: str) -> None:
+    spec, path = REFUSED[what]
     with pytest.raises(ApiException) as refusal:
         kube.create(tiny_service("bad", cluster.model_uri, **spec))
     assert refusal.value.status == 422
     assert path in refusal.value.body
 
 
-@pytest.mark.parametrize(
-    ("name", "spec", "words"),
-    [
-        ("no-such-model", {"model": {"uri": "file:///no-such-model"}}, "no-such-model"),
-        ("outside", {"model": {"uri": "file:///../etc"}}, "leaves the operator"),
-        ("no-such-card", {"resources": {"gpu": {"count": 1, "product": "h1000"}}}, "h1000"),
-        ("too-big", {"engine": {"maxModelLen": 2048}, "resources": {"requests": {"memory": "64Mi"}}}, "memory"),
-        ("no-image", {"model": {"uri": "oci://registry/model --privileged"}}, "is not oci://"),
-    ],
-)
+@pytest.mark.parametrize("what", BAD_NAMES)
+def test_the_api_refuses_the_name(kube: Kube, cluster: Cluster, what: str) -> None:
+    with pytest.raises(ApiException) as refusal:
+        kube.create(tiny_service(BAD_NAMES[what], cluster.model_uri))
+    assert refusal.value.status == 422
+    assert "name" in refusal.value.body
+
+
+@pytest.mark.parametrize("what", CONDITIONED)
 def test_what_passes_the_schema_but_cannot_work_becomes_a_condition(
-    kube: Kube, name: str, spec: dict[str, Any], words: str
+    kube: Kube, cluster: Cluster, neighbour: str, what: str
 ) -> None:
-    kube.create(tiny_service(name, "file:///tiny-llama", **spec))
-    condition = kube.wait_condition(name, "SizingValid", "False")
+    spec, kind, words = CONDITIONED[what]
+    kube.create(tiny_service("hopeless", cluster.model_uri, **spec))
+    condition = kube.wait_condition("hopeless", kind, "False")
     assert words in condition["message"]
-    assert kube.condition(name, "Ready")["status"] == "False"
-    assert kube.deployment(name) is None
-    kube.delete(name)
+    assert kube.condition("hopeless", "Ready")["status"] == "False"
+    assert kube.deployment("hopeless") is None
+    kube.delete("hopeless")
+
+
+@pytest.mark.parametrize("what", LITERAL)
+def test_what_looks_dangerous_reaches_the_pod_as_text(kube: Kube, cluster: Cluster, what: str) -> None:
+    """An argument vector, never a shell's line."""
+    kube.create(tiny_service("literal", cluster.model_uri, **LITERAL[what]))
+    deployment = wait_for(lambda: kube.deployment("literal"), 30)
+    template = deployment["spec"]["template"]
+    (server,) = template["spec"]["containers"]
+    assert server["command"] == ["llmservice"]
+    assert server["args"][0] == "serve"
+    for variable in LITERAL[what]["podTemplate"].get("env", []):
+        assert variable in server["env"]
+    for key, value in LITERAL[what]["podTemplate"].get("annotations", {}).items():
+        assert template["metadata"]["annotations"][key] == value
+    kube.delete("literal")
+    wait_for(lambda: kube.deployment("literal") is None, 60)
+    assert not Path("/tmp/owned").exists()
+
+
+def test_none_of_it_harmed_the_operator_or_the_neighbour(kube: Kube, cluster: Cluster, neighbour: str) -> None:
+    kube.patch(neighbour, {"spec": {"podTemplate": {"annotations": {"still": "reconciled"}}}})
+
+    def reconciled() -> bool:
+        template = kube.deployment(neighbour)["spec"]["template"]  # type: ignore[index]
+        return template["metadata"]["annotations"].get("still") == "reconciled"
+
+    wait_for(reconciled, 30)
+    if cluster.is_local:
+        assert "starting it again" not in "".join(cluster.output)
+        log = (cluster.state_dir / "state" / "components" / "operator.log").read_text()
+        assert "Traceback" not in log
+    kube.delete(neighbour)
 
 
 def test_a_service_without_a_free_card_says_what_the_scheduler_said(kube: Kube, cluster: Cluster) -> None:

@@ -19,6 +19,9 @@ from llmservice_operator.status import Condition
 READY, PROGRESSING, SIZING_VALID = "Ready", "Progressing", "SizingValid"
 SCALING_ACTIVE, SLO_FEASIBLE = "ScalingActive", "SLOFeasible"
 
+UPDATING = "Updating"
+"""Reason of a service that would be Ready, had Kubernetes taken up the present spec already."""
+
 Status = Literal["True", "False", "Unknown"]
 _MESSAGE_LIMIT = 2048
 
@@ -34,11 +37,14 @@ class Verdict:
 
 
 def conditions(
-    before: Iterable[Condition], verdicts: Iterable[Verdict], generation: int, now: float
+    before: Iterable[Condition], verdicts: Iterable[Verdict | Condition], generation: int, now: float
 ) -> list[Condition]:
-    """The new list; the transition time moves only where the status flips."""
+    """The new list; the transition time moves only where the status flips. A condition is kept as it is."""
     past = {condition.type: condition for condition in before}
-    return [_condition(past.get(verdict.type), verdict, generation, now) for verdict in verdicts]
+    return [
+        verdict if isinstance(verdict, Condition) else _condition(past.get(verdict.type), verdict, generation, now)
+        for verdict in verdicts
+    ]
 
 
 def _condition(past: Condition | None, verdict: Verdict, generation: int, now: float) -> Condition:
@@ -113,8 +119,8 @@ def ready_verdict(
     if ready < desired:
         waiting = "PartlyReady" if ready else "Starting"
         return Verdict(READY, "False", troubles[0].reason if troubles else waiting, counted)
-    if not _observed(deployment):
-        return Verdict(READY, "False", "Updating", f"{counted}; Kubernetes has not taken up the present spec yet")
+    if not observed(deployment):
+        return Verdict(READY, "False", UPDATING, f"{counted}; Kubernetes has not taken up the present spec yet")
     return Verdict(READY, "True", "Serving", counted)
 
 
@@ -130,7 +136,7 @@ def _lifted(blocked: Trouble) -> Trouble:
     return Trouble(denial_reason(blocked.message, blocked.reason), blocked.message)
 
 
-def _observed(deployment: Manifest | None) -> bool:
+def observed(deployment: Manifest | None) -> bool:
     """Whether Kubernetes has seen the Deployment as it is now."""
     if deployment is None:
         return False
@@ -155,7 +161,7 @@ def progressing_verdict(
     if late := _too_late(deployment):
         return Verdict(PROGRESSING, "False", late.reason, late.message)
     counts = [int(status.get(key, 0)) for key in ("updatedReplicas", "readyReplicas", "replicas")]
-    if _observed(deployment) and set(counts) == {desired}:
+    if observed(deployment) and set(counts) == {desired}:
         return Verdict(PROGRESSING, "False", "Settled", f"all {desired} replicas run the present spec")
     if troubles := _troubles(deployment, pods):
         return Verdict(PROGRESSING, "True", troubles[0].reason, troubles[0].message)

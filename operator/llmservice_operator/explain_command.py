@@ -27,6 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 where all is well, 1 where something is wrong, 2 where there is no such service."""
+    from pydantic import ValidationError
+
     from llmservice_operator.explain.explanation import document, explain
     from llmservice_operator.explain.text import render
 
@@ -36,7 +38,12 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(
             f"there is no LLMService {args.name} in namespace {namespace}: kubectl get llms -A lists all", NOT_FOUND
         )
-    explanation = explain(world)
+    try:
+        explanation = explain(world)
+    except ValidationError as error:
+        raise CommandError(
+            f"the spec of {args.name} does not fit this version's CRD, correct it: {error}", WRONG
+        ) from error
     if args.output == "json":
         print(json.dumps(document(explanation), indent=2))
     else:

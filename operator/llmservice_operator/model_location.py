@@ -14,7 +14,7 @@ MODELS_MOUNT = "/models"
 """Where a pod mounts the volume that holds its checkpoint."""
 
 _HF = re.compile(r"^hf://(?P<repository>[A-Za-z0-9._-]+/[A-Za-z0-9._-]+)(@(?P<revision>[A-Za-z0-9._/-]+))?$")
-_PVC = re.compile(r"^pvc://(?P<claim>[a-z0-9]([-a-z0-9.]*[a-z0-9])?)(/(?P<path>.*))?$")
+_PVC = re.compile(r"^pvc://(?P<claim>[a-z0-9]([-a-z0-9.]*[a-z0-9])?)(/(?P<path>[\w./ @:+=,-]*))?$", re.ASCII)
 _S3 = re.compile(r"^s3://(?P<bucket>[a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(/(?P<path>[\w./ @:+=,-]*))?$", re.ASCII)
 _OCI = re.compile(
     r"^oci://(?P<image>[A-Za-z0-9.-]+(:[0-9]{1,5})?(/[a-z0-9._-]+)+(:[A-Za-z0-9._-]{1,128})?(@sha256:[0-9a-f]{64})?)"

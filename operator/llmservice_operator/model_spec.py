@@ -114,6 +114,7 @@ class ModelSource(SchemaModel):
     uri: str = Field(
         min_length=7,
         max_length=1024,
+        pattern=r"^[^\x00-\x1f\x7f]+$",
         description="Where the checkpoint is: hf://org/name[@revision], s3://bucket/path, pvc://claim/path,"
         " oci://registry/image[:tag][#path] (an image volume: Kubernetes 1.31+ with the feature gate"
         " ImageVolume) or file:///path.",

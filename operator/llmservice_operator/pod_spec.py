@@ -12,6 +12,8 @@ Passed = Annotated[dict[str, Any], WithJsonSchema(OPEN_OBJECT)]
 Text = Annotated[str, StringConstraints(max_length=1024)]
 Key = Annotated[str, StringConstraints(max_length=317)]
 StringMap = dict[Key, Text]
+LabelValue = Annotated[str, StringConstraints(pattern=r"^([A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?)?$", max_length=63)]
+LabelMap = dict[Key, LabelValue]
 
 
 class Toleration(SchemaModel):
@@ -27,7 +29,7 @@ class Toleration(SchemaModel):
 
 
 class Scheduling(SchemaModel):
-    node_selector: StringMap = Field(
+    node_selector: LabelMap = Field(
         default_factory=dict, max_length=32, description="Labels that a node must carry to run a replica."
     )
     tolerations: list[Toleration] = Field(
@@ -58,7 +60,7 @@ class PullSecret(SchemaModel):
 
 
 class PodTemplate(SchemaModel):
-    labels: StringMap = Field(
+    labels: LabelMap = Field(
         default_factory=dict, max_length=32, description="Labels added to the pods; the operator's own win."
     )
     annotations: StringMap = Field(

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pydantic import ValidationError
 
 from llmservice_operator import duration, labels
 from llmservice_operator.applier import Applier, Refusal, owned_by
 from llmservice_operator.children import expected_children
+from llmservice_operator.conditions import observed
 from llmservice_operator.decision_log import resume
 from llmservice_operator.event_recorder import EventRecorder
 from llmservice_operator.events import scaled_event, transition_events
 from llmservice_operator.feasibility import Feasibility, assess
 from llmservice_operator.image_volume import image_volume_trouble
+from llmservice_operator.invalid_spec import InvalidSpecError, invalid_spec_patch
 from llmservice_operator.kube_client import KubeClient, KubeError
 from llmservice_operator.load import Load
 from llmservice_operator.merge_patch import merge_patch
@@ -38,6 +40,8 @@ from llmservice_operator.spec import Manifest
 from llmservice_operator.startup import StartupTimes
 
 _DEFAULT_WINDOW_S = 60.0
+_SETTLES_S = 10.0
+"""Kubernetes notices a change within milliseconds; after this time it is told that it does not."""
 
 
 @dataclass(slots=True)
@@ -51,6 +55,8 @@ class Memory:
     feasibility: Feasibility | None = None
     generation: int | None = None
     """Of the spec that the history was made under."""
+    unseen_s: float | None = None
+    """Since when Kubernetes has not taken up a change of the Deployment."""
     noted_s: float | None = None
     """When the load's figures were last noted in the status."""
 
@@ -59,6 +65,14 @@ class Memory:
         due = self.noted_s is None or abs(now - self.noted_s) >= NOTED_EVERY_S
         self.noted_s = now if due else self.noted_s
         return due
+
+    def settling(self, deployment: Manifest | None, now: float) -> bool:
+        """Whether the Deployment was changed just now and Kubernetes has not taken it up yet."""
+        if observed(deployment):
+            self.unseen_s = None
+            return False
+        self.unseen_s = now if self.unseen_s is None else self.unseen_s
+        return 0 <= now - self.unseen_s < _SETTLES_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +84,8 @@ class Observation:
     deployment: Manifest | None
     pods: list[Pod]
     now: float
+    asked: Manifest | None = None
+    """The Deployment at the end of the pass."""
 
     @property
     def current(self) -> int:
@@ -104,7 +120,11 @@ class Reconciler:
 
     async def run_pass(self, namespace: str, name: str) -> bool:
         """Bring one service to where it should be; False once it is gone. Raises KubeError."""
-        seen = self._observe(namespace, name)
+        try:
+            seen = self._observe(namespace, name)
+        except InvalidSpecError as error:
+            await self._tell_invalid(namespace, name, error)
+            return True
         if seen is None:
             self.forget(namespace, name)
             return False
@@ -117,6 +137,7 @@ class Reconciler:
         decision = _decide(seen, memory, load, sizing)
         self._measure(seen, memory, sizing, decision)
         refusals = await self._apply(seen, load, sizing, decision)
+        seen = replace(seen, asked=self._deployment(seen.service))
         held = isinstance(sizing, SizingProblem) or any(one.kind == "Deployment" for one in refusals)
         outcome = Outcome(
             sizing=sizing,
@@ -130,10 +151,15 @@ class Reconciler:
             policy=_policy(seen.service, sizing),
             drain=memory.history.drain if memory.history else None,
             fetching=fetching,
+            settling=memory.settling(seen.asked, seen.now),
             figures_due=memory.figures_due(seen.now),
         )
         await self._write_status(seen, outcome)
         return True
+
+    async def _tell_invalid(self, namespace: str, name: str, error: InvalidSpecError) -> None:
+        if patch := invalid_spec_patch(error, self.clock()):
+            self.cache.put(KIND, await self.client.patch_status(namespace, name, patch))
 
     def forget(self, namespace: str, name: str) -> None:
         """Drop what is remembered of a service that is gone."""
@@ -148,11 +174,14 @@ class Reconciler:
         if manifest is None or manifest["metadata"].get("deletionTimestamp"):
             return None
         service = _parsed(manifest)
-        deployment = self.cache.child("Deployment", namespace, name)
-        if deployment is not None and not owned_by(deployment, service.metadata.uid):
-            deployment = None
+        deployment = self._deployment(service)
         pods = pods_of(self.cache.pods(namespace, name))
-        return Observation(service, manifest.get("status") or {}, deployment, pods, self.clock())
+        return Observation(service, manifest.get("status") or {}, deployment, pods, self.clock(), deployment)
+
+    def _deployment(self, service: LLMService) -> Manifest | None:
+        """The service's own Deployment as it is by now."""
+        deployment = self.cache.child("Deployment", *service.key)
+        return deployment if deployment is not None and owned_by(deployment, service.metadata.uid) else None
 
     def _memory(self, seen: Observation) -> Memory:
         """By uid, so that a service that is created anew under an old name starts afresh."""
@@ -228,7 +257,7 @@ class Reconciler:
 
     async def _write_status(self, seen: Observation, outcome: Outcome) -> None:
         service = seen.service
-        status = expected_status(service, seen.deployment, seen.pods, outcome, seen.now)
+        status = expected_status(service, seen.asked, seen.pods, outcome, seen.now)
         patch = merge_patch(seen.raw_status, status.model_dump(by_alias=True, exclude_none=True))
         self.metrics.observed(
             *service.key,
@@ -256,11 +285,15 @@ class Reconciler:
 
 
 def _parsed(manifest: Manifest) -> LLMService:
-    """A status that somebody broke is written anew, it must not stop the service."""
+    """A status that somebody broke is written anew, it must not stop the service; raises InvalidSpecError."""
     try:
         return LLMService.model_validate(manifest)
     except ValidationError:
+        pass
+    try:
         return LLMService.model_validate({key: value for key, value in manifest.items() if key != "status"})
+    except ValidationError as error:
+        raise InvalidSpecError(manifest, error) from error
 
 
 def _decide(seen: Observation, memory: Memory, load: Load | None, sizing: Sized | SizingProblem) -> Decision:

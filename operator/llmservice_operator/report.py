@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from llmservice_operator import labels
 from llmservice_operator.children import service_url
 from llmservice_operator.conditions import (
+    UPDATING,
     Verdict,
     conditions,
     progressing_verdict,
@@ -32,6 +33,7 @@ from llmservice_operator.sizing import Sized, SizingProblem, measure, sizing_sta
 from llmservice_operator.spec import Manifest
 from llmservice_operator.status import (
     AutoscalingStatus,
+    Condition,
     LLMServiceStatus,
     MeasuredStatus,
     ModelStatus,
@@ -61,6 +63,8 @@ class Outcome:
     """(when, requests per second) that one full replica was last measured to finish."""
     fetching: Fetching | None = None
     """The downloads of the model, while there are some."""
+    settling: bool = False
+    """Whether Kubernetes was given a change a moment ago and has not taken it up yet."""
     figures_due: bool = True
     """Whether it is time to note the load's figures anew."""
 
@@ -88,16 +92,26 @@ def expected_status(
     )
 
 
-def _verdicts(service: LLMService, deployment: Manifest | None, pods: Sequence[Pod], outcome: Outcome) -> list[Verdict]:
+def _verdicts(
+    service: LLMService, deployment: Manifest | None, pods: Sequence[Pod], outcome: Outcome
+) -> list[Verdict | Condition]:
     sizing, blocked = outcome.sizing, outcome.blocked
     ready = ready_verdict(deployment, outcome.desired, pods, sizing, blocked if outcome.unreachable else None)
     return [
-        while_fetching(ready, outcome.fetching, service.spec.model.uri),
+        _settled(service, while_fetching(ready, outcome.fetching, service.spec.model.uri), outcome),
         progressing_verdict(deployment, outcome.desired, pods, sizing, blocked),
         sizing_verdict(sizing),
         scaling_verdict(outcome.decision, pods, sizing, autoscaled=service.spec.autoscaling is not None),
         slo_verdict(outcome.feasibility),
     ]
+
+
+def _settled(service: LLMService, ready: Verdict, outcome: Outcome) -> Verdict | Condition:
+    """What serves does not become unready for the moment that Kubernetes takes to notice a change: until then the
+    condition goes on speaking of the generation before."""
+    past = service.status.condition(ready.type)
+    keeps = ready.reason == UPDATING and outcome.settling and past is not None and past.status == "True"
+    return past if keeps and past is not None else ready
 
 
 def _model(service: LLMService, outcome: Outcome) -> ModelStatus | None:

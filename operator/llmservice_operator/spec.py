@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Field, StringConstraints, WithJsonSchema
 
 from llmservice_operator import duration, quantity
 from llmservice_operator.model_spec import ModelSource
-from llmservice_operator.pod_spec import Passed, PodTemplate, Scheduling
+from llmservice_operator.pod_spec import LabelValue, Passed, PodTemplate, Scheduling
 from llmservice_operator.schema_model import SchemaModel, rules
 
 Duration = Annotated[str, StringConstraints(pattern=duration.PATTERN, max_length=16)]
@@ -23,9 +23,6 @@ CountOrPercent = Annotated[
     int | str,
     WithJsonSchema({"x-kubernetes-int-or-string": True, "pattern": "^[0-9]{1,3}%$", "minimum": 0, "maxLength": 4}),
 ]
-
-
-LabelValue = Annotated[str, StringConstraints(pattern=r"^([A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?)?$", max_length=63)]
 
 
 class Gpu(SchemaModel):

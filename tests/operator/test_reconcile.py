@@ -699,3 +699,40 @@ async def test_a_download_is_told_in_the_status_until_it_is_over(world: World, m
     await world.run_pass(after_s=5)
     assert "fetch" not in (await world.status())["model"]
     assert (await world.condition("Ready"))["reason"] == "Starting"
+
+
+async def test_an_edit_does_not_make_what_serves_unready_before_kubernetes_had_time_to_notice(
+    world: World, manifest_of: Any
+) -> None:
+    await world.create_service(manifest_of())
+    await world.run_pass()
+    await world.start_pod("tiny-1", "127.0.0.1", (0, 0))
+    await world.run_pass(after_s=5)
+    await world.kube.request("PATCH", f"{SERVICES}/tiny", body={"spec": {"engine": {"maxNumSeqs": 3}}})
+
+    await world.run_pass(after_s=1)
+    ready = await world.condition("Ready")
+    assert (ready["status"], ready["observedGeneration"]) == ("True", 1)
+    assert (await world.status())["observedGeneration"] == 2
+
+    await world.run_pass(after_s=11)
+    ready = await world.condition("Ready")
+    assert (ready["status"], ready["reason"], ready["observedGeneration"]) == ("False", "Updating", 2)
+
+
+async def test_a_spec_that_an_older_crd_let_through_becomes_a_condition(world: World, manifest_of: Any) -> None:
+    await world.create_service(manifest_of())
+    await world.run_pass()
+    before = await world.deployment()
+    stored = await world.service()
+    stored["spec"]["drainTimeout"] = "soon"
+    stored["metadata"]["resourceVersion"] = str(int(stored["metadata"]["resourceVersion"]) + 1)
+    world.reconciler.cache.put("LLMService", stored)
+
+    assert await world.reconciler.run_pass("team-a", "tiny")
+
+    ready = await world.condition("Ready")
+    assert (ready["status"], ready["reason"]) == ("False", "InvalidSpec")
+    assert "spec.drainTimeout: String should match pattern" in ready["message"]
+    assert await world.deployment() == before
+    assert (await world.status())["sizing"]["maxNumSeqs"] == 8

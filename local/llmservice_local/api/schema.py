@@ -208,7 +208,12 @@ def _shown(value: Any) -> str:
 
 @lru_cache(maxsize=1024)
 def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(pattern)
+    return re.compile(go_pattern(pattern))
+
+
+def go_pattern(pattern: str) -> str:
+    """The pattern as Go reads it: `$` is the end of the text, in Python also the place before a last line feed."""
+    return re.sub(r"(\\.)|(\[(?:\\.|[^\]])*\])|(\$)", lambda m: r"\Z" if m[3] else m[0], pattern)
 
 
 _DATE_TIME = re.compile(r"^\d{4}-\d\d-\d\d[Tt ]\d\d:\d\d:\d\d(\.\d+)?([Zz]|[+-]\d\d:?\d\d)$")

@@ -40,6 +40,7 @@ _REMEDIES = {
     "ApplyFailed": "Correct what the API server objects to; for a missing permission see the operator's role.",
     "ServingEarlierSpec": "Correct the spec; what ran before goes on serving meanwhile.",
     # sizing
+    "InvalidSpec": "Correct the fields that are named; kubectl explain llmservice.spec tells of each.",
     "DoesNotFit": "Take one of the remedies that are named, or compare cards: llmservice plan --help",
     "UnknownGPU": "Correct spec.resources.gpu.product: llmservice plan --list-gpus shows those known.",
     "InvalidSizing": "Correct the figure that is named in spec.engine.",

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
-from llmservice_local.api.schema import pruned, validate, with_defaults
+from llmservice_local.api.schema import go_pattern, pruned, validate, with_defaults
 
 
 def spec(field: dict[str, Any]) -> dict[str, Any]:
@@ -137,3 +138,16 @@ def test_preserved_and_map_fields_keep_whatever_they_hold() -> None:
     assert pruned({"spec": {"f": {"any": 1}}}, schema) == ({"spec": {"f": {"any": 1}}}, [])
     schema = spec({"type": "object", "additionalProperties": {"type": "string"}})
     assert pruned({"spec": {"f": {"any": "1"}}}, schema) == ({"spec": {"f": {"any": "1"}}}, [])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "matches"),
+    [
+        (r"^[0-9]+s$", "60s", True),
+        (r"^[0-9]+s$", "60s\n", False),
+        (r"^(a$|b)", "a\n", False),
+        (r"^[$]\$$", "$$", True),
+    ],
+)
+def test_a_dollar_is_the_end_of_the_text_as_in_go(pattern: str, text: str, matches: bool) -> None:
+    assert bool(re.search(go_pattern(pattern), text)) == matches
