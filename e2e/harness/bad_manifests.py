@@ -89,7 +89,7 @@ REFUSED: dict[str, tuple[Spec, str]] = {
     "no sequence at all": (engine(maxNumSeqs=0), "spec.engine.maxNumSeqs"),
     "a block of 17": (engine(blockSize=17), "spec.engine.blockSize"),
     "all of the memory": (engine(gpuMemoryUtilization=1.0), "spec.engine.gpuMemoryUtilization"),
-    "none of the memory": (engine(gpuMemoryUtilization=0), "spec.engine.gpuMemoryUtilization"),
+    "none of the memory": (engine(gpuMemoryUtilization=0), "gpuMemoryUtilization"),
     "swap of less than nothing": (engine(swapSpaceGiB=-1), "spec.engine.swapSpaceGiB"),
     "a budget below a block": (engine(maxNumBatchedTokens=1), "spec.engine.maxNumBatchedTokens"),
     "cards below zero": (gpu(count=-1, product="l4"), "spec.resources.gpu.count"),

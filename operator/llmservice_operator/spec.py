@@ -99,7 +99,11 @@ class Engine(SchemaModel):
             (
                 f"!has(self.maxModelLen) || !has({_EXPECTED}) || {_EXPECTED} <= self.maxModelLen",
                 "sizing.expectedTokens must not be above maxModelLen: no request is longer than that",
-            )
+            ),
+            (  # the API server rounds a minimum of 0.1 down for a value without a fraction
+                "self.gpuMemoryUtilization >= 0.1",
+                "gpuMemoryUtilization must be at least 0.1: it is a share of the memory",
+            ),
         )
     )
 
