@@ -52,5 +52,23 @@ class Attend(Protocol):
 class AttentionBackend(Protocol):
     """Owns the KV cache and prepares each step once for all layers."""
 
+    caches: list[torch.Tensor]  # one a layer, `[num_blocks, ...]`
+    device: torch.device
+
     def prepare(self, slices: Sequence[SequenceSlice]) -> Attend:
         """`slices` in the order in which their tokens are laid end to end; every token has its block in the table."""
+
+
+def slots_of(slices: Sequence[SequenceSlice], block_size: int) -> list[int]:
+    """The cache slot of each token, `block * block_size + offset`, in the order in which they are laid end to end."""
+    slots: list[int] = []
+    for part in slices:
+        blocks = part.block_table.blocks
+        position, end = part.start, part.start + part.num_tokens
+        while position < end:
+            block, offset = divmod(position, block_size)
+            count = min(block_size - offset, end - position)
+            first = blocks[block] * block_size + offset
+            slots.extend(range(first, first + count))
+            position += count
+    return slots

@@ -1,10 +1,9 @@
-"""Paged attention in plain torch, on any device; it is written for the CPU.
+"""Paged attention in plain torch, on any device: what other backends are measured and checked against.
 
 A layer's cache is `[num_blocks, block_size, 2 * num_kv_heads, head_dim]`, keys before values: the fused projection
-yields the two side by side, so that storing is one indexed copy, and fetching a fragmented sequence is one gather of
-whole blocks. A sequence whose blocks are neighbours is read in place. Several query heads share a key head: for one
-token they are the rows of one query, for a chunk a dimension along which the keys are broadcast; keys and values are
-never repeated in memory.
+yields the two side by side, so that storing is one indexed copy, and fetching the step's sequences is one gather of
+whole blocks. Several query heads share a key head: for one token they are the rows of one query, for a chunk a
+dimension along which the keys are broadcast; keys and values are never repeated in memory.
 """
 
 from __future__ import annotations
@@ -15,18 +14,17 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
-from llmservice_server.attention.base import KVCacheShape, SequenceSlice
+from llmservice_server.attention.base import KVCacheShape, SequenceSlice, slots_of
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Where a sequence's keys and values lie in a row of slots, and which of the step's tokens ask for them."""
+    """Where a sequence's keys and values lie among those gathered, and which of the step's tokens ask for them."""
 
     first_query: int
     start: int  # position of the first of them
     num_queries: int
     first_slot: int  # of position 0
-    gathered: bool  # in the step's gathered blocks, not in the cache
 
 
 class TorchAttention:
@@ -39,30 +37,19 @@ class TorchAttention:
         self.caches = [torch.empty(size, dtype=shape.dtype, device=device) for _ in shape.windows]
 
     def prepare(self, slices: Sequence[SequenceSlice]) -> TorchStep:
-        block_size = self.shape.block_size
-        slots: list[int] = []
         runs: list[_Run] = []
-        gathered_blocks: list[int] = []
+        blocks: list[int] = []
         first_query = 0
         for part in slices:
-            _append_slots(slots, part, block_size)
-            blocks = part.block_table.blocks
-            first_block = blocks[0]
-            if not part.block_table.contiguous:
-                first_block = len(gathered_blocks)
-                gathered_blocks += blocks
-            runs.append(
-                _Run(
-                    first_query, part.start, part.num_tokens, first_block * block_size, not part.block_table.contiguous
-                )
-            )
+            runs.append(_Run(first_query, part.start, part.num_tokens, len(blocks) * self.shape.block_size))
+            blocks += part.block_table.blocks
             first_query += part.num_tokens
         return TorchStep(
             shape=self.shape,
             caches=self.caches,
-            slots=torch.tensor(slots, device=self.device),
+            slots=torch.tensor(slots_of(slices, self.shape.block_size), device=self.device),
             runs=runs,
-            gathered_blocks=torch.tensor(gathered_blocks, device=self.device) if gathered_blocks else None,
+            blocks=torch.tensor(blocks, device=self.device),
         )
 
 
@@ -75,38 +62,36 @@ class TorchStep:
         caches: list[torch.Tensor],
         slots: torch.Tensor,
         runs: list[_Run],
-        gathered_blocks: torch.Tensor | None,
+        blocks: torch.Tensor,
     ) -> None:
         self.shape = shape
         self.caches = caches
         self.slots = slots
         self.runs = runs
-        self.gathered_blocks = gathered_blocks
+        self.blocks = blocks
         self._masks: dict[tuple[int, int | None], torch.Tensor] = {}  # by first query and window
 
     def __call__(self, layer: int, query: torch.Tensor, key_value: torch.Tensor) -> torch.Tensor:
         shape = self.shape
         cache = self.caches[layer]
         cache.view(-1, *cache.shape[2:]).index_copy_(0, self.slots, key_value.to(shape.dtype))
-        whole = _by_head(cache)
-        gathered = whole if self.gathered_blocks is None else _by_head(cache.index_select(0, self.gathered_blocks))
+        gathered = _by_head(cache.index_select(0, self.blocks))
         grouped = query.view(query.shape[0], shape.num_kv_heads, -1, shape.head_dim)
         window = shape.windows[layer]
         answers = []
         for run in self.runs:
-            source = gathered if run.gathered else whole
             attend = self._attend_one if run.num_queries == 1 else self._attend_chunk
-            answers.append(attend(run, grouped[run.first_query : run.first_query + run.num_queries], source, window))
+            answers.append(attend(run, grouped[run.first_query : run.first_query + run.num_queries], gathered, window))
         return torch.cat(answers).flatten(1)
 
-    def _attend_one(self, run: _Run, query: torch.Tensor, source: torch.Tensor, window: int | None) -> torch.Tensor:
+    def _attend_one(self, run: _Run, query: torch.Tensor, gathered: torch.Tensor, window: int | None) -> torch.Tensor:
         """One token, `[1, num_kv_heads, group, head_dim]`: it sees every key, so the group is the rows of one query."""
-        keys, values = self._keys_values(run, source, window, query.dtype)
+        keys, values = self._keys_values(run, gathered, window, query.dtype)
         return F.scaled_dot_product_attention(query, keys[None], values[None])
 
-    def _attend_chunk(self, run: _Run, query: torch.Tensor, source: torch.Tensor, window: int | None) -> torch.Tensor:
+    def _attend_chunk(self, run: _Run, query: torch.Tensor, gathered: torch.Tensor, window: int | None) -> torch.Tensor:
         """Several tokens, `[num_queries, num_kv_heads, group, head_dim]`."""
-        keys, values = self._keys_values(run, source, window, query.dtype)
+        keys, values = self._keys_values(run, gathered, window, query.dtype)
         group = query.shape[2]
         keys, values = (part[:, None].expand(-1, group, -1, -1) for part in (keys, values))
         by_head = query.permute(1, 2, 0, 3)  # the heads of a group see the same keys
@@ -117,11 +102,11 @@ class TorchStep:
         return answer.permute(2, 0, 1, 3)
 
     def _keys_values(
-        self, run: _Run, source: torch.Tensor, window: int | None, dtype: torch.dtype
+        self, run: _Run, gathered: torch.Tensor, window: int | None, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Each `[num_kv_heads, num_keys, head_dim]`: the keys that any of the run's queries sees."""
         first = _first_key(run, window)
-        visible = source.narrow(1, run.first_slot + first, run.start + run.num_queries - first)
+        visible = gathered.narrow(1, run.first_slot + first, run.start + run.num_queries - first)
         keys, values = visible.to(dtype).chunk(2)
         return keys, values
 
@@ -146,15 +131,3 @@ def _first_key(run: _Run, window: int | None) -> int:
 def _by_head(blocks: torch.Tensor) -> torch.Tensor:
     """Blocks as one row of slots, `[2 * num_kv_heads, num_slots, head_dim]`, without a copy."""
     return blocks.view(-1, *blocks.shape[2:]).transpose(0, 1)
-
-
-def _append_slots(slots: list[int], part: SequenceSlice, block_size: int) -> None:
-    """Append the cache slot of each token of `part`, a block at a time."""
-    blocks = part.block_table.blocks
-    position, end = part.start, part.start + part.num_tokens
-    while position < end:
-        block, offset = divmod(position, block_size)
-        count = min(block_size - offset, end - position)
-        first = blocks[block] * block_size + offset
-        slots.extend(range(first, first + count))
-        position += count

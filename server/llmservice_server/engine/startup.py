@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from llmservice_server.attention.base import KVCacheShape
+from llmservice_server.attention.base import AttentionBackend, KVCacheShape
+from llmservice_server.attention.choice import attention_backend
 from llmservice_server.attention.swapped_blocks import SwappedBlocks
-from llmservice_server.attention.torch_backend import TorchAttention
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.errors import ConfigError, OutOfMemoryError
 from llmservice_server.engine.loader import Checkpoint
@@ -198,7 +198,7 @@ def _full_step(
     longest = min(config.max_model_len or model.config.max_context, config.prefill_chunk_tokens)
     blocks_each = -(-longest // config.block_size)
     num_blocks = 1 + blocks_each * -(-config.max_num_batched_tokens // longest)
-    runner = ModelRunner(model, TorchAttention(shape, num_blocks, model.device))
+    runner = ModelRunner(model, attention_backend(shape, num_blocks, model.device))
 
     def step() -> None:
         runner.dummy_step(config.max_num_batched_tokens, config.most_seqs, longest, config.block_size)
@@ -206,9 +206,9 @@ def _full_step(
     return runner, step, num_blocks * shape.bytes_per_block
 
 
-def _attention(shape: KVCacheShape, num_blocks: int, device: torch.device) -> TorchAttention:
+def _attention(shape: KVCacheShape, num_blocks: int, device: torch.device) -> AttentionBackend:
     try:
-        return TorchAttention(shape, num_blocks, device)
+        return attention_backend(shape, num_blocks, device)
     except RuntimeError as error:  # torch's word for it on CPU; on CUDA a subclass
         raise OutOfMemoryError(
             f"the KV cache of {num_blocks * shape.bytes_per_block / GIB:.2f} GiB cannot be allocated on {device}: "
@@ -217,7 +217,7 @@ def _attention(shape: KVCacheShape, num_blocks: int, device: torch.device) -> To
 
 
 def _swapped_blocks(
-    config: EngineConfig, shape: KVCacheShape, attention: TorchAttention, memory: Memory
+    config: EngineConfig, shape: KVCacheShape, attention: AttentionBackend, memory: Memory
 ) -> SwappedBlocks | None:
     num_bytes = int(config.swap_space_gib * GIB)
     num_blocks = num_bytes // shape.bytes_per_block

@@ -1,6 +1,7 @@
 """Paged attention against attention written out: any mix of chunks and single tokens, any order of blocks."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -8,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmservice_server.attention.base import KVCacheShape, SequenceSlice
+from llmservice_server.attention.base import AttentionBackend, KVCacheShape, SequenceSlice
+from llmservice_server.attention.cpu_backend import CpuAttention
 from llmservice_server.attention.torch_backend import TorchAttention
 from llmservice_server.engine.request import BlockTable
 
@@ -48,15 +50,22 @@ class Sequence:
         return torch.stack(rows).view(self.num_tokens, HEADS * HEAD_DIM)
 
 
-def attention(dtype: torch.dtype = torch.float32) -> TorchAttention:
-    shape = KVCacheShape(HEADS, KV_HEADS, HEAD_DIM, WINDOWS, BLOCK_SIZE, dtype)
-    backend = TorchAttention(shape, NUM_BLOCKS, torch.device("cpu"))
+def torch_attention(shape: KVCacheShape, num_blocks: int) -> AttentionBackend:
+    return TorchAttention(shape, num_blocks, torch.device("cpu"))
+
+
+backends = pytest.mark.parametrize("of", [CpuAttention, torch_attention])
+BackendOf = Callable[[KVCacheShape, int], AttentionBackend]
+
+
+def attention(of: BackendOf, dtype: torch.dtype = torch.float32) -> AttentionBackend:
+    backend = of(KVCacheShape(HEADS, KV_HEADS, HEAD_DIM, WINDOWS, BLOCK_SIZE, dtype), NUM_BLOCKS)
     for cache in backend.caches:
         cache.fill_(torch.nan)  # what nobody stored must not be read
     return backend
 
 
-def run(backend: TorchAttention, sequences: list[Sequence], layer: int) -> torch.Tensor:
+def run(backend: AttentionBackend, sequences: list[Sequence], layer: int) -> torch.Tensor:
     """Two steps: the first stores what comes before, the second is the one in question."""
     before = [sequence for sequence in sequences if sequence.start]
     if before:
@@ -75,6 +84,7 @@ def run(backend: TorchAttention, sequences: list[Sequence], layer: int) -> torch
     )
 
 
+@backends
 @settings(max_examples=60, deadline=None)
 @given(
     spans=st.lists(st.tuples(st.integers(0, 18), st.sampled_from([1, 1, 2, 7, 16])), min_size=1, max_size=5),
@@ -83,7 +93,7 @@ def run(backend: TorchAttention, sequences: list[Sequence], layer: int) -> torch
     layer=st.sampled_from(range(len(WINDOWS))),
 )
 def test_any_mix_of_chunks_and_decodes_equals_attention_written_out(
-    spans: list[tuple[int, int]], scatter: object, scattered: bool, layer: int
+    of: BackendOf, spans: list[tuple[int, int]], scatter: object, scattered: bool, layer: int
 ) -> None:
     torch.manual_seed(len(spans))
     blocks = list(range(1, NUM_BLOCKS))
@@ -94,32 +104,69 @@ def test_any_mix_of_chunks_and_decodes_equals_attention_written_out(
         for index, (start, num_tokens) in enumerate(spans)
     ]
     expected = torch.cat([sequence.expected(WINDOWS[layer]) for sequence in sequences])
-    torch.testing.assert_close(run(attention(), sequences, layer), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(run(attention(of), sequences, layer), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_scattered_and_neighbouring_sequences_share_a_step() -> None:
-    torch.manual_seed(0)
-    sequences = [
-        Sequence.random(9, 1, [1, 2, 3]),
-        Sequence.random(9, 1, [30, 7, 21]),
-        Sequence.random(4, 6, [10, 11, 12]),
-        Sequence.random(6, 5, [40, 5, 50]),
-    ]
-    assert [sequence.block_table.contiguous for sequence in sequences] == [True, False, True, False]
-    expected = torch.cat([sequence.expected(None) for sequence in sequences])
-    torch.testing.assert_close(run(attention(), sequences, layer=0), expected, rtol=1e-5, atol=1e-5)
-
-
+@backends
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_narrower_cache_rounds_keys_and_values_and_nothing_else(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_a_narrower_cache_rounds_keys_and_values_and_nothing_else(
+    of: BackendOf, dtype: torch.dtype, num_tokens: int
+) -> None:
     torch.manual_seed(0)
-    sequence = Sequence.random(9, 3, [3, 1, 2])
-    answer = run(attention(dtype), [sequence], layer=0)
+    sequence = Sequence.random(9, num_tokens, [3, 1, 2])
+    sequence.key_value[3] *= 1e-6  # float16's subnormals
+    sequence.key_value[4] *= 1e4
+    answer = run(attention(of, dtype), [sequence], layer=0)
     sequence.key_value = sequence.key_value.to(dtype).float()
     torch.testing.assert_close(answer, sequence.expected(None), rtol=1e-5, atol=1e-5)
 
 
-def test_a_block_costs_keys_and_values_of_every_layer() -> None:
+@backends
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_not_finite_is_not_hidden(of: BackendOf, dtype: torch.dtype) -> None:
+    """The engine ends a request whose logits are NaN; attention must not turn them into numbers."""
+    for poison in (torch.nan, torch.inf):
+        for part in (0, KV_HEADS):
+            sequences = [Sequence.random(9, 1, [3, 1, 2]), Sequence.random(6, 1, [4, 5])]
+            sequences[0].key_value[5, part] = poison
+            answer = run(attention(of, dtype), sequences, layer=0).view(2, HEADS, HEAD_DIM)
+            group = HEADS // KV_HEADS
+            assert not answer[0, :group].isfinite().all()
+            assert answer[0, group:].isfinite().all()
+            assert answer[1].isfinite().all()
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_many_heavy_and_light_sequences_share_the_threads(num_threads: int) -> None:
+    shape = KVCacheShape(8, 2, 64, (None,), 16, torch.bfloat16)
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        backend = CpuAttention(shape, 400)
+        lengths = [1, 200, 16, 17, 500, 3, 90, 64, 33, 250, 2, 129]
+        tables, first = [], 1
+        for length in lengths:
+            tables.append(BlockTable(list(range(first, first + -(-length // 16)))))
+            first += len(tables[-1])
+        key_values = [torch.randn(length, 4, 64).bfloat16() for length in lengths]
+        whole = [SequenceSlice(0, length, table) for length, table in zip(lengths, tables, strict=True)]
+        store = backend.prepare(whole)
+        store(0, torch.randn(sum(lengths), 8, 64).bfloat16(), torch.cat(key_values))
+        query = torch.randn(len(lengths), 8, 64).bfloat16()
+        step = backend.prepare([SequenceSlice(n - 1, 1, table) for n, table in zip(lengths, tables, strict=True)])
+        answer = step(0, query, torch.stack([each[-1] for each in key_values]))
+    finally:
+        torch.set_num_threads(before)
+    for row, key_value in enumerate(key_values):
+        keys, values = key_value.float().transpose(0, 1).repeat_interleave(4, dim=0).chunk(2)
+        scores = torch.einsum("hd,hld->hl", query[row].float(), keys) / 8
+        expected = torch.einsum("hl,hld->hd", scores.softmax(-1), values).flatten()
+        torch.testing.assert_close(answer[row].float(), expected, rtol=1e-2, atol=1e-2)
+
+
+@backends
+def test_a_block_costs_keys_and_values_of_every_layer(of: BackendOf) -> None:
     shape = KVCacheShape(HEADS, KV_HEADS, HEAD_DIM, WINDOWS, BLOCK_SIZE, torch.bfloat16)
-    allocated = sum(cache.nbytes for cache in TorchAttention(shape, NUM_BLOCKS, torch.device("cpu")).caches)
+    allocated = sum(cache.nbytes for cache in of(shape, NUM_BLOCKS).caches)
     assert shape.bytes_per_block * NUM_BLOCKS == allocated
