@@ -19,7 +19,8 @@ NCCL_BYTES = GIB // 2
 """NCCL's channels and the all-reduce buffers of one card, where several share a model."""
 PROCESS_BYTES = 512 * 2**20
 """On a CPU the processes live in the same memory. Measured with the tiny model under load: 255 MB for the engine beside
-its weights, cache and activations, 66 MB for the front end; a tokenizer of 128k entries takes another 100 MB or so."""
+its weights, cache and activations, 66 MB for the front end; numba's compiler adds 110 MB, a tokenizer of 128k entries
+100 MB or so."""
 LOGITS_BYTES = 12
 """Per vocabulary entry and sequence: the sampler holds the logits in float32 about three times over."""
 

@@ -13,7 +13,6 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from llmservice_server.attention.base import SequenceSlice
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.engine import Engine
-from llmservice_server.engine.request import BlockTable
 from llmservice_server.engine.startup import start
 from llmservice_server.messages import Generate, SamplingParams
 
@@ -140,8 +139,7 @@ def test_greedy_tokens_are_the_same_for_64_steps(checkpoint: tuple[Path, PreTrai
 def _logits(folder: Path, tokens: list[int], chunks: list[int], dtype: str) -> torch.Tensor:
     """Logits of every position, computed chunk by chunk over blocks that lie apart from each other."""
     started = start(EngineConfig(model=folder, dtype=dtype, max_model_len=256, threads=1))  # type: ignore[arg-type]
-    table = BlockTable()
-    table.extend([9, 3, 4, 12, 5, 1, 20, 2, 7, 15])
+    table = [9, 3, 4, 12, 5, 1, 20, 2, 7, 15]
     runner, rows, position = started.runner, [], 0
     with torch.inference_mode():
         for count in chunks:

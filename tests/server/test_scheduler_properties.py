@@ -160,7 +160,7 @@ class SchedulerUnderLoad(RuleBasedStateMachine):
     @invariant()
     def free_held_and_cached_make_the_total(self) -> None:
         pool = self.pool
-        held = {block for request in self.requests for block in request.block_table.blocks}
+        held = {block for request in self.requests for block in request.block_table}
         assert sorted([*held, *pool.free_blocks(), *pool.cached_blocks()]) == list(range(1, pool.num_blocks))
         assert (pool.num_held, pool.num_free, pool.num_cached) == (
             len(held),
@@ -168,9 +168,9 @@ class SchedulerUnderLoad(RuleBasedStateMachine):
             len(pool.cached_blocks()),
         )
         for request in self.requests:
-            assert bool(request.block_table.blocks) == (request.status is Status.RUNNING)
+            assert bool(request.block_table) == (request.status is Status.RUNNING)
         for block in held:
-            holders = sum(block in request.block_table.blocks for request in self.requests)
+            holders = sum(block in request.block_table for request in self.requests)
             assert pool.num_holders(block) == holders
 
     @invariant()
@@ -180,13 +180,6 @@ class SchedulerUnderLoad(RuleBasedStateMachine):
             assert len(set(swapped)) == len(swapped)
             assert len(swapped) + self.swap.num_free == SWAP_BLOCKS
             assert all(request.status is Status.WAITING for request in self.alive if request.swapped_blocks)
-
-    @invariant()
-    def a_table_that_calls_itself_contiguous_is(self) -> None:
-        for request in self.requests:
-            blocks = request.block_table.blocks
-            run = list(range(blocks[0], blocks[0] + len(blocks))) if blocks else []
-            assert request.block_table.contiguous == (blocks == run)
 
     def teardown(self) -> None:
         """Everything that is left is served in full, and idle means that no block is held."""

@@ -8,8 +8,6 @@ from typing import Protocol
 
 import torch
 
-from llmservice_server.engine.request import BlockTable
-
 
 @dataclass(frozen=True, slots=True)
 class KVCacheShape:
@@ -34,7 +32,7 @@ class SequenceSlice:
 
     start: int
     num_tokens: int
-    block_table: BlockTable
+    block_table: Sequence[int]  # token `i` lives in block `block_table[i // block_size]`
 
 
 class Attend(Protocol):
@@ -63,7 +61,7 @@ def slots_of(slices: Sequence[SequenceSlice], block_size: int) -> list[int]:
     """The cache slot of each token, `block * block_size + offset`, in the order in which they are laid end to end."""
     slots: list[int] = []
     for part in slices:
-        blocks = part.block_table.blocks
+        blocks = part.block_table
         position, end = part.start, part.start + part.num_tokens
         while position < end:
             block, offset = divmod(position, block_size)

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -61,7 +60,7 @@ class _Decodes:
         blocks: list[int] = []
         for place in _dealt([part.start for part in slices], num_threads):
             sequences.append((rows[place], len(blocks), 0, slices[place].start + 1))
-            blocks += slices[place].block_table.blocks
+            blocks += slices[place].block_table
         return cls(np.array(sequences, np.int32), np.array(blocks, np.int32))
 
     def within(self, window: int | None) -> Int32Array:
@@ -80,13 +79,13 @@ class CpuAttention:
 
     def __init__(self, shape: KVCacheShape, num_blocks: int) -> None:
         self.shape = shape
+        self._num_threads = torch.get_num_threads()
         size = (num_blocks, shape.num_kv_heads, 2, shape.block_size, shape.head_dim)
         self.caches = [torch.empty(size, dtype=shape.dtype) for _ in shape.windows]
         self._arrays = [cpu_kernels.as_array(cache) for cache in self.caches]
 
     def prepare(self, slices: Sequence[SequenceSlice]) -> CpuStep:
-        num_threads = min(torch.get_num_threads(), cpu_kernels.MOST_THREADS)
-        numba.set_num_threads(num_threads)  # of this Python thread
+        num_threads = cpu_kernels.use_threads(self._num_threads)
         alone: list[SequenceSlice] = []
         rows: list[int] = []
         chunks: list[_Chunk] = []
@@ -96,7 +95,7 @@ class CpuAttention:
                 alone.append(part)
                 rows.append(row)
             else:
-                table = np.array(part.block_table.blocks, np.int32)
+                table = np.array(part.block_table, np.int32)
                 chunks.append(_Chunk(row, row + part.num_tokens, part.start, table))
             row += part.num_tokens
         decodes = _Decodes.of(rows, alone, num_threads) if alone else None

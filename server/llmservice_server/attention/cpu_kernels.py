@@ -19,8 +19,6 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-MOST_THREADS = int(numba.get_num_threads())
-"""As many as this process may run on; numba starts no more."""
 _UNROLLED = 4
 """Values that are added up at a time, so that the sums are written a quarter as often."""
 _LOG2_E = np.float32(math.log2(math.e))
@@ -35,6 +33,19 @@ F = TypeVar("F", bound=Callable[..., Any])
 def as_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
     """The tensor's memory as the kernels take it. Raises KeyError for a dtype that they do not know."""
     return tensor.view(_BITS[tensor.dtype]).numpy()
+
+
+def use_threads(number: int) -> int:
+    """Have the kernels that this Python thread calls run in `number` threads, or a core each; returns how many.
+
+    numba and torch share an OpenMP runtime, and numba sets its number of threads when it starts its own.
+    """
+    number = min(number, numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
+    torchs = torch.get_num_threads()
+    numba.set_num_threads(number)
+    if torch.get_num_threads() != torchs:
+        torch.set_num_threads(torchs)
+    return number
 
 
 def _compiled(**options: Any) -> Callable[[F], F]:

@@ -42,7 +42,7 @@ class TorchAttention:
         first_query = 0
         for part in slices:
             runs.append(_Run(first_query, part.start, part.num_tokens, len(blocks) * self.shape.block_size))
-            blocks += part.block_table.blocks
+            blocks += part.block_table
             first_query += part.num_tokens
         return TorchStep(
             shape=self.shape,

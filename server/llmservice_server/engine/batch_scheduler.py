@@ -69,7 +69,8 @@ class BatchScheduler:
         if not self.config.padded or not self.running:
             for member in self._batch:
                 if member.status is Status.FINISHED:
-                    self.pool.free(member.block_table.clear())
+                    self.pool.free(member.block_table)
+                    member.block_table = []
             self._batch = list(self.running)
 
     def wait_s(self, now: float) -> float:
@@ -117,7 +118,7 @@ class BatchScheduler:
             length = request.num_tokens + request.sampling.max_tokens
             if self.config.padded:
                 length = longest_prompt + longest_answer
-            request.block_table.extend(self.pool.start(self._num_blocks(length), room=0))
+            request.block_table = self.pool.allocate(self._num_blocks(length))
             request.status = Status.RUNNING
             request.first_scheduled_s = now
         self._batch = members

@@ -18,11 +18,6 @@ class BlockPool:
 
     Free and cached blocks are two lists threaded through the blocks themselves (`_next`, `_previous`), so that a block
     can be taken from the middle as cheaply as from the front. Freed blocks go to the front: their memory is warm.
-
-    Which block a sequence gets matters on CPU, where attention reads a run of neighbours in place and must copy
-    anything else. So a sequence starts where it has room to grow, and that room is set aside: others take it only
-    when nothing else is left. `_open` marks the blocks that are free and not set aside, a byte each, so that a run of
-    them is found by a search for bytes.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -32,7 +27,6 @@ class BlockPool:
         self._oldest = num_blocks  # the two ends of the cached list; the null block is those of the free list
         self._next = [*range(1, num_blocks), NULL_BLOCK, self._oldest]
         self._previous = [num_blocks - 1, *range(num_blocks - 1), self._oldest]
-        self._open = bytearray([0]) + bytearray([1]) * (num_blocks - 1)
         self._num_holders = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
@@ -70,29 +64,16 @@ class BlockPool:
         """Whether `count` blocks can be had after the blocks `beside`, found by `lookup`, are held."""
         return count <= self.num_available - sum(self._num_holders[block] == 0 for block in beside)
 
-    def start(self, count: int, room: int) -> list[int]:
-        """Take the first `count` blocks of a sequence that may grow by `room` more, as neighbours if possible.
-
-        Cached blocks were freed a sequence at a time, so giving up the oldest of them often opens a run.
-        """
-        for length in (count + room, count):
-            if (blocks := self._start_run(count, length, room)) is not None:
-                return blocks
-        self._evict(min(self._num_cached, count + room))
-        return self._start_run(count, count, room) or self.allocate(count)
-
-    def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """Take `count` blocks, each the neighbour of the one before (the first: of `after`) where that one is free."""
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` blocks: free ones first, then the cached ones that were unused for longest."""
         if not self.can_allocate(count):
             raise ValueError(f"{count} blocks asked for, {self.num_available} free: call can_allocate first")
         self._evict(count - self._num_free)
-        blocks: list[int] = []
-        last = after
+        blocks = []
         for _ in range(count):
-            last = last + 1 if last is not None and self.is_free(last + 1) else self._next[NULL_BLOCK]
-            self._hold(last)
-            self._open[last] = 0
-            blocks.append(last)
+            block = self._next[NULL_BLOCK]
+            self._hold(block)
+            blocks.append(block)
         self._num_free -= count
         return blocks
 
@@ -106,12 +87,10 @@ class BlockPool:
                 continue
             if self._hashes[block] is None:
                 self._link(block, behind=NULL_BLOCK)
-                self._open[block] = 1
                 self._num_free += 1
             else:
                 self._link(block, behind=self._previous[self._oldest])
                 self._num_cached += 1
-            self._reopen(block + 1)
 
     def register(self, block: int, block_hash: bytes) -> None:
         """Make a held block, whose keys and values are computed, findable. A second of the same content is not."""
@@ -149,15 +128,6 @@ class BlockPool:
             block = self._next[block]
         return blocks
 
-    def _start_run(self, count: int, length: int, room: int) -> list[int] | None:
-        """The first `count` blocks of an open run of `length`, with what follows set aside; None without such a run."""
-        first = self._open.find(b"\x01" * length)
-        if first < 0:
-            return None
-        blocks = self.allocate(count, after=first - 1)
-        self._set_aside(blocks[-1] + 1, room)
-        return blocks
-
     def _evict(self, count: int) -> None:
         """Forget the `count` cached blocks that were unused for longest; they are free then."""
         for _ in range(count):
@@ -168,7 +138,6 @@ class BlockPool:
             del self._by_hash[block_hash]
             self._hashes[block] = None
             self._link(block, behind=NULL_BLOCK)
-            self._open[block] = 1
             self._num_cached -= 1
             self._num_free += 1
 
@@ -176,21 +145,6 @@ class BlockPool:
         self._unlink(block)
         self._next[block] = _HELD
         self._num_holders[block] = 1
-
-    def _set_aside(self, first: int, count: int) -> None:
-        """Put up to `count` open blocks from `first` on at the end of the free list."""
-        for block in range(first, min(first + count, self.num_blocks)):
-            if not self._open[block]:
-                return
-            self._open[block] = 0
-            self._unlink(block)
-            self._link(block, behind=self._previous[NULL_BLOCK])
-
-    def _reopen(self, block: int) -> None:
-        """What was set aside for a sequence lies behind its blocks; when it ends, anybody may start there."""
-        while self.is_free(block) and not self._open[block]:
-            self._open[block] = 1
-            block += 1
 
     def _unlink(self, block: int) -> None:
         previous, following = self._previous[block], self._next[block]

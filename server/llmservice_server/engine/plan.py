@@ -21,7 +21,7 @@ class Scheduled:
 
     @property
     def block_table(self) -> list[int]:
-        return self.request.block_table.blocks
+        return self.request.block_table
 
 
 @dataclass(frozen=True, slots=True)

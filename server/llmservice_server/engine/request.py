@@ -19,34 +19,6 @@ class Status(Enum):
     FINISHED = auto()
 
 
-@dataclass(slots=True)
-class BlockTable:
-    """The blocks of one sequence in token order: token `i` lives in `blocks[i // block_size]`."""
-
-    blocks: list[int] = field(default_factory=list)
-    contiguous: bool = True  # the blocks' numbers follow each other, so that keys and values are one slice of the cache
-
-    def extend(self, blocks: list[int]) -> None:
-        previous = self.blocks[-1] if self.blocks else None
-        for block in blocks:
-            if previous is not None and block != previous + 1:
-                self.contiguous = False
-            previous = block
-        self.blocks += blocks
-
-    def clear(self) -> list[int]:
-        """Empty the table; returns the blocks that it held."""
-        blocks, self.blocks, self.contiguous = self.blocks, [], True
-        return blocks
-
-    @property
-    def last(self) -> int | None:
-        return self.blocks[-1] if self.blocks else None
-
-    def __len__(self) -> int:
-        return len(self.blocks)
-
-
 @dataclass(slots=True, eq=False)
 class Request:
     """A sequence that chases `num_tokens` with `num_computed_tokens`.
@@ -74,7 +46,7 @@ class Request:
     cache_salt: str | None = None
     status: Status = Status.WAITING
     num_computed_tokens: int = 0
-    block_table: BlockTable = field(default_factory=BlockTable)
+    block_table: list[int] = field(default_factory=list)  # token `i` lives in block `block_table[i // block_size]`
     first_scheduled_s: float | None = None
     history: TokenHistory | None = None  # what the penalties count; None: there are none
     grammar: Grammar | None = None

@@ -9,7 +9,7 @@ import torch
 from llmservice_server.attention.base import AttentionBackend, SequenceSlice
 from llmservice_server.attention.swapped_blocks import SwappedBlocks
 from llmservice_server.engine.plan import Plan
-from llmservice_server.engine.request import BlockTable, Request
+from llmservice_server.engine.request import Request
 from llmservice_server.messages import TokenLogprobs
 from llmservice_server.models.llama import LlamaModel
 from llmservice_server.sampling.prompt_logprobs import prompt_logprobs
@@ -93,7 +93,7 @@ class ModelRunner:
         while len(positions) < num_tokens:
             count = min(longest, num_tokens - len(positions))
             num_blocks = -(-count // block_size)
-            slices.append(SequenceSlice(0, count, BlockTable(list(range(first_block, first_block + num_blocks)))))
+            slices.append(SequenceSlice(0, count, range(first_block, first_block + num_blocks)))
             first_block += num_blocks
             positions.extend(range(count))
         hidden = self._forward([0] * num_tokens, positions, slices)

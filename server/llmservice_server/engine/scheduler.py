@@ -132,7 +132,7 @@ class ContinuousScheduler:
                 continue
             hashes = request.block_hashes.first(num_full, request.token_ids)
             for index in range(request.num_committed_blocks, num_full):
-                self.pool.register(request.block_table.blocks[index], hashes[index])
+                self.pool.register(request.block_table[index], hashes[index])
             request.num_committed_blocks = num_full
 
     def _yield_to_interactive(self, plan: Plan) -> None:
@@ -145,7 +145,7 @@ class ContinuousScheduler:
         for request in self.lanes[INTERACTIVE].waiting:
             missing = self._num_blocks(request.num_tokens) - len(self._hits(request))
             victims = [victim for victim in self.running[max(0, len(self.running) - spare) :] if victim.priority[0]]
-            freed = sum(self.pool.num_holders(block) == 1 for victim in victims for block in victim.block_table.blocks)
+            freed = sum(self.pool.num_holders(block) == 1 for victim in victims for block in victim.block_table)
             if tokens < 1 or seats + len(victims) < 1 or blocks + freed < missing:
                 return
             while seats < 1 or blocks < missing:
@@ -189,7 +189,7 @@ class ContinuousScheduler:
             self._preempt(victim, plan)
             if victim is request:
                 return False
-        table.extend(self.pool.allocate(missing, after=table.last))
+        table += self.pool.allocate(missing)
         return True
 
     def _admit_next(self, plan: Plan, budget: int, now: float) -> int:
@@ -242,12 +242,9 @@ class ContinuousScheduler:
         self._lane(request).remove(request)
         hits = self._hits(request)
         self.pool.hold(hits)
-        table = request.block_table
-        table.extend(hits)
-        missing = self._num_blocks(request.num_tokens) - len(hits)
-        table.extend(self.pool.allocate(missing, after=hits[-1]) if hits else self._first_blocks(request, missing))
+        table = request.block_table = hits + self.pool.allocate(self._num_blocks(request.num_tokens) - len(hits))
         if self.swap is not None and request.swapped_blocks:
-            copied = zip(request.swapped_blocks[len(hits) :], table.blocks[len(hits) :], strict=False)
+            copied = zip(request.swapped_blocks[len(hits) :], table[len(hits) :], strict=False)
             plan.swap_in += [BlockCopy(source, target) for source, target in copied]
             self.swap.free(request.swapped_blocks)  # no later part of this plan swaps out, into what is still read
             request.swapped_blocks = []
@@ -273,12 +270,6 @@ class ContinuousScheduler:
             return []
         num_full = (request.num_tokens - 1) // self.config.block_size
         return self.pool.lookup(request.block_hashes.first(num_full, request.token_ids))
-
-    def _first_blocks(self, request: Request, num_blocks: int) -> list[int]:
-        longest = self._num_blocks(request.num_prompt_tokens + request.sampling.max_tokens)
-        # Many requests stop far below max_tokens: setting all of it aside would leave the next ones nothing but scraps.
-        room = min(longest - num_blocks, self.pool.num_usable // (2 * self.config.max_num_seqs))
-        return self.pool.start(num_blocks, room)
 
     def _share_of(self, request: Request, budget: int) -> int:
         num_tokens = min(
@@ -311,7 +302,7 @@ class ContinuousScheduler:
 
     def _preempt(self, request: Request, plan: Plan) -> None:
         self._stop_running(request)
-        blocks = request.block_table.blocks[: self._num_blocks(request.num_computed_tokens)]
+        blocks = request.block_table[: self._num_blocks(request.num_computed_tokens)]
         if self.swap is not None and self.swap.pays(len(blocks), request.num_computed_tokens):
             request.swapped_blocks = self.swap.allocate(len(blocks))
             copied = zip(blocks, request.swapped_blocks, strict=True)
@@ -334,7 +325,8 @@ class ContinuousScheduler:
         self._lane(request).num_running -= 1
 
     def _release(self, request: Request) -> None:
-        self.pool.free(request.block_table.clear())
+        self.pool.free(request.block_table)
+        request.block_table = []
 
     def _lane(self, request: Request) -> Lane:
         return self.lanes[request.lane]

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from llmservice_server.attention.base import AttentionBackend, KVCacheShape, SequenceSlice
 from llmservice_server.attention.cpu_backend import CpuAttention
 from llmservice_server.attention.torch_backend import TorchAttention
-from llmservice_server.engine.request import BlockTable
 
 BLOCK_SIZE, KV_HEADS, HEADS, HEAD_DIM = 4, 2, 6, 8
 NUM_BLOCKS = 64
@@ -27,13 +26,12 @@ class Sequence:
     num_tokens: int
     query: torch.Tensor
     key_value: torch.Tensor
-    block_table: BlockTable
+    block_table: list[int]
 
     @classmethod
     def random(cls, start: int, num_tokens: int, blocks: list[int]) -> "Sequence":
         total = start + num_tokens
-        table = BlockTable()
-        table.extend(blocks[: -(-total // BLOCK_SIZE)])
+        table = blocks[: -(-total // BLOCK_SIZE)]
         query, key_value = torch.randn(total, HEADS, HEAD_DIM), torch.randn(total, 2 * KV_HEADS, HEAD_DIM)
         return cls(start, num_tokens, query, key_value, table)
 
@@ -147,7 +145,7 @@ def test_many_heavy_and_light_sequences_share_the_threads(num_threads: int) -> N
         lengths = [1, 200, 16, 17, 500, 3, 90, 64, 33, 250, 2, 129]
         tables, first = [], 1
         for length in lengths:
-            tables.append(BlockTable(list(range(first, first + -(-length // 16)))))
+            tables.append(range(first, first + -(-length // 16)))
             first += len(tables[-1])
         key_values = [torch.randn(length, 4, 64).bfloat16() for length in lengths]
         whole = [SequenceSlice(0, length, table) for length, table in zip(lengths, tables, strict=True)]
@@ -156,6 +154,7 @@ def test_many_heavy_and_light_sequences_share_the_threads(num_threads: int) -> N
         query = torch.randn(len(lengths), 8, 64).bfloat16()
         step = backend.prepare([SequenceSlice(n - 1, 1, table) for n, table in zip(lengths, tables, strict=True)])
         answer = step(0, query, torch.stack([each[-1] for each in key_values]))
+        assert torch.get_num_threads() == num_threads  # numba sets OpenMP's number, which may be torch's as well
     finally:
         torch.set_num_threads(before)
     for row, key_value in enumerate(key_values):

@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -18,16 +18,13 @@ class PoolUnderUse(RuleBasedStateMachine):
     @rule(data=st.data())
     def start(self, data: st.DataObject) -> None:
         count = data.draw(st.integers(1, self.pool.num_free))
-        self.sequences.append(self.pool.start(count, room=data.draw(st.integers(0, 12))))
+        self.sequences.append(self.pool.allocate(count))
 
     @precondition(lambda self: self.sequences and self.pool.num_free > 0)
     @rule(data=st.data())
     def grow(self, data: st.DataObject) -> None:
         sequence = data.draw(st.sampled_from(self.sequences))
-        neighbour_was_free = self.pool.is_free(sequence[-1] + 1)
-        [block] = self.pool.allocate(1, after=sequence[-1])
-        assert not neighbour_was_free or block == sequence[-1] + 1
-        sequence.append(block)
+        sequence += self.pool.allocate(1)
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
@@ -54,57 +51,12 @@ PoolUnderUse.TestCase.settings = settings(max_examples=60, stateful_step_count=4
 test_pool_under_use = PoolUnderUse.TestCase
 
 
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=6))
-def test_a_fresh_pool_hands_out_runs_of_neighbours(sizes: list[int]) -> None:
-    pool = BlockPool(64)
-    for size in sizes:
-        blocks = pool.start(size, room=2)
-        assert blocks == list(range(blocks[0], blocks[0] + size))
-
-
 def test_freed_blocks_are_taken_again_first_and_in_their_order() -> None:
     pool = BlockPool(10)
     first = pool.allocate(3)
     pool.allocate(2)
     pool.free(first)
     assert pool.allocate(3) == first
-
-
-def test_a_sequence_grows_into_the_room_it_was_given() -> None:
-    pool = BlockPool(20)
-    [growing] = pool.start(1, room=3)
-    others = pool.start(2, room=0) + pool.allocate(2)
-    assert set(others).isdisjoint(range(growing + 1, growing + 4))
-    assert pool.allocate(3, after=growing) == [growing + 1, growing + 2, growing + 3]
-
-
-def test_a_sequence_starts_where_it_has_room_though_a_smaller_gap_comes_first() -> None:
-    pool = BlockPool(20)
-    gap, wall = pool.start(3, room=0), pool.start(1, room=0)
-    pool.free(gap)
-    assert pool.start(2, room=2) == [wall[0] + 1, wall[0] + 2]
-    assert pool.start(2, room=1) == gap[:2]
-
-
-def test_without_a_run_a_sequence_takes_what_there_is() -> None:
-    pool = BlockPool(7)
-    singles = [pool.allocate(1) for _ in range(6)]
-    for single in singles[::2]:
-        pool.free(single)
-    assert sorted(pool.start(3, room=1)) == [1, 3, 5]
-
-
-def test_room_is_handed_out_when_nothing_else_is_left() -> None:
-    pool = BlockPool(6)
-    pool.start(1, room=4)
-    assert sorted(pool.start(4, room=0)) == [2, 3, 4, 5]
-
-
-def test_room_is_given_up_with_the_sequence() -> None:
-    pool = BlockPool(10)
-    pool.free(pool.start(2, room=7))
-    assert pool.start(3, room=2) == [1, 2, 3]
-    assert pool.start(2, room=1) == [6, 7]  # behind the room of the one before, in what the first has given up
 
 
 def test_more_than_is_free_is_refused_and_takes_nothing() -> None:
@@ -136,7 +88,7 @@ def name(*tokens: int) -> list[bytes]:
 def cached_pool(num_blocks: int, *chains: list[bytes]) -> BlockPool:
     """Each chain was the beginning of a sequence that has ended."""
     pool = BlockPool(num_blocks)
-    held = [pool.start(len(chain), room=0) for chain in chains]
+    held = [pool.allocate(len(chain)) for chain in chains]
     for blocks, chain in zip(held, chains, strict=True):
         for block, block_hash in zip(blocks, chain, strict=True):
             pool.register(block, block_hash)
@@ -194,9 +146,3 @@ def test_what_a_found_prefix_takes_from_the_cache_cannot_be_allocated_as_well() 
     assert not pool.can_allocate(3, beside=found)
     pool.hold(found)
     assert pool.can_allocate(2, beside=found)  # held by now
-
-
-def test_a_sequence_starts_in_a_run_of_neighbours_though_all_are_cached() -> None:
-    pool = cached_pool(9, name(1, 2, 3, 4), name(5, 6, 7, 8))
-    assert pool.start(3, room=1) == [1, 2, 3]
-    assert pool.lookup(name(5, 6, 7, 8)) == [5, 6, 7, 8]
