@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -12,6 +13,9 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 _LAYOUT_ROWS = 512
 """The number of rows that oneDNN picks the layout for. The layout for a full step's rows proved fast for every smaller
 number as well; those for 1 and for 32 rows are up to ten times slower elsewhere (float32 and bfloat16, AVX-512)."""
+
+_STEPS = ((8, 1), (32, 4), (64, 8), (128, 16), (256, 32), (math.inf, 64))
+"""Up to so many rows, multiples of the second number."""
 
 
 @dataclass(slots=True)
@@ -25,7 +29,10 @@ class Linear:
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[num_rows, in]` to `[num_rows, out]`."""
         if self.packed:
-            return _packed_product(hidden, self.weight, self.bias)
+            num_rows = hidden.shape[0]
+            surplus = padded_rows(num_rows) - num_rows
+            rows = F.pad(hidden, (0, 0, 0, surplus)) if surplus else hidden
+            return _packed_product(rows, self.weight, self.bias)[:num_rows]
         return F.linear(hidden, self.weight, self.bias)
 
     def pack(self) -> None:
@@ -51,6 +58,16 @@ class Linear:
         """Of the matrix, whatever its layout, and the bias."""
         bias = 0 if self.bias is None else self.bias.nbytes
         return self.weight.numel() * self.weight.dtype.itemsize + bias
+
+
+def padded_rows(num_rows: int) -> int:
+    """The number of rows that a packed product of `num_rows` is computed with.
+
+    For every other number of rows oneDNN makes another kernel, which takes milliseconds and half a megabyte: there must
+    not be one for every number of tokens that a step may have. At most a third is added, and little to many rows.
+    """
+    step = next(step for most, step in _STEPS if num_rows <= most)
+    return -(-num_rows // step) * step
 
 
 @cache

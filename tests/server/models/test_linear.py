@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
-from llmservice_server.models.linear import Linear, can_pack
+from llmservice_server.models.linear import Linear, can_pack, padded_rows
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -46,3 +46,12 @@ def test_what_cannot_be_packed_is_left_as_it_is() -> None:
     linear.pack()
     assert linear.weight is weight
     assert not linear.packed
+
+
+def test_few_numbers_of_rows_are_computed_with_and_little_is_added() -> None:
+    padded = [padded_rows(num_rows) for num_rows in range(1, 2049)]
+    assert len(set(padded)) == 54
+    assert padded == sorted(padded)
+    for num_rows, rows in enumerate(padded, start=1):
+        assert num_rows <= rows <= num_rows * 4 / 3
+        assert padded_rows(rows) == rows
