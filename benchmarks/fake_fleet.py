@@ -130,7 +130,7 @@ async def serve_pods() -> None:
     await runner.setup()
     await web.TCPSite(runner, POD_ADDRESS, POD_PORT).start()
     print(f"{POD_ADDRESS}:{POD_PORT}, {len(page)} bytes", flush=True)
-    await asyncio.Event().wait()
+    await asyncio.to_thread(sys.stdin.read)  # until whoever started us has gone
 
 
 async def serve_emulator() -> None:
@@ -138,14 +138,14 @@ async def serve_emulator() -> None:
 
     async with serve_api() as api:
         print(api.url, flush=True)
-        await asyncio.Event().wait()
+        await asyncio.to_thread(sys.stdin.read)
 
 
 @asynccontextmanager
 async def beside(what: str) -> AsyncIterator[str]:
     """Run a part of this file as a process of its own; yields the line that it prints once it listens."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, __file__, what, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE
+        sys.executable, __file__, what, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
     )
     try:
         line = (await process.stdout.readline()).decode().strip() if process.stdout else ""

@@ -123,7 +123,7 @@ class Election:
 
     async def _read(self) -> Lease | None:
         try:
-            manifest = await self.client.request("GET", self._path(), timeout_s=_REQUEST_TIMEOUT_S)
+            manifest = await self.client.request("GET", self._path(), timeout_s=_REQUEST_TIMEOUT_S, urgent=True)
         except KubeError as error:
             if error.status == 404:
                 return None
@@ -138,7 +138,7 @@ class Election:
             body=manifest,
             content_type="application/json",
             timeout_s=_REQUEST_TIMEOUT_S,
-            fenced=False,  # this is what the fence is made of
+            urgent=True,
         )
 
     def _manifest(self, holder: str, before: Lease | None = None) -> Manifest:

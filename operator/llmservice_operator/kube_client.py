@@ -5,6 +5,7 @@ The generated client is used for what it knows best, credentials and TLS; its ty
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import os
@@ -23,6 +24,8 @@ from llmservice_operator.spec import Manifest
 
 REQUEST_TIMEOUT_S = 10.0
 _PAGE = 500
+_IN_FLIGHT = 16
+"""Requests at once. Those that wait don't run out of time: a slow API server gets slow work, and none of it twice."""
 _LOG_LIMIT_BYTES = 4096
 
 _APPLY = "application/apply-patch+yaml"
@@ -42,6 +45,7 @@ class KubeClient:
 
     def __init__(self, api: Any) -> None:
         self._api = api
+        self._queue = asyncio.Semaphore(_IN_FLIGHT)
         self.may_write_s: Callable[[], float] | None = None
         """For how long, in seconds, this process may write; None: for ever."""
         self.answered: Callable[[str, str, int, float], None] | None = None
@@ -150,11 +154,27 @@ class KubeClient:
         content_type: str = _MERGE,
         query: Mapping[str, str] | None = None,
         timeout_s: float = REQUEST_TIMEOUT_S,
-        fenced: bool = True,
+        urgent: bool = False,
     ) -> Manifest:
-        """One request; raises KubeError. A write is refused, and ended, where the fence says so."""
-        if fenced and method != "GET":
-            timeout_s = min(timeout_s, self._fenced())
+        """One request; raises KubeError. A write is refused, and ended, where the fence says so.
+
+        `urgent` is for the lease alone: past the fence, which is made of it, and past the queue.
+        """
+        if urgent:
+            return await self._timed(method, path, body, content_type, query, timeout_s)
+        async with self._queue:
+            left_s = math.inf if method == "GET" else self._fenced()
+            return await self._timed(method, path, body, content_type, query, min(timeout_s, left_s))
+
+    async def _timed(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        content_type: str,
+        query: Mapping[str, str] | None,
+        timeout_s: float,
+    ) -> Manifest:
         started = time.monotonic()
         status, text = 0, b""
         try:

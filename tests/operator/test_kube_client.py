@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from llmservice_local.endpoint import Endpoint
 from llmservice_operator.child import CHILD_KINDS
@@ -54,3 +56,52 @@ async def test_a_server_that_is_away_is_an_error_with_status_zero(kubeconfig: Pa
 )
 async def test_the_cluster_is_asked_what_it_serves(api_version: str, plural: str, served: bool, kube: Any) -> None:
     assert await kube.serves(api_version, plural) is served
+
+
+async def test_a_flood_of_requests_waits_its_turn_and_the_lease_does_not(kubeconfig: Path) -> None:
+    in_flight = most = 0
+    let_go = asyncio.Event()
+
+    async def slow(_: web.Request) -> web.Response:
+        nonlocal in_flight, most
+        in_flight += 1
+        most = max(most, in_flight)
+        await let_go.wait()
+        in_flight -= 1
+        return web.json_response({})
+
+    async def quick(_: web.Request) -> web.Response:
+        return web.json_response({"quick": True})
+
+    app = web.Application()
+    app.add_routes([web.get("/slow", slow), web.get("/lease", quick)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    Endpoint(f"http://127.0.0.1:{runner.addresses[0][1]}").write_kubeconfig(kubeconfig)
+    client = await KubeClient.connect()
+    flood = [asyncio.create_task(client.request("GET", "/slow")) for _ in range(64)]
+    async with asyncio.timeout(10):
+        while in_flight < 16:
+            await asyncio.sleep(0.01)
+
+        assert await client.request("GET", "/lease", urgent=True) == {"quick": True}
+        let_go.set()
+        await asyncio.gather(*flood)
+    await client.close()
+    await runner.cleanup()
+
+    assert most == 16
+
+
+async def test_a_write_is_refused_once_the_fence_is_down_and_reads_are_not(kube: KubeClient) -> None:
+    left_s = 1.0
+    kube.may_write_s = lambda: left_s
+    body = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a"}}
+    assert await kube.request("POST", CONFIG_MAPS, body=body, content_type="application/json")
+
+    left_s = 0.0
+    with pytest.raises(KubeError, match="does not hold the lease"):
+        await kube.request("DELETE", f"{CONFIG_MAPS}/a")
+
+    assert (await kube.request("GET", f"{CONFIG_MAPS}/a"))["metadata"]["name"] == "a"

@@ -108,3 +108,25 @@ async def test_nothing_is_looked_at_before_the_operators_turn(passes: Passes) ->
 
     assert passes.count == 1
     assert len(loops) == 0
+
+
+async def test_of_a_thousand_services_that_start_at_once_some_wait_for_others() -> None:
+    running = most = done = 0
+
+    async def run_pass(namespace: str, name: str) -> bool:
+        nonlocal running, most, done
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        running -= 1
+        done += 1
+        return bool(namespace and name)
+
+    loops = ServiceLoops(run_pass, NEVER_S, OperatorMetrics())
+    loops.open([("team-a", f"model-{number}") for number in range(1000)])
+    async with asyncio.timeout(10):
+        while done < 1000:
+            await asyncio.sleep(0)
+    await loops.stop_all()
+
+    assert 1 < most <= 100

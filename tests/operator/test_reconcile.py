@@ -736,3 +736,20 @@ async def test_a_spec_that_an_older_crd_let_through_becomes_a_condition(world: W
     assert "spec.drainTimeout: String should match pattern" in ready["message"]
     assert await world.deployment() == before
     assert (await world.status())["sizing"]["maxNumSeqs"] == 8
+
+
+async def test_nothing_is_remembered_of_a_service_that_is_gone(world: World, manifest_of: Any) -> None:
+    await world.create_service(manifest_of())
+    await world.run_pass()
+    await world.start_pod("tiny-1", "127.0.0.1", (0, 0))
+    await world.run_pass(after_s=5)
+    reconciler = world.reconciler
+    assert b'name="tiny"' in reconciler.metrics.exposition()
+
+    await world.kube.request("DELETE", f"{SERVICES}/tiny")
+    assert not await world.run_pass(after_s=5)
+
+    assert len(reconciler.applier) == 0
+    assert reconciler._memories == {}
+    assert b'name="tiny"' not in reconciler.metrics.exposition()
+    assert reconciler.cache.services() == []
