@@ -23,7 +23,8 @@ from llmservice_operator.resource import GROUP, MANAGER, PLURAL, VERSION
 from llmservice_operator.spec import Manifest
 
 REQUEST_TIMEOUT_S = 10.0
-_PAGE = 500
+_PAGE = 100
+"""Objects of one answer: what a larger one takes while it is parsed is never given back to the system."""
 _IN_FLIGHT = 16
 """Requests at once. Those that wait don't run out of time: a slow API server gets slow work, and none of it twice."""
 _LOG_LIMIT_BYTES = 4096
@@ -87,7 +88,9 @@ class KubeClient:
         query = {"limit": str(_PAGE)} | ({"labelSelector": selector} if selector else {})
         while True:
             answer = await self.request("GET", path, query=query)
-            objects += answer.get("items") or []
+            for one in answer.get("items") or []:
+                one["metadata"].pop("managedFields", None)  # the larger part of most objects, and nobody reads it
+                objects.append(one)
             metadata = answer.get("metadata") or {}
             if not (token := metadata.get("continue")):
                 return objects, str(metadata.get("resourceVersion", ""))
