@@ -22,6 +22,7 @@ class Kube:
         self.custom = client.CustomObjectsApi(self.api)
         self.core = client.CoreV1Api(self.api)
         self.apps = client.AppsV1Api(self.api)
+        self.coordination = client.CoordinationV1Api(self.api)
 
     def create(self, service: Object) -> Object:
         return self.custom.create_namespaced_custom_object(GROUP, VERSION, self.namespace, PLURAL, service)  # type: ignore[no-any-return]

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -34,11 +34,12 @@ from llmservice_local.control.informer import Informers
 from llmservice_local.control.namespace_controller import NamespaceController
 from llmservice_local.control.replica_set_controller import ReplicaSetController
 from llmservice_local.control.scheduler import Scheduler
-from llmservice_local.control_plane import serve_control_plane
+from llmservice_local.control_plane import AUDIT_LOG, serve_control_plane
 from llmservice_local.endpoint import Endpoint
 from llmservice_local.node.node import Node, NodeSettings, base_environment
 from llmservice_local.ports import free_port
 from llmservice_local.prometheus import PrometheusTargets, prometheus_spec
+from llmservice_local.release import Part, Release, install_grants, token
 from llmservice_planner.gpu import find_gpu
 
 Object = dict[str, Any]
@@ -84,6 +85,8 @@ class ClusterSettings:
     gateway: bool = True
     prometheus: bool = False
     operator_arguments: tuple[str, ...] = ()
+    release: Release | None = None
+    """Operator and gateway run under its accounts, with its arguments; None: both are the administrator."""
     restart_backoff_s: float = 10.0
     assets: Path | None = field(default_factory=_assets)
     """Where etcd and kube-apiserver are; None: the emulated API."""
@@ -130,7 +133,8 @@ class LocalCluster:
             (settings.state_dir / folder).mkdir(parents=True, exist_ok=True)
         session = await stack.enter_async_context(ClientSession())
         if settings.assets is None:
-            api = await stack.enter_async_context(serve_api(port=settings.api_port))
+            serving = serve_api(port=settings.api_port, audit=settings.state_dir / AUDIT_LOG)
+            api = await stack.enter_async_context(serving)
             self.endpoint = Endpoint(api.url)
         else:
             plane = serve_control_plane(settings.assets, settings.state_dir, settings.api_port, session)
@@ -149,8 +153,20 @@ class LocalCluster:
         if settings.prometheus:
             targets = PrometheusTargets(client, informers, self._targets)
             self._tasks.append(asyncio.create_task(targets.run(), name=targets.name))
+        if settings.release is not None:
+            await self._identify(client, settings.release)
         await self._start_nodes(client, informers)
         await self._start_components(stack, session)
+
+    async def _identify(self, client: KubeClient, release: Release) -> None:
+        """Give operator and gateway the accounts that the release gives them."""
+        await install_grants(client, release)
+        for name, part in release.parts.items():
+            own = replace(self.endpoint, token=await token(client, part))
+            own.write_kubeconfig(self._kubeconfig_of(name))
+
+    def _kubeconfig_of(self, part: str) -> Path:
+        return self.kubeconfig if self.settings.release is None else self.settings.state_dir / f"{part}.kubeconfig"
 
     async def _start_nodes(self, client: KubeClient, informers: Informers) -> None:
         """Returns once all nodes are registered, or one of the cluster's parts has failed."""
@@ -181,8 +197,8 @@ class LocalCluster:
         if self.settings.prometheus:
             self.prometheus_url = f"http://127.0.0.1:{free_port()}"
         if self.settings.operator:
-            specs.append(self._operator_spec())
-        if self.settings.gateway:
+            specs += self._operator_specs()
+        if self.settings.gateway and self._has_gateway:
             specs.append(self._gateway_spec())
         if self.settings.prometheus:
             own = {spec.name: urlsplit(spec.health_url).netloc for spec in specs}
@@ -201,27 +217,46 @@ class LocalCluster:
     def _targets(self) -> Path:
         return self.settings.state_dir / "prometheus-targets.json"
 
-    def _operator_spec(self) -> ComponentSpec:
+    def _operator_specs(self) -> list[ComponentSpec]:
+        """As many as the release wants; they share a Lease."""
+        part = self._part("operator")
+        others = range(2, part.replicas + 1 if part is not None else 2)
+        return [self._operator_spec(name) for name in ("operator", *(f"operator-{number}" for number in others))]
+
+    def _operator_spec(self, name: str) -> ComponentSpec:
         port = free_port()
         flags = ["--host", "127.0.0.1", "--port", str(port)]
         if self.settings.models_root is not None:
             flags += ["--file-models-root", str(self.settings.models_root)]
         if self.prometheus_url:
             flags += ["--prometheus-url", self.prometheus_url]
-        return self._own_command("operator", [*flags, *self.settings.operator_arguments], f"{port}/healthz")
+        return self._own_command(name, "operator", [*flags, *self.settings.operator_arguments], f"{port}/healthz")
 
     def _gateway_spec(self) -> ComponentSpec:
         port = free_port(self.settings.gateway_port)
         self.gateway_url = f"http://127.0.0.1:{port}"
-        return self._own_command("gateway", ["--host", "127.0.0.1", "--port", str(port)], f"{port}/health")
+        return self._own_command("gateway", "gateway", ["--host", "127.0.0.1", "--port", str(port)], f"{port}/health")
 
-    def _own_command(self, name: str, flags: list[str], health: str) -> ComponentSpec:
+    @property
+    def _has_gateway(self) -> bool:
+        return self.settings.release is None or "gateway" in self.settings.release.parts
+
+    def _part(self, command: str) -> Part | None:
+        return None if self.settings.release is None else self.settings.release.parts[command]
+
+    def _own_command(self, name: str, command: str, flags: list[str], health: str) -> ComponentSpec:
+        """What the release says comes first, so that this machine's flags win."""
+        part = self._part(command)
+        env = {**base_environment(), "KUBECONFIG": str(self._kubeconfig_of(command))}
+        if part is not None:
+            env["POD_NAMESPACE"] = part.namespace
+            flags = [*part.arguments, *flags]
         return ComponentSpec(
             name=name,
-            command=[sys.executable, "-m", "llmservice_planner", name, *flags],
+            command=[sys.executable, "-m", "llmservice_planner", command, *flags],
             log=self.settings.state_dir / "components" / f"{name}.log",
             health_url=f"http://127.0.0.1:{health}",
-            env={**base_environment(), "KUBECONFIG": str(self.kubeconfig)},
+            env=env,
         )
 
     async def _stop_tasks(self) -> None:

@@ -17,6 +17,17 @@ from llmservice_local.node.node import base_environment
 from llmservice_local.ports import free_port
 
 START_S = 60.0
+AUDIT_LOG = "audit.log"
+"""In the state folder: a line for each request of a service account, with its verb, its URI and the answer's code."""
+
+_AUDIT_POLICY = """
+apiVersion: audit.k8s.io/v1
+kind: Policy
+omitStages: [RequestReceived]
+rules:
+  - {level: Metadata, userGroups: ["system:serviceaccounts"]}
+  - {level: None}
+"""
 
 
 @asynccontextmanager
@@ -34,6 +45,7 @@ async def serve_control_plane(
     tokens = folder / "tokens.csv"
     tokens.touch(mode=0o600)
     tokens.write_text(f'{token},admin,admin,"system:masters"\n', encoding="utf-8")
+    (folder / "audit-policy.yaml").write_text(_AUDIT_POLICY, encoding="utf-8")
     key = await _signing_key(folder)
     etcd_port, api_port = free_port(), free_port(port)
     async with AsyncExitStack() as stack:
@@ -86,6 +98,8 @@ def _apiserver(
             "--service-account-issuer=https://kubernetes.default.svc",
             "--service-cluster-ip-range=10.96.0.0/16",
             "--authorization-mode=RBAC",
+            f"--audit-policy-file={folder / 'audit-policy.yaml'}",
+            f"--audit-log-path={state_dir / AUDIT_LOG}",
             "--disable-admission-plugins=ServiceAccount",  # nothing here would make the default accounts
             "--allow-privileged=true",
             "--kubelet-preferred-address-types=InternalIP",

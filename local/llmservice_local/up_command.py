@@ -15,6 +15,7 @@ from llmservice_planner.command import Command, CommandError
 
 if TYPE_CHECKING:
     from llmservice_local.cluster import ClusterSettings, LocalCluster
+    from llmservice_local.release import Release
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,6 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="ARGUMENT",
         help="passed to `llmservice operator`, as in --operator-arg=--tick=1; repeatable",
+    )
+    parser.add_argument(
+        "--release",
+        type=Path,
+        metavar="FILE",
+        help="what `helm template` printed: operator and gateway run under its accounts and roles, with its arguments",
     )
     parser.add_argument("--log-level", default="warning", choices=["debug", "info", "warning", "error"])
 
@@ -99,7 +106,22 @@ def _settings(args: argparse.Namespace, state_dir: Path, labels: dict[str, str])
         gateway=not args.no_gateway,
         prometheus=args.prometheus,
         operator_arguments=tuple(args.operator_arg),
+        release=_release(args.release),
     )
+
+
+def _release(path: Path | None) -> Release | None:
+    from llmservice_local.api.errors import ApiError
+    from llmservice_local.release import read_release
+
+    if path is None:
+        return None
+    if not path.is_file():
+        raise CommandError(f"--release {path}: there is no such file")
+    try:
+        return read_release(path)
+    except ApiError as error:
+        raise CommandError(f"--release: {error}") from error
 
 
 async def _up(settings: ClusterSettings, manifests: list[Path]) -> int:

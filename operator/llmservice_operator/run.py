@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AsyncExitStack
 
 import aiohttp
@@ -41,8 +41,7 @@ _CRD_RETRY_S = 2.0
 async def run_operator(settings: OperatorSettings, stop: asyncio.Event, take_signals: Callable[[], None]) -> None:
     """Run until `stop` is set; raises LeadershipLostError.
 
-    It wants an event loop of its own: kopf ends every task that began after it, and takes the signals for itself, which
-    `take_signals` takes back.
+    kopf takes the signals for itself, which `take_signals` takes back.
     """
     async with AsyncExitStack() as stack:
         client = await KubeClient.connect()
@@ -81,7 +80,6 @@ async def run_operator(settings: OperatorSettings, stop: asyncio.Event, take_sig
 
         async def watch(until: asyncio.Event) -> None:
             # As kopf.operator does it, but the signals stay ours: leaving begins with the Lease, not with the watches.
-            others = asyncio.all_tasks()
             tasks = await kopf.spawn_tasks(
                 registry=handlers(watches, kinds),
                 settings=kopf_settings(kinds, settings.watch_silence_s),
@@ -91,9 +89,25 @@ async def run_operator(settings: OperatorSettings, stop: asyncio.Event, take_sig
                 stop_flag=until,
             )
             take_signals()
-            await kopf.run_tasks(tasks, ignored=others)
+            await _run_together(tasks)
 
         await turn.run(watch, stop)
+
+
+async def _run_together(tasks: Collection[asyncio.Task[None]]) -> None:
+    """Until one of them ends, which ends the others; raises what any of them raised.
+
+    `kopf.run_tasks` would also wait up to five seconds for all other tasks, a scraper's open connection among them.
+    """
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
 
 
 async def _served_kinds(client: KubeClient) -> list[Followed]:

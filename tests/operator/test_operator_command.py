@@ -148,6 +148,20 @@ async def test_health_and_metrics_are_served(start: Start, kube: KubeClient) -> 
             assert response.status == 200
 
 
+async def test_a_scraper_that_stays_connected_does_not_hold_up_the_end(start: Start, kube: KubeClient) -> None:
+    process = await start()
+    port = await _port(process)
+    await create_service(kube)
+    await until(lambda: _equals(kube, 2))
+
+    async with aiohttp.ClientSession() as scraper:
+        async with scraper.get(f"http://127.0.0.1:{port}/metrics") as response:
+            await response.read()  # and the connection is kept for the next
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(4):
+            assert await process.wait() == 0
+
+
 def test_a_tick_that_would_spin_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["operator", "--tick", "0"]) == 2
     assert "--tick" in capsys.readouterr().err

@@ -10,6 +10,12 @@ from llmservice_local.api.errors import ApiError, bad_request
 from llmservice_local.api.kinds import Kind, Kinds
 from llmservice_local.api.registry import DeleteOptions, WriteOptions
 
+_SUBRESOURCES = {
+    "Pod": frozenset({"log", "binding", "eviction"}),
+    "Namespace": frozenset({"finalize"}),
+    "ServiceAccount": frozenset({"token"}),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -38,7 +44,7 @@ def parse_path(kinds: Kinds, path: str) -> Target:
         raise ApiError(404, "NotFound", "the server could not find the requested resource")
     target = Target(kind, namespace, *rest[1:])
     served = {"", *(["status"] if kind.has_status else []), *(["scale"] if kind.scale else [])}
-    served |= {"Pod": {"log", "binding", "eviction"}, "Namespace": {"finalize"}}.get(kind.name, set())
+    served |= _SUBRESOURCES.get(kind.name, frozenset())
     if target.subresource not in served:
         raise ApiError(404, "NotFound", "the server could not find the requested resource")
     return target

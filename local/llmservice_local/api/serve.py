@@ -9,16 +9,19 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
 
 from llmservice_local.api import discovery, openapi, protobuf, scale
+from llmservice_local.api.audit import AuditLog
 from llmservice_local.api.errors import ApiError, bad_request
 from llmservice_local.api.eviction import evict
+from llmservice_local.api.guard import Guard
 from llmservice_local.api.registry import APPLY_PATCH, Registry, Written, utc_now
 from llmservice_local.api.request import (
     Target,
@@ -51,27 +54,42 @@ class Api:
 
 
 @asynccontextmanager
-async def serve_api(registry: Registry | None = None, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[Api]:
-    """Serve the emulated API on a loopback address until the block ends; port 0 takes a free one."""
+async def serve_api(
+    registry: Registry | None = None, host: str = "127.0.0.1", port: int = 0, audit: Path | None = None
+) -> AsyncIterator[Api]:
+    """Serve the emulated API on a loopback address until the block ends; port 0 takes a free one.
+
+    `audit` is a file that gets a line for each request of a service account.
+    """
     registry = registry or Registry()
-    async with ClientSession(timeout=ClientTimeout(total=None, connect=5)) as session:
-        application = web.Application(client_max_size=MAX_BODY_BYTES)
-        application.router.add_route("*", "/{path:.*}", _Handler(registry, session).handle)
-        runner = web.AppRunner(application, access_log=None, handler_cancellation=True, shutdown_timeout=0.5)
-        await runner.setup()
-        try:
-            site = web.TCPSite(runner, host, port, reuse_address=True)
-            await site.start()
-            bound = runner.addresses[0][1]
-            yield Api(f"http://{host}:{bound}", registry)
-        finally:
-            await runner.cleanup()
+    with ExitStack() as stack:
+        log = stack.enter_context(closing(AuditLog(audit))) if audit is not None else None
+        async with ClientSession(timeout=ClientTimeout(total=None, connect=5)) as session:
+            handler = _Handler(registry, session, Guard(registry, log))
+            async with _served(handler, host, port) as bound:
+                yield Api(f"http://{host}:{bound}", registry)
+
+
+@asynccontextmanager
+async def _served(handler: _Handler, host: str, port: int) -> AsyncIterator[int]:
+    application = web.Application(client_max_size=MAX_BODY_BYTES)
+    application.router.add_route("*", "/{path:.*}", handler.handle)
+    runner = web.AppRunner(application, access_log=None, handler_cancellation=True, shutdown_timeout=0.5)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, host, port, reuse_address=True)
+        await site.start()
+        bound: int = runner.addresses[0][1]
+        yield bound
+    finally:
+        await runner.cleanup()
 
 
 class _Handler:
-    def __init__(self, registry: Registry, session: ClientSession) -> None:
+    def __init__(self, registry: Registry, session: ClientSession, guard: Guard) -> None:
         self._registry = registry
         self._session = session
+        self._guard = guard
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         try:
@@ -84,9 +102,12 @@ class _Handler:
 
     async def _route(self, request: web.Request) -> web.StreamResponse:
         path = request.path.rstrip("/")
+        account = self._guard.account(request)
         if (document := self._document(path, request)) is not None:
             return document
         target = parse_path(self._registry.kinds, path)
+        if account is not None:
+            self._guard.admit(account, request, target)
         if target.subresource == "log":
             return await self._logs(request, target)
         if not target.name:
@@ -199,12 +220,21 @@ class _Handler:
                 return await self._delete(request, target)
             case "PUT" | "PATCH":
                 return self._written(request, target, await self._write(request, target))
-            case "POST" if target.subresource == "binding":
+            case "POST":
+                return _json(await self._posted(request, target), 201)
+        raise _method_not_allowed()
+
+    async def _posted(self, request: web.Request, target: Target) -> Object:
+        """The actions that are subresources."""
+        match target.subresource:
+            case "binding":
                 self._registry.bind(target.namespace or "", target.name, await _body(request))
-                return _json(_CREATED, 201)
-            case "POST" if target.subresource == "eviction":
+                return _CREATED
+            case "eviction":
                 evict(self._registry, target.namespace or "", target.name, await _body(request))
-                return _json(_CREATED, 201)
+                return _CREATED
+            case "token":
+                return self._guard.token_request(target)
         raise _method_not_allowed()
 
     async def _write(self, request: web.Request, target: Target) -> Written:
