@@ -229,13 +229,13 @@ class Rollout(SchemaModel):
 
 class Monitoring(SchemaModel):
     pod_monitor: bool = Field(
-        False, description="Create a PodMonitor for the Prometheus operator, where its CRD is installed."
+        True, description="Create a PodMonitor for the Prometheus Operator, where its CRD is installed."
     )
     interval: Duration = Field("15s", description="How often the PodMonitor has the pods scraped.")
     prometheus_rule: bool = Field(
-        False,
-        description="Create a PrometheusRule with this service's alerts, where its CRD is installed;"
-        " for a Prometheus that the chart's own rules don't reach.",
+        True,
+        description="Create a PrometheusRule with this service's alerts, where its CRD is installed. Where the chart's"
+        " rules reach the same Prometheus, Alertmanager takes the two for one.",
     )
     labels: dict[str, LabelValue] = Field(
         default_factory=dict,

@@ -14,10 +14,10 @@ ALWAYS = {"ServiceAccount", "Service", "PodDisruptionBudget", "Deployment"}
 @pytest.mark.parametrize(
     ("spec", "optional"),
     [
-        ({}, {"NetworkPolicy"}),
-        ({"networkPolicy": {"enabled": False}}, set()),
-        ({"monitoring": {"podMonitor": True}}, {"NetworkPolicy", "PodMonitor"}),
-        ({"monitoring": {"prometheusRule": True}}, {"NetworkPolicy", "PrometheusRule"}),
+        ({}, {"NetworkPolicy", "PodMonitor", "PrometheusRule"}),
+        ({"networkPolicy": {"enabled": False}}, {"PodMonitor", "PrometheusRule"}),
+        ({"monitoring": {"podMonitor": False}}, {"NetworkPolicy", "PrometheusRule"}),
+        ({"monitoring": {"prometheusRule": False}}, {"NetworkPolicy", "PodMonitor"}),
     ],
 )
 def test_optional_children_come_and_go_with_the_spec(
