@@ -24,6 +24,7 @@ from llmservice_operator.merge_patch import merge_patch
 from llmservice_operator.metrics import OperatorMetrics
 from llmservice_operator.model_status import known_figures, remembered_report
 from llmservice_operator.network_policy import DEFAULT_PEERS
+from llmservice_operator.note_times import NoteTimes
 from llmservice_operator.object_cache import ObjectCache
 from llmservice_operator.overload import OverloadTimer
 from llmservice_operator.pod import Pod, Trouble, pods_of
@@ -32,7 +33,6 @@ from llmservice_operator.report import Outcome, expected_status
 from llmservice_operator.resource import KIND, LLMService
 from llmservice_operator.scale_history import History
 from llmservice_operator.scaling import Decision, ScalePolicy, Supply, decide
-from llmservice_operator.signal_status import NOTED_EVERY_S
 from llmservice_operator.signals import Signals
 from llmservice_operator.sizer import ReadModel, Sizer
 from llmservice_operator.sizing import Sized, SizingProblem
@@ -50,6 +50,7 @@ class Memory:
 
     sizer: Sizer
     startup: StartupTimes
+    notes: NoteTimes
     overload: OverloadTimer = field(default_factory=OverloadTimer)
     history: History | None = None
     feasibility: Feasibility | None = None
@@ -57,14 +58,6 @@ class Memory:
     """Of the spec that the history was made under."""
     unseen_s: float | None = None
     """Since when Kubernetes has not taken up a change of the Deployment."""
-    noted_s: float | None = None
-    """When the load's figures were last noted in the status."""
-
-    def figures_due(self, now: float) -> bool:
-        """Whether it is time to note the load's figures anew; live traffic must not write a status in every pass."""
-        due = self.noted_s is None or abs(now - self.noted_s) >= NOTED_EVERY_S
-        self.noted_s = now if due else self.noted_s
-        return due
 
     def settling(self, deployment: Manifest | None, now: float) -> bool:
         """Whether the Deployment was changed just now and Kubernetes has not taken it up yet."""
@@ -91,6 +84,12 @@ class Observation:
     def current(self) -> int:
         """Replicas that the Deployment is asked for."""
         return int((self.deployment or {}).get("spec", {}).get("replicas", 0))
+
+    @property
+    def window_s(self) -> float:
+        """How far back the signals look."""
+        autoscaling = self.service.spec.autoscaling
+        return duration.seconds(autoscaling.metrics.window) if autoscaling else _DEFAULT_WINDOW_S
 
     @property
     def serving(self) -> list[Pod]:
@@ -152,7 +151,7 @@ class Reconciler:
             drain=memory.history.drain if memory.history else None,
             fetching=fetching,
             settling=memory.settling(seen.asked, seen.now),
-            figures_due=memory.figures_due(seen.now),
+            noting=memory.notes.noting(seen.now, seen.window_s),
         )
         await self._write_status(seen, outcome)
         return True
@@ -189,7 +188,9 @@ class Reconciler:
         if key not in self._memories:
             known = seen.service.status.autoscaling
             startup = StartupTimes(known.startup_seconds if known else None)
-            self._memories[key] = Memory(Sizer(self.read_model), startup, feasibility=_remembered_promise(seen.service))
+            notes = NoteTimes(seen.now, resumed=known is not None)
+            promise = _remembered_promise(seen.service)
+            self._memories[key] = Memory(Sizer(self.read_model), startup, notes, feasibility=promise)
         return self._memories[key]
 
     async def _size(self, seen: Observation, memory: Memory) -> Sized | SizingProblem:
@@ -207,8 +208,7 @@ class Reconciler:
             return None  # what a pod holds means nothing while it is not known what it can hold
         autoscaling = seen.service.spec.autoscaling
         source = autoscaling.metrics.source if autoscaling else "auto"
-        window_s = duration.seconds(autoscaling.metrics.window) if autoscaling else _DEFAULT_WINDOW_S
-        return await self.signals.load(source, seen.service.namespace, seen.serving, window_s, seen.now)
+        return await self.signals.load(source, seen.service.namespace, seen.serving, seen.window_s, seen.now)
 
     def _judge_promise(
         self, seen: Observation, memory: Memory, load: Load | None, sizing: Sized | SizingProblem

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from llmservice_operator import labels
 from llmservice_operator.children import service_url
 from llmservice_operator.conditions import (
+    SCALING_ACTIVE,
     UPDATING,
     Verdict,
     conditions,
@@ -23,6 +24,7 @@ from llmservice_operator.feasibility import Feasibility
 from llmservice_operator.fetch_verdict import while_fetching
 from llmservice_operator.load import Load
 from llmservice_operator.model_status import model_status
+from llmservice_operator.note_times import AT_ONCE, Noting
 from llmservice_operator.pod import Pod, Trouble
 from llmservice_operator.pod_model import Fetching
 from llmservice_operator.resource import LLMService
@@ -65,8 +67,15 @@ class Outcome:
     """The downloads of the model, while there are some."""
     settling: bool = False
     """Whether Kubernetes was given a change a moment ago and has not taken it up yet."""
-    figures_due: bool = True
-    """Whether it is time to note the load's figures anew."""
+    noting: Noting = AT_ONCE
+    """What may be written of the load's figures."""
+
+    def resumes(self, service: LLMService) -> bool:
+        """Whether what the status says of the scaling stands as this process found it."""
+        past, known = service.status.condition(SCALING_ACTIVE), service.status.autoscaling
+        if past is None or known is None or past.observed_generation != service.metadata.generation:
+            return False
+        return self.noting.resuming and known.desired_replicas == self.desired
 
 
 def expected_status(
@@ -101,7 +110,7 @@ def _verdicts(
         _settled(service, while_fetching(ready, outcome.fetching, service.spec.model.uri), outcome),
         progressing_verdict(deployment, outcome.desired, pods, sizing, blocked),
         sizing_verdict(sizing),
-        scaling_verdict(outcome.decision, pods, sizing, autoscaled=service.spec.autoscaling is not None),
+        _scaling(service, pods, outcome),
         slo_verdict(outcome.feasibility),
     ]
 
@@ -112,6 +121,14 @@ def _settled(service: LLMService, ready: Verdict, outcome: Outcome) -> Verdict |
     past = service.status.condition(ready.type)
     keeps = ready.reason == UPDATING and outcome.settling and past is not None and past.status == "True"
     return past if keeps and past is not None else ready
+
+
+def _scaling(service: LLMService, pods: Sequence[Pod], outcome: Outcome) -> Verdict | Condition:
+    past = service.status.condition(SCALING_ACTIVE)
+    if past is not None and outcome.resumes(service):
+        return past
+    autoscaled = service.spec.autoscaling is not None
+    return scaling_verdict(outcome.decision, pods, outcome.sizing, autoscaled=autoscaled)
 
 
 def _model(service: LLMService, outcome: Outcome) -> ModelStatus | None:
@@ -140,17 +157,18 @@ def _measured(service: LLMService, sizing: Sized, load: Load | None) -> Measured
 
 def _autoscaling(service: LLMService, pods: Sequence[Pod], outcome: Outcome, now: float) -> AutoscalingStatus:
     """Load figures for every service; decisions and signals only where the operator is the one who decides."""
-    load, due = outcome.load, outcome.figures_due
+    load, noting = outcome.load, outcome.noting
     before = service.status.autoscaling or AutoscalingStatus(desired_replicas=outcome.desired)
     waiting = round(load.waiting / len(load.pods), 1) if load else None
-    decides = service.spec.autoscaling is not None and isinstance(outcome.sizing, Sized)
+    resumes = outcome.resumes(service)
+    decides = service.spec.autoscaling is not None and isinstance(outcome.sizing, Sized) and not resumes
     log = before.decisions
     return AutoscalingStatus(
         desired_replicas=outcome.desired,
-        queue_depth=noted(before.queue_depth, waiting, due=due),
-        ttft_p99_seconds=noted(before.ttft_p99_seconds, rounded(load.ttft_p99_s if load else None), due=due),
+        queue_depth=noted(before.queue_depth, waiting, noting),
+        ttft_p99_seconds=noted(before.ttft_p99_seconds, rounded(load.ttft_p99_s if load else None), noting),
         startup_seconds=math.ceil(outcome.startup_s) if outcome.startup_s is not None else None,
-        capacity=capacity_status(before.capacity, outcome.drain),
+        capacity=before.capacity if resumes else capacity_status(before.capacity, outcome.drain),
         signals=_signals(service, before, outcome),
         decisions=log_decision(log, outcome.decision, now) if decides else log,
     )
@@ -162,4 +180,4 @@ def _signals(service: LLMService, before: AutoscalingStatus, outcome: Outcome) -
     queries = ServiceQueries(service.namespace, service.name, outcome.policy.window_s)
     drain_per_s = None if outcome.drain is None else outcome.drain[1]
     present = signals_of(outcome.load, outcome.policy, drain_per_s, queries)
-    return noted_signals(before.signals, present, due=outcome.figures_due)
+    return noted_signals(before.signals, present, outcome.noting)

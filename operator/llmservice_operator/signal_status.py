@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 
 from llmservice_operator.conditions import rfc3339
 from llmservice_operator.load import Load
+from llmservice_operator.note_times import Noting
 from llmservice_operator.pod import epoch
 from llmservice_operator.scaling import CAPACITY_KEEP_S, TARGET_UTILIZATION, ScalePolicy
 from llmservice_operator.service_queries import ServiceQueries
 from llmservice_operator.status import CapacityStatus, SignalStatus
 
-NOTED_EVERY_S = 15.0
-"""Figures are noted no more often than this, however the traffic moves."""
 _NEWS = 0.1
 """A figure that moved by no more than this share is no news."""
 
@@ -54,18 +53,20 @@ def rounded(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(f"{value:.3g}")
 
 
-def noted(before: float | None, now: float | None, *, due: bool) -> float | None:
+def noted(before: float | None, now: float | None, noting: Noting) -> float | None:
     """The figure to write: the one that stands already unless the new one is news, and it is time for news."""
+    if not noting.due or (now is None and not noting.whole):
+        return before
     if before is None or now is None:
-        return now if due else before
-    return now if due and abs(now - before) > _NEWS * max(abs(now), abs(before)) else before
+        return now
+    return now if abs(now - before) > _NEWS * max(abs(now), abs(before)) else before
 
 
-def noted_signals(before: Sequence[SignalStatus], now: Sequence[SignalStatus], *, due: bool) -> list[SignalStatus]:
+def noted_signals(before: Sequence[SignalStatus], now: Sequence[SignalStatus], noting: Noting) -> list[SignalStatus]:
     """Thresholds and queries as they are now, values as `noted`."""
     past = {signal.name: signal for signal in before}
     return [
-        signal.model_copy(update={"value": noted(past[signal.name].value, signal.value, due=due)})
+        signal.model_copy(update={"value": noted(past[signal.name].value, signal.value, noting)})
         if signal.name in past
         else signal
         for signal in now

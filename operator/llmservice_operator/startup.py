@@ -17,6 +17,7 @@ class StartupTimes:
     """The last start-up times; a restart of the operator begins with the P90 that the status kept."""
 
     def __init__(self, learned_s: float | None = None) -> None:
+        self._learned_s = learned_s
         self._samples: dict[str, float] = {} if learned_s is None else {"status": float(learned_s)}
         self._ages: dict[str, float] = {}
         self._seen_s: float | None = None
@@ -25,7 +26,8 @@ class StartupTimes:
         """Learn from pods that are ready for the first time since they were created, and watch the others' age.
 
         A pod's age is the time for which it was watched, so that a clock that is set makes no pod overdue. Only those
-        that were there before the operator's first look are taken at their word.
+        that were there before the operator's first look are taken at their word; for those that were ready by then the
+        status speaks, which was written with them in mind.
         """
         gap_s = None if self._seen_s is None else now - self._seen_s
         watched_s = gap_s if gap_s is not None and 0 <= gap_s <= LONGEST_GAP_S else 0.0
@@ -35,7 +37,8 @@ class StartupTimes:
         self._seen_s = now
         for pod in pods:
             if pod.ready and pod.ready_since_s is not None and not pod.restarts and pod.uid not in self._samples:
-                self._samples[pod.uid] = max(0.0, pod.ready_since_s - pod.created_s)
+                took_s = max(0.0, pod.ready_since_s - pod.created_s)
+                self._samples[pod.uid] = self._learned_s if first and self._learned_s is not None else took_s
         for surplus in list(self._samples)[:-_KEPT]:
             del self._samples[surplus]
 

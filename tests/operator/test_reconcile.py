@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,8 @@ class Pods:
     port: int
     in_flight: dict[str, tuple[int, int]] = field(default_factory=dict)
     finished: int = 0
+    answered_s: float | None = None
+    """Time to the first token of every finished request; None leaves the histogram out."""
     sizing: dict[str, Any] | None = None
     """What a server that sized itself tells."""
     progress: dict[str, Any] | None = None
@@ -70,6 +73,10 @@ class Pods:
         running, waiting = self.in_flight[request.url.host]
         lines = [f"llmservice_num_requests_running {running}", f"llmservice_num_requests_waiting {waiting}"]
         lines += [f"llmservice_request_success_total {self.finished}"]
+        if self.answered_s is not None:
+            bounds = (0.1, 1.0, 10.0)
+            counts = [(bound, self.finished if self.answered_s <= bound else 0) for bound in bounds]
+            lines += [f'llmservice_time_to_first_token_seconds_bucket{{le="{le}"}} {count}' for le, count in counts]
         lines += ['llmservice_kv_cache_blocks{state="free"} 1000', 'llmservice_memory_bytes{kind="weights"} 1e6', ""]
         return web.Response(text="\n".join(lines))
 
@@ -81,7 +88,15 @@ class World:
     kube: KubeClient
     reconciler: Reconciler
     pods: Pods
+    signals: Callable[[], Signals]
+    """Of a process that has read none yet."""
     now: float = 1_700_000_000.0
+    writes: list[str] = field(default_factory=list)
+    """What the operator wrote so far: method and path."""
+
+    def answered(self, method: str, path: str, _status: int, _seconds: float) -> None:
+        if method != "GET":
+            self.writes.append(f"{method} {path}")
 
     async def create_service(self, manifest: dict[str, Any]) -> None:
         await self.kube.request("POST", SERVICES, body=manifest, content_type="application/json")
@@ -145,7 +160,7 @@ class World:
             cache,
             Applier(old.client, cache),
             old.read_model,
-            old.signals,
+            self.signals(),
             old.pod_models,
             OperatorMetrics(),
             old.server_image,
@@ -185,13 +200,18 @@ async def world(kube: KubeClient, pods: Pods, models: Path) -> AsyncIterator[Wor
     async with aiohttp.ClientSession() as session:
         reader = ModelReader(session, models, "http://127.0.0.1:9", None)
         unreachable = PrometheusSignals(session, "http://127.0.0.1:9")
-        signals = Signals(PodSignals(session, pods.port), unreachable)
+        signals = partial(_signals, session, pods.port, unreachable)
         cache, pod_models = ObjectCache(), PodModels(session, pods.port)
         applier = Applier(kube, cache)
-        reconciler = Reconciler(kube, cache, applier, reader.read, signals, pod_models, OperatorMetrics(), "img:1")
-        world = World(kube, reconciler, pods)
+        reconciler = Reconciler(kube, cache, applier, reader.read, signals(), pod_models, OperatorMetrics(), "img:1")
+        world = World(kube, reconciler, pods, signals)
+        kube.answered = world.answered
         reconciler.clock = world.clock
         yield world
+
+
+def _signals(session: aiohttp.ClientSession, port: int, prometheus: PrometheusSignals) -> Signals:
+    return Signals(PodSignals(session, port), prometheus)
 
 
 async def test_a_service_gets_its_children_and_a_status(world: World, manifest_of: Any) -> None:
@@ -486,6 +506,60 @@ async def test_live_traffic_writes_no_status_in_every_pass(world: World, manifes
         versions.add((await world.service())["metadata"]["resourceVersion"])
 
     assert len(versions) == 1
+
+
+async def test_a_restart_beside_live_traffic_writes_nothing_until_something_is_news(
+    world: World, manifest_of: Any
+) -> None:
+    await busy_service(world, manifest_of, (8, 18))
+    world.pods.answered_s = 0.5
+
+    async def traffic(after_s: float, *, restart: bool = False) -> str:
+        """Finish six requests in five seconds, and pass; the version of the service after it."""
+        world.pods.finished += round(after_s * 1.2)
+        await (world.restarted() if restart else world).run_pass(after_s=after_s)
+        return str((await world.service())["metadata"]["resourceVersion"])
+
+    for _ in range(16):
+        await traffic(5)
+    status = await world.status()
+    signals = {signal["name"]: signal["value"] for signal in status["autoscaling"]["signals"]}
+    assert signals["arrivals"] == 1.2
+    assert signals["ttftP99"] is not None
+    settled = (await world.service())["metadata"]["resourceVersion"]
+    world.writes.clear()
+
+    assert {await traffic(5, restart=True)} | {await traffic(5) for _ in range(20)} == {settled}
+    assert world.writes == []
+
+
+@pytest.mark.parametrize("silent_s", [0, 5, 10])
+async def test_a_restart_that_reaches_no_pod_at_first_says_nothing_of_it(
+    silent_s: float, world: World, manifest_of: Any
+) -> None:
+    await busy_service(world, manifest_of, (4, 0))
+    for _ in range(4):
+        await world.run_pass(after_s=20)
+    before = await world.service()
+
+    world.pods.in_flight.clear()
+    await world.restarted().run_pass(after_s=5)
+    await world.run_pass(after_s=silent_s)
+    assert await world.service() == before
+
+    await world.run_pass(after_s=15)
+    assert (await world.condition("ScalingActive"))["reason"] == "NoMetrics"
+
+
+async def test_a_restart_in_an_overload_adds_replicas_at_once(world: World, manifest_of: Any) -> None:
+    await busy_service(world, manifest_of, (4, 0))
+    await world.run_pass(after_s=20)
+    world.pods.in_flight["127.0.0.1"] = (8, 18)
+
+    await world.restarted().run_pass(after_s=5)
+
+    assert await world.replicas() == 3
+    assert (await world.status())["autoscaling"]["decisions"][0]["replicas"] == 3
 
 
 async def test_a_restarted_operator_knows_what_a_replica_can_do(world: World, manifest_of: Any) -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from llmservice_operator.load import Load, PodLoad
+from llmservice_operator.note_times import Noting
 from llmservice_operator.scaling import CAPACITY_KEEP_S, ScalePolicy
 from llmservice_operator.service_queries import ServiceQueries
 from llmservice_operator.signal_status import capacity_status, noted, noted_signals, signals_of
@@ -16,6 +17,7 @@ STAMP = "2023-11-14T22:13:20Z"
 POLICY = ScalePolicy.of(Autoscaling(max_replicas=4, queue_depth=2), Slo(ttft_p99="2s"), max_num_seqs=8)
 QUERIES = ServiceQueries("team-a", "tiny", 60)
 LOAD = Load("pods", (PodLoad("a", 8, 3, 0.5), PodLoad("b", 4, 0, 0.25)), arrivals_per_s=5.0, ttft_p99_s=0.123456)
+DUE, NOT_DUE, FILLING = Noting(), Noting(due=False), Noting(whole=False)
 
 
 def test_every_signal_stands_beside_its_threshold() -> None:
@@ -39,29 +41,31 @@ def test_thresholds_are_there_before_any_load_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "now", "due", "expected"),
+    ("before", "now", "noting", "expected"),
     [
-        pytest.param(None, 1.0, True, 1.0, id="the first figure"),
-        pytest.param(1.0, 1.09, True, 1.0, id="a small move is no news"),
-        pytest.param(1.0, 1.2, True, 1.2, id="a large one is"),
-        pytest.param(1.0, 1.2, False, 1.0, id="but not yet"),
-        pytest.param(1.0, 0.0, True, 0.0, id="idle"),
-        pytest.param(0.0, 0.0, True, 0.0, id="still idle"),
-        pytest.param(1.0, None, True, None, id="nothing to tell"),
-        pytest.param(1.0, None, False, 1.0, id="for a moment"),
+        pytest.param(None, 1.0, DUE, 1.0, id="the first figure"),
+        pytest.param(1.0, 1.09, DUE, 1.0, id="a small move is no news"),
+        pytest.param(1.0, 1.2, DUE, 1.2, id="a large one is"),
+        pytest.param(1.0, 1.2, NOT_DUE, 1.0, id="but not yet"),
+        pytest.param(1.0, 0.0, DUE, 0.0, id="idle"),
+        pytest.param(0.0, 0.0, DUE, 0.0, id="still idle"),
+        pytest.param(1.0, None, DUE, None, id="nothing to tell"),
+        pytest.param(1.0, None, NOT_DUE, 1.0, id="for a moment"),
+        pytest.param(1.0, None, FILLING, 1.0, id="not known yet"),
+        pytest.param(1.0, 2.0, FILLING, 2.0, id="known before the window is full"),
     ],
 )
 def test_a_figure_is_rewritten_only_where_it_is_news(
-    before: float | None, now: float | None, due: bool, expected: float | None
+    before: float | None, now: float | None, noting: Noting, expected: float | None
 ) -> None:
-    assert noted(before, now, due=due) == expected
+    assert noted(before, now, noting) == expected
 
 
 def test_a_changed_threshold_is_shown_at_once() -> None:
     before = signals_of(LOAD, POLICY, None, QUERIES)
     changed = signals_of(replace(LOAD, ttft_p99_s=9.0), replace(POLICY, ttft_p99_s=3.0), None, QUERIES)
 
-    ttft = noted_signals(before, changed, due=False)[-1]
+    ttft = noted_signals(before, changed, NOT_DUE)[-1]
 
     assert (ttft.value, ttft.target) == (0.123, 3)
 
