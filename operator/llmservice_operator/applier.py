@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from llmservice_operator import labels
 from llmservice_operator.child import Child, ChildKey
-from llmservice_operator.drift import Settled, reason_to_apply, settled, stamped
+from llmservice_operator.drift import Settled, digest, reason_to_apply, settled, stamped
 from llmservice_operator.kube_client import KubeClient, KubeError
 from llmservice_operator.object_cache import ObjectCache, version
 from llmservice_operator.pod import Trouble
+from llmservice_operator.refusals import Refusals
 from llmservice_operator.resource import KIND
 from llmservice_operator.spec import Manifest
 
@@ -29,26 +30,28 @@ class Refusal:
 class Applier:
     """Applies and removes children, and writes nothing where the cache shows them as they should be."""
 
-    def __init__(self, client: KubeClient, cache: ObjectCache) -> None:
+    def __init__(self, client: KubeClient, cache: ObjectCache, clock: Callable[[], float] = time.monotonic) -> None:
         self._client = client
         self._cache = cache
+        self._refused = Refusals(clock)
         self._settled: dict[ChildKey, Settled] = {}
 
     def __len__(self) -> int:
         return len(self._settled)
 
-    async def apply(self, children: Iterable[Child], owner_uid: str) -> list[Refusal]:
-        """Bring every child to where it should be; one that is refused holds up no other. Raises KubeError."""
+    async def apply(self, children: Iterable[Child], owner_uid: str, generation: int = 1) -> list[Refusal]:
+        """Bring every child to where it should be; one that is refused holds up no other. Raises KubeError.
+
+        `generation` is the service's: whoever edited the spec wants to see what becomes of it, also where it changes
+        nothing of a child that was refused.
+        """
         refusals: list[Refusal] = []
         for child in children:
             if self._cache.lacks(child.kind.name):  # its CRD is missing: there is none, and none can be made
                 continue
-            try:
-                trouble = await (self._keep if child.wanted else self._remove)(child, owner_uid)
-            except KubeError as error:
-                if error.status not in _REFUSED:
-                    raise
-                trouble = Trouble("ApplyFailed", str(error))
+            trouble = self._refused.standing(child, self._cache.child(*child.key), generation)
+            if trouble is None:
+                trouble = await self._bring(child, owner_uid, generation)
             if trouble is not None:
                 refusals.append(Refusal(child.kind.name, trouble))
         return refusals
@@ -56,8 +59,22 @@ class Applier:
     def forget(self, namespace: str, service: str) -> None:
         """Drop what is remembered of the children of a service that is gone."""
         for key, known in list(self._settled.items()):
-            if key[1] == namespace and known.expected["metadata"]["labels"][labels.INSTANCE] == service:
+            if key[1] == namespace and known.service == service:
                 del self._settled[key]
+        self._refused.forget(namespace, service)
+
+    async def _bring(self, child: Child, owner_uid: str, generation: int) -> Trouble | None:
+        before = self._cache.child(*child.key)
+        try:
+            trouble = await (self._keep if child.wanted else self._remove)(child, owner_uid)
+        except KubeError as error:
+            if error.status not in _REFUSED:
+                raise
+            refused = Trouble("ApplyFailed", str(error))
+            self._refused.add(child, before, generation, refused)
+            return refused
+        self._refused.settle(child.key)
+        return trouble
 
     async def _keep(self, child: Child, owner_uid: str) -> Trouble | None:
         expected, known = child.manifest, self._settled.get(child.key)
@@ -75,7 +92,7 @@ class Applier:
                     raise
                 return None
             self._cache.put(child.kind.name, live)
-        if known is None or known.expected != expected or known.resource_version != version(live["metadata"]):
+        if known is None or known.expected != digest(expected) or known.resource_version != version(live["metadata"]):
             self._settled[child.key] = settled(expected, live)
         return None
 

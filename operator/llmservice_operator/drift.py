@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmservice_operator import quantity
+from llmservice_operator import labels, quantity
 from llmservice_operator.object_cache import version
 from llmservice_operator.resource import GROUP
 from llmservice_operator.spec import Manifest
@@ -23,13 +23,17 @@ _BOOKKEEPING = frozenset({"resourceVersion", "generation", "managedFields", "uid
 class Settled:
     """A child that was as it should be: what was asked for, and what the API server made of it."""
 
-    expected: Manifest
+    expected: str
+    """The digest: a thousand services' manifests would be a large part of the operator's memory."""
     resource_version: int
     fingerprint: str
+    service: str
+    """The service that it belongs to."""
 
 
 def settled(expected: Manifest, live: Manifest) -> Settled:
-    return Settled(expected, version(live["metadata"]), fingerprint(live))
+    service = expected["metadata"]["labels"][labels.INSTANCE]
+    return Settled(digest(expected), version(live["metadata"]), fingerprint(live), service)
 
 
 def reason_to_apply(expected: Manifest, live: Manifest, known: Settled | None) -> str | None:
@@ -39,7 +43,7 @@ def reason_to_apply(expected: Manifest, live: Manifest, known: Settled | None) -
     had defaulted or put into another form is no difference. After a restart the fields themselves are compared.
     """
     if known is not None:
-        if known.expected != expected:
+        if known.expected != digest(expected):
             return "changed"
         same = version(live["metadata"]) == known.resource_version or fingerprint(live) == known.fingerprint
         return None if same else "touched"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, repeat
-from typing import Any
+from typing import Any, cast
 
 import kopf
 
@@ -25,6 +25,8 @@ _REQUEST_TIMEOUT_S = 10.0
 _WATCH_S = 300
 _BACKOFFS_S = (1.0, 1.0, 2.0, 3.0, 5.0)
 _LONGEST_BACKOFF_S = 10.0
+_WORKER_IDLE_S = 0.2
+"""kopf's workers, one for every object, keep its last state until they end: after a list, all of it at once."""
 
 
 class _EndlessBackoffs:
@@ -32,6 +34,19 @@ class _EndlessBackoffs:
 
     def __iter__(self) -> Iterator[float]:
         return chain(_BACKOFFS_S, repeat(_LONGEST_BACKOFF_S))
+
+
+class _NoDiffBase(kopf.DiffBaseStorage):
+    """Nobody asks kopf what changed: by default it copies every object, at every event, to be able to tell."""
+
+    def build(self, *, body: kopf.Body, extra_fields: Iterable[Any] | None = None) -> kopf.BodyEssence:
+        return cast("kopf.BodyEssence", {})
+
+    def fetch(self, *, body: kopf.Body) -> kopf.BodyEssence | None:
+        return None
+
+    def store(self, *, body: kopf.Body, patch: kopf.Patch, essence: kopf.BodyEssence) -> None:
+        """Nothing is written to any object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +148,8 @@ def kopf_settings(kinds: Iterable[Followed], silence_s: float) -> kopf.OperatorS
     settings.process.ultimate_exiting_timeout = None
     settings.persistence.finalizer = f"{GROUP}/finalizer"
     settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=GROUP)
-    settings.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=GROUP)
+    settings.persistence.diffbase_storage = _NoDiffBase()
+    settings.queueing.idle_timeout = _WORKER_IDLE_S
     for followed in kinds:
         if followed.selector:
             settings.watching.label_selectors[followed.kind.api_version, followed.kind.plural] = followed.selector

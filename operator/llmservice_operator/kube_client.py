@@ -5,7 +5,6 @@ The generated client is used for what it knows best, credentials and TLS; its ty
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import os
@@ -19,6 +18,7 @@ from kubernetes.aio import client as kubernetes_client
 from kubernetes.aio import config as kubernetes_config
 
 from llmservice_operator.child import ChildKind
+from llmservice_operator.priority_gate import PriorityGate
 from llmservice_operator.resource import GROUP, MANAGER, PLURAL, VERSION
 from llmservice_operator.spec import Manifest
 
@@ -28,6 +28,7 @@ _PAGE = 100
 _IN_FLIGHT = 16
 """Requests at once. Those that wait don't run out of time: a slow API server gets slow work, and none of it twice."""
 _LOG_LIMIT_BYTES = 4096
+_STATUS, _EVENT = 1, 2
 
 _APPLY = "application/apply-patch+yaml"
 _MERGE = "application/merge-patch+json"
@@ -46,7 +47,7 @@ class KubeClient:
 
     def __init__(self, api: Any) -> None:
         self._api = api
-        self._queue = asyncio.Semaphore(_IN_FLIGHT)
+        self._queue = PriorityGate(_IN_FLIGHT)
         self.may_write_s: Callable[[], float] | None = None
         """For how long, in seconds, this process may write; None: for ever."""
         self.answered: Callable[[str, str, int, float], None] | None = None
@@ -111,7 +112,9 @@ class KubeClient:
 
     async def patch_status(self, namespace: str, name: str, status: Mapping[str, Any]) -> Manifest:
         path = f"{_service_path(namespace, name)}/status"
-        return await self.request("PATCH", path, body={"status": dict(status)}, query={"fieldManager": MANAGER})
+        return await self.request(
+            "PATCH", path, body={"status": dict(status)}, query={"fieldManager": MANAGER}, rank=_STATUS
+        )
 
     async def read_log(self, namespace: str, name: str, container: str, *, previous: bool) -> str:
         """The last line of a container's log, of the one before the last restart where `previous`; raises KubeError."""
@@ -130,13 +133,13 @@ class KubeClient:
 
     async def create_event(self, event: Manifest) -> None:
         path = f"/api/v1/namespaces/{quote(event['metadata']['namespace'])}/events"
-        await self.request("POST", path, body=event, content_type="application/json")
+        await self.request("POST", path, body=event, content_type="application/json", rank=_EVENT)
 
     async def patch_event(self, namespace: str, name: str, change: Mapping[str, Any]) -> bool:
         """Change an Event; False once it is gone, as Events are after an hour."""
         path = f"/api/v1/namespaces/{quote(namespace)}/events/{quote(name)}"
         try:
-            await self.request("PATCH", path, body=dict(change))
+            await self.request("PATCH", path, body=dict(change), rank=_EVENT)
         except KubeError as error:
             if error.status == 404:
                 return False
@@ -157,15 +160,18 @@ class KubeClient:
         content_type: str = _MERGE,
         query: Mapping[str, str] | None = None,
         timeout_s: float = REQUEST_TIMEOUT_S,
+        rank: int = 0,
         urgent: bool = False,
     ) -> Manifest:
         """One request; raises KubeError. A write is refused, and ended, where the fence says so.
+
+        Of those that wait the lowest `rank` goes first: what users wait for, then what tells of it.
 
         `urgent` is for the lease alone: past the fence, which is made of it, and past the queue.
         """
         if urgent:
             return await self._timed(method, path, body, content_type, query, timeout_s)
-        async with self._queue:
+        async with self._queue.place(rank):
             left_s = math.inf if method == "GET" else self._fenced()
             return await self._timed(method, path, body, content_type, query, min(timeout_s, left_s))
 

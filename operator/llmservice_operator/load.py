@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from llmservice_operator.histogram import increase, quantile
 from llmservice_operator.scrape import Scrape
@@ -106,10 +107,16 @@ def _drain(scrapes: Sequence[Scrape]) -> float | None:
 def _ttft_increase(histories: Iterable[Sequence[Scrape]]) -> dict[float, float]:
     total: dict[float, float] = defaultdict(float)
     for scrapes in histories:
-        counts = [dict(scrape.ttft_buckets) for scrape in scrapes]
+        moved = [scrapes[0], *(after for before, after in pairwise(scrapes) if _moved(before, after))]
+        counts = [dict(scrape.ttft_buckets) for scrape in moved]
         for bound in counts[-1]:
             total[bound] += increase([count.get(bound, 0.0) for count in counts])
     return dict(total)
+
+
+def _moved(before: Scrape, after: Scrape) -> bool:
+    """Whether a request was answered in between; most pods of a large cluster are idle."""
+    return before.ttft_buckets is not after.ttft_buckets
 
 
 def _total(rates: Iterable[float | None]) -> float | None:

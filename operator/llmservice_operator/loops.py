@@ -7,16 +7,18 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import IntEnum
 
 from llmservice_operator.kube_client import KubeError
 from llmservice_operator.metrics import OperatorMetrics
+from llmservice_operator.priority_gate import PriorityGate
 
 logger = logging.getLogger(__name__)
 
 _PASS_TIMEOUT_S = 60.0
 _LONGEST_BACKOFF_S = 60.0
-_AT_ONCE = 100
+_AT_ONCE = 64
 """Passes at once: after a start beside a thousand services the first are done before the last begin, none times out."""
 _JITTER = 0.1
 _GATHER_S = 0.05
@@ -26,10 +28,26 @@ ServiceKey = tuple[str, str]
 """Namespace and name."""
 
 
-@dataclass(frozen=True, slots=True)
+class Urgency(IntEnum):
+    """Why a pass is due; where there are more passes than time, a user's edit does not wait for mere routine."""
+
+    SPEC_CHANGED = 0
+    CHILD_CHANGED = 1
+    TICK = 2
+
+
+@dataclass(slots=True, eq=False)
 class _Loop:
-    task: asyncio.Task[None]
-    wake: asyncio.Event
+    """One service's."""
+
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    urgency: Urgency = Urgency.TICK
+    """Of the pass that is due next."""
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.task is None or self.task.done()
 
 
 class ServiceLoops:
@@ -43,7 +61,7 @@ class ServiceLoops:
         self._metrics = metrics
         self._loops: dict[ServiceKey, _Loop] = {}
         self._open = False
-        self._at_once = asyncio.Semaphore(_AT_ONCE)
+        self._gate = PriorityGate(_AT_ONCE)
 
     def __len__(self) -> int:
         return len(self._loops)
@@ -52,34 +70,33 @@ class ServiceLoops:
         """Begin to work, on these services first: the cache is filled, and nobody else works on them."""
         self._open = True
         for key in keys:
-            self.start(key)
+            self._begin(key, Urgency.TICK)
 
     def start(self, key: ServiceKey) -> None:
-        """Begin a service's loop, or wake the one that runs; nothing before `open`."""
+        """Begin a service's loop, or wake the one that runs: its spec is new. Nothing before `open`."""
         if not self._open:
             return
         loop = self._loops.get(key)
-        if loop is None or loop.task.done():
-            wake = asyncio.Event()
-            task = asyncio.create_task(self._run(key, wake), name=f"service {key[0]}/{key[1]}")
-            self._loops[key] = _Loop(task, wake)
+        if loop is None or loop.ended:
+            self._begin(key, Urgency.SPEC_CHANGED)
         else:
-            loop.wake.set()
+            self._hurry(loop, Urgency.SPEC_CHANGED)
 
     def wake(self, key: ServiceKey) -> None:
         """Make a service's next pass due now; a child whose service is not known wakes nobody."""
         if loop := self._loops.get(key):
-            loop.wake.set()
+            self._hurry(loop, Urgency.CHILD_CHANGED)
 
     def end(self, key: ServiceKey) -> None:
         """The service is gone: end its loop, in the middle of a pass if need be."""
-        if loop := self._loops.pop(key, None):
+        loop = self._loops.pop(key, None)
+        if loop is not None and loop.task is not None:
             loop.task.cancel()
 
     async def stop_all(self) -> None:
         """End every loop for good; when this returns, no pass is under way."""
         self._open = False
-        tasks = [loop.task for loop in self._loops.values()]
+        tasks = [loop.task for loop in self._loops.values() if loop.task is not None]
         self._loops.clear()
         for task in tasks:
             task.cancel()
@@ -87,15 +104,23 @@ class ServiceLoops:
 
     def healthy(self) -> bool:
         """False once a loop has died: nothing but a restart would bring its service's passes back."""
-        return not any(_died(loop.task) for loop in self._loops.values())
+        return not any(loop.task is not None and _died(loop.task) for loop in self._loops.values())
 
-    async def _run(self, key: ServiceKey, wake: asyncio.Event) -> None:
+    def _begin(self, key: ServiceKey, urgency: Urgency) -> None:
+        loop = self._loops[key] = _Loop(urgency=urgency)
+        loop.task = asyncio.create_task(self._run(key, loop), name=f"service {key[0]}/{key[1]}")
+
+    def _hurry(self, loop: _Loop, urgency: Urgency) -> None:
+        loop.urgency = min(loop.urgency, urgency)
+        loop.wake.set()
+        self._gate.hurry(loop, loop.urgency)
+
+    async def _run(self, key: ServiceKey, loop: _Loop) -> None:
         failures = 0
         while True:
-            wake.clear()
             try:
-                if not await self._timed_pass(key):
-                    self._forget(key, wake)
+                if not await self._timed_pass(key, loop):
+                    self._forget(key, loop)
                     return
                 failures = 0
             except Exception as error:
@@ -105,16 +130,17 @@ class ServiceLoops:
             if failures:  # a wake must not cut the wait short: the API server may need the pause
                 await asyncio.sleep(min(self._tick_s * 2 ** min(failures, 10), _LONGEST_BACKOFF_S))
             else:
-                await self._wait(wake)
+                await self._wait(loop.wake)
 
-    def _forget(self, key: ServiceKey, wake: asyncio.Event) -> None:
+    def _forget(self, key: ServiceKey, loop: _Loop) -> None:
         """The service is gone; a loop that another of its name has by now stays."""
-        loop = self._loops.get(key)
-        if loop is not None and loop.wake is wake:
+        if self._loops.get(key) is loop:
             del self._loops[key]
 
-    async def _timed_pass(self, key: ServiceKey) -> bool:
-        async with self._at_once:
+    async def _timed_pass(self, key: ServiceKey, loop: _Loop) -> bool:
+        async with self._gate.place(loop.urgency, loop):
+            loop.urgency = Urgency.TICK
+            loop.wake.clear()  # whatever changed by now is seen by this pass
             started = time.monotonic()
             async with asyncio.timeout(_PASS_TIMEOUT_S):
                 alive = await self._run_pass(*key)

@@ -6,6 +6,7 @@ at once, and the watch event that tells of the same write later brings nothing n
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -18,6 +19,9 @@ _NEWEST = str(2**63 - 1)
 """A resource version that no object is younger than."""
 _GRAVES = 4096
 """Deletions that are remembered by uid and version, so that an answer that comes late brings nothing back to life."""
+
+_SHORT = 128
+"""Characters of a string that is likely to be met again."""
 
 
 class ObjectCache:
@@ -143,11 +147,21 @@ def _newer(metadata: Mapping[str, Any], known: Mapping[str, Any]) -> bool:
 def _trimmed(kind: str, obj: Mapping[str, Any]) -> Manifest:
     """Without what nobody reads: it is what the operator's memory would mostly consist of."""
     metadata = {key: value for key, value in obj["metadata"].items() if key != "managedFields"}
-    kept = {**obj, "metadata": metadata}
+    kept: Manifest = {**obj, "metadata": metadata}
     if kind == "Pod":
         spec = obj.get("spec") or {}
         kept["spec"] = {key: spec[key] for key in ("nodeName",) if key in spec}
-    return kept
+    shared: Manifest = _shared(kept)
+    return shared
+
+
+def _shared(value: Any) -> Any:
+    """The same with every short string kept once: most are the same in a thousand services' objects."""
+    if type(value) is str:
+        return sys.intern(value) if len(value) <= _SHORT else value
+    if isinstance(value, Mapping):
+        return {_shared(key): _shared(one) for key, one in value.items()}
+    return [_shared(one) for one in value] if isinstance(value, list) else value
 
 
 def _instance(obj: Mapping[str, Any]) -> str | None:

@@ -37,6 +37,7 @@ from llmservice_operator.signals import Signals
 from llmservice_operator.sizer import ReadModel, Sizer
 from llmservice_operator.sizing import Sized, SizingProblem
 from llmservice_operator.spec import Manifest
+from llmservice_operator.standing import Inputs, Standing
 from llmservice_operator.startup import StartupTimes
 
 _DEFAULT_WINDOW_S = 60.0
@@ -113,9 +114,11 @@ class Reconciler:
     """Who may reach every service's pods, as NetworkPolicyPeers."""
     _memories: dict[tuple[str, str, str], Memory] = field(default_factory=dict)
     _events: EventRecorder = field(init=False)
+    _standing: Standing = field(init=False)
 
     def __post_init__(self) -> None:
         self._events = EventRecorder(self.client)
+        self._standing = Standing(self.cache)
 
     async def run_pass(self, namespace: str, name: str) -> bool:
         """Bring one service to where it should be; False once it is gone. Raises KubeError."""
@@ -165,6 +168,7 @@ class Reconciler:
         for key in [key for key in self._memories if key[:2] == (namespace, name)]:
             del self._memories[key]
         self.applier.forget(namespace, name)
+        self._standing.forget((namespace, name))
         self.metrics.forget(namespace, name)
 
     def _observe(self, namespace: str, name: str) -> Observation | None:
@@ -240,10 +244,22 @@ class Reconciler:
             return []
         if decision.replicas < seen.current and load is not None:
             await self._mark_cheapest(seen, load)
-        children = expected_children(seen.service, sizing, decision.replicas, self.server_image, self.peers)
-        refusals = await self.applier.apply(children, seen.service.metadata.uid)
+        refusals = await self._apply_children(seen.service, sizing, decision.replicas)
         dropped = image_volume_trouble(sizing.model.location, seen.deployment)
         return refusals if dropped is None else [*refusals, Refusal("Deployment", dropped)]
+
+    async def _apply_children(self, service: LLMService, sized: Sized, replicas: int) -> list[Refusal]:
+        metadata = service.metadata
+        inputs = Inputs(metadata.uid, metadata.generation, sized, replicas)
+        if self._standing.holds(service.key, inputs):
+            return []
+        children = expected_children(service, sized, replicas, self.server_image, self.peers)
+        refusals = await self.applier.apply(children, metadata.uid, metadata.generation)
+        if refusals:
+            self._standing.forget(service.key)
+        else:
+            self._standing.note(service.key, inputs, children)
+        return refusals
 
     async def _mark_cheapest(self, seen: Observation, load: Load) -> None:
         """Tell Kubernetes which pods hold least work: it removes those with the lowest cost first."""

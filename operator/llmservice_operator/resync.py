@@ -18,7 +18,7 @@ from llmservice_operator.spec import Manifest
 
 logger = logging.getLogger(__name__)
 
-_SOON_S = 1.0
+_SOON_S = 5.0
 _RETRY_S = 5.0
 
 Changed = Callable[[Followed, Manifest], None]
@@ -77,7 +77,7 @@ class Resync:
             try:
                 async with asyncio.timeout(wait_s):
                     await self._asked.wait()
-                    await asyncio.sleep(_SOON_S)  # several watches begin anew at once
+                    await asyncio.sleep(_SOON_S)  # several watches begin anew at once, and list for a while themselves
             except TimeoutError:
                 pass
             self._asked.clear()

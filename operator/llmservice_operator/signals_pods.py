@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 import aiohttp
 
@@ -19,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 2.0
 _ANSWER_LIMIT_BYTES = 4 * 2**20
-_MAX_WINDOW_S = 3600.0
 _FORGET_AFTER_S = 600.0
+_SWEPT_EVERY_S = 60.0
 
 
 class PodSignals:
@@ -31,6 +32,7 @@ class PodSignals:
         self._port = port
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._scrapes: dict[str, deque[Scrape]] = {}
+        self._swept_s = 0.0
 
     async def read(self, namespace: str, pods: Sequence[Pod], window_s: float, now: float) -> Histories:
         """Scrape every pod now; a pod that does not answer has no history, however much is known of its past."""
@@ -54,14 +56,20 @@ class PodSignals:
             return None
 
     def _remember(self, uid: str, scrape: Scrape, window_s: float, now: float) -> list[Scrape]:
+        """The window's scrapes, and no older one; what stayed the same is kept once, as most of an idle pod does."""
         scrapes = self._scrapes.setdefault(uid, deque())
+        if scrapes and scrapes[-1].ttft_buckets == scrape.ttft_buckets:
+            scrape = replace(scrape, ttft_buckets=scrapes[-1].ttft_buckets)
         scrapes.append(scrape)
-        while len(scrapes) > 1 and scrapes[0].time_s < now - _MAX_WINDOW_S:
+        while scrapes[0].time_s < now - window_s:
             scrapes.popleft()
-        return [one for one in scrapes if one.time_s >= now - window_s]
+        return list(scrapes)
 
     def _forget(self, now: float) -> None:
-        """Drop the pods that are gone."""
+        """Drop the pods that are gone, now and then: it is a look at all that there are."""
+        if abs(now - self._swept_s) < _SWEPT_EVERY_S:
+            return
+        self._swept_s = now
         gone = [uid for uid, scrapes in self._scrapes.items() if scrapes[-1].time_s < now - _FORGET_AFTER_S]
         for uid in gone:
             del self._scrapes[uid]

@@ -166,6 +166,22 @@ async def test_a_child_that_the_server_refuses_is_told_of_in_its_words(
     assert "must specify a peer" in refusal.trouble.message
 
 
+async def test_a_refused_child_is_not_asked_for_at_every_tick(kube: KubeClient, children_of: ChildrenOf) -> None:
+    nobody = children_of(networkPolicy={"from": [{}]})
+    hands = Hands(kube)
+    (told,) = await hands.apply(nobody, UID)
+    asked: list[str] = []
+    kube.answered = lambda method, path, *_: asked.append(f"{method} {path}")
+
+    assert await hands.applier.apply(nobody, UID) == [told]
+    assert asked == []
+
+    await hands.applier.apply(nobody, UID, generation=2)
+    assert [line for line in asked if line.startswith("PATCH")] == [
+        "PATCH /apis/networking.k8s.io/v1/namespaces/team-a/networkpolicies/tiny"
+    ]
+
+
 async def test_somebody_who_is_faster_by_a_moment_is_not_overwritten(kube: KubeClient, children_of: ChildrenOf) -> None:
     child = of_kind(children_of(), "Deployment")
     foreign = {**child.manifest, "metadata": {"name": "tiny"}, "spec": {**child.manifest["spec"], "replicas": 5}}

@@ -9,7 +9,7 @@ from llmservice_operator.drift import APPLIED, covers, reason_to_apply, settled,
 
 EXPECTED: dict[str, Any] = {
     "kind": "Deployment",
-    "metadata": {"name": "tiny", "namespace": "team-a", "labels": {"a": "b"}},
+    "metadata": {"name": "tiny", "namespace": "team-a", "labels": {"app.kubernetes.io/instance": "tiny"}},
     "spec": {"replicas": 2, "template": {"spec": {"containers": [{"name": "server", "args": ["serve"]}]}}},
 }
 

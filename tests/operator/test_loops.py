@@ -130,3 +130,30 @@ async def test_of_a_thousand_services_that_start_at_once_some_wait_for_others() 
     await loops.stop_all()
 
     assert 1 < most <= 100
+
+
+async def test_an_edit_goes_before_the_routine_of_all_others() -> None:
+    seen: list[str] = []
+    first_begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def run_pass(namespace: str, name: str) -> bool:
+        seen.append(name)
+        if len(seen) == 64:  # as many as run at once
+            first_begun.set()
+        await go_on.wait()
+        return bool(namespace)
+
+    loops = ServiceLoops(run_pass, NEVER_S, OperatorMetrics())
+    loops.open([("team-a", f"model-{number}") for number in range(200)])
+    async with asyncio.timeout(10):
+        await first_begun.wait()
+        loops.wake(("team-a", "model-150"))
+        loops.start(("team-a", "model-199"))
+        loops.start(("team-a", "new"))
+        await asyncio.sleep(0)
+        go_on.set()
+        while len(seen) < 201:
+            await asyncio.sleep(0)
+    await loops.stop_all()
+
+    assert seen[64:68] == ["model-199", "new", "model-150", "model-64"]
