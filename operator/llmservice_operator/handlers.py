@@ -15,6 +15,7 @@ import kopf
 
 from llmservice_operator import labels
 from llmservice_operator.kinds import Followed
+from llmservice_operator.kube_client import PAGE
 from llmservice_operator.login import login
 from llmservice_operator.loops import ServiceKey, ServiceLoops
 from llmservice_operator.object_cache import ObjectCache
@@ -143,6 +144,7 @@ def kopf_settings(kinds: Iterable[Followed], silence_s: float) -> kopf.OperatorS
     settings.networking.connect_timeout = _REQUEST_TIMEOUT_S
     settings.networking.error_backoffs = _EndlessBackoffs()
     settings.watching.inactivity_timeout = silence_s
+    settings.watching.chunk_size = PAGE
     settings.watching.server_timeout = _WATCH_S
     settings.watching.client_timeout = _WATCH_S + 30
     settings.process.ultimate_exiting_timeout = None

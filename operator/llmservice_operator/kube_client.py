@@ -23,7 +23,7 @@ from llmservice_operator.resource import GROUP, MANAGER, PLURAL, VERSION
 from llmservice_operator.spec import Manifest
 
 REQUEST_TIMEOUT_S = 10.0
-_PAGE = 100
+PAGE = 100
 """Objects of one answer: what a larger one takes while it is parsed is never given back to the system."""
 _IN_FLIGHT = 16
 """Requests at once. Those that wait don't run out of time: a slow API server gets slow work, and none of it twice."""
@@ -86,7 +86,7 @@ class KubeClient:
     async def list_all(self, path: str, selector: str = "") -> tuple[list[Manifest], str]:
         """A whole collection, read page by page, and the resource version that it was listed at."""
         objects: list[Manifest] = []
-        query = {"limit": str(_PAGE)} | ({"labelSelector": selector} if selector else {})
+        query = {"limit": str(PAGE)} | ({"labelSelector": selector} if selector else {})
         while True:
             answer = await self.request("GET", path, query=query)
             for one in answer.get("items") or []:
