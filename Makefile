@@ -58,6 +58,7 @@ chart: crds     ## write what else of the chart is generated: alerts, dashboards
 bench: setup    ## benchmarks of this machine: tables on the terminal, JSON under benchmarks/results/
 	$(BIN)/python benchmarks/run.py
 	$(BIN)/python benchmarks/strategies.py
+	$(BIN)/python benchmarks/operator_scale.py
 
 clean:
 	rm -rf $(VENV) .demo .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -120,3 +120,4 @@ def test_a_watch_that_falls_silent_is_begun_anew_within_a_bounded_time() -> None
     assert watching.server_timeout is not None
     assert watching.client_timeout is not None
     assert watching.server_timeout < watching.client_timeout
+    assert watching.chunk_size == 100
