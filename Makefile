@@ -29,7 +29,7 @@ demo: setup     ## the whole path on this machine: manifest, tokens, scale up, s
 	$(BIN)/llmservice demo
 
 test: setup tools ## every test: unit, property, parity, chart, end to end
-	$(BIN)/python -m pytest -q -n 3 --dist loadfile
+	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 e2e: setup tools ## end to end only (KUBEBUILDER_ASSETS or KUBECONFIG choose another API server)
 	$(BIN)/python -m pytest -q e2e
