@@ -34,11 +34,21 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield running
 
 
-def leader(kube: Kube) -> int:
-    """The pid of the operator that holds the Lease; 0 while nobody does."""
-    lease = kube.coordination.read_namespaced_lease(LEASE, NAMESPACE)
-    holder = lease.spec.holder_identity
-    return int(holder.split("_")[-2]) if holder else 0
+def holder(kube: Kube) -> str:
+    """Who holds the Lease, as HOST_PID_ID; empty while nobody does."""
+    return kube.coordination.read_namespaced_lease(LEASE, NAMESPACE).spec.holder_identity or ""
+
+
+def awaited_leader(cluster: Cluster, kube: Kube) -> str:
+    """Who leads, once the other operator, which may just have been started again, stands by."""
+
+    def found() -> str:
+        leads = holder(kube)
+        logs = (cluster.state_dir / "state" / "components").glob("operator*.log")
+        stands_by = any(f"waiting: {leads} leads" in log.read_text(encoding="utf-8") for log in logs)
+        return leads if leads and stands_by else ""
+
+    return wait_for(found, 60, lambda: holder(kube))
 
 
 @pytest.mark.parametrize(
@@ -49,12 +59,12 @@ def leader(kube: Kube) -> int:
 def test_the_other_operator_takes_over_and_no_request_fails(
     cluster: Cluster, kube: Kube, number: signal.Signals, limit_s: float, change: str
 ) -> None:
-    first = wait_for(lambda: leader(kube), 30)
+    first = awaited_leader(cluster, kube)
     with traffic(cluster.gateway_url, NAME, rate=20, output_tokens=8) as load:
         wait_for(lambda: len(load.records) >= 20, 60, lambda: load.failures)
-        os.kill(first, number)
+        os.kill(int(first.split("_")[-2]), number)
         ended_s = time.monotonic()
-        second = wait_for(lambda: leader(kube) not in {0, first} and leader(kube), 30)
+        second = wait_for(lambda: (now := holder(kube)) not in {"", first} and now, 30)
         took_s = time.monotonic() - ended_s
         kube.patch(NAME, {"spec": {"drainTimeout": change}})
 
@@ -65,6 +75,6 @@ def test_the_other_operator_takes_over_and_no_request_fails(
 
         wait_for(taken_up, 60, lambda: kube.get(NAME)["status"])
     assert took_s < limit_s
-    assert leader(kube) == second, "one takeover, and no more"
+    assert holder(kube) == second, "one takeover, and no more"
     assert load.failures == []
     assert len(load.records) >= 20
