@@ -28,7 +28,8 @@ PAGE = 100
 _IN_FLIGHT = 16
 """Requests at once. Those that wait don't run out of time: a slow API server gets slow work, and none of it twice."""
 _LOG_LIMIT_BYTES = 4096
-_STATUS, _EVENT = 1, 2
+_STATUS_S, _EVENT_S = 5.0, 10.0
+"""How long what tells of a change can wait for the changes themselves."""
 
 _APPLY = "application/apply-patch+yaml"
 _MERGE = "application/merge-patch+json"
@@ -113,7 +114,7 @@ class KubeClient:
     async def patch_status(self, namespace: str, name: str, status: Mapping[str, Any]) -> Manifest:
         path = f"{_service_path(namespace, name)}/status"
         return await self.request(
-            "PATCH", path, body={"status": dict(status)}, query={"fieldManager": MANAGER}, rank=_STATUS
+            "PATCH", path, body={"status": dict(status)}, query={"fieldManager": MANAGER}, patience_s=_STATUS_S
         )
 
     async def read_log(self, namespace: str, name: str, container: str, *, previous: bool) -> str:
@@ -133,13 +134,13 @@ class KubeClient:
 
     async def create_event(self, event: Manifest) -> None:
         path = f"/api/v1/namespaces/{quote(event['metadata']['namespace'])}/events"
-        await self.request("POST", path, body=event, content_type="application/json", rank=_EVENT)
+        await self.request("POST", path, body=event, content_type="application/json", patience_s=_EVENT_S)
 
     async def patch_event(self, namespace: str, name: str, change: Mapping[str, Any]) -> bool:
         """Change an Event; False once it is gone, as Events are after an hour."""
         path = f"/api/v1/namespaces/{quote(namespace)}/events/{quote(name)}"
         try:
-            await self.request("PATCH", path, body=dict(change), rank=_EVENT)
+            await self.request("PATCH", path, body=dict(change), patience_s=_EVENT_S)
         except KubeError as error:
             if error.status == 404:
                 return False
@@ -160,18 +161,18 @@ class KubeClient:
         content_type: str = _MERGE,
         query: Mapping[str, str] | None = None,
         timeout_s: float = REQUEST_TIMEOUT_S,
-        rank: int = 0,
+        patience_s: float = 0.0,
         urgent: bool = False,
     ) -> Manifest:
         """One request; raises KubeError. A write is refused, and ended, where the fence says so.
 
-        Of those that wait the lowest `rank` goes first: what users wait for, then what tells of it.
+        Where many wait, one with `patience_s` more seconds lets others past for so long.
 
         `urgent` is for the lease alone: past the fence, which is made of it, and past the queue.
         """
         if urgent:
             return await self._timed(method, path, body, content_type, query, timeout_s)
-        async with self._queue.place(rank):
+        async with self._queue.place(patience_s):
             left_s = math.inf if method == "GET" else self._fenced()
             return await self._timed(method, path, body, content_type, query, min(timeout_s, left_s))
 

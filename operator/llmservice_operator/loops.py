@@ -8,7 +8,6 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
-from enum import IntEnum
 
 from llmservice_operator.kube_client import KubeError
 from llmservice_operator.metrics import OperatorMetrics
@@ -28,12 +27,8 @@ ServiceKey = tuple[str, str]
 """Namespace and name."""
 
 
-class Urgency(IntEnum):
-    """Why a pass is due; where there are more passes than time, a user's edit does not wait for mere routine."""
-
-    SPEC_CHANGED = 0
-    CHILD_CHANGED = 1
-    TICK = 2
+_EDITED_S, _CHILD_CHANGED_S, _TICK_S = 0.0, 2.0, 10.0
+"""How long a pass can wait, by why it is due: where there are more passes than time, an edit overtakes mere routine."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +36,7 @@ class _Loop:
     """One service's."""
 
     wake: asyncio.Event = field(default_factory=asyncio.Event)
-    urgency: Urgency = Urgency.TICK
+    patience_s: float = _TICK_S
     """Of the pass that is due next."""
     task: asyncio.Task[None] | None = None
 
@@ -70,7 +65,7 @@ class ServiceLoops:
         """Begin to work, on these services first: the cache is filled, and nobody else works on them."""
         self._open = True
         for key in keys:
-            self._begin(key, Urgency.TICK)
+            self._begin(key, _TICK_S)
 
     def start(self, key: ServiceKey) -> None:
         """Begin a service's loop, or wake the one that runs: its spec is new. Nothing before `open`."""
@@ -78,14 +73,14 @@ class ServiceLoops:
             return
         loop = self._loops.get(key)
         if loop is None or loop.ended:
-            self._begin(key, Urgency.SPEC_CHANGED)
+            self._begin(key, _EDITED_S)
         else:
-            self._hurry(loop, Urgency.SPEC_CHANGED)
+            self._hurry(loop, _EDITED_S)
 
     def wake(self, key: ServiceKey) -> None:
         """Make a service's next pass due now; a child whose service is not known wakes nobody."""
         if loop := self._loops.get(key):
-            self._hurry(loop, Urgency.CHILD_CHANGED)
+            self._hurry(loop, _CHILD_CHANGED_S)
 
     def end(self, key: ServiceKey) -> None:
         """The service is gone: end its loop, in the middle of a pass if need be."""
@@ -106,14 +101,14 @@ class ServiceLoops:
         """False once a loop has died: nothing but a restart would bring its service's passes back."""
         return not any(loop.task is not None and _died(loop.task) for loop in self._loops.values())
 
-    def _begin(self, key: ServiceKey, urgency: Urgency) -> None:
-        loop = self._loops[key] = _Loop(urgency=urgency)
+    def _begin(self, key: ServiceKey, patience_s: float) -> None:
+        loop = self._loops[key] = _Loop(patience_s=patience_s)
         loop.task = asyncio.create_task(self._run(key, loop), name=f"service {key[0]}/{key[1]}")
 
-    def _hurry(self, loop: _Loop, urgency: Urgency) -> None:
-        loop.urgency = min(loop.urgency, urgency)
+    def _hurry(self, loop: _Loop, patience_s: float) -> None:
+        loop.patience_s = min(loop.patience_s, patience_s)
         loop.wake.set()
-        self._gate.hurry(loop, loop.urgency)
+        self._gate.hurry(loop, patience_s)
 
     async def _run(self, key: ServiceKey, loop: _Loop) -> None:
         failures = 0
@@ -138,8 +133,8 @@ class ServiceLoops:
             del self._loops[key]
 
     async def _timed_pass(self, key: ServiceKey, loop: _Loop) -> bool:
-        async with self._gate.place(loop.urgency, loop):
-            loop.urgency = Urgency.TICK
+        async with self._gate.place(loop.patience_s, loop):
+            loop.patience_s = _TICK_S
             loop.wake.clear()  # whatever changed by now is seen by this pass
             started = time.monotonic()
             async with asyncio.timeout(_PASS_TIMEOUT_S):

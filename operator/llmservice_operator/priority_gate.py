@@ -1,4 +1,4 @@
-"""A bounded number of places, and a line before them in which urgency counts more than patience."""
+"""A bounded number of places, and a line before them in which the urgent overtake the patient, but not for ever."""
 
 from __future__ import annotations
 
@@ -12,34 +12,37 @@ _Turn = asyncio.Future[None]
 
 
 class PriorityGate:
-    """Lets so many in at once; of those who wait the lowest rank goes first, and among equals who came first."""
+    """Lets so many in at once. Of those who wait goes first whose patience, counted from their coming, ends first.
+
+    Who has ten seconds of it is overtaken by the urgent who come within ten seconds, and by nobody later.
+    """
 
     def __init__(self, places: int) -> None:
         self._free = places
-        self._line: list[tuple[int, int, _Turn]] = []
+        self._line: list[tuple[float, int, _Turn]] = []
         self._numbers = count()
         self._waiting: dict[Hashable, _Turn] = {}
 
     @asynccontextmanager
-    async def place(self, rank: int, who: Hashable = None) -> AsyncIterator[None]:
+    async def place(self, patience_s: float, who: Hashable = None) -> AsyncIterator[None]:
         """Hold a place; `who` is named by those that may become more urgent while they wait, each at most once."""
         if self._free and not self._line:
             self._free -= 1
         else:
-            await self._wait(rank, who)
+            await self._wait(patience_s, who)
         try:
             yield
         finally:
             self._pass_on()
 
-    def hurry(self, who: Hashable, rank: int) -> None:
+    def hurry(self, who: Hashable, patience_s: float) -> None:
         """Move somebody who waits forward; nothing for those who don't."""
         if turn := self._waiting.get(who):
-            self._stand(rank, turn)  # where they stood before, nobody is found
+            self._stand(patience_s, turn)  # where they stood before, nobody will be found
 
-    async def _wait(self, rank: int, who: Hashable) -> None:
+    async def _wait(self, patience_s: float, who: Hashable) -> None:
         turn: _Turn = asyncio.get_running_loop().create_future()
-        self._stand(rank, turn)
+        self._stand(patience_s, turn)
         if who is not None:
             self._waiting[who] = turn
         try:
@@ -52,8 +55,9 @@ class PriorityGate:
             if self._waiting.get(who) is turn:
                 del self._waiting[who]
 
-    def _stand(self, rank: int, turn: _Turn) -> None:
-        heapq.heappush(self._line, (rank, next(self._numbers), turn))
+    def _stand(self, patience_s: float, turn: _Turn) -> None:
+        until_s = turn.get_loop().time() + patience_s
+        heapq.heappush(self._line, (until_s, next(self._numbers), turn))
 
     def _pass_on(self) -> None:
         while self._line:

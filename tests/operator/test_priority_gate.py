@@ -14,9 +14,9 @@ class Line:
         self.came: list[str] = []
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
-    async def joins(self, name: str, rank: int) -> None:
+    async def joins(self, name: str, patience_s: float) -> None:
         async def visit() -> None:
-            async with self.gate.place(rank, name):
+            async with self.gate.place(patience_s, name):
                 await self.opens.wait()
                 self.came.append(name)
 
@@ -32,16 +32,23 @@ class Line:
 
 async def test_the_urgent_go_first_and_equals_in_the_order_in_which_they_came() -> None:
     line = Line()
-    for name, rank in (("holder", 2), ("tick", 2), ("child", 1), ("spec", 0), ("another spec", 0), ("late tick", 2)):
-        await line.joins(name, rank)
+    for name, patience_s in (
+        ("holder", 10),
+        ("tick", 10),
+        ("child", 2),
+        ("spec", 0),
+        ("another spec", 0),
+        ("late tick", 10),
+    ):
+        await line.joins(name, patience_s)
 
     assert await line.all_done() == ["holder", "spec", "another spec", "child", "tick", "late tick"]
 
 
 async def test_who_becomes_urgent_while_waiting_moves_forward_and_comes_once() -> None:
     line = Line()
-    for name, rank in (("holder", 2), ("tick", 2), ("child", 1), ("edited", 2)):
-        await line.joins(name, rank)
+    for name, patience_s in (("holder", 10), ("tick", 10), ("child", 2), ("edited", 10)):
+        await line.joins(name, patience_s)
 
     line.gate.hurry("edited", 0)
     line.gate.hurry("nobody", 0)
@@ -49,10 +56,20 @@ async def test_who_becomes_urgent_while_waiting_moves_forward_and_comes_once() -
     assert await line.all_done() == ["holder", "edited", "child", "tick"]
 
 
+async def test_patience_ends() -> None:
+    line = Line()
+    await line.joins("holder", 0)
+    await line.joins("patient", 0.02)
+    await asyncio.sleep(0.05)
+    await line.joins("urgent", 0)
+
+    assert await line.all_done() == ["holder", "patient", "urgent"]
+
+
 async def test_who_leaves_the_line_takes_no_place_along() -> None:
     line = Line()
-    for name, rank in (("holder", 0), ("impatient", 0), ("patient", 0)):
-        await line.joins(name, rank)
+    for name, patience_s in (("holder", 0), ("impatient", 0), ("patient", 0)):
+        await line.joins(name, patience_s)
     line.tasks["impatient"].cancel()
 
     assert await line.all_done() == ["holder", "patient"]
