@@ -92,7 +92,7 @@ class KubeClient:
             answer = await self.request("GET", path, query=query)
             for one in answer.get("items") or []:
                 one["metadata"].pop("managedFields", None)  # the larger part of most objects, and nobody reads it
-                objects.append(one)
+                objects.append(_typed(answer, one))
             metadata = answer.get("metadata") or {}
             if not (token := metadata.get("continue")):
                 return objects, str(metadata.get("resourceVersion", ""))
@@ -259,6 +259,12 @@ def _service_path(namespace: str, name: str) -> str:
 def _child_path(kind: ChildKind, namespace: str, name: str) -> str:
     root = f"/apis/{kind.api_version}" if kind.group else f"/api/{kind.api_version}"
     return f"{root}/namespaces/{quote(namespace)}/{kind.plural}/{quote(name)}"
+
+
+def _typed(collection: Manifest, item: Manifest) -> Manifest:
+    """The API server leaves apiVersion and kind out of the items of built-in lists, and has them in everything else."""
+    kind = str(collection.get("kind", "")).removesuffix("List")
+    return {"apiVersion": collection.get("apiVersion"), "kind": kind, **item}
 
 
 def _reason(text: bytes) -> str:

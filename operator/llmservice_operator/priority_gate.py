@@ -26,7 +26,7 @@ class PriorityGate:
     @asynccontextmanager
     async def place(self, patience_s: float, who: Hashable = None) -> AsyncIterator[None]:
         """Hold a place; `who` is named by those that may become more urgent while they wait, each at most once."""
-        if self._free and not self._line:
+        if self._free:  # then nobody waits: a place that is left goes to whoever does
             self._free -= 1
         else:
             await self._wait(patience_s, who)

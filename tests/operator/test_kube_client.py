@@ -105,3 +105,26 @@ async def test_a_write_is_refused_once_the_fence_is_down_and_reads_are_not(kube:
         await kube.request("DELETE", f"{CONFIG_MAPS}/a")
 
     assert (await kube.request("GET", f"{CONFIG_MAPS}/a"))["metadata"]["name"] == "a"
+
+
+async def test_what_is_listed_says_of_what_kind_it_is(kubeconfig: Path) -> None:
+    """The kube-apiserver leaves that out of the items of built-in lists."""
+    bare = {"metadata": {"name": "tiny", "namespace": "team-a"}}
+
+    async def listed(_: web.Request) -> web.Response:
+        answer = {"kind": "ServiceList", "apiVersion": "v1", "metadata": {"resourceVersion": "7"}, "items": [bare]}
+        return web.json_response(answer)
+
+    app = web.Application()
+    app.router.add_get("/api/v1/services", listed)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    Endpoint(f"http://127.0.0.1:{runner.addresses[0][1]}").write_kubeconfig(kubeconfig)
+    client = await KubeClient.connect()
+
+    objects, version = await client.list_all("/api/v1/services")
+    await client.close()
+    await runner.cleanup()
+
+    assert (objects, version) == ([{"apiVersion": "v1", "kind": "Service", **bare}], "7")

@@ -106,3 +106,20 @@ async def test_as_many_are_in_as_there_are_places() -> None:
     await asyncio.gather(*(visit() for _ in range(20)))
 
     assert most == 3
+
+
+async def test_a_free_place_is_taken_at_once_whatever_was_hurried_before() -> None:
+    gate = PriorityGate(2)
+    go_on = asyncio.Event()
+
+    async def visit() -> None:
+        async with gate.place(0, "somebody"):
+            await go_on.wait()
+
+    async with gate.place(0), gate.place(0):
+        waiting = asyncio.create_task(visit())
+        await asyncio.sleep(0)
+    gate.hurry("somebody", 0)  # has a place by now, and does not know it yet
+    async with asyncio.timeout(1), gate.place(0):
+        go_on.set()
+    await waiting
