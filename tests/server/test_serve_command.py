@@ -89,8 +89,8 @@ def test_a_drain_that_times_out_ends_with_an_error_for_the_client_and_success_fo
     assert server.wait_for_exit() == 0
     told = [request.answer["error"]["message"] for request in requests if request.status == 503]
     assert "the server is shutting down" in told
-    late = {message for message in told if message != "the server is shutting down"}
-    assert all("draining" in message for message in late)  # they came after the signal, and were never admitted
+    # those who came after the signal were never admitted, and may come again
+    assert set(told) <= {"the server is shutting down", "the server is shutting down: try again"}
 
 
 def _child(process_id: int) -> int:
