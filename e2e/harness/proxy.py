@@ -29,12 +29,21 @@ class ApiProxy:
     url: str = ""
     writes: list[Write] = field(default_factory=list)
     watches: int = 0
+    last_words: bytes | None = None
+    """What every watch brings before it is closed at once; None: watches stay open."""
+    _pumps: set[asyncio.Task[None]] = field(default_factory=set)
     _open: int = 0
     _silenced: set[int] = field(default_factory=set)
 
     def silence_watches(self) -> None:
         """From now on the watches that are open bring nothing, and their connections stay: what a dead network does."""
         self._silenced |= set(range(self._open))
+
+    def break_watches(self, last_words: bytes = b"") -> None:
+        """Close every watch that is open, and every new one, until `last_words` is None again."""
+        self.last_words = last_words
+        for pump in self._pumps:
+            pump.cancel()
 
     def writes_since(self, time_s: float, *, but: str = "leases") -> list[Write]:
         return [write for write in self.writes if write.time_s >= time_s and f"/{but}" not in write.path]
@@ -60,11 +69,23 @@ class ApiProxy:
         self.watches += 1
         response = web.StreamResponse(headers=headers)
         await response.prepare(request)
+        pump = asyncio.create_task(self._pump(number, chunks, response))
+        self._pumps.add(pump)
+        try:
+            if self.last_words is None:
+                await asyncio.wait({pump})
+            if self.last_words is not None:
+                await response.write(self.last_words)
+        finally:
+            self._pumps.discard(pump)
+            pump.cancel()
+        return response
+
+    async def _pump(self, number: int, chunks: AsyncIterator[bytes], response: web.StreamResponse) -> None:
         async for chunk in chunks:
             if number in self._silenced:
                 await asyncio.Event().wait()
             await response.write(chunk)
-        return response
 
 
 @asynccontextmanager

@@ -15,7 +15,7 @@ from llmservice_operator.refusals import Refusals
 from llmservice_operator.resource import KIND
 from llmservice_operator.spec import Manifest
 
-_REFUSED = frozenset({400, 403, 409, 422})
+_REFUSED = frozenset({400, 403, 422})
 """Answers that the same request would get again: they are told to the user instead of being retried at once."""
 
 
@@ -78,29 +78,38 @@ class Applier:
 
     async def _keep(self, child: Child, owner_uid: str) -> Trouble | None:
         expected, known = child.manifest, self._settled.get(child.key)
-        live = self._cache.child(*child.key)
-        if live is None:  # one without our labels may be there
-            live = await self._client.get_child(child.kind, *child.key[1:])
+        live = self._cache.child(*child.key) or await self._present(child)  # one without our labels may be there
         if live is not None and not owned_by(live, owner_uid):
             return _name_taken(child, live)
         if live is None or reason_to_apply(expected, live, known) is not None:
             try:
-                # Where nothing is there nothing can be in the way: a conflict means that somebody was faster.
-                live = await self._client.apply(child.kind, stamped(expected), force=live is not None)
+                live = await self._apply(child, live)
             except KubeError as error:
-                if error.status != 404 or child.kind.built_in:
+                if error.status == 404 and not child.kind.built_in:
+                    return None
+                if error.status != 409:
                     raise
-                return None
+                live = await self._present(child)  # somebody was faster: look again, and try once more
+                if live is not None and not owned_by(live, owner_uid):
+                    return _name_taken(child, live)
+                live = await self._apply(child, live)
             self._cache.put(child.kind.name, live)
         if known is None or known.expected != digest(expected) or known.resource_version != version(live["metadata"]):
             self._settled[child.key] = settled(expected, live)
         return None
 
+    async def _present(self, child: Child) -> Manifest | None:
+        return await self._client.get_child(child.kind, *child.key[1:])
+
+    async def _apply(self, child: Child, live: Manifest | None) -> Manifest:
+        """Where nothing is there nothing can be in the way: a conflict means that somebody was faster."""
+        return await self._client.apply(child.kind, stamped(child.manifest), force=live is not None)
+
     async def _remove(self, child: Child, owner_uid: str) -> None:
         self._settled.pop(child.key, None)
         present = self._cache.child(*child.key)
         if present is None and not self._cache.follows(child.kind.name):
-            present = await self._client.get_child(child.kind, *child.key[1:])
+            present = await self._present(child)
         if present is not None and owned_by(present, owner_uid):
             await self._client.delete_child(child.kind, *child.key[1:], uid=present["metadata"]["uid"])
 

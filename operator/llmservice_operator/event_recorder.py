@@ -12,25 +12,39 @@ logger = logging.getLogger(__name__)
 
 _FOLD_S = 600.0
 _REMEMBERED = 1024
+_WAITING = 32
+"""Events of one service that wait for an API server that takes none."""
 
 _Key = tuple[str, str, str]
 """Uid of the service, reason, message."""
 
 
 class EventRecorder:
-    """Posts Events. One that is lost is logged and never raised: Events are for people, passes are not repeated."""
+    """Posts Events, and never raises: Events are for people, no pass is repeated for one.
+
+    What the API server could not take just now is posted with the service's next Events, or in its next pass.
+    """
 
     def __init__(self, client: KubeClient) -> None:
         self._client = client
         self._posted: dict[_Key, tuple[float, Manifest]] = {}
+        self._waiting: dict[tuple[str, str], list[Manifest]] = {}
 
-    async def post(self, events: Iterable[Manifest], now: float) -> None:
-        for event in events:
-            logger.info("%s/%s: %s", event["metadata"]["namespace"], event["involvedObject"]["name"], event["message"])
+    async def post(self, namespace: str, name: str, events: Iterable[Manifest], now: float) -> None:
+        """Post what waits, then the new Events of this service."""
+        for event in [*self._waiting.pop((namespace, name), []), *events]:
+            logger.info("%s/%s: %s", namespace, name, event["message"])
             try:
                 await self._post(event, now)
             except KubeError as error:
                 logger.warning("event not posted: %s", error)
+                waiting = self._waiting.setdefault((namespace, name), [])
+                if error.passes and len(waiting) < _WAITING:
+                    waiting.append(event)
+
+    def forget(self, namespace: str, name: str) -> None:
+        """Drop what waits for a service that is gone."""
+        self._waiting.pop((namespace, name), None)
 
     async def _post(self, event: Manifest, now: float) -> None:
         key = (event["involvedObject"]["uid"], event["reason"], event["message"])
@@ -40,7 +54,11 @@ class EventRecorder:
             if await self._client.patch_event(known["metadata"]["namespace"], known["metadata"]["name"], folded):
                 self._remember(key, since, {**known, **folded})
                 return
-        await self._client.create_event(event)
+        try:
+            await self._client.create_event(event)
+        except KubeError as error:
+            if error.reason != "AlreadyExists":  # else it had arrived, and only the answer was lost
+                raise
         self._remember(key, now, event)
 
     def _remember(self, key: _Key, since: float, event: Manifest) -> None:

@@ -30,9 +30,9 @@ def scaled_event(service: LLMService, before: int, after: int, reasons: Iterable
 
 
 def _differs(before: Condition | None, after: Condition) -> bool:
-    """A new service tells only of its sizing and of what is wrong; that it starts is no news."""
+    """A new service tells only of its sizing, of what is wrong, and that it serves; that it starts is no news."""
     if before is None:
-        return after.type == SIZING_VALID or _warns(after)
+        return after.type == SIZING_VALID or (after.type, after.status) == (READY, "True") or _warns(after)
     return (before.status, before.reason) != (after.status, after.reason)
 
 

@@ -10,6 +10,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Self
 from urllib.parse import quote
 
@@ -30,17 +31,56 @@ _IN_FLIGHT = 16
 _LOG_LIMIT_BYTES = 4096
 _STATUS_S, _EVENT_S = 5.0, 10.0
 """How long what tells of a change can wait for the changes themselves."""
+_LONGEST_RETRY_AFTER_S = 120.0
+"""Longer than any API server asks for; an hour from a proxy in between must not stop the operator for one."""
 
 _APPLY = "application/apply-patch+yaml"
 _MERGE = "application/merge-patch+json"
 
 
 class KubeError(Exception):
-    """The API server said no, or could not be reached (`status` 0)."""
+    """The API server said no, or could not be reached (`status` 0).
 
-    def __init__(self, status: int, message: str) -> None:
+    `reason` is the API server's own word for it; before `retry_after_s` have passed it wants not to be asked again.
+    """
+
+    def __init__(self, status: int, message: str, *, reason: str = "", retry_after_s: float = 0.0) -> None:
         super().__init__(message)
         self.status = status
+        self.reason = reason
+        self.retry_after_s = retry_after_s
+
+    @property
+    def passes(self) -> bool:
+        """Whether the same request may well be answered differently in a moment."""
+        return self.status in {0, 409, 410, 429} or self.status >= 500
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What came back. The request, which may hold what should not be logged, is never part of an error."""
+
+    status: int
+    body: bytes
+    retry_after: str
+
+    def raise_for_status(self, method: str, path: str) -> None:
+        if self.status < 400:
+            return
+        try:
+            told = json.loads(self.body)
+            message, reason = str(told["message"]), str(told.get("reason", ""))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            message, reason = self.body[:200].decode("utf-8", errors="replace"), ""
+        wait_s = min(float(self.retry_after), _LONGEST_RETRY_AFTER_S) if self.retry_after.isdecimal() else 0.0
+        raise KubeError(self.status, f"{method} {path}: {self.status} {message}", reason=reason, retry_after_s=wait_s)
+
+    def object(self, method: str, path: str) -> Manifest:
+        """The object that was answered; raises KubeError where it is none, as from a proxy that lost its way."""
+        try:
+            return dict(json.loads(self.body)) if self.body else {}
+        except (ValueError, TypeError) as error:
+            raise KubeError(0, f"{method} {path}: the answer is no JSON object") from error
 
 
 class KubeClient:
@@ -122,10 +162,9 @@ class KubeClient:
         path = f"/api/v1/namespaces/{quote(namespace)}/pods/{quote(name)}/log"
         query = {"container": container, "tailLines": "1", "limitBytes": str(_LOG_LIMIT_BYTES)}
         query |= {"previous": "true"} if previous else {}
-        status, text = await self._send("GET", path, None, "", query, REQUEST_TIMEOUT_S)
-        if status >= 400:
-            raise KubeError(status, f"GET {path}: {status} {_reason(text)}")
-        return text.decode("utf-8", errors="replace")
+        answer = await self._send("GET", path, None, "", query, REQUEST_TIMEOUT_S)
+        answer.raise_for_status("GET", path)
+        return answer.body.decode("utf-8", errors="replace")
 
     async def list_events(self, namespace: str, fields: str) -> list[Manifest]:
         path = f"/api/v1/namespaces/{quote(namespace)}/events"
@@ -186,15 +225,15 @@ class KubeClient:
         timeout_s: float,
     ) -> Manifest:
         started = time.monotonic()
-        status, text = 0, b""
+        status = 0
         try:
-            status, text = await self._send(method, path, body, content_type, query, timeout_s)
+            answer = await self._send(method, path, body, content_type, query, timeout_s)
+            status = answer.status
         finally:
             if self.answered is not None:
                 self.answered(method, path, status, time.monotonic() - started)
-        if status >= 400:
-            raise KubeError(status, f"{method} {path}: {status} {_reason(text)}")
-        return dict(json.loads(text)) if text else {}
+        answer.raise_for_status(method, path)
+        return answer.object(method, path)
 
     async def _send(
         self,
@@ -204,7 +243,7 @@ class KubeClient:
         content_type: str,
         query: Mapping[str, str] | None,
         timeout_s: float,
-    ) -> tuple[int, bytes]:
+    ) -> _Answer:
         headers = {"Accept": "application/json"} | ({"Content-Type": content_type} if body is not None else {})
         prepared = await self._api.param_serialize(
             method,
@@ -216,7 +255,7 @@ class KubeClient:
         )
         try:
             response = await self._api.call_api(*prepared, _request_timeout=timeout_s)
-            return int(response.status), await response.read()
+            return _Answer(int(response.status), await response.read(), response.headers.get("Retry-After", ""))
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise KubeError(0, f"the API server can't be reached ({type(error).__name__})") from error
 
@@ -265,12 +304,3 @@ def _typed(collection: Manifest, item: Manifest) -> Manifest:
     """The API server leaves apiVersion and kind out of the items of built-in lists, and has them in everything else."""
     kind = str(collection.get("kind", "")).removesuffix("List")
     return {"apiVersion": collection.get("apiVersion"), "kind": kind, **item}
-
-
-def _reason(text: bytes) -> str:
-    """The message of a Status answer; never the request, which may hold what should not be logged."""
-    try:
-        answer = json.loads(text)
-        return str(answer["message"])
-    except (ValueError, KeyError, TypeError):
-        return text[:200].decode("utf-8", errors="replace")

@@ -112,6 +112,7 @@ class ServiceLoops:
 
     async def _run(self, key: ServiceKey, loop: _Loop) -> None:
         failures = 0
+        asked_s = 0.0
         while True:
             try:
                 if not await self._timed_pass(key, loop):
@@ -120,10 +121,11 @@ class ServiceLoops:
                 failures = 0
             except Exception as error:
                 failures += 1
+                asked_s = error.retry_after_s if isinstance(error, KubeError) else 0.0
                 self._metrics.failed(*key, failure_reason(error))
                 _log_failure(key, error)
             if failures:  # a wake must not cut the wait short: the API server may need the pause
-                await asyncio.sleep(min(self._tick_s * 2 ** min(failures, 10), _LONGEST_BACKOFF_S))
+                await asyncio.sleep(max(asked_s, min(self._tick_s * 2 ** min(failures, 10), _LONGEST_BACKOFF_S)))
             else:
                 await self._wait(loop.wake)
 

@@ -39,6 +39,7 @@ from llmservice_operator.sizing import Sized, SizingProblem
 from llmservice_operator.spec import Manifest
 from llmservice_operator.standing import Inputs, Standing
 from llmservice_operator.startup import StartupTimes
+from llmservice_operator.status import LLMServiceStatus
 
 _DEFAULT_WINDOW_S = 60.0
 _SETTLES_S = 10.0
@@ -169,6 +170,7 @@ class Reconciler:
             del self._memories[key]
         self.applier.forget(namespace, name)
         self._standing.forget((namespace, name))
+        self._events.forget(namespace, name)
         self.metrics.forget(namespace, name)
 
     def _observe(self, namespace: str, name: str) -> Observation | None:
@@ -285,19 +287,26 @@ class Reconciler:
         self.metrics.promised(*service.key, duration.seconds(target) if target else None)
         measured = status.sizing.measured if status.sizing else None
         self.metrics.predicted(*service.key, measured.error_percent if measured else None)
+        # Before the status: what it tells of already is no news to the next pass, should this one end in between.
+        await self._events.post(*service.key, self._news(seen, outcome, status) if patch else (), seen.now)
         if not patch:
             return
         try:
             self.cache.put(KIND, await self.client.patch_status(*service.key, patch))
         except KubeError as error:
-            if error.status == 404:  # deleted meanwhile: the next pass will see it
-                return
-            raise
+            if error.status != 404:  # else deleted meanwhile: the next pass will see it
+                raise
+
+    def _news(self, seen: Observation, outcome: Outcome, status: LLMServiceStatus) -> list[Manifest]:
+        """What changed since the status was last written, however many passes have failed since then."""
+        service, told = seen.service, seen.service.status.autoscaling
         events = transition_events(service, status, seen.now)
-        if seen.deployment is not None and outcome.desired != seen.current:
-            reasons: Sequence[str] = outcome.decision.reasons
-            events.append(scaled_event(service, seen.current, outcome.desired, reasons, seen.now))
-        await self._events.post(events, seen.now)
+        before = told.desired_replicas if told else outcome.desired
+        if seen.deployment is not None and seen.current != outcome.desired:
+            before = seen.current
+        if before != outcome.desired:
+            events.append(scaled_event(service, before, outcome.desired, outcome.decision.reasons, seen.now))
+        return events
 
 
 def _parsed(manifest: Manifest) -> LLMService:

@@ -90,4 +90,5 @@ class Resync:
                 if self._metrics:
                     self._metrics.resync_failed()
                 logger.warning("resync failed, will be repeated: %s", error)
-                wait_s = _RETRY_S
+                await asyncio.sleep(max(_RETRY_S, error.retry_after_s))  # what asks for a resync must not cut it short
+                wait_s = 0.0

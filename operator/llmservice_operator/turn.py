@@ -69,7 +69,8 @@ class Turn:
                 return
             except KubeError as error:
                 logger.warning("the cluster can't be listed, will be repeated: %s", error)
-            await asyncio.sleep(_RETRY_S)
+                pause_s = max(_RETRY_S, error.retry_after_s)
+            await asyncio.sleep(pause_s)
 
     async def _leave(self, working: asyncio.Task[None], stop: asyncio.Event, stop_watching: asyncio.Event) -> None:
         """At the end, whatever brought it: no pass any more, then the lease, then the watches."""

@@ -94,6 +94,44 @@ async def test_a_flood_of_requests_waits_its_turn_and_the_lease_does_not(kubecon
     assert most == 16
 
 
+@pytest.mark.parametrize(
+    ("answer", "status", "reason", "retry_after_s"),
+    [
+        pytest.param({"status": 429, "headers": {"Retry-After": "7"}}, 429, "", 7.0, id="asks for a pause"),
+        pytest.param({"status": 503, "headers": {"Retry-After": "3600"}}, 503, "", 120.0, id="for a long one"),
+        pytest.param({"status": 429, "headers": {"Retry-After": "soon"}}, 429, "", 0.0, id="for no number"),
+        pytest.param({"status": 500, "text": "[1]"}, 500, "", 0.0, id="an error that is no object"),
+        pytest.param(
+            {"status": 409, "text": '{"message": "no", "reason": "AlreadyExists"}'}, 409, "AlreadyExists", 0.0, id="why"
+        ),
+        pytest.param({"text": "<html>log in</html>"}, 0, "", 0.0, id="a page where an object was due"),
+        pytest.param({"text": "[1]"}, 0, "", 0.0, id="a list where an object was due"),
+        pytest.param({"text": "7"}, 0, "", 0.0, id="a number where an object was due"),
+    ],
+)
+async def test_whatever_is_answered_is_an_object_or_an_error_that_says_enough(
+    answer: dict[str, Any], status: int, reason: str, retry_after_s: float, kubeconfig: Path
+) -> None:
+    async def handle(_: web.Request) -> web.Response:
+        return web.Response(**answer)
+
+    app = web.Application()
+    app.add_routes([web.get("/it", handle)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    Endpoint(f"http://127.0.0.1:{runner.addresses[0][1]}").write_kubeconfig(kubeconfig)
+    client = await KubeClient.connect()
+
+    with pytest.raises(KubeError) as failed:
+        await client.request("GET", "/it")
+    await client.close()
+    await runner.cleanup()
+
+    error = failed.value
+    assert (error.status, error.reason, error.retry_after_s) == (status, reason, retry_after_s)
+
+
 async def test_a_write_is_refused_once_the_fence_is_down_and_reads_are_not(kube: KubeClient) -> None:
     left_s = 1.0
     kube.may_write_s = lambda: left_s

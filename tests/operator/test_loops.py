@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from itertools import pairwise
 
 import pytest
 
+from harness.jumping_loop import JumpingLoop
 from llmservice_operator.kube_client import KubeError
 from llmservice_operator.loops import ServiceLoops
 from llmservice_operator.metrics import OperatorMetrics
@@ -75,6 +77,31 @@ async def test_a_pass_that_fails_is_repeated(passes: Passes) -> None:
     for reason in (b"server_error", b"internal"):
         series = b'llmservice_operator_pass_failures_total{name="tiny",namespace="team-a",reason="%s"} 1.0' % reason
         assert series in metrics.exposition()
+
+
+def test_the_pause_after_a_failure_grows_and_is_never_shorter_than_the_api_server_asks() -> None:
+    begun: list[float] = []
+    outcomes = [KubeError(500, "slow"), KubeError(429, "busy", retry_after_s=90.0), KubeError(500, "slow")]
+
+    async def run_pass(namespace: str, name: str) -> bool:
+        assert (namespace, name) == KEY
+        begun.append(asyncio.get_running_loop().time())
+        if outcomes:
+            raise outcomes.pop(0)
+        return False
+
+    async def run() -> None:
+        loops = ServiceLoops(run_pass, 5.0, OperatorMetrics())
+        loops.open([KEY])
+        await asyncio.sleep(10)
+        loops.wake(KEY)  # cuts no pause short
+        while len(loops):
+            await asyncio.sleep(1)
+
+    with asyncio.Runner(loop_factory=JumpingLoop) as runner:
+        runner.run(run())
+
+    assert [later - earlier for earlier, later in pairwise(begun)] == [10.0, 90.0, 40.0]
 
 
 async def test_the_loop_of_a_service_that_is_gone_ends_and_begins_anew(loops: ServiceLoops, passes: Passes) -> None:

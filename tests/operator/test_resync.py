@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
 from typing import Any
 
+from harness.jumping_loop import JumpingLoop
+from harness.whole_operator import RESYNC_S, TICK_S
+from harness.whole_world import MONITORING, World, whole_world
+from llmservice_operator.child import CHILD_KINDS
 from llmservice_operator.kinds import Followed
 from llmservice_operator.kube_client import KubeClient
 from llmservice_operator.object_cache import ObjectCache
@@ -11,6 +17,7 @@ from llmservice_operator.resync import Resync
 
 SERVICES = "/apis/serving.llmservice.io/v1alpha1/namespaces/team-a/llmservices"
 KEY = ("team-a", "tiny")
+SHAPE = {"layers": 2, "heads": 4, "hiddenSize": 64, "intermediateSize": 128, "vocabSize": 512}
 
 
 async def create(kube: KubeClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -70,3 +77,33 @@ async def test_other_namespaces_than_those_named_are_not_listed(kube: KubeClient
 
     assert cache.services() == [("default", "tiny")]
     assert all("/namespaces/default/" in path for path in paths)
+
+
+def test_a_kind_whose_crd_comes_later_is_taken_up_within_one_interval(tmp_path: Path) -> None:
+    async def play() -> list[set[str]]:
+        async with whole_world(tmp_path) as world:
+            tasks = [asyncio.create_task(world.cluster.run()), asyncio.create_task(world.operator().run())]
+            monitored = {"model": {"uri": "hf://org/name", "shape": SHAPE}, "engine": {"maxModelLen": 512}}
+            world.create_service({**monitored, "monitoring": {"podMonitor": True, "prometheusRule": True}})
+            await asyncio.sleep(10)
+            before = names_of(world)
+            for kind in MONITORING:
+                world.install(kind)
+            await asyncio.sleep(RESYNC_S + 1.2 * TICK_S)
+            after = names_of(world)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            return [before, after]
+
+    with asyncio.Runner(loop_factory=JumpingLoop) as runner:
+        before, after = runner.run(play())
+
+    assert before >= {"Deployment", "Service"}
+    assert after - before == set(MONITORING)
+
+
+def names_of(world: World) -> set[str]:
+    """The kinds of the children that the service has."""
+    kinds = [kind for kind in world.registry.kinds if kind.name in CHILD_KINDS]
+    return {kind.name for kind in kinds if world.registry.select(kind, "team-a")}

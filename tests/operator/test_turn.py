@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ import pytest
 from harness.proxy import ApiProxy, serve_proxy
 from llmservice_local.endpoint import Endpoint
 from llmservice_operator.child import CHILD_KINDS
+from llmservice_operator.kinds import FOLLOWED
 from llmservice_operator.kube_client import KubeClient
 
 SERVICES = "/apis/serving.llmservice.io/v1alpha1/namespaces/team-a/llmservices"
@@ -25,6 +27,8 @@ LEASE = "/apis/coordination.k8s.io/v1/namespaces/team-a/leases/llmservice-operat
 SHAPE = {"layers": 2, "heads": 4, "hiddenSize": 64, "intermediateSize": 128, "vocabSize": 512}
 SPEC = {"model": {"uri": "hf://org/name", "shape": SHAPE}, "engine": {"maxModelLen": 512}, "replicas": 1}
 MAIN = "import sys; from llmservice_planner.command import main; sys.exit(main())"
+
+WATCHED = sum(one.kind.built_in for one in FOLLOWED)
 
 
 @dataclass
@@ -186,3 +190,50 @@ async def test_a_watch_that_falls_silent_is_begun_anew_and_misses_nothing(start:
 
     await until(lambda: has_replicas(kube, 4))
     assert one.process.returncode is None
+
+
+def error_event(code: int, message: str) -> bytes:
+    status = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": code, "message": message}
+    return json.dumps({"type": "ERROR", "object": status}).encode() + b"\n"
+
+
+@pytest.mark.parametrize(
+    "last_words",
+    [
+        pytest.param(b"", id="closed at once, again and again"),
+        pytest.param(error_event(410, "too old resource version"), id="gone"),
+    ],
+)
+async def test_watches_that_break_off_are_begun_anew_and_miss_nothing(
+    last_words: bytes, start: Start, kube: KubeClient
+) -> None:
+    one = await start("--tick", "60")
+    await create_service(kube)
+    await until(lambda: has_replicas(kube, 1))
+    await until(lambda: one.proxy.watches >= WATCHED)
+
+    one.proxy.break_watches(last_words)
+    await change_replicas(kube, 4)
+    await kube.request("DELETE", "/apis/policy/v1/namespaces/team-a/poddisruptionbudgets/tiny")
+    begun = one.proxy.watches
+    await until(lambda: one.proxy.watches >= begun + 2 * WATCHED)
+    one.proxy.last_words = None
+
+    await until(lambda: has_replicas(kube, 4))
+    await until(lambda: kube.get_child(CHILD_KINDS["PodDisruptionBudget"], "team-a", "tiny"))
+    assert one.process.returncode is None
+
+
+async def test_an_operator_whose_watches_the_server_ends_with_an_error_makes_room_for_a_new_one(
+    start: Start, kube: KubeClient
+) -> None:
+    """kopf takes no watch up again after such an error; the next process does, and lists what was missed."""
+    one = await start()
+    await until(lambda: one.proxy.watches >= WATCHED)
+
+    one.proxy.break_watches(error_event(500, "etcdserver: no leader"))
+
+    assert await one.ended() == 1
+    await create_service(kube)
+    await start()
+    await until(lambda: has_replicas(kube, 1))

@@ -81,13 +81,18 @@ def utc_now() -> datetime:
     return datetime.now(UTC)
 
 
+def random_uid() -> str:
+    return str(uuid.uuid4())
+
+
 class Registry:
     """All kinds over one store. Everything is synchronous: one event loop, so every verb is a transaction."""
 
-    def __init__(self, clock: Callable[[], datetime] = utc_now) -> None:
+    def __init__(self, clock: Callable[[], datetime] = utc_now, new_uid: Callable[[], str] = random_uid) -> None:
         self.kinds = Kinds()
         self.store = Store()
         self._clock = clock
+        self._new_uid = new_uid
         self._strategies: dict[tuple[str, str, str], Strategy] = {}
         self._next_cluster_ip = 10
         for name in ("default", "kube-system", "kube-public", "kube-node-lease"):
@@ -259,7 +264,7 @@ class Registry:
         return self._commit(kind, old, new, options)
 
     def _new(self, kind: Kind, obj: Object) -> Object:
-        metadata = {**obj["metadata"], "uid": str(uuid.uuid4()), "creationTimestamp": self.now()}
+        metadata = {**obj["metadata"], "uid": self._new_uid(), "creationTimestamp": self.now()}
         for name in ("resourceVersion", "deletionTimestamp", "deletionGracePeriodSeconds", "managedFields", "selfLink"):
             metadata.pop(name, None)
         if self.strategy(kind).has_generation:
@@ -275,13 +280,15 @@ class Registry:
 
     def _commit(self, kind: Kind, old: Object | None, new: Object, options: WriteOptions) -> Object:
         """Validate and store; an update that changes nothing keeps its resourceVersion."""
+        if new == old:
+            return self.present(kind, new)
         if errors := self.strategy(kind).validate(new, old):
             raise invalid(kind.name, kind.group, new["metadata"]["name"], errors)
         if old is None:
             self._check_quota(kind, new)
         if kind.name == "CustomResourceDefinition":
             new = established(new, self.now())
-        if options.dry_run or new == old:
+        if options.dry_run:
             return self.present(kind, new)
         if old is not None and may_go(kind, new) and "deletionTimestamp" in new["metadata"]:
             self.store.put(kind.collection, new)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
+from aiohttp.typedefs import Middleware
 
 from llmservice_local.api import discovery, openapi, protobuf, scale
 from llmservice_local.api.audit import AuditLog
@@ -65,15 +66,13 @@ async def serve_api(
     with ExitStack() as stack:
         log = stack.enter_context(closing(AuditLog(audit))) if audit is not None else None
         async with ClientSession(timeout=ClientTimeout(total=None, connect=5)) as session:
-            handler = _Handler(registry, session, Guard(registry, log))
-            async with _served(handler, host, port) as bound:
+            application = _application(_Handler(registry, session, Guard(registry, log)))
+            async with _served(application, host, port) as bound:
                 yield Api(f"http://{host}:{bound}", registry)
 
 
 @asynccontextmanager
-async def _served(handler: _Handler, host: str, port: int) -> AsyncIterator[int]:
-    application = web.Application(client_max_size=MAX_BODY_BYTES)
-    application.router.add_route("*", "/{path:.*}", handler.handle)
+async def _served(application: web.Application, host: str, port: int) -> AsyncIterator[int]:
     runner = web.AppRunner(application, access_log=None, handler_cancellation=True, shutdown_timeout=0.5)
     await runner.setup()
     try:
@@ -83,6 +82,19 @@ async def _served(handler: _Handler, host: str, port: int) -> AsyncIterator[int]
         yield bound
     finally:
         await runner.cleanup()
+
+
+def api_application(
+    registry: Registry, session: ClientSession, middlewares: Sequence[Middleware] = ()
+) -> web.Application:
+    """The API over whatever sockets it is served on; the session is for asking nodes for their pods' logs."""
+    return _application(_Handler(registry, session, Guard(registry, None)), middlewares)
+
+
+def _application(handler: _Handler, middlewares: Sequence[Middleware] = ()) -> web.Application:
+    application = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=middlewares)
+    application.router.add_route("*", "/{path:.*}", handler.handle)
+    return application
 
 
 class _Handler:
@@ -325,9 +337,12 @@ async def _body(request: web.Request) -> Any:
     if request.content_type == protobuf.CONTENT_TYPE:
         return protobuf.decode(raw)
     try:
-        if "yaml" in request.content_type:
-            return yaml.safe_load(raw)
-        return json.loads(raw)
+        try:
+            return json.loads(raw)
+        except ValueError:
+            if "yaml" not in request.content_type:
+                raise
+            return yaml.safe_load(raw)  # of which JSON, which is what most clients send for it, is a part
     except (ValueError, yaml.YAMLError) as error:
         raise bad_request(f"the object provided is unrecognized: {error}") from error
 

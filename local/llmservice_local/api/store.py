@@ -63,6 +63,14 @@ class Store:
         self._publish(Change(self.revision, collection, before, None, final))
         return final
 
+    def copy(self) -> Store:
+        """The same objects at the same revision, from where both go their own way; nobody watches the copy yet."""
+        copied = Store(self._history.maxlen or HISTORY)
+        copied._objects = {collection: dict(objects) for collection, objects in self._objects.items()}
+        copied._history.extend(self._history)
+        copied.revision = self.revision
+        return copied
+
     @asynccontextmanager
     async def changes(self, since: int) -> AsyncIterator[asyncio.Queue[Change]]:
         """The changes after revision `since`, then those to come.
