@@ -41,7 +41,7 @@ class WholeOperator:
         reconciler = Reconciler(
             client,
             cache,
-            Applier(client, cache),
+            Applier(client, cache, clock),
             ModelReader(session, None, "http://127.0.0.1:9", None).read,
             Signals(PodSignals(session), None),
             PodModels(session),
