@@ -27,7 +27,7 @@ from llmservice_operator.signals_pods import PodSignals
 from llmservice_operator.turn import Turn
 
 TICK_S = 30.0
-RESYNC_S = 300.0
+RESYNC_S = 600.0
 
 
 class WholeOperator:
