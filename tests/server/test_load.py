@@ -166,12 +166,20 @@ async def test_when_the_engine_is_killed_everybody_hears_of_it_within_a_second(
         await asyncio.to_thread(
             server.wait_for, lambda: server.metric("llmservice_num_requests_waiting", lane="interactive") > 40 or None
         )
+        os.kill(engine, signal.SIGSTOP)  # so that what it has finished can be told from what it has not
+        completions = waiting[: len(kinds)]
+        while sum(task.done() for task in completions) < await asyncio.to_thread(
+            server.metric, "llmservice_request_success_total", finished_reason="length"
+        ):
+            await asyncio.sleep(0.01)
+        unfinished = [task for task in waiting if not task.done()]
         os.kill(engine, signal.SIGKILL)
         killed_s = time.monotonic()
         outcomes = await asyncio.gather(*waiting)
     assert await asyncio.to_thread(server.wait_for_exit) == 1
     broken = [outcome for outcome in outcomes if outcome.error is not None]
-    assert len(broken) > 40  # so many waited when the engine died, whatever it had finished by then
+    assert len(unfinished) > 40  # so many waited
+    assert len(broken) == len(unfinished)
     for outcome in broken:
         assert outcome.ended_s - killed_s < 1
         assert "killed by SIGKILL" in str(outcome.error)
