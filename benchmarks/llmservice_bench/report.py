@@ -7,6 +7,7 @@ import platform
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -114,7 +115,17 @@ def machine() -> dict[str, Any]:
     """Where the load was sent from: figures without their machine mean little."""
     return {
         "platform": platform.platform(),
-        "processor": platform.machine(),
+        "processor": _processor(),
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "python": platform.python_version(),
     }
+
+
+def _processor() -> str:
+    """Its model's name where Linux tells it, else its architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
