@@ -48,7 +48,9 @@ class ObjectCache:
         return self._objects.get((KIND, namespace, name))
 
     def services(self) -> list[tuple[str, str]]:
-        return [(namespace, name) for kind, namespace, name in self._objects if kind == KIND]
+        """Namespace and name; first those whose present spec nobody has taken up yet: somebody waits for them."""
+        services = [(key[1:], manifest) for key, manifest in self._objects.items() if key[0] == KIND]
+        return [key for key, manifest in sorted(services, key=lambda service: _is_taken_up(service[1]))]
 
     def child(self, kind: str, namespace: str, name: str) -> Manifest | None:
         return self._objects.get((kind, namespace, name))
@@ -138,6 +140,11 @@ def version(metadata: Mapping[str, Any]) -> int:
     """
     text = str(metadata.get("resourceVersion", ""))
     return int(text) if text.isdigit() else 0
+
+
+def _is_taken_up(service: Manifest) -> bool:
+    status = service.get("status") or {}
+    return bool(status.get("observedGeneration", 0) >= service["metadata"].get("generation", 1))
 
 
 def _newer(metadata: Mapping[str, Any], known: Mapping[str, Any]) -> bool:

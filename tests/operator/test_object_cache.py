@@ -19,6 +19,15 @@ def cache() -> ObjectCache:
     return ObjectCache()
 
 
+def test_services_that_were_edited_while_nobody_worked_come_first(cache: ObjectCache) -> None:
+    for name, generation, observed in (("old", 2, 2), ("edited", 3, 2), ("newer", 1, 1), ("fresh", 1, None)):
+        service = thing(name, uid=name, status={} if observed is None else {"observedGeneration": observed})
+        service["metadata"]["generation"] = generation
+        cache.put("LLMService", service)
+
+    assert [name for _, name in cache.services()] == ["edited", "fresh", "old", "newer"]
+
+
 def test_a_newer_state_replaces_an_older_one_and_not_the_other_way_round(cache: ObjectCache) -> None:
     assert cache.put("Deployment", thing(version=2))
     assert not cache.put("Deployment", thing(version=2))
