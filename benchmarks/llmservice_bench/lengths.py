@@ -66,6 +66,19 @@ def _lengths(row: dict[str, str], where: str) -> Lengths:
     return lengths
 
 
+def scaled_to(lengths: Sequence[Lengths], longest: Lengths) -> list[Lengths]:
+    """The trace for a model that bears no longer prompt and output than `longest`: each side times a factor of its own.
+
+    The longest of either side becomes `longest`, so that both keep the shape of their distribution and its tail.
+    """
+    by_prompt = longest.prompt_tokens / max(each.prompt_tokens for each in lengths)
+    by_output = longest.output_tokens / max(each.output_tokens for each in lengths)
+    return [
+        Lengths(max(1, round(each.prompt_tokens * by_prompt)), max(1, round(each.output_tokens * by_output)))
+        for each in lengths
+    ]
+
+
 def draw(lengths: Sequence[Lengths], rng: np.random.Generator) -> Iterator[Lengths]:
     """Lengths drawn with replacement, for ever."""
     while True:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmservice_bench.lengths import Lengths, TraceError, read_trace
+from llmservice_bench.lengths import Lengths, TraceError, read_trace, scaled_to
 
 
 def test_bundled_sample_has_the_shape_of_the_whole_trace() -> None:
@@ -23,6 +23,16 @@ def test_bundled_sample_has_the_shape_of_the_whole_trace() -> None:
 def test_scaling_keeps_at_least_one_token_on_either_side() -> None:
     assert Lengths(1000, 100).scaled(0.05) == Lengths(50, 5)
     assert Lengths(3, 2).scaled(0.01) == Lengths(1, 1)
+
+
+def test_trace_scaled_to_a_model_fits_it_and_keeps_its_tail() -> None:
+    lengths = read_trace()
+    scaled = scaled_to(lengths, Lengths(200, 256))
+    assert max(each.prompt_tokens for each in scaled) == 200
+    assert max(each.output_tokens for each in scaled) == 256
+    assert min(min(each.prompt_tokens, each.output_tokens) for each in scaled) >= 1
+    whole, small = (np.percentile([each.output_tokens for each in some], (50, 99)) for some in (lengths, scaled))
+    assert small[1] / small[0] == pytest.approx(whole[1] / whole[0], rel=0.05)
 
 
 @pytest.mark.parametrize(
