@@ -86,6 +86,18 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "machine": machine()}
 
+    def row(self) -> dict[str, float | int]:
+        """As a benchmark's results keep it: flat, latencies in milliseconds."""
+        latencies = {"ttft": self.ttft_s, "itl": self.itl_s, "e2e": self.e2e_s}
+        return {
+            "requests_per_s": self.requests_per_s,
+            "output_tokens_per_s": self.output_tokens_per_s,
+            **{f"{name}_p50_ms": values.p50 * 1000 for name, values in latencies.items()},
+            **{f"{name}_p99_ms": values.p99 * 1000 for name, values in latencies.items()},
+            "completed": self.completed,
+            "failed": self.failed,
+        }
+
     def lines(self) -> list[str]:
         """The table that a terminal shows."""
         lines = [

@@ -68,3 +68,10 @@ def test_json_has_throughput_beside_latency_and_names_the_machine() -> None:
     assert told["output_tokens_per_s"] > 0
     assert told["ttft_s"]["p99"] == pytest.approx(0.5)
     assert told["machine"]["cpus"] >= 1
+
+
+def test_row_is_flat_and_has_latencies_in_milliseconds_beside_throughput() -> None:
+    row = Report.of([record(0.0, 0.5, [0.1, 0.3])]).row()
+    assert row["output_tokens_per_s"] == pytest.approx(3 / 0.9)
+    assert (row["ttft_p99_ms"], row["itl_p50_ms"], row["e2e_p50_ms"]) == pytest.approx((500.0, 200.0, 900.0))
+    assert (row["completed"], row["failed"]) == (1, 0)
