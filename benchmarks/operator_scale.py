@@ -33,7 +33,7 @@ from llmservice_bench.report import machine
 from llmservice_local.api.errors import ApiError
 from llmservice_local.client import DEFINITIONS, NAMESPACES, KubeClient, Resource, connect
 from llmservice_local.ports import free_port
-from llmservice_operator.crd import crd
+from llmservice_operator.api.crd import crd
 
 RESULTS = Path(__file__).with_name("results")
 SERVICES = Resource("serving.llmservice.io/v1alpha1", "llmservices")

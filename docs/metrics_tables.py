@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 
 from llmservice_gateway.metrics import GatewayMetrics
-from llmservice_operator.metrics import OperatorMetrics
+from llmservice_operator.monitoring.metrics import OperatorMetrics
 from llmservice_server.metrics import Metrics
 
 PAGE = Path(__file__).with_name("metrics.md")

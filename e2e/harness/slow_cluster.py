@@ -14,9 +14,9 @@ from aiohttp import web
 
 from llmservice_local.api.kinds import Kind
 from llmservice_local.api.registry import MERGE_PATCH, DeleteOptions, Registry, WriteOptions
-from llmservice_operator.child import CHILD_KINDS
-from llmservice_operator.labels import DELETION_COST
-from llmservice_operator.resource import GROUP, PLURAL, VERSION
+from llmservice_operator.api.kinds import CHILD_KINDS
+from llmservice_operator.api.labels import DELETION_COST
+from llmservice_operator.api.resource import GROUP, PLURAL, VERSION
 
 Object = dict[str, Any]
 _AS = WriteOptions(manager="controllers")

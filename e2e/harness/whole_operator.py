@@ -10,20 +10,20 @@ import aiohttp
 
 from llmservice_local.api.registry import Registry
 from llmservice_local.api.selector import label_predicate
-from llmservice_operator.applier import Applier
+from llmservice_operator.api.kinds import FOLLOWED
+from llmservice_operator.api.resource import KIND
+from llmservice_operator.apply.applier import Applier
+from llmservice_operator.cluster.kube_client import KubeClient
+from llmservice_operator.cluster.object_cache import ObjectCache
+from llmservice_operator.cluster.resync import Resync
 from llmservice_operator.handlers import Watches
-from llmservice_operator.kinds import FOLLOWED
-from llmservice_operator.kube_client import KubeClient
 from llmservice_operator.loops import ServiceLoops
-from llmservice_operator.metrics import OperatorMetrics
-from llmservice_operator.model_source import ModelReader
-from llmservice_operator.object_cache import ObjectCache
-from llmservice_operator.pod_model import PodModels
+from llmservice_operator.models.source import ModelReader
+from llmservice_operator.monitoring.metrics import OperatorMetrics
+from llmservice_operator.pods.pod_model import PodModels
 from llmservice_operator.reconcile import Reconciler
-from llmservice_operator.resource import KIND
-from llmservice_operator.resync import Resync
-from llmservice_operator.signals import Signals
-from llmservice_operator.signals_pods import PodSignals
+from llmservice_operator.signals.pods import PodSignals
+from llmservice_operator.signals.signals import Signals
 from llmservice_operator.turn import Turn
 
 TICK_S = 30.0

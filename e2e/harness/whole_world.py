@@ -25,9 +25,9 @@ from harness.whole_operator import WholeOperator
 from llmservice_local.api.registry import MERGE_PATCH, DeleteOptions, Registry, WriteOptions
 from llmservice_local.api.serve import api_application
 from llmservice_local.api.store import Store
-from llmservice_operator.child import CHILD_KINDS
-from llmservice_operator.crd import crd
-from llmservice_operator.resource import API_VERSION, GROUP, KIND, PLURAL, VERSION
+from llmservice_operator.api.crd import crd
+from llmservice_operator.api.kinds import CHILD_KINDS
+from llmservice_operator.api.resource import API_VERSION, GROUP, KIND, PLURAL, VERSION
 
 Object = dict[str, Any]
 

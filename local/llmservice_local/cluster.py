@@ -278,7 +278,7 @@ def _card_labels(settings: ClusterSettings) -> dict[str, str]:
 
 async def _until_served(client: KubeClient) -> None:
     """Wait until the API serves LLMServices and describes them: a real one takes a moment, and kubectl asks at once."""
-    from llmservice_operator.resource import GROUP, VERSION
+    from llmservice_operator.api.resource import GROUP, VERSION
 
     async with asyncio.timeout(COMPONENT_START_S):
         for path in (f"/apis/{GROUP}/{VERSION}", f"/openapi/v3/apis/{GROUP}/{VERSION}", "/openapi/v2"):
@@ -298,7 +298,7 @@ async def _until_answered(client: KubeClient, path: str) -> None:
 
 async def _install_definition(client: KubeClient) -> None:
     """Install the LLMService CRD, in the version of the operator that is installed beside us."""
-    from llmservice_operator.crd import crd
+    from llmservice_operator.api.crd import crd
 
     definition = crd()
     try:

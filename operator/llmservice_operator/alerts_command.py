@@ -31,11 +31,11 @@ def alerts_yaml() -> str:
     """The rules as Prometheus' `rule_files` take them."""
     import yaml
 
-    from llmservice_operator.alerts import rule_file
+    from llmservice_operator.monitoring.alerts import rule_file
 
-    return "# Made by `llmservice alerts --write`; change operator/llmservice_operator/alerts.py instead.\n" + (
-        yaml.safe_dump(rule_file(), sort_keys=False, width=1000)
-    )
+    source = "operator/llmservice_operator/monitoring/alerts.py"
+    rules: str = yaml.safe_dump(rule_file(), sort_keys=False, width=1000)
+    return f"# Made by `llmservice alerts --write`; change {source} instead.\n{rules}"
 
 
 COMMAND = Command(

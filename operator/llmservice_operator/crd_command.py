@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from llmservice_operator.crd import FILE_NAME, crd_yaml
+    from llmservice_operator.api.crd import FILE_NAME, crd_yaml
 
     text = crd_yaml()
     if args.check:

@@ -58,8 +58,8 @@ def _colour() -> bool:
 async def _read(namespace: str, name: str, context: str | None) -> World | None:
     from kubernetes.aio.config import ConfigException
 
+    from llmservice_operator.cluster.kube_client import KubeClient, KubeError
     from llmservice_operator.explain.read import read_world
-    from llmservice_operator.kube_client import KubeClient, KubeError
 
     try:
         client = await KubeClient.connect(context)

@@ -13,14 +13,14 @@ from typing import Any, cast
 
 import kopf
 
-from llmservice_operator import labels
-from llmservice_operator.kinds import Followed
-from llmservice_operator.kube_client import PAGE
-from llmservice_operator.login import login
+from llmservice_operator.api import labels
+from llmservice_operator.api.kinds import Followed
+from llmservice_operator.api.resource import GROUP, KIND
+from llmservice_operator.cluster.kube_client import PAGE
+from llmservice_operator.cluster.login import login
+from llmservice_operator.cluster.object_cache import ObjectCache
 from llmservice_operator.loops import ServiceKey, ServiceLoops
-from llmservice_operator.object_cache import ObjectCache
-from llmservice_operator.process_metrics import ProcessMetrics
-from llmservice_operator.resource import GROUP, KIND
+from llmservice_operator.monitoring.process_metrics import ProcessMetrics
 
 _REQUEST_TIMEOUT_S = 10.0
 _WATCH_S = 300

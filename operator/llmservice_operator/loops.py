@@ -9,9 +9,9 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 
-from llmservice_operator.kube_client import KubeError
-from llmservice_operator.metrics import OperatorMetrics
-from llmservice_operator.priority_gate import PriorityGate
+from llmservice_operator.cluster.kube_client import KubeError
+from llmservice_operator.cluster.priority_gate import PriorityGate
+from llmservice_operator.monitoring.metrics import OperatorMetrics
 
 logger = logging.getLogger(__name__)
 

@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from llmservice_operator.network_policy import DEFAULT_PROMETHEUS, PeerError, platform_peers
+    from llmservice_operator.children.network_policy import DEFAULT_PROMETHEUS, PeerError, platform_peers
     from llmservice_operator.settings import OperatorSettings
 
     if not 0.1 <= args.tick <= 60:
@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
 async def _run(settings: OperatorSettings) -> int:
     from kubernetes.aio.config import ConfigException
 
-    from llmservice_operator.election import LeadershipLostError
+    from llmservice_operator.leadership.election import LeadershipLostError
     from llmservice_operator.run import run_operator
 
     stop = asyncio.Event()

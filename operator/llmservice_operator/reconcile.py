@@ -8,38 +8,38 @@ from dataclasses import dataclass, field, replace
 
 from pydantic import ValidationError
 
-from llmservice_operator import duration, labels
-from llmservice_operator.applier import Applier, Refusal, owned_by
-from llmservice_operator.children import expected_children
-from llmservice_operator.conditions import observed
-from llmservice_operator.decision_log import resume
-from llmservice_operator.event_recorder import EventRecorder
-from llmservice_operator.events import scaled_event, transition_events
-from llmservice_operator.feasibility import Feasibility, assess
-from llmservice_operator.image_volume import image_volume_trouble
-from llmservice_operator.invalid_spec import InvalidSpecError, invalid_spec_patch
-from llmservice_operator.kube_client import KubeClient, KubeError
-from llmservice_operator.load import Load
-from llmservice_operator.merge_patch import merge_patch
-from llmservice_operator.metrics import OperatorMetrics
-from llmservice_operator.model_status import known_figures, remembered_report
-from llmservice_operator.network_policy import DEFAULT_PEERS
-from llmservice_operator.note_times import NoteTimes
-from llmservice_operator.object_cache import ObjectCache
-from llmservice_operator.overload import OverloadTimer
-from llmservice_operator.pod import Pod, Trouble, pods_of
-from llmservice_operator.pod_model import PodModels
-from llmservice_operator.report import Outcome, expected_status
-from llmservice_operator.resource import KIND, LLMService
-from llmservice_operator.scale_history import History
-from llmservice_operator.scaling import Decision, ScalePolicy, Supply, decide
-from llmservice_operator.signals import Signals
-from llmservice_operator.sizer import ReadModel, Sizer
-from llmservice_operator.sizing import Sized, SizingProblem
-from llmservice_operator.spec import Manifest
-from llmservice_operator.standing import Inputs, Standing
-from llmservice_operator.startup import StartupTimes
-from llmservice_operator.status import LLMServiceStatus
+from llmservice_operator.api import duration, labels
+from llmservice_operator.api.resource import KIND, LLMService
+from llmservice_operator.api.spec import Manifest
+from llmservice_operator.api.status import LLMServiceStatus
+from llmservice_operator.apply.applier import Applier, Refusal, owned_by
+from llmservice_operator.apply.standing import Inputs, Standing
+from llmservice_operator.children.children import expected_children
+from llmservice_operator.children.network_policy import DEFAULT_PEERS
+from llmservice_operator.cluster.kube_client import KubeClient, KubeError
+from llmservice_operator.cluster.object_cache import ObjectCache
+from llmservice_operator.monitoring.metrics import OperatorMetrics
+from llmservice_operator.pods.image_volume import image_volume_trouble
+from llmservice_operator.pods.pod import Pod, Trouble, pods_of
+from llmservice_operator.pods.pod_model import PodModels
+from llmservice_operator.scaling.feasibility import Feasibility, assess
+from llmservice_operator.scaling.history import History
+from llmservice_operator.scaling.overload import OverloadTimer
+from llmservice_operator.scaling.scaling import Decision, ScalePolicy, Supply, decide
+from llmservice_operator.scaling.startup import StartupTimes
+from llmservice_operator.signals.load import Load
+from llmservice_operator.signals.signals import Signals
+from llmservice_operator.sizing.sizer import ReadModel, Sizer
+from llmservice_operator.sizing.sizing import Sized, SizingProblem
+from llmservice_operator.status.conditions import observed
+from llmservice_operator.status.decision_log import resume
+from llmservice_operator.status.event_recorder import EventRecorder
+from llmservice_operator.status.events import scaled_event, transition_events
+from llmservice_operator.status.invalid_spec import InvalidSpecError, invalid_spec_patch
+from llmservice_operator.status.merge_patch import merge_patch
+from llmservice_operator.status.model_status import known_figures, remembered_report
+from llmservice_operator.status.note_times import NoteTimes
+from llmservice_operator.status.report import Outcome, expected_status
 
 _DEFAULT_WINDOW_S = 60.0
 _SETTLES_S = 10.0

@@ -12,25 +12,25 @@ from contextlib import AsyncExitStack
 import aiohttp
 import kopf
 
-from llmservice_operator.applier import Applier
-from llmservice_operator.election import Election
+from llmservice_operator.api.kinds import FOLLOWED, Followed
+from llmservice_operator.api.resource import API_VERSION, PLURAL
+from llmservice_operator.apply.applier import Applier
+from llmservice_operator.cluster.kube_client import KubeClient, KubeError
+from llmservice_operator.cluster.object_cache import ObjectCache
+from llmservice_operator.cluster.resync import Resync
 from llmservice_operator.handlers import Watches, handlers, kopf_settings
-from llmservice_operator.http_server import serve_http
-from llmservice_operator.kinds import FOLLOWED, Followed
-from llmservice_operator.kube_client import KubeClient, KubeError
+from llmservice_operator.leadership.election import Election
 from llmservice_operator.loops import ServiceLoops
-from llmservice_operator.metrics import OperatorMetrics
-from llmservice_operator.model_source import ModelReader
-from llmservice_operator.object_cache import ObjectCache
-from llmservice_operator.pod_model import PodModels
-from llmservice_operator.process_metrics import ProcessMetrics
+from llmservice_operator.models.source import ModelReader
+from llmservice_operator.monitoring.http_server import serve_http
+from llmservice_operator.monitoring.metrics import OperatorMetrics
+from llmservice_operator.monitoring.process_metrics import ProcessMetrics
+from llmservice_operator.pods.pod_model import PodModels
 from llmservice_operator.reconcile import Reconciler
-from llmservice_operator.resource import API_VERSION, PLURAL
-from llmservice_operator.resync import Resync
 from llmservice_operator.settings import OperatorSettings
-from llmservice_operator.signals import Signals
-from llmservice_operator.signals_pods import PodSignals
-from llmservice_operator.signals_prometheus import PrometheusSignals
+from llmservice_operator.signals.pods import PodSignals
+from llmservice_operator.signals.prometheus import PrometheusSignals
+from llmservice_operator.signals.signals import Signals
 from llmservice_operator.turn import Turn
 
 logger = logging.getLogger(__name__)

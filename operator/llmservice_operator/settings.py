@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmservice_operator.network_policy import DEFAULT_PEERS
-from llmservice_operator.spec import Manifest
+from llmservice_operator.api.spec import Manifest
+from llmservice_operator.children.network_policy import DEFAULT_PEERS
 
 
 @dataclass(frozen=True, slots=True)

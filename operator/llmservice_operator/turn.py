@@ -7,12 +7,12 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from llmservice_operator.election import Election
+from llmservice_operator.cluster.kube_client import KubeError
+from llmservice_operator.cluster.object_cache import ObjectCache
+from llmservice_operator.cluster.resync import Resync
 from llmservice_operator.handlers import Watches
-from llmservice_operator.kube_client import KubeError
+from llmservice_operator.leadership.election import Election
 from llmservice_operator.loops import ServiceLoops
-from llmservice_operator.object_cache import ObjectCache
-from llmservice_operator.resync import Resync
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llmservice_operator.alerts import rule_file, service_groups
+from llmservice_operator.monitoring.alerts import rule_file, service_groups
 
 HERE = Path(__file__).parent
 RULES = HERE.parents[1] / "charts" / "llmservice" / "files" / "alerts.yaml"

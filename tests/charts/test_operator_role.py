@@ -9,7 +9,7 @@ import helm_python as helm
 import pytest
 import yaml
 
-from llmservice_operator.child import CHILD_KINDS
+from llmservice_operator.api.kinds import CHILD_KINDS
 
 CHART = Path(__file__).parents[2] / "charts" / "llmservice"
 KEPT = {"get", "list", "watch", "create", "patch"}

@@ -21,8 +21,8 @@ from llmservice_local.api.errors import ApiError
 from llmservice_local.client import DEPLOYMENTS, EVENTS, NAMESPACES, PODS, KubeClient, Resource, connect
 from llmservice_local.cluster import ClusterSettings, LocalCluster
 from llmservice_local.release import read_release
-from llmservice_operator.child import CHILD_KINDS
-from llmservice_operator.resource import API_VERSION, PLURAL
+from llmservice_operator.api.kinds import CHILD_KINDS
+from llmservice_operator.api.resource import API_VERSION, PLURAL
 
 Object = dict[str, Any]
 SERVICES = Resource(API_VERSION, PLURAL)

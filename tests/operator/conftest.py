@@ -10,13 +10,13 @@ import pytest
 
 from llmservice_local.api.serve import serve_api
 from llmservice_local.endpoint import Endpoint
-from llmservice_operator.crd import crd
-from llmservice_operator.kube_client import KubeClient
-from llmservice_operator.model_location import ModelLocation
-from llmservice_operator.model_source import Model
-from llmservice_operator.pod import Pod
-from llmservice_operator.resource import LLMService
-from llmservice_operator.sizing import Sized, size
+from llmservice_operator.api.crd import crd
+from llmservice_operator.api.resource import LLMService
+from llmservice_operator.cluster.kube_client import KubeClient
+from llmservice_operator.models.location import ModelLocation
+from llmservice_operator.models.source import Model
+from llmservice_operator.pods.pod import Pod
+from llmservice_operator.sizing.sizing import Sized, size
 from llmservice_planner.shape import ModelShape
 
 ServiceOf = Callable[..., LLMService]

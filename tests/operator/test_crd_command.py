@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from llmservice_operator.crd import FILE_NAME, crd_yaml
+from llmservice_operator.api.crd import FILE_NAME, crd_yaml
 from llmservice_planner.command import main
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from llmservice_operator.kube_client import KubeClient
+from llmservice_operator.cluster.kube_client import KubeClient
 from llmservice_operator.kubectl_plugin import run as plugin
 from llmservice_planner.command import main
 

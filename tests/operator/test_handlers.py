@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from llmservice_operator.api.kinds import FOLLOWED
+from llmservice_operator.cluster.object_cache import ObjectCache
 from llmservice_operator.handlers import Watches, kopf_settings
-from llmservice_operator.kinds import FOLLOWED
 from llmservice_operator.loops import ServiceLoops
-from llmservice_operator.metrics import OperatorMetrics
-from llmservice_operator.object_cache import ObjectCache
+from llmservice_operator.monitoring.metrics import OperatorMetrics
 
 KEY = ("team-a", "tiny")
 LABELS = {"app.kubernetes.io/name": "llmservice", "app.kubernetes.io/instance": "tiny"}

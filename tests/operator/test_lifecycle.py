@@ -17,8 +17,8 @@ import pytest
 from llmservice_local.api.errors import ApiError
 from llmservice_local.client import DEPLOYMENTS, PODS, REPLICA_SETS, KubeClient, Resource, connect
 from llmservice_local.cluster import ClusterSettings, LocalCluster
-from llmservice_operator.child import CHILD_KINDS
-from llmservice_operator.resource import API_VERSION, PLURAL
+from llmservice_operator.api.kinds import CHILD_KINDS
+from llmservice_operator.api.resource import API_VERSION, PLURAL
 
 Object = dict[str, Any]
 SERVICES = Resource(API_VERSION, PLURAL)

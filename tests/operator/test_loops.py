@@ -7,9 +7,9 @@ from itertools import pairwise
 import pytest
 
 from harness.jumping_loop import JumpingLoop
-from llmservice_operator.kube_client import KubeError
+from llmservice_operator.cluster.kube_client import KubeError
 from llmservice_operator.loops import ServiceLoops
-from llmservice_operator.metrics import OperatorMetrics
+from llmservice_operator.monitoring.metrics import OperatorMetrics
 
 KEY = ("team-a", "tiny")
 NEVER_S = 1000.0

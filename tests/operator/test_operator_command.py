@@ -17,9 +17,9 @@ import pytest
 from llmservice_local.api.registry import Registry
 from llmservice_local.api.serve import serve_api
 from llmservice_local.endpoint import Endpoint
-from llmservice_operator.child import CHILD_KINDS
-from llmservice_operator.crd import crd
-from llmservice_operator.kube_client import KubeClient
+from llmservice_operator.api.crd import crd
+from llmservice_operator.api.kinds import CHILD_KINDS
+from llmservice_operator.cluster.kube_client import KubeClient
 from llmservice_planner.command import main
 
 SERVICES = "/apis/serving.llmservice.io/v1alpha1/namespaces/team-a/llmservices"

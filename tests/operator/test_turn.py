@@ -18,9 +18,8 @@ import pytest
 
 from harness.proxy import ApiProxy, serve_proxy
 from llmservice_local.endpoint import Endpoint
-from llmservice_operator.child import CHILD_KINDS
-from llmservice_operator.kinds import FOLLOWED
-from llmservice_operator.kube_client import KubeClient
+from llmservice_operator.api.kinds import CHILD_KINDS, FOLLOWED
+from llmservice_operator.cluster.kube_client import KubeClient
 
 SERVICES = "/apis/serving.llmservice.io/v1alpha1/namespaces/team-a/llmservices"
 LEASE = "/apis/coordination.k8s.io/v1/namespaces/team-a/leases/llmservice-operator"

@@ -11,8 +11,8 @@ import aiohttp
 import numpy as np
 
 from llmservice_bench.drive import Progress
-from llmservice_operator.kube_client import KubeClient
-from llmservice_operator.scrape import Scrape, ScrapeError, parse_exposition
+from llmservice_operator.cluster.kube_client import KubeClient
+from llmservice_operator.signals.scrape import Scrape, ScrapeError, parse_exposition
 
 SCRAPE_TIMEOUT_S = 2.0
 TTFT_WINDOW_S = 10.0
@@ -63,7 +63,7 @@ class Observer:
         """One observation, also added to `observations`.
 
         Raises:
-            llmservice_operator.kube_client.KubeError: the API server is away.
+            llmservice_operator.cluster.kube_client.KubeError: the API server is away.
         """
         service = await self._kube.get_service(self._namespace, self._name) or {}
         status = service.get("status", {})

@@ -24,7 +24,7 @@ from llmservice_local.demo.summary import NEEDED_FINAL, Outcome, summarise
 from llmservice_local.demo.traffic import calibrate, overload, trace_lengths
 from llmservice_local.demo.up import UpProcess, run_command
 from llmservice_local.demo.view import LiveTable
-from llmservice_operator.kube_client import KubeClient, KubeError
+from llmservice_operator.cluster.kube_client import KubeClient, KubeError
 
 LOOK_EVERY_S = 1.0
 READY_TIMEOUT_S = 90.0

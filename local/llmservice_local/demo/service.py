@@ -14,7 +14,7 @@ import aiohttp
 import yaml
 
 from llmservice_bench.client import DONE, events
-from llmservice_operator.kube_client import KubeClient, KubeError
+from llmservice_operator.cluster.kube_client import KubeClient, KubeError
 from llmservice_planner.command import CommandError
 
 POLL_S = 0.5

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmservice_operator.conditions import printable
+from llmservice_operator.api.resource import LLMService
+from llmservice_operator.api.spec import Manifest
+from llmservice_operator.api.status import AutoscalingStatus, Condition, SizingStatus
 from llmservice_operator.explain.remedy import remedy
-from llmservice_operator.pod import epoch, pod_of
-from llmservice_operator.resource import LLMService
-from llmservice_operator.spec import Manifest
-from llmservice_operator.status import AutoscalingStatus, Condition, SizingStatus
+from llmservice_operator.pods.pod import epoch, pod_of
+from llmservice_operator.status.conditions import printable
 
 _EVENTS = 8
 _HEALTHY = {"Ready": ("True",), "SizingValid": ("True",), "SLOFeasible": ("True", "Unknown")}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
-from llmservice_operator import labels
-from llmservice_operator.child import CHILD_KINDS
-from llmservice_operator.deployment import CONTAINER
+from llmservice_operator.api import labels
+from llmservice_operator.api.kinds import CHILD_KINDS
+from llmservice_operator.api.spec import Manifest
+from llmservice_operator.children.deployment import CONTAINER
+from llmservice_operator.cluster.kube_client import KubeClient, KubeError
 from llmservice_operator.explain.explanation import World
-from llmservice_operator.kube_client import KubeClient, KubeError
-from llmservice_operator.pod import pod_of
-from llmservice_operator.spec import Manifest
+from llmservice_operator.pods.pod import pod_of
 
 _PODS_READ = 10
 """Of how many pods the last line is read."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 
+from llmservice_operator.api.status import AutoscalingStatus, DecisionStatus, SizingStatus
 from llmservice_operator.explain.explanation import Explanation
-from llmservice_operator.pod import epoch
-from llmservice_operator.status import AutoscalingStatus, DecisionStatus, SizingStatus
+from llmservice_operator.pods.pod import epoch
 
 WIDTH = 100
 _RED, _GREEN, _BOLD, _PLAIN = "\x1b[31m", "\x1b[32m", "\x1b[1m", "\x1b[0m"

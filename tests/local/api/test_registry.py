@@ -16,7 +16,7 @@ from llmservice_local.api.registry import (
     Registry,
     WriteOptions,
 )
-from llmservice_operator.crd import crd
+from llmservice_operator.api.crd import crd
 
 OPTIONS = WriteOptions(manager="test")
 

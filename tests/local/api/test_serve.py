@@ -12,7 +12,7 @@ import pytest
 from aiohttp import ClientSession
 
 from llmservice_local.api.serve import Api, serve_api
-from llmservice_operator.crd import crd
+from llmservice_operator.api.crd import crd
 
 LLMS = "/apis/serving.llmservice.io/v1alpha1/namespaces/default/llmservices"
 TABLE = {"Accept": "application/json;as=Table;v=v1;g=meta.k8s.io,application/json"}

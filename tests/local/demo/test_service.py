@@ -17,8 +17,8 @@ from llmservice_bench.record import RequestRecord
 from llmservice_local.api.serve import serve_api
 from llmservice_local.demo.observation import Observer
 from llmservice_local.demo.service import apply, chat, read_manifest, wait_ready
-from llmservice_operator.crd import crd
-from llmservice_operator.kube_client import KubeClient
+from llmservice_operator.api.crd import crd
+from llmservice_operator.cluster.kube_client import KubeClient
 from llmservice_planner.command import CommandError
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "tiny-llama.yaml"

@@ -1,0 +1,299 @@
+"""`spec` of an LLMService: what the user promises and asks for. The CRD's schema is generated from these models."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, StringConstraints, WithJsonSchema
+
+from llmservice_operator.api import duration, quantity
+from llmservice_operator.api.model_spec import ModelSource
+from llmservice_operator.api.pod_spec import LabelValue, Passed, PodTemplate, Scheduling
+from llmservice_operator.api.schema_model import SchemaModel, rules
+
+Duration = Annotated[str, StringConstraints(pattern=duration.PATTERN, max_length=16)]
+Quantity = Annotated[str, StringConstraints(pattern=quantity.PATTERN, max_length=32)]
+AutoOrCount = Annotated[
+    Literal["auto"] | int,
+    WithJsonSchema(
+        {"x-kubernetes-int-or-string": True, "pattern": "^auto$", "minimum": 1, "maximum": 1024, "maxLength": 4}
+    ),
+]
+CountOrPercent = Annotated[
+    int | str,
+    WithJsonSchema({"x-kubernetes-int-or-string": True, "pattern": "^[0-9]{1,3}%$", "minimum": 0, "maxLength": 4}),
+]
+
+
+class Gpu(SchemaModel):
+    product: str | None = Field(
+        None,
+        min_length=1,
+        max_length=64,
+        pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$",
+        description="The card, such as h100-80gb or l4; `llmservice plan --help` lists those known.",
+    )
+    count: int = Field(
+        1, ge=0, le=16, description="Cards per replica (tensor parallel). 0 runs on CPU, within requests.memory."
+    )
+    memory_gib: float | None = Field(
+        None, alias="memoryGiB", gt=0, le=4096, description="Memory of one card where it is less than the catalogue's."
+    )
+
+
+class ResourceAmounts(SchemaModel):
+    cpu: Quantity = Field("1", description="CPU cores of one replica.")
+    memory: Quantity = Field(
+        "4Gi", description="Memory of one replica. On CPU the weights and the KV cache must fit in it."
+    )
+
+
+class ResourceLimits(SchemaModel):
+    cpu: Quantity | None = Field(None, description="Upper bound on CPU; none by default, so that idle cores help.")
+    memory: Quantity | None = Field(None, description="Upper bound on memory; a server past it is OOMKilled.")
+
+
+class Resources(SchemaModel):
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            (
+                "!has(self.gpu) || self.gpu.count == 0 || has(self.gpu.product)",
+                "gpu.product is needed where gpu.count is above 0: the card's memory decides how many sequences fit",
+            )
+        )
+    )
+
+    gpu: Gpu | None = Field(None, description="Accelerator of one replica. Absent: runs on CPU.")
+    requests: ResourceAmounts = Field(
+        default_factory=ResourceAmounts, description="What the scheduler reserves for one replica."
+    )
+    limits: ResourceLimits = Field(default_factory=ResourceLimits, description="What one replica may not exceed.")
+
+
+class Sizing(SchemaModel):
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            (
+                "self.policy != 'expected' || has(self.expectedTokens)",
+                "policy expected needs expectedTokens: prompt plus answer of a typical request",
+            )
+        )
+    )
+
+    policy: Literal["guaranteed", "expected"] = Field(
+        "guaranteed",
+        description="guaranteed: every running sequence may reach maxModelLen without preemption."
+        " expected: sized for expectedTokens, preempting where requests turn out longer.",
+    )
+    expected_tokens: int | None = Field(
+        None, ge=1, le=16777216, description="Tokens (prompt and answer) that a typical request uses."
+    )
+
+
+_EXPECTED = "self.sizing.expectedTokens"
+
+
+class Engine(SchemaModel):
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            (
+                f"!has(self.maxModelLen) || !has({_EXPECTED}) || {_EXPECTED} <= self.maxModelLen",
+                "sizing.expectedTokens must not be above maxModelLen: no request is longer than that",
+            ),
+            (  # the API server rounds a minimum of 0.1 down for a value without a fraction
+                "self.gpuMemoryUtilization >= 0.1",
+                "gpuMemoryUtilization must be at least 0.1: it is a share of the memory",
+            ),
+        )
+    )
+
+    max_model_len: int | None = Field(
+        None, ge=1, le=16777216, description="Longest sequence, prompt and answer. Default: what the model supports."
+    )
+    max_num_seqs: AutoOrCount = Field(
+        "auto", description="Sequences that run at once: auto works it out from model and card; or 1 to 1024."
+    )
+    sizing: Sizing = Field(default_factory=Sizing, description="How maxNumSeqs: auto is worked out.")
+    gpu_memory_utilization: float = Field(
+        0.9, ge=0.1, le=0.99, description="Share of the card's memory (of requests.memory on CPU) that may be used."
+    )
+    kv_cache_dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        "auto", description="Type of the KV cache: auto is the model's."
+    )
+    block_size: Literal[8, 16, 32, 64, 128] = Field(16, description="Tokens per KV block.")
+    max_num_batched_tokens: int = Field(
+        2048, ge=16, le=1048576, description="Token budget of one engine step; long prompts are cut into such chunks."
+    )
+    prefix_caching: bool = Field(True, description="Keep the KV cache of prompts' beginnings for prompts alike.")
+    swap_space_gib: float = Field(
+        0,
+        alias="swapSpaceGiB",
+        ge=0,
+        le=4096,
+        description="CPU memory for the KV cache of preempted sequences, out of the pod's memory. 0: compute it again.",
+    )
+
+
+class Slo(SchemaModel):
+    ttft_p99: Duration | None = Field(
+        None, description="Promise: 99 % of requests see their first token within this time. Drives scaling."
+    )
+    itl_p99: Duration | None = Field(
+        None, description="Promise on the time between two tokens. Bounds maxNumSeqs: auto."
+    )
+
+
+_A_STEP = rules(
+    (
+        "self.stepReplicas > 0 || self.stepPercent > 0",
+        "stepReplicas and stepPercent can't both be 0: no replica could ever be added or removed",
+    )
+)
+
+
+class ScaleUp(SchemaModel):
+    model_config = ConfigDict(json_schema_extra=_A_STEP)
+
+    stabilization: Duration = Field(
+        "10s", description="Add replicas only up to the lowest wish within this time. 0s: at once."
+    )
+    step_replicas: int = Field(
+        4, ge=0, le=1000, description="Add at most so many replicas in stepPeriod, or stepPercent where that is more."
+    )
+    step_percent: int = Field(
+        100, ge=0, le=1000, description="Add at most this share of the replicas in stepPeriod, or stepReplicas."
+    )
+    step_period: Duration = Field("15s", description="The time that stepReplicas and stepPercent speak of.")
+    cooldown: Duration = Field("0s", description="Add none within this time of the last change, up or down.")
+
+
+class ScaleDown(SchemaModel):
+    model_config = ConfigDict(json_schema_extra=_A_STEP)
+
+    stabilization: Duration = Field(
+        "300s", description="Remove replicas only down to the highest wish within this time."
+    )
+    step_replicas: int = Field(
+        0,
+        ge=0,
+        le=1000,
+        description="Remove at most so many replicas in stepPeriod, or stepPercent where that is more.",
+    )
+    step_percent: int = Field(
+        100, ge=0, le=100, description="Remove at most this share of the replicas in stepPeriod, or stepReplicas."
+    )
+    step_period: Duration = Field("15s", description="The time that stepReplicas and stepPercent speak of.")
+    cooldown: Duration = Field("0s", description="Remove none within this time of the last change, up or down.")
+
+
+class MetricsSource(SchemaModel):
+    source: Literal["auto", "prometheus", "pods"] = Field(
+        "auto",
+        description="Where signals are read: prometheus, the pods' own /metrics, or auto:"
+        " Prometheus where the operator has one, the pods otherwise and while it is down.",
+    )
+    window: Duration = Field("60s", description="Time over which rates and p99 TTFT are computed.")
+
+
+class Autoscaling(SchemaModel):
+    model_config = ConfigDict(
+        json_schema_extra=rules(("self.minReplicas <= self.maxReplicas", "minReplicas must not be above maxReplicas"))
+    )
+
+    min_replicas: int = Field(1, ge=1, le=1000, description="Never fewer replicas than this.")
+    max_replicas: int = Field(ge=1, le=1000, description="Never more replicas than this.")
+    queue_depth: int = Field(4, ge=1, le=10000, description="Waiting requests per replica that are still fine.")
+    tolerance_percent: int = Field(
+        10, ge=0, le=100, description="How far load may stray from what the replicas hold before anything is changed."
+    )
+    scale_up: ScaleUp = Field(default_factory=ScaleUp, description="How fast replicas are added.")
+    scale_down: ScaleDown = Field(default_factory=ScaleDown, description="How fast replicas are removed.")
+    metrics: MetricsSource = Field(default_factory=MetricsSource, description="Where the signals come from.")
+
+
+class Rollout(SchemaModel):
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            (
+                "!(self.maxSurge == 0 && self.maxUnavailable == 0)",
+                "maxSurge and maxUnavailable can't both be 0: no pod could ever be replaced",
+            )
+        )
+    )
+
+    max_surge: CountOrPercent = Field(
+        1, description="Replicas above the wanted number while a change rolls out; each needs a spare GPU."
+    )
+    max_unavailable: CountOrPercent = Field(0, description="Replicas that may be missing while a change rolls out.")
+
+
+class Monitoring(SchemaModel):
+    pod_monitor: bool = Field(
+        True, description="Create a PodMonitor for the Prometheus Operator, where its CRD is installed."
+    )
+    interval: Duration = Field("15s", description="How often the PodMonitor has the pods scraped.")
+    prometheus_rule: bool = Field(
+        True,
+        description="Create a PrometheusRule with this service's alerts, where its CRD is installed. Where the chart's"
+        " rules reach the same Prometheus, Alertmanager takes the two for one.",
+    )
+    labels: dict[str, LabelValue] = Field(
+        default_factory=dict,
+        max_length=16,
+        description="Labels that your Prometheus selects PodMonitors and PrometheusRules by.",
+    )
+
+
+class NetworkPolicy(SchemaModel):
+    enabled: bool = Field(
+        True,
+        description="Let only the gateway, the operator, Prometheus and `from` reach the pods, where the cluster's"
+        " network enforces policies. false: no NetworkPolicy, everybody may.",
+    )
+    peers: list[Passed] = Field(
+        default_factory=list,
+        alias="from",
+        max_length=32,
+        description="Clients that call the Service directly, as NetworkPolicyPeers in Kubernetes' own shape"
+        " (namespaceSelector, podSelector, ipBlock). Clients of the gateway need none.",
+    )
+
+
+class LLMServiceSpec(SchemaModel):
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            (
+                "!(has(self.replicas) && has(self.autoscaling))",
+                "replicas and autoscaling are exclusive: with autoscaling set, its min and max rule",
+            ),
+        )
+    )
+
+    model: ModelSource = Field(description="Which model is served, and under which name.")
+    replicas: int | None = Field(
+        None, ge=0, le=1000, description="Fixed number of replicas (default 1); `kubectl scale llm` writes it."
+    )
+    resources: Resources = Field(default_factory=Resources, description="What one replica gets.")
+    engine: Engine = Field(default_factory=Engine, description="How the inference engine is set up.")
+    slo: Slo = Field(default_factory=Slo, description="The latency that is promised to users.")
+    autoscaling: Autoscaling | None = Field(
+        None, description="Let the operator choose the number of replicas. Exclusive with replicas."
+    )
+    rollout: Rollout = Field(default_factory=Rollout, description="How a changed pod template reaches the pods.")
+    drain_timeout: Duration = Field(
+        "60s", description="How long a terminating pod may finish the requests that it holds."
+    )
+    scheduling: Scheduling = Field(default_factory=Scheduling, description="Where pods may run.")
+    pod_template: PodTemplate = Field(default_factory=PodTemplate, description="Additions to the pods.")
+    network_policy: NetworkPolicy = Field(
+        default_factory=NetworkPolicy, description="Who may reach the pods beside the gateway."
+    )
+    monitoring: Monitoring = Field(default_factory=Monitoring, description="How Prometheus finds the pods.")
+
+    def fixed_replicas(self) -> int:
+        """Replicas without autoscaling; an absent number means one."""
+        return 1 if self.replicas is None else self.replicas
+
+
+Manifest = dict[str, Any]
+"""A Kubernetes object as plain data."""

@@ -1,0 +1,134 @@
+"""`status` of an LLMService: what was predicted, what was measured, what is wrong and what to do about it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, WithJsonSchema
+
+from llmservice_operator.api.schema_model import OPEN_OBJECT, SchemaModel
+
+MAX_DECISIONS = 5
+
+Figures = Annotated[dict[str, Any], WithJsonSchema(OPEN_OBJECT)]
+"""camelCase figures of a model, those of every family that the planner knows."""
+
+
+class Condition(SchemaModel):
+    type: str = Field(max_length=64, description="Ready, Progressing, SizingValid, ScalingActive or SLOFeasible.")
+    status: Literal["True", "False", "Unknown"] = Field(description="Whether the condition holds.")
+    reason: str = Field(
+        max_length=128, pattern=r"^[A-Za-z][A-Za-z0-9]*$", description="Why, in one CamelCase word for machines."
+    )
+    message: str = Field(max_length=2048, description="Why, and what to change, in a sentence for people.")
+    last_transition_time: str = Field(max_length=32, description="When status last flipped (RFC 3339).")
+    observed_generation: int = Field(0, ge=0, description="Generation of the spec that this speaks about.")
+
+
+class MeasuredStatus(SchemaModel):
+    blocks: int = Field(ge=0, description="KV blocks that the server allocated after loading.")
+    weights_gib: float | None = Field(None, alias="weightsGiB", ge=0, description="Memory of the loaded weights.")
+    error_percent: float = Field(description="Predicted blocks against measured ones; positive: predicted too many.")
+
+
+class SizingStatus(SchemaModel):
+    source: Literal["operator", "pod"] = Field(
+        "operator", description="Who worked out maxNumSeqs: the operator, or the server by itself (pod)."
+    )
+    max_num_seqs: int = Field(ge=0, description="Sequences that run at once in one replica.")
+    max_model_len: int = Field(ge=0, description="Longest sequence that is served, in tokens.")
+    kv_bytes_per_token: int = Field(ge=0, description="Bytes of KV cache per token, over all cards of a replica.")
+    weights_gib: float = Field(alias="weightsGiB", ge=0, description="Predicted memory of the weights.")
+    overhead_gib: float = Field(alias="overheadGiB", ge=0, description="Predicted memory of runtime and activations.")
+    kv_pool_gib: float = Field(alias="kvPoolGiB", ge=0, description="Predicted memory left for the KV cache.")
+    blocks: int = Field(ge=0, description="Predicted KV blocks.")
+    limited_by: str = Field(max_length=64, description="What bounds maxNumSeqs.")
+    measured: MeasuredStatus | None = Field(None, description="The same, as a running server measured it.")
+    explanation: str = Field(max_length=8192, description="The working, line by line.")
+
+
+class FetchStatus(SchemaModel):
+    """A download under way; absent while there is none."""
+
+    pods: int = Field(ge=1, description="Pods that wait for the model's files.")
+    percent: int | None = Field(
+        None, ge=0, le=100, description="Share of the bytes that are there, in steps of 5; absent until a pod tells."
+    )
+    total_gib: float | None = Field(None, alias="totalGiB", ge=0, description="Size of the files in one pod.")
+
+
+class ModelStatus(SchemaModel):
+    uri: str = Field(max_length=1024, description="The model that the rest is about.")
+    revision: str | None = Field(None, max_length=128, description="Its revision, where the hub has several.")
+    figures_from: Literal["spec", "config", "pod"] = Field(
+        description="Where the model's figures come from: spec.model.shape, its config.json, or a server that read it."
+    )
+    shape: Figures | None = Field(
+        None, description="The model's figures; absent until a pod has told. They hold until spec.model changes."
+    )
+    weights_file_bytes: int | None = Field(None, ge=0, description="Size of the weights' files, where it was told.")
+    fetch: FetchStatus | None = Field(None, description="The download, while there is one.")
+
+
+class DecisionStatus(SchemaModel):
+    time: str = Field(max_length=32, description="When it was decided (RFC 3339).")
+    wanted: int = Field(ge=0, description="Replicas that the load asks for.")
+    replicas: int = Field(ge=0, description="Replicas that were set, after limits.")
+    reasons: list[str] = Field(default_factory=list, max_length=16, description="Each step's reason.")
+
+
+class SignalStatus(SchemaModel):
+    name: str = Field(max_length=32, description="queue, utilization, kvCache, arrivals or ttftP99.")
+    value: float | None = Field(
+        None, description="As last noted: small moves are not. Absent where the window holds too little."
+    )
+    target: float | None = Field(None, description="Above it replicas are added; absent while none is known.")
+    unit: str = Field(max_length=64, description="What value and target count.")
+    query: str = Field(max_length=2048, description="The same figure as PromQL, for a graph or an alert.")
+
+
+class CapacityStatus(SchemaModel):
+    requests_per_second: float = Field(ge=0, description="What one full replica was measured to finish.")
+    measured_at: str = Field(max_length=32, description="When, give or take half an hour (RFC 3339).")
+
+
+class AutoscalingStatus(SchemaModel):
+    desired_replicas: int = Field(ge=0, description="Replicas that the operator asks for now.")
+    queue_depth: float | None = Field(None, ge=0, description="Waiting requests per ready replica.")
+    ttft_p99_seconds: float | None = Field(
+        None, ge=0, description="p99 time to first token over the window; absent without traffic."
+    )
+    startup_seconds: int | None = Field(
+        None, ge=0, description="Learned time (P90) from a pod's creation until it is ready."
+    )
+    capacity: CapacityStatus | None = Field(
+        None, description="Lets a restarted operator know what the replicas can do; only with autoscaling."
+    )
+    signals: list[SignalStatus] = Field(
+        default_factory=list, max_length=8, description="What is scaled on, with its thresholds; only with autoscaling."
+    )
+    decisions: list[DecisionStatus] = Field(
+        default_factory=list, max_length=MAX_DECISIONS, description="The last decisions, newest first."
+    )
+
+
+class LLMServiceStatus(SchemaModel):
+    model_config = ConfigDict(json_schema_extra={"description": "What the operator observed."})
+
+    observed_generation: int = Field(0, ge=0, description="Generation of the spec that this status speaks about.")
+    replicas: int = Field(0, ge=0, description="Pods that exist, ready or not.")
+    ready_replicas: int = Field(0, ge=0, description="Pods that serve.")
+    selector: str = Field("", max_length=512, description="Label selector of the pods, for the scale subresource.")
+    url: str = Field("", max_length=512, description="OpenAI-compatible base URL inside the cluster.")
+    model: ModelStatus | None = Field(None, description="What is known of the model, and how far its download is.")
+    sizing: SizingStatus | None = Field(None, description="How many sequences fit, and the working.")
+    autoscaling: AutoscalingStatus | None = Field(None, description="Load, and what was made of it.")
+    conditions: list[Condition] = Field(
+        default_factory=list,
+        max_length=16,
+        description="Ready, Progressing, SizingValid, ScalingActive, SLOFeasible.",
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
+    )
+
+    def condition(self, kind: str) -> Condition | None:
+        return next((condition for condition in self.conditions if condition.type == kind), None)

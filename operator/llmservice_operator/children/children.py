@@ -1,0 +1,93 @@
+"""Everything that a service should own, as plain data. Applying it is somebody else's job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from llmservice_operator.api import labels
+from llmservice_operator.api.resource import LLMService
+from llmservice_operator.api.spec import Manifest
+from llmservice_operator.children.child import Child, child_manifest
+from llmservice_operator.children.deployment import PORT, expected_deployment
+from llmservice_operator.children.network_policy import DEFAULT_PEERS, expected_network_policy
+from llmservice_operator.children.prometheus_rule import expected_prometheus_rule
+from llmservice_operator.sizing.sizing import Sized
+
+
+def expected_children(
+    service: LLMService, sized: Sized, replicas: int, image: str, peers: Sequence[Manifest] = DEFAULT_PEERS
+) -> list[Child]:
+    """Children in the order in which they are applied: what pods rely on stands before the first pod does."""
+    spec = service.spec
+    return [
+        Child(expected_service_account(service)),
+        Child(expected_service(service)),
+        Child(expected_headless_service(service)),
+        Child(expected_network_policy(service, peers), wanted=spec.network_policy.enabled),
+        Child(expected_disruption_budget(service)),
+        Child(expected_deployment(service, sized, replicas, image)),
+        Child(expected_pod_monitor(service), wanted=spec.monitoring.pod_monitor),
+        Child(expected_prometheus_rule(service), wanted=spec.monitoring.prometheus_rule),
+    ]
+
+
+def expected_service_account(service: LLMService) -> Manifest:
+    """An identity without a token: the server never talks to Kubernetes."""
+    return child_manifest(service, "ServiceAccount") | {"automountServiceAccountToken": False}
+
+
+def expected_service(service: LLMService) -> Manifest:
+    """One address for the service: connections are spread over the ready pods."""
+    spec = {"type": "ClusterIP", "selector": labels.selector_labels(service.name), "ports": [_http_port()]}
+    return child_manifest(service, "Service") | {"spec": spec}
+
+
+def expected_headless_service(service: LLMService) -> Manifest:
+    """The ready pods' own addresses by DNS, for clients that choose a pod themselves."""
+    spec = {
+        "type": "ClusterIP",
+        "clusterIP": "None",
+        "selector": labels.selector_labels(service.name),
+        "ports": [_http_port()],
+    }
+    return child_manifest(service, "Service", headless_name(service)) | {"spec": spec}
+
+
+def expected_disruption_budget(service: LLMService) -> Manifest:
+    """A drain takes one pod at a time, a lone one too; pods that don't serve are no reason to hold a node."""
+    spec = {
+        "maxUnavailable": 1,
+        "unhealthyPodEvictionPolicy": "AlwaysAllow",
+        "selector": {"matchLabels": labels.selector_labels(service.name)},
+    }
+    return child_manifest(service, "PodDisruptionBudget") | {"spec": spec}
+
+
+def expected_pod_monitor(service: LLMService) -> Manifest:
+    # The alerts and dashboards tell services apart by this label, as a ServiceMonitor would set it.
+    instance = "__meta_kubernetes_pod_label_app_kubernetes_io_instance"
+    endpoint = {
+        "port": "http",
+        "path": "/metrics",
+        "interval": service.spec.monitoring.interval,
+        "relabelings": [{"sourceLabels": [instance], "targetLabel": "service"}],
+    }
+    selector = {"matchLabels": labels.selector_labels(service.name)}
+    spec = {"selector": selector, "podMetricsEndpoints": [endpoint]}
+    manifest = child_manifest(service, "PodMonitor")
+    manifest["metadata"]["labels"] = service.spec.monitoring.labels | manifest["metadata"]["labels"]
+    return manifest | {"spec": spec}
+
+
+def headless_name(service: LLMService) -> str:
+    """At most 57 characters, for a service's name has at most 52."""
+    return f"{service.name}-pods"
+
+
+def service_url(service: LLMService) -> str:
+    """What clients inside the cluster use as OpenAI base URL."""
+    return f"http://{service.name}.{service.namespace}.svc:{PORT}/v1"
+
+
+def _http_port() -> Manifest:
+    return {"name": "http", "port": PORT, "targetPort": "http", "protocol": "TCP", "appProtocol": "http"}

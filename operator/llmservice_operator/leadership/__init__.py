@@ -1,0 +1,1 @@
+"""Who may write: the Lease, decided and held."""

@@ -1,0 +1,132 @@
+"""Where a pod finds a model: from `spec.model` to paths, volumes and what is downloaded."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Literal
+from urllib.parse import quote, urlsplit
+
+from llmservice_operator.api.model_spec import ModelSource
+
+MODELS_MOUNT = "/models"
+"""Where a pod mounts the volume that holds its checkpoint."""
+
+_HF = re.compile(r"^hf://(?P<repository>[A-Za-z0-9._-]+/[A-Za-z0-9._-]+)(@(?P<revision>[A-Za-z0-9._/-]+))?$")
+_PVC = re.compile(r"^pvc://(?P<claim>[a-z0-9]([-a-z0-9.]*[a-z0-9])?)(/(?P<path>[\w./ @:+=,-]*))?$", re.ASCII)
+_S3 = re.compile(r"^s3://(?P<bucket>[a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(/(?P<path>[\w./ @:+=,-]*))?$", re.ASCII)
+_OCI = re.compile(
+    r"^oci://(?P<image>[A-Za-z0-9.-]+(:[0-9]{1,5})?(/[a-z0-9._-]+)+(:[A-Za-z0-9._-]{1,128})?(@sha256:[0-9a-f]{64})?)"
+    r"(#(?P<path>[A-Za-z0-9._/-]+))?$"
+)
+
+
+class ModelSourceError(Exception):
+    """The model can't be served from there. `reason` is the condition's, `lasting` is False where a retry may help."""
+
+    def __init__(self, reason: str, message: str, *, lasting: bool = True) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.lasting = lasting
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLocation:
+    """Where the pod finds the checkpoint."""
+
+    kind: Literal["file", "hf", "pvc", "s3", "oci"]
+    path: str
+    """Folder inside the pod."""
+    fetch_uri: str | None = None
+    """What the init container downloads (hf, s3)."""
+    repository: str = ""
+    revision: str = "main"
+    hf_endpoint: str | None = None
+    """The hub that it is downloaded from, where that is not the default."""
+    claim: str | None = None
+    """The PersistentVolumeClaim that is mounted (pvc)."""
+    image: str | None = None
+    """The image that is mounted as a volume (oci)."""
+
+
+def locate(source: ModelSource, file_root: Path | None, hf_endpoint: str | None = None) -> ModelLocation:
+    """Where a pod finds the model; raises ModelSourceError for what can't work."""
+    uri = source.uri
+    if not uri.isprintable():
+        raise ModelSourceError("InvalidURI", "model.uri holds control characters: correct it")
+    match uri.partition("://")[0]:
+        case "file":
+            return _file_location(uri, file_root)
+        case "hf":
+            return _hf_location(source, hf_endpoint)
+        case "pvc":
+            return _pvc_location(uri)
+        case "s3":
+            return _s3_location(source)
+        case "oci":
+            return _oci_location(uri)
+        case scheme:
+            raise ModelSourceError(
+                "InvalidURI", f"{scheme}:// is not known: use hf://, s3://, pvc://, oci:// or file:// in model.uri"
+            )
+
+
+def _file_location(uri: str, root: Path | None) -> ModelLocation:
+    if root is None:
+        raise ModelSourceError(
+            "FileModelsDisabled",
+            "file:// is off: start the operator with --file-models-root DIR, a folder that every node"
+            " or the server image has at the same path, or use hf:// or pvc://",
+        )
+    base = root.resolve()
+    folder = (base / uri.removeprefix("file:///")).resolve()
+    if not folder.is_relative_to(base) or folder == base:
+        raise ModelSourceError("InvalidURI", f"{uri} leaves the operator's --file-models-root: give a path below it")
+    return ModelLocation("file", str(folder))
+
+
+def _hf_location(source: ModelSource, endpoint: str | None) -> ModelLocation:
+    uri = source.uri
+    match = _HF.fullmatch(uri)
+    revision = source.revision or (match["revision"] if match else None) or "main"
+    if match is None or ".." in uri or ".." in revision:
+        raise ModelSourceError("InvalidURI", f"{uri} is not hf://org/name or hf://org/name@revision: correct model.uri")
+    repository = match["repository"]
+    name = repository.rpartition("/")[2]
+    if source.cache is not None:
+        name = f"hf/{repository}@{quote(revision, safe='')}"
+    fetch_uri = uri if source.revision is None else f"hf://{repository}@{revision}"
+    path = f"{MODELS_MOUNT}/{name}"
+    return ModelLocation(
+        "hf", path, fetch_uri=fetch_uri, repository=repository, revision=revision, hf_endpoint=endpoint
+    )
+
+
+def _s3_location(source: ModelSource) -> ModelLocation:
+    match = _S3.fullmatch(source.uri)
+    folder = PurePosixPath((match["path"] or "") if match else "")
+    if match is None or ".." in folder.parts or folder.is_absolute():
+        raise ModelSourceError("InvalidURI", f"{source.uri} is not s3://bucket/path: correct model.uri")
+    name = folder.name or match["bucket"]
+    if source.cache is not None:
+        endpoint = source.s3.endpoint if source.s3 else None
+        store = urlsplit(endpoint).netloc if endpoint else "aws"
+        name = f"s3/{quote(store, safe='')}/{match['bucket']}/{folder}".removesuffix("/.")
+    return ModelLocation("s3", f"{MODELS_MOUNT}/{name}", fetch_uri=source.uri)
+
+
+def _pvc_location(uri: str) -> ModelLocation:
+    match = _PVC.fullmatch(uri)
+    path = PurePosixPath((match["path"] or "") if match else "")
+    if match is None or ".." in path.parts or path.is_absolute():
+        raise ModelSourceError("InvalidURI", f"{uri} is not pvc://claim/path: correct model.uri")
+    return ModelLocation("pvc", str(PurePosixPath(MODELS_MOUNT) / path), claim=match["claim"])
+
+
+def _oci_location(uri: str) -> ModelLocation:
+    match = _OCI.fullmatch(uri)
+    path = PurePosixPath((match["path"] or "") if match else "")
+    if match is None or ".." in path.parts or path.is_absolute():
+        raise ModelSourceError("InvalidURI", f"{uri} is not oci://registry/image[:tag][#path]: correct model.uri")
+    return ModelLocation("oci", str(PurePosixPath(MODELS_MOUNT) / path), image=match["image"])

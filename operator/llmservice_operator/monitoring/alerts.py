@@ -1,0 +1,207 @@
+"""The alerts, as data: one source for the chart, for a plain Prometheus and for the PrometheusRule of a single service.
+
+The series must carry the labels that ours get from a PodMonitor or ServiceMonitor of this project: servers `namespace`,
+`pod` and `service` (the LLMService's name), the operator's own `namespace` and `name` (`honorLabels`).
+An alert about a service has the same name and labels whichever of the three it comes from, so that an Alertmanager
+that gets it twice takes it for one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from llmservice_operator.api.spec import Manifest
+from llmservice_operator.monitoring import promql
+
+RUNBOOK = "docs/runbook.md"
+KV_SATURATED = 0.95
+"""Share of the KV blocks held: past it nearly every admission preempts somebody."""
+PREDICTION_ERROR_PERCENT = 10
+PREEMPTIONS_PER_REQUEST = 0.5
+RESTARTS = 2
+QUEUE_GROWTH_PER_S = 0.02
+"""Six requests in the five minutes that are looked at: below it a queue wavers, above it grows."""
+
+_BY_SERVICE = "namespace, service"
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """One alerting rule. `summary` and `description` are Prometheus templates over the expression's labels."""
+
+    name: str
+    expr: str
+    lasting: str
+    """How long the expression must hold, as a Prometheus duration."""
+    severity: Literal["critical", "warning"]
+    summary: str
+    description: str
+
+    def rule(self) -> Manifest:
+        """As it stands in a rule file and in a PrometheusRule."""
+        return {
+            "alert": self.name,
+            "expr": self.expr,
+            "for": self.lasting,
+            "labels": {"severity": self.severity},
+            "annotations": {
+                "summary": self.summary,
+                "description": self.description,
+                "runbook": f"{RUNBOOK}#{self.name.lower()}",
+            },
+        }
+
+
+def rule_file() -> Manifest:
+    """What a Prometheus loads for a whole cluster: every service's alerts, and those about the operator itself."""
+    services = latency_alerts("", _target_of_each_service()) + serving_alerts("", "")
+    return {
+        "groups": [
+            {"name": "llmservice-services", "rules": [alert.rule() for alert in services]},
+            {"name": "llmservice-operator", "rules": [alert.rule() for alert in operator_alerts()]},
+        ]
+    }
+
+
+def service_groups(namespace: str, name: str, ttft_target_s: float | None) -> list[Manifest]:
+    """The rule groups of one service; without a promise there is nothing to hold its latency against."""
+    servers = promql.matchers(namespace=namespace, service=name)
+    reports = promql.matchers(namespace=namespace, name=name)
+    latency = latency_alerts(servers, f"{ttft_target_s:g}") if ttft_target_s is not None else ()
+    alerts = latency + serving_alerts(servers, reports)
+    return [{"name": f"llmservice-{namespace}-{name}", "rules": [alert.rule() for alert in alerts]}]
+
+
+def latency_alerts(servers: str, ttft_target: str) -> tuple[Alert, ...]:
+    """What is promised to users. `servers` selects series of servers; `ttft_target` is an expression in seconds."""
+    buckets = promql.selector("llmservice_time_to_first_token_seconds_bucket", servers)
+    p99 = f"histogram_quantile(0.99, sum by ({_BY_SERVICE}, le) (rate({buckets}[1m])))"
+    return (
+        Alert(
+            name="LLMServiceTTFTOverTarget",
+            expr=f"{p99} > {ttft_target}",
+            lasting="1m",
+            severity="critical",
+            summary="{{ $labels.namespace }}/{{ $labels.service }} breaks its promise on the time to first token",
+            description="p99 time to first token is {{ $value | humanizeDuration }} over the last minute,"
+            " above spec.slo.ttftP99.",
+        ),
+    )
+
+
+def serving_alerts(servers: str, reports: str) -> tuple[Alert, ...]:
+    """What goes wrong inside a service. `reports` selects the series in which the operator speaks about services."""
+    return (
+        *_pressure_alerts(servers),
+        Alert(
+            name="LLMServiceEngineRestarting",
+            expr=f"sum by ({_BY_SERVICE})"
+            f" (changes({promql.selector('llmservice_process_start_time_seconds', servers)}[30m])) >= {RESTARTS}",
+            lasting="0m",
+            severity="warning",
+            summary="Servers of {{ $labels.namespace }}/{{ $labels.service }} keep restarting",
+            description="{{ $value }} restarts within 30 minutes; each fails the requests that the pod held.",
+        ),
+        Alert(
+            name="LLMServiceNotReady",
+            expr=f"{_reported('llmservice_operator_condition', reports, promql.matchers(type='Ready'))} < 1"
+            f" and {_reported('llmservice_operator_desired_replicas', reports)} > 0",
+            lasting="10m",
+            severity="critical",
+            summary="{{ $labels.namespace }}/{{ $labels.service }} is not ready",
+            description="The condition Ready has not been True for 10 minutes though replicas are asked for;"
+            " its reason and message say why.",
+        ),
+        Alert(
+            name="LLMServicePredictionError",
+            expr=f"abs({_reported('llmservice_operator_prediction_error_percent', reports)})"
+            f" > {PREDICTION_ERROR_PERCENT}",
+            lasting="15m",
+            severity="warning",
+            summary="The sizing of {{ $labels.namespace }}/{{ $labels.service }} is off",
+            description="The KV cache that servers measured differs from the predicted one"
+            ' by {{ $value | printf "%.1f" }} %: maxNumSeqs was worked out from the wrong figure.',
+        ),
+    )
+
+
+def _pressure_alerts(servers: str) -> tuple[Alert, ...]:
+    interactive = promql.selector("llmservice_num_requests_waiting", servers, promql.matchers(lane="interactive"))
+    waiting = f"sum by ({_BY_SERVICE}) ({interactive})"
+    preemptions = promql.selector("llmservice_num_preemptions_total", servers)
+    finished = promql.selector("llmservice_request_success_total", servers)
+    usage = promql.selector("llmservice_kv_cache_usage_perc", servers)
+    return (
+        Alert(
+            name="LLMServiceQueueGrowing",
+            expr=f"deriv(({waiting})[5m:15s]) > {QUEUE_GROWTH_PER_S} and min_over_time(({waiting})[5m:15s]) > 0",
+            lasting="5m",
+            severity="warning",
+            summary="The queue of {{ $labels.namespace }}/{{ $labels.service }} keeps growing",
+            description="Interactive requests have been waiting for 10 minutes, and every second"
+            ' {{ $value | printf "%.2f" }} more do: more arrives than the replicas can serve.',
+        ),
+        Alert(
+            name="LLMServicePreemptionStorm",
+            expr=f"sum by ({_BY_SERVICE}) (rate({preemptions}[5m]))"
+            f" / sum by ({_BY_SERVICE}) (rate({finished}[5m])) > {PREEMPTIONS_PER_REQUEST}",
+            lasting="5m",
+            severity="warning",
+            summary="{{ $labels.namespace }}/{{ $labels.service }} throws work away",
+            description='{{ $value | printf "%.1f" }} preemptions per finished request: sequences are longer than the'
+            " KV cache was sized for, and their work is thrown away.",
+        ),
+        Alert(
+            name="LLMServiceKVCacheSaturated",
+            expr=f"avg by ({_BY_SERVICE}) ({usage}) > {KV_SATURATED}",
+            lasting="10m",
+            severity="warning",
+            summary="The KV cache of {{ $labels.namespace }}/{{ $labels.service }} is full",
+            description="{{ $value | humanizePercentage }} of the blocks are held, on average over the replicas:"
+            " new requests wait for memory, not for compute.",
+        ),
+    )
+
+
+def operator_alerts() -> tuple[Alert, ...]:
+    """What goes wrong with the operator, whoever it works for."""
+    return (
+        Alert(
+            name="LLMServiceOperatorDown",
+            expr="absent(llmservice_operator_pass_seconds_count)",
+            lasting="5m",
+            severity="critical",
+            summary="The LLMService operator is down",
+            description="Prometheus has had no metrics of an operator for 5 minutes. Pods serve on, but nothing is"
+            " scaled, repaired or rolled out.",
+        ),
+        Alert(
+            name="LLMServiceOperatorNoLeader",
+            expr="max by (namespace, job) (llmservice_operator_leader) < 1",
+            lasting="1m",
+            severity="critical",
+            summary="No LLMService operator leads in {{ $labels.namespace }}",
+            description="All of its processes have been standing by for a minute: nothing is scaled, repaired or"
+            " rolled out. A handover takes seconds.",
+        ),
+        Alert(
+            name="LLMServicePassesFailing",
+            expr=f"{_reported('llmservice_operator_pass_failures_total', '', over='10m')} > 0",
+            lasting="15m",
+            severity="warning",
+            summary="The operator can't bring {{ $labels.namespace }}/{{ $labels.service }} to where it should be",
+            description="Passes over this service have been failing for 15 minutes; the operator's log says why.",
+        ),
+    )
+
+
+def _reported(metric: str, *matchers: str, over: str = "") -> str:
+    """What the operator says of services, with the labels that the servers' own series have."""
+    series = promql.selector(metric, *matchers)
+    series = f"rate({series}[{over}])" if over else series
+    return f'max by ({_BY_SERVICE}) (label_replace({series}, "service", "$1", "name", "(.+)"))'
+
+
+def _target_of_each_service() -> str:
+    return f"on ({_BY_SERVICE}) {_reported('llmservice_operator_ttft_target_seconds')}"

@@ -1,0 +1,127 @@
+"""Pods as the operator sees them: who is ready, who is on the way, and what keeps the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from llmservice_operator.api import labels
+from llmservice_operator.api.spec import Manifest
+from llmservice_operator.children.deployment import CONTAINER
+from llmservice_operator.models.delivery import FETCH_CONTAINER
+
+_IMAGE_REASONS = frozenset({"ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull"})
+_CONFIG_REASONS = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
+_MESSAGE_LIMIT = 1024
+_SENTENCE = "llmservice serve: "
+"""How the server begins the sentence with which it gives up on what it was given; a crash ends in a traceback."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """What keeps a pod from serving, as users would otherwise dig for it."""
+
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pod:
+    name: str
+    uid: str
+    ip: str | None
+    created_s: float
+    ready: bool
+    terminating: bool
+    restarts: int = 0
+    ready_since_s: float | None = None
+    trouble: Trouble | None = None
+    deletion_cost: str | None = None
+    model: str | None = None
+    """The identity of the model that it was started with."""
+    fetching: bool = False
+    """Whether its init container downloads the model now."""
+
+    @property
+    def serves(self) -> bool:
+        return self.ready and not self.terminating and self.ip is not None
+
+
+def pods_of(manifests: Iterable[Manifest]) -> list[Pod]:
+    """The pods that count: those that finished for good are gone already for the Deployment."""
+    live = (
+        manifest for manifest in manifests if manifest.get("status", {}).get("phase") not in {"Succeeded", "Failed"}
+    )
+    return [pod_of(manifest) for manifest in live]
+
+
+def pod_of(manifest: Manifest) -> Pod:
+    metadata, status = manifest["metadata"], manifest.get("status", {})
+    conditions = {condition["type"]: condition for condition in status.get("conditions") or []}
+    ready = conditions.get("Ready", {})
+    return Pod(
+        name=metadata["name"],
+        uid=metadata.get("uid", metadata["name"]),
+        ip=status.get("podIP") or None,
+        created_s=epoch(metadata["creationTimestamp"]),
+        ready=ready.get("status") == "True",
+        terminating=bool(metadata.get("deletionTimestamp")),
+        restarts=sum(int(one.get("restartCount", 0)) for one in status.get("containerStatuses") or []),
+        ready_since_s=epoch(ready["lastTransitionTime"]) if ready.get("lastTransitionTime") else None,
+        trouble=_trouble(status, conditions),
+        fetching=any(
+            one.get("name") == FETCH_CONTAINER and "running" in (one.get("state") or {})
+            for one in status.get("initContainerStatuses") or []
+        ),
+        model=(metadata.get("annotations") or {}).get(labels.MODEL),
+        deletion_cost=(metadata.get("annotations") or {}).get("controller.kubernetes.io/pod-deletion-cost"),
+    )
+
+
+def epoch(timestamp: str) -> float:
+    """Seconds since 1970 of an RFC 3339 time."""
+    return datetime.fromisoformat(timestamp).timestamp()
+
+
+def _trouble(status: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]]) -> Trouble | None:
+    scheduled = conditions.get("PodScheduled", {})
+    if scheduled.get("status") == "False":
+        return Trouble("Unschedulable", str(scheduled.get("message") or "no node has room for the pod"))
+    containers = [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]
+    return next((trouble for one in containers if (trouble := _container_trouble(one))), None)
+
+
+def _container_trouble(container: Mapping[str, Any]) -> Trouble | None:
+    if container.get("ready"):
+        return None
+    state = container.get("state") or {}
+    waiting = state.get("waiting") or {}
+    reason, message = str(waiting.get("reason", "")), str(waiting.get("message") or "")
+    if reason in _IMAGE_REASONS:
+        return Trouble("ImagePullBackOff", message or f"the image {container.get('image', '')} can't be pulled")
+    if reason in _CONFIG_REASONS:
+        return Trouble(reason, message or "the container can't be created")
+    ended = state.get("terminated") or (container.get("lastState") or {}).get("terminated") or {}
+    if not ended.get("exitCode") and ended.get("reason") != "OOMKilled":
+        return None
+    return _ended_trouble(container, ended)
+
+
+def _ended_trouble(container: Mapping[str, Any], ended: Mapping[str, Any]) -> Trouble:
+    code = ended.get("exitCode")
+    lines = [line.strip() for line in str(ended.get("message") or "").splitlines() if line.strip()]
+    said = lines[-1][:_MESSAGE_LIMIT] if lines else ""
+    sentence = next((line for line in reversed(lines) if line.startswith(_SENTENCE)), None)
+    if ended.get("reason") == "OOMKilled":
+        return Trouble(
+            "OOMKilled",
+            f"the {container.get('name')} container was killed for memory: raise resources.limits.memory"
+            " and resources.requests.memory, or lower engine.maxModelLen",
+        )
+    if container.get("name") != CONTAINER:
+        return Trouble("ModelFetchFailed", said or f"the model's download ended with exit status {code}")
+    if sentence is not None:
+        return Trouble("ModelLoadFailed", sentence.removeprefix(_SENTENCE)[:_MESSAGE_LIMIT])
+    return Trouble("CrashLoopBackOff", said or f"the server ended with exit status {code}: see the pod's log")

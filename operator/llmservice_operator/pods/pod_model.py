@@ -1,0 +1,122 @@
+"""What pods tell of their model: how far its download is, and how a server sized itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import aiohttp
+
+from llmservice_operator.children.deployment import PORT
+from llmservice_operator.http_body import read_bounded
+from llmservice_operator.pods.pod import Pod
+from llmservice_operator.sizing.sizing_report import SizingReport, parse_report
+
+logger = logging.getLogger(__name__)
+
+_TIMEOUT_S = 2.0
+_ANSWER_LIMIT_BYTES = 2**16
+_STEP_PERCENT = 5
+_KEPT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Download:
+    """One pod's."""
+
+    done_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fetching:
+    """The downloads of a service, together."""
+
+    pods: int
+    percent: int | None = None
+    """In steps, so that a status is not rewritten every second; None while no pod tells."""
+    total_bytes: int | None = None
+
+
+def together(pods: int, downloads: Sequence[Download]) -> Fetching | None:
+    """Of `pods` that fetch, `downloads` of those that move bytes; who waits for another one's has none."""
+    if not pods:
+        return None
+    total = sum(one.total_bytes for one in downloads)
+    if not total:
+        return Fetching(pods)
+    percent = sum(one.done_bytes for one in downloads) * 100 // total
+    return Fetching(pods, percent - percent % _STEP_PERCENT, max(one.total_bytes for one in downloads))
+
+
+def parse_progress(text: bytes) -> Download | None:
+    """None where the pod does not download (yet). Raises ValueError where this is no fetch's answer."""
+    try:
+        told = json.loads(text)
+        if told["phase"] != "downloading":
+            return None
+        download = Download(int(told["done_bytes"]), int(told["total_bytes"]))
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"no answer of llmservice fetch: {type(error).__name__} {error}") from error
+    if not 0 <= download.done_bytes <= download.total_bytes:
+        raise ValueError(f"no answer of llmservice fetch: {download}")
+    return download
+
+
+class PodModels:
+    """Asks the pods. A report is read once in a server's life."""
+
+    def __init__(self, session: aiohttp.ClientSession, port: int = PORT, timeout_s: float = _TIMEOUT_S) -> None:
+        self._session = session
+        self._port = port
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self._reports: dict[tuple[str, int], SizingReport] = {}
+
+    async def fetching(self, pods: Iterable[Pod]) -> Fetching | None:
+        """How far the pods' downloads are; None where there are none."""
+        busy = [pod for pod in pods if pod.fetching and not pod.terminating]
+        answers = await asyncio.gather(*(self._progress(pod) for pod in busy))
+        return together(len(busy), [one for one in answers if one is not None])
+
+    async def report(self, pods: Iterable[Pod], model: str) -> SizingReport | None:
+        """How the newest pod that serves `model` sized itself; None where none tells."""
+        serving = [pod for pod in pods if pod.serves and pod.model == model]
+        for pod in sorted(serving, key=lambda pod: (-pod.created_s, pod.name)):
+            key = (pod.uid, pod.restarts)
+            if key in self._reports:
+                return self._reports[key]
+            text = await self._get(pod, "sizing")
+            try:
+                report = None if text is None else parse_report(text)
+            except ValueError as error:
+                logger.debug("pod %s: %s", pod.name, error)
+                continue
+            if report is not None:
+                self._reports[key] = report
+                for surplus in list(self._reports)[:-_KEPT]:
+                    del self._reports[surplus]
+                return report
+        return None
+
+    async def _progress(self, pod: Pod) -> Download | None:
+        text = await self._get(pod, "progress")
+        try:
+            return None if text is None else parse_progress(text)
+        except ValueError as error:
+            logger.debug("pod %s: %s", pod.name, error)
+            return None
+
+    async def _get(self, pod: Pod, path: str) -> bytes | None:
+        if pod.ip is None:
+            return None
+        url = f"http://{f'[{pod.ip}]' if ':' in pod.ip else pod.ip}:{self._port}/{path}"
+        try:
+            async with self._session.get(url, timeout=self._timeout) as response:
+                response.raise_for_status()
+                return await read_bounded(response, _ANSWER_LIMIT_BYTES)
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            logger.debug("pod %s: no %s: %s", pod.name, path, error)
+            return None

@@ -1,0 +1,1 @@
+"""How many replicas, and why. Pure, with time passed in."""

@@ -1,0 +1,1 @@
+"""What the pods of a service are doing, from Prometheus or from the pods themselves."""

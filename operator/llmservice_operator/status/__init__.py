@@ -1,0 +1,1 @@
+"""What a service is told: conditions, Events, the report, the last decisions."""

@@ -1,0 +1,177 @@
+"""The generated CRD: current, structural, explained, and refusing what can't work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from llmservice_operator.api.crd import FILE_NAME, crd, crd_yaml
+from llmservice_operator.api.resource import LLMService
+from llmservice_operator.cluster.kube_client import KubeClient, KubeError
+from llmservice_operator.crd_command import CRD_FOLDERS
+
+ROOT = Path(__file__).parents[3]
+SERVICES = "/apis/serving.llmservice.io/v1alpha1/namespaces/team-a/llmservices"
+EXAMPLES = [
+    pytest.param(document, id=path.stem)
+    for path in sorted((ROOT / "examples").glob("*.yaml"))
+    for document in yaml.safe_load_all(path.read_text())
+    if document["kind"] == "LLMService"
+]
+
+
+def schema() -> dict[str, Any]:
+    return crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]  # type: ignore[no-any-return]
+
+
+def nodes(node: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every schema below `node`, with its path."""
+    yield path, node
+    for name, child in node.get("properties", {}).items():
+        yield from nodes(child, f"{path}.{name}")
+    if "items" in node:
+        yield from nodes(node["items"], f"{path}[]")
+
+
+async def create(client: KubeClient, manifest: dict[str, Any]) -> dict[str, Any]:
+    query = {"fieldValidation": "Strict"}
+    return await client.request("POST", SERVICES, body=manifest, content_type="application/json", query=query)
+
+
+@pytest.mark.parametrize("folder", CRD_FOLDERS, ids=str)
+def test_the_committed_file_is_current(folder: Path) -> None:
+    assert (ROOT / folder / FILE_NAME).read_text() == crd_yaml(), "run `make crds` and commit the result"
+
+
+def test_every_field_of_spec_and_status_is_explained() -> None:
+    unexplained = [
+        path
+        for path, node in nodes(schema())
+        if path and not path.endswith("[]") and path != ".metadata" and not node.get("description")
+    ]
+    assert unexplained == []
+
+
+def test_the_schema_is_structural_and_bounded() -> None:
+    for path, node in nodes(schema()):
+        assert not {"$ref", "anyOf", "oneOf", "const", "title", "$defs"} & set(node), path
+        assert "type" in node or node.get("x-kubernetes-int-or-string"), path
+        if node.get("type") == "array":
+            assert "maxItems" in node, path
+        if node.get("type") == "string" and path.startswith(".spec"):
+            assert "maxLength" in node or "enum" in node, path
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+async def test_every_example_is_accepted(example: dict[str, Any], kube: KubeClient) -> None:
+    created = await create(kube, example)
+
+    assert LLMService.model_validate(created).spec.engine.block_size == 16
+
+
+async def test_defaults_are_filled_in_by_the_api_server(kube: KubeClient, manifest_of: Any) -> None:
+    manifest = manifest_of(autoscaling={"maxReplicas": 3}, engine={})
+    del manifest["spec"]["resources"]
+
+    spec = (await create(kube, manifest))["spec"]
+
+    assert spec["engine"]["maxNumSeqs"] == "auto"
+    assert spec["engine"]["sizing"] == {"policy": "guaranteed"}
+    assert spec["autoscaling"]["minReplicas"] == 1
+    assert spec["autoscaling"]["scaleDown"]["stabilization"] == "300s"
+    assert spec["autoscaling"]["scaleUp"]["stepReplicas"] == 4
+    assert spec["rollout"] == {"maxSurge": 1, "maxUnavailable": 0}
+    assert spec["resources"]["requests"] == {"cpu": "1", "memory": "4Gi"}
+    assert "replicas" not in spec
+
+
+@pytest.mark.parametrize(
+    ("change", "path", "says"),
+    [
+        ({"autoscaling": {"minReplicas": 4, "maxReplicas": 2}}, "spec.autoscaling", "minReplicas must not be above"),
+        ({"replicas": 2, "autoscaling": {"maxReplicas": 2}}, "spec", "exclusive"),
+        ({"autoscaling": {}}, "spec.autoscaling.maxReplicas", "Required"),
+        ({"model": {"uri": "ftp://x/y"}}, "spec.model", "uri must be"),
+        ({"model": {"uri": "file://relative"}}, "spec.model", "uri must be"),
+        ({"model": {}}, "spec.model.uri", "Required"),
+        ({"model": {"uri": "oci://image"}}, "spec.model", "uri must be"),
+        ({"model": {"uri": "pvc://c/a", "revision": "v1"}}, "spec.model", "revision is for hf://"),
+        ({"model": {"uri": "hf://o/a@v1", "revision": "v2"}}, "spec.model", "revision is for hf://"),
+        ({"model": {"uri": "hf://o/a", "revision": "$(x)"}}, "spec.model.revision", "$(x)"),
+        ({"model": {"uri": "s3://b/a", "secretRef": {"name": "s"}}}, "spec.model", "s3.credentialsSecretRef"),
+        ({"model": {"uri": "hf://o/a", "s3": {"region": "eu-1"}}}, "spec.model", "s3 is for s3://"),
+        ({"model": {"uri": "s3://b/a", "s3": {"endpoint": "minio:9000"}}}, "spec.model.s3.endpoint", "minio:9000"),
+        ({"model": {"uri": "pvc://c/a", "cache": {"claimName": "c"}}}, "spec.model", "cache is for models"),
+        ({"model": {"uri": "hf://o/a", "cache": {}}}, "spec.model.cache.claimName", "Required"),
+        (
+            {"model": {"uri": "hf://o/a", "cache": {"claimName": "c", "subPath": "../up"}}},
+            "spec.model.cache.subPath",
+            "../up",
+        ),
+        ({"replicas": -1}, "spec.replicas", "0"),
+        ({"engine": {"maxNumSeqs": "many"}}, "spec.engine.maxNumSeqs", "auto"),
+        ({"engine": {"maxNumSeqs": 4096}}, "spec.engine.maxNumSeqs", "1024"),
+        ({"engine": {"sizing": {"policy": "expected"}}}, "spec.engine.sizing", "needs expectedTokens"),
+        (
+            {"engine": {"maxModelLen": 100, "sizing": {"policy": "expected", "expectedTokens": 200}}},
+            "spec.engine",
+            "must not be above maxModelLen",
+        ),
+        ({"engine": {"blockSize": 17}}, "spec.engine.blockSize", "17"),
+        ({"resources": {"gpu": {"count": 1}}}, "spec.resources", "gpu.product is needed"),
+        ({"resources": {"requests": {"memory": "lots"}}}, "spec.resources.requests.memory", "lots"),
+        ({"slo": {"ttftP99": "2 seconds"}}, "spec.slo.ttftP99", "2 seconds"),
+        ({"rollout": {"maxSurge": 0, "maxUnavailable": 0}}, "spec.rollout", "can't both be 0"),
+        ({"engine": {"prefixCache": True}}, "prefixCache", "unknown field"),
+        ({"engine": {"swapSpaceGiB": -1}}, "spec.engine.swapSpaceGiB", "0"),
+    ],
+)
+async def test_a_bad_manifest_is_refused_with_path_and_reason(
+    change: dict[str, Any], path: str, says: str, kube: KubeClient, manifest_of: Any
+) -> None:
+    with pytest.raises(KubeError) as refused:
+        await create(kube, manifest_of(**change))
+
+    assert refused.value.status in {400, 422}
+    assert path in str(refused.value)
+    assert says in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["a" * 53, "1st", "with.dot"])
+async def test_a_name_that_no_service_could_have_is_refused(name: str, kube: KubeClient, manifest_of: Any) -> None:
+    with pytest.raises(KubeError, match="name must"):
+        await create(kube, manifest_of(name))
+
+
+async def test_kubectl_scale_writes_spec_replicas(kube: KubeClient, manifest_of: Any) -> None:
+    await create(kube, manifest_of(replicas=1))
+
+    await kube.request("PATCH", f"{SERVICES}/tiny/scale", body={"spec": {"replicas": 3}})
+
+    service = await kube.get_service("team-a", "tiny")
+    assert service is not None
+    assert service["spec"]["replicas"] == 3
+
+
+def test_columns_show_what_an_operator_asks_first() -> None:
+    columns = crd()["spec"]["versions"][0]["additionalPrinterColumns"]
+
+    assert [column["name"] for column in columns] == [
+        "Model",
+        "Ready",
+        "Replicas",
+        "Desired",
+        "MaxSeqs",
+        "TTFT-p99",
+        "Age",
+    ]
+
+
+def test_generating_leaves_no_trace_between_calls() -> None:
+    first = deepcopy(crd())
+    assert crd() == first

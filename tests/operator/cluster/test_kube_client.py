@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from llmservice_local.endpoint import Endpoint
+from llmservice_operator.api.kinds import CHILD_KINDS
+from llmservice_operator.cluster.kube_client import KubeClient, KubeError
+
+CONFIG_MAPS = "/api/v1/namespaces/team-a/configmaps"
+
+
+async def test_what_is_not_there_is_none(kube: KubeClient) -> None:
+    assert await kube.get_service("team-a", "absent") is None
+    assert await kube.get_child(CHILD_KINDS["Deployment"], "team-a", "absent") is None
+
+
+async def test_what_is_gone_needs_no_annotation_and_no_deletion(kube: KubeClient) -> None:
+    await kube.annotate_pod("team-a", "absent", {"a": "b"})
+    await kube.delete_child(CHILD_KINDS["Service"], "team-a", "absent", uid="1")
+
+
+async def test_a_refusal_tells_what_the_api_server_said_and_not_what_was_sent(kube: KubeClient) -> None:
+    body = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "UPPER"}, "data": {"token": "sesame"}}
+
+    with pytest.raises(KubeError) as refused:
+        await kube.request("POST", CONFIG_MAPS, body=body, content_type="application/json")
+
+    assert refused.value.status == 422
+    assert "metadata.name" in str(refused.value)
+    assert "sesame" not in str(refused.value)
+
+
+async def test_a_server_that_is_away_is_an_error_with_status_zero(kubeconfig: Path) -> None:
+    Endpoint("http://127.0.0.1:9").write_kubeconfig(kubeconfig)
+    client = await KubeClient.connect()
+
+    with pytest.raises(KubeError, match="can't be reached") as refused:
+        await client.get_service("team-a", "tiny")
+    await client.close()
+
+    assert refused.value.status == 0
+
+
+@pytest.mark.parametrize(
+    ("api_version", "plural", "served"),
+    [
+        ("apps/v1", "deployments", True),
+        ("apps/v1", "podmonitors", False),
+        ("monitoring.coreos.com/v1", "podmonitors", False),
+    ],
+)
+async def test_the_cluster_is_asked_what_it_serves(api_version: str, plural: str, served: bool, kube: Any) -> None:
+    assert await kube.serves(api_version, plural) is served
+
+
+async def test_a_flood_of_requests_waits_its_turn_and_the_lease_does_not(kubeconfig: Path) -> None:
+    in_flight = most = 0
+    let_go = asyncio.Event()
+
+    async def slow(_: web.Request) -> web.Response:
+        nonlocal in_flight, most
+        in_flight += 1
+        most = max(most, in_flight)
+        await let_go.wait()
+        in_flight -= 1
+        return web.json_response({})
+
+    async def quick(_: web.Request) -> web.Response:
+        return web.json_response({"quick": True})
+
+    app = web.Application()
+    app.add_routes([web.get("/slow", slow), web.get("/lease", quick)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    Endpoint(f"http://127.0.0.1:{runner.addresses[0][1]}").write_kubeconfig(kubeconfig)
+    client = await KubeClient.connect()
+    flood = [asyncio.create_task(client.request("GET", "/slow")) for _ in range(64)]
+    async with asyncio.timeout(10):
+        while in_flight < 16:
+            await asyncio.sleep(0.01)
+
+        assert await client.request("GET", "/lease", urgent=True) == {"quick": True}
+        let_go.set()
+        await asyncio.gather(*flood)
+    await client.close()
+    await runner.cleanup()
+
+    assert most == 16
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "reason", "retry_after_s"),
+    [
+        pytest.param({"status": 429, "headers": {"Retry-After": "7"}}, 429, "", 7.0, id="asks for a pause"),
+        pytest.param({"status": 503, "headers": {"Retry-After": "3600"}}, 503, "", 120.0, id="for a long one"),
+        pytest.param({"status": 429, "headers": {"Retry-After": "soon"}}, 429, "", 0.0, id="for no number"),
+        pytest.param({"status": 500, "text": "[1]"}, 500, "", 0.0, id="an error that is no object"),
+        pytest.param(
+            {"status": 409, "text": '{"message": "no", "reason": "AlreadyExists"}'}, 409, "AlreadyExists", 0.0, id="why"
+        ),
+        pytest.param({"text": "<html>log in</html>"}, 0, "", 0.0, id="a page where an object was due"),
+        pytest.param({"text": "[1]"}, 0, "", 0.0, id="a list where an object was due"),
+        pytest.param({"text": "7"}, 0, "", 0.0, id="a number where an object was due"),
+    ],
+)
+async def test_whatever_is_answered_is_an_object_or_an_error_that_says_enough(
+    answer: dict[str, Any], status: int, reason: str, retry_after_s: float, kubeconfig: Path
+) -> None:
+    async def handle(_: web.Request) -> web.Response:
+        return web.Response(**answer)
+
+    app = web.Application()
+    app.add_routes([web.get("/it", handle)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    Endpoint(f"http://127.0.0.1:{runner.addresses[0][1]}").write_kubeconfig(kubeconfig)
+    client = await KubeClient.connect()
+
+    with pytest.raises(KubeError) as failed:
+        await client.request("GET", "/it")
+    await client.close()
+    await runner.cleanup()
+
+    error = failed.value
+    assert (error.status, error.reason, error.retry_after_s) == (status, reason, retry_after_s)
+
+
+async def test_a_write_is_refused_once_the_fence_is_down_and_reads_are_not(kube: KubeClient) -> None:
+    left_s = 1.0
+    kube.may_write_s = lambda: left_s
+    body = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a"}}
+    assert await kube.request("POST", CONFIG_MAPS, body=body, content_type="application/json")
+
+    left_s = 0.0
+    with pytest.raises(KubeError, match="does not hold the lease"):
+        await kube.request("DELETE", f"{CONFIG_MAPS}/a")
+
+    assert (await kube.request("GET", f"{CONFIG_MAPS}/a"))["metadata"]["name"] == "a"
+
+
+async def test_what_is_listed_says_of_what_kind_it_is(kubeconfig: Path) -> None:
+    """The kube-apiserver leaves that out of the items of built-in lists."""
+    bare = {"metadata": {"name": "tiny", "namespace": "team-a"}}
+
+    async def listed(_: web.Request) -> web.Response:
+        answer = {"kind": "ServiceList", "apiVersion": "v1", "metadata": {"resourceVersion": "7"}, "items": [bare]}
+        return web.json_response(answer)
+
+    app = web.Application()
+    app.router.add_get("/api/v1/services", listed)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    Endpoint(f"http://127.0.0.1:{runner.addresses[0][1]}").write_kubeconfig(kubeconfig)
+    client = await KubeClient.connect()
+
+    objects, version = await client.list_all("/api/v1/services")
+    await client.close()
+    await runner.cleanup()
+
+    assert (objects, version) == ([{"apiVersion": "v1", "kind": "Service", **bare}], "7")

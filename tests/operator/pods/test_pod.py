@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from llmservice_operator.pods.pod import pod_of, pods_of
+
+
+def manifest(**status: Any) -> dict[str, Any]:
+    metadata = {"name": "tiny-1", "uid": "u1", "creationTimestamp": "2026-01-01T00:00:00Z"}
+    return {"metadata": metadata, "status": {"phase": "Running", "podIP": "10.0.0.1", **status}}
+
+
+def ended(name: str = "server", **terminated: Any) -> dict[str, Any]:
+    waiting = {"reason": "CrashLoopBackOff", "message": "back-off 10s"}
+    return {"name": name, "ready": False, "state": {"waiting": waiting}, "lastState": {"terminated": terminated}}
+
+
+def waiting(reason: str, message: str = "") -> dict[str, Any]:
+    return {
+        "name": "server",
+        "ready": False,
+        "image": "img:1",
+        "state": {"waiting": {"reason": reason, "message": message}},
+    }
+
+
+UNSCHEDULABLE = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/1 nodes: no GPU"}
+
+
+@pytest.mark.parametrize(
+    ("status", "reason", "message"),
+    [
+        pytest.param({"conditions": [UNSCHEDULABLE]}, "Unschedulable", "0/1 nodes: no GPU", id="no room"),
+        pytest.param({"containerStatuses": [waiting("ErrImagePull")]}, "ImagePullBackOff", "img:1", id="no image"),
+        pytest.param(
+            {"containerStatuses": [waiting("CreateContainerConfigError", 'secret "hf" not found')]},
+            "CreateContainerConfigError",
+            'secret "hf" not found',
+            id="no secret",
+        ),
+        pytest.param(
+            {"containerStatuses": [ended(exitCode=137, reason="OOMKilled")]}, "OOMKilled", "resources", id="no memory"
+        ),
+        pytest.param(
+            {
+                "containerStatuses": [
+                    ended(exitCode=1, message='{"level":"info"}\nllmservice serve: shard 2 is missing\n')
+                ]
+            },
+            "ModelLoadFailed",
+            "shard 2 is missing",
+            id="the server's own sentence",
+        ),
+        pytest.param(
+            {"containerStatuses": [ended(exitCode=1, message="Traceback\nRuntimeError: boom")]},
+            "CrashLoopBackOff",
+            "RuntimeError: boom",
+            id="a crash",
+        ),
+        pytest.param(
+            {"containerStatuses": [ended(exitCode=139)]}, "CrashLoopBackOff", "exit status 139", id="a silent crash"
+        ),
+        pytest.param(
+            {"initContainerStatuses": [ended("fetch", exitCode=1, message="llmservice fetch: 401 from the hub")]},
+            "ModelFetchFailed",
+            "401 from the hub",
+            id="no download",
+        ),
+    ],
+)
+def test_what_keeps_a_pod_from_serving_is_lifted(status: dict[str, Any], reason: str, message: str) -> None:
+    trouble = pod_of(manifest(**status)).trouble
+
+    assert trouble is not None
+    assert trouble.reason == reason
+    assert message in trouble.message
+
+
+@pytest.mark.parametrize(
+    "status",
+    [
+        {},
+        {"containerStatuses": [{"name": "server", "ready": True, "lastState": {"terminated": {"exitCode": 1}}}]},
+        {"initContainerStatuses": [{"name": "fetch", "ready": True, "state": {"terminated": {"exitCode": 0}}}]},
+        {"containerStatuses": [waiting("ContainerCreating")]},
+    ],
+)
+def test_a_pod_that_starts_or_serves_is_in_no_trouble(status: dict[str, Any]) -> None:
+    assert pod_of(manifest(**status)).trouble is None
+
+
+def test_only_a_ready_pod_that_stays_serves() -> None:
+    ready = {"type": "Ready", "status": "True", "lastTransitionTime": "2026-01-01T00:00:30Z"}
+    serving = manifest(conditions=[ready])
+    leaving = manifest(conditions=[ready])
+    leaving["metadata"]["deletionTimestamp"] = "2026-01-01T01:00:00Z"
+
+    pod = pod_of(serving)
+    assert pod.serves
+    assert pod.ready_since_s is not None
+    assert pod.ready_since_s - pod.created_s == 30
+    assert not pod_of(leaving).serves
+
+
+def test_pods_that_ended_for_good_do_not_count() -> None:
+    assert pods_of([manifest(phase="Failed"), manifest(phase="Succeeded")]) == []

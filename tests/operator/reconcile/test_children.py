@@ -1,0 +1,189 @@
+"""What a pass makes of a service's children."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from harness.one_service import APPS, NS, SERVICES, World
+from llmservice_operator.api.kinds import CHILD_KINDS
+from llmservice_operator.cluster.resync import Resync
+
+
+async def test_a_service_gets_its_children_and_a_status(world: World, manifest_of: Any) -> None:
+    await world.create_service(manifest_of(replicas=2))
+
+    assert await world.run_pass()
+
+    assert await world.replicas() == 2
+    assert await world.kube.request("GET", f"{NS}/services/tiny")
+    assert await world.kube.request("GET", f"{NS}/serviceaccounts/tiny")
+    status = await world.status()
+    assert status["sizing"]["maxNumSeqs"] == 8
+    assert status["url"] == "http://tiny.team-a.svc:8000/v1"
+    assert (await world.condition("SizingValid"))["status"] == "True"
+    assert (await world.condition("Ready"))["reason"] == "Starting"
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_a_pass_that_finds_all_well_asks_the_api_server_for_nothing(
+    restarted: bool, world: World, manifest_of: Any
+) -> None:
+    await world.create_service(manifest_of())
+    await world.run_pass()
+    await world.start_pod("tiny-1", "127.0.0.1", (0, 0))
+    await world.run_pass(after_s=5)
+    await world.run_pass(after_s=20)  # by now the first figures of the load are noted
+    if restarted:
+        world.restarted()
+    service, deployment, events = await world.service(), await world.deployment(), await world.events()
+    await Resync(world.kube, world.reconciler.cache).once()
+    requests: list[str] = []
+    world.kube.answered = lambda method, path, *_: requests.append(f"{method} {path}")
+    world.now += 61
+
+    await world.reconciler.run_pass("team-a", "tiny")
+
+    assert requests == []
+    assert (await world.service(), await world.deployment(), await world.events()) == (service, deployment, events)
+
+
+async def test_drift_on_an_owned_field_is_put_right_and_other_fields_stay(world: World, manifest_of: Any) -> None:
+    await world.create_service(manifest_of(replicas=2))
+    await world.run_pass()
+    drift = {"metadata": {"annotations": {"team": "a"}}, "spec": {"replicas": 7}}
+    await world.kube.request("PATCH", f"{APPS}/deployments/tiny", body=drift)
+
+    await world.run_pass(after_s=1)
+
+    deployment = await world.deployment()
+    assert deployment is not None
+    assert deployment["spec"]["replicas"] == 2
+    assert deployment["metadata"]["annotations"]["team"] == "a"
+
+
+async def test_drift_on_a_child_is_put_right(world: World, manifest_of: Any) -> None:
+    await world.create_service(manifest_of())
+    await world.run_pass()
+    await world.kube.request("PATCH", f"{NS}/services/tiny", body={"spec": {"selector": {"app": "wrong"}}})
+
+    await world.run_pass(after_s=1)
+
+    selector = (await world.kube.request("GET", f"{NS}/services/tiny"))["spec"]["selector"]
+    assert selector["app.kubernetes.io/instance"] == "tiny"
+
+
+async def test_an_edit_reaches_the_pods(world: World, manifest_of: Any) -> None:
+    await world.create_service(manifest_of())
+    await world.run_pass()
+    await world.kube.request("PATCH", f"{SERVICES}/tiny", body={"spec": {"engine": {"maxNumSeqs": 3}}})
+
+    await world.run_pass(after_s=1)
+
+    deployment = await world.deployment()
+    assert deployment is not None
+    args = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert args[args.index("--max-num-seqs") + 1] == "3"
+    assert (await world.status())["observedGeneration"] == 2
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        ({"model": {"uri": "s3://Bucket/model"}}, "InvalidURI"),
+        ({"model": {"uri": "file:///absent"}}, "ModelNotFound"),
+        ({"model": {"uri": "hf://org/name"}}, "ModelUnreachable"),
+        ({"resources": {"gpu": {"product": "h9000"}}}, "UnknownGPU"),
+        ({"resources": {"requests": {"memory": "128Mi"}}}, "DoesNotFit"),
+    ],
+)
+async def test_no_pod_is_started_for_a_spec_that_cannot_work(
+    spec: dict[str, Any], reason: str, world: World, manifest_of: Any
+) -> None:
+    await world.create_service(manifest_of(**spec))
+
+    await world.run_pass()
+
+    assert await world.deployment() is None
+    assert (await world.condition("SizingValid"))["reason"] == reason
+    assert (await world.condition("Ready"))["status"] == "False"
+    assert reason in await world.events()
+
+
+async def test_a_bad_edit_leaves_the_running_pods_alone(world: World, manifest_of: Any) -> None:
+    await world.create_service(manifest_of())
+    await world.run_pass()
+    await world.start_pod("tiny-1", "127.0.0.1", (0, 0))
+    before = await world.deployment()
+    await world.kube.request("PATCH", f"{SERVICES}/tiny", body={"spec": {"engine": {"maxModelLen": 9_000_000}}})
+
+    await world.run_pass(after_s=1)
+
+    assert await world.deployment() == before
+    assert (await world.condition("SizingValid"))["status"] == "False"
+    assert (await world.condition("Ready"))["reason"] == "ServingEarlierSpec"
+    assert (await world.status())["sizing"]["maxModelLen"] == 512
+
+
+async def test_a_foreign_deployment_of_that_name_is_not_taken_over(world: World, manifest_of: Any) -> None:
+    template = {"metadata": {"labels": {"a": "b"}}, "spec": {"containers": [{"name": "x", "image": "y"}]}}
+    spec = {"replicas": 5, "selector": {"matchLabels": {"a": "b"}}, "template": template}
+    foreign = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "tiny"}, "spec": spec}
+    await world.kube.request("POST", f"{APPS}/deployments", body=foreign, content_type="application/json")
+    await world.create_service(manifest_of())
+
+    await world.run_pass()
+
+    assert await world.replicas() == 5
+    assert (await world.condition("Ready"))["reason"] == "NameConflict"
+
+
+MONITORING = pytest.mark.parametrize(
+    ("field", "kind"), [("podMonitor", "PodMonitor"), ("prometheusRule", "PrometheusRule")]
+)
+
+
+@MONITORING
+async def test_what_prometheus_reads_is_left_out_where_its_crd_is_missing(
+    world: World, manifest_of: Any, field: str, kind: str
+) -> None:
+    await world.create_service(manifest_of(monitoring={field: True}))
+
+    await world.run_pass()
+
+    assert await world.replicas() == 1
+    assert (await world.condition("SizingValid"))["status"] == "True"
+
+
+@MONITORING
+async def test_what_prometheus_reads_comes_and_goes_as_it_is_asked_for(
+    world: World, manifest_of: Any, field: str, kind: str
+) -> None:
+    plural = CHILD_KINDS[kind].plural
+    version = {
+        "name": "v1",
+        "served": True,
+        "storage": True,
+        "schema": {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}},
+    }
+    names = {"kind": kind, "listKind": f"{kind}List", "plural": plural, "singular": kind.lower()}
+    spec = {"group": "monitoring.coreos.com", "scope": "Namespaced", "names": names, "versions": [version]}
+    definition = {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{plural}.monitoring.coreos.com"},
+        "spec": spec,
+    }
+    definitions = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+    await world.kube.request("POST", definitions, body=definition, content_type="application/json")
+    await world.create_service(manifest_of(monitoring={field: True, "labels": {"release": "stack"}}))
+
+    await world.run_pass()
+    child = await world.kube.get_child(CHILD_KINDS[kind], "team-a", "tiny")
+    assert child is not None
+    assert child["metadata"]["labels"]["release"] == "stack"
+
+    await world.kube.request("PATCH", f"{SERVICES}/tiny", body={"spec": {"monitoring": {field: False}}})
+    await world.run_pass(after_s=1)
+    assert await world.kube.get_child(CHILD_KINDS[kind], "team-a", "tiny") is None

@@ -1,0 +1,142 @@
+"""Models that only a pod can read, and what is told of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from harness.one_service import AUTOSCALING, NS, SERVICES, World
+
+ON_A_VOLUME = {"model": {"uri": "pvc://weights/tiny"}, "engine": {"maxModelLen": 512}}
+SIZING = {
+    "max_num_seqs": 5,
+    "max_model_len": 512,
+    "block_size": 16,
+    "num_blocks": 1000,
+    "memory_bytes": {"weights": 1000000, "kv_cache": 16 * 1001 * 512, "activations": 1000, "total": 10**9},
+    "shape": {
+        "layers": 2, "heads": 4, "kvHeads": 2, "hiddenSize": 64, "intermediateSize": 128, "vocabSize": 512,
+        "dtype": "float32",
+    },
+}  # fmt: skip
+
+
+async def test_a_model_that_only_a_pod_can_read_is_sized_by_its_server(world: World, manifest_of: Any) -> None:
+    await world.create_service(manifest_of(**ON_A_VOLUME))
+    await world.run_pass()
+
+    deployment = await world.deployment()
+    assert deployment is not None
+    args = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert "--max-num-seqs" not in args
+    assert args[args.index("--memory-limit") + 1] == str(2 * 2**30)
+    condition = await world.condition("SizingValid")
+    assert (condition["status"], condition["reason"]) == ("Unknown", "AwaitingPod")
+    assert "sizing" not in await world.status()
+
+
+async def test_a_servers_report_is_shown_and_restarts_nobody(world: World, manifest_of: Any) -> None:
+    await world.create_service(manifest_of(**ON_A_VOLUME, autoscaling=AUTOSCALING))
+    await world.run_pass()
+    before = await world.deployment()
+    world.pods.sizing = SIZING
+    await world.start_pod("tiny-1", "127.0.0.1", load=(0, 0))
+
+    await world.run_pass(after_s=5)
+    await world.run_pass(after_s=5)
+
+    after, status = await world.deployment(), await world.status()
+    assert before is not None
+    assert after is not None
+    assert after["spec"]["template"] == before["spec"]["template"]
+    assert status["model"]["figuresFrom"] == "pod"
+    assert status["model"]["shape"]["kvHeads"] == 2
+    assert (status["sizing"]["source"], status["sizing"]["maxNumSeqs"]) == ("pod", 5)
+    assert status["sizing"]["measured"]["blocks"] == 1000
+    condition = await world.condition("SizingValid")
+    assert (condition["status"], condition["reason"]) == ("True", "SizedByServer")
+
+
+async def test_a_restarted_operator_knows_the_shape_and_neither_sizes_nor_restarts_the_pods(
+    world: World, manifest_of: Any
+) -> None:
+    await world.create_service(manifest_of(**ON_A_VOLUME))
+    await world.run_pass()
+    world.pods.sizing = SIZING
+    await world.start_pod("tiny-1", "127.0.0.1", load=(0, 0))
+    await world.run_pass(after_s=5)
+    await world.run_pass(after_s=5)
+    deployment, status = await world.deployment(), await world.status()
+    assert deployment is not None
+
+    world.restarted()
+    await world.run_pass(after_s=5)
+
+    assert await world.deployment() == deployment
+    now = await world.status()
+    assert {key: now[key] for key in ("model", "sizing", "conditions")} == {
+        key: status[key] for key in ("model", "sizing", "conditions")
+    }
+
+
+async def test_what_a_server_told_outlives_it(world: World, manifest_of: Any) -> None:
+    await world.create_service(manifest_of(**ON_A_VOLUME))
+    await world.run_pass()
+    world.pods.sizing = SIZING
+    await world.start_pod("tiny-1", "127.0.0.1", load=(0, 0))
+    await world.run_pass(after_s=5)
+    before = await world.status()
+    await world.kube.request("DELETE", f"{NS}/pods/tiny-1", body={"gracePeriodSeconds": 0})
+
+    world.restarted()
+    await world.run_pass(after_s=5)
+
+    after = await world.status()
+    assert after["model"] == before["model"]
+    assert after["sizing"]["maxNumSeqs"] == before["sizing"]["maxNumSeqs"] == 5
+    assert (await world.condition("SizingValid"))["reason"] == "SizedByServer"
+
+
+async def test_another_model_is_not_taken_for_the_one_that_still_runs(world: World, manifest_of: Any) -> None:
+    await world.create_service(manifest_of(**ON_A_VOLUME))
+    await world.run_pass()
+    world.pods.sizing = SIZING
+    await world.start_pod("tiny-1", "127.0.0.1", load=(0, 0))
+    await world.run_pass(after_s=5)
+    await world.kube.request("PATCH", f"{SERVICES}/tiny", body={"spec": {"model": {"uri": "pvc://weights/other"}}})
+
+    await world.run_pass(after_s=5)
+    await world.run_pass(after_s=5)
+
+    model = (await world.status())["model"]
+    assert model == {"uri": "pvc://weights/other", "figuresFrom": "pod"}
+    assert (await world.condition("SizingValid"))["reason"] == "AwaitingPod"
+
+
+async def test_a_download_is_told_in_the_status_until_it_is_over(world: World, manifest_of: Any) -> None:
+    source = {"uri": "s3://bucket/tiny", "s3": {"endpoint": "http://minio:9000"}}
+    await world.create_service(manifest_of(model=source))
+    await world.run_pass()
+    await world.start_pod("tiny-1", "127.0.0.1", None, ready=False)
+    fetch = {"name": "fetch", "image": "img:1", "imageID": "", "restartCount": 0}
+    running = [{**fetch, "state": {"running": {}}, "ready": False}]
+    await world.kube.request("PATCH", f"{NS}/pods/tiny-1/status", body={"status": {"initContainerStatuses": running}})
+    world.pods.progress = {"phase": "downloading", "done_bytes": 3 * 2**30, "total_bytes": 4 * 2**30}
+
+    await world.run_pass(after_s=5)
+
+    condition = await world.condition("Ready")
+    assert (condition["reason"], condition["message"]) == (
+        "FetchingModel",
+        "1 pod fetches s3://bucket/tiny: 75 % of 4.00 GiB",
+    )
+    assert (await world.status())["model"]["fetch"] == {"pods": 1, "percent": 75, "totalGiB": 4.0}
+    version = (await world.service())["metadata"]["resourceVersion"]
+    world.pods.progress["done_bytes"] += 2**20
+    await world.run_pass(after_s=5)
+    assert (await world.service())["metadata"]["resourceVersion"] == version
+
+    done = [{**fetch, "state": {"terminated": {"exitCode": 0}}, "ready": True}]
+    await world.kube.request("PATCH", f"{NS}/pods/tiny-1/status", body={"status": {"initContainerStatuses": done}})
+    await world.run_pass(after_s=5)
+    assert "fetch" not in (await world.status())["model"]
+    assert (await world.condition("Ready"))["reason"] == "Starting"

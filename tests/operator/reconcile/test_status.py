@@ -1,0 +1,99 @@
+"""What a service is told, and what of it is remembered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from harness.one_service import SERVICES, World, busy_service
+
+
+async def test_what_the_server_measured_stands_beside_the_prediction(world: World, manifest_of: Any) -> None:
+    await world.create_service(manifest_of())
+    await world.run_pass()
+    await world.start_pod("tiny-1", "127.0.0.1", (0, 0))
+
+    await world.run_pass(after_s=5)
+
+    assert (await world.status())["sizing"]["measured"]["blocks"] == 1000
+    assert (await world.condition("Ready"))["status"] == "True"
+
+
+async def test_a_service_that_is_gone_ends_its_passes(world: World) -> None:
+    assert not await world.run_pass()
+
+
+async def test_the_status_shows_what_is_scaled_on_with_thresholds_and_promql(world: World, manifest_of: Any) -> None:
+    await busy_service(world, manifest_of, (4, 0))
+
+    await world.run_pass(after_s=20)
+
+    signals = {signal["name"]: signal for signal in (await world.status())["autoscaling"]["signals"]}
+    assert (signals["utilization"]["value"], signals["utilization"]["target"]) == (0.5, 0.8)
+    assert signals["ttftP99"]["target"] == 2
+    assert 'namespace="team-a"' in signals["queue"]["query"]
+
+
+async def test_live_traffic_writes_no_status_in_every_pass(world: World, manifest_of: Any) -> None:
+    await busy_service(world, manifest_of, (4, 0))
+    await world.run_pass(after_s=20)
+    versions = set()
+    for running in (1, 5, 2, 4, 3, 6):
+        world.pods.in_flight["127.0.0.1"] = (running, 0)
+        await world.run_pass(after_s=2)
+        versions.add((await world.service())["metadata"]["resourceVersion"])
+
+    assert len(versions) == 1
+
+
+async def test_an_edit_does_not_make_what_serves_unready_before_kubernetes_had_time_to_notice(
+    world: World, manifest_of: Any
+) -> None:
+    await world.create_service(manifest_of())
+    await world.run_pass()
+    await world.start_pod("tiny-1", "127.0.0.1", (0, 0))
+    await world.run_pass(after_s=5)
+    await world.kube.request("PATCH", f"{SERVICES}/tiny", body={"spec": {"engine": {"maxNumSeqs": 3}}})
+
+    await world.run_pass(after_s=1)
+    ready = await world.condition("Ready")
+    assert (ready["status"], ready["observedGeneration"]) == ("True", 1)
+    assert (await world.status())["observedGeneration"] == 2
+
+    await world.run_pass(after_s=11)
+    ready = await world.condition("Ready")
+    assert (ready["status"], ready["reason"], ready["observedGeneration"]) == ("False", "Updating", 2)
+
+
+async def test_a_spec_that_an_older_crd_let_through_becomes_a_condition(world: World, manifest_of: Any) -> None:
+    await world.create_service(manifest_of())
+    await world.run_pass()
+    before = await world.deployment()
+    stored = await world.service()
+    stored["spec"]["drainTimeout"] = "soon"
+    stored["metadata"]["resourceVersion"] = str(int(stored["metadata"]["resourceVersion"]) + 1)
+    world.reconciler.cache.put("LLMService", stored)
+
+    assert await world.reconciler.run_pass("team-a", "tiny")
+
+    ready = await world.condition("Ready")
+    assert (ready["status"], ready["reason"]) == ("False", "InvalidSpec")
+    assert "spec.drainTimeout: String should match pattern" in ready["message"]
+    assert await world.deployment() == before
+    assert (await world.status())["sizing"]["maxNumSeqs"] == 8
+
+
+async def test_nothing_is_remembered_of_a_service_that_is_gone(world: World, manifest_of: Any) -> None:
+    await world.create_service(manifest_of())
+    await world.run_pass()
+    await world.start_pod("tiny-1", "127.0.0.1", (0, 0))
+    await world.run_pass(after_s=5)
+    reconciler = world.reconciler
+    assert b'name="tiny"' in reconciler.metrics.exposition()
+
+    await world.kube.request("DELETE", f"{SERVICES}/tiny")
+    assert not await world.run_pass(after_s=5)
+
+    assert len(reconciler.applier) == 0
+    assert reconciler._memories == {}
+    assert b'name="tiny"' not in reconciler.metrics.exposition()
+    assert reconciler.cache.services() == []

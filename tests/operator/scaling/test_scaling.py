@@ -1,0 +1,230 @@
+"""The scaler as tables: load and supply in, replicas and reasons out; and what must hold whatever comes in."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmservice_operator.scaling.history import History
+from llmservice_operator.scaling.scaling import CAPACITY_KEEP_S, ScalePolicy, Supply, decide
+from llmservice_operator.scaling.step import ScaleStep
+from llmservice_operator.signals.load import Load, PodLoad
+
+NOW = 1_000_000.0
+ANY_STEP = ScaleStep(replicas=1000, percent=100, period_s=15.0, cooldown_s=0.0)
+POLICY = ScalePolicy(
+    min_replicas=1,
+    max_replicas=8,
+    queue_depth=2,
+    tolerance=0.1,
+    up_stabilization_s=0.0,
+    down_stabilization_s=300.0,
+    up_step=ANY_STEP,
+    down_step=ANY_STEP,
+    window_s=60.0,
+    ttft_p99_s=2.0,
+    max_num_seqs=8,
+)
+SETTLED = History.start(NOW - 10_000, 1)
+
+
+def load(*pods: tuple[float, float], kv_usage: float = 0.0, **signals: object) -> Load:
+    """A load of pods given as (running, waiting)."""
+    each = tuple(PodLoad(f"pod-{n}", running, waiting, kv_usage) for n, (running, waiting) in enumerate(pods))
+    return replace(Load("pods", each), **signals)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("now", "replicas", "expected", "why"),
+    [
+        pytest.param(load((0, 0)), 1, 1, "slots: 0 running", id="idle stays at the minimum"),
+        pytest.param(load((8, 2)), 1, 2, "slots: 8 running", id="full slots ask for one more before a queue forms"),
+        pytest.param(load((8, 18)), 1, 3, "queue: 18 waiting", id="26 in flight, 8 run and 2 may wait per replica"),
+        pytest.param(load((8, 500)), 1, 8, "bounds: 1 to 8 -> 8", id="never above the maximum"),
+        pytest.param(load((4, 0), (4, 0)), 2, 2, "slots: 8 running", id="half full is no reason to change"),
+        pytest.param(load((8, 16), (0, 0), (0, 0)), 3, 3, "queue: 16 waiting", id="new pods count: no cascade"),
+        pytest.param(load((3, 9), kv_usage=0.95), 1, 3, "queue: 9 waiting", id="a full KV cache is a full replica"),
+        pytest.param(
+            load((2, 3), kv_usage=0.1), 1, 1, "queue: 3 waiting", id="a burst not yet admitted is no overload"
+        ),
+        pytest.param(
+            load((8, 1), arrivals_per_s=6.0, drain_per_s=1.5), 1, 5, "arrivals: 6.00/s", id="arrivals against the drain"
+        ),
+        pytest.param(load((1, 0), ttft_p99_s=3.0), 1, 2, "ttft: p99 3.00s", id="a broken promise adds one"),
+        pytest.param(load((0, 0), ttft_p99_s=3.0), 1, 1, "slots: 0", id="a broken promise of the past adds none"),
+    ],
+)
+def test_the_load_sets_the_replicas(now: Load, replicas: int, expected: int, why: str) -> None:
+    decision, _ = decide(now, Supply(replicas, ready=replicas), POLICY, SETTLED, NOW)
+
+    assert decision.replicas == expected
+    assert any(why in reason for reason in decision.reasons), decision.reasons
+
+
+def test_without_metrics_nothing_changes_and_it_says_so() -> None:
+    decision, _ = decide(None, Supply(3, ready=3), POLICY, SETTLED, NOW)
+
+    assert (decision.replicas, decision.active) == (3, False)
+    assert decision.reasons == ("no metrics from any ready pod: holding at 3",)
+
+
+def test_metrics_that_come_back_do_not_shrink_at_once() -> None:
+    history = SETTLED
+    for seconds in range(0, 600, 60):
+        _, history = decide(None, Supply(3, ready=3), POLICY, history, NOW + seconds)
+
+    decision, _ = decide(load((0, 0), (0, 0), (0, 0)), Supply(3, ready=3), POLICY, history, NOW + 600)
+
+    assert decision.replicas == 3
+
+
+def test_half_the_metrics_may_add_replicas_but_never_remove_one() -> None:
+    quiet = load((0, 0), missing=("pod-9",))
+    busy = load((8, 30), missing=("pod-9",))
+
+    held, _ = decide(quiet, Supply(2, ready=2), POLICY, SETTLED, NOW)
+    grown, _ = decide(busy, Supply(2, ready=2), POLICY, SETTLED, NOW)
+
+    assert held.replicas == 2
+    assert "metrics of 1 of 2 ready pods are missing" in held.reasons[-1]
+    assert grown.replicas == 4
+
+
+def test_replicas_go_only_when_the_load_was_low_for_the_whole_window() -> None:
+    history = History.start(NOW, 4)
+    idle, supply = load((0, 0), (0, 0), (0, 0), (0, 0)), Supply(4, ready=4)
+
+    early, history = decide(idle, supply, POLICY, history, NOW + 299)
+    late, _ = decide(idle, supply, POLICY, history, NOW + 301)
+
+    assert (early.replicas, early.wanted) == (4, 1)
+    assert early.reasons[-1] == "stabilization: 1 must hold for 300s -> 4"
+    assert late.replicas == 1
+
+
+def test_a_short_burst_is_waited_out_where_scale_up_is_stabilised() -> None:
+    policy = replace(POLICY, up_stabilization_s=10.0)
+    history = History.start(NOW, 1)
+    burst, supply = load((8, 18)), Supply(1, ready=1)
+
+    early, history = decide(burst, supply, policy, history, NOW + 5)
+    later, history = decide(burst, supply, policy, history, NOW + 9)
+    late, _ = decide(burst, supply, policy, history, NOW + 11)
+
+    assert [early.replicas, later.replicas, late.replicas] == [1, 1, 3]
+
+
+def test_a_nearly_broken_promise_keeps_replicas() -> None:
+    calm = load((0, 0), (1, 0), ttft_p99_s=1.9)
+
+    decision, _ = decide(calm, Supply(2, ready=2), POLICY, SETTLED, NOW)
+
+    assert decision.replicas == 2
+    assert "close to the promised 2.00s" in decision.reasons[-1]
+
+
+def test_a_promise_that_no_replica_can_keep_adds_and_holds_none() -> None:
+    slow = load((1, 0), (0, 0), ttft_p99_s=9.0)
+
+    decision, _ = decide(slow, Supply(2, ready=2), POLICY, SETTLED, NOW, feasible=False)
+
+    assert decision.replicas == 1
+
+
+@pytest.mark.parametrize(
+    ("supply", "last_up_s", "expected"),
+    [
+        pytest.param(Supply(2, ready=1, starting=1), None, 2, id="one is starting"),
+        pytest.param(Supply(2, ready=2), NOW - 30, 2, id="one was added half a window ago"),
+        pytest.param(Supply(2, ready=2), NOW - 61, 3, id="the last one had its window"),
+    ],
+)
+def test_a_broken_promise_waits_for_the_replica_that_was_just_added(
+    supply: Supply, last_up_s: float | None, expected: int
+) -> None:
+    history = replace(SETTLED, changes=() if last_up_s is None else ((last_up_s, 1),))
+
+    decision, _ = decide(load((3, 0), (3, 0), ttft_p99_s=5.0), supply, POLICY, history, NOW)
+
+    assert decision.replicas == expected
+
+
+def test_starting_pods_are_supply_and_overdue_ones_are_not() -> None:
+    busy = load((8, 10))
+
+    patient, _ = decide(busy, Supply(2, ready=1, starting=1), POLICY, SETTLED, NOW)
+    impatient, _ = decide(busy, Supply(2, ready=1, overdue=1), POLICY, SETTLED, NOW)
+
+    assert patient.replicas == 2
+    assert impatient.replicas == 3
+    assert "1 pods are overdue" in impatient.reasons[-1]
+
+
+def test_an_old_measurement_of_the_drain_is_forgotten() -> None:
+    stale = replace(SETTLED, drain=(NOW - CAPACITY_KEEP_S - 1, 0.5))
+
+    decision, _ = decide(load((1, 0), arrivals_per_s=4.0), Supply(1, ready=1), POLICY, stale, NOW)
+
+    assert decision.replicas == 1
+
+
+def test_a_steady_load_keeps_its_replicas_long_after_they_were_last_full() -> None:
+    """4/s need four replicas of 1.5/s at 80 %, however few requests happen to run when one looks."""
+    measured = replace(History.start(NOW - 600, 4), drain=(NOW - 600, 1.5))
+
+    decision, _ = decide(load((1, 0), (0, 0), (1, 0), (0, 0), arrivals_per_s=4.0), Supply(4, 4), POLICY, measured, NOW)
+
+    assert decision.replicas == 4
+
+
+def test_a_changed_spec_forgets_what_a_replica_could_do() -> None:
+    assert replace(SETTLED, drain=(NOW, 1.5)).forget_capacity().drain is None
+
+
+loads = st.builds(
+    load,
+    st.tuples(st.floats(0, 8), st.floats(0, 200)),
+    kv_usage=st.floats(0, 1),
+    arrivals_per_s=st.none() | st.floats(0, 100),
+    drain_per_s=st.none() | st.floats(0.01, 10),
+    ttft_p99_s=st.none() | st.floats(0, 60),
+    missing=st.sampled_from([(), ("gone",)]),
+)
+supplies = st.builds(Supply, st.integers(0, 20), st.integers(0, 8), st.integers(0, 4), st.integers(0, 4))
+histories = st.builds(
+    History,
+    wishes=st.lists(st.tuples(st.floats(NOW - 400, NOW), st.integers(0, 20)), max_size=5).map(tuple),
+    changes=st.lists(st.tuples(st.floats(NOW - 400, NOW), st.integers(-5, 5)), max_size=4).map(tuple),
+    drain=st.none() | st.tuples(st.floats(NOW - 400, NOW), st.floats(0.01, 10)),
+)
+
+
+@given(now=st.none() | loads, supply=supplies, history=histories, feasible=st.booleans())
+def test_a_decision_is_always_within_the_users_bounds(
+    now: Load | None, supply: Supply, history: History, feasible: bool
+) -> None:
+    decision, _ = decide(now, supply, POLICY, history, NOW, feasible=feasible)
+
+    assert POLICY.min_replicas <= decision.replicas <= POLICY.max_replicas
+
+
+@given(now=loads, supply=supplies, history=histories)
+def test_missing_metrics_never_shrink(now: Load, supply: Supply, history: History) -> None:
+    kept = min(supply.replicas, POLICY.max_replicas)
+
+    blind, _ = decide(None, supply, POLICY, history, NOW)
+    half, _ = decide(replace(now, missing=("gone",)), supply, POLICY, history, NOW)
+
+    assert blind.replicas >= kept
+    assert half.replicas >= kept
+
+
+@given(now=loads, supply=supplies, history=histories)
+def test_every_decision_says_why(now: Load, supply: Supply, history: History) -> None:
+    decision, _ = decide(now, supply, POLICY, history, NOW)
+
+    assert decision.reasons
+    assert all(decision.reasons)

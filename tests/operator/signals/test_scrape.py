@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from llmservice_operator.signals.scrape import ScrapeError, parse_exposition
+
+EXPOSITION = """\
+# TYPE llmservice_num_requests_running gauge
+llmservice_num_requests_running 3
+# TYPE llmservice_num_requests_waiting gauge
+llmservice_num_requests_waiting{lane="interactive"} 4
+llmservice_num_requests_waiting{lane="batch"} 1
+# TYPE llmservice_kv_cache_usage_perc gauge
+llmservice_kv_cache_usage_perc 0.5
+# TYPE llmservice_request_success counter
+llmservice_request_success_total{finished_reason="stop"} 10
+llmservice_request_success_total{finished_reason="length"} 2
+# TYPE llmservice_time_to_first_token_seconds histogram
+llmservice_time_to_first_token_seconds_bucket{le="0.5"} 7
+llmservice_time_to_first_token_seconds_bucket{le="+Inf"} 12
+llmservice_time_to_first_token_seconds_sum 4.2
+llmservice_time_to_first_token_seconds_count 12
+# TYPE llmservice_kv_cache_blocks gauge
+llmservice_kv_cache_blocks{state="free"} 90
+llmservice_kv_cache_blocks{state="held"} 9
+llmservice_kv_cache_blocks{state="cached"} 1
+# TYPE llmservice_memory_bytes gauge
+llmservice_memory_bytes{kind="weights"} 1.5e9
+llmservice_memory_bytes{kind="kv_cache"} 3e9
+"""
+
+
+def test_lanes_reasons_and_states_are_added_up() -> None:
+    scrape = parse_exposition(EXPOSITION, 100.0)
+
+    assert (scrape.time_s, scrape.running, scrape.waiting, scrape.finished) == (100.0, 3, 5, 12)
+    assert (scrape.kv_usage, scrape.kv_blocks, scrape.weights_bytes) == (0.5, 100, 1.5e9)
+    assert scrape.ttft_buckets == ((0.5, 7), (math.inf, 12))
+
+
+@pytest.mark.parametrize("text", ["", "up 1\n", "llmservice_num_requests_waiting 1\n", "<html>not found</html>\n"])
+def test_what_is_not_our_server_is_refused(text: str) -> None:
+    with pytest.raises(ScrapeError):
+        parse_exposition(text, 0.0)
+
+
+def test_not_a_number_counts_as_missing() -> None:
+    with pytest.raises(ScrapeError):
+        parse_exposition(EXPOSITION.replace("running 3", "running NaN"), 0.0)
+
+
+def test_a_lane_that_nobody_waited_in_yet_is_empty() -> None:
+    assert parse_exposition("llmservice_num_requests_running 1\n", 0.0).waiting == 0

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from llmservice_operator.pods.pod import Pod, Trouble
+from llmservice_operator.scaling.scaling import Decision
+from llmservice_operator.sizing.sizing import Sized, SizingProblem
+from llmservice_operator.status.conditions import (
+    Verdict,
+    conditions,
+    progressing_verdict,
+    ready_verdict,
+    scaling_verdict,
+)
+
+NOW = 1_700_000_000.0
+TOO_BIG = SizingProblem("DoesNotFit", "the model does not fit")
+STUCK = Trouble("Unschedulable", "0/1 nodes have a GPU")
+DENIED = Trouble("ApplyFailed", 'admission webhook "images.example" denied the request: not signed')
+CONFLICT = Trouble("NameConflict", "a Deployment called tiny is there already")
+
+
+def test_the_transition_time_moves_only_when_the_status_flips() -> None:
+    first = conditions([], [Verdict("Ready", "False", "Starting", "a")], 1, NOW)
+    same = conditions(first, [Verdict("Ready", "False", "Unschedulable", "b")], 2, NOW + 60)
+    flipped = conditions(same, [Verdict("Ready", "True", "Serving", "c")], 2, NOW + 120)
+
+    assert first[0].last_transition_time == same[0].last_transition_time == "2023-11-14T22:13:20Z"
+    assert (same[0].reason, same[0].observed_generation) == ("Unschedulable", 2)
+    assert flipped[0].last_transition_time == "2023-11-14T22:15:20Z"
+
+
+@pytest.mark.parametrize(
+    ("desired", "ready", "trouble", "sizing", "blocked", "expected"),
+    [
+        pytest.param(1, 0, None, None, None, ("False", "Starting"), id="starting"),
+        pytest.param(2, 2, None, None, None, ("True", "Serving"), id="all ready"),
+        pytest.param(3, 1, None, None, None, ("False", "PartlyReady"), id="fewer than wanted"),
+        pytest.param(3, 1, STUCK, None, None, ("False", "Unschedulable"), id="one serves, one is stuck"),
+        pytest.param(1, 1, STUCK, None, None, ("True", "Serving"), id="enough serve, one too many is stuck"),
+        pytest.param(1, 0, STUCK, None, None, ("False", "Unschedulable"), id="the pod's trouble is lifted"),
+        pytest.param(0, 0, None, None, None, ("False", "ScaledToZero"), id="nobody asked for a replica"),
+        pytest.param(1, 0, None, TOO_BIG, None, ("False", "DoesNotFit"), id="the spec can't be served"),
+        pytest.param(1, 1, None, TOO_BIG, None, ("False", "ServingEarlierSpec"), id="earlier pods still serve"),
+        pytest.param(1, 1, None, None, DENIED, ("False", "ServingEarlierSpec"), id="the change was denied"),
+        pytest.param(1, 0, None, None, CONFLICT, ("False", "NameConflict"), id="a name is taken"),
+        pytest.param(1, 0, None, None, DENIED, ("False", "AdmissionDenied"), id="a webhook said no"),
+    ],
+)
+def test_ready_means_that_somebody_serves(
+    desired: int,
+    ready: int,
+    trouble: Trouble | None,
+    sizing: SizingProblem | None,
+    blocked: Trouble | None,
+    expected: tuple[str, str],
+    sized: Sized,
+    pod_named: Any,
+) -> None:
+    pods: list[Pod] = [pod_named(f"ready-{n}") for n in range(ready)]
+    pods += [pod_named("stuck", ready=False, trouble=trouble)] if trouble else []
+
+    verdict = ready_verdict(deployment(), desired, pods, sizing or sized, blocked)
+
+    assert (verdict.status, verdict.reason) == expected
+    assert trouble is None or trouble.message in verdict.message
+
+
+@pytest.mark.parametrize(
+    "unseen",
+    [None, {"metadata": {"generation": 2}}, {"metadata": {"generation": 2}, "status": {"observedGeneration": 1}}],
+)
+def test_a_spec_that_kubernetes_has_not_taken_up_is_not_ready(unseen: Any, sized: Sized, pod_named: Any) -> None:
+    verdict = ready_verdict(unseen, 1, [pod_named()], sized, None)
+
+    assert (verdict.status, verdict.reason) == ("False", "Updating")
+
+
+@pytest.mark.parametrize(
+    ("condition", "reason"),
+    [
+        (
+            {
+                "type": "ReplicaFailure",
+                "status": "True",
+                "message": 'pods "x" is forbidden: exceeded quota: q, requested: pods=1, used: pods=1, limited: pods=1',
+            },
+            "QuotaExceeded",
+        ),
+        (
+            {"type": "Progressing", "reason": "ProgressDeadlineExceeded", "message": "timed out"},
+            "ProgressDeadlineExceeded",
+        ),
+    ],
+)
+def test_what_keeps_pods_from_being_made_is_lifted(condition: dict[str, Any], reason: str, sized: Sized) -> None:
+    verdict = ready_verdict(deployment(conditions=[condition]), 1, [], sized, None)
+
+    assert (verdict.status, verdict.reason) == ("False", reason)
+    assert condition["message"] in verdict.message
+
+
+def test_a_message_is_one_bounded_line_without_control_characters() -> None:
+    (condition,) = conditions([], [Verdict("Ready", "False", "CrashLoopBackOff", "\x1b[31mred\n" + "x" * 5000)], 1, NOW)
+
+    assert condition.message.startswith(" [31mred x")
+    assert len(condition.message) == 2048
+
+
+def deployment(**status: Any) -> dict[str, Any]:
+    return {"metadata": {"generation": 2}, "status": {"observedGeneration": 2, **status}}
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [
+        ({"replicas": 2, "updatedReplicas": 2, "readyReplicas": 2}, ("False", "Settled")),
+        ({"replicas": 3, "updatedReplicas": 2, "readyReplicas": 2}, ("True", "RollingOut")),
+        ({"replicas": 2, "updatedReplicas": 2, "readyReplicas": 2, "observedGeneration": 1}, ("True", "RollingOut")),
+        (
+            {"replicas": 2, "conditions": [{"type": "Progressing", "reason": "ProgressDeadlineExceeded"}]},
+            ("False", "ProgressDeadlineExceeded"),
+        ),
+    ],
+)
+def test_progressing_ends_when_all_replicas_run_the_present_spec(
+    status: dict[str, Any], expected: tuple[str, str], sized: Sized
+) -> None:
+    verdict = progressing_verdict(deployment(**status), 2, [], sized, None)
+
+    assert (verdict.status, verdict.reason) == expected
+
+
+@pytest.mark.parametrize(
+    ("active", "ready", "autoscaled", "expected"),
+    [
+        (True, True, True, ("True", "FollowingLoad")),
+        (False, True, True, ("False", "NoMetrics")),
+        (False, False, True, ("Unknown", "NoReadyPods")),
+        (True, True, False, ("False", "FixedReplicas")),
+    ],
+)
+def test_scaling_is_active_while_it_sees_the_load(
+    active: bool, ready: bool, autoscaled: bool, expected: tuple[str, str], sized: Sized, pod_named: Any
+) -> None:
+    decision = Decision(2, 2, ("why",), active=active)
+
+    verdict = scaling_verdict(decision, [pod_named(ready=ready)], sized, autoscaled=autoscaled)
+
+    assert (verdict.status, verdict.reason) == expected
