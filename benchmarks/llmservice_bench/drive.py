@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
@@ -30,30 +30,54 @@ class PlannedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What to send. Exactly one of `num_requests` and `duration_s` bounds it (both: whichever comes first)."""
+    """What to send. `num_requests`, `duration_s` or the end of `arrivals` bounds it: whichever comes first."""
 
-    lengths: list[Lengths]
+    lengths: Sequence[Lengths]
     rate: float = float("inf")
     burstiness: float = 1.0
+    arrivals: Sequence[float] | None = None
+    """A trace's own times (s): request i has `lengths[i]` and leaves at `arrivals[i]`. Otherwise lengths are drawn."""
     max_concurrency: int | None = None
     num_requests: int | None = None
     duration_s: float | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.num_requests is None and self.duration_s is None:
+        if self.arrivals is not None:
+            if self.rate != float("inf"):
+                raise ValueError("a load has a rate or the arrivals of a trace, not both")
+            if len(self.arrivals) != len(self.lengths):
+                raise ValueError(f"{len(self.arrivals)} arrivals need as many lengths, found {len(self.lengths)}")
+        elif self.num_requests is None and self.duration_s is None:
             raise ValueError("a load needs an end: give num_requests or duration_s")
-        if self.num_requests is None and self.rate == float("inf") and self.max_concurrency is None:
+        elif self.num_requests is None and self.rate == float("inf") and self.max_concurrency is None:
             raise ValueError("an infinite rate for a duration needs max_concurrency")
+
+    @property
+    def is_open(self) -> bool:
+        """Has each request a time of its own at which it leaves?"""
+        return self.arrivals is not None or self.rate != float("inf")
+
+    @property
+    def total(self) -> int | None:
+        """How many requests there will be; None where the clock ends the load."""
+        if self.duration_s is not None:
+            return None
+        bounds = (self.num_requests, None if self.arrivals is None else len(self.arrivals))
+        return min(bound for bound in bounds if bound is not None)
 
     def plan(self, word_rate: WordRate) -> Iterator[PlannedRequest]:
         """The requests in order of arrival; the same seed gives the same requests."""
-        arrivals, sizes, words = (np.random.default_rng(seed) for seed in np.random.SeedSequence(self.seed).spawn(3))
-        times: Iterable[float] = arrival_times(self.rate, self.burstiness, arrivals)
-        if self.duration_s is not None and self.rate != float("inf"):
+        gaps, sizes, words = (np.random.default_rng(seed) for seed in np.random.SeedSequence(self.seed).spawn(3))
+        timed: Iterable[tuple[float, Lengths]]
+        if self.arrivals is not None:
+            timed = zip(self.arrivals, self.lengths, strict=True)
+        else:
+            timed = zip(arrival_times(self.rate, self.burstiness, gaps), draw(self.lengths, sizes), strict=False)
+        if self.duration_s is not None and self.is_open:
             end_s = self.duration_s
-            times = takewhile(lambda at_s: at_s < end_s, times)
-        for at_s, size in islice(zip(times, draw(self.lengths, sizes), strict=False), self.num_requests):
+            timed = takewhile(lambda each: each[0] < end_s, timed)
+        for at_s, size in islice(timed, self.num_requests):
             yield PlannedRequest(at_s, make_prompt(word_rate.words(size.prompt_tokens), words), size)
 
 
@@ -102,7 +126,7 @@ async def drive(
 
     async def one(planned: PlannedRequest) -> None:
         now = clock() - start
-        late_s = now - planned.at_s if load.rate != float("inf") else 0.0
+        late_s = now - planned.at_s if load.is_open else 0.0
         record = RequestRecord(started_s=now, prompt_tokens=planned.lengths.prompt_tokens, late_s=late_s)
         progress.in_flight += 1
         try:

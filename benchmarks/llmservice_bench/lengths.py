@@ -1,27 +1,19 @@
 """How long requests are: prompt and output tokens, as real users send them.
 
-Uniform lengths hide everything that batching does for heavy tails, so lengths come from a trace. The one that ships,
-`azure_conv_2023_sample.csv`, is a uniform sample of 1,000 of the 19,366 rows of the Azure LLM inference trace 2023
-(conversation), Microsoft, CC-BY 4.0, published with Patel et al., "Splitwise: Efficient Generative LLM Inference Using
-Phase Splitting", ISCA 2024. It holds lengths and arrival times only, no text.
+Uniform lengths hide everything that batching does for heavy tails, so lengths come from a trace.
 """
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-SAMPLE = Path(__file__).with_name("azure_conv_2023_sample.csv")
-PROMPT_COLUMN = "ContextTokens"
-OUTPUT_COLUMN = "GeneratedTokens"
+from llmservice_bench.trace import SAMPLE, read_rows
 
-
-class TraceError(ValueError):
-    """The trace cannot be used; the text names the file and the line."""
+COLUMNS = ("ContextTokens", "GeneratedTokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,32 +29,21 @@ class Lengths:
 
 
 def read_trace(path: Path = SAMPLE) -> list[Lengths]:
-    """The lengths of a trace with the columns ContextTokens and GeneratedTokens (others are left alone).
+    """The lengths of a trace with the columns ContextTokens and GeneratedTokens.
 
     Raises:
-        TraceError: no such file, a column is missing, a length is no whole number, or there is no row.
+        TraceError: it cannot be read, or a length is no whole number from 1 on.
     """
-    try:
-        with path.open(newline="") as file:
-            reader = csv.DictReader(file)
-            missing = {PROMPT_COLUMN, OUTPUT_COLUMN} - set(reader.fieldnames or ())
-            if missing:
-                raise TraceError(f"{path}: no column {', '.join(sorted(missing))}; found {reader.fieldnames}")
-            lengths = [_lengths(row, f"{path}, line {reader.line_num}") for row in reader]
-    except (OSError, UnicodeDecodeError) as error:
-        raise TraceError(f"cannot read the trace {path}: {error}") from error
-    if not lengths:
-        raise TraceError(f"{path} holds no request")
-    return lengths
+    return read_rows(path, COLUMNS, _lengths)
 
 
-def _lengths(row: dict[str, str], where: str) -> Lengths:
+def _lengths(prompt: str, output: str) -> Lengths:
     try:
-        lengths = Lengths(int(row[PROMPT_COLUMN]), int(row[OUTPUT_COLUMN]))
+        lengths = Lengths(int(prompt), int(output))
     except (TypeError, ValueError) as error:
-        raise TraceError(f"{where}: lengths must be whole numbers, found {row}") from error
+        raise ValueError("lengths must be whole numbers") from error
     if lengths.prompt_tokens < 1 or lengths.output_tokens < 1:
-        raise TraceError(f"{where}: lengths must be at least 1, found {row}")
+        raise ValueError("lengths must be at least 1")
     return lengths
 
 

@@ -13,7 +13,7 @@ class RateSearch:
     """What is known so far, and which rate (requests per second) to try next.
 
     Whoever measures says what became of it (`told`), until `next_rate` is None or its time is over; the answer is then
-    `kept`, and the truth lies below `broken` if a higher rate keeps no promise that a lower one breaks.
+    `kept`, always below `broken`.
     """
 
     start: float
@@ -46,5 +46,7 @@ class RateSearch:
         return 0 < self.broken - self.kept <= self.tolerance * self.kept
 
     def told(self, rate: float, kept: bool) -> RateSearch:
-        """What is known after a run at `rate`."""
-        return replace(self, kept=max(self.kept, rate)) if kept else replace(self, broken=min(self.broken, rate))
+        """What is known after a run at `rate`. Where runs contradict each other, the worse one is believed."""
+        if not kept:
+            return replace(self, broken=min(self.broken, rate), kept=self.kept if self.kept < rate else 0.0)
+        return replace(self, kept=max(self.kept, rate)) if rate < self.broken else self

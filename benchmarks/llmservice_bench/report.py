@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from llmservice_bench.goodput import Goodput, Promises
 from llmservice_bench.record import RequestRecord
 
 
@@ -53,9 +54,11 @@ class Report:
     e2e_s: Distribution
     late_s: Distribution
     """How late requests were sent. Above a few ms, the concurrency cap or the load generator itself shaped the load."""
+    goodput: Goodput | None = None
+    """None where nothing was promised."""
 
     @classmethod
-    def of(cls, records: Iterable[RequestRecord]) -> Report:
+    def of(cls, records: Iterable[RequestRecord], promises: Promises | None = None) -> Report:
         records = list(records)
         good = [record for record in records if record.error is None]
         failures = Counter(record.error for record in records if record.error is not None)
@@ -81,6 +84,7 @@ class Report:
             itl_s=Distribution.of([gap for record in good for gap in record.itl_s]),
             e2e_s=Distribution.of([record.e2e_s for record in good]),
             late_s=Distribution.of([record.late_s for record in records]),
+            goodput=Goodput.of(records, promises, duration_s) if promises else None,
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -112,6 +116,11 @@ class Report:
         for name, values in (("TTFT", self.ttft_s), ("TPOT", self.tpot_s), ("ITL", self.itl_s), ("E2E", self.e2e_s)):
             figures = (f"{value * 1000:>12.2f}" for value in (values.mean, values.p50, values.p99))
             lines.append(f"{name:<16}{''.join(figures)}")
+        if self.goodput:
+            good = self.goodput
+            lines.append(
+                f"{'goodput':<28}{good.requests_per_s:>12.2f} req/s, {good.share:.1%} kept {good.promises} (ms)"
+            )
         if self.late_s.p99 > 0.01:
             lines.append(
                 f"sent late: p99 {self.late_s.p99 * 1000:.0f} ms, by the concurrency cap or this machine's own load"

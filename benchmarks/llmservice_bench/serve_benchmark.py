@@ -6,14 +6,19 @@ import argparse
 import asyncio
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from llmservice_bench.arrivals import read_arrivals
 from llmservice_bench.client import Target, TargetError, measure_word_rate
 from llmservice_bench.drive import Load, drive, open_session
-from llmservice_bench.lengths import SAMPLE, TraceError, read_trace
+from llmservice_bench.goodput import Promises
+from llmservice_bench.lengths import Lengths, read_trace
+from llmservice_bench.progress_bar import progress_bar
 from llmservice_bench.report import Report, machine
+from llmservice_bench.trace import SAMPLE
 from llmservice_planner.command import CommandError
 
 DEFAULT_NUM_PROMPTS = 200
@@ -23,30 +28,42 @@ def run_serve_benchmark(args: argparse.Namespace) -> int:
     """Exit status 0 when every request completed, 1 when some failed.
 
     Raises:
-        CommandError: the trace or the server cannot be used.
+        CommandError: an argument, the trace or the server cannot be used, or the result not be written.
     """
     try:
-        load = _load(args)
-        report = asyncio.run(_measure(args, load))
-    except (TraceError, TargetError, ValueError) as error:
+        load = load_of(args)
+        promises = Promises.parse(args.goodput) if args.goodput else None
+        report = asyncio.run(_measure(args, load, promises))
+    except (TargetError, ValueError) as error:
         raise CommandError(str(error)) from error
+    told = json.dumps(_settings(args, load) | report.as_dict(), indent=2)
     if args.output == "json":
-        print(json.dumps(_settings(args) | report.as_dict(), indent=2))
+        print(told)
     else:
-        where = machine()
-        print(f"{args.model} at {args.url}, from {where['platform']} with {where['cpus']} CPUs")
+        print(f"{args.model} at {args.url}, from {from_where()}")
         print("\n".join(report.lines()))
+    if args.result:
+        write_file(args.result, told + "\n")
     return 1 if report.failed else 0
 
 
-def _load(args: argparse.Namespace) -> Load:
+def load_of(args: argparse.Namespace) -> Load:
+    """The load that the arguments describe; raises ValueError where they contradict each other."""
+    replayed = args.trace is not None and args.request_rate is None and args.concurrency is None
+    if args.time_scale is not None and not replayed:
+        raise ValueError(
+            "--time-scale stretches the times of --trace: give it without --request-rate and --concurrency"
+        )
+    if args.burstiness is not None and args.request_rate is None:
+        raise ValueError("--burstiness shapes the gaps of --request-rate: give both")
     num_requests = args.num_prompts
-    if num_requests is None and args.duration is None:
+    if num_requests is None and args.duration is None and not replayed:
         num_requests = DEFAULT_NUM_PROMPTS
     return Load(
-        lengths=[lengths.scaled(args.scale) for lengths in read_trace(args.trace or SAMPLE)],
-        rate=args.request_rate,
-        burstiness=args.burstiness,
+        lengths=lengths_of(args),
+        rate=args.request_rate or float("inf"),
+        burstiness=args.burstiness or 1.0,
+        arrivals=read_arrivals(args.trace, args.time_scale or 1.0) if replayed else None,
         max_concurrency=args.concurrency,
         num_requests=num_requests,
         duration_s=args.duration,
@@ -54,25 +71,50 @@ def _load(args: argparse.Namespace) -> Load:
     )
 
 
-async def _measure(args: argparse.Namespace, load: Load) -> Report:
-    key = os.environ.get("OPENAI_API_KEY")  # the environment, not a flag: flags show in the process list
+def lengths_of(args: argparse.Namespace) -> list[Lengths]:
+    return [lengths.scaled(args.scale) for lengths in read_trace(args.trace or SAMPLE)]
+
+
+def target_of(args: argparse.Namespace) -> Target:
+    """The key comes from the environment, not from a flag: flags show in the process list."""
+    key = os.environ.get(args.api_key_env)
     headers = (("Authorization", f"Bearer {key}"),) if key else ()
-    target = Target(args.url, args.model, chat=args.chat, ignore_eos=args.ignore_eos, headers=headers)
+    return Target(args.url, args.model, chat=args.chat, ignore_eos=args.ignore_eos, headers=headers)
+
+
+def write_file(path: Path, text: str) -> None:
+    """Raises CommandError where it cannot be written."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def from_where() -> str:
+    where = machine()
+    return f"{where['platform']} with {where['cpus']} CPUs"
+
+
+async def _measure(args: argparse.Namespace, load: Load, promises: Promises | None) -> Report:
+    target = target_of(args)
     async with open_session(args.timeout) as session:
         word_rate = await measure_word_rate(session, target, np.random.default_rng(args.seed))
-        return Report.of(await drive(session, target, load, word_rate))
+        async with progress_bar(load, args.model) as progress:
+            return Report.of(await drive(session, target, load, word_rate, progress), promises)
 
 
-def _settings(args: argparse.Namespace) -> dict[str, Any]:
+def _settings(args: argparse.Namespace, load: Load) -> dict[str, Any]:
     return {
         "url": args.url,
         "model": args.model,
         "trace": (args.trace or SAMPLE).name,
         "scale": args.scale,
-        "request_rate": args.request_rate if args.request_rate != float("inf") else "inf",
-        "burstiness": args.burstiness,
+        "arrivals": "replayed" if load.arrivals is not None else "gamma" if load.is_open else "at once",
+        "time_scale": args.time_scale,
+        "request_rate": load.rate if load.rate != float("inf") else "inf",
+        "burstiness": load.burstiness,
         "concurrency": args.concurrency,
-        "num_prompts": args.num_prompts,
+        "num_prompts": load.num_requests,
         "duration": args.duration,
         "seed": args.seed,
     }

@@ -16,11 +16,14 @@ TEMPLATE_TOKENS = 3
 
 @dataclass
 class WordServer:
-    """Counts what it sees. `status`, `cut_after` and `usage` make it misbehave."""
+    """Counts what it sees. `status`, `cut_after`, `cut_every` and `usage` make it misbehave."""
 
     url: str = ""
     status: int = 200
     cut_after: int | None = None
+    """Tokens after which a stream breaks off."""
+    cut_every: int | None = None
+    """One stream in so many breaks off at once."""
     usage: bool = True
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
@@ -50,8 +53,9 @@ class WordServer:
         await response.prepare(request)
         if chat:  # the role comes first, and is no token
             await _event(response, {"choices": [{"delta": {"role": "assistant", "content": ""}}]})
+        cut_after = 0 if self.cut_every and len(self.bodies) % self.cut_every == 0 else self.cut_after
         for count in range(tokens):
-            if count == self.cut_after:
+            if count == cut_after:
                 return response
             await _event(response, {"choices": [{"delta": {"content": "w "}} if chat else {"text": "w "}]})
         await _event(response, {"choices": [], "usage": usage})

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from llmservice_bench.arrivals import arrival_times
+from llmservice_bench.arrivals import arrival_times, read_arrivals
+from llmservice_bench.trace import SAMPLE, TraceError
 
 
 def gaps(rate: float, burstiness: float, count: int = 20_000) -> np.ndarray:
@@ -35,3 +37,34 @@ def test_same_seed_gives_the_same_arrivals() -> None:
 def test_rate_and_burstiness_must_be_positive(rate: float, burstiness: float) -> None:
     with pytest.raises(ValueError, match="above 0"):
         next(arrival_times(rate, burstiness, np.random.default_rng(0)))
+
+
+def test_traces_own_times_count_from_its_first_request_and_stretch() -> None:
+    times = read_arrivals(SAMPLE)
+    assert times[:2] == pytest.approx([0.0, 11.1962], abs=1e-3)
+    assert len(times) == 1000
+    assert read_arrivals(SAMPLE, 0.1) == pytest.approx([time / 10 for time in times])
+
+
+@pytest.mark.parametrize(
+    "rows", ["5\n7.5\n", "2026-01-01 00:00:05\n2026-01-01 00:00:07.5\n"], ids=["seconds", "ISO 8601"]
+)
+def test_times_are_iso_or_seconds(tmp_path: Path, rows: str) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("TIMESTAMP\n" + rows)
+    assert read_arrivals(trace) == [0.0, 2.5]
+
+
+@pytest.mark.parametrize(
+    ("rows", "complaint"),
+    [
+        ("5\nnoon\n", "line 3: TIMESTAMP must be ISO 8601 or a number of seconds"),
+        ("nan\n", "line 2: TIMESTAMP must be finite"),
+        ("5\n6\n4\n", "request 3: earlier than the one before it"),
+    ],
+)
+def test_unusable_times_are_refused(tmp_path: Path, rows: str, complaint: str) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("TIMESTAMP\n" + rows)
+    with pytest.raises(TraceError, match=complaint):
+        read_arrivals(trace)

@@ -109,6 +109,30 @@ async def test_word_rate_is_learnt_from_the_servers_usage(server: Any) -> None:
             await measure_word_rate(session, Target(server.url, "m"), np.random.default_rng(0))
 
 
+def test_replayed_trace_keeps_its_times_and_the_length_that_came_at_each() -> None:
+    load = Load(LENGTHS, arrivals=[0.0, 2.0, 7.0], duration_s=5.0)
+    assert [(request.at_s, request.lengths) for request in load.plan(ONE_A_WORD)] == [
+        (0.0, LENGTHS[0]),
+        (2.0, LENGTHS[1]),
+    ]
+    assert load.is_open
+    assert Load(LENGTHS, arrivals=[0.0, 2.0, 7.0], num_requests=2).total == 2
+
+
+async def test_replayed_requests_that_leave_late_say_so(server: Any) -> None:
+    now = 0.0
+
+    async def oversleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds + 0.5
+
+    load = Load(LENGTHS, arrivals=[0.0, 2.0, 7.0])
+    async with open_session(timeout_s=30) as session:
+        target = Target(server.url, "m")
+        records = await drive(session, target, load, ONE_A_WORD, clock=lambda: now, sleep=oversleep)
+    assert all(record.late_s >= 0.5 for record in records)
+
+
 def test_same_seed_gives_the_same_requests() -> None:
     def plan(seed: int) -> list[Any]:
         return list(Load(LENGTHS, rate=9.0, num_requests=20, seed=seed).plan(ONE_A_WORD))
@@ -116,7 +140,15 @@ def test_same_seed_gives_the_same_requests() -> None:
     assert plan(1) == plan(1) != plan(2)
 
 
-@pytest.mark.parametrize("fields", [{}, {"duration_s": 1.0}], ids=["no end", "infinite rate without a cap"])
-def test_load_without_an_end_is_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="needs"):
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({}, "needs an end"),
+        ({"duration_s": 1.0}, "needs max_concurrency"),
+        ({"arrivals": [0.0, 1.0, 2.0], "rate": 5.0}, "not both"),
+        ({"arrivals": [0.0]}, "1 arrivals need as many lengths, found 3"),
+    ],
+)
+def test_load_that_contradicts_itself_or_has_no_end_is_refused(fields: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
         Load(LENGTHS, **fields)

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmservice_bench.lengths import Lengths, TraceError, read_trace, scaled_to
+from llmservice_bench.lengths import Lengths, read_trace, scaled_to
+from llmservice_bench.trace import TraceError
 
 
 def test_bundled_sample_has_the_shape_of_the_whole_trace() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,6 +33,20 @@ def test_no_rate_is_tried_whose_fate_is_known(capacity: float, start: float) -> 
     while (rate := search.next_rate) is not None:
         assert search.kept < rate < search.broken
         search = search.told(rate, rate <= capacity)
+
+
+@given(runs=st.lists(st.tuples(st.floats(0.1, 100.0), st.booleans()), max_size=8), answers=st.randoms())
+def test_search_ends_however_runs_contradict_each_other(runs: list[tuple[float, bool]], answers: random.Random) -> None:
+    search = RateSearch(5.0, floor=0.01)
+    for rate, kept in runs:
+        search = search.told(rate, kept)
+        assert 0 <= search.kept < search.broken
+    for _ in range(60):
+        if (rate := search.next_rate) is None or rate > 1e6:
+            break
+        search = search.told(rate, answers.random() < 0.5)
+    else:
+        pytest.fail(f"still searching: {search}")
 
 
 def test_good_guess_is_quickly_confirmed() -> None:

@@ -43,12 +43,54 @@ async def test_key_comes_from_the_environment_and_goes_into_the_header_alone(
     assert "sk-secret" not in capsys.readouterr().out
 
 
+async def test_trace_alone_is_replayed_with_its_times_and_lengths(
+    server: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n10,20,2\n11,30,3\n12,40,4\n")
+    assert await bench("--url", server.url, "--trace", str(trace), "--time-scale", "0.01", "-o", "json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["arrivals"], told["completed"], told["prompt_tokens"], told["output_tokens"]) == ("replayed", 3, 90, 9)
+    assert 0.02 <= told["duration_s"] < 5
+    assert [body["max_tokens"] for body in server.bodies if body["stream"]] == [2, 3, 4]
+
+
+async def test_goodput_says_how_many_were_served_as_promised(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--url", server.url, "--num-prompts", "4", "--scale", "0.01")
+    assert await bench(*flags, "--goodput", "ttft:60000", "e2e:60000") == 0
+    assert "100.0% kept ttft:60000 e2e:60000 (ms)" in capsys.readouterr().out
+    assert await bench(*flags, "--goodput", "ttft:0.000001", "-o", "json") == 0
+    assert json.loads(capsys.readouterr().out)["goodput"]["share"] == 0.0
+
+
+async def test_result_is_written_beside_the_table(
+    server: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--url", server.url, "--num-prompts", "2", "--scale", "0.01", "--result")
+    assert await bench(*flags, str(tmp_path / "run.json")) == 0
+    captured = capsys.readouterr()
+    assert "requests completed" in captured.out
+    assert captured.err == "", "without a terminal there is no progress bar"
+    assert json.loads((tmp_path / "run.json").read_text())["completed"] == 2
+    assert await bench(*flags, str(tmp_path / "absent" / "run.json")) == 2
+    assert "cannot write" in capsys.readouterr().err
+
+
+async def test_key_may_have_another_name(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEAM_KEY", "sk-team")
+    assert await bench("--url", server.url, "--num-prompts", "1", "--scale", "0.01", "--api-key-env", "TEAM_KEY") == 0
+    assert {headers["Authorization"] for headers in server.headers} == {"Bearer sk-team"}
+
+
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
         (("--trace", "/absent.csv"), "cannot read the trace /absent.csv"),
         (("--url", "http://127.0.0.1:1"), "cannot reach http://127.0.0.1:1/v1/completions"),
         (("--duration", "1"), "needs max_concurrency"),
+        (("--time-scale", "2"), "--time-scale stretches the times of --trace"),
+        (("--burstiness", "2"), "--burstiness shapes the gaps of --request-rate"),
+        (("--goodput", "speed:5"), "cannot read the promise 'speed:5'"),
     ],
 )
 async def test_users_errors_are_one_sentence(

@@ -1,0 +1,49 @@
+"""`llmservice bench sweep`, as a user runs it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmservice_planner.command import main
+
+QUICK = ("--seconds", "0.2", "--scale", "0.01", "--concurrency", "1", "4", "--load", "0.5", "--limit", "1")
+
+
+async def sweep(*flags: str) -> int:
+    return await asyncio.to_thread(main, ["bench", "sweep", "--model", "m", *QUICK, *flags])
+
+
+async def test_table_has_a_row_a_load_and_the_files_have_its_figures(
+    server: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = ("--result", str(tmp_path / "sweep.json"), "--plot", str(tmp_path / "curve.svg"))
+    assert await sweep("--url", server.url, "--goodput", "ttft:60000", *files) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines[2:4]] == ["1 at once", "4 at once"]
+    assert lines[-1].startswith("highest rate at which 99% keep ttft:60000 (ms): ")
+    told = json.loads((tmp_path / "sweep.json").read_text())
+    assert [row["concurrency"] for row in told["rows"]][:3] == [1, 4, None]
+    assert told["highest_rate"]["requests_per_s"] > 0
+    assert (tmp_path / "curve.svg").read_text().startswith("<svg")
+
+
+async def test_json_alone_goes_to_the_terminal_when_asked_for(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert await sweep("--url", server.url, "-o", "json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert len(told["rows"]) == 3
+    assert "highest_rate" not in told, "nothing was promised"
+
+
+async def test_failed_requests_make_the_exit_status_1(server: Any) -> None:
+    server.cut_every = 5
+    assert await sweep("--url", server.url) == 1
+
+
+async def test_server_that_is_not_there_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert await sweep("--url", "http://127.0.0.1:1") == 2
+    assert "cannot reach http://127.0.0.1:1/v1/completions" in capsys.readouterr().err
