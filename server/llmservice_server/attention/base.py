@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +32,12 @@ class KVCacheShape:
         return len(self.windows) * self.block_size * 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceSlice:
+class SequenceSlice(NamedTuple):
     """The tokens [start, start + num_tokens) of one sequence; all earlier ones are in the cache already."""
 
     start: int
     num_tokens: int
-    block_table: Sequence[int]  # token `i` lives in block `block_table[i // block_size]`
+    block_table: Sequence[int]  # token `i` lives in block `block_table[i // block_size]`; an array("i") is fastest
 
 
 class Attend(Protocol):
@@ -57,16 +62,37 @@ class AttentionBackend(Protocol):
         """`slices` in the order in which their tokens are laid end to end; every token has its block in the table."""
 
 
-def slots_of(slices: Sequence[SequenceSlice], block_size: int) -> list[int]:
+@dataclass(frozen=True, slots=True)
+class JoinedTables:
+    """Several sequences' block tables, one behind the other."""
+
+    blocks: Int32Array
+    firsts: Int64Array  # [num_seqs]: where each table begins
+
+    @classmethod
+    def of(cls, tables: Sequence[Sequence[int]]) -> JoinedTables:
+        joined = b"".join([table if isinstance(table, array) else array("i", table) for table in tables])
+        lengths = np.fromiter(map(len, tables), np.int64, len(tables))
+        return cls(np.frombuffer(joined, np.int32), firsts_of(lengths))
+
+
+def firsts_of(counts: Int64Array) -> Int64Array:
+    """Where each of several runs of `counts` things begins, when they are laid end to end."""
+    return np.cumsum(counts) - counts
+
+
+def positions_of(starts: Int64Array, counts: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """Of each token of the runs [start, start + count), laid end to end: its run's number, and its position."""
+    run = np.repeat(np.arange(len(counts)), counts)
+    return run, np.arange(len(run)) + (starts - firsts_of(counts))[run]
+
+
+def slots_of(starts: Int64Array, counts: Int64Array, tables: JoinedTables, block_size: int) -> Int64Array:
     """The cache slot of each token, `block * block_size + offset`, in the order in which they are laid end to end."""
-    slots: list[int] = []
-    for part in slices:
-        blocks = part.block_table
-        position, end = part.start, part.start + part.num_tokens
-        while position < end:
-            block, offset = divmod(position, block_size)
-            count = min(block_size - offset, end - position)
-            first = blocks[block] * block_size + offset
-            slots.extend(range(first, first + count))
-            position += count
+    first_blocks, positions = tables.firsts, starts
+    if counts.min() != 1 or counts.max() != 1:
+        run, positions = positions_of(starts, counts)
+        first_blocks = first_blocks[run]
+    blocks = tables.blocks[first_blocks + positions // block_size].astype(np.int64)
+    slots: Int64Array = blocks * block_size + positions % block_size
     return slots

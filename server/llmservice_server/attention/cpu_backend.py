@@ -17,12 +17,18 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
 from llmservice_server.attention import cpu_kernels
-from llmservice_server.attention.base import KVCacheShape, SequenceSlice, slots_of
+from llmservice_server.attention.base import (
+    Int32Array,
+    Int64Array,
+    JoinedTables,
+    KVCacheShape,
+    SequenceSlice,
+    firsts_of,
+    slots_of,
+)
 
 _PIECES_A_THREAD = 4
 """With fewer sequences than so many for each thread, the heads of a sequence are shared out as well."""
-
-Int32Array = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +61,10 @@ class _Decodes:
     blocks: Int32Array
 
     @classmethod
-    def of(cls, rows: Sequence[int], slices: Sequence[SequenceSlice], num_threads: int) -> _Decodes:
-        sequences: list[tuple[int, int, int, int]] = []
-        blocks: list[int] = []
-        for place in _dealt([part.start for part in slices], num_threads):
-            sequences.append((rows[place], len(blocks), 0, slices[place].start + 1))
-            blocks += slices[place].block_table
-        return cls(np.array(sequences, np.int32), np.array(blocks, np.int32))
+    def of(cls, rows: Int64Array, last_keys: Int64Array, tables: JoinedTables, num_threads: int) -> _Decodes:
+        sequences = np.zeros((len(rows), 4), np.int32)
+        sequences[:, 0], sequences[:, 1], sequences[:, 3] = rows, tables.firsts, last_keys + 1
+        return cls(sequences[_dealt(last_keys, num_threads)], tables.blocks)
 
     def within(self, window: int | None) -> Int32Array:
         """`sequences`, with the first key that a layer with this window sees."""
@@ -86,27 +89,26 @@ class CpuAttention:
 
     def prepare(self, slices: Sequence[SequenceSlice]) -> CpuStep:
         num_threads = cpu_kernels.use_threads(self._num_threads)
-        alone: list[SequenceSlice] = []
-        rows: list[int] = []
-        chunks: list[_Chunk] = []
-        row = 0
-        for part in slices:
-            if part.num_tokens == 1:
-                alone.append(part)
-                rows.append(row)
-            else:
-                table = np.array(part.block_table, np.int32)
-                chunks.append(_Chunk(row, row + part.num_tokens, part.start, table))
-            row += part.num_tokens
-        decodes = _Decodes.of(rows, alone, num_threads) if alone else None
+        columns = zip(*slices, strict=True)
+        starts, counts = np.array(next(columns), np.int64), np.array(next(columns), np.int64)
+        tables = JoinedTables.of(next(columns))
+        rows = firsts_of(counts)
+        alone = np.flatnonzero(counts == 1)
         few = len(alone) < _PIECES_A_THREAD * num_threads
+        own_tables = JoinedTables(tables.blocks, tables.firsts[alone])
         return CpuStep(
             shape=self.shape,
             caches=self._arrays,
-            slots=np.array(slots_of(slices, self.shape.block_size), np.int64),
-            decodes=decodes,
+            slots=slots_of(starts, counts, tables, self.shape.block_size),
+            decodes=_Decodes.of(rows[alone], starts[alone], own_tables, num_threads) if len(alone) else None,
             parts=self.shape.num_kv_heads if few and num_threads > 1 else 1,
-            chunks=chunks,
+            chunks=[
+                _Chunk(row, row + part.num_tokens, part.start, np.array(part.block_table, np.int32))
+                for row, part in zip(rows.tolist(), slices, strict=True)
+                if part.num_tokens != 1
+            ]
+            if len(alone) < len(slices)
+            else [],
         )
 
 
@@ -179,10 +181,10 @@ def _mask(chunk: _Chunk, window: int | None) -> torch.Tensor:
     return (keys <= queries) if window is None else (keys <= queries) & (keys > queries - window)
 
 
-def _dealt(work: Sequence[int], num_hands: int) -> list[int]:
+def _dealt(work: Int64Array, num_hands: int) -> Int64Array:
     """The places of `work`, dealt like cards, most work first, from the first hand to the last and back again."""
-    hands: list[list[int]] = [[] for _ in range(num_hands)]
-    for turn, place in enumerate(sorted(range(len(work)), key=work.__getitem__, reverse=True)):
-        lap, seat = divmod(turn, num_hands)
-        hands[seat if lap % 2 == 0 else num_hands - 1 - seat].append(place)
-    return [place for hand in hands for place in hand]
+    turns = np.arange(len(work))
+    laps, seats = np.divmod(turns, num_hands)
+    hands = np.where(laps % 2 == 0, seats, num_hands - 1 - seats)
+    most_first = np.argsort(-work, kind="stable")
+    return most_first[np.argsort(hands, kind="stable")]

@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
-from llmservice_server.attention.base import KVCacheShape, SequenceSlice, slots_of
+from llmservice_server.attention.base import JoinedTables, KVCacheShape, SequenceSlice, slots_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +39,19 @@ class TorchAttention:
 
     def prepare(self, slices: Sequence[SequenceSlice]) -> TorchStep:
         runs: list[_Run] = []
-        blocks: list[int] = []
+        starts = np.array([part.start for part in slices], np.int64)
+        counts = np.array([part.num_tokens for part in slices], np.int64)
+        tables = JoinedTables.of([part.block_table for part in slices])
         first_query = 0
-        for part in slices:
-            runs.append(_Run(first_query, part.start, part.num_tokens, len(blocks) * self.shape.block_size))
-            blocks += part.block_table
+        for part, first_block in zip(slices, tables.firsts.tolist(), strict=True):
+            runs.append(_Run(first_query, part.start, part.num_tokens, first_block * self.shape.block_size))
             first_query += part.num_tokens
         return TorchStep(
             shape=self.shape,
             caches=self.caches,
-            slots=torch.tensor(slots_of(slices, self.shape.block_size), device=self.device),
+            slots=torch.from_numpy(slots_of(starts, counts, tables, self.shape.block_size)).to(self.device),
             runs=runs,
-            blocks=torch.tensor(blocks, device=self.device),
+            blocks=torch.tensor(tables.blocks, device=self.device),
         )
 
 

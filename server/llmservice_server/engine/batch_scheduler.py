@@ -14,7 +14,7 @@ from operator import attrgetter
 
 from llmservice_server.engine.block_pool import BlockPool
 from llmservice_server.engine.plan import Plan, Scheduled
-from llmservice_server.engine.request import LANES, Request, Status
+from llmservice_server.engine.request import LANES, Request, Status, new_block_table
 
 _PRIORITY = attrgetter("priority")
 
@@ -70,7 +70,7 @@ class BatchScheduler:
             for member in self._batch:
                 if member.status is Status.FINISHED:
                     self.pool.free(member.block_table)
-                    member.block_table = []
+                    member.block_table = new_block_table()
             self._batch = list(self.running)
 
     def wait_s(self, now: float) -> float:
@@ -118,7 +118,7 @@ class BatchScheduler:
             length = request.num_tokens + request.sampling.max_tokens
             if self.config.padded:
                 length = longest_prompt + longest_answer
-            request.block_table = self.pool.allocate(self._num_blocks(length))
+            request.block_table = new_block_table(self.pool.allocate(self._num_blocks(length)))
             request.status = Status.RUNNING
             request.first_scheduled_s = now
         self._batch = members

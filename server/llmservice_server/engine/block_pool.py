@@ -66,9 +66,10 @@ class BlockPool:
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` blocks: free ones first, then the cached ones that were unused for longest."""
-        if not self.can_allocate(count):
+        if count > self.num_available:
             raise ValueError(f"{count} blocks asked for, {self.num_available} free: call can_allocate first")
-        self._evict(count - self._num_free)
+        if count > self._num_free:
+            self._evict(count - self._num_free)
         blocks = []
         for _ in range(count):
             block = self._next[NULL_BLOCK]

@@ -18,7 +18,7 @@ from llmservice_server.engine.plan import Plan, Scheduled
 from llmservice_server.engine.request import Request
 from llmservice_server.engine.runner import StepResult
 from llmservice_server.engine.scheduling import make_scheduler
-from llmservice_server.engine.startup import start
+from llmservice_server.engine.startup import Started, start
 from llmservice_server.messages import FinishReason, Generate, Output, Ready, Stats, StepOutputs
 from llmservice_server.sampling.compiling import Compiling
 from llmservice_server.sampling.grammar import GrammarCompiler
@@ -28,10 +28,15 @@ from llmservice_server.sampling.sampler import Draw, stream_seed
 class Engine:
     """Raises `StartError` (`ConfigError`, `ModelLoadError`, `OutOfMemoryError`) when it cannot start.
 
-    `clock` gives monotonic seconds, on the same clock as `Generate.arrival_s` and `deadline_s`.
+    `clock` gives monotonic seconds, on the same clock as `Generate.arrival_s` and `deadline_s`. `start` loads a model.
     """
 
-    def __init__(self, config: EngineConfig, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        clock: Callable[[], float] = time.monotonic,
+        start: Callable[[EngineConfig], Started] = start,
+    ) -> None:
         started_s = time.monotonic()
         started = start(config)
         max_num_seqs = started.max_num_seqs
@@ -123,7 +128,8 @@ class Engine:
                 for request, error in failed.items()
                 if request.request_id in self._requests  # else it had ended, and was computed as padding
             ]
-            outputs += self._update([share for share in plan.scheduled if share.request not in failed], results)
+            computed = [share for share in plan.scheduled if share.request not in failed] if failed else plan.scheduled
+            outputs += self._update(computed, results)
         self.last_plan = plan
         return StepOutputs(outputs=outputs, stats=self.stats())
 
@@ -148,7 +154,8 @@ class Engine:
             for request, logprobs in result.prompt_logprobs.items():
                 request.prompt_logprobs += logprobs
         draws = (drawn for result in results for drawn in result.draws)
-        return [self._advance(share.request, next(draws)) for share in shares if share.samples]
+        sampled = [share.request for share in shares if share.samples]
+        return [self._advance(request, drawn) for request, drawn in zip(sampled, draws, strict=True)]
 
     def _advance(self, request: Request, draw: Draw) -> Output:
         if request.grammar is not None and (problem := request.grammar.problem) is not None:
@@ -160,14 +167,16 @@ class Engine:
             return self._finish(
                 request, "error", "the model's logits are not finite: the weights or the dtype overflow"
             )
-        first = request.num_output_tokens == 0
+        first = len(request.token_ids) == request.num_prompt_tokens
         finish_reason = request.append(token_id)
-        output = (
-            Output(request_id=request.request_id) if finish_reason is None else self._finish(request, finish_reason)
-        )
-        if token_id not in request.stop_token_ids:  # they are not part of the answer
-            output.token_ids = [token_id]
-            output.logprobs = [] if draw.logprobs is None else [draw.logprobs]
+        if finish_reason is None:
+            output = Output(request_id=request.request_id, token_ids=[token_id])
+        else:
+            output = self._finish(request, finish_reason)
+            if token_id not in request.stop_token_ids:  # they are not part of the answer
+                output.token_ids = [token_id]
+        if draw.logprobs is not None and output.token_ids:
+            output.logprobs = [draw.logprobs]
         if first and request.first_scheduled_s is not None:
             output.queue_s = max(0.0, request.first_scheduled_s - request.arrival_s)
             output.prompt_logprobs = request.prompt_logprobs

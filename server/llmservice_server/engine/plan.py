@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from llmservice_server.engine.request import Request
 
 
-@dataclass(frozen=True, slots=True)
-class Scheduled:
-    """One request's share of a step: the tokens [start, start + num_tokens) of its `token_ids`."""
+class Scheduled(NamedTuple):
+    """One request's share of a step: the tokens [start, start + num_tokens) of its `token_ids`.
+
+    A tuple, because there is one per sequence and step: `zip(*plan.scheduled)` gives a step's columns at once.
+    """
 
     request: Request
     start: int
@@ -20,7 +23,7 @@ class Scheduled:
     num_padding: int = 0  # tokens of no meaning behind them, which a static batch computes all the same
 
     @property
-    def block_table(self) -> list[int]:
+    def block_table(self) -> array[int]:
         return self.request.block_table
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -11,6 +13,11 @@ from llmservice_server.sampling.grammar import Grammar
 from llmservice_server.sampling.token_history import TokenHistory
 
 LANES = ("interactive", "batch")  # in the order in which they are served
+
+
+def new_block_table(blocks: Iterable[int] = ()) -> array[int]:
+    """32-bit numbers side by side, as the kernels read them: a step copies tables as bytes, not block by block."""
+    return array("i", blocks)
 
 
 class Status(Enum):
@@ -46,7 +53,7 @@ class Request:
     cache_salt: str | None = None
     status: Status = Status.WAITING
     num_computed_tokens: int = 0
-    block_table: list[int] = field(default_factory=list)  # token `i` lives in block `block_table[i // block_size]`
+    block_table: array[int] = field(default_factory=new_block_table)  # token `i`: `block_table[i // block_size]`
     first_scheduled_s: float | None = None
     history: TokenHistory | None = None  # what the penalties count; None: there are none
     grammar: Grammar | None = None
@@ -98,4 +105,4 @@ class Request:
             self.history.append(token_id)
         if self.grammar is not None and self.grammar.take(token_id):
             return "stop"
-        return "length" if self.num_output_tokens >= self.sampling.max_tokens else None
+        return "length" if len(self.token_ids) - self.num_prompt_tokens >= self.sampling.max_tokens else None

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
-from llmservice_server.attention.base import AttentionBackend, SequenceSlice
+from llmservice_server.attention.base import AttentionBackend, Int64Array, SequenceSlice
 from llmservice_server.attention.swapped_blocks import SwappedBlocks
 from llmservice_server.engine.plan import Plan
 from llmservice_server.engine.request import Request
+from llmservice_server.engine.step_input import StepInput
 from llmservice_server.messages import TokenLogprobs
 from llmservice_server.models.llama import LlamaModel
 from llmservice_server.sampling.prompt_logprobs import prompt_logprobs
 from llmservice_server.sampling.sampler import Draw, draw
 from llmservice_server.sampling.token_masks import TokenMasks
-
-_PADDING = 0  # any token of the vocabulary: what comes of it is dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,31 +55,18 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, plan: Plan) -> StepResult:
         """Compute every share of the plan, and the next token of each request whose share `samples`."""
-        token_ids: list[int] = []
-        positions: list[int] = []
-        last_rows: list[int] = []
-        for share in plan.scheduled:
-            end = share.start + share.num_tokens
-            token_ids += share.request.token_ids[share.start : end]
-            positions.extend(range(share.start, end))
-            if share.samples:
-                last_rows.append(len(token_ids) - 1)
-            token_ids += [_PADDING] * share.num_padding
-            positions.extend(range(end, end + share.num_padding))
-        slices = [
-            SequenceSlice(share.start, share.num_tokens + share.num_padding, share.request.block_table)
-            for share in plan.scheduled
-        ]
-        sampling = [share.request for share in plan.scheduled if share.samples]
-        grammars = [request.grammar for request in sampling if request.grammar is not None]
-        masks = self._masks.begin(grammars) if grammars else None
-        hidden = self._forward(token_ids, positions, slices)
+        step = StepInput.of(plan.scheduled)
+        masks = None
+        if grammars := [request.grammar for request in step.sampling if request.grammar is not None]:
+            masks = self._masks.begin(grammars)
+        hidden = self._forward(step.token_ids, step.positions, step.slices)
+        if step.last_rows is None:
+            return StepResult(draw(self.model.logits(hidden), step.sampling, masks))
         scores = prompt_logprobs(self.model, plan, hidden)
-        if not last_rows:
+        if not step.sampling:
             return StepResult(prompt_logprobs=scores)
-        if len(last_rows) < len(token_ids):
-            hidden = hidden[torch.tensor(last_rows, device=hidden.device)]
-        return StepResult(draw(self.model.logits(hidden), sampling, masks), scores)
+        hidden = hidden[torch.from_numpy(step.last_rows).to(hidden.device)]
+        return StepResult(draw(self.model.logits(hidden), step.sampling, masks), scores)
 
     @torch.inference_mode()
     def dummy_step(self, num_tokens: int, num_seqs: int, longest: int, block_size: int) -> None:
@@ -96,13 +83,13 @@ class ModelRunner:
             slices.append(SequenceSlice(0, count, range(first_block, first_block + num_blocks)))
             first_block += num_blocks
             positions.extend(range(count))
-        hidden = self._forward([0] * num_tokens, positions, slices)
+        hidden = self._forward(np.zeros(num_tokens, np.int64), np.array(positions, np.int64), slices)
         self.model.logits(hidden[:num_seqs])
 
-    def _forward(self, token_ids: list[int], positions: list[int], slices: list[SequenceSlice]) -> torch.Tensor:
+    def _forward(self, token_ids: Int64Array, positions: Int64Array, slices: list[SequenceSlice]) -> torch.Tensor:
         device = self.model.device
         return self.model.forward(
-            torch.tensor(token_ids, device=device),
-            torch.tensor(positions, device=device),
+            torch.from_numpy(token_ids).to(device),
+            torch.from_numpy(positions).to(device),
             self.attention.prepare(slices),
         )

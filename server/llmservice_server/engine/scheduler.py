@@ -6,14 +6,14 @@ import math
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import attrgetter
 
 from llmservice_server.engine.block_hash import BlockHashes
 from llmservice_server.engine.block_pool import BlockPool
 from llmservice_server.engine.lane import Lane, LaneConfig
 from llmservice_server.engine.plan import BlockCopy, Plan, Scheduled
-from llmservice_server.engine.request import LANES, Request, Status
+from llmservice_server.engine.request import LANES, Request, Status, new_block_table
 from llmservice_server.engine.swap_space import SwapSpace
 
 INTERACTIVE, BATCH = LANES
@@ -125,10 +125,10 @@ class ContinuousScheduler:
 
     def commit(self, plan: Plan, failed: Collection[Request] = ()) -> None:
         """Tell the prefix cache of the blocks that the step has filled."""
-        for share in plan.scheduled:
-            request = share.request
-            num_full = request.num_computed_tokens // self.config.block_size
-            if request.block_hashes is None or num_full == request.num_committed_blocks or request in failed:
+        block_size = self.config.block_size
+        for request in [share.request for share in plan.scheduled]:
+            num_full = request.num_computed_tokens // block_size
+            if num_full == request.num_committed_blocks or request.block_hashes is None or request in failed:
                 continue
             hashes = request.block_hashes.first(num_full, request.token_ids)
             for index in range(request.num_committed_blocks, num_full):
@@ -165,11 +165,15 @@ class ContinuousScheduler:
         own = max(len(behind), min(demand, self.lanes[BATCH].own_tokens, budget - num_first))
         position = for_admissions = 0
         while position < len(self.running):
-            request = self.running[position]
-            # Each of those behind gets a token too, and the batch lane its share: a long prompt stalls nobody.
-            kept = num_first - position - 1 + own if position < num_first else len(self.running) - position - 1
             if position == num_first and self.lanes[INTERACTIVE].waiting:
                 budget, for_admissions = min(budget, own), budget - min(budget, own)
+            request = self.running[position]
+            if self._decode(request, plan):
+                budget -= 1
+                position += 1
+                continue
+            # Each of those behind gets a token too, and the batch lane its share: a long prompt stalls nobody.
+            kept = num_first - position - 1 + own if position < num_first else len(self.running) - position - 1
             num_tokens = self._share_of(request, budget - kept)
             if not self._make_room(request, num_tokens, plan):
                 break
@@ -177,6 +181,22 @@ class ContinuousScheduler:
             budget -= num_tokens
             position += 1
         return budget + for_admissions
+
+    def _decode(self, request: Request, plan: Plan) -> bool:
+        """Schedule the one token that most requests are short of in most steps, unless somebody must make room.
+
+        What `_share_of`, `_make_room` and `_schedule` would do as well, at a fraction of their cost.
+        """
+        start, table = request.num_computed_tokens, request.block_table
+        if len(request.token_ids) - start != 1:
+            return False
+        if start == len(table) * self.config.block_size:
+            if self.pool.num_available == 0:
+                return False
+            table.extend(self.pool.allocate(1))
+        request.num_computed_tokens = start + 1
+        plan.scheduled.append(Scheduled(request, start, 1, True))  # by name it would cost twice as much
+        return True
 
     def _make_room(self, request: Request, num_tokens: int, plan: Plan) -> bool:
         """Give `request` blocks for its share, preempting from the end of `running`; False if that met itself."""
@@ -189,7 +209,7 @@ class ContinuousScheduler:
             self._preempt(victim, plan)
             if victim is request:
                 return False
-        table += self.pool.allocate(missing)
+        table.extend(self.pool.allocate(missing))
         return True
 
     def _admit_next(self, plan: Plan, budget: int, now: float) -> int:
@@ -242,7 +262,8 @@ class ContinuousScheduler:
         self._lane(request).remove(request)
         hits = self._hits(request)
         self.pool.hold(hits)
-        table = request.block_table = hits + self.pool.allocate(self._num_blocks(request.num_tokens) - len(hits))
+        blocks = hits + self.pool.allocate(self._num_blocks(request.num_tokens) - len(hits))
+        table = request.block_table = new_block_table(blocks)
         if self.swap is not None and request.swapped_blocks:
             copied = zip(request.swapped_blocks[len(hits) :], table[len(hits) :], strict=False)
             plan.swap_in += [BlockCopy(source, target) for source, target in copied]
@@ -290,6 +311,8 @@ class ContinuousScheduler:
 
     def _give_rest(self, plan: Plan, budget: int) -> None:
         """What nobody wanted goes to the prompts that were cut short; their blocks they have since admission."""
+        if budget <= 0 or all(share.samples for share in plan.scheduled):
+            return
         for index, share in enumerate(plan.scheduled):
             request = share.request
             room = self.config.prefill_chunk_tokens - share.num_tokens
@@ -297,7 +320,7 @@ class ContinuousScheduler:
             if extra > 0:
                 request.num_computed_tokens += extra
                 samples = request.num_computed_tokens == request.num_tokens
-                plan.scheduled[index] = replace(share, num_tokens=share.num_tokens + extra, samples=samples)
+                plan.scheduled[index] = share._replace(num_tokens=share.num_tokens + extra, samples=samples)
                 budget -= extra
 
     def _preempt(self, request: Request, plan: Plan) -> None:
@@ -326,7 +349,7 @@ class ContinuousScheduler:
 
     def _release(self, request: Request) -> None:
         self.pool.free(request.block_table)
-        request.block_table = []
+        request.block_table = new_block_table()
 
     def _lane(self, request: Request) -> Lane:
         return self.lanes[request.lane]

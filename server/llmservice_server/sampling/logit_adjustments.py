@@ -44,7 +44,7 @@ class Places:
 
 def adjust(logits: torch.Tensor, requests: Sequence[Request]) -> None:
     """Change float32 logits `[num_requests, vocab_size]` in place, row by row as its request asks."""
-    numbered = list(enumerate(requests))
+    numbered = [(row, request) for row, request in enumerate(requests) if not request.is_plain]
     if penalized := [(row, request) for row, request in numbered if request.history is not None]:
         _penalize(logits, penalized)
     if biased := [(row, request) for row, request in numbered if request.sampling.logit_bias]:

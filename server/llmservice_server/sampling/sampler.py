@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import NamedTuple
 
+import msgspec
 import torch
 
 from llmservice_server.engine.request import Request
@@ -27,7 +27,7 @@ _MASK = 0xFFFF_FFFF_FFFF_FFFF
 _GOLDEN_GAMMA = 0x9E37_79B9_7F4A_7C15
 
 
-class Draw(NamedTuple):
+class Draw(msgspec.Struct, frozen=True):
     """One step's token of one request."""
 
     token_id: int | None  # None: the logits are not finite

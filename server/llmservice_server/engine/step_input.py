@@ -1,0 +1,57 @@
+"""What the model is given for a step: the plan's tokens, laid end to end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from llmservice_server.attention.base import SequenceSlice, positions_of
+from llmservice_server.engine.plan import Scheduled
+from llmservice_server.engine.request import Request
+
+_PADDING = 0  # any token of the vocabulary: what comes of it is dropped
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """Made column by column, not token by token: this is done for every sequence of every step."""
+
+    token_ids: npt.NDArray[np.int64]  # [num_tokens], padding included
+    positions: npt.NDArray[np.int64]  # [num_tokens], each in its own sequence
+    slices: list[SequenceSlice]
+    sampling: Sequence[Request]  # those that are due a token
+    last_rows: npt.NDArray[np.int64] | None  # of these, each one's last token; None: they are all the step's tokens
+
+    @classmethod
+    def of(cls, scheduled: Sequence[Scheduled]) -> StepInput:
+        requests, starts, num_tokens, samples, num_padding = zip(*scheduled, strict=True)
+        if all(samples) and max(num_tokens) == 1 and not any(num_padding):
+            return cls._of_decodes(requests, starts, num_tokens)
+        counts = np.add(num_tokens, num_padding, dtype=np.int64)
+        token_ids: list[int] = []
+        for share in scheduled:
+            token_ids += share.request.token_ids[share.start : share.start + share.num_tokens]
+            token_ids += [_PADDING] * share.num_padding
+        last = np.cumsum(counts) - np.array(num_padding, np.int64) - 1
+        return cls(
+            token_ids=np.array(token_ids, np.int64),
+            positions=positions_of(np.array(starts, np.int64), counts)[1],
+            slices=_slices(requests, starts, counts.tolist()),
+            sampling=[request for request, due in zip(requests, samples, strict=True) if due],
+            last_rows=last[np.array(samples)],
+        )
+
+    @classmethod
+    def _of_decodes(cls, requests: Sequence[Request], starts: Sequence[int], num_tokens: Sequence[int]) -> StepInput:
+        """Nothing but each sequence's newest token."""
+        newest = [request.token_ids[-1] for request in requests]
+        slices = _slices(requests, starts, num_tokens)
+        return cls(np.array(newest, np.int64), np.array(starts, np.int64), slices, requests, None)
+
+
+def _slices(requests: Sequence[Request], starts: Sequence[int], counts: Sequence[int]) -> list[SequenceSlice]:
+    tables = [request.block_table for request in requests]
+    return list(map(SequenceSlice._make, zip(starts, counts, tables, strict=True)))
