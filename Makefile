@@ -5,8 +5,9 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+PEERS  := $(VENV)/.peers
 
-.PHONY: help setup tools demo test e2e lint format bench docs crds chart clean
+.PHONY: help setup tools demo test e2e lint format peers bench docs crds chart clean
 
 help:           ## show this
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## *' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -55,8 +56,15 @@ chart: crds     ## write what else of the chart is generated: alerts, dashboards
 	$(BIN)/python charts/dashboards.py
 	$(BIN)/python charts/values_docs.py
 
-bench: setup    ## benchmarks of this machine: tables on the terminal, JSON under benchmarks/results/
+$(PEERS): $(STAMP)
+	CMAKE_ARGS=-DGGML_NATIVE=ON $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench-peers]'
+	@touch $@
+
+peers: setup $(PEERS) ## what `make bench` compares with: compiles llama.cpp for this machine (minutes, needs a C++ compiler)
+
+bench: peers    ## benchmarks of this machine: tables on the terminal, JSON under benchmarks/results/
 	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/compare.py
 	$(BIN)/python benchmarks/strategies.py
 	$(BIN)/python benchmarks/operator_scale.py
 

@@ -1,53 +1,58 @@
-"""The comparison of schedulers, on a model so small that it takes a moment."""
-
-import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
+"""What the scheduling benchmark measures, on a model so small that it takes a moment."""
 
 import pytest
 
 from llmservice_bench.lengths import Lengths
 from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
+from scheduling.batching import CONTINUOUS, DYNAMIC, STATIC
+from scheduling.findings import AT_ONCE, Setup
+from scheduling.load import Arrival, Run, with_long_prompts
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks/strategies.py"
 LENGTHS = [Lengths(5, 3), Lengths(40, 12), Lengths(9, 1), Lengths(20, 6), Lengths(3, 9)]
 
 
 @pytest.fixture(scope="module")
-def strategies() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("strategies", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules["strategies"] = importlib.util.module_from_spec(spec)  # its dataclasses look it up
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def setup(tmp_path_factory: pytest.TempPathFactory) -> Setup:
     folder = tmp_path_factory.mktemp("tiny")
-    write_tiny_model(folder, TinyModelSpec(layers=1, hidden_size=32, heads=2, kv_heads=1))
-    return folder
+    spec = TinyModelSpec(layers=1, hidden_size=32, heads=2, kv_heads=1)
+    write_tiny_model(folder, spec)
+    return Setup(folder, spec.vocab_size, LENGTHS, max_num_seqs=2, kv_cache_bytes=4 << 20)
 
 
-def test_every_strategy_serves_the_whole_trace_and_only_static_pads(strategies: ModuleType, model: Path) -> None:
+def test_every_strategy_serves_the_whole_trace_and_only_static_pads(setup: Setup) -> None:
     waste = {}
-    for name, settings in strategies.STRATEGIES.items():
-        small = settings | {"kv_cache_memory_bytes": 4 << 20, "max_num_seqs": 2, "max_batch_wait_s": 0.0}
-        if name == "continuous":
-            del small["max_batch_wait_s"]
-        report, waste[name] = strategies.measure(model, small, strategies.arrivals_of(LENGTHS, float("inf")))
+    for name in (CONTINUOUS, DYNAMIC, STATIC):
+        engine = setup.engine(scheduler=name, max_batch_wait_s=None if name == CONTINUOUS else 0.0)
+        run = Run(engine, setup.arrivals(AT_ONCE))
+        report, waste[name] = run.complete(), run.waste
         assert (report.completed, report.failed) == (5, 0)
         assert report.output_tokens == sum(each.output_tokens for each in LENGTHS)
         assert report.ttft_s.count == report.e2e_s.count == 5
-    assert waste["static"].of_padding > 0.2
-    assert waste["dynamic"].of_padding == waste["continuous"].of_padding == 0
-    assert waste["continuous"].of_kv_cache < waste["dynamic"].of_kv_cache < waste["static"].of_kv_cache
+    assert waste[STATIC].of_padding > 0.2
+    assert waste[DYNAMIC].of_padding == waste[CONTINUOUS].of_padding == 0
+    assert waste[CONTINUOUS].of_kv_cache < waste[DYNAMIC].of_kv_cache < waste[STATIC].of_kv_cache
 
 
-def test_all_strategies_see_the_same_requests_at_any_rate(strategies: ModuleType) -> None:
-    at_once, slowly = (strategies.arrivals_of(LENGTHS, rate) for rate in (float("inf"), 2.0))
+def test_all_strategies_see_the_same_requests_at_any_rate(setup: Setup) -> None:
+    at_once, slowly = setup.arrivals(AT_ONCE), setup.arrivals(2.0)
     assert [each.prompt_token_ids for each in at_once] == [each.prompt_token_ids for each in slowly]
     assert {each.at_s for each in at_once} == {0.0}
     assert slowly[-1].at_s > 0.5
+
+
+def test_run_that_keeps_its_bound_no_longer_is_given_up_and_leaves_the_engine_idle(setup: Setup) -> None:
+    engine = setup.engine()
+    assert Run(engine, setup.arrivals(AT_ONCE), ttft_bound_s=0.0).run() is None
+    assert not engine.has_work
+    assert engine.pool.num_held == 0
+    assert Run(engine, setup.arrivals(AT_ONCE), ttft_bound_s=60.0).complete().completed == 5
+
+
+def test_long_prompts_come_at_their_own_pace_and_are_in_no_figure(setup: Setup) -> None:
+    short = [Arrival(at_s, [1, 2], 2) for at_s in (0.0, 0.02, 0.05)]
+    both = with_long_prompts(short, Lengths(100, 1), 0.02, setup.vocab_size)
+    assert [(each.at_s, each.is_measured) for each in both] == [
+        (0.0, True), (0.01, False), (0.02, True), (pytest.approx(0.03), False), (0.05, True),
+    ]  # fmt: skip
+    report = Run(setup.engine(), both).complete()
+    assert (report.completed, report.prompt_tokens) == (3, 6)

@@ -1,0 +1,175 @@
+"""This project's engine against what people would use instead: same weights, same requests, same cores.
+
+Each peer runs in a process of its own, one after the other, warmed up, and is driven there without HTTP. Lengths are
+those of the Azure conversation trace, scaled to a model of 12 layers, 768 wide; every answer that ends brings the next
+request, so that 32 are always in flight, and only tokens that somebody asked for count. Then one request at a time.
+Needs the extra `bench-peers`; llama.cpp is compiled for the machine that it runs on, which takes minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from importlib import import_module
+from importlib.util import find_spec
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from llmservice_bench.lengths import Lengths, read_trace, scaled_to
+from llmservice_bench.models import SHAPES, checkpoint
+from llmservice_bench.report import Report
+from llmservice_bench.results import Check, Results
+from peers.workload import Answer, Job, agreement, draw_asks, records
+
+OURS, LLAMA_CPP = "ours", "llama.cpp"
+CONTINUOUS, STATIC = "transformers continuous", "transformers static"
+MODULES = {
+    OURS: "peers.ours",
+    LLAMA_CPP: "peers.llama_cpp",
+    CONTINUOUS: "peers.transformers_continuous",
+    STATIC: "peers.transformers_static",
+}
+DTYPES = ("float32", "bfloat16")
+MODEL = "small"
+IN_FLIGHT = 32
+LONGEST = Lengths(400, 256)
+TARGETS = {
+    LLAMA_CPP: {"float32": 1.3, "bfloat16": 1.6},
+    CONTINUOUS: dict.fromkeys(DTYPES, 3.0),
+    STATIC: dict.fromkeys(DTYPES, 4.0),
+}
+"""How many times a peer's useful tokens per second ours must reach; beside llama.cpp, with no worse a p99 TTFT."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What one peer showed in one dtype."""
+
+    batch: Report
+    single: Report
+    answers: Sequence[Answer]
+
+
+def serve_both(peer: str, batch: Job, single: Job) -> tuple[list[Answer], list[Answer]]:
+    """In the peer's own process."""
+    serve = import_module(MODULES[peer]).serve
+    return serve(batch), serve(single)
+
+
+def measure(peer: str, batch: Job, single: Job) -> Shown:
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        answers, alone = process.submit(serve_both, peer, batch, single).result()
+    return Shown(Report.of(records(batch.asks, answers)), Report.of(records(single.asks, alone)), answers)
+
+
+def jobs(dtype: str, count: int, in_flight: int, gguf: Path) -> tuple[Job, Job]:
+    """The same for every peer: many at a time, and one at a time."""
+    lengths = scaled_to(read_trace(), LONGEST)
+    vocab_size = SHAPES[MODEL].vocab_size
+    batch = Job(
+        model=checkpoint(MODEL, dtype),
+        gguf=gguf,
+        dtype=dtype,
+        asks=draw_asks(lengths, count, vocab_size, seed=0),
+        in_flight=in_flight,
+        threads=len(os.sched_getaffinity(0)),
+    )
+    return batch, replace(batch, asks=draw_asks([Lengths(64, 64)], 3, vocab_size, seed=1), in_flight=1)
+
+
+def checks(shown: dict[str, Shown], dtype: str) -> list[Check]:
+    """Of the peers that ran."""
+    ours = shown[OURS]
+    found = []
+    for peer, other in shown.items():
+        if peer != OURS:
+            ratio = ours.batch.output_tokens_per_s / other.batch.output_tokens_per_s
+            what = f"{dtype}: output tokens/s at {IN_FLIGHT} in flight, ours ÷ {peer}"
+            found.append(Check(what, f">= {TARGETS[peer][dtype]:g}", ratio))
+    if LLAMA_CPP in shown:
+        ratio = ours.batch.ttft_s.p99 / shown[LLAMA_CPP].batch.ttft_s.p99
+        found.append(Check(f"{dtype}: p99 TTFT at {IN_FLIGHT} in flight, ours ÷ {LLAMA_CPP}", "<= 1", ratio))
+    alone = {peer: other.single.output_tokens_per_s for peer, other in shown.items() if peer != OURS}
+    if alone:
+        best = max(alone, key=alone.__getitem__)
+        ratio = ours.single.output_tokens_per_s / alone[best]
+        found.append(Check(f"{dtype}: output tokens/s of a single stream, ours ÷ the best, {best}", ">= 1", ratio))
+    return found
+
+
+def compare(peers: Sequence[str], dtype: str, count: int) -> tuple[list[dict[str, Any]], list[Check]]:
+    """Rows and checks of one dtype, printed as they are measured."""
+    rows: list[dict[str, Any]] = []
+    shown: dict[str, Shown] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        gguf = Path(folder) / "model.gguf"
+        if LLAMA_CPP in peers:
+            import_module("peers.gguf_file").write_gguf(checkpoint(MODEL, dtype), gguf, dtype)
+        batch, single = jobs(dtype, count, IN_FLIGHT, gguf)
+        for peer in peers:
+            shown[peer] = measure(peer, batch, single)
+            reference = shown[peers[0]].answers
+            for in_flight, report in ((IN_FLIGHT, shown[peer].batch), (1, shown[peer].single)):
+                row = _row(peer, dtype, in_flight, report)
+                rows.append(row | {"same_tokens_as_ours": agreement(batch.asks, reference, shown[peer].answers)})
+                print(_line(rows[-1]), flush=True)
+    return rows, checks(shown, dtype)
+
+
+HEADER = (
+    f"{'':<26}{'dtype':<10}{'at once':>8}{'tok/s':>8}"
+    + "".join(f"{f'{name} p50/p99 ms':>20}" for name in ("TTFT", "ITL", "E2E"))
+    + f"{'same tokens':>13}"
+)
+
+
+def _row(peer: str, dtype: str, in_flight: int, report: Report) -> dict[str, Any]:
+    latencies = (("ttft", report.ttft_s), ("itl", report.itl_s), ("e2e", report.e2e_s))
+    return {
+        "peer": peer,
+        "dtype": dtype,
+        "in_flight": in_flight,
+        "requests": report.completed,
+        "failed": report.failed,
+        "output_tokens_per_s": report.output_tokens_per_s,
+        **{f"{name}_{rank}_s": getattr(values, rank) for name, values in latencies for rank in ("p50", "p99")},
+    }
+
+
+def _line(row: dict[str, Any]) -> str:
+    milliseconds = [[row[f"{name}_{rank}_s"] * 1000 for rank in ("p50", "p99")] for name in ("ttft", "itl", "e2e")]
+    latencies = "".join(f"{f'{p50:.1f} / {p99:.1f}':>20}" for p50, p99 in milliseconds)
+    failed = f"  {row['failed']} failed" if row["failed"] else ""
+    beginning = f"{row['peer']:<26}{row['dtype']:<10}{row['in_flight']:>8}{row['output_tokens_per_s']:>8.1f}"
+    return f"{beginning}{latencies}{row['same_tokens_as_ours']:>13.1%}{failed}"
+
+
+def main(peers: Sequence[str], dtypes: Sequence[str], count: int) -> int:
+    if LLAMA_CPP in peers and find_spec("llama_cpp") is None:
+        print("llama.cpp is missing: pip install -c constraints.txt -e '.[bench-peers]' compiles it, in minutes")
+        return 2
+    print(HEADER)
+    rows, found = [], []
+    for dtype in dtypes:
+        measured, judged = compare(peers, dtype, count)
+        rows += measured
+        found += judged
+    print(*(check.line() for check in found), sep="\n")
+    Results("compare", rows, found, {"model": MODEL, "requests": count, "in_flight": IN_FLIGHT}).write()
+    return 1 if any(row["failed"] for row in rows) else 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=[peer for peer in MODULES if peer != OURS], nargs="+", help="peers")
+    parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=DTYPES)
+    parser.add_argument("--requests", type=int, default=64)
+    arguments = parser.parse_args()
+    chosen = [OURS, *(arguments.only or [peer for peer in MODULES if peer != OURS])]
+    sys.exit(main(chosen, arguments.dtype, arguments.requests))

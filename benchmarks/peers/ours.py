@@ -1,0 +1,38 @@
+"""This project's engine, in the caller's process and with its default settings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from llmservice_server.messages import Generate, SamplingParams
+from llmservice_server.offline.llm import LLM
+from peers.closed_loop import closed_loop
+from peers.workload import Answer, Ask, Job
+
+
+class OurServer:
+    def __init__(self, job: Job) -> None:
+        self._llm = LLM(
+            job.model,
+            dtype=job.dtype,
+            max_num_seqs=job.in_flight,
+            max_model_len=job.longest,
+            expected_tokens=job.longest,
+            threads=job.threads,
+        )
+
+    def add(self, index: int, ask: Ask) -> None:
+        sampling = SamplingParams(max_tokens=ask.output_tokens, temperature=0.0, ignore_eos=True)
+        self._llm.engine.add(
+            Generate(request_id=str(index), prompt_token_ids=ask.prompt_token_ids, sampling=sampling, arrival_s=0.0)
+        )
+
+    def step(self) -> Sequence[tuple[int, int]]:
+        outputs = self._llm.engine.step().outputs
+        return [(int(output.request_id), token) for output in outputs for token in output.token_ids]
+
+
+def serve(job: Job) -> list[Answer]:
+    server = OurServer(job)
+    closed_loop(server, job.warm_up().asks, job.in_flight)
+    return closed_loop(server, job.asks, job.in_flight)

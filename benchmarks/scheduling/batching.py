@@ -1,0 +1,74 @@
+"""Static, dynamic and continuous batching on the same requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from llmservice_bench.rate_search import RateSearch
+from llmservice_bench.report import Report
+from llmservice_server.engine.engine import Engine
+from scheduling.findings import AT_ONCE, Findings, Setup
+from scheduling.load import Run
+
+CONTINUOUS, DYNAMIC, STATIC = "continuous", "dynamic", "static"
+THROUGHPUT_TARGETS = {STATIC: 4, DYNAMIC: 3}
+LOAD = 0.8
+"""Of continuous batching's capacity."""
+
+
+def measure(setup: Setup) -> Findings:
+    """Each strategy's capacity at equal p99 TTFT, then everybody's waits near that of continuous batching."""
+    findings = Findings()
+    engines = {CONTINUOUS: setup.engine(scheduler=CONTINUOUS, prefix_caching=False)}
+    bound_s = longest_unloaded_s(setup, engines[CONTINUOUS])
+    for name in (DYNAMIC, STATIC):  # they wait for company no longer than leaves them time to compute
+        engines[name] = setup.engine(scheduler=name, max_batch_wait_s=bound_s / 4)
+    flooded = Run(engines[CONTINUOUS], setup.arrivals(AT_ONCE)).complete()
+    findings.add_row("continuous, all at once", flooded)
+    capacity: dict[str, Report] = {}
+    for name, engine in engines.items():
+        capacity[name] = highest_rate(setup, engine, bound_s, flooded.requests_per_s / 2)
+        findings.add_row(f"{name}, capacity at p99 TTFT <= {bound_s * 1000:.0f} ms", capacity[name])
+    for name, target in THROUGHPUT_TARGETS.items():
+        ratio = capacity[CONTINUOUS].output_tokens_per_s / capacity[name].output_tokens_per_s
+        findings.add_check(f"output tokens/s at equal p99 TTFT, continuous ÷ {name}", f">= {target}", ratio)
+    _near_capacity(setup, engines, LOAD * capacity[CONTINUOUS].requests_per_s, findings)
+    return findings
+
+
+def longest_unloaded_s(setup: Setup, engine: Engine) -> float:
+    """How long the longest answers take, first token to last, when nobody else is there (p99)."""
+    alone = [Run(engine, [arrival]).complete() for arrival in setup.arrivals(AT_ONCE)]
+    return float(np.percentile([report.e2e_s.p50 for report in alone], 99))
+
+
+def highest_rate(setup: Setup, engine: Engine, ttft_bound_s: float, start: float) -> Report:
+    """The run with the highest rate found whose p99 TTFT keeps the bound."""
+    search, best = RateSearch(start, tolerance=0.1, floor=start / 100), None
+    while (rate := search.next_rate) is not None:
+        report = Run(engine, setup.arrivals(rate), ttft_bound_s).run()
+        kept = report is not None and report.ttft_s.p99 <= ttft_bound_s
+        search = search.told(rate, kept)
+        if kept:
+            best = report
+    if best is None:
+        raise RuntimeError(f"no rate down to {search.floor:.2f} requests/s keeps p99 TTFT at {ttft_bound_s:.3f} s")
+    return best
+
+
+def _near_capacity(setup: Setup, engines: dict[str, Engine], rate: float, findings: Findings) -> None:
+    waits: dict[str, float] = {}
+    for name, engine in engines.items():
+        run = Run(engine, setup.arrivals(rate))
+        report = run.complete()
+        waste: dict[str, Any] = {"padding_waste": run.waste.of_padding, "kv_waste": run.waste.of_kv_cache}
+        findings.add_row(f"{name}, at {LOAD:.0%} of continuous' capacity", report, **waste)
+        waits[name] = report.ttft_s.p99
+        if name == CONTINUOUS:
+            findings.add_check(
+                "KV slots allocated but unused, mean under load", "<= 4", 100 * run.waste.of_kv_cache, "%"
+            )
+    what = f"p99 TTFT at {LOAD:.0%} of continuous' capacity, static ÷ continuous"
+    findings.add_check(what, ">= 20", waits[STATIC] / waits[CONTINUOUS])

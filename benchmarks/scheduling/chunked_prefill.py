@@ -1,0 +1,52 @@
+"""Long prompts beside a steady load: whole, or in chunks that ride along with everybody's decode steps."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from llmservice_bench.lengths import Lengths
+from llmservice_server.engine.engine import Engine
+from scheduling.findings import AT_ONCE, Findings, Setup
+from scheduling.load import Arrival, Run, with_long_prompts
+
+LONG = Lengths(1600, 8)
+EVERY_S = 1.0
+LOAD = 0.5
+"""Of the requests per second that the engine finishes when all are there at once."""
+REPETITIONS = 5
+WHOLE: dict[str, Any] = {"prefill_chunk_tokens": 2048, "long_prefill_tokens": 2048}
+
+
+def measure(setup: Setup) -> Findings:
+    """ITL of the others with and without long prompts, and what chunks cost when there is no slack at all."""
+    findings = Findings()
+    chunked = setup.engine(prefix_caching=False)
+    whole = setup.engine(prefix_caching=False, **WHOLE)
+    rate = LOAD * Run(chunked, setup.arrivals(AT_ONCE)).complete().requests_per_s
+    alone = setup.arrivals(rate)
+    beside = with_long_prompts(alone, LONG, EVERY_S, setup.vocab_size)
+    quiet = Run(chunked, alone).complete()
+    findings.add_row("no long prompts", quiet)
+    with_chunks = Run(chunked, beside).complete()
+    findings.add_row("a long prompt every second, in chunks", with_chunks)
+    findings.add_row("a long prompt every second, whole", Run(whole, beside).complete())
+    findings.add_check(
+        "p99 ITL with a long prompt every second, in chunks ÷ without", "<= 2", with_chunks.itl_s.p99 / quiet.itl_s.p99
+    )
+    _add_cost(findings, chunked, whole, [replace(arrival, at_s=0.0) for arrival in beside])
+    return findings
+
+
+def _add_cost(findings: Findings, chunked: Engine, whole: Engine, flood: Sequence[Arrival]) -> None:
+    """The same requests all at once, by turns: what chunks cost when every moment counts."""
+    costs = []
+    for _ in range(REPETITIONS):
+        in_chunks, in_one = (Run(engine, flood).complete() for engine in (chunked, whole))
+        costs.append(100 * (1 - in_chunks.output_tokens_per_s / in_one.output_tokens_per_s))
+    findings.add_row("with long prompts, all at once, in chunks", in_chunks)
+    findings.add_row("with long prompts, all at once, whole", in_one)
+    what = f"throughput cost of chunks, same load all at once (median of {REPETITIONS} pairs)"
+    findings.add_check(what, "<= 5", statistics.median(costs), "%")

@@ -1,0 +1,59 @@
+"""What the parts of one benchmark have in common: the model and the requests that they use, and what they find."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from llmservice_bench.lengths import Lengths
+from llmservice_bench.report import Report
+from llmservice_bench.results import Check
+from llmservice_server.engine.config import EngineConfig
+from llmservice_server.engine.engine import Engine
+from scheduling.load import Arrival, Run, arrivals_of
+
+AT_ONCE = float("inf")
+"""The rate at which all requests are there from the beginning."""
+
+HEADER = f"{'':<50}{'req/s':>8}{'tok/s':>8}" + "".join(f"{f'{name} p50/p99 ms':>20}" for name in ("TTFT", "ITL", "E2E"))
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    model: Path
+    vocab_size: int
+    lengths: list[Lengths]
+    max_num_seqs: int = 32
+    kv_cache_bytes: int = 512 << 20
+
+    def engine(self, **settings: Any) -> Engine:
+        """Warmed up, with the defaults of `llmservice serve` where `settings` say nothing else."""
+        common = {"max_num_seqs": self.max_num_seqs, "kv_cache_memory_bytes": self.kv_cache_bytes}
+        engine = Engine(EngineConfig(model=self.model, **common | settings))
+        Run(engine, self.arrivals(AT_ONCE, seed=99)[: self.max_num_seqs]).complete()
+        return engine
+
+    def arrivals(self, rate: float, seed: int = 0) -> list[Arrival]:
+        return arrivals_of(self.lengths, rate, self.vocab_size, seed)
+
+
+@dataclass(slots=True)
+class Findings:
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
+
+    def add_row(self, load: str, report: Report, **more: Any) -> None:
+        """Printed at once: what follows may take a while."""
+        self.rows.append({"load": load, **report.row(), **more})
+        latencies = "".join(
+            f"{f'{values.p50 * 1000:.1f} / {values.p99 * 1000:.1f}':>20}"
+            for values in (report.ttft_s, report.itl_s, report.e2e_s)
+        )
+        failed = f"  {report.failed} failed" if report.failed else ""
+        print(
+            f"{load:<50}{report.requests_per_s:>8.1f}{report.output_tokens_per_s:>8.0f}{latencies}{failed}", flush=True
+        )
+
+    def add_check(self, what: str, bound: str, measured: float, unit: str = "") -> None:
+        self.checks.append(Check(what, bound, measured, unit))

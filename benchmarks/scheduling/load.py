@@ -1,0 +1,158 @@
+"""Open-loop load on an engine in this process, without HTTP: what its users see, and what its memory holds."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from llmservice_bench.arrivals import arrival_times
+from llmservice_bench.lengths import Lengths
+from llmservice_bench.record import RequestRecord
+from llmservice_bench.report import Report
+from llmservice_server.engine.engine import Engine
+from llmservice_server.messages import Generate, Output, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    at_s: float
+    prompt_token_ids: list[int]
+    output_tokens: int
+    is_measured: bool = True
+    """False: it is part of the load, and of no figure."""
+
+
+@dataclass(slots=True)
+class Waste:
+    """Sums over the steps of a run."""
+
+    tokens: int = 0
+    padding: int = 0
+    block_tokens: int = 0  # what the held blocks have room for
+    cached_tokens: int = 0  # and what of it holds keys and values
+
+    def observe(self, engine: Engine, block_size: int) -> None:
+        plan = engine.last_plan
+        self.tokens += plan.num_tokens
+        self.padding += plan.num_padding
+        self.block_tokens += engine.pool.num_held * block_size
+        self.cached_tokens += sum(request.num_computed_tokens for request in engine.scheduler.running)
+
+    @property
+    def of_padding(self) -> float:
+        """Share of the computed tokens that meant nothing."""
+        return self.padding / max(1, self.tokens + self.padding)
+
+    @property
+    def of_kv_cache(self) -> float:
+        """Share of the held memory that held nothing of use."""
+        return 1 - self.cached_tokens / max(1, self.block_tokens)
+
+
+@dataclass(slots=True)
+class Run:
+    """Drives one engine through arrivals, in real time; the engine is idle again afterwards."""
+
+    engine: Engine
+    arrivals: Sequence[Arrival]
+    ttft_bound_s: float = math.inf
+    """The run is given up once more than one request in a hundred has waited longer for its first token."""
+    records: dict[str, RequestRecord] = field(default_factory=dict)
+    waste: Waste = field(default_factory=Waste)
+    _last_s: dict[str, float] = field(default_factory=dict)
+
+    def complete(self) -> Report:
+        """Raises ValueError where the run was given up."""
+        report = self.run()
+        if report is None:
+            raise ValueError(f"p99 TTFT went beyond {self.ttft_bound_s} s, expected a run without a bound")
+        return report
+
+    def run(self) -> Report | None:
+        """None where it was given up."""
+        started_s = time.monotonic()
+        coming = iter(enumerate(self.arrivals))
+        following = next(coming, None)
+        while following is not None or self.engine.has_work:
+            while following is not None and started_s + following[1].at_s <= time.monotonic():
+                self._send(*following, started_s)
+                following = next(coming, None)
+            wait_s = self.engine.wait_s()
+            if following is not None:
+                wait_s = min(wait_s, started_s + following[1].at_s - time.monotonic())
+            if wait_s > 0:
+                time.sleep(wait_s)
+                continue
+            self._step()
+            if self._is_hopeless():
+                self.engine.abort(list(self.records))
+                self.engine.step()
+                return None
+        pairs = zip(self.records.values(), self.arrivals, strict=True)
+        return Report.of(record for record, arrival in pairs if arrival.is_measured)
+
+    def _step(self) -> None:
+        outputs = self.engine.step().outputs
+        self.waste.observe(self.engine, self.engine.ready.block_size)
+        now = time.monotonic()
+        for output in outputs:
+            self._receive(output, now)
+
+    def _is_hopeless(self) -> bool:
+        if self.ttft_bound_s == math.inf:
+            return False
+        now = time.monotonic()
+        late = sum(
+            (record.ttft_s if record.output_tokens else now - self._last_s[request_id]) > self.ttft_bound_s
+            for request_id, record in self.records.items()
+        )
+        return late > len(self.arrivals) / 100
+
+    def _send(self, number: int, arrival: Arrival, started_s: float) -> None:
+        request_id, arrival_s = str(number), started_s + arrival.at_s
+        sampling = SamplingParams(max_tokens=arrival.output_tokens, temperature=0.0, ignore_eos=True)
+        self.engine.add(
+            Generate(
+                request_id=request_id,
+                prompt_token_ids=arrival.prompt_token_ids,
+                sampling=sampling,
+                arrival_s=arrival_s,
+            )
+        )
+        self.records[request_id] = RequestRecord(arrival.at_s, len(arrival.prompt_token_ids))
+        self._last_s[request_id] = arrival_s
+
+    def _receive(self, output: Output, now: float) -> None:
+        record = self.records[output.request_id]
+        record.error = output.error
+        gap_s, self._last_s[output.request_id] = now - self._last_s[output.request_id], now
+        if record.output_tokens == 0:
+            record.ttft_s = gap_s
+        else:
+            record.itl_s.append(gap_s)
+        record.output_tokens += len(output.token_ids)
+        record.e2e_s += gap_s
+
+
+def arrivals_of(lengths: Sequence[Lengths], rate: float, vocab_size: int, seed: int = 0) -> list[Arrival]:
+    """The same requests at every rate; an infinite one brings all at once."""
+    rng, times = np.random.default_rng(seed), arrival_times(rate, 1.0, np.random.default_rng(seed + 1))
+    return [
+        Arrival(at_s, rng.integers(0, vocab_size, each.prompt_tokens).tolist(), each.output_tokens)
+        for each, at_s in zip(lengths, times, strict=False)
+    ]
+
+
+def with_long_prompts(arrivals: Sequence[Arrival], long: Lengths, every_s: float, vocab_size: int) -> list[Arrival]:
+    """A long prompt every so often as well, as long as others arrive; the figures stay those of the others."""
+    rng = np.random.default_rng(len(arrivals))
+    times = np.arange(every_s / 2, arrivals[-1].at_s, every_s).tolist()
+    extra = [
+        Arrival(at_s, rng.integers(0, vocab_size, long.prompt_tokens).tolist(), long.output_tokens, is_measured=False)
+        for at_s in times
+    ]
+    return sorted([*arrivals, *extra], key=lambda arrival: arrival.at_s)

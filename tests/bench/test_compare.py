@@ -1,0 +1,110 @@
+"""The comparison with other engines: its users, its bookkeeping, and the peers that every checkout can run."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+
+from llmservice_bench.lengths import Lengths
+from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
+from peers import ours, transformers_continuous, transformers_static
+from peers.closed_loop import closed_loop
+from peers.workload import Answer, Ask, Job, agreement, draw_asks, records
+
+SPEC = TinyModelSpec(layers=2, hidden_size=32, heads=4, kv_heads=2)
+
+
+class Counting:
+    """Gives everybody the tokens 0, 1, 2 … and knows how many were there at once."""
+
+    def __init__(self) -> None:
+        self.left: dict[int, Ask] = {}
+        self.drawn: dict[int, int] = {}
+        self.most = 0
+
+    def add(self, index: int, ask: Ask) -> None:
+        self.left[index], self.drawn[index] = ask, 0
+        self.most = max(self.most, len(self.left))
+
+    def step(self) -> Sequence[tuple[int, int]]:
+        tokens = [(index, self.drawn[index]) for index in self.left]
+        for index, token in tokens:
+            self.drawn[index] = token + 1
+            if token + 1 == self.left[index].output_tokens:
+                del self.left[index]
+        return tokens
+
+
+def test_answer_that_ends_brings_the_next_request_and_never_more_are_in_flight() -> None:
+    asks = [Ask([1], count) for count in (3, 1, 2, 5, 1)]
+    server = Counting()
+    answers = closed_loop(server, asks, in_flight=2)
+    assert [answer.token_ids for answer in answers] == [list(range(ask.output_tokens)) for ask in asks]
+    assert server.most == 2
+    assert answers[2].sent_s >= answers[1].token_times_s[-1]
+
+
+def test_record_tells_latencies_from_the_moment_of_sending() -> None:
+    [record] = records([Ask([1, 2], 3)], [Answer(10.0, [7, 8, 9], [10.5, 10.75, 11.25])])
+    assert (record.prompt_tokens, record.output_tokens, record.error) == (2, 3, None)
+    assert (record.ttft_s, record.itl_s, record.e2e_s) == (0.5, [0.25, 0.5], 1.25)
+
+
+def test_answer_of_the_wrong_length_is_a_failure() -> None:
+    [record] = records([Ask([1], 2)], [Answer(0.0, [7], [0.5])])
+    assert record.error == "1 tokens, expected 2"
+
+
+def test_agreement_ends_with_the_first_token_that_differs() -> None:
+    asks = [Ask([1], 3), Ask([1], 1)]
+    left = [Answer(0.0, [1, 2, 3]), Answer(0.0, [4])]
+    assert agreement(asks, left, left) == 1
+    assert agreement(asks, left, [Answer(0.0, [1, 9, 3]), Answer(0.0, [4])]) == 0.5
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    folder = tmp_path_factory.mktemp("tiny")
+    write_tiny_model(folder, SPEC)
+    lengths = [Lengths(5, 3), Lengths(40, 12), Lengths(9, 1), Lengths(20, 6)]
+    asks = draw_asks(lengths, 6, SPEC.vocab_size, seed=0)
+    return Job(model=folder, gguf=folder / "model.gguf", dtype="float32", asks=asks, in_flight=3, threads=1)
+
+
+def test_warm_up_asks_for_as_long_prompts_but_none_of_the_same(job: Job) -> None:
+    warm_up = job.warm_up().asks
+    assert [len(ask.prompt_token_ids) for ask in warm_up] == [len(ask.prompt_token_ids) for ask in job.asks[:3]]
+    assert all(one.prompt_token_ids != other.prompt_token_ids for one, other in zip(warm_up, job.asks, strict=False))
+
+
+@pytest.fixture(scope="module")
+def our_answers(job: Job) -> list[Answer]:
+    return ours.serve(job)
+
+
+def test_ours_answers_in_full_and_in_order(job: Job, our_answers: list[Answer]) -> None:
+    assert [len(answer.token_ids) for answer in our_answers] == [ask.output_tokens for ask in job.asks]
+    for answer in our_answers:
+        times = [answer.sent_s, *answer.token_times_s]
+        assert all(earlier <= later for earlier, later in itertools.pairwise(times))
+
+
+def test_static_generate_gives_the_same_tokens(job: Job, our_answers: list[Answer]) -> None:
+    answers = transformers_static.serve(job)
+    assert agreement(job.asks, our_answers, answers) == 1
+    first, second = answers[:3], answers[3:]
+    assert min(answer.token_times_s[0] for answer in second) >= max(answer.token_times_s[-1] for answer in first)
+
+
+def test_transformers_continuous_batching_gives_the_same_tokens(job: Job, our_answers: list[Answer]) -> None:
+    assert agreement(job.asks, our_answers, transformers_continuous.serve(job)) == 1
+
+
+def test_llama_cpp_gives_the_same_tokens_from_the_file_that_we_write(job: Job, our_answers: list[Answer]) -> None:
+    pytest.importorskip("llama_cpp", reason="llama.cpp comes with the extra bench-peers")
+    from peers import gguf_file, llama_cpp
+
+    gguf_file.write_gguf(job.model, job.gguf, "float32")
+    assert agreement(job.asks, our_answers, llama_cpp.serve(job)) == 1
