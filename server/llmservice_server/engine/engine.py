@@ -22,7 +22,8 @@ from llmservice_server.engine.startup import Started, start
 from llmservice_server.messages import FinishReason, Generate, Output, Ready, Stats, StepOutputs
 from llmservice_server.sampling.compiling import Compiling
 from llmservice_server.sampling.grammar import GrammarCompiler
-from llmservice_server.sampling.sampler import Draw, stream_seed
+from llmservice_server.sampling.sampler import Draw
+from llmservice_server.sampling.uniforms import stream_seed
 
 
 class Engine:

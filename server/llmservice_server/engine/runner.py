@@ -15,7 +15,8 @@ from llmservice_server.engine.step_input import StepInput
 from llmservice_server.messages import TokenLogprobs
 from llmservice_server.models.llama import LlamaModel
 from llmservice_server.sampling.prompt_logprobs import prompt_logprobs
-from llmservice_server.sampling.sampler import Draw, draw
+from llmservice_server.sampling.sampler import Draw, Sampler, choose
+from llmservice_server.sampling.sampling_batch import SamplingBatch
 from llmservice_server.sampling.token_masks import TokenMasks
 
 
@@ -35,6 +36,7 @@ class ModelRunner:
     ) -> None:
         self.model = model
         self.attention = attention
+        self._sampler = Sampler()
         self._masks = TokenMasks(model.config.vocab_size)
         self.swapped_blocks = swapped_blocks
 
@@ -61,12 +63,12 @@ class ModelRunner:
             masks = self._masks.begin(grammars)
         hidden = self._forward(step.token_ids, step.positions, step.slices)
         if step.last_rows is None:
-            return StepResult(draw(self.model.logits(hidden), step.sampling, masks))
+            return StepResult(self._sampler.draw(self.model.logits(hidden), step.sampling, masks))
         scores = prompt_logprobs(self.model, plan, hidden)
         if not step.sampling:
             return StepResult(prompt_logprobs=scores)
         hidden = hidden[torch.from_numpy(step.last_rows).to(hidden.device)]
-        return StepResult(draw(self.model.logits(hidden), step.sampling, masks), scores)
+        return StepResult(self._sampler.draw(self.model.logits(hidden), step.sampling, masks), scores)
 
     @torch.inference_mode()
     def dummy_step(self, num_tokens: int, num_seqs: int, longest: int, block_size: int) -> None:
@@ -84,7 +86,8 @@ class ModelRunner:
             first_block += num_blocks
             positions.extend(range(count))
         hidden = self._forward(np.zeros(num_tokens, np.int64), np.array(positions, np.int64), slices)
-        self.model.logits(hidden[:num_seqs])
+        logits = self.model.logits(hidden[:num_seqs])
+        choose(logits, SamplingBatch.greedy(len(logits)))
 
     def _forward(self, token_ids: Int64Array, positions: Int64Array, slices: list[SequenceSlice]) -> torch.Tensor:
         device = self.model.device

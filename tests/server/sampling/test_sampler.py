@@ -1,5 +1,6 @@
 import math
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -7,9 +8,24 @@ import torch
 
 from llmservice_server.engine.request import Request
 from llmservice_server.messages import Generate, SamplingParams
-from llmservice_server.sampling.sampler import draw, sample, stream_seed, uniform
+from llmservice_server.sampling import cpu_sampler, torch_sampler
+from llmservice_server.sampling.sampler import Sampler
+from llmservice_server.sampling.sampling_batch import SamplingBatch
 
 VOCAB = 3000  # more than the candidates that are sorted first
+
+Sample = Callable[[torch.Tensor, list[Request]], list[int | None]]
+
+
+@pytest.fixture(params=[cpu_sampler.choose, torch_sampler.choose], ids=["cpu", "torch"])
+def sample(request: pytest.FixtureRequest) -> Sample:
+    """Each of the samplers, on the CPU; None where a row is not finite."""
+
+    def sample(logits: torch.Tensor, requests: list[Request]) -> list[int | None]:
+        chosen = request.param(logits, SamplingBatch.of(requests))
+        return [None if token_id < 0 else token_id for token_id in chosen]
+
+    return sample
 
 
 def request(seed: int = 0, place: int = 0, **sampling: Any) -> Request:
@@ -44,22 +60,22 @@ def allowed(logits: torch.Tensor, top_k: int, top_p: float, temperature: float) 
     return kept
 
 
-def draws(logits: torch.Tensor, count: int, **sampling: Any) -> Counter[int]:
+def draws(sample: Sample, logits: torch.Tensor, count: int, **sampling: Any) -> Counter[int]:
     """`count` draws from one row of logits."""
     drawn = sample(logits.repeat(count, 1), [request(seed=number, **sampling) for number in range(count)])
     return Counter(token for token in drawn if token is not None)
 
 
-def test_temperature_zero_takes_the_likeliest_token() -> None:
+def test_temperature_zero_takes_the_likeliest_token(sample: Sample) -> None:
     logits = random_logits(5)
     assert sample(logits.clone(), [request(temperature=0.0) for _ in range(5)]) == logits.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_tokens_are_drawn_as_often_as_the_softmax_says(temperature: float) -> None:
+def test_tokens_are_drawn_as_often_as_the_softmax_says(sample: Sample, temperature: float) -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, -30.0]])
     expected = (logits[0] / temperature).softmax(-1).tolist()
-    counts = draws(logits, 20_000, temperature=temperature)
+    counts = draws(sample, logits, 20_000, temperature=temperature)
     for token, probability in enumerate(expected):
         deviation = math.sqrt(probability * (1 - probability) / 20_000)
         assert abs(counts[token] / 20_000 - probability) < 5 * deviation + 1e-9
@@ -79,11 +95,11 @@ def test_tokens_are_drawn_as_often_as_the_softmax_says(temperature: float) -> No
     ],
 )
 def test_only_tokens_that_top_k_and_top_p_allow_are_drawn_and_all_likely_ones_are(
-    top_k: int, top_p: float, spread: float
+    sample: Sample, top_k: int, top_p: float, spread: float
 ) -> None:
     logits = random_logits(1, spread=spread)
     permitted = allowed(logits[0], top_k, top_p, temperature=0.7)
-    counts = draws(logits, 3000, top_k=top_k, top_p=top_p, temperature=0.7)
+    counts = draws(sample, logits, 3000, top_k=top_k, top_p=top_p, temperature=0.7)
     assert set(counts) <= permitted
     weights = {token: float(logits[0, token] / 0.7) for token in permitted}
     total = sum(map(math.exp, weights.values()))
@@ -93,15 +109,15 @@ def test_only_tokens_that_top_k_and_top_p_allow_are_drawn_and_all_likely_ones_ar
 
 @pytest.mark.parametrize(("min_p", "temperature"), [(0.0, 1.0), (0.1, 1.0), (0.3, 0.5), (0.05, 2.0), (1.0, 1.0)])
 def test_min_p_leaves_the_tokens_that_have_this_share_of_the_likeliests_probability(
-    min_p: float, temperature: float
+    sample: Sample, min_p: float, temperature: float
 ) -> None:
     logits = torch.tensor([[2.0, 1.0, 0.5, -0.4, -2.0]])
     probabilities = (logits[0] / temperature).softmax(-1).tolist()
     permitted = {token for token, p in enumerate(probabilities) if p >= min_p * max(probabilities)}
-    assert set(draws(logits, 2000, temperature=temperature, min_p=min_p)) == permitted
+    assert set(draws(sample, logits, 2000, temperature=temperature, min_p=min_p)) == permitted
 
 
-def test_rows_that_are_ranked_alike_but_cut_by_different_rules_do_not_disturb_each_other() -> None:
+def test_rows_that_are_ranked_alike_but_cut_by_different_rules_do_not_disturb_each_other(sample: Sample) -> None:
     logits = random_logits(1, spread=0.01).repeat(400, 1)  # nearly flat: half the mass is half the vocabulary
     narrow = [request(seed, temperature=1.0, top_k=1000) for seed in range(200)]
     wide = [request(seed, temperature=1.0, top_p=0.9) for seed in range(200)]
@@ -120,7 +136,7 @@ def test_logprobs_are_of_the_models_logits_whatever_changes_the_draw() -> None:
         request(temperature=1.0),
     ]
     reference = logits.log_softmax(-1)
-    told = draw(logits.clone(), asked)
+    told = Sampler().draw(logits.clone(), asked)
     assert told[0].token_id == likeliest
     assert told[0].logprobs is not None
     assert told[0].logprobs.top[0] == (likeliest, told[0].logprobs.logprob)
@@ -145,24 +161,24 @@ def test_a_row_is_drawn_alike_alone_and_among_rows_with_other_parameters() -> No
         request(9, temperature=1.0, min_p=0.02, top_p=0.9),
         request(10, temperature=1.2, presence_penalty=1.0, repetition_penalty=1.3, place=4),
     ]
-    together = draw(logits.clone(), rows)
-    assert together == [draw(logits[row : row + 1].clone(), [rows[row]])[0] for row in range(10)]
+    together = Sampler().draw(logits.clone(), rows)
+    assert together == [Sampler().draw(logits[row : row + 1].clone(), [rows[row]])[0] for row in range(10)]
 
 
-def test_ties_break_alike_alone_and_in_a_crowd() -> None:
+def test_ties_break_alike_alone_and_in_a_crowd(sample: Sample) -> None:
     logits = torch.randint(0, 3, (6, VOCAB), generator=torch.Generator().manual_seed(0)).float()  # as bfloat16 ties do
     rows = [request(seed, temperature=1.0, top_k=top_k) for seed, top_k in enumerate((3, 3, 50, 0, 33, 64))]
     together = sample(logits.clone(), rows)
     assert together == [sample(logits[row : row + 1].clone(), [rows[row]])[0] for row in range(6)]
 
 
-def test_a_tiny_temperature_is_greedy_and_does_not_overflow() -> None:
+def test_a_tiny_temperature_is_greedy_and_does_not_overflow(sample: Sample) -> None:
     logits = random_logits(3, spread=50.0)
     assert sample(logits.clone(), [request(temperature=1e-30) for _ in range(3)]) == logits.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_that_is_not_finite_yields_none_and_leaves_the_others_alone(temperature: float) -> None:
+def test_a_row_that_is_not_finite_yields_none_and_leaves_the_others_alone(sample: Sample, temperature: float) -> None:
     logits = random_logits(3)
     expected = sample(logits.clone(), [request(row, temperature=temperature) for row in range(3)])
     logits[1, 17] = torch.nan
@@ -170,26 +186,38 @@ def test_a_row_that_is_not_finite_yields_none_and_leaves_the_others_alone(temper
     assert drawn == [expected[0], None, expected[2]]
 
 
-def test_a_masked_out_vocabulary_leaves_only_what_is_left() -> None:
+def test_a_masked_out_vocabulary_leaves_only_what_is_left(sample: Sample) -> None:
     logits = torch.full((1, VOCAB), -math.inf)
     logits[0, [5, 9]] = 1.0
-    assert set(draws(logits, 50, temperature=1.0)) == {5, 9}
+    assert set(draws(sample, logits, 50, temperature=1.0)) == {5, 9}
 
 
-def test_the_place_in_the_answer_changes_the_draw() -> None:
+def test_the_place_in_the_answer_changes_the_draw(sample: Sample) -> None:
     logits = random_logits(1)
     places = {sample(logits.clone(), [request(place=place, temperature=3.0)])[0] for place in range(20)}
     assert len(places) > 10
 
 
-def test_uniforms_are_spread_evenly_and_repeat() -> None:
-    numbers = [uniform(seed, place) for seed in range(-50, 50) for place in range(100)]
-    assert all(0 <= number < 1 for number in numbers)
-    assert len(set(numbers)) == len(numbers)
-    tenths = Counter(int(number * 10) for number in numbers)
-    assert all(900 < tenths[tenth] < 1100 for tenth in range(10))
-    assert uniform(2**63 + 5, 3) == uniform(2**63 + 5, 3)
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"), [(0, 1.0, 0.0), (0, 0.8, 0.0), (12, 1.0, 0.0), (20, 0.7, 0.0), (0, 0.9, 0.05)]
+)
+def test_what_is_allowed_is_drawn_as_often_as_its_share_of_the_rest_says(
+    sample: Sample, top_k: int, top_p: float, min_p: float
+) -> None:
+    logits = random_logits(1)[:, :40]
+    weights = logits[0].double().softmax(-1)
+    likely = logits.masked_fill(weights < min_p * weights.max(), -math.inf)
+    kept = allowed(likely[0], top_k, top_p, temperature=1.0)
+    count, mass = 20_000, float(sum(weights[token] for token in kept))
+    counts = draws(sample, logits, count, temperature=1.0, top_k=top_k, top_p=top_p, min_p=min_p)
+    assert set(counts) <= kept
+    for token in kept:
+        probability = float(weights[token]) / mass
+        deviation = math.sqrt(probability * (1 - probability) / count)
+        assert abs(counts[token] / count - probability) < 5 * deviation
 
 
-def test_stream_seeds_differ_by_arrival_and_by_engine() -> None:
-    assert len({stream_seed(seed, order) for seed in range(10) for order in range(100)}) == 1000
+def test_both_samplers_draw_the_same_token_where_nothing_is_cut() -> None:
+    logits = random_logits(200)
+    batch = SamplingBatch.of([request(seed, temperature=1.0) for seed in range(200)])
+    assert cpu_sampler.choose(logits.clone(), batch) == torch_sampler.choose(logits.clone(), batch)
