@@ -74,7 +74,7 @@ def test_the_openai_client_streams_a_chat_through_the_gateway(client: OpenAI) ->
     assert 0 < chunks[-1].usage.completion_tokens <= 24
 
 
-def test_what_the_pods_measured_appears_beside_the_prediction(kube: Kube) -> None:
+def test_what_was_measured_appears_beside_the_prediction(kube: Kube) -> None:
     def measured() -> Object | None:
         return kube.get(NAME)["status"]["sizing"].get("measured")  # type: ignore[no-any-return]
 

@@ -16,10 +16,14 @@ from urllib.parse import unquote, urlsplit
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What goes wrong with one answer: a status instead of the file, a cut after so many bytes, a flipped byte."""
+    """What goes wrong with one answer: a status instead of the file, a cut after so many bytes, a flipped byte.
+
+    With `silent` the connection stays open after the cut, as over a network that went away.
+    """
 
     status: int = 0
     cut_after: int | None = None
+    silent: bool = False
     corrupt: bool = False
     headers: tuple[tuple[str, str], ...] = ()
 
@@ -58,6 +62,7 @@ class FileServer:
         """Whether parts of files are given away."""
         self.url = ""
         self._lock = threading.Lock()
+        self._over = threading.Event()
 
     def find(self, asked: Asked) -> Reply:
         raise NotImplementedError
@@ -73,9 +78,14 @@ class FileServer:
         try:
             yield self
         finally:
+            self._over.set()
             server.shutdown()
             thread.join()
             server.server_close()
+
+    def wait(self) -> None:
+        """Until the server is to end, which it must not have to wait for."""
+        self._over.wait()
 
     def take_fault(self, name: str | None) -> Fault | None:
         with self._lock:
@@ -146,6 +156,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._files.count(name, len(piece))
             if self._files.bytes_per_s is not None:
                 time.sleep(len(piece) / self._files.bytes_per_s)
+        if fault is not None and fault.silent:
+            self._files.wait()
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
         pass

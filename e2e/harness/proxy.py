@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -31,6 +32,11 @@ class ApiProxy:
     watches: int = 0
     last_words: bytes | None = None
     """What every watch brings before it is closed at once; None: watches stay open."""
+    bookmark: str | None = None
+    """The version in the bookmarks that new watches bring, five a second and nothing else; None: they bring all."""
+    bookmarks: int = 0
+    begun_at: list[str] = field(default_factory=list)
+    """The version from which each watch was begun."""
     _pumps: set[asyncio.Task[None]] = field(default_factory=set)
     _open: int = 0
     _silenced: set[int] = field(default_factory=set)
@@ -58,7 +64,9 @@ class ApiProxy:
         ) as upstream:
             kept = {"Content-Type": upstream.headers.get("Content-Type", "application/json")}
             if request.query.get("watch") in {"true", "1"}:
-                return await self._stream(request, upstream.content.iter_any(), kept)
+                self.begun_at.append(request.query.get("resourceVersion", ""))
+                chunks = upstream.content.iter_any() if self.bookmark is None else self._bookmarks(self.bookmark)
+                return await self._stream(request, chunks, kept)
             return web.Response(status=upstream.status, body=await upstream.read(), headers=kept)
 
     async def _stream(
@@ -80,6 +88,13 @@ class ApiProxy:
             self._pumps.discard(pump)
             pump.cancel()
         return response
+
+    async def _bookmarks(self, version: str) -> AsyncIterator[bytes]:
+        event = {"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": version}}}
+        while True:
+            yield json.dumps(event).encode() + b"\n"
+            self.bookmarks += 1
+            await asyncio.sleep(0.2)
 
     async def _pump(self, number: int, chunks: AsyncIterator[bytes], response: web.StreamResponse) -> None:
         async for chunk in chunks:

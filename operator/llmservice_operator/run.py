@@ -6,11 +6,10 @@ import asyncio
 import logging
 import math
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 
 import aiohttp
-import kopf
 
 from llmservice_operator.api.kinds import FOLLOWED, Followed
 from llmservice_operator.api.resource import API_VERSION, PLURAL
@@ -32,6 +31,7 @@ from llmservice_operator.signals.pods import PodSignals
 from llmservice_operator.signals.prometheus import PrometheusSignals
 from llmservice_operator.signals.signals import Signals
 from llmservice_operator.turn import Turn
+from llmservice_operator.watching import Watching
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ _CRD_RETRY_S = 2.0
 async def run_operator(settings: OperatorSettings, stop: asyncio.Event, take_signals: Callable[[], None]) -> None:
     """Run until `stop` is set; raises LeadershipLostError.
 
-    kopf takes the signals for itself, which `take_signals` takes back.
+    `take_signals` takes back the signals that kopf takes for itself.
     """
     async with AsyncExitStack() as stack:
         client = await KubeClient.connect()
@@ -78,36 +78,9 @@ async def run_operator(settings: OperatorSettings, stop: asyncio.Event, take_sig
         turn = Turn(loops, cache, resync, watches, _election(client, settings, metrics.process), settings.resync_s)
         metrics.process.hold(loops, cache)
 
-        async def watch(until: asyncio.Event) -> None:
-            # As kopf.operator does it, but the signals stay ours: leaving begins with the Lease, not with the watches.
-            tasks = await kopf.spawn_tasks(
-                registry=handlers(watches, kinds),
-                settings=kopf_settings(kinds, settings.watch_silence_s),
-                standalone=True,
-                clusterwide=not settings.namespaces,
-                namespaces=settings.namespaces,
-                stop_flag=until,
-            )
-            take_signals()
-            await _run_together(tasks)
-
-        await turn.run(watch, stop)
-
-
-async def _run_together(tasks: Collection[asyncio.Task[None]]) -> None:
-    """Until one of them ends, which ends the others; raises what any of them raised.
-
-    `kopf.run_tasks` would also wait up to five seconds for all other tasks, a scraper's open connection among them.
-    """
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-    for result in results:
-        if isinstance(result, Exception):
-            raise result
+        settled = kopf_settings(kinds, settings.watch_silence_s)
+        watching = Watching(handlers(watches, kinds), settled, settings.namespaces, take_signals)
+        await turn.run(watching.run, stop)
 
 
 async def _served_kinds(client: KubeClient) -> list[Followed]:

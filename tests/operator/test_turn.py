@@ -191,6 +191,23 @@ async def test_a_watch_that_falls_silent_is_begun_anew_and_misses_nothing(start:
     assert one.process.returncode is None
 
 
+async def test_a_watch_that_brings_only_bookmarks_is_left_alone_and_goes_on_from_them(
+    start: Start, kube: KubeClient
+) -> None:
+    await create_service(kube)
+    one = await start("--watch-silence", "1", "--tick", "60")
+    one.proxy.bookmark = "7654321"
+    await until(lambda: has_replicas(kube, 1))
+
+    await until(lambda: one.proxy.bookmarks >= 15 * WATCHED)
+    assert one.proxy.watches == WATCHED
+    one.proxy.break_watches()
+    await until(lambda: one.proxy.watches >= 2 * WATCHED)
+
+    assert set(one.proxy.begun_at[WATCHED : 2 * WATCHED]) == {"7654321"}
+    assert one.process.returncode is None
+
+
 def error_event(code: int, message: str) -> bytes:
     status = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": code, "message": message}
     return json.dumps({"type": "ERROR", "object": status}).encode() + b"\n"
@@ -201,6 +218,7 @@ def error_event(code: int, message: str) -> bytes:
     [
         pytest.param(b"", id="closed at once, again and again"),
         pytest.param(error_event(410, "too old resource version"), id="gone"),
+        pytest.param(error_event(500, "etcdserver: no leader"), id="an error that kopf does not know"),
     ],
 )
 async def test_watches_that_break_off_are_begun_anew_and_miss_nothing(
@@ -221,18 +239,3 @@ async def test_watches_that_break_off_are_begun_anew_and_miss_nothing(
     await until(lambda: has_replicas(kube, 4))
     await until(lambda: kube.get_child(CHILD_KINDS["PodDisruptionBudget"], "team-a", "tiny"))
     assert one.process.returncode is None
-
-
-async def test_an_operator_whose_watches_the_server_ends_with_an_error_makes_room_for_a_new_one(
-    start: Start, kube: KubeClient
-) -> None:
-    """kopf takes no watch up again after such an error; the next process does, and lists what was missed."""
-    one = await start()
-    await until(lambda: one.proxy.watches >= WATCHED)
-
-    one.proxy.break_watches(error_event(500, "etcdserver: no leader"))
-
-    assert await one.ended() == 1
-    await create_service(kube)
-    await start()
-    await until(lambda: has_replicas(kube, 1))

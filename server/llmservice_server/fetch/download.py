@@ -22,7 +22,7 @@ from llmservice_server.fetch.source import RemoteFile, Source
 _READ_BYTES = 1 << 20
 _CORRUPT_LIMIT = 3
 _GIB = 1 << 30
-_TIMEOUT = httpx2.Timeout(30.0, connect=10.0)
+_CONNECT_TIMEOUT_S = 10.0
 
 
 class _CorruptError(Exception):
@@ -36,6 +36,7 @@ class _StoppedError(Exception):
 class Downloader:
     """Brings files of one source into one folder. A file has its real name only once it is whole and right.
 
+    A connection that brings nothing for `silence_s` seconds is given up and begun anew.
     `still_ours` is asked before every write and raises where the folder has gone to somebody else.
     """
 
@@ -47,11 +48,13 @@ class Downloader:
         *,
         parallel: int = 4,
         retry: RetryPolicy | None = None,
+        silence_s: float = 30.0,
         still_ours: Callable[[], None] = lambda: None,
     ) -> None:
         self._source, self._directory, self._progress = source, directory, progress
         self._parallel = parallel
         self._retry = retry or RetryPolicy()
+        self._timeout = httpx2.Timeout(silence_s, connect=_CONNECT_TIMEOUT_S)
         self._still_ours = still_ours
         self._stop = threading.Event()
 
@@ -61,7 +64,7 @@ class Downloader:
         total = sum(file.size for file in files)
         self._require_space(total - sum(present.values()))
         self._progress.begin(present, total)
-        with httpx2.Client(timeout=_TIMEOUT, follow_redirects=True) as client:
+        with httpx2.Client(timeout=self._timeout, follow_redirects=True) as client:
             pool = ThreadPoolExecutor(self._parallel, thread_name_prefix="download")
             try:
                 # the largest first: the last one to end should be a small one
@@ -113,8 +116,8 @@ class Downloader:
             with part.open("ab") as out:
                 if out.tell() >= file.size:
                     out.truncate(0)
-                hasher = _hash_of(part, file) if file.digest else None
                 start = os.fstat(out.fileno()).st_size
+                hasher = _hash_of(part, file, start)
                 headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={start}-"} if start else {})
                 with client.stream("GET", file.url, headers=self._source.headers(file, headers)) as response:
                     self._check_answer(response, file, start)
@@ -195,13 +198,13 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _hash_of(part: Path, file: RemoteFile) -> hashlib._Hash | None:
-    """The checksum so far of what an earlier attempt has left."""
+def _hash_of(part: Path, file: RemoteFile, num_bytes: int) -> hashlib._Hash | None:
+    """The checksum so far of the `num_bytes` that an earlier attempt has left."""
     if file.digest is None:
         return None
     hasher = file.digest.hasher(file.size)
     with part.open("rb") as written:
-        while chunk := written.read(_READ_BYTES):
+        while chunk := written.read(min(_READ_BYTES, num_bytes - written.tell())):
             hasher.update(chunk)
     return hasher
 

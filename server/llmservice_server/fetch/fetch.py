@@ -27,6 +27,8 @@ class FetchOptions:
     """Whether other processes fetch into the same folder: then one does, the others wait."""
     lease_s: float = 30.0
     """How long a silent downloader keeps the others waiting."""
+    silence_s: float = 30.0
+    """How long a connection may bring nothing."""
     retry: RetryPolicy = field(default_factory=RetryPolicy)
 
 
@@ -96,9 +98,16 @@ def _download(
     names = needed(retried(source.names, options.retry, source.where))
     require_servable(source.where, names)
     files = retried(lambda: source.describe(names), options.retry, source.where)
-    Downloader(source, directory, progress, parallel=options.parallel, retry=options.retry, still_ours=still_ours).run(
-        files
+    downloader = Downloader(
+        source,
+        directory,
+        progress,
+        parallel=options.parallel,
+        retry=options.retry,
+        silence_s=options.silence_s,
+        still_ours=still_ours,
     )
+    downloader.run(files)
     still_ours()
     for stale in directory.glob(".*.part"):  # of a version that the source no longer has
         stale.unlink(missing_ok=True)

@@ -112,14 +112,23 @@ async def test_another_model_is_not_taken_for_the_one_that_still_runs(world: Wor
     assert (await world.condition("SizingValid"))["reason"] == "AwaitingPod"
 
 
-async def test_a_download_is_told_in_the_status_until_it_is_over(world: World, manifest_of: Any) -> None:
+async def set_fetch(world: World, state: dict[str, Any], *, ready: bool = False) -> None:
+    """What the kubelet tells of the init container."""
+    fetch = {"name": "fetch", "image": "img:1", "imageID": "", "restartCount": 0, "state": state, "ready": ready}
+    await world.kube.request("PATCH", f"{NS}/pods/tiny-1/status", body={"status": {"initContainerStatuses": [fetch]}})
+
+
+async def fetching_service(world: World, manifest_of: Any) -> None:
+    """One pod, whose model is on its way."""
     source = {"uri": "s3://bucket/tiny", "s3": {"endpoint": "http://minio:9000"}}
     await world.create_service(manifest_of(model=source))
     await world.run_pass()
     await world.start_pod("tiny-1", "127.0.0.1", None, ready=False)
-    fetch = {"name": "fetch", "image": "img:1", "imageID": "", "restartCount": 0}
-    running = [{**fetch, "state": {"running": {}}, "ready": False}]
-    await world.kube.request("PATCH", f"{NS}/pods/tiny-1/status", body={"status": {"initContainerStatuses": running}})
+    await set_fetch(world, {"running": {}})
+
+
+async def test_a_download_is_told_in_the_status_until_it_is_over(world: World, manifest_of: Any) -> None:
+    await fetching_service(world, manifest_of)
     world.pods.progress = {"phase": "downloading", "done_bytes": 3 * 2**30, "total_bytes": 4 * 2**30}
 
     await world.run_pass(after_s=5)
@@ -135,8 +144,23 @@ async def test_a_download_is_told_in_the_status_until_it_is_over(world: World, m
     await world.run_pass(after_s=5)
     assert (await world.service())["metadata"]["resourceVersion"] == version
 
-    done = [{**fetch, "state": {"terminated": {"exitCode": 0}}, "ready": True}]
-    await world.kube.request("PATCH", f"{NS}/pods/tiny-1/status", body={"status": {"initContainerStatuses": done}})
+    await set_fetch(world, {"terminated": {"exitCode": 0}}, ready=True)
     await world.run_pass(after_s=5)
     assert "fetch" not in (await world.status())["model"]
     assert (await world.condition("Ready"))["reason"] == "Starting"
+
+
+async def test_a_download_is_told_in_steps_of_five_percent_each_written_once_and_one_event(
+    world: World, manifest_of: Any
+) -> None:
+    await fetching_service(world, manifest_of)
+    told, versions = [], set()
+    for percent in range(101):
+        world.pods.progress = {"phase": "downloading", "done_bytes": percent * 2**20, "total_bytes": 100 * 2**20}
+        await world.run_pass(after_s=1)
+        told.append((await world.status())["model"]["fetch"]["percent"])
+        versions.add((await world.service())["metadata"]["resourceVersion"])
+
+    assert told == [percent - percent % 5 for percent in range(101)]
+    assert len(versions) == 21
+    assert (await world.events()).count("FetchingModel") == 1

@@ -23,8 +23,8 @@ FILES = {
     "original/consolidated.safetensors": b"other weights",
 }
 WANTED = ["chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json"]
-AT_ONCE = FetchOptions(retry=RetryPolicy(attempts=3, longest_s=0.0))
-"""Retries without a pause."""
+AT_ONCE = FetchOptions(retry=RetryPolicy(attempts=3, longest_s=0.0), silence_s=0.3)
+"""Retries without a pause, and soon."""
 
 
 @pytest.fixture

@@ -30,6 +30,18 @@ def test_a_cut_connection_is_continued_where_it_broke_off(hub: ModelHub, fetched
     assert hub.sent[WEIGHTS] == len(hub.files[WEIGHTS])
 
 
+def test_a_connection_that_falls_silent_is_given_up_and_continued(hub: ModelHub, fetched: Fetched) -> None:
+    hub.faults[WEIGHTS] = [Fault(cut_after=100_000, silent=True)]
+    assert fetched(URI)[WEIGHTS] == hub.files[WEIGHTS]
+    assert _ranges(hub) == [None, "bytes=100000-"]
+
+
+def test_a_server_that_stays_silent_is_told(hub: ModelHub, fetched: Fetched) -> None:
+    hub.faults[WEIGHTS] = [Fault(cut_after=0, silent=True)] * 3
+    with pytest.raises(FetchError, match=r"the connection broke \(ReadTimeout\) \(3 attempts without a new byte\)"):
+        fetched(URI)
+
+
 def test_what_a_killed_run_left_is_continued_by_the_next(hub: ModelHub, fetched: Fetched) -> None:
     hub.faults[WEIGHTS] = [Fault(cut_after=100_000), *[Fault(status=503)] * 2]
     with pytest.raises(FetchError, match=r"HTTP 503 \(3 attempts without a new byte\)"):
@@ -90,6 +102,23 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_downloaded(
     with pytest.raises(FetchError, match=r"needs 0.00 GiB more, 0.00 GiB is free in .*model: give the node"):
         fetched(URI)
     assert WEIGHTS not in hub.sent
+
+
+def test_a_disk_that_fills_up_in_mid_write_is_told_and_nothing_takes_the_real_name(
+    hub: ModelHub, fetched: Fetched, tmp_path: Path
+) -> None:
+    hub.faults[WEIGHTS] = [Fault(status=503)] * 3
+    with pytest.raises(FetchError, match="HTTP 503"):
+        fetched(URI)
+    (part,) = (tmp_path / "model").glob(f".{WEIGHTS}.*.part")
+    part.unlink()
+    part.symlink_to("/dev/full")  # the kernel's own ENOSPC
+
+    with pytest.raises(FetchError, match=r"needs 0.00 GiB more, \S+ GiB is free in .*model: give the node"):
+        fetched(URI)
+    assert not (tmp_path / "model" / WEIGHTS).exists()
+    part.unlink()
+    assert fetched(URI)[WEIGHTS] == hub.files[WEIGHTS]
 
 
 @pytest.mark.parametrize(
