@@ -7,10 +7,10 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PEERS  := $(VENV)/.peers
 
-.PHONY: help setup tools demo test e2e lint format peers bench docs crds chart clean
+.PHONY: help setup tools demo test e2e lint format peers bench bench-operator docs crds chart clean
 
 help:           ## show this
-	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## *' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## *' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 setup: $(STAMP) ## make .venv with the pinned dependencies
 
@@ -62,11 +62,11 @@ $(PEERS): $(STAMP)
 
 peers: setup $(PEERS) ## what `make bench` compares with: compiles llama.cpp for this machine (minutes, needs a C++ compiler)
 
-bench: peers    ## benchmarks of this machine: tables on the terminal, JSON under benchmarks/results/
+bench: peers    ## benchmarks of this machine: benchmarks/results/*.json and docs/benchmarks.md (under 20 minutes)
 	$(BIN)/python benchmarks/run.py
-	$(BIN)/python benchmarks/compare.py
-	$(BIN)/python benchmarks/strategies.py
-	$(BIN)/python benchmarks/operator_scale.py
+
+bench-operator: setup ## the operator with 1,000 services (8 minutes), then docs/benchmarks.md
+	$(BIN)/python benchmarks/run.py operator_scale
 
 clean:
 	rm -rf $(VENV) .demo .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

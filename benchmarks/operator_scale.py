@@ -2,7 +2,7 @@
 
 All services are autoscaled and have one ready pod that is scraped in every pass; see fake_fleet.py for what is real and
 what is not. Four rounds: a spec changes here and there, a hundred change at once, the operator starts anew beside
-services that need nothing, and, with two replicas, one stops and one is killed. Figures, targets and machine go to
+services that need nothing, and, with two replicas, one stops and one is killed. Figures and targets go to
 benchmarks/results/operator_scale.json (operator_scale_kube-apiserver.json where KUBEBUILDER_ASSETS names one).
 
     python benchmarks/operator_scale.py                              1,000 services, eight minutes at most
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import signal
 import sys
@@ -30,12 +29,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from fake_fleet import FakeFleet, api_server, beside
 from llmservice_bench.report import machine
+from llmservice_bench.results import Check, Results
 from llmservice_local.api.errors import ApiError
 from llmservice_local.client import DEFINITIONS, NAMESPACES, KubeClient, Resource, connect
 from llmservice_local.ports import free_port
 from llmservice_operator.api.crd import crd
 
-RESULTS = Path(__file__).with_name("results")
 SERVICES = Resource("serving.llmservice.io/v1alpha1", "llmservices")
 NAMESPACE_COUNT = 10
 SHAPE = {"layers": 2, "heads": 4, "hiddenSize": 64, "intermediateSize": 128, "vocabSize": 512}
@@ -96,17 +95,15 @@ class Bench:
     folder: Path
     session: aiohttp.ClientSession
     count: int
-    figures: dict[str, float] = field(default_factory=dict)
-    targets: dict[str, str] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
 
-    def note(self, name: str, value: float, text: str, target: str = "") -> None:
-        """One line of the table; a target reads `< 30` or `0`."""
-        self.figures[name] = value
-        verdict = ""
-        if target:
-            self.targets[name] = target
-            met = value < float(target[1:]) if target.startswith("<") else value == float(target)
-            verdict = f"target {target}: {'met' if met else 'MISSED'}"
+    def note(self, name: str, value: float, text: str, bound: str = "") -> None:
+        """One line of the table; a bound, as a `Check` has it, makes it a promise."""
+        self.rows.append({"name": name, "what": text, "value": value})
+        if bound:
+            self.checks.append(Check(f"operator, {self.count} services: {text}", bound, value))
+        verdict = f"{bound}: {'met' if self.checks[-1].met else 'MISSED'}" if bound else ""
         print(f"{text:<72}{value:>12,.2f}  {verdict}", flush=True)
 
     def names(self) -> list[tuple[str, str]]:
@@ -203,12 +200,12 @@ async def measure_steady(bench: Bench, operator: Operator, seconds: float) -> No
     after = await operator.calls()
     passes = await operator.value("llmservice_operator_pass_seconds_count") - passes
     busy = await operator.value("llmservice_operator_process_cpu_seconds_total") - busy
-    bench.note("steady_seconds", seconds, "steady state, s")
-    bench.note("steady_writes", after["writes"] - before["writes"], "  writes", "0")
-    bench.note("steady_reads", after["reads"] - before["reads"], "  reads")
-    bench.note("steady_passes_per_s", passes / seconds, "  passes per second")
-    bench.note("steady_cpu", busy / seconds, "  CPUs used by the operator")
-    bench.note("steady_memory_mib", operator.memory_mib(), "  resident memory, MiB", "< 300")
+    bench.note("steady_seconds", seconds, "steady state: seconds of it")
+    bench.note("steady_writes", after["writes"] - before["writes"], "steady state: writes", "= 0")
+    bench.note("steady_reads", after["reads"] - before["reads"], "steady state: reads")
+    bench.note("steady_passes_per_s", passes / seconds, "steady state: passes per second")
+    bench.note("steady_cpu", busy / seconds, "steady state: CPUs used by the operator")
+    bench.note("steady_memory_mib", operator.memory_mib(), "steady state: resident memory, MiB", "< 300")
 
 
 async def measure_changes(bench: Bench, number: int) -> None:
@@ -241,9 +238,9 @@ async def measure_restart(bench: Bench, operator: Operator) -> None:
     bench.note("restart_s", took_s, "restart: every service looked at, s after the start", "< 30")
     await asyncio.sleep(AFTERMATH_S)
     calls = await operator.calls()
-    bench.note("restart_writes", calls["writes"], f"  writes, until {AFTERMATH_S:g} s later", "0")
-    bench.note("restart_reads", calls["reads"], "  reads")
-    bench.note("restart_memory_mib", operator.memory_mib(), "  resident memory, MiB", "< 300")
+    bench.note("restart_writes", calls["writes"], f"restart: writes, until {AFTERMATH_S:g} s later", "= 0")
+    bench.note("restart_reads", calls["reads"], "restart: reads")
+    bench.note("restart_memory_mib", operator.memory_mib(), "restart: resident memory, MiB", "< 300")
 
 
 async def measure_handover(bench: Bench, name: str, number: signal.Signals, target: str) -> None:
@@ -313,11 +310,9 @@ async def rounds(bench: Bench, steady_s: float, changes: int) -> None:
 
 
 def write_results(bench: Bench, kind: str, *, complete: bool) -> None:
-    RESULTS.mkdir(exist_ok=True)
-    about = {"machine": machine(), "load_average": os.getloadavg()[1], "api": kind, "services": bench.count}
-    result = {**about, "complete": complete, **bench.figures, "targets": bench.targets}
+    settings = {"api": kind, "services": bench.count, "complete": complete, "load_average": os.getloadavg()[1]}
     name = "operator_scale" if kind == "emulator" else f"operator_scale_{kind}"
-    (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    Results(name, bench.rows, bench.checks, settings).write()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Minutes of full load: 500 streams at once, a third of them cut at random moments. Does anything break, leak or grow?
 
-A tiny Llama is served on loopback. Every ten seconds a row: streams ended, tokens/s, memory of the server's processes.
+A toy Llama is served on loopback. Every ten seconds a row: streams ended, tokens/s, memory of the server's processes.
 At the end the verdict, by the exit status too: an error of a stream that was to finish, a block still held, or memory
 that grew by more than `--most-growth` MiB after the first quarter.
 """
@@ -9,19 +9,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import tempfile
 import time
-from dataclasses import asdict
-from pathlib import Path
 
 import aiohttp
 
 from llmservice_bench.report import machine
+from llmservice_bench.results import Check, Results
 from llmservice_bench.soak import SoakConfig, SoakCounts, resident_bytes, soak
-from llmservice_bench.tiny_server import MODEL, TinyServer, serving
+from llmservice_bench.toy_server import MODEL, ToyServer, serving
 
-RESULTS = Path(__file__).with_name("results")
 ROW_S = 10.0
 IDLE_S = 10.0
 MIB = 1 << 20
@@ -31,23 +27,24 @@ FLAGS = ("--kv-cache-memory", "64MiB")  # a CPU's cache takes memory only as it 
 async def run(minutes: float, streams: int, most_growth: int) -> int:
     where = machine()
     print(f"{where['platform']}, {where['cpus']} CPUs: {streams} streams, a third of them cut, {minutes:g} minutes")
-    with tempfile.TemporaryDirectory() as folder:
-        async with serving(Path(folder), *FLAGS, "--max-queued-requests", str(2 * streams)) as server:
-            rows, counts = await _load(server, minutes * 60, streams)
-            held = await _held_when_idle(server)
+    async with serving(*FLAGS, "--max-queued-requests", str(2 * streams)) as server:
+        rows, counts = await _load(server, minutes * 60, streams)
+        held = await _held_when_idle(server)
     settled = rows[len(rows) // 4 :]
     growth = (settled[-1]["memory_mib"] - settled[0]["memory_mib"]) if settled else 0.0
-    failures = [f"{len(counts.errors)} streams broke, such as: {counts.errors[0]}"] if counts.errors else []
-    failures += [f"{held:.0f} blocks are still held"] if held else []
-    failures += [f"memory grew by {growth:.1f} MiB, expected at most {most_growth}"] if growth > most_growth else []
-    print("; ".join(failures) or f"nothing broke, every block is free, memory grew by {growth:.1f} MiB")
-    RESULTS.mkdir(exist_ok=True)
-    result = {"machine": where, "streams": streams, "minutes": minutes, "rows": rows, "held_blocks": held}
-    (RESULTS / "soak.json").write_text(json.dumps(result | asdict(counts), indent=2), encoding="utf-8")
-    return 1 if failures else 0
+    checks = [
+        Check("soak: streams that broke", "= 0", len(counts.errors)),
+        Check("soak: blocks still held when idle", "= 0", held),
+        Check("soak: growth of the memory after the first quarter", f"<= {most_growth}", growth, "MiB"),
+    ]
+    notes = [f"a stream broke: {counts.errors[0]}"] if counts.errors else []
+    print(*(check.line() for check in checks), *notes, sep="\n")
+    settings = {"streams": streams, "minutes": minutes, "finished": counts.finished, "cut": counts.cut}
+    Results("soak", rows, checks, settings, notes).write()
+    return 0 if all(check.met for check in checks) else 1
 
 
-async def _load(server: TinyServer, seconds: float, streams: int) -> tuple[list[dict[str, float]], SoakCounts]:
+async def _load(server: ToyServer, seconds: float, streams: int) -> tuple[list[dict[str, float]], SoakCounts]:
     started = time.monotonic()
     rows: list[dict[str, float]] = []
     print(f"{'s':>6} {'finished':>9} {'cut':>7} {'errors':>7} {'tokens/s':>9} {'MiB':>8}")
@@ -68,7 +65,7 @@ async def _load(server: TinyServer, seconds: float, streams: int) -> tuple[list[
     return rows, counts
 
 
-async def _held_when_idle(server: TinyServer) -> float:
+async def _held_when_idle(server: ToyServer) -> float:
     """Blocks held once nothing is under way any more."""
     deadline = time.monotonic() + IDLE_S
     async with aiohttp.ClientSession() as session:

@@ -12,6 +12,7 @@ from llmservice_bench.line_chart import Panel, Series, line_chart
 Row = Mapping[str, Any]
 METRICS = {"ttft": "time to first token, ms", "itl": "inter-token latency, ms"}
 CLOSED, OPEN = svg.COLOURS[0], svg.COLOURS[1]
+LEGEND = "Closed loops: as many requests at once as stands there. Open loops: requests at random times."
 
 
 def draw_curve(rows: Sequence[Row], subtitle: str, promises: Promises | None = None) -> str:
@@ -22,11 +23,11 @@ def draw_curve(rows: Sequence[Row], subtitle: str, promises: Promises | None = N
     for metric, title in METRICS.items():
         promised_s: float | None = getattr(promises, f"{metric}_s", None)
         bound = promised_s and promised_s * 1000
-        series = [*_lines(closed, metric, "N at once", CLOSED), *_lines(opened, metric, "random times", OPEN)]
+        series = [*_lines(closed, metric, "closed", CLOSED), *_lines(opened, metric, "open", OPEN)]
         panels.append(
             Panel(title, "output tokens per second", series, bound, f"promised: {bound:g} ms" if bound else "")
         )
-    return line_chart("Throughput and latency", subtitle, panels)
+    return line_chart("Throughput and latency", f"{subtitle}. {LEGEND}", panels)
 
 
 def _lines(rows: Sequence[Row], metric: str, name: str, colour: str) -> list[Series]:
@@ -35,6 +36,6 @@ def _lines(rows: Sequence[Row], metric: str, name: str, colour: str) -> list[Ser
 
     marks = [str(row["concurrency"]) for row in rows if row["concurrency"] is not None]
     return [
-        Series(f"{name}, p99", through("p99"), colour, marks=marks),
-        Series(f"{name}, p50", through("p50"), colour, dashed=True),
+        Series(f"{name} p99", through("p99"), colour, marks=marks),
+        Series(f"{name} p50", through("p50"), colour, dashed=True),
     ]

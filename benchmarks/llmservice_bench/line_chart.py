@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from llmservice_bench import svg
 from llmservice_bench.axis import Axis, tick_label
 
-WIDTH, HEIGHT = 520.0, 340.0
+WIDTH, HEIGHT = 500.0, 370.0
 """Of one panel."""
-LEFT, RIGHT, TOP, BOTTOM = 58.0, 112.0, 70.0, 48.0
+LEFT, RIGHT, TITLE, TOP, BOTTOM = 58.0, 92.0, 74.0, 102.0, 48.0
 LABEL_HEIGHT = 14.0
 
 
@@ -48,10 +48,10 @@ def line_chart(title: str, subtitle: str, panels: Sequence[Panel]) -> str:
 def _panel(panel: Panel, offset: float) -> list[str]:
     drawn = [point for series in panel.series for point in series.points if point[1] > 0]
     if not drawn:
-        return [svg.text(offset + LEFT, TOP, f"{panel.title}: nothing was measured", fill=svg.GREY)]
+        return [svg.text(offset + LEFT, TITLE, f"{panel.title}: nothing was measured", fill=svg.GREY)]
     bounds = [panel.bound] if panel.bound else []
     x_axis = Axis.around([x for x, _ in drawn], offset + LEFT, offset + WIDTH - RIGHT)
-    y_axis = Axis.around([y for _, y in drawn] + bounds, HEIGHT - BOTTOM, TOP + 10, log=True)
+    y_axis = Axis.around([y for _, y in drawn] + bounds, HEIGHT - BOTTOM, TOP, log=True)
     shapes = [*_grid(panel, x_axis, y_axis)]
     if panel.bound:
         y = y_axis.place(panel.bound)
@@ -69,7 +69,7 @@ def _panel(panel: Panel, offset: float) -> list[str]:
 
 
 def _grid(panel: Panel, x_axis: Axis, y_axis: Axis) -> list[str]:
-    shapes = [svg.text(x_axis.start, TOP, panel.title, bold=True)]
+    shapes = [svg.text(x_axis.start, TITLE, panel.title, bold=True)]
     for tick in y_axis.ticks():
         y = y_axis.place(tick)
         shapes.append(svg.line(x_axis.start, y, x_axis.end, y))

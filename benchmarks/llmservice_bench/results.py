@@ -54,6 +54,8 @@ class Results:
     checks: Sequence[Check] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     """What of the command line shaped the figures."""
+    notes: Sequence[str] = ()
+    """What the rows say, or why a target is missed: sentences for the report."""
 
     def write(self, folder: Path = FOLDER) -> Path:
         """Write `<name>.json`, replacing that of an earlier run, and say so on the terminal."""
@@ -70,6 +72,7 @@ class Results:
             "commit": commit(),
             "versions": versions(),
             "settings": dict(self.settings),
+            "notes": list(self.notes),
             "checks": [{**asdict(check), "met": check.met} for check in self.checks],
             "rows": [dict(row) for row in self.rows],
         }

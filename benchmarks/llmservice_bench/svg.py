@@ -28,9 +28,10 @@ def drawing(width: float, height: float, title: str, shapes: Iterable[str]) -> s
 def text(
     x: float, y: float, words: str, *, fill: str = INK, anchor: str = "start", size: int = 12, bold: bool = False
 ) -> str:
-    """One line; `anchor` is start, middle or end."""
+    """One line, readable over others; `anchor` is start, middle or end."""
     style = f'fill="{fill}" text-anchor="{anchor}" font-size="{size}"' + (' font-weight="600"' if bold else "")
-    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(words)}</text>'
+    halo = f'stroke="{PAPER}" stroke-width="3" stroke-linejoin="round" paint-order="stroke"'
+    return f'<text x="{x:.1f}" y="{y:.1f}" {style} {halo}>{escape(words)}</text>'
 
 
 def line(x1: float, y1: float, x2: float, y2: float, *, stroke: str = RULE, dashes: str = "") -> str:

@@ -63,7 +63,9 @@ async def sweep_server(target: Target, plan: SweepPlan, timeout_s: float = 600.0
 async def _measuring(session: aiohttp.ClientSession, target: Target, plan: SweepPlan) -> Measure:
     """What sends a load; the server is warm by then."""
     word_rate = await measure_word_rate(session, target, np.random.default_rng(plan.seed))
-    await drive(session, target, Load(plan.lengths, max_concurrency=4, num_requests=WARM_UP_REQUESTS), word_rate)
+    longest = max(plan.lengths, key=lambda each: each.prompt_tokens)
+    for lengths, number in (([longest], 1), (plan.lengths, WARM_UP_REQUESTS)):
+        await drive(session, target, Load(lengths, max_concurrency=4, num_requests=number), word_rate)
 
     async def measure(load: Load, name: str) -> list[RequestRecord]:
         async with progress_bar(load, name) as progress:

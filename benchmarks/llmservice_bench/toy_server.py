@@ -1,4 +1,4 @@
-"""A server of a tiny model on loopback, for the benchmarks of this machine."""
+"""A server of the toy model on loopback, for the benchmarks of this machine."""
 
 from __future__ import annotations
 
@@ -12,24 +12,23 @@ from pathlib import Path
 
 import aiohttp
 
+from llmservice_bench.models import checkpoint
+
 LLMSERVICE = str(Path(sys.executable).with_name("llmservice"))
-MODEL = "tiny-llama"
+MODEL = "toy"
 START_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class TinyServer:
+class ToyServer:
     url: str
     process_id: int
 
 
 @asynccontextmanager
-async def serving(folder: Path, *flags: str) -> AsyncIterator[TinyServer]:
-    """A server of the tiny model, with more `flags` of `llmservice serve`; it ends with the block."""
-    model = folder / MODEL
-    make = await asyncio.create_subprocess_exec(LLMSERVICE, "make-tiny-model", str(model))
-    if await make.wait():
-        raise SystemExit("the tiny model could not be made")
+async def serving(*flags: str) -> AsyncIterator[ToyServer]:
+    """A server of the toy model, with more `flags` of `llmservice serve`; it ends with the block."""
+    model = await asyncio.to_thread(checkpoint, MODEL)
     server = await asyncio.create_subprocess_exec(
         LLMSERVICE, "serve", "--model", str(model), "--served-model-name", MODEL, "--host", "127.0.0.1", "--port", "0",
         "--kv-cache-memory", "512MiB", *flags, stdout=asyncio.subprocess.PIPE,
@@ -38,7 +37,7 @@ async def serving(folder: Path, *flags: str) -> AsyncIterator[TinyServer]:
         async with asyncio.timeout(START_TIMEOUT_S):
             port, reading = await _port(server)
             await _ready(f"http://127.0.0.1:{port}")
-        yield TinyServer(f"http://127.0.0.1:{port}", server.pid)
+        yield ToyServer(f"http://127.0.0.1:{port}", server.pid)
     finally:
         if server.returncode is None:
             server.terminate()

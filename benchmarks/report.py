@@ -1,0 +1,120 @@
+"""docs/benchmarks.md and its plots, made from benchmarks/results/*.json: every figure in it is in one of these files.
+
+python benchmarks/report.py
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from catalogue import BENCHMARKS, Benchmark
+from llmservice_bench.plots import draw
+from llmservice_bench.results import FOLDER
+from llmservice_bench.rows_table import figure, rows_tables
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PLOT_FOLDER = "benchmarks"
+INTRODUCTION = """\
+Made by `make bench`; every figure is in one of the files in `benchmarks/results/`. Ratios are of one run.
+Lengths of requests are those of the Azure LLM inference trace 2023, conversation (Microsoft, CC-BY 4.0; Patel et al.,
+"Splitwise", ISCA 2024), scaled to the model."""
+
+Content = Mapping[str, Any]
+"""Of a results file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A benchmark and what it left behind, in one file or in several."""
+
+    benchmark: Benchmark
+    contents: Sequence[Content]
+
+    def text(self) -> str:
+        parts = [f"## {self.benchmark.title}", about(self.benchmark.script)]
+        for content in self.contents:
+            parts += _content(content, with_name=len(self.contents) > 1)
+        return "\n\n".join(parts)
+
+
+def about(script: Path) -> str:
+    """What a benchmark says of itself: its docstring, without examples of how to call it."""
+    docstring = ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or ""
+    paragraphs = docstring.split("\n\n")
+    told = [" ".join(paragraph.split()) for paragraph in paragraphs if not paragraph.startswith("    ")]
+    return "\n\n".join([*told, f"`python benchmarks/{script.name}`"])
+
+
+def read_sections(results: Path) -> list[Section]:
+    """In the order of the runner's table; a benchmark that has left nothing has no section."""
+    contents = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("*.json"))}
+    sections = [Section(each, [contents[name] for name in contents if each.wrote(name)]) for each in BENCHMARKS]
+    return [section for section in sections if section.contents]
+
+
+def report(sections: Sequence[Section]) -> str:
+    """The whole document."""
+    contents = [content for section in sections for content in section.contents]
+    checks = [check for content in contents for check in content["checks"]]
+    met = sum(check["met"] for check in checks)
+    parts = [
+        "# Benchmarks",
+        INTRODUCTION,
+        "\n".join(f"- {each}" for each in dict.fromkeys(where(content) for content in contents)),
+        "## Targets",
+        f"{met} of {len(checks)} are met.",
+        targets(checks),
+        *(section.text() for section in sections),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def where(content: Content) -> str:
+    """The machine, the commit and the versions that figures belong to."""
+    machine = content["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items() if name != "llmservice")
+    place = f"{machine['processor']}, {machine['cpus']} CPUs, {machine['platform']}, Python {machine['python']}"
+    return f"{place}; commit `{content['commit'] or 'unknown'}`; {versions}"
+
+
+def targets(checks: Sequence[Content]) -> str:
+    """The table of promises."""
+    lines = ["| what | target | measured | |", "| --- | ---: | ---: | --- |"]
+    for check in checks:
+        measured = f"{figure(check['measured'])} {check['unit']}".rstrip()
+        bound = check["bound"].replace(">=", "≥").replace("<=", "≤")
+        lines.append(f"| {check['what']} | {bound} | {measured} | {'met' if check['met'] else '**MISSED**'} |")
+    return "\n".join(lines)
+
+
+def _content(content: Content, *, with_name: bool) -> list[str]:
+    heading = [f"### {content['name']}"] if with_name else []
+    settings = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in content["settings"].items())
+    plot = [f"![{content['name']}]({PLOT_FOLDER}/{content['name']}.svg)"] if draw(content) else []
+    notes = ["\n".join(f"- {note}" for note in content["notes"])] if content.get("notes") else []
+    return [*heading, *([f"Settings: {settings}."] if settings else []), *plot, *notes, rows_tables(content["rows"])]
+
+
+def write(results: Path = FOLDER, docs: Path = DOCS) -> Path:
+    """Write benchmarks.md and a plot for each benchmark that has one; plots of earlier runs go."""
+    sections = read_sections(results)
+    plots = docs / PLOT_FOLDER
+    plots.mkdir(parents=True, exist_ok=True)
+    for stale in plots.glob("*.svg"):
+        stale.unlink()
+    for content in (content for section in sections for content in section.contents):
+        if drawn := draw(content):
+            (plots / f"{content['name']}.svg").write_text(drawn, encoding="utf-8")
+    written = docs / "benchmarks.md"
+    written.write_text(report(sections), encoding="utf-8")
+    print(f"written: {written}")
+    return written
+
+
+if __name__ == "__main__":
+    write()
