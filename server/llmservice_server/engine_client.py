@@ -33,6 +33,8 @@ from llmservice_server.messages import (
     ToEngine,
 )
 
+# -P: a file called torch.py in the working directory is not to be imported.
+ENGINE_COMMAND = (sys.executable, "-P", "-m", "llmservice_server.engine_process")
 _OMP = {"OMP_WAIT_POLICY": "PASSIVE"}
 """Threads of a matrix product that spin while they wait take the very core that they wait for where cores are shared:
 with a load of ten on two cores a step took 1100 ms instead of 60."""
@@ -51,12 +53,13 @@ class OutputStream:
         self.unfinished = set(request_ids)
         self._outputs: list[Output] = []
         self._failure: Exception | None = None
-        self._wake = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
 
     async def next(self) -> list[Output]:
         """The outputs since the last call, at least one. Raises what `fail` was given."""
-        await self._wake.wait()
-        self._wake.clear()
+        if not self._outputs and self._failure is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
         if self._failure is not None:
             raise self._failure
         outputs, self._outputs = self._outputs, []
@@ -66,12 +69,16 @@ class OutputStream:
         if output.finish_reason is not None:
             self.unfinished.discard(output.request_id)
         self._outputs.append(output)
-        self._wake.set()
+        self._wake()
 
     def fail(self, failure: Exception) -> None:
         """End the wait of `next` with an exception."""
         self._failure = failure
-        self._wake.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 class EngineClient:
@@ -84,7 +91,9 @@ class EngineClient:
         *,
         on_ready: Callable[[Ready], None],
         on_stats: Callable[[Stats], None],
+        command: Sequence[str] = ENGINE_COMMAND,
     ) -> None:
+        self._command = command
         self.ready: Ready | None = None
         self.stats: Stats | None = None
         self.failure: str | None = None
@@ -136,9 +145,8 @@ class EngineClient:
         self._ended(status)
 
     async def _run_process(self) -> int:
-        # -P: a file called torch.py in the working directory is not to be imported.
         self._process = process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "llmservice_server.engine_process"),
+            *self._command,
             stdin=asyncio.subprocess.PIPE,
             env=_OMP | os.environ,
             start_new_session=True,  # Ctrl-C and a SIGTERM to the group are for this process, which drains first

@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,7 +105,8 @@ class EngineLoop:
         return math.ceil(min(_IDLE_POLL_MS, embedding_s * 1000, self._engine.wait_s() * 1000))
 
 
-def main() -> int:
+def main(make_engine: Callable[[EngineConfig], Engine] | None = None) -> int:
+    """`make_engine` takes the place of `Engine`: benchmarks bring one that computes nothing."""
     # Who stops a whole control group (systemd) means the parent: it drains, and then sends Shutdown.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -117,11 +119,7 @@ def main() -> int:
     inbox = _socket(context, zmq.PULL)
     inbox.bind(settings.to_engine)
     try:
-        from llmservice_server.engine.engine import (
-            Engine,  # torch: seconds, in which the parent already answers /health
-        )
-
-        engine = Engine(settings.config)
+        engine = (make_engine or _load)(settings.config)
     except StartError as error:
         outbox.send(msgspec.msgpack.encode(Failed(error=str(error))))
         return _leave(context, 1)
@@ -129,6 +127,12 @@ def main() -> int:
     gc.freeze()  # the weights' and libraries' objects live as long as the process: the collector need not walk them
     EngineLoop(engine, inbox, outbox).run()
     return _leave(context, 0)
+
+
+def _load(config: EngineConfig) -> Engine:
+    from llmservice_server.engine.engine import Engine  # torch: seconds, in which the parent already answers /health
+
+    return Engine(config)
 
 
 def _socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[bytes]:

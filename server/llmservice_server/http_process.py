@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from llmservice_server.api.app import create_app
 from llmservice_server.api.state import ServeConfig, ServerState
 from llmservice_server.api.tracing import TracingError, tracer_provider
 from llmservice_server.engine.config import EngineConfig
-from llmservice_server.engine_client import EngineClient
+from llmservice_server.engine_client import ENGINE_COMMAND, EngineClient
 from llmservice_server.http_protocol import BoundedHttpProtocol
 from llmservice_server.messages import Ready
 from llmservice_server.metrics import Metrics
@@ -58,15 +59,24 @@ class _Uvicorn(uvicorn.Server):
 
 
 class HttpProcess:
-    """One server from start to end, on the running event loop."""
+    """One server from start to end, on the running event loop; `engine_command` starts its engine process."""
 
-    def __init__(self, engine: EngineConfig, serve: ServeConfig, listen: ListenConfig, log_level: str) -> None:
+    def __init__(
+        self,
+        engine: EngineConfig,
+        serve: ServeConfig,
+        listen: ListenConfig,
+        log_level: str,
+        engine_command: Sequence[str] = ENGINE_COMMAND,
+    ) -> None:
         metrics = Metrics(listen.metrics_prefix, serve.served_model_names[0])
         self._engine_config = engine
         self._listen = listen
         self._state = ServerState(
             config=serve,
-            engine=EngineClient(engine, log_level, on_ready=self._on_ready, on_stats=metrics.set_stats),
+            engine=EngineClient(
+                engine, log_level, on_ready=self._on_ready, on_stats=metrics.set_stats, command=engine_command
+            ),
             metrics=metrics,
         )
         self._stop = asyncio.Event()
@@ -117,6 +127,8 @@ class HttpProcess:
     def _on_ready(self, ready: Ready) -> None:
         self._state.metrics.set_ready(ready)
         fields = {name: getattr(ready, name) for name in ("max_model_len", "max_num_seqs", "num_blocks", "block_size")}
+        gc.collect()
+        gc.freeze()  # what is loaded by now lives as long as the process: the collector need not walk it at every turn
         log.info("the engine is ready", extra={"fields": {**fields, "load_s": round(ready.load_s, 3)}})
 
     def _on_signal(self) -> None:

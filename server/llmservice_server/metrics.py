@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 
 from llmservice_server.engine.request import LANES
 from llmservice_server.messages import Ready, Stats
+from llmservice_server.token_metrics import TokenMetrics
 
 Buckets = tuple[float, ...]
 
@@ -78,8 +79,9 @@ class Metrics:
         self.memory_bytes = self._gauge("memory_bytes", "Memory as measured after loading", ("kind",))
         self.model_load_seconds = self._gauge("model_load_seconds", "From the engine's start until it could serve")
 
+        self.tokens = TokenMetrics(prefix, self._constant, _TOKEN_BUCKETS)
+        self.registry.register(self.tokens)
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of sequences that produced a token")
-        self.generation_tokens = self._counter("generation_tokens", "Tokens generated")
         self.request_success = self._counter("request_success", "Sequences ended, by reason", ("finished_reason",))
         self.request_rejected = self._counter("request_rejected", "HTTP requests refused, by reason", ("reason",))
 
@@ -90,7 +92,6 @@ class Metrics:
         self.prefill_time = self._histogram("request_prefill_time_seconds", "Scheduled to first token", _WAIT_BUCKETS)
         self.decode_time = self._histogram("request_decode_time_seconds", "First token to last", _WAIT_BUCKETS)
         self.ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token", _WAIT_BUCKETS)
-        self.itl = self._histogram("inter_token_latency_seconds", "Between two tokens of a sequence", _TOKEN_BUCKETS)
         self.e2e = self._histogram("e2e_request_latency_seconds", "Arrival to the last token", _WAIT_BUCKETS)
         self.request_prompt_tokens = self._histogram("request_prompt_tokens", "Prompt lengths", _LENGTH_BUCKETS)
         self.request_generation_tokens = self._histogram("request_generation_tokens", "Answer lengths", _LENGTH_BUCKETS)

@@ -33,6 +33,7 @@ class CompletionFormat:
         self._echo = request.echo
         self._prompts = request.prompts
         self._with_logprobs = request.logprobs is not None
+        self._echoed = set[int]()  # choices that have begun with their prompt
         self._writers: dict[int, CompletionLogprobsWriter] = {}  # by choice, once it has begun
 
     def opening(self, index: int) -> Many[Choice]:
@@ -41,7 +42,8 @@ class CompletionFormat:
     def choice(self, progress: Progress) -> Text:
         sequence = progress.sequence
         text = progress.text
-        if self._echo and sequence.index not in self._writers:
+        if self._echo and sequence.index not in self._echoed:
+            self._echoed.add(sequence.index)
             text = self._prompt(sequence) + text
         return Text(sequence.index, text, progress.finish_reason, self._logprobs(sequence))
 
@@ -53,10 +55,10 @@ class CompletionFormat:
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
 
     def _logprobs(self, sequence: Sequence) -> CompletionLogprobs | None:
-        begun = sequence.index in self._writers
-        writer = self._writers.setdefault(sequence.index, CompletionLogprobsWriter(self._tokenizer.token_bytes))
         if not self._with_logprobs:
             return None
+        begun = sequence.index in self._writers
+        writer = self._writers.setdefault(sequence.index, CompletionLogprobsWriter(self._tokenizer.token_bytes))
         written = CompletionLogprobs()
         if self._echo and not begun:
             written = writer.prompt(sequence.prompt_token_ids[0], sequence.prompt_logprobs)

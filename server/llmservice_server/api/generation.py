@@ -8,9 +8,8 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import msgspec
 
@@ -31,8 +30,7 @@ class ClientGoneError(Exception):
     """Nobody is left to answer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(NamedTuple):
     """What one step did for one choice, or all of them together."""
 
     sequence: Sequence

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cache
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -230,7 +231,7 @@ def parse_fields(body: bytes, kind: type[_S], unsupported: Mapping[str, tuple[An
     Raises ApiError (400) that names the field.
     """
     content = _decode(body)
-    known = {field.name for field in msgspec.structs.fields(kind)}
+    known = _field_names(kind)
     for name in content.keys() - known:
         if name not in unsupported:
             raise invalid(f"Unrecognized request argument supplied: {name}", param=name)
@@ -240,6 +241,11 @@ def parse_fields(body: bytes, kind: type[_S], unsupported: Mapping[str, tuple[An
         return msgspec.convert({name: content[name] for name in content.keys() & known}, kind, str_keys=True)
     except msgspec.ValidationError as error:
         raise _explain(error) from error
+
+
+@cache
+def _field_names(kind: type[msgspec.Struct]) -> frozenset[str]:
+    return frozenset(field.name for field in msgspec.structs.fields(kind))
 
 
 def _same(value: Any, neutral: Any) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Sequence as Many
 
 from llmservice_server.messages import FinishReason, Output, TokenLogprobs
 from llmservice_server.metrics import Metrics
+from llmservice_server.text.byte_detokenizer import ByteDetokenizer
 from llmservice_server.text.detokenizer import Detokenizer
 from llmservice_server.text.stop_strings import StopStrings
 from llmservice_server.text.tokenizer import Tokenizer
@@ -39,7 +40,11 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprobs] = []
         self._logprobs: list[TokenLogprobs] = []
         self._min_tokens = min_tokens
-        self._detokenizer = Detokenizer(tokenizer, prompt_token_ids)
+        self._detokenizer: Detokenizer | ByteDetokenizer
+        if tokenizer.decoded_bytes is None:
+            self._detokenizer = Detokenizer(tokenizer, prompt_token_ids)
+        else:
+            self._detokenizer = ByteDetokenizer(tokenizer.decoded_bytes, prompt_token_ids)
         self._stops = stops
         self._arrival_s = arrival_s
         self._first_token_s: float | None = None
@@ -52,8 +57,9 @@ class Sequence:
             self._observe(output, now, metrics)
         elif self._first_token_s is None:
             self._last_token_s = now  # it ends without a token
-        self._logprobs += output.logprobs
-        self.prompt_logprobs += output.prompt_logprobs
+        if output.logprobs or output.prompt_logprobs:
+            self._logprobs += output.logprobs
+            self.prompt_logprobs += output.prompt_logprobs
         text = self._detokenizer.append(output.token_ids)
         if output.finish_reason is not None:
             text += self._detokenizer.flush()
@@ -75,8 +81,8 @@ class Sequence:
 
     def _observe(self, output: Output, now: float, metrics: Metrics) -> None:
         self.num_tokens += len(output.token_ids)
-        metrics.generation_tokens.inc(len(output.token_ids))
         if self._first_token_s is None:
+            metrics.tokens.begin(len(output.token_ids))
             self._first_token_s = now
             self._queue_s = output.queue_s or 0.0
             self.num_cached_tokens = output.num_cached_tokens
@@ -86,8 +92,7 @@ class Sequence:
             metrics.prefill_time.observe(max(0.0, ttft_s - self._queue_s))
             metrics.prompt_tokens.inc(self.num_prompt_tokens)
         else:
-            for _ in output.token_ids:  # several at once came out of one step: each took its share
-                metrics.itl.observe((now - self._last_token_s) / len(output.token_ids))
+            metrics.tokens.go_on(len(output.token_ids), now - self._last_token_s)
         self._last_token_s = now
 
     def close(self, metrics: Metrics) -> None:

@@ -12,6 +12,7 @@ import tokenizers
 
 from llmservice_server.sampling.token_bytes import TokenBytes
 from llmservice_server.text.chat_template import ChatTemplate, ChatTemplateError
+from llmservice_server.text.decoded_bytes import decoded_bytes
 from llmservice_server.text.tool_format import ToolFormat
 
 
@@ -33,6 +34,7 @@ class Tokenizer:
         self._chat = chat
         self.eos_token_ids = eos_token_ids
         self.token_bytes = TokenBytes(library)
+        self.decoded_bytes = decoded_bytes(library)
         self.tool_format, self.tag_ids = _tools(library, None if chat is None else chat.tool_format)
         self.vocab_size: int = max(library.get_vocab().values(), default=-1) + 1
 
