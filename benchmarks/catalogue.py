@@ -30,6 +30,7 @@ BENCHMARKS = (
     Benchmark("compare", "Beside what people would use instead", 8),
     Benchmark("strategies", "Static, dynamic and continuous batching", 6),
     Benchmark("serve", "Throughput and latency over HTTP", 2),
+    Benchmark("micro", "The pieces around the model", 3),
     Benchmark("operator_scale", "The operator with 1,000 services", 8, in_make_bench=False),
     Benchmark("soak", "Minutes of full load", 10, in_make_bench=False),
 )

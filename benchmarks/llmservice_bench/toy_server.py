@@ -29,10 +29,18 @@ class ToyServer:
 async def serving(*flags: str) -> AsyncIterator[ToyServer]:
     """A server of the toy model, with more `flags` of `llmservice serve`; it ends with the block."""
     model = await asyncio.to_thread(checkpoint, MODEL)
-    server = await asyncio.create_subprocess_exec(
+    command = (
         LLMSERVICE, "serve", "--model", str(model), "--served-model-name", MODEL, "--host", "127.0.0.1", "--port", "0",
-        "--kv-cache-memory", "512MiB", *flags, stdout=asyncio.subprocess.PIPE,
+        "--kv-cache-memory", "512MiB", *flags,
     )  # fmt: skip
+    async with started(*command) as server:
+        yield server
+
+
+@asynccontextmanager
+async def started(*command: str) -> AsyncIterator[ToyServer]:
+    """What `command` starts, once it is ready: it logs its port as `llmservice serve` does. It ends with the block."""
+    server = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
             port, reading = await _port(server)

@@ -1,0 +1,127 @@
+"""The pieces around the model, each alone: a step on the host, the block pool, the sampler, the HTTP path, a start.
+
+A model that computes nothing stands in where the model is not what is measured; everything else is what a pod runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from llmservice_bench.results import Check, Results
+from llmservice_server.messages import SamplingParams
+from pieces import real_step
+from pieces.block_pool import measure_block_pool
+from pieces.http_path import NUM_STREAMS, measure_http, sustained_tokens_per_s
+from pieces.sampler import KINDS, NUM_ROWS, measure_sampler
+from pieces.start import measure_phases, measure_serving
+from pieces.step import measure_step
+
+Row = dict[str, Any]
+
+NUM_RUNNING = (16, 64, 256, 1024)
+OFFERED = (10_000, 15_000, 20_000, 25_000, 30_000)  # tokens/s
+START_MODEL = "toy"
+_STEPS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What one part leaves behind."""
+
+    rows: Sequence[Row]
+    checks: Sequence[Check] = ()
+
+
+def step() -> Found:
+    rows: list[Row] = []
+    ways = {
+        "greedy": SamplingParams(max_tokens=2 * _STEPS, temperature=0.0),
+        "sampled": SamplingParams(max_tokens=2 * _STEPS),
+    }
+    for name, sampling in ways.items():
+        for num_running in NUM_RUNNING:
+            cost = measure_step(num_running, sampling, _STEPS)
+            rows.append(
+                {
+                    "running": num_running,
+                    "sampling": name,
+                    "host_p50_ms": cost.host.p50_s * 1000,
+                    "host_p99_ms": cost.host.p99_s * 1000,
+                    "model_p50_ms": cost.model_p50_s * 1000,
+                    "message_bytes": cost.message_bytes,
+                }
+            )
+    host_ms = {(row["sampling"], row["running"]): row["host_p50_ms"] for row in rows}
+    checks = [
+        Check(f"scheduling and bookkeeping per step at 256 running, {name}", "<= 0.5", host_ms[name, 256], "ms")
+        for name in ways
+    ]
+    step_ms = real_step.measure_real_step("small", 256) * 1000
+    share = 100 * host_ms["greedy", 256] / step_ms
+    rows.append({"running": 256, "sampling": "greedy", "step_of_12x768_p50_ms": step_ms, "host_share_percent": share})
+    checks.append(Check("the same, of the step on the 12×768 model", "<= 5", share, "%"))
+    return Found(rows, checks)
+
+
+def block_pool() -> Found:
+    timings = measure_block_pool()
+    return Found([{"operation": name, "p50_us": t.p50_s * 1e6, "p99_us": t.p99_s * 1e6} for name, t in timings.items()])
+
+
+def sampler() -> Found:
+    costs = {(kind, num_rows): measure_sampler(kind, num_rows) for kind in KINDS for num_rows in NUM_ROWS}
+    rows: list[Row] = [
+        {"kind": kind, "rows": num_rows, "p50_ms": draw.p50_s * 1000, "p99_ms": draw.p99_s * 1000}
+        for (kind, num_rows), draw in costs.items()
+    ]
+    top_p_ms = costs["top-p 0.9", 64].p50_s * 1000
+    return Found(rows, [Check("top-p of 64 rows, vocabulary 32k", "<= 10", top_p_ms, "ms")])
+
+
+def http() -> Found:
+    runs = [asyncio.run(measure_http(NUM_STREAMS, NUM_STREAMS / rate, seconds=5.0)) for rate in OFFERED]
+    what = f"HTTP path, stub model, {NUM_STREAMS} streams, one API process"
+    return Found([run.row for run in runs], [Check(what, ">= 20000", sustained_tokens_per_s(runs), "tokens/s")])
+
+
+def start() -> Found:
+    return Found([{"model": START_MODEL, **measure_phases(START_MODEL), **asyncio.run(measure_serving(START_MODEL))}])
+
+
+PARTS: dict[str, Callable[[], Found]] = {
+    "step": step,
+    "block_pool": block_pool,
+    "sampler": sampler,
+    "http": http,
+    "start": start,
+}
+
+
+def main(parts: Sequence[str]) -> int:
+    for name in parts:
+        found = PARTS[name]()
+        print(f"\n{name}")
+        for row in found.rows:
+            print(
+                "  "
+                + "  ".join(
+                    f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items()
+                )
+            )
+        print(*(check.line() for check in found.checks), sep="\n", flush=True)
+        settings = {"threads": torch.get_num_threads(), "model": "computes nothing"}
+        Results(f"micro_{name}", found.rows, found.checks, settings).write()
+    return 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=PARTS, nargs="+", default=list(PARTS), help="parts")
+    sys.exit(main(parser.parse_args().only))

@@ -1,0 +1,36 @@
+"""What the block pool's operations cost: they are on the path of every admission and of every sixteenth token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from llmservice_server.engine.block_hash import BlockHashes
+from llmservice_server.engine.block_pool import BlockPool
+from pieces.timing import Timing, measure
+
+NUM_BLOCKS = 50_000
+CHAIN = 64  # blocks: a prompt of a thousand tokens
+BLOCK_SIZE = 16
+
+
+def measure_block_pool(count: int = 2000) -> dict[str, Timing]:
+    """By operation; each leaves the pool as it found it."""
+    pool = BlockPool(NUM_BLOCKS)
+    tokens = list(range(CHAIN * BLOCK_SIZE))
+    chain = BlockHashes(BLOCK_SIZE, None).first(CHAIN, tokens)
+    held = pool.allocate(CHAIN)
+    for block, block_hash in zip(held, chain, strict=True):
+        pool.register(block, block_hash)
+
+    def share() -> None:
+        found = pool.lookup(chain)
+        pool.hold(found)
+        pool.free(found)
+
+    operations: dict[str, Callable[[], object]] = {
+        "allocate and free 1 block": lambda: pool.free(pool.allocate(1)),
+        f"allocate and free {CHAIN} blocks": lambda: pool.free(pool.allocate(CHAIN)),
+        f"look up, hold and free a prefix of {CHAIN} blocks": share,
+        f"hash {CHAIN} blocks": lambda: BlockHashes(BLOCK_SIZE, None).first(CHAIN, tokens),
+    }
+    return {name: measure(operation, count) for name, operation in operations.items()}

@@ -1,0 +1,54 @@
+"""What it costs to draw the next token of each row of logits, by what the rows ask for."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from llmservice_server.engine.request import Request
+from llmservice_server.messages import Generate, SamplingParams
+from llmservice_server.sampling.sampler import Sampler
+from pieces.timing import Timing
+
+VOCAB = 32_000
+NUM_ROWS = (1, 32, 64, 256)
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "temperature": {},
+    "seeded": {"seed": 7},
+    "top-k 50": {"top_k": 50},
+    "top-p 0.9": {"top_p": 0.9},
+    "top-k 50, top-p 0.9": {"top_k": 50, "top_p": 0.9},
+    "min-p 0.05": {"min_p": 0.05},
+    "penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
+}
+_MODEL_SPREAD = 3.0  # of the logits: some hundreds of tokens are likely, more than from a trained model
+
+
+def measure_sampler(kind: str, num_rows: int, count: int = 15) -> Timing:
+    """One batch in which every row asks for the same, drawn again and again from fresh logits."""
+    requests = [_request(number, KINDS[kind]) for number in range(num_rows)]
+    logits = torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(0)) * _MODEL_SPREAD
+    sampler, scratch = Sampler(), torch.empty_like(logits)
+    seconds = []
+    for _ in range(count + 3):
+        scratch.copy_(logits)  # drawing overwrites them
+        started_s = time.perf_counter()
+        sampler.draw(scratch, requests)
+        seconds.append(time.perf_counter() - started_s)
+    return Timing.of(seconds[3:])
+
+
+def _request(number: int, sampling: dict[str, Any]) -> Request:
+    message = Generate(
+        request_id=str(number),
+        prompt_token_ids=list(range(number, number + 256)),
+        sampling=SamplingParams(max_tokens=512, **sampling),
+        arrival_s=0.0,
+    )
+    request = Request.of(message, number, seed=number, eos_token_ids=frozenset())
+    for token_id in range(100):
+        request.append(token_id)
+    return request

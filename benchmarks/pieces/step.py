@@ -1,0 +1,52 @@
+"""What a step costs on the host: everything that the engine does around a model that computes nothing."""
+
+from __future__ import annotations
+
+import gc
+import time
+from dataclasses import dataclass
+
+import msgspec
+
+from llmservice_server.messages import Generate, SamplingParams
+from pieces.empty_engine import EmptyModel, empty_engine
+from pieces.timing import Timing
+
+PROMPT_TOKENS = 256
+VOCAB = 64  # so that sampling is what it costs per sequence, not per logit: the sampler has figures of its own
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Of a step in which every running sequence decodes one token."""
+
+    num_running: int
+    host: Timing  # schedule, inputs, block tables, sample, update, encode: without what the model's own calls take
+    model_p50_s: float
+    message_bytes: int
+
+
+def measure_step(num_running: int, sampling: SamplingParams, steps: int = 200) -> StepCost:
+    """Decode with `num_running` sequences at once, each with a context of `PROMPT_TOKENS` and more."""
+    model = EmptyModel(VOCAB, list(range(VOCAB)), period_s=0.0)
+    engine = empty_engine(model, num_running, PROMPT_TOKENS + 2 * steps)
+    for number in range(num_running):
+        prompt = [(number + place) % VOCAB for place in range(PROMPT_TOKENS)]
+        request_id = f"{number:032x}-0"  # as long as the HTTP process makes them
+        arrival_s = time.monotonic()
+        engine.add(Generate(request_id=request_id, prompt_token_ids=prompt, sampling=sampling, arrival_s=arrival_s))
+    while len(engine.last_plan.scheduled) < num_running or engine.last_plan.num_tokens > num_running:
+        engine.step()
+    encoder = msgspec.msgpack.Encoder()
+    gc.collect()
+    gc.freeze()  # as the engine process does once it is loaded
+    host, own = [], []
+    message = b""
+    for _ in range(steps):
+        before_s, started_s = model.spent_s, time.perf_counter()
+        message = encoder.encode(engine.step())
+        took_s = time.perf_counter() - started_s
+        own.append(model.spent_s - before_s)
+        host.append(took_s - own[-1])
+    gc.unfreeze()
+    return StepCost(num_running, Timing.of(host), Timing.of(own).p50_s, len(message))

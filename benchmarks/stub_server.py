@@ -1,0 +1,40 @@
+"""The real HTTP process in front of a stub engine (stub_engine.py), on loopback.
+
+python benchmarks/stub_server.py MODEL PERIOD_S NUM_SEQS      logs where it listens, as `llmservice serve` does
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import uvloop
+
+from llmservice_server import json_log
+from llmservice_server.api.backlog import QueueBound
+from llmservice_server.api.state import ServeConfig
+from llmservice_server.engine.config import EngineConfig
+from llmservice_server.http_process import HttpProcess, ListenConfig
+
+STUB_ENGINE = str(Path(__file__).with_name("stub_engine.py"))
+MODEL_NAME = "stub"
+
+
+async def serve(model: Path, period_s: str, num_seqs: str) -> None:
+    bound = QueueBound(max_requests=10 * int(num_seqs), max_prompt_tokens=1_000_000)
+    config = ServeConfig(
+        served_model_names=(MODEL_NAME,),
+        queue_bounds={"interactive": bound, "batch": bound},
+        request_timeout_s=600.0,
+        queue_timeout_s=None,
+    )
+    listen = ListenConfig(host="127.0.0.1", port=0, drain_timeout_s=1.0, metrics_prefix="llmservice_")
+    command = (sys.executable, STUB_ENGINE, period_s, num_seqs)
+    await HttpProcess(EngineConfig(model=model), config, listen, "info", command).run()
+
+
+if __name__ == "__main__":
+    json_log.configure("info")
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(Path(sys.argv[1]), *sys.argv[2:4]))

@@ -1,0 +1,56 @@
+"""What is measured is what runs: every piece does its work around a model that computes nothing."""
+
+from typing import Any
+
+from llmservice_server.messages import Generate, SamplingParams
+from pieces.block_pool import measure_block_pool
+from pieces.empty_engine import EmptyModel, empty_engine
+from pieces.http_path import HttpRun, measure_http, sustained_tokens_per_s
+from pieces.sampler import KINDS, measure_sampler
+from pieces.step import measure_step
+
+
+def test_the_empty_model_speaks_printable_tokens_only_as_many_as_asked_for() -> None:
+    printable = [3, 5, 8, 13]
+    engine = empty_engine(EmptyModel(20, printable, period_s=0.0), num_seqs=2, num_tokens_each=64)
+    tokens: dict[str, list[int]] = {"a": [], "b": []}
+    for request_id in tokens:
+        sampling = SamplingParams(max_tokens=12, temperature=0.0)
+        engine.add(Generate(request_id=request_id, prompt_token_ids=[1, 2, 3], sampling=sampling, arrival_s=0.0))
+    while engine.has_work:
+        for output in engine.step().outputs:
+            tokens[output.request_id] += output.token_ids
+    assert [len(ids) for ids in tokens.values()] == [12, 12]
+    assert {token for ids in tokens.values() for token in ids} <= set(printable)
+
+
+def test_a_steps_cost_is_of_a_step_in_which_everybody_decodes() -> None:
+    cost = measure_step(3, SamplingParams(max_tokens=20, temperature=0.0), steps=10)
+    assert cost.host.count == 10
+    assert 0 < cost.host.p50_s <= cost.host.p99_s
+    assert cost.message_bytes > 3 * 32  # three request ids at least
+
+
+def test_the_block_pools_operations_leave_it_as_they_found_it() -> None:
+    assert all(timing.count == 5 for timing in measure_block_pool(count=5).values())
+
+
+def test_every_kind_of_sampling_can_be_measured() -> None:
+    assert all(measure_sampler(kind, 2, count=1).count == 1 for kind in KINDS)
+
+
+async def test_the_stub_engine_serves_words_through_the_real_http_process() -> None:
+    run = await measure_http(num_streams=4, period_s=0.005, seconds=0.5)
+    assert run.figures["requests_per_s"] > 0
+    assert run.figures["events_per_token"] == 1
+    assert run.figures["ttft_p50_ms"] > 0
+    assert run.http_process_busy > 0
+
+
+def test_only_a_pace_that_was_borne_counts_as_sustained() -> None:
+    def run(offered: float, arrived: float) -> HttpRun:
+        figures: dict[str, Any] = {"output_tokens_per_s": arrived}
+        return HttpRun(offered, figures, http_process_busy=0.5, engine_busy=0.1)
+
+    assert sustained_tokens_per_s([run(100, 99), run(200, 192), run(400, 300)]) == 192
+    assert sustained_tokens_per_s([run(100, 50)]) == 0
