@@ -27,7 +27,7 @@ class GatewayMetrics:
         )
         self.retries = Counter(
             "llmservice_gateway_retries_total",
-            "Requests passed to another pod, because the first refused the connection or was draining",
+            "Requests passed to another pod: the first refused, was draining, or had no slot when another had (moved)",
             ["model", "reason"],
             registry=self.registry,
         )

@@ -1,28 +1,30 @@
 """Passing one request to one pod, and its answer back as it comes.
 
-Until the first byte has gone to the client another pod may be asked instead; after that the answer is that pod's alone.
+Until a pod has begun to answer another one may be asked instead; after that the answer is that pod's alone.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 
 import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from llmservice_gateway.balancer import Balancer
+from llmservice_gateway.balancer import Balancer, Ticket
 from llmservice_gateway.metrics import GatewayMetrics
 from llmservice_gateway.openai_error import RETRY_AFTER_S, error_response, unavailable
-from llmservice_gateway.routes import Backend, Route
+from llmservice_gateway.routes import ModelNotFoundError, Route
 
 logger = logging.getLogger(__name__)
 
 MOST_ATTEMPTS = 3
-LOST = "lost"
+LOST, MOVED = "lost", "moved"
 MOST_LOST = 2
 """Attempts that may end with a pod going away in the middle: a request that kills pods must not kill them all."""
 REFUSALS = frozenset({429, 503})
@@ -100,41 +102,66 @@ class Proxy:
             if backend is None:
                 break
             try:
-                with self._balancer.hold(backend):
-                    return await self._ask(backend, request, model, body, request_id)
+                with self._balancer.hold(backend) as ticket:
+                    return await self._ask(ticket, request, model, body, request_id)
             except _AnotherPodError as again:
-                tried.add(backend.uid)
+                tried.add(ticket.backend.uid)
                 lost += again.reason == LOST
                 answer = again.refusal or unavailable(
                     f"No replica of `{model}` could take the request: retry shortly.", "replicas_unavailable"
                 )
                 self._metrics.retries.labels(model, again.reason).inc()
-                logger.info("request %s: pod %s: %s", request_id, backend.name, again.reason)
+                logger.info("request %s: pod %s: %s", request_id, ticket.backend.name, again.reason)
+            finally:
+                self._share(find)
         return answer
 
+    def _share(self, find: Callable[[], Route]) -> None:
+        """A slot is free: somebody may wait elsewhere."""
+        with suppress(ModelNotFoundError):  # deleted while its last requests ran
+            self._balancer.share(find().backends, self._clock())
+
     async def _ask(
-        self, backend: Backend, request: web.Request, model: str, body: bytes, request_id: str
+        self, ticket: Ticket, request: web.Request, model: str, body: bytes, request_id: str
     ) -> web.StreamResponse:
         headers = _passed_on(request.headers, NOT_SENT_ON)
         headers["X-Request-Id"] = request_id
         started = self._clock()
         try:
-            upstream = await self._session.request(
-                request.method, backend.url + request.path_qs, data=body, headers=headers, allow_redirects=False
-            )
+            upstream = await self._begun(ticket, request, model, body, headers)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            self._balancer.mark_failed(backend, self._clock())
+            self._balancer.mark_failed(ticket.backend, self._clock())
             raise _AnotherPodError("refused") from error
         except TimeoutError:
             return error_response(504, f"A replica of `{model}` did not answer in time.", "upstream_timeout")
         except aiohttp.ClientError as error:
-            self._balancer.mark_failed(backend, self._clock())
+            self._balancer.mark_failed(ticket.backend, self._clock())
             raise _AnotherPodError(LOST) from error
         async with upstream:
             self._metrics.upstream_latency.labels(model).observe(self._clock() - started)
             if upstream.status in REFUSALS:
                 raise _AnotherPodError(str(upstream.status), await _refusal(upstream))
             return await _relay(request, upstream, request_id)
+
+    async def _begun(
+        self, ticket: Ticket, request: web.Request, model: str, body: bytes, headers: CIMultiDict[str]
+    ) -> aiohttp.ClientResponse:
+        """The answer of the ticket's pod, once that has begun; asks anew each time the ticket is moved."""
+        while True:
+            url = ticket.backend.url + request.path_qs
+            asking = asyncio.ensure_future(
+                self._session.request(request.method, url, data=body, headers=headers, allow_redirects=False)
+            )
+            ticket.leave = asking.cancel
+            try:
+                return await asking
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():  # the client left, which ended the asking as well
+                    raise
+                self._metrics.retries.labels(model, MOVED).inc()
+            finally:
+                ticket.leave = None
 
 
 async def _refusal(upstream: aiohttp.ClientResponse) -> web.Response | None:

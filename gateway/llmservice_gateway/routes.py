@@ -26,6 +26,8 @@ class Backend:
     uid: str
     name: str
     url: str
+    slots: int | None = None
+    """Sequences that it runs at once (`status.sizing.maxNumSeqs` of its service), more wait there. None: not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +92,12 @@ def build_table(services: Iterable[Manifest], pods: Iterable[Manifest]) -> Route
     """
     created: dict[tuple[str, str], int] = {}
     names: dict[tuple[str, str], str] = {}
+    slots: dict[tuple[str, str], int | None] = {}
     for service in services:
         namespace, name = _identity(service)
         served_name = served_name_of(service)
         names[namespace, name] = served_name
+        slots[namespace, name] = _slots(service)
         born = _epoch(service["metadata"].get("creationTimestamp"))
         created[namespace, served_name] = min(born, created.get((namespace, served_name), born))
 
@@ -104,7 +108,8 @@ def build_table(services: Iterable[Manifest], pods: Iterable[Manifest]) -> Route
         if owner not in names or not is_routable(pod):
             continue
         served_name = metadata.get("annotations", {}).get(SERVED_NAME_ANNOTATION) or names[owner]
-        backends[owner[0], served_name].append(Backend(metadata["uid"], metadata["name"], _url(pod)))
+        backend = Backend(metadata["uid"], metadata["name"], _url(pod), slots[owner])
+        backends[owner[0], served_name].append(backend)
 
     routes: dict[str, list[Route]] = defaultdict(list)
     for namespace, served_name in sorted(created.keys() | backends.keys()):
@@ -117,6 +122,11 @@ def build_table(services: Iterable[Manifest], pods: Iterable[Manifest]) -> Route
 def served_name_of(service: Manifest) -> str:
     """The name that clients put in `model`: `spec.model.servedName`, by default the service's own name."""
     return str(service.get("spec", {}).get("model", {}).get("servedName") or service["metadata"]["name"])
+
+
+def _slots(service: Manifest) -> int | None:
+    sizing = (service.get("status") or {}).get("sizing") or {}
+    return int(sizing["maxNumSeqs"]) if sizing.get("maxNumSeqs") else None
 
 
 def is_routable(pod: Manifest) -> bool:

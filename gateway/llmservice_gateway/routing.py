@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 from llmservice_gateway.balancer import Balancer
 from llmservice_gateway.reflector import ClusterAPI, Reflector
@@ -18,7 +19,10 @@ POD_SELECTOR = "app.kubernetes.io/name=llmservice,app.kubernetes.io/component=se
 class Routing:
     """Follows the LLMServices and server pods of the given namespaces (none given: of the whole cluster)."""
 
-    def __init__(self, api: ClusterAPI, namespaces: Sequence[str] = ()) -> None:
+    def __init__(
+        self, api: ClusterAPI, namespaces: Sequence[str] = (), clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._clock = clock
         self.table = RouteTable()
         self.balancer = Balancer()
         self._services = [
@@ -50,6 +54,8 @@ class Routing:
         self.table = build_table(services, pods)
         routes = [route for _, route in self.table.models()]
         self.balancer.forget_all_but({backend.uid for route in routes for backend in route.backends})
+        for route in routes:
+            self.balancer.share(route.backends, self._clock())
         logger.debug("routes: %s", {route.served_name: len(route.backends) for route in routes})
 
 

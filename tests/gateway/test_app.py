@@ -16,16 +16,17 @@ StartPod = Callable[[str], Awaitable[Any]]
 CHAT = "/v1/chat/completions"
 
 
-def llmservice(name: str, namespace: str = "default") -> dict[str, Any]:
-    return {"metadata": {"name": name, "namespace": namespace}, "spec": {"model": {"uri": "file:///m"}}}
+def llmservice(name: str, namespace: str = "default", slots: int = 0) -> dict[str, Any]:
+    service = {"metadata": {"name": name, "namespace": namespace}, "spec": {"model": {"uri": "file:///m"}}}
+    return service | ({"status": {"sizing": {"maxNumSeqs": slots}}} if slots else {})
 
 
 @pytest.fixture
 async def serve(front: Any, cluster: Any, start_pod: StartPod) -> Callable[..., Awaitable[list[Any]]]:
     """Announce a service with ready pods and wait until the gateway knows them."""
 
-    async def announce(model: str, *pods: str, namespace: str = "default") -> list[Any]:
-        cluster.emit("llmservices", "ADDED", llmservice(model, namespace))
+    async def announce(model: str, *pods: str, namespace: str = "default", slots: int = 0) -> list[Any]:
+        cluster.emit("llmservices", "ADDED", llmservice(model, namespace, slots))
         started = [await start_pod(name) for name in pods]
         for pod in started:
             cluster.emit("pods", "ADDED", pod.manifest(model, namespace))
@@ -226,6 +227,89 @@ async def test_requests_in_flight_spread_over_the_pods(front: Any, serve: Any) -
     release.set()
     for response in await asyncio.gather(*asking):
         response.release()
+
+
+async def test_new_pod_takes_from_the_line_of_a_full_one_and_then_whoever_is_next(
+    front: Any, serve: Any, cluster: Any, start_pod: StartPod
+) -> None:
+    (full,) = await serve("llama", "a", slots=1)
+    left: list[str] = []
+
+    async def never(request: web.Request) -> web.Response:
+        try:
+            return await asyncio.Event().wait() and web.json_response({})
+        except asyncio.CancelledError:
+            left.append(request.headers["X-Request-Id"])
+            raise
+
+    full.answer = never
+    asking = []
+    for number in range(3):
+        headers = {"X-Request-Id": str(number)}
+        asking.append(
+            asyncio.create_task(front.client.post(CHAT, json={"model": "llama", "n": number}, headers=headers))
+        )
+        async with asyncio.timeout(5):
+            while len(full.requests) <= number:
+                await asyncio.sleep(0)
+    new = await start_pod("b")
+    cluster.emit("pods", "ADDED", new.manifest("llama"))
+    for number in (1, 2):
+        async with asyncio.timeout(5), await asking[number] as response:
+            assert (response.status, await response.json()) == (200, {"pod": "b"})
+    assert left == ["1", "2"]
+    assert [json.loads(body)["n"] for _, body in new.requests] == [1, 2]
+    assert not asking[0].done()
+    moved = {"model": "llama", "reason": "moved"}
+    assert front.gateway.metrics.registry.get_sample_value("llmservice_gateway_retries_total", moved) == 2
+    asking[0].cancel()
+
+
+async def test_request_that_has_its_first_token_is_never_moved(
+    front: Any, serve: Any, cluster: Any, start_pod: StartPod
+) -> None:
+    (full,) = await serve("llama", "a", slots=1)
+    finish = asyncio.Event()
+
+    async def stream(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"1")
+        await finish.wait()
+        await response.write(b"2")
+        return response
+
+    full.answer = stream
+    answers = [await front.client.post(CHAT, json={"model": "llama"}) for _ in range(3)]
+    new = await start_pod("b")
+    cluster.emit("pods", "ADDED", new.manifest("llama"))
+    await front.until("llama", 2)
+    finish.set()
+    assert [await answer.read() for answer in answers] == [b"12"] * 3
+    assert not new.requests
+
+
+async def test_client_that_leaves_while_it_waits_ends_its_request_and_asks_no_other_pod(front: Any, serve: Any) -> None:
+    full, other = await serve("llama", "a", "b", slots=1)
+    never = asyncio.Event()
+
+    async def wait(_request: web.Request) -> web.Response:
+        await never.wait()
+        return web.json_response({})
+
+    full.answer = other.answer = wait
+    asking = [asyncio.create_task(front.client.post(CHAT, json={"model": "llama"})) for _ in range(4)]
+    async with asyncio.timeout(5):
+        while len(full.requests) + len(other.requests) < 4:
+            await asyncio.sleep(0)
+    for task in asking:
+        task.cancel()
+    async with asyncio.timeout(5):
+        await full.disconnected.wait()
+        await other.disconnected.wait()
+        while any(front.routing.balancer.in_flight(each) for each in front.routing.table.find("llama").backends):
+            await asyncio.sleep(0)
+    assert len(full.requests) + len(other.requests) == 4
 
 
 async def test_pod_leaves_the_routes_on_its_deletion_timestamp(front: Any, serve: Any, cluster: Any) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmservice_gateway.balancer import FAILURE_PENALTY_S, Balancer
+from llmservice_gateway.balancer import FAILURE_PENALTY_S, Balancer, Ticket
 from llmservice_gateway.routes import Backend
 
 A, B, C = (Backend(f"uid-{name}", name, f"http://{name}:8000") for name in "abc")
@@ -82,3 +83,109 @@ def test_requests_that_all_stay_in_flight_spread_evenly(requests: int, pods: int
             held.enter_context(balancer.hold(backend))
             spread[backend.uid] += 1
     assert max(spread.values()) - min(spread.values()) <= 1
+
+
+TWO, ONE, NEW = (
+    Backend(f"uid-{name}", name, f"http://{name}:8000", slots) for name, slots in (("d", 2), ("e", 1), ("f", 2))
+)
+
+
+@dataclass
+class Line:
+    """Requests at pods, none of which has an answer yet."""
+
+    balancer: Balancer = field(default_factory=Balancer)
+    held: ExitStack = field(default_factory=ExitStack)
+
+    def wait(self, backend: Backend, number: int, leaves: bool = True) -> list[Ticket]:
+        tickets = [self.held.enter_context(self.balancer.hold(backend)) for _ in range(number)]
+        for ticket in tickets:
+            ticket.leave = lambda: leaves
+        return tickets
+
+
+def test_new_pod_gets_those_who_waited_longest_and_no_more_than_it_has_slots_for() -> None:
+    line = Line()
+    tickets = line.wait(TWO, 6)
+    line.balancer.share((TWO, NEW), now=0)
+    assert [ticket.backend for ticket in tickets] == [TWO, TWO, NEW, NEW, TWO, TWO]
+    assert (line.balancer.in_flight(TWO), line.balancer.in_flight(NEW)) == (4, 2)
+
+
+def test_longest_line_is_helped_first() -> None:
+    line = Line()
+    short, long = line.wait(TWO, 3), line.wait(ONE, 4)
+    line.balancer.share((TWO, ONE, NEW), now=0)
+    assert [ticket.backend for ticket in short] == [TWO] * 3
+    assert [ticket.backend for ticket in long] == [ONE, NEW, NEW, ONE]
+
+
+def test_request_whose_answer_has_begun_stays() -> None:
+    line = Line()
+    running, begun, waiting = line.wait(TWO, 2), line.wait(TWO, 2, leaves=False), line.wait(TWO, 1)
+    running[0].leave = begun[0].leave = None
+    line.balancer.share((TWO, NEW), now=0)
+    assert [ticket.backend for ticket in (*running, *begun, *waiting)] == [TWO, TWO, TWO, TWO, NEW]
+
+
+@pytest.mark.parametrize("pods", [(A, NEW), (TWO, A)], ids=["of the full pod", "of the free pod"])
+def test_nothing_moves_where_slots_are_not_known(pods: tuple[Backend, Backend]) -> None:
+    line = Line()
+    tickets = line.wait(pods[0], 5)
+    line.balancer.share(pods, now=0)
+    assert [ticket.backend for ticket in tickets] == [pods[0]] * 5
+
+
+def test_pod_that_just_refused_a_connection_gets_nothing_of_a_line() -> None:
+    line = Line()
+    tickets = line.wait(ONE, 2)
+    line.balancer.mark_failed(NEW, now=100)
+    line.balancer.share((ONE, NEW), now=100)
+    assert tickets[1].backend == ONE
+    line.balancer.share((ONE, NEW), now=100 + FAILURE_PENALTY_S)
+    assert tickets[1].backend == NEW
+
+
+def test_moved_request_counts_where_it_went_and_nowhere_once_it_ended() -> None:
+    line = Line()
+    line.wait(ONE, 3)
+    line.balancer.share((ONE, NEW), now=0)
+    assert (line.balancer.in_flight(ONE), line.balancer.in_flight(NEW)) == (1, 2)
+    line.held.close()
+    assert (line.balancer.in_flight(ONE), line.balancer.in_flight(NEW)) == (0, 0)
+
+
+def test_long_line_is_dealt_out_so_that_everybody_has_fewer_ahead_and_nobody_is_overtaken() -> None:
+    line = Line()
+    other = Backend("uid-g", "g", "http://g:8000", 2)
+    tickets = line.wait(TWO, 14)
+    line.balancer.share((TWO, NEW, other), now=0)
+    numbers = {each: [i for i, ticket in enumerate(tickets) if ticket.backend == each] for each in (TWO, NEW, other)}
+    assert sorted(len(at) for at in numbers.values()) == [4, 4, 6]
+    for at in (numbers[NEW], numbers[other]):
+        assert all(position <= number - 2 for position, number in enumerate(at))
+        assert at == sorted(at)
+    assert {2, 3} & set(numbers[NEW])
+    assert {2, 3} & set(numbers[other])
+
+
+def test_lines_of_nearly_one_length_are_left_alone() -> None:
+    line = Line()
+    tickets = line.wait(TWO, 5) + line.wait(NEW, 3)
+    line.balancer.share((TWO, NEW), now=0)
+    assert [ticket.backend for ticket in tickets] == [TWO] * 5 + [NEW] * 3
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 30)), min_size=1, max_size=6))
+def test_after_sharing_nobody_waits_while_a_slot_is_free_and_lines_differ_by_no_more_than_slots(
+    pods: list[tuple[int, int]],
+) -> None:
+    line = Line()
+    backends = [Backend(str(number), str(number), "", slots) for number, (slots, _) in enumerate(pods)]
+    for backend, (_, requests) in zip(backends, pods, strict=True):
+        line.wait(backend, requests)
+    line.balancer.share(backends, now=0)
+    free = [(each.slots or 0) - line.balancer.in_flight(each) for each in backends]
+    assert sum(line.balancer.in_flight(each) for each in backends) == sum(requests for _, requests in pods)
+    assert min(free) >= 0 or max(free) <= 0
+    assert all(max(free) - least <= max(each.slots or 0 for each in backends) for least in free if least < 0)

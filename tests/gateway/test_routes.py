@@ -119,3 +119,9 @@ def test_backend_url_takes_the_container_port_and_brackets_ipv6() -> None:
     odd = pod("p", "llama", ip="fd00::1")
     odd["spec"]["containers"][0]["ports"][0]["containerPort"] = 9000
     assert build_table([service("llama")], [odd]).find("llama").backends[0].url == "http://[fd00::1]:9000"
+
+
+def test_pods_have_the_slots_that_their_services_status_tells() -> None:
+    sized = service("llama") | {"status": {"sizing": {"maxNumSeqs": 24}}}
+    table = build_table([sized, service("qwen")], [pod("a", "llama"), pod("b", "qwen")])
+    assert [backend.slots for name in ("llama", "qwen") for backend in table.find(name).backends] == [24, None]
