@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,8 +52,13 @@ def about(script: Path) -> str:
 
 
 def read_sections(results: Path) -> list[Section]:
-    """In the order of the runner's table; a benchmark that has left nothing has no section."""
+    """In the order of the catalogue; a benchmark that has left nothing has no section."""
     contents = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("*.json"))}
+    for name in [name for name, content in contents.items() if "rows" not in content]:
+        print(
+            f"{results / name}.json is left out: an earlier version wrote it, run its benchmark again", file=sys.stderr
+        )
+        del contents[name]
     sections = [Section(each, [contents[name] for name in contents if each.wrote(name)]) for each in BENCHMARKS]
     return [section for section in sections if section.contents]
 

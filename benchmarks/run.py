@@ -43,7 +43,7 @@ def checks(benchmarks: Sequence[Benchmark], results: Path = FOLDER) -> list[Chec
     for benchmark in benchmarks:
         for path in sorted(results.glob("*.json")):
             if benchmark.wrote(path.stem):
-                told = json.loads(path.read_text(encoding="utf-8"))["checks"]
+                told = json.loads(path.read_text(encoding="utf-8")).get("checks", ())
                 found += [Check(check["what"], check["bound"], check["measured"], check["unit"]) for check in told]
     return found
 

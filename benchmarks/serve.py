@@ -45,9 +45,7 @@ async def run(scale: float, seconds: float, limit_s: float) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scale", type=float, default=0.25, help="multiply the trace's lengths by this")
-    parser.add_argument("--seconds", type=float, default=8.0, help="a load")
-    parser.add_argument(
-        "--limit", type=float, default=120.0, metavar="SECONDS", help="begin no run of the search later"
-    )
+    parser.add_argument("--seconds", type=float, default=6.0, help="a load")
+    parser.add_argument("--limit", type=float, default=90.0, metavar="SECONDS", help="begin no run of the search later")
     arguments = parser.parse_args()
     sys.exit(asyncio.run(run(arguments.scale, arguments.seconds, arguments.limit)))

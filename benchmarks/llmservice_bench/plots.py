@@ -12,6 +12,9 @@ from llmservice_bench.goodput import Promises
 Content = Mapping[str, Any]
 """Of a results file."""
 
+CAPACITY = ", capacity at p99 TTFT"
+"""Between a strategy's name and the bound, in what strategies.py calls a row."""
+
 
 def draw(content: Content) -> str | None:
     """The SVG of a benchmark's results; None for one that only has tables."""
@@ -40,4 +43,15 @@ def _compare(content: Content) -> str:
     return bar_chart(title, _where(content), [Group(*group) for group in sorted(groups.items())], "ours")
 
 
-PLOTS: dict[str, Callable[[Content], str]] = {"serve": _serve, "compare": _compare}
+def _strategies(content: Content) -> str | None:
+    """Of the rows that tell how much a strategy bears before its p99 TTFT passes the common bound."""
+    named = {row["load"]: row["output_tokens_per_s"] for row in content["rows"] if CAPACITY in row["load"]}
+    if not named:
+        return None
+    bound = next(iter(named)).partition(CAPACITY)[2]
+    bars = {load.partition(CAPACITY)[0]: tokens for load, tokens in named.items()}
+    title = "Output tokens per second at equal p99 TTFT"
+    return bar_chart(title, _where(content), [Group(f"p99 TTFT{bound}", bars)], "continuous")
+
+
+PLOTS: dict[str, Callable[[Content], str | None]] = {"serve": _serve, "compare": _compare, "strategies": _strategies}

@@ -88,6 +88,14 @@ def test_benchmark_may_leave_several_files(report: ModuleType, tmp_path: Path) -
     assert "### operator_scale_b" in text
 
 
+def test_file_of_an_earlier_form_is_left_out_and_said_so(
+    report: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = written(report, tmp_path, SERVE, {"name": "operator_scale", "figures": {}})
+    assert "## The operator" not in text
+    assert "operator_scale.json is left out" in capsys.readouterr().err
+
+
 def test_plots_of_earlier_runs_go(report: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "docs/benchmarks").mkdir(parents=True)
     (tmp_path / "docs/benchmarks/old.svg").write_text("<svg/>")
