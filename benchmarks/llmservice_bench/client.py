@@ -21,6 +21,10 @@ class TargetError(Exception):
     """The server under test does not answer as needed; the text says what it said instead."""
 
 
+class _StreamError(Exception):
+    """A stream that will not become an answer; the text is the reason that its failure is counted under."""
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """The server under test. `url` is its root, without /v1."""
@@ -69,6 +73,8 @@ async def send(
         record.error = "timeout"
     except aiohttp.ClientError as error:
         record.error = type(error).__name__
+    except _StreamError as error:
+        record.error = str(error)
     record.e2e_s = clock() - started
 
 
@@ -86,12 +92,9 @@ async def _follow(
     async for event in events(lines):
         if event == DONE:
             break
-        chunk = json.loads(event)
-        if "error" in chunk:
-            record.error = f"error in the stream: {chunk['error'].get('code') or chunk['error'].get('type')}"
-            return
-        usage = chunk.get("usage") or usage
-        if not any(_is_output(choice) for choice in chunk["choices"]):
+        told, is_output = _chunk(event)
+        usage = told or usage
+        if not is_output:
             continue
         now = clock()
         if pieces:
@@ -109,6 +112,17 @@ async def _follow(
         return
     record.output_tokens = usage["completion_tokens"] if usage else pieces
     record.prompt_tokens = usage["prompt_tokens"] if usage else record.prompt_tokens
+
+
+def _chunk(event: bytes) -> tuple[dict[str, Any] | None, bool]:
+    """The usage that it tells, and whether it has output; raises _StreamError where it tells of an error or nothing."""
+    try:
+        chunk = json.loads(event)
+        if "error" in chunk:
+            raise _StreamError(f"error in the stream: {chunk['error'].get('code') or chunk['error'].get('type')}")
+        return chunk.get("usage"), any(_is_output(choice) for choice in chunk["choices"])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise _StreamError("an answer that cannot be read") from error
 
 
 def _is_output(choice: dict[str, Any]) -> bool:

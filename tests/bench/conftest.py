@@ -16,7 +16,7 @@ TEMPLATE_TOKENS = 3
 
 @dataclass
 class WordServer:
-    """Counts what it sees. `status`, `cut_after`, `cut_every` and `usage` make it misbehave."""
+    """Counts what it sees. `status`, `cut_after`, `cut_every`, `usage` and `garbage` make it misbehave."""
 
     url: str = ""
     status: int = 200
@@ -25,6 +25,8 @@ class WordServer:
     cut_every: int | None = None
     """One stream in so many breaks off at once."""
     usage: bool = True
+    garbage: bytes | None = None
+    """Sent as the first event of each stream."""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     in_flight: int = 0
@@ -54,6 +56,8 @@ class WordServer:
         if chat:  # the role comes first, and is no token
             await _event(response, {"choices": [{"delta": {"role": "assistant", "content": ""}}]})
         cut_after = 0 if self.cut_every and len(self.bodies) % self.cut_every == 0 else self.cut_after
+        if self.garbage is not None:
+            await response.write(b"data: " + self.garbage + b"\n\n")
         for count in range(tokens):
             if count == cut_after:
                 return response

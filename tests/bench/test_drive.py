@@ -79,8 +79,15 @@ async def test_closed_loop_for_a_duration_ends(server: Any) -> None:
 
 @pytest.mark.parametrize(
     ("misbehave", "error"),
-    [({"status": 503}, "HTTP 503"), ({"cut_after": 0}, "the stream ended before [DONE]")],
-    ids=["refused", "cut off"],
+    [
+        ({"status": 503}, "HTTP 503"),
+        ({"cut_after": 0}, "the stream ended before [DONE]"),
+        ({"garbage": b"{not json"}, "an answer that cannot be read"),
+        ({"garbage": b'{"nothing": "known"}'}, "an answer that cannot be read"),
+        ({"garbage": b'{"error": {"message": "no", "code": "engine_dead"}}'}, "error in the stream: engine_dead"),
+        ({"garbage": b'{"error": "no"}'}, "an answer that cannot be read"),
+    ],
+    ids=["refused", "cut off", "no JSON", "no choices", "error in the stream", "error of another form"],
 )
 async def test_failures_are_recorded_and_do_not_end_the_run(server: Any, misbehave: dict[str, Any], error: str) -> None:
     for name, value in misbehave.items():
