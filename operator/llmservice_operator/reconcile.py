@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from pydantic import ValidationError
-
 from llmservice_operator.api import duration, labels
 from llmservice_operator.api.resource import KIND, LLMService
 from llmservice_operator.api.spec import Manifest
@@ -18,21 +16,20 @@ from llmservice_operator.children.children import expected_children
 from llmservice_operator.children.network_policy import DEFAULT_PEERS
 from llmservice_operator.cluster.kube_client import KubeClient, KubeError
 from llmservice_operator.cluster.object_cache import ObjectCache
+from llmservice_operator.memory import Memory, remembered_promise
 from llmservice_operator.monitoring.metrics import OperatorMetrics
+from llmservice_operator.observation import Observation, parsed
 from llmservice_operator.pods.image_volume import image_volume_trouble
-from llmservice_operator.pods.pod import Pod, Trouble, pods_of
+from llmservice_operator.pods.pod import Trouble, pods_of
 from llmservice_operator.pods.pod_model import PodModels
-from llmservice_operator.scaling.feasibility import Feasibility, assess
-from llmservice_operator.scaling.history import History
-from llmservice_operator.scaling.overload import OverloadTimer
-from llmservice_operator.scaling.scaling import Decision, ScalePolicy, Supply, decide
+from llmservice_operator.replicas import decide_replicas, scale_policy
+from llmservice_operator.scaling.feasibility import assess
+from llmservice_operator.scaling.scaling import Decision
 from llmservice_operator.scaling.startup import StartupTimes
 from llmservice_operator.signals.load import Load
 from llmservice_operator.signals.signals import Signals
 from llmservice_operator.sizing.sizer import ReadModel, Sizer
 from llmservice_operator.sizing.sizing import Sized, SizingProblem
-from llmservice_operator.status.conditions import observed
-from llmservice_operator.status.decision_log import resume
 from llmservice_operator.status.event_recorder import EventRecorder
 from llmservice_operator.status.events import scaled_event, transition_events
 from llmservice_operator.status.invalid_spec import InvalidSpecError, invalid_spec_patch
@@ -40,62 +37,6 @@ from llmservice_operator.status.merge_patch import merge_patch
 from llmservice_operator.status.model_status import known_figures, remembered_report
 from llmservice_operator.status.note_times import NoteTimes
 from llmservice_operator.status.report import Outcome, expected_status
-
-_DEFAULT_WINDOW_S = 60.0
-_SETTLES_S = 10.0
-"""Kubernetes notices a change within milliseconds; after this time it is told that it does not."""
-
-
-@dataclass(slots=True)
-class Memory:
-    """What a pass leaves for the next one. Whatever matters after a restart is in the status as well."""
-
-    sizer: Sizer
-    startup: StartupTimes
-    notes: NoteTimes
-    overload: OverloadTimer = field(default_factory=OverloadTimer)
-    history: History | None = None
-    feasibility: Feasibility | None = None
-    generation: int | None = None
-    """Of the spec that the history was made under."""
-    unseen_s: float | None = None
-    """Since when Kubernetes has not taken up a change of the Deployment."""
-
-    def settling(self, deployment: Manifest | None, now: float) -> bool:
-        """Whether the Deployment was changed just now and Kubernetes has not taken it up yet."""
-        if observed(deployment):
-            self.unseen_s = None
-            return False
-        self.unseen_s = now if self.unseen_s is None else self.unseen_s
-        return 0 <= now - self.unseen_s < _SETTLES_S
-
-
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """The service's world at the beginning of a pass."""
-
-    service: LLMService
-    raw_status: Manifest
-    deployment: Manifest | None
-    pods: list[Pod]
-    now: float
-    asked: Manifest | None = None
-    """The Deployment at the end of the pass."""
-
-    @property
-    def current(self) -> int:
-        """Replicas that the Deployment is asked for."""
-        return int((self.deployment or {}).get("spec", {}).get("replicas", 0))
-
-    @property
-    def window_s(self) -> float:
-        """How far back the signals look."""
-        autoscaling = self.service.spec.autoscaling
-        return duration.seconds(autoscaling.metrics.window) if autoscaling else _DEFAULT_WINDOW_S
-
-    @property
-    def serving(self) -> list[Pod]:
-        return [pod for pod in self.pods if pod.serves]
 
 
 @dataclass(slots=True)
@@ -137,7 +78,7 @@ class Reconciler:
         load = await self._load(seen, sizing)
         fetching = await self.pod_models.fetching(seen.pods)
         self._judge_promise(seen, memory, load, sizing)
-        decision = _decide(seen, memory, load, sizing)
+        decision = decide_replicas(seen, memory, load, sizing)
         self._measure(seen, memory, sizing, decision)
         refusals = await self._apply(seen, load, sizing, decision)
         seen = replace(seen, asked=self._deployment(seen.service))
@@ -151,7 +92,7 @@ class Reconciler:
             startup_s=memory.startup.p90_s,
             blocked=_blocked(refusals),
             unreachable=any(one.kind in {"Deployment", "Service"} for one in refusals),
-            policy=_policy(seen.service, sizing),
+            policy=scale_policy(seen.service, sizing),
             drain=memory.history.drain if memory.history else None,
             fetching=fetching,
             settling=memory.settling(seen.asked, seen.now),
@@ -178,7 +119,7 @@ class Reconciler:
         manifest = self.cache.service(namespace, name)
         if manifest is None or manifest["metadata"].get("deletionTimestamp"):
             return None
-        service = _parsed(manifest)
+        service = parsed(manifest)
         deployment = self._deployment(service)
         pods = pods_of(self.cache.pods(namespace, name))
         return Observation(service, manifest.get("status") or {}, deployment, pods, self.clock(), deployment)
@@ -195,7 +136,7 @@ class Reconciler:
             known = seen.service.status.autoscaling
             startup = StartupTimes(known.startup_seconds if known else None)
             notes = NoteTimes(seen.now, resumed=known is not None)
-            promise = _remembered_promise(seen.service)
+            promise = remembered_promise(seen.service)
             self._memories[key] = Memory(Sizer(self.read_model), startup, notes, feasibility=promise)
         return self._memories[key]
 
@@ -309,79 +250,8 @@ class Reconciler:
         return events
 
 
-def _parsed(manifest: Manifest) -> LLMService:
-    """A status that somebody broke is written anew, it must not stop the service; raises InvalidSpecError."""
-    try:
-        return LLMService.model_validate(manifest)
-    except ValidationError:
-        pass
-    try:
-        return LLMService.model_validate({key: value for key, value in manifest.items() if key != "status"})
-    except ValidationError as error:
-        raise InvalidSpecError(manifest, error) from error
-
-
-def _decide(seen: Observation, memory: Memory, load: Load | None, sizing: Sized | SizingProblem) -> Decision:
-    spec = seen.service.spec
-    if isinstance(sizing, SizingProblem):
-        return Decision(seen.current, seen.current, (f"sizing: {sizing.reason}, replicas stay",), active=False)
-    if spec.autoscaling is None:
-        memory.history = None
-        replicas = spec.fixed_replicas()
-        return Decision(replicas, replicas, (f"spec.replicas is {replicas}",))
-    policy = ScalePolicy.of(spec.autoscaling, spec.slo, sizing.max_num_seqs or 1)
-    history = _scaling_memory(seen, memory)
-    feasible = memory.feasibility is None or memory.feasibility.status != "False"
-    decision, memory.history = decide(load, _supply(seen, memory.startup), policy, history, seen.now, feasible=feasible)
-    return decision
-
-
-def _policy(service: LLMService, sizing: Sized | SizingProblem) -> ScalePolicy | None:
-    autoscaling = service.spec.autoscaling
-    if autoscaling is None or isinstance(sizing, SizingProblem):
-        return None
-    return ScalePolicy.of(autoscaling, service.spec.slo, sizing.max_num_seqs or 1)
-
-
-def _scaling_memory(seen: Observation, memory: Memory) -> History:
-    """What the scaler remembers; after a restart, what the status kept of it."""
-    status, generation = seen.service.status, seen.service.metadata.generation
-    history = memory.history
-    if history is None:
-        history = resume(status.autoscaling, seen.current, seen.now)
-        memory.generation = status.observed_generation
-    if memory.generation != generation:
-        memory.generation = generation
-        history = history.forget_capacity()
-    return history
-
-
-def _supply(seen: Observation, startup: StartupTimes) -> Supply:
-    """Pods on their way count for the time that one takes to start; those that no node has room for keep counting."""
-    coming = [pod for pod in seen.pods if not pod.ready and not pod.terminating]
-    overdue = [pod for pod in coming if startup.overdue(pod) and not _unschedulable(pod)]
-    return Supply(
-        replicas=seen.current,
-        ready=len(seen.serving),
-        starting=len(coming) - len(overdue),
-        overdue=len(overdue),
-    )
-
-
 def _blocked(refusals: Sequence[Refusal]) -> Trouble | None:
     """What is in the way, all of it, under the first one's reason."""
     if not refusals:
         return None
     return Trouble(refusals[0].trouble.reason, "; ".join(one.trouble.message for one in refusals))
-
-
-def _unschedulable(pod: Pod) -> bool:
-    return pod.trouble is not None and pod.trouble.reason == "Unschedulable"
-
-
-def _remembered_promise(service: LLMService) -> Feasibility | None:
-    """The verdict that the status kept, where it speaks about the present spec."""
-    condition = service.status.condition("SLOFeasible")
-    if condition is None or condition.observed_generation != service.metadata.generation:
-        return None
-    return Feasibility(condition.status, condition.reason, condition.message)
