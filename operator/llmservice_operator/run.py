@@ -14,6 +14,7 @@ import aiohttp
 from llmservice_operator.api.kinds import FOLLOWED, Followed
 from llmservice_operator.api.resource import API_VERSION, PLURAL
 from llmservice_operator.apply.applier import Applier
+from llmservice_operator.cluster.heap import settle
 from llmservice_operator.cluster.kube_client import KubeClient, KubeError
 from llmservice_operator.cluster.object_cache import ObjectCache
 from llmservice_operator.cluster.resync import Resync
@@ -72,7 +73,7 @@ async def run_operator(settings: OperatorSettings, stop: asyncio.Event, take_sig
         logger.info("healthz and metrics on port %d", port)
         if not await _crd_served(client, stop):
             return
-        resync = Resync(client, cache, settings.namespaces, metrics.process)
+        resync = Resync(client, cache, settings.namespaces, metrics.process, settle=settle)
         watches = Watches(cache, loops, reconciler.forget, resync.soon, metrics.process)
         kinds = await _served_kinds(client)
         turn = Turn(loops, cache, resync, watches, _election(client, settings, metrics.process), settings.resync_s)

@@ -35,12 +35,15 @@ class Resync:
         namespaces: Iterable[str] = (),
         metrics: ProcessMetrics | None = None,
         kinds: Sequence[Followed] = FOLLOWED,
+        settle: Callable[[], None] = lambda: None,
     ) -> None:
+        """`settle` is called whenever everything was listed and what is in the cache will stay for a while."""
         self._client = client
         self._cache = cache
         self._namespaces: tuple[str | None, ...] = tuple(namespaces) or (None,)
         self._kinds = kinds
         self._metrics = metrics
+        self._settle = settle
         self._asked = asyncio.Event()
 
     async def once(self, changed: Changed | None = None) -> int:
@@ -53,6 +56,7 @@ class Resync:
                 if changed is not None:
                     for one in found:
                         changed(followed, one)
+        self._settle()
         return differences
 
     async def _take_over(self, followed: Followed, namespace: str | None) -> list[Manifest]:

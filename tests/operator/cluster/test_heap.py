@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import gc
+import weakref
+
+from llmservice_operator.cluster.heap import settle
+
+
+class Node:
+    """Two of them can hold each other."""
+
+    other: Node | None = None
+
+
+def knot() -> weakref.ref[Node]:
+    """A cycle that nobody holds any more, and a way to see whether it is gone."""
+    one, two = Node(), Node()
+    one.other, two.other = two, one
+    return weakref.ref(one)
+
+
+def test_what_is_alive_is_taken_out_of_full_collections_and_garbage_is_not() -> None:
+    kept, garbage = [{} for _ in range(1000)], knot()
+    try:
+        settle()
+        assert garbage() is None
+        assert gc.get_freeze_count() > len(kept)
+        assert all(one is not kept for one in gc.get_objects())
+    finally:
+        gc.unfreeze()
+
+
+def test_a_cycle_that_is_made_later_is_collected_as_ever() -> None:
+    try:
+        settle()
+        later = knot()
+        gc.collect()
+        assert later() is None
+    finally:
+        gc.unfreeze()
