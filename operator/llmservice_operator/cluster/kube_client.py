@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 from kubernetes.aio import client as kubernetes_client
@@ -288,7 +289,18 @@ async def load_configuration(context: str | None = None) -> Any:
         await kubernetes_config.load_kube_config(  # type: ignore[no-untyped-call]
             config_file=os.environ.get("KUBECONFIG"), context=context, client_configuration=configuration
         )
+    # By itself the client would ask netrc and the environment before every request, each in a thread of its own.
+    configuration.client_session_kwargs = {"trust_env": False}
+    configuration.proxy = configuration.proxy or _environment_proxy(configuration.host)
     return configuration
+
+
+def _environment_proxy(url: str) -> str | None:
+    """The proxy that HTTPS_PROXY or HTTP_PROXY names for a URL, unless NO_PROXY excepts its host."""
+    parts = urlsplit(url)
+    if not parts.hostname or proxy_bypass(parts.hostname):
+        return None
+    return getproxies().get(parts.scheme)
 
 
 def _service_path(namespace: str, name: str) -> str:

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from llmservice_local.endpoint import Endpoint
 from llmservice_operator.api.kinds import CHILD_KINDS
-from llmservice_operator.cluster.kube_client import KubeClient, KubeError
+from llmservice_operator.cluster.kube_client import KubeClient, KubeError, load_configuration
 
 CONFIG_MAPS = "/api/v1/namespaces/team-a/configmaps"
 
@@ -166,3 +166,53 @@ async def test_what_is_listed_says_of_what_kind_it_is(kubeconfig: Path) -> None:
     await runner.cleanup()
 
     assert (objects, version) == ([{"apiVersion": "v1", "kind": "Service", **bare}], "7")
+
+
+@pytest.mark.parametrize(
+    ("server", "environment", "proxy"),
+    [
+        ("https://cluster.example:6443", {"HTTPS_PROXY": "http://proxy:3128"}, "http://proxy:3128"),
+        ("https://cluster.example:6443", {"HTTP_PROXY": "http://proxy:3128"}, None),
+        ("https://cluster.example:6443", {"HTTPS_PROXY": "http://proxy:3128", "NO_PROXY": "cluster.example"}, None),
+        ("https://cluster.example:6443", {}, None),
+    ],
+)
+async def test_the_environment_names_the_proxy_once(
+    server: str, environment: dict[str, str], proxy: str | None, kubeconfig: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    Endpoint(server).write_kubeconfig(kubeconfig)
+
+    assert (await load_configuration()).proxy == proxy
+
+
+async def test_no_request_carries_credentials_of_a_netrc(
+    kubeconfig: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str | None] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        seen.append(request.headers.get("Authorization"))
+        return web.json_response({})
+
+    netrc = tmp_path / "netrc"
+    netrc.write_text("machine 127.0.0.1 login somebody password sesame\n")
+    netrc.chmod(0o600)
+    monkeypatch.setenv("NETRC", str(netrc))
+    app = web.Application()
+    app.router.add_get("/{path:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    Endpoint(f"http://127.0.0.1:{runner.addresses[0][1]}").write_kubeconfig(kubeconfig)
+    client = await KubeClient.connect()
+
+    await client.get_service("team-a", "tiny")
+    await client.close()
+    await runner.cleanup()
+
+    assert seen == [None]
