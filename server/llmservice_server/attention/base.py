@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +28,10 @@ class KVCacheShape:
 
     @property
     def bytes_per_block(self) -> int:
-        """Keys and values of `block_size` tokens in every layer."""
-        return len(self.windows) * self.block_size * 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        """Keys and values of `block_size` tokens in every layer, and an fp8 cache's scale for each of them."""
+        scale_bytes = 4 if self.dtype.itemsize == 1 else 0
+        bytes_each = self.head_dim * self.dtype.itemsize + scale_bytes
+        return len(self.windows) * self.block_size * 2 * self.num_kv_heads * bytes_each
 
 
 class SequenceSlice(NamedTuple):
@@ -52,10 +54,27 @@ class Attend(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """What a step's queries and keys go through before they meet."""
+
+    cos: torch.Tensor  # [num_tokens, 1, head_dim]
+    sin: torch.Tensor  # likewise, the first half negated
+    qk_norm: tuple[torch.Tensor, float] | None  # weights [num_heads + num_kv_heads, head_dim] and epsilon
+
+
+@runtime_checkable
+class RotatingAttend(Attend, Protocol):
+    """One that norms, rotates and stores in one pass."""
+
+    def rotate_and_attend(self, layer: int, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        """`heads` `[num_tokens, num_heads + 2 * num_kv_heads, head_dim]`: the fused product as it comes; changed."""
+
+
 class AttentionBackend(Protocol):
     """Owns the KV cache and prepares each step once for all layers."""
 
-    caches: list[torch.Tensor]  # one a layer, `[num_blocks, ...]`
+    caches: list[torch.Tensor]  # one a layer, and what belongs to them; `[num_blocks, ...]` each
     device: torch.device
 
     def prepare(self, slices: Sequence[SequenceSlice]) -> Attend:

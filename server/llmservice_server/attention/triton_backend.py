@@ -1,0 +1,131 @@
+"""Paged attention on a GPU, by kernels of our own (`kernels/`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from llmservice_server.attention.base import KVCacheShape, Rotation, SequenceSlice
+from llmservice_server.attention.step_tables import StepTables, to_device
+from llmservice_server.kernels.jit import FP8
+from llmservice_server.kernels.kv_store import store
+from llmservice_server.kernels.paged_decode import DecodeScratch, decode, num_splits
+from llmservice_server.kernels.paged_prefill import prefill, query_tiles, tokens_per_tile
+from llmservice_server.kernels.rotary import rotate_and_store
+
+_INTERPRETED_PROCESSORS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Decodes:
+    """The sequences of a step that have one token, on the device: arguments of `decode`."""
+
+    rows: torch.Tensor
+    lengths: torch.Tensor
+    tables: torch.Tensor
+    splits: int
+    scratch: DecodeScratch
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """Those that have several, on the device: arguments of `prefill`."""
+
+    tiles: torch.Tensor
+    sequences: torch.Tensor
+    tables: torch.Tensor
+
+
+class TritonAttention:
+    """Implements `AttentionBackend`. An fp8 cache's scales follow the layers' caches in `caches`."""
+
+    def __init__(self, shape: KVCacheShape, num_blocks: int, device: torch.device) -> None:
+        self.shape = shape
+        self.device = device
+        self.max_length = num_blocks * shape.block_size
+        size = (num_blocks, shape.num_kv_heads, 2, shape.block_size, shape.head_dim)
+        self._caches = [torch.empty(size, dtype=shape.dtype, device=device) for _ in shape.windows]
+        self._scales: list[torch.Tensor | None] = [
+            torch.empty(size[:-1], dtype=torch.float32, device=device) if shape.dtype == FP8 else None
+            for _ in shape.windows
+        ]
+        self.caches = self._caches + [scales for scales in self._scales if scales is not None]
+        self._num_processors = (
+            torch.cuda.get_device_properties(device).multi_processor_count
+            if device.type == "cuda"
+            else _INTERPRETED_PROCESSORS
+        )
+
+    def prepare(self, slices: Sequence[SequenceSlice]) -> TritonStep:
+        tables = StepTables.of(slices, self.shape.block_size)
+        shape = self.shape
+        tile_tokens = tokens_per_tile(shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.dtype)
+        tiles = np.array([*query_tiles(tables.chunks[:, 2].tolist(), tile_tokens)], np.int32).reshape(-1, 2)
+        slots, rows, lengths, decode_tables, tiles_there, chunks, chunk_tables = to_device(
+            [
+                tables.slots,
+                tables.decode_rows,
+                tables.decode_lengths,
+                tables.decode_tables,
+                tiles,
+                tables.chunks,
+                tables.chunk_tables,
+            ],
+            self.device,
+        )
+        return self.step(
+            slots,
+            self.decodes(rows, lengths, decode_tables) if len(rows) else None,
+            Chunks(tiles_there, chunks, chunk_tables) if len(chunks) else None,
+        )
+
+    def decodes(self, rows: torch.Tensor, lengths: torch.Tensor, tables: torch.Tensor) -> Decodes:
+        """How that many sequences are decoded. What is chosen here depends on their number only."""
+        shape = self.shape
+        splits = num_splits(len(rows), shape.num_kv_heads, self.max_length, self._num_processors)
+        num_parts = len(rows) * splits if splits > 1 else 0
+        return Decodes(
+            rows, lengths, tables, splits, DecodeScratch(num_parts, shape.num_heads, shape.head_dim, self.device)
+        )
+
+    def step(self, slots: torch.Tensor, decodes: Decodes | None, chunks: Chunks | None) -> TritonStep:
+        return TritonStep(self.shape, self._caches, self._scales, slots, decodes, chunks)
+
+
+@dataclass(slots=True)
+class TritonStep:
+    """Implements `RotatingAttend` for one step."""
+
+    shape: KVCacheShape
+    caches: list[torch.Tensor]
+    scales: list[torch.Tensor | None]
+    slots: torch.Tensor
+    decodes: Decodes | None
+    chunks: Chunks | None
+
+    def __call__(self, layer: int, query: torch.Tensor, key_value: torch.Tensor) -> torch.Tensor:
+        store(key_value, self.slots, self.caches[layer], self.scales[layer])
+        return self._attend(layer, query)
+
+    def rotate_and_attend(self, layer: int, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        rotate_and_store(
+            heads, (rotation.cos, rotation.sin), self.slots, self.caches[layer], self.scales[layer], rotation.qk_norm
+        )
+        return self._attend(layer, heads[:, : self.shape.num_heads])
+
+    def _attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+        cache, scales, window = self.caches[layer], self.scales[layer], self.shape.windows[layer]
+        answer = torch.empty((query.shape[0], query.shape[1] * query.shape[2]), dtype=query.dtype, device=query.device)
+        if self.decodes is not None:
+            parts = self.decodes
+            decode(
+                query, cache, scales, parts.rows, parts.lengths, parts.tables, answer, parts.splits, parts.scratch,
+                window,
+            )  # fmt: skip
+        if self.chunks is not None:
+            chunks = self.chunks
+            prefill(query, cache, scales, chunks.tiles, chunks.sequences, chunks.tables, answer, window)
+        return answer

@@ -1,0 +1,3 @@
+"""All kernels here run in Triton's interpreter."""
+
+import harness.triton_interpreter  # noqa: F401

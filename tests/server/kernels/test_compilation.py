@@ -1,0 +1,29 @@
+"""What the interpreter cannot show: that every kernel compiles for a card, and what it takes of it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HARNESS = Path(__file__).parents[3] / "e2e"
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_every_kernel_compiles_and_keeps_to_its_registers(capability: int, tmp_path: Path) -> None:
+    """In a process of its own: this one has Triton as an interpreter."""
+    environment = os.environ | {"PYTHONPATH": str(HARNESS), "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "harness.compile_kernels", str(capability)]
+    output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    kernels = [json.loads(line) for line in output.splitlines()]
+    assert {kernel["kernel"] for kernel in kernels} == {
+        "_store", "_rotate_and_store", "_decode", "_reduce", "_prefill", "_add_rms_norm", "_silu_mul",
+    }  # fmt: skip
+    for kernel in kernels:
+        assert kernel["stack_bytes"] <= 128, kernel  # next to nothing is spilled
+        assert kernel["shared_bytes"] <= 99 * 1024, kernel  # what the smallest cards have
+        if kernel["kernel"] in {"_decode", "_prefill"}:
+            assert kernel["asynchronous_copies"], kernel
+            assert kernel["tensor_cores"] == (kernel["dtype"] != "torch.float32"), kernel

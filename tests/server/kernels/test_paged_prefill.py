@@ -1,0 +1,68 @@
+import pytest
+import torch
+
+from llmservice_server.attention.base import JoinedTables, KVCacheShape, SequenceSlice
+from llmservice_server.attention.step_tables import padded_tables
+from llmservice_server.attention.torch_backend import TorchAttention
+from llmservice_server.kernels.kv_store import store
+from llmservice_server.kernels.paged_prefill import prefill, query_tiles, tile_rows, tokens_per_tile
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("heads", [(6, 2), (32, 1)])
+@pytest.mark.parametrize("window", [None, 21])
+def test_one_launch_serves_prompts_later_chunks_cached_prefixes_and_single_tokens(
+    heads: tuple[int, int], window: int | None
+) -> None:
+    torch.manual_seed(0)
+    num_heads, num_kv_heads = heads
+    shape = KVCacheShape(num_heads, num_kv_heads, 64, (window,), 16, torch.float32)
+    spans = [(0, 50), (37, 1), (16, 30), (0, 1), (70, 3)]
+    tables = [[3, 18, 7, 2], [9, 1, 4], [5, 11, 6], [8], [10, 12, 13, 14, 15]]
+    slices = [SequenceSlice(start, count, table) for (start, count), table in zip(spans, tables, strict=True)]
+    before = [SequenceSlice(0, part.start, part.block_table) for part in slices if part.start]
+    stored = torch.randn(sum(part.num_tokens for part in before), 2 * num_kv_heads, 64)
+    num_tokens = sum(count for _, count in spans)
+    heads_now = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, 64)
+    query, key_value = heads_now[:, :num_heads], heads_now[:, num_heads:]
+
+    reference = TorchAttention(shape, 20, CPU)
+    reference.prepare(before)(0, torch.randn(len(stored), num_heads, 64), stored)
+    wanted = reference.prepare(slices)(0, query, key_value)
+
+    cache = torch.full((20, num_kv_heads, 2, 16, 64), torch.nan)
+    for part, rows in ((before, stored), (slices, key_value)):
+        slots = [
+            part.block_table[position // 16] * 16 + position % 16
+            for part in part
+            for position in range(part.start, part.start + part.num_tokens)
+        ]
+        store(rows, torch.tensor(slots, dtype=torch.int32), cache)
+    tiles = torch.tensor(
+        [*query_tiles([count for _, count in spans], tokens_per_tile(num_heads, num_kv_heads, 64, torch.float32))],
+        dtype=torch.int32,
+    )
+    first_rows = [0, 50, 51, 81, 82]
+    sequences = torch.tensor(
+        [(row, start, count) for row, (start, count) in zip(first_rows, spans, strict=True)], dtype=torch.int32
+    )
+    answer = torch.full((num_tokens, num_heads * 64), torch.nan)
+    prefill(
+        query, cache, None, tiles, sequences, torch.from_numpy(padded_tables(JoinedTables.of(tables))), answer, window
+    )
+    torch.testing.assert_close(answer, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_every_token_is_in_one_tile_and_the_longest_work_comes_first() -> None:
+    assert [*query_tiles([5, 0, 1], 2)] == [(0, 4), (0, 2), (0, 0), (2, 0)]
+
+
+@pytest.mark.parametrize(("heads", "head_dim", "tokens"), [((32, 8), 128, 32), ((28, 4), 128, 16), ((8, 8), 256, 64)])
+def test_a_tile_holds_the_heads_that_share_a_key_head(heads: tuple[int, int], head_dim: int, tokens: int) -> None:
+    assert tokens_per_tile(*heads, head_dim, torch.bfloat16) == tokens
+
+
+def test_a_tile_has_room_for_one_token_of_many_heads() -> None:
+    assert tile_rows(group=71, width=256, itemsize=4) == 128
+    assert tokens_per_tile(71, 1, 256, torch.float32) == 1
