@@ -2,41 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
 import torch
 
 from llmservice_server.engine.plan import BlockCopy
 
+_STAGED = 16
+"""Blocks that are gathered on the device at a time: some tens of megabytes of a large model's."""
+
 
 class SwappedBlocks:
-    """`num_blocks` blocks for each of a cache's layers, pinned where the cache is on a GPU.
+    """`num_blocks` blocks, each with what all the caches hold of it in one row; pinned where the caches are on a GPU.
 
-    `caches` are the layers' caches, `[num_blocks, ...]` each. A call moves all of a step's blocks, with one gather, one
-    transfer and one scatter a layer.
+    `caches` are `[num_blocks, ...]` each. There a block is one copy that the host starts and does not wait for; all
+    copies are in the order of the device's other work, so that a block is read before it is overwritten.
     """
 
     def __init__(self, caches: Sequence[torch.Tensor], num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._caches = caches
-        pinned = caches[0].device.type == "cuda"
-        self._swapped = [
-            torch.empty((num_blocks, *cache.shape[1:]), dtype=cache.dtype, pin_memory=pinned) for cache in caches
-        ]
+        self._device = caches[0].device
+        self._caches = [cache.flatten(1).view(torch.int32) for cache in caches]
+        self._sizes = [cache.shape[1] for cache in self._caches]
+        self._pool = torch.empty(
+            (num_blocks, sum(self._sizes)), dtype=torch.int32, pin_memory=self._device.type == "cuda"
+        )
 
     def swap_out(self, copies: Sequence[BlockCopy]) -> None:
-        sources, targets = _indices(copies)
-        on_device = sources.to(self._caches[0].device)
-        for cache, swapped in zip(self._caches, self._swapped, strict=True):
-            swapped.index_copy_(0, targets, cache.index_select(0, on_device).cpu())
+        for batch in _batches(copies):
+            sources = self._indices([copy.source for copy in batch])
+            staged = torch.cat([cache.index_select(0, sources) for cache in self._caches], dim=1)
+            for row, copy in zip(staged, batch, strict=True):
+                self._pool[copy.target].copy_(row, non_blocking=True)
 
     def swap_in(self, copies: Sequence[BlockCopy]) -> None:
-        sources, targets = _indices(copies)
-        device = self._caches[0].device
-        on_device = targets.to(device)
-        for cache, swapped in zip(self._caches, self._swapped, strict=True):
-            cache.index_copy_(0, on_device, swapped.index_select(0, sources).to(device))
+        for batch in _batches(copies):
+            staged = torch.empty((len(batch), sum(self._sizes)), dtype=torch.int32, device=self._device)
+            for row, copy in zip(staged, batch, strict=True):
+                row.copy_(self._pool[copy.source], non_blocking=True)
+            targets = self._indices([copy.target for copy in batch])
+            for cache, part in zip(self._caches, torch.split(staged, self._sizes, dim=1), strict=True):
+                cache.index_copy_(0, targets, part)
+
+    def _indices(self, blocks: list[int]) -> torch.Tensor:
+        indices = torch.tensor(blocks, pin_memory=self._device.type == "cuda")
+        return indices.to(self._device, non_blocking=True)
 
 
-def _indices(copies: Sequence[BlockCopy]) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.tensor([copy.source for copy in copies]), torch.tensor([copy.target for copy in copies])
+def _batches(copies: Sequence[BlockCopy]) -> Iterator[list[BlockCopy]]:
+    remaining = iter(copies)
+    while batch := list(islice(remaining, _STAGED)):
+        yield batch

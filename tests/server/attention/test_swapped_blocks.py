@@ -1,3 +1,4 @@
+import pytest
 import torch
 
 from llmservice_server.attention.swapped_blocks import SwappedBlocks
@@ -16,3 +17,18 @@ def test_blocks_go_out_in_any_order_and_come_back_elsewhere_unchanged() -> None:
         assert torch.equal(cache[1], old[5])
         assert torch.equal(cache[4], old[2])
         assert torch.equal(cache[3], old[3])
+
+
+@pytest.mark.parametrize("count", [1, 16, 17, 40])
+def test_any_number_of_blocks_moves_with_all_that_belongs_to_it(count: int) -> None:
+    """As an fp8 cache has it: bytes, and the scales of their rows."""
+    payload = torch.randint(0, 256, (count + 1, 2, 2, 4, 6), dtype=torch.uint8)
+    scales = torch.randn(count + 1, 2, 2, 4)
+    before = payload.clone(), scales.clone()
+    swapped = SwappedBlocks([payload, scales], num_blocks=count)
+    swapped.swap_out([BlockCopy(block + 1, block) for block in range(count)])
+    payload.zero_()
+    scales.zero_()
+    swapped.swap_in([BlockCopy(block, count - block) for block in range(count)])
+    assert torch.equal(payload[1:], before[0][1:].flip(0))
+    assert torch.equal(scales[1:], before[1][1:].flip(0))
