@@ -67,7 +67,15 @@ COPY --from=gateway-environment /opt/llmservice /opt/llmservice
 EXPOSE 8080
 CMD ["gateway"]
 
-FROM runtime AS server
+# Triton builds its launchers with a C compiler when a kernel is first used; torch's CUDA build brings Triton.
+FROM runtime AS server-cpu-runtime
+
+FROM runtime AS server-cuda-runtime
+USER 0:0
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
+USER 65532:65532
+
+FROM server-${TORCH}-runtime AS server
 COPY --from=server-environment /opt/llmservice /opt/llmservice
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 EXPOSE 8000

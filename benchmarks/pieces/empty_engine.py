@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from llmservice_server.attention.base import Attend, KVCacheShape
-from llmservice_server.attention.choice import attention_backend
+from llmservice_server.attention.choice import choose_attention
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.engine import Engine
 from llmservice_server.engine.memory import KVCachePlan
@@ -67,7 +67,9 @@ def _started(model: EmptyModel, num_seqs: int, num_tokens_each: int) -> Callable
     heads = (model.config.num_heads, model.config.num_kv_heads, model.config.head_dim)
     shape = KVCacheShape(*heads, windows=(), block_size=BLOCK_SIZE, dtype=torch.float32)
     started = Started(
-        runner=ModelRunner(model, attention_backend(shape, num_blocks, model.device)),
+        runner=ModelRunner(
+            model, choose_attention("auto", shape, model.dtype, model.device).backend(num_blocks, model.device)
+        ),
         kv_cache=KVCachePlan(num_blocks, num_tokens_each),
         max_num_seqs=num_seqs,
         memory_bytes={},

@@ -128,7 +128,7 @@ class Ready(msgspec.Struct, kw_only=True, tag="ready"):
     max_request_tokens: int  # min(max_model_len, num_blocks * block_size): longer requests are refused at admission
     embedding_size: int  # numbers in a vector
     max_embedding_tokens: int  # of one input: it is computed in one step
-    memory_bytes: dict[str, int]  # by kind: weights, kv_cache, activations, total
+    memory_bytes: dict[str, int]  # by kind: weights, kv_cache, activations, graphs, total
     load_s: float
 
 

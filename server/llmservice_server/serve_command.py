@@ -145,7 +145,18 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE", help="of the memory that may be used")
     add("--memory-limit", type=_memory, metavar="BYTES", help="of the memory that utilization is a share of, at most")
     add("--kv-cache-memory", type=_memory, metavar="BYTES", help="such as 512MiB (default: what utilization leaves)")
-    add("--kv-cache-dtype", choices=_DTYPES, default="auto", help="auto: the model's")
+    add("--kv-cache-dtype", choices=(*_DTYPES, "fp8"), default="auto", help="auto: the model's; fp8: on CUDA only")
+    add(
+        "--attention",
+        choices=("auto", "triton", "torch"),
+        default="auto",
+        help="triton: our GPU kernels; torch: on any device; auto: the fastest that works, and the log says why",
+    )
+    add(
+        "--enforce-eager",
+        action="store_true",
+        help="on CUDA: launch a decode step's kernels one by one, without graphs",
+    )
     add("--pooling", choices=("last", "mean"), default="last", help="of /v1/embeddings: the last token, or the mean")
     add(
         "--embedding-window",
@@ -232,6 +243,8 @@ def run(args: argparse.Namespace) -> int:
             memory_limit_bytes=args.memory_limit,
             kv_cache_memory_bytes=args.kv_cache_memory,
             kv_cache_dtype=args.kv_cache_dtype,
+            attention=args.attention,
+            enforce_eager=args.enforce_eager,
             scheduler=args.scheduler,
             max_batch_wait_s=args.max_batch_wait,
             prefix_caching=not args.no_prefix_caching,

@@ -27,6 +27,7 @@ class SizingReport:
     weights_bytes: int
     kv_cache_bytes: int
     activations_bytes: int
+    """Those of CUDA graphs among them."""
     shape: ModelShape | None
     """None: a model whose figures the planner does not understand."""
 
@@ -43,7 +44,7 @@ def parse_report(text: bytes) -> SizingReport:
             num_blocks=int(told["num_blocks"]),
             weights_bytes=int(memory["weights"]),
             kv_cache_bytes=int(memory["kv_cache"]),
-            activations_bytes=int(memory["activations"]),
+            activations_bytes=int(memory["activations"]) + int(memory.get("graphs", 0)),
             shape=ModelShape.from_fields(told["shape"]) if told.get("shape") else None,
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

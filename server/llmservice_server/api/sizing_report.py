@@ -12,5 +12,5 @@ class SizingReport(msgspec.Struct, kw_only=True, frozen=True):
     max_model_len: int
     block_size: int
     num_blocks: int  # usable ones: the null block apart
-    memory_bytes: dict[str, int]  # by kind: weights, kv_cache, activations, total
+    memory_bytes: dict[str, int]  # by kind: weights, kv_cache, activations, graphs, total
     shape: dict[str, int | str | bool] | None  # as `spec.model.shape` of an LLMService; None: a family unknown to it

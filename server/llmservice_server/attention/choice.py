@@ -1,17 +1,70 @@
-"""Which attention backend runs where."""
+"""Which attention backend runs where, and why."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from llmservice_server.attention.base import AttentionBackend, KVCacheShape
 from llmservice_server.attention.torch_backend import TorchAttention
+from llmservice_server.engine.errors import ConfigError
+
+BackendName = Literal["cpu", "torch", "triton"]
 
 
-def attention_backend(shape: KVCacheShape, num_blocks: int, device: torch.device) -> AttentionBackend:
-    """The fastest for `device`. Raises RuntimeError (torch's word for it) where its cache cannot be allocated."""
-    if device.type == "cpu":
-        from llmservice_server.attention.cpu_backend import CpuAttention  # brings a compiler along
+@dataclass(frozen=True, slots=True)
+class AttentionChoice:
+    """A backend for one model's cache."""
 
-        return CpuAttention(shape, num_blocks)
-    return TorchAttention(shape, num_blocks, device)
+    shape: KVCacheShape
+    name: BackendName
+    reason: str
+
+    def backend(self, num_blocks: int, device: torch.device) -> AttentionBackend:
+        """Raises RuntimeError (torch's word for it) where its cache cannot be allocated."""
+        if self.name == "cpu":
+            from llmservice_server.attention.cpu_backend import CpuAttention  # brings a compiler along
+
+            return CpuAttention(self.shape, num_blocks)
+        if self.name == "triton":
+            from llmservice_server.attention.triton_backend import TritonAttention
+
+            return TritonAttention(self.shape, num_blocks, device)
+        return TorchAttention(self.shape, num_blocks, device)
+
+
+def choose_attention(
+    wanted: Literal["auto", "torch", "triton"], shape: KVCacheShape, dtype: torch.dtype, device: torch.device
+) -> AttentionChoice:
+    """For activations of `dtype`. Raises ConfigError where what is wanted does not work here."""
+    problem = None
+    if wanted == "triton" or (wanted == "auto" and device.type == "cuda"):
+        from llmservice_server.attention.probe import why_triton_is_unusable
+
+        problem = why_triton_is_unusable(shape, dtype, device)
+    name, reason = decide(wanted, device.type, problem)
+    if shape.dtype.itemsize == 1 and name != "triton":
+        raise ConfigError(
+            f"kv_cache_dtype fp8 needs the attention backend triton, which is not used here ({reason}): "
+            "choose another --kv-cache-dtype"
+        )
+    return AttentionChoice(shape, name, reason)
+
+
+def decide(
+    wanted: Literal["auto", "torch", "triton"], device_type: str, triton_problem: str | None
+) -> tuple[BackendName, str]:
+    """The backend and the reason for it. `triton_problem`: what the probe found, None where nothing."""
+    if wanted == "torch":
+        return "torch", "it was asked for"
+    if wanted == "triton":
+        if triton_problem is not None:
+            raise ConfigError(f"attention is triton, which is unusable here: {triton_problem}: use --attention auto")
+        return "triton", "it was asked for, and its probe passed"
+    if device_type == "cpu":
+        return "cpu", "the kernels for this processor are the fastest on it"
+    if triton_problem is not None:
+        return "torch", f"triton is unusable here: {triton_problem}"
+    return "triton", "its kernels compiled and agreed with torch on this card"

@@ -9,6 +9,8 @@ from typing import Literal, get_args
 from llmservice_server.engine.errors import ConfigError
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
+KVCacheDType = Literal["auto", "bfloat16", "float16", "float32", "fp8"]
+Attention = Literal["auto", "triton", "torch"]
 Pooling = Literal["last", "mean"]
 Device = Literal["auto", "cpu", "cuda"]
 SchedulerName = Literal["continuous", "dynamic", "static"]
@@ -17,7 +19,8 @@ QueuePolicy = Literal["fcfs", "sjf"]
 _CHOICES = {
     "dtype": DType,
     "device": Device,
-    "kv_cache_dtype": DType,
+    "kv_cache_dtype": KVCacheDType,
+    "attention": Attention,
     "pooling": Pooling,
     "scheduler": SchedulerName,
     "interactive_policy": QueuePolicy,
@@ -44,9 +47,11 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9  # of the device's memory; on CPU, of the memory that is available at start
     memory_limit_bytes: int | None = None  # None: the device's memory; on CPU, what is available at start
     kv_cache_memory_bytes: int | None = None  # None: what utilization leaves beside weights and activations
-    kv_cache_dtype: DType = "auto"  # auto: the model's
+    kv_cache_dtype: KVCacheDType = "auto"  # auto: the model's; fp8: e4m3 with a scale for each token and head, on CUDA
+    attention: Attention = "auto"  # auto: the fastest that works on the device
     scheduler: SchedulerName = "continuous"
     max_batch_wait_s: float | None = None  # dynamic and static: how long the oldest request waits for a full batch
+    enforce_eager: bool = False  # no CUDA graphs for decode steps
     prefix_caching: bool = True  # of the continuous scheduler
     swap_space_gib: float = 0.0  # CPU memory for preempted sequences; the continuous scheduler's
     long_prefill_tokens: int | None = None  # of a step, for all prompts longer than a chunk; None: three quarters

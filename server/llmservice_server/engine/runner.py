@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,6 +19,9 @@ from llmservice_server.sampling.prompt_logprobs import prompt_logprobs
 from llmservice_server.sampling.sampler import Draw, Sampler, choose
 from llmservice_server.sampling.sampling_batch import SamplingBatch
 from llmservice_server.sampling.token_masks import TokenMasks
+
+if TYPE_CHECKING:
+    from llmservice_server.engine.decode_graphs import DecodeGraphs  # brings Triton along
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,7 @@ class ModelRunner:
         self._sampler = Sampler()
         self._masks = TokenMasks(model.config.vocab_size)
         self.swapped_blocks = swapped_blocks
+        self.graphs: DecodeGraphs | None = None
 
     @torch.inference_mode()
     def swap(self, plan: Plan) -> None:
@@ -90,6 +95,8 @@ class ModelRunner:
         choose(logits, SamplingBatch.greedy(len(logits)))
 
     def _forward(self, token_ids: Int64Array, positions: Int64Array, slices: list[SequenceSlice]) -> torch.Tensor:
+        if self.graphs is not None and self.graphs.takes(slices):
+            return self.graphs.run(token_ids, slices)
         device = self.model.device
         return self.model.forward(
             torch.from_numpy(token_ids).to(device),

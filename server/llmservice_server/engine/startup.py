@@ -6,11 +6,12 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from llmservice_server.attention.base import AttentionBackend, KVCacheShape
-from llmservice_server.attention.choice import attention_backend
+from llmservice_server.attention.choice import AttentionChoice, choose_attention
 from llmservice_server.attention.swapped_blocks import SwappedBlocks
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.errors import ConfigError, OutOfMemoryError
@@ -26,8 +27,13 @@ from llmservice_server.engine.memory import (
 )
 from llmservice_server.engine.plan import BlockCopy, Plan
 from llmservice_server.engine.runner import ModelRunner
+from llmservice_server.engine.start_phases import StartPhases
 from llmservice_server.engine.swap_space import PreemptionCost, SwapSpace
+from llmservice_server.models.layer_ops import TritonLayerOps
 from llmservice_server.models.llama import LlamaModel
+
+if TYPE_CHECKING:
+    from llmservice_server.engine.decode_graphs import DecodeGraphs
 
 _LOG = logging.getLogger(__name__)
 _PROFILE_S = 1.0  # a profiling pass on CPU may take as long
@@ -41,6 +47,11 @@ class Memory:
     total: int
     weights: int
     activations: int
+    graphs: int = 0  # CUDA's, of decode steps
+
+    @property
+    def besides_kv_cache(self) -> int:
+        return self.weights + self.activations + self.graphs
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +61,7 @@ class Started:
     runner: ModelRunner
     kv_cache: KVCachePlan
     max_num_seqs: int
-    memory_bytes: dict[str, int]  # by kind: weights, kv_cache, activations, total
+    memory_bytes: dict[str, int]  # by kind: weights, kv_cache, activations, graphs, total
     vocab_size: int
     eos_token_ids: frozenset[int]
     swap: SwapSpace | None
@@ -66,16 +77,25 @@ def start(config: EngineConfig) -> Started:
             f"max_model_len {config.max_model_len} is beyond the model's context of {context} tokens: lower it"
         )
     shape = _kv_cache_shape(checkpoint, config)
-    model, memory = _load(checkpoint, config, device, shape)
+    phases = StartPhases()
+    with phases.phase("attention backend"):
+        choice = choose_attention(config.attention, shape, checkpoint.dtype(config.dtype), device)
+    _LOG.info("attention backend: %s (%s)", choice.name, choice.reason)
+    model, memory = _load(checkpoint, config, device, choice, phases)
     kv_cache = _plan(config, context, shape, memory, device)
     max_num_seqs = config.max_num_seqs or sequences_held(
         kv_cache, config.block_size, config.expected_tokens, config.most_seqs
     )
-    attention = _attention(shape, kv_cache.num_blocks, device)
-    swapped_blocks = _swapped_blocks(config, shape, attention, memory)
+    with phases.phase("KV cache"):
+        attention = _attention(choice, kv_cache.num_blocks, device)
+        swapped_blocks = _swapped_blocks(config, shape, attention, memory)
     runner = ModelRunner(model, attention, swapped_blocks)
     warm_up = min(_WARM_UP_TOKENS, kv_cache.num_usable_blocks * config.block_size)
-    runner.dummy_step(warm_up, 1, warm_up, config.block_size)
+    with phases.phase("warm-up"):
+        runner.dummy_step(warm_up, 1, warm_up, config.block_size)
+    if _uses_graphs(config, choice, device):
+        with phases.phase("CUDA graphs"):
+            runner.graphs = _graphs(model, attention, max_num_seqs, kv_cache)
     swap = None
     if swapped_blocks is not None:
         swap = SwapSpace(swapped_blocks.num_blocks, _preemption_cost(runner, config, kv_cache))
@@ -87,6 +107,7 @@ def start(config: EngineConfig) -> Started:
             "weights": memory.weights,
             "kv_cache": kv_cache.num_blocks * shape.bytes_per_block,
             "activations": memory.activations,
+            "graphs": memory.graphs,
             "total": memory.total,
         },
         vocab_size=checkpoint.config.vocab_size,
@@ -105,6 +126,7 @@ def start(config: EngineConfig) -> Started:
         kv_cache.max_model_len,
         max_num_seqs,
     )
+    _LOG.info("the engine took %s", phases)
     return started
 
 
@@ -115,8 +137,14 @@ def _kv_cache_shape(checkpoint: Checkpoint, config: EngineConfig) -> KVCacheShap
         head_dim=checkpoint.config.head_dim,
         windows=checkpoint.config.windows,
         block_size=config.block_size,
-        dtype=checkpoint.dtype(config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype),
+        dtype=_kv_cache_dtype(checkpoint, config),
     )
+
+
+def _kv_cache_dtype(checkpoint: Checkpoint, config: EngineConfig) -> torch.dtype:
+    if config.kv_cache_dtype == "fp8":
+        return torch.float8_e4m3fn
+    return checkpoint.dtype(config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype)
 
 
 def _device(config: EngineConfig) -> torch.device:
@@ -132,7 +160,11 @@ def _device(config: EngineConfig) -> torch.device:
 
 
 def _load(
-    checkpoint: Checkpoint, config: EngineConfig, device: torch.device, shape: KVCacheShape
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    device: torch.device,
+    choice: AttentionChoice,
+    phases: StartPhases,
 ) -> tuple[LlamaModel, Memory]:
     """Load the weights and learn what a full step needs beside them."""
     total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else available_cpu_bytes()
@@ -143,14 +175,44 @@ def _load(
             "use a smaller model or more memory"
         )
     try:
-        model = checkpoint.load(checkpoint.dtype(config.dtype), device)
-        activations = _profile(model, config, shape) if device.type == "cuda" else _profile_cpu(model, config, shape)
+        with phases.phase("weights"):
+            model = checkpoint.load(checkpoint.dtype(config.dtype), device)
+        if choice.name == "triton":
+            model.ops = TritonLayerOps()
+        with phases.phase("profiling"):
+            profile = _profile if device.type == "cuda" else _profile_cpu
+            activations = profile(model, config, choice)
+            graphs = _predicted_graphs(model, config, choice) if _uses_graphs(config, choice, device) else 0
     except torch.OutOfMemoryError as error:
         raise OutOfMemoryError(
             f"the weights and a step of {config.max_num_batched_tokens} tokens do not fit into the device's "
             f"{total / GIB:.2f} GiB: use a smaller model or lower max_num_batched_tokens"
         ) from error
-    return model, Memory(total=total, weights=model.weight_bytes, activations=activations)
+    return model, Memory(total, model.weight_bytes, activations, graphs)
+
+
+def _uses_graphs(config: EngineConfig, choice: AttentionChoice, device: torch.device) -> bool:
+    """Only our own kernels take a batch's shape without asking the device for it."""
+    return device.type == "cuda" and choice.name == "triton" and not config.enforce_eager
+
+
+def _predicted_graphs(model: LlamaModel, config: EngineConfig, choice: AttentionChoice) -> int:
+    from llmservice_server.attention.triton_backend import TritonAttention
+    from llmservice_server.engine.graph_capture import predict_graph_bytes
+
+    attention = TritonAttention(choice.shape, 2, model.device)
+    return predict_graph_bytes(model, attention, config.most_seqs, config.max_model_len or model.config.max_context)
+
+
+def _graphs(
+    model: LlamaModel, attention: AttentionBackend, max_num_seqs: int, kv_cache: KVCachePlan
+) -> DecodeGraphs | None:
+    from llmservice_server.attention.triton_backend import TritonAttention
+    from llmservice_server.engine.graph_capture import capture_graphs
+
+    if not isinstance(attention, TritonAttention):
+        return None
+    return capture_graphs(model, attention, max_num_seqs, kv_cache.max_model_len, kv_cache.num_blocks)
 
 
 def _estimate(model: LlamaModel, config: EngineConfig) -> int:
@@ -161,9 +223,9 @@ def _estimate(model: LlamaModel, config: EngineConfig) -> int:
     )
 
 
-def _profile_cpu(model: LlamaModel, config: EngineConfig, shape: KVCacheShape) -> int:
+def _profile_cpu(model: LlamaModel, config: EngineConfig, choice: AttentionChoice) -> int:
     """Bytes that a full step takes beside the weights: measured where that takes a moment, else estimated."""
-    runner, step, cache_bytes = _full_step(model, config, shape)
+    runner, step, cache_bytes = _full_step(model, config, choice)
     num_tokens = min(_WARM_UP_TOKENS, config.block_size)
     for _ in range(2):  # the first pays for lazy initialisation
         token_s = (
@@ -177,10 +239,10 @@ def _profile_cpu(model: LlamaModel, config: EngineConfig, shape: KVCacheShape) -
     return max(grown - cache_bytes, config.most_seqs * model.config.vocab_size * 4)  # what the sampler adds to it
 
 
-def _profile(model: LlamaModel, config: EngineConfig, shape: KVCacheShape) -> int:
+def _profile(model: LlamaModel, config: EngineConfig, choice: AttentionChoice) -> int:
     """Bytes that a full step takes beside the weights, CUDA's context and other users of the card included."""
     torch.cuda.reset_peak_memory_stats(model.device)
-    runner, step, cache_bytes = _full_step(model, config, shape)
+    runner, step, cache_bytes = _full_step(model, config, choice)
     step()
     torch.cuda.synchronize(model.device)
     peak = torch.cuda.max_memory_allocated(model.device) - cache_bytes
@@ -192,26 +254,27 @@ def _profile(model: LlamaModel, config: EngineConfig, shape: KVCacheShape) -> in
 
 
 def _full_step(
-    model: LlamaModel, config: EngineConfig, shape: KVCacheShape
+    model: LlamaModel, config: EngineConfig, choice: AttentionChoice
 ) -> tuple[ModelRunner, Callable[[], None], int]:
     """The largest step that the scheduler may plan, ready to be taken, and the bytes of the KV cache that it fills."""
     longest = min(config.max_model_len or model.config.max_context, config.prefill_chunk_tokens)
     blocks_each = -(-longest // config.block_size)
     num_blocks = 1 + blocks_each * -(-config.max_num_batched_tokens // longest)
-    runner = ModelRunner(model, attention_backend(shape, num_blocks, model.device))
+    runner = ModelRunner(model, choice.backend(num_blocks, model.device))
 
     def step() -> None:
         runner.dummy_step(config.max_num_batched_tokens, config.most_seqs, longest, config.block_size)
 
-    return runner, step, num_blocks * shape.bytes_per_block
+    return runner, step, num_blocks * choice.shape.bytes_per_block
 
 
-def _attention(shape: KVCacheShape, num_blocks: int, device: torch.device) -> AttentionBackend:
+def _attention(choice: AttentionChoice, num_blocks: int, device: torch.device) -> AttentionBackend:
     try:
-        return attention_backend(shape, num_blocks, device)
+        return choice.backend(num_blocks, device)
     except RuntimeError as error:  # torch's word for it on CPU; on CUDA a subclass
+        size = num_blocks * choice.shape.bytes_per_block / GIB
         raise OutOfMemoryError(
-            f"the KV cache of {num_blocks * shape.bytes_per_block / GIB:.2f} GiB cannot be allocated on {device}: "
+            f"the KV cache of {size:.2f} GiB cannot be allocated on {device}: "
             "lower --kv-cache-memory or --gpu-memory-utilization"
         ) from error
 
@@ -260,14 +323,14 @@ def _plan(config: EngineConfig, context: int, shape: KVCacheShape, memory: Memor
     most_blocks = None
     if config.kv_cache_memory_bytes is not None:
         pool_bytes = config.kv_cache_memory_bytes
-        left = memory.total - memory.weights - memory.activations
+        left = memory.total - memory.besides_kv_cache
         if pool_bytes > left:  # torch would promise it all the same, and the kernel kill us once it is used
             raise OutOfMemoryError(
                 f"--kv-cache-memory asks for {pool_bytes / GIB:.2f} GiB, the rest leaves {left / GIB:.2f} "
                 f"of {memory.total / GIB:.2f} GiB: lower it, or give the engine more memory"
             )
     else:
-        pool_bytes = int(memory.total * config.gpu_memory_utilization) - memory.weights - memory.activations
+        pool_bytes = int(memory.total * config.gpu_memory_utilization) - memory.besides_kv_cache
         if device.type == "cpu":  # shared with the page cache and others: no more than the sequences can ever use
             most_blocks = 1 + config.most_seqs * -(-wanted // config.block_size)
     plan = plan_kv_cache(

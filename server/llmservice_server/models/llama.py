@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
-from llmservice_server.attention.base import Attend
+from llmservice_server.attention.base import Attend, RotatingAttend, Rotation
+from llmservice_server.models.layer_ops import LayerOps, TorchLayerOps
 from llmservice_server.models.linear import Linear
 from llmservice_server.models.model_config import ModelConfig
 from llmservice_server.models.rope import RotaryEmbedding, rotate
@@ -38,6 +39,7 @@ class LlamaModel:
         self.config = config
         self.dtype = dtype
         self.device = device
+        self.ops: LayerOps = TorchLayerOps()
         frequencies, scale = config.rope.inverse_frequencies(config.head_dim, config.max_position_embeddings)
         self.rotary = RotaryEmbedding(frequencies, scale, dtype, device)
         self.embed_tokens = self._empty(config.vocab_size, config.hidden_size)
@@ -53,23 +55,31 @@ class LlamaModel:
         `token_ids` and `positions` are int64 `[num_tokens]`, the sequences of a step laid end to end; `attend` stores
         each layer's keys and values and knows which tokens may see which.
         """
-        config = self.config
-        num_tokens = token_ids.shape[0]
-        num_qk_heads = config.num_heads + config.num_kv_heads
+        eps, ops = self.config.rms_norm_eps, self.ops
         cos, sin = self.rotary.at(positions)
+        rotating = attend if isinstance(attend, RotatingAttend) else None
         hidden = F.embedding(token_ids, self.embed_tokens)
+        delta = None
         for index, layer in enumerate(self.layers):
-            heads = layer.qkv(self._rms_norm(hidden, layer.input_norm)).view(num_tokens, -1, config.head_dim)
-            queries_keys = heads[:, :num_qk_heads]
-            if layer.qk_norm is not None:
-                queries_keys.copy_(
-                    F.rms_norm(queries_keys, (config.head_dim,), eps=config.rms_norm_eps).mul_(layer.qk_norm)
-                )
-            rotate(queries_keys, cos, sin)
-            hidden += layer.o(attend(index, heads[:, : config.num_heads], heads[:, config.num_heads :]))
-            gate, up = layer.gate_up(self._rms_norm(hidden, layer.post_attention_norm)).chunk(2, dim=-1)
-            hidden += layer.down(F.silu(gate).mul_(up))
-        return hidden
+            product = layer.qkv(ops.add_norm(hidden, delta, layer.input_norm, eps))
+            heads = product.view(len(token_ids), -1, self.config.head_dim)
+            rotation = Rotation(cos, sin, None if layer.qk_norm is None else (layer.qk_norm, eps))
+            if rotating is not None:
+                attended = rotating.rotate_and_attend(index, heads, rotation)
+            else:
+                attended = self._rotate_and_attend(index, heads, rotation, attend)
+            normed = ops.add_norm(hidden, layer.o(attended), layer.post_attention_norm, eps)
+            delta = layer.down(ops.silu_mul(layer.gate_up(normed)))
+        return hidden if delta is None else hidden.add_(delta)
+
+    def _rotate_and_attend(self, index: int, heads: torch.Tensor, rotation: Rotation, attend: Attend) -> torch.Tensor:
+        num_heads = self.config.num_heads
+        queries_keys = heads[:, : num_heads + self.config.num_kv_heads]
+        if rotation.qk_norm is not None:
+            weight, eps = rotation.qk_norm
+            queries_keys.copy_(F.rms_norm(queries_keys, (self.config.head_dim,), eps=eps).mul_(weight))
+        rotate(queries_keys, rotation.cos, rotation.sin)
+        return attend(index, heads[:, :num_heads], heads[:, num_heads:])
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 logits `[num_rows, vocab_size]` of the given rows of `forward`'s result."""
