@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PEERS  := $(VENV)/.peers
 
-.PHONY: help setup tools demo test e2e lint format peers bench bench-operator docs crds chart clean
+.PHONY: help setup tools demo test e2e lint format peers bench bench-operator bench-gpu docs crds chart clean
 
 help:           ## show this
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## *' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -67,6 +67,9 @@ bench: peers    ## benchmarks of this machine: benchmarks/results/*.json and doc
 
 bench-operator: setup ## the operator with 1,000 services (8 minutes), then docs/benchmarks.md
 	$(BIN)/python benchmarks/run.py operator_scale
+
+bench-gpu: setup ## what only a CUDA card can show: kernels, steps, throughput, memory (less than 9 minutes)
+	$(BIN)/python benchmarks/gpu.py
 
 clean:
 	rm -rf $(VENV) .demo .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -32,6 +32,7 @@ BENCHMARKS = (
     Benchmark("serve", "Throughput and latency over HTTP", 2),
     Benchmark("micro", "The pieces around the model", 3),
     Benchmark("operator_scale", "The operator with 1,000 services", 8, in_make_bench=False),
+    Benchmark("gpu", "On a GPU", 9, in_make_bench=False),
     Benchmark("soak", "Minutes of full load", 10, in_make_bench=False),
 )
 """In the order of the report."""

@@ -12,7 +12,7 @@ from llmservice_server.engine.errors import ConfigError
     [
         ({"dtype": "int8"}, "dtype is 'int8', expected one of auto, bfloat16"),
         ({"device": "tpu"}, "device is 'tpu'"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype is 'fp8'"),
+        ({"kv_cache_dtype": "int4"}, "kv_cache_dtype is 'int4'"),
         ({"max_num_seqs": 0}, "max_num_seqs is 0, expected at least 1"),
         ({"prefill_chunk_tokens": -3}, "prefill_chunk_tokens is -3"),
         ({"max_model_len": 0}, "max_model_len is 0"),
