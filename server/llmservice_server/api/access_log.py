@@ -6,6 +6,7 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Awaitable
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -34,12 +35,12 @@ class AccessLog:
         status = None
         started = time.perf_counter()
 
-        async def send_with_id(message: Message) -> None:
+        def send_with_id(message: Message) -> Awaitable[None]:  # no coroutine of its own: a stream sends every token
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 MutableHeaders(scope=message)["x-request-id"] = request_id
-            await send(message)
+            return send(message)
 
         try:
             await self._app(scope, receive, send_with_id)
