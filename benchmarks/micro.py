@@ -54,6 +54,7 @@ def step() -> Found:
                     "sampling": name,
                     "host_p50_ms": cost.host.p50_s * 1000,
                     "host_p99_ms": cost.host.p99_s * 1000,
+                    "cpu_p50_ms": cost.cpu_p50_s * 1000,
                     "model_p50_ms": cost.model_p50_s * 1000,
                     "message_bytes": cost.message_bytes,
                 }
