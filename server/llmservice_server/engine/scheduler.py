@@ -167,13 +167,14 @@ class ContinuousScheduler:
         while position < len(self.running):
             if position == num_first and self.lanes[INTERACTIVE].waiting:
                 budget, for_admissions = min(budget, own), budget - min(budget, own)
-            request = self.running[position]
-            if self._decode(request, plan):
-                budget -= 1
-                position += 1
+            decodes = self._decode(position, num_first if position < num_first else len(self.running), plan)
+            if decodes:
+                budget -= decodes
+                position += decodes
                 continue
             # Each of those behind gets a token too, and the batch lane its share: a long prompt stalls nobody.
             kept = num_first - position - 1 + own if position < num_first else len(self.running) - position - 1
+            request = self.running[position]
             num_tokens = self._share_of(request, budget - kept)
             if not self._make_room(request, num_tokens, plan):
                 break
@@ -182,21 +183,25 @@ class ContinuousScheduler:
             position += 1
         return budget + for_admissions
 
-    def _decode(self, request: Request, plan: Plan) -> bool:
-        """Schedule the one token that most requests are short of in most steps, unless somebody must make room.
+    def _decode(self, position: int, end: int, plan: Plan) -> int:
+        """Schedule the one token that most requests are short of in most steps, from `position` on; returns how many.
 
+        Ends before the first of `running[position:end]` that is short of more, or for which somebody must make room.
         What `_share_of`, `_make_room` and `_schedule` would do as well, at a fraction of their cost.
         """
-        start, table = request.num_computed_tokens, request.block_table
-        if len(request.token_ids) - start != 1:
-            return False
-        if start == len(table) * self.config.block_size:
-            if self.pool.num_available == 0:
-                return False
-            table.extend(self.pool.allocate(1))
-        request.num_computed_tokens = start + 1
-        plan.scheduled.append(Scheduled(request, start, 1, True))  # by name it would cost twice as much
-        return True
+        scheduled, block_size = plan.scheduled, self.config.block_size
+        num_before = len(scheduled)
+        for request in self.running[position:end]:
+            start, table = request.num_computed_tokens, request.block_table
+            if len(request.token_ids) - start != 1:
+                break
+            if start == len(table) * block_size:
+                if self.pool.num_available == 0:
+                    break
+                table.extend(self.pool.allocate(1))
+            request.num_computed_tokens = start + 1
+            scheduled.append(Scheduled(request, start, 1, True))  # by name it would cost twice as much
+        return len(scheduled) - num_before
 
     def _make_room(self, request: Request, num_tokens: int, plan: Plan) -> bool:
         """Give `request` blocks for its share, preempting from the end of `running`; False if that met itself."""
