@@ -116,8 +116,9 @@ def compare(peers: Sequence[str], dtype: str, count: int) -> tuple[list[dict[str
             shown[peer] = measure(peer, batch, single)
             reference = shown[peers[0]].answers
             for in_flight, report in ((IN_FLIGHT, shown[peer].batch), (1, shown[peer].single)):
-                row = _row(peer, dtype, in_flight, report)
-                rows.append(row | {"same_tokens_as_ours": agreement(batch.asks, reference, shown[peer].answers)})
+                about = {"peer": peer, "dtype": dtype, "in_flight": in_flight}
+                same = agreement(batch.asks, reference, shown[peer].answers)
+                rows.append({**about, **report.row(), "same_tokens_as_ours": same})
                 print(_line(rows[-1]), flush=True)
     return rows, checks(shown, dtype)
 
@@ -129,21 +130,8 @@ HEADER = (
 )
 
 
-def _row(peer: str, dtype: str, in_flight: int, report: Report) -> dict[str, Any]:
-    latencies = (("ttft", report.ttft_s), ("itl", report.itl_s), ("e2e", report.e2e_s))
-    return {
-        "peer": peer,
-        "dtype": dtype,
-        "in_flight": in_flight,
-        "requests": report.completed,
-        "failed": report.failed,
-        "output_tokens_per_s": report.output_tokens_per_s,
-        **{f"{name}_{rank}_s": getattr(values, rank) for name, values in latencies for rank in ("p50", "p99")},
-    }
-
-
 def _line(row: dict[str, Any]) -> str:
-    milliseconds = [[row[f"{name}_{rank}_s"] * 1000 for rank in ("p50", "p99")] for name in ("ttft", "itl", "e2e")]
+    milliseconds = [(row[f"{name}_p50_ms"], row[f"{name}_p99_ms"]) for name in ("ttft", "itl", "e2e")]
     latencies = "".join(f"{f'{p50:.1f} / {p99:.1f}':>20}" for p50, p99 in milliseconds)
     failed = f"  {row['failed']} failed" if row["failed"] else ""
     beginning = f"{row['peer']:<26}{row['dtype']:<10}{row['in_flight']:>8}{row['output_tokens_per_s']:>8.1f}"

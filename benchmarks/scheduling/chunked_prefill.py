@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from llmservice_bench.lengths import Lengths
 from llmservice_server.engine.engine import Engine
@@ -17,7 +16,7 @@ EVERY_S = 1.0
 LOAD = 0.5
 """Of the requests per second that the engine finishes when all are there at once."""
 REPETITIONS = 5
-WHOLE: dict[str, Any] = {"prefill_chunk_tokens": 2048, "long_prefill_tokens": 2048}
+WHOLE = {"max_prefill_tokens": 4096, "prefill_chunk_tokens": 2048, "long_prefill_tokens": 2048}
 
 
 def measure(setup: Setup) -> Findings:

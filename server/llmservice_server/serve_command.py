@@ -135,11 +135,17 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--max-num-batched-tokens", type=_positive, default=2048, metavar="TOKENS", help="token budget of one step")
     add(
+        "--max-prefill-tokens",
+        type=_positive,
+        metavar="TOKENS",
+        help="of a step, at most for all prompts together (default: 256 on CPU, where more compute no faster)",
+    )
+    add(
         "--prefill-chunk-tokens",
         type=_positive,
         default=512,
         metavar="TOKENS",
-        help="of a step, at most for one prompt",
+        help="of a step, at most for one prompt, and half of --max-prefill-tokens",
     )
     add("--block-size", type=_positive, default=16, metavar="TOKENS", help="of the KV cache's blocks")
     add("--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE", help="of the memory that may be used")
@@ -237,6 +243,7 @@ def run(args: argparse.Namespace) -> int:
             max_num_seqs=args.max_num_seqs,
             expected_tokens=args.expected_tokens,
             max_num_batched_tokens=args.max_num_batched_tokens,
+            max_prefill_tokens=args.max_prefill_tokens,
             prefill_chunk_tokens=args.prefill_chunk_tokens,
             block_size=args.block_size,
             gpu_memory_utilization=args.gpu_memory_utilization,

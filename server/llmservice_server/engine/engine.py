@@ -48,7 +48,8 @@ class Engine:
         self._eos_token_ids = started.eos_token_ids
         self.pool = BlockPool(started.kv_cache.num_blocks)
         self.swap = started.swap
-        self.scheduler = make_scheduler(config, max_num_seqs, self.pool, self.swap)
+        on_cpu = started.runner.model.device.type == "cpu"
+        self.scheduler = make_scheduler(config, max_num_seqs, self.pool, self.swap, on_cpu=on_cpu)
         self.embedder = Embedder(
             EmbeddingModel(started.runner.model, config.pooling),
             vocab_size=started.vocab_size,
