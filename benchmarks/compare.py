@@ -157,7 +157,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=[peer for peer in MODULES if peer != OURS], nargs="+", help="peers")
     parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=DTYPES)
-    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--requests", type=int, default=96)
     arguments = parser.parse_args()
     chosen = [OURS, *(arguments.only or [peer for peer in MODULES if peer != OURS])]
     sys.exit(main(chosen, arguments.dtype, arguments.requests))

@@ -1,8 +1,8 @@
 """What the scheduler's ideas are worth on this machine: batching, chunked prefill, paging and the prefix cache.
 
-The engine runs in this process, without HTTP, on small models. Requests come from the Azure conversation trace,
+The engine runs in this process, without HTTP, on a small model. Requests come from the Azure conversation trace,
 scaled, and arrive as a Poisson process. A strategy's capacity is the highest rate at which its p99 TTFT keeps one and
-the same bound, a multiple of what a request shows when nobody else is there.
+the same bound: what the longest requests take, first token to last, when nobody else is there.
 """
 
 from __future__ import annotations
@@ -11,46 +11,54 @@ import argparse
 import itertools
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from llmservice_bench.lengths import Lengths, draw, read_trace, scaled_to
 from llmservice_bench.models import SHAPES, checkpoint
-from llmservice_bench.results import Results
+from llmservice_bench.results import Check, Results
 from scheduling import batching, chunked_prefill, paging, prefix_cache
 from scheduling.findings import HEADER, Findings, Setup
 
-
-def small() -> Setup:
-    """A model whose decode steps are bound by memory, as a large one's are: what batching is for."""
-    return _setup("small", "bfloat16", scaled_to(read_trace(), Lengths(400, 256)), 100)
-
-
-def toy() -> Setup:
-    """A model that is quick enough for longer prompts: the trace at a quarter of its size."""
-    return _setup("toy", "float32", [each.scaled(0.25) for each in read_trace()], 200)
+MODEL = "toy"
+REQUESTS = 200
+"""Of every run, at most."""
 
 
-def _setup(model: str, dtype: str, lengths: Sequence[Lengths], count: int) -> Setup:
-    drawn = list(itertools.islice(draw(lengths, np.random.default_rng(0)), count))
-    return Setup(checkpoint(model, dtype), SHAPES[model].vocab_size, drawn)
+def chatting() -> Setup:
+    """Short prompts and long answers: the trace's two lengths, each scaled to what the model bears."""
+    return _setup(scaled_to(read_trace(), Lengths(400, 256)))
+
+
+def reading() -> Setup:
+    """Prompts several times as long as answers: the trace at a quarter of its size."""
+    return _setup([each.scaled(0.25) for each in read_trace()])
+
+
+def _setup(lengths: Sequence[Lengths]) -> Setup:
+    drawn = list(itertools.islice(draw(lengths, np.random.default_rng(0)), REQUESTS))
+    return Setup(checkpoint(MODEL), SHAPES[MODEL].vocab_size, drawn)
 
 
 PARTS: dict[str, tuple[Callable[[], Setup], Callable[[Setup], Findings]]] = {
-    "batching": (small, batching.measure),
-    "paging": (toy, paging.measure),
-    "chunks": (toy, chunked_prefill.measure),
-    "prefix": (toy, prefix_cache.measure),
+    "batching": (chatting, batching.measure),
+    "paging": (reading, paging.measure),
+    "chunks": (reading, chunked_prefill.measure),
+    "prefix": (reading, prefix_cache.measure),
 }
 
 
 def main(parts: Sequence[str]) -> int:
-    print(HEADER)
-    found = [measure(setup()) for setup, measure in (PARTS[part] for part in parts)]
-    rows = [row for each in found for row in each.rows]
-    checks = [check for each in found for check in each.checks]
-    print(*(check.line() for check in checks), sep="\n")
-    Results("strategies", rows, checks, {"parts": list(parts)}).write()
+    rows: list[dict[str, Any]] = []
+    checks: list[Check] = []
+    for setup, measure in (PARTS[part] for part in parts):
+        print(HEADER)
+        found = measure(setup())
+        print(*(check.line() for check in found.checks), "", sep="\n", flush=True)
+        rows += found.rows
+        checks += found.checks
+    Results("strategies", rows, checks, {"model": MODEL, "requests": REQUESTS}).write()
     return 1 if any(row["failed"] for row in rows) else 0
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
-from dataclasses import replace
+import numpy as np
 
 from llmservice_bench.rate_search import RateSearch
 from llmservice_bench.report import Report
@@ -15,11 +14,12 @@ CONTINUOUS, DYNAMIC, STATIC = "continuous", "dynamic", "static"
 THROUGHPUT_TARGETS = {STATIC: 4, DYNAMIC: 3}
 GUESSES = {CONTINUOUS: 1.5, DYNAMIC: 4, STATIC: 6}
 """Where the search begins: a wrong guess only takes longer."""
-UNLOADED = 10
-BOUND = 5
-"""The promise, in unloaded TTFTs of long prompts."""
-WINDOW = 0.2
+UNLOADED = 60
+WINDOW = 0.1
 """Of the promise: how long static and dynamic batching may wait for company."""
+RUN_S = 12.0
+FEWEST = 30
+"""Requests of a run, however seldom they come."""
 LOAD = 0.8
 """Of continuous batching's capacity."""
 
@@ -28,7 +28,7 @@ def measure(setup: Setup) -> Findings:
     """Each strategy's capacity at equal p99 TTFT, then everybody's waits near that of continuous batching."""
     findings = Findings()
     engines = {CONTINUOUS: setup.engine(scheduler=CONTINUOUS, prefix_caching=False)}
-    bound_s = BOUND * unloaded_ttft_s(setup, engines[CONTINUOUS])
+    bound_s = longest_unloaded_s(setup, engines[CONTINUOUS])
     for name in (DYNAMIC, STATIC):  # they wait for company no longer than leaves them time to compute
         engines[name] = setup.engine(scheduler=name, max_batch_wait_s=bound_s * WINDOW)
     flooded = Run(engines[CONTINUOUS], setup.arrivals(AT_ONCE)).complete()
@@ -45,18 +45,22 @@ def measure(setup: Setup) -> Findings:
     return findings
 
 
-def unloaded_ttft_s(setup: Setup, engine: Engine) -> float:
-    """Of the requests with the longest prompts, when nobody else is there (median of ten)."""
-    longest = sorted(setup.arrivals(AT_ONCE), key=lambda arrival: -len(arrival.prompt_token_ids))[:UNLOADED]
-    alone = [Run(engine, [replace(arrival, output_tokens=1)]).complete() for arrival in longest]
-    return statistics.median(report.ttft_s.p50 for report in alone)
+def longest_unloaded_s(setup: Setup, engine: Engine) -> float:
+    """What the longest requests take, first token to last, when nobody else is there (p99)."""
+    alone = [Run(engine, [arrival]).complete().e2e_s.p50 for arrival in setup.arrivals(AT_ONCE)[:UNLOADED]]
+    return float(np.percentile(alone, 99))
 
 
 def highest_rate(setup: Setup, engine: Engine, ttft_bound_s: float, start: float) -> Report:
-    """The run with the highest rate found whose p99 TTFT keeps the bound."""
-    search, best = RateSearch(start, tolerance=0.15, floor=start / 100), None
+    """The run with the highest rate found whose p99 TTFT keeps the bound.
+
+    Raises RuntimeError where even a hundredth of `start` breaks it.
+    """
+    search, best = RateSearch(start, tolerance=0.1, floor=start / 100), None
     while (rate := search.next_rate) is not None:
-        report = Run(engine, setup.arrivals(rate), ttft_bound_s).run()
+        arrivals = setup.arrivals(rate)
+        in_time = sum(arrival.at_s <= RUN_S for arrival in arrivals)
+        report = Run(engine, arrivals[: max(in_time, FEWEST)], ttft_bound_s).run()
         kept = report is not None and report.ttft_s.p99 <= ttft_bound_s
         search = search.told(rate, kept)
         if kept:
