@@ -142,6 +142,7 @@ def main(peers: Sequence[str], dtypes: Sequence[str], count: int) -> int:
     if LLAMA_CPP in peers and find_spec("llama_cpp") is None:
         print("llama.cpp is missing: pip install -c constraints.txt -e '.[bench-peers]' compiles it, in minutes")
         return 2
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # of the peers' processes
     print(HEADER)
     rows, found = [], []
     for dtype in dtypes:

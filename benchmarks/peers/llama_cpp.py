@@ -54,7 +54,7 @@ class LlamaServer:
         settings.n_batch = settings.n_ubatch = _BATCH_TOKENS
         settings.n_threads = settings.n_threads_batch = job.threads
         settings.type_k = settings.type_v = _CACHE_TYPES[job.dtype]
-        settings.kv_unified = False
+        settings.kv_unified = True  # else a prompt and the others' next tokens are computed one after the other
         return settings
 
     def add(self, index: int, ask: Ask) -> None:
