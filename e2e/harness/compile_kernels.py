@@ -1,6 +1,7 @@
 """Compiles every kernel for a GPU that is not there, and prints what each takes of it: Triton needs a card only to run.
 
-`python -m harness.compile_kernels [COMPUTE_CAPABILITY]` (90: Hopper) writes a JSON line for each kernel and shape.
+`python -m harness.compile_kernels [CAPABILITY [all]]` (90: Hopper) writes a JSON line for each kernel and shape: Llama
+3 8B's, or all of them.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ STEPS = {
 }
 
 
-SHAPES = (
-    (torch.bfloat16, torch.bfloat16, 128, 16),
-    (torch.bfloat16, FP8, 128, 16),
+SHAPES = ((torch.bfloat16, torch.bfloat16, 128, 16), (torch.bfloat16, FP8, 128, 16))
+OTHER_SHAPES = (
+    (torch.bfloat16, torch.bfloat16, 64, 16),
     (torch.bfloat16, torch.bfloat16, 256, 256),
-    (torch.float32, torch.float32, 96, 32),
+    (torch.float16, torch.float16, 96, 64),
+    (torch.float32, torch.float32, 128, 16),
 )
 FP8_CAPABILITY = 89
 
@@ -120,7 +122,7 @@ def main() -> None:
         print(json.dumps(line), flush=True)
 
     compile_only(capability, told)
-    for dtype, cache_dtype, head_dim, block_size in SHAPES:
+    for dtype, cache_dtype, head_dim, block_size in SHAPES + (OTHER_SHAPES if sys.argv[2:] == ["all"] else ()):
         if cache_dtype == FP8 and capability < FP8_CAPABILITY:
             continue
         context = {"dtype": str(dtype), "cache_dtype": str(cache_dtype), "head_dim": head_dim, "block_size": block_size}

@@ -26,4 +26,4 @@ def test_every_kernel_compiles_and_keeps_to_its_registers(capability: int, tmp_p
         assert kernel["shared_bytes"] <= 99 * 1024, kernel  # what the smallest cards have
         if kernel["kernel"] in {"_decode", "_prefill"}:
             assert kernel["asynchronous_copies"], kernel
-            assert kernel["tensor_cores"] == (kernel["dtype"] != "torch.float32"), kernel
+            assert kernel["tensor_cores"], kernel

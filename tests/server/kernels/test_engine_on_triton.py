@@ -10,7 +10,7 @@ from llmservice_server.engine.engine import Engine
 from llmservice_server.messages import Generate, SamplingParams
 from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
 
-NUM_TOKENS = 9
+NUM_TOKENS = 7
 
 
 @pytest.fixture(scope="module")
