@@ -16,7 +16,7 @@ from typing import Any
 from catalogue import BENCHMARKS, Benchmark
 from llmservice_bench.plots import draw
 from llmservice_bench.results import FOLDER
-from llmservice_bench.rows_table import figure, rows_tables
+from llmservice_bench.rows_table import cell, figure, rows_tables
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PLOT_FOLDER = "benchmarks"
@@ -100,7 +100,7 @@ def targets(checks: Sequence[Content]) -> str:
 
 def _content(content: Content, *, with_name: bool) -> list[str]:
     heading = [f"### {content['name']}"] if with_name else []
-    settings = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in content["settings"].items())
+    settings = ", ".join(f"{name.replace('_', ' ')} {cell(value)}" for name, value in content["settings"].items())
     plot = [f"![{content['name']}]({PLOT_FOLDER}/{content['name']}.svg)"] if draw(content) else []
     notes = ["\n".join(f"- {note}" for note in content["notes"])] if content.get("notes") else []
     return [*heading, *([f"Settings: {settings}."] if settings else []), *plot, *notes, rows_tables(content["rows"])]
