@@ -72,7 +72,7 @@ class ModelRunner:
         scores = prompt_logprobs(self.model, plan, hidden)
         if not step.sampling:
             return StepResult(prompt_logprobs=scores)
-        hidden = hidden[torch.from_numpy(step.last_rows).to(hidden.device)]
+        hidden = hidden[_on(hidden.device, step.last_rows)]
         return StepResult(self._sampler.draw(self.model.logits(hidden), step.sampling, masks), scores)
 
     @torch.inference_mode()
@@ -99,7 +99,13 @@ class ModelRunner:
             return self.graphs.run(token_ids, slices)
         device = self.model.device
         return self.model.forward(
-            torch.from_numpy(token_ids).to(device),
-            torch.from_numpy(positions).to(device),
+            _on(device, token_ids),
+            _on(device, positions),
             self.attention.prepare(slices),
         )
+
+
+def _on(device: torch.device, numbers: Int64Array) -> torch.Tensor:
+    """As a tensor there; from pinned memory, as from any other a GPU's copy keeps the host waiting."""
+    tensor = torch.from_numpy(numbers)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
