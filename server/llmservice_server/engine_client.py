@@ -16,6 +16,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from llmservice_server import openmp
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine_process import EngineSettings
 from llmservice_server.messages import (
@@ -35,9 +36,6 @@ from llmservice_server.messages import (
 
 # -P: a file called torch.py in the working directory is not to be imported.
 ENGINE_COMMAND = (sys.executable, "-P", "-m", "llmservice_server.engine_process")
-_OMP = {"OMP_WAIT_POLICY": "PASSIVE"}
-"""Threads of a matrix product that spin while they wait take the very core that they wait for where cores are shared:
-with a load of ten on two cores a step took 1100 ms instead of 60."""
 _LAST_WORDS_S = 0.2  # how long a dead engine's last message may still be under way
 _EXIT_S = 5.0  # how long the engine may take to leave after Shutdown
 
@@ -148,7 +146,7 @@ class EngineClient:
         self._process = process = await asyncio.create_subprocess_exec(
             *self._command,
             stdin=asyncio.subprocess.PIPE,
-            env=_OMP | os.environ,
+            env=openmp.ENVIRONMENT | os.environ,
             start_new_session=True,  # Ctrl-C and a SIGTERM to the group are for this process, which drains first
         )
         if self._stopping:  # told so while the process was being started

@@ -26,6 +26,8 @@ from llmservice_server.attention.base import (
     firsts_of,
     slots_of,
 )
+from llmservice_server.cpu.compiled import use_threads
+from llmservice_server.cpu.element import as_array
 
 _PIECES_A_THREAD = 4
 """With fewer sequences than so many for each thread, the heads of a sequence are shared out as well."""
@@ -85,10 +87,10 @@ class CpuAttention:
         self._num_threads = torch.get_num_threads()
         size = (num_blocks, shape.num_kv_heads, 2, shape.block_size, shape.head_dim)
         self.caches = [torch.empty(size, dtype=shape.dtype) for _ in shape.windows]
-        self._arrays = [cpu_kernels.as_array(cache) for cache in self.caches]
+        self._arrays = [as_array(cache) for cache in self.caches]
 
     def prepare(self, slices: Sequence[SequenceSlice]) -> CpuStep:
-        num_threads = cpu_kernels.use_threads(self._num_threads)
+        num_threads = use_threads(self._num_threads)
         columns = zip(*slices, strict=True)
         starts, counts = np.array(next(columns), np.int64), np.array(next(columns), np.int64)
         tables = JoinedTables.of(next(columns))
@@ -126,7 +128,7 @@ class CpuStep:
     def __call__(self, layer: int, query: torch.Tensor, key_value: torch.Tensor) -> torch.Tensor:
         stored = key_value.to(self.shape.dtype)
         cache, window = self.caches[layer], self.shape.windows[layer]
-        cpu_kernels.store(cpu_kernels.as_array(stored), self.slots, cache)
+        cpu_kernels.store(as_array(stored), self.slots, cache)
         answer = torch.empty(query.shape)
         if self.decodes is not None:
             self._decode(self.decodes, query, cache, window, answer)
@@ -161,7 +163,7 @@ class CpuStep:
         else:
             num_keys = chunk.end - chunk.first_key(window)
             gathered = torch.empty((2, num_kv_heads, num_keys, head_dim), dtype=self.shape.dtype)
-            cpu_kernels.gather(cache, chunk.table, chunk.first_key(window), cpu_kernels.as_array(gathered))
+            cpu_kernels.gather(cache, chunk.table, chunk.first_key(window), as_array(gathered))
             keys, values = gathered
         grouped = query[chunk.first_row : chunk.end_row].view(chunk.num_queries, num_kv_heads, -1, head_dim)
         by_head = grouped.permute(1, 2, 0, 3)

@@ -1,82 +1,26 @@
 """What attention on a CPU does to the cache's blocks, compiled by numba when it first runs: store, gather, decode.
 
 A layer's cache is `[num_blocks, num_kv_heads, 2, block_size, head_dim]`, keys before values: what one head reads of a
-block is one stream of memory. numba knows no bfloat16 and no float16, so arrays of these come as the integers of their
-bits (`as_array`). Compiled code is kept on disk where there is a folder for it (NUMBA_CACHE_DIR).
+block is one stream of memory.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import numba
 import numpy as np
-import numpy.typing as npt
-import torch
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
+
+from llmservice_server.cpu.compiled import compiled
+from llmservice_server.cpu.element import exp, widened
 
 _UNROLLED = 4
 """Values that are added up at a time, so that the sums are written a quarter as often."""
-_LOG2_E = np.float32(math.log2(math.e))
 _LOWEST = np.float32(-3e38)
-_FASTMATH = {"reassoc", "contract", "arcp", "nsz"}  # sums in any order; infinity and NaN stay what they are
-
-_BITS = {torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.float16: torch.int16}
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
-def as_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """The tensor's memory as the kernels take it. Raises KeyError for a dtype that they do not know."""
-    return tensor.view(_BITS[tensor.dtype]).numpy()
-
-
-def use_threads(number: int) -> int:
-    """Have the kernels that this Python thread calls run in `number` threads, or a core each; returns how many.
-
-    numba and torch share an OpenMP runtime, and numba sets its number of threads when it starts its own.
-    """
-    number = min(number, numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
-    torchs = torch.get_num_threads()
-    numba.set_num_threads(number)
-    if torch.get_num_threads() != torchs:
-        torch.set_num_threads(torchs)
-    return number
-
-
-def _compiled(**options: Any) -> Callable[[F], F]:
-    def decorate(function: F) -> F:
-        try:
-            return numba.njit(cache=True, fastmath=_FASTMATH, **options)(function)  # type: ignore[no-any-return]
-        except RuntimeError:  # nowhere to keep it: compiled anew by each process
-            return numba.njit(fastmath=_FASTMATH, **options)(function)  # type: ignore[no-any-return]
-
-    return decorate
-
-
-def _widened(context: Any, value: Any) -> Any:
-    """The number that an element of the cache stands for: one or two instructions, also in vector registers."""
-
-    def from_bits(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        (bits,) = arguments
-        if value == types.float32:
-            return bits
-        if value == types.int16:
-            return builder.fpext(builder.bitcast(bits, ir.HalfType()), ir.FloatType())
-        upper_half = builder.shl(builder.zext(bits, ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
-        return builder.bitcast(upper_half, ir.FloatType())
-
-    return types.float32(value), from_bits
-
-
-_float32: Any = intrinsic(_widened)
-
-
-@_compiled()
+@compiled()
 def store(key_value: Any, slots: Any, cache: Any) -> None:
     """Put `key_value` `[num_tokens, 2 * num_kv_heads, head_dim]` into the `slots` `[num_tokens]` of `cache`."""
     num_kv_heads, block_size = cache.shape[1], cache.shape[3]
@@ -88,7 +32,7 @@ def store(key_value: Any, slots: Any, cache: Any) -> None:
                 cache[block, head, 1, offset, index] = key_value[token, num_kv_heads + head, index]
 
 
-@_compiled(parallel=True)
+@compiled(parallel=True)
 def gather(cache: Any, table: Any, first: int, gathered: Any) -> None:
     """Fill `gathered` `[2, num_kv_heads, num_keys, head_dim]` with a sequence's keys and values from `first` on."""
     num_kv_heads, block_size = cache.shape[1], cache.shape[3]
@@ -101,7 +45,7 @@ def gather(cache: Any, table: Any, first: int, gathered: Any) -> None:
                 gathered[part, head, place, index] = source[index]
 
 
-@_compiled(parallel=True)
+@compiled(parallel=True)
 def decode(query: Any, cache: Any, sequences: Any, blocks: Any, parts: int, answer: Any) -> None:
     """Attention of one token for each of several sequences, straight from the blocks of their tables.
 
@@ -119,7 +63,7 @@ def decode(query: Any, cache: Any, sequences: Any, blocks: Any, parts: int, answ
         _decode_heads(query[row], cache, blocks[first_block:], first, end, first_head, heads_each, answer[row])
 
 
-@_compiled()
+@compiled()
 def _decode_heads(
     query: Any, cache: Any, table: Any, first: int, end: int, first_head: int, num_kv_heads: int, answer: Any
 ) -> None:
@@ -133,7 +77,6 @@ def _decode_heads(
     total = np.zeros(num_heads, np.float32)
     highest = np.full(num_heads, _LOWEST, np.float32)
     scores = np.empty((group, -(-block_size // _UNROLLED) * _UNROLLED), np.float32)
-    exponents = np.empty(block_size, np.int32)
     for number in range(first // block_size, -(-end // block_size)):
         start = max(0, first - number * block_size)
         stop = min(block_size, end - number * block_size)
@@ -142,26 +85,26 @@ def _decode_heads(
             keys = cache[table[number], first_head + kv_head, 0, start:stop]
             values = cache[table[number], first_head + kv_head, 1, start:stop]
             _score(queries[heads], keys, scores)
-            _weigh(scores, keys.shape[0], exponents, highest[heads], total[heads], sums[heads])
+            _weigh(scores, keys.shape[0], highest[heads], total[heads], sums[heads])
             _add_weighted(scores, values, sums[heads])
     for head in range(num_heads):
         for index in range(head_dim):
             answer[first_head * group + head, index] = sums[head, index] / total[head]
 
 
-@_compiled()
+@compiled()
 def _score(queries: Any, keys: Any, scores: Any) -> None:
     """Write the products of `queries` `[group, head_dim]` and `keys` `[num_keys, head_dim]`."""
     for place in range(keys.shape[0]):
         for head in range(queries.shape[0]):
             score = np.float32(0)
             for index in range(queries.shape[1]):
-                score += queries[head, index] * _float32(keys[place, index])
+                score += queries[head, index] * widened(keys[place, index])
             scores[head, place] = score
 
 
-@_compiled()
-def _weigh(scores: Any, num_keys: int, exponents: Any, highest: Any, total: Any, sums: Any) -> None:
+@compiled()
+def _weigh(scores: Any, num_keys: int, highest: Any, total: Any, sums: Any) -> None:
     """Turn scores into weights beside the highest so far, and bring what was added up before into line with it."""
     for head in range(scores.shape[0]):
         before = highest[head]
@@ -173,42 +116,16 @@ def _weigh(scores: Any, num_keys: int, exponents: Any, highest: Any, total: Any,
             total[head] *= shrink
             for index in range(sums.shape[1]):
                 sums[head, index] *= shrink
-        total[head] += _exponentiate(scores[head], num_keys, highest[head], exponents)
+        weights = np.float32(0)
+        for place in range(num_keys):
+            scores[head, place] = exp(scores[head, place] - highest[head])
+            weights += scores[head, place]
+        total[head] += weights
         for place in range(num_keys, scores.shape[1]):
             scores[head, place] = 0
 
 
-@_compiled()
-def _exponentiate(scores: Any, count: int, highest: Any, exponents: Any) -> Any:
-    """Replace each score by exp(score - highest), at most 1; returns their sum.
-
-    2^x is 2 to the nearest whole number, put together from its bits, times a polynomial in the rest (the one of Cephes'
-    exp2f, good for -0.5 to 0.5): off by 2e-7 of a weight near 1, by 4e-6 of one near e^-80. Unlike a call of exp for
-    each, this runs in vector registers.
-    """
-    powers = exponents.view(np.float32)
-    for place in range(count):
-        power = (scores[place] - highest) * _LOG2_E
-        if power < -125:  # a comparison, so that NaN stays
-            power = np.float32(-125)
-        whole = np.floor(power + np.float32(0.5))
-        rest = power - whole
-        value = np.float32(1.535336188319500e-4)
-        value = value * rest + np.float32(1.339887440266574e-3)
-        value = value * rest + np.float32(9.618437357674640e-3)
-        value = value * rest + np.float32(5.550332471162809e-2)
-        value = value * rest + np.float32(2.402264791363012e-1)
-        value = value * rest + np.float32(6.931472028550421e-1)
-        scores[place] = value * rest + np.float32(1)
-        exponents[place] = (np.int32(whole) + 127) << 23
-    total = np.float32(0)
-    for place in range(count):
-        scores[place] *= powers[place]
-        total += scores[place]
-    return total
-
-
-@_compiled()
+@compiled()
 def _add_weighted(weights: Any, values: Any, sums: Any) -> None:
     """Add the weighted `values` `[num_keys, head_dim]` to `sums` `[group, head_dim]`; surplus weights are 0."""
     last = values.shape[0] - 1
@@ -220,8 +137,8 @@ def _add_weighted(weights: Any, values: Any, sums: Any) -> None:
             weight_2, weight_3 = weights[head, place + 2], weights[head, place + 3]
             for index in range(sums.shape[1]):
                 sums[head, index] += (
-                    weight_0 * _float32(value_0[index])
-                    + weight_1 * _float32(value_1[index])
-                    + weight_2 * _float32(value_2[index])
-                    + weight_3 * _float32(value_3[index])
+                    weight_0 * widened(value_0[index])
+                    + weight_1 * widened(value_1[index])
+                    + weight_2 * widened(value_2[index])
+                    + weight_3 * widened(value_3[index])
                 )

@@ -43,7 +43,7 @@ class Engine:
         max_num_seqs = started.max_num_seqs
         self._clock = clock
         self._seed = config.seed
-        self._runner = started.runner
+        self.runner = started.runner
         self._vocab_size = started.vocab_size
         self._eos_token_ids = started.eos_token_ids
         self.pool = BlockPool(started.kv_cache.num_blocks)
@@ -121,9 +121,9 @@ class Engine:
         self._add_compiled(now)
         outputs, self._pending = self._pending, []
         plan = self.scheduler.schedule(now)
-        self._runner.swap(plan)
+        self.runner.swap(plan)
         if plan.scheduled:
-            results, failed = execute_isolated(self._runner.execute, self._runner.recover, plan)
+            results, failed = execute_isolated(self.runner.execute, self.runner.recover, plan)
             self.scheduler.commit(plan, failed)
             outputs += [
                 self._finish(request, "error", error)

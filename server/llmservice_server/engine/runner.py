@@ -94,6 +94,19 @@ class ModelRunner:
         logits = self.model.logits(hidden[:num_seqs])
         choose(logits, SamplingBatch.greedy(len(logits)))
 
+    @torch.inference_mode()
+    def warm_up(self, num_tokens: int, block_size: int) -> None:
+        """Take a step of each kind: what is compiled or made when it first runs is no request's wait.
+
+        A prompt of `num_tokens`, a sequence that decodes, and a prompt that follows what is cached. Writes into the
+        first blocks, as `dummy_step`.
+        """
+        self.dummy_step(num_tokens, 1, num_tokens, block_size)
+        self.dummy_step(1, 1, 1, block_size)
+        if num_tokens > 2:
+            rest = SequenceSlice(1, num_tokens - 1, range(1, 1 + -(-num_tokens // block_size)))
+            self._forward(np.zeros(num_tokens - 1, np.int64), np.arange(1, num_tokens), [rest])
+
     def _forward(self, token_ids: Int64Array, positions: Int64Array, slices: list[SequenceSlice]) -> torch.Tensor:
         if self.graphs is not None and self.graphs.takes(slices):
             return self.graphs.run(token_ids, slices)

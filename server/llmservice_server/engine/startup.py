@@ -29,6 +29,7 @@ from llmservice_server.engine.plan import BlockCopy, Plan
 from llmservice_server.engine.runner import ModelRunner
 from llmservice_server.engine.start_phases import StartPhases
 from llmservice_server.engine.swap_space import PreemptionCost, SwapSpace
+from llmservice_server.models.cpu_layer_ops import CpuLayerOps
 from llmservice_server.models.layer_ops import TritonLayerOps
 from llmservice_server.models.llama import LlamaModel
 
@@ -92,7 +93,7 @@ def start(config: EngineConfig) -> Started:
     runner = ModelRunner(model, attention, swapped_blocks)
     warm_up = min(_WARM_UP_TOKENS, kv_cache.num_usable_blocks * config.block_size)
     with phases.phase("warm-up"):
-        runner.dummy_step(warm_up, 1, warm_up, config.block_size)
+        runner.warm_up(warm_up, config.block_size)
     if _uses_graphs(config, choice, device):
         with phases.phase("CUDA graphs"):
             runner.graphs = _graphs(model, attention, max_num_seqs, kv_cache)
@@ -179,6 +180,8 @@ def _load(
             model = checkpoint.load(checkpoint.dtype(config.dtype), device)
         if choice.name == "triton":
             model.ops = TritonLayerOps()
+        elif choice.name == "cpu":
+            model.ops = CpuLayerOps()
         with phases.phase("profiling"):
             profile = _profile if device.type == "cuda" else _profile_cpu
             activations = profile(model, config, choice)

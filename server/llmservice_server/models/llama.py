@@ -101,13 +101,18 @@ class LlamaModel:
     def finish_loading(self) -> None:
         """Spread what the checkpoint holds once and the layers use by head; pack the matrices. To be called once."""
         num_heads = self.config.num_heads
+        for linear in self.linears:
+            linear.pack()
         for layer in self.layers:
-            for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
-                linear.pack()
             if layer.qk_norm is not None:
                 layer.qk_norm[1:num_heads] = layer.qk_norm[0]
                 layer.qk_norm[num_heads + 1 :] = layer.qk_norm[num_heads]
-        self.lm_head.pack()
+
+    @property
+    def linears(self) -> list[Linear]:
+        """Every matrix that hidden states are multiplied with."""
+        of_layers = [linear for layer in self.layers for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+        return [*of_layers, self.lm_head]
 
     @property
     def weight_bytes(self) -> int:

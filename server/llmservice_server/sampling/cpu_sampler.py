@@ -7,14 +7,13 @@ computed by one thread and looks at nobody else's: so it yields the same token a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import numba
 import numpy as np
 import torch
 
-from llmservice_server.attention.cpu_kernels import use_threads
+from llmservice_server.cpu.compiled import compiled, use_threads
 from llmservice_server.sampling.sampling_batch import Int64Array, SamplingBatch
 
 _LOG2_E = np.float32(math.log2(math.e))
@@ -23,19 +22,6 @@ _DIGIT_BITS, _LOWEST_SHIFTS = 10, (20, 10, 0)  # a weight of 1 or less has 30 bi
 _DIGITS = 1 << _DIGIT_BITS
 _GROUPS = 512  # of tokens; the k-th of their largest weights is no larger than the k-th of all
 _INFINITY, _MINUS_INFINITY = 0x7F80_0000, -0x7F80_0001  # as `_key` orders them
-_FASTMATH = {"reassoc", "contract", "arcp", "nsz"}  # infinity and NaN stay what they are
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _compiled(signature: str, **options: Any) -> Callable[[F], F]:
-    def decorate(function: F) -> F:
-        try:
-            return numba.njit(signature, cache=True, fastmath=_FASTMATH, **options)(function)  # type: ignore[return-value]
-        except RuntimeError:  # nowhere to keep it: compiled anew by each process
-            return numba.njit(signature, fastmath=_FASTMATH, **options)(function)  # type: ignore[return-value]
-
-    return decorate
 
 
 def choose(logits: torch.Tensor, batch: SamplingBatch) -> list[int]:
@@ -51,7 +37,7 @@ def choose(logits: torch.Tensor, batch: SamplingBatch) -> list[int]:
     return token_ids.tolist()  # type: ignore[no-any-return]
 
 
-@_compiled("int64(int32[::1])")
+@compiled("int64(int32[::1])")
 def _likeliest(bits: Any) -> int:
     """The first place of the largest of the floats with these bits; -1 where there is none, or one is no number.
 
@@ -70,7 +56,7 @@ def _likeliest(bits: Any) -> int:
     return -1
 
 
-@_compiled("void(float32[::1], float32, float32, float32, float64[::1], int32[::1])")
+@compiled("void(float32[::1], float32, float32, float32, float64[::1], int32[::1])")
 def _weigh(row: Any, highest: Any, temperature: Any, min_p: Any, sums: Any, exponents: Any) -> None:
     """Replace each logit by exp((logit - highest) / temperature), or by 0 below `min_p`; `sums` is of each block.
 
@@ -101,7 +87,7 @@ def _weigh(row: Any, highest: Any, temperature: Any, min_p: Any, sums: Any, expo
         sums[block] = total
 
 
-@_compiled("float32(float32[::1], int64)")
+@compiled("float32(float32[::1], int64)")
 def _floor_of_top_k(weights: Any, top_k: int) -> Any:
     """No token lighter than this is among the `top_k` heaviest; 0 where nothing is known."""
     if top_k > _GROUPS or len(weights) < 2 * _GROUPS:
@@ -117,7 +103,7 @@ def _floor_of_top_k(weights: Any, top_k: int) -> Any:
     return heaviest[_GROUPS - top_k]
 
 
-@_compiled("int64(float32[::1], float32, int32[::1])")
+@compiled("int64(float32[::1], float32, int32[::1])")
 def _gather(weights: Any, floor: Any, ids: Any) -> int:
     """Write the ids of the tokens that weigh something, and `floor` at least; returns how many they are."""
     count = 0
@@ -127,7 +113,7 @@ def _gather(weights: Any, floor: Any, ids: Any) -> int:
     return count
 
 
-@_compiled("int64(float32[::1], int32[::1], int64, boolean, float64)")
+@compiled("int64(float32[::1], int32[::1], int64, boolean, float64)")
 def _cut(weights: Any, ids: Any, count: int, by_mass: bool, wanted: float) -> int:
     """Keep of `ids[:count]` the heaviest, each while those before it make less than `wanted`; returns how many stay.
 
@@ -173,7 +159,7 @@ def _cut(weights: Any, ids: Any, count: int, by_mass: bool, wanted: float) -> in
     return kept
 
 
-@_compiled("int64(float32[::1], int32[::1], int64, float64)")
+@compiled("int64(float32[::1], int32[::1], int64, float64)")
 def _invert_kept(weights: Any, ids: Any, count: int, uniform: float) -> Any:
     """The token at which the cumulative weight of `ids[:count]` exceeds its uniform's share of the whole."""
     total = 0.0
@@ -187,7 +173,7 @@ def _invert_kept(weights: Any, ids: Any, count: int, uniform: float) -> Any:
     return ids[count - 1]  # rounding must not reach beyond
 
 
-@_compiled("int64(float32[::1], float64[::1], float64)")
+@compiled("int64(float32[::1], float64[::1], float64)")
 def _invert_all(weights: Any, sums: Any, uniform: float) -> int:
     """The same over all tokens, block by block."""
     wanted, cumulative, last = uniform * sums.sum(), 0.0, 0
@@ -209,7 +195,7 @@ def _invert_all(weights: Any, sums: Any, uniform: float) -> int:
     return last
 
 
-@_compiled("int64(float32[::1], float64[::1], float64[::1], int32[::1], int32[::1])")
+@compiled("int64(float32[::1], float64[::1], float64[::1], int32[::1], int32[::1])")
 def _choose_one(row: Any, parameters: Any, sums: Any, exponents: Any, ids: Any) -> Any:
     temperature, top_p, min_p, uniform = parameters[0], parameters[2], parameters[3], parameters[4]
     top_k = int(parameters[1])
@@ -233,7 +219,7 @@ def _choose_one(row: Any, parameters: Any, sums: Any, exponents: Any, ids: Any) 
     return _invert_kept(row, ids, count, uniform)
 
 
-@_compiled("void(float32[:, ::1], float64[:, ::1], int64, int64[::1])", parallel=True)
+@compiled("void(float32[:, ::1], float64[:, ::1], int64, int64[::1])", parallel=True)
 def _choose(logits: Any, parameters: Any, num_parts: int, token_ids: Any) -> None:
     """`parameters` `[num_rows, 5]`: temperature, top-k, top-p, min-p, and the number that chooses the token."""
     num_rows, vocab_size = logits.shape

@@ -313,7 +313,7 @@ def test_logits_that_are_not_finite_fail_only_the_request_that_has_them(folder: 
         (tmp_path / source.name).write_bytes(source.read_bytes())
     driver = Driver.of(tmp_path)
     poison = 5
-    driver.engine._runner.model.embed_tokens[poison] = torch.nan  # as a checkpoint with one bad row would
+    driver.engine.runner.model.embed_tokens[poison] = torch.nan  # as a checkpoint with one bad row would
     healthy = [token for token in prompt_of(12) if token != poison]
     driver.add("poisoned", [1, poison, 2])
     driver.add("healthy", healthy)

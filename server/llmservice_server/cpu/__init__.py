@@ -1,0 +1,1 @@
+"""What our own kernels on a CPU have in common."""

@@ -1,0 +1,82 @@
+"""What a CPU's decode steps do between their products, compiled by numba when it first runs.
+
+torch takes several passes for a norm or an activation and a call for each pass; where a step is a token of each
+sequence, calls are what they cost. Sums and intermediate values are float32 whatever the model's dtype.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from llmservice_server.cpu.compiled import compiled
+from llmservice_server.cpu.element import as_array, exp, narrowed, widened
+from llmservice_server.models.layer_ops import TorchLayerOps
+
+_MANY = 1 << 18
+"""Elements from which on torch is faster, which has its passes done by all threads."""
+
+
+class CpuLayerOps(TorchLayerOps):
+    """Implements `LayerOps` by one pass of one thread each, and for long prompts as torch does."""
+
+    def add_norm(
+        self, hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        if hidden.numel() >= _MANY:
+            return super().add_norm(hidden, delta, weight, eps)
+        normed = torch.empty_like(hidden)
+        arrays = as_array(hidden), as_array(weight), np.float32(eps), as_array(normed)
+        if delta is None:
+            _norm(*arrays)
+        else:
+            _add_norm(as_array(delta), *arrays)
+        return normed
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        if gate_up.numel() >= _MANY:
+            return super().silu_mul(gate_up)
+        gated = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+        _silu_mul(as_array(gate_up), as_array(gated))
+        return gated
+
+
+@compiled()
+def _norm_row(row: Any, weight: Any, eps: Any, normed: Any) -> None:
+    total = np.float32(0)
+    for index in range(len(row)):
+        total += widened(row[index]) * widened(row[index])
+    scale = np.float32(1) / np.sqrt(total / np.float32(len(row)) + eps)
+    for index in range(len(row)):
+        normed[index] = narrowed(widened(row[index]) * scale * widened(weight[index]), normed[index])
+
+
+@compiled()
+def _norm(hidden: Any, weight: Any, eps: Any, normed: Any) -> None:
+    for row in range(len(hidden)):
+        _norm_row(hidden[row], weight, eps, normed[row])
+
+
+@compiled()
+def _add_norm(delta: Any, hidden: Any, weight: Any, eps: Any, normed: Any) -> None:
+    for row in range(len(hidden)):
+        into, addend = hidden[row], delta[row]
+        for index in range(len(into)):
+            into[index] = narrowed(widened(into[index]) + widened(addend[index]), into[index])
+        _norm_row(into, weight, eps, normed[row])
+
+
+@compiled()
+def _silu_mul_row(gate: Any, up: Any, gated: Any) -> None:
+    for index in range(len(gated)):
+        value = widened(gate[index])
+        gated[index] = narrowed(value / (np.float32(1) + exp(-value)) * widened(up[index]), gated[index])
+
+
+@compiled()
+def _silu_mul(gate_up: Any, gated: Any) -> None:
+    width = gated.shape[1]
+    for row in range(len(gated)):
+        _silu_mul_row(gate_up[row, :width], gate_up[row, width:], gated[row])
