@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 
 from llmservice_bench import serve_command, sweep_command
+from llmservice_bench.profile import command as profile_command
 from llmservice_planner.command import Command
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     subparsers = parser.add_subparsers(dest="bench", required=True, metavar="WHAT")
-    for command in (serve_command, sweep_command):
+    for command in (serve_command, sweep_command, profile_command):
         command.add_parser(subparsers)
 
 

@@ -1,0 +1,95 @@
+"""What this machine can do at best, measured on the spot: bytes read from memory and multiplications, a second."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+
+from llmservice_server.cpu.compiled import compiled, use_threads
+from llmservice_server.models.linear import Linear
+
+_READ_BYTES = 512 << 20  # many times what caches hold
+_MATMUL_ROWS = 512
+_MATMUL_WIDTH = 2048
+_REPEATS = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """The better of the repeats: what holds the others up is others on this machine."""
+
+    bandwidth_bytes_per_s: float
+    flops: float  # of a large packed matrix product in `dtype`
+    dtype: torch.dtype
+
+    @classmethod
+    def measure(cls, dtype: torch.dtype) -> Ceilings:
+        return cls(read_bandwidth(), matmul_flops(dtype, _MATMUL_ROWS), dtype)
+
+    @property
+    def ridge(self) -> float:
+        """Operations for each byte read from which on arithmetic takes longer than reading."""
+        return self.flops / self.bandwidth_bytes_per_s
+
+    @property
+    def ridge_rows(self) -> float:
+        """Rows that a product of weights needs for that: each weight is two operations a row."""
+        return self.ridge * self.dtype.itemsize / 2
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "gigabytes_per_s": self.bandwidth_bytes_per_s / 1e9,
+            "gigaflops": self.flops / 1e9,
+            "ridge_flop_per_byte": self.ridge,
+            "ridge_rows": self.ridge_rows,
+        }
+
+    def seconds(self, num_bytes: float, num_operations: float) -> tuple[float, str]:
+        """The least time for both at once, and which of the two it is: the roofline."""
+        read_s, compute_s = num_bytes / self.bandwidth_bytes_per_s, num_operations / self.flops
+        return (read_s, "memory") if read_s > compute_s else (compute_s, "compute")
+
+
+def read_bandwidth() -> float:
+    """Bytes a second that all cores read of one large array together."""
+    use_threads(torch.get_num_threads())
+    rows = np.ones((_READ_BYTES >> 14, 4096), np.float32)
+    sums = np.empty(len(rows), np.float32)
+    return rows.nbytes / best_seconds(lambda: _sum_rows(rows, sums))
+
+
+def matmul_flops(dtype: torch.dtype, num_rows: int) -> float:
+    """Operations a second of `num_rows` rows times a square matrix, packed as the server packs its weights."""
+    linear = Linear(torch.randn(_MATMUL_WIDTH, _MATMUL_WIDTH).to(dtype))
+    linear.pack()
+    rows = torch.randn(num_rows, _MATMUL_WIDTH).to(dtype)
+    with torch.inference_mode():
+        return 2 * num_rows * _MATMUL_WIDTH**2 / best_seconds(lambda: linear(rows))
+
+
+def best_seconds(work: Callable[[], object], repeats: int = _REPEATS) -> float:
+    """The shortest of several runs, after one that is not counted."""
+    work()
+    return min(seconds(work) for _ in range(repeats))
+
+
+def seconds(work: Callable[[], object]) -> float:
+    started_s = time.perf_counter()
+    work()
+    return time.perf_counter() - started_s
+
+
+@compiled(parallel=True)
+def _sum_rows(rows: Any, sums: Any) -> None:
+    for row in numba.prange(len(rows)):
+        total = np.float32(0)
+        for index in range(rows.shape[1]):
+            total += rows[row, index]
+        sums[row] = total

@@ -1,0 +1,68 @@
+"""A tiny model, profiled."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmservice_bench.profile.benchmark import open_engine, profile_phase, table
+from llmservice_bench.profile.ceilings import Ceilings
+from llmservice_bench.profile.phase import Phase
+from llmservice_planner.command import main
+from llmservice_server.engine.engine import Engine
+from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
+
+PHASES = (Phase("prefill", 1, 24), Phase("decode", 1, 8), Phase("decode", 3, 8))
+CEILINGS = Ceilings(bandwidth_bytes_per_s=1e9, flops=1e9, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_tiny_model(folder, TinyModelSpec(layers=2, hidden_size=32, heads=4, kv_heads=2, vocab_size=512))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Engine:
+    return open_engine(folder, PHASES, threads=1)
+
+
+@pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.name)
+def test_a_phase_is_told_by_kind_with_latency_beside_throughput(engine: Engine, phase: Phase) -> None:
+    row = profile_phase(engine, phase, CEILINGS)
+    assert row["tokens_per_s"] > 0
+    latency = "ttft" if phase.kind == "prefill" else "itl"
+    assert 0 < row[f"{latency}_p50_ms"] <= row[f"{latency}_p99_ms"]
+    kinds = [row[f"{kind}_ms"] for kind in ("products", "attention", "between", "sampling", "host")]
+    assert all(milliseconds > 0 for milliseconds in kinds)
+    assert phase.name in "\n".join(table(CEILINGS, [row]))
+    assert not engine.has_work
+
+
+def test_the_least_work_is_counted_from_the_shape(engine: Engine) -> None:
+    model = engine.runner.model
+    layer = 32 * (32 + 2 * 16) + 32 * 32 + 3 * 32 * 96
+    weights, head = 2 * layer, 512 * 32
+    kv_bytes = 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, head_dim, float32
+    assert PHASES[2].least_bytes(model) == 4 * (weights + head) + 3 * 8 * kv_bytes
+    attention = 4 * 2 * 4 * 8
+    assert PHASES[2].least_operations(model) == 2 * 3 * (weights + head) + attention * 3 * 8
+    assert PHASES[0].least_bytes(model) == 4 * (weights + head)
+    assert PHASES[0].least_operations(model) == 2 * (24 * weights + head) + attention * 24 * 25 // 2
+
+
+def test_the_command_prints_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--batches", "1", "--prompts", "16", "--context", "8", "-o", "json"]
+    assert main(["bench", "profile", str(folder), *asked]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [row["phase"] for row in told["rows"]] == ["prefill 1 x 16", "decode 1 x 8"]
+    assert told["ceilings"]["ridge_rows"] > 0
+
+
+def test_a_folder_without_a_model_is_refused_with_what_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "profile", str(tmp_path)]) != 0
+    assert "config.json" in capsys.readouterr().err
