@@ -84,7 +84,7 @@ def steps(folder: Path, ceilings: Ceilings) -> Findings:
     """Decode steps in bytes read, prefill steps in FLOPs, without sampling."""
     engine = start(folder)
     found = Findings()
-    runner, block_size = engine._runner, engine.ready.block_size
+    runner, block_size = engine.runner, engine.ready.block_size
     weight_bytes = engine.ready.memory_bytes["weights"]
     kv_bytes_per_token = engine.ready.memory_bytes["kv_cache"] / (engine.ready.num_blocks + 1) / block_size
     blocks_each = CONTEXT // block_size
@@ -119,7 +119,7 @@ def steps(folder: Path, ceilings: Ceilings) -> Findings:
 
 def _prefill(engine: Engine, ceilings: Ceilings) -> Findings:
     found = Findings()
-    runner, config = engine._runner, engine._runner.model.config
+    runner, config = engine.runner, engine.runner.model.config
     parameters = engine.ready.memory_bytes["weights"] / 2 - 2 * config.vocab_size * config.hidden_size
     for length in (2048, 8192):
         taken_s = seconds(lambda length=length: runner.dummy_step(length, 1, length, engine.ready.block_size))  # type: ignore[misc]

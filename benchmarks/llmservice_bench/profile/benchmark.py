@@ -120,7 +120,7 @@ def table(ceilings: Ceilings, rows: Sequence[dict[str, Any]]) -> list[str]:
         total = sum(row[f"{kind}_ms"] for kind in kinds)
         lines.append(
             f"{row['phase']:<18}{row['tokens_per_s']:>8.0f}{row[f'{latency}_p50_ms']:>9.2f}"
-            f"{row[f'{latency}_p99_ms']:>9.2f}{row['least_ms']:>10.2f}{row['bound']:>9}{row['of_ceiling']:>7.0%}"
+            f"{row[f'{latency}_p99_ms']:>9.2f}{row['least_ms']:>10.2f}{row['bound']:>9}{row['ceiling_share']:>7.0%}"
             f"{row['step_by_products']:>12.2f}" + "".join(f"{row[f'{kind}_ms'] / total:>11.1%}" for kind in kinds)
         )
     return lines

@@ -45,6 +45,7 @@ def _run(args: argparse.Namespace) -> int:
     from llmservice_server.openmp import ENVIRONMENT
 
     os.environ.update(ENVIRONMENT)  # before torch: threads wait as those of a server do
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # torch.profiler tells of each of its starts otherwise
     from llmservice_bench.profile.benchmark import run_profile_benchmark
 
     return run_profile_benchmark(args)

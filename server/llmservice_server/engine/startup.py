@@ -180,7 +180,7 @@ def _load(
             model = checkpoint.load(checkpoint.dtype(config.dtype), device)
         if choice.name == "triton":
             model.ops = TritonLayerOps()
-        elif choice.name == "cpu":
+        elif choice.name == "cpu" and model.lm_head.packed:  # beside products that are not, the rest is nothing
             model.ops = CpuLayerOps()
         with phases.phase("profiling"):
             profile = _profile if device.type == "cuda" else _profile_cpu
