@@ -138,7 +138,7 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-prefill-tokens",
         type=_positive,
         metavar="TOKENS",
-        help="of a step, at most for all prompts together (default: 256 on CPU, where more compute no faster)",
+        help="of a step, at most for all prompts together (default: 512 on CPU, where more compute no faster)",
     )
     add(
         "--prefill-chunk-tokens",

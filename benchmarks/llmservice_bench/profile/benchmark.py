@@ -58,8 +58,9 @@ def open_engine(model: Path, phases: Sequence[Phase], dtype: DType = "auto", thr
         threads=threads,
         max_model_len=max_model_len,
         max_num_seqs=most_seqs,
-        max_num_batched_tokens=max(2048, longest, most_seqs),
-        prefill_chunk_tokens=max(512, longest),
+        max_num_batched_tokens=2 * longest + most_seqs,
+        max_prefill_tokens=2 * longest,
+        prefill_chunk_tokens=longest,
         prefix_caching=False,
     )
     return Engine(config)

@@ -71,26 +71,6 @@ def _float_of(context: Any, bits: Any) -> Any:
     return types.float32(types.int32), reinterpret
 
 
-def _half_of_pair(high: bool) -> Any:
-    """The float32 that one bfloat16 of two stands for, which lie side by side in a uint32."""
-
-    def half_of_pair(context: Any, pair: Any) -> Any:
-        def from_bits(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            (bits,) = arguments
-            upper_half = (
-                builder.and_(bits, ir.Constant(_INT32, 0xFFFF0000))
-                if high
-                else builder.shl(bits, ir.Constant(_INT32, 16))
-            )
-            return builder.bitcast(upper_half, ir.FloatType())
-
-        return types.float32(types.uint32), from_bits
-
-    return intrinsic(half_of_pair)
-
-
-first_of_pair: Any = _half_of_pair(high=False)
-second_of_pair: Any = _half_of_pair(high=True)
 widened: Any = intrinsic(_widened)
 narrowed: Any = intrinsic(_narrowed)
 _float_of_bits: Any = intrinsic(_float_of)

@@ -54,7 +54,7 @@ class EngineConfig:
     enforce_eager: bool = False  # no CUDA graphs for decode steps
     prefix_caching: bool = True  # of the continuous scheduler
     swap_space_gib: float = 0.0  # CPU memory for preempted sequences; the continuous scheduler's
-    max_prefill_tokens: int | None = None  # of a step, for all prompts; None: on CPU 256, as more compute no faster
+    max_prefill_tokens: int | None = None  # of a step, for all prompts; None: on CPU 512, as more compute no faster
     long_prefill_tokens: int | None = None  # of a step, for all prompts longer than a chunk; None: three quarters
     batch_share: float = 0.1  # of sequences and tokens: what the batch lane keeps however busy the interactive one is
     interactive_policy: QueuePolicy = "fcfs"

@@ -54,8 +54,9 @@ class ContinuousScheduler:
     idle and give it up within a step, but for their lane's share of sequences and tokens. When the blocks run out the
     running request of least priority (lowest lane, then latest arrival) is preempted: its blocks are copied to the
     swap space where that is cheaper than computing them again, and it keeps its place in the queue. A request is
-    admitted only when all the tokens known of it fit beside a small reserve, because a request let in too early is
-    soon preempted again.
+    admitted only when all the tokens known of it fit beside a small reserve and beside what was promised to prompts
+    that are being computed, because a request let in too early is soon preempted again. It takes its blocks chunk by
+    chunk.
     """
 
     def __init__(self, pool: BlockPool, config: SchedulerConfig, swap: SwapSpace | None = None) -> None:
@@ -72,6 +73,7 @@ class ContinuousScheduler:
         self.prefix_queries = 0  # prompt tokens
         self.prefix_hits = 0
         self._long_left = 0  # tokens of this step that long prompts may still take
+        self._promised_blocks = 0  # to running prompts, which take them chunk by chunk
         self._admitted_since_turn = 1 << 30  # interactive requests, since a batch request's turn
 
     @property
@@ -114,6 +116,11 @@ class ContinuousScheduler:
         self._yield_to_interactive(plan)
         num_yielded = len(plan.preempted)
         budget = self._schedule_running(plan)
+        self._promised_blocks = sum(
+            self._num_blocks(share.request.num_tokens) - len(share.request.block_table)
+            for share in plan.scheduled
+            if not share.samples
+        )
         if len(plan.preempted) == num_yielded:
             while budget > 0 and len(self.running) < self.config.max_num_seqs:
                 admitted = self._admit_next(plan, budget, now)
@@ -140,7 +147,7 @@ class ContinuousScheduler:
         batch = self.lanes[BATCH]
         spare = batch.num_running - batch.own_seqs
         seats = self.config.max_num_seqs - len(self.running)
-        blocks = self.pool.num_available - self.watermark_blocks
+        blocks = self.pool.num_available - self._promised_blocks - self.watermark_blocks
         tokens = self.config.max_num_batched_tokens - len(self.running)
         for request in self.lanes[INTERACTIVE].waiting:
             missing = self._num_blocks(request.num_tokens) - len(self._hits(request))
@@ -261,22 +268,24 @@ class ContinuousScheduler:
         hits = self._hits(request)
         reserve = self.watermark_blocks if self.running else 0  # alone, a request may use the whole pool
         missing = self._num_blocks(request.num_tokens) - len(hits)
-        return self.pool.can_allocate(missing + reserve, beside=hits)
+        return self.pool.can_allocate(missing + self._promised_blocks + reserve, beside=hits)
 
     def _admit(self, request: Request, plan: Plan, budget: int, now: float) -> int:
         self._lane(request).remove(request)
         hits = self._hits(request)
         self.pool.hold(hits)
-        blocks = hits + self.pool.allocate(self._num_blocks(request.num_tokens) - len(hits))
-        table = request.block_table = new_block_table(blocks)
+        num_hit_tokens = len(hits) * self.config.block_size
+        request.num_computed_tokens = max(request.num_computed_tokens, num_hit_tokens)
+        request.num_committed_blocks = len(hits)
+        num_tokens = self._share_of(request, budget)
+        num_blocks = self._num_blocks(request.num_computed_tokens + num_tokens)
+        table = request.block_table = new_block_table(hits + self.pool.allocate(num_blocks - len(hits)))
+        self._promised_blocks += self._num_blocks(request.num_tokens) - num_blocks
         if self.swap is not None and request.swapped_blocks:
             copied = zip(request.swapped_blocks[len(hits) :], table[len(hits) :], strict=False)
             plan.swap_in += [BlockCopy(source, target) for source, target in copied]
             self.swap.free(request.swapped_blocks)  # no later part of this plan swaps out, into what is still read
             request.swapped_blocks = []
-        num_hit_tokens = len(hits) * self.config.block_size
-        request.num_computed_tokens = max(request.num_computed_tokens, num_hit_tokens)
-        request.num_committed_blocks = len(hits)
         if request.first_scheduled_s is None:
             request.first_scheduled_s = now
             request.num_cached_tokens = num_hit_tokens
@@ -286,7 +295,6 @@ class ContinuousScheduler:
         request.status = Status.RUNNING
         insort(self.running, request, key=_PRIORITY)
         self._lane(request).num_running += 1
-        num_tokens = self._share_of(request, budget)
         self._schedule(request, num_tokens, plan)
         return num_tokens
 
@@ -315,18 +323,23 @@ class ContinuousScheduler:
         plan.scheduled.append(Scheduled(request, start, num_tokens, samples))
 
     def _give_rest(self, plan: Plan, budget: int) -> None:
-        """What nobody wanted goes to the prompts that were cut short; their blocks they have since admission."""
+        """What nobody wanted goes to the prompts that were cut short, as far as there are blocks."""
         if budget <= 0 or all(share.samples for share in plan.scheduled):
             return
+        block_size = self.config.block_size
         for index, share in enumerate(plan.scheduled):
-            request = share.request
+            request, start = share.request, share.request.num_computed_tokens
             room = self.config.prefill_chunk_tokens - share.num_tokens
-            extra = min(budget, room, request.num_tokens - request.num_computed_tokens)
-            if extra > 0:
-                request.num_computed_tokens += extra
-                samples = request.num_computed_tokens == request.num_tokens
-                plan.scheduled[index] = share._replace(num_tokens=share.num_tokens + extra, samples=samples)
-                budget -= extra
+            extra = min(budget, room, request.num_tokens - start)
+            if extra <= 0:
+                continue
+            missing = max(0, self._num_blocks(start + extra) - len(request.block_table))
+            request.block_table.extend(self.pool.allocate(min(missing, self.pool.num_available)))
+            extra = min(extra, len(request.block_table) * block_size - start)
+            request.num_computed_tokens = start + extra
+            samples = request.num_computed_tokens == request.num_tokens
+            plan.scheduled[index] = share._replace(num_tokens=share.num_tokens + extra, samples=samples)
+            budget -= extra
 
     def _preempt(self, request: Request, plan: Plan) -> None:
         self._stop_running(request)

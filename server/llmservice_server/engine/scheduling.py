@@ -13,9 +13,10 @@ from llmservice_server.engine.swap_space import SwapSpace
 _MAX_WAIT_S = {"dynamic": 0.05, "static": 10.0}
 
 
-_CPU_PREFILL_TOKENS = 256
+_CPU_PREFILL_TOKENS = 512
 """Of a step. A CPU's matrix products are at their best from about 128 rows on, so that a longer step computes no faster
-and everybody waits longer for its end; a GPU needs several times as many."""
+and everybody waits longer for its end; a GPU needs several times as many. With half of it, chunks cost a tenth of the
+throughput of a small model, whose steps are mostly overhead; with this 3 % (`benchmarks/strategies.py`)."""
 
 
 def make_scheduler(

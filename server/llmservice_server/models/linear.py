@@ -6,13 +6,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
-
-if TYPE_CHECKING:
-    from llmservice_server.models.packed_weight import PackedWeight
 
 _LAYOUT_ROWS = 512
 """The number of rows that oneDNN picks the layout for. The layout for a full step's rows proved fast for every smaller
@@ -29,14 +25,11 @@ class Linear:
     weight: torch.Tensor
     bias: torch.Tensor | None = None
     packed: bool = False
-    packed_weight: PackedWeight | None = None
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[num_rows, in]` to `[num_rows, out]`."""
         if self.packed:
             num_rows = hidden.shape[0]
-            if num_rows == 1 and self.packed_weight is not None:
-                return self.packed_weight.times(hidden)
             surplus = padded_rows(num_rows) - num_rows
             rows = F.pad(hidden, (0, 0, 0, surplus)) if surplus else hidden
             return _packed_product(rows, self.weight, self.bias)[:num_rows]
@@ -48,11 +41,7 @@ class Linear:
         torch does this itself for compiled models only, by the same operators.
         """
         if not self.packed and self.weight.device.type == "cpu" and can_pack(self.weight.dtype):
-            from llmservice_server.models.packed_weight import PackedWeight  # brings a compiler along
-
-            packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, _LAYOUT_ROWS)
-            self.packed_weight = PackedWeight.of(packed, self.weight, self.bias)
-            self.weight = packed
+            self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight, _LAYOUT_ROWS)
             self.packed = True
 
     def parts(self, names: dict[str, int]) -> Iterator[tuple[str, torch.Tensor]]:

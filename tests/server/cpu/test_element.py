@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from llmservice_server.cpu.compiled import compiled
-from llmservice_server.cpu.element import as_array, exp, first_of_pair, narrowed, second_of_pair, widened
+from llmservice_server.cpu.element import as_array, exp, narrowed, widened
 
 NARROW = [torch.bfloat16, torch.float16]
 
@@ -22,12 +22,6 @@ def widen_all(elements: Any, wide: Any) -> None:
 def narrow_all(wide: Any, elements: Any) -> None:
     for index in range(len(wide)):
         elements[index] = narrowed(wide[index], elements[index])
-
-
-@compiled()
-def widen_pairs(pairs: Any, wide: Any) -> None:
-    for index in range(len(pairs)):
-        wide[2 * index], wide[2 * index + 1] = first_of_pair(pairs[index]), second_of_pair(pairs[index])
 
 
 @compiled()
@@ -46,12 +40,6 @@ def test_every_narrow_value_widens_exactly(dtype: torch.dtype) -> None:
     wide = torch.empty(1 << 16)
     widen_all(as_array(every(dtype)), wide.numpy())
     torch.testing.assert_close(wide, every(dtype).float(), rtol=0, atol=0, equal_nan=True)
-
-
-def test_two_values_that_share_a_word_are_told_apart() -> None:
-    wide = torch.empty(1 << 16)
-    widen_pairs(every(torch.bfloat16).view(torch.uint32).numpy(), wide.numpy())
-    torch.testing.assert_close(wide, every(torch.bfloat16).float(), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *NARROW])

@@ -170,10 +170,22 @@ def test_a_finished_request_frees_its_blocks_at_once() -> None:
     bench = Bench()
     request = bench.add(prompt=9)
     bench.step()
-    assert bench.pool.num_held == 3
+    assert bench.pool.num_held == 2  # of a chunk of 8
     bench.scheduler.finish(request)
     assert bench.pool.num_held == 0
     assert not bench.scheduler.running
+
+
+def test_a_prompt_takes_its_blocks_chunk_by_chunk_and_nobody_is_let_in_for_those_it_will_need() -> None:
+    bench = Bench(num_blocks=9)  # eight that can be used
+    bench.add(prompt=28, max_tokens=1)
+    bench.add(prompt=5, max_tokens=1)
+    held = []
+    for _ in range(4):
+        assert list(shares(bench.step())) == ["r1"]
+        held.append(bench.pool.num_held)
+    assert held == [2, 4, 6, 0]  # the last chunk brought its token, and with it the end
+    assert list(shares(bench.step())) == ["r2"]
 
 
 def test_a_budget_below_one_token_per_sequence_is_refused() -> None:

@@ -15,7 +15,7 @@ from llmservice_server.engine.scheduling import continuous_config, make_schedule
     ("settings", "on_cpu", "step", "chunk"),
     [
         ({}, False, 2048, 512),  # a GPU needs many rows to be at its best
-        ({}, True, 32 + 256, 128),  # a CPU does not, and a long step is a long wait
+        ({}, True, 32 + 512, 256),  # a CPU does not, and a long step is a long wait
         ({"max_prefill_tokens": 64}, True, 32 + 64, 32),
         ({"max_prefill_tokens": 64}, False, 32 + 64, 32),
         ({"max_prefill_tokens": 4096}, True, 2048, 512),
