@@ -45,7 +45,10 @@ class Phase:
 
 
 class PhaseLoad:
-    """Gives an idle engine a phase's work, one step after the other."""
+    """Gives an idle engine a phase's work, one step after the other.
+
+    Raises ValueError where the engine has no room for it: empty steps would be very fast.
+    """
 
     def __init__(self, engine: Engine, phase: Phase, most_steps: int) -> None:
         self.engine = engine
@@ -57,7 +60,10 @@ class PhaseLoad:
                 self._add(most_steps + slack)
             begun: set[str] = set()
             while len(begun) < phase.num_seqs:
-                begun.update(output.request_id for output in engine.step().outputs)
+                outputs = engine.step().outputs
+                if errors := {output.error for output in outputs if output.error is not None}:
+                    raise ValueError(f"{phase.name}: {', '.join(sorted(errors))}")
+                begun.update(output.request_id for output in outputs)
 
     def before_step(self) -> None:
         """To be called before each step that is measured."""

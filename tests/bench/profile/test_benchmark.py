@@ -8,7 +8,7 @@ import torch
 
 from llmservice_bench.profile.benchmark import open_engine, profile_phase, table
 from llmservice_bench.profile.ceilings import Ceilings
-from llmservice_bench.profile.phase import Phase
+from llmservice_bench.profile.phase import Phase, PhaseLoad
 from llmservice_planner.command import main
 from llmservice_server.engine.engine import Engine
 from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
@@ -51,6 +51,12 @@ def test_the_least_work_is_counted_from_the_shape(engine: Engine) -> None:
     assert PHASES[2].least_operations(model) == 2 * 3 * (weights + head) + attention * 3 * 8
     assert PHASES[0].least_bytes(model) == 4 * (weights + head)
     assert PHASES[0].least_operations(model) == 2 * (24 * weights + head) + attention * 24 * 25 // 2
+
+
+def test_a_load_that_the_engine_refuses_is_not_timed_as_empty_steps(engine: Engine) -> None:
+    with pytest.raises(ValueError, match="decode 1 x 8: 8 prompt tokens and max_tokens 1001 make 1009"):
+        PhaseLoad(engine, PHASES[1], most_steps=1000)
+    assert not engine.has_work
 
 
 def test_the_command_prints_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
