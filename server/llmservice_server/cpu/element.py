@@ -78,13 +78,18 @@ _float_of_bits: Any = intrinsic(_float_of)
 
 @compiled(inline="always")
 def exp(value: Any) -> Any:
-    """e^value of a float32 between about -86 and 87, where it stays beyond. NaN stays NaN.
+    """e^value of a float32 between about -86 and 87, where it stays beyond. NaN stays NaN."""
+    return exp2(value * _LOG2_E)
+
+
+@compiled(inline="always")
+def exp2(power: Any) -> Any:
+    """2^power of a float32 between -125 and 126, where it stays beyond. NaN stays NaN.
 
     2^x is 2 to the nearest whole number, put together from its bits, times a polynomial in the rest (the one of Cephes'
     exp2f, good for -0.5 to 0.5): off by 2e-7 near 1, by 4e-6 of e^-80. Unlike a call of exp, a loop of these runs in
     vector registers.
     """
-    power = value * _LOG2_E
     if power < -125:  # comparisons, so that NaN stays
         power = np.float32(-125)
     if power > 126:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from llmservice_server.cpu.compiled import compiled, use_threads
+from llmservice_server.cpu.element import exp2
 from llmservice_server.sampling.sampling_batch import Int64Array, SamplingBatch
 
 _LOG2_E = np.float32(math.log2(math.e))
@@ -56,31 +57,21 @@ def _likeliest(bits: Any) -> int:
     return -1
 
 
-@compiled("void(float32[::1], float32, float32, float32, float64[::1], int32[::1])")
-def _weigh(row: Any, highest: Any, temperature: Any, min_p: Any, sums: Any, exponents: Any) -> None:
+@compiled("void(float32[::1], float32, float32, float32, float64[::1])")
+def _weigh(row: Any, highest: Any, temperature: Any, min_p: Any, sums: Any) -> None:
     """Replace each logit by exp((logit - highest) / temperature), or by 0 below `min_p`; `sums` is of each block.
 
-    2^x as in the attention's kernels, in vector registers; below 2^-125 it is 0, so that what is barred stays barred.
+    Below 2^-125 it is 0, so that what is barred stays barred.
     """
-    powers = exponents.view(np.float32)
     scale = _LOG2_E / temperature
     for block in range(len(sums)):
         part = row[block * _BLOCK : min(len(row), (block + 1) * _BLOCK)]
         for place in range(len(part)):
-            power = max((part[place] - highest) * scale, np.float32(-126))
-            whole = np.floor(power + np.float32(0.5))
-            rest = power - whole
-            value = np.float32(1.535336188319500e-4)
-            value = value * rest + np.float32(1.339887440266574e-3)
-            value = value * rest + np.float32(9.618437357674640e-3)
-            value = value * rest + np.float32(5.550332471162809e-2)
-            value = value * rest + np.float32(2.402264791363012e-1)
-            value = value * rest + np.float32(6.931472028550421e-1)
-            part[place] = value * rest + np.float32(1)
-            exponents[place] = ((np.int32(whole) + 127) << 23) if power >= -125 else np.int32(0)
+            power = (part[place] - highest) * scale
+            part[place] = exp2(power) if power >= -125 else np.float32(0)
         total: Any = 0.0
         for place in range(len(part)):
-            weight = min(part[place] * powers[place], np.float32(1))
+            weight = min(part[place], np.float32(1))
             weight = weight if weight >= min_p else np.float32(0)
             part[place] = weight
             total += weight
@@ -195,14 +186,14 @@ def _invert_all(weights: Any, sums: Any, uniform: float) -> int:
     return last
 
 
-@compiled("int64(float32[::1], float64[::1], float64[::1], int32[::1], int32[::1])")
-def _choose_one(row: Any, parameters: Any, sums: Any, exponents: Any, ids: Any) -> Any:
+@compiled("int64(float32[::1], float64[::1], float64[::1], int32[::1])")
+def _choose_one(row: Any, parameters: Any, sums: Any, ids: Any) -> Any:
     temperature, top_p, min_p, uniform = parameters[0], parameters[2], parameters[3], parameters[4]
     top_k = int(parameters[1])
     best = _likeliest(row.view(np.int32))
     if best < 0 or temperature == 0:
         return best
-    _weigh(row, row[best], np.float32(temperature), np.float32(min_p), sums, exponents)
+    _weigh(row, row[best], np.float32(temperature), np.float32(min_p), sums)
     cuts_rank = 0 < top_k < len(row)
     if not cuts_rank and top_p >= 1:
         return _invert_all(row, sums, uniform)
@@ -225,7 +216,6 @@ def _choose(logits: Any, parameters: Any, num_parts: int, token_ids: Any) -> Non
     num_rows, vocab_size = logits.shape
     for part in numba.prange(num_parts):
         sums = np.empty(-(-vocab_size // _BLOCK), np.float64)
-        exponents = np.empty(_BLOCK, np.int32)
         ids = np.empty(vocab_size + 1, np.int32)  # the one behind the last is written, and not read
         for row in range(part, num_rows, num_parts):
-            token_ids[row] = _choose_one(logits[row], parameters[row], sums, exponents, ids)
+            token_ids[row] = _choose_one(logits[row], parameters[row], sums, ids)
