@@ -13,7 +13,7 @@ from typing import Any
 
 from llmservice_server.openmp import ENVIRONMENT
 
-os.environ.update(ENVIRONMENT)  # before torch: threads wait as those of a server do
+os.environ.update(ENVIRONMENT | os.environ)  # before torch: threads wait as those of a server do
 os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # torch.profiler tells of each of its starts otherwise
 
 import torch

@@ -18,7 +18,9 @@ NAME = "tiny-llama"
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.timeout(240),
-    pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not on the PATH, and no registry has it"),
+    pytest.mark.skipif(
+        shutil.which("kubectl") is None, reason="needs kubectl on the PATH (https://kubernetes.io/docs/tasks/tools)"
+    ),
 ]
 
 

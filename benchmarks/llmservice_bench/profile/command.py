@@ -44,7 +44,7 @@ def _run(args: argparse.Namespace) -> int:
             raise CommandError(f"bench profile runs a model and needs {module}: pip install 'llmservice[server]'")
     from llmservice_server.openmp import ENVIRONMENT
 
-    os.environ.update(ENVIRONMENT)  # before torch: threads wait as those of a server do
+    os.environ.update(ENVIRONMENT | os.environ)  # before torch: threads wait as those of a server do
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # torch.profiler tells of each of its starts otherwise
     from llmservice_bench.profile.benchmark import run_profile_benchmark
 
