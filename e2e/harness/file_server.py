@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,7 +50,7 @@ class Reply:
     file: str | None = None
 
 
-class FileServer:
+class FileServer(ABC):
     """Subclasses say what is where. `faults[name]` are used up one answer each, from the first on."""
 
     def __init__(self) -> None:
@@ -64,8 +65,9 @@ class FileServer:
         self._lock = threading.Lock()
         self._over = threading.Event()
 
+    @abstractmethod
     def find(self, asked: Asked) -> Reply:
-        raise NotImplementedError
+        """The file that is meant, or the refusal."""
 
     @contextmanager
     def serving(self) -> Iterator[Self]:
