@@ -66,9 +66,13 @@ class Driver:
                     self.last[output.request_id] = output
 
 
-@pytest.mark.parametrize("schema", [PERSON, TREE, CHOICE], ids=["person", "tree", "choice"])
-def test_whatever_is_drawn_the_answer_validates(tiny_model: Path, schema: dict[str, Any]) -> None:
-    driver, tokenizer = Driver(tiny_model, max_num_seqs=32), Tokenizer.load(tiny_model)
+@pytest.mark.parametrize(
+    ("schema", "overlap"),
+    [(PERSON, False), (TREE, False), (CHOICE, False), (PERSON, True)],
+    ids=["person", "tree", "choice", "overlapped"],
+)
+def test_whatever_is_drawn_the_answer_validates(tiny_model: Path, schema: dict[str, Any], overlap: bool) -> None:
+    driver, tokenizer = Driver(tiny_model, max_num_seqs=32, overlap=overlap), Tokenizer.load(tiny_model)
     for seed in range(48):
         driver.add(f"r{seed}", grammar=grammar(schema), seed=seed, temperature=1.0 if seed % 2 else 3.0)
     driver.run()
@@ -80,16 +84,17 @@ def test_whatever_is_drawn_the_answer_validates(tiny_model: Path, schema: dict[s
     assert len({json.dumps(answer) for answer in answers}) > 1
 
 
+@pytest.mark.parametrize("overlap", [False, True], ids=["apart", "overlapped"])
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_a_seeded_answer_under_a_grammar_is_the_same_alone_in_a_crowd_and_after_preemption(
-    tiny_model: Path, mode: str
+    tiny_model: Path, mode: str, overlap: bool
 ) -> None:
     sampling = {"grammar": grammar(PERSON), "seed": 11, "presence_penalty": 0.3, "repetition_penalty": 1.2}
     alone = Driver(tiny_model)
     alone.add("seeded", **sampling)
     alone.run()
     pool = {"kv_cache_memory_bytes": 18 * 2 * 2 * 16 * 2 * 16 * 4, "swap_space_gib": 0.001 if mode == "swap" else 0}
-    crowd = Driver(tiny_model, max_num_seqs=4, max_model_len=256, **pool)
+    crowd = Driver(tiny_model, max_num_seqs=4, max_model_len=256, overlap=overlap, **pool)
     if crowd.engine.swap is not None:
         crowd.engine.swap.cost = PreemptionCost(copy_block_s=0.0, compute_token_s=1.0)  # always
     for number in range(3):
@@ -121,8 +126,9 @@ def test_a_grammar_that_cannot_be_used_is_refused_and_harms_nobody(tiny_model: P
     assert driver.engine.stats().blocks_held == 0
 
 
-def test_a_grammar_that_turns_out_too_complex_fails_its_own_request_only(tiny_model: Path) -> None:
-    driver = Driver(tiny_model)
+@pytest.mark.parametrize("overlap", [False, True], ids=["apart", "overlapped"])
+def test_a_grammar_that_turns_out_too_complex_fails_its_own_request_only(tiny_model: Path, overlap: bool) -> None:
+    driver = Driver(tiny_model, overlap=overlap)
     many = {"type": "object", "properties": {f"k{number}": {"type": "string"} for number in range(3000)}}
     driver.add("complex", grammar=grammar(many))
     driver.add("right", grammar=grammar(CHOICE))

@@ -52,6 +52,7 @@ class EngineConfig:
     scheduler: SchedulerName = "continuous"
     max_batch_wait_s: float | None = None  # dynamic and static: how long the oldest request waits for a full batch
     enforce_eager: bool = False  # no CUDA graphs for decode steps
+    overlap: bool | None = None  # plan a step while the one before is computed; None: on CUDA, where that saves time
     prefix_caching: bool = True  # of the continuous scheduler
     swap_space_gib: float = 0.0  # CPU memory for preempted sequences; the continuous scheduler's
     max_prefill_tokens: int | None = None  # of a step, for all prompts; None: on CPU 512, as more compute no faster

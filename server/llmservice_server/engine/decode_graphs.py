@@ -15,6 +15,7 @@ import torch
 from llmservice_server.attention.base import Int64Array, JoinedTables, SequenceSlice, slots_of
 from llmservice_server.attention.step_tables import padded_tables
 from llmservice_server.attention.triton_backend import TritonAttention
+from llmservice_server.engine.step_in_flight import LateTokens
 from llmservice_server.models.llama import LlamaModel
 
 Replay = Callable[[], None]
@@ -99,10 +100,17 @@ class DecodeGraphs:
         """Whether a step is one of decodes only, and not too many."""
         return len(slices) <= self._sizes[-1] and all(part.num_tokens == 1 for part in slices)
 
-    def run(self, token_ids: Sequence[int] | Int64Array, slices: Sequence[SequenceSlice]) -> torch.Tensor:
+    def run(
+        self,
+        token_ids: Sequence[int] | Int64Array,
+        slices: Sequence[SequenceSlice],
+        late: LateTokens | None = None,
+    ) -> torch.Tensor:
         """`LlamaModel.forward`'s states, `[num_seqs, hidden_size]`; valid until the next run."""
         size = next(size for size in self._sizes if size >= len(slices))
         self.buffers.fill(token_ids, slices, size)
+        if late is not None:
+            late.put(self.buffers.token_ids)
         replay, hidden = self._graphs[size]
         replay()
         return hidden[: len(slices)]

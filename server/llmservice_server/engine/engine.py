@@ -13,12 +13,12 @@ from llmservice_server.embedding.model import EmbeddingModel
 from llmservice_server.engine.admission import why_refused
 from llmservice_server.engine.block_pool import BlockPool
 from llmservice_server.engine.config import EngineConfig
-from llmservice_server.engine.isolation import execute_isolated
-from llmservice_server.engine.plan import Plan, Scheduled
-from llmservice_server.engine.request import Request
-from llmservice_server.engine.runner import StepResult
+from llmservice_server.engine.isolation import attempt, execute_isolated
+from llmservice_server.engine.plan import Plan
+from llmservice_server.engine.request import Request, Status
 from llmservice_server.engine.scheduling import make_scheduler
 from llmservice_server.engine.startup import Started, start
+from llmservice_server.engine.step_in_flight import StepInFlight, StepResult, expecting
 from llmservice_server.messages import FinishReason, Generate, Output, Ready, Stats, StepOutputs
 from llmservice_server.sampling.compiling import Compiling
 from llmservice_server.sampling.grammar import GrammarCompiler
@@ -49,6 +49,8 @@ class Engine:
         self.pool = BlockPool(started.kv_cache.num_blocks)
         self.swap = started.swap
         on_cpu = started.runner.model.device.type == "cpu"
+        self._overlaps = config.overlap if config.overlap is not None else not on_cpu
+        self._in_flight: StepInFlight | None = None  # computed, or about to be, but not read
         self.scheduler = make_scheduler(config, max_num_seqs, self.pool, self.swap, on_cpu=on_cpu)
         self.embedder = Embedder(
             EmbeddingModel(started.runner.model, config.pooling),
@@ -77,11 +79,11 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._requests or self._pending)
+        return bool(self._requests or self._pending or self._in_flight)
 
     def wait_s(self) -> float:
         """How long a step would find nothing to do, unless a message comes: 0 where there is work."""
-        if self._pending or self._compiling:
+        if self._pending or self._compiling or self._in_flight:
             return 0.0
         now = self._clock()
         deadline_s = self._deadlines[0][0] if self._deadlines and self._requests else math.inf
@@ -115,24 +117,20 @@ class Engine:
                 self._pending.append(self._finish(request, "stop" if finished else "abort"))
 
     def step(self) -> StepOutputs:
-        """Compute one step for whoever is scheduled, and hand out what was decided since the last one."""
+        """Compute one step for whoever is scheduled, and hand out what was decided since the last one.
+
+        Where steps overlap it is the step before whose tokens are handed out, while this one is computed.
+        """
         now = self._clock()
         self._expire(now)
         self._add_compiled(now)
         outputs, self._pending = self._pending, []
-        plan = self.scheduler.schedule(now)
-        self.runner.swap(plan)
-        if plan.scheduled:
-            results, failed = execute_isolated(self.runner.execute, self.runner.recover, plan)
-            self.scheduler.commit(plan, failed)
-            outputs += [
-                self._finish(request, "error", error)
-                for request, error in failed.items()
-                if request.request_id in self._requests  # else it had ended, and was computed as padding
-            ]
-            computed = [share for share in plan.scheduled if share.request not in failed] if failed else plan.scheduled
-            outputs += self._update(computed, results)
-        self.last_plan = plan
+        if self._overlaps:
+            outputs += self._overlap(now)
+        else:
+            self.last_plan = self.scheduler.schedule(now)
+            self.runner.swap(self.last_plan)
+            outputs += self._compute(self.last_plan)
         return StepOutputs(outputs=outputs, stats=self.stats())
 
     def stats(self) -> Stats:
@@ -150,14 +148,61 @@ class Engine:
             iteration_tokens=self.last_plan.num_tokens,
         )
 
-    def _update(self, shares: Sequence[Scheduled], results: Sequence[StepResult]) -> list[Output]:
-        """Give each sampled token to its request."""
+    def _compute(self, plan: Plan) -> list[Output]:
+        """One step, from its launch to its end."""
+        if not plan.scheduled:
+            return []
+        results, failed = execute_isolated(self.runner.execute, self.runner.recover, plan)
+        self.scheduler.commit(plan, failed)
+        outputs = [
+            self._finish(request, "error", error)
+            for request, error in failed.items()
+            if request.request_id in self._requests  # else it had ended, and was computed as padding
+        ]
         for result in results:
-            for request, logprobs in result.prompt_logprobs.items():
-                request.prompt_logprobs += logprobs
-        draws = (drawn for result in results for drawn in result.draws)
-        sampled = [share.request for share in shares if share.samples]
-        return [self._advance(request, drawn) for request, drawn in zip(sampled, draws, strict=True)]
+            outputs += self._hand_out(result)
+        return outputs
+
+    def _overlap(self, now: float) -> list[Output]:
+        """Launch the next step behind the one in flight, then hand out what that one has drawn."""
+        before, self._in_flight = self._in_flight, None
+        with expecting(self._continuing(before)):
+            plan = self.last_plan = self.scheduler.schedule(now)
+            self.runner.swap(plan)
+            launched = attempt(lambda: self.runner.launch(plan, before), plan) if plan.scheduled else None
+        outputs = self._hand_out(before.wait()) if before is not None else []
+        ended = {share.request for share in plan.scheduled if share.request.status is Status.FINISHED}
+        if launched is not None:
+            self._in_flight = attempt(lambda: self.runner.sample(launched, ended), plan)
+        if self._in_flight is not None:
+            self.scheduler.commit(plan, ended)
+        elif plan.scheduled:  # it failed, so it is computed again, alone and with every token known
+            self.runner.recover()
+            rest = [share for share in plan.scheduled if share.request not in ended]
+            outputs += self._compute(Plan(scheduled=rest))
+        return outputs
+
+    def _continuing(self, step: StepInFlight | None) -> list[Request]:
+        """Those of a step in flight that want more than the token it draws; the others need their blocks no longer."""
+        continuing = []
+        for request in step.sampling if step is not None else ():
+            if request.status is Status.FINISHED:
+                continue
+            if request.num_output_tokens + 1 < request.sampling.max_tokens:
+                continuing.append(request)
+            else:
+                self.scheduler.finish(request)
+        return continuing
+
+    def _hand_out(self, result: StepResult) -> list[Output]:
+        """Give each request what a step has found out for it, but for those who have ended meanwhile."""
+        for request, logprobs in result.prompt_logprobs.items():
+            request.prompt_logprobs += logprobs
+        return [
+            self._advance(request, drawn)
+            for request, drawn in zip(result.sampling, result.draws, strict=True)
+            if self._requests.get(request.request_id) is request
+        ]
 
     def _advance(self, request: Request, draw: Draw) -> Output:
         if request.grammar is not None and (problem := request.grammar.problem) is not None:

@@ -26,7 +26,7 @@ def execute_isolated(
     try:
         return [execute(plan)], {}
     except Exception as error:
-        _LOG.warning("a step of %d sequences failed", len(plan.scheduled), exc_info=error)
+        _tell(plan, error)
         failure = type(error).__name__
     recover()
     if len(plan.scheduled) == 1:
@@ -40,3 +40,16 @@ def execute_isolated(
         results += computed
         failed |= unable
     return results, failed
+
+
+def attempt(work: Callable[[], T], plan: Plan) -> T | None:
+    """What `work` makes of `plan`; None after an exception, which the log tells of."""
+    try:
+        return work()
+    except Exception as error:
+        _tell(plan, error)
+        return None
+
+
+def _tell(plan: Plan, error: Exception) -> None:
+    _LOG.warning("a step of %d sequences failed", len(plan.scheduled), exc_info=error)

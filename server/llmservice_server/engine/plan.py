@@ -78,13 +78,16 @@ class Scheduler(Protocol):
     def add(self, request: Request) -> None: ...
 
     def finish(self, request: Request) -> None:
-        """Take a request out of wherever it is, whatever ended it, and give its blocks back."""
+        """Take a request out of wherever it is, whatever ended it, and give its blocks back; a second time is none."""
 
     def schedule(self, now: float) -> Plan:
         """Plan the next step and take the blocks it needs. `num_computed_tokens` advances here, not after the step."""
 
     def commit(self, plan: Plan, failed: Collection[Request]) -> None:
-        """The step is computed, but for the `failed`."""
+        """The step is computed, or will be before anything that is planned from now on; but for the `failed`.
+
+        Every token that it computes is known by now.
+        """
 
     def wait_s(self, now: float) -> float:
         """How long there is nothing to do, unless a request comes; 0 where a step can be taken."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,24 +13,17 @@ from llmservice_server.attention.base import AttentionBackend, Int64Array, Seque
 from llmservice_server.attention.swapped_blocks import SwappedBlocks
 from llmservice_server.engine.plan import Plan
 from llmservice_server.engine.request import Request
+from llmservice_server.engine.step_in_flight import LateTokens, LaunchedStep, StepInFlight, StepResult
 from llmservice_server.engine.step_input import StepInput
-from llmservice_server.messages import TokenLogprobs
 from llmservice_server.models.llama import LlamaModel
-from llmservice_server.sampling.prompt_logprobs import prompt_logprobs
-from llmservice_server.sampling.sampler import Draw, Sampler, choose
+from llmservice_server.sampling.prompt_logprobs import PromptLogprobs
+from llmservice_server.sampling.sampler import Sampler, choose
 from llmservice_server.sampling.sampling_batch import SamplingBatch
 from llmservice_server.sampling.token_masks import TokenMasks
+from llmservice_server.transfer import to_device
 
 if TYPE_CHECKING:
     from llmservice_server.engine.decode_graphs import DecodeGraphs  # brings Triton along
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What a step has found out."""
-
-    draws: list[Draw] = field(default_factory=list)  # of the shares that sample, in the plan's order
-    prompt_logprobs: dict[Request, list[TokenLogprobs]] = field(default_factory=dict)
 
 
 class ModelRunner:
@@ -59,21 +53,39 @@ class ModelRunner:
             torch.cuda.synchronize(self.model.device)  # an illegal access, say, fails every call from then on
             torch.cuda.empty_cache()
 
-    @torch.inference_mode()
     def execute(self, plan: Plan) -> StepResult:
         """Compute every share of the plan, and the next token of each request whose share `samples`."""
+        return self.sample(self.launch(plan)).wait()
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan, before: StepInFlight | None = None) -> LaunchedStep:
+        """Have the device run the model on the plan's tokens; some of them are what the step `before` draws."""
         step = StepInput.of(plan.scheduled)
-        masks = None
-        if grammars := [request.grammar for request in step.sampling if request.grammar is not None]:
-            masks = self._masks.begin(grammars)
-        hidden = self._forward(step.token_ids, step.positions, step.slices)
-        if step.last_rows is None:
-            return StepResult(self._sampler.draw(self.model.logits(hidden), step.sampling, masks))
-        scores = prompt_logprobs(self.model, plan, hidden)
-        if not step.sampling:
-            return StepResult(prompt_logprobs=scores)
-        hidden = hidden[_on(hidden.device, step.last_rows)]
-        return StepResult(self._sampler.draw(self.model.logits(hidden), step.sampling, masks), scores)
+        masks = self._begin_masks(step.sampling) if before is None else None
+        late = before.late_tokens(step) if before is not None else None
+        return LaunchedStep(plan, step, self._forward(step.token_ids, step.positions, step.slices, late), masks)
+
+    @torch.inference_mode()
+    def sample(self, launched: LaunchedStep, ended: Collection[Request] = ()) -> StepInFlight:
+        """Have it draw the tokens that are due, but for requests that have ended since the launch.
+
+        By now the host must have read the step before.
+        """
+        step, hidden = launched.step, launched.hidden
+        if ended:
+            step = step.without(ended)
+        masks = launched.masks or self._begin_masks(step.sampling)
+        scores = None
+        if step.last_rows is not None:
+            scores = PromptLogprobs(self.model, launched.plan, hidden)
+            if not step.sampling:
+                return StepInFlight((), None, scores)
+            hidden = hidden.index_select(0, to_device(step.last_rows, hidden.device))
+        return StepInFlight(step.sampling, self._sampler.draw(self.model.logits(hidden), step.sampling, masks), scores)
+
+    def _begin_masks(self, requests: Sequence[Request]) -> Future[torch.Tensor] | None:
+        grammars = [request.grammar for request in requests if request.grammar is not None]
+        return self._masks.begin(grammars) if grammars else None
 
     @torch.inference_mode()
     def dummy_step(self, num_tokens: int, num_seqs: int, longest: int, block_size: int) -> None:
@@ -107,18 +119,17 @@ class ModelRunner:
             rest = SequenceSlice(1, num_tokens - 1, range(1, 1 + -(-num_tokens // block_size)))
             self._forward(np.zeros(num_tokens - 1, np.int64), np.arange(1, num_tokens), [rest])
 
-    def _forward(self, token_ids: Int64Array, positions: Int64Array, slices: list[SequenceSlice]) -> torch.Tensor:
+    def _forward(
+        self,
+        token_ids: Int64Array,
+        positions: Int64Array,
+        slices: list[SequenceSlice],
+        late: LateTokens | None = None,
+    ) -> torch.Tensor:
         if self.graphs is not None and self.graphs.takes(slices):
-            return self.graphs.run(token_ids, slices)
+            return self.graphs.run(token_ids, slices, late)
         device = self.model.device
-        return self.model.forward(
-            _on(device, token_ids),
-            _on(device, positions),
-            self.attention.prepare(slices),
-        )
-
-
-def _on(device: torch.device, numbers: Int64Array) -> torch.Tensor:
-    """As a tensor there; from pinned memory, as from any other a GPU's copy keeps the host waiting."""
-    tensor = torch.from_numpy(numbers)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+        tokens = to_device(token_ids, device)
+        if late is not None:
+            late.put(tokens)
+        return self.model.forward(tokens, to_device(positions, device), self.attention.prepare(slices))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +43,17 @@ class StepInput:
             sampling=[request for request, due in zip(requests, samples, strict=True) if due],
             last_rows=last[np.array(samples)],
         )
+
+    def last_tokens(self) -> Iterable[tuple[int, Request]]:
+        """Where in `token_ids` the last token lies of each request that is due one."""
+        places = range(len(self.token_ids)) if self.last_rows is None else self.last_rows.tolist()
+        return zip(places, self.sampling, strict=True)
+
+    def without(self, ended: Collection[Request]) -> StepInput:
+        """The same tokens, but nothing is drawn for those who have ended."""
+        due = [(place, request) for place, request in self.last_tokens() if request not in ended]
+        last_rows = np.array([place for place, _ in due], np.int64)
+        return replace(self, sampling=[request for _, request in due], last_rows=last_rows)
 
     @classmethod
     def _of_decodes(cls, requests: Sequence[Request], starts: Sequence[int], num_tokens: Sequence[int]) -> StepInput:

@@ -25,8 +25,8 @@ _GROUPS = 512  # of tokens; the k-th of their largest weights is no larger than 
 _INFINITY, _MINUS_INFINITY = 0x7F80_0000, -0x7F80_0001  # as `_key` orders them
 
 
-def choose(logits: torch.Tensor, batch: SamplingBatch) -> list[int]:
-    """The next token of each row of float32 logits `[num_rows, vocab_size]`, which are overwritten.
+def choose(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """The next token of each row of float32 logits `[num_rows, vocab_size]`, which are overwritten: int64 `[num_rows]`.
 
     -1 where a logit is NaN or infinite, or all are minus infinity.
     """
@@ -35,7 +35,7 @@ def choose(logits: torch.Tensor, batch: SamplingBatch) -> list[int]:
     num_threads = use_threads(torch.get_num_threads())
     columns = (batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.uniforms())
     _choose(rows, np.stack(columns, axis=1), min(num_threads, len(rows)), token_ids)
-    return token_ids.tolist()  # type: ignore[no-any-return]
+    return torch.from_numpy(token_ids)
 
 
 @compiled("int64(int32[::1])")

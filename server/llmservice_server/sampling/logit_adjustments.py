@@ -15,31 +15,26 @@ import numpy.typing as npt
 import torch
 
 from llmservice_server.engine.request import Request
+from llmservice_server.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
     """Entries of `logits`, each with its row's value of a parameter."""
 
-    rows: torch.Tensor  # int64 [num_places]
-    token_ids: torch.Tensor  # int64 [num_places]
+    index: torch.Tensor  # int64 [num_places], into the logits laid end to end
     values: torch.Tensor  # float32 [num_places]
 
     @classmethod
     def of(
-        cls, parts: Sequence[tuple[int, npt.NDArray[np.int64], float | Sequence[float]]], device: torch.device
+        cls, parts: Sequence[tuple[int, npt.NDArray[np.int64], float | Sequence[float]]], logits: torch.Tensor
     ) -> Places:
         """Each part: a row, its tokens, and one value for all of them or one for each."""
-        rows = np.repeat([row for row, _, _ in parts], [len(ids) for _, ids, _ in parts])
+        index = np.concatenate([row * logits.shape[-1] + token_ids for row, token_ids, _ in parts])
         values = np.concatenate(
-            [np.broadcast_to(np.asarray(value, dtype=np.float32), ids.shape) for _, ids, value in parts]
+            [np.broadcast_to(np.asarray(value, dtype=np.float32), token_ids.shape) for _, token_ids, value in parts]
         )
-        token_ids = np.concatenate([ids for _, ids, _ in parts])
-        return cls(*(torch.from_numpy(array).to(device) for array in (rows, token_ids, values)))
-
-    @property
-    def index(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.rows, self.token_ids
+        return cls(to_device(index, logits.device), to_device(values, logits.device))
 
 
 def adjust(logits: torch.Tensor, requests: Sequence[Request]) -> None:
@@ -70,16 +65,17 @@ def _penalize(logits: torch.Tensor, penalized: Sequence[tuple[int, Request]]) ->
             once.append((row, history.answer, sampling.presence_penalty))
         if sampling.frequency_penalty != 0:
             each_time.append((row, history.answer, -sampling.frequency_penalty))
+    flat = logits.view(-1)
     if everything:
-        places = Places.of(everything, logits.device)
-        before = logits[places.index]
-        logits[places.index] = torch.where(before > 0, before / places.values, before * places.values)
+        places = Places.of(everything, logits)
+        before = flat[places.index]
+        flat[places.index] = torch.where(before > 0, before / places.values, before * places.values)
     if once:
-        places = Places.of(once, logits.device)
-        logits[places.index] = logits[places.index] - places.values  # not -=: a place named twice is changed once
+        places = Places.of(once, logits)
+        flat[places.index] = flat[places.index] - places.values  # not -=: a place named twice is changed once
     if each_time:
-        places = Places.of(each_time, logits.device)
-        logits.index_put_(places.index, places.values, accumulate=True)
+        places = Places.of(each_time, logits)
+        flat.scatter_add_(0, places.index, places.values)
 
 
 def _add_bias(logits: torch.Tensor, biased: Sequence[tuple[int, Request]]) -> None:
@@ -88,8 +84,8 @@ def _add_bias(logits: torch.Tensor, biased: Sequence[tuple[int, Request]]) -> No
         for row, request in biased
         if (bias := request.sampling.logit_bias)
     ]
-    places = Places.of(parts, logits.device)
-    logits.index_put_(places.index, places.values, accumulate=True)
+    places = Places.of(parts, logits)
+    logits.view(-1).scatter_add_(0, places.index, places.values)  # `index_put_` that accumulates waits for the device
 
 
 def _bar_stop_tokens(logits: torch.Tensor, barred: Sequence[tuple[int, Request]]) -> None:
@@ -98,5 +94,5 @@ def _bar_stop_tokens(logits: torch.Tensor, barred: Sequence[tuple[int, Request]]
         (row, np.array([token for token in request.stop_token_ids if token < vocab_size], dtype=np.int64), -math.inf)
         for row, request in barred
     ]
-    places = Places.of(parts, logits.device)
-    logits[places.index] = places.values
+    places = Places.of(parts, logits)
+    logits.view(-1)[places.index] = places.values

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from llmservice_server.messages import TokenLogprobs
 
 
-def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
-    """One entry per row of float32 logits `[num_rows, vocab_size]`, for the row's token and its `num_top` likeliest."""
-    logprobs = logits.log_softmax(dim=-1)
-    wanted = torch.tensor(token_ids, device=logits.device)
-    chosen = logprobs.gather(1, wanted[:, None])[:, 0].tolist()
-    top = logprobs.topk(min(max(num_top), logits.shape[-1]), dim=-1)
-    likeliest = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-    return [
-        TokenLogprobs(token_id, logprob, list(zip(ids[:count], values[:count], strict=True)))
-        for token_id, logprob, (ids, values), count in zip(token_ids, chosen, likeliest, num_top, strict=True)
-    ]
+class Logprobs(NamedTuple):
+    """One row of each for every row of logits; on the device, or copied from there."""
+
+    chosen: torch.Tensor  # float32 [num_rows], of the row's token
+    top_ids: torch.Tensor  # [num_rows, most]; the likeliest first
+    top_values: torch.Tensor  # float32 [num_rows, most]
+
+    @classmethod
+    def of(cls, logits: torch.Tensor, token_ids: torch.Tensor, most: int) -> Logprobs:
+        """Of float32 logits `[num_rows, vocab_size]`, for the row's token and its `most` likeliest."""
+        logprobs = logits.log_softmax(dim=-1)
+        top = logprobs.topk(min(most, logits.shape[-1]), dim=-1)
+        return cls(logprobs.gather(1, token_ids[:, None])[:, 0], top.indices, top.values)
+
+    def told(self, token_ids: Iterable[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
+        """In words: each row's token, and as many of its likeliest as it asks for. Waits for a device."""
+        likeliest = zip(self.top_ids.tolist(), self.top_values.tolist(), strict=True)
+        return [
+            TokenLogprobs(token_id, logprob, list(zip(ids[:count], values[:count], strict=True)))
+            for token_id, logprob, (ids, values), count in zip(
+                token_ids, self.chosen.tolist(), likeliest, num_top, strict=True
+            )
+        ]

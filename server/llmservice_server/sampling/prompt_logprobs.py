@@ -2,37 +2,69 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
 import torch
 
 from llmservice_server.engine.plan import Plan, Scheduled
 from llmservice_server.engine.request import Request
 from llmservice_server.messages import TokenLogprobs
 from llmservice_server.models.llama import LlamaModel
-from llmservice_server.sampling.logprobs import token_logprobs
+from llmservice_server.sampling.logprobs import Logprobs
+from llmservice_server.transfer import HostCopy, to_device
 
 _ROWS_AT_ONCE = 64  # float32 logits of a whole chunk over a large vocabulary would take hundreds of MB
 
 
-def prompt_logprobs(model: LlamaModel, plan: Plan, hidden: torch.Tensor) -> dict[Request, list[TokenLogprobs]]:
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Some successive tokens of one prompt."""
+
+    request: Request
+    token_ids: list[int]
+    copy: HostCopy
+
+    @classmethod
+    def of(cls, model: LlamaModel, request: Request, token_ids: list[int], hidden: torch.Tensor) -> Self:
+        """`hidden` are the states that predict them."""
+        wanted = to_device(np.array(token_ids, np.int64), hidden.device)
+        return cls(request, token_ids, HostCopy(Logprobs.of(model.logits(hidden), wanted, _num_top(request))))
+
+    def told(self) -> list[TokenLogprobs]:
+        return Logprobs(*self.copy.wait()).told(self.token_ids, [_num_top(self.request)] * len(self.token_ids))
+
+
+class PromptLogprobs:
     """What a step's states `[num_tokens, hidden_size]` say about the prompts' next tokens, for requests that ask."""
-    found = {}
-    row = 0
-    for share in plan.scheduled:
-        if share.request.sampling.prompt_logprobs is not None:
-            found[share.request] = _score(model, share, hidden[row : row + share.num_tokens])
-        row += share.num_tokens + share.num_padding
-    return found
+
+    def __init__(self, model: LlamaModel, plan: Plan, hidden: torch.Tensor) -> None:
+        self._pieces: list[_Piece] = []
+        row = 0
+        for share in plan.scheduled:
+            if share.request.sampling.prompt_logprobs is not None:
+                self._score(model, share, hidden[row : row + share.num_tokens])
+            row += share.num_tokens + share.num_padding
+
+    def _score(self, model: LlamaModel, share: Scheduled, hidden: torch.Tensor) -> None:
+        """The state of token `i` predicts token `i + 1`; what a preempted request was told is not told again."""
+        request = share.request
+        first = max(share.start, len(request.prompt_logprobs))
+        last = min(share.start + share.num_tokens, request.num_prompt_tokens - 1)
+        for start in range(first, last, _ROWS_AT_ONCE):
+            end = min(start + _ROWS_AT_ONCE, last)
+            states = hidden[start - share.start : end - share.start]
+            self._pieces.append(_Piece.of(model, request, request.token_ids[start + 1 : end + 1], states))
+
+    def told(self) -> dict[Request, list[TokenLogprobs]]:
+        """Waits for the device."""
+        told: defaultdict[Request, list[TokenLogprobs]] = defaultdict(list)
+        for piece in self._pieces:
+            told[piece.request] += piece.told()
+        return told
 
 
-def _score(model: LlamaModel, share: Scheduled, hidden: torch.Tensor) -> list[TokenLogprobs]:
-    """The state of token `i` predicts token `i + 1`; what a preempted request was told already is not told again."""
-    request = share.request
-    first = max(share.start, len(request.prompt_logprobs))
-    last = min(share.start + share.num_tokens, request.num_prompt_tokens - 1)
-    scores: list[TokenLogprobs] = []
-    for start in range(first, last, _ROWS_AT_ONCE):
-        end = min(start + _ROWS_AT_ONCE, last)
-        logits = model.logits(hidden[start - share.start : end - share.start])
-        num_top = [request.sampling.prompt_logprobs or 0] * (end - start)
-        scores += token_logprobs(logits, request.token_ids[start + 1 : end + 1], num_top)
-    return scores
+def _num_top(request: Request) -> int:
+    return request.sampling.prompt_logprobs or 0

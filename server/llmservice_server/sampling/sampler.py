@@ -11,15 +11,17 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 
 import msgspec
+import numpy as np
 import torch
 
 from llmservice_server.engine.request import Request
 from llmservice_server.messages import TokenLogprobs
 from llmservice_server.sampling import torch_sampler
 from llmservice_server.sampling.logit_adjustments import adjust
-from llmservice_server.sampling.logprobs import token_logprobs
+from llmservice_server.sampling.logprobs import Logprobs
 from llmservice_server.sampling.sampling_batch import SamplingBatch
 from llmservice_server.sampling.token_masks import apply_masks
+from llmservice_server.transfer import HostCopy, to_device
 
 
 class Draw(msgspec.Struct, frozen=True):
@@ -27,6 +29,27 @@ class Draw(msgspec.Struct, frozen=True):
 
     token_id: int | None  # None: the logits are not finite
     logprobs: TokenLogprobs | None = None  # where the request asks for them
+
+
+class Drawn:
+    """A batch's tokens on the device, on their way to the host together with the probabilities that are asked for."""
+
+    def __init__(self, batch: SamplingBatch, token_ids: torch.Tensor, logprobs: Logprobs | None) -> None:
+        self.token_ids = token_ids  # int64 [num_rows]; -1 where the logits are not finite
+        self._batch = batch
+        self._copy = HostCopy([token_ids, *(logprobs or ())])
+
+    def wait(self) -> list[Draw]:
+        """In the order of the rows."""
+        token_ids, *logprobs = self._copy.wait()
+        draws = [Draw(None if token_id < 0 else token_id) for token_id in token_ids.tolist()]
+        if logprobs:
+            rows = self._batch.told
+            asked = [self._batch.requests[row].sampling.logprobs or 0 for row in rows]
+            told = Logprobs(*logprobs).told([draws[row].token_id or 0 for row in rows], asked)
+            for row, entry in zip(rows, told, strict=True):
+                draws[row] = Draw(draws[row].token_id, entry)
+        return draws
 
 
 class Sampler:
@@ -37,30 +60,29 @@ class Sampler:
 
     def draw(
         self, logits: torch.Tensor, requests: Sequence[Request], masks: Future[torch.Tensor] | None = None
-    ) -> list[Draw]:
+    ) -> Drawn:
         """The next token of each request, from the model's float32 logits `[num_requests, vocab_size]`.
 
         Overwrites the logits. `masks` is for the requests with a grammar, in their order. Probabilities are told of the
-        logits as they come.
+        logits as they come. The host tells a GPU what to do, and waits for nothing.
         """
         if not self._batch.is_of(requests):
             self._batch = SamplingBatch.of(requests)
-        told = self._batch.told
-        raw = logits[told] if told else None
+        batch = self._batch
+        told = to_device(np.array(batch.told), logits.device) if batch.told else None
+        raw = None if told is None else logits.index_select(0, told)
         adjust(logits, requests)
         if masks is not None:
-            apply_masks(logits, self._batch.masked, masks.result())
-        draws = [Draw(None if token_id < 0 else token_id) for token_id in choose(logits, self._batch)]
-        if raw is not None:
-            drawn = [draws[row].token_id or 0 for row in told]
-            asked = [requests[row].sampling.logprobs or 0 for row in told]
-            for row, logprobs in zip(told, token_logprobs(raw, drawn, asked), strict=True):
-                draws[row] = Draw(draws[row].token_id, logprobs)
-        return draws
+            apply_masks(logits, batch.masked, masks.result())
+        token_ids = choose(logits, batch)
+        if told is None or raw is None:
+            return Drawn(batch, token_ids, None)
+        most = max(requests[row].sampling.logprobs or 0 for row in batch.told)
+        return Drawn(batch, token_ids, Logprobs.of(raw, token_ids.index_select(0, told).clamp_min(0), most))
 
 
-def choose(logits: torch.Tensor, batch: SamplingBatch) -> list[int]:
-    """The next token of each row of float32 logits `[num_rows, vocab_size]`, which are overwritten.
+def choose(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """The next token of each row of float32 logits `[num_rows, vocab_size]`, which are overwritten: int64 `[num_rows]`.
 
     -1 where a logit is NaN or infinite, or all are minus infinity.
     """

@@ -7,9 +7,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from llmservice_server.sampling.grammar import Grammar
+from llmservice_server.transfer import to_device
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
@@ -41,8 +43,9 @@ class TokenMasks:
 
 def apply_masks(logits: torch.Tensor, rows: Sequence[int], masks: torch.Tensor) -> None:
     """Set what `masks` forbid to minus infinity in the given rows of `logits` `[num_rows, vocab_size]`."""
-    bits = torch.arange(32, dtype=torch.int32, device=logits.device)
-    allowed = (masks.to(logits.device)[:, :, None] >> bits) & 1
+    device = logits.device
+    bits = torch.arange(32, dtype=torch.int32, device=device)
+    allowed = (to_device(masks.numpy(), device)[:, :, None] >> bits) & 1
     forbidden = allowed.flatten(1)[:, : logits.shape[-1]] == 0
-    index = torch.tensor(rows, device=logits.device)
+    index = to_device(np.array(rows, np.int64), device)
     logits[index] = logits[index].masked_fill(forbidden, -torch.inf)

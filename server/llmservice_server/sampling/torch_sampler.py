@@ -1,114 +1,103 @@
-"""Sampling in plain torch, on any device: rows that are cut alike are taken together."""
+"""Sampling in plain torch, on any device. The host never asks the device for a number: no shape here depends on one."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from llmservice_server.sampling.sampling_batch import SamplingBatch
+from llmservice_server.transfer import to_device
 
-_FIRST_CANDIDATES = 1024  # most nuclei are far smaller than a vocabulary; a row whose nucleus is not gets sorted whole
+_WEIGHT_BITS = 30  # of a float from 0 to 1; such floats are ordered as their bits are
 
 
-def choose(logits: torch.Tensor, batch: SamplingBatch) -> list[int]:
-    """The next token of each row of float32 logits `[num_rows, vocab_size]`, which are overwritten.
+def choose(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """The next token of each row of float32 logits `[num_rows, vocab_size]`, which are overwritten: int64 `[num_rows]`.
 
     -1 where a logit is NaN or infinite, or all are minus infinity.
     """
     best, token_ids = logits.max(dim=-1)  # NaN is greater than everything, so it shows here
-    if rows := np.flatnonzero(batch.temperature).tolist():
-        _draw_rows(logits, rows, batch, token_ids)
-    token_ids.masked_fill_(~best.isfinite(), -1)
-    return token_ids.tolist()
+    if len(drawn := np.flatnonzero(batch.temperature)):
+        rows = _Rows(drawn, len(logits), logits.device)
+        rows.put(token_ids, _draw(rows.take(logits), drawn, batch))
+    return token_ids.masked_fill_(~best.isfinite(), -1)
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingTensors:
-    """The parameters of a batch's rows, each float64 `[num_rows]` on the device; one transfer brings them all."""
+class _Rows:
+    """Some rows of a matrix; all of them are no copy."""
 
-    temperature: torch.Tensor
-    top_k: torch.Tensor  # the vocabulary's size where it is off
-    top_p: torch.Tensor
-    min_p: torch.Tensor
-    uniforms: torch.Tensor  # the numbers in [0, 1) that choose the tokens
+    def __init__(self, places: npt.NDArray[np.int64], num_rows: int, device: torch.device) -> None:
+        self._index = to_device(places, device) if len(places) < num_rows else None
 
-    @classmethod
-    def of(cls, batch: SamplingBatch, rows: list[int], vocab_size: int, device: torch.device) -> SamplingTensors:
-        top_k = np.where(batch.top_k == 0, vocab_size, batch.top_k)
-        columns = np.stack((batch.temperature, top_k, batch.top_p, batch.min_p, batch.uniforms()))
-        return cls(*torch.from_numpy(columns[:, rows]).to(device).unbind())
+    def take(self, matrix: torch.Tensor) -> torch.Tensor:
+        return matrix if self._index is None else matrix.index_select(0, self._index)
 
-    def rows(self, index: torch.Tensor) -> SamplingTensors:
-        return SamplingTensors(*(getattr(self, name)[index] for name in self.__slots__))
+    def put(self, matrix: torch.Tensor, rows: torch.Tensor) -> None:
+        if self._index is None:
+            matrix.copy_(rows)
+        else:
+            matrix.index_copy_(0, self._index, rows)
 
 
-def _draw_rows(logits: torch.Tensor, rows: list[int], batch: SamplingBatch, token_ids: torch.Tensor) -> None:
-    """Write the tokens of `rows` of `logits` into `token_ids`.
-
-    Rows are taken together that have equally many candidates: how many depends on the row alone, so ties always break
-    the same way.
-    """
-    vocab_size = logits.shape[-1]
-    parameters = SamplingTensors.of(batch, rows, vocab_size, logits.device)
-    groups: dict[int | None, list[int]] = defaultdict(list)
-    for place, row in enumerate(rows):
-        groups[_num_ranked(int(batch.top_k[row]), float(batch.top_p[row]), vocab_size)].append(place)
-    for num_ranked, places in groups.items():
-        rows_of_group = torch.tensor([rows[place] for place in places], device=logits.device)
-        group = parameters if len(groups) == 1 else parameters.rows(torch.tensor(places, device=logits.device))
-        weights = _weights(logits[rows_of_group], group)
-        if any(batch.min_p[rows[place]] > 0 for place in places):
-            weights.masked_fill_(weights < group.min_p[:, None], 0)  # the likeliest token's weight is 1
-        token_ids[rows_of_group] = _draw_group(weights, group, num_ranked)
-
-
-def _num_ranked(top_k: int, top_p: float, vocab_size: int) -> int | None:
-    """How many of the likeliest tokens are to be sorted: few sizes, so that rows share a group.
-
-    0: none, as nothing is cut off; None: nobody knows yet, as many as the nucleus has.
-    """
-    if 0 < top_k < vocab_size:
-        return min(vocab_size, 1 << (top_k - 1).bit_length())
-    return None if top_p < 1 else 0
+def _draw(logits: torch.Tensor, drawn: npt.NDArray[np.int64], batch: SamplingBatch) -> torch.Tensor:
+    """One token for each row of `logits`, which are those of the `drawn` rows of the batch."""
+    device, vocab_size = logits.device, logits.shape[-1]
+    top_k, top_p = batch.top_k[drawn], batch.top_p[drawn]
+    columns = np.stack((batch.temperature[drawn], top_k, top_p, batch.min_p[drawn], batch.uniforms()[drawn]))
+    temperature, most, mass, least, uniforms = to_device(columns, device).unbind()
+    weights = _weights(logits, temperature)
+    if batch.min_p.any():
+        weights.masked_fill_(weights < least[:, None].float(), 0)  # the likeliest token's weight is 1
+    if len(cut := np.flatnonzero((top_k > 0) & (top_k < vocab_size))):
+        rows = _Rows(cut, len(weights), device)
+        rows.put(weights, _heaviest(rows.take(weights), rows.take(most), _number))
+    if len(cut := np.flatnonzero(top_p < 1)):
+        rows = _Rows(cut, len(weights), device)
+        nuclei = rows.take(weights)
+        wanted = rows.take(mass) * nuclei.sum(dim=-1, dtype=torch.float64)
+        rows.put(weights, _heaviest(nuclei, wanted.clamp_min(1e-300), _mass))  # top_p = 0 still leaves the likeliest
+    return _invert(weights, uniforms)
 
 
-def _weights(logits: torch.Tensor, parameters: SamplingTensors) -> torch.Tensor:
+def _weights(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
     """What each token weighs beside the likeliest, which weighs 1, at its row's temperature; `logits`' shape."""
     # Shifting by the maximum first keeps a tiny temperature from overflowing to infinity.
     shifted = logits - logits.max(dim=-1, keepdim=True).values
-    return shifted.div_(parameters.temperature.float()[:, None]).exp_()
+    return shifted.div_(temperature.float()[:, None]).exp_()
 
 
-def _draw_group(weights: torch.Tensor, parameters: SamplingTensors, num_ranked: int | None) -> torch.Tensor:
-    """One token id per row of `weights` `[num_rows, vocab_size]`."""
-    if num_ranked == 0:
-        return _invert(weights, parameters.uniforms)
-    if num_ranked is not None:
-        ranked, ids = weights.topk(num_ranked, dim=-1)
-        places = torch.arange(num_ranked, device=weights.device)
-        ranked.masked_fill_(places >= parameters.top_k[:, None], 0)
-        return _draw_nucleus(ranked, ids, ranked.sum(dim=-1), parameters)
-    total = weights.sum(dim=-1)
-    ranked, ids = weights.topk(min(weights.shape[-1], _FIRST_CANDIDATES), dim=-1)
-    drawn = _draw_nucleus(ranked, ids, total, parameters)
-    wide = (ranked.sum(dim=-1) < parameters.top_p * total).nonzero()[:, 0]
-    if len(wide) > 0:  # these nuclei may reach beyond the candidates: sort whole rows, but of no one else
-        ranked, ids = weights[wide].sort(dim=-1, descending=True, stable=True)
-        drawn[wide] = _draw_nucleus(ranked, ids, total[wide], parameters.rows(wide))
-    return drawn
+Measure = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""What the chosen of some weights make, row by row, in float64: `chosen` is bool, both are `[num_rows, vocab_size]`."""
 
 
-def _draw_nucleus(
-    ranked: torch.Tensor, ids: torch.Tensor, total: torch.Tensor, parameters: SamplingTensors
-) -> torch.Tensor:
-    """One of `ids` per row, by the weights `ranked` (largest first) of which `total` is the whole; top-p cuts them."""
-    before = ranked.cumsum(dim=-1) - ranked  # a token stays while those before it do not reach top_p
-    beyond = before >= (parameters.top_p * total)[:, None]
-    beyond[:, 0] = False  # top_p = 0 still leaves the likeliest
-    return ids.gather(1, _invert(ranked.masked_fill(beyond, 0), parameters.uniforms)[:, None])[:, 0]
+def _number(weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    return chosen.sum(dim=-1).double()
+
+
+def _mass(weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    return torch.where(chosen, weights, 0).sum(dim=-1, dtype=torch.float64)
+
+
+def _heaviest(weights: torch.Tensor, wanted: torch.Tensor, measure: Measure) -> torch.Tensor:
+    """`weights` of 0 to 1 `[num_rows, vocab_size]`, 0 but for the heaviest: each stays while those before it make less
+    than `wanted` `[num_rows]`. Of equal ones the first stay.
+
+    Nothing is sorted: the place of the cut is found bit by bit.
+    """
+    bits = weights.view(torch.int32)
+    cut = torch.zeros_like(wanted, dtype=torch.int32)
+    for place in reversed(range(_WEIGHT_BITS)):
+        higher = cut + (1 << place)
+        cut = torch.where(measure(weights, bits >= higher[:, None]) >= wanted, higher, cut)
+    heavier, equal = bits > cut[:, None], bits == cut[:, None]
+    missing = wanted - measure(weights, heavier)
+    each = measure(weights, equal) / equal.sum(dim=-1)
+    num_equal = (missing / each).ceil().clamp_min(1)
+    stays = heavier | (equal & (equal.cumsum(dim=-1) <= num_equal[:, None]))
+    return weights.masked_fill(~stays, 0)
 
 
 def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
@@ -117,7 +106,7 @@ def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     In float64: a float32 sum over a vocabulary is off by more than a rare token weighs.
     """
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
-    wanted = uniforms.double() * cumulative[:, -1]
+    wanted = uniforms * cumulative[:, -1]
     index = torch.searchsorted(cumulative, wanted[:, None], right=True)[:, 0]
     last = (
         weights.shape[-1] - 1 - (weights.flip(-1) > 0).int().argmax(dim=-1)

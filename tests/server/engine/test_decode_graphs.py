@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,6 +11,7 @@ from llmservice_server.attention.base import KVCacheShape, SequenceSlice
 from llmservice_server.attention.triton_backend import TritonAttention
 from llmservice_server.engine.decode_graphs import DecodeBuffers, DecodeGraphs, Replay, capture_sizes
 from llmservice_server.engine.loader import Checkpoint
+from llmservice_server.engine.step_in_flight import LateTokens
 from llmservice_server.models.llama import LlamaModel
 from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
 
@@ -86,6 +88,17 @@ def test_a_batch_gets_what_it_gets_without_a_graph_whatever_ran_before(model: Ll
         torch.testing.assert_close(graphs.run(tokens, slices), plain(model, other, tokens, slices))
         for mine, theirs in zip(attention.caches, other.caches, strict=True):
             torch.testing.assert_close(mine, theirs, equal_nan=True)
+
+
+@torch.inference_mode()
+def test_a_graph_reads_the_tokens_that_only_the_device_knows(model: LlamaModel) -> None:
+    attention, other = attention_of(model), attention_of(model)
+    graphs = DecodeGraphs(model, attention, DecodeBuffers(4, 16, BLOCK_SIZE, CPU), [4], Recorder())
+    slices = [SequenceSlice(0, 1, [block]) for block in (3, 5, 1)]
+    late = LateTokens(np.array([0, 2]), np.array([1, 0]), torch.tensor([8, 5, -1]))
+    torch.testing.assert_close(graphs.run([0, 6, 0], slices, late), plain(model, other, [5, 6, 8], slices))
+    late = LateTokens(np.array([1]), np.array([2]), torch.tensor([8, 5, -1]))
+    torch.testing.assert_close(graphs.run([5, 0, 8], slices, late), plain(model, other, [5, 0, 8], slices))
 
 
 def test_steps_with_chunks_and_too_many_sequences_are_not_taken(model: LlamaModel) -> None:

@@ -50,5 +50,6 @@ def tokens_of(folder: Path, **settings: Any) -> dict[str, list[int]]:
     return tokens
 
 
-def test_greedy_tokens_are_those_of_the_cpu_backend(folder: Path) -> None:
-    assert tokens_of(folder, attention="triton") == tokens_of(folder)
+@pytest.mark.parametrize("overlap", [False, True], ids=["apart", "overlapped"])
+def test_greedy_tokens_are_those_of_the_cpu_backend(folder: Path, overlap: bool) -> None:
+    assert tokens_of(folder, attention="triton", overlap=overlap) == tokens_of(folder)

@@ -22,7 +22,7 @@ def sample(request: pytest.FixtureRequest) -> Sample:
     """Each of the samplers, on the CPU; None where a row is not finite."""
 
     def sample(logits: torch.Tensor, requests: list[Request]) -> list[int | None]:
-        chosen = request.param(logits, SamplingBatch.of(requests))
+        chosen = request.param(logits, SamplingBatch.of(requests)).tolist()
         return [None if token_id < 0 else token_id for token_id in chosen]
 
     return sample
@@ -136,7 +136,7 @@ def test_logprobs_are_of_the_models_logits_whatever_changes_the_draw() -> None:
         request(temperature=1.0),
     ]
     reference = logits.log_softmax(-1)
-    told = Sampler().draw(logits.clone(), asked)
+    told = Sampler().draw(logits.clone(), asked).wait()
     assert told[0].token_id == likeliest
     assert told[0].logprobs is not None
     assert told[0].logprobs.top[0] == (likeliest, told[0].logprobs.logprob)
@@ -161,8 +161,8 @@ def test_a_row_is_drawn_alike_alone_and_among_rows_with_other_parameters() -> No
         request(9, temperature=1.0, min_p=0.02, top_p=0.9),
         request(10, temperature=1.2, presence_penalty=1.0, repetition_penalty=1.3, place=4),
     ]
-    together = Sampler().draw(logits.clone(), rows)
-    assert together == [Sampler().draw(logits[row : row + 1].clone(), [rows[row]])[0] for row in range(10)]
+    together = Sampler().draw(logits.clone(), rows).wait()
+    assert together == [Sampler().draw(logits[row : row + 1].clone(), [rows[row]]).wait()[0] for row in range(10)]
 
 
 def test_ties_break_alike_alone_and_in_a_crowd(sample: Sample) -> None:
@@ -217,7 +217,20 @@ def test_what_is_allowed_is_drawn_as_often_as_its_share_of_the_rest_says(
         assert abs(counts[token] / count - probability) < 5 * deviation
 
 
-def test_both_samplers_draw_the_same_token_where_nothing_is_cut() -> None:
-    logits = random_logits(200)
-    batch = SamplingBatch.of([request(seed, temperature=1.0) for seed in range(200)])
-    assert cpu_sampler.choose(logits.clone(), batch) == torch_sampler.choose(logits.clone(), batch)
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"top_k": 7},
+        {"top_k": 2000, "top_p": 0.95},
+        {"top_p": 0.9},
+        {"top_p": 0.0},
+        {"min_p": 0.05},
+        {"min_p": 0.01, "top_k": 90, "top_p": 0.8, "temperature": 0.6},
+    ],
+)
+def test_both_samplers_draw_the_same_tokens(sampling: dict[str, Any]) -> None:
+    batch = SamplingBatch.of([request(seed, **{"temperature": 1.0} | sampling) for seed in range(100)])
+    ties = torch.randint(-4, 4, (100, VOCAB), generator=torch.Generator().manual_seed(1)).float()  # as bfloat16 has
+    for logits in (random_logits(100), random_logits(100, spread=0.1), ties):
+        assert torch.equal(cpu_sampler.choose(logits.clone(), batch), torch_sampler.choose(logits.clone(), batch))

@@ -1,0 +1,313 @@
+"""A step is planned and launched while the one before is computed: what users see of it is what they saw before."""
+
+import random
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmservice_server.engine.config import EngineConfig
+from llmservice_server.engine.engine import Engine
+from llmservice_server.engine.scheduler import ContinuousScheduler
+from llmservice_server.engine.startup import Started, start
+from llmservice_server.engine.swap_space import PreemptionCost, SwapSpace
+from llmservice_server.messages import Generate, Output, SamplingParams, TokenLogprobs
+from llmservice_server.sampling.token_history import TokenHistory
+from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
+
+VOCAB = 512
+BLOCK_BYTES = 2 * 2 * 16 * 2 * 8 * 4  # layers, keys and values, tokens, heads, head_dim, float32
+NUM_BLOCKS = 40
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    spec = TinyModelSpec(layers=2, hidden_size=32, heads=4, kv_heads=2, vocab_size=VOCAB, max_position_embeddings=256)
+    write_tiny_model(folder, spec)
+    return folder
+
+
+@cache
+def started(folder: Path) -> Started:
+    """One model and one KV cache for all engines of this file: they work one after the other."""
+    size, swap_gib = (NUM_BLOCKS + 1) * BLOCK_BYTES, 64 * BLOCK_BYTES / 2**30
+    return start(EngineConfig(model=folder, threads=1, kv_cache_memory_bytes=size, swap_space_gib=swap_gib))
+
+
+@dataclass
+class Driver:
+    """An engine with a clock that stands still, and everything it has said, by request."""
+
+    engine: Engine
+    now: float = 100.0
+    tokens: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    told: dict[str, list[TokenLogprobs]] = field(default_factory=lambda: defaultdict(list))
+    last: dict[str, Output] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, folder: Path, *, num_blocks: int = NUM_BLOCKS, swapping: bool = False, **options: Any) -> "Driver":
+        driver: Driver
+        loaded = started(folder)
+        swap = SwapSpace(64, PreemptionCost(copy_block_s=0.0, compute_token_s=1.0)) if swapping else None
+        max_num_seqs = options.get("max_num_seqs", 6)
+        kv_cache = replace(loaded.kv_cache, num_blocks=num_blocks + 1)
+        config = EngineConfig(model=folder, **{"overlap": True, "max_num_batched_tokens": 64} | options)
+        engine = Engine(
+            config,
+            clock=lambda: driver.now,
+            start=lambda _: replace(loaded, kv_cache=kv_cache, max_num_seqs=max_num_seqs, swap=swap),
+        )
+        driver = cls(engine)
+        return driver
+
+    def add(self, request_id: str, prompt: list[int], **options: Any) -> None:
+        others = {name: options.pop(name) for name in ("lane", "deadline_s", "cache_salt") if name in options}
+        sampling = SamplingParams(**{"max_tokens": 12, "temperature": 0.0} | options)
+        self.engine.add(
+            Generate(request_id=request_id, prompt_token_ids=prompt, sampling=sampling, arrival_s=self.now, **others)
+        )
+
+    def step(self) -> list[Output]:
+        outputs = self.engine.step().outputs
+        for output in outputs:
+            assert output.request_id not in self.last, "a finished request spoke again"
+            self.tokens[output.request_id] += output.token_ids
+            self.told[output.request_id] += output.prompt_logprobs + output.logprobs
+            if output.finish_reason is not None:
+                self.last[output.request_id] = output
+        return outputs
+
+    def run(self) -> None:
+        while self.engine.has_work:
+            self.step()
+        assert_idle(self.engine)
+
+
+def assert_idle(engine: Engine) -> None:
+    stats = engine.stats()
+    assert (stats.num_running, sum(stats.num_waiting.values()), stats.blocks_held) == (0, 0, 0)
+    blocks = engine.pool.free_blocks() + engine.pool.cached_blocks()
+    assert sorted(blocks) == list(range(1, engine.pool.num_usable + 1))
+    assert engine.wait_s() > 0
+    assert engine.swap is None or engine.swap.num_free == engine.swap.num_blocks
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return random.Random(length * 1000 + seed).choices(range(VOCAB), k=length)  # noqa: S311 - traffic, not secrets
+
+
+SAMPLING: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.9, "top_p": 0.9, "seed": 5},
+    {"temperature": 1.2, "top_k": 30, "seed": 6},
+    {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
+    {"temperature": 0.8, "repetition_penalty": 1.3, "seed": 7, "logprobs": 2},
+    {"prompt_logprobs": 1, "logprobs": 0},
+    {"logit_bias": {7: 3.0}, "min_tokens": 5},
+]
+STOPS = [(), tuple(range(0, VOCAB, 9)), tuple(range(0, VOCAB, 3))]  # of which a model that knows nothing draws many
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request, and when it comes and perhaps goes, in steps."""
+
+    length: int
+    beginning: int  # requests of one begin alike
+    max_tokens: int
+    sampling: int
+    stops: int
+    lane: str
+    comes: int
+    goes: int | None
+
+
+ARRIVALS = st.builds(
+    Arrival,
+    length=st.integers(1, 70),
+    beginning=st.integers(0, 2),
+    max_tokens=st.integers(1, 30),
+    sampling=st.integers(0, len(SAMPLING) - 1),
+    stops=st.integers(0, len(STOPS) - 1),
+    lane=st.sampled_from(["interactive", "interactive", "batch"]),
+    comes=st.integers(0, 25),
+    goes=st.sampled_from([None, None, None, 3, 9, 20]),
+)
+WAYS = st.sampled_from(
+    [
+        {},
+        {"max_num_batched_tokens": 24, "prefill_chunk_tokens": 7},
+        {"num_blocks": 12, "prefix_caching": False},
+        {"num_blocks": 14, "swapping": True, "prefill_chunk_tokens": 20},
+        {"num_blocks": 11, "swapping": True, "prefix_caching": False},
+        {"scheduler": "dynamic", "max_batch_wait_s": 0.0},
+        {"scheduler": "static", "max_batch_wait_s": 0.0, "max_num_seqs": 3},
+    ]
+)
+
+
+def serve(driver: Driver, arrivals: list[Arrival]) -> None:
+    for step in range(1000):
+        for number, arrival in enumerate(arrivals):
+            if arrival.comes == step:
+                prompt = prompt_of(70, arrival.beginning)[: arrival.length]
+                asked = SAMPLING[arrival.sampling] | {"stop_token_ids": STOPS[arrival.stops]}
+                driver.add(f"r{number}", prompt, max_tokens=arrival.max_tokens, lane=arrival.lane, **asked)
+            if arrival.goes is not None and arrival.comes + arrival.goes == step:
+                driver.engine.abort([f"r{number}"])
+        driver.step()
+        pool = driver.engine.pool
+        assert pool.num_free + pool.num_cached + pool.num_held == pool.num_usable
+        if isinstance(driver.engine.scheduler, ContinuousScheduler):  # a static batch holds those of who has ended
+            held = {block for request in driver.engine.scheduler.running for block in request.block_table}
+            assert len(held) == pool.num_held
+        if step > 50 and not driver.engine.has_work:
+            break
+    assert_idle(driver.engine)
+
+
+@settings(max_examples=60, deadline=None)
+@given(arrivals=st.lists(ARRIVALS, min_size=1, max_size=9), way=WAYS)
+def test_whatever_comes_and_goes_the_answers_are_those_of_one_step_after_the_other(
+    folder: Path, arrivals: list[Arrival], way: dict[str, Any]
+) -> None:
+    ahead, apart = Driver.of(folder, **way), Driver.of(folder, **way, overlap=False)
+    serve(ahead, arrivals)
+    serve(apart, arrivals)
+    assert set(ahead.last) == set(apart.last)
+    for name, expected in apart.last.items():
+        mine, theirs = ahead.tokens[name], apart.tokens[name]
+        if "abort" in (expected.finish_reason, ahead.last[name].finish_reason):  # it had come further, or less far
+            assert mine[: len(theirs)] == theirs[: len(mine)]
+            continue
+        assert (ahead.last[name].finish_reason, mine) == (expected.finish_reason, theirs)
+        for told, wanted in zip(ahead.told[name], apart.told[name], strict=True):
+            assert told.token_id == wanted.token_id
+            assert told.logprob == pytest.approx(wanted.logprob, abs=1e-4)
+
+
+def test_a_step_hands_out_what_the_one_before_has_drawn(folder: Path) -> None:
+    driver = Driver.of(folder)
+    driver.add("r", prompt_of(9), max_tokens=3)
+    assert driver.step() == []
+    assert driver.engine.last_plan.num_tokens == 9
+    assert driver.engine.wait_s() == 0
+    [first] = driver.step()
+    assert driver.engine.last_plan.num_tokens == 1  # launched before the first token was read
+    assert len(first.token_ids) == 1
+    assert first.queue_s == 0
+    driver.run()
+    assert len(driver.tokens["r"]) == 3
+
+
+def test_no_step_is_taken_beyond_the_length_that_was_asked_for(folder: Path) -> None:
+    driver = Driver.of(folder)
+    driver.add("r", prompt_of(9), max_tokens=2)
+    driver.step()
+    driver.step()
+    driver.step()
+    assert driver.engine.last_plan.scheduled == []
+    assert driver.last["r"].finish_reason == "length"
+    assert_idle(driver.engine)
+
+
+def test_a_stop_token_costs_a_row_in_vain_and_says_nothing_more(folder: Path) -> None:
+    whole = Driver.of(folder)
+    whole.add("r", prompt_of(9), max_tokens=12)
+    whole.run()
+    place = next(place for place in range(2, 12) if whole.tokens["r"][place] not in whole.tokens["r"][:place])
+    driver = Driver.of(folder)
+    driver.add("r", prompt_of(9), max_tokens=12, stop_token_ids=(whole.tokens["r"][place],))
+    while "r" not in driver.last:
+        driver.step()
+    assert driver.engine.last_plan.num_tokens == 1  # that row
+    assert driver.engine.stats().blocks_held == 0
+    assert driver.tokens["r"] == whole.tokens["r"][:place]
+    assert driver.step() == []
+    assert_idle(driver.engine)
+
+
+def test_an_abort_and_a_deadline_end_requests_whose_token_is_being_drawn(folder: Path) -> None:
+    driver = Driver.of(folder)
+    driver.add("aborted", prompt_of(20))
+    driver.add("late", prompt_of(21), deadline_s=110.0)
+    driver.add("patient", prompt_of(22))
+    for _ in range(3):
+        driver.step()
+    driver.engine.abort(["aborted"])
+    driver.now = 110.0
+    driver.step()
+    assert driver.last["aborted"].finish_reason == "abort"
+    assert driver.last["late"].error == "the request's deadline passed after 2 tokens"
+    assert len(driver.engine.scheduler.running) == 1
+    driver.add("aborted", prompt_of(5))  # the same name, another request: it gets no token of the first one's
+    del driver.last["aborted"]
+    driver.tokens["aborted"] = []
+    driver.run()
+    alone = Driver.of(folder, overlap=False)
+    alone.add("aborted", prompt_of(5))
+    alone.run()
+    assert driver.tokens["aborted"] == alone.tokens["aborted"]
+    assert len(driver.tokens["patient"]) == 12
+
+
+@pytest.mark.parametrize("phase", ["launch", "sampling"])
+def test_a_step_that_fails_fails_only_those_who_make_it_fail(folder: Path, phase: str) -> None:
+    expected = Driver.of(folder, overlap=False)
+    driver = Driver.of(folder, prefix_caching=False)
+    for seed, name in enumerate("abcd"):
+        for each in (expected, driver):
+            each.add(name, prompt_of(20, seed), max_tokens=8, repetition_penalty=1.1)
+    expected.run()
+    for _ in range(3):
+        driver.step()
+    broken = driver.engine.scheduler.running[2]
+    if phase == "launch":
+        broken.token_ids[0] = VOCAB + 7  # no such row in the embedding
+        broken.num_computed_tokens = 0
+    else:
+        broken.history = TokenHistory([VOCAB * 100], 99)  # nor such a logit
+    driver.run()
+    assert driver.last["c"].finish_reason == "error"
+    assert "the engine failed to compute this request" in str(driver.last["c"].error)
+    assert {name: driver.tokens[name] for name in "abd"} == {name: expected.tokens[name] for name in "abd"}
+
+
+def test_a_token_that_cannot_be_drawn_fails_its_request_though_the_next_step_runs_already(folder: Path) -> None:
+    driver = Driver.of(folder)
+    embedding, poison = driver.engine.runner.model.embed_tokens, 5
+    healthy = [token for token in prompt_of(12) if token != poison]
+    expected = Driver.of(folder, overlap=False)
+    expected.add("healthy", healthy)
+    expected.run()
+    row = embedding[poison].clone()
+    embedding[poison] = torch.nan  # as a checkpoint with one bad row would
+    try:
+        driver.add("poisoned", [1, poison, 2])
+        driver.add("healthy", healthy)
+        driver.run()
+    finally:
+        embedding[poison] = row
+    assert "not finite" in str(driver.last["poisoned"].error)
+    assert driver.tokens["healthy"] == expected.tokens["healthy"]
+
+
+def test_only_blocks_of_tokens_that_were_read_are_found_in_the_prefix_cache(folder: Path) -> None:
+    driver = Driver.of(folder)
+    driver.add("first", prompt_of(30), max_tokens=40)
+    driver.run()
+    answer = prompt_of(30) + driver.tokens["first"]
+    driver.add("second", answer, max_tokens=4)
+    driver.run()
+    alone = Driver.of(folder, overlap=False, prefix_caching=False)
+    alone.add("second", answer, max_tokens=4)
+    alone.run()
+    assert driver.tokens["second"] == alone.tokens["second"]
+    assert driver.engine.stats().prefix_hits == 64  # of 70: the last token was never computed

@@ -1,0 +1,140 @@
+"""A step's way through the device: what it draws goes on to the next one without the host having seen it."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import harness.triton_interpreter  # noqa: F401
+from harness.never_waiting import META, never_waiting
+from llmservice_server.attention.base import Attend, KVCacheShape
+from llmservice_server.attention.torch_backend import TorchAttention
+from llmservice_server.attention.triton_backend import TritonAttention
+from llmservice_server.engine.decode_graphs import DecodeBuffers, DecodeGraphs, Replay
+from llmservice_server.engine.loader import Checkpoint
+from llmservice_server.engine.plan import Plan, Scheduled
+from llmservice_server.engine.request import Request, Status, new_block_table
+from llmservice_server.engine.runner import ModelRunner
+from llmservice_server.engine.step_in_flight import expecting
+from llmservice_server.messages import Generate, SamplingParams
+from llmservice_server.models.llama import LlamaModel
+from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 16
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LlamaModel:
+    folder = tmp_path_factory.mktemp("tiny")
+    write_tiny_model(folder, TinyModelSpec(layers=2, hidden_size=32, heads=4, kv_heads=2, vocab_size=512))
+    return Checkpoint.open(folder).load(torch.float32, CPU)
+
+
+def request(number: int, **sampling: Any) -> Request:
+    message = Generate(
+        request_id=str(number),
+        prompt_token_ids=[3 + number, 40, 7],
+        sampling=SamplingParams(**{"max_tokens": 9, "temperature": 0.0} | sampling),
+        arrival_s=0.0,
+    )
+    made = Request.of(message, number, seed=number, eos_token_ids=frozenset())
+    made.block_table = new_block_table([number + 1])
+    return made
+
+
+def prompts(requests: list[Request]) -> Plan:
+    return Plan([Scheduled(each, 0, each.num_tokens, samples=True) for each in requests])
+
+
+def decodes(requests: list[Request]) -> Plan:
+    return Plan([Scheduled(each, each.num_tokens - 1, 1, samples=True) for each in requests])
+
+
+def runner_of(model: LlamaModel) -> ModelRunner:
+    config = model.config
+    shape = KVCacheShape(
+        config.num_heads, config.num_kv_heads, config.head_dim, config.windows, BLOCK_SIZE, torch.float32
+    )
+    return ModelRunner(model, TorchAttention(shape, 8, CPU))
+
+
+def test_two_steps_on_their_way_draw_what_they_draw_one_after_the_other(model: LlamaModel) -> None:
+    apart, runner = runner_of(model), runner_of(model)
+    expected: list[list[int | None]] = []
+    requests = [request(number) for number in range(4)]
+    for plan in (prompts, decodes, decodes):
+        expected.append([draw.token_id for draw in apart.execute(plan(requests)).draws])
+        for each, token_id in zip(requests, expected[-1], strict=True):
+            assert token_id is not None
+            each.append(token_id)
+    requests = [request(number) for number in range(4)]
+    before = runner.sample(runner.launch(prompts(requests)))
+    for place in range(2):
+        with expecting(requests):
+            launched = runner.launch(decodes(requests[::-1]), before)  # in another order
+        result = before.wait()
+        assert [draw.token_id for draw in result.draws] == expected[place][:: 1 if place == 0 else -1]
+        for each, draw in zip(result.sampling, result.draws, strict=True):
+            each.append(draw.token_id or 0)
+        before = runner.sample(launched)
+    assert [draw.token_id for draw in before.wait().draws] == expected[2][::-1]
+
+
+def test_nothing_is_drawn_for_those_who_have_ended_meanwhile(model: LlamaModel) -> None:
+    runner = runner_of(model)
+    requests = [request(number) for number in range(3)]
+    expected = [draw.token_id for draw in runner_of(model).execute(prompts(requests)).draws]
+    step = runner.sample(runner.launch(prompts(requests)), ended={requests[1]})
+    assert step.sampling == [requests[0], requests[2]]
+    assert [draw.token_id for draw in step.wait().draws] == [expected[0], expected[2]]
+    assert runner.sample(runner.launch(prompts(requests)), ended=set(requests)).wait().draws == ()
+
+
+def test_expected_tokens_are_there_only_while_they_are_counted_on() -> None:
+    requests = [request(0), request(1)]
+
+    def plan_and_fail() -> None:
+        with expecting(requests):
+            assert [each.num_tokens for each in requests] == [4, 4]
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        plan_and_fail()
+    assert [each.token_ids for each in requests] == [[3, 40, 7], [4, 40, 7]]
+
+
+class _Shapes(TritonAttention):
+    """Tells the device all that the kernels need, and leaves the kernels out."""
+
+    def step(self, *_: Any) -> Attend:  # type: ignore[override]
+        return lambda layer, query, key_value: query.flatten(1)
+
+
+def _no_graph(work: Any) -> tuple[Replay, torch.Tensor]:
+    return lambda: None, work()
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+def test_the_host_tells_the_device_of_two_steps_and_waits_for_nothing(model: LlamaModel, graphs: bool) -> None:
+    config = model.config
+    shape = KVCacheShape(
+        config.num_heads, config.num_kv_heads, config.head_dim, config.windows, BLOCK_SIZE, torch.float32
+    )
+    there, attention = LlamaModel(config, torch.float32, META), _Shapes(shape, 8, META)
+    runner = ModelRunner(there, attention)
+    if graphs:
+        runner.graphs = DecodeGraphs(there, attention, DecodeBuffers(4, 16, BLOCK_SIZE, META), [1, 2, 4], _no_graph)
+    requests = [
+        request(0),
+        request(1, temperature=1.0, top_p=0.9, logprobs=2),
+        request(2, top_k=3, temperature=1.0, presence_penalty=1.0, prompt_logprobs=1),
+    ]
+    with never_waiting():
+        before = runner.sample(runner.launch(prompts(requests)))
+        with expecting(requests):
+            launched = runner.launch(decodes(requests), before)
+        requests[0].status = Status.FINISHED
+        after = runner.sample(launched, ended={requests[0]})
+    assert after.drawn is not None
+    assert (after.drawn.token_ids.device, after.drawn.token_ids.shape) == (META, (2,))
