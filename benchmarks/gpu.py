@@ -1,8 +1,8 @@
 """`make bench-gpu`: everything that only a card can show, in one call of less than nine minutes.
 
 Ceilings, kernels against torch, decode and prefill as shares of the ceilings, throughput beside transformers, start,
-memory against the plan, host synchronisations, swapping, memory that runs out. Needs torch with CUDA, Triton, msgspec,
-safetensors and transformers; no HTTP server. Writes gpu.json and gpu.md.
+memory against the plan, host synchronisations, overlap on and off, swapping, memory that runs out. Needs torch with
+CUDA, Triton, msgspec, safetensors and transformers; no HTTP server. Writes gpu.json and gpu.md.
 
 python benchmarks/gpu.py [--only NAME …] [--minutes 8.5] [--folder DIR] [--out DIR]
 """
@@ -26,7 +26,7 @@ from llmservice_bench.results import FOLDER, Results  # noqa: E402 - likewise
 
 def sections(folder: Path) -> dict[str, Callable[[], Findings]]:
     """In the order of what is most needed, should the time not do for all."""
-    from card import ceilings, engine, faults, kernels, llama, throughput
+    from card import ceilings, engine, faults, kernels, llama, overlap, throughput
 
     limits = ceilings.measure()
     print(
@@ -60,7 +60,8 @@ def sections(folder: Path) -> dict[str, Callable[[], Findings]]:
         "start": partial(engine.readiness, folder),
         "steps": partial(engine.steps, folder, limits),
         "throughput": partial(throughput.compare, folder),
-        "host_syncs": partial(engine.host_syncs, folder),
+        "host_syncs": partial(overlap.host_syncs, folder),
+        "overlap": partial(overlap.compare, folder),
         "swapping": faults.swapping,
         "out_of_memory": partial(faults.out_of_memory, folder),
     }

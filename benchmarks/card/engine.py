@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import time
-import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -133,34 +133,10 @@ def _prefill(engine: Engine, ceilings: Ceilings) -> Findings:
     return found
 
 
-def host_syncs(folder: Path) -> Findings:
-    """How often a step of the engine waits for the card, beside the one copy of the tokens back."""
-    engine = start(folder)
-    for number in range(32):
-        add(engine, f"r{number}", any_prompt(64), 64)
-    for _ in range(8):
-        engine.step()
-    num_steps = 16
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for _ in range(num_steps):
-                engine.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    syncs = sum("synchroniz" in str(warning.message) for warning in caught)
-    places = sorted({f"{Path(warning.filename).name}:{warning.lineno}" for warning in caught})
-    return Findings(
-        rows=[{"part": "host synchronisations", "a step": syncs / num_steps, "where": ", ".join(places)}],
-        checks=[Check("host synchronisations a decode step", "= 0", syncs / num_steps)],
-    )
-
-
-def add(engine: Engine, name: str, prompt: list[int], output_tokens: int) -> None:
-    """Greedy, and exactly so many tokens."""
-    sampling = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
-    engine.add(Generate(request_id=name, prompt_token_ids=prompt, sampling=sampling, arrival_s=time.monotonic()))
+def add(engine: Engine, name: str, prompt: list[int], output_tokens: int, **sampling: Any) -> None:
+    """Exactly so many tokens, but for stop tokens that are named; greedy, unless `sampling` says otherwise."""
+    params = SamplingParams(**{"max_tokens": output_tokens, "temperature": 0.0, "ignore_eos": True} | sampling)
+    engine.add(Generate(request_id=name, prompt_token_ids=prompt, sampling=params, arrival_s=time.monotonic()))
 
 
 def any_prompt(num_tokens: int) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from card.section import Findings
 from llmservice_bench.lengths import Lengths, read_trace, scaled_to
 from llmservice_bench.report import Report
 from llmservice_bench.results import Check
+from llmservice_server.engine.engine import Engine
 from peers.closed_loop import closed_loop
 from peers.workload import Answer, Ask, draw_asks, records
 
@@ -28,8 +29,8 @@ _ANSWER_WITHIN_S = 60.0
 class OurServer:
     """Implements `StepServer`."""
 
-    def __init__(self, folder: Path) -> None:
-        self._engine = start(folder)
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
 
     def add(self, index: int, ask: Ask) -> None:
         add(self._engine, str(index), ask.prompt_token_ids, ask.output_tokens)
@@ -39,8 +40,8 @@ class OurServer:
         return [(int(output.request_id), token) for output in outputs for token in output.token_ids]
 
 
-def ours(folder: Path, asks: Sequence[Ask]) -> list[Answer]:
-    server = OurServer(folder)
+def ours(engine: Engine, asks: Sequence[Ask]) -> list[Answer]:
+    server = OurServer(engine)
     closed_loop(server, [Ask(ask.prompt_token_ids[::-1], 3) for ask in asks[:32]], 32)
     return closed_loop(server, asks, IN_FLIGHT)
 
@@ -93,18 +94,29 @@ def _closed_loop(manager: Any, asks: Sequence[Ask]) -> list[Answer]:
     return [answers[name] for name in sent]
 
 
-def compare(folder: Path, seed: int = 0) -> Findings:
-    asks = draw_asks(scaled_to(read_trace(), _LONGEST), _REQUESTS, _VOCABULARY, seed)
-    found, rates = Findings(), {}
-    for name, serve in (("llmservice", ours), ("transformers continuous batching", transformers_continuous)):
-        report = Report.of(records(asks, serve(folder, asks)))
+def drawn_asks(seed: int = 0) -> Sequence[Ask]:
+    return draw_asks(scaled_to(read_trace(), _LONGEST), _REQUESTS, _VOCABULARY, seed)
+
+
+def latencies(report: Report) -> dict[str, Any]:
+    """Throughput and what users felt meanwhile."""
+    return {
+        "requests": report.completed, "failed": report.failed, "output tokens/s": report.output_tokens_per_s,
+        "TTFT p50 s": report.ttft_s.p50, "TTFT p99 s": report.ttft_s.p99,
+        "ITL p50 s": report.itl_s.p50, "ITL p99 s": report.itl_s.p99,
+    }  # fmt: skip
+
+
+def compare(folder: Path) -> Findings:
+    peers: dict[str, Callable[[Sequence[Ask]], list[Answer]]] = {
+        "llmservice": lambda asks: ours(start(folder), asks),
+        "transformers continuous batching": lambda asks: transformers_continuous(folder, asks),
+    }
+    asks, found, rates = drawn_asks(), Findings(), {}
+    for name, serve in peers.items():
+        report = Report.of(records(asks, serve(asks)))
         rates[name] = report.output_tokens_per_s
-        found.rows.append({
-            "part": "256 in flight", "peer": name, "requests": report.completed, "failed": report.failed,
-            "output tokens/s": report.output_tokens_per_s,
-            "TTFT p50 s": report.ttft_s.p50, "TTFT p99 s": report.ttft_s.p99,
-            "ITL p50 s": report.itl_s.p50, "ITL p99 s": report.itl_s.p99,
-        })  # fmt: skip
+        found.rows.append({"part": f"{IN_FLIGHT} in flight", "peer": name, **latencies(report)})
         release()
     ratio = rates["llmservice"] / rates["transformers continuous batching"]
     found.checks.append(Check("output tokens/s at 256 in flight ÷ transformers' continuous batching", ">= 3", ratio))

@@ -163,6 +163,7 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="on CUDA: launch a decode step's kernels one by one, without graphs",
     )
+    add("--no-overlap", action="store_true", help="on CUDA: plan no step before the one before it is read")
     add("--pooling", choices=("last", "mean"), default="last", help="of /v1/embeddings: the last token, or the mean")
     add(
         "--embedding-window",
@@ -252,6 +253,7 @@ def run(args: argparse.Namespace) -> int:
             kv_cache_dtype=args.kv_cache_dtype,
             attention=args.attention,
             enforce_eager=args.enforce_eager,
+            overlap=False if args.no_overlap else None,
             scheduler=args.scheduler,
             max_batch_wait_s=args.max_batch_wait,
             prefix_caching=not args.no_prefix_caching,
