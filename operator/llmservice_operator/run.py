@@ -14,7 +14,7 @@ import aiohttp
 from llmservice_operator.api.kinds import FOLLOWED, Followed
 from llmservice_operator.api.resource import API_VERSION, PLURAL
 from llmservice_operator.apply.applier import Applier
-from llmservice_operator.cluster.heap import settle
+from llmservice_operator.cluster.heap import expect_many, settle
 from llmservice_operator.cluster.kube_client import KubeClient, KubeError
 from llmservice_operator.cluster.object_cache import ObjectCache
 from llmservice_operator.cluster.resync import Resync
@@ -44,6 +44,7 @@ async def run_operator(settings: OperatorSettings, stop: asyncio.Event, take_sig
 
     `take_signals` takes back the signals that kopf takes for itself.
     """
+    expect_many()
     async with AsyncExitStack() as stack:
         client = await KubeClient.connect()
         stack.push_async_callback(client.close)

@@ -144,7 +144,8 @@ async def test_of_a_thousand_services_that_start_at_once_some_wait_for_others() 
         nonlocal running, most, done
         running += 1
         most = max(most, running)
-        await asyncio.sleep(0)
+        for _ in range(100):  # turns of the event loop: at each another pass begins
+            await asyncio.sleep(0)
         running -= 1
         done += 1
         return bool(namespace and name)
@@ -157,6 +158,30 @@ async def test_of_a_thousand_services_that_start_at_once_some_wait_for_others() 
     await loops.stop_all()
 
     assert 1 < most <= 100
+
+
+async def test_an_edit_that_comes_as_the_work_begins_waits_for_few_of_the_others() -> None:
+    seen: list[str] = []
+    edited = asyncio.Event()
+
+    async def run_pass(namespace: str, name: str) -> bool:
+        seen.append(name)
+        if name == "model-999":
+            edited.set()
+        for _ in range(100):
+            await asyncio.sleep(0)
+        return bool(namespace)
+
+    loops = ServiceLoops(run_pass, NEVER_S, OperatorMetrics())
+    loops.open([("team-a", f"model-{number}") for number in range(1000)])
+    async with asyncio.timeout(10):
+        while not seen:
+            await asyncio.sleep(0)
+        loops.start(("team-a", "model-999"))
+        await edited.wait()
+    await loops.stop_all()
+
+    assert seen.index("model-999") <= 3
 
 
 async def test_an_edit_goes_before_the_routine_of_all_others() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import gc
 import weakref
 
-from llmservice_operator.cluster.heap import settle
+from llmservice_operator.cluster.heap import expect_many, settle
 
 
 class Node:
@@ -38,3 +38,14 @@ def test_a_cycle_that_is_made_later_is_collected_as_ever() -> None:
         assert later() is None
     finally:
         gc.unfreeze()
+
+
+def test_what_is_made_while_the_cache_fills_is_looked_through_seldom() -> None:
+    before, rounds = gc.get_threshold(), gc.get_stats()[0]["collections"]
+    try:
+        expect_many()
+        kept = [{} for _ in range(10_000)]
+        assert gc.get_stats()[0]["collections"] <= rounds + 1
+        assert len(kept) == 10_000
+    finally:
+        gc.set_threshold(*before)

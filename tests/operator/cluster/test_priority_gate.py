@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 
 from llmservice_operator.cluster.priority_gate import PriorityGate
 
@@ -100,12 +101,36 @@ async def test_as_many_are_in_as_there_are_places() -> None:
         async with gate.place(0):
             inside += 1
             most = max(most, inside)
-            await asyncio.sleep(0)
+            for _ in range(10):
+                await asyncio.sleep(0)
             inside -= 1
 
     await asyncio.gather(*(visit() for _ in range(20)))
 
     assert most == 3
+
+
+async def test_of_many_who_come_together_one_is_let_in_at_each_turn_of_the_event_loop() -> None:
+    gate, turn = PriorityGate(64), 0
+    came_at: list[int] = []
+
+    async def count_turns() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    async def visit() -> None:
+        async with gate.place(0):
+            came_at.append(turn)
+            for _ in range(10):
+                await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count_turns())
+    await asyncio.gather(*(visit() for _ in range(20)))
+    counting.cancel()
+
+    assert [later - earlier for earlier, later in pairwise(came_at)] == [1] * 19
 
 
 async def test_a_free_place_is_taken_at_once_whatever_was_hurried_before() -> None:
