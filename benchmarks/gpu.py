@@ -26,7 +26,7 @@ from llmservice_bench.results import FOLDER, Results  # noqa: E402 - likewise
 
 def sections(folder: Path) -> dict[str, Callable[[], Findings]]:
     """In the order of what is most needed, should the time not do for all."""
-    from card import ceilings, engine, faults, kernels, llama, overlap, throughput
+    from card import ceilings, engine, faults, kernels, llama, overlap, sampling, throughput
 
     limits = ceilings.measure()
     print(
@@ -56,6 +56,7 @@ def sections(folder: Path) -> dict[str, Callable[[], Findings]]:
         "ceilings": lambda: first,
         "agreement": kernels.agreement,
         "kernels": partial(kernels.speed, limits),
+        "sampling": sampling.measure,
         "checkpoint": written,
         "start": partial(engine.readiness, folder),
         "steps": partial(engine.steps, folder, limits),

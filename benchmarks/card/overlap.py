@@ -12,6 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from card.engine import CONTEXT, add, any_prompt, start
+from card.sampling import KINDS
 from card.section import Findings
 from card.throughput import IN_FLIGHT, drawn_asks, latencies, ours
 from llmservice_bench.report import Report
@@ -19,15 +20,6 @@ from llmservice_bench.results import Check
 from llmservice_server.engine.engine import Engine
 from peers.workload import records
 
-KINDS: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0.0},
-    "top-p 0.95": {"temperature": 0.8, "top_p": 0.95, "seed": 7},
-    "everything": {
-        "temperature": 0.8, "top_k": 50, "top_p": 0.95, "min_p": 0.01, "presence_penalty": 0.3,
-        "frequency_penalty": 0.3, "repetition_penalty": 1.1, "min_tokens": 4000, "logprobs": 5,
-        "logit_bias": {7: -1.0}, "stop_token_ids": (2,),
-    },
-}  # fmt: skip
 _BATCHES = (8, 64, 256)
 _ROUNDS, _STEPS = 3, 30
 _BESIDE_KV_BYTES = 22 << 30  # of each engine: weights, activations, graphs

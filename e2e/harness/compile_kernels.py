@@ -22,6 +22,7 @@ from triton.backends.nvidia.driver import CudaDriver
 from llmservice_server.attention.base import KVCacheShape, Rotation, SequenceSlice
 from llmservice_server.attention.triton_backend import TritonAttention
 from llmservice_server.kernels.activation import silu_mul
+from llmservice_server.kernels.heaviest import heaviest
 from llmservice_server.kernels.jit import FP8
 from llmservice_server.kernels.norm import add_rms_norm
 
@@ -98,6 +99,8 @@ def launch_all(dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int, bloc
     for delta in (None, hidden):
         add_rms_norm(hidden, delta, hidden[0], 1e-5)
     silu_mul(hidden)
+    for by_mass in (False, True):
+        heaviest(torch.zeros(4, 128_256), torch.zeros(4, dtype=torch.float64), by_mass)
 
 
 def main() -> None:

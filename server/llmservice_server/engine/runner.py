@@ -17,7 +17,7 @@ from llmservice_server.engine.step_in_flight import LateTokens, LaunchedStep, St
 from llmservice_server.engine.step_input import StepInput
 from llmservice_server.models.llama import LlamaModel
 from llmservice_server.sampling.prompt_logprobs import PromptLogprobs
-from llmservice_server.sampling.sampler import Sampler, choose
+from llmservice_server.sampling.sampler import Sampler
 from llmservice_server.sampling.sampling_batch import SamplingBatch
 from llmservice_server.sampling.token_masks import TokenMasks
 from llmservice_server.transfer import to_device
@@ -30,11 +30,15 @@ class ModelRunner:
     """Computes what the scheduler planned. Sequences share the weights' products and never see each other."""
 
     def __init__(
-        self, model: LlamaModel, attention: AttentionBackend, swapped_blocks: SwappedBlocks | None = None
+        self,
+        model: LlamaModel,
+        attention: AttentionBackend,
+        swapped_blocks: SwappedBlocks | None = None,
+        sampler: Sampler | None = None,
     ) -> None:
         self.model = model
         self.attention = attention
-        self._sampler = Sampler()
+        self._sampler = sampler or Sampler()
         self._masks = TokenMasks(model.config.vocab_size)
         self.swapped_blocks = swapped_blocks
         self.graphs: DecodeGraphs | None = None
@@ -104,7 +108,10 @@ class ModelRunner:
             positions.extend(range(count))
         hidden = self._forward(np.zeros(num_tokens, np.int64), np.array(positions, np.int64), slices)
         logits = self.model.logits(hidden[:num_seqs])
-        choose(logits, SamplingBatch.greedy(len(logits)))
+        if logits.device.type == "cpu":
+            self._sampler.choose(logits, SamplingBatch.alike(len(logits)))
+        else:  # what takes the most memory beside the logits
+            self._sampler.choose(logits, SamplingBatch.alike(len(logits), temperature=1.0, top_p=0.9))
 
     @torch.inference_mode()
     def warm_up(self, num_tokens: int, block_size: int) -> None:

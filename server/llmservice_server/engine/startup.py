@@ -32,6 +32,8 @@ from llmservice_server.engine.swap_space import PreemptionCost, SwapSpace
 from llmservice_server.models.cpu_layer_ops import CpuLayerOps
 from llmservice_server.models.layer_ops import TritonLayerOps
 from llmservice_server.models.llama import LlamaModel
+from llmservice_server.sampling.heaviest import choose_heaviest
+from llmservice_server.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
     from llmservice_server.engine.decode_graphs import DecodeGraphs
@@ -90,7 +92,7 @@ def start(config: EngineConfig) -> Started:
     with phases.phase("KV cache"):
         attention = _attention(choice, kv_cache.num_blocks, device)
         swapped_blocks = _swapped_blocks(config, shape, attention, memory)
-    runner = ModelRunner(model, attention, swapped_blocks)
+    runner = ModelRunner(model, attention, swapped_blocks, _sampler(model, choice))
     warm_up = min(_WARM_UP_TOKENS, kv_cache.num_usable_blocks * config.block_size)
     with phases.phase("warm-up"):
         runner.warm_up(warm_up, config.block_size)
@@ -263,12 +265,19 @@ def _full_step(
     longest = min(config.max_model_len or model.config.max_context, config.prefill_chunk_tokens)
     blocks_each = -(-longest // config.block_size)
     num_blocks = 1 + blocks_each * -(-config.max_num_batched_tokens // longest)
-    runner = ModelRunner(model, choice.backend(num_blocks, model.device))
+    runner = ModelRunner(model, choice.backend(num_blocks, model.device), sampler=_sampler(model, choice))
 
     def step() -> None:
         runner.dummy_step(config.max_num_batched_tokens, config.most_seqs, longest, config.block_size)
 
     return runner, step, num_blocks * choice.shape.bytes_per_block
+
+
+def _sampler(model: LlamaModel, choice: AttentionChoice) -> Sampler:
+    """With our own kernel where attention has ours."""
+    if model.device.type == "cpu" or choice.name != "triton":
+        return Sampler()
+    return Sampler(choose_heaviest(model.config.vocab_size, model.device))
 
 
 def _attention(choice: AttentionChoice, num_blocks: int, device: torch.device) -> AttentionBackend:

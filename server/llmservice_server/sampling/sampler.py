@@ -17,6 +17,7 @@ import torch
 from llmservice_server.engine.request import Request
 from llmservice_server.messages import TokenLogprobs
 from llmservice_server.sampling import torch_sampler
+from llmservice_server.sampling.heaviest import Heaviest, heaviest
 from llmservice_server.sampling.logit_adjustments import adjust
 from llmservice_server.sampling.logprobs import Logprobs
 from llmservice_server.sampling.sampling_batch import SamplingBatch
@@ -53,10 +54,14 @@ class Drawn:
 
 
 class Sampler:
-    """Keeps the last batch's columns, as most batches are of the same requests as the one before."""
+    """Keeps the last batch's columns, as most batches are of the same requests as the one before.
 
-    def __init__(self) -> None:
+    `cut` is for top-k and top-p, and used on other devices than the CPU.
+    """
+
+    def __init__(self, cut: Heaviest = heaviest) -> None:
         self._batch = SamplingBatch.of([])
+        self._cut = cut
 
     def draw(
         self, logits: torch.Tensor, requests: Sequence[Request], masks: Future[torch.Tensor] | None = None
@@ -74,20 +79,19 @@ class Sampler:
         adjust(logits, requests)
         if masks is not None:
             apply_masks(logits, batch.masked, masks.result())
-        token_ids = choose(logits, batch)
+        token_ids = self.choose(logits, batch)
         if told is None or raw is None:
             return Drawn(batch, token_ids, None)
         most = max(requests[row].sampling.logprobs or 0 for row in batch.told)
         return Drawn(batch, token_ids, Logprobs.of(raw, token_ids.index_select(0, told).clamp_min(0), most))
 
+    def choose(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        """The next token of each row of float32 logits `[num_rows, vocab_size]`, overwritten: int64 `[num_rows]`.
 
-def choose(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """The next token of each row of float32 logits `[num_rows, vocab_size]`, which are overwritten: int64 `[num_rows]`.
+        -1 where a logit is NaN or infinite, or all are minus infinity.
+        """
+        if logits.device.type == "cpu":
+            from llmservice_server.sampling import cpu_sampler  # brings a compiler along
 
-    -1 where a logit is NaN or infinite, or all are minus infinity.
-    """
-    if logits.device.type == "cpu":
-        from llmservice_server.sampling import cpu_sampler  # brings a compiler along
-
-        return cpu_sampler.choose(logits, batch)
-    return torch_sampler.choose(logits, batch)
+            return cpu_sampler.choose(logits, batch)
+        return torch_sampler.choose(logits, batch, self._cut)

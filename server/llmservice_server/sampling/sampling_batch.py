@@ -44,11 +44,11 @@ class SamplingBatch:
         )
 
     @classmethod
-    def greedy(cls, num_rows: int) -> SamplingBatch:
+    def alike(cls, num_rows: int, temperature: float = 0.0, top_p: float = 1.0) -> SamplingBatch:
         """For nobody in particular: what a step is measured and warmed up with."""
         zeros = np.zeros(num_rows)
         none = zeros.astype(np.int64)
-        return cls([], zeros, none, zeros, zeros, none.astype(np.uint64))
+        return cls([], zeros + temperature, none, zeros + top_p, zeros, none.astype(np.uint64))
 
     def is_of(self, requests: Sequence[Request]) -> bool:
         """Whether these are the requests; they are compared by identity."""
@@ -58,5 +58,5 @@ class SamplingBatch:
         """The numbers in [0, 1) that choose the rows' next tokens; 0 where nobody asks for chance."""
         if not self.temperature.any():
             return np.zeros_like(self.temperature)
-        places = [request.num_output_tokens for request in self.requests]
+        places = [request.num_output_tokens for request in self.requests] or [0] * len(self.seeds)
         return uniforms(self.seeds, np.array(places, np.int64))

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from llmservice_server.sampling.heaviest import Heaviest, heaviest
 from llmservice_server.sampling.sampling_batch import SamplingBatch
 from llmservice_server.transfer import to_device
 
-_WEIGHT_BITS = 30  # of a float from 0 to 1; such floats are ordered as their bits are
 
-
-def choose(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+def choose(logits: torch.Tensor, batch: SamplingBatch, cut: Heaviest = heaviest) -> torch.Tensor:
     """The next token of each row of float32 logits `[num_rows, vocab_size]`, which are overwritten: int64 `[num_rows]`.
 
-    -1 where a logit is NaN or infinite, or all are minus infinity.
+    -1 where a logit is NaN or infinite, or all are minus infinity. `cut` is for top-k and top-p.
     """
     best, token_ids = logits.max(dim=-1)  # NaN is greater than everything, so it shows here
     if len(drawn := np.flatnonzero(batch.temperature)):
         rows = _Rows(drawn, len(logits), logits.device)
-        rows.put(token_ids, _draw(rows.take(logits), drawn, batch))
+        rows.put(token_ids, _draw(rows.take(logits), drawn, batch, cut))
     return token_ids.masked_fill_(~best.isfinite(), -1)
 
 
@@ -42,7 +39,7 @@ class _Rows:
             matrix.index_copy_(0, self._index, rows)
 
 
-def _draw(logits: torch.Tensor, drawn: npt.NDArray[np.int64], batch: SamplingBatch) -> torch.Tensor:
+def _draw(logits: torch.Tensor, drawn: npt.NDArray[np.int64], batch: SamplingBatch, cut: Heaviest) -> torch.Tensor:
     """One token for each row of `logits`, which are those of the `drawn` rows of the batch."""
     device, vocab_size = logits.device, logits.shape[-1]
     top_k, top_p = batch.top_k[drawn], batch.top_p[drawn]
@@ -51,14 +48,14 @@ def _draw(logits: torch.Tensor, drawn: npt.NDArray[np.int64], batch: SamplingBat
     weights = _weights(logits, temperature)
     if batch.min_p.any():
         weights.masked_fill_(weights < least[:, None].float(), 0)  # the likeliest token's weight is 1
-    if len(cut := np.flatnonzero((top_k > 0) & (top_k < vocab_size))):
-        rows = _Rows(cut, len(weights), device)
-        rows.put(weights, _heaviest(rows.take(weights), rows.take(most), _number))
-    if len(cut := np.flatnonzero(top_p < 1)):
-        rows = _Rows(cut, len(weights), device)
+    if len(by_rank := np.flatnonzero((top_k > 0) & (top_k < vocab_size))):
+        rows = _Rows(by_rank, len(weights), device)
+        rows.put(weights, cut(rows.take(weights), rows.take(most), by_mass=False))
+    if len(by_mass := np.flatnonzero(top_p < 1)):
+        rows = _Rows(by_mass, len(weights), device)
         nuclei = rows.take(weights)
         wanted = rows.take(mass) * nuclei.sum(dim=-1, dtype=torch.float64)
-        rows.put(weights, _heaviest(nuclei, wanted.clamp_min(1e-300), _mass))  # top_p = 0 still leaves the likeliest
+        rows.put(weights, cut(nuclei, wanted.clamp_min(1e-300), by_mass=True))  # top_p = 0 still leaves the likeliest
     return _invert(weights, uniforms)
 
 
@@ -69,46 +66,13 @@ def _weights(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
     return shifted.div_(temperature.float()[:, None]).exp_()
 
 
-Measure = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""What the chosen of some weights make, row by row, in float64: `chosen` is bool, both are `[num_rows, vocab_size]`."""
-
-
-def _number(weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    return chosen.sum(dim=-1).double()
-
-
-def _mass(weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    return torch.where(chosen, weights, 0).sum(dim=-1, dtype=torch.float64)
-
-
-def _heaviest(weights: torch.Tensor, wanted: torch.Tensor, measure: Measure) -> torch.Tensor:
-    """`weights` of 0 to 1 `[num_rows, vocab_size]`, 0 but for the heaviest: each stays while those before it make less
-    than `wanted` `[num_rows]`. Of equal ones the first stay.
-
-    Nothing is sorted: the place of the cut is found bit by bit.
-    """
-    bits = weights.view(torch.int32)
-    cut = torch.zeros_like(wanted, dtype=torch.int32)
-    for place in reversed(range(_WEIGHT_BITS)):
-        higher = cut + (1 << place)
-        cut = torch.where(measure(weights, bits >= higher[:, None]) >= wanted, higher, cut)
-    heavier, equal = bits > cut[:, None], bits == cut[:, None]
-    missing = wanted - measure(weights, heavier)
-    each = measure(weights, equal) / equal.sum(dim=-1)
-    num_equal = (missing / each).ceil().clamp_min(1)
-    stays = heavier | (equal & (equal.cumsum(dim=-1) <= num_equal[:, None]))
-    return weights.masked_fill(~stays, 0)
-
-
 def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """The first index at which each row's cumulative weight exceeds its uniform's share of the whole.
 
     In float64: a float32 sum over a vocabulary is off by more than a rare token weighs.
     """
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
-    wanted = uniforms * cumulative[:, -1]
-    index = torch.searchsorted(cumulative, wanted[:, None], right=True)[:, 0]
-    last = (
-        weights.shape[-1] - 1 - (weights.flip(-1) > 0).int().argmax(dim=-1)
-    )  # rounding must not reach a weight of zero
-    return torch.minimum(index, last)
+    total = cumulative[:, -1:]
+    index = torch.searchsorted(cumulative, uniforms[:, None] * total, right=True)
+    last = torch.searchsorted(cumulative, total.contiguous())  # rounding must not reach a weight of zero
+    return torch.minimum(index, last)[:, 0]
