@@ -42,6 +42,11 @@ class Operator:
     def works(self) -> bool:
         return " leads" in self.log.read_text()
 
+    @property
+    def rests(self) -> bool:
+        """Whether it has written all that it wants to: its passes wait for the tick, which is seconds away."""
+        return not self.proxy.writes_since(time.monotonic() - 0.5)
+
     async def ended(self) -> int:
         async with asyncio.timeout(20):
             return await self.process.wait()
@@ -151,6 +156,7 @@ async def test_a_leader_that_was_paused_writes_nothing_after_it_wakes(elect: Sta
     second = await elect()
     await create_service(kube)
     await until(lambda: has_replicas(kube, 1))
+    await until(lambda: first.rests)  # no fence holds back a request that is just being sent
 
     first.process.send_signal(signal.SIGSTOP)
     await until(lambda: second.works)
