@@ -16,9 +16,9 @@ SETTINGS = {"kv_cache_memory_bytes": 2**22, "threads": 1, "max_num_seqs": 4}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
-@pytest.fixture
-async def llm(tiny_model: Path) -> AsyncIterator[AsyncLLM]:
-    async with AsyncLLM(tiny_model, **SETTINGS) as llm:
+@pytest.fixture(params=[False, True], ids=["apart", "overlapped"])
+async def llm(tiny_model: Path, request: pytest.FixtureRequest) -> AsyncIterator[AsyncLLM]:
+    async with AsyncLLM(tiny_model, overlap=request.param, **SETTINGS) as llm:
         yield llm
 
 
