@@ -68,5 +68,6 @@ def heaviest(weights: torch.Tensor, wanted: torch.Tensor, by_mass: bool) -> torc
     """
     num_rows, size = weights.shape
     grid: tuple[Any, ...] = (num_rows,)
-    _heaviest[grid](weights, wanted, size, BY_MASS=by_mass, BITS=WEIGHT_BITS, TILE=_TILE, num_warps=16)
+    aligned = wanted.clone()  # for a pointer that is no multiple of 16 bytes Triton would compile another kernel
+    _heaviest[grid](weights, aligned, size, BY_MASS=by_mass, BITS=WEIGHT_BITS, TILE=_TILE, num_warps=16)
     return weights

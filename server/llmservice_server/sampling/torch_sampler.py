@@ -10,6 +10,8 @@ from llmservice_server.sampling.heaviest import Heaviest, heaviest
 from llmservice_server.sampling.sampling_batch import SamplingBatch
 from llmservice_server.transfer import to_device
 
+_ROWS_AT_ONCE = 64  # of a vocabulary in float64, twice: 130 MB of the largest
+
 
 def choose(logits: torch.Tensor, batch: SamplingBatch, cut: Heaviest = heaviest) -> torch.Tensor:
     """The next token of each row of float32 logits `[num_rows, vocab_size]`, which are overwritten: int64 `[num_rows]`.
@@ -19,7 +21,8 @@ def choose(logits: torch.Tensor, batch: SamplingBatch, cut: Heaviest = heaviest)
     best, token_ids = logits.max(dim=-1)  # NaN is greater than everything, so it shows here
     if len(drawn := np.flatnonzero(batch.temperature)):
         rows = _Rows(drawn, len(logits), logits.device)
-        rows.put(token_ids, _draw(rows.take(logits), drawn, batch, cut))
+        likeliest = rows.take(best)
+        rows.put(token_ids, _draw(rows.take(logits).sub_(likeliest[:, None]), drawn, batch, cut))
     return token_ids.masked_fill_(~best.isfinite(), -1)
 
 
@@ -40,14 +43,14 @@ class _Rows:
 
 
 def _draw(logits: torch.Tensor, drawn: npt.NDArray[np.int64], batch: SamplingBatch, cut: Heaviest) -> torch.Tensor:
-    """One token for each row of `logits`, which are those of the `drawn` rows of the batch."""
+    """One token for each row of `logits`, which are those of the `drawn` rows of the batch; the likeliest's is 0."""
     device, vocab_size = logits.device, logits.shape[-1]
     top_k, top_p = batch.top_k[drawn], batch.top_p[drawn]
     columns = np.stack((batch.temperature[drawn], top_k, top_p, batch.min_p[drawn], batch.uniforms()[drawn]))
     temperature, most, mass, least, uniforms = to_device(columns, device).unbind()
-    weights = _weights(logits, temperature)
+    weights = logits.div_(temperature.float()[:, None]).exp_()  # of the likeliest: 1
     if batch.min_p.any():
-        weights.masked_fill_(weights < least[:, None].float(), 0)  # the likeliest token's weight is 1
+        weights.masked_fill_(weights < least[:, None].float(), 0)
     if len(by_rank := np.flatnonzero((top_k > 0) & (top_k < vocab_size))):
         rows = _Rows(by_rank, len(weights), device)
         rows.put(weights, cut(rows.take(weights), rows.take(most), by_mass=False))
@@ -59,20 +62,16 @@ def _draw(logits: torch.Tensor, drawn: npt.NDArray[np.int64], batch: SamplingBat
     return _invert(weights, uniforms)
 
 
-def _weights(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """What each token weighs beside the likeliest, which weighs 1, at its row's temperature; `logits`' shape."""
-    # Shifting by the maximum first keeps a tiny temperature from overflowing to infinity.
-    shifted = logits - logits.max(dim=-1, keepdim=True).values
-    return shifted.div_(temperature.float()[:, None]).exp_()
-
-
 def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """The first index at which each row's cumulative weight exceeds its uniform's share of the whole.
 
-    In float64: a float32 sum over a vocabulary is off by more than a rare token weighs.
+    In float64: a float32 sum over a vocabulary is off by more than a rare token weighs. So a few rows at a time.
     """
-    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
-    total = cumulative[:, -1:]
-    index = torch.searchsorted(cumulative, uniforms[:, None] * total, right=True)
-    last = torch.searchsorted(cumulative, total.contiguous())  # rounding must not reach a weight of zero
-    return torch.minimum(index, last)[:, 0]
+    chosen = []
+    for some, shares in zip(torch.split(weights, _ROWS_AT_ONCE), torch.split(uniforms, _ROWS_AT_ONCE), strict=True):
+        cumulative = some.cumsum(dim=-1, dtype=torch.float64)
+        total = cumulative[:, -1:].contiguous()
+        index = torch.searchsorted(cumulative, shares[:, None] * total, right=True)
+        last = torch.searchsorted(cumulative, total)  # rounding must not reach a weight of zero
+        chosen.append(torch.minimum(index, last)[:, 0])
+    return torch.cat(chosen)
