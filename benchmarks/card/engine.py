@@ -88,7 +88,9 @@ def steps(folder: Path, ceilings: Ceilings) -> Findings:
     weight_bytes = engine.ready.memory_bytes["weights"]
     kv_bytes_per_token = engine.ready.memory_bytes["kv_cache"] / (engine.ready.num_blocks + 1) / block_size
     blocks_each = CONTEXT // block_size
-    found.notes.append("decode steps run " + ("as CUDA graphs" if runner.graphs is not None else "without CUDA graphs"))
+    found.notes.append(
+        "decode steps run " + ("as CUDA graphs" if runner.decode_path is not None else "without CUDA graphs")
+    )
     shares = []
     for batch in (1, 2, 4, 8, 16, 32, 64):
         slices = [

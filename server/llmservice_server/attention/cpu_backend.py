@@ -22,6 +22,7 @@ from llmservice_server.attention.base import (
     Int64Array,
     JoinedTables,
     KVCacheShape,
+    Rotation,
     SequenceSlice,
     firsts_of,
     slots_of,
@@ -116,7 +117,7 @@ class CpuAttention:
 
 @dataclass(slots=True)
 class CpuStep:
-    """Implements `Attend` for one step."""
+    """Implements `RotatingAttend` for one step."""
 
     shape: KVCacheShape
     caches: list[npt.NDArray[Any]]
@@ -127,31 +128,36 @@ class CpuStep:
 
     def __call__(self, layer: int, query: torch.Tensor, key_value: torch.Tensor) -> torch.Tensor:
         stored = key_value.to(self.shape.dtype)
-        cache, window = self.caches[layer], self.shape.windows[layer]
-        cpu_kernels.store(as_array(stored), self.slots, cache)
-        answer = torch.empty(query.shape)
-        if self.decodes is not None:
-            self._decode(self.decodes, query, cache, window, answer)
-        for chunk in self.chunks:
-            answer[chunk.first_row : chunk.end_row] = self._attend_chunk(chunk, query, stored, cache, window)
-        return answer.to(query.dtype).flatten(1)
+        cpu_kernels.store(as_array(stored), self.slots, self.caches[layer])
+        return self._attend(layer, query.contiguous(), stored)
 
-    def _decode(
-        self,
-        decodes: _Decodes,
-        query: torch.Tensor,
-        cache: npt.NDArray[Any],
-        window: int | None,
-        answer: torch.Tensor,
-    ) -> None:
-        cpu_kernels.decode(
-            query.float().contiguous().numpy(),
-            cache,
-            decodes.within(window),
-            decodes.blocks,
-            self.parts,
-            answer.numpy(),
+    def rotate_and_attend(self, layer: int, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        """As `RotatingAttend` says."""
+        num_heads = self.shape.num_heads
+        cpu_kernels.rotate_and_store(
+            as_array(heads), rotation_arrays(rotation), self.slots, num_heads, self.caches[layer]
         )
+        return self._attend(layer, heads, heads[:, num_heads:].to(self.shape.dtype))
+
+    def of_layer(self, layer: int) -> tuple[npt.NDArray[Any], Int64Array, Int32Array, Int32Array, int]:
+        """For a step of decodes only: cache, slots, and what `cpu_kernels.decode` asks for besides."""
+        if self.decodes is None:
+            raise ValueError("no sequence of this step is due a single token")
+        sequences = self.decodes.within(self.shape.windows[layer])
+        return self.caches[layer], self.slots, sequences, self.decodes.blocks, self.parts
+
+    def _attend(self, layer: int, query: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
+        """`query` may have more heads than those of the queries; `stored` are keys and values as the cache has them."""
+        cache, window, num_heads = self.caches[layer], self.shape.windows[layer], self.shape.num_heads
+        answer = query.new_empty(len(query), num_heads, self.shape.head_dim)
+        if (decodes := self.decodes) is not None:
+            cpu_kernels.decode(
+                as_array(query), cache, decodes.within(window), decodes.blocks, self.parts, as_array(answer)
+            )
+        for chunk in self.chunks:
+            chunk_query = query[chunk.first_row : chunk.end_row, :num_heads]
+            answer[chunk.first_row : chunk.end_row] = self._attend_chunk(chunk, chunk_query, stored, cache, window)
+        return answer.flatten(1)
 
     def _attend_chunk(
         self, chunk: _Chunk, query: torch.Tensor, stored: torch.Tensor, cache: npt.NDArray[Any], window: int | None
@@ -165,7 +171,7 @@ class CpuStep:
             gathered = torch.empty((2, num_kv_heads, num_keys, head_dim), dtype=self.shape.dtype)
             cpu_kernels.gather(cache, chunk.table, chunk.first_key(window), as_array(gathered))
             keys, values = gathered
-        grouped = query[chunk.first_row : chunk.end_row].view(chunk.num_queries, num_kv_heads, -1, head_dim)
+        grouped = query.reshape(chunk.num_queries, num_kv_heads, -1, head_dim)
         by_head = grouped.permute(1, 2, 0, 3)
         group = by_head.shape[1]
         keys, values = (part.to(query.dtype)[:, None].expand(-1, group, -1, -1) for part in (keys, values))
@@ -174,6 +180,12 @@ class CpuStep:
         else:
             answer = F.scaled_dot_product_attention(by_head, keys, values, attn_mask=_mask(chunk, window))
         return answer.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def rotation_arrays(rotation: Rotation) -> tuple[npt.NDArray[Any], np.float32, npt.NDArray[Any], npt.NDArray[Any]]:
+    """The weights of the norm of queries and keys, maybe empty; its epsilon; cosines and sines."""
+    weight, eps = (rotation.cos.new_empty(0, 0), 0.0) if rotation.qk_norm is None else rotation.qk_norm
+    return as_array(weight), np.float32(eps), as_array(rotation.cos.flatten(1)), as_array(rotation.sin.flatten(1))
 
 
 def _mask(chunk: _Chunk, window: int | None) -> torch.Tensor:

@@ -1,5 +1,7 @@
 """What attention on a CPU does to the cache's blocks, compiled by numba when it first runs: store, gather, decode.
 
+Arrays are those of `as_array`: elements are the bits of a bfloat16 or float16, or a float32.
+
 A layer's cache is `[num_blocks, num_kv_heads, 2, block_size, head_dim]`, keys before values: what one head reads of a
 block is one stream of memory.
 """
@@ -13,7 +15,8 @@ import numba
 import numpy as np
 
 from llmservice_server.cpu.compiled import compiled
-from llmservice_server.cpu.element import exp, widened
+from llmservice_server.cpu.element import exp, narrowed, widened
+from llmservice_server.cpu.prefetch import prefetch_ahead
 
 _UNROLLED = 4
 """Values that are added up at a time, so that the sums are written a quarter as often."""
@@ -33,6 +36,65 @@ def store(key_value: Any, slots: Any, cache: Any) -> None:
 
 
 @compiled(parallel=True)
+def rotate_and_store(heads: Any, turns: Any, slots: Any, num_heads: int, cache: Any) -> None:
+    """Norm and rotate the queries and keys of `heads` in place, and store keys and values.
+
+    heads: `[num_tokens, num_heads + 2 * num_kv_heads, head_dim]`. turns: the weights of the norm, `[num_heads +
+    num_kv_heads, head_dim]`, or empty where a model has no such norm; its epsilon; cosines and sines, `[num_tokens,
+    head_dim]`, the first half of the sines negated.
+    """
+    norm, eps, cos, sin = turns
+    for token in numba.prange(len(heads)):
+        turn = (norm, eps, cos[token], sin[token])
+        rotate_and_store_heads(heads[token], turn, slots[token], num_heads, (0, cache.shape[1]), cache)
+
+
+@compiled()
+def rotate_and_store_heads(heads: Any, turn: Any, slot: int, num_heads: int, mine: Any, cache: Any) -> None:
+    """One token's key heads, from the first of `mine` on as many as its second, and the queries that share them."""
+    norm, eps, cos, sin = turn
+    first_head, num_kv_heads = mine
+    block_size = cache.shape[3]
+    block, offset = slot // block_size, slot % block_size
+    group = num_heads // cache.shape[1]
+    for head in range(first_head * group, (first_head + num_kv_heads) * group):
+        _rotate_head(heads[head], norm[head : head + 1], eps, cos, sin)
+    for kv_head in range(first_head, first_head + num_kv_heads):
+        head = num_heads + kv_head
+        _rotate_head(heads[head], norm[head : head + 1], eps, cos, sin)
+        _copy(heads[head], cache[block, kv_head, 0, offset])
+        _copy(heads[head + cache.shape[1]], cache[block, kv_head, 1, offset])
+
+
+@compiled()
+def _copy(source: Any, target: Any) -> None:
+    """Elements of maybe another kind."""
+    for index in range(len(source)):
+        target[index] = narrowed(widened(source[index]), target[index])
+
+
+@compiled()
+def _rotate_head(head: Any, norm: Any, eps: Any, cos: Any, sin: Any) -> None:
+    """In place. `norm` `[1, head_dim]` are the weights of an RMS norm that comes first, or it is empty."""
+    half = len(head) // 2
+    scale = np.float32(1)
+    if len(norm):
+        total = np.float32(0)
+        for index in range(len(head)):
+            total += widened(head[index]) * widened(head[index])
+        scale /= np.sqrt(total / np.float32(len(head)) + eps)
+    for index in range(half):
+        first, second = widened(head[index]) * scale, widened(head[half + index]) * scale
+        if len(norm):
+            first *= widened(norm[0, index])
+            second *= widened(norm[0, half + index])
+        turned = first * widened(cos[index]) + second * widened(sin[index])
+        turned_second = second * widened(cos[half + index]) + first * widened(sin[half + index])
+        head[index] = narrowed(turned, head[index])
+        head[half + index] = narrowed(turned_second, head[half + index])
+
+
+@compiled(parallel=True)
 def gather(cache: Any, table: Any, first: int, gathered: Any) -> None:
     """Fill `gathered` `[2, num_kv_heads, num_keys, head_dim]` with a sequence's keys and values from `first` on."""
     num_kv_heads, block_size = cache.shape[1], cache.shape[3]
@@ -49,47 +111,58 @@ def gather(cache: Any, table: Any, first: int, gathered: Any) -> None:
 def decode(query: Any, cache: Any, sequences: Any, blocks: Any, parts: int, answer: Any) -> None:
     """Attention of one token for each of several sequences, straight from the blocks of their tables.
 
-    query and answer: float32 `[num_tokens, num_heads, head_dim]`. sequences: `[num_seqs, 4]`, of each its row in these
-    two, where its table begins in `blocks`, and the positions that it sees: the first, and the one behind the last. The
-    threads share the sequences, or, where these are few, the `parts` of each, which divide its key heads.
-
-    Goes over the keys and values once, a block at a time, with a running maximum and sum: online softmax, Milakov and
-    Gimelshein, 2018.
+    query: `[num_tokens, num_heads or more, head_dim]`, of which the first are queries. answer: `[num_tokens, num_heads,
+    head_dim]`. sequences: `[num_seqs, 4]`, of each its row in these two, where its table begins in `blocks`, and the
+    positions that it sees: the first, and the one behind the last. The threads share the sequences, or, where these are
+    few, the `parts` of each, which divide its key heads.
     """
     heads_each = cache.shape[1] // parts
     for piece in numba.prange(len(sequences) * parts):
         row, first_block, first, end = sequences[piece // parts]
-        first_head = piece % parts * heads_each
-        _decode_heads(query[row], cache, blocks[first_block:], first, end, first_head, heads_each, answer[row])
+        mine = (piece % parts * heads_each, heads_each)
+        decode_heads(query[row], cache, blocks[first_block:], (first, end), mine, answer[row])
 
 
 @compiled()
-def _decode_heads(
-    query: Any, cache: Any, table: Any, first: int, end: int, first_head: int, num_kv_heads: int, answer: Any
-) -> None:
-    """One sequence, for `num_kv_heads` of the key heads and the query heads that share them."""
+def decode_heads(query: Any, cache: Any, table: Any, keys_seen: Any, mine: Any, answer: Any) -> None:
+    """One sequence, for its key heads from the first of `mine` on, as many as its second, and the queries that share
+    them. keys_seen: the first position and the one behind the last.
+
+    Goes over the keys and values once, a block at a time, with a running maximum and sum: online softmax, Milakov and
+    Gimelshein, 2018.
+    """
+    (first, end), (first_head, num_kv_heads) = keys_seen, mine
     block_size, head_dim = cache.shape[3], cache.shape[4]
-    group = query.shape[0] // cache.shape[1]
-    mine = slice(first_head * group, (first_head + num_kv_heads) * group)
-    queries = query[mine] * np.float32(1 / math.sqrt(head_dim))
-    num_heads = queries.shape[0]
+    group = answer.shape[0] // cache.shape[1]
+    num_heads = num_kv_heads * group
+    queries = np.empty((num_heads, head_dim), np.float32)
+    for head in range(num_heads):
+        for index in range(head_dim):
+            queries[head, index] = widened(query[first_head * group + head, index]) * np.float32(
+                1 / math.sqrt(head_dim)
+            )
     sums = np.zeros((num_heads, head_dim), np.float32)
     total = np.zeros(num_heads, np.float32)
     highest = np.full(num_heads, _LOWEST, np.float32)
     scores = np.empty((group, -(-block_size // _UNROLLED) * _UNROLLED), np.float32)
-    for number in range(first // block_size, -(-end // block_size)):
+    last = (end - 1) // block_size
+    for number in range(first // block_size, last + 1):
         start = max(0, first - number * block_size)
         stop = min(block_size, end - number * block_size)
+        upcoming = cache[table[min(number + 1, last)]]
         for kv_head in range(num_kv_heads):
             heads = slice(kv_head * group, (kv_head + 1) * group)
             keys = cache[table[number], first_head + kv_head, 0, start:stop]
             values = cache[table[number], first_head + kv_head, 1, start:stop]
+            prefetch_ahead(upcoming[first_head + kv_head, 0])
             _score(queries[heads], keys, scores)
+            prefetch_ahead(upcoming[first_head + kv_head, 1])
             _weigh(scores, keys.shape[0], highest[heads], total[heads], sums[heads])
             _add_weighted(scores, values, sums[heads])
     for head in range(num_heads):
         for index in range(head_dim):
-            answer[first_head * group + head, index] = sums[head, index] / total[head]
+            place = first_head * group + head
+            answer[place, index] = narrowed(sums[head, index] / total[head], answer[place, index])
 
 
 @compiled()

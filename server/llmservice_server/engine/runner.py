@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,8 +22,17 @@ from llmservice_server.sampling.sampling_batch import SamplingBatch
 from llmservice_server.sampling.token_masks import TokenMasks
 from llmservice_server.transfer import to_device
 
-if TYPE_CHECKING:
-    from llmservice_server.engine.decode_graphs import DecodeGraphs  # brings Triton along
+
+class DecodePath(Protocol):
+    """A faster way to compute steps that are decodes only."""
+
+    def takes(self, slices: Sequence[SequenceSlice]) -> bool:
+        """Whether it can compute such a step."""
+
+    def run(
+        self, token_ids: Int64Array, slices: Sequence[SequenceSlice], late: LateTokens | None = None
+    ) -> torch.Tensor:
+        """`LlamaModel.forward`'s states, `[num_seqs, hidden_size]`; valid until the next run."""
 
 
 class ModelRunner:
@@ -41,7 +50,7 @@ class ModelRunner:
         self._sampler = sampler or Sampler()
         self._masks = TokenMasks(model.config.vocab_size)
         self.swapped_blocks = swapped_blocks
-        self.graphs: DecodeGraphs | None = None
+        self.decode_path: DecodePath | None = None
 
     @torch.inference_mode()
     def swap(self, plan: Plan) -> None:
@@ -133,8 +142,8 @@ class ModelRunner:
         slices: list[SequenceSlice],
         late: LateTokens | None = None,
     ) -> torch.Tensor:
-        if self.graphs is not None and self.graphs.takes(slices):
-            return self.graphs.run(token_ids, slices, late)
+        if self.decode_path is not None and self.decode_path.takes(slices):
+            return self.decode_path.run(token_ids, slices, late)
         device = self.model.device
         tokens = to_device(token_ids, device)
         if late is not None:

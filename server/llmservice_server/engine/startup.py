@@ -12,8 +12,10 @@ import torch
 
 from llmservice_server.attention.base import AttentionBackend, KVCacheShape
 from llmservice_server.attention.choice import AttentionChoice, choose_attention
+from llmservice_server.attention.cpu_backend import CpuAttention
 from llmservice_server.attention.swapped_blocks import SwappedBlocks
 from llmservice_server.engine.config import EngineConfig
+from llmservice_server.engine.cpu_decode import CpuDecode, can_decode
 from llmservice_server.engine.errors import ConfigError, OutOfMemoryError
 from llmservice_server.engine.loader import Checkpoint
 from llmservice_server.engine.memory import (
@@ -31,6 +33,7 @@ from llmservice_server.engine.start_phases import StartPhases
 from llmservice_server.engine.swap_space import PreemptionCost, SwapSpace
 from llmservice_server.models.cpu_layer_ops import CpuLayerOps
 from llmservice_server.models.layer_ops import TritonLayerOps
+from llmservice_server.models.linear import FEW_ROWS
 from llmservice_server.models.llama import LlamaModel
 from llmservice_server.sampling.heaviest import choose_heaviest
 from llmservice_server.sampling.sampler import Sampler
@@ -93,12 +96,14 @@ def start(config: EngineConfig) -> Started:
         attention = _attention(choice, kv_cache.num_blocks, device)
         swapped_blocks = _swapped_blocks(config, shape, attention, memory)
     runner = ModelRunner(model, attention, swapped_blocks, _sampler(model, choice))
+    if isinstance(attention, CpuAttention) and can_decode(model):
+        runner.decode_path = CpuDecode(model, attention, min(max_num_seqs, FEW_ROWS))
     warm_up = min(_WARM_UP_TOKENS, kv_cache.num_usable_blocks * config.block_size)
     with phases.phase("warm-up"):
         runner.warm_up(warm_up, config.block_size)
     if _uses_graphs(config, choice, device):
         with phases.phase("CUDA graphs"):
-            runner.graphs = _graphs(model, attention, max_num_seqs, kv_cache)
+            runner.decode_path = _graphs(model, attention, max_num_seqs, kv_cache)
     swap = None
     if swapped_blocks is not None:
         swap = SwapSpace(swapped_blocks.num_blocks, _preemption_cost(runner, config, kv_cache))

@@ -60,16 +60,22 @@ def _norm(hidden: Any, weight: Any, eps: Any, normed: Any) -> None:
 
 
 @compiled()
-def _add_norm(delta: Any, hidden: Any, weight: Any, eps: Any, normed: Any) -> None:
-    for row in range(len(hidden)):
-        into, addend = hidden[row], delta[row]
-        for index in range(len(into)):
-            into[index] = narrowed(widened(into[index]) + widened(addend[index]), into[index])
-        _norm_row(into, weight, eps, normed[row])
+def add_norm_row(delta: Any, into: Any, weight: Any, eps: Any, normed: Any) -> None:
+    """Add `delta` to a row, in place, and write the sum's norm."""
+    for index in range(len(into)):
+        into[index] = narrowed(widened(into[index]) + widened(delta[index]), into[index])
+    _norm_row(into, weight, eps, normed)
 
 
 @compiled()
-def _silu_mul_row(gate: Any, up: Any, gated: Any) -> None:
+def _add_norm(delta: Any, hidden: Any, weight: Any, eps: Any, normed: Any) -> None:
+    for row in range(len(hidden)):
+        add_norm_row(delta[row], hidden[row], weight, eps, normed[row])
+
+
+@compiled()
+def silu_mul_row(gate: Any, up: Any, gated: Any) -> None:
+    """Write `silu(gate) * up`."""
     for index in range(len(gated)):
         value = widened(gate[index])
         gated[index] = narrowed(value / (np.float32(1) + exp(-value)) * widened(up[index]), gated[index])
@@ -79,4 +85,4 @@ def _silu_mul_row(gate: Any, up: Any, gated: Any) -> None:
 def _silu_mul(gate_up: Any, gated: Any) -> None:
     width = gated.shape[1]
     for row in range(len(gated)):
-        _silu_mul_row(gate_up[row, :width], gate_up[row, width:], gated[row])
+        silu_mul_row(gate_up[row, :width], gate_up[row, width:], gated[row])

@@ -124,7 +124,9 @@ def test_the_host_tells_the_device_of_two_steps_and_waits_for_nothing(model: Lla
     there, attention = LlamaModel(config, torch.float32, META), _Shapes(shape, 8, META)
     runner = ModelRunner(there, attention)
     if graphs:
-        runner.graphs = DecodeGraphs(there, attention, DecodeBuffers(4, 16, BLOCK_SIZE, META), [1, 2, 4], _no_graph)
+        runner.decode_path = DecodeGraphs(
+            there, attention, DecodeBuffers(4, 16, BLOCK_SIZE, META), [1, 2, 4], _no_graph
+        )
     requests = [
         request(0),
         request(1, temperature=1.0, top_p=0.9, logprobs=2),
