@@ -1,7 +1,7 @@
 """`make bench-gpu`: everything that only a card can show, in one call of less than nine minutes.
 
 Ceilings, kernels against torch, decode and prefill as shares of the ceilings, throughput beside transformers, start,
-memory against the plan, host synchronisations, overlap on and off, swapping, memory that runs out. Needs torch with
+memory against the plan, host synchronisations, swapping, memory that runs out, overlap on and off. Needs torch with
 CUDA, Triton, msgspec, safetensors and transformers; no HTTP server. Writes gpu.json and gpu.md.
 
 python benchmarks/gpu.py [--only NAME …] [--minutes 8.5] [--folder DIR] [--out DIR]
@@ -62,9 +62,9 @@ def sections(folder: Path) -> dict[str, Callable[[], Findings]]:
         "steps": partial(engine.steps, folder, limits),
         "throughput": partial(throughput.compare, folder),
         "host_syncs": partial(overlap.host_syncs, folder),
-        "overlap": partial(overlap.compare, folder),
         "swapping": faults.swapping,
         "out_of_memory": partial(faults.out_of_memory, folder),
+        "overlap": partial(overlap.compare, folder),
     }
     return {name: partial(with_release, section) for name, section in found.items()}
 

@@ -21,7 +21,7 @@ from llmservice_server.engine.engine import Engine
 from peers.workload import records
 
 _BATCHES = (8, 64, 256)
-_ROUNDS, _STEPS = 3, 30
+_ROUNDS, _STEPS = 2, 30
 _BESIDE_KV_BYTES = 22 << 30  # of each engine: weights, activations, graphs
 
 
