@@ -27,6 +27,7 @@ from llmservice_server.attention.base import (
     firsts_of,
     slots_of,
 )
+from llmservice_server.attention.cpu_tile import Constants, constants_of
 from llmservice_server.cpu.compiled import use_threads
 from llmservice_server.cpu.element import as_array
 
@@ -139,12 +140,17 @@ class CpuStep:
         )
         return self._attend(layer, heads, heads[:, num_heads:].to(self.shape.dtype))
 
-    def of_layer(self, layer: int) -> tuple[npt.NDArray[Any], Int64Array, Int32Array, Int32Array, int]:
+    def of_layer(self, layer: int) -> tuple[Any, ...]:
         """For a step of decodes only: cache, slots, and what `cpu_kernels.decode` asks for besides."""
         if self.decodes is None:
             raise ValueError("no sequence of this step is due a single token")
         sequences = self.decodes.within(self.shape.windows[layer])
-        return self.caches[layer], self.slots, sequences, self.decodes.blocks, self.parts
+        return self.caches[layer], self.slots, sequences, self.decodes.blocks, self.parts, self.constants
+
+    @property
+    def constants(self) -> Constants:
+        """The shape's numbers that are part of the kernels' code."""
+        return constants_of(self.shape.num_heads // self.shape.num_kv_heads, self.shape.head_dim)
 
     def _attend(self, layer: int, query: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
         """`query` may have more heads than those of the queries; `stored` are keys and values as the cache has them."""
@@ -152,7 +158,13 @@ class CpuStep:
         answer = query.new_empty(len(query), num_heads, self.shape.head_dim)
         if (decodes := self.decodes) is not None:
             cpu_kernels.decode(
-                as_array(query), cache, decodes.within(window), decodes.blocks, self.parts, as_array(answer)
+                as_array(query),
+                cache,
+                decodes.within(window),
+                decodes.blocks,
+                self.parts,
+                as_array(answer),
+                self.constants,
             )
         for chunk in self.chunks:
             chunk_query = query[chunk.first_row : chunk.end_row, :num_heads]
@@ -198,6 +210,8 @@ def _mask(chunk: _Chunk, window: int | None) -> torch.Tensor:
 def _dealt(work: Int64Array, num_hands: int) -> Int64Array:
     """The places of `work`, dealt like cards, most work first, from the first hand to the last and back again."""
     turns = np.arange(len(work))
+    if len(work) <= num_hands:
+        return turns
     laps, seats = np.divmod(turns, num_hands)
     hands = np.where(laps % 2 == 0, seats, num_hands - 1 - seats)
     most_first = np.argsort(-work, kind="stable")

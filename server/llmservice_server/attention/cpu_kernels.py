@@ -14,12 +14,11 @@ from typing import Any
 import numba
 import numpy as np
 
+from llmservice_server.attention.cpu_tile import add_tile, multiply_tile, sum_tile
 from llmservice_server.cpu.compiled import compiled
 from llmservice_server.cpu.element import exp, narrowed, widened
 from llmservice_server.cpu.prefetch import prefetch_ahead
 
-_UNROLLED = 4
-"""Values that are added up at a time, so that the sums are written a quarter as often."""
 _LOWEST = np.float32(-3e38)
 
 
@@ -108,7 +107,7 @@ def gather(cache: Any, table: Any, first: int, gathered: Any) -> None:
 
 
 @compiled(parallel=True)
-def decode(query: Any, cache: Any, sequences: Any, blocks: Any, parts: int, answer: Any) -> None:
+def decode(query: Any, cache: Any, sequences: Any, blocks: Any, parts: int, answer: Any, constants: Any) -> None:
     """Attention of one token for each of several sequences, straight from the blocks of their tables.
 
     query: `[num_tokens, num_heads or more, head_dim]`, of which the first are queries. answer: `[num_tokens, num_heads,
@@ -120,60 +119,48 @@ def decode(query: Any, cache: Any, sequences: Any, blocks: Any, parts: int, answ
     for piece in numba.prange(len(sequences) * parts):
         row, first_block, first, end = sequences[piece // parts]
         mine = (piece % parts * heads_each, heads_each)
-        decode_heads(query[row], cache, blocks[first_block:], (first, end), mine, answer[row])
+        decode_heads(query[row], cache, blocks[first_block:], (first, end), mine, answer[row], constants)
 
 
 @compiled()
-def decode_heads(query: Any, cache: Any, table: Any, keys_seen: Any, mine: Any, answer: Any) -> None:
+def decode_heads(query: Any, cache: Any, table: Any, keys_seen: Any, mine: Any, answer: Any, constants: Any) -> None:
     """One sequence, for its key heads from the first of `mine` on, as many as its second, and the queries that share
-    them. keys_seen: the first position and the one behind the last.
+    them. keys_seen: the first position and the one behind the last. constants: those of `constants_of`.
 
-    Goes over the keys and values once, a block at a time, with a running maximum and sum: online softmax, Milakov and
+    Goes over the keys and values once, a tile at a time, with a running maximum and sum: online softmax, Milakov and
     Gimelshein, 2018.
     """
     (first, end), (first_head, num_kv_heads) = keys_seen, mine
     block_size, head_dim = cache.shape[3], cache.shape[4]
-    group = answer.shape[0] // cache.shape[1]
+    group, lanes = answer.shape[0] // cache.shape[1], constants[0].lanes.size
     num_heads = num_kv_heads * group
     queries = np.empty((num_heads, head_dim), np.float32)
     for head in range(num_heads):
         for index in range(head_dim):
-            queries[head, index] = widened(query[first_head * group + head, index]) * np.float32(
-                1 / math.sqrt(head_dim)
-            )
+            value = widened(query[first_head * group + head, index])
+            queries[head, index] = value * np.float32(1 / math.sqrt(head_dim))
     sums = np.zeros((num_heads, head_dim), np.float32)
     total = np.zeros(num_heads, np.float32)
     highest = np.full(num_heads, _LOWEST, np.float32)
-    scores = np.empty((group, -(-block_size // _UNROLLED) * _UNROLLED), np.float32)
+    by_lane, scores = np.zeros((group, lanes, lanes), np.float32), np.empty((group, lanes), np.float32)
     last = (end - 1) // block_size
     for number in range(first // block_size, last + 1):
         start = max(0, first - number * block_size)
         stop = min(block_size, end - number * block_size)
-        upcoming = cache[table[min(number + 1, last)]]
+        block, upcoming = cache[table[number]], cache[table[min(number + 1, last)]]
         for kv_head in range(num_kv_heads):
             heads = slice(kv_head * group, (kv_head + 1) * group)
-            keys = cache[table[number], first_head + kv_head, 0, start:stop]
-            values = cache[table[number], first_head + kv_head, 1, start:stop]
-            prefetch_ahead(upcoming[first_head + kv_head, 0])
-            _score(queries[heads], keys, scores)
-            prefetch_ahead(upcoming[first_head + kv_head, 1])
-            _weigh(scores, keys.shape[0], highest[heads], total[heads], sums[heads])
-            _add_weighted(scores, values, sums[heads])
+            prefetch_ahead(upcoming[first_head + kv_head])
+            for place in range(start, stop, lanes):
+                tile = slice(place, min(place + lanes, stop))
+                multiply_tile(queries[heads], block[first_head + kv_head, 0, tile], by_lane, constants)
+                sum_tile(by_lane, scores, constants)
+                _weigh(scores, tile.stop - tile.start, highest[heads], total[heads], sums[heads])
+                add_tile(scores, block[first_head + kv_head, 1, tile], sums[heads], constants)
     for head in range(num_heads):
         for index in range(head_dim):
             place = first_head * group + head
             answer[place, index] = narrowed(sums[head, index] / total[head], answer[place, index])
-
-
-@compiled()
-def _score(queries: Any, keys: Any, scores: Any) -> None:
-    """Write the products of `queries` `[group, head_dim]` and `keys` `[num_keys, head_dim]`."""
-    for place in range(keys.shape[0]):
-        for head in range(queries.shape[0]):
-            score = np.float32(0)
-            for index in range(queries.shape[1]):
-                score += queries[head, index] * widened(keys[place, index])
-            scores[head, place] = score
 
 
 @compiled()
@@ -194,24 +181,3 @@ def _weigh(scores: Any, num_keys: int, highest: Any, total: Any, sums: Any) -> N
             scores[head, place] = exp(scores[head, place] - highest[head])
             weights += scores[head, place]
         total[head] += weights
-        for place in range(num_keys, scores.shape[1]):
-            scores[head, place] = 0
-
-
-@compiled()
-def _add_weighted(weights: Any, values: Any, sums: Any) -> None:
-    """Add the weighted `values` `[num_keys, head_dim]` to `sums` `[group, head_dim]`; surplus weights are 0."""
-    last = values.shape[0] - 1
-    for place in range(0, values.shape[0], _UNROLLED):
-        value_0, value_1 = values[place], values[min(place + 1, last)]
-        value_2, value_3 = values[min(place + 2, last)], values[min(place + 3, last)]
-        for head in range(sums.shape[0]):
-            weight_0, weight_1 = weights[head, place], weights[head, place + 1]
-            weight_2, weight_3 = weights[head, place + 2], weights[head, place + 3]
-            for index in range(sums.shape[1]):
-                sums[head, index] += (
-                    weight_0 * widened(value_0[index])
-                    + weight_1 * widened(value_1[index])
-                    + weight_2 * widened(value_2[index])
-                    + weight_3 * widened(value_3[index])
-                )

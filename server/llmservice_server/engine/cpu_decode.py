@@ -14,11 +14,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
-from llmservice_server.attention.base import Int64Array, Rotation, SequenceSlice
-from llmservice_server.attention.cpu_backend import CpuAttention, rotation_arrays
+from llmservice_server.attention.base import Int64Array, SequenceSlice
+from llmservice_server.attention.cpu_backend import CpuAttention
 from llmservice_server.attention.cpu_kernels import decode_heads, rotate_and_store_heads
 from llmservice_server.cpu.compiled import compiled
-from llmservice_server.cpu.element import as_array
+from llmservice_server.cpu.element import as_array, narrowed
 from llmservice_server.cpu.panel_product import PANEL, as_lanes, multiply_into
 from llmservice_server.engine.step_in_flight import LateTokens
 from llmservice_server.models.cpu_layer_ops import add_norm_row, silu_mul_row
@@ -44,6 +44,7 @@ class CpuDecode:
             torch.empty(max_num_seqs, width, dtype=model.dtype)
             for width in (config.hidden_size, *widths, config.intermediate_size)
         ]
+        self._turn_buffers = [torch.empty(max_num_seqs, config.head_dim, dtype=model.dtype) for _ in range(2)]
 
     def takes(self, slices: Sequence[SequenceSlice]) -> bool:
         """Whether a step is one of decodes only, and not too many."""
@@ -56,7 +57,7 @@ class CpuDecode:
         model = self._model
         config = model.config
         step = self._attention.prepare(slices)
-        cos, sin = model.rotary.at(torch.tensor([part.start for part in slices]))
+        positions = np.array([part.start for part in slices])
         tokens = torch.from_numpy(token_ids)
         if late is not None:
             late.put(tokens)
@@ -68,12 +69,19 @@ class CpuDecode:
         shared = (
             tuple(as_array(state) for state in states),
             tuple(as_lanes(state) for state in (normed, attended, gated)),
-            rotation_arrays(Rotation(cos, sin, None))[2:],
+            self._turns(positions),
             np.float32(config.rms_norm_eps),
         )
         for index, layer in enumerate(self._layers):
             _decode_layer(layer, step.of_layer(index), *shared)
         return hidden.add_(delta)
+
+    def _turns(self, positions: Int64Array) -> tuple[Any, Any]:
+        """Cosines and signed sines, as `RotaryEmbedding.at`, which takes a call of torch for each of its operations."""
+        rotary = self._model.rotary
+        cos, sin = (as_array(buffer[: len(positions)]) for buffer in self._turn_buffers)
+        _turn(positions, rotary.inverse_frequencies.numpy(), np.float32(rotary.scale), cos, sin)
+        return cos, sin
 
 
 def can_decode(model: LlamaModel) -> bool:
@@ -99,6 +107,18 @@ def _arrays_of(layer: DecoderLayer) -> tuple[Any, ...]:
     )
 
 
+@compiled()
+def _turn(positions: Any, inverse_frequencies: Any, scale: Any, cos: Any, sin: Any) -> None:
+    half = len(inverse_frequencies)
+    for row in range(len(positions)):
+        for index in range(half):
+            angle = np.float32(positions[row]) * inverse_frequencies[index]
+            cosine, sine = np.cos(angle) * scale, np.sin(angle) * scale
+            cos[row, index] = cos[row, half + index] = narrowed(cosine, cos[row, index])
+            sin[row, index] = narrowed(-sine, sin[row, index])
+            sin[row, half + index] = narrowed(sine, sin[row, index])
+
+
 @compiled(parallel=True)
 def _decode_layer(layer: Any, step: Any, states: Any, lanes: Any, turns: Any, eps: Any) -> None:
     """Arrays are those of `as_array`; a row is a sequence's.
@@ -111,7 +131,7 @@ def _decode_layer(layer: Any, step: Any, states: Any, lanes: Any, turns: Any, ep
     `gated` `[num_seqs, intermediate_size]`.
     """
     input_norm, post_attention_norm, qk_norm, qkv, qkv_bias, o, o_bias, gate_up, gate_up_bias, down, down_bias = layer
-    cache, slots, sequences, blocks, parts = step
+    cache, slots, sequences, blocks, parts, constants = step
     hidden, delta, normed, product, heads, answer, gated = states
     normed_lanes, attended_lanes, gated_lanes = lanes
     cos, sin = turns
@@ -126,7 +146,7 @@ def _decode_layer(layer: Any, step: Any, states: Any, lanes: Any, turns: Any, ep
         mine = (piece % parts * heads_each, heads_each)
         turn = (qk_norm, eps, cos[row], sin[row])
         rotate_and_store_heads(heads[row], turn, slots[row], answer.shape[1], mine, cache)
-        decode_heads(heads[row], cache, blocks[first_block:], (first, end), mine, answer[row])
+        decode_heads(heads[row], cache, blocks[first_block:], (first, end), mine, answer[row], constants)
     for number in numba.prange(len(o)):
         _multiply(attended_lanes, o, o_bias, number, delta)
     for row in numba.prange(num_seqs):
