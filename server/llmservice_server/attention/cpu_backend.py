@@ -90,6 +90,7 @@ class CpuAttention:
         size = (num_blocks, shape.num_kv_heads, 2, shape.block_size, shape.head_dim)
         self.caches = [torch.empty(size, dtype=shape.dtype) for _ in shape.windows]
         self._arrays = [as_array(cache) for cache in self.caches]
+        self._constants = constants_of(shape.num_heads // shape.num_kv_heads, shape.head_dim)
 
     def prepare(self, slices: Sequence[SequenceSlice]) -> CpuStep:
         num_threads = use_threads(self._num_threads)
@@ -102,6 +103,7 @@ class CpuAttention:
         own_tables = JoinedTables(tables.blocks, tables.firsts[alone])
         return CpuStep(
             shape=self.shape,
+            constants=self._constants,
             caches=self._arrays,
             slots=slots_of(starts, counts, tables, self.shape.block_size),
             decodes=_Decodes.of(rows[alone], starts[alone], own_tables, num_threads) if len(alone) else None,
@@ -121,6 +123,7 @@ class CpuStep:
     """Implements `RotatingAttend` for one step."""
 
     shape: KVCacheShape
+    constants: Constants  # the shape's numbers that are part of the kernels' code
     caches: list[npt.NDArray[Any]]
     slots: npt.NDArray[np.int64]
     decodes: _Decodes | None
@@ -146,11 +149,6 @@ class CpuStep:
             raise ValueError("no sequence of this step is due a single token")
         sequences = self.decodes.within(self.shape.windows[layer])
         return self.caches[layer], self.slots, sequences, self.decodes.blocks, self.parts, self.constants
-
-    @property
-    def constants(self) -> Constants:
-        """The shape's numbers that are part of the kernels' code."""
-        return constants_of(self.shape.num_heads // self.shape.num_kv_heads, self.shape.head_dim)
 
     def _attend(self, layer: int, query: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
         """`query` may have more heads than those of the queries; `stored` are keys and values as the cache has them."""

@@ -1,0 +1,44 @@
+"""A tile's vector code computes what is written out here, whatever the shape of the heads."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from llmservice_server.attention.cpu_tile import add_tile, constants_of, multiply_tile, sum_tile
+from llmservice_server.cpu.compiled import compiled
+from llmservice_server.cpu.element import as_array
+
+shapes = pytest.mark.parametrize(("group", "head_dim"), [(1, 64), (3, 96), (8, 128), (4, 6), (2, 3)])
+
+
+@compiled()
+def _score(queries: Any, keys: Any, parts: Any, scores: Any, constants: Any) -> None:
+    multiply_tile(queries, keys, parts, constants)
+    sum_tile(parts, scores, constants)
+
+
+@compiled()
+def _add(weights: Any, values: Any, sums: Any, constants: Any) -> None:
+    add_tile(weights, values, sums, constants)
+
+
+@shapes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_scores_and_weighted_sums(group: int, head_dim: int, dtype: torch.dtype) -> None:
+    random = torch.Generator().manual_seed(0)
+    constants = constants_of(group, head_dim)
+    lanes = constants.dtype["lanes"].shape[0]
+    assert head_dim % lanes == 0
+    for num_keys in {1, lanes // 2 + 1, lanes}:
+        queries = torch.randn(group, head_dim, generator=random)
+        keys, values = (torch.randn(num_keys, head_dim, generator=random).to(dtype) for _ in range(2))
+        parts, scores = np.zeros((group, lanes, lanes), np.float32), np.zeros((group, lanes), np.float32)
+        _score(queries.numpy(), as_array(keys), parts, scores, constants)
+        torch.testing.assert_close(torch.from_numpy(scores)[:, :num_keys], queries @ keys.float().T)
+
+        sums = torch.randn(group, head_dim, generator=random)
+        expected = sums + torch.from_numpy(scores)[:, :num_keys] @ values.float()
+        _add(scores, as_array(values), sums.numpy(), constants)
+        torch.testing.assert_close(sums, expected)
