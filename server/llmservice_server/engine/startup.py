@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _PROFILE_S = 1.0  # a profiling pass on CPU may take as long
 _WARM_UP_TOKENS = 16  # the first step pays for lazy initialisation, a request should not
+_WORTH_COMPILING_BYTES = 64 << 20
+"""Of weights. What a step of a smaller model saves never makes up for the time in which its kernels are compiled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +191,9 @@ def _load(
             model.ops = TritonLayerOps()
         elif choice.name == "cpu" and model.lm_head.packed:  # beside products that are not, the rest is nothing
             model.ops = CpuLayerOps()
+            if model.weight_bytes >= _WORTH_COMPILING_BYTES:
+                for linear in model.linears:
+                    linear.find_panels()
         with phases.phase("profiling"):
             profile = _profile if device.type == "cuda" else _profile_cpu
             activations = profile(model, config, choice)

@@ -60,10 +60,17 @@ class Linear:
         torch does this itself for compiled models only, by the same operators.
         """
         if not self.packed and self.weight.device.type == "cpu" and can_pack(self.weight.dtype):
-            shape = self.weight.shape
             self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight, _LAYOUT_ROWS)
             self.packed = True
-            self.panels = _panels(self.weight, shape[0], shape[1])
+
+    def find_panels(self) -> None:
+        """Have products of a few rows done by our own kernel, where it can read what `pack` has made.
+
+        It is compiled when it first runs, which takes seconds.
+        """
+        if self.packed:
+            outputs, inputs = self.weight.shape
+            self.panels = _panels(self.weight, outputs, inputs)
 
     @property
     def bias_array(self) -> npt.NDArray[Any]:

@@ -68,6 +68,7 @@ def test_linear_takes_our_product_only_where_the_memory_is_laid_out_so(dtype: to
     weight = torch.randn(128, 96).to(dtype)
     linear = Linear(weight.clone())
     linear.pack()
+    linear.find_panels()
     if linear.panels is not None:
         assert torch.equal(torch.from_numpy(linear.panels.copy()), packed_in_panels(weight))
     for num_rows in (1, FEW_ROWS, FEW_ROWS + 1):
@@ -79,5 +80,6 @@ def test_linear_takes_our_product_only_where_the_memory_is_laid_out_so(dtype: to
 def test_a_matrix_of_numbers_that_are_not_finite_is_left_to_onednn(dtype: torch.dtype) -> None:
     linear = Linear(torch.full((64, 64), torch.nan, dtype=dtype))
     linear.pack()
+    linear.find_panels()
     assert linear.packed
     assert linear.panels is None

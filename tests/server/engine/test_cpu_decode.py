@@ -49,6 +49,8 @@ def random_model(raw: dict[str, Any], dtype: torch.dtype) -> LlamaModel:
         if layer.qk_norm is not None:
             layer.qk_norm.normal_(1.0, 0.1, generator=random)
     model.finish_loading()
+    for linear in model.linears:
+        linear.find_panels()
     return model
 
 
