@@ -111,10 +111,16 @@ class LlamaServer:
         llama_cpp.llama_model_free(self._model)
 
 
-def serve(job: Job) -> list[Answer]:
-    server = LlamaServer(job)
-    try:
-        closed_loop(server, job.warm_up().asks, job.in_flight)
-        return closed_loop(server, job.asks, job.in_flight)
-    finally:
-        server.close()
+class LlamaPeer:
+    """Warmed up, and driven step by step."""
+
+    def __init__(self, job: Job) -> None:
+        self._server = LlamaServer(job)
+        self._in_flight = job.in_flight
+        self.serve(job.warm_up())
+
+    def serve(self, asks: Sequence[Ask]) -> list[Answer]:
+        return closed_loop(self._server, asks, self._in_flight)
+
+    def close(self) -> None:
+        self._server.close()

@@ -10,7 +10,7 @@ from peers.closed_loop import closed_loop
 from peers.workload import Answer, Ask, Job
 
 
-class OurServer:
+class OurEngine:
     def __init__(self, job: Job) -> None:
         self._llm = LLM(
             job.model,
@@ -32,7 +32,16 @@ class OurServer:
         return [(int(output.request_id), token) for output in outputs for token in output.token_ids]
 
 
-def serve(job: Job) -> list[Answer]:
-    server = OurServer(job)
-    closed_loop(server, job.warm_up().asks, job.in_flight)
-    return closed_loop(server, job.asks, job.in_flight)
+class OurPeer:
+    """Warmed up, and driven step by step."""
+
+    def __init__(self, job: Job) -> None:
+        self._engine = OurEngine(job)
+        self._in_flight = job.in_flight
+        self.serve(job.warm_up())
+
+    def serve(self, asks: Sequence[Ask]) -> list[Answer]:
+        return closed_loop(self._engine, asks, self._in_flight)
+
+    def close(self) -> None:
+        del self._engine

@@ -3,26 +3,51 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from peers.transformers_static import load
-from peers.workload import Answer, Job
+from peers.workload import Answer, Ask, Job
 
 _PAGE_TOKENS = 64
 
 
-def serve(job: Job) -> list[Answer]:
-    model = load(job)
-    greedy: Any = GenerationConfig.from_dict({"do_sample": False, "eos_token_id": -1, "pad_token_id": 0})
-    manager = model.init_continuous_batching(greedy, _config(job))
-    manager.start()
-    try:
-        _run(manager, job.warm_up())
-        return _run(manager, job)
-    finally:
-        manager.stop(block=True)
+class ContinuousPeer:
+    """Its thread lives as long as the peer does, and sleeps while nobody asks for anything."""
+
+    def __init__(self, job: Job) -> None:
+        greedy: Any = GenerationConfig.from_dict({"do_sample": False, "eos_token_id": -1, "pad_token_id": 0})
+        self._manager = load(job).init_continuous_batching(greedy, _config(job))
+        self._in_flight = job.in_flight
+        self._manager.start()
+        self.serve(job.warm_up())
+
+    def serve(self, asks: Sequence[Ask]) -> list[Answer]:
+        answers: dict[str, Answer] = {}
+        sent: dict[str, float] = {}
+        coming = iter(asks)
+
+        def send() -> None:
+            ask = next(coming, None)
+            if ask is not None:
+                sent_s = time.perf_counter()
+                tokens, count = ask.prompt_token_ids, ask.output_tokens
+                sent[self._manager.add_request(tokens, max_new_tokens=count, record_timestamps=True)] = sent_s
+
+        for _ in range(self._in_flight):
+            send()
+        while len(answers) < len(sent):
+            result = self._manager.get_result(timeout=60)
+            if result is None:
+                raise RuntimeError("transformers' continuous batching gave no answer for 60 s: its thread has died")
+            answers[result.request_id] = _answer(result, sent[result.request_id])
+            send()
+        return [answers[name] for name in sent]
+
+    def close(self) -> None:
+        self._manager.stop(block=True)
 
 
 def _config(job: Job) -> ContinuousBatchingConfig:
@@ -34,31 +59,6 @@ def _config(job: Job) -> ContinuousBatchingConfig:
         max_batch_tokens=512,
         max_requests_per_batch=job.in_flight,
     )
-
-
-def _run(manager: Any, job: Job) -> list[Answer]:
-    answers: dict[str, Answer] = {}
-    sent: dict[str, float] = {}
-    coming = iter(job.asks)
-    order: list[str] = []
-
-    def send() -> None:
-        ask = next(coming, None)
-        if ask is not None:
-            sent_s = time.perf_counter()
-            name = manager.add_request(ask.prompt_token_ids, max_new_tokens=ask.output_tokens, record_timestamps=True)
-            sent[name] = sent_s
-            order.append(name)
-
-    for _ in range(job.in_flight):
-        send()
-    while len(answers) < len(order):
-        result = manager.get_result(timeout=60)
-        if result is None:
-            raise RuntimeError("transformers' continuous batching has given no answer for 60 s: its thread has died")
-        answers[result.request_id] = _answer(result, sent[result.request_id])
-        send()
-    return [answers[name] for name in order]
 
 
 def _answer(result: Any, sent_s: float) -> Answer:

@@ -35,23 +35,27 @@ def load(job: Job) -> Any:
     return model
 
 
-def serve(job: Job) -> list[Answer]:
-    model = load(job)
-    _run(model, job.warm_up())
-    return _run(model, job)
-
-
-def _run(model: Any, job: Job) -> list[Answer]:
+class StaticPeer:
     """Batch after batch; a user whose answer has ended asks again at once, and waits for the batch to end."""
-    answers: list[Answer] = []
-    sent_s = [time.perf_counter()] * job.in_flight
-    for first in range(0, len(job.asks), job.in_flight):
-        asks = job.asks[first : first + job.in_flight]
-        batch = [Answer(at_s) for at_s in sent_s[: len(asks)]]
-        _generate(model, asks, batch)
-        sent_s = sorted(answer.token_times_s[-1] for answer in batch)
-        answers += batch
-    return answers
+
+    def __init__(self, job: Job) -> None:
+        self._model = load(job)
+        self._in_flight = job.in_flight
+        self.serve(job.warm_up())
+
+    def serve(self, asks: Sequence[Ask]) -> list[Answer]:
+        answers: list[Answer] = []
+        sent_s = [time.perf_counter()] * self._in_flight
+        for first in range(0, len(asks), self._in_flight):
+            together = asks[first : first + self._in_flight]
+            batch = [Answer(at_s) for at_s in sent_s[: len(together)]]
+            _generate(self._model, together, batch)
+            sent_s = sorted(answer.token_times_s[-1] for answer in batch)
+            answers += batch
+        return answers
+
+    def close(self) -> None:
+        del self._model
 
 
 def _generate(model: Any, asks: Sequence[Ask], batch: Sequence[Answer]) -> None:

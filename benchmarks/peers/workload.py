@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -43,13 +43,13 @@ class Job:
     def longest(self) -> int:
         return max(ask.num_tokens for ask in self.asks)
 
-    def warm_up(self) -> Job:
+    def warm_up(self) -> list[Ask]:
         """A few requests of the same sizes, cut to three tokens: for what a peer does once per shape or at first.
 
         Their prompts are turned round, so that no prefix cache knows the real ones afterwards.
         """
         few = self.asks[: min(8, self.in_flight)]
-        return replace(self, asks=tuple(Ask(ask.prompt_token_ids[::-1], min(3, ask.output_tokens)) for ask in few))
+        return [Ask(ask.prompt_token_ids[::-1], min(3, ask.output_tokens)) for ask in few]
 
 
 @dataclass(slots=True)
@@ -79,9 +79,18 @@ class Answer:
         )
 
 
-def records(asks: Sequence[Ask], answers: Sequence[Answer]) -> list[RequestRecord]:
-    started_s = min(answer.sent_s for answer in answers)
+def records(asks: Sequence[Ask], answers: Sequence[Answer], began_s: float = 0.0) -> list[RequestRecord]:
+    """With times from the first that was sent, which began at `began_s`."""
+    started_s = min(answer.sent_s for answer in answers) - began_s
     return [answer.record(ask, started_s) for ask, answer in zip(asks, answers, strict=True)]
+
+
+def in_turns(asks: Sequence[Ask], answers: Sequence[Answer]) -> list[RequestRecord]:
+    """Of requests that were served one by one, as if no time had passed between one and the next."""
+    laid: list[RequestRecord] = []
+    for ask, answer in zip(asks, answers, strict=True):
+        laid += records([ask], [answer], laid[-1].ended_s if laid else 0.0)
+    return laid
 
 
 def draw_asks(lengths: Sequence[Lengths], count: int, vocab_size: int, seed: int) -> tuple[Ask, ...]:

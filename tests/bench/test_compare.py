@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
+from importlib import import_module
 
 import pytest
 
+from compare import CLASSES, CONTINUOUS, LLAMA_CPP, OURS, STATIC, checks, rotated
 from llmservice_bench.lengths import Lengths
+from llmservice_bench.report import Report
 from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
-from peers import ours, transformers_continuous, transformers_static
 from peers.closed_loop import closed_loop
-from peers.workload import Answer, Ask, Job, agreement, draw_asks, records
+from peers.process import PeerProcess
+from peers.workload import Answer, Ask, Job, agreement, draw_asks, in_turns, records
 
 SPEC = TinyModelSpec(layers=2, hidden_size=32, heads=4, kv_heads=2)
 
@@ -74,14 +78,22 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 
 def test_warm_up_asks_for_as_long_prompts_but_none_of_the_same(job: Job) -> None:
-    warm_up = job.warm_up().asks
+    warm_up = job.warm_up()
     assert [len(ask.prompt_token_ids) for ask in warm_up] == [len(ask.prompt_token_ids) for ask in job.asks[:3]]
     assert all(one.prompt_token_ids != other.prompt_token_ids for one, other in zip(warm_up, job.asks, strict=False))
 
 
+def answers_of(peer: str, job: Job) -> list[Answer]:
+    module, _, made = CLASSES[peer].partition(":")
+    server = getattr(import_module(module), made)(job)
+    answers: list[Answer] = server.serve(job.asks)
+    server.close()
+    return answers
+
+
 @pytest.fixture(scope="module")
 def our_answers(job: Job) -> list[Answer]:
-    return ours.serve(job)
+    return answers_of(OURS, job)
 
 
 def test_ours_answers_in_full_and_in_order(job: Job, our_answers: list[Answer]) -> None:
@@ -92,19 +104,59 @@ def test_ours_answers_in_full_and_in_order(job: Job, our_answers: list[Answer]) 
 
 
 def test_static_generate_gives_the_same_tokens(job: Job, our_answers: list[Answer]) -> None:
-    answers = transformers_static.serve(job)
+    answers = answers_of(STATIC, job)
     assert agreement(job.asks, our_answers, answers) == 1
     first, second = answers[:3], answers[3:]
     assert min(answer.token_times_s[0] for answer in second) >= max(answer.token_times_s[-1] for answer in first)
 
 
 def test_transformers_continuous_batching_gives_the_same_tokens(job: Job, our_answers: list[Answer]) -> None:
-    assert agreement(job.asks, our_answers, transformers_continuous.serve(job)) == 1
+    assert agreement(job.asks, our_answers, answers_of(CONTINUOUS, job)) == 1
 
 
 def test_llama_cpp_gives_the_same_tokens_from_the_file_that_we_write(job: Job, our_answers: list[Answer]) -> None:
     pytest.importorskip("llama_cpp", reason="llama.cpp comes with the extra bench-peers")
-    from peers import gguf_file, llama_cpp
+    from peers import gguf_file
 
     gguf_file.write_gguf(job.model, job.gguf, "float32")
-    assert agreement(job.asks, our_answers, llama_cpp.serve(job)) == 1
+    assert agreement(job.asks, our_answers, answers_of(LLAMA_CPP, job)) == 1
+
+
+def test_peer_in_its_own_process_serves_again_and_again_and_takes_another_job(
+    job: Job, our_answers: list[Answer]
+) -> None:
+    with PeerProcess(CLASSES[OURS]) as process:
+        process.load(job)
+        first = process.serve(job.asks)
+        process.load(replace(job, in_flight=1))
+        second = [answer for ask in job.asks for answer in process.serve([ask])]
+    assert agreement(job.asks, our_answers, first) == agreement(job.asks, our_answers, second) == 1
+
+
+def test_peer_that_dies_is_told_and_not_waited_for(job: Job) -> None:
+    with (
+        PeerProcess(CLASSES[OURS]) as process,
+        pytest.raises(RuntimeError, match=r"ours:OurPeer has died"),
+    ):
+        process.load(replace(job, model=job.model / "missing"))
+
+
+def test_everybody_is_first_once_in_as_many_turns_as_there_are_peers() -> None:
+    turns = [rotated(["a", "b", "c"], turn) for turn in range(3)]
+    assert turns == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"]]
+
+
+def test_single_requests_that_were_served_in_turns_are_laid_end_to_end() -> None:
+    asks = [Ask([1], 2), Ask([1], 1)]
+    answers = [Answer(10.0, [7, 8], [10.5, 11.0]), Answer(90.0, [9], [90.25])]
+    assert [(one.started_s, one.ended_s) for one in in_turns(asks, answers)] == [(0.0, 1.0), (1.0, 1.25)]
+
+
+def test_single_stream_is_judged_turn_by_turn_against_the_best_peer() -> None:
+    """A slow minute, which all of them met, must not decide."""
+    answered = Report.of(records([Ask([1], 1)], [Answer(0.0, [7], [0.5])]))
+    batches = dict.fromkeys((OURS, STATIC, CONTINUOUS), answered)
+    turns = {OURS: [100.0, 10.0, 120.0], STATIC: [20.0, 5.0, 20.0], CONTINUOUS: [80.0, 20.0, 100.0]}
+    [*_, check] = checks(batches, turns, "float32")
+    assert CONTINUOUS in check.what
+    assert check.measured == pytest.approx(1.2)
