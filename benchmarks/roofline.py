@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from llmservice_server.openmp import ENVIRONMENT
+from llmservice_server.environment import ENVIRONMENT
 
 os.environ.update(ENVIRONMENT | os.environ)  # before torch: threads wait as those of a server do
 os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # torch.profiler tells of each of its starts otherwise

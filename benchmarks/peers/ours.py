@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from llmservice_server import LLM
 from llmservice_server.messages import Generate, SamplingParams
-from llmservice_server.offline.llm import LLM
 from peers.closed_loop import closed_loop
 from peers.workload import Answer, Ask, Job
 

@@ -18,6 +18,11 @@ def __getattr__(name: str) -> Any:
     """Import torch only for those who ask for an engine: `import llmservice_server` stays a matter of milliseconds."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import os
     from importlib import import_module
 
+    from llmservice_server.environment import HUGE_PAGES
+
+    for variable, value in HUGE_PAGES.items():  # how threads wait is the caller's affair: it is the caller's process
+        os.environ.setdefault(variable, value)
     return getattr(import_module(f"{__name__}.offline.{_HOMES[name]}"), name)

@@ -1,0 +1,50 @@
+"""What a process that computes finds in its environment before torch is there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ASK = """
+import os, sys, llmservice_server
+assert "torch" not in sys.modules
+llmservice_server.LLM
+import torch
+kept = torch.zeros(16 << 20)
+pages = [line for line in open("/proc/self/smaps_rollup") if line.startswith("AnonHugePages")]
+print(os.environ["THP_MEM_ALLOC_ENABLE"], pages[0].split()[1])
+"""
+
+
+def huge_pages(environment: dict[str, str]) -> tuple[str, int]:
+    """What the variable is once `LLM` was asked for, and how many KiB lie in huge pages beside a tensor of 64 MiB."""
+    run = subprocess.run(
+        [sys.executable, "-c", ASK],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    variable, kib = run.stdout.split()
+    return variable, int(kib)
+
+
+def given_by_the_kernel() -> bool:
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    return setting.exists() and "[never]" not in setting.read_text()
+
+
+@pytest.mark.skipif(not given_by_the_kernel(), reason="this kernel gives nobody huge pages")
+def test_large_tensors_lie_in_huge_pages() -> None:
+    variable, kib = huge_pages({})
+    assert variable == "1"
+    assert kib > 32 << 10
+
+
+def test_what_the_caller_says_of_huge_pages_goes_first() -> None:
+    assert huge_pages({"THP_MEM_ALLOC_ENABLE": "0"})[0] == "0"
