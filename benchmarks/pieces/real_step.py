@@ -9,6 +9,7 @@ from llmservice_bench.models import SHAPES, checkpoint
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.engine import Engine
 from llmservice_server.messages import Generate, SamplingParams
+from pieces.decoding import decode_together
 
 _PROMPT_TOKENS = 8  # short: the step is the shorter, and the host's share the larger
 
@@ -20,8 +21,7 @@ def measure_real_step(model: str, num_running: int, steps: int = 5) -> float:
     for number in range(num_running):
         prompt = [(number * place) % SHAPES[model].vocab_size for place in range(_PROMPT_TOKENS)]
         engine.add(Generate(request_id=str(number), prompt_token_ids=prompt, sampling=sampling, arrival_s=0.0))
-    while len(engine.last_plan.scheduled) < num_running or engine.last_plan.num_tokens > num_running:
-        engine.step()
+    decode_together(engine, num_running)
     seconds = []
     for _ in range(steps):
         started_s = time.perf_counter()

@@ -75,7 +75,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top: list[tuple[int, float]]  # the likeliest tokens, as many as were asked for, the likeliest first
 
 
-class Output(msgspec.Struct, kw_only=True, omit_defaults=True, array_like=True):
+class Output(msgspec.Struct, kw_only=True, omit_defaults=True, array_like=True, gc=False):
     """What one step did for one request."""
 
     request_id: str
@@ -85,8 +85,10 @@ class Output(msgspec.Struct, kw_only=True, omit_defaults=True, array_like=True):
     error_status: int = 500  # the HTTP status that `error` deserves
     num_cached_tokens: int = 0
     queue_s: float | None = None  # arrival to first scheduled; sent with the first token
-    logprobs: list[TokenLogprobs] = []  # of `token_ids`, where asked for
-    prompt_logprobs: list[TokenLogprobs] = []  # of the prompt's second token and those after it; with the first token
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of `token_ids`, where asked for
+    prompt_logprobs: tuple[
+        TokenLogprobs, ...
+    ] = ()  # of the prompt's second token and those after it; with the first token
 
 
 class Stats(msgspec.Struct, kw_only=True, array_like=True):

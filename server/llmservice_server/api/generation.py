@@ -144,7 +144,7 @@ class Generation:
             return None  # a stop string has ended it while the engine took another step
         if self._echoes_only and output.finish_reason in ("stop", "length"):
             # The engine cannot read a prompt without drawing a token behind it.
-            output = msgspec.structs.replace(output, token_ids=[], logprobs=[], finish_reason="length")
+            output = msgspec.structs.replace(output, token_ids=[], logprobs=(), finish_reason="length")
         now = time.monotonic()
         text = sequence.advance(output, now, self._state.metrics)
         self._state.backlog.start(output.request_id, now)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -34,7 +35,7 @@ class KVCacheShape:
         return len(self.windows) * self.block_size * 2 * self.num_kv_heads * bytes_each
 
 
-class SequenceSlice(NamedTuple):
+class SequenceSlice(msgspec.Struct, frozen=True, gc=False):
     """The tokens [start, start + num_tokens) of one sequence; all earlier ones are in the cache already."""
 
     start: int

@@ -94,9 +94,9 @@ class CpuAttention:
 
     def prepare(self, slices: Sequence[SequenceSlice]) -> CpuStep:
         num_threads = use_threads(self._num_threads)
-        columns = zip(*slices, strict=True)
-        starts, counts = np.array(next(columns), np.int64), np.array(next(columns), np.int64)
-        tables = JoinedTables.of(next(columns))
+        starts = np.array([part.start for part in slices], np.int64)
+        counts = np.array([part.num_tokens for part in slices], np.int64)
+        tables = JoinedTables.of([part.block_table for part in slices])
         rows = firsts_of(counts)
         alone = np.flatnonzero(counts == 1)
         few = len(alone) < _PIECES_A_THREAD * num_threads

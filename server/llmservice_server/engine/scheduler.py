@@ -9,6 +9,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from operator import attrgetter
 
+import msgspec
+
 from llmservice_server.engine.block_hash import BlockHashes
 from llmservice_server.engine.block_pool import BlockPool
 from llmservice_server.engine.lane import Lane, LaneConfig
@@ -116,10 +118,9 @@ class ContinuousScheduler:
         self._yield_to_interactive(plan)
         num_yielded = len(plan.preempted)
         budget = self._schedule_running(plan)
+        cut_short = [share.request for share in plan.scheduled if not share.samples]
         self._promised_blocks = sum(
-            self._num_blocks(share.request.num_tokens) - len(share.request.block_table)
-            for share in plan.scheduled
-            if not share.samples
+            self._num_blocks(request.num_tokens) - len(request.block_table) for request in cut_short
         )
         if len(plan.preempted) == num_yielded:
             while budget > 0 and len(self.running) < self.config.max_num_seqs:
@@ -133,7 +134,9 @@ class ContinuousScheduler:
     def commit(self, plan: Plan, failed: Collection[Request] = ()) -> None:
         """Tell the prefix cache of the blocks that the step has filled."""
         block_size = self.config.block_size
-        for request in [share.request for share in plan.scheduled]:
+        for request in [
+            each.request for each in plan.scheduled if each.start % block_size + each.num_tokens >= block_size
+        ]:
             num_full = request.num_computed_tokens // block_size
             if num_full == request.num_committed_blocks or request.block_hashes is None or request in failed:
                 continue
@@ -324,10 +327,12 @@ class ContinuousScheduler:
 
     def _give_rest(self, plan: Plan, budget: int) -> None:
         """What nobody wanted goes to the prompts that were cut short, as far as there are blocks."""
-        if budget <= 0 or all(share.samples for share in plan.scheduled):
+        if budget <= 0:
             return
         block_size = self.config.block_size
         for index, share in enumerate(plan.scheduled):
+            if share.samples:
+                continue
             request, start = share.request, share.request.num_computed_tokens
             room = self.config.prefill_chunk_tokens - share.num_tokens
             extra = min(budget, room, request.num_tokens - start)
@@ -338,7 +343,7 @@ class ContinuousScheduler:
             extra = min(extra, len(request.block_table) * block_size - start)
             request.num_computed_tokens = start + extra
             samples = request.num_computed_tokens == request.num_tokens
-            plan.scheduled[index] = share._replace(num_tokens=share.num_tokens + extra, samples=samples)
+            plan.scheduled[index] = msgspec.structs.replace(share, num_tokens=share.num_tokens + extra, samples=samples)
             budget -= extra
 
     def _preempt(self, request: Request, plan: Plan) -> None:

@@ -25,7 +25,7 @@ from llmservice_server.engine.request import Request
 from llmservice_server.engine.step_input import StepInput
 from llmservice_server.messages import TokenLogprobs
 from llmservice_server.sampling.prompt_logprobs import PromptLogprobs
-from llmservice_server.sampling.sampler import Draw, Drawn
+from llmservice_server.sampling.sampler import Drawn, Draws
 from llmservice_server.transfer import to_device
 
 _UNKNOWN = 0  # any token of the vocabulary: nobody reads it
@@ -36,7 +36,7 @@ class StepResult:
     """What a step has found out."""
 
     sampling: Sequence[Request] = ()
-    draws: Sequence[Draw] = ()  # one for each of them
+    draws: Draws = field(default_factory=Draws)  # for each of them
     prompt_logprobs: dict[Request, list[TokenLogprobs]] = field(default_factory=dict)
 
 
@@ -77,7 +77,7 @@ class StepInFlight:
         """What the step has found out, once it is computed."""
         return StepResult(
             self.sampling,
-            self.drawn.wait() if self.drawn is not None else (),
+            self.drawn.wait() if self.drawn is not None else Draws(),
             self.prompt_logprobs.told() if self.prompt_logprobs is not None else {},
         )
 

@@ -27,19 +27,21 @@ class StepInput:
 
     @classmethod
     def of(cls, scheduled: Sequence[Scheduled]) -> StepInput:
-        requests, starts, num_tokens, samples, num_padding = zip(*scheduled, strict=True)
-        if all(samples) and max(num_tokens) == 1 and not any(num_padding):
-            return cls._of_decodes(requests, starts, num_tokens)
-        counts = np.add(num_tokens, num_padding, dtype=np.int64)
+        requests = [share.request for share in scheduled]
+        starts = [share.start for share in scheduled]
+        counts = [share.num_tokens + share.num_padding for share in scheduled]
+        samples = [share.samples for share in scheduled]
+        if all(samples) and max(counts) == 1:
+            return cls._of_decodes(requests, starts)
         token_ids: list[int] = []
         for share in scheduled:
             token_ids += share.request.token_ids[share.start : share.start + share.num_tokens]
             token_ids += [_PADDING] * share.num_padding
-        last = np.cumsum(counts) - np.array(num_padding, np.int64) - 1
+        last = np.cumsum(counts) - np.array([share.num_padding for share in scheduled], np.int64) - 1
         return cls(
             token_ids=np.array(token_ids, np.int64),
-            positions=positions_of(np.array(starts, np.int64), counts)[1],
-            slices=_slices(requests, starts, counts.tolist()),
+            positions=positions_of(np.array(starts, np.int64), np.array(counts, np.int64))[1],
+            slices=_slices(requests, starts, counts),
             sampling=[request for request, due in zip(requests, samples, strict=True) if due],
             last_rows=last[np.array(samples)],
         )
@@ -56,13 +58,15 @@ class StepInput:
         return replace(self, sampling=[request for _, request in due], last_rows=last_rows)
 
     @classmethod
-    def _of_decodes(cls, requests: Sequence[Request], starts: Sequence[int], num_tokens: Sequence[int]) -> StepInput:
+    def _of_decodes(cls, requests: Sequence[Request], starts: Sequence[int]) -> StepInput:
         """Nothing but each sequence's newest token."""
         newest = [request.token_ids[-1] for request in requests]
-        slices = _slices(requests, starts, num_tokens)
+        slices = _slices(requests, starts, [1] * len(starts))
         return cls(np.array(newest, np.int64), np.array(starts, np.int64), slices, requests, None)
 
 
 def _slices(requests: Sequence[Request], starts: Sequence[int], counts: Sequence[int]) -> list[SequenceSlice]:
-    tables = [request.block_table for request in requests]
-    return list(map(SequenceSlice._make, zip(starts, counts, tables, strict=True)))
+    return [
+        SequenceSlice(start, count, request.block_table)
+        for start, count, request in zip(starts, counts, requests, strict=True)
+    ]

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from typing import NamedTuple
 
-import msgspec
 import numpy as np
 import torch
 
@@ -25,11 +25,11 @@ from llmservice_server.sampling.token_masks import apply_masks
 from llmservice_server.transfer import HostCopy, to_device
 
 
-class Draw(msgspec.Struct, frozen=True):
-    """One step's token of one request."""
+class Draws(NamedTuple):
+    """A step's tokens, one for each row."""
 
-    token_id: int | None  # None: the logits are not finite
-    logprobs: TokenLogprobs | None = None  # where the request asks for them
+    token_ids: Sequence[int] = ()  # -1: the row's logits are not finite
+    logprobs: Sequence[TokenLogprobs | None] = ()  # where the request asks for them
 
 
 class Drawn:
@@ -40,17 +40,18 @@ class Drawn:
         self._batch = batch
         self._copy = HostCopy([token_ids, *(logprobs or ())])
 
-    def wait(self) -> list[Draw]:
+    def wait(self) -> Draws:
         """In the order of the rows."""
-        token_ids, *logprobs = self._copy.wait()
-        draws = [Draw(None if token_id < 0 else token_id) for token_id in token_ids.tolist()]
+        copied, *logprobs = self._copy.wait()
+        token_ids: list[int] = copied.tolist()
+        told: list[TokenLogprobs | None] = [None] * len(token_ids)
         if logprobs:
             rows = self._batch.told
             asked = [self._batch.requests[row].sampling.logprobs or 0 for row in rows]
-            told = Logprobs(*logprobs).told([draws[row].token_id or 0 for row in rows], asked)
-            for row, entry in zip(rows, told, strict=True):
-                draws[row] = Draw(draws[row].token_id, entry)
-        return draws
+            entries = Logprobs(*logprobs).told([max(token_ids[row], 0) for row in rows], asked)
+            for row, entry in zip(rows, entries, strict=True):
+                told[row] = entry
+        return Draws(token_ids, told)
 
 
 class Sampler:
@@ -76,7 +77,8 @@ class Sampler:
         batch = self._batch
         told = to_device(np.array(batch.told), logits.device) if batch.told else None
         raw = None if told is None else logits.index_select(0, told)
-        adjust(logits, requests)
+        if not batch.is_plain:
+            adjust(logits, requests)
         if masks is not None:
             apply_masks(logits, batch.masked, masks.result())
         token_ids = self.choose(logits, batch)

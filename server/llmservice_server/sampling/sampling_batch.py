@@ -26,6 +26,7 @@ class SamplingBatch:
     top_p: Float64Array
     min_p: Float64Array
     seeds: UInt64Array
+    is_plain: bool = True  # their logits are sampled as they are
     told: list[int] = field(default_factory=list)  # the rows whose probabilities are asked for
     masked: list[int] = field(default_factory=list)  # the rows with a grammar
 
@@ -39,6 +40,7 @@ class SamplingBatch:
             top_p=np.array([each.top_p for each in sampling], np.float64),
             min_p=np.array([each.min_p for each in sampling], np.float64),
             seeds=as_uint64([request.seed for request in requests]),
+            is_plain=all(request.is_plain for request in requests),
             told=[row for row, each in enumerate(sampling) if each.logprobs is not None],
             masked=[row for row, request in enumerate(requests) if request.grammar is not None],
         )
@@ -58,5 +60,6 @@ class SamplingBatch:
         """The numbers in [0, 1) that choose the rows' next tokens; 0 where nobody asks for chance."""
         if not self.temperature.any():
             return np.zeros_like(self.temperature)
-        places = [request.num_output_tokens for request in self.requests] or [0] * len(self.seeds)
-        return uniforms(self.seeds, np.array(places, np.int64))
+        # not `num_output_tokens`: this is done for every sequence of every step
+        places = [len(request.token_ids) - request.num_prompt_tokens for request in self.requests]
+        return uniforms(self.seeds, np.array(places or [0] * len(self.seeds), np.int64))

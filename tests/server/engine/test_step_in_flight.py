@@ -1,5 +1,6 @@
 """A step's way through the device: what it draws goes on to the next one without the host having seen it."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from llmservice_server.engine.runner import ModelRunner
 from llmservice_server.engine.step_in_flight import expecting
 from llmservice_server.messages import Generate, SamplingParams
 from llmservice_server.models.llama import LlamaModel
+from llmservice_server.sampling.sampler import Draws
 from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
 
 CPU = torch.device("cpu")
@@ -61,12 +63,11 @@ def runner_of(model: LlamaModel) -> ModelRunner:
 
 def test_two_steps_on_their_way_draw_what_they_draw_one_after_the_other(model: LlamaModel) -> None:
     apart, runner = runner_of(model), runner_of(model)
-    expected: list[list[int | None]] = []
+    expected: list[Sequence[int]] = []
     requests = [request(number) for number in range(4)]
     for plan in (prompts, decodes, decodes):
-        expected.append([draw.token_id for draw in apart.execute(plan(requests)).draws])
+        expected.append(apart.execute(plan(requests)).draws.token_ids)
         for each, token_id in zip(requests, expected[-1], strict=True):
-            assert token_id is not None
             each.append(token_id)
     requests = [request(number) for number in range(4)]
     before = runner.sample(runner.launch(prompts(requests)))
@@ -74,21 +75,21 @@ def test_two_steps_on_their_way_draw_what_they_draw_one_after_the_other(model: L
         with expecting(requests):
             launched = runner.launch(decodes(requests[::-1]), before)  # in another order
         result = before.wait()
-        assert [draw.token_id for draw in result.draws] == expected[place][:: 1 if place == 0 else -1]
-        for each, draw in zip(result.sampling, result.draws, strict=True):
-            each.append(draw.token_id or 0)
+        assert result.draws.token_ids == expected[place][:: 1 if place == 0 else -1]
+        for each, token_id in zip(result.sampling, result.draws.token_ids, strict=True):
+            each.append(token_id)
         before = runner.sample(launched)
-    assert [draw.token_id for draw in before.wait().draws] == expected[2][::-1]
+    assert before.wait().draws.token_ids == expected[2][::-1]
 
 
 def test_nothing_is_drawn_for_those_who_have_ended_meanwhile(model: LlamaModel) -> None:
     runner = runner_of(model)
     requests = [request(number) for number in range(3)]
-    expected = [draw.token_id for draw in runner_of(model).execute(prompts(requests)).draws]
+    expected = runner_of(model).execute(prompts(requests)).draws.token_ids
     step = runner.sample(runner.launch(prompts(requests)), ended={requests[1]})
     assert step.sampling == [requests[0], requests[2]]
-    assert [draw.token_id for draw in step.wait().draws] == [expected[0], expected[2]]
-    assert runner.sample(runner.launch(prompts(requests)), ended=set(requests)).wait().draws == ()
+    assert step.wait().draws.token_ids == [expected[0], expected[2]]
+    assert runner.sample(runner.launch(prompts(requests)), ended=set(requests)).wait().draws == Draws()
 
 
 def test_expected_tokens_are_there_only_while_they_are_counted_on() -> None:
