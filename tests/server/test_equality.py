@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from llmservice_server.engine import startup
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.engine import Engine
 from llmservice_server.engine.swap_space import PreemptionCost
@@ -47,6 +48,15 @@ PENALTIES: list[dict[str, Any]] = [
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     spec = TinyModelSpec(layers=2, hidden_size=32, heads=4, kv_heads=2, vocab_size=VOCAB, max_position_embeddings=256)
+    write_tiny_model(folder, spec)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def panelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose matrices are of whole panels, as those that are worth compiling for mostly are."""
+    folder = tmp_path_factory.mktemp("panelled")  # a block of it takes six times as much
+    spec = TinyModelSpec(layers=2, hidden_size=192, heads=6, kv_heads=3, vocab_size=VOCAB, max_position_embeddings=256)
     write_tiny_model(folder, spec)
     return folder
 
@@ -97,15 +107,18 @@ def serve(engine: Engine, requests: list[Generate], dice: random.Random) -> dict
     return tokens
 
 
-@pytest.fixture(scope="module")
-def alone(folder: Path) -> dict[str, list[int]]:
-    engine = engine_of(folder, prefix_caching=False)
+def each_alone(engine: Engine) -> dict[str, list[int]]:
     dice = random.Random(0)  # noqa: S311 - traffic, not secrets
     return {
         request.request_id: serve(engine, [request], dice)[request.request_id]
         for number in range(NUM_MIXES)
         for request in mix(number)
     }
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> dict[str, list[int]]:
+    return each_alone(engine_of(folder, prefix_caching=False))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -124,3 +137,22 @@ def test_in_any_company_a_request_gets_the_tokens_that_it_gets_alone(
     assert (stats.preemptions["swap"] > 50) == (way.endswith(("swapped", "all at once")))
     assert (stats.preemptions["recompute"] > 50) == (way.endswith("recomputed"))
     assert (stats.prefix_hits > 5000) == (way.endswith(("prefix cached", "all at once")))
+
+
+def test_a_request_gets_the_same_tokens_where_decodes_are_compiled_calls(
+    panelled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = each_alone(engine_of(panelled, prefix_caching=False))
+    monkeypatch.setattr(startup, "_WORTH_COMPILING_BYTES", 0)
+    engine = engine_of(panelled, **WAYS["all at once"] | {"kv_cache_memory_bytes": 14 * 6 * BLOCK_BYTES})
+    assert engine.runner.decode_path is not None
+    assert engine.swap is not None
+    engine.swap.cost = PreemptionCost(copy_block_s=0.0, compute_token_s=1.0)
+    dice = random.Random(0)  # noqa: S311 - traffic, not secrets
+    for number in range(NUM_MIXES):
+        requests = mix(number)
+        assert serve(engine, requests, dice) == {request.request_id: alone[request.request_id] for request in requests}
+    stats = engine.stats()
+    assert stats.blocks_held == 0
+    assert stats.preemptions["swap"] > 50
+    assert stats.prefix_hits > 5000

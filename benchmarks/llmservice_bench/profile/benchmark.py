@@ -106,7 +106,7 @@ def profile_phase(engine: Engine, phase: Phase, ceilings: Ceilings) -> dict[str,
 
 def table(ceilings: Ceilings, rows: Sequence[dict[str, Any]]) -> list[str]:
     """Lines for a terminal."""
-    kinds = ("products", "attention", "between", "sampling", "host")
+    kinds = ("layers", "products", "attention", "between", "sampling", "host")
     lines = [
         (
             f"{ceilings.bandwidth_bytes_per_s / 1e9:.1f} GB/s read, {ceilings.flops / 1e9:.0f} GFLOP/s in "

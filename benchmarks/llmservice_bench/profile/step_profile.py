@@ -10,15 +10,19 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from llmservice_server.attention.base import Attend, SequenceSlice
+from llmservice_server.attention.base import Attend, RotatingAttend, SequenceSlice
 from llmservice_server.engine.engine import Engine
 from llmservice_server.models.llama import LlamaModel
 
 
 @dataclass(frozen=True, slots=True)
 class StepProfile:
-    """Milliseconds of one step by kind, a mean over several."""
+    """Milliseconds of one step by kind, a mean over several.
 
+    Where a step of decodes is computed by compiled calls that do a layer's every part, `layers_ms` is all of them.
+    """
+
+    layers_ms: float
     products_ms: float  # of hidden states and weights
     attention_ms: float  # storing keys and values included
     between_ms: float  # the model's rest: norms, rotary embedding, activation, residuals, embedding
@@ -33,7 +37,8 @@ def profile_steps(engine: Engine, num_steps: int, before_step: Callable[[], None
             before_step()
             with record_function("step"):
                 engine.step()
-    totals: dict[str, float] = dict.fromkeys(("step", "execute", "forward", "logits", "products", "attention"), 0.0)
+    kinds = ("step", "execute", "layers", "forward", "logits", "products", "attention")
+    totals: dict[str, float] = dict.fromkeys(kinds, 0.0)
     spans: dict[str, list[tuple[float, float]]] = {"execute": [], "logits": []}
     for event in profiler.events() or []:
         if event.name in totals:
@@ -43,11 +48,12 @@ def profile_steps(engine: Engine, num_steps: int, before_step: Callable[[], None
     sampling = _after_logits_ms(spans["execute"], spans["logits"]) / num_steps
     model = totals["forward"] + totals["logits"]
     return StepProfile(
+        layers_ms=totals["layers"],
         products_ms=totals["products"],
         attention_ms=totals["attention"],
         between_ms=model - totals["products"] - totals["attention"],
         sampling_ms=sampling,
-        host_ms=totals["step"] - model - sampling,
+        host_ms=totals["step"] - totals["layers"] - model - sampling,
     )
 
 
@@ -71,6 +77,19 @@ class _Labelled:
             return self.wrapped(*args)
 
 
+class _LabelledAttend(_Labelled):
+    """One step's attention, with whatever else the backend's has."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.wrapped, name)
+
+
+class _LabelledRotatingAttend(_LabelledAttend):
+    def rotate_and_attend(self, *args: Any) -> Any:
+        with record_function(self.label):
+            return self.wrapped.rotate_and_attend(*args)  # type: ignore[attr-defined]
+
+
 @contextmanager
 def _labelled(engine: Engine) -> Iterator[None]:
     runner, model = engine.runner, engine.runner.model
@@ -78,12 +97,7 @@ def _labelled(engine: Engine) -> Iterator[None]:
 
     def prepare_labelled(slices: Sequence[SequenceSlice]) -> Attend:
         attend = prepare(slices)
-
-        def attend_labelled(layer: int, query: torch.Tensor, key_value: torch.Tensor) -> torch.Tensor:
-            with record_function("attention"):
-                return attend(layer, query, key_value)
-
-        return attend_labelled
+        return (_LabelledRotatingAttend if isinstance(attend, RotatingAttend) else _LabelledAttend)(attend, "attention")
 
     labels: list[tuple[Any, str, Callable[..., Any]]] = [
         (runner, "execute", _Labelled(runner.execute, "execute")),
@@ -92,6 +106,8 @@ def _labelled(engine: Engine) -> Iterator[None]:
         (model, "logits", _Labelled(model.logits, "logits")),
         (model, "lm_head", _Labelled(model.lm_head, "products")),
     ]
+    if path := runner.decode_path:
+        labels.append((path, "run", _Labelled(path.run, "layers")))
     for layer in model.layers:
         labels += [
             (layer, name, _Labelled(getattr(layer, name), "products")) for name in ("qkv", "o", "gate_up", "down")

@@ -10,6 +10,7 @@ from llmservice_bench.profile.benchmark import open_engine, profile_phase, table
 from llmservice_bench.profile.ceilings import Ceilings
 from llmservice_bench.profile.phase import Phase, PhaseLoad
 from llmservice_planner.command import main
+from llmservice_server.engine import startup
 from llmservice_server.engine.engine import Engine
 from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
 
@@ -37,8 +38,22 @@ def test_a_phase_is_told_by_kind_with_latency_beside_throughput(engine: Engine, 
     assert 0 < row[f"{latency}_p50_ms"] <= row[f"{latency}_p99_ms"]
     kinds = [row[f"{kind}_ms"] for kind in ("products", "attention", "between", "sampling", "host")]
     assert all(milliseconds > 0 for milliseconds in kinds)
+    assert row["layers_ms"] == 0
     assert phase.name in "\n".join(table(CEILINGS, [row]))
     assert not engine.has_work
+
+
+def test_layers_that_are_computed_in_compiled_calls_are_told_as_one_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(startup, "_WORTH_COMPILING_BYTES", 0)
+    write_tiny_model(tmp_path, TinyModelSpec(layers=2, hidden_size=192, heads=6, kv_heads=3, vocab_size=512))
+    engine = open_engine(tmp_path, PHASES, threads=1)
+    assert engine.runner.decode_path is not None
+    row = profile_phase(engine, PHASES[2], CEILINGS)
+    assert all(row[f"{kind}_ms"] > 0 for kind in ("layers", "products", "sampling", "host"))
+    assert row["attention_ms"] == 0
+    assert not caplog.records  # such as of a step that failed
 
 
 def test_the_least_work_is_counted_from_the_shape(engine: Engine) -> None:
