@@ -13,7 +13,7 @@ from llmservice_server.embedding.model import EmbeddingModel
 from llmservice_server.engine.admission import why_refused
 from llmservice_server.engine.block_pool import BlockPool
 from llmservice_server.engine.config import EngineConfig
-from llmservice_server.engine.isolation import attempt, execute_isolated
+from llmservice_server.engine.isolation import attempt, blame, execute_isolated
 from llmservice_server.engine.plan import Plan
 from llmservice_server.engine.request import Request, Status
 from llmservice_server.engine.scheduling import make_scheduler
@@ -195,11 +195,19 @@ class Engine:
 
     def _hand_out(self, result: StepResult) -> list[Output]:
         """Give each request what a step has found out for it, but for those who have ended meanwhile."""
-        for request, logprobs in result.prompt_logprobs.items():
-            request.prompt_logprobs += logprobs
-        return [
-            self._advance(request, token_id, logprobs)
-            for request, token_id, logprobs in zip(result.sampling, *result.draws, strict=True)
+        outputs, failed = [], dict(result.failed)
+        for request, prompt_logprobs in result.prompt_logprobs.items():
+            request.prompt_logprobs += prompt_logprobs
+        for request, token_id, logprobs in zip(result.sampling, *result.draws, strict=True):
+            if request in failed or self._requests.get(request.request_id) is not request:
+                continue
+            try:
+                outputs.append(self._advance(request, token_id, logprobs))
+            except Exception as error:
+                failed[request] = blame(error)
+        return outputs + [
+            self._finish(request, "error", problem)
+            for request, problem in failed.items()
             if self._requests.get(request.request_id) is request
         ]
 

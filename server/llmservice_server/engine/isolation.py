@@ -1,4 +1,9 @@
-"""A step that fails costs only those who made it fail: the others are computed again without them."""
+"""What fails costs only those who made it fail.
+
+A step that fails is computed again without them. What the host alone does for one request, with what the device has
+computed for all, fails that request and nobody else; only an error of the device's own, met where the host waits for
+it, is everybody's.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +32,11 @@ def execute_isolated(
         return [execute(plan)], {}
     except Exception as error:
         _tell(plan, error)
-        failure = type(error).__name__
+        failure = _sentence(error)
     recover()
     if len(plan.scheduled) == 1:
         request = plan.scheduled[0].request
-        return [], {request: f"the engine failed to compute this request ({failure}): see the server's log"}
+        return [], {request: failure}
     middle = len(plan.scheduled) // 2
     results: list[T] = []
     failed: dict[Request, str] = {}
@@ -49,6 +54,16 @@ def attempt(work: Callable[[], T], plan: Plan) -> T | None:
     except Exception as error:
         _tell(plan, error)
         return None
+
+
+def blame(error: Exception) -> str:
+    """A sentence for the one request for which the host was at work when `error` was raised; the log tells of it."""
+    _LOG.warning("a request failed on the host", exc_info=error)
+    return _sentence(error)
+
+
+def _sentence(error: Exception) -> str:
+    return f"the engine failed to compute this request ({type(error).__name__}): see the server's log"
 
 
 def _tell(plan: Plan, error: Exception) -> None:

@@ -38,6 +38,7 @@ class StepResult:
     sampling: Sequence[Request] = ()
     draws: Draws = field(default_factory=Draws)  # for each of them
     prompt_logprobs: dict[Request, list[TokenLogprobs]] = field(default_factory=dict)
+    failed: dict[Request, str] = field(default_factory=dict)  # what the host could not tell, with a sentence each
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +75,13 @@ class StepInFlight:
     prompt_logprobs: PromptLogprobs | None
 
     def wait(self) -> StepResult:
-        """What the step has found out, once it is computed."""
+        """What the step has found out, once it is computed. Raises what the device does, which is then lost."""
+        failed: dict[Request, str] = {}
         return StepResult(
             self.sampling,
-            self.drawn.wait() if self.drawn is not None else Draws(),
-            self.prompt_logprobs.told() if self.prompt_logprobs is not None else {},
+            self.drawn.wait(failed) if self.drawn is not None else Draws(),
+            self.prompt_logprobs.told(failed) if self.prompt_logprobs is not None else {},
+            failed,
         )
 
     def late_tokens(self, step: StepInput) -> LateTokens | None:

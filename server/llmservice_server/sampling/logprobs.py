@@ -28,8 +28,15 @@ class Logprobs(NamedTuple):
         """In words: each row's token, and as many of its likeliest as it asks for. Waits for a device."""
         likeliest = zip(self.top_ids.tolist(), self.top_values.tolist(), strict=True)
         return [
-            TokenLogprobs(token_id, logprob, list(zip(ids[:count], values[:count], strict=True)))
+            token_logprobs(token_id, logprob, ids, values, count)
             for token_id, logprob, (ids, values), count in zip(
                 token_ids, self.chosen.tolist(), likeliest, num_top, strict=True
             )
         ]
+
+
+def token_logprobs(
+    token_id: int, logprob: float, ids: Sequence[int], values: Sequence[float], count: int
+) -> TokenLogprobs:
+    """Of one token, with the `count` likeliest of `ids`."""
+    return TokenLogprobs(token_id, logprob, list(zip(ids[:count], values[:count], strict=True)))

@@ -9,6 +9,7 @@ from typing import Self
 import numpy as np
 import torch
 
+from llmservice_server.engine.isolation import blame
 from llmservice_server.engine.plan import Plan, Scheduled
 from llmservice_server.engine.request import Request
 from llmservice_server.messages import TokenLogprobs
@@ -33,8 +34,8 @@ class _Piece:
         wanted = to_device(np.array(token_ids, np.int64), hidden.device)
         return cls(request, token_ids, HostCopy(Logprobs.of(model.logits(hidden), wanted, _num_top(request))))
 
-    def told(self) -> list[TokenLogprobs]:
-        return Logprobs(*self.copy.wait()).told(self.token_ids, [_num_top(self.request)] * len(self.token_ids))
+    def told(self, logprobs: Logprobs) -> list[TokenLogprobs]:
+        return logprobs.told(self.token_ids, [_num_top(self.request)] * len(self.token_ids))
 
 
 class PromptLogprobs:
@@ -58,11 +59,15 @@ class PromptLogprobs:
             states = hidden[start - share.start : end - share.start]
             self._pieces.append(_Piece.of(model, request, request.token_ids[start + 1 : end + 1], states))
 
-    def told(self) -> dict[Request, list[TokenLogprobs]]:
-        """Waits for the device."""
+    def told(self, failed: dict[Request, str]) -> dict[Request, list[TokenLogprobs]]:
+        """Waits for the device. Whom the host cannot tell goes to `failed`."""
         told: defaultdict[Request, list[TokenLogprobs]] = defaultdict(list)
         for piece in self._pieces:
-            told[piece.request] += piece.told()
+            logprobs = Logprobs(*piece.copy.wait())
+            try:
+                told[piece.request] += piece.told(logprobs)
+            except Exception as error:
+                failed[piece.request] = blame(error)
         return told
 
 

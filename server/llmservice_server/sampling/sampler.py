@@ -14,12 +14,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from llmservice_server.engine.isolation import blame
 from llmservice_server.engine.request import Request
 from llmservice_server.messages import TokenLogprobs
 from llmservice_server.sampling import torch_sampler
 from llmservice_server.sampling.heaviest import Heaviest, heaviest
 from llmservice_server.sampling.logit_adjustments import adjust
-from llmservice_server.sampling.logprobs import Logprobs
+from llmservice_server.sampling.logprobs import Logprobs, token_logprobs
 from llmservice_server.sampling.sampling_batch import SamplingBatch
 from llmservice_server.sampling.token_masks import apply_masks
 from llmservice_server.transfer import HostCopy, to_device
@@ -40,17 +41,19 @@ class Drawn:
         self._batch = batch
         self._copy = HostCopy([token_ids, *(logprobs or ())])
 
-    def wait(self) -> Draws:
-        """In the order of the rows."""
+    def wait(self, failed: dict[Request, str]) -> Draws:
+        """In the order of the rows. Raises what the device does; whom the host cannot tell goes to `failed`."""
         copied, *logprobs = self._copy.wait()
         token_ids: list[int] = copied.tolist()
         told: list[TokenLogprobs | None] = [None] * len(token_ids)
-        if logprobs:
-            rows = self._batch.told
-            asked = [self._batch.requests[row].sampling.logprobs or 0 for row in rows]
-            entries = Logprobs(*logprobs).told([max(token_ids[row], 0) for row in rows], asked)
-            for row, entry in zip(rows, entries, strict=True):
-                told[row] = entry
+        chosen, ids, values = (part.tolist() for part in logprobs) if logprobs else ([], [], [])
+        for place, row in enumerate(self._batch.told):
+            request = self._batch.requests[row]
+            try:
+                asked = request.sampling.logprobs or 0
+                told[row] = token_logprobs(max(token_ids[row], 0), chosen[place], ids[place], values[place], asked)
+            except Exception as error:
+                failed[request] = blame(error)
         return Draws(token_ids, told)
 
 

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -299,6 +300,69 @@ def test_a_token_that_cannot_be_drawn_fails_its_request_though_the_next_step_run
     assert "not finite" in str(driver.last["poisoned"].error)
     assert driver.tokens["healthy"] == expected.tokens["healthy"]
     assert not caplog.records  # no step failed
+
+
+def broken_on_the_host(driver: Driver, bug: str) -> None:
+    """As if the host's part of a request had a bug that shows when the step in flight is read."""
+    request = driver.engine._requests["b"]
+    if bug == "taking the token":
+        request.history = TokenHistory([1], 0)  # there is no room for it
+    else:
+        option = "logprobs" if bug == "telling of the token" else "prompt_logprobs"
+        request.sampling = msgspec.structs.replace(request.sampling, **{option: "many"})
+
+
+@pytest.mark.parametrize("bug", ["taking the token", "telling of the token", "telling of the prompt"])
+def test_what_breaks_on_the_host_while_a_step_is_read_fails_its_request_alone(
+    folder: Path, bug: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: dict[str, dict[str, Any]] = {
+        "a": {"logprobs": 1, "prompt_logprobs": 1},
+        "b": {"logprobs": 2, "prompt_logprobs": 2},
+        "c": {"temperature": 0.8, "seed": 3},
+    }
+    expected, driver = Driver.of(folder, overlap=False), Driver.of(folder)
+    for one in (expected, driver):
+        for seed, (name, sampling) in enumerate(options.items()):
+            one.add(name, prompt_of(20, seed), max_tokens=8, **sampling)
+    expected.run()
+    driver.step()
+    broken_on_the_host(driver, bug)
+    driver.step()
+    assert driver.last["b"].finish_reason == "error"
+    assert "the engine failed to compute this request" in str(driver.last["b"].error)
+    driver.run()
+    assert {name: driver.tokens[name] for name in "ac"} == {name: expected.tokens[name] for name in "ac"}
+    assert [record.message for record in caplog.records] == ["a request failed on the host"]
+
+
+def test_so_it_does_where_steps_follow_each_other(folder: Path) -> None:
+    driver = Driver.of(folder, overlap=False)
+    for name in "abc":
+        driver.add(name, prompt_of(20), max_tokens=8)
+    broken_on_the_host(driver, "taking the token")
+    driver.run()
+    assert {name: output.finish_reason for name, output in driver.last.items()} == {
+        "a": "length", "b": "error", "c": "length",
+    }  # fmt: skip
+
+
+def test_an_error_of_the_device_that_shows_when_a_step_is_read_is_everybodys(folder: Path) -> None:
+    driver = Driver.of(folder)
+    driver.add("r", prompt_of(20))
+    driver.step()
+    assert driver.engine._in_flight is not None
+    assert driver.engine._in_flight.drawn is not None
+    driver.engine._in_flight.drawn._copy = LostDevice()  # type: ignore[assignment]
+    with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+        driver.step()
+
+
+class LostDevice:
+    """Where the host reads what a device computed that has failed since."""
+
+    def wait(self) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
 
 def test_only_blocks_of_tokens_that_were_read_are_found_in_the_prefix_cache(folder: Path) -> None:
