@@ -66,10 +66,9 @@ def _started(model: EmptyModel, num_seqs: int, num_tokens_each: int) -> Callable
     num_blocks = 1 + num_seqs * -(-num_tokens_each // BLOCK_SIZE)
     heads = (model.config.num_heads, model.config.num_kv_heads, model.config.head_dim)
     shape = KVCacheShape(*heads, windows=(), block_size=BLOCK_SIZE, dtype=torch.float32)
+    choice = choose_attention("auto", shape, model.dtype, model.device, max_num_batched_tokens=num_seqs)
     started = Started(
-        runner=ModelRunner(
-            model, choose_attention("auto", shape, model.dtype, model.device).backend(num_blocks, model.device)
-        ),
+        runner=ModelRunner(model, choice.backend(num_blocks, model.device)),
         kv_cache=KVCachePlan(num_blocks, num_tokens_each),
         max_num_seqs=num_seqs,
         memory_bytes={},

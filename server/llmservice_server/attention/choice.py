@@ -9,6 +9,7 @@ import torch
 
 from llmservice_server.attention.base import AttentionBackend, KVCacheShape
 from llmservice_server.attention.torch_backend import TorchAttention
+from llmservice_server.attention.varlen import Varlen, by_torch
 from llmservice_server.engine.errors import ConfigError
 
 BackendName = Literal["cpu", "torch", "triton"]
@@ -21,6 +22,7 @@ class AttentionChoice:
     shape: KVCacheShape
     name: BackendName
     reason: str
+    varlen_keys: int = 0  # chunks of steps with up to so many keys are computed by torch's varlen_attn
 
     def backend(self, num_blocks: int, device: torch.device) -> AttentionBackend:
         """Raises RuntimeError (torch's word for it) where its cache cannot be allocated."""
@@ -31,14 +33,22 @@ class AttentionChoice:
         if self.name == "triton":
             from llmservice_server.attention.triton_backend import TritonAttention
 
-            return TritonAttention(self.shape, num_blocks, device)
+            varlen = Varlen(by_torch, self.varlen_keys) if self.varlen_keys else None
+            return TritonAttention(self.shape, num_blocks, device, varlen)
         return TorchAttention(self.shape, num_blocks, device)
 
 
 def choose_attention(
-    wanted: Literal["auto", "torch", "triton"], shape: KVCacheShape, dtype: torch.dtype, device: torch.device
+    wanted: Literal["auto", "torch", "triton"],
+    shape: KVCacheShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_num_batched_tokens: int,
 ) -> AttentionChoice:
-    """For activations of `dtype`. Raises ConfigError where what is wanted does not work here."""
+    """For activations of `dtype`. Raises ConfigError where what is wanted does not work here.
+
+    `auto` has chunks of prompts raced on a card, our kernel against torch's, and takes the faster.
+    """
     problem = None
     if wanted == "triton" or (wanted == "auto" and device.type == "cuda"):
         from llmservice_server.attention.probe import why_triton_is_unusable
@@ -50,7 +60,17 @@ def choose_attention(
             f"kv_cache_dtype fp8 needs the attention backend triton, which is not used here ({reason}): "
             "choose another --kv-cache-dtype"
         )
-    return AttentionChoice(shape, name, reason)
+    if wanted != "auto" or name != "triton":
+        return AttentionChoice(shape, name, reason)
+    from llmservice_server.attention.chunk_race import OURS, race_for_chunks
+
+    verdict = race_for_chunks(shape, dtype, device, max_num_batched_tokens)
+    return AttentionChoice(
+        shape,
+        name,
+        f"{reason}; chunks of prompts by {verdict.name}: {verdict.reason}",
+        0 if verdict.name == OURS else max_num_batched_tokens,
+    )
 
 
 def decide(

@@ -1,15 +1,17 @@
-"""Paged attention on a GPU, by kernels of our own (`kernels/`)."""
+"""Paged attention on a GPU, by kernels of our own (`kernels/`); chunks by torch's where that proved faster."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from llmservice_server.attention.base import KVCacheShape, Rotation, SequenceSlice
 from llmservice_server.attention.step_tables import StepTables, to_device
+from llmservice_server.attention.varlen import Varlen
 from llmservice_server.kernels.jit import FP8
 from llmservice_server.kernels.kv_store import store
 from llmservice_server.kernels.paged_decode import DecodeScratch, decode, num_splits
@@ -30,20 +32,50 @@ class Decodes:
     scratch: DecodeScratch
 
 
+class ChunkAttention(Protocol):
+    """What attends the sequences of a step that have several tokens. Keys and values are in the cache by then."""
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        cache: torch.Tensor,
+        scales: torch.Tensor | None,
+        answer: torch.Tensor,
+        window: int | None,
+    ) -> None:
+        """Writes their rows of `answer` `[num_tokens, num_heads * head_dim]`; the others as in `kernels.prefill`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Those that have several, on the device: arguments of `prefill`."""
+    """Implements `ChunkAttention` by our own kernel."""
 
     tiles: torch.Tensor
     sequences: torch.Tensor
     tables: torch.Tensor
 
+    def __call__(
+        self,
+        query: torch.Tensor,
+        cache: torch.Tensor,
+        scales: torch.Tensor | None,
+        answer: torch.Tensor,
+        window: int | None,
+    ) -> None:
+        prefill(query, cache, scales, self.tiles, self.sequences, self.tables, answer, window)
+
 
 class TritonAttention:
-    """Implements `AttentionBackend`. An fp8 cache's scales follow the layers' caches in `caches`."""
+    """Implements `AttentionBackend`. An fp8 cache's scales follow the layers' caches in `caches`.
 
-    def __init__(self, shape: KVCacheShape, num_blocks: int, device: torch.device) -> None:
+    `varlen` takes the chunks of the steps that it can take.
+    """
+
+    def __init__(
+        self, shape: KVCacheShape, num_blocks: int, device: torch.device, varlen: Varlen | None = None
+    ) -> None:
         self.shape = shape
+        self._varlen = varlen
         self.device = device
         self.max_length = num_blocks * shape.block_size
         size = (num_blocks, shape.num_kv_heads, 2, shape.block_size, shape.head_dim)
@@ -76,10 +108,11 @@ class TritonAttention:
             ],
             self.device,
         )
+        own = Chunks(tiles_there, chunks, chunk_tables) if len(chunks) else None
         return self.step(
             slots,
             self.decodes(rows, lengths, decode_tables) if len(rows) else None,
-            Chunks(tiles_there, chunks, chunk_tables) if len(chunks) else None,
+            (self._varlen.chunks(tables, shape, self.device) if self._varlen else None) or own,
         )
 
     def decodes(self, rows: torch.Tensor, lengths: torch.Tensor, tables: torch.Tensor) -> Decodes:
@@ -91,7 +124,7 @@ class TritonAttention:
             rows, lengths, tables, splits, DecodeScratch(num_parts, shape.num_heads, shape.head_dim, self.device)
         )
 
-    def step(self, slots: torch.Tensor, decodes: Decodes | None, chunks: Chunks | None) -> TritonStep:
+    def step(self, slots: torch.Tensor, decodes: Decodes | None, chunks: ChunkAttention | None) -> TritonStep:
         return TritonStep(self.shape, self._caches, self._scales, slots, decodes, chunks)
 
 
@@ -104,7 +137,7 @@ class TritonStep:
     scales: list[torch.Tensor | None]
     slots: torch.Tensor
     decodes: Decodes | None
-    chunks: Chunks | None
+    chunks: ChunkAttention | None
 
     def __call__(self, layer: int, query: torch.Tensor, key_value: torch.Tensor) -> torch.Tensor:
         store(key_value, self.slots, self.caches[layer], self.scales[layer])
@@ -126,6 +159,5 @@ class TritonStep:
                 window,
             )  # fmt: skip
         if self.chunks is not None:
-            chunks = self.chunks
-            prefill(query, cache, scales, chunks.tiles, chunks.sequences, chunks.tables, answer, window)
+            self.chunks(query, cache, scales, answer, window)
         return answer

@@ -49,9 +49,9 @@ def predict_graph_bytes(model: LlamaModel, attention: TritonAttention, max_num_s
     capture = CudaCapture()
     kept, taken = [], []
     for size in sizes[:-3:-1]:
-        before = _free_bytes(model.device)
+        before = free_bytes(model.device)
         kept.append(DecodeGraphs(model, attention, buffers, [size], capture))
-        taken.append(before - _free_bytes(model.device))
+        taken.append(before - free_bytes(model.device))
     return buffers.nbytes + graph_bytes(taken[0], max(0, taken[-1]), len(sizes))
 
 
@@ -84,7 +84,8 @@ def _buffers(attention: TritonAttention, max_num_seqs: int, max_model_len: int) 
     return DecodeBuffers(max_num_seqs, table_width(-(-max_model_len // block_size)), block_size, attention.device)
 
 
-def _free_bytes(device: torch.device) -> int:
+def free_bytes(device: torch.device) -> int:
+    """What nobody has of the card, once its work is done and what torch only keeps for later is given back."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -37,9 +36,6 @@ from llmservice_server.models.linear import FEW_ROWS
 from llmservice_server.models.llama import LlamaModel
 from llmservice_server.sampling.heaviest import choose_heaviest
 from llmservice_server.sampling.sampler import Sampler
-
-if TYPE_CHECKING:
-    from llmservice_server.engine.decode_graphs import DecodeGraphs
 
 _LOG = logging.getLogger(__name__)
 _PROFILE_S = 1.0  # a profiling pass on CPU may take as long
@@ -87,7 +83,9 @@ def start(config: EngineConfig) -> Started:
     shape = _kv_cache_shape(checkpoint, config)
     phases = StartPhases()
     with phases.phase("attention backend"):
-        choice = choose_attention(config.attention, shape, checkpoint.dtype(config.dtype), device)
+        choice = choose_attention(
+            config.attention, shape, checkpoint.dtype(config.dtype), device, config.max_num_batched_tokens
+        )
     _LOG.info("attention backend: %s (%s)", choice.name, choice.reason)
     model, memory = _load(checkpoint, config, device, choice, phases)
     kv_cache = _plan(config, context, shape, memory, device)
@@ -105,7 +103,7 @@ def start(config: EngineConfig) -> Started:
         runner.warm_up(warm_up, config.block_size)
     if _uses_graphs(config, choice, device):
         with phases.phase("CUDA graphs"):
-            runner.decode_path = _graphs(model, attention, max_num_seqs, kv_cache)
+            memory = _capture_graphs(runner, max_num_seqs, kv_cache, memory)
     swap = None
     if swapped_blocks is not None:
         swap = SwapSpace(swapped_blocks.num_blocks, _preemption_cost(runner, config, kv_cache))
@@ -115,7 +113,7 @@ def start(config: EngineConfig) -> Started:
         max_num_seqs=max_num_seqs,
         memory_bytes={
             "weights": memory.weights,
-            "kv_cache": kv_cache.num_blocks * shape.bytes_per_block,
+            "kv_cache": sum(cache.nbytes for cache in attention.caches),
             "activations": memory.activations,
             "graphs": memory.graphs,
             "total": memory.total,
@@ -219,15 +217,19 @@ def _predicted_graphs(model: LlamaModel, config: EngineConfig, choice: Attention
     return predict_graph_bytes(model, attention, config.most_seqs, config.max_model_len or model.config.max_context)
 
 
-def _graphs(
-    model: LlamaModel, attention: AttentionBackend, max_num_seqs: int, kv_cache: KVCachePlan
-) -> DecodeGraphs | None:
+def _capture_graphs(runner: ModelRunner, max_num_seqs: int, kv_cache: KVCachePlan, memory: Memory) -> Memory:
+    """The runner's graphs, and the account with what they really take in the place of what was predicted."""
     from llmservice_server.attention.triton_backend import TritonAttention
-    from llmservice_server.engine.graph_capture import capture_graphs
+    from llmservice_server.engine.graph_capture import capture_graphs, free_bytes
 
+    model, attention = runner.model, runner.attention
     if not isinstance(attention, TritonAttention):
-        return None
-    return capture_graphs(model, attention, max_num_seqs, kv_cache.max_model_len, kv_cache.num_blocks)
+        return replace(memory, graphs=0)
+    before = free_bytes(model.device)
+    runner.decode_path = capture_graphs(model, attention, max_num_seqs, kv_cache.max_model_len, kv_cache.num_blocks)
+    taken = max(0, before - free_bytes(model.device))
+    _LOG.info("CUDA graphs take %.2f GiB, %.2f were set aside", taken / GIB, memory.graphs / GIB)
+    return replace(memory, graphs=taken)
 
 
 def _estimate(model: LlamaModel, config: EngineConfig) -> int:

@@ -34,5 +34,5 @@ def test_what_is_asked_for_and_does_not_work_is_refused_with_what_does() -> None
 def test_an_fp8_cache_is_for_our_gpu_kernels_only(wanted: str) -> None:
     shape = KVCacheShape(4, 2, 64, (None,), 16, torch.float8_e4m3fn)
     with pytest.raises(ConfigError, match="choose another --kv-cache-dtype"):
-        choose_attention(wanted, shape, torch.float32, CPU)  # type: ignore[arg-type]
-    assert choose_attention("triton", shape, torch.float32, CPU).name == "triton"
+        choose_attention(wanted, shape, torch.float32, CPU, 64)  # type: ignore[arg-type]
+    assert choose_attention("triton", shape, torch.float32, CPU, 64).name == "triton"

@@ -1,0 +1,74 @@
+"""Our prefill kernel against torch's `varlen_attn`, on the card and the model's own shape, when the engine starts."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from llmservice_server.attention.agreement import MIXED, Case
+from llmservice_server.attention.base import KVCacheShape, SequenceSlice
+from llmservice_server.attention.probe import what_is_wrong
+from llmservice_server.attention.race import Candidate, Verdict, race
+from llmservice_server.attention.triton_backend import TritonAttention
+from llmservice_server.attention.varlen import Varlen, by_torch, why_varlen_cannot_serve
+
+OURS, TORCHS = "triton", "varlen_attn"
+_MOST_TOKENS = 2048  # of the chunk that they race on: a millisecond or less
+_WARM_UPS, _REPETITIONS = 2, 5
+
+
+def race_for_chunks(
+    shape: KVCacheShape, dtype: torch.dtype, device: torch.device, max_num_batched_tokens: int
+) -> Verdict:
+    """On a chunk that follows as many cached tokens as it has. Takes a few milliseconds and frees what it took."""
+    count = max(2, min(_MOST_TOKENS, max_num_batched_tokens) // 2)
+
+    def candidate(name: str, varlen: Varlen | None, why_unusable: Callable[[], str | None]) -> Candidate:
+        one_layer = replace(shape, windows=shape.windows[:1])
+        return Candidate(name, why_unusable, lambda: _seconds(one_layer, dtype, device, count, varlen))
+
+    return race(
+        [
+            candidate(OURS, None, lambda: None),  # probed before
+            candidate(
+                TORCHS,
+                Varlen(by_torch, max_num_batched_tokens),
+                lambda: _why_varlen_is_unusable(shape, dtype, device),
+            ),
+        ]
+    )
+
+
+def _why_varlen_is_unusable(shape: KVCacheShape, dtype: torch.dtype, device: torch.device) -> str | None:
+    problem = why_varlen_cannot_serve(shape, dtype)
+    if problem is not None:
+        return problem
+    varlen = Varlen(by_torch, most_keys=sum(map(sum, MIXED)))
+    case = Case(replace(shape, windows=tuple({*shape.windows})), dtype, MIXED)
+
+    def backend(shape: KVCacheShape, num_blocks: int, device: torch.device) -> TritonAttention:
+        return TritonAttention(shape, num_blocks, device, varlen)
+
+    return what_is_wrong([case], backend, device)
+
+
+def _seconds(shape: KVCacheShape, dtype: torch.dtype, device: torch.device, count: int, varlen: Varlen | None) -> float:
+    """The median time of one layer's attention, the host's share in it included."""
+    num_blocks = -(-2 * count // shape.block_size)
+    backend = TritonAttention(shape, 1 + num_blocks, device, varlen)
+    for cache in backend.caches:
+        cache.zero_()
+    step = backend.prepare([SequenceSlice(count, count, range(1, 1 + num_blocks))])
+    heads = torch.randn(count, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim, dtype=dtype, device=device)
+    times: list[float] = []
+    for _ in range(_WARM_UPS + _REPETITIONS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        step(0, heads[:, : shape.num_heads], heads[:, shape.num_heads :])
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times[_WARM_UPS:])
