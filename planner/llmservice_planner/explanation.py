@@ -9,7 +9,7 @@ from llmservice_planner.gpu import CPU, GIB, GPU
 from llmservice_planner.limit import LimitedBy
 from llmservice_planner.overhead import OverheadTerm
 from llmservice_planner.roofline import Roofline
-from llmservice_planner.shape import DTYPE_BYTES
+from llmservice_planner.shape import DTYPE_BYTES, KV_SCALE_BYTES
 from llmservice_planner.sizing_request import SizingRequest
 
 
@@ -72,7 +72,10 @@ def _kv(budget: Budget) -> str:
     else:
         heads = cards * max(1, shape.kv_heads // cards)
         repeated = f" ({shape.kv_heads} repeated over {cards} cards)" if heads > shape.kv_heads else ""
-        formula = f"2 x {shape.layers} layers x {heads} KV heads{repeated} x {shape.head_dim} x {width}"
+        row = f"{shape.head_dim} x {width}"
+        if dtype == "fp8":
+            row = f"({shape.head_dim} x 1 byte (fp8) + {KV_SCALE_BYTES} bytes of scale)"
+        formula = f"2 x {shape.layers} layers x {heads} KV heads{repeated} x {row}"
     return f"kv per token: {formula} = {format_bytes(budget.kv_bytes_per_token)}"
 
 

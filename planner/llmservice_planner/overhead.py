@@ -22,7 +22,10 @@ PROCESS_BYTES = 512 * 2**20
 its weights, cache and activations, 66 MB for the front end; numba's compiler adds 110 MB, a tokenizer of 128k entries
 100 MB or so."""
 LOGITS_BYTES = 12
-"""Per vocabulary entry and sequence: the sampler holds the logits in float32 about three times over."""
+"""Per vocabulary entry and sequence: the sampler holds float32 logits at most three times over, for the rows of a mixed
+batch are copied before they are drawn, and again before they are cut."""
+SUMMED_ROWS_BYTES = 64 * 16
+"""Per vocabulary entry: on a card the sampler sums 64 rows at a time in float64, and holds them twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,7 @@ def fixed_terms(
     terms = [
         OverheadTerm("CUDA context", cards * CUDA_CONTEXT_BYTES),
         activations,
+        OverheadTerm("sampling, 64 rows in float64", cards * shape.vocab_size * SUMMED_ROWS_BYTES),
         OverheadTerm("CUDA graphs", cards * GRAPH_POOL_BYTES),
     ]
     if cards > 1:

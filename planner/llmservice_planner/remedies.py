@@ -36,7 +36,7 @@ def _remedies(request: SizingRequest) -> Iterator[str]:
     if length := longest_model_len(request):
         yield f"lower max_model_len from {request.model_len} to {length}"
     if _supports_fp8(request) and Budget.of(replace(request, kv_dtype="fp8")).fits:
-        yield "use kvCacheDtype: fp8 (--kv-dtype fp8): one byte an element"
+        yield "use kvCacheDtype: fp8 (--kv-dtype fp8): one byte an element, and a scale"
     if isinstance(request.device, CPU):
         yield f"give the container at least {_memory_needed_mib(request)}Mi of memory"
         return

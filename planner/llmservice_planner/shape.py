@@ -10,10 +10,12 @@ from typing import Any
 from llmservice_planner.checkpoint import weights_bytes
 from llmservice_planner.model_config import ShapeError, read_config, shape_fields
 
-__all__ = ["DTYPE_BYTES", "ModelShape", "ShapeError", "weights_bytes"]
+__all__ = ["DTYPE_BYTES", "KV_SCALE_BYTES", "ModelShape", "ShapeError", "weights_bytes"]
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 """Bytes of one element, by the names that `--dtype` and `--kv-dtype` take."""
+KV_SCALE_BYTES = 4
+"""A float32 beside each key and each value of a head in an fp8 cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,8 +158,11 @@ class ModelShape:
         return cards * 2 * max(1, self.kv_heads // cards) * self.head_dim
 
     def kv_bytes_per_token(self, dtype: str, cards: int = 1) -> int:
-        """KV-cache bytes of one token over all layers and all `cards`."""
-        return self.layers * self.kv_elements_per_layer(cards) * DTYPE_BYTES[dtype]
+        """KV-cache bytes of one token over all layers and all `cards`, with fp8's scales."""
+        row_bytes = self.kv_elements_per_layer(cards) * DTYPE_BYTES[dtype]
+        if dtype == "fp8" and not self.is_mla:
+            row_bytes += self.kv_elements_per_layer(cards) // self.head_dim * KV_SCALE_BYTES
+        return self.layers * row_bytes
 
     def _parameters(self, experts: int) -> int:
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)

@@ -70,8 +70,15 @@ def test_every_card_keeps_the_whole_latent(shape_of: ShapeOf) -> None:
     assert shape.kv_bytes_per_token("bfloat16", cards=8) == 8 * shape.kv_bytes_per_token("bfloat16")
 
 
-def test_fp8_halves_the_kv_cache(shape_of: ShapeOf) -> None:
+def test_fp8_halves_the_kv_cache_but_for_a_scale_beside_each_key_and_value(shape_of: ShapeOf) -> None:
     shape = shape_of("llama-3-8b")
+    scales = 32 * 2 * 8 * 4
+    assert shape.kv_bytes_per_token("fp8") == shape.kv_bytes_per_token("bfloat16") // 2 + scales
+    assert shape.kv_bytes_per_token("fp8", cards=16) == shape.kv_bytes_per_token("bfloat16", cards=16) // 2 + 2 * scales
+
+
+def test_a_latent_has_no_scales(shape_of: ShapeOf) -> None:
+    shape = shape_of("deepseek-v3")
     assert shape.kv_bytes_per_token("fp8") * 2 == shape.kv_bytes_per_token("bfloat16")
 
 

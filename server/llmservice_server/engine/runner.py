@@ -119,8 +119,8 @@ class ModelRunner:
         logits = self.model.logits(hidden[:num_seqs])
         if logits.device.type == "cpu":
             self._sampler.choose(logits, SamplingBatch.alike(len(logits)))
-        else:  # what takes the most memory beside the logits
-            self._sampler.choose(logits, SamplingBatch.alike(len(logits), temperature=1.0, top_p=0.9))
+        else:
+            self._sampler.choose(logits, SamplingBatch.widest(len(logits)))
 
     @torch.inference_mode()
     def warm_up(self, num_tokens: int, block_size: int) -> None:

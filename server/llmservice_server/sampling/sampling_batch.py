@@ -47,10 +47,19 @@ class SamplingBatch:
 
     @classmethod
     def alike(cls, num_rows: int, temperature: float = 0.0, top_p: float = 1.0) -> SamplingBatch:
-        """For nobody in particular: what a step is measured and warmed up with."""
+        """For nobody in particular: what a step is warmed up with."""
         zeros = np.zeros(num_rows)
         none = zeros.astype(np.int64)
         return cls([], zeros + temperature, none, zeros + top_p, zeros, none.astype(np.uint64))
+
+    @classmethod
+    def widest(cls, num_rows: int) -> SamplingBatch:
+        """What takes the most memory: a greedy row and one that is not cut, so that all others are copied twice."""
+        batch = cls.alike(num_rows, temperature=1.0, top_p=0.9)
+        if num_rows > 2:
+            batch.temperature[0] = 0
+            batch.top_p[1] = 1
+        return batch
 
     def is_of(self, requests: Sequence[Request]) -> bool:
         """Whether these are the requests; they are compared by identity."""

@@ -10,7 +10,9 @@ from llmservice_server.sampling.heaviest import Heaviest, heaviest
 from llmservice_server.sampling.sampling_batch import SamplingBatch
 from llmservice_server.transfer import to_device
 
-_ROWS_AT_ONCE = 64  # of a vocabulary in float64, twice: 130 MB of the largest
+ROWS_AT_ONCE = 64
+"""Of a vocabulary in float64, twice: 130 MB of the largest. Beside it a row takes 12 bytes an entry at most: its
+logits, its copy among the rows that are drawn, and its copy among those that are cut. The planner counts on that."""
 
 
 def choose(logits: torch.Tensor, batch: SamplingBatch, cut: Heaviest = heaviest) -> torch.Tensor:
@@ -55,11 +57,16 @@ def _draw(logits: torch.Tensor, drawn: npt.NDArray[np.int64], batch: SamplingBat
         rows = _Rows(by_rank, len(weights), device)
         rows.put(weights, cut(rows.take(weights), rows.take(most), by_mass=False))
     if len(by_mass := np.flatnonzero(top_p < 1)):
-        rows = _Rows(by_mass, len(weights), device)
-        nuclei = rows.take(weights)
-        wanted = rows.take(mass) * nuclei.sum(dim=-1, dtype=torch.float64)
-        rows.put(weights, cut(nuclei, wanted.clamp_min(1e-300), by_mass=True))  # top_p = 0 still leaves the likeliest
+        _keep_nuclei(weights, _Rows(by_mass, len(weights), device), mass, cut)
     return _invert(weights, uniforms)
+
+
+def _keep_nuclei(weights: torch.Tensor, rows: _Rows, top_p: torch.Tensor, cut: Heaviest) -> None:
+    """Set what top-p cuts from `rows` of the weights to 0. What it needs for that is free when it returns."""
+    nuclei = rows.take(weights)
+    total = torch.cat([some.sum(dim=-1, dtype=torch.float64) for some in torch.split(nuclei, ROWS_AT_ONCE)])
+    wanted = (rows.take(top_p) * total).clamp_min(1e-300)  # top_p = 0 still leaves the likeliest
+    rows.put(weights, cut(nuclei, wanted, by_mass=True))
 
 
 def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
@@ -68,7 +75,7 @@ def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     In float64: a float32 sum over a vocabulary is off by more than a rare token weighs. So a few rows at a time.
     """
     chosen = []
-    for some, shares in zip(torch.split(weights, _ROWS_AT_ONCE), torch.split(uniforms, _ROWS_AT_ONCE), strict=True):
+    for some, shares in zip(torch.split(weights, ROWS_AT_ONCE), torch.split(uniforms, ROWS_AT_ONCE), strict=True):
         cumulative = some.cumsum(dim=-1, dtype=torch.float64)
         total = cumulative[:, -1:].contiguous()
         index = torch.searchsorted(cumulative, shares[:, None] * total, right=True)

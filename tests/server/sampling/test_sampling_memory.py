@@ -1,0 +1,61 @@
+"""What the sampler allocates on a card, counted on a CPU: the same torch operators, and every allocation of theirs."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from llmservice_planner.overhead import LOGITS_BYTES, SUMMED_ROWS_BYTES
+from llmservice_server.sampling import torch_sampler
+from llmservice_server.sampling.sampling_batch import SamplingBatch
+
+VOCAB = 4096
+HIDDEN = 8
+
+
+def cut_in_place(weights: torch.Tensor, wanted: torch.Tensor, by_mass: bool) -> torch.Tensor:
+    """Allocates what our kernel does on a card: nothing of the vocabulary's size."""
+    return weights
+
+
+def peak_bytes(work: Callable[[], object]) -> int:
+    """The most that was allocated at a time while `work` ran, of what was not there before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        work()
+    kept = watched.profiler
+    assert kept is not None
+    assert kept.kineto_results is not None
+    events = [event for event in kept.kineto_results.events() if event.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak
+
+
+def sampling_bytes(batch: SamplingBatch) -> int:
+    """From the states of a step's last tokens to its tokens."""
+    hidden = torch.randn(len(batch.temperature), HIDDEN, dtype=torch.bfloat16)
+    head = torch.randn(VOCAB, HIDDEN, dtype=torch.bfloat16)
+
+    def work() -> None:
+        with torch.inference_mode():
+            torch_sampler.choose(torch.nn.functional.linear(hidden, head).float(), batch, cut_in_place)
+
+    work()
+    return peak_bytes(work)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 16, 64, 128, 256, 300])
+def test_the_widest_batch_fits_into_what_the_planner_sets_aside(num_rows: int) -> None:
+    taken = sampling_bytes(SamplingBatch.widest(num_rows))
+    planned = VOCAB * (num_rows * LOGITS_BYTES + SUMMED_ROWS_BYTES)
+    assert taken <= planned
+    if num_rows >= 64:
+        assert taken > 0.75 * planned, "the planner sets too much aside"
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.5}])
+def test_no_other_batch_takes_more_than_the_widest(options: dict[str, float]) -> None:
+    assert sampling_bytes(SamplingBatch.alike(128, **options)) <= sampling_bytes(SamplingBatch.widest(128))
