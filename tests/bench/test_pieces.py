@@ -25,7 +25,7 @@ def test_the_empty_model_speaks_printable_tokens_only_as_many_as_asked_for() -> 
 
 
 def test_a_steps_cost_is_of_a_step_in_which_everybody_decodes() -> None:
-    cost = measure_step(3, SamplingParams(max_tokens=20, temperature=0.0), steps=10)
+    cost = measure_step(3, temperature=0.0, steps=10)
     assert cost.host.count == 10
     assert 0 < cost.host.p50_s <= cost.host.p99_s
     assert cost.message_bytes > 3 * 32  # three request ids at least
