@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -97,7 +97,8 @@ def _labelled(engine: Engine) -> Iterator[None]:
 
     def prepare_labelled(slices: Sequence[SequenceSlice]) -> Attend:
         attend = prepare(slices)
-        return (_LabelledRotatingAttend if isinstance(attend, RotatingAttend) else _LabelledAttend)(attend, "attention")
+        labelled = _LabelledRotatingAttend if isinstance(attend, RotatingAttend) else _LabelledAttend
+        return cast("Attend", labelled(attend, "attention"))
 
     labels: list[tuple[Any, str, Callable[..., Any]]] = [
         (runner, "execute", _Labelled(runner.execute, "execute")),
