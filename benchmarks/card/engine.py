@@ -20,8 +20,10 @@ from llmservice_planner.shape import ModelShape
 from llmservice_planner.sizing import plan
 from llmservice_planner.sizing_request import SizingRequest
 from llmservice_server.attention.base import SequenceSlice
+from llmservice_server.engine import startup
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.engine import Engine
+from llmservice_server.engine.startup import Started
 from llmservice_server.messages import Generate, Output, SamplingParams
 
 MAX_NUM_SEQS = 256
@@ -29,15 +31,17 @@ CONTEXT = 1024
 
 
 def start(folder: Path, **settings: object) -> Engine:
-    return Engine(
-        EngineConfig(
-            model=folder,
-            device="cuda",
-            max_num_seqs=MAX_NUM_SEQS,
-            max_model_len=8192,
-            max_num_batched_tokens=8192,
-            **settings,  # type: ignore[arg-type]
-        )
+    return Engine(_config(folder, **settings))
+
+
+def _config(folder: Path, **settings: object) -> EngineConfig:
+    return EngineConfig(
+        model=folder,
+        device="cuda",
+        max_num_seqs=MAX_NUM_SEQS,
+        max_model_len=8192,
+        max_num_batched_tokens=8192,
+        **settings,  # type: ignore[arg-type]
     )
 
 
@@ -50,7 +54,14 @@ def readiness(folder: Path) -> Findings:
     """From nothing to a first token, beside what reading the weights takes; the blocks, beside the plan's."""
     reading_s = read_seconds(folder)
     started_s = time.perf_counter()
-    engine = start(folder)
+    phases_s: dict[str, float] = {}
+
+    def start_and_tell(config: EngineConfig) -> Started:
+        started = startup.start(config)
+        phases_s.update(started.phases_s)
+        return started
+
+    engine = Engine(_config(folder), start=start_and_tell)
     add(engine, "first", any_prompt(8), 1)
     run_to_the_end(engine)
     ready_s = time.perf_counter() - started_s
@@ -71,6 +82,7 @@ def readiness(folder: Path) -> Findings:
     return Findings(
         rows=[
             {"part": "start", "reading s": reading_s, "ready s": ready_s, "engine's own count s": ready.load_s},
+            {"part": "start by phase", **{f"{phase} s": seconds for phase, seconds in phases_s.items()}},
             {"part": "memory", "blocks": ready.num_blocks, "planned blocks": predicted.num_blocks, **gib},
         ],
         checks=[

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from llmservice_bench.results import Check
 
@@ -22,22 +22,34 @@ class Findings:
         self.checks += other.checks
         self.notes += other.notes
 
+    @classmethod
+    def of_failure(cls, name: str, what: str) -> Self:
+        """Of a section that did not come to its end."""
+        return cls(checks=[Check(f"{name} ran to its end", "= 1", 0)], notes=[f"{name} failed: {what}"])
+
+    @classmethod
+    def of_lack_of_time(cls, name: str) -> Self:
+        return cls(checks=[Check(f"{name} was begun in time", "= 1", 0)], notes=[f"{name} was not run: time was over"])
+
 
 def run_in_turn(
-    sections: dict[str, Callable[[], Findings]], seconds: float, clock: Callable[[], float] = time.monotonic
-) -> Findings:
-    """All sections whose turn comes before `seconds` are over; what did not run, or failed, is in the notes."""
-    found, ends = Findings(), clock() + seconds
+    sections: Mapping[str, Callable[[], Findings]],
+    seconds: float,
+    begin: Callable[[str], None] = lambda _: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[tuple[str, Findings]]:
+    """Each section's findings under its name; none is begun once `seconds` are over, and what failed says so."""
+    ends = clock() + seconds
     for name, section in sections.items():
         if clock() >= ends:
-            found.notes.append(f"{name} was not run: the time was over")
+            yield name, Findings.of_lack_of_time(name)
             continue
         started = clock()
+        begin(name)
         try:
-            found.add(section())
+            found = section()
         except Exception as error:  # the card is lent for minutes: the rest must be measured all the same
             traceback.print_exc()
-            found.notes.append(f"{name} failed: {type(error).__name__}: {error}")
-            found.checks.append(Check(f"{name} ran to its end", "= 1", 0))
+            found = Findings.of_failure(name, f"{type(error).__name__}: {error}")
         print(f"{name}: {clock() - started:.0f} s", flush=True)
-    return found
+        yield name, found

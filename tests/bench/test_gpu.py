@@ -1,6 +1,19 @@
 """What of the GPU benchmark needs no GPU: one part's failure does not cost the others, and the report says so."""
 
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+import harness.triton_interpreter  # noqa: F401 - what the sections import is not compiled
+from card import worker
+from card.ceilings import Ceilings
+from card.names import SECTIONS
+from card.relay import Attempt, Worker, relay
 from card.section import Findings, run_in_turn
+from card.section_log import SectionLog, SectionWriter
 from gpu import table
 from llmservice_bench.results import Check
 
@@ -13,26 +26,127 @@ class Clock:
         return self.now
 
 
+def of(part: str) -> Findings:
+    return Findings(rows=[{"part": part}], checks=[Check(part, "= 1", 1.0)], notes=[f"{part} is fine"])
+
+
 def test_a_part_that_fails_is_told_and_the_next_one_runs() -> None:
     def fails() -> Findings:
         raise ValueError("no such kernel")
 
-    found = run_in_turn({"first": fails, "second": lambda: Findings(rows=[{"part": "second"}])}, 60, Clock())
-    assert found.rows == [{"part": "second"}]
-    assert found.notes == ["first failed: ValueError: no such kernel"]
-    assert [(check.what, check.met) for check in found.checks] == [("first ran to its end", False)]
+    found = dict(run_in_turn({"first": fails, "second": lambda: of("second")}, 60, clock=Clock()))
+    assert found["first"].notes == ["first failed: ValueError: no such kernel"]
+    assert [(check.what, check.met) for check in found["first"].checks] == [("first ran to its end", False)]
+    assert found["second"].rows == [{"part": "second"}]
 
 
 def test_nothing_begins_once_the_time_is_over() -> None:
-    clock = Clock()
+    clock, begun = Clock(), list[str]()
 
     def takes_long() -> Findings:
         clock.now += 100
         return Findings()
 
-    found = run_in_turn({"long": takes_long, "late": takes_long}, 60, clock)
-    assert found.notes == ["late was not run: the time was over"]
-    assert clock.now == 100
+    found = dict(run_in_turn({"long": takes_long, "late": takes_long}, 60, begun.append, clock))
+    assert begun == ["long"]
+    assert found["late"].notes == ["late was not run: time was over"]
+    assert not found["late"].checks[0].met
+
+
+def test_what_a_process_wrote_is_read_again_and_a_torn_line_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.touch()
+    writer = SectionWriter(path)
+    writer.card("NVIDIA H200")
+    writer.begun("start")
+    writer.done("start", of("start"))
+    writer.begun("steps")
+    with path.open("a") as file:
+        file.write('{"done": "steps", "ro')
+    log = SectionLog.read(path)
+    assert log == SectionLog("NVIDIA H200", {"start": of("start")}, "steps")
+
+
+class Processes:
+    """Each does what it is told to: sections by name that it ends, then perhaps one in which it dies."""
+
+    def __init__(self, clock: Clock, *scripts: tuple[Sequence[str], str | None], takes_s: float = 10.0) -> None:
+        self.clock, self.scripts, self.takes_s = clock, list(scripts), takes_s
+        self.asked: list[tuple[list[str], float]] = []
+
+    def __call__(self, names: Sequence[str], seconds: float) -> Attempt:
+        self.asked.append((list(names), seconds))
+        self.clock.now += self.takes_s
+        ended, dies_in = self.scripts.pop(0)
+        return Attempt(
+            SectionLog("H200", {name: of(name) for name in ended}, dies_in), "its process ended with status 1"
+        )
+
+
+def test_where_a_process_dies_the_next_one_does_what_is_left() -> None:
+    clock = Clock()
+    processes = Processes(clock, (["a"], "b"), (["c", "d"], None))
+    found, card = relay(["a", "b", "c", "d"], processes, 100, clock)
+    assert card == "H200"
+    assert processes.asked == [(["a", "b", "c", "d"], 100), (["c", "d"], 90)]
+    assert [row["part"] for row in found.rows] == ["a", "c", "d"]
+    assert "b failed: its process ended with status 1" in found.notes
+    assert [check.what for check in found.checks if not check.met] == ["b ran to its end"]
+
+
+def test_where_a_process_ends_between_two_sections_nobody_is_blamed() -> None:
+    clock = Clock()
+    found, _ = relay(["a", "b"], Processes(clock, (["a"], None), (["b"], None)), 100, clock)
+    assert [row["part"] for row in found.rows] == ["a", "b"]
+    assert all(check.met for check in found.checks)
+
+
+def test_no_process_is_started_for_the_last_seconds_and_what_is_missing_is_told() -> None:
+    clock = Clock()
+    found, _ = relay(["a", "b", "c"], Processes(clock, (["a"], "b"), takes_s=85), 100, clock)
+    assert "c was not run: time was over" in found.notes
+    assert [check.what for check in found.checks if not check.met] == ["b ran to its end", "c was begun in time"]
+
+
+def test_a_process_that_begins_nothing_is_not_started_again() -> None:
+    clock = Clock()
+    processes = Processes(clock, ([], None))
+    found, _ = relay(["a", "b"], processes, 100, clock)
+    assert len(processes.asked) == 1
+    assert found.notes == ["the run failed: its process ended with status 1 before it began a section"]
+
+
+SCRIPT = """
+import json, os, sys, time
+log, names = sys.argv[2], sys.argv[5:]
+with open(log, "a") as file:
+    for name in names:
+        print(json.dumps({"begun": name}), file=file, flush=True)
+        if name == "dies": os._exit(9)
+        if name == "hangs": time.sleep(600)
+        print(json.dumps({"done": name, "rows": [{"part": name}], "checks": [], "notes": []}), file=file, flush=True)
+"""
+
+
+def test_a_real_process_that_dies_leaves_what_it_had_done(tmp_path: Path) -> None:
+    attempt = Worker([sys.executable, "-c", SCRIPT], {}, tmp_path / "log")(["good", "dies", "never"], 60.0)
+    assert attempt.log.done["good"].rows == [{"part": "good"}]
+    assert (attempt.log.begun, attempt.end) == ("dies", "its process ended with status 9")
+
+
+def test_a_real_process_that_hangs_is_ended_when_the_time_is_over(tmp_path: Path) -> None:
+    attempt = Worker([sys.executable, "-c", SCRIPT], {}, tmp_path / "log")(["hangs"], 0.2)
+    assert attempt.end == "the time was over while it ran"
+
+
+def test_every_section_that_has_a_name_can_be_run(tmp_path: Path) -> None:
+    assert tuple(worker.sections(tmp_path, Ceilings(1.0, 1.0))) == SECTIONS
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
+def test_without_a_card_the_worker_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert worker.main(["ceilings"], 1.0, tmp_path, SectionWriter(tmp_path / "log")) == worker.NO_CARD
+    assert "torch sees none here" in capsys.readouterr().err
 
 
 def test_the_report_names_the_card_and_what_was_missed() -> None:

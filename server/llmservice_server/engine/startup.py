@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -69,6 +69,7 @@ class Started:
     vocab_size: int
     eos_token_ids: frozenset[int]
     swap: SwapSpace | None
+    phases_s: dict[str, float] = field(default_factory=dict)  # where the time of starting went, seconds by name
 
 
 def start(config: EngineConfig) -> Started:
@@ -121,6 +122,7 @@ def start(config: EngineConfig) -> Started:
         vocab_size=checkpoint.config.vocab_size,
         eos_token_ids=checkpoint.eos_token_ids,
         swap=swap,
+        phases_s=phases.seconds,
     )
     _LOG.info(
         "%s on %s in %s: weights %.2f GiB, KV cache %.2f GiB in %d blocks of %d, max_model_len %d, max_num_seqs %d",
