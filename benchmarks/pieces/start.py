@@ -22,10 +22,14 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _MIB = 1 << 20
 
 
-def measure_phases(model: str, runs: int = 3) -> dict[str, float]:
-    """Medians over fresh processes: files are in the page cache, and compiled kernels where they are kept."""
+def measure_phases(model: str, runs: int = 3, kernels: Path | None = None) -> dict[str, float]:
+    """Medians over fresh processes: files are in the page cache, and compiled kernels where they are kept.
+
+    Or in the folder `kernels`: a first start finds it empty, as a new pod's does.
+    """
     command = [sys.executable, COLD_START, str(checkpoint(model))]
-    found = [json.loads(subprocess.check_output(command)) for _ in range(runs)]  # noqa: S603 - ours
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(kernels)} if kernels else None
+    found = [json.loads(subprocess.check_output(command, env=environment)) for _ in range(runs)]  # noqa: S603 - ours
     return {phase: median(run[phase] for run in found) for phase in found[0]}
 
 
