@@ -5,7 +5,7 @@
 #   docker build --target server   -t llmservice-server:0.1.0 --build-arg TORCH_CPU_INDEX_URL=… .     (CPU)
 #   docker build --target server   -t llmservice-server:0.1.0-cuda --build-arg TORCH=cuda .
 #
-# Each image holds what its extra needs and no more: the operator's no torch, the server's no kopf. What builds wheels
+# Each image holds what its extra needs and no more: the operator's no torch, the server's no Kubernetes client. What builds wheels
 # stays in the build stages; the final ones get a finished environment and run as a numeric, unprivileged user.
 
 ARG PYTHON=3.11.14-slim-bookworm

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("planner", "server", "operator", "gateway", "local", "benchmarks")
-HEAVY = ("torch", "transformers", "kopf", "kubernetes", "fastapi", "aiohttp")
+HEAVY = ("torch", "transformers", "kubernetes", "fastapi", "aiohttp")
 COMMANDS = sorted(entry.name for entry in entry_points(group="llmservice.commands"))
 
 

@@ -8,11 +8,11 @@ from datetime import UTC, datetime
 from typing import Any
 
 from harness.talking_pods import TalkingPods
+from harness.whole_cache import fill
 from llmservice_operator.api.kinds import CHILD_KINDS
 from llmservice_operator.apply.applier import Applier
 from llmservice_operator.cluster.kube_client import KubeClient
 from llmservice_operator.cluster.object_cache import ObjectCache
-from llmservice_operator.cluster.resync import Resync
 from llmservice_operator.monitoring.metrics import OperatorMetrics
 from llmservice_operator.reconcile import Reconciler
 from llmservice_operator.signals.signals import Signals
@@ -52,7 +52,7 @@ class World:
     async def run_pass(self, after_s: float = 0.0) -> bool:
         """Everything that watches would have told of by now is in the cache."""
         self.now += after_s
-        await Resync(self.kube, self.reconciler.cache).once()
+        await fill(self.kube, self.reconciler.cache)
         return await self.reconciler.run_pass("team-a", "tiny")
 
     async def service(self) -> dict[str, Any]:

@@ -1,22 +1,21 @@
-"""The operator as it runs in a pod, with the watches' place taken by the store: it tells at once what they would."""
+"""The operator as it runs in a pod, with its watches on the store itself: it tells at once what a connection would."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import aiohttp
 
 from llmservice_local.api.registry import Registry
 from llmservice_local.api.selector import label_predicate
+from llmservice_local.api.watch import WatchRequest, watch
 from llmservice_operator.api.kinds import FOLLOWED
-from llmservice_operator.api.resource import KIND
 from llmservice_operator.apply.applier import Applier
-from llmservice_operator.cluster.kube_client import KubeClient
+from llmservice_operator.cluster.kube_client import WATCH_S, KubeClient, KubeError
+from llmservice_operator.cluster.mirror import Mirror
 from llmservice_operator.cluster.object_cache import ObjectCache
-from llmservice_operator.cluster.resync import Resync
-from llmservice_operator.handlers import Watches
 from llmservice_operator.loops import ServiceLoops
 from llmservice_operator.models.source import ModelReader
 from llmservice_operator.monitoring.metrics import OperatorMetrics
@@ -25,9 +24,30 @@ from llmservice_operator.reconcile import Reconciler
 from llmservice_operator.signals.pods import PodSignals
 from llmservice_operator.signals.signals import Signals
 from llmservice_operator.turn import Turn
+from llmservice_operator.wakeups import Wakeups
 
 TICK_S = 30.0
 RESYNC_S = 600.0
+
+
+class StoreClient(KubeClient):
+    """Requests as ever; watches without a connection, which would be counted among the calls that fail."""
+
+    def __init__(self, api: Any, registry: Registry) -> None:
+        super().__init__(api)
+        self._registry = registry
+        self._kinds = {one.path(None): one.kind for one in FOLLOWED}
+
+    async def watch(
+        self, path: str, selector: str, since: str, silence_s: float
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        followed = self._kinds[path]
+        kind = self._registry.kinds.find(followed.group, followed.version, followed.plural)
+        wanted = WatchRequest(kind, None, label_predicate(selector), int(since), WATCH_S)
+        async for event in watch(self._registry, wanted, asyncio.get_running_loop().time):
+            if event["type"] == "ERROR":
+                raise KubeError(event["object"]["code"], event["object"]["message"])
+            yield event
 
 
 class WholeOperator:
@@ -36,8 +56,7 @@ class WholeOperator:
     def __init__(
         self, api: Any, session: aiohttp.ClientSession, registry: Registry, clock: Callable[[], float]
     ) -> None:
-        self._registry = registry
-        client, cache, metrics = KubeClient(api), ObjectCache(), OperatorMetrics()
+        client, cache, metrics = StoreClient(api, registry), ObjectCache(), OperatorMetrics()
         reconciler = Reconciler(
             client,
             cache,
@@ -50,33 +69,10 @@ class WholeOperator:
             clock,
         )
         loops = ServiceLoops(reconciler.run_pass, TICK_S, metrics)
-        resync = Resync(client, cache)
-        self._watches = Watches(cache, loops, reconciler.forget, resync.soon, metrics.process)
-        self._turn = Turn(loops, cache, resync, self._watches, None, RESYNC_S)
+        changed = Wakeups(cache, loops, reconciler.forget).changed
+        mirror = Mirror(client, cache, changed, metrics.process, silence_s=2 * WATCH_S, resync_s=RESYNC_S)
+        self._turn = Turn(loops, cache, mirror, None)
 
     async def run(self) -> None:
         """Work until cancelled, which ends it wherever it is."""
-        await self._turn.run(self._watch, asyncio.Event())
-
-    async def _watch(self, until: asyncio.Event) -> None:
-        telling = asyncio.create_task(self._tell())
-        try:
-            await until.wait()
-        finally:
-            telling.cancel()
-
-    async def _tell(self) -> None:
-        followed = {(one.kind.group, one.kind.plural): (one.kind.name, one.selector) for one in FOLLOWED}
-        store = self._registry.store
-        async with store.changes(store.revision) as changes:
-            while True:
-                change = await changes.get()
-                name, selector = followed.get(change.collection, ("", ""))
-                obj = change.after or change.final
-                if not name or obj is None or not label_predicate(selector)(obj):
-                    continue
-                kind = "MODIFIED" if change.after and change.before else "ADDED" if change.after else "DELETED"
-                if name == KIND:
-                    self._watches.service_changed(kind, obj)
-                else:
-                    self._watches.child_changed(kind, name, obj)
+        await self._turn.run(asyncio.Event())

@@ -54,5 +54,5 @@ COMMAND = Command(
     add_arguments=_add_arguments,
     run=_run,
     extra="local",
-    requires=("kopf", "kubernetes", "aiohttp", "rich"),
+    requires=("kubernetes", "aiohttp", "rich"),
 )

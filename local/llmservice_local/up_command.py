@@ -184,5 +184,5 @@ COMMAND = Command(
     add_arguments=add_arguments,
     run=run,
     extra="local",
-    requires=("aiohttp", "celpy", "kopf", "kubernetes"),
+    requires=("aiohttp", "celpy", "kubernetes"),
 )

@@ -112,30 +112,27 @@ def run(args: argparse.Namespace) -> int:
         resync_s=args.resync,
     )
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    if args.log_level != "debug":  # kopf tells of every event that it handles
-        logging.getLogger("kopf").setLevel(logging.WARNING)
     return asyncio.run(_run(settings))
 
 
 async def _run(settings: OperatorSettings) -> int:
     from kubernetes.aio.config import ConfigException
 
+    from llmservice_operator.cluster.kube_client import KubeError
     from llmservice_operator.leadership.election import LeadershipLostError
     from llmservice_operator.run import run_operator
 
     stop = asyncio.Event()
-
-    def take_signals() -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
-
-    take_signals()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     try:
-        await run_operator(settings, stop, take_signals)
+        await run_operator(settings, stop)
     except ConfigException as error:
         raise CommandError(f"no way to the API server: {error}. Set KUBECONFIG, or run inside a cluster") from error
     except LeadershipLostError as error:
         raise CommandError(f"no longer the leader: {error}", status=1) from error
+    except KubeError as error:
+        raise CommandError(f"{error}. The chart's role grants all that the operator needs", status=1) from error
     return 0
 
 
@@ -144,5 +141,5 @@ COMMAND = Command(
     add_arguments=add_arguments,
     run=run,
     extra="operator",
-    requires=("kopf", "kubernetes", "aiohttp", "pydantic"),
+    requires=("kubernetes", "aiohttp", "pydantic"),
 )

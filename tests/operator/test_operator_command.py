@@ -68,7 +68,7 @@ async def replicas(kube: KubeClient) -> int | None:
 async def create_service(kube: KubeClient, namespace: str = "team-a") -> None:
     metadata = {"name": "tiny", "namespace": namespace}
     body = {"apiVersion": "serving.llmservice.io/v1alpha1", "kind": "LLMService", "metadata": metadata, "spec": SPEC}
-    await kube.request("POST", SERVICES.replace("team-a", namespace), body=body, content_type="application/json")
+    await _create(kube, SERVICES.replace("team-a", namespace), body)
 
 
 async def test_the_command_keeps_a_service_as_it_should_be(start: Start, kube: KubeClient) -> None:
@@ -162,6 +162,24 @@ async def test_a_scraper_that_stays_connected_does_not_hold_up_the_end(start: St
             assert await process.wait() == 0
 
 
+async def test_an_account_that_may_not_look_ends_it_with_the_reason(
+    start: Start, kube: KubeClient, api_url: str, kubeconfig: Path
+) -> None:
+    accounts = "/api/v1/namespaces/team-a/serviceaccounts"
+    await _create(kube, accounts, {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "nobody"}})
+    issued = await _create(kube, f"{accounts}/nobody/token", {"spec": {}})
+    Endpoint(api_url, issued["status"]["token"]).write_kubeconfig(kubeconfig)
+
+    process = await start()
+
+    async with asyncio.timeout(20):
+        _, said = await process.communicate()
+    assert process.returncode == 1
+    assert b"403" in said
+    assert b"The chart's role grants all that the operator needs" in said
+    assert b"Traceback" not in said
+
+
 def test_a_tick_that_would_spin_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["operator", "--tick", "0"]) == 2
     assert "--tick" in capsys.readouterr().err
@@ -180,7 +198,11 @@ async def _prepare(kube: KubeClient) -> None:
     namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "team-a"}}
     definitions = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
     for path, body in ((definitions, crd()), ("/api/v1/namespaces", namespace)):
-        await kube.request("POST", path, body=body, content_type="application/json")
+        await _create(kube, path, body)
+
+
+async def _create(kube: KubeClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    return await kube.request("POST", path, body=body, content_type="application/json")
 
 
 async def _equals(kube: KubeClient, wanted: int) -> bool:

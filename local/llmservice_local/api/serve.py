@@ -1,4 +1,4 @@
-"""The emulated Kubernetes API over HTTP: enough of it for kopf, the Python client and kubectl.
+"""The emulated Kubernetes API over HTTP: enough of it for controllers, the Python client and kubectl.
 
 `async with serve_api() as api:` serves on a free loopback port; `api.url` is what a kubeconfig names, `api.registry`
 holds the objects. Install a CRD as on any cluster: POST it.

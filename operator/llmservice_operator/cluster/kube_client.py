@@ -6,25 +6,30 @@ The generated client is used for what it knows best, credentials and TLS; its ty
 from __future__ import annotations
 
 import json
+import logging
 import math
-import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Self
-from urllib.parse import quote, urlsplit
-from urllib.request import getproxies, proxy_bypass
+from urllib.parse import quote
 
 import aiohttp
 from kubernetes.aio import client as kubernetes_client
-from kubernetes.aio import config as kubernetes_config
 
 from llmservice_operator.api.kinds import ChildKind
 from llmservice_operator.api.resource import GROUP, MANAGER, PLURAL, VERSION
 from llmservice_operator.api.spec import Manifest
+from llmservice_operator.cluster.configuration import load_configuration
+from llmservice_operator.cluster.json_lines import json_lines
 from llmservice_operator.cluster.priority_gate import PriorityGate
 
+logger = logging.getLogger(__name__)
+
 REQUEST_TIMEOUT_S = 10.0
+WATCH_S = 300
+"""After so long the API server ends a watch by itself."""
 PAGE = 100
 """Objects of one answer: what a larger one takes while it is parsed is never given back to the system."""
 _IN_FLIGHT = 16
@@ -139,6 +144,48 @@ class KubeClient:
                 return objects, str(metadata.get("resourceVersion", ""))
             query = {**query, "continue": token}
 
+    async def watch(
+        self, path: str, selector: str, since: str, silence_s: float
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """The events of a collection after a resource version, as the API server words them, bookmarks among them.
+
+        It ends as the API server ends it, and also where the connection breaks or brings nothing for `silence_s`: what
+        came was whole, and another watch goes on from there. Raises KubeError where the API server refuses, with an
+        answer or an event that says so, or can't be reached.
+        """
+        query = {"watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": str(WATCH_S)}
+        query |= {"resourceVersion": since} | ({"labelSelector": selector} if selector else {})
+        response = await self._begin_watch(path, query, silence_s)
+        try:
+            async with aclosing(json_lines(response.content.iter_any())) as events:
+                async for event in events:
+                    yield _checked(event, path)
+        except TimeoutError:
+            logger.info("a watch of %s brought nothing for %g s", path, silence_s)
+        except (aiohttp.ClientError, OSError) as error:
+            logger.info("a watch of %s broke off (%s)", path, type(error).__name__)
+        except ValueError as error:
+            raise KubeError(0, f"a watch of {path} brought what should be an event: {error}") from error
+        finally:
+            response.close()
+
+    async def _begin_watch(self, path: str, query: Mapping[str, str], silence_s: float) -> aiohttp.ClientResponse:
+        """It waits in no line and holds no place in one: it lasts for minutes."""
+        timeout = aiohttp.ClientTimeout(total=None, connect=REQUEST_TIMEOUT_S, sock_read=silence_s)
+        started = time.monotonic()
+        status = 0
+        try:
+            response = await self._open("GET", path, None, "", query, timeout)
+            status = response.status
+            if status != 200:
+                answer = await _read(response)
+                answer.raise_for_status("WATCH", path)
+                raise KubeError(0, f"WATCH {path}: answered with {status}, expected 200 and events")
+        finally:
+            if self.answered is not None:
+                self.answered("WATCH", path, status, time.monotonic() - started)
+        return response
+
     async def list_pods(self, namespace: str, selector: str) -> list[Manifest]:
         return (await self.list_all(f"/api/v1/namespaces/{quote(namespace)}/pods", selector))[0]
 
@@ -186,11 +233,6 @@ class KubeClient:
                 return False
             raise
         return True
-
-    async def serves(self, api_version: str, plural: str) -> bool:
-        """Whether the cluster knows a resource; what its CRD would bring may be missing."""
-        answer = await self._get(f"/apis/{api_version}")
-        return any(resource["name"] == plural for resource in (answer or {}).get("resources", []))
 
     async def request(
         self,
@@ -245,6 +287,17 @@ class KubeClient:
         query: Mapping[str, str] | None,
         timeout_s: float,
     ) -> _Answer:
+        return await _read(await self._open(method, path, body, content_type, query, timeout_s))
+
+    async def _open(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        content_type: str,
+        query: Mapping[str, str] | None,
+        limit: float | aiohttp.ClientTimeout,
+    ) -> aiohttp.ClientResponse:
         headers = {"Accept": "application/json"} | ({"Content-Type": content_type} if body is not None else {})
         prepared = await self._api.param_serialize(
             method,
@@ -255,10 +308,11 @@ class KubeClient:
             auth_settings=["BearerToken"],
         )
         try:
-            response = await self._api.call_api(*prepared, _request_timeout=timeout_s)
-            return _Answer(int(response.status), await response.read(), response.headers.get("Retry-After", ""))
+            answer = await self._api.call_api(*prepared, _request_timeout=limit)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise KubeError(0, f"the API server can't be reached ({type(error).__name__})") from error
+            raise _unreachable(error) from error
+        response: aiohttp.ClientResponse = answer.response
+        return response
 
     def _fenced(self) -> float:
         left_s = math.inf if self.may_write_s is None else self.may_write_s()
@@ -275,32 +329,28 @@ class KubeClient:
             raise
 
 
-async def load_configuration(context: str | None = None) -> Any:
-    """KUBECONFIG where it is set, else the pod's service account, else ~/.kube/config; raises ConfigException.
-
-    A named context is looked for in the file.
-    """
-    configuration = kubernetes_client.Configuration()
-    if os.environ.get("KUBERNETES_SERVICE_HOST") and not os.environ.get("KUBECONFIG") and not context:
-        kubernetes_config.load_incluster_config(  # type: ignore[no-untyped-call]
-            client_configuration=configuration
-        )
-    else:
-        await kubernetes_config.load_kube_config(  # type: ignore[no-untyped-call]
-            config_file=os.environ.get("KUBECONFIG"), context=context, client_configuration=configuration
-        )
-    # By itself the client would ask netrc and the environment before every request, each in a thread of its own.
-    configuration.client_session_kwargs = {"trust_env": False}
-    configuration.proxy = configuration.proxy or _environment_proxy(configuration.host)
-    return configuration
+async def _read(response: aiohttp.ClientResponse) -> _Answer:
+    try:
+        return _Answer(response.status, await response.read(), response.headers.get("Retry-After", ""))
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        raise _unreachable(error) from error
 
 
-def _environment_proxy(url: str) -> str | None:
-    """The proxy that HTTPS_PROXY or HTTP_PROXY names for a URL, unless NO_PROXY excepts its host."""
-    parts = urlsplit(url)
-    if not parts.hostname or proxy_bypass(parts.hostname):
-        return None
-    return getproxies().get(parts.scheme)
+def _unreachable(error: Exception) -> KubeError:
+    return KubeError(0, f"the API server can't be reached ({type(error).__name__})")
+
+
+def _checked(event: Any, path: str) -> Manifest:
+    """An event that tells of an object; raises KubeError for one that tells of an error, ValueError for any other."""
+    match event:
+        case {"type": "ERROR", "object": {"code": int(code)}}:
+            status: Manifest = event["object"]
+            wait_s = min((status.get("details") or {}).get("retryAfterSeconds") or 0, _LONGEST_RETRY_AFTER_S)
+            message = f"WATCH {path}: {code} {status.get('message', '')}"
+            raise KubeError(code, message, reason=str(status.get("reason", "")), retry_after_s=wait_s)
+        case {"type": str(), "object": {"metadata": {"resourceVersion": str()}}}:
+            return dict(event)
+    raise ValueError(f"{str(event)[:200]} is none")
 
 
 def _service_path(namespace: str, name: str) -> str:

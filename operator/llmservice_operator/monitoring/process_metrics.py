@@ -15,9 +15,7 @@ _PATH = re.compile(
     r"^/(?:api/v1|apis/(?P<group>[^/]+)/[^/]+)(?:/namespaces/[^/]+)?/(?P<plural>[a-z]+)"
     r"(?:/(?P<name>[^/]+))?(?:/(?P<subresource>[a-z]+))?$"
 )
-_ONE_LIST_S = 5.0
-"""Objects of one list follow each other faster than this."""
-_VERBS = {"POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}
+_VERBS = {"WATCH": "watch", "POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}
 
 
 class ProcessMetrics:
@@ -33,7 +31,7 @@ class ProcessMetrics:
         )
         self._seconds = Histogram(
             "llmservice_operator_api_request_seconds",
-            "Time to the API server's whole answer.",
+            "Time to the API server's whole answer; of a watch, to its beginning.",
             ["verb", "resource"],
             registry=registry,
             buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10),
@@ -45,7 +43,7 @@ class ProcessMetrics:
         self._cached = Gauge("llmservice_operator_cached_objects", "Objects in the cache.", registry=registry)
         self._events = Counter(
             "llmservice_operator_watch_events_total",
-            "Events that watches brought, what they list as they begin included.",
+            "Events that watches brought, bookmarks apart.",
             ["kind"],
             registry=registry,
         )
@@ -70,7 +68,6 @@ class ProcessMetrics:
             registry=registry,
         )
         self._seen_s = {followed.kind.name: clock() for followed in FOLLOWED}
-        self._listing: dict[str, float] = {}
         for kind in self._seen_s:
             self._age.labels(kind).set_function(partial(self._age_of, kind))
 
@@ -91,15 +88,14 @@ class ProcessMetrics:
         self._loops.set_function(lambda: len(loops))
         self._cached.set_function(lambda: len(cache))
 
-    def watched(self, kind: str, *, listed: bool) -> None:
-        """A watch brought an event; what a watch lists as it begins comes in one go, and counts as one beginning."""
-        now_s = self._clock()
+    def watched(self, kind: str) -> None:
+        """A watch brought an event."""
         self._events.labels(kind).inc()
-        self._seen_s[kind] = now_s
-        if listed:
-            if now_s - self._listing.get(kind, float("-inf")) > _ONE_LIST_S:
-                self._relists.labels(kind).inc()
-            self._listing[kind] = now_s
+        self._seen_s[kind] = self._clock()
+
+    def relisted(self, kind: str) -> None:
+        """A watch begins, or begins anew, with a list."""
+        self._relists.labels(kind).inc()
 
     def resynced(self, differences: int) -> None:
         self._resyncs.labels("ok").inc()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from harness.whole_cache import fill
 from llmservice_operator.api.kinds import CHILD_KINDS
 from llmservice_operator.api.resource import LLMService
 from llmservice_operator.apply.applier import Applier, Refusal
@@ -15,7 +16,6 @@ from llmservice_operator.children.child import Child
 from llmservice_operator.children.children import expected_children
 from llmservice_operator.cluster.kube_client import KubeClient, KubeError
 from llmservice_operator.cluster.object_cache import ObjectCache
-from llmservice_operator.cluster.resync import Resync
 from llmservice_operator.sizing.sizing import Sized
 
 UID = "uid-of-tiny"
@@ -32,12 +32,15 @@ class Hands:
     """An applier with a cache of its own that holds, when it is asked to apply, what watches would have told of."""
 
     def __init__(self, kube: KubeClient) -> None:
-        cache = ObjectCache()
-        self.resync, self.applier = Resync(kube, cache), Applier(kube, cache)
+        self._kube, self._cache = kube, ObjectCache()
+        self.applier = Applier(kube, self._cache)
 
     async def apply(self, children: list[Child], owner_uid: str) -> list[Refusal]:
-        await self.resync.once()
+        await self.see()
         return await self.applier.apply(children, owner_uid)
+
+    async def see(self) -> None:
+        await fill(self._kube, self._cache)
 
 
 def of_kind(children: list[Child], kind: str) -> Child:
@@ -202,7 +205,7 @@ async def test_nothing_is_asked_where_nothing_differs(
     hands = Hands(kube)
     await hands.apply(children_of(), UID)
     hands = Hands(kube) if restarted else hands
-    await hands.resync.once()
+    await hands.see()
     asked: list[str] = []
     kube.answered = lambda method, path, *_: asked.append(f"{method} {path}")
 

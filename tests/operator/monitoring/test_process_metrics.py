@@ -11,6 +11,7 @@ from llmservice_operator.monitoring.process_metrics import ProcessMetrics, call_
     [
         ("GET", "/api/v1/namespaces/team-a/pods", ("list", "pods")),
         ("GET", "/api/v1/pods", ("list", "pods")),
+        ("WATCH", "/api/v1/pods", ("watch", "pods")),
         ("GET", "/apis/apps/v1/namespaces/team-a/deployments/tiny", ("get", "deployments")),
         ("PATCH", "/apis/apps/v1/namespaces/team-a/deployments/tiny", ("patch", "deployments")),
         (
@@ -36,21 +37,19 @@ def test_the_age_of_the_last_event_grows_until_the_next() -> None:
 
     now[0] = 130.0
     assert registry.get_sample_value(age, {"kind": "Pod"}) == 30.0
-    metrics.watched("Pod", listed=False)
+    metrics.watched("Pod")
     now[0] = 131.0
     assert registry.get_sample_value(age, {"kind": "Pod"}) == 1.0
 
 
-def test_what_a_watch_lists_as_it_begins_counts_as_one_beginning() -> None:
-    now = [0.0]
+def test_watches_that_begin_with_a_list_are_counted_by_kind() -> None:
     registry = CollectorRegistry()
-    metrics = ProcessMetrics(registry, lambda: now[0])
-    for moment in (0.0, 0.1, 0.2, 60.0, 60.1):
-        now[0] = moment
-        metrics.watched("Pod", listed=True)
+    metrics = ProcessMetrics(registry)
+    for kind in ("Pod", "Service", "Pod"):
+        metrics.relisted(kind)
 
     assert registry.get_sample_value("llmservice_operator_watch_relists_total", {"kind": "Pod"}) == 2.0
-    assert registry.get_sample_value("llmservice_operator_watch_events_total", {"kind": "Pod"}) == 5.0
+    assert registry.get_sample_value("llmservice_operator_watch_events_total", {"kind": "Pod"}) is None
 
 
 def test_the_leader_gauge_falls_with_the_fence() -> None:

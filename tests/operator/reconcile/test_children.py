@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from harness.one_service import APPS, NS, SERVICES, World
+from harness.whole_cache import fill
 from llmservice_operator.api.kinds import CHILD_KINDS
-from llmservice_operator.cluster.resync import Resync
 
 
 async def test_a_service_gets_its_children_and_a_status(world: World, manifest_of: Any) -> None:
@@ -38,7 +38,7 @@ async def test_a_pass_that_finds_all_well_asks_the_api_server_for_nothing(
     if restarted:
         world.restarted()
     service, deployment, events = await world.service(), await world.deployment(), await world.events()
-    await Resync(world.kube, world.reconciler.cache).once()
+    await fill(world.kube, world.reconciler.cache)
     requests: list[str] = []
     world.kube.answered = lambda method, path, *_: requests.append(f"{method} {path}")
     world.now += 61
