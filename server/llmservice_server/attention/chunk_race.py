@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from llmservice_server.attention.base import KVCacheShape, SequenceSlice
 from llmservice_server.attention.probe import what_is_wrong
 from llmservice_server.attention.race import Candidate, Verdict, race
 from llmservice_server.attention.triton_backend import TritonAttention
-from llmservice_server.attention.varlen import Varlen, by_torch, why_varlen_cannot_serve
+from llmservice_server.attention.varlen import Varlen, VarlenFunction, by_torch, why_varlen_cannot_serve
 
 OURS, TORCHS = "triton", "varlen_attn"
 _MOST_TOKENS = 2048  # of the chunk that they race on: a millisecond or less
@@ -21,7 +22,11 @@ _WARM_UPS, _REPETITIONS = 2, 5
 
 
 def race_for_chunks(
-    shape: KVCacheShape, dtype: torch.dtype, device: torch.device, max_num_batched_tokens: int
+    shape: KVCacheShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_num_batched_tokens: int,
+    attend: VarlenFunction = by_torch,
 ) -> Verdict:
     """On a chunk that follows as many cached tokens as it has. Takes a few milliseconds and frees what it took."""
     count = max(2, min(_MOST_TOKENS, max_num_batched_tokens) // 2)
@@ -35,18 +40,20 @@ def race_for_chunks(
             candidate(OURS, None, lambda: None),  # probed before
             candidate(
                 TORCHS,
-                Varlen(by_torch, max_num_batched_tokens),
-                lambda: _why_varlen_is_unusable(shape, dtype, device),
+                Varlen(attend, max_num_batched_tokens),
+                lambda: _why_varlen_is_unusable(shape, dtype, device, attend),
             ),
         ]
     )
 
 
-def _why_varlen_is_unusable(shape: KVCacheShape, dtype: torch.dtype, device: torch.device) -> str | None:
+def _why_varlen_is_unusable(
+    shape: KVCacheShape, dtype: torch.dtype, device: torch.device, attend: VarlenFunction
+) -> str | None:
     problem = why_varlen_cannot_serve(shape, dtype)
     if problem is not None:
         return problem
-    varlen = Varlen(by_torch, most_keys=sum(map(sum, MIXED)))
+    varlen = Varlen(attend, most_keys=sum(map(sum, MIXED)))
     case = Case(replace(shape, windows=tuple({*shape.windows})), dtype, MIXED)
 
     def backend(shape: KVCacheShape, num_blocks: int, device: torch.device) -> TritonAttention:
@@ -63,12 +70,21 @@ def _seconds(shape: KVCacheShape, dtype: torch.dtype, device: torch.device, coun
         cache.zero_()
     step = backend.prepare([SequenceSlice(count, count, range(1, 1 + num_blocks))])
     heads = torch.randn(count, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim, dtype=dtype, device=device)
-    times: list[float] = []
-    for _ in range(_WARM_UPS + _REPETITIONS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        step(0, heads[:, : shape.num_heads], heads[:, shape.num_heads :])
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
+    times = [
+        _elapsed_s(lambda: step(0, heads[:, : shape.num_heads], heads[:, shape.num_heads :]), device)
+        for _ in range(_WARM_UPS + _REPETITIONS)
+    ]
     return statistics.median(times[_WARM_UPS:])
+
+
+def _elapsed_s(work: Callable[[], object], device: torch.device) -> float:
+    if device.type != "cuda":
+        started_s = time.perf_counter()
+        work()
+        return time.perf_counter() - started_s
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3

@@ -3,6 +3,7 @@
 Its place is taken by attention written from what its documentation promises.
 """
 
+import re
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from llmservice_server.attention.varlen import (
 
 CPU = torch.device("cpu")
 SHAPE = KVCacheShape(4, 2, 64, (None, 20), 16, torch.bfloat16)
+SMALL = KVCacheShape(2, 1, 16, (None, 20), 16, torch.bfloat16)
 
 
 class Documented:
@@ -151,7 +153,25 @@ def test_what_it_cannot_serve_is_told_before(shape: KVCacheShape, dtype: torch.d
     assert problem is None if why is None else why in str(problem)
 
 
-def test_where_nothing_can_be_timed_chunks_stay_with_our_kernel_and_the_log_can_say_why() -> None:
-    verdict = race_for_chunks(SHAPE, torch.bfloat16, CPU, 256)
+def test_both_ways_are_checked_and_timed_on_a_chunk_after_as_many_cached_tokens() -> None:
+    attend = Documented()
+    verdict = race_for_chunks(SMALL, torch.bfloat16, CPU, 8, attend)
+    assert re.fullmatch(r"triton [\d.e+]+ ms, varlen_attn [\d.e+]+ ms", verdict.reason)
+    assert attend.num_calls == 2 * 2 + 7  # both windows' layers are compared, in two steps; one layer is timed
+
+
+def test_answers_that_are_wrong_are_not_timed() -> None:
+    def wrong(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: Bounds, window: int | None
+    ) -> torch.Tensor:
+        return Documented()(query, key, value, bounds, None)  # forgets the window
+
+    verdict = race_for_chunks(SMALL, torch.bfloat16, CPU, 8, wrong)
     assert verdict.name == OURS
-    assert "varlen_attn is unusable" in verdict.reason
+    assert "varlen_attn is unusable: its answers are off by" in verdict.reason
+
+
+def test_where_torchs_kernel_is_missing_chunks_stay_with_ours() -> None:
+    verdict = race_for_chunks(SMALL, torch.bfloat16, CPU, 8)
+    assert verdict.name == OURS
+    assert re.match(r"triton [\d.e+]+ ms, varlen_attn is unusable: NotImplementedError", verdict.reason)
