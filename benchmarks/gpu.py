@@ -25,6 +25,7 @@ from card.names import SECTIONS  # noqa: E402 - the paths come first
 from card.relay import Worker, relay  # noqa: E402 - likewise
 from card.section import Findings  # noqa: E402 - likewise
 from llmservice_bench.results import FOLDER, Results  # noqa: E402 - likewise
+from llmservice_server.environment import for_computing  # noqa: E402 - likewise
 
 
 def table(card: str, found: Findings) -> str:
@@ -43,7 +44,9 @@ def table(card: str, found: Findings) -> str:
 
 def main(only: Sequence[str], minutes: float, folder: Path, out: Path) -> int:
     """2 where there is no card; else 0, whatever was met or missed."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*HOUSES, os.environ.get("PYTHONPATH", "")])}
+    environment = for_computing(os.environ) | {
+        "PYTHONPATH": os.pathsep.join([*HOUSES, os.environ.get("PYTHONPATH", "")])
+    }
     with tempfile.TemporaryDirectory() as scratch:
         command = [sys.executable, "-m", "card.worker", "--folder", str(folder)]
         worker = Worker(command, environment, Path(scratch) / "sections.jsonl")

@@ -11,9 +11,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from llmservice_server.environment import ENVIRONMENT
+from llmservice_server.environment import for_computing
 
-os.environ.update(ENVIRONMENT | os.environ)  # before torch: threads wait as those of a server do
+os.environ.update(for_computing(os.environ))  # before torch: threads wait as those of a server do
 os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # torch.profiler tells of each of its starts otherwise
 
 import torch

@@ -18,7 +18,7 @@ import zmq.asyncio
 
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine_process import EngineSettings
-from llmservice_server.environment import ENVIRONMENT
+from llmservice_server.environment import for_computing
 from llmservice_server.messages import (
     Abort,
     Embed,
@@ -146,7 +146,7 @@ class EngineClient:
         self._process = process = await asyncio.create_subprocess_exec(
             *self._command,
             stdin=asyncio.subprocess.PIPE,
-            env=ENVIRONMENT | os.environ,
+            env=for_computing(os.environ),
             start_new_session=True,  # Ctrl-C and a SIGTERM to the group are for this process, which drains first
         )
         if self._stopping:  # told so while the process was being started

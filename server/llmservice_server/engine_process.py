@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import zmq
 
-from llmservice_server import cuda_allocator, json_log
+from llmservice_server import json_log
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.errors import StartError
 from llmservice_server.messages import Abort, Embed, Failed, FromEngine, Generate, Shutdown, StepOutputs, ToEngine
@@ -112,7 +112,6 @@ def main(make_engine: Callable[[EngineConfig], Engine] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     settings = EngineSettings.decode(sys.stdin.buffer.readline())
     json_log.configure(settings.log_level)
-    cuda_allocator.configure(os.environ)
     threading.Thread(target=_exit_with_parent, args=(settings,), daemon=True).start()
     context = zmq.Context()
     outbox = _socket(context, zmq.PUSH)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from llmservice_server.environment import for_computing
+
 ASK = """
 import os, sys, llmservice_server
 assert "torch" not in sys.modules
@@ -48,3 +50,16 @@ def test_large_tensors_lie_in_huge_pages() -> None:
 
 def test_what_the_caller_says_of_huge_pages_goes_first() -> None:
     assert huge_pages({"THP_MEM_ALLOC_ENABLE": "0"})[0] == "0"
+
+
+def test_the_allocator_grows_its_segments_and_threads_wait_a_little() -> None:
+    environment = for_computing({"PATH": "/bin", "GOMP_SPINCOUNT": "7"})
+    assert environment["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert (environment["PATH"], environment["GOMP_SPINCOUNT"]) == ("/bin", "7")
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"])
+def test_a_users_own_allocator_is_left_alone(name: str) -> None:
+    environment = for_computing({name: "max_split_size_mb:64"})
+    assert {key: value for key, value in environment.items() if "ALLOC_CONF" in key} == {name: "max_split_size_mb:64"}

@@ -42,9 +42,9 @@ def _run(args: argparse.Namespace) -> int:
     for module in ("torch", "numba"):
         if find_spec(module) is None:
             raise CommandError(f"bench profile runs a model and needs {module}: pip install 'llmservice[server]'")
-    from llmservice_server.environment import ENVIRONMENT
+    from llmservice_server.environment import for_computing
 
-    os.environ.update(ENVIRONMENT | os.environ)  # before torch: threads wait as those of a server do
+    os.environ.update(for_computing(os.environ))  # before torch: threads wait as those of a server do
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # torch.profiler tells of each of its starts otherwise
     from llmservice_bench.profile.benchmark import run_profile_benchmark
 
