@@ -22,7 +22,8 @@ CUDA_ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 leave gaps: more is then reserved than the profiling pass saw allocated, of memory that the KV cache has by then.
 Segments that grow and shrink by mapping pages have no gaps. CUDA graphs go with them: torch keeps the graphs' private
 pools in ordinary segments (pytorch/pytorch#128068), or, where pytorch/pytorch#194767 is in, in expandable ones; nothing
-of theirs is freed, so nothing of theirs leaves a gap. A driver that cannot map pages makes torch warn and do without."""
+of theirs is freed, so nothing of theirs leaves a gap. A driver that cannot map pages makes torch warn
+and do without."""
 
 _ALLOCATORS_OLDER_NAMES = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
 
