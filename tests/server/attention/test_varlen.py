@@ -13,6 +13,7 @@ import torch.nn.attention.varlen
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from harness.never_waiting import META, never_waiting
 from llmservice_server.attention.agreement import BOUNDS, MIXED, Case, relative_error
 from llmservice_server.attention.base import KVCacheShape, SequenceSlice
 from llmservice_server.attention.chunk_race import OURS, race_for_chunks
@@ -136,6 +137,17 @@ def test_torchs_function_takes_what_it_is_given(window: int | None, causal: bool
     assert [tuple(each.shape) for each in asked.args[:5]] == [(8, 4, 64), (24, 2, 64), (24, 2, 64), (3,), (3,)]
     assert asked.args[5:8] == (5, 19, causal)
     assert asked.args[9:11] == (expected, True)
+
+
+def test_the_host_waits_for_nothing_on_the_way() -> None:
+    tables = StepTables.of([SequenceSlice(0, 5, [1]), SequenceSlice(16, 3, [2, 3])], 16)
+    query, cache, answer = (
+        torch.empty(size, dtype=torch.bfloat16, device=META) for size in ((8, 4, 64), (4, 2, 2, 16, 64), (8, 256))
+    )
+    with never_waiting():
+        chunks = Varlen(by_torch, 24).chunks(tables, SHAPE, META)
+        assert chunks is not None
+        chunks(query, cache, None, answer, None)
 
 
 @pytest.mark.parametrize(
