@@ -31,6 +31,8 @@ from llmservice_server.attention.cpu_tile import Constants, constants_of
 from llmservice_server.cpu.compiled import use_threads
 from llmservice_server.cpu.element import as_array
 
+_EVERYTHING = 1 << 31  # a window that no sequence fills
+
 _PIECES_A_THREAD = 4
 """With fewer sequences than so many for each thread, the heads of a sequence are shared out as well."""
 
@@ -61,22 +63,22 @@ class _Chunk:
 class _Decodes:
     """The tokens that stand alone, in an order in which equal parts are equal work: so threads share them."""
 
-    sequences: Int32Array  # [num_seqs, 4]: row of the step, where its table begins in `blocks`, first key, end of keys
+    sequences: Int32Array  # [num_seqs, 3]: row of the step, where its table begins in `blocks`, end of keys
     blocks: Int32Array
+    parts: int  # into which a sequence is divided, by its key heads
 
     @classmethod
-    def of(cls, rows: Int64Array, last_keys: Int64Array, tables: JoinedTables, num_threads: int) -> _Decodes:
-        sequences = np.zeros((len(rows), 4), np.int32)
-        sequences[:, 0], sequences[:, 1], sequences[:, 3] = rows, tables.firsts, last_keys + 1
-        return cls(sequences[_dealt(last_keys, num_threads)], tables.blocks)
+    def of(
+        cls, rows: Int64Array, last_keys: Int64Array, tables: JoinedTables, parts: int, num_threads: int
+    ) -> _Decodes:
+        sequences = np.empty((len(rows), 3), np.int32)
+        sequences[:, 0], sequences[:, 1], sequences[:, 2] = rows, tables.firsts, last_keys + 1
+        return cls(sequences[_dealt(last_keys, num_threads)], tables.blocks, parts)
 
-    def within(self, window: int | None) -> Int32Array:
-        """`sequences`, with the first key that a layer with this window sees."""
-        if window is None:
-            return self.sequences
-        sequences = self.sequences.copy()
-        sequences[:, 2] = np.maximum(0, sequences[:, 3] - window)
-        return sequences
+    @property
+    def arguments(self) -> tuple[Int32Array, Int32Array, int]:
+        """As `cpu_kernels.decode` takes them."""
+        return self.sequences, self.blocks, self.parts
 
 
 class CpuAttention:
@@ -87,10 +89,27 @@ class CpuAttention:
     def __init__(self, shape: KVCacheShape, num_blocks: int) -> None:
         self.shape = shape
         self._num_threads = torch.get_num_threads()
-        size = (num_blocks, shape.num_kv_heads, 2, shape.block_size, shape.head_dim)
-        self.caches = [torch.empty(size, dtype=shape.dtype) for _ in shape.windows]
-        self._arrays = [as_array(cache) for cache in self.caches]
+        num_layers = len(shape.windows)
+        size = (num_layers, num_blocks, shape.num_kv_heads, 2, shape.block_size, shape.head_dim)
+        caches = torch.empty(size, dtype=shape.dtype)
+        self.caches = list(caches.unbind())
+        self._array = as_array(caches)
+        self._windows = np.array([_EVERYTHING if window is None else window for window in shape.windows], np.int64)
         self._constants = constants_of(shape.num_heads // shape.num_kv_heads, shape.head_dim)
+
+    def decodes(self, slices: Sequence[SequenceSlice]) -> tuple[Any, ...]:
+        """A step of decodes only, for compiled code: caches and windows of all layers, and what else
+        `cpu_kernels.rotate_and_decode` asks for."""
+        num_threads = use_threads(self._num_threads)
+        last_keys = np.array([part.start for part in slices], np.int64)
+        tables = JoinedTables.of([part.block_table for part in slices])
+        parts = self._parts(len(slices), num_threads)
+        decodes = _Decodes.of(np.arange(len(slices)), last_keys, tables, parts, num_threads)
+        return self._array, self._windows, decodes.arguments, self._constants
+
+    def _parts(self, num_seqs: int, num_threads: int) -> int:
+        """Into which a sequence that decodes is divided, by its key heads, so that no thread is idle."""
+        return self.shape.num_kv_heads if num_threads > 1 and num_seqs < _PIECES_A_THREAD * num_threads else 1
 
     def prepare(self, slices: Sequence[SequenceSlice]) -> CpuStep:
         num_threads = use_threads(self._num_threads)
@@ -99,15 +118,15 @@ class CpuAttention:
         tables = JoinedTables.of([part.block_table for part in slices])
         rows = firsts_of(counts)
         alone = np.flatnonzero(counts == 1)
-        few = len(alone) < _PIECES_A_THREAD * num_threads
+        parts = self._parts(len(alone), num_threads)
         own_tables = JoinedTables(tables.blocks, tables.firsts[alone])
         return CpuStep(
             shape=self.shape,
             constants=self._constants,
-            caches=self._arrays,
+            caches=self._array,
+            windows=self._windows,
             slots=slots_of(starts, counts, tables, self.shape.block_size),
-            decodes=_Decodes.of(rows[alone], starts[alone], own_tables, num_threads) if len(alone) else None,
-            parts=self.shape.num_kv_heads if few and num_threads > 1 else 1,
+            decodes=_Decodes.of(rows[alone], starts[alone], own_tables, parts, num_threads) if len(alone) else None,
             chunks=[
                 _Chunk(row, row + part.num_tokens, part.start, np.array(part.block_table, np.int32))
                 for row, part in zip(rows.tolist(), slices, strict=True)
@@ -124,10 +143,10 @@ class CpuStep:
 
     shape: KVCacheShape
     constants: Constants  # the shape's numbers that are part of the kernels' code
-    caches: list[npt.NDArray[Any]]
-    slots: npt.NDArray[np.int64]
+    caches: npt.NDArray[Any]  # of all layers
+    windows: Int64Array  # likewise
+    slots: Int64Array
     decodes: _Decodes | None
-    parts: int  # into which a sequence that decodes is divided, by its key heads
     chunks: list[_Chunk]
 
     def __call__(self, layer: int, query: torch.Tensor, key_value: torch.Tensor) -> torch.Tensor:
@@ -143,26 +162,13 @@ class CpuStep:
         )
         return self._attend(layer, heads, heads[:, num_heads:].to(self.shape.dtype))
 
-    def of_layer(self, layer: int) -> tuple[Any, ...]:
-        """For a step of decodes only: cache, slots, and what `cpu_kernels.decode` asks for besides."""
-        if self.decodes is None:
-            raise ValueError("no sequence of this step is due a single token")
-        sequences = self.decodes.within(self.shape.windows[layer])
-        return self.caches[layer], self.slots, sequences, self.decodes.blocks, self.parts, self.constants
-
     def _attend(self, layer: int, query: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
         """`query` may have more heads than those of the queries; `stored` are keys and values as the cache has them."""
         cache, window, num_heads = self.caches[layer], self.shape.windows[layer], self.shape.num_heads
         answer = query.new_empty(len(query), num_heads, self.shape.head_dim)
         if (decodes := self.decodes) is not None:
             cpu_kernels.decode(
-                as_array(query),
-                cache,
-                decodes.within(window),
-                decodes.blocks,
-                self.parts,
-                as_array(answer),
-                self.constants,
+                as_array(query), cache, decodes.arguments, self.windows[layer], as_array(answer), self.constants
             )
         for chunk in self.chunks:
             chunk_query = query[chunk.first_row : chunk.end_row, :num_heads]

@@ -107,19 +107,38 @@ def gather(cache: Any, table: Any, first: int, gathered: Any) -> None:
 
 
 @compiled(parallel=True)
-def decode(query: Any, cache: Any, sequences: Any, blocks: Any, parts: int, answer: Any, constants: Any) -> None:
+def decode(query: Any, cache: Any, decodes: Any, window: int, answer: Any, constants: Any) -> None:
     """Attention of one token for each of several sequences, straight from the blocks of their tables.
 
     query: `[num_tokens, num_heads or more, head_dim]`, of which the first are queries. answer: `[num_tokens, num_heads,
-    head_dim]`. sequences: `[num_seqs, 4]`, of each its row in these two, where its table begins in `blocks`, and the
-    positions that it sees: the first, and the one behind the last. The threads share the sequences, or, where these are
-    few, the `parts` of each, which divide its key heads.
+    head_dim]`. decodes: `sequences` `[num_seqs, 3]`, of each its row in these two, where its table begins in `blocks`,
+    and the position behind the last that it sees; these `blocks`; and `parts`. A token sees as many positions as
+    `window` says. The threads share the sequences, or, where these are few, the `parts` of each, which divide its key
+    heads.
     """
+    sequences, blocks, parts = decodes
     heads_each = cache.shape[1] // parts
     for piece in numba.prange(len(sequences) * parts):
-        row, first_block, first, end = sequences[piece // parts]
-        mine = (piece % parts * heads_each, heads_each)
-        decode_heads(query[row], cache, blocks[first_block:], (first, end), mine, answer[row], constants)
+        row, first_block, end = sequences[piece // parts]
+        seen, mine = (max(0, end - window), end), (piece % parts * heads_each, heads_each)
+        decode_heads(query[row], cache, blocks[first_block:], seen, mine, answer[row], constants)
+
+
+@compiled(parallel=True)
+def rotate_and_decode(
+    heads: Any, turns: Any, cache: Any, decodes: Any, window: int, answer: Any, constants: Any
+) -> None:
+    """`rotate_and_store` and `decode` in one, where every token of `heads` is one of the `decodes`."""
+    norm, eps, cos, sin = turns
+    sequences, blocks, parts = decodes
+    heads_each = cache.shape[1] // parts
+    for piece in numba.prange(len(sequences) * parts):
+        row, first_block, end = sequences[piece // parts]
+        seen, mine = (max(0, end - window), end), (piece % parts * heads_each, heads_each)
+        table, turn = blocks[first_block:], (norm, eps, cos[row], sin[row])
+        slot = table[(end - 1) // cache.shape[3]] * cache.shape[3] + (end - 1) % cache.shape[3]
+        rotate_and_store_heads(heads[row], turn, slot, answer.shape[1], mine, cache)
+        decode_heads(heads[row], cache, table, seen, mine, answer[row], constants)
 
 
 @compiled()

@@ -68,6 +68,25 @@ def panels_of(packed: torch.Tensor, shape: tuple[int, int]) -> npt.NDArray[Any] 
     return numbers.reshape(outputs // PANEL, -1, PANEL)
 
 
+def _pointer(context: Any, address: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], _BYTES)
+
+    return types.voidptr(address), generate
+
+
+_pointer_to: Any = intrinsic(_pointer)
+
+
+@compiled()
+def panels_at(address: int, shape: Any, like: Any) -> Any:
+    """The array of `panels_of` that lies at `address`, with elements as `like` has them.
+
+    So the matrices of any number of layers can be handed to compiled code.
+    """
+    return numba.carray(_pointer_to(address), shape, like.dtype)  # type: ignore[attr-defined]
+
+
 def as_lanes(hidden: torch.Tensor) -> npt.NDArray[Any]:
     """Contiguous rows `[num_rows, in]` as a product takes them: float32, or bfloat16 in pairs, int32."""
     return (hidden if hidden.dtype == torch.float32 else hidden.view(torch.int32)).numpy()

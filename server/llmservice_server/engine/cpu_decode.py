@@ -1,6 +1,6 @@
-"""Decode steps on a CPU, a call of one compiled function for each layer.
+"""Decode steps on a CPU: one call of a compiled function computes all layers.
 
-With a token of each of a few sequences a layer is nine rounds of work that are too short to be called one by one from
+With a token of each of a few sequences a layer is rounds of work that are too short to be called one by one from
 Python: between the calls the memory, which is what such a step waits for, would stand idle.
 """
 
@@ -11,19 +11,18 @@ from typing import Any
 
 import numba
 import numpy as np
+import numpy.typing as npt
 import torch
-import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
 from llmservice_server.attention.base import Int64Array, SequenceSlice
 from llmservice_server.attention.cpu_backend import CpuAttention
-from llmservice_server.attention.cpu_kernels import decode_heads, rotate_and_store_heads
+from llmservice_server.attention.cpu_kernels import rotate_and_decode
 from llmservice_server.cpu.compiled import compiled
 from llmservice_server.cpu.element import as_array, narrowed
-from llmservice_server.cpu.panel_product import PANEL, as_lanes, multiply_into
+from llmservice_server.cpu.panel_product import PANEL, as_lanes, multiply, multiply_into, panels_at
 from llmservice_server.engine.step_in_flight import LateTokens
-from llmservice_server.models.cpu_layer_ops import add_norm_row, silu_mul_row
-from llmservice_server.models.linear import Linear
-from llmservice_server.models.llama import DecoderLayer, LlamaModel
+from llmservice_server.models.cpu_layer_ops import add, add_norm, silu_mul_row
+from llmservice_server.models.llama import LlamaModel
 
 
 class CpuDecode:
@@ -33,18 +32,22 @@ class CpuDecode:
         """Raises ValueError where `can_decode` says no."""
         if not can_decode(model):
             raise ValueError("the model's matrices are not packed in panels")
-        self._model = model
         self._attention = attention
         self._max_num_seqs = max_num_seqs
-        self._layers = [_arrays_of(layer) for layer in model.layers]
-        config = model.config
-        num_heads = config.num_heads + 2 * config.num_kv_heads
-        widths = (config.hidden_size, num_heads * config.head_dim, config.num_heads * config.head_dim)
-        self._buffers = [
-            torch.empty(max_num_seqs, width, dtype=model.dtype)
-            for width in (config.hidden_size, *widths, config.intermediate_size)
-        ]
-        self._turn_buffers = [torch.empty(max_num_seqs, config.head_dim, dtype=model.dtype) for _ in range(2)]
+        self._weights = _weights_of(model)
+        config, head_dim = model.config, model.config.head_dim
+        query_width, key_width = config.num_heads * head_dim, config.num_kv_heads * head_dim
+
+        def rows(width: int) -> torch.Tensor:
+            return model.embed_tokens.new_empty(max_num_seqs, width)
+
+        self._hidden, delta, normed = (rows(config.hidden_size) for _ in range(3))
+        product, attended, gated = rows(query_width + 2 * key_width), rows(query_width), rows(config.intermediate_size)
+        cos, sin = rows(head_dim), rows(head_dim)
+        by_head = (max_num_seqs, -1, head_dim)
+        states = (self._hidden, delta, normed, product, product.view(by_head), attended.view(by_head), gated, cos, sin)
+        self._states = [as_array(state) for state in states]
+        self._lanes = [as_lanes(state) for state in (normed, attended, gated)]
 
     def takes(self, slices: Sequence[SequenceSlice]) -> bool:
         """Whether a step is one of decodes only, and not too many."""
@@ -54,34 +57,17 @@ class CpuDecode:
         self, token_ids: Int64Array, slices: Sequence[SequenceSlice], late: LateTokens | None = None
     ) -> torch.Tensor:
         """`LlamaModel.forward`'s states, `[num_seqs, hidden_size]`."""
-        model = self._model
-        config = model.config
-        step = self._attention.prepare(slices)
-        positions = np.array([part.start for part in slices])
-        tokens = torch.from_numpy(token_ids)
+        num_seqs = len(slices)
         if late is not None:
-            late.put(tokens)
-        hidden = F.embedding(tokens, model.embed_tokens)
-        delta, normed, product, attended, gated = (buffer[: len(slices)] for buffer in self._buffers)
-        delta.zero_()
-        by_head = (len(slices), -1, config.head_dim)
-        states = (hidden, delta, normed, product, product.view(by_head), attended.view(by_head), gated)
-        shared = (
-            tuple(as_array(state) for state in states),
-            tuple(as_lanes(state) for state in (normed, attended, gated)),
-            self._turns(positions),
-            np.float32(config.rms_norm_eps),
+            late.put(torch.from_numpy(token_ids))
+        _decode(
+            token_ids,
+            self._weights,
+            self._attention.decodes(slices),
+            tuple(state[:num_seqs] for state in self._states),
+            tuple(lanes[:num_seqs] for lanes in self._lanes),
         )
-        for index, layer in enumerate(self._layers):
-            _decode_layer(layer, step.of_layer(index), *shared)
-        return hidden.add_(delta)
-
-    def _turns(self, positions: Int64Array) -> tuple[Any, Any]:
-        """Cosines and signed sines, as `RotaryEmbedding.at`, which takes a call of torch for each of its operations."""
-        rotary = self._model.rotary
-        cos, sin = (as_array(buffer[: len(positions)]) for buffer in self._turn_buffers)
-        _turn(positions, rotary.inverse_frequencies.numpy(), np.float32(rotary.scale), cos, sin)
-        return cos, sin
+        return self._hidden[:num_seqs]
 
 
 def can_decode(model: LlamaModel) -> bool:
@@ -90,29 +76,74 @@ def can_decode(model: LlamaModel) -> bool:
     return model.config.intermediate_size % PANEL == 0 and all(linear.panels is not None for linear in linears)
 
 
-def _arrays_of(layer: DecoderLayer) -> tuple[Any, ...]:
-    """A layer's weights, in the order in which `_decode_layer` takes them."""
-
-    def both(linear: Linear) -> tuple[Any, Any]:
-        return linear.panels, linear.bias_array
-
-    qk_norm = layer.input_norm.new_empty(0, 0) if layer.qk_norm is None else layer.qk_norm
-    norms = (layer.input_norm, layer.post_attention_norm, qk_norm)
-    return (
-        *(as_array(norm) for norm in norms),
-        *both(layer.qkv),
-        *both(layer.o),
-        *both(layer.gate_up),
-        *both(layer.down),
+def _weights_of(model: LlamaModel) -> tuple[Any, ...]:
+    """As `_decode` takes them: embeddings and rotation, and of all layers norms, where the panels lie, and biases."""
+    layers, none = model.layers, model.embed_tokens.new_empty(0)
+    rotary = model.rotary.inverse_frequencies.numpy(), np.float32(model.rotary.scale)
+    norms = (
+        _stacked([layer.input_norm for layer in layers]),
+        _stacked([layer.post_attention_norm for layer in layers]),
+        _stacked([none.view(0, 0) if layer.qk_norm is None else layer.qk_norm for layer in layers]),
     )
+    by_layer = [(layer.qkv, layer.o, layer.gate_up, layer.down) for layer in layers]
+    panels = [[linear.panels for linear in linears] for linears in by_layer]
+    addresses = np.array([[each.ctypes.data for each in of_layer if each is not None] for of_layer in panels])
+    shapes = tuple(each.shape for each in panels[0] if each is not None)
+    biases = tuple(
+        _stacked([none if linear.bias is None else linear.bias for linear in linears])
+        for linears in zip(*by_layer, strict=True)
+    )
+    embedded = as_array(model.embed_tokens)
+    return embedded, rotary, np.float32(model.config.rms_norm_eps), norms, (addresses, shapes), biases
+
+
+def _stacked(tensors: Sequence[torch.Tensor]) -> npt.NDArray[Any]:
+    return as_array(torch.stack(list(tensors)))
+
+
+@compiled(nogil=True)
+def _decode(token_ids: Any, weights: Any, step: Any, states: Any, lanes: Any) -> None:
+    """Arrays are those of `as_array`; a row is a sequence's.
+
+    weights: as `_weights_of` has them. step: as `CpuAttention.decodes` has it. lanes: `normed`, `attended` and `gated`
+    once more, as products take them. states: `hidden` `[num_seqs, hidden_size]`, where the answer is in the end. All
+    others are scratch: `delta` likewise, what is to be added to it; `normed` likewise; `product` and `heads`, which are
+    the same memory, of queries, keys and values; `answer` `[num_seqs, num_heads, head_dim]`; `gated` `[num_seqs,
+    intermediate_size]`; cosines and signed sines, `[num_seqs, head_dim]`.
+    """
+    embeddings, rotary, eps, (input_norms, post_attention_norms, qk_norms), (addresses, shapes), biases = weights
+    caches, windows, decodes, constants = step
+    hidden, delta, normed, product, heads, answer, gated, cos, sin = states
+    normed_lanes, attended_lanes, gated_lanes = lanes
+    qkv_biases, o_biases, gate_up_biases, down_biases = biases
+    for row in range(len(token_ids)):
+        hidden[row] = embeddings[token_ids[row]]
+    delta[:] = 0
+    _turn(decodes[0], rotary, cos, sin)
+    for layer in range(len(addresses)):
+        qkv = panels_at(addresses[layer, 0], shapes[0], normed_lanes)
+        o = panels_at(addresses[layer, 1], shapes[1], normed_lanes)
+        gate_up = panels_at(addresses[layer, 2], shapes[2], normed_lanes)
+        down = panels_at(addresses[layer, 3], shapes[3], normed_lanes)
+        add_norm(delta, hidden, input_norms[layer], eps, normed)
+        multiply(normed_lanes, qkv, qkv_biases[layer], product)
+        turns = (qk_norms[layer], eps, cos, sin)
+        rotate_and_decode(heads, turns, caches[layer], decodes, windows[layer], answer, constants)
+        multiply(attended_lanes, o, o_biases[layer], delta)
+        add_norm(delta, hidden, post_attention_norms[layer], eps, normed)
+        _gate_up(normed_lanes, gate_up, gate_up_biases[layer], gated)
+        multiply(gated_lanes, down, down_biases[layer], delta)
+    add(delta, hidden)
 
 
 @compiled()
-def _turn(positions: Any, inverse_frequencies: Any, scale: Any, cos: Any, sin: Any) -> None:
+def _turn(sequences: Any, rotary: Any, cos: Any, sin: Any) -> None:
+    """Cosines and signed sines, as `RotaryEmbedding.at`, which takes a call of torch for each of its operations."""
+    inverse_frequencies, scale = rotary
     half = len(inverse_frequencies)
-    for row in range(len(positions)):
+    for row, _, end in sequences:
         for index in range(half):
-            angle = np.float32(positions[row]) * inverse_frequencies[index]
+            angle = np.float32(end - 1) * inverse_frequencies[index]
             cosine, sine = np.cos(angle) * scale, np.sin(angle) * scale
             cos[row, index] = cos[row, half + index] = narrowed(cosine, cos[row, index])
             sin[row, index] = narrowed(-sine, sin[row, index])
@@ -120,50 +151,10 @@ def _turn(positions: Any, inverse_frequencies: Any, scale: Any, cos: Any, sin: A
 
 
 @compiled(parallel=True)
-def _decode_layer(layer: Any, step: Any, states: Any, lanes: Any, turns: Any, eps: Any) -> None:
-    """Arrays are those of `as_array`; a row is a sequence's.
-
-    layer: the weights, as `_arrays_of` has them. step: as `CpuStep.of_layer`. lanes: `normed`, `attended` and `gated`
-    once more, as products take them. turns: cosines and sines, `[num_seqs, head_dim]`. states: `hidden` `[num_seqs,
-    hidden_size]`, to which the results are added, but for the last one; `delta` likewise, the last layer's last
-    result, which is not added yet, and then this one's. The others are scratch: `normed` likewise; `product` and
-    `heads`, which are the same memory, of queries, keys and values; `answer` `[num_seqs, num_heads, head_dim]`; and
-    `gated` `[num_seqs, intermediate_size]`.
-    """
-    input_norm, post_attention_norm, qk_norm, qkv, qkv_bias, o, o_bias, gate_up, gate_up_bias, down, down_bias = layer
-    cache, slots, sequences, blocks, parts, constants = step
-    hidden, delta, normed, product, heads, answer, gated = states
-    normed_lanes, attended_lanes, gated_lanes = lanes
-    cos, sin = turns
-    num_seqs = len(hidden)
-    for row in numba.prange(num_seqs):
-        add_norm_row(delta[row], hidden[row], input_norm, eps, normed[row])
-    for number in numba.prange(len(qkv)):
-        _multiply(normed_lanes, qkv, qkv_bias, number, product)
-    heads_each = cache.shape[1] // parts
-    for piece in numba.prange(num_seqs * parts):
-        row, first_block, first, end = sequences[piece // parts]
-        mine = (piece % parts * heads_each, heads_each)
-        turn = (qk_norm, eps, cos[row], sin[row])
-        rotate_and_store_heads(heads[row], turn, slots[row], answer.shape[1], mine, cache)
-        decode_heads(heads[row], cache, blocks[first_block:], (first, end), mine, answer[row], constants)
-    for number in numba.prange(len(o)):
-        _multiply(attended_lanes, o, o_bias, number, delta)
-    for row in numba.prange(num_seqs):
-        add_norm_row(delta[row], hidden[row], post_attention_norm, eps, normed[row])
-    num_gates = len(gate_up) // 2
-    for number in numba.prange(num_gates):
-        _gate(normed_lanes, gate_up, gate_up_bias, number, gated)
-    for number in numba.prange(len(down)):
-        _multiply(gated_lanes, down, down_bias, number, delta)
-
-
-@compiled()
-def _multiply(lanes: Any, panels: Any, bias: Any, number: int, product: Any) -> None:
-    """Panel `number` of a matrix product."""
-    mine = slice(number * PANEL, (number + 1) * PANEL)
-    sums = np.empty((len(lanes), PANEL), np.float32)
-    multiply_into(lanes, panels[number], bias[mine], sums, product[:, mine])
+def _gate_up(lanes: Any, gate_up: Any, bias: Any, gated: Any) -> None:
+    """`silu(gate) * up`; the panels of `up` come behind all those of `gate`."""
+    for number in numba.prange(len(gate_up) // 2):
+        _gate(lanes, gate_up, bias, number, gated)
 
 
 @compiled()

@@ -32,7 +32,7 @@ class CpuLayerOps(TorchLayerOps):
         if delta is None:
             _norm(*arrays)
         else:
-            _add_norm(as_array(delta), *arrays)
+            add_norm(as_array(delta), *arrays)
         return normed
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -60,17 +60,18 @@ def _norm(hidden: Any, weight: Any, eps: Any, normed: Any) -> None:
 
 
 @compiled()
-def add_norm_row(delta: Any, into: Any, weight: Any, eps: Any, normed: Any) -> None:
-    """Add `delta` to a row, in place, and write the sum's norm."""
-    for index in range(len(into)):
-        into[index] = narrowed(widened(into[index]) + widened(delta[index]), into[index])
-    _norm_row(into, weight, eps, normed)
+def add(delta: Any, hidden: Any) -> None:
+    """Add `delta` to `hidden`, in place."""
+    for row in range(len(hidden)):
+        for index in range(hidden.shape[1]):
+            hidden[row, index] = narrowed(widened(hidden[row, index]) + widened(delta[row, index]), hidden[row, index])
 
 
 @compiled()
-def _add_norm(delta: Any, hidden: Any, weight: Any, eps: Any, normed: Any) -> None:
-    for row in range(len(hidden)):
-        add_norm_row(delta[row], hidden[row], weight, eps, normed[row])
+def add_norm(delta: Any, hidden: Any, weight: Any, eps: Any, normed: Any) -> None:
+    """Add `delta` to `hidden`, in place, and write the norms of the sum's rows."""
+    add(delta, hidden)
+    _norm(hidden, weight, eps, normed)
 
 
 @compiled()

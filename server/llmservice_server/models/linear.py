@@ -40,12 +40,13 @@ class Linear:
     bias: torch.Tensor | None = None
     packed: bool = False
     panels: npt.NDArray[Any] | None = field(default=None, repr=False)
+    _bias: npt.NDArray[Any] | None = field(default=None, init=False, repr=False)  # beside `panels`; maybe empty
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[num_rows, in]` to `[num_rows, out]`."""
         if self.panels is not None and len(hidden) <= FEW_ROWS:
             product = hidden.new_empty(len(hidden), len(self.panels) * self.panels.shape[2])
-            multiply(as_lanes(hidden.contiguous()), self.panels, self.bias_array, as_array(product))
+            multiply(as_lanes(hidden.contiguous()), self.panels, self._bias, as_array(product))
             return product
         if self.packed:
             num_rows = hidden.shape[0]
@@ -71,11 +72,7 @@ class Linear:
         if self.packed:
             outputs, inputs = self.weight.shape
             self.panels = _panels(self.weight, outputs, inputs)
-
-    @property
-    def bias_array(self) -> npt.NDArray[Any]:
-        """Empty where there is no bias."""
-        return as_array(torch.empty(0, dtype=self.weight.dtype) if self.bias is None else self.bias)
+            self._bias = as_array(torch.empty(0, dtype=self.weight.dtype) if self.bias is None else self.bias)
 
     def parts(self, names: dict[str, int]) -> Iterator[tuple[str, torch.Tensor]]:
         """The rows of a fused matrix under the checkpoint's names; `names` gives each its number of rows, in order."""

@@ -87,7 +87,7 @@ class LlamaModel:
 
     def norm_states(self, hidden: torch.Tensor) -> torch.Tensor:
         """The model's last states, `[num_rows, hidden_size]`, of the given rows of `forward`'s result."""
-        return self._rms_norm(hidden, self.norm)
+        return self.ops.add_norm(hidden, None, self.norm, self.config.rms_norm_eps)
 
     def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
         """The checkpoint's tensor names, each with the (part of a) weight that it fills."""
@@ -162,6 +162,3 @@ class LlamaModel:
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
-
-    def _rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(hidden, (hidden.shape[-1],), weight, self.config.rms_norm_eps)

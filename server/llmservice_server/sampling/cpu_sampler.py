@@ -15,7 +15,7 @@ import torch
 
 from llmservice_server.cpu.compiled import compiled, use_threads
 from llmservice_server.cpu.element import exp2
-from llmservice_server.sampling.sampling_batch import Int64Array, SamplingBatch
+from llmservice_server.sampling.sampling_batch import SamplingBatch
 
 _LOG2_E = np.float32(math.log2(math.e))
 _BLOCK = 256  # weights that are computed, and added up, together
@@ -30,11 +30,10 @@ def choose(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
 
     -1 where a logit is NaN or infinite, or all are minus infinity.
     """
-    token_ids: Int64Array = np.empty(logits.shape[0], np.int64)
+    token_ids = np.empty(logits.shape[0], np.int64)
     rows = logits.contiguous().numpy()
     num_threads = use_threads(torch.get_num_threads())
-    columns = (batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.uniforms())
-    _choose(rows, np.stack(columns, axis=1), min(num_threads, len(rows)), token_ids)
+    _choose(rows, batch.parameters, batch.uniforms(), min(num_threads, len(rows)), token_ids)
     return torch.from_numpy(token_ids)
 
 
@@ -186,10 +185,9 @@ def _invert_all(weights: Any, sums: Any, uniform: float) -> int:
     return last
 
 
-@compiled("int64(float32[::1], float64[::1], float64[::1], int32[::1])")
-def _choose_one(row: Any, parameters: Any, sums: Any, ids: Any) -> Any:
-    temperature, top_p, min_p, uniform = parameters[0], parameters[2], parameters[3], parameters[4]
-    top_k = int(parameters[1])
+@compiled("int64(float32[::1], float64[::1], float64, float64[::1], int32[::1])")
+def _choose_one(row: Any, parameters: Any, uniform: float, sums: Any, ids: Any) -> Any:
+    temperature, top_k, top_p, min_p = parameters[0], int(parameters[1]), parameters[2], parameters[3]
     best = _likeliest(row.view(np.int32))
     if best < 0 or temperature == 0:
         return best
@@ -210,12 +208,12 @@ def _choose_one(row: Any, parameters: Any, sums: Any, ids: Any) -> Any:
     return _invert_kept(row, ids, count, uniform)
 
 
-@compiled("void(float32[:, ::1], float64[:, ::1], int64, int64[::1])", parallel=True)
-def _choose(logits: Any, parameters: Any, num_parts: int, token_ids: Any) -> None:
-    """`parameters` `[num_rows, 5]`: temperature, top-k, top-p, min-p, and the number that chooses the token."""
+@compiled("void(float32[:, ::1], float64[:, ::1], float64[::1], int64, int64[::1])", parallel=True)
+def _choose(logits: Any, parameters: Any, uniforms: Any, num_parts: int, token_ids: Any) -> None:
+    """`parameters` and `uniforms` are those of a `SamplingBatch`."""
     num_rows, vocab_size = logits.shape
     for part in numba.prange(num_parts):
         sums = np.empty(-(-vocab_size // _BLOCK), np.float64)
         ids = np.empty(vocab_size + 1, np.int32)  # the one behind the last is written, and not read
         for row in range(part, num_rows, num_parts):
-            token_ids[row] = _choose_one(logits[row], parameters[row], sums, ids)
+            token_ids[row] = _choose_one(logits[row], parameters[row], uniforms[row], sums, ids)

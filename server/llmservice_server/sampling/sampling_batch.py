@@ -6,12 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from llmservice_server.engine.request import Request
 from llmservice_server.sampling.uniforms import Float64Array, UInt64Array, as_uint64, uniforms
-
-Int64Array = npt.NDArray[np.int64]
 
 _MIN_TEMPERATURE = 1e-6  # as good as greedy, and no division by zero
 
@@ -21,25 +18,26 @@ class SamplingBatch:
     """One entry of each column per request."""
 
     requests: list[Request]
-    temperature: Float64Array  # 0: the likeliest token
-    top_k: Int64Array  # 0: off
-    top_p: Float64Array
-    min_p: Float64Array
+    parameters: Float64Array  # [num_rows, 4]: temperature (0: the likeliest token), top-k (0: off), top-p, min-p
     seeds: UInt64Array
-    is_plain: bool = True  # their logits are sampled as they are
+    is_greedy: bool
+    is_plain: bool = True  # the logits are sampled as they are
     told: list[int] = field(default_factory=list)  # the rows whose probabilities are asked for
     masked: list[int] = field(default_factory=list)  # the rows with a grammar
 
     @classmethod
     def of(cls, requests: Sequence[Request]) -> SamplingBatch:
         sampling = [request.sampling for request in requests]
+        temperatures = [each.temperature and max(each.temperature, _MIN_TEMPERATURE) for each in sampling]
+        rows = [
+            (temperature, each.top_k, each.top_p, each.min_p)
+            for temperature, each in zip(temperatures, sampling, strict=True)
+        ]
         return cls(
             requests=list(requests),
-            temperature=np.array([each.temperature and max(each.temperature, _MIN_TEMPERATURE) for each in sampling]),
-            top_k=np.array([each.top_k for each in sampling], np.int64),
-            top_p=np.array([each.top_p for each in sampling], np.float64),
-            min_p=np.array([each.min_p for each in sampling], np.float64),
+            parameters=np.array(rows, np.float64).reshape(-1, 4),
             seeds=as_uint64([request.seed for request in requests]),
+            is_greedy=not any(temperatures),
             is_plain=all(request.is_plain for request in requests),
             told=[row for row, each in enumerate(sampling) if each.logprobs is not None],
             masked=[row for row, request in enumerate(requests) if request.grammar is not None],
@@ -48,17 +46,16 @@ class SamplingBatch:
     @classmethod
     def alike(cls, num_rows: int, temperature: float = 0.0, top_p: float = 1.0) -> SamplingBatch:
         """For nobody in particular: what a step is warmed up with."""
-        zeros = np.zeros(num_rows)
-        none = zeros.astype(np.int64)
-        return cls([], zeros + temperature, none, zeros + top_p, zeros, none.astype(np.uint64))
+        parameters = np.tile([temperature, 0.0, top_p, 0.0], (num_rows, 1))
+        return cls([], parameters, np.zeros(num_rows, np.uint64), is_greedy=temperature == 0)
 
     @classmethod
     def widest(cls, num_rows: int) -> SamplingBatch:
         """What takes the most memory: a greedy row and one that is not cut, so that all others are copied twice."""
         batch = cls.alike(num_rows, temperature=1.0, top_p=0.9)
         if num_rows > 2:
-            batch.temperature[0] = 0
-            batch.top_p[1] = 1
+            batch.parameters[0, 0] = 0  # greedy
+            batch.parameters[1, 2] = 1  # top-p
         return batch
 
     def is_of(self, requests: Sequence[Request]) -> bool:
@@ -67,8 +64,8 @@ class SamplingBatch:
 
     def uniforms(self) -> Float64Array:
         """The numbers in [0, 1) that choose the rows' next tokens; 0 where nobody asks for chance."""
-        if not self.temperature.any():
-            return np.zeros_like(self.temperature)
+        if self.is_greedy:
+            return np.zeros(len(self.parameters))
         # not `num_output_tokens`: this is done for every sequence of every step
         places = [len(request.token_ids) - request.num_prompt_tokens for request in self.requests]
         return uniforms(self.seeds, np.array(places or [0] * len(self.seeds), np.int64))

@@ -21,7 +21,7 @@ def choose(logits: torch.Tensor, batch: SamplingBatch, cut: Heaviest = heaviest)
     -1 where a logit is NaN or infinite, or all are minus infinity. `cut` is for top-k and top-p.
     """
     best, token_ids = logits.max(dim=-1)  # NaN is greater than everything, so it shows here
-    if len(drawn := np.flatnonzero(batch.temperature)):
+    if len(drawn := np.flatnonzero(batch.parameters[:, 0])):
         rows = _Rows(drawn, len(logits), logits.device)
         likeliest = rows.take(best)
         rows.put(token_ids, _draw(rows.take(logits).sub_(likeliest[:, None]), drawn, batch, cut))
@@ -47,11 +47,11 @@ class _Rows:
 def _draw(logits: torch.Tensor, drawn: npt.NDArray[np.int64], batch: SamplingBatch, cut: Heaviest) -> torch.Tensor:
     """One token for each row of `logits`, which are those of the `drawn` rows of the batch; the likeliest's is 0."""
     device, vocab_size = logits.device, logits.shape[-1]
-    top_k, top_p = batch.top_k[drawn], batch.top_p[drawn]
-    columns = np.stack((batch.temperature[drawn], top_k, top_p, batch.min_p[drawn], batch.uniforms()[drawn]))
+    columns = np.vstack((batch.parameters.T, batch.uniforms()))[:, drawn]
+    _, top_k, top_p, min_p, _ = columns
     temperature, most, mass, least, uniforms = to_device(columns, device).unbind()
     weights = logits.div_(temperature.float()[:, None]).exp_()  # of the likeliest: 1
-    if batch.min_p.any():
+    if min_p.any():
         weights.masked_fill_(weights < least[:, None].float(), 0)
     if len(by_rank := np.flatnonzero((top_k > 0) & (top_k < vocab_size))):
         rows = _Rows(by_rank, len(weights), device)

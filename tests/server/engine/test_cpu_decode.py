@@ -1,4 +1,4 @@
-"""A decode step in one call a layer computes what the model computes operation by operation."""
+"""A decode step in one call computes what the model computes operation by operation."""
 
 from typing import Any
 

@@ -36,7 +36,7 @@ def peak_bytes(work: Callable[[], object]) -> int:
 
 def sampling_bytes(batch: SamplingBatch) -> int:
     """From the states of a step's last tokens to its tokens."""
-    hidden = torch.randn(len(batch.temperature), HIDDEN, dtype=torch.bfloat16)
+    hidden = torch.randn(len(batch.parameters), HIDDEN, dtype=torch.bfloat16)
     head = torch.randn(VOCAB, HIDDEN, dtype=torch.bfloat16)
 
     def work() -> None:
