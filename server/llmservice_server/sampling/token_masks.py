@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
 
+_ROWS_AT_ONCE = 64  # a bit becomes an int32 on the way: half a megabyte a row of the largest vocabularies
+
+
 class TokenMasks:
     """Bit masks over a vocabulary. The library holds no lock of the interpreter while it fills them."""
 
@@ -45,7 +48,8 @@ def apply_masks(logits: torch.Tensor, rows: Sequence[int], masks: torch.Tensor) 
     """Set what `masks` forbid to minus infinity in the given rows of `logits` `[num_rows, vocab_size]`."""
     device = logits.device
     bits = torch.arange(32, dtype=torch.int32, device=device)
-    allowed = (to_device(masks.numpy(), device)[:, :, None] >> bits) & 1
-    forbidden = allowed.flatten(1)[:, : logits.shape[-1]] == 0
-    index = to_device(np.array(rows, np.int64), device)
-    logits[index] = logits[index].masked_fill(forbidden, -torch.inf)
+    words, index = to_device(masks.numpy(), device), to_device(np.array(rows, np.int64), device)
+    for some, places in zip(torch.split(words, _ROWS_AT_ONCE), torch.split(index, _ROWS_AT_ONCE), strict=True):
+        allowed = (some[:, :, None] >> bits).bitwise_and_(1)
+        forbidden = allowed.flatten(1)[:, : logits.shape[-1]] == 0
+        logits[places] = logits[places].masked_fill_(forbidden, -torch.inf)

@@ -9,6 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 from llmservice_planner.overhead import LOGITS_BYTES, SUMMED_ROWS_BYTES
 from llmservice_server.sampling import torch_sampler
 from llmservice_server.sampling.sampling_batch import SamplingBatch
+from llmservice_server.sampling.token_masks import apply_masks
 
 VOCAB = 4096
 HIDDEN = 8
@@ -54,6 +55,15 @@ def test_the_widest_batch_fits_into_what_the_planner_sets_aside(num_rows: int) -
     assert taken <= planned
     if num_rows >= 64:
         assert taken > 0.75 * planned, "the planner sets too much aside"
+
+
+def test_masks_of_grammars_take_no_more_however_many_rows_have_one() -> None:
+    num_rows = 128
+    logits = torch.zeros(num_rows, VOCAB)
+    masks = torch.full((num_rows, VOCAB // 32), 0x5555, dtype=torch.int32)
+    taken = peak_bytes(lambda: apply_masks(logits, range(num_rows), masks))
+    assert 64 * VOCAB * 4 < taken <= VOCAB * SUMMED_ROWS_BYTES  # less than what sampling takes after it
+    assert logits[:, :16].isinf().tolist() == [[False, True] * 8] * num_rows
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.5}])
