@@ -48,16 +48,22 @@ class _BFloat16(ir.Type):  # type: ignore[misc]
 
 _PAIRS = ir.VectorType(_BFloat16(), 2 * _LANES)
 _PAIR_PRODUCT = "llvm.x86.avx512bf16.dpbf16ps.512"
-_HAS_PAIR_PRODUCT = bool(binding.get_host_cpu_features().get("avx512bf16"))
+_FEATURES = binding.get_host_cpu_features()
+_HAS_PAIR_PRODUCT = bool(_FEATURES.get("avx512bf16"))
+_HAS_TILE_PRODUCT = bool(_FEATURES.get("amx-bf16"))
+"""oneDNN multiplies bfloat16 by tiles then, many more products a cycle than an instruction on pairs has."""
 
 
 def panels_of(packed: torch.Tensor, shape: tuple[int, int]) -> npt.NDArray[Any] | None:
     """The memory of a matrix `[out, in]` that oneDNN packed, `[out / 64, lines, 64]`, as long as `packed` lives.
 
     A float32 matrix has a line for each input; one of bfloat16 comes as int32, a line for each two inputs. None where
-    it cannot be laid out so; whether it is, is for the caller to try, since nothing documents it.
+    it cannot be laid out so; whether it is, is for the caller to try, since nothing documents it. None also where
+    oneDNN's product has instructions that ours lacks.
     """
     outputs, inputs = shape
+    if packed.dtype == torch.bfloat16 and _HAS_TILE_PRODUCT:
+        return None
     if packed.dtype not in (torch.float32, torch.bfloat16) or outputs % PANEL or inputs % 2:
         return None
     num_bytes, address = torch.ops.mkldnn._nbytes(packed), torch.ops.mkldnn.data_ptr(packed)

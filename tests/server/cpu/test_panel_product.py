@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
+from llmservice_server.cpu import panel_product
 from llmservice_server.cpu.element import as_array
 from llmservice_server.cpu.panel_product import as_lanes, multiply, panels_of
 from llmservice_server.models.linear import FEW_ROWS, Linear, can_pack
@@ -61,6 +62,17 @@ def test_a_matrix_that_fills_no_whole_panels_has_none(dtype: torch.dtype) -> Non
     for shape in ((65, 64), (64, 33)):
         packed = torch.ops.mkldnn._reorder_linear_weight(torch.randn(shape).to(dtype), 512)
         assert panels_of(packed, shape) is None
+
+
+@packable
+def test_bfloat16_is_left_to_onednn_where_the_cpu_multiplies_tiles(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = torch.ops.mkldnn._reorder_linear_weight(torch.randn(64, 64).to(dtype), 512)
+    before = panels_of(packed, (64, 64))
+    monkeypatch.setattr(panel_product, "_HAS_TILE_PRODUCT", True)
+    after = panels_of(packed, (64, 64))
+    assert (after is None) == (before is None or dtype == torch.bfloat16)
 
 
 @packable
