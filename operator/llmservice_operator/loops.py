@@ -17,8 +17,10 @@ logger = logging.getLogger(__name__)
 
 _PASS_TIMEOUT_S = 60.0
 _LONGEST_BACKOFF_S = 60.0
-_AT_ONCE = 64
-"""Passes at once: after a start beside a thousand services the first are done before the last begin, none times out."""
+AT_ONCE = 128
+"""Passes at once: after a start beside a thousand services the first are done before the last begin, none times out.
+Each keeps its place until its status is written, which waits for others' Deployments: with fewer places, some of a
+hundred edits at once would have none while all that is left to send could wait."""
 _JITTER = 0.1
 _GATHER_S = 0.05
 """Changes come in bursts (a rollout touches pods and Deployment at once): one pass answers them together."""
@@ -56,7 +58,7 @@ class ServiceLoops:
         self._metrics = metrics
         self._loops: dict[ServiceKey, _Loop] = {}
         self._open = False
-        self._gate = PriorityGate(_AT_ONCE)
+        self._gate = PriorityGate(AT_ONCE)
 
     def __len__(self) -> int:
         return len(self._loops)

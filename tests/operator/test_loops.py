@@ -8,7 +8,7 @@ import pytest
 
 from harness.jumping_loop import JumpingLoop
 from llmservice_operator.cluster.kube_client import KubeError
-from llmservice_operator.loops import ServiceLoops
+from llmservice_operator.loops import AT_ONCE, ServiceLoops
 from llmservice_operator.monitoring.metrics import OperatorMetrics
 
 KEY = ("team-a", "tiny")
@@ -190,7 +190,7 @@ async def test_an_edit_goes_before_the_routine_of_all_others() -> None:
 
     async def run_pass(namespace: str, name: str) -> bool:
         seen.append(name)
-        if len(seen) == 64:  # as many as run at once
+        if len(seen) == AT_ONCE:
             first_begun.set()
         await go_on.wait()
         return bool(namespace)
@@ -208,4 +208,4 @@ async def test_an_edit_goes_before_the_routine_of_all_others() -> None:
             await asyncio.sleep(0)
     await loops.stop_all()
 
-    assert seen[64:68] == ["model-199", "new", "model-150", "model-64"]
+    assert seen[AT_ONCE : AT_ONCE + 4] == ["model-199", "new", "model-150", f"model-{AT_ONCE}"]
