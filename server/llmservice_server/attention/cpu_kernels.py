@@ -43,9 +43,10 @@ def rotate_and_store(heads: Any, turns: Any, slots: Any, num_heads: int, cache: 
     head_dim]`, the first half of the sines negated.
     """
     norm, eps, cos, sin = turns
+    every_head = np.int64(0), cache.shape[1]  # a 0 as it stands is a type of its own, to be compiled for once more
     for token in numba.prange(len(heads)):
         turn = (norm, eps, cos[token], sin[token])
-        rotate_and_store_heads(heads[token], turn, slots[token], num_heads, (0, cache.shape[1]), cache)
+        rotate_and_store_heads(heads[token], turn, slots[token], num_heads, every_head, cache)
 
 
 @compiled()

@@ -117,7 +117,8 @@ def _decode(token_ids: Any, weights: Any, step: Any, states: Any, lanes: Any) ->
     normed_lanes, attended_lanes, gated_lanes = lanes
     qkv_biases, o_biases, gate_up_biases, down_biases = biases
     for row in range(len(token_ids)):
-        hidden[row] = embeddings[token_ids[row]]
+        for index in range(hidden.shape[1]):  # row for row it would compile an error's message too, for two seconds
+            hidden[row, index] = embeddings[token_ids[row], index]
     delta[:] = 0
     _turn(decodes[0], rotary, cos, sin)
     for layer in range(len(addresses)):
