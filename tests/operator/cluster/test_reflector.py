@@ -115,7 +115,8 @@ class Following:
     told: list[tuple[str, bool]]
 
     def names(self) -> set[str]:
-        return {key[2] for key in self.cache._objects}
+        kind = self.reflector.followed.kind.name
+        return {name for name in "abc" if self.cache.child(kind, "team-a", name) is not None}
 
     async def until(self, check: Callable[[], bool]) -> None:
         async with asyncio.timeout(600):
