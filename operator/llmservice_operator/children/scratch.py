@@ -19,7 +19,6 @@ _CACHES = {
     "HOME": CACHE_MOUNT,
     "XDG_CACHE_HOME": CACHE_MOUNT,
     "HF_HOME": f"{CACHE_MOUNT}/huggingface",
-    "NUMBA_CACHE_DIR": f"{CACHE_MOUNT}/numba",
     "TRITON_CACHE_DIR": f"{CACHE_MOUNT}/triton",
     "TORCHINDUCTOR_CACHE_DIR": f"{CACHE_MOUNT}/torchinductor",
 }
