@@ -350,7 +350,8 @@ def _checked(event: Any, path: str) -> Manifest:
             raise KubeError(code, message, reason=str(status.get("reason", "")), retry_after_s=wait_s)
         case {"type": str(), "object": {"metadata": {"resourceVersion": str()}}}:
             return dict(event)
-    raise ValueError(f"{str(event)[:200]} is none")
+    told = f"an object with {sorted(event)}" if isinstance(event, dict) else type(event).__name__
+    raise ValueError(f"{told}, expected a type and an object with a resource version")  # not its content: it is logged
 
 
 def _service_path(namespace: str, name: str) -> str:
