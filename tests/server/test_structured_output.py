@@ -15,6 +15,7 @@ from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.engine import Engine
 from llmservice_server.engine.swap_space import PreemptionCost
 from llmservice_server.messages import Generate, Output, SamplingParams
+from llmservice_server.sampling.grammar import TOO_COMPLEX, regex_grammar
 from llmservice_server.text.tokenizer import Tokenizer
 
 PERSON = {
@@ -137,6 +138,16 @@ def test_a_grammar_that_turns_out_too_complex_fails_its_own_request_only(tiny_mo
     assert "too complex" in str(driver.last["complex"].error)
     assert driver.last["right"].finish_reason == "stop"
     assert driver.engine.stats().blocks_held == 0
+
+
+def test_a_pattern_that_would_slow_every_step_is_refused_before_it_joins_one(tiny_model: Path) -> None:
+    driver = Driver(tiny_model)
+    driver.add("slow", grammar=regex_grammar("(a{2000}){2000}"))
+    driver.add("right", grammar=regex_grammar("(yes|no)"))
+    driver.run()
+    assert (driver.last["slow"].finish_reason, driver.last["slow"].error_status) == ("error", 400)
+    assert driver.last["slow"].error == TOO_COMPLEX
+    assert driver.last["right"].finish_reason == "stop"
 
 
 def test_a_request_can_be_aborted_while_its_grammar_is_compiled(tiny_model: Path) -> None:

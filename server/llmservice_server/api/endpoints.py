@@ -14,13 +14,15 @@ from starlette.types import Receive, Scope, Send
 
 from llmservice_server.api.body import read_body
 from llmservice_server.api.chat_format import ChatFormat
+from llmservice_server.api.chat_prompt import chat_prompt
 from llmservice_server.api.completion_format import CompletionFormat
-from llmservice_server.api.error import ApiError, JsonResponse, invalid
+from llmservice_server.api.error import ApiError, JsonResponse
 from llmservice_server.api.generation import ClientGoneError, Generation, Progress
 from llmservice_server.api.request import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
+    StreamOptions,
     parse_chat,
     parse_completion,
 )
@@ -28,7 +30,6 @@ from llmservice_server.api.response import DONE, Answer, Choice, Layout, event, 
 from llmservice_server.api.state import ServerState
 from llmservice_server.api.structure import answer_grammar
 from llmservice_server.api.terms import terms_of
-from llmservice_server.api.tools import as_template_input
 from llmservice_server.api.trace_attributes import describe
 from llmservice_server.engine.request import LANES
 from llmservice_server.text.tokenizer import Tokenizer
@@ -67,8 +68,7 @@ async def _accept(
     parsed = parse(body)
     state.require_model(parsed.model)
     _, tokenizer = state.require_ready()
-    structured = parsed.schema is not None or (isinstance(parsed, ChatRequest) and parsed.callable_tools)
-    grammar = await asyncio.to_thread(answer_grammar, parsed, tokenizer) if structured else None
+    grammar = await asyncio.to_thread(answer_grammar, parsed, tokenizer) if parsed.is_structured else None
     if len(body) > _LONG_BODY:
         return parsed, await asyncio.to_thread(tokenize, parsed, tokenizer), grammar
     return parsed, tokenize(parsed, tokenizer), grammar
@@ -79,11 +79,7 @@ def _completion_prompts(parsed: CompletionRequest, tokenizer: Tokenizer) -> list
 
 
 def _chat_prompts(parsed: ChatRequest, tokenizer: Tokenizer) -> list[list[int]]:
-    tools = as_template_input(parsed.tools) if parsed.callable_tools else None
-    try:
-        return [tokenizer.encode_chat([message.as_template_input() for message in parsed.messages], tools)]
-    except ValueError as error:  # ChatTemplateError, or what a message says of itself
-        raise invalid(str(error), param="messages") from error
+    return [chat_prompt(parsed, parsed.messages, parsed.tools if parsed.callable_tools else (), tokenizer)]
 
 
 def _generation(
@@ -127,8 +123,7 @@ async def _respond(request: Request, parsed: GenerationRequest, generation: Gene
     identity = f"{layout.id_prefix}-{generation.request_id}"
     answer = Answer(id=identity, object=layout.whole, created=int(time.time()), model=model, choices=[])
     if parsed.stream:
-        include_usage = parsed.stream_options is not None and parsed.stream_options.include_usage
-        return EventStream(generation, answer, layout, include_usage=include_usage)
+        return EventStream(generation, answer, layout, parsed.stream_options or StreamOptions())
     texts: list[list[str]] = [[] for _ in generation.sequences]
     try:
         async with generation:
@@ -154,15 +149,15 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, generation: Generation, answer: Answer, layout: Layout, *, include_usage: bool) -> None:
+    def __init__(self, generation: Generation, answer: Answer, layout: Layout, options: StreamOptions) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._generation = generation
         self._layout = layout
-        self._include_usage = include_usage
+        self._options = options
         self._answer = answer
         answer.object = layout.chunk
-        if include_usage:
+        if options.include_usage:
             answer.usage = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -200,7 +195,7 @@ class EventStream(Response):
         return b"".join(events)
 
     def _closing(self) -> bytes:
-        if not self._include_usage:
+        if not self._options.include_usage:
             return DONE
         self._answer.choices = []
         self._answer.usage = usage(self._generation.sequences)
@@ -210,4 +205,6 @@ class EventStream(Response):
         if not choices:
             return b""
         self._answer.choices = choices
+        if self._options.continuous_usage_stats:
+            self._answer.usage = usage(self._generation.sequences)
         return event(self._answer)

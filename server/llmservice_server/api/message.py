@@ -25,9 +25,9 @@ class ToolCall(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["function"] = "function"
 
     def as_template_input(self) -> dict[str, Any]:
-        """Templates want the arguments as an object. Raises ValueError where they are none."""
+        """Templates want the arguments as an object; some clients send none as "". Raises ValueError for others."""
         try:
-            arguments = msgspec.json.decode(self.function.arguments, type=dict[str, Any])
+            arguments = msgspec.json.decode(self.function.arguments or "{}", type=dict[str, Any])
         except (msgspec.DecodeError, RecursionError) as error:
             raise ValueError(f"the arguments of the call {self.id} are no JSON object: {error}") from error
         return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}

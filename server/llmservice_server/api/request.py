@@ -17,6 +17,7 @@ from msgspec import Meta
 from llmservice_server.api.error import ApiError, invalid
 from llmservice_server.api.message import Message
 from llmservice_server.api.response_format import ResponseFormat
+from llmservice_server.api.structured_outputs import StructuredOutputs
 from llmservice_server.api.tools import MAX_TOOLS, Tool, ToolChoice, callable_tools
 from llmservice_server.text.tool_format import ToolSchema
 
@@ -34,6 +35,7 @@ StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # vLLM's: the tokens so far in every event
 
 
 class GenerationRequest(msgspec.Struct, kw_only=True):
@@ -57,11 +59,16 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool = False  # the stop string; a stop token has no text
     ignore_eos: bool = False
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     priority: Literal["interactive", "batch", 0] = 0  # the lane; 0, vLLM's default, asks for none
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None  # shares cached prefixes with its like
-    user: str | None = None  # OpenAI's name for the end user: free text, of no effect on the answer
+    # What OpenAI's clients note of a request for others to read or to find it by; none has an effect on the answer.
+    user: str | None = None
+    metadata: Annotated[dict[str, str], Meta(max_length=16)] = {}
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
 
     @property
     def stop_strings(self) -> list[str]:
@@ -74,7 +81,13 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     @property
     def schema(self) -> dict[str, Any] | None:
         """The JSON schema of the answer; None: it may be anything."""
-        return None if self.response_format is None else self.response_format.schema
+        asked = self.structured_outputs or self.response_format
+        return None if asked is None else asked.schema
+
+    @property
+    def is_structured(self) -> bool:
+        """Whether the answer is held to a grammar."""
+        return self.structured_outputs is not None or self.schema is not None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -119,11 +132,18 @@ class ChatRequest(GenerationRequest):
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] = []
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
+    add_generation_prompt: bool | None = None  # this and the next two as chat_prompt.py says
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
 
     @property
     def callable_tools(self) -> list[ToolSchema]:
         """What the model may call. Raises ApiError where tools and choice contradict each other."""
         return callable_tools(self.tools, self.tool_choice)
+
+    @property
+    def is_structured(self) -> bool:
+        return super().is_structured or bool(self.callable_tools)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -138,19 +158,11 @@ class ChatRequest(GenerationRequest):
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
     "bad_words": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "metadata": ({},),
-    "prompt_cache_key": (),
     "prompt_cache_retention": (),
     "prompt_logprobs": (),
-    "safety_identifier": (),
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
     "store": (False,),
-    "structured_outputs": (),
     "truncate_prompt_tokens": (),
 }
 _UNSUPPORTED_COMPLETION: dict[str, tuple[Any, ...]] = {
@@ -159,11 +171,8 @@ _UNSUPPORTED_COMPLETION: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
 }
 _UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
     "audio": (),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
@@ -172,6 +181,13 @@ _UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": ("none",),
     "verbosity": ("medium",),
     "web_search_options": (),
+}
+
+_INSTEAD = {  # of what vLLM had, and has no more
+    "guided_choice": "structured_outputs.choice",
+    "guided_grammar": "structured_outputs.grammar",
+    "guided_json": "structured_outputs.json",
+    "guided_regex": "structured_outputs.regex",
 }
 
 _EXPECTED = {
@@ -220,6 +236,8 @@ def _parse(body: bytes, kind: type[_R], unsupported: Mapping[str, tuple[Any, ...
     request = parse_fields(body, kind, unsupported)
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options is only allowed when stream is true", param="stream_options")
+    if None not in (request.structured_outputs, request.response_format):
+        raise invalid("give either response_format or structured_outputs, not both", param="structured_outputs")
     if request.token_limit is not None and request.min_tokens > request.token_limit:
         raise invalid(f"min_tokens {request.min_tokens} is above max_tokens {request.token_limit}", param="min_tokens")
     return request
@@ -233,6 +251,8 @@ def parse_fields(body: bytes, kind: type[_S], unsupported: Mapping[str, tuple[An
     content = _decode(body)
     known = _field_names(kind)
     for name in content.keys() - known:
+        if name in _INSTEAD:
+            raise invalid(f"{name} is not supported: use {_INSTEAD[name]}", name, code="unsupported_parameter")
         if name not in unsupported:
             raise invalid(f"Unrecognized request argument supplied: {name}", param=name)
         if not any(_same(content[name], neutral) for neutral in unsupported[name]):

@@ -14,11 +14,13 @@ def answer_grammar(request: GenerationRequest, tokenizer: Tokenizer) -> str | No
 
     Raises ApiError (400) that says why no answer can be held to it.
     """
-    param = "response_format"
-    grammar = None if request.schema is None else json_grammar(request.schema)
+    param, grammar = "response_format", None
     if isinstance(request, ChatRequest) and request.callable_tools:
-        param = "tools"
-        grammar = _tool_grammar(request, tokenizer)
+        param, grammar = "tools", _tool_grammar(request, tokenizer)
+    elif request.structured_outputs is not None:
+        param, grammar = "structured_outputs", request.structured_outputs.as_grammar()
+    elif request.schema is not None:
+        grammar = json_grammar(request.schema)
     if grammar is None:
         return None
     if request.min_tokens > 0:
@@ -26,7 +28,7 @@ def answer_grammar(request: GenerationRequest, tokenizer: Tokenizer) -> str | No
     try:
         check_grammar(grammar)
     except GrammarError as error:
-        raise invalid(f"{param}: no answer can be held to this schema: {error}", param=param) from error
+        raise invalid(f"{param}: no answer can be held to this: {error}", param=param) from error
     return grammar
 
 
@@ -34,6 +36,8 @@ def _tool_grammar(request: ChatRequest, tokenizer: Tokenizer) -> str:
     layout = tokenizer.tool_format
     if layout is None:
         raise _no_tools()
+    if request.structured_outputs is not None and request.schema is None:
+        raise invalid("structured_outputs beside tools must be json", param="structured_outputs")
     if request.schema is not None and request.tool_choice == "auto" and not layout.trigger:
         raise invalid(
             "response_format and tools cannot be told apart with this model, which writes both as bare JSON: "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -11,19 +11,25 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llmservice_server.api.body import read_body
+from llmservice_server.api.chat_prompt import chat_prompt
 from llmservice_server.api.error import JsonResponse, invalid
 from llmservice_server.api.message import Message
 from llmservice_server.api.request import TokenId, parse_fields
 from llmservice_server.api.state import ServerState
+from llmservice_server.api.tools import MAX_TOOLS, Tool
 from llmservice_server.text.tokenizer import Tokenizer
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
-    """Either `prompt` or `messages`; without `model` the served one."""
+    """Either `prompt` or `messages`, the latter as a chat has them; without `model` the served one."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] = []
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
     add_special_tokens: bool | None = None  # None: True for a prompt; a template writes its own
     return_token_strs: bool = False
 
@@ -74,7 +80,4 @@ def _encode(parsed: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
         return tokenizer.encode(parsed.prompt, add_special_tokens=parsed.add_special_tokens is not False)
     if parsed.add_special_tokens:
         raise invalid("add_special_tokens applies to a prompt: a chat template writes its own", "add_special_tokens")
-    try:
-        return tokenizer.encode_chat([message.as_template_input() for message in parsed.messages or ()])
-    except ValueError as error:  # ChatTemplateError, or what a message says of itself
-        raise invalid(str(error), param="messages") from error
+    return chat_prompt(parsed, parsed.messages or (), parsed.tools, tokenizer)

@@ -6,6 +6,8 @@ The library is loaded with the first request that has a grammar, and so is its t
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -15,6 +17,11 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 _CACHED_GRAMMARS = 128  # compiled ones; clients send the same few again and again
+_MAX_MASK_S = 0.025  # that a mask may take: all of a step's sequences wait for it, and a sensible one takes under 1 ms
+TOO_COMPLEX = (
+    "the grammar is too complex to follow within the limits of a step: use a smaller schema, fewer tools, or a pattern "
+    "that counts less far"
+)
 
 
 class GrammarError(ValueError):
@@ -29,6 +36,18 @@ def json_grammar(schema: dict[str, Any]) -> str:
 def lark_grammar(rules: str) -> str:
     """A grammar in llguidance's dialect of Lark; `%json` in it is followed by a schema."""
     return json.dumps({"grammars": [{"lark_grammar": "%llguidance {}\n" + rules}]})
+
+
+def regex_grammar(pattern: str) -> str:
+    """The grammar of texts that match a regular expression whole: in Rust's syntax, without looking around."""
+    from llguidance import LLMatcher
+
+    return LLMatcher.grammar_from_regex(pattern)
+
+
+def choice_grammar(texts: Sequence[str]) -> str:
+    """The grammar of one of some texts, none of them empty."""
+    return lark_grammar("start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts))
 
 
 def with_white_space(schema: dict[str, Any]) -> dict[str, Any]:
@@ -60,7 +79,7 @@ class Grammar:
         """Why the library has given up on this answer, in one line without the answer's words; None: it has not."""
         if not self.matcher.is_error():
             return None
-        return "the grammar is too complex to follow within the limits of a step: use a smaller schema or fewer tools"
+        return TOO_COMPLEX
 
 
 class GrammarCompiler:
@@ -86,6 +105,7 @@ class GrammarCompiler:
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
         if matcher.is_error():
             raise GrammarError(matcher.get_error().partition("\n")[0])
+        _work_out_first_mask(matcher)
         return matcher
 
     @cached_property
@@ -97,3 +117,18 @@ class GrammarCompiler:
             return LLTokenizer(text, n_vocab=self._vocab_size, eos_token=sorted(self._eos_token_ids) or None)
         except ValueError as error:
             raise GrammarError(f"grammars cannot be used with this model's tokenizer: {error}") from error
+
+
+def _work_out_first_mask(matcher: LLMatcher) -> None:
+    """The first mask costs the most; copies of the matcher remember what was worked out for it.
+
+    Raises GrammarError where even what is remembered takes so long that all other sequences' tokens would wait for it.
+    """
+    matcher.compute_bitmask()
+    taken_s = []
+    for _ in range(3):
+        begun_s = time.perf_counter()
+        matcher.compute_bitmask()
+        taken_s.append(time.perf_counter() - begun_s)
+    if matcher.is_error() or min(taken_s) > _MAX_MASK_S:
+        raise GrammarError(TOO_COMPLEX)

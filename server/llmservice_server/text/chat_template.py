@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from jinja2 import nodes
@@ -21,6 +22,19 @@ from llmservice_server.text.tool_format import tool_format
 
 class ChatTemplateError(ValueError):
     """The template does not take these messages, in the template's own words."""
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateOptions:
+    """`variables` are the template's own; what the server itself tells it under a name cannot be said otherwise."""
+
+    begin_answer: bool = True  # `add_generation_prompt`
+    continue_last: bool = False  # end within the last message, so that the model goes on with it
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+
+_DEFAULTS = TemplateOptions()
+_END = "⟦the end of the last message⟧ "  # nobody's words; with a space, which a template may strip
 
 
 class ChatTemplate:
@@ -37,20 +51,39 @@ class ChatTemplate:
         self.tool_format = tool_format(source)
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: TemplateOptions = _DEFAULTS,
+    ) -> str:
         """The prompt for the assistant's next turn. Raises ChatTemplateError, never anything of Jinja's."""
+        given = [dict(message) for message in messages]
+        if options.continue_last:
+            given[-1]["content"] += _END
+        told = {
+            "messages": given,
+            "tools": None if tools is None else [dict(tool) for tool in tools],
+            "documents": None,
+            "add_generation_prompt": options.begin_answer,
+            **self._special_tokens,
+        }
+        if taken := told.keys() & options.variables.keys():
+            raise ChatTemplateError(f"chat_template_kwargs: {min(taken)} is not the client's to set")
         try:
-            return self._template.render(
-                messages=[dict(message) for message in messages],
-                tools=None if tools is None else [dict(tool) for tool in tools],
-                documents=None,
-                add_generation_prompt=True,
-                **self._special_tokens,
-            )
+            prompt = self._template.render(told | dict(options.variables))
         except ChatTemplateError:
             raise
         except Exception as error:  # a template is a program: it may divide by zero or index past an end
             raise ChatTemplateError(f"the model's chat template failed: {error}") from error
+        return _before_end(prompt) if options.continue_last else prompt
+
+
+def _before_end(prompt: str) -> str:
+    before, mark, behind = prompt.rpartition(_END.rstrip())
+    if not mark:
+        raise ChatTemplateError("the model's chat template does not show the last message, which is to be continued")
+    return before if behind.startswith(" ") else before.rstrip()
 
 
 class _GenerationTag(Extension):

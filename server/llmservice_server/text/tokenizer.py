@@ -11,7 +11,7 @@ import jinja2
 import tokenizers
 
 from llmservice_server.sampling.token_bytes import TokenBytes
-from llmservice_server.text.chat_template import ChatTemplate, ChatTemplateError
+from llmservice_server.text.chat_template import ChatTemplate, ChatTemplateError, TemplateOptions
 from llmservice_server.text.decoded_bytes import decoded_bytes
 from llmservice_server.text.tool_format import ToolFormat
 
@@ -66,12 +66,16 @@ class Tokenizer:
         return ids
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: TemplateOptions = TemplateOptions(),  # noqa: B008  # it is frozen
     ) -> list[int]:
         """Ids of the templated messages; the template writes the special tokens itself. Raises ChatTemplateError."""
         if self._chat is None:
             raise ChatTemplateError("this model has no chat template: use /v1/completions with a prompt of your own")
-        ids: list[int] = self._library.encode(self._chat.render(messages, tools), add_special_tokens=False).ids
+        prompt = self._chat.render(messages, tools, options)
+        ids: list[int] = self._library.encode(prompt, add_special_tokens=False).ids
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

@@ -119,6 +119,8 @@ def test_a_chat_is_tokenized_as_it_would_be_served(server: Any, client: openai.O
     usage = client.chat.completions.create(model="tiny", messages=messages, max_tokens=1).usage
     assert usage is not None
     assert usage.prompt_tokens == answer["count"]
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    assert server.post("/tokenize", {"messages": messages, "tools": tools})[1]["count"] > answer["count"]
 
 
 @pytest.mark.parametrize(

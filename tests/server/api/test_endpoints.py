@@ -117,6 +117,49 @@ def test_a_chat_streams_role_words_reason_and_usage(client: openai.OpenAI) -> No
     assert len({chunk.id for chunk in chunks}) == 1
 
 
+def test_a_streams_every_event_can_tell_the_tokens_so_far(server: Any) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 6, "stream": True, "stream_options": options}
+    _, answer = server.request("POST", "/v1/completions", json.dumps(body | {"ignore_eos": True}).encode())
+    events = [json.loads(line) for line in answer.decode().split("data: ")[1:-1]]
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert counts == sorted(counts)
+    assert (counts[0], counts[-1]) == (1, 6)
+    assert {event["usage"]["prompt_tokens"] for event in events} == {3}
+
+
+def test_an_answer_goes_on_with_the_assistants_last_message(server: Any, client: openai.OpenAI) -> None:
+    messages: list[Any] = [*MESSAGES, {"role": "assistant", "content": "The answer"}]
+    asked = {"messages": messages, "continue_final_message": True}
+    ids = server.post("/tokenize", asked)[1]["tokens"]
+    assert server.post("/detokenize", {"tokens": ids})[1]["prompt"].endswith("The answer")
+    options: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 8}
+    whole = client.completions.create(prompt=ids, **options).choices[0].text
+    answer = client.chat.completions.create(messages=messages, extra_body={"continue_final_message": True}, **options)
+    assert answer.choices[0].message.content == whole
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"continue_final_message": True}, "continue_final_message"),  # the last message is the user's
+        (
+            {
+                "messages": [{"role": "assistant", "content": "a"}],
+                "continue_final_message": True,
+                "add_generation_prompt": True,
+            },
+            "continue_final_message",
+        ),
+        ({"chat_template_kwargs": {"messages": []}}, "messages"),
+        ({"chat_template_kwargs": "enable_thinking"}, "chat_template_kwargs"),
+    ],
+)
+def test_what_a_chat_template_cannot_be_told_is_refused(server: Any, fields: dict[str, Any], param: str) -> None:
+    status, answer = server.post("/v1/chat/completions", {"model": "tiny", "messages": MESSAGES} | fields)
+    assert (status, answer["error"]["param"]) == (400, param)
+
+
 def test_without_a_limit_a_chat_may_fill_the_context(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model="tiny", messages=MESSAGES, extra_body={"ignore_eos": True})
     assert answer.usage is not None

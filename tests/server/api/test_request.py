@@ -217,6 +217,32 @@ def test_values_that_ask_for_nothing_are_taken() -> None:
     assert (request.token_limit, request.stop_strings) == (None, [])
 
 
+def test_notes_on_a_request_are_taken() -> None:
+    notes = {"user": "u", "metadata": {"run": "7"}, "prompt_cache_key": "k", "safety_identifier": "s"}
+    assert parse_chat(_encode(CHAT | notes)).metadata == {"run": "7"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"structured_outputs": {}}, "expected exactly one of json, json_object, regex, choice, grammar"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "expected exactly one of"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice: Expected `array` of length >= 1"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structural_tag is not supported"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "text"}}, "not both"),
+        ({"guided_choice": ["a"]}, "guided_choice is not supported: use structured_outputs.choice"),
+    ],
+)
+def test_what_an_answer_cannot_be_held_to_is_refused(fields: dict[str, Any], words: str) -> None:
+    assert words in _refusal(parse_completion, _encode(COMPLETION | fields)).message
+
+
+def test_a_call_without_arguments_may_be_told_as_an_empty_text() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "now", "arguments": ""}}
+    request = parse_chat(_encode(CHAT | {"messages": [{"role": "assistant", "tool_calls": [call]}]}))
+    assert request.messages[0].as_template_input()["tool_calls"][0]["function"]["arguments"] == {}
+
+
 def test_an_answer_of_the_server_can_be_sent_back_as_a_message() -> None:
     answer = {"role": "assistant", "content": "Hi", "refusal": None, "tool_calls": None}
     request = parse_chat(_encode(CHAT | {"messages": [*CHAT["messages"], answer]}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,24 @@ def test_completions_keep_to_a_schema_too(server: Any) -> None:
     for choice in answer["choices"]:
         jsonschema.validate(json.loads(choice["text"]), WEATHER)
     server.wait_until_idle()
+
+
+@pytest.mark.parametrize(
+    ("asked", "pattern"),
+    [
+        ({"regex": r"[ab]{2,4}-\d{3}"}, r"[ab]{2,4}-\d{3}"),
+        ({"choice": ["yes", 'a "quoted" no', "später/\\n"]}, r'yes|a "quoted" no|später/\\n'),
+        ({"grammar": 'start: "<" /[a-c]+/ ">" | "nothing"'}, r"<[a-c]+>|nothing"),
+        ({"json": {"enum": [1, 22]}}, r"1|22"),
+    ],
+    ids=["regex", "choice", "grammar", "json"],
+)
+def test_an_answer_is_held_to_what_vllms_clients_ask_for(client: openai.OpenAI, asked: Any, pattern: str) -> None:
+    body = {"structured_outputs": asked}
+    for seed in range(4):
+        answer = client.chat.completions.create(extra_body=body, seed=seed, **CHAT).choices[0]
+        assert re.fullmatch(pattern, answer.message.content or "")
+        assert answer.finish_reason == "stop"
 
 
 def _streamed(client: openai.OpenAI, **options: Any) -> tuple[list[tuple[str, str]], str | None]:
@@ -190,9 +209,13 @@ def test_calls_and_their_answers_go_back_into_the_conversation(client: openai.Op
     ("fields", "param", "words"),
     [
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "strin"}}}},
-         "response_format", "no answer can be held to this schema: Invalid type: strin"),
+         "response_format", "no answer can be held to this: Invalid type: strin"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}},
          "response_format", 'Unimplemented keys: ["not"]'),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs", "unclosed group"),
+        ({"structured_outputs": {"regex": "(?=a)b"}}, "structured_outputs", "look-around"),
+        ({"structured_outputs": {"grammar": "start: nowhere"}}, "structured_outputs", "nowhere"),
+        ({"structured_outputs": {"regex": "a"}, "tools": TOOLS}, "structured_outputs", "beside tools must be json"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "belongs to the type json_schema"),
         ({"response_format": {"type": "xml"}}, "response_format", "expected text, json_object or json_schema"),
         ({"response_format": {"type": "json_object"}, "min_tokens": 5}, "min_tokens", "cannot be combined"),
@@ -201,7 +224,7 @@ def test_calls_and_their_answers_go_back_into_the_conversation(client: openai.Op
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "array"}}}]},
          "tools", "expected the schema of an object"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"$ref": "#/nowhere"}}}]},
-         "tools", "no answer can be held to this schema"),
+         "tools", "no answer can be held to this"),
         ({"tools": [{"type": "plugin"}]}, "tools", "expected function"),
         ({"tool_choice": "required"}, "tool_choice", "only allowed beside tools"),
         ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice", "expected none, auto, required or a function"),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llmservice_server.text.chat_template import ChatTemplate, ChatTemplateError
+from llmservice_server.text.chat_template import ChatTemplate, ChatTemplateError, TemplateOptions
 from llmservice_server.text.tokenizer import Tokenizer
 from llmservice_server.tiny.tokenizer import CHAT_TEMPLATE
 
@@ -53,6 +53,36 @@ def test_rendering_equals_that_of_transformers(name: str, messages: list[dict[st
         [messages], chat_template=TEMPLATES[name], add_generation_prompt=True, **SPECIAL
     )
     assert ChatTemplate(TEMPLATES[name], SPECIAL).render(messages) == expected[0]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("last", ["Once upon a time", " in\n", "{% raw %} </s>"])
+def test_a_continued_message_ends_where_that_of_transformers_ends(name: str, last: str) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    messages = [{"role": "user", "content": "Go on"}, {"role": "assistant", "content": last}]
+    source = TEMPLATES[name]
+    options = TemplateOptions(begin_answer=False, continue_last=True)
+    if "tojson" in source:  # it shows the message in quotation marks, and in capitals behind them
+        source = source.partition("{{ found.last.upper() }}")[0]
+    expected, _ = render_jinja_template([messages], chat_template=source, continue_final_message=True, **SPECIAL)
+    assert ChatTemplate(source, SPECIAL).render(messages, None, options) == expected[0]
+
+
+def test_a_template_that_hides_the_last_message_cannot_continue_it() -> None:
+    options = TemplateOptions(begin_answer=False, continue_last=True)
+    with pytest.raises(ChatTemplateError, match="does not show the last message"):
+        ChatTemplate("{{ messages[0].content }}", {}).render(
+            [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], None, options
+        )
+
+
+def test_a_client_sets_the_templates_variables_but_not_what_the_server_tells_it() -> None:
+    template = ChatTemplate("{{ bos_token }}{% if thinking is defined %}{{ thinking }}{% endif %}", SPECIAL)
+    assert template.render(CONVERSATIONS[0], None, TemplateOptions(variables={"thinking": False})) == "<s>False"
+    for name in ("messages", "bos_token", "add_generation_prompt"):
+        with pytest.raises(ChatTemplateError, match=f"{name} is not the client's to set"):
+            template.render(CONVERSATIONS[0], None, TemplateOptions(variables={name: "x"}))
 
 
 def test_the_ids_of_a_chat_equal_those_of_transformers(tiny_model: Path) -> None:
