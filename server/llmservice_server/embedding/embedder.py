@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from llmservice_server.embedding.batcher import Batcher, Item
 from llmservice_server.embedding.model import EmbeddingModel
+from llmservice_server.engine.isolation import execute_isolated
 from llmservice_server.messages import Embed, Embedded
 
-_LOG = logging.getLogger(__name__)
 _MAX_BATCH_SIZE = 64
 
 
@@ -24,10 +26,21 @@ class Embedder:
     """Refuses what it can never serve, and answers for what fails, so that the engine lives on."""
 
     def __init__(
-        self, model: EmbeddingModel, *, vocab_size: int, max_tokens: int, max_batch_tokens: int, window_s: float
+        self,
+        model: EmbeddingModel,
+        recover: Callable[[], None],
+        *,
+        vocab_size: int,
+        max_tokens: int,
+        max_batch_tokens: int,
+        window_s: float,
     ) -> None:
-        """`max_tokens`: of one input. `max_batch_tokens`: of one forward pass, padding included."""
+        """`max_tokens`: of one input. `max_batch_tokens`: of one forward pass, padding included.
+
+        `recover` makes the device usable after an exception, and raises where it is lost.
+        """
         self._model = model
+        self._recover = recover
         self._vocab_size = vocab_size
         self.max_tokens = max_tokens
         self._batcher = Batcher(window_s=window_s, max_batch_tokens=max_batch_tokens, max_batch_size=_MAX_BATCH_SIZE)
@@ -61,30 +74,34 @@ class Embedder:
         batch = self._batcher.take(now)
         if not batch:
             return []
-        try:
-            vectors = self._model.embed([item.token_ids for item in batch])
-        except RuntimeError as error:  # torch's, out of memory included: it concerns this batch only
-            _LOG.exception("an embedding batch of %d inputs failed", len(batch))
-            return self._fail({item.request_id for item in batch}, f"the embedding failed: {error}")
-        broken = {batch[row].request_id for row in (~vectors.isfinite().all(dim=1)).nonzero().flatten().tolist()}
-        done = self._fail(broken, "the model's states are not finite: the weights or the dtype overflow")
-        for item, vector in zip(batch, vectors.numpy().astype("<f4", copy=False), strict=True):
-            if item.request_id not in broken:
-                done += self._take(item, vector.tobytes())
+        results, failures = execute_isolated(self._embed, self._recover, batch)
+        done = [answer for item, problem in failures for answer in self._fail(item, problem)]
+        for item, vector in itertools.chain.from_iterable(results):
+            done += self._take(item, vector)
         return done
 
-    def _take(self, item: Item, vector: bytes) -> list[Embedded]:
-        waiting = self._waiting[item.request_id]
-        waiting.vectors[item.index] = vector
+    def _embed(self, batch: list[Item]) -> list[tuple[Item, np.ndarray]]:
+        vectors = self._model.embed([item.token_ids for item in batch])
+        return list(zip(batch, vectors.numpy().astype("<f4", copy=False), strict=True))
+
+    def _take(self, item: Item, vector: np.ndarray) -> list[Embedded]:
+        if not np.isfinite(vector).all():
+            return self._fail(item, "the model's states are not finite: the weights or the dtype overflow")
+        waiting = self._waiting.get(item.request_id)
+        if waiting is None:
+            return []  # another input of the same request has failed
+        waiting.vectors[item.index] = vector.tobytes()
         waiting.num_missing -= 1
         if waiting.num_missing:
             return []
         del self._waiting[item.request_id]
         return [Embedded(request_id=item.request_id, vectors=waiting.vectors)]
 
-    def _fail(self, request_ids: set[str], error: str) -> list[Embedded]:
-        self.abort(sorted(request_ids))
-        return [Embedded(request_id=request_id, error=error) for request_id in sorted(request_ids)]
+    def _fail(self, item: Item, error: str) -> list[Embedded]:
+        if item.request_id not in self._waiting:
+            return []
+        self.abort([item.request_id])
+        return [Embedded(request_id=item.request_id, error=error)]
 
     def _why_refused(self, message: Embed) -> str | None:
         if message.request_id in self._waiting:

@@ -53,6 +53,7 @@ class Engine:
         self.scheduler = make_scheduler(config, max_num_seqs, self.pool, self.swap, on_cpu=on_cpu)
         self.embedder = Embedder(
             EmbeddingModel(started.runner.model, config.pooling),
+            started.runner.recover,
             vocab_size=started.vocab_size,
             max_tokens=min(started.kv_cache.max_model_len, config.max_num_batched_tokens),
             max_batch_tokens=config.max_num_batched_tokens,
@@ -151,7 +152,10 @@ class Engine:
         """One step, from its launch to its end."""
         if not plan.scheduled:
             return []
-        results, failed = execute_isolated(self.runner.execute, self.runner.recover, plan)
+        results, failures = execute_isolated(
+            lambda shares: self.runner.execute(Plan(scheduled=shares)), self.runner.recover, plan.scheduled
+        )
+        failed = {share.request: error for share, error in failures}
         self.scheduler.commit(plan, failed)
         outputs = [
             self._finish(request, "error", error)
@@ -168,14 +172,15 @@ class Engine:
         with expecting(self._continuing(before)):
             plan = self.last_plan = self.scheduler.schedule(now)
             self.runner.swap(plan)
-            launched = attempt(lambda: self.runner.launch(plan, before), plan) if plan.scheduled else None
+            size = len(plan.scheduled)
+            launched = attempt(lambda: self.runner.launch(plan, before), size) if size else None
         outputs = self._hand_out(before.wait()) if before is not None else []
         ended = {share.request for share in plan.scheduled if share.request.status is Status.FINISHED}
         if launched is not None:
-            self._in_flight = attempt(lambda: self.runner.sample(launched, ended), plan)
+            self._in_flight = attempt(lambda: self.runner.sample(launched, ended), size)
         if self._in_flight is not None:
             self.scheduler.commit(plan, ended)
-        elif plan.scheduled:  # it failed, so it is computed again, alone and with every token known
+        elif size:  # it failed, so it is computed again, alone and with every token known
             self.runner.recover()
             rest = [share for share in plan.scheduled if share.request not in ended]
             outputs += self._compute(Plan(scheduled=rest))

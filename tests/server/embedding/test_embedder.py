@@ -40,8 +40,10 @@ def _inputs(count: int) -> list[list[int]]:
 
 def _embedder(model: Path, pooling: Pooling = "last") -> Embedder:
     config = EngineConfig(model=model, dtype="float32", kv_cache_memory_bytes=2**20, threads=1, max_model_len=128)
+    runner = start(config).runner
     return Embedder(
-        EmbeddingModel(start(config).runner.model, pooling),
+        EmbeddingModel(runner.model, pooling),
+        runner.recover,
         vocab_size=193,
         max_tokens=128,
         max_batch_tokens=512,
@@ -117,10 +119,16 @@ def test_a_request_taken_back_is_not_computed(tiny_model: Path) -> None:
 
 def test_states_that_are_not_finite_fail_their_own_request_only(tiny_model: Path) -> None:
     config = EngineConfig(model=tiny_model, dtype="float32", kv_cache_memory_bytes=2**20, threads=1)
-    model = start(config).runner.model
+    runner = start(config).runner
+    model = runner.model
     model.embed_tokens[7] = float("nan")
     embedder = Embedder(
-        EmbeddingModel(model, "mean"), vocab_size=100, max_tokens=64, max_batch_tokens=512, window_s=0.01
+        EmbeddingModel(model, "mean"),
+        runner.recover,
+        vocab_size=100,
+        max_tokens=64,
+        max_batch_tokens=512,
+        window_s=0.01,
     )
     embedder.add(Embed(request_id="bad", inputs=[[5, 7], [5]]), 0.0)
     embedder.add(Embed(request_id="good", inputs=[[5, 6]]), 0.0)
@@ -129,3 +137,14 @@ def test_states_that_are_not_finite_fail_their_own_request_only(tiny_model: Path
         done |= {answer.request_id: answer for answer in embedder.step(1.0)}
     assert "not finite" in str(done["bad"].error)
     assert len(done["good"].vectors) == 1
+
+
+def test_an_input_that_breaks_the_computation_fails_its_own_request_only(tiny_model: Path) -> None:
+    embedder = _embedder(tiny_model)  # told of a larger vocabulary than the model has
+    embedder.add(Embed(request_id="bad", inputs=[[5, 6], [5, 192]]), 0.0)
+    embedder.add(Embed(request_id="good", inputs=[[5, 7], [8, 9]]), 0.0)
+    embedder._model._model.embed_tokens = embedder._model._model.embed_tokens[:100]
+    done = embedder.step(1.0)
+    assert {answer.request_id: len(answer.vectors) for answer in done} == {"bad": 0, "good": 2}
+    assert "failed to compute" in str(next(answer for answer in done if answer.request_id == "bad").error)
+    assert embedder.due_s() is None
