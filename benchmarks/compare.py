@@ -32,8 +32,8 @@ from peers.workload import Answer, Job, agreement, draw_asks, in_turns, records
 OURS, LLAMA_CPP = "ours", "llama.cpp"
 CONTINUOUS, STATIC = "transformers continuous", "transformers static"
 CLASSES = {
-    OURS: "peers.ours:OurPeer",
-    LLAMA_CPP: "peers.llama_cpp:LlamaPeer",
+    OURS: "peers.ours:peer",
+    LLAMA_CPP: "peers.llama_cpp:peer",
     CONTINUOUS: "peers.transformers_continuous:ContinuousPeer",
     STATIC: "peers.transformers_static:StaticPeer",
 }

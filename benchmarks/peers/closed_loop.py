@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from peers.workload import Answer, Ask
+from peers.workload import Answer, Ask, Job
 
 
 class StepServer(Protocol):
@@ -17,6 +17,28 @@ class StepServer(Protocol):
 
     def step(self) -> Sequence[tuple[int, int]]:
         """Compute once; returns (index, token) of everybody who got a token."""
+
+
+class OwnedServer(StepServer, Protocol):
+    """One that ends with its peer."""
+
+    def close(self) -> None:
+        """Give back its memory and threads."""
+
+
+class SteppedPeer:
+    """A peer that is driven step by step, warmed up."""
+
+    def __init__(self, server: OwnedServer, job: Job) -> None:
+        self._server = server
+        self._in_flight = job.in_flight
+        self.serve(job.warm_up())
+
+    def serve(self, asks: Sequence[Ask]) -> list[Answer]:
+        return closed_loop(self._server, asks, self._in_flight)
+
+    def close(self) -> None:
+        self._server.close()
 
 
 def closed_loop(server: StepServer, asks: Sequence[Ask], in_flight: int) -> list[Answer]:

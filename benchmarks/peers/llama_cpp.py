@@ -10,8 +10,8 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
-from peers.closed_loop import closed_loop
-from peers.workload import Answer, Ask, Job
+from peers.closed_loop import SteppedPeer
+from peers.workload import Ask, Job
 
 _BATCH_TOKENS = 512
 _CACHE_TYPES = {"float32": llama_cpp.GGML_TYPE_F32, "bfloat16": llama_cpp.GGML_TYPE_F16}
@@ -111,16 +111,5 @@ class LlamaServer:
         llama_cpp.llama_model_free(self._model)
 
 
-class LlamaPeer:
-    """Warmed up, and driven step by step."""
-
-    def __init__(self, job: Job) -> None:
-        self._server = LlamaServer(job)
-        self._in_flight = job.in_flight
-        self.serve(job.warm_up())
-
-    def serve(self, asks: Sequence[Ask]) -> list[Answer]:
-        return closed_loop(self._server, asks, self._in_flight)
-
-    def close(self) -> None:
-        self._server.close()
+def peer(job: Job) -> SteppedPeer:
+    return SteppedPeer(LlamaServer(job), job)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from llmservice_server import LLM
 from llmservice_server.messages import Generate, SamplingParams
-from peers.closed_loop import closed_loop
-from peers.workload import Answer, Ask, Job
+from peers.closed_loop import SteppedPeer
+from peers.workload import Ask, Job
 
 
 class OurEngine:
@@ -31,17 +31,9 @@ class OurEngine:
         outputs = self._llm.engine.step().outputs
         return [(int(output.request_id), token) for output in outputs for token in output.token_ids]
 
-
-class OurPeer:
-    """Warmed up, and driven step by step."""
-
-    def __init__(self, job: Job) -> None:
-        self._engine = OurEngine(job)
-        self._in_flight = job.in_flight
-        self.serve(job.warm_up())
-
-    def serve(self, asks: Sequence[Ask]) -> list[Answer]:
-        return closed_loop(self._engine, asks, self._in_flight)
-
     def close(self) -> None:
-        del self._engine
+        del self._llm
+
+
+def peer(job: Job) -> SteppedPeer:
+    return SteppedPeer(OurEngine(job), job)

@@ -22,7 +22,7 @@ class Peer(Protocol):
 
 
 class PeerProcess:
-    """One peer, named as `module:class`. It serves one job after the other, and is idle in between."""
+    """One peer, named as `module:what makes it of a Job`. It serves one job after the other, and is idle in between."""
 
     def __init__(self, name: str) -> None:
         self._name = name

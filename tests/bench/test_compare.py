@@ -136,7 +136,7 @@ def test_peer_in_its_own_process_serves_again_and_again_and_takes_another_job(
 def test_peer_that_dies_is_told_and_not_waited_for(job: Job) -> None:
     with (
         PeerProcess(CLASSES[OURS]) as process,
-        pytest.raises(RuntimeError, match=r"ours:OurPeer has died"),
+        pytest.raises(RuntimeError, match=r"ours:peer has died"),
     ):
         process.load(replace(job, model=job.model / "missing"))
 
