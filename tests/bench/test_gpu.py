@@ -1,5 +1,6 @@
 """What of the GPU benchmark needs no GPU: one part's failure does not cost the others, and the report says so."""
 
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -141,6 +142,28 @@ def test_a_real_process_that_hangs_is_ended_when_the_time_is_over(tmp_path: Path
 
 def test_every_section_that_has_a_name_can_be_run(tmp_path: Path) -> None:
     assert tuple(worker.sections(tmp_path, Ceilings(1.0, 1.0))) == SECTIONS
+
+
+WITHOUT = """
+import sys
+for absent in (
+    "aiohttp fastapi httpx httpx2 huggingface_hub kubernetes llguidance llvmlite numba opentelemetry prometheus_client "
+    "pydantic rich starlette uvicorn uvloop yaml zmq"
+).split():
+    sys.modules[absent] = None
+sys.path[:0] = [f"{sys.argv[1]}/{house}" for house in ("planner", "server", "benchmarks")]
+from pathlib import Path
+from card import worker
+from card.ceilings import Ceilings
+worker.sections(Path(), Ceilings(1.0, 1.0))
+"""
+
+
+def test_no_more_is_needed_than_torch_and_three_more_packages() -> None:
+    """A machine with a card may have neither an HTTP server nor the compiler that a CPU's kernels want."""
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run([sys.executable, "-c", WITHOUT, root], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")

@@ -87,8 +87,8 @@ def _weights_of(model: LlamaModel) -> tuple[Any, ...]:
     )
     by_layer = [(layer.qkv, layer.o, layer.gate_up, layer.down) for layer in layers]
     panels = [[linear.panels for linear in linears] for linears in by_layer]
-    addresses = np.array([[each.ctypes.data for each in of_layer if each is not None] for of_layer in panels])
-    shapes = tuple(each.shape for each in panels[0] if each is not None)
+    addresses = np.array([[each.memory.ctypes.data for each in of_layer if each is not None] for of_layer in panels])
+    shapes = tuple(each.memory.shape for each in panels[0] if each is not None)
     biases = tuple(
         _stacked([none if linear.bias is None else linear.bias for linear in linears])
         for linears in zip(*by_layer, strict=True)

@@ -11,10 +11,8 @@ import torch
 
 from llmservice_server.attention.base import AttentionBackend, KVCacheShape
 from llmservice_server.attention.choice import AttentionChoice, choose_attention
-from llmservice_server.attention.cpu_backend import CpuAttention
 from llmservice_server.attention.swapped_blocks import SwappedBlocks
 from llmservice_server.engine.config import EngineConfig
-from llmservice_server.engine.cpu_decode import CpuDecode, can_decode
 from llmservice_server.engine.errors import ConfigError, OutOfMemoryError
 from llmservice_server.engine.loader import Checkpoint
 from llmservice_server.engine.memory import (
@@ -27,10 +25,9 @@ from llmservice_server.engine.memory import (
     sequences_held,
 )
 from llmservice_server.engine.plan import BlockCopy, Plan
-from llmservice_server.engine.runner import ModelRunner
+from llmservice_server.engine.runner import DecodePath, ModelRunner
 from llmservice_server.engine.start_phases import StartPhases
 from llmservice_server.engine.swap_space import PreemptionCost, SwapSpace
-from llmservice_server.models.cpu_layer_ops import CpuLayerOps
 from llmservice_server.models.layer_ops import TritonLayerOps
 from llmservice_server.models.linear import FEW_ROWS
 from llmservice_server.models.llama import LlamaModel
@@ -97,8 +94,8 @@ def start(config: EngineConfig) -> Started:
         attention = _attention(choice, kv_cache.num_blocks, device)
         swapped_blocks = _swapped_blocks(config, shape, attention, memory)
     runner = ModelRunner(model, attention, swapped_blocks, _sampler(model, choice))
-    if isinstance(attention, CpuAttention) and can_decode(model):
-        runner.decode_path = CpuDecode(model, attention, min(max_num_seqs, FEW_ROWS))
+    if choice.name == "cpu":
+        runner.decode_path = _cpu_decode(model, attention, min(max_num_seqs, FEW_ROWS))
     warm_up = min(_WARM_UP_TOKENS, kv_cache.num_usable_blocks * config.block_size)
     with phases.phase("warm-up"):
         runner.warm_up(warm_up, config.block_size)
@@ -190,6 +187,8 @@ def _load(
         if choice.name == "triton":
             model.ops = TritonLayerOps()
         elif choice.name == "cpu" and model.lm_head.packed:  # beside products that are not, the rest is nothing
+            from llmservice_server.models.cpu_layer_ops import CpuLayerOps  # brings a compiler along
+
             model.ops = CpuLayerOps()
             if model.weight_bytes >= _WORTH_COMPILING_BYTES:
                 for linear in model.linears:
@@ -204,6 +203,15 @@ def _load(
             f"{total / GIB:.2f} GiB: use a smaller model or lower max_num_batched_tokens"
         ) from error
     return model, Memory(total, model.weight_bytes, activations, graphs)
+
+
+def _cpu_decode(model: LlamaModel, attention: AttentionBackend, max_num_seqs: int) -> DecodePath | None:
+    from llmservice_server.attention.cpu_backend import CpuAttention  # brings a compiler along
+    from llmservice_server.engine.cpu_decode import CpuDecode, can_decode
+
+    if not isinstance(attention, CpuAttention) or not can_decode(model):
+        return None
+    return CpuDecode(model, attention, max_num_seqs)
 
 
 def _uses_graphs(config: EngineConfig, choice: AttentionChoice, device: torch.device) -> bool:

@@ -6,15 +6,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING
 
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
-from llmservice_server.cpu.compiled import use_threads
-from llmservice_server.cpu.element import as_array
-from llmservice_server.cpu.panel_product import as_lanes, multiply, panels_of
+if TYPE_CHECKING:
+    from llmservice_server.models.panels import Panels
 
 _LAYOUT_ROWS = 512
 """The number of rows that oneDNN picks the layout for. The layout for a full step's rows proved fast for every smaller
@@ -33,21 +31,18 @@ _AGREEMENT = 0.02  # between two ways of adding up: bfloat16 has three digits
 class Linear:
     """`weight` is `[out, in]` until `pack`, and oneDNN's own affair from then on.
 
-    `panels` is its memory where our own kernels can read that.
+    `panels` does products of a few rows where our own kernels can read its memory.
     """
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
     packed: bool = False
-    panels: npt.NDArray[Any] | None = field(default=None, repr=False)
-    _bias: npt.NDArray[Any] | None = field(default=None, init=False, repr=False)  # beside `panels`; maybe empty
+    panels: Panels | None = field(default=None, repr=False)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[num_rows, in]` to `[num_rows, out]`."""
         if self.panels is not None and len(hidden) <= FEW_ROWS:
-            product = hidden.new_empty(len(hidden), len(self.panels) * self.panels.shape[2])
-            multiply(as_lanes(hidden.contiguous()), self.panels, self._bias, as_array(product))
-            return product
+            return self.panels(hidden)
         if self.packed:
             num_rows = hidden.shape[0]
             surplus = padded_rows(num_rows) - num_rows
@@ -70,9 +65,16 @@ class Linear:
         It is compiled when it first runs, which takes seconds.
         """
         if self.packed:
-            outputs, inputs = self.weight.shape
-            self.panels = _panels(self.weight, outputs, inputs)
-            self._bias = as_array(torch.empty(0, dtype=self.weight.dtype) if self.bias is None else self.bias)
+            from llmservice_server.models.panels import Panels  # brings a compiler along
+
+            panels = Panels.of(self.weight, self.bias)
+            self.panels = panels if panels is not None and self._agrees(panels) else None
+
+    def _agrees(self, panels: Panels) -> bool:
+        """Whether a product of ours with the packed matrix is what oneDNN's is."""
+        hidden = torch.linspace(-1, 1, self.weight.shape[1], dtype=self.weight.dtype)[None]
+        theirs = _packed_product(hidden, self.weight, self.bias).float()
+        return bool((panels(hidden).float() - theirs).norm() <= _AGREEMENT * theirs.norm())
 
     def parts(self, names: dict[str, int]) -> Iterator[tuple[str, torch.Tensor]]:
         """The rows of a fused matrix under the checkpoint's names; `names` gives each its number of rows, in order."""
@@ -111,19 +113,6 @@ def can_pack(dtype: torch.dtype) -> bool:
         return torch.equal(_packed_product(hidden, packed, None), hidden)
     except (AttributeError, RuntimeError):  # another torch, or a CPU without instructions for this dtype
         return False
-
-
-def _panels(weight: torch.Tensor, outputs: int, inputs: int) -> npt.NDArray[Any] | None:
-    """The packed matrix's memory, if a product of ours with it is what oneDNN's is."""
-    panels = panels_of(weight, (outputs, inputs))
-    if panels is None:
-        return None
-    use_threads(torch.get_num_threads())
-    hidden = torch.linspace(-1, 1, inputs, dtype=weight.dtype)[None]
-    ours = hidden.new_empty(1, outputs)
-    multiply(as_lanes(hidden), panels, as_array(hidden.new_empty(0)), as_array(ours))
-    theirs = _packed_product(hidden, weight, None).float()
-    return panels if (ours.float() - theirs).norm() <= _AGREEMENT * theirs.norm() else None
 
 
 def _packed_product(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
