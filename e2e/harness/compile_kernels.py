@@ -1,17 +1,15 @@
 """Compiles every kernel for a GPU that is not there, and prints what each takes of it: Triton needs a card only to run.
 
-`python -m harness.compile_kernels [CAPABILITY [all]]` (90: Hopper) writes a JSON line for each kernel and shape: Llama
-3 8B's, or all of them.
+`python -m harness.compile_kernels [CAPABILITY [all]]` (90: Hopper) prints a row of a table for each kernel and shape:
+those that are most used, or all that the kernels are made for. `--json` prints a line of JSON for each instead.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import re
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaDriver
 
+from harness.kernel_resources import KernelResources
 from llmservice_server.attention.base import KVCacheShape, Rotation, SequenceSlice
 from llmservice_server.attention.triton_backend import TritonAttention
 from llmservice_server.kernels.activation import silu_mul
@@ -26,7 +25,8 @@ from llmservice_server.kernels.heaviest import heaviest
 from llmservice_server.kernels.jit import FP8
 from llmservice_server.kernels.norm import add_rms_norm
 
-HEADS, KV_HEADS, WIDTH = 8, 2, 256
+KV_HEADS = 2
+FP8_CAPABILITY = 89
 STEPS = {
     "few decodes": [SequenceSlice(20, 1, [1, 2])],
     "many decodes": [SequenceSlice(20, 1, [1, 2])] * 400,
@@ -34,14 +34,48 @@ STEPS = {
 }
 
 
-SHAPES = ((torch.bfloat16, torch.bfloat16, 128, 16), (torch.bfloat16, FP8, 128, 16))
-OTHER_SHAPES = (
-    (torch.bfloat16, torch.bfloat16, 64, 16),
-    (torch.bfloat16, torch.bfloat16, 256, 256),
-    (torch.float16, torch.float16, 96, 64),
-    (torch.float32, torch.float32, 128, 16),
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a kernel is compiled anew for."""
+
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    head_dim: int
+    block_size: int
+    group: int  # query heads that share a key head
+
+    def __str__(self) -> str:
+        names = [str(dtype).removeprefix("torch.").removesuffix("fn") for dtype in (self.dtype, self.cache_dtype)]
+        dtypes = names[0] if self.dtype == self.cache_dtype else f"{names[0]}, {names[1]} cache"
+        return f"{dtypes}, heads of {self.head_dim}, {self.group} a key head, blocks of {self.block_size}"
+
+
+SHAPES = (
+    Shape(torch.bfloat16, torch.bfloat16, 128, 16, 4),  # Llama 3 8B
+    Shape(torch.bfloat16, FP8, 128, 16, 4),
+    Shape(torch.bfloat16, torch.bfloat16, 256, 16, 8),  # the most registers
 )
-FP8_CAPABILITY = 89
+OTHER_SHAPES = (
+    Shape(torch.bfloat16, torch.bfloat16, 64, 16, 7),
+    Shape(torch.bfloat16, torch.bfloat16, 128, 256, 8),
+    Shape(torch.bfloat16, FP8, 64, 16, 8),
+    Shape(torch.bfloat16, FP8, 256, 64, 4),
+    Shape(torch.float16, torch.float16, 96, 64, 1),
+    Shape(torch.float16, FP8, 128, 16, 1),
+    Shape(torch.float32, torch.float32, 128, 16, 4),
+    Shape(torch.float32, torch.float32, 256, 16, 1),
+)
+COLUMNS = {
+    "registers": "registers",
+    "stack_bytes": "stack, bytes",
+    "shared_bytes": "shared, KiB",
+    "num_warps": "warps",
+    "tensor_cores": "tensor cores",
+    "load_bytes": "widest load, bytes",
+    "copy_bytes": "widest copy, bytes",
+    "loop_instructions": "instructions a turn",
+    "loop_spills": "of them spills",
+}
 
 
 class AbsentCard(CudaDriver):
@@ -71,31 +105,20 @@ def compile_only(capability: int, told: Callable[[str, Any], None]) -> None:
     triton.runtime.jit.JITFunction.run = run_never
 
 
-def resources(cubin: bytes) -> dict[str, int]:
-    """Registers of a thread, and bytes of stack: what spills out of them."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        report = subprocess.run(
-            [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name], check=True, capture_output=True, text=True
-        ).stdout
-    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", report).groups()
-    return {"registers": int(registers), "stack_bytes": int(stack)}
-
-
-def launch_all(dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int, block_size: int) -> None:
-    shape = KVCacheShape(HEADS, KV_HEADS, head_dim, (None,), block_size, cache_dtype)
-    backend = TritonAttention(shape, 64, torch.device("cpu"))
+def launch_all(shape: Shape) -> None:
+    heads = shape.group * KV_HEADS
+    cache = KVCacheShape(heads, KV_HEADS, shape.head_dim, (None,), shape.block_size, shape.cache_dtype)
+    backend = TritonAttention(cache, 64, torch.device("cpu"))
     for slices in STEPS.values():
         num_tokens = sum(part.num_tokens for part in slices)
-        heads = torch.zeros(num_tokens, HEADS + 2 * KV_HEADS, head_dim, dtype=dtype)
-        cos = torch.zeros(num_tokens, 1, head_dim, dtype=dtype)
-        norm = torch.zeros(HEADS + KV_HEADS, head_dim, dtype=dtype)
+        fused = torch.zeros(num_tokens, heads + 2 * KV_HEADS, shape.head_dim, dtype=shape.dtype)
+        cos = torch.zeros(num_tokens, 1, shape.head_dim, dtype=shape.dtype)
+        norm = torch.zeros(heads + KV_HEADS, shape.head_dim, dtype=shape.dtype)
         step = backend.prepare(slices)
-        step(0, heads[:, :HEADS], heads[:, HEADS:])
+        step(0, fused[:, :heads], fused[:, heads:])
         for qk_norm in (None, (norm, 1e-5)):
-            step.rotate_and_attend(0, heads, Rotation(cos, cos, qk_norm))
-    hidden = torch.zeros(4, 4096, dtype=dtype)
+            step.rotate_and_attend(0, fused, Rotation(cos, cos, qk_norm))
+    hidden = torch.zeros(4, 4096, dtype=shape.dtype)
     for delta in (None, hidden):
         add_rms_norm(hidden, delta, hidden[0], 1e-5)
     silu_mul(hidden)
@@ -103,33 +126,42 @@ def launch_all(dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int, bloc
         heaviest(torch.zeros(4, 128_256), torch.zeros(4, dtype=torch.float64), by_mass)
 
 
-def main() -> None:
-    capability = int(sys.argv[1]) if len(sys.argv) > 1 else 90
+def compile_all(capability: int, shapes: tuple[Shape, ...]) -> Iterator[tuple[str, Shape, KernelResources]]:
+    """Each kernel once for each shape that makes another of it. To be called once in a process."""
     seen = set()
-    context: dict[str, Any] = {}
+    compiled: list[tuple[str, Any]] = []
 
     def told(name: str, kernel: Any) -> None:
-        if kernel.hash in seen:
-            return
-        seen.add(kernel.hash)
-        ptx = kernel.asm["ptx"]
-        line = {
-            "kernel": name,
-            **context,
-            "shared_bytes": kernel.metadata.shared,
-            "num_warps": kernel.metadata.num_warps,
-            "tensor_cores": "wgmma" in ptx or "mma.sync" in ptx,
-            "asynchronous_copies": "cp.async" in ptx,
-            **resources(kernel.asm["cubin"]),
-        }
-        print(json.dumps(line), flush=True)
+        if kernel.hash not in seen:
+            seen.add(kernel.hash)
+            compiled.append((name, kernel))
 
     compile_only(capability, told)
-    for dtype, cache_dtype, head_dim, block_size in SHAPES + (OTHER_SHAPES if sys.argv[2:] == ["all"] else ()):
-        if cache_dtype == FP8 and capability < FP8_CAPABILITY:
+    for shape in shapes:
+        if shape.cache_dtype == FP8 and capability < FP8_CAPABILITY:
             continue
-        context = {"dtype": str(dtype), "cache_dtype": str(cache_dtype), "head_dim": head_dim, "block_size": block_size}
-        launch_all(dtype, cache_dtype, head_dim, block_size)
+        launch_all(shape)
+        for name, kernel in compiled:
+            yield name, shape, KernelResources.of(kernel)
+        compiled.clear()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("capability", type=int, nargs="?", default=90)
+    parser.add_argument("shapes", choices=("usual", "all"), nargs="?", default="usual")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    if not args.json:
+        print("| kernel | shape |", " | ".join(COLUMNS.values()), "|")
+        print("| --- | --- |" + " --- |" * len(COLUMNS))
+    for name, shape, resources in compile_all(args.capability, SHAPES + (OTHER_SHAPES if args.shapes == "all" else ())):
+        figures = asdict(resources)
+        if args.json:
+            print(json.dumps({"kernel": name, "shape": str(shape), "dtype": str(shape.dtype), **figures}), flush=True)
+        else:
+            figures["shared_bytes"] //= 1024
+            print(f"| `{name}` | {shape} |", " | ".join(str(figures[key]) for key in COLUMNS), "|", flush=True)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,9 @@ from llmservice_server.kernels.jit import dot_dtype, jit, jit_for_any, padded
 
 MAX_SPLITS = 64
 _MOST_KEYS_PER_TILE = 64
+_MOST_FP8_KEYS_PER_TILE = 128
+"""A tile's bytes come in half the time, so what is done once a tile must be done half as often: with 64 keys the loop
+is more instructions than a Hopper processor issues while it waits for the memory."""
 _TILE_BYTES = 1 << 14  # of keys, and of values; two of each are on their way while one is computed with
 _PROGRAMS_PER_PROCESSOR = 4
 """So that all of a card's processors have work till the end, whichever sequences are long."""
@@ -35,8 +38,10 @@ def num_splits(num_seqs: int, num_kv_heads: int, max_length: int, num_processors
     return max(1, min(wanted, MAX_SPLITS, -(-max_length // _MOST_KEYS_PER_TILE)))
 
 
-def keys_per_tile(row_bytes: int) -> int:
-    return max(16, min(_MOST_KEYS_PER_TILE, _TILE_BYTES // row_bytes))
+def keys_per_tile(width: int, itemsize: int) -> int:
+    """Of rows with `width` numbers of `itemsize` bytes."""
+    most = _MOST_FP8_KEYS_PER_TILE if itemsize == 1 else _MOST_KEYS_PER_TILE
+    return max(16, min(most, _TILE_BYTES // (width * itemsize)))
 
 
 @jit
@@ -44,7 +49,6 @@ def load_rows(
     cache: tl.tensor,
     scales: tl.tensor,
     slot_row: tl.tensor,  # [KEYS] the row of the cache that holds each key, or value
-    mask: tl.tensor,  # [KEYS]
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     QUANTIZED: tl.constexpr,
@@ -52,11 +56,11 @@ def load_rows(
 ) -> tl.tensor:
     """Rows of the cache as a product's operand, `[KEYS, WIDTH]`, and the factor of each row, `[KEYS]`."""
     columns = tl.arange(0, WIDTH)
-    loaded = mask[:, None] & (columns < HEAD_DIM)[None, :]
-    tile = tl.load(cache + slot_row[:, None] * HEAD_DIM + columns[None, :], mask=loaded, other=0.0)
+    inside = (columns < HEAD_DIM)[None, :]  # always true where the two are equal, and then no mask
+    tile = tl.load(cache + slot_row[:, None] * HEAD_DIM + columns[None, :], mask=inside, other=0.0)
     if QUANTIZED:
-        factor = tl.load(scales + slot_row, mask=mask, other=0.0)
-        operand = tile.to(tl.float32).to(DOT)  # exact: every e4m3 number is a bfloat16 and a float16
+        factor = tl.load(scales + slot_row)
+        operand = tile.to(tl.float32).to(DOT)  # exact; straight to bfloat16 is an instruction of a quarter of the rate
     else:
         factor = tl.full(slot_row.shape, 1.0, tl.float32)
         operand = tile.to(DOT)
@@ -67,13 +71,16 @@ def load_rows(
 def key_rows(
     table: tl.tensor,
     positions: tl.tensor,
-    mask: tl.tensor,
     kv_head: tl.tensor,
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ) -> tl.tensor:
-    """The cache's rows of the keys at `positions` of the sequence with this block table; values lie BLOCK_SIZE on."""
-    block = tl.load(table + positions // BLOCK_SIZE, mask=mask, other=0).to(tl.int64)
+    """The cache's rows of the keys at `positions` of the sequence with this block table; values lie BLOCK_SIZE on.
+
+    All of them must be there: who asks for fewer than a tile of keys asks for one of them several times. That costs no
+    bytes, and a mask would cost an instruction for each load.
+    """
+    block = tl.load(table + positions // BLOCK_SIZE).to(tl.int64)
     return (block * NUM_KV_HEADS + kv_head) * 2 * BLOCK_SIZE + positions % BLOCK_SIZE
 
 
@@ -123,18 +130,20 @@ def _decode(
     table = tables + sequence.to(tl.int64) * table_stride
     for start in range(begin, end, KEYS):
         positions = start + tl.arange(0, KEYS)
-        there = positions < end
-        slot_row = key_rows(table, positions, there, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
-        keys, key_factor = load_rows(cache, scales, slot_row, there, HEAD_DIM, WIDTH, QUANTIZED, DOT)
-        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * (key_factor * scale)[None, :]
-        scores = tl.where(there[None, :], scores, float("-inf"))
-        new_highest = tl.maximum(highest, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - new_highest[:, None])
+        slot_row = key_rows(table, tl.minimum(positions, end - 1), kv_head, NUM_KV_HEADS, BLOCK_SIZE)
+        keys, key_factor = load_rows(cache, scales, slot_row, HEAD_DIM, WIDTH, QUANTIZED, DOT)
+        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+        if QUANTIZED:
+            scores *= key_factor[None, :]
+        scores = tl.where((positions < end)[None, :], scores, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, axis=1) * scale)
+        weights = tl.exp2(scores * scale - new_highest[:, None])
         shrink = tl.exp2(highest - new_highest)
         total = total * shrink + tl.sum(weights, axis=1)
-        values, value_factor = load_rows(cache, scales, slot_row + BLOCK_SIZE, there, HEAD_DIM, WIDTH, QUANTIZED, DOT)
-        weighted = (weights * value_factor[None, :]).to(DOT)
-        sums = tl.dot(weighted, values, sums * shrink[:, None], input_precision="ieee")
+        values, value_factor = load_rows(cache, scales, slot_row + BLOCK_SIZE, HEAD_DIM, WIDTH, QUANTIZED, DOT)
+        if QUANTIZED:
+            weights *= value_factor[None, :]
+        sums = tl.dot(weights.to(DOT), values, sums * shrink[:, None], input_precision="ieee")
         highest = new_highest
     if WHOLE:
         sums = sums / tl.where(total == 0, 1.0, total)[:, None]
@@ -236,7 +245,7 @@ def decode(
         QUANTIZED=scales is not None,
         WHOLE=splits == 1,
         DOT=dot_dtype(query.dtype),
-        KEYS=keys_per_tile(width * query.dtype.itemsize),
+        KEYS=keys_per_tile(width, cache.dtype.itemsize),
         ROWS=padded(group),
         WIDTH=width,
         num_warps=4,

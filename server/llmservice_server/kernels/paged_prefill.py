@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import triton.language as tl
 
-from llmservice_server.kernels.jit import dot_dtype, jit_for_any, padded
+from llmservice_server.kernels.jit import dot_dtype, jit, jit_for_any, padded
 from llmservice_server.kernels.paged_decode import key_rows, keys_per_tile, load_rows
 
 _LOG2_E = math.log2(math.e)
@@ -44,6 +44,56 @@ def query_tiles(num_tokens: Sequence[int], tile_tokens: int) -> Iterator[tuple[i
         last = (count - 1) // tile_tokens * tile_tokens
         for first in range(last, -1, -tile_tokens):
             yield sequence, first
+
+
+@jit
+def _attend_tile(
+    queries: tl.tensor,  # [ROWS, WIDTH]
+    own: tl.tensor,  # [ROWS] their positions
+    highest: tl.tensor,  # [ROWS] of their scores so far, in powers of 2
+    total: tl.tensor,  # [ROWS] of their weights
+    sums: tl.tensor,  # [ROWS, WIDTH] of the values by weight
+    table: tl.tensor,
+    cache: tl.tensor,
+    scales: tl.tensor,
+    kv_head: tl.tensor,
+    begin: tl.tensor,  # the tile's first key
+    first_key: tl.tensor,
+    end: tl.tensor,
+    window: tl.tensor,
+    scale: tl.tensor,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    DOT: tl.constexpr,
+    KEYS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MASKED: tl.constexpr,  # some row may not see some key: `first_key`, `end` and `window` are only read then
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """`highest`, `total` and `sums` with what KEYS keys add to them."""
+    positions = begin + tl.arange(0, KEYS)
+    there = tl.minimum(tl.maximum(positions, first_key), end - 1) if MASKED else positions
+    slot_row = key_rows(table, there, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
+    keys, key_factor = load_rows(cache, scales, slot_row, HEAD_DIM, WIDTH, QUANTIZED, DOT)
+    scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+    if QUANTIZED:
+        scores *= key_factor[None, :]
+    if MASKED:
+        sees = positions[None, :] <= own[:, None]
+        sees &= (window == 0) | (positions[None, :] > own[:, None] - window)
+        scores = tl.where(sees, scores, float("-inf"))
+    new_highest = tl.maximum(highest, tl.max(scores, axis=1) * scale)
+    finite = new_highest
+    if MASKED:
+        finite = tl.where(new_highest == float("-inf"), 0.0, new_highest)  # a row that has seen no key yet
+    weights = tl.exp2(scores * scale - finite[:, None])
+    shrink = tl.exp2(highest - finite)
+    total = total * shrink + tl.sum(weights, axis=1)
+    values, value_factor = load_rows(cache, scales, slot_row + BLOCK_SIZE, HEAD_DIM, WIDTH, QUANTIZED, DOT)
+    if QUANTIZED:
+        weights *= value_factor[None, :]
+    return new_highest, total, tl.dot(weights.to(DOT), values, sums * shrink[:, None], input_precision="ieee")
 
 
 @jit_for_any("window")
@@ -89,24 +139,18 @@ def _prefill(
     total = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, WIDTH], tl.float32)
     table = tables + sequence.to(tl.int64) * table_stride
-    for begin in range(first_key // KEYS * KEYS, end, KEYS):
-        positions = begin + tl.arange(0, KEYS)
-        there = (positions >= first_key) & (positions < end)
-        slot_row = key_rows(table, positions, there, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
-        keys, key_factor = load_rows(cache, scales, slot_row, there, HEAD_DIM, WIDTH, QUANTIZED, DOT)
-        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * (key_factor * scale)[None, :]
-        sees = there[None, :] & (positions[None, :] <= own[:, None])
-        sees &= (window == 0) | (positions[None, :] > own[:, None] - window)
-        scores = tl.where(sees, scores, float("-inf"))
-        new_highest = tl.maximum(highest, tl.max(scores, axis=1))
-        finite = tl.where(new_highest == float("-inf"), 0.0, new_highest)  # a row that has seen no key yet
-        weights = tl.exp2(scores - finite[:, None])
-        shrink = tl.exp2(highest - finite)
-        total = total * shrink + tl.sum(weights, axis=1)
-        values, value_factor = load_rows(cache, scales, slot_row + BLOCK_SIZE, there, HEAD_DIM, WIDTH, QUANTIZED, DOT)
-        weighted = (weights * value_factor[None, :]).to(DOT)
-        sums = tl.dot(weighted, values, sums * shrink[:, None], input_precision="ieee")
-        highest = new_highest
+    first_tile = first_key // KEYS * KEYS
+    seen_by_all = tl.where(window > 0, first_tile, (start + first_token + 1) // KEYS * KEYS)
+    for begin in range(first_tile, seen_by_all, KEYS):  # most of a long prompt's tiles: no mask, no comparison
+        highest, total, sums = _attend_tile(
+            queries, own, highest, total, sums, table, cache, scales, kv_head, begin, first_key, end, window, scale,
+            NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, QUANTIZED, DOT, KEYS, WIDTH, MASKED=False,
+        )  # fmt: skip
+    for begin in range(seen_by_all, end, KEYS):
+        highest, total, sums = _attend_tile(
+            queries, own, highest, total, sums, table, cache, scales, kv_head, begin, first_key, end, window, scale,
+            NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, QUANTIZED, DOT, KEYS, WIDTH, MASKED=True,
+        )  # fmt: skip
     sums = sums / tl.where(total == 0, 1.0, total)[:, None]
     target = answer + (row[:, None] * NUM_KV_HEADS * GROUP + heads[:, None]) * HEAD_DIM + columns[None, :]
     tl.store(target, sums.to(answer.dtype.element_ty), mask=mask)
@@ -151,7 +195,7 @@ def prefill(
         BLOCK_SIZE=block_size,
         QUANTIZED=scales is not None,
         DOT=dot_dtype(query.dtype),
-        KEYS=keys_per_tile(width * query.dtype.itemsize),
+        KEYS=keys_per_tile(width, query.dtype.itemsize),
         ROWS=rows,
         GROUP_ROWS=1 << (group - 1).bit_length(),
         WIDTH=width,

@@ -1,0 +1,74 @@
+"""What a kernel takes of a card's processor, and what its inner loop is made of: read from what the compilers wrote."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from typing import Any, Self
+
+import triton
+
+_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+([^;]+);")
+_JUMP = re.compile(r"\bBRA\b.*\b0x([0-9a-f]+)")
+_VECTOR = re.compile(r"\bld\.global\S*\.v(\d)\.b(\d+)")
+_COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global \[[^\]]*\], \[[^\]]*\], 0x([0-9a-f]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class KernelResources:
+    registers: int  # of a thread
+    stack_bytes: int  # of a thread: what does not fit into them
+    shared_bytes: int  # of a program
+    num_warps: int
+    tensor_cores: str  # the instruction that multiplies tiles: "wgmma", "mma", or "" for none
+    load_bytes: int  # the most that a thread loads at once
+    copy_bytes: int  # the most that a thread copies at once to shared memory while it goes on; 0: nothing
+    loop_instructions: int  # that a warp issues for a turn of the first loop with tensor cores, or of the longest one
+    loop_spills: int  # among them, those that move registers to the stack or back
+
+    @classmethod
+    def of(cls, kernel: Any) -> Self:
+        """Of one that Triton has compiled."""
+        ptx, sass = kernel.asm["ptx"], _cuobjdump(kernel.asm["cubin"], "-sass")
+        registers, stack = _search(r"REG:(\d+) STACK:(\d+)", _cuobjdump(kernel.asm["cubin"], "-res-usage"))
+        loop = _inner_loop(sass)
+        return cls(
+            registers=registers,
+            stack_bytes=stack,
+            shared_bytes=kernel.metadata.shared,
+            num_warps=kernel.metadata.num_warps,
+            tensor_cores="wgmma" if "wgmma.mma" in ptx else "mma" if "mma.sync" in ptx else "",
+            load_bytes=max((int(count) * int(bits) // 8 for count, bits in _VECTOR.findall(ptx)), default=4),
+            copy_bytes=max((int(size, 16) for size in _COPY.findall(ptx)), default=0),
+            loop_instructions=len(loop),
+            loop_spills=sum("LDL" in line or "STL" in line for line in loop),
+        )
+
+
+def _inner_loop(sass: str) -> list[str]:
+    """The instructions of the loop that a long input spends its time in."""
+    lines = [(int(address, 16), text) for address, text in _INSTRUCTION.findall(sass)]
+    loops = []
+    for end, text in lines:
+        jump = _JUMP.search(text)
+        if jump and int(jump[1], 16) < end:
+            loops.append([text for address, text in lines if int(jump[1], 16) <= address <= end])
+    multiplying = [loop for loop in loops if any("MMA" in line for line in loop)]
+    return multiplying[0] if multiplying else max(loops, key=len, default=[])
+
+
+def _cuobjdump(cubin: bytes, option: str) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, option, file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def _search(pattern: str, text: str) -> tuple[int, ...]:
+    found = re.search(pattern, text)
+    if found is None:
+        raise ValueError(f"cuobjdump's report holds nothing like {pattern}: {text[:200]}")
+    return tuple(map(int, found.groups()))
