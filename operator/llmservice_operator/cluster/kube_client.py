@@ -63,6 +63,15 @@ class KubeError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class _Request:
+    method: str
+    path: str
+    query: Mapping[str, str] | None = None
+    body: Mapping[str, Any] | None = None
+    content_type: str = _MERGE
+
+
+@dataclass(frozen=True, slots=True)
 class _Answer:
     """What came back. The request, which may hold what should not be logged, is never part of an error."""
 
@@ -175,7 +184,7 @@ class KubeClient:
         started = time.monotonic()
         status = 0
         try:
-            response = await self._open("GET", path, None, "", query, timeout)
+            response = await self._open(_Request("GET", path, query), timeout)
             status = response.status
             if status != 200:
                 answer = await _read(response)
@@ -210,7 +219,7 @@ class KubeClient:
         path = f"/api/v1/namespaces/{quote(namespace)}/pods/{quote(name)}/log"
         query = {"container": container, "tailLines": "1", "limitBytes": str(_LOG_LIMIT_BYTES)}
         query |= {"previous": "true"} if previous else {}
-        answer = await self._send("GET", path, None, "", query, REQUEST_TIMEOUT_S)
+        answer = await _read(await self._open(_Request("GET", path, query), REQUEST_TIMEOUT_S))
         answer.raise_for_status("GET", path)
         return answer.body.decode("utf-8", errors="replace")
 
@@ -252,59 +261,35 @@ class KubeClient:
 
         `urgent` is for the lease alone: past the fence, which is made of it, and past the queue.
         """
+        request = _Request(method, path, query, body, content_type)
         if urgent:
-            return await self._timed(method, path, body, content_type, query, timeout_s)
+            return await self._timed(request, timeout_s)
         async with self._queue.place(patience_s):
             left_s = math.inf if method == "GET" else self._fenced()
-            return await self._timed(method, path, body, content_type, query, min(timeout_s, left_s))
+            return await self._timed(request, min(timeout_s, left_s))
 
-    async def _timed(
-        self,
-        method: str,
-        path: str,
-        body: Mapping[str, Any] | None,
-        content_type: str,
-        query: Mapping[str, str] | None,
-        timeout_s: float,
-    ) -> Manifest:
+    async def _timed(self, request: _Request, timeout_s: float) -> Manifest:
         started = time.monotonic()
         status = 0
         try:
-            answer = await self._send(method, path, body, content_type, query, timeout_s)
+            answer = await _read(await self._open(request, timeout_s))
             status = answer.status
         finally:
             if self.answered is not None:
-                self.answered(method, path, status, time.monotonic() - started)
-        answer.raise_for_status(method, path)
-        return answer.object(method, path)
+                self.answered(request.method, request.path, status, time.monotonic() - started)
+        answer.raise_for_status(request.method, request.path)
+        return answer.object(request.method, request.path)
 
-    async def _send(
-        self,
-        method: str,
-        path: str,
-        body: Mapping[str, Any] | None,
-        content_type: str,
-        query: Mapping[str, str] | None,
-        timeout_s: float,
-    ) -> _Answer:
-        return await _read(await self._open(method, path, body, content_type, query, timeout_s))
-
-    async def _open(
-        self,
-        method: str,
-        path: str,
-        body: Mapping[str, Any] | None,
-        content_type: str,
-        query: Mapping[str, str] | None,
-        limit: float | aiohttp.ClientTimeout,
-    ) -> aiohttp.ClientResponse:
-        headers = {"Accept": "application/json"} | ({"Content-Type": content_type} if body is not None else {})
+    async def _open(self, request: _Request, limit: float | aiohttp.ClientTimeout) -> aiohttp.ClientResponse:
+        headers = {"Accept": "application/json"}
+        if request.body is not None:
+            headers["Content-Type"] = request.content_type
         prepared = await self._api.param_serialize(
-            method,
-            path,
-            query_params=list((query or {}).items()),
+            request.method,
+            request.path,
+            query_params=list((request.query or {}).items()),
             header_params=headers,
-            body=body,
+            body=request.body,
             auth_settings=["BearerToken"],
         )
         try:
