@@ -63,6 +63,8 @@ class Run:
     """The run is given up once more than one request in a hundred has waited longer for its first token."""
     records: dict[str, RequestRecord] = field(default_factory=dict)
     waste: Waste = field(default_factory=Waste)
+    steps_s: list[float] = field(default_factory=list)
+    """How long the engine took for each of its steps."""
     _last_s: dict[str, float] = field(default_factory=dict)
 
     def complete(self) -> Report:
@@ -96,9 +98,11 @@ class Run:
         return Report.of(record for record, arrival in pairs if arrival.is_measured)
 
     def _step(self) -> None:
+        started_s = time.monotonic()
         outputs = self.engine.step().outputs
-        self.waste.observe(self.engine, self.engine.ready.block_size)
         now = time.monotonic()
+        self.steps_s.append(now - started_s)
+        self.waste.observe(self.engine, self.engine.ready.block_size)
         for output in outputs:
             self._receive(output, now)
 

@@ -5,6 +5,7 @@ import pytest
 from llmservice_bench.lengths import Lengths
 from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
 from scheduling.batching import CONTINUOUS, DYNAMIC, STATIC
+from scheduling.chunked_prefill import undisturbed_s
 from scheduling.findings import AT_ONCE, Setup
 from scheduling.load import Arrival, Run, with_long_prompts
 
@@ -56,3 +57,17 @@ def test_long_prompts_come_at_their_own_pace_and_are_in_no_figure(setup: Setup) 
     ]  # fmt: skip
     report = Run(setup.engine(), both).complete()
     assert (report.completed, report.prompt_tokens) == (3, 6)
+
+
+def test_requests_all_at_once_make_the_same_steps_every_time(setup: Setup) -> None:
+    engine = setup.engine(prefix_caching=False)
+    runs = [Run(engine, setup.arrivals(AT_ONCE)) for _ in range(2)]
+    for run in runs:
+        run.complete()
+    assert len(runs[0].steps_s) == len(runs[1].steps_s) > max(each.output_tokens for each in LENGTHS)
+
+
+def test_disturbance_that_passes_is_in_no_cost() -> None:
+    assert undisturbed_s([[1.0, 9.0, 3.0], [1.5, 2.0, 7.0]]) == 1.0 + 2.0 + 3.0
+    with pytest.raises(ValueError, match="shorter"):
+        undisturbed_s([[1.0, 2.0], [1.0]])

@@ -7,8 +7,9 @@ chunk's products that is little.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -123,6 +124,7 @@ class CpuAttention:
         return CpuStep(
             shape=self.shape,
             constants=self._constants,
+            layers=self.caches,
             caches=self._array,
             windows=self._windows,
             slots=slots_of(starts, counts, tables, self.shape.block_size),
@@ -143,11 +145,13 @@ class CpuStep:
 
     shape: KVCacheShape
     constants: Constants  # the shape's numbers that are part of the kernels' code
-    caches: npt.NDArray[Any]  # of all layers
-    windows: Int64Array  # likewise
+    layers: list[torch.Tensor]  # the cache of each
+    caches: npt.NDArray[Any]  # the same, for kernels
+    windows: Int64Array  # of all layers
     slots: Int64Array
     decodes: _Decodes | None
     chunks: list[_Chunk]
+    masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)  # by first row and window
 
     def __call__(self, layer: int, query: torch.Tensor, key_value: torch.Tensor) -> torch.Tensor:
         stored = key_value.to(self.shape.dtype)
@@ -164,29 +168,29 @@ class CpuStep:
 
     def _attend(self, layer: int, query: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
         """`query` may have more heads than those of the queries; `stored` are keys and values as the cache has them."""
-        cache, window, num_heads = self.caches[layer], self.shape.windows[layer], self.shape.num_heads
+        num_heads = self.shape.num_heads
         answer = query.new_empty(len(query), num_heads, self.shape.head_dim)
         if (decodes := self.decodes) is not None:
             cpu_kernels.decode(
-                as_array(query), cache, decodes.arguments, self.windows[layer], as_array(answer), self.constants
+                as_array(query),
+                self.caches[layer],
+                decodes.arguments,
+                self.windows[layer],
+                as_array(answer),
+                self.constants,
             )
         for chunk in self.chunks:
             chunk_query = query[chunk.first_row : chunk.end_row, :num_heads]
-            answer[chunk.first_row : chunk.end_row] = self._attend_chunk(chunk, chunk_query, stored, cache, window)
+            answer[chunk.first_row : chunk.end_row] = self._attend_chunk(layer, chunk, chunk_query, stored)
         return answer.flatten(1)
 
-    def _attend_chunk(
-        self, chunk: _Chunk, query: torch.Tensor, stored: torch.Tensor, cache: npt.NDArray[Any], window: int | None
-    ) -> torch.Tensor:
+    def _attend_chunk(self, layer: int, chunk: _Chunk, query: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
         """`[num_queries, num_heads, head_dim]`. The heads of a group see the same keys, which are not repeated."""
-        num_kv_heads, head_dim = self.shape.num_kv_heads, self.shape.head_dim
+        num_kv_heads, head_dim, window = self.shape.num_kv_heads, self.shape.head_dim, self.shape.windows[layer]
         if chunk.start == 0:
             keys, values = stored[chunk.first_row : chunk.end_row].transpose(0, 1).chunk(2)
         else:
-            num_keys = chunk.end - chunk.first_key(window)
-            gathered = torch.empty((2, num_kv_heads, num_keys, head_dim), dtype=self.shape.dtype)
-            cpu_kernels.gather(cache, chunk.table, chunk.first_key(window), as_array(gathered))
-            keys, values = gathered
+            keys, values = self._cached(layer, chunk)
         grouped = query.reshape(chunk.num_queries, num_kv_heads, -1, head_dim)
         by_head = grouped.permute(1, 2, 0, 3)
         group = by_head.shape[1]
@@ -194,8 +198,30 @@ class CpuStep:
         if chunk.start == 0 and (window is None or chunk.num_queries <= window):
             answer = F.scaled_dot_product_attention(by_head, keys, values, is_causal=True)
         else:
-            answer = F.scaled_dot_product_attention(by_head, keys, values, attn_mask=_mask(chunk, window))
+            answer = F.scaled_dot_product_attention(
+                by_head, keys, values, attn_mask=self._mask(chunk, window, query.dtype)
+            )
         return answer.permute(2, 0, 1, 3).flatten(1, 2)
+
+    def _cached(self, layer: int, chunk: _Chunk) -> torch.Tensor:
+        """The keys and values that the chunk sees, copied together: `[2, num_kv_heads, num_keys, head_dim]`."""
+        block_size, first_key = self.shape.block_size, chunk.first_key(self.shape.windows[layer])
+        first_block = first_key // block_size
+        blocks = torch.from_numpy(chunk.table[first_block : -(-chunk.end // block_size)])
+        copied = self.layers[layer].permute(2, 1, 0, 3, 4).index_select(2, blocks).flatten(2, 3)
+        return copied[:, :, first_key - first_block * block_size : chunk.end - first_block * block_size]
+
+    def _mask(self, chunk: _Chunk, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """What is added to the scores, `[num_queries, num_keys]`: made once for all layers, as torch wants it.
+
+        Of one that is true where a query may see a key it would make this anew in each layer.
+        """
+        mask = self.masks.get((chunk.first_row, window))
+        if mask is None:
+            mask = torch.zeros(chunk.num_queries, chunk.end - chunk.first_key(window), dtype=dtype)
+            mask.masked_fill_(~_visible(chunk, window), -math.inf)
+            self.masks[chunk.first_row, window] = mask
+        return mask
 
 
 def rotation_arrays(rotation: Rotation) -> tuple[npt.NDArray[Any], np.float32, npt.NDArray[Any], npt.NDArray[Any]]:
@@ -204,7 +230,7 @@ def rotation_arrays(rotation: Rotation) -> tuple[npt.NDArray[Any], np.float32, n
     return as_array(weight), np.float32(eps), as_array(rotation.cos.flatten(1)), as_array(rotation.sin.flatten(1))
 
 
-def _mask(chunk: _Chunk, window: int | None) -> torch.Tensor:
+def _visible(chunk: _Chunk, window: int | None) -> torch.Tensor:
     """True where a query may see a key, `[num_queries, num_keys]`."""
     queries = torch.arange(chunk.start, chunk.end)[:, None]
     keys = torch.arange(chunk.first_key(window), chunk.end)

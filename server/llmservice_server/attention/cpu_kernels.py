@@ -1,4 +1,4 @@
-"""What attention on a CPU does to the cache's blocks, compiled by numba when it first runs: store, gather, decode.
+"""What attention on a CPU does to the cache's blocks, compiled by numba when it first runs: store and decode.
 
 Arrays are those of `as_array`: elements are the bits of a bfloat16 or float16, or a float32.
 
@@ -92,19 +92,6 @@ def _rotate_head(head: Any, norm: Any, eps: Any, cos: Any, sin: Any) -> None:
         turned_second = second * widened(cos[half + index]) + first * widened(sin[half + index])
         head[index] = narrowed(turned, head[index])
         head[half + index] = narrowed(turned_second, head[half + index])
-
-
-@compiled(parallel=True)
-def gather(cache: Any, table: Any, first: int, gathered: Any) -> None:
-    """Fill `gathered` `[2, num_kv_heads, num_keys, head_dim]` with a sequence's keys and values from `first` on."""
-    num_kv_heads, block_size = cache.shape[1], cache.shape[3]
-    for row in numba.prange(2 * num_kv_heads):
-        part, head = row // num_kv_heads, row % num_kv_heads
-        for place in range(gathered.shape[2]):
-            position = first + place
-            source = cache[table[position // block_size], head, part, position % block_size]
-            for index in range(source.shape[0]):
-                gathered[part, head, place, index] = source[index]
 
 
 @compiled(parallel=True)
