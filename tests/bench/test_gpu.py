@@ -2,14 +2,16 @@
 
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import harness.triton_interpreter  # noqa: F401 - what the sections import is not compiled
-from card import worker
+from card import throughput, worker
 from card.ceilings import Ceilings
 from card.names import SECTIONS
 from card.relay import Attempt, Worker, relay
@@ -17,6 +19,7 @@ from card.section import Findings, run_in_turn
 from card.section_log import SectionLog, SectionWriter
 from gpu import table
 from llmservice_bench.results import Check
+from peers.workload import Ask
 
 
 class Clock:
@@ -144,6 +147,51 @@ def test_every_section_that_has_a_name_can_be_run(tmp_path: Path) -> None:
     assert tuple(worker.sections(tmp_path, Ceilings(1.0, 1.0))) == SECTIONS
 
 
+class Peer:
+    """transformers' manager, of which so many requests are ever finished."""
+
+    def __init__(self, finishes: int) -> None:
+        self.finishes, self.waiting = finishes, list[str]()
+
+    def add_request(self, prompt: list[int], max_new_tokens: int, record_timestamps: bool) -> str:
+        assert record_timestamps
+        self.waiting.append(f"request {len(prompt)}")
+        return self.waiting[-1]
+
+    def get_result(self, timeout: float) -> SimpleNamespace | None:
+        if not self.finishes:
+            return None
+        self.finishes -= 1
+        now = time.perf_counter()
+        times = [now + 0.001, now + 0.002]
+        return SimpleNamespace(request_id=self.waiting.pop(0), error=None, generated_tokens=[7, 8], timestamps=times)
+
+
+ASKS = [Ask([5] * number, 2) for number in range(1, 401)]
+
+
+def test_a_peer_that_is_too_slow_is_stopped_and_what_it_has_finished_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(throughput, "_PEER_S", 0.05)
+    answers = throughput._closed_loop(Peer(finishes=3), ASKS)
+    assert len(answers) == throughput.IN_FLIGHT + 3  # each that was finished made room for another
+    assert [answer.token_ids for answer in answers[:4]] == [[7, 8]] * 3 + [[]]
+    found = Findings()
+    assert throughput._told("slow", ASKS, answers, found) > 0
+    assert found.rows[0]["requests"] == 3
+    assert "with 3 of 400 requests finished" in found.notes[0]
+
+
+def test_a_peer_that_finishes_nothing_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(throughput, "_PEER_S", 0.05)
+    with pytest.raises(RuntimeError, match="finished no request"):
+        throughput._closed_loop(Peer(finishes=0), ASKS)
+
+
+def test_a_peers_cache_holds_the_longest_that_may_be_in_flight() -> None:
+    asks = [Ask([5] * 64, 64)] * 300 + [Ask([5] * 640, 1)] * 56
+    assert throughput.pages_in_flight(asks) == 56 * 12 + 200 * 3
+
+
 WITHOUT = """
 import sys
 for absent in (
@@ -153,7 +201,7 @@ for absent in (
     sys.modules[absent] = None
 sys.path[:0] = [f"{sys.argv[1]}/{house}" for house in ("planner", "server", "benchmarks")]
 from pathlib import Path
-from card import worker
+from card import throughput, worker
 from card.ceilings import Ceilings
 worker.sections(Path(), Ceilings(1.0, 1.0))
 """

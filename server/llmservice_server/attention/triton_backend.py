@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
 
 import numpy as np
 import torch
@@ -32,37 +32,9 @@ class Decodes:
     scratch: DecodeScratch
 
 
-class ChunkAttention(Protocol):
-    """What attends the sequences of a step that have several tokens. Keys and values are in the cache by then."""
-
-    def __call__(
-        self,
-        query: torch.Tensor,
-        cache: torch.Tensor,
-        scales: torch.Tensor | None,
-        answer: torch.Tensor,
-        window: int | None,
-    ) -> None:
-        """Writes their rows of `answer` `[num_tokens, num_heads * head_dim]`; the others as in `kernels.prefill`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Chunks:
-    """Implements `ChunkAttention` by our own kernel."""
-
-    tiles: torch.Tensor
-    sequences: torch.Tensor
-    tables: torch.Tensor
-
-    def __call__(
-        self,
-        query: torch.Tensor,
-        cache: torch.Tensor,
-        scales: torch.Tensor | None,
-        answer: torch.Tensor,
-        window: int | None,
-    ) -> None:
-        prefill(query, cache, scales, self.tiles, self.sequences, self.tables, answer, window)
+ChunkAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, int | None], None]
+"""Attends the sequences of a step that have several tokens; keys and values are in the cache by then. Of the query,
+cache, scales, answer and window of `kernels.prefill`: writes their rows of the answer."""
 
 
 class TritonAttention:
@@ -108,7 +80,7 @@ class TritonAttention:
             ],
             self.device,
         )
-        own = Chunks(tiles_there, chunks, chunk_tables) if len(chunks) else None
+        own = partial(prefill, tiles=tiles_there, sequences=chunks, tables=chunk_tables) if len(chunks) else None
         return self.step(
             slots,
             self.decodes(rows, lengths, decode_tables) if len(rows) else None,

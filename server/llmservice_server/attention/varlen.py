@@ -13,9 +13,10 @@ want shapes that do not depend on lengths. So do fp8 caches, and float32, which 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -47,6 +48,8 @@ def by_torch(
     """A `VarlenFunction`. Raises ImportError where torch has none (before 2.10)."""
     from torch.nn.attention.varlen import varlen_attn
 
+    asked = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 takes grouped heads unasked
+    grouped: dict[str, Any] = {"enable_gqa": True} if asked else {}
     attended = varlen_attn(
         query,
         key,
@@ -56,7 +59,7 @@ def by_torch(
         bounds.most_queries,
         bounds.most_keys,
         window_size=(-1 if window is None else window - 1, 0),  # keys to the left and the right of the query's own
-        enable_gqa=True,
+        **grouped,
     )
     return cast("torch.Tensor", attended)  # a tuple only where more is asked for
 

@@ -22,7 +22,9 @@ Replay = Callable[[], None]
 Capture = Callable[[Callable[[], torch.Tensor]], tuple[Replay, torch.Tensor]]
 """Records work and returns what repeats it, and the tensor that holds the work's answer after each repetition."""
 
-_AGREEMENT = 2e-2  # the same kernels on the same numbers; batch sizes may take other matrix products
+_AGREEMENT = 5e-2
+"""Other batch sizes may take other matrix products, whose rounding many layers of bfloat16 enlarge; a single row that
+is wrong, of hundreds, shows all the same."""
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:

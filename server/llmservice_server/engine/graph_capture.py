@@ -18,19 +18,23 @@ _LOG = logging.getLogger(__name__)
 
 
 class CudaCapture:
-    """Implements `Capture`; all graphs share one pool of memory."""
+    """Implements `Capture`; all graphs share one pool of memory.
+
+    What can't be captured (cuBLAS's workspace, Triton's compiler) is done by a first run, on the very stream that is
+    captured then: cuBLAS has a workspace of tens of megabytes for each stream, and never gives it back.
+    """
 
     def __init__(self) -> None:
         self._pool: Any = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def __call__(self, work: Callable[[], torch.Tensor]) -> tuple[Replay, torch.Tensor]:
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            work()  # lazy initialisation (cuBLAS, Triton's compiler) can't be captured
-        torch.cuda.current_stream().wait_stream(side)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            work()
+        torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             answer = work()
         return graph.replay, answer
 

@@ -160,11 +160,12 @@ def prefill(
     query: torch.Tensor,
     cache: torch.Tensor,
     scales: torch.Tensor | None,
+    answer: torch.Tensor,
+    window: int | None = None,
+    *,
     tiles: torch.Tensor,
     sequences: torch.Tensor,
     tables: torch.Tensor,
-    answer: torch.Tensor,
-    window: int | None = None,
 ) -> None:
     """Attend the tokens of `sequences` causally, each sequence to itself, and write their rows of `answer`.
 

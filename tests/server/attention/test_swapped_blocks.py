@@ -19,6 +19,16 @@ def test_blocks_go_out_in_any_order_and_come_back_elsewhere_unchanged() -> None:
         assert torch.equal(cache[3], old[3])
 
 
+def test_blocks_are_kept_in_pieces_of_memory_and_none_is_lost_between_two() -> None:
+    cache = torch.arange(8 * 4.0).view(8, 4)
+    before = cache.clone()
+    swapped = SwappedBlocks([cache], num_blocks=7, piece_bytes=3 * 4 * 4 + 1)
+    swapped.swap_out([BlockCopy(block + 1, block) for block in range(7)])
+    cache.zero_()
+    swapped.swap_in([BlockCopy(block, block + 1) for block in range(7)])
+    assert torch.equal(cache[1:], before[1:])
+
+
 @pytest.mark.parametrize("count", [1, 16, 17, 40])
 def test_any_number_of_blocks_moves_with_all_that_belongs_to_it(count: int) -> None:
     """As an fp8 cache has it: bytes, and the scales of their rows."""

@@ -48,9 +48,8 @@ def test_one_launch_serves_prompts_later_chunks_cached_prefixes_and_single_token
         [(row, start, count) for row, (start, count) in zip(first_rows, spans, strict=True)], dtype=torch.int32
     )
     answer = torch.full((num_tokens, num_heads * 64), torch.nan)
-    prefill(
-        query, cache, None, tiles, sequences, torch.from_numpy(padded_tables(JoinedTables.of(tables))), answer, window
-    )
+    padded = torch.from_numpy(padded_tables(JoinedTables.of(tables)))
+    prefill(query, cache, None, answer, window, tiles=tiles, sequences=sequences, tables=padded)
     torch.testing.assert_close(answer, wanted, rtol=1e-5, atol=1e-5)
 
 
