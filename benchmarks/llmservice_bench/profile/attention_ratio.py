@@ -60,7 +60,7 @@ def _paged(shape: Shape, dtype: torch.dtype) -> Callable[[], object]:
     total = shape.cached + shape.new
     blocks_each = -(-total // BLOCK_SIZE)
     cache = KVCacheShape(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, (None,), BLOCK_SIZE, dtype)
-    attention = CpuAttention(cache, 1 + shape.num_seqs * blocks_each)
+    attention = CpuAttention(cache, 1 + shape.num_seqs * blocks_each, tiled=True)
     attention.caches[0].normal_()
     places = (1 + torch.randperm(shape.num_seqs * blocks_each)).view(shape.num_seqs, blocks_each).tolist()
     step = attention.prepare([SequenceSlice(shape.cached, shape.new, table) for table in places])

@@ -23,13 +23,14 @@ class AttentionChoice:
     name: BackendName
     reason: str
     varlen_keys: int = 0  # chunks of steps with up to so many keys are computed by torch's varlen_attn
+    worth_compiling: bool = False  # whether a CPU is to have kernels that take seconds to compile
 
     def backend(self, num_blocks: int, device: torch.device) -> AttentionBackend:
         """Raises RuntimeError (torch's word for it) where its cache cannot be allocated."""
         if self.name == "cpu":
             from llmservice_server.attention.cpu_backend import CpuAttention  # brings a compiler along
 
-            return CpuAttention(self.shape, num_blocks)
+            return CpuAttention(self.shape, num_blocks, tiled=self.worth_compiling)
         if self.name == "triton":
             from llmservice_server.attention.triton_backend import TritonAttention
 

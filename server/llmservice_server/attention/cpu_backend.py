@@ -1,15 +1,15 @@
-"""Paged attention on a CPU: kernels of our own for what touches the paged cache, torch's products for chunks.
+"""Paged attention on a CPU.
 
-The tokens that stand alone, one of each sequence that decodes, are computed in one call a layer. A chunk of a prompt
-has its keys and values at hand in one piece if it is the beginning, and has them copied together otherwise: beside a
-chunk's products that is little.
+Where it is worth compiling a kernel for chunks of prompts, all of a step's tokens are computed in one call a layer,
+straight from the cache. Elsewhere kernels do what touches the cache, and torch computes the chunks: one has its keys
+and values at hand in one piece if it is the beginning of its prompt, and has them copied together otherwise.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
-from llmservice_server.attention import cpu_kernels
+from llmservice_server.attention import cpu_kernels, cpu_prefill
 from llmservice_server.attention.base import (
     Int32Array,
     Int64Array,
@@ -29,6 +29,7 @@ from llmservice_server.attention.base import (
     slots_of,
 )
 from llmservice_server.attention.cpu_tile import Constants, constants_of
+from llmservice_server.attention.query_tiles import dealt, query_tiles
 from llmservice_server.cpu.compiled import use_threads
 from llmservice_server.cpu.element import as_array
 
@@ -74,7 +75,7 @@ class _Decodes:
     ) -> _Decodes:
         sequences = np.empty((len(rows), 3), np.int32)
         sequences[:, 0], sequences[:, 1], sequences[:, 2] = rows, tables.firsts, last_keys + 1
-        return cls(sequences[_dealt(last_keys, num_threads)], tables.blocks, parts)
+        return cls(sequences[dealt(last_keys, num_threads)], tables.blocks, parts)
 
     @property
     def arguments(self) -> tuple[Int32Array, Int32Array, int]:
@@ -87,8 +88,10 @@ class CpuAttention:
 
     device = torch.device("cpu")
 
-    def __init__(self, shape: KVCacheShape, num_blocks: int) -> None:
+    def __init__(self, shape: KVCacheShape, num_blocks: int, *, tiled: bool = False) -> None:
+        """`tiled`: whether chunks of prompts have a kernel of our own, which takes seconds to compile."""
         self.shape = shape
+        self._tiled = tiled
         self._num_threads = torch.get_num_threads()
         num_layers = len(shape.windows)
         size = (num_layers, num_blocks, shape.num_kv_heads, 2, shape.block_size, shape.head_dim)
@@ -119,15 +122,17 @@ class CpuAttention:
         tables = JoinedTables.of([part.block_table for part in slices])
         rows = firsts_of(counts)
         alone = np.flatnonzero(counts == 1)
+        slots = slots_of(starts, counts, tables, self.shape.block_size)
+        step = CpuStep(self.shape, self._constants, self.caches, self._array, self._windows, slots)
+        if self._tiled and len(alone) < len(slices):
+            num_kv_heads = self.shape.num_kv_heads
+            group = self.shape.num_heads // num_kv_heads
+            tiles = query_tiles(starts, counts, tables, num_kv_heads=num_kv_heads, group=group, num_threads=num_threads)
+            return replace(step, tiles=(tiles, tables.blocks))
         parts = self._parts(len(alone), num_threads)
         own_tables = JoinedTables(tables.blocks, tables.firsts[alone])
-        return CpuStep(
-            shape=self.shape,
-            constants=self._constants,
-            layers=self.caches,
-            caches=self._array,
-            windows=self._windows,
-            slots=slots_of(starts, counts, tables, self.shape.block_size),
+        return replace(
+            step,
             decodes=_Decodes.of(rows[alone], starts[alone], own_tables, parts, num_threads) if len(alone) else None,
             chunks=[
                 _Chunk(row, row + part.num_tokens, part.start, np.array(part.block_table, np.int32))
@@ -149,8 +154,9 @@ class CpuStep:
     caches: npt.NDArray[Any]  # the same, for kernels
     windows: Int64Array  # of all layers
     slots: Int64Array
-    decodes: _Decodes | None
-    chunks: list[_Chunk]
+    tiles: tuple[Int32Array, Int32Array] | None = None  # of all tokens, and all tables: then there is nothing else
+    decodes: _Decodes | None = None
+    chunks: Sequence[_Chunk] = ()
     masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)  # by first row and window
 
     def __call__(self, layer: int, query: torch.Tensor, key_value: torch.Tensor) -> torch.Tensor:
@@ -170,6 +176,12 @@ class CpuStep:
         """`query` may have more heads than those of the queries; `stored` are keys and values as the cache has them."""
         num_heads = self.shape.num_heads
         answer = query.new_empty(len(query), num_heads, self.shape.head_dim)
+        if self.tiles is not None:
+            rows, cache, (tiles, blocks) = as_array(query), self.caches[layer], self.tiles
+            kinds = cpu_prefill.kinds_of(rows, cache)
+            window = self.windows[layer]
+            cpu_prefill.attend(rows, cache, tiles, blocks, window, as_array(answer), self.constants, kinds)
+            return answer.flatten(1)
         if (decodes := self.decodes) is not None:
             cpu_kernels.decode(
                 as_array(query),
@@ -235,14 +247,3 @@ def _visible(chunk: _Chunk, window: int | None) -> torch.Tensor:
     queries = torch.arange(chunk.start, chunk.end)[:, None]
     keys = torch.arange(chunk.first_key(window), chunk.end)
     return (keys <= queries) if window is None else (keys <= queries) & (keys > queries - window)
-
-
-def _dealt(work: Int64Array, num_hands: int) -> Int64Array:
-    """The places of `work`, dealt like cards, most work first, from the first hand to the last and back again."""
-    turns = np.arange(len(work))
-    if len(work) <= num_hands:
-        return turns
-    laps, seats = np.divmod(turns, num_hands)
-    hands = np.where(laps % 2 == 0, seats, num_hands - 1 - seats)
-    most_first = np.argsort(-work, kind="stable")
-    return most_first[np.argsort(hands, kind="stable")]

@@ -71,8 +71,34 @@ def _float_of(context: Any, bits: Any) -> Any:
     return types.float32(types.int32), reinterpret
 
 
+def _converted(context: Any, value: Any, like: Any) -> Any:
+    """An element as one of the kind that `like` is: as it is where it is one already."""
+
+    def convert(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if value == like:
+            return arguments[0]
+        wide = _widened(context, value)[1](context, builder, types.float32(value), arguments[:1])
+        return _narrowed(context, types.float32, like)[1](context, builder, None, [wide])
+
+    return like(value, like), convert
+
+
+def _joined(context: Any, first: Any, second: Any, like: Any) -> Any:
+    """A lane of the kind that `like` is: a pair of bfloat16 as one int32, or else the first of the two."""
+
+    def join(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if like != types.int32:
+            return arguments[0]
+        low, high = (builder.zext(argument, _INT32) for argument in arguments[:2])
+        return builder.or_(low, builder.shl(high, ir.Constant(_INT32, 16)))
+
+    return like(first, second, like), join
+
+
 widened: Any = intrinsic(_widened)
 narrowed: Any = intrinsic(_narrowed)
+converted: Any = intrinsic(_converted)
+joined: Any = intrinsic(_joined)
 _float_of_bits: Any = intrinsic(_float_of)
 
 

@@ -116,7 +116,7 @@ class _Emitter:
         for offset in range(0, _LINE_BYTES, 4 * _LANES):
             emit_prefetch(builder, builder.gep(start, [ir.Constant(number.type, offset + _AHEAD_BYTES)]))
             place = builder.gep(start, [ir.Constant(number.type, offset)])
-            vectors.append(builder.load(builder.bitcast(place, kind.as_pointer()), align=4 * _LANES))
+            vectors.append(builder.load(builder.bitcast(place, kind.as_pointer()), align=4))  # not all are oneDNN's
         return vectors
 
     def everywhere(self, row: int, number: Any) -> Any:
@@ -202,12 +202,12 @@ def multiply_panel(hidden: Any, panel: Any, sums: Any) -> None:
     sums[:] = 0
     for first_line in range(0, panel.shape[0], _LINES):
         lines = slice(first_line, first_line + _LINES)
-        _add_products(hidden[:, lines], panel[lines], sums)
+        add_products(hidden[:, lines], panel[lines], sums)
 
 
 @compiled()
-def _add_products(hidden: Any, panel: Any, sums: Any) -> None:
-    """A few rows at a time, in equal parts."""
+def add_products(hidden: Any, panel: Any, sums: Any) -> None:
+    """Add the products of `hidden` with `panel` to `sums` `[num_rows, 64]`, a few rows at a time, in equal parts."""
     first, num_rows = 0, hidden.shape[0]
     while first < num_rows:
         left = num_rows - first

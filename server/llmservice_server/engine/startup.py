@@ -84,6 +84,7 @@ def start(config: EngineConfig) -> Started:
         choice = choose_attention(
             config.attention, shape, checkpoint.dtype(config.dtype), device, config.max_num_batched_tokens
         )
+    choice = replace(choice, worth_compiling=checkpoint.weight_file_bytes >= _WORTH_COMPILING_BYTES)
     _LOG.info("attention backend: %s (%s)", choice.name, choice.reason)
     model, memory = _load(checkpoint, config, device, choice, phases)
     kv_cache = _plan(config, context, shape, memory, device)
@@ -187,12 +188,14 @@ def _load(
         if choice.name == "triton":
             model.ops = TritonLayerOps()
         elif choice.name == "cpu" and model.lm_head.packed:  # beside products that are not, the rest is nothing
-            from llmservice_server.models.cpu_layer_ops import CpuLayerOps  # brings a compiler along
+            from llmservice_server.models import cpu_layer_ops  # brings a compiler along
 
-            model.ops = CpuLayerOps()
-            if model.weight_bytes >= _WORTH_COMPILING_BYTES:
+            if choice.worth_compiling:
+                model.ops = cpu_layer_ops.ThreadedCpuLayerOps()
                 for linear in model.linears:
                     linear.find_panels()
+            else:
+                model.ops = cpu_layer_ops.CpuLayerOps()
         with phases.phase("profiling"):
             profile = _profile if device.type == "cuda" else _profile_cpu
             activations = profile(model, config, choice)

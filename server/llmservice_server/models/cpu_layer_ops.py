@@ -1,13 +1,15 @@
-"""What a CPU's decode steps do between their products, compiled by numba when it first runs.
+"""What a CPU does between a step's products, compiled by numba when it first runs.
 
-torch takes several passes for a norm or an activation and a call for each pass; where a step is a token of each
-sequence, calls are what they cost. Sums and intermediate values are float32 whatever the model's dtype.
+torch takes several passes for a norm or an activation and a call for each pass: where a step is a token of each
+sequence, calls are what they cost, and where it is prompts, the memory's time. Sums and intermediate values are float32
+whatever the model's dtype.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numba
 import numpy as np
 import torch
 
@@ -43,6 +45,26 @@ class CpuLayerOps(TorchLayerOps):
         return gated
 
 
+class ThreadedCpuLayerOps:
+    """Implements `LayerOps` by one pass of all threads each. That takes seconds longer to compile."""
+
+    def add_norm(
+        self, hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        normed = torch.empty_like(hidden)
+        arrays = as_array(hidden), as_array(weight), np.float32(eps), as_array(normed)
+        if delta is None:
+            _norm(*arrays)
+        else:
+            _add_norm_threaded(as_array(delta), *arrays)
+        return normed
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gated = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+        _silu_mul_threaded(as_array(gate_up), as_array(gated))
+        return gated
+
+
 @compiled()
 def _norm_row(row: Any, weight: Any, eps: Any, normed: Any) -> None:
     total = np.float32(0)
@@ -63,8 +85,13 @@ def _norm(hidden: Any, weight: Any, eps: Any, normed: Any) -> None:
 def add(delta: Any, hidden: Any) -> None:
     """Add `delta` to `hidden`, in place."""
     for row in range(len(hidden)):
-        for index in range(hidden.shape[1]):
-            hidden[row, index] = narrowed(widened(hidden[row, index]) + widened(delta[row, index]), hidden[row, index])
+        _add_row(delta[row], hidden[row])
+
+
+@compiled()
+def _add_row(delta: Any, hidden: Any) -> None:
+    for index in range(len(hidden)):
+        hidden[index] = narrowed(widened(hidden[index]) + widened(delta[index]), hidden[index])
 
 
 @compiled()
@@ -72,6 +99,13 @@ def add_norm(delta: Any, hidden: Any, weight: Any, eps: Any, normed: Any) -> Non
     """Add `delta` to `hidden`, in place, and write the norms of the sum's rows."""
     add(delta, hidden)
     _norm(hidden, weight, eps, normed)
+
+
+@compiled(parallel=True)
+def _add_norm_threaded(delta: Any, hidden: Any, weight: Any, eps: Any, normed: Any) -> None:
+    for row in numba.prange(len(hidden)):
+        _add_row(delta[row], hidden[row])
+        _norm_row(hidden[row], weight, eps, normed[row])
 
 
 @compiled()
@@ -86,4 +120,11 @@ def silu_mul_row(gate: Any, up: Any, gated: Any) -> None:
 def _silu_mul(gate_up: Any, gated: Any) -> None:
     width = gated.shape[1]
     for row in range(len(gated)):
+        silu_mul_row(gate_up[row, :width], gate_up[row, width:], gated[row])
+
+
+@compiled(parallel=True)
+def _silu_mul_threaded(gate_up: Any, gated: Any) -> None:
+    width = gated.shape[1]
+    for row in numba.prange(len(gated)):
         silu_mul_row(gate_up[row, :width], gate_up[row, width:], gated[row])

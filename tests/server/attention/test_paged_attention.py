@@ -52,7 +52,11 @@ def torch_attention(shape: KVCacheShape, num_blocks: int) -> AttentionBackend:
     return TorchAttention(shape, num_blocks, torch.device("cpu"))
 
 
-backends = pytest.mark.parametrize("of", [CpuAttention, torch_attention])
+def tiled_attention(shape: KVCacheShape, num_blocks: int) -> AttentionBackend:
+    return CpuAttention(shape, num_blocks, tiled=True)
+
+
+backends = pytest.mark.parametrize("of", [CpuAttention, tiled_attention, torch_attention])
 BackendOf = Callable[[KVCacheShape, int], AttentionBackend]
 
 

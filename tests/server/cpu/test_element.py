@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from llmservice_server.cpu.compiled import compiled
-from llmservice_server.cpu.element import as_array, exp, narrowed, widened
+from llmservice_server.cpu.element import as_array, converted, exp, joined, narrowed, widened
 
 NARROW = [torch.bfloat16, torch.float16]
 
@@ -28,6 +28,18 @@ def narrow_all(wide: Any, elements: Any) -> None:
 def exp_all(values: Any) -> None:
     for index in range(len(values)):
         values[index] = exp(values[index])
+
+
+@compiled()
+def convert_all(elements: Any, others: Any) -> None:
+    for index in range(len(elements)):
+        others[index] = converted(elements[index], others[index])
+
+
+@compiled()
+def join_all(first: Any, second: Any, lanes: Any) -> None:
+    for index in range(len(lanes)):
+        lanes[index] = joined(first[index], second[index], lanes[index])
 
 
 def every(dtype: torch.dtype) -> torch.Tensor:
@@ -64,3 +76,26 @@ def test_exp_is_right_where_weights_and_gates_need_it_and_keeps_nan() -> None:
     assert (beyond[:2] < 1e-37).all()
     assert (beyond[2:4] > 1e37).all()
     assert np.isnan(beyond[4])
+
+
+@pytest.mark.parametrize("source", [torch.float32, *NARROW])
+@pytest.mark.parametrize("target", [torch.float32, *NARROW])
+def test_an_element_becomes_one_of_another_kind_as_torch_would_have_it(
+    source: torch.dtype, target: torch.dtype
+) -> None:
+    values = torch.randn(1000).to(source)
+    others = torch.empty(1000, dtype=target)
+    convert_all(as_array(values), as_array(others))
+    assert torch.equal(others, values.to(target))
+
+
+def test_a_lane_has_two_bfloat16_side_by_side_or_one_float32() -> None:
+    first, second = (torch.randn(100) for _ in range(2))
+    lanes = np.empty(100, np.float32)
+    join_all(first.numpy(), second.numpy(), lanes)
+    np.testing.assert_array_equal(lanes, first.numpy())
+    first, second = first.bfloat16(), second.bfloat16()
+    pairs = np.empty(100, np.int32)
+    join_all(as_array(first), as_array(second), pairs)
+    side_by_side = torch.stack((first, second), dim=1).view(torch.int32).flatten()
+    np.testing.assert_array_equal(pairs, side_by_side.numpy())

@@ -82,7 +82,7 @@ def test_linear_takes_our_product_only_where_the_memory_is_laid_out_so(dtype: to
     linear.pack()
     linear.find_panels()
     if linear.panels is not None:
-        assert torch.equal(torch.from_numpy(linear.panels.copy()), packed_in_panels(weight))
+        assert torch.equal(torch.from_numpy(linear.panels.memory.copy()), packed_in_panels(weight))
     for num_rows in (1, FEW_ROWS, FEW_ROWS + 1):
         hidden = torch.randn(num_rows, 96).to(dtype)
         assert torch.allclose(linear(hidden).float(), F.linear(hidden.float(), weight.float()), rtol=2e-2, atol=0.1)

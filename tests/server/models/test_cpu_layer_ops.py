@@ -1,13 +1,15 @@
-"""The kernels of a decode step compute what torch computes."""
+"""The kernels between the products compute what torch computes."""
 
 import pytest
 import torch
 
-from llmservice_server.models.cpu_layer_ops import CpuLayerOps
-from llmservice_server.models.layer_ops import TorchLayerOps
+from llmservice_server.models.cpu_layer_ops import CpuLayerOps, ThreadedCpuLayerOps
+from llmservice_server.models.layer_ops import LayerOps, TorchLayerOps
 
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-num_rows = pytest.mark.parametrize("num_rows", [1, 5, 3000])  # so many that torch does it
+num_rows = pytest.mark.parametrize("num_rows", [1, 5, 3000])  # so many that torch does it for the serial ones
+
+each = pytest.mark.parametrize("ops", [CpuLayerOps(), ThreadedCpuLayerOps()], ids=["serial", "threaded"])
 
 
 def assert_close(ours: torch.Tensor, exact: torch.Tensor) -> None:
@@ -16,31 +18,34 @@ def assert_close(ours: torch.Tensor, exact: torch.Tensor) -> None:
     torch.testing.assert_close(ours.double(), exact, rtol=8 * eps, atol=8 * eps)
 
 
+@each
 @dtypes
 @num_rows
 @pytest.mark.parametrize("with_delta", [False, True])
-def test_norm_of_the_sum(dtype: torch.dtype, num_rows: int, with_delta: bool) -> None:
+def test_norm_of_the_sum(ops: LayerOps, dtype: torch.dtype, num_rows: int, with_delta: bool) -> None:
     hidden, delta, weight = (torch.randn(rows, 96).to(dtype) for rows in (num_rows, num_rows, 1))
     total = hidden + delta if with_delta else hidden.clone()
-    normed = CpuLayerOps().add_norm(hidden, delta if with_delta else None, weight[0], 1e-5)
+    normed = ops.add_norm(hidden, delta if with_delta else None, weight[0], 1e-5)
     assert torch.equal(hidden, total)
     assert_close(normed, TorchLayerOps().add_norm(total.double(), None, weight[0].double(), 1e-5))
 
 
+@each
 @dtypes
 @num_rows
-def test_activation(dtype: torch.dtype, num_rows: int) -> None:
+def test_activation(ops: LayerOps, dtype: torch.dtype, num_rows: int) -> None:
     gate_up = 4 * torch.randn(num_rows, 2 * 70).to(dtype)
     gate_up[0, :4] = torch.tensor([-200.0, 200.0, -30.0, 30.0])
     exact = TorchLayerOps().silu_mul(gate_up.double())
-    assert_close(CpuLayerOps().silu_mul(gate_up), exact)
+    assert_close(ops.silu_mul(gate_up), exact)
 
 
+@each
 @dtypes
-def test_what_is_not_finite_is_not_hidden(dtype: torch.dtype) -> None:
+def test_what_is_not_finite_is_not_hidden(ops: LayerOps, dtype: torch.dtype) -> None:
     rows = torch.ones(2, 32, dtype=dtype)
     rows[0, 3] = torch.nan
     weight = torch.ones(32, dtype=dtype)
-    for result in (CpuLayerOps().add_norm(rows.clone(), rows, weight, 1e-5), CpuLayerOps().silu_mul(rows)):
+    for result in (ops.add_norm(rows.clone(), rows, weight, 1e-5), ops.silu_mul(rows)):
         assert result[0].isnan().any()
         assert result[1].isfinite().all()
