@@ -107,7 +107,8 @@ def decode(query: Any, cache: Any, decodes: Any, window: int, answer: Any, const
     sequences, blocks, parts = decodes
     heads_each = cache.shape[1] // parts
     for piece in numba.prange(len(sequences) * parts):
-        row, first_block, end = sequences[piece // parts]
+        place = piece // parts
+        row, first_block, end = sequences[place, 0], sequences[place, 1], sequences[place, 2]
         seen, mine = (max(0, end - window), end), (piece % parts * heads_each, heads_each)
         decode_heads(query[row], cache, blocks[first_block:], seen, mine, answer[row], constants)
 
@@ -121,7 +122,8 @@ def rotate_and_decode(
     sequences, blocks, parts = decodes
     heads_each = cache.shape[1] // parts
     for piece in numba.prange(len(sequences) * parts):
-        row, first_block, end = sequences[piece // parts]
+        place = piece // parts
+        row, first_block, end = sequences[place, 0], sequences[place, 1], sequences[place, 2]
         seen, mine = (max(0, end - window), end), (piece % parts * heads_each, heads_each)
         table, turn = blocks[first_block:], (norm, eps, cos[row], sin[row])
         slot = table[(end - 1) // cache.shape[3]] * cache.shape[3] + (end - 1) % cache.shape[3]

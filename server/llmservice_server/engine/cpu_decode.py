@@ -142,9 +142,10 @@ def _turn(sequences: Any, rotary: Any, cos: Any, sin: Any) -> None:
     """Cosines and signed sines, as `RotaryEmbedding.at`, which takes a call of torch for each of its operations."""
     inverse_frequencies, scale = rotary
     half = len(inverse_frequencies)
-    for row, _, end in sequences:
+    for place in range(len(sequences)):
+        row, position = sequences[place, 0], sequences[place, 2] - 1
         for index in range(half):
-            angle = np.float32(end - 1) * inverse_frequencies[index]
+            angle = np.float32(position) * inverse_frequencies[index]
             cosine, sine = np.cos(angle) * scale, np.sin(angle) * scale
             cos[row, index] = cos[row, half + index] = narrowed(cosine, cos[row, index])
             sin[row, index] = narrowed(-sine, sin[row, index])
@@ -155,11 +156,11 @@ def _turn(sequences: Any, rotary: Any, cos: Any, sin: Any) -> None:
 def _gate_up(lanes: Any, gate_up: Any, bias: Any, gated: Any) -> None:
     """`silu(gate) * up`; the panels of `up` come behind all those of `gate`."""
     for number in numba.prange(len(gate_up) // 2):
-        _gate(lanes, gate_up, bias, number, gated)
+        _gate(lanes, gate_up, bias, np.int64(number), gated)  # threads count in a type of their own: compiled once more
 
 
 @compiled()
-def _gate(lanes: Any, gate_up: Any, bias: Any, number: int, gated: Any) -> None:
+def _gate(lanes: Any, gate_up: Any, bias: Any, number: Any, gated: Any) -> None:
     """Panel `number` of `silu(gate) * up`; the panels of `up` come behind all those of `gate`."""
     width = gated.shape[1]
     mine = slice(number * PANEL, (number + 1) * PANEL)

@@ -77,22 +77,6 @@ def _weigh(row: Any, highest: Any, temperature: Any, min_p: Any, sums: Any) -> N
         sums[block] = total
 
 
-@compiled("float32(float32[::1], int64)")
-def _floor_of_top_k(weights: Any, top_k: int) -> Any:
-    """No token lighter than this is among the `top_k` heaviest; 0 where nothing is known."""
-    if top_k > _GROUPS or len(weights) < 2 * _GROUPS:
-        return np.float32(0)
-    size = len(weights) // _GROUPS
-    heaviest = np.empty(_GROUPS, np.float32)
-    for group in range(_GROUPS):
-        most = np.float32(0)
-        for place in range(group * size, (group + 1) * size):
-            most = max(most, weights[place])
-        heaviest[group] = most
-    heaviest.sort()
-    return heaviest[_GROUPS - top_k]
-
-
 @compiled("int64(float32[::1], float32, int32[::1])")
 def _gather(weights: Any, floor: Any, ids: Any) -> int:
     """Write the ids of the tokens that weigh something, and `floor` at least; returns how many they are."""
@@ -147,6 +131,25 @@ def _cut(weights: Any, ids: Any, count: int, by_mass: bool, wanted: float) -> in
             ids[kept] = token
             kept += 1
     return kept
+
+
+@compiled("float32(float32[::1], int64)")
+def _floor_of_top_k(weights: Any, top_k: int) -> Any:
+    """No token lighter than this is among the `top_k` heaviest; 0 where nothing is known."""
+    if top_k > _GROUPS or len(weights) < 2 * _GROUPS:
+        return np.float32(0)
+    size = len(weights) // _GROUPS
+    heaviest, groups = np.empty(_GROUPS, np.float32), np.empty(_GROUPS, np.int32)
+    for group in range(_GROUPS):
+        groups[group] = group
+        most = np.float32(0)
+        for place in range(group * size, (group + 1) * size):
+            most = max(most, weights[place])
+        heaviest[group] = most
+    floor = np.float32(1)
+    for place in range(_cut(heaviest, groups, _GROUPS, False, float(top_k))):  # to sort them takes a second to compile
+        floor = min(floor, heaviest[groups[place]])
+    return floor
 
 
 @compiled("int64(float32[::1], int32[::1], int64, float64)")
