@@ -32,6 +32,7 @@ from llmservice_server.attention.cpu_tile import Constants, constants_of
 from llmservice_server.attention.query_tiles import dealt, query_tiles
 from llmservice_server.cpu.compiled import use_threads
 from llmservice_server.cpu.element import as_array
+from llmservice_server.models.linear import FEW_ROWS
 
 _EVERYTHING = 1 << 31  # a window that no sequence fills
 
@@ -124,7 +125,7 @@ class CpuAttention:
         alone = np.flatnonzero(counts == 1)
         slots = slots_of(starts, counts, tables, self.shape.block_size)
         step = CpuStep(self.shape, self._constants, self.caches, self._array, self._windows, slots)
-        if self._tiled and len(alone) < len(slices):
+        if self._tiled and (len(alone) < len(slices) or len(slices) > FEW_ROWS):  # fewer are one compiled call
             num_kv_heads = self.shape.num_kv_heads
             group = self.shape.num_heads // num_kv_heads
             tiles = query_tiles(starts, counts, tables, num_kv_heads=num_kv_heads, group=group, num_threads=num_threads)

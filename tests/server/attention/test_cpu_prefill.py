@@ -5,18 +5,23 @@ import itertools
 import pytest
 import torch
 
+from llmservice_server.attention import cpu_kernels
 from llmservice_server.attention.base import KVCacheShape, SequenceSlice
 from llmservice_server.attention.cpu_backend import CpuAttention
 from llmservice_server.attention.torch_backend import TorchAttention
 
-BLOCK_SIZE, NUM_BLOCKS = 16, 120
+Spans = tuple[tuple[int, int], ...]
+
+BLOCK_SIZE, NUM_BLOCKS = 16, 300
 SPANS = ((0, 199), (0, 65), (37, 64), (300, 90), (129, 2), (0, 2), (70, 1), (0, 1), (511, 130))
 """Tokens in the cache before, and in the step: of tiles and panels that are full, and less and more than that."""
+MANY = tuple((length, 1) for length in range(70))
+"""Decodes, more than a compiled step takes."""
 LARGEST = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
 
 
-def answers(shape: KVCacheShape) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ours, and torch's in float64 of the same numbers, of a step in which all `SPANS` meet; blocks are scattered."""
+def answers(shape: KVCacheShape, met: Spans = SPANS) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ours, and torch's in float64 of the same numbers, of a step in which all spans meet; blocks are scattered."""
     torch.manual_seed(0)
     wide = KVCacheShape(
         shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.windows, shape.block_size, torch.float64
@@ -25,9 +30,9 @@ def answers(shape: KVCacheShape) -> tuple[torch.Tensor, torch.Tensor]:
     theirs = TorchAttention(wide, NUM_BLOCKS, torch.device("cpu"))
     ours.caches[0].fill_(torch.nan)  # what nobody stored must not be read
     blocks = iter((1 + torch.randperm(NUM_BLOCKS - 1)).tolist())
-    tables = [list(itertools.islice(blocks, -(-(start + count) // BLOCK_SIZE))) for start, count in SPANS]
-    before = [(0, start, table) for (start, _), table in zip(SPANS, tables, strict=True) if start]
-    step = [(start, count, table) for (start, count), table in zip(SPANS, tables, strict=True)]
+    tables = [list(itertools.islice(blocks, -(-(start + count) // BLOCK_SIZE))) for start, count in met]
+    before = [(0, start, table) for (start, _), table in zip(met, tables, strict=True) if start]
+    step = [(start, count, table) for (start, count), table in zip(met, tables, strict=True)]
     for spans in (before, step):
         num_tokens = sum(count for _, count, _ in spans)
         heads = torch.randn(num_tokens, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim).to(shape.dtype)
@@ -65,6 +70,12 @@ def test_chunks_and_decodes_of_any_shape_are_what_torch_makes_of_them(
 def test_a_window_hides_what_is_behind_it(window: int, dtype: torch.dtype) -> None:
     answer, expected = answers(KVCacheShape(6, 2, 64, (window,), BLOCK_SIZE, dtype))
     assert furthest(answer, expected) <= LARGEST[dtype]
+
+
+def test_many_decodes_are_tiles_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_kernels, "decode", None)  # it would have to be compiled while they wait
+    answer, expected = answers(KVCacheShape(6, 2, 64, (None,), BLOCK_SIZE, torch.bfloat16), MANY)
+    assert furthest(answer, expected) <= LARGEST[torch.bfloat16]
 
 
 def test_a_token_that_nobody_may_see_yet_changes_nothing() -> None:
