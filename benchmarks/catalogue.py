@@ -28,7 +28,7 @@ class Benchmark:
 
 BENCHMARKS = (
     Benchmark("compare", "Beside what people would use instead", 8),
-    Benchmark("strategies", "Static, dynamic and continuous batching", 4),
+    Benchmark("strategies", "Static, dynamic and continuous batching", 6),
     Benchmark("roofline", "How far the machine's limits are", 2),
     Benchmark("serve", "Throughput and latency over HTTP", 2),
     Benchmark("micro", "The pieces around the model", 3),

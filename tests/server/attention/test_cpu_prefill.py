@@ -54,7 +54,6 @@ def furthest(answer: torch.Tensor, expected: torch.Tensor) -> float:
         (3, 64, torch.float32),
         (3, 64, torch.bfloat16),
         (1, 80, torch.bfloat16),
-        (5, 24, torch.float32),
         (8, 128, torch.bfloat16),
     ],
 )
@@ -76,6 +75,21 @@ def test_many_decodes_are_tiles_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_kernels, "decode", None)  # it would have to be compiled while they wait
     answer, expected = answers(KVCacheShape(6, 2, 64, (None,), BLOCK_SIZE, torch.bfloat16), MANY)
     assert furthest(answer, expected) <= LARGEST[torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+@pytest.mark.parametrize("part", [0, 2], ids=["key", "value"])
+def test_what_is_not_finite_is_not_hidden(dtype: torch.dtype, poison: float, part: int) -> None:
+    """The engine ends a request whose logits are NaN; attention must not turn them into numbers."""
+    shape = KVCacheShape(6, 2, 64, (None,), BLOCK_SIZE, dtype)
+    torch.manual_seed(0)
+    query, key_value = torch.randn(90, 6, 64).to(dtype), torch.randn(90, 4, 64).to(dtype)
+    key_value[40, part] = poison
+    answer = CpuAttention(shape, 8, tiled=True).prepare([SequenceSlice(0, 90, list(range(1, 7)))])(0, query, key_value)
+    heads = answer.view(90, 6, 64)
+    assert heads[:, 3:].isfinite().all()
+    assert not heads[40:, :3].isfinite().all(dim=2).any()
 
 
 def test_a_token_that_nobody_may_see_yet_changes_nothing() -> None:

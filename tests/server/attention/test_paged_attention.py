@@ -1,5 +1,6 @@
 """Paged attention against attention written out: any mix of chunks and single tokens, any order of blocks."""
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -109,8 +110,13 @@ def test_any_mix_of_chunks_and_decodes_equals_attention_written_out(
     torch.testing.assert_close(run(attention(of), sequences, layer), expected, rtol=1e-5, atol=1e-5)
 
 
-@backends
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("of", "dtype"),
+    [
+        *itertools.product([CpuAttention, torch_attention], [torch.bfloat16, torch.float16]),
+        (tiled_attention, torch.float16),  # each is a kernel to compile
+    ],
+)
 @pytest.mark.parametrize("num_tokens", [1, 3])
 def test_a_narrower_cache_rounds_keys_and_values_and_nothing_else(
     of: BackendOf, dtype: torch.dtype, num_tokens: int
@@ -124,7 +130,7 @@ def test_a_narrower_cache_rounds_keys_and_values_and_nothing_else(
     torch.testing.assert_close(answer, sequence.expected(None), rtol=1e-5, atol=1e-5)
 
 
-@backends
+@pytest.mark.parametrize("of", [CpuAttention, torch_attention])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_what_is_not_finite_is_not_hidden(of: BackendOf, dtype: torch.dtype) -> None:
     """The engine ends a request whose logits are NaN; attention must not turn them into numbers."""
