@@ -28,8 +28,8 @@ class Benchmark:
 
 BENCHMARKS = (
     Benchmark("compare", "Beside what people would use instead", 8),
-    Benchmark("strategies", "Static, dynamic and continuous batching", 6),
-    Benchmark("roofline", "How far the machine's limits are", 2),
+    Benchmark("strategies", "Static, dynamic and continuous batching", 5),
+    Benchmark("roofline", "How far the machine's limits are", 1.5),
     Benchmark("serve", "Throughput and latency over HTTP", 2),
     Benchmark("micro", "The pieces around the model", 3),
     Benchmark("operator_scale", "The operator with 1,000 services", 8, in_make_bench=False),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import socket
 from collections.abc import Callable
@@ -119,12 +120,13 @@ def test_a_chat_streams_role_words_reason_and_usage(client: openai.OpenAI) -> No
 
 def test_a_streams_every_event_can_tell_the_tokens_so_far(server: Any) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 6, "stream": True, "stream_options": options}
-    _, answer = server.request("POST", "/v1/completions", json.dumps(body | {"ignore_eos": True}).encode())
+    body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 6, "logprobs": 0, "stream": True}
+    asked = body | {"ignore_eos": True, "stream_options": options}
+    _, answer = server.request("POST", "/v1/completions", json.dumps(asked).encode())
     events = [json.loads(line) for line in answer.decode().split("data: ")[1:-1]]
+    told = [len(choice["logprobs"]["tokens"]) for event in events for choice in event["choices"]]
     counts = [event["usage"]["completion_tokens"] for event in events]
-    assert counts == sorted(counts)
-    assert (counts[0], counts[-1]) == (1, 6)
+    assert counts == [*itertools.accumulate(told), 6]
     assert {event["usage"]["prompt_tokens"] for event in events} == {3}
 
 
