@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -63,9 +64,12 @@ class Run:
     """The run is given up once more than one request in a hundred has waited longer for its first token."""
     records: dict[str, RequestRecord] = field(default_factory=dict)
     waste: Waste = field(default_factory=Waste)
-    steps_s: list[float] = field(default_factory=list)
-    """How long the engine took for each of its steps."""
+    _coming: deque[tuple[int, Arrival]] = field(init=False)
+    _started_s: float = 0.0
     _last_s: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._coming = deque(enumerate(self.arrivals))
 
     def complete(self) -> Report:
         """Raises ValueError where the run was given up."""
@@ -76,70 +80,110 @@ class Run:
 
     def run(self) -> Report | None:
         """None where it was given up."""
-        started_s = time.monotonic()
-        coming = iter(enumerate(self.arrivals))
-        following = next(coming, None)
-        while following is not None or self.engine.has_work:
-            while following is not None and started_s + following[1].at_s <= time.monotonic():
-                self._send(*following, started_s)
-                following = next(coming, None)
-            wait_s = self.engine.wait_s()
-            if following is not None:
-                wait_s = min(wait_s, started_s + following[1].at_s - time.monotonic())
-            if wait_s > 0:
-                time.sleep(wait_s)
-                continue
-            self._step()
+        self.begin()
+        while not self.is_over:
+            self.advance()
             if self._is_hopeless():
                 self.engine.abort(list(self.records))
                 self.engine.step()
                 return None
+        return self.report()
+
+    def begin(self) -> None:
+        """From now on its time counts."""
+        self._started_s = time.monotonic()
+
+    @property
+    def is_over(self) -> bool:
+        return not self._coming and not self.engine.has_work
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._started_s
+
+    def advance(self) -> None:
+        """Send what has come by now; then a step of the engine, or a rest until there is something to do."""
+        while self._coming and self._coming[0][1].at_s <= self.elapsed_s:
+            self._send(*self._coming.popleft())
+        wait_s = self.engine.wait_s()
+        if self._coming:
+            wait_s = min(wait_s, self._coming[0][1].at_s - self.elapsed_s)
+        if wait_s > 0:
+            time.sleep(wait_s)
+        else:
+            self._step()
+
+    def stand_still(self, for_s: float) -> None:
+        """Count so many seconds that have just passed neither as the run's nor as any request's."""
+        self._started_s += for_s
+
+    def report(self) -> Report:
+        """Of a run that is over."""
         pairs = zip(self.records.values(), self.arrivals, strict=True)
         return Report.of(record for record, arrival in pairs if arrival.is_measured)
 
     def _step(self) -> None:
-        started_s = time.monotonic()
         outputs = self.engine.step().outputs
-        now = time.monotonic()
-        self.steps_s.append(now - started_s)
+        now_s = self.elapsed_s
         self.waste.observe(self.engine, self.engine.ready.block_size)
         for output in outputs:
-            self._receive(output, now)
+            self._receive(output, now_s)
 
     def _is_hopeless(self) -> bool:
         if self.ttft_bound_s == math.inf:
             return False
-        now = time.monotonic()
+        now_s = self.elapsed_s
         late = sum(
-            (record.ttft_s if record.output_tokens else now - self._last_s[request_id]) > self.ttft_bound_s
+            (record.ttft_s if record.output_tokens else now_s - self._last_s[request_id]) > self.ttft_bound_s
             for request_id, record in self.records.items()
         )
         return late > len(self.arrivals) / 100
 
-    def _send(self, number: int, arrival: Arrival, started_s: float) -> None:
-        request_id, arrival_s = str(number), started_s + arrival.at_s
+    def _send(self, number: int, arrival: Arrival) -> None:
+        request_id = str(number)
         sampling = SamplingParams(max_tokens=arrival.output_tokens, temperature=0.0, ignore_eos=True)
         self.engine.add(
             Generate(
                 request_id=request_id,
                 prompt_token_ids=arrival.prompt_token_ids,
                 sampling=sampling,
-                arrival_s=arrival_s,
+                arrival_s=time.monotonic() + arrival.at_s - self.elapsed_s,
             )
         )
         self.records[request_id] = RequestRecord(arrival.at_s, len(arrival.prompt_token_ids))
-        self._last_s[request_id] = arrival_s
+        self._last_s[request_id] = arrival.at_s
 
-    def _receive(self, output: Output, now: float) -> None:
+    def _receive(self, output: Output, now_s: float) -> None:
         record = self.records[output.request_id]
         record.error = output.error
-        gap_s, self._last_s[output.request_id] = now - self._last_s[output.request_id], now
+        gap_s, self._last_s[output.request_id] = now_s - self._last_s[output.request_id], now_s
         if record.output_tokens == 0:
             record.ttft_s = gap_s
         else:
             record.itl_s.append(gap_s)
         record.output_tokens += len(output.token_ids)
         record.e2e_s += gap_s
+
+
+def complete_by_turns(runs: Sequence[Run]) -> list[float]:
+    """Complete several runs, always with a step of the one that has had the least time; the seconds of each.
+
+    What slows the machine down for a while so slows all of them down. Each one's clock stands still while another
+    steps.
+    """
+    spent_s = [0.0] * len(runs)
+    for run in runs:
+        run.begin()
+    while going := [number for number, run in enumerate(runs) if not run.is_over]:
+        turn = min(going, key=spent_s.__getitem__)
+        began_s = time.monotonic()
+        runs[turn].advance()
+        step_s = time.monotonic() - began_s
+        spent_s[turn] += step_s
+        for other in going:
+            if other != turn:
+                runs[other].stand_still(step_s)
+    return spent_s
 
 
 def arrivals_of(lengths: Sequence[Lengths], rate: float, vocab_size: int, seed: int = 0) -> list[Arrival]:

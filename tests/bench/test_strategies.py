@@ -1,13 +1,14 @@
 """What the scheduling benchmark measures, on a model so small that it takes a moment."""
 
+import time
+
 import pytest
 
 from llmservice_bench.lengths import Lengths
 from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
 from scheduling.batching import CONTINUOUS, DYNAMIC, STATIC
-from scheduling.chunked_prefill import undisturbed_s
 from scheduling.findings import AT_ONCE, Setup
-from scheduling.load import Arrival, Run, with_long_prompts
+from scheduling.load import Arrival, Run, complete_by_turns, with_long_prompts
 
 LENGTHS = [Lengths(5, 3), Lengths(40, 12), Lengths(9, 1), Lengths(20, 6), Lengths(3, 9)]
 
@@ -59,15 +60,21 @@ def test_long_prompts_come_at_their_own_pace_and_are_in_no_figure(setup: Setup) 
     assert (report.completed, report.prompt_tokens) == (3, 6)
 
 
-def test_requests_all_at_once_make_the_same_steps_every_time(setup: Setup) -> None:
-    engine = setup.engine(prefix_caching=False)
-    runs = [Run(engine, setup.arrivals(AT_ONCE)) for _ in range(2)]
-    for run in runs:
-        run.complete()
-    assert len(runs[0].steps_s) == len(runs[1].steps_s) > max(each.output_tokens for each in LENGTHS)
+def test_runs_by_turns_are_all_completed_and_each_is_told_its_own_seconds(setup: Setup) -> None:
+    engines = [setup.engine(prefix_caching=False) for _ in range(2)]
+    runs = [Run(engine, setup.arrivals(AT_ONCE)) for engine in engines]
+    began_s = time.monotonic()
+    spent_s = complete_by_turns(runs)
+    assert 0 < min(spent_s) <= sum(spent_s) <= time.monotonic() - began_s
+    assert [run.report().completed for run in runs] == [5, 5]
+    assert not any(engine.has_work for engine in engines)
 
 
-def test_disturbance_that_passes_is_in_no_cost() -> None:
-    assert undisturbed_s([[1.0, 9.0, 3.0], [1.5, 2.0, 7.0]]) == 1.0 + 2.0 + 3.0
-    with pytest.raises(ValueError, match="shorter"):
-        undisturbed_s([[1.0, 2.0], [1.0]])
+def test_time_in_which_a_run_stands_still_is_in_no_latency_of_its_requests(setup: Setup) -> None:
+    run = Run(setup.engine(), setup.arrivals(AT_ONCE))
+    run.begin()
+    run.advance()
+    run.stand_still(1000)  # which have not passed, so that it shows
+    while not run.is_over:
+        run.advance()
+    assert run.report().e2e_s.p50 < -900
