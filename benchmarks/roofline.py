@@ -14,7 +14,7 @@ from typing import Any
 from llmservice_server.environment import for_computing
 
 os.environ.update(for_computing(os.environ))  # before torch: threads wait as those of a server do
-os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # torch.profiler tells of each of its starts otherwise
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch.profiler tells of each of its starts otherwise
 
 import torch
 

@@ -45,7 +45,7 @@ def _run(args: argparse.Namespace) -> int:
     from llmservice_server.environment import for_computing
 
     os.environ.update(for_computing(os.environ))  # before torch: threads wait as those of a server do
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # torch.profiler tells of each of its starts otherwise
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch.profiler tells of each of its starts otherwise
     from llmservice_bench.profile.benchmark import run_profile_benchmark
 
     return run_profile_benchmark(args)
