@@ -248,7 +248,7 @@ class Engine:
                 self.scheduler.add(request)
             else:
                 del self._requests[request.request_id]
-                self._refuse(request.request_id, str(problem))
+                self._refuse(request.request_id, problem)
 
     def _refuse(self, request_id: str, problem: str) -> None:
         self._pending.append(Output(request_id=request_id, finish_reason="error", error=problem, error_status=400))

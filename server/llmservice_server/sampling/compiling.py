@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import TYPE_CHECKING
 
 from llmservice_server.engine.request import Request
 from llmservice_server.sampling.grammar import Grammar, GrammarCompiler, GrammarError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 _IDLE_WAIT_S = 0.05  # for a grammar where there is nothing else to do; messages wait as long
 
@@ -15,7 +19,7 @@ class Compiling:
 
     def __init__(self, compiler: GrammarCompiler) -> None:
         self._compiler = compiler
-        self._futures: dict[Request, Future[Grammar]] = {}
+        self._futures: dict[Request, Future[LLMatcher | GrammarError]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._futures)
@@ -27,17 +31,19 @@ class Compiling:
         """Forget a request that has ended; False where it was not here."""
         return self._futures.pop(request, None) is not None
 
-    def take_ready(self, *, idle: bool) -> list[tuple[Request, GrammarError | None]]:
-        """Requests that now have their grammar, or can have none; `idle`: wait a moment until there is one."""
+    def take_ready(self, *, idle: bool) -> list[tuple[Request, str | None]]:
+        """Requests that now have their grammar, or can have none, and why; `idle`: wait a moment until there is one."""
         if idle and self._futures:
             wait(self._futures.values(), _IDLE_WAIT_S, FIRST_COMPLETED)
         done = [request for request, future in self._futures.items() if future.done()]
         return [(request, _resolve(request, self._futures.pop(request))) for request in done]
 
 
-def _resolve(request: Request, future: Future[Grammar]) -> GrammarError | None:
-    try:
-        request.grammar = future.result()
-    except GrammarError as error:
-        return error
+def _resolve(request: Request, future: Future[LLMatcher | GrammarError]) -> str | None:
+    if (fault := future.exception()) is not None:  # the library's, whatever it is: nobody else's answer depends on it
+        return f"the grammar could not be compiled: {type(fault).__name__} in its compiler; try a simpler one"
+    outcome = future.result()
+    if isinstance(outcome, GrammarError):
+        return str(outcome)
+    request.grammar = Grammar(outcome.deep_copy())
     return None

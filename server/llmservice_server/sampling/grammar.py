@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import json
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-_CACHED_GRAMMARS = 128  # compiled ones; clients send the same few again and again
+_REMEMBERED_GRAMMARS = 128  # clients send the same few again and again
+_THREADS = 4  # a grammar that takes seconds holds up no other; the library does its work without the interpreter's lock
 _MAX_MASK_S = 0.025  # that a mask may take: all of a step's sequences wait for it, and a sensible one takes under 1 ms
 TOO_COMPLEX = (
     "the grammar is too complex to follow within the limits of a step: use a smaller schema, fewer tools, or a pattern "
@@ -83,40 +86,57 @@ class Grammar:
 
 
 class GrammarCompiler:
-    """Turns grammars into what the masks are made from. `vocab_size` is the model's, padding included."""
+    """Turns grammars into what the masks are made from. `vocab_size` is the model's, padding included.
+
+    What came of a grammar is remembered, a refusal as well: it is given at once to whoever asks again, and to all who
+    ask while it is worked out.
+    """
 
     def __init__(self, model: Path, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         self._model = model
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        self._thread = ThreadPoolExecutor(1, "grammar")
-        self._compiled = lru_cache(_CACHED_GRAMMARS)(self._compile)
+        self._threads = ThreadPoolExecutor(_THREADS, "grammar")
+        self._tokenizer_lock = Lock()
+        self._outcomes: OrderedDict[str, Future[LLMatcher | GrammarError]] = OrderedDict()
 
-    def compile(self, grammar: str) -> Future[Grammar]:
-        """The future raises GrammarError where the grammar is wrong or too large."""
-        return self._thread.submit(self._start, grammar)
+    def compile(self, grammar: str) -> Future[LLMatcher | GrammarError]:
+        """A matcher at the grammar's beginning, of which each answer follows a copy; or what is wrong with it."""
+        if grammar not in self._outcomes:
+            self._outcomes[grammar] = self._threads.submit(self._outcome, grammar)
+        self._outcomes.move_to_end(grammar)
+        if len(self._outcomes) > _REMEMBERED_GRAMMARS:
+            self._outcomes.popitem(last=False)
+        return self._outcomes[grammar]
 
-    def _start(self, grammar: str) -> Grammar:
-        return Grammar(self._compiled(grammar).deep_copy())
+    def _outcome(self, grammar: str) -> LLMatcher | GrammarError:
+        try:
+            return self._compile(grammar)
+        except GrammarError as error:
+            return error.with_traceback(None)  # whose frames would keep the matcher, of half a gigabyte at worst
 
     def _compile(self, grammar: str) -> LLMatcher:
         from llguidance import LLMatcher
 
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+        matcher = LLMatcher(self._tokenizer(), grammar, log_level=0)
         if matcher.is_error():
             raise GrammarError(matcher.get_error().partition("\n")[0])
         _work_out_first_mask(matcher)
         return matcher
 
-    @cached_property
     def _tokenizer(self) -> LLTokenizer:
+        with self._tokenizer_lock:
+            return self._built_tokenizer
+
+    @cached_property
+    def _built_tokenizer(self) -> LLTokenizer:
         from llguidance import LLTokenizer
 
         text = (self._model / "tokenizer.json").read_text(encoding="utf-8")
         try:
             return LLTokenizer(text, n_vocab=self._vocab_size, eos_token=sorted(self._eos_token_ids) or None)
         except ValueError as error:
-            raise GrammarError(f"grammars cannot be used with this model's tokenizer: {error}") from error
+            raise GrammarError(f"grammars cannot be used with this model's tokenizer: {error}") from None
 
 
 def _work_out_first_mask(matcher: LLMatcher) -> None:
