@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from llmservice_server.attention.base import Int64Array, JoinedTables, SequenceSlice, slots_of
+from llmservice_server.attention.base import Int32Array, Int64Array, JoinedTables, SequenceSlice, slots_of
 from llmservice_server.attention.step_tables import padded_tables
 from llmservice_server.attention.triton_backend import TritonAttention
 from llmservice_server.engine.step_in_flight import LateTokens
@@ -44,25 +44,29 @@ class DecodeBuffers:
         self.block_size = block_size
         pinned = device.type == "cuda"
         self._host = torch.zeros((4, max_num_seqs), dtype=torch.int32, pin_memory=pinned)
-        self._host_tables = torch.zeros((max_num_seqs, block_table_width), dtype=torch.int32, pin_memory=pinned)
+        self._host_tables = torch.zeros(max_num_seqs * block_table_width, dtype=torch.int32, pin_memory=pinned)
         self._copied: torch.cuda.Event | None = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
         self._device = self._host.to(device)
         self.token_ids, self.positions, self.slots, self.lengths = self._device.unbind()
-        self.tables = self._host_tables.to(device)
+        self._moved_tables = self._host_tables.to(device)
+        self.tables = torch.zeros((max_num_seqs, block_table_width), dtype=torch.int32, device=device)
         self.rows = torch.arange(max_num_seqs, dtype=torch.int32, device=device)
 
     @property
     def nbytes(self) -> int:
-        return self._device.nbytes + self.tables.nbytes + self.rows.nbytes
+        return self._device.nbytes + self._moved_tables.nbytes + self.tables.nbytes + self.rows.nbytes
 
     def fill(self, token_ids: Sequence[int] | Int64Array, slices: Sequence[SequenceSlice], size: int) -> None:
-        """Put one token of each sequence into the first rows, and the null block's into the others up to `size`."""
+        """Put one token of each sequence into the first rows, and the null block's into the others up to `size`.
+
+        Of the tables only the columns are written that the step's longest sequence has. What stands behind them is of
+        earlier steps, and no kernel reads it: a sequence's length says how much of its row is its own.
+        """
         if self._copied is not None:
             self._copied.synchronize()  # the copies of the last step still read the host's side; they are long done
         count = len(slices)
-        numbers, tables = self._host.numpy(), self._host_tables.numpy()
+        numbers = self._host.numpy()
         numbers[:, count:size] = 0
-        tables[count:size] = 0
         if count:
             starts = np.array([part.start for part in slices], np.int64)
             joined = JoinedTables.of([part.block_table for part in slices])
@@ -70,12 +74,18 @@ class DecodeBuffers:
             numbers[1, :count] = starts
             numbers[2, :count] = slots_of(starts, np.ones_like(starts), joined, self.block_size)
             numbers[3, :count] = starts + 1
-            padded = padded_tables(joined)[:, : tables.shape[1]]
-            tables[:count, : padded.shape[1]] = padded
+            self._fill_tables(padded_tables(joined)[:, : self.tables.shape[1]])
         self._device.copy_(self._host, non_blocking=True)
-        self.tables[:size].copy_(self._host_tables[:size], non_blocking=True)
         if self._copied is not None:
             self._copied.record()
+
+    def _fill_tables(self, tables: Int32Array) -> None:
+        """They go over end to end and are spread out there: rows of a wider matrix would be a copy each."""
+        count, width = tables.shape
+        used = slice(tables.size)
+        self._host_tables.numpy()[used] = tables.ravel()
+        self._moved_tables[used].copy_(self._host_tables[used], non_blocking=True)
+        self.tables[:count, :width].copy_(self._moved_tables[used].view(count, width))
 
 
 class DecodeGraphs:

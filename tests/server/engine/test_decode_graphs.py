@@ -91,6 +91,21 @@ def test_a_batch_gets_what_it_gets_without_a_graph_whatever_ran_before(model: Ll
 
 
 @torch.inference_mode()
+def test_only_the_columns_of_the_longest_sequence_are_copied_and_no_kernel_reads_another(model: LlamaModel) -> None:
+    attention, other = attention_of(model), attention_of(model)
+    buffers = DecodeBuffers(4, 32, BLOCK_SIZE, CPU)
+    graphs = DecodeGraphs(model, attention, buffers, [4], Recorder())
+    for backend in (attention, other):
+        for cache in backend.caches:
+            cache[11] = torch.nan
+    buffers.tables.fill_(11)  # a block of NaN for whoever reads what no sequence has
+    tokens, slices = [5, 6, 7], [SequenceSlice(0, 1, [3]), SequenceSlice(33, 1, [5, 1, 9]), SequenceSlice(15, 1, [7])]
+    torch.testing.assert_close(graphs.run(tokens, slices), plain(model, other, tokens, slices))
+    assert [row[:4] for row in buffers.tables.tolist()] == [[3, 0, 0, 0], [5, 1, 9, 0], [7, 0, 0, 0], [11] * 4]
+    assert (buffers.tables[:, 16:] == 11).all()
+
+
+@torch.inference_mode()
 def test_a_graph_reads_the_tokens_that_only_the_device_knows(model: LlamaModel) -> None:
     attention, other = attention_of(model), attention_of(model)
     graphs = DecodeGraphs(model, attention, DecodeBuffers(4, 16, BLOCK_SIZE, CPU), [4], Recorder())
