@@ -22,7 +22,8 @@ def cut_in_place(weights: torch.Tensor, wanted: torch.Tensor, by_mass: bool) -> 
 
 def peak_bytes(work: Callable[[], object]) -> int:
     """The most that was allocated at a time while `work` ran, of what was not there before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+    # acc_events: torch 2.11 warns of what it would forget between several cycles; here there is one
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as watched:
         work()
     kept = watched.profiler
     assert kept is not None
