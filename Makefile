@@ -68,7 +68,7 @@ bench: peers    ## benchmarks of this machine: benchmarks/results/*.json and doc
 bench-operator: setup ## the operator with 1,000 services (8 minutes), then docs/benchmarks.md
 	$(BIN)/python benchmarks/run.py operator_scale
 
-bench-gpu: setup ## what only a CUDA card can show: kernels, steps, throughput, memory (ends within 9 minutes)
+bench-gpu: setup ## what only a CUDA card can show: kernels, steps, throughput, memory (ends within 9 minutes; rehearsed by benchmarks/gpu.py --rehearse)
 	$(BIN)/python benchmarks/gpu.py
 
 clean:

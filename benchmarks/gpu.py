@@ -1,11 +1,12 @@
 """`make bench-gpu`: everything that only a card can show, in one call of less than nine minutes.
 
-Ceilings, kernels against torch, the race for prompts, decode and prefill as shares of the ceilings, throughput beside
-transformers, start and its parts, memory against the plan, host synchronisations, swapping, memory that runs out,
-overlap on and off. Needs torch with CUDA, Triton, msgspec, safetensors and transformers; no HTTP server. Writes
-gpu.json and gpu.md.
+Ceilings, start and its parts, memory against the plan, decode and prefill as shares of the ceilings, the host's waits,
+throughput beside transformers, kernels against torch, the race for prompts, swapping, memory that runs out, overlap on
+and off; what is most needed first. Needs torch with CUDA, Triton, msgspec, safetensors and transformers; no HTTP
+server. gpu.json and gpu.md are written anew after each section, so that a run that is ended leaves what it had.
 
 python benchmarks/gpu.py [--only NAME …] [--minutes 8.5] [--folder DIR] [--out DIR]
+python benchmarks/gpu.py --rehearse    every section small, on a CPU: that it runs, and no figure (about a minute)
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ HERE = Path(__file__).resolve().parent
 HOUSES = [str(HERE.parent / house) for house in ("planner", "server", "benchmarks")]
 sys.path[:0] = HOUSES  # a machine with a card may have this checkout and nothing installed
 
-from card.names import SECTIONS  # noqa: E402 - the paths come first
-from card.relay import Worker, relay  # noqa: E402 - likewise
+from card.relay import State, Worker, relay  # noqa: E402 - the paths come first
 from card.section import Findings  # noqa: E402 - likewise
-from llmservice_bench.results import FOLDER, Results  # noqa: E402 - likewise
+from card.sections import SECTIONS  # noqa: E402 - likewise
+from llmservice_bench.results import FOLDER, Results, replace  # noqa: E402 - likewise
 from llmservice_server.environment import for_computing  # noqa: E402 - likewise
 
 
@@ -42,21 +43,34 @@ def table(card: str, found: Findings) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main(only: Sequence[str], minutes: float, folder: Path, out: Path) -> int:
+def write(state: State, out: Path) -> None:
+    """gpu.json and gpu.md, in the place of those before."""
+    card, found = state.card or "no card", state.found
+    notes = [*found.notes, *(f"{name} had not been run when this was written" for name in state.left)]
+    told = Findings(found.rows, found.checks, notes)
+    Results("gpu", told.rows, told.checks, {"card": card, "model": "Llama 3 8B's shape"}, told.notes).write(out)
+    replace(out / "gpu.md", table(card, told))
+    sys.stdout.flush()  # whoever ends us has seen it
+
+
+def main(only: Sequence[str], minutes: float, folder: Path, out: Path, rehearse: bool) -> int:
     """2 where there is no card; else 0, whatever was met or missed."""
     environment = for_computing(os.environ) | {
         "PYTHONPATH": os.pathsep.join([*HOUSES, os.environ.get("PYTHONPATH", "")])
     }
     with tempfile.TemporaryDirectory() as scratch:
         command = [sys.executable, "-m", "card.worker", "--folder", str(folder)]
+        if rehearse:
+            environment["TRITON_INTERPRET"] = "1"
+            command = [*command[:-1], str(Path(scratch) / "toy"), "--rehearse"]
         worker = Worker(command, environment, Path(scratch) / "sections.jsonl")
-        found, card = relay([name for name in SECTIONS if not only or name in only], worker, minutes * 60)
-    if card is None:
-        print(*found.notes, sep="\n", file=sys.stderr)
+        names = [name for name in SECTIONS if not only or name in only]
+        state = relay(names, worker, minutes * 60, lambda state: write(state, out))
+    if state.card is None:
+        print(*state.found.notes, sep="\n", file=sys.stderr)
         return 2
-    print(*(check.line() for check in found.checks), *found.notes, sep="\n")
-    Results("gpu", found.rows, found.checks, {"card": card, "model": "Llama 3 8B's shape"}, found.notes).write(out)
-    (out / "gpu.md").write_text(table(card, found), encoding="utf-8")
+    write(state, out)
+    print((out / "gpu.md").read_text(encoding="utf-8"))
     return 0
 
 
@@ -65,6 +79,8 @@ if __name__ == "__main__":
     parser.add_argument("--only", nargs="+", default=[], choices=SECTIONS, metavar="NAME", help=", ".join(SECTIONS))
     parser.add_argument("--minutes", type=float, default=8.5, help="after which the run is ended, with what it has")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "llmservice-bench" / "llama-8b")
-    parser.add_argument("--out", type=Path, default=FOLDER, help="where gpu.json and gpu.md go")
+    parser.add_argument("--out", type=Path, help="where gpu.json and gpu.md go: benchmarks/results, or a new folder")
+    parser.add_argument("--rehearse", action="store_true", help="small, and without a card: its figures mean nothing")
     args = parser.parse_args()
-    sys.exit(main(args.only, args.minutes, args.folder, args.out))
+    out = args.out or (Path(tempfile.mkdtemp(prefix="rehearsal-")) if args.rehearse else FOLDER)
+    sys.exit(main(args.only, args.minutes, args.folder, out, args.rehearse))

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import torch
-
-from card.kernels import CUDA, HEAD_DIM, HEADS, KV_HEADS
 from card.section import Findings
+from card.stand import Stand
 from llmservice_server.attention.base import KVCacheShape
 from llmservice_server.attention.chunk_race import race_for_chunks
 
 
-def measure() -> Findings:
-    """Llama 3 8B's shape in bfloat16, with and without a window."""
-    found = Findings()
-    for window in (None, 1024):
-        shape = KVCacheShape(HEADS, KV_HEADS, HEAD_DIM, (window,), 16, torch.bfloat16)
-        for num_tokens in (256, 512, 1024, 2048):
-            verdict = race_for_chunks(shape, torch.bfloat16, CUDA, num_tokens)
+def measure(stand: Stand) -> Findings:
+    """The model's shape, with and without a window."""
+    found, sizes = Findings(), stand.sizes
+    for window in (None, sizes.context):
+        shape = KVCacheShape(*sizes.heads, (window,), 16, sizes.dtype)
+        for num_tokens in sizes.race_tokens:
+            verdict = race_for_chunks(shape, sizes.dtype, stand.card.device, num_tokens)
             found.rows.append({
                 "part": "attention race", "window": window, "chunk": num_tokens // 2, "after": num_tokens // 2,
                 "winner": verdict.name, "times": verdict.reason,

@@ -2,47 +2,42 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-_COPY_BYTES = 4 << 30
-_MATRIX = 8192
+from card.card import Card, seconds
+from card.section import Findings
+from card.sizes import Sizes
+
+if TYPE_CHECKING:
+    from card.stand import Stand
 
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
     copy_bytes_per_s: float  # read and written, both counted
-    matmul_flops: float  # bfloat16, random numbers
+    matmul_flops: float  # of the model's dtype, random numbers
 
 
-def seconds(work: Callable[[], object], repetitions: int = 5, warm_ups: int = 2) -> float:
-    """The median time of `work` on the card."""
-    times: list[float] = []
-    for repetition in range(warm_ups + repetitions):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        start.record()
-        work()
-        end.record()
-        end.synchronize()
-        if repetition >= warm_ups:
-            times.append(start.elapsed_time(end) / 1e3)
-    return statistics.median(times)
+def measure(card: Card, sizes: Sizes) -> Ceilings:
+    return Ceilings(_copy_bytes_per_s(card, sizes.copy_bytes), _matmul_flops(card, sizes.matrix, sizes.dtype))
 
 
-def measure() -> Ceilings:
-    return Ceilings(_copy_bytes_per_s(), _matmul_flops())
-
-
-def _copy_bytes_per_s() -> float:
-    source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cuda")
+def _copy_bytes_per_s(card: Card, num_bytes: int) -> float:
+    source = torch.empty(num_bytes, dtype=torch.uint8, device=card.device)
     target = torch.empty_like(source)
-    return 2 * _COPY_BYTES / seconds(lambda: target.copy_(source))
+    return 2 * num_bytes / seconds(card, lambda: target.copy_(source))
 
 
-def _matmul_flops() -> float:
-    left, right = (torch.randn(_MATRIX, _MATRIX, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+def _matmul_flops(card: Card, size: int, dtype: torch.dtype) -> float:
+    left, right = (torch.randn(size, size, dtype=dtype, device=card.device) for _ in range(2))
     product = torch.empty_like(left)
-    return 2.0 * _MATRIX**3 / seconds(lambda: torch.mm(left, right, out=product), repetitions=10)
+    return 2.0 * size**3 / seconds(card, lambda: torch.mm(left, right, out=product), 10)
+
+
+def told(stand: Stand) -> Findings:
+    """What they were when this process began."""
+    copy, matmul = stand.ceilings.copy_bytes_per_s / 1e12, stand.ceilings.matmul_flops / 1e12
+    return Findings(rows=[{"part": "ceilings", "copy TB/s": copy, "matmul TFLOP/s": matmul}])

@@ -1,69 +1,77 @@
-"""Llama 3 8B's shape with random weights, as a checkpoint: sharded safetensors, made on the card."""
+"""A checkpoint of Llama's architecture with random weights: sharded safetensors, made on the card."""
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-CONFIG = {
+LLAMA_3_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
     "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
     "max_position_embeddings": 8192, "rope_theta": 500000.0, "rms_norm_eps": 1e-5, "hidden_act": "silu",
     "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 128000, "eos_token_id": 128001,
 }  # fmt: skip
-_LAYERS_PER_SHARD = 8
+_LAYERS_PER_SHARD = 4
+_WRITERS = 4  # a shard is copied twice on its way to the disk, by one core
+
+Shapes = dict[str, tuple[int, ...]]
 
 
-def write(folder: Path, layers: int = 32, device: str = "cuda") -> Path:
-    """A folder in Hugging Face's format, written unless it is there."""
-    config = CONFIG | {"num_hidden_layers": layers}
-    if (folder / "config.json").exists():
-        return folder
+def shards(config: Mapping[str, Any]) -> dict[str, Shapes]:
+    """By file, each tensor's shape."""
+    hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
+    layer: Shapes = {
+        "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
+        "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner),
+    }  # fmt: skip
+    found: dict[str, Shapes] = {
+        "model-embeddings.safetensors": {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)},
+        "model-head.safetensors": {"lm_head.weight": (vocab, hidden)},
+    }
+    for number in range(config["num_hidden_layers"]):
+        shard = found.setdefault(f"model-{number // _LAYERS_PER_SHARD:03d}.safetensors", {})
+        shard |= {f"model.layers.{number}.{name}.weight": shape for name, shape in layer.items()}
+    return found
+
+
+def write(folder: Path, config: Mapping[str, Any], device: torch.device) -> None:
+    """A folder in Hugging Face's format, unless it is there."""
+    written = folder / "config.json"
+    if written.exists() and json.loads(written.read_text()) == config:
+        return
     folder.mkdir(parents=True, exist_ok=True)
-    hidden, inner = 4096, 14336
-    kv, vocab = 8 * 128, 128256
+    written.unlink(missing_ok=True)
+    dtype = getattr(torch, config["torch_dtype"])
 
-    def random(rows: int, columns: int) -> torch.Tensor:
-        return torch.randn(rows, columns, dtype=torch.bfloat16, device=device).mul_(columns**-0.5).cpu()
+    def weights(shape: tuple[int, ...]) -> torch.Tensor:
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=dtype)
+        return torch.randn(shape, dtype=dtype, device=device).mul_(shape[1] ** -0.5).cpu()
 
-    ones = torch.ones(hidden, dtype=torch.bfloat16)
-    weight_map: dict[str, str] = {}
+    def save(name: str, shapes: Shapes) -> None:
+        save_file(
+            {tensor: weights(shape) for tensor, shape in shapes.items()}, folder / name, metadata={"format": "pt"}
+        )
 
-    def save(name: str, tensors: dict[str, torch.Tensor]) -> None:
-        save_file(tensors, folder / name)
-        weight_map.update(dict.fromkeys(tensors, name))
-
-    save(
-        "model-embeddings.safetensors",
-        {
-            "model.embed_tokens.weight": random(vocab, hidden),
-            "lm_head.weight": random(vocab, hidden),
-            "model.norm.weight": ones,
-        },
-    )
-    for first in range(0, layers, _LAYERS_PER_SHARD):
-        tensors: dict[str, torch.Tensor] = {}
-        for layer in range(first, min(layers, first + _LAYERS_PER_SHARD)):
-            name = f"model.layers.{layer}."
-            tensors |= {
-                name + "input_layernorm.weight": ones.clone(),
-                name + "post_attention_layernorm.weight": ones.clone(),
-                name + "self_attn.q_proj.weight": random(hidden, hidden),
-                name + "self_attn.k_proj.weight": random(kv, hidden),
-                name + "self_attn.v_proj.weight": random(kv, hidden),
-                name + "self_attn.o_proj.weight": random(hidden, hidden),
-                name + "mlp.gate_proj.weight": random(inner, hidden),
-                name + "mlp.up_proj.weight": random(inner, hidden),
-                name + "mlp.down_proj.weight": random(hidden, inner),
-            }
-        save(f"model-{first:03d}.safetensors", tensors)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    (folder / "config.json").write_text(json.dumps(config))  # last: it says that the rest is there
-    return folder
+    there = shards(config)
+    with ThreadPoolExecutor(_WRITERS) as writers:
+        list(writers.map(save, there, there.values()))
+    index = {
+        "metadata": {"total_size": sum(path.stat().st_size for path in folder.glob("*.safetensors"))},
+        "weight_map": {tensor: name for name, shapes in there.items() for tensor in shapes},
+    }
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    written.write_text(json.dumps(dict(config)))  # last: it says that the rest is there
 
 
 def read_seconds(folder: Path) -> float:

@@ -16,7 +16,10 @@ from card.section import Findings
 from card.section_log import SectionLog
 
 _TOO_SHORT_S = 20.0  # for a process to start and measure anything
-_LAST_BEGIN_S = 15.0  # so long before a process is ended it begins nothing more
+_LOOK_S = 0.5
+
+Watch = Callable[[SectionLog], None]
+"""Is shown what a process has done so far, again and again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,50 +32,78 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """Starts processes that run sections: `command`, `--log FILE`, `--seconds S` to begin them in, and their names."""
+    """Starts processes that run sections: `command`, `--log FILE`, `--seconds S` to end in, and their names.
+
+    Each ends when its standard input does, and so with this process, however that ends.
+    """
 
     command: Sequence[str]
     environment: Mapping[str, str]
     log: Path
 
-    def __call__(self, names: Sequence[str], seconds: float) -> Attempt:
+    def __call__(self, names: Sequence[str], seconds: float, watch: Watch) -> Attempt:
         """Ends the process when `seconds` are over."""
         self.log.write_text("")
-        begins_s = max(0.0, seconds - _LAST_BEGIN_S)
-        command = [*self.command, "--log", str(self.log), "--seconds", f"{begins_s:.1f}", *names]
-        try:
-            status = subprocess.run(command, env=self.environment, timeout=seconds, check=False).returncode  # noqa: S603 - all ours
-            end = f"its process ended with status {status}"
-        except subprocess.TimeoutExpired:
-            end = "the time was over while it ran"
+        command = [*self.command, "--log", str(self.log), "--seconds", f"{seconds:.1f}", *names]
+        ends_s = time.monotonic() + seconds
+        with subprocess.Popen(command, env=self.environment, stdin=subprocess.PIPE) as process:  # noqa: S603 - all ours
+            while True:
+                try:
+                    status = process.wait(_LOOK_S)
+                    end = f"its process ended with status {status}"
+                    break
+                except subprocess.TimeoutExpired:
+                    watch(SectionLog.read(self.log))
+                if time.monotonic() >= ends_s:
+                    process.kill()
+                    end = "the time was over while it ran"
+                    break
         return Attempt(SectionLog.read(self.log), end)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Of a run that goes on, or has ended where nothing is `left`."""
+
+    card: str | None
+    found: Findings
+    left: tuple[str, ...]
 
 
 def relay(
     names: Sequence[str],
-    attempt: Callable[[Sequence[str], float], Attempt],
+    attempt: Callable[[Sequence[str], float, Watch], Attempt],
     seconds: float,
+    told: Callable[[State], None] = lambda _: None,
     clock: Callable[[], float] = time.monotonic,
-) -> tuple[Findings, str | None]:
-    """All sections, in as many attempts as it takes, and the card's name, where a process came to tell it.
+) -> State:
+    """All sections, in as many attempts as it takes. What there is so far is `told` after each section.
 
     What was lost, and what the time did not do for, is a missed check and a note each.
     """
     found, card, left, ends = Findings(), None, list(names), clock() + seconds
+    num_done = 0
+
+    def watch(log: SectionLog) -> None:
+        nonlocal num_done
+        if len(log.done) == num_done:
+            return
+        num_done = len(log.done)
+        rest = tuple(name for name in left if name not in log.done)
+        told(State(log.card, Findings.joined([found, *log.done.values()]), rest))
+
     while left:
         if ends - clock() < _TOO_SHORT_S:
-            for name in left:
-                found.add(Findings.of_lack_of_time(name))
+            found = Findings.joined([found, *map(Findings.of_lack_of_time, left)])
             break
-        tried = attempt(left, ends - clock())
+        num_done = 0
+        tried = attempt(left, ends - clock(), watch)
         card = card or tried.log.card
-        for findings in tried.log.done.values():
-            found.add(findings)
-        lost = tried.log.begun
+        found, lost = Findings.joined([found, *tried.log.done.values()]), tried.log.begun
         if lost is not None:
             found.add(Findings.of_failure(lost, tried.end))
         elif not tried.log.done:
             found.add(Findings.of_failure("the run", f"{tried.end} before it began a section"))
             break
         left = [name for name in left if name not in tried.log.done and name != lost]
-    return found, card
+    return State(card, found, ())

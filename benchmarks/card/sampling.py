@@ -1,14 +1,16 @@
-"""What drawing the tokens of a step takes of the card, and of the host that tells it how; Llama 3's vocabulary."""
+"""What drawing the tokens of a step takes of the card, and of the host that tells it how."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from card.ceilings import seconds
+from card.card import Card, seconds
 from card.section import Findings
+from card.stand import Stand
 from llmservice_bench.results import Check
 from llmservice_server.engine.request import Request
 from llmservice_server.kernels.heaviest import heaviest as by_kernel
@@ -17,7 +19,6 @@ from llmservice_server.sampling.heaviest import heaviest as by_torch
 from llmservice_server.sampling.heaviest import why_unusable
 from llmservice_server.sampling.sampler import Sampler
 
-VOCAB = 128_256
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "temperature": {"temperature": 0.8},
@@ -30,15 +31,15 @@ KINDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def measure() -> Findings:
+def measure(stand: Stand) -> Findings:
     """By what the rows ask for; top-k and top-p cut by our kernel and by torch."""
-    device = torch.device("cuda")
-    problem = why_unusable(by_kernel, VOCAB, device)
+    card, vocab_size = stand.card, stand.sizes.vocab_size
+    problem = why_unusable(by_kernel, vocab_size, card.device)
     found = Findings(checks=[Check("our kernel cuts top-k and top-p as torch does", "= 1", problem is None)])
     if problem is not None:
         found.notes.append(f"the kernel for top-k and top-p: {problem}")
-    for batch in (8, 64, 256):
-        logits = torch.randn(batch, VOCAB, device=device) * 3
+    for batch in stand.sizes.sampling_batches:
+        logits = torch.randn(batch, vocab_size, device=card.device) * 3
         for kind, sampling in KINDS.items():
             requests = [_request(number, sampling) for number in range(batch)]
             for name, cut in (("kernel", by_kernel), ("torch", by_torch)):
@@ -47,22 +48,21 @@ def measure() -> Findings:
                 def draw(sampler=sampler, scratch=scratch, logits=logits, requests=requests) -> None:  # type: ignore[no-untyped-def]
                     sampler.draw(scratch.copy_(logits), requests)
 
-                card_s = seconds(draw)
                 found.rows.append({
-                    "part": "sampling", "kind": kind, "cut by": name, "batch": batch, "vocabulary": VOCAB,
-                    "card ms": card_s * 1e3, "host ms": _host_seconds(draw) * 1e3,
+                    "part": "sampling", "kind": kind, "cut by": name, "batch": batch, "vocabulary": vocab_size,
+                    "card ms": seconds(card, draw) * 1e3, "host ms": _host_seconds(card, draw) * 1e3,
                 })  # fmt: skip
     return found
 
 
-def _host_seconds(draw: Any, repetitions: int = 5) -> float:
+def _host_seconds(card: Card, draw: Callable[[], None], repetitions: int = 5) -> float:
     """Until the host may do something else."""
-    torch.cuda.synchronize()
+    card.synchronize()
     started_s = time.perf_counter()
     for _ in range(repetitions):
         draw()
     taken_s = (time.perf_counter() - started_s) / repetitions
-    torch.cuda.synchronize()
+    card.synchronize()
     return taken_s
 
 

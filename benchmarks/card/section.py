@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -23,6 +23,13 @@ class Findings:
         self.notes += other.notes
 
     @classmethod
+    def joined(cls, parts: Iterable[Findings]) -> Self:
+        whole = cls()
+        for part in parts:
+            whole.add(part)
+        return whole
+
+    @classmethod
     def of_failure(cls, name: str, what: str) -> Self:
         """Of a section that did not come to its end."""
         return cls(checks=[Check(f"{name} ran to its end", "= 1", 0)], notes=[f"{name} failed: {what}"])
@@ -34,14 +41,18 @@ class Findings:
 
 def run_in_turn(
     sections: Mapping[str, Callable[[], Findings]],
+    expected_s: Mapping[str, float],
     seconds: float,
     begin: Callable[[str], None] = lambda _: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[tuple[str, Findings]]:
-    """Each section's findings under its name; none is begun once `seconds` are over, and what failed says so."""
+    """Each section's findings under its name; what failed says so.
+
+    One that is expected to take longer than is left of `seconds` is not begun; a shorter one behind it is.
+    """
     ends = clock() + seconds
     for name, section in sections.items():
-        if clock() >= ends:
+        if clock() + expected_s[name] > ends:
             yield name, Findings.of_lack_of_time(name)
             continue
         started = clock()
@@ -51,5 +62,5 @@ def run_in_turn(
         except Exception as error:  # the card is lent for minutes: the rest must be measured all the same
             traceback.print_exc()
             found = Findings.of_failure(name, f"{type(error).__name__}: {error}")
-        print(f"{name}: {clock() - started:.0f} s", flush=True)
+        found.rows.append({"part": "time", "section": name, "s": clock() - started, "expected s": expected_s[name]})
         yield name, found

@@ -61,7 +61,7 @@ class Results:
         """Write `<name>.json`, replacing that of an earlier run, and say so on the terminal."""
         folder.mkdir(exist_ok=True)
         written = folder / f"{self.name}.json"
-        written.write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
+        replace(written, json.dumps(self.as_dict(), indent=2) + "\n")
         print(f"written: {written}")
         return written
 
@@ -76,6 +76,13 @@ class Results:
             "checks": [{**asdict(check), "met": check.met} for check in self.checks],
             "rows": [dict(row) for row in self.rows],
         }
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file so that whoever reads it, and whatever ends us, finds the old one or the new one whole."""
+    beside = path.with_name(path.name + ".new")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)
 
 
 def commit() -> str | None:

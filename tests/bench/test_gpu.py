@@ -2,24 +2,21 @@
 
 import subprocess
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import harness.triton_interpreter  # noqa: F401 - what the sections import is not compiled
-from card import throughput, worker
-from card.ceilings import Ceilings
-from card.names import SECTIONS
-from card.relay import Attempt, Worker, relay
+from card import worker
+from card.relay import Attempt, State, Watch, Worker, relay
 from card.section import Findings, run_in_turn
 from card.section_log import SectionLog, SectionWriter
 from gpu import table
 from llmservice_bench.results import Check
-from peers.workload import Ask
+
+EXPECTED_S = {"first": 10.0, "second": 10.0}
 
 
 class Clock:
@@ -38,22 +35,28 @@ def test_a_part_that_fails_is_told_and_the_next_one_runs() -> None:
     def fails() -> Findings:
         raise ValueError("no such kernel")
 
-    found = dict(run_in_turn({"first": fails, "second": lambda: of("second")}, 60, clock=Clock()))
+    found = dict(run_in_turn({"first": fails, "second": lambda: of("second")}, EXPECTED_S, 60, clock=Clock()))
     assert found["first"].notes == ["first failed: ValueError: no such kernel"]
     assert [(check.what, check.met) for check in found["first"].checks] == [("first ran to its end", False)]
-    assert found["second"].rows == [{"part": "second"}]
+    assert found["second"].rows[0] == {"part": "second"}
 
 
-def test_nothing_begins_once_the_time_is_over() -> None:
+def test_what_would_not_end_in_time_is_not_begun_and_what_would_is() -> None:
     clock, begun = Clock(), list[str]()
 
-    def takes_long() -> Findings:
-        clock.now += 100
-        return Findings()
+    def takes(seconds: float) -> Callable[[], Findings]:
+        def section() -> Findings:
+            clock.now += seconds
+            return Findings()
 
-    found = dict(run_in_turn({"long": takes_long, "late": takes_long}, 60, begun.append, clock))
-    assert begun == ["long"]
-    assert found["late"].notes == ["late was not run: time was over"]
+        return section
+
+    there = {"first": takes(30), "long": takes(40), "short": takes(20), "late": takes(20)}
+    expected_s = {"first": 25, "long": 40, "short": 20, "late": 20}
+    found = dict(run_in_turn(there, expected_s, 60, begun.append, clock))
+    assert begun == ["first", "short"]
+    assert found["first"].rows == [{"part": "time", "section": "first", "s": 30, "expected s": 25}]
+    assert found["long"].notes == ["long was not run: time was over"]
     assert not found["late"].checks[0].met
 
 
@@ -78,36 +81,45 @@ class Processes:
         self.clock, self.scripts, self.takes_s = clock, list(scripts), takes_s
         self.asked: list[tuple[list[str], float]] = []
 
-    def __call__(self, names: Sequence[str], seconds: float) -> Attempt:
+    def __call__(self, names: Sequence[str], seconds: float, watch: Watch) -> Attempt:
         self.asked.append((list(names), seconds))
         self.clock.now += self.takes_s
         ended, dies_in = self.scripts.pop(0)
-        return Attempt(
-            SectionLog("H200", {name: of(name) for name in ended}, dies_in), "its process ended with status 1"
-        )
+        log = SectionLog("H200")
+        for name in ended:
+            log.done[name] = of(name)
+            watch(log)
+        log.begun = dies_in
+        watch(log)
+        return Attempt(log, "its process ended with status 1")
 
 
 def test_where_a_process_dies_the_next_one_does_what_is_left() -> None:
     clock = Clock()
     processes = Processes(clock, (["a"], "b"), (["c", "d"], None))
-    found, card = relay(["a", "b", "c", "d"], processes, 100, clock)
-    assert card == "H200"
+    told: list[State] = []
+    state = relay(["a", "b", "c", "d"], processes, 100, told.append, clock)
+    found = state.found
+    assert (state.card, state.left) == ("H200", ())
     assert processes.asked == [(["a", "b", "c", "d"], 100), (["c", "d"], 90)]
     assert [row["part"] for row in found.rows] == ["a", "c", "d"]
     assert "b failed: its process ended with status 1" in found.notes
     assert [check.what for check in found.checks if not check.met] == ["b ran to its end"]
+    assert [([row["part"] for row in each.found.rows], each.left) for each in told] == [
+        (["a"], ("b", "c", "d")), (["a", "c"], ("d",)), (["a", "c", "d"], ()),
+    ]  # fmt: skip
 
 
 def test_where_a_process_ends_between_two_sections_nobody_is_blamed() -> None:
     clock = Clock()
-    found, _ = relay(["a", "b"], Processes(clock, (["a"], None), (["b"], None)), 100, clock)
+    found = relay(["a", "b"], Processes(clock, (["a"], None), (["b"], None)), 100, clock=clock).found
     assert [row["part"] for row in found.rows] == ["a", "b"]
     assert all(check.met for check in found.checks)
 
 
 def test_no_process_is_started_for_the_last_seconds_and_what_is_missing_is_told() -> None:
     clock = Clock()
-    found, _ = relay(["a", "b", "c"], Processes(clock, (["a"], "b"), takes_s=85), 100, clock)
+    found = relay(["a", "b", "c"], Processes(clock, (["a"], "b"), takes_s=85), 100, clock=clock).found
     assert "c was not run: time was over" in found.notes
     assert [check.what for check in found.checks if not check.met] == ["b ran to its end", "c was begun in time"]
 
@@ -115,7 +127,7 @@ def test_no_process_is_started_for_the_last_seconds_and_what_is_missing_is_told(
 def test_a_process_that_begins_nothing_is_not_started_again() -> None:
     clock = Clock()
     processes = Processes(clock, ([], None))
-    found, _ = relay(["a", "b"], processes, 100, clock)
+    found = relay(["a", "b"], processes, 100, clock=clock).found
     assert len(processes.asked) == 1
     assert found.notes == ["the run failed: its process ended with status 1 before it began a section"]
 
@@ -132,64 +144,19 @@ with open(log, "a") as file:
 """
 
 
+def ignore(_: SectionLog) -> None:
+    """Of a process that nobody watches."""
+
+
 def test_a_real_process_that_dies_leaves_what_it_had_done(tmp_path: Path) -> None:
-    attempt = Worker([sys.executable, "-c", SCRIPT], {}, tmp_path / "log")(["good", "dies", "never"], 60.0)
+    attempt = Worker([sys.executable, "-c", SCRIPT], {}, tmp_path / "log")(["good", "dies", "never"], 60.0, ignore)
     assert attempt.log.done["good"].rows == [{"part": "good"}]
     assert (attempt.log.begun, attempt.end) == ("dies", "its process ended with status 9")
 
 
 def test_a_real_process_that_hangs_is_ended_when_the_time_is_over(tmp_path: Path) -> None:
-    attempt = Worker([sys.executable, "-c", SCRIPT], {}, tmp_path / "log")(["hangs"], 0.2)
+    attempt = Worker([sys.executable, "-c", SCRIPT], {}, tmp_path / "log")(["hangs"], 0.2, ignore)
     assert attempt.end == "the time was over while it ran"
-
-
-def test_every_section_that_has_a_name_can_be_run(tmp_path: Path) -> None:
-    assert tuple(worker.sections(tmp_path, Ceilings(1.0, 1.0))) == SECTIONS
-
-
-class Peer:
-    """transformers' manager, of which so many requests are ever finished."""
-
-    def __init__(self, finishes: int) -> None:
-        self.finishes, self.waiting = finishes, list[str]()
-
-    def add_request(self, prompt: list[int], max_new_tokens: int, record_timestamps: bool) -> str:
-        assert record_timestamps
-        self.waiting.append(f"request {len(prompt)}")
-        return self.waiting[-1]
-
-    def get_result(self, timeout: float) -> SimpleNamespace | None:
-        if not self.finishes:
-            return None
-        self.finishes -= 1
-        now = time.perf_counter()
-        times = [now + 0.001, now + 0.002]
-        return SimpleNamespace(request_id=self.waiting.pop(0), error=None, generated_tokens=[7, 8], timestamps=times)
-
-
-ASKS = [Ask([5] * number, 2) for number in range(1, 401)]
-
-
-def test_a_peer_that_is_too_slow_is_stopped_and_what_it_has_finished_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(throughput, "_PEER_S", 0.05)
-    answers = throughput._closed_loop(Peer(finishes=3), ASKS)
-    assert len(answers) == throughput.IN_FLIGHT + 3  # each that was finished made room for another
-    assert [answer.token_ids for answer in answers[:4]] == [[7, 8]] * 3 + [[]]
-    found = Findings()
-    assert throughput._told("slow", ASKS, answers, found) > 0
-    assert found.rows[0]["requests"] == 3
-    assert "with 3 of 400 requests finished" in found.notes[0]
-
-
-def test_a_peer_that_finishes_nothing_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(throughput, "_PEER_S", 0.05)
-    with pytest.raises(RuntimeError, match="finished no request"):
-        throughput._closed_loop(Peer(finishes=0), ASKS)
-
-
-def test_a_peers_cache_holds_the_longest_that_may_be_in_flight() -> None:
-    asks = [Ask([5] * 64, 64)] * 300 + [Ask([5] * 640, 1)] * 56
-    assert throughput.pages_in_flight(asks) == 56 * 12 + 200 * 3
 
 
 WITHOUT = """
@@ -200,10 +167,8 @@ for absent in (
 ).split():
     sys.modules[absent] = None
 sys.path[:0] = [f"{sys.argv[1]}/{house}" for house in ("planner", "server", "benchmarks")]
-from pathlib import Path
-from card import throughput, worker
-from card.ceilings import Ceilings
-worker.sections(Path(), Ceilings(1.0, 1.0))
+from card import cuda_card, worker
+worker.sections()
 """
 
 
@@ -216,7 +181,7 @@ def test_no_more_is_needed_than_torch_and_three_more_packages() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
 def test_without_a_card_the_worker_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert worker.main(["ceilings"], 1.0, tmp_path, SectionWriter(tmp_path / "log")) == worker.NO_CARD
+    assert worker.main(["ceilings"], 1.0, tmp_path, SectionWriter(tmp_path / "log"), rehearse=False) == worker.NO_CARD
     assert "torch sees none here" in capsys.readouterr().err
 
 
