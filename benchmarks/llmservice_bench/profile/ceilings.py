@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 
-from llmservice_server.cpu.compiled import compiled, use_threads
+from llmservice_server.cpu.compiled import compiled, compiled_inner, use_threads
+from llmservice_server.cpu.parallel import for_each
 from llmservice_server.models.linear import Linear
 
 _READ_BYTES = 512 << 20  # many times what caches hold
@@ -86,10 +86,14 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - started_s
 
 
-@compiled(parallel=True)
+@compiled(nogil=True)
 def _sum_rows(rows: Any, sums: Any) -> None:
-    for row in numba.prange(len(rows)):
-        total = np.float32(0)
-        for index in range(rows.shape[1]):
-            total += rows[row, index]
-        sums[row] = total
+    for_each(_sum_row, len(rows), (rows, sums))
+
+
+@compiled_inner()
+def _sum_row(row: int, rows: Any, sums: Any) -> None:
+    total = np.float32(0)
+    for index in range(rows.shape[1]):
+        total += rows[row, index]
+    sums[row] = total

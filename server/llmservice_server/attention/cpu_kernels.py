@@ -11,12 +11,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numba
 import numpy as np
 
 from llmservice_server.attention.cpu_tile import add_tile, multiply_tile, sum_tile
-from llmservice_server.cpu.compiled import compiled
+from llmservice_server.cpu.compiled import compiled, compiled_inner
 from llmservice_server.cpu.element import exp, narrowed, widened
+from llmservice_server.cpu.parallel import for_each
 from llmservice_server.cpu.prefetch import prefetch_ahead
 
 _LOWEST = np.float32(-3e38)
@@ -34,7 +34,7 @@ def store(key_value: Any, slots: Any, cache: Any) -> None:
                 cache[block, head, 1, offset, index] = key_value[token, num_kv_heads + head, index]
 
 
-@compiled(parallel=True)
+@compiled(nogil=True)
 def rotate_and_store(heads: Any, turns: Any, slots: Any, num_heads: int, cache: Any) -> None:
     """Norm and rotate the queries and keys of `heads` in place, and store keys and values.
 
@@ -42,14 +42,18 @@ def rotate_and_store(heads: Any, turns: Any, slots: Any, num_heads: int, cache: 
     num_kv_heads, head_dim]`, or empty where a model has no such norm; its epsilon; cosines and sines, `[num_tokens,
     head_dim]`, the first half of the sines negated.
     """
+    for_each(_rotate_and_store_token, len(heads), (heads, turns, slots, num_heads, cache))
+
+
+@compiled_inner()
+def _rotate_and_store_token(token: int, heads: Any, turns: Any, slots: Any, num_heads: int, cache: Any) -> None:
     norm, eps, cos, sin = turns
+    turn = (norm, eps, cos[token], sin[token])
     every_head = np.int64(0), cache.shape[1]  # a 0 as it stands is a type of its own, to be compiled for once more
-    for token in numba.prange(len(heads)):
-        turn = (norm, eps, cos[token], sin[token])
-        rotate_and_store_heads(heads[token], turn, slots[token], num_heads, every_head, cache)
+    rotate_and_store_heads(heads[token], turn, slots[token], num_heads, every_head, cache)
 
 
-@compiled()
+@compiled_inner()
 def rotate_and_store_heads(heads: Any, turn: Any, slot: int, num_heads: int, mine: Any, cache: Any) -> None:
     """One token's key heads, from the first of `mine` on as many as its second, and the queries that share them."""
     norm, eps, cos, sin = turn
@@ -66,14 +70,14 @@ def rotate_and_store_heads(heads: Any, turn: Any, slot: int, num_heads: int, min
         _copy(heads[head + cache.shape[1]], cache[block, kv_head, 1, offset])
 
 
-@compiled()
+@compiled_inner()
 def _copy(source: Any, target: Any) -> None:
     """Elements of maybe another kind."""
     for index in range(len(source)):
         target[index] = narrowed(widened(source[index]), target[index])
 
 
-@compiled()
+@compiled_inner()
 def _rotate_head(head: Any, norm: Any, eps: Any, cos: Any, sin: Any) -> None:
     """In place. `norm` `[1, head_dim]` are the weights of an RMS norm that comes first, or it is empty."""
     half = len(head) // 2
@@ -94,7 +98,7 @@ def _rotate_head(head: Any, norm: Any, eps: Any, cos: Any, sin: Any) -> None:
         head[half + index] = narrowed(turned_second, head[half + index])
 
 
-@compiled(parallel=True)
+@compiled(nogil=True)
 def decode(query: Any, cache: Any, decodes: Any, window: int, answer: Any, constants: Any) -> None:
     """Attention of one token for each of several sequences, straight from the blocks of their tables.
 
@@ -104,34 +108,47 @@ def decode(query: Any, cache: Any, decodes: Any, window: int, answer: Any, const
     `window` says. The threads share the sequences, or, where these are few, the `parts` of each, which divide its key
     heads.
     """
+    sequences, _, parts = decodes
+    for_each(_decode_piece, len(sequences) * parts, (query, cache, decodes, window, answer, constants))
+
+
+@compiled_inner()
+def _decode_piece(piece: int, query: Any, cache: Any, decodes: Any, window: int, answer: Any, constants: Any) -> None:
     sequences, blocks, parts = decodes
     heads_each = cache.shape[1] // parts
-    for piece in numba.prange(len(sequences) * parts):
-        place = piece // parts
-        row, first_block, end = sequences[place, 0], sequences[place, 1], sequences[place, 2]
-        seen, mine = (max(0, end - window), end), (piece % parts * heads_each, heads_each)
-        decode_heads(query[row], cache, blocks[first_block:], seen, mine, answer[row], constants)
+    place = piece // parts
+    row, first_block, end = sequences[place, 0], sequences[place, 1], sequences[place, 2]
+    seen, mine = (max(0, end - window), end), (piece % parts * heads_each, heads_each)
+    decode_heads(query[row], cache, blocks[first_block:], seen, mine, answer[row], constants)
 
 
-@compiled(parallel=True)
+@compiled_inner(nogil=True)
 def rotate_and_decode(
     heads: Any, turns: Any, cache: Any, decodes: Any, window: int, answer: Any, constants: Any
 ) -> None:
     """`rotate_and_store` and `decode` in one, where every token of `heads` is one of the `decodes`."""
+    sequences, _, parts = decodes
+    arguments = heads, turns, cache, decodes, window, answer, constants
+    for_each(_rotate_and_decode_piece, len(sequences) * parts, arguments)
+
+
+@compiled_inner()
+def _rotate_and_decode_piece(
+    piece: int, heads: Any, turns: Any, cache: Any, decodes: Any, window: int, answer: Any, constants: Any
+) -> None:
     norm, eps, cos, sin = turns
     sequences, blocks, parts = decodes
     heads_each = cache.shape[1] // parts
-    for piece in numba.prange(len(sequences) * parts):
-        place = piece // parts
-        row, first_block, end = sequences[place, 0], sequences[place, 1], sequences[place, 2]
-        seen, mine = (max(0, end - window), end), (piece % parts * heads_each, heads_each)
-        table, turn = blocks[first_block:], (norm, eps, cos[row], sin[row])
-        slot = table[(end - 1) // cache.shape[3]] * cache.shape[3] + (end - 1) % cache.shape[3]
-        rotate_and_store_heads(heads[row], turn, slot, answer.shape[1], mine, cache)
-        decode_heads(heads[row], cache, table, seen, mine, answer[row], constants)
+    place = piece // parts
+    row, first_block, end = sequences[place, 0], sequences[place, 1], sequences[place, 2]
+    seen, mine = (max(0, end - window), end), (piece % parts * heads_each, heads_each)
+    table, turn = blocks[first_block:], (norm, eps, cos[row], sin[row])
+    slot = table[(end - 1) // cache.shape[3]] * cache.shape[3] + (end - 1) % cache.shape[3]
+    rotate_and_store_heads(heads[row], turn, slot, answer.shape[1], mine, cache)
+    decode_heads(heads[row], cache, table, seen, mine, answer[row], constants)
 
 
-@compiled()
+@compiled_inner()
 def decode_heads(query: Any, cache: Any, table: Any, keys_seen: Any, mine: Any, answer: Any, constants: Any) -> None:
     """One sequence, for its key heads from the first of `mine` on, as many as its second, and the queries that share
     them. keys_seen: the first position and the one behind the last. constants: those of `constants_of`.
@@ -172,7 +189,7 @@ def decode_heads(query: Any, cache: Any, table: Any, keys_seen: Any, mine: Any, 
             answer[place, index] = narrowed(sums[head, index] / total[head], answer[place, index])
 
 
-@compiled()
+@compiled_inner()
 def _weigh(scores: Any, num_keys: int, highest: Any, total: Any, sums: Any) -> None:
     """Turn scores into weights beside the highest so far, and bring what was added up before into line with it."""
     for head in range(scores.shape[0]):

@@ -11,14 +11,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
 from llmservice_server.attention.cpu_kernels import decode_heads
-from llmservice_server.cpu.compiled import compiled
+from llmservice_server.cpu.compiled import compiled, compiled_inner
 from llmservice_server.cpu.element import converted, exp2, joined, narrowed
 from llmservice_server.cpu.panel_product import PANEL, add_products, multiply_panel
+from llmservice_server.cpu.parallel import for_each
 from llmservice_server.cpu.row import highest_of
 
 _LOWEST = np.float32(-3e38)
@@ -35,7 +35,7 @@ def kinds_of(query: npt.NDArray[Any], cache: npt.NDArray[Any]) -> Kinds:
     return np.empty(0, np.float32), np.empty(0, np.float32)
 
 
-@compiled(parallel=True)
+@compiled(nogil=True)
 def attend(
     query: Any, cache: Any, tiles: Any, blocks: Any, window: int, answer: Any, constants: Any, kinds: Any
 ) -> None:
@@ -47,19 +47,26 @@ def attend(
     begins in `blocks`, and its key head. A token sees as many positions as `window` says. constants: those of
     `cpu_tile.constants_of`. kinds: those of `kinds_of`. A tile of a single token is computed as decodes are.
     """
+    for_each(_attend_one, len(tiles), (query, cache, (tiles, blocks), window, answer, constants, kinds))
+
+
+@compiled_inner()
+def _attend_one(
+    number: int, query: Any, cache: Any, tables: Any, window: int, answer: Any, constants: Any, kinds: Any
+) -> None:
+    tiles, blocks = tables
     group = answer.shape[1] // cache.shape[1]
-    for number in numba.prange(len(tiles)):
-        row, num_tokens, end, first_block, kv_head = tiles[number]
-        table = blocks[first_block:]
-        if num_tokens == 1:
-            seen, mine = (max(0, end - window), end), (np.int64(kv_head), np.int64(1))
-            decode_heads(query[row], cache, table, seen, mine, answer[row], constants)
-        else:
-            rows, heads = slice(row, row + num_tokens), slice(kv_head * group, (kv_head + 1) * group)
-            _attend_tile(query[rows, heads], cache[:, kv_head], table, (end, window), answer[rows, heads], kinds)
+    row, num_tokens, end, first_block, kv_head = tiles[number]
+    table = blocks[first_block:]
+    if num_tokens == 1:
+        seen, mine = (max(0, end - window), end), (np.int64(kv_head), np.int64(1))
+        decode_heads(query[row], cache, table, seen, mine, answer[row], constants)
+    else:
+        rows, heads = slice(row, row + num_tokens), slice(kv_head * group, (kv_head + 1) * group)
+        _attend_tile(query[rows, heads], cache[:, kv_head], table, (end, window), answer[rows, heads], kinds)
 
 
-@compiled()
+@compiled_inner()
 def _attend_tile(query: Any, cache: Any, table: Any, sees: Any, answer: Any, kinds: Any) -> None:
     """query, answer: `[num_tokens, group, head_dim]`. cache: `[num_blocks, 2, block_size, head_dim]`. sees: the
     position behind the last token's, and how many positions a token sees."""
@@ -95,7 +102,7 @@ def _attend_tile(query: Any, cache: Any, table: Any, sees: Any, answer: Any, kin
             target[index] = narrowed(sums[index // PANEL, row, index % PANEL] * inverse, target[index])
 
 
-@compiled()
+@compiled_inner()
 def _rows_of(query: Any, element: Any) -> Any:
     """`[num_tokens * group, head_dim]`, the heads of a token side by side."""
     num_tokens, group, head_dim = query.shape
@@ -107,7 +114,7 @@ def _rows_of(query: Any, element: Any) -> Any:
     return rows
 
 
-@compiled()
+@compiled_inner()
 def _bring(cache: Any, table: Any, first: int, stop: int, brought: Any) -> None:
     """The positions from `first` up to `stop` of `cache` `[num_blocks, block_size, head_dim]`, then zeros."""
     block_size = cache.shape[1]
@@ -118,14 +125,14 @@ def _bring(cache: Any, table: Any, first: int, stop: int, brought: Any) -> None:
     brought[stop - first :] = 0
 
 
-@compiled()
+@compiled_inner()
 def _transpose(rows: Any, panel: Any) -> None:
     for line in range(panel.shape[0]):
         for row in range(panel.shape[1]):
             panel[line, row] = rows[row, line]
 
 
-@compiled()
+@compiled_inner()
 def _join(rows: Any, panels: Any, elements_a_lane: int) -> None:
     """Rows to lines of panels; where a lane has two elements, they come from two rows."""
     for line in range(panels.shape[1]):
@@ -137,7 +144,7 @@ def _join(rows: Any, panels: Any, elements_a_lane: int) -> None:
                 target[index] = joined(first[start + index], second[start + index], target[index])
 
 
-@compiled()
+@compiled_inner()
 def _weigh(scores: Any, mine: slice, sees: Any, scale: Any, summed: Any, weights: Any) -> None:
     """Turn scores into weights beside each row's highest so far; bring what was added up before into line with it.
 

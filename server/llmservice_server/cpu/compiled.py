@@ -23,7 +23,7 @@ def compiled(signature: str | None = None, **options: Any) -> Callable[[F], F]:
     options = {
         "fastmath": _FASTMATH,
         "error_model": "numpy",  # a check for division by zero would keep loops scalar
-        "nogil": "parallel" in options,  # long enough for other Python threads to get something done
+        "no_cfunc_wrapper": True,  # nobody asks for their address
         **options,
     }
 
@@ -34,6 +34,14 @@ def compiled(signature: str | None = None, **options: Any) -> Callable[[F], F]:
             return numba.njit(signature, **options)(function)  # type: ignore[return-value]
 
     return decorate
+
+
+def compiled_inner(signature: str | None = None, **options: Any) -> Callable[[F], F]:
+    """`compiled`, for a function that only compiled ones call: from Python a call of it ends the process.
+
+    Without what takes Python's objects apart for it, it compiles in a good fifth less time.
+    """
+    return compiled(signature, no_cpython_wrapper=True, **options)
 
 
 def use_threads(number: int) -> int:

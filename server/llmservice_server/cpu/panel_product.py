@@ -19,8 +19,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from llmservice_server.cpu.compiled import compiled
+from llmservice_server.cpu.compiled import compiled, compiled_inner
 from llmservice_server.cpu.element import narrowed, widened
+from llmservice_server.cpu.parallel import for_each
 from llmservice_server.cpu.prefetch import emit_prefetch
 
 PANEL = 64
@@ -84,7 +85,7 @@ def _pointer(context: Any, address: Any) -> Any:
 _pointer_to: Any = intrinsic(_pointer)
 
 
-@compiled()
+@compiled_inner()
 def panels_at(address: int, shape: Any, like: Any) -> Any:
     """The array of `panels_of` that lies at `address`, with elements as `like` has them.
 
@@ -196,7 +197,7 @@ def _panel_kernel(num_rows: int) -> Any:
 _one, _two, _three, _four, _five, _six = (_panel_kernel(number) for number in range(1, _ROWS + 1))
 
 
-@compiled()
+@compiled_inner()
 def multiply_panel(hidden: Any, panel: Any, sums: Any) -> None:
     """Write the products of `hidden` with `panel` to `sums` `[num_rows, 64]`."""
     sums[:] = 0
@@ -205,7 +206,7 @@ def multiply_panel(hidden: Any, panel: Any, sums: Any) -> None:
         add_products(hidden[:, lines], panel[lines], sums)
 
 
-@compiled()
+@compiled_inner()
 def add_products(hidden: Any, panel: Any, sums: Any) -> None:
     """Add the products of `hidden` with `panel` to `sums` `[num_rows, 64]`, a few rows at a time, in equal parts."""
     first, num_rows = 0, hidden.shape[0]
@@ -227,7 +228,7 @@ def add_products(hidden: Any, panel: Any, sums: Any) -> None:
         first += count
 
 
-@compiled()
+@compiled_inner()
 def multiply_into(hidden: Any, panel: Any, bias: Any, sums: Any, product: Any) -> None:
     """A panel's part of `hidden @ weight.T + bias`, `[num_rows, 64]`, in the elements of `product`.
 
@@ -241,13 +242,17 @@ def multiply_into(hidden: Any, panel: Any, bias: Any, sums: Any, product: Any) -
             product[row, index] = narrowed(sums[row, index], product[row, index])
 
 
-@compiled(parallel=True)
+@compiled(nogil=True)
 def multiply(hidden: Any, panels: Any, bias: Any, product: Any) -> None:
     """`hidden @ weight.T + bias` into `product` `[num_rows, out]`, an array of `as_array` as `bias` is, maybe empty.
 
     hidden: as `as_lanes` makes it.
     """
-    for number in numba.prange(len(panels)):
-        mine = slice(number * PANEL, (number + 1) * PANEL)
-        sums = np.empty((hidden.shape[0], PANEL), np.float32)
-        multiply_into(hidden, panels[number], bias[mine], sums, product[:, mine])
+    for_each(_multiply_panel, len(panels), (hidden, panels, bias, product))
+
+
+@compiled_inner()
+def _multiply_panel(number: int, hidden: Any, panels: Any, bias: Any, product: Any) -> None:
+    mine = slice(number * PANEL, (number + 1) * PANEL)
+    sums = np.empty((hidden.shape[0], PANEL), np.float32)
+    multiply_into(hidden, panels[number], bias[mine], sums, product[:, mine])

@@ -9,7 +9,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from llmservice_server.cpu.compiled import compiled
+from llmservice_server.cpu.compiled import compiled_inner
 
 LINE_BYTES = 64
 """Of a cache line."""
@@ -39,7 +39,7 @@ def _prefetch(context: Any, array: Any, offset: Any) -> Any:
 _prefetch_line: Any = intrinsic(_prefetch)
 
 
-@compiled()
+@compiled_inner()
 def prefetch_ahead(array: Any) -> None:
     """All of a contiguous array."""
     for offset in range(0, array.size * array.itemsize, LINE_BYTES):

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -17,9 +16,10 @@ import torch
 from llmservice_server.attention.base import Int64Array, SequenceSlice
 from llmservice_server.attention.cpu_backend import CpuAttention
 from llmservice_server.attention.cpu_kernels import rotate_and_decode
-from llmservice_server.cpu.compiled import compiled
+from llmservice_server.cpu.compiled import compiled, compiled_inner
 from llmservice_server.cpu.element import as_array, narrowed
 from llmservice_server.cpu.panel_product import PANEL, as_lanes, multiply, multiply_into, panels_at
+from llmservice_server.cpu.parallel import for_each
 from llmservice_server.engine.step_in_flight import LateTokens
 from llmservice_server.models.cpu_layer_ops import add, add_norm, silu_mul_row
 from llmservice_server.models.llama import LlamaModel
@@ -137,7 +137,7 @@ def _decode(token_ids: Any, weights: Any, step: Any, states: Any, lanes: Any) ->
     add(delta, hidden)
 
 
-@compiled()
+@compiled_inner()
 def _turn(sequences: Any, rotary: Any, cos: Any, sin: Any) -> None:
     """Cosines and signed sines, as `RotaryEmbedding.at`, which takes a call of torch for each of its operations."""
     inverse_frequencies, scale = rotary
@@ -152,16 +152,15 @@ def _turn(sequences: Any, rotary: Any, cos: Any, sin: Any) -> None:
             sin[row, half + index] = narrowed(sine, sin[row, index])
 
 
-@compiled(parallel=True)
+@compiled_inner(nogil=True)
 def _gate_up(lanes: Any, gate_up: Any, bias: Any, gated: Any) -> None:
     """`silu(gate) * up`; the panels of `up` come behind all those of `gate`."""
-    for number in numba.prange(len(gate_up) // 2):
-        _gate(lanes, gate_up, bias, np.int64(number), gated)  # threads count in a type of their own: compiled once more
+    for_each(_gate, len(gate_up) // 2, (lanes, gate_up, bias, gated))
 
 
-@compiled()
-def _gate(lanes: Any, gate_up: Any, bias: Any, number: Any, gated: Any) -> None:
-    """Panel `number` of `silu(gate) * up`; the panels of `up` come behind all those of `gate`."""
+@compiled_inner()
+def _gate(number: int, lanes: Any, gate_up: Any, bias: Any, gated: Any) -> None:
+    """Panel `number` of that."""
     width = gated.shape[1]
     mine = slice(number * PANEL, (number + 1) * PANEL)
     mine_up = slice(width + number * PANEL, width + (number + 1) * PANEL)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 
-from llmservice_server.cpu.compiled import compiled
+from llmservice_server.cpu.compiled import compiled, compiled_inner
 from llmservice_server.cpu.element import as_array, exp, narrowed, widened
+from llmservice_server.cpu.parallel import for_each
 from llmservice_server.models.layer_ops import TorchLayerOps
 
 _MANY = 1 << 18
@@ -65,7 +65,7 @@ class ThreadedCpuLayerOps:
         return gated
 
 
-@compiled()
+@compiled_inner()
 def _norm_row(row: Any, weight: Any, eps: Any, normed: Any) -> None:
     total = np.float32(0)
     for index in range(len(row)):
@@ -81,14 +81,14 @@ def _norm(hidden: Any, weight: Any, eps: Any, normed: Any) -> None:
         _norm_row(hidden[row], weight, eps, normed[row])
 
 
-@compiled()
+@compiled_inner()
 def add(delta: Any, hidden: Any) -> None:
     """Add `delta` to `hidden`, in place."""
     for row in range(len(hidden)):
         _add_row(delta[row], hidden[row])
 
 
-@compiled()
+@compiled_inner()
 def _add_row(delta: Any, hidden: Any) -> None:
     for index in range(len(hidden)):
         hidden[index] = narrowed(widened(hidden[index]) + widened(delta[index]), hidden[index])
@@ -101,14 +101,18 @@ def add_norm(delta: Any, hidden: Any, weight: Any, eps: Any, normed: Any) -> Non
     _norm(hidden, weight, eps, normed)
 
 
-@compiled(parallel=True)
+@compiled(nogil=True)
 def _add_norm_threaded(delta: Any, hidden: Any, weight: Any, eps: Any, normed: Any) -> None:
-    for row in numba.prange(len(hidden)):
-        _add_row(delta[row], hidden[row])
-        _norm_row(hidden[row], weight, eps, normed[row])
+    for_each(_add_norm_row, len(hidden), (delta, hidden, weight, eps, normed))
 
 
-@compiled()
+@compiled_inner()
+def _add_norm_row(row: int, delta: Any, hidden: Any, weight: Any, eps: Any, normed: Any) -> None:
+    _add_row(delta[row], hidden[row])
+    _norm_row(hidden[row], weight, eps, normed[row])
+
+
+@compiled_inner()
 def silu_mul_row(gate: Any, up: Any, gated: Any) -> None:
     """Write `silu(gate) * up`."""
     for index in range(len(gated)):
@@ -118,13 +122,16 @@ def silu_mul_row(gate: Any, up: Any, gated: Any) -> None:
 
 @compiled()
 def _silu_mul(gate_up: Any, gated: Any) -> None:
-    width = gated.shape[1]
     for row in range(len(gated)):
-        silu_mul_row(gate_up[row, :width], gate_up[row, width:], gated[row])
+        _silu_mul_row(row, gate_up, gated)
 
 
-@compiled(parallel=True)
+@compiled(nogil=True)
 def _silu_mul_threaded(gate_up: Any, gated: Any) -> None:
+    for_each(_silu_mul_row, len(gated), (gate_up, gated))
+
+
+@compiled_inner()
+def _silu_mul_row(row: int, gate_up: Any, gated: Any) -> None:
     width = gated.shape[1]
-    for row in numba.prange(len(gated)):
-        silu_mul_row(gate_up[row, :width], gate_up[row, width:], gated[row])
+    silu_mul_row(gate_up[row, :width], gate_up[row, width:], gated[row])

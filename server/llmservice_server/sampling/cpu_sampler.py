@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 
-from llmservice_server.cpu.compiled import compiled, use_threads
+from llmservice_server.cpu.compiled import compiled, compiled_inner, use_threads
 from llmservice_server.cpu.element import exp2
+from llmservice_server.cpu.parallel import for_each
 from llmservice_server.sampling.sampling_batch import SamplingBatch
 
 _LOG2_E = np.float32(math.log2(math.e))
@@ -56,7 +56,7 @@ def _likeliest(bits: Any) -> int:
     return -1
 
 
-@compiled("void(float32[::1], float32, float32, float32, float64[::1])")
+@compiled_inner("void(float32[::1], float32, float32, float32, float64[::1])")
 def _weigh(row: Any, highest: Any, temperature: Any, min_p: Any, sums: Any) -> None:
     """Replace each logit by exp((logit - highest) / temperature), or by 0 below `min_p`; `sums` is of each block.
 
@@ -152,7 +152,7 @@ def _floor_of_top_k(weights: Any, top_k: int) -> Any:
     return floor
 
 
-@compiled("int64(float32[::1], int32[::1], int64, float64)")
+@compiled_inner("int64(float32[::1], int32[::1], int64, float64)")
 def _invert_kept(weights: Any, ids: Any, count: int, uniform: float) -> Any:
     """The token at which the cumulative weight of `ids[:count]` exceeds its uniform's share of the whole."""
     total = 0.0
@@ -166,7 +166,7 @@ def _invert_kept(weights: Any, ids: Any, count: int, uniform: float) -> Any:
     return ids[count - 1]  # rounding must not reach beyond
 
 
-@compiled("int64(float32[::1], float64[::1], float64)")
+@compiled_inner("int64(float32[::1], float64[::1], float64)")
 def _invert_all(weights: Any, sums: Any, uniform: float) -> int:
     """The same over all tokens, block by block."""
     wanted, cumulative, last = uniform * sums.sum(), 0.0, 0
@@ -188,7 +188,7 @@ def _invert_all(weights: Any, sums: Any, uniform: float) -> int:
     return last
 
 
-@compiled("int64(float32[::1], float64[::1], float64, float64[::1], int32[::1])")
+@compiled_inner("int64(float32[::1], float64[::1], float64, float64[::1], int32[::1])")
 def _choose_one(row: Any, parameters: Any, uniform: float, sums: Any, ids: Any) -> Any:
     temperature, top_k, top_p, min_p = parameters[0], int(parameters[1]), parameters[2], parameters[3]
     best = _likeliest(row.view(np.int32))
@@ -211,12 +211,16 @@ def _choose_one(row: Any, parameters: Any, uniform: float, sums: Any, ids: Any) 
     return _invert_kept(row, ids, count, uniform)
 
 
-@compiled("void(float32[:, ::1], float64[:, ::1], float64[::1], int64, int64[::1])", parallel=True)
+@compiled_inner()
+def _choose_part(part: int, logits: Any, parameters: Any, uniforms: Any, num_parts: int, token_ids: Any) -> None:
+    num_rows, vocab_size = logits.shape
+    sums = np.empty(-(-vocab_size // _BLOCK), np.float64)
+    ids = np.empty(vocab_size + 1, np.int32)  # the one behind the last is written, and not read
+    for row in range(part, num_rows, num_parts):
+        token_ids[row] = _choose_one(logits[row], parameters[row], uniforms[row], sums, ids)
+
+
+@compiled("void(float32[:, ::1], float64[:, ::1], float64[::1], int64, int64[::1])", nogil=True)
 def _choose(logits: Any, parameters: Any, uniforms: Any, num_parts: int, token_ids: Any) -> None:
     """`parameters` and `uniforms` are those of a `SamplingBatch`."""
-    num_rows, vocab_size = logits.shape
-    for part in numba.prange(num_parts):
-        sums = np.empty(-(-vocab_size // _BLOCK), np.float64)
-        ids = np.empty(vocab_size + 1, np.int32)  # the one behind the last is written, and not read
-        for row in range(part, num_rows, num_parts):
-            token_ids[row] = _choose_one(logits[row], parameters[row], uniforms[row], sums, ids)
+    for_each(_choose_part, num_parts, (logits, parameters, uniforms, num_parts, token_ids))
