@@ -8,15 +8,15 @@ SECTIONS: dict[str, int] = {
     "start": 45,
     "steps": 15,
     "host_syncs": 20,
-    "throughput": 50,
-    "transformers": 115,
+    "throughput": 35,
+    "transformers": 110,
     "kernels": 15,
     "agreement": 45,
     "attention_race": 10,
     "sampling": 15,
     "swapping": 10,
     "out_of_memory": 25,
-    "overlap": 75,
+    "overlap": 95,
 }
 """Seconds that each is expected to take of an H200's time; none is begun where fewer are left. Nobody has measured
 them: kernels were compiled for Hopper on a CPU (about 2 s a shape), the rest follows from bytes and FLOPs."""
