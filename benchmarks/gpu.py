@@ -48,8 +48,9 @@ def write(state: State, model: str, out: Path) -> None:
     card, found = state.card or "no card", state.found
     notes = [*found.notes, *(f"{name} had not been run when this was written" for name in state.left)]
     told = Findings(sorted(found.rows, key=lambda row: row["part"] == "time"), found.checks, notes)
-    Results("gpu", told.rows, told.checks, {"card": card, "model": model}, told.notes).write(out)
+    out.mkdir(parents=True, exist_ok=True)
     replace(out / "gpu.md", table(card, told))
+    Results("gpu", told.rows, told.checks, {"card": card, "model": model}, told.notes).write(out)
     sys.stdout.flush()  # whoever ends us has seen it
 
 
