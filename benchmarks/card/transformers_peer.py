@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from card.section import Findings
-from card.sizes import Sizes
 from card.stand import Stand
 from card.throughput import drawn_asks, latencies, warm_ups
 from llmservice_bench.report import Report
@@ -16,6 +15,7 @@ from peers.workload import Answer, Ask, records
 
 _NAME = "transformers continuous batching"
 _PAGE_TOKENS = 64
+_WARM_UPS = 8
 
 
 def measure(stand: Stand) -> Findings:
@@ -23,6 +23,8 @@ def measure(stand: Stand) -> Findings:
     stand.clear()
     asks, sizes, found = drawn_asks(stand.sizes), stand.sizes, Findings()
     answers = _answers(stand, asks)
+    if not any(answer.token_ids for answer in answers):
+        raise RuntimeError(f"{_NAME} drew no token in {sizes.peer_s:.0f} s")
     begun = [(ask, answer) for ask, answer in zip(asks, answers, strict=False) if answer.token_ids]
     as_far = [Ask(ask.prompt_token_ids, len(answer.token_ids)) for ask, answer in begun]
     report = Report.of(records(as_far, [answer for _, answer in begun]))
@@ -61,8 +63,8 @@ def _answers(stand: Stand, asks: Sequence[Ask]) -> list[Answer]:
     manager = model.init_continuous_batching(greedy, config)
     manager.start()
     try:
-        closed_loop(manager, warm_ups(asks), sizes)
-        return closed_loop(manager, asks, sizes)
+        closed_loop(manager, warm_ups(asks)[:_WARM_UPS], sizes.in_flight, sizes.peer_s / 3)
+        return closed_loop(manager, asks, sizes.in_flight, sizes.peer_s)
     finally:
         manager.stop(block=True, hard_stop=True)
 
@@ -72,16 +74,16 @@ def pages_in_flight(asks: Sequence[Ask], in_flight: int) -> int:
     return sum(sorted((-(-ask.num_tokens // _PAGE_TOKENS) + 1 for ask in asks), reverse=True)[:in_flight])
 
 
-def closed_loop(manager: Any, asks: Sequence[Ask], sizes: Sizes) -> list[Answer]:
+def closed_loop(manager: Any, asks: Sequence[Ask], in_flight: int, seconds: float) -> list[Answer]:
     """It schedules in a thread of its own; each answer makes room for the next request.
 
-    What it has drawn counts as it comes, whatever of it is finished when `sizes.peer_s` are over. Raises RuntimeError
-    where it fails, or has drawn nothing by then.
+    What it has drawn counts as it comes, whatever of it is finished when the `seconds` are over. Raises RuntimeError
+    where it fails.
     """
     answers: dict[str, Answer] = {}
     running: set[str] = set()
     coming = iter(asks)
-    ends_s = time.perf_counter() + sizes.peer_s
+    ends_s = time.perf_counter() + seconds
 
     def send() -> None:
         ask = next(coming, None)
@@ -93,7 +95,7 @@ def closed_loop(manager: Any, asks: Sequence[Ask], sizes: Sizes) -> list[Answer]
             answers[name] = Answer(now)
             running.add(name)
 
-    for _ in range(sizes.in_flight):
+    for _ in range(in_flight):
         send()
     while running and (left_s := ends_s - time.perf_counter()) > 0:
         result = manager.get_result(timeout=min(left_s, 1.0))
@@ -108,6 +110,4 @@ def closed_loop(manager: Any, asks: Sequence[Ask], sizes: Sizes) -> list[Answer]
         if result.is_finished():
             running.discard(result.request_id)
             send()
-    if not any(answer.token_ids for answer in answers.values()):
-        raise RuntimeError(f"{_NAME} drew no token in {sizes.peer_s:.0f} s")
     return list(answers.values())

@@ -80,13 +80,12 @@ def run(stand: Stand, names: Sequence[str], seconds: float, log: SectionWriter) 
     """LOST_CARD once a section has left the card's context unusable: whatever followed would fail as well."""
 
     def cleared(section: Callable[[Stand], Findings]) -> Findings:
+        stand.card.release()  # what a section that failed held is free only once its error is forgotten
         try:
             return section(stand)
         except BaseException:
             stand.clear()  # nobody knows what state its engine is in
             raise
-        finally:
-            stand.card.release()
 
     there = sections()
     for name, found in run_in_turn(
@@ -95,7 +94,7 @@ def run(stand: Stand, names: Sequence[str], seconds: float, log: SectionWriter) 
         faulthandler.cancel_dump_traceback_later()
         log.done(name, found)
         print(name, *(check.line() for check in found.checks), *found.notes, sep="\n", flush=True)
-        if name in _LEAVES_BEHIND:
+        if name in _LEAVES_BEHIND and found.rows:
             break
         try:
             stand.card.synchronize()

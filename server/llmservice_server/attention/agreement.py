@@ -1,4 +1,4 @@
-"""How far a backend's attention is from the torch backend's, on random input that is hard on it.
+"""How far a backend's attention is from the torch backend's in float64, on random input that is hard on it.
 
 Every cache is filled with NaN before, tables are fragmented, sequences are mixed: what is read without having been
 stored, or written where it does not belong, shows.
@@ -7,7 +7,7 @@ stored, or written where it does not belong, shows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -43,18 +43,15 @@ def relative_error(case: Case, backend_of: BackendOf, device: torch.device, seed
     blocks_each = [-(-(start + count) // shape.block_size) for start, count in case.spans]
     num_blocks = 1 + sum(blocks_each)
     tables = _fragmented(blocks_each, generator)
-    reference_dtype = case.dtype if shape.dtype.itemsize == 1 else shape.dtype
-    reference_shape = KVCacheShape(
-        shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.windows, shape.block_size, reference_dtype
-    )
     backend = _poisoned(backend_of(shape, num_blocks, device))
-    reference = _poisoned(TorchAttention(reference_shape, num_blocks, device))
+    reference = _poisoned(TorchAttention(replace(shape, dtype=torch.float64), num_blocks, device))
     worst = 0.0
     for layer in range(len(shape.windows)):
         queries, key_values = _random(case, generator, device)
         answer = _answer(backend, layer, case, tables, queries, key_values)
-        rounded = [quantized(part) for part in key_values] if shape.dtype.itemsize == 1 else key_values
-        expected = _answer(reference, layer, case, tables, queries, rounded).double()
+        kept = [quantized(part) if shape.dtype.itemsize == 1 else part.to(shape.dtype) for part in key_values]
+        exact = [part.double() for part in queries], [part.double() for part in kept]
+        expected = _answer(reference, layer, case, tables, *exact)
         error = float((answer.double() - expected).norm() / expected.norm())
         worst = max(worst, error) if error == error else error  # noqa: PLR0124 - NaN is what differs from itself
     return worst
