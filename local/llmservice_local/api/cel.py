@@ -59,7 +59,7 @@ class Rules:
             self._compiled[id(schema)] = tuple(_compile(rule, path) for rule in declared)
         below = [self._compile(child, f"{path}.{name}") for name, child in (schema.get("properties") or {}).items()]
         for name, suffix in (("items", "[]"), ("additionalProperties", "{}")):
-            if isinstance(schema.get(name), Mapping):
+            if isinstance(schema.get(name), dict):
                 below.append(self._compile(schema[name], path + suffix))
         if declared or any(below):
             self._guarded.add(id(schema))
@@ -69,12 +69,11 @@ class Rules:
     def _check(self, value: Any, old: Any, schema: structure.Schema, path: str) -> Iterator[FieldError]:
         if id(schema) not in self._guarded:
             return
-        for rule in self._compiled.get(id(schema), ()):
-            if (rule.transition or value != old) and (wrong := _violation(rule, value, old, schema, path)):
-                yield wrong
-        if isinstance(value, Mapping):
+        if rules := self._compiled.get(id(schema)):
+            yield from _violations(rules, value, old, schema, path)
+        if isinstance(value, dict):
             for name, item in value.items():
-                before = old.get(name, _ABSENT) if isinstance(old, Mapping) else _ABSENT
+                before = old.get(name, _ABSENT) if isinstance(old, dict) else _ABSENT
                 at = f"{path}.{name}" if path else name
                 yield from self._check(item, before, structure.field(schema, name), at)
         elif isinstance(value, list):
@@ -89,7 +88,7 @@ class Rules:
 
 def to_cel(value: Any, schema: structure.Schema) -> Any:
     """A JSON value as the CEL value that its schema makes of it: numbers are doubles, durations and dates their own."""
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return celtypes.MapType(
             {celtypes.StringType(name): to_cel(item, structure.field(schema, name)) for name, item in value.items()}
         )
@@ -136,20 +135,30 @@ def _program(expression: str, path: str) -> _Evaluate:
     return lambda variables: program.evaluate(dict(variables))
 
 
-def _violation(rule: Rule, value: Any, old: Any, schema: structure.Schema, path: str) -> FieldError | None:
-    if rule.transition and old is _ABSENT:
-        return None  # with optionalOldSelf the real server passes an empty optional, which cel-python has no type for
-    variables = {"self": to_cel(value, schema)}
-    if rule.transition:
+def _violations(
+    rules: tuple[Rule, ...], value: Any, old: Any, schema: structure.Schema, path: str
+) -> Iterator[FieldError]:
+    """With optionalOldSelf a real server passes an empty optional, which cel-python has no type for."""
+    changed = value != old
+    ruling = [rule for rule in rules if (old is not _ABSENT if rule.transition else changed)]
+    variables = {"self": to_cel(value, schema)} if ruling else {}
+    if any(rule.transition for rule in ruling):
         variables["oldSelf"] = to_cel(old, schema)
-    at = path + rule.field_path
-    shown = json.dumps(value) if not isinstance(value, Mapping | list) else f'"{json_type(value)}"'
+    for rule in ruling:
+        if (why := _why_not(rule, variables)) is not None:
+            yield _error(rule, value, path, why)
+
+
+def _why_not(rule: Rule, variables: Mapping[str, Any]) -> str | None:
     try:
-        if rule.evaluate(variables):
-            return None
-        why = rule.message(variables)
+        return None if rule.evaluate(variables) else rule.message(variables)
     except CELEvalError as error:
-        why = f"rule evaluation error: {error.args[0] if error.args else error}"
+        return f"rule evaluation error: {error.args[0] if error.args else error}"
+
+
+def _error(rule: Rule, value: Any, path: str, why: str) -> FieldError:
+    at = path + rule.field_path
+    shown = json.dumps(value) if not isinstance(value, dict | list) else f'"{json_type(value)}"'
     if rule.reason == "FieldValueRequired":
         return FieldError(at, rule.reason, f"Required value: {why}")
     if rule.reason == "FieldValueForbidden":

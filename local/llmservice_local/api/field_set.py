@@ -78,7 +78,7 @@ def dotted(path: Path) -> str:
 
 
 def _walk(value: Any, schema: structure.Schema, path: Path) -> Iterator[tuple[Path, Any]]:
-    if isinstance(value, Mapping) and value and not structure.is_atomic_map(schema):
+    if isinstance(value, dict) and value and not structure.is_atomic_map(schema):
         for name, child in value.items():
             yield from _walk(child, structure.field(schema, name), (*path, f"f:{name}"))
     elif isinstance(value, list) and value and (keys := structure.map_keys(schema)):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -22,7 +22,7 @@ _METADATA_PARENTS = ("apiVersion", "kind", "metadata")
 
 def with_defaults(value: Any, schema: Schema) -> Any:
     """The value with the schema's defaults, level by level; a null where null isn't allowed counts as absent."""
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         result = dict(value)
         for name, below in (schema.get("properties") or {}).items():
             if result.get(name) is None and "default" in below and not below.get("nullable"):
@@ -36,11 +36,11 @@ def with_defaults(value: Any, schema: Schema) -> Any:
 def pruned(value: Any, schema: Schema, path: str = "") -> tuple[Any, list[str]]:
     """The value without fields that the schema does not know, and the paths of those; nulls are dropped likewise."""
     unknown: list[str] = []
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         result = {}
         for name, item in value.items():
             at = f"{path}.{name}" if path else name
-            known = name in (schema.get("properties") or {}) or isinstance(schema.get("additionalProperties"), Mapping)
+            known = name in (schema.get("properties") or {}) or isinstance(schema.get("additionalProperties"), dict)
             if not known and not _accepts_unknown(schema, path, name):
                 unknown.append(at)
                 continue
@@ -72,7 +72,7 @@ def validate(value: Any, schema: Schema, path: str = "") -> Iterator[FieldError]
         yield FieldError(
             path, "FieldValueNotSupported", f"Unsupported value: {_shown(value)}: supported values: {listed}"
         )
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         yield from _validate_object(value, schema, path)
     elif isinstance(value, list):
         yield from _validate_list(value, schema, path)
@@ -91,22 +91,30 @@ def _accepts_unknown(schema: Schema, path: str, name: str) -> bool:
     return False
 
 
+def _anything(_value: Any) -> bool:
+    return True
+
+
+_FITS: dict[str, Callable[[Any], bool]] = {
+    "object": lambda value: isinstance(value, dict),
+    "array": lambda value: isinstance(value, list),
+    "string": lambda value: isinstance(value, str),
+    "boolean": lambda value: isinstance(value, bool),
+    "integer": lambda value: (
+        value.is_integer() if isinstance(value, float) else isinstance(value, int) and not isinstance(value, bool)
+    ),
+    "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
+}
+"""Whether a value is of a type."""
+
+
 def _wrong_type(value: Any, schema: Schema, path: str) -> FieldError | None:
     if schema.get("x-kubernetes-int-or-string"):
         if isinstance(value, int | str) and not isinstance(value, bool):
             return None
         return _invalid(path, value, f"{path} in body must be of type integer or string")
     wanted = schema.get("type")
-    fits = {
-        "object": isinstance(value, Mapping),
-        "array": isinstance(value, list),
-        "string": isinstance(value, str),
-        "boolean": isinstance(value, bool),
-        "integer": (isinstance(value, int) and not isinstance(value, bool))
-        or (isinstance(value, float) and value.is_integer()),
-        "number": isinstance(value, int | float) and not isinstance(value, bool),
-    }
-    if wanted is None or fits.get(wanted, True):
+    if wanted is None or _FITS.get(wanted, _anything)(value):
         return None
     actual = json_type(value)
     return FieldError(
@@ -203,7 +211,7 @@ def _invalid(path: str, value: Any, why: str) -> FieldError:
 
 
 def _shown(value: Any) -> str:
-    return json.dumps(value) if not isinstance(value, Mapping | list) else f'"{json_type(value)}"'
+    return json.dumps(value) if not isinstance(value, dict | list) else f'"{json_type(value)}"'
 
 
 @lru_cache(maxsize=1024)

@@ -25,13 +25,13 @@ def field(schema: Schema, name: str) -> Schema:
         found: Schema = properties[name]
         return found
     additional = schema.get("additionalProperties")
-    return additional if isinstance(additional, Mapping) else ANY
+    return additional if isinstance(additional, dict) else ANY
 
 
 def items(schema: Schema) -> Schema:
     """The schema of a list's items."""
     found = schema.get("items")
-    return found if isinstance(found, Mapping) else ANY
+    return found if isinstance(found, dict) else ANY
 
 
 def is_atomic_map(schema: Schema) -> bool:
@@ -56,7 +56,7 @@ def item_key(item: Any, keys: Sequence[str], schema: Schema = ANY) -> str:
     """
     found: dict[str, Any] = {}
     for key in keys:
-        value = item.get(key) if isinstance(item, Mapping) else None
+        value = item.get(key) if isinstance(item, dict) else None
         if value is None:
             value = field(schema, key).get("default", _KEY_DEFAULTS.get(key))
         found[key] = value

@@ -12,6 +12,8 @@ from llmservice_server.models.rope import rotate
 
 CPU = torch.device("cpu")
 SPANS = ((0, 19), (0, 1), (40, 9), (70, 1), (64, 2))
+ONE_KEY_HEAD = (2, 1)
+"""Where lengths are in question: the interpreter takes as long again for each other."""
 INTERPRETED_FP8_BOUND = 8e-2
 """The interpreter drops the carry when it rounds to e4m3, so that one number in thirty is stored as half of itself."""
 
@@ -33,7 +35,7 @@ def test_any_head_and_dtype_agrees_with_torch(head_dim: int, dtype: torch.dtype)
 
 @pytest.mark.parametrize("block_size", [1, 16, 32, 64, 128, 256])
 def test_any_block_size_agrees_with_torch(block_size: int) -> None:
-    case = Case(shape_of(block_size=block_size), torch.float32, SPANS)
+    case = Case(shape_of(block_size=block_size, heads=ONE_KEY_HEAD), torch.float32, SPANS)
     assert relative_error(case, TritonAttention, CPU) < BOUNDS[torch.float32]
 
 
@@ -45,7 +47,7 @@ def test_any_number_of_heads_may_share_a_key_head(heads: tuple[int, int]) -> Non
 
 @pytest.mark.parametrize("spans", [((0, 1),), ((0, 200),), ((255, 1), (0, 256)), ((127, 129),)])
 def test_any_length_agrees_with_torch(spans: tuple[tuple[int, int], ...]) -> None:
-    case = Case(shape_of(), torch.float32, spans)
+    case = Case(shape_of(heads=ONE_KEY_HEAD), torch.float32, spans)
     assert relative_error(case, TritonAttention, CPU) < BOUNDS[torch.float32]
 
 
