@@ -17,6 +17,9 @@ from llmservice_bench.report import Report
 from llmservice_server.engine.engine import Engine
 from llmservice_server.messages import Generate, Output, SamplingParams
 
+HOPELESS = 0.1
+"""Share of the requests that are late when a run is given up: a stalled machine delays fewer."""
+
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
@@ -56,12 +59,12 @@ class Waste:
 
 @dataclass(slots=True)
 class Run:
-    """Drives one engine through arrivals, in real time; the engine is idle again afterwards."""
+    """Drives one engine through arrivals, in real time while it has work; it has none again afterwards."""
 
     engine: Engine
     arrivals: Sequence[Arrival]
     ttft_bound_s: float = math.inf
-    """The run is given up once more than one request in a hundred has waited longer for its first token."""
+    """The run is given up once more than a tenth of the requests have waited longer for their first token."""
     records: dict[str, RequestRecord] = field(default_factory=dict)
     waste: Waste = field(default_factory=Waste)
     _coming: deque[tuple[int, Arrival]] = field(init=False)
@@ -102,7 +105,12 @@ class Run:
         return time.monotonic() - self._started_s
 
     def advance(self) -> None:
-        """Send what has come by now; then a step of the engine, or a rest until there is something to do."""
+        """Send what has come by now; then a step of the engine, or a rest until there is something to do.
+
+        Nobody waits while the engine has nothing at all to do: its clock is put forward to the next arrival.
+        """
+        if self._coming and not self.engine.has_work:
+            self.stand_still(min(0.0, self.elapsed_s - self._coming[0][1].at_s))
         while self._coming and self._coming[0][1].at_s <= self.elapsed_s:
             self._send(*self._coming.popleft())
         wait_s = self.engine.wait_s()
@@ -114,7 +122,7 @@ class Run:
             self._step()
 
     def stand_still(self, for_s: float) -> None:
-        """Count so many seconds that have just passed neither as the run's nor as any request's."""
+        """Put the clock back by so many seconds: they count neither as the run's nor as any request's."""
         self._started_s += for_s
 
     def report(self) -> Report:
@@ -137,7 +145,7 @@ class Run:
             (record.ttft_s if record.output_tokens else now_s - self._last_s[request_id]) > self.ttft_bound_s
             for request_id, record in self.records.items()
         )
-        return late > len(self.arrivals) / 100
+        return late > HOPELESS * len(self.arrivals)
 
     def _send(self, number: int, arrival: Arrival) -> None:
         request_id = str(number)
