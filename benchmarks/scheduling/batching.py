@@ -21,6 +21,8 @@ STRICT, RELAXED = 5, 25
 """Promises, as times the p99 TTFT of requests that have the engine to themselves (Sarathi-Serve's two)."""
 WINDOW = 0.1
 """Of the promise: how long static and dynamic batching may wait for company."""
+UNBOUNDED = 1000
+"""Times where a search begins: whoever keeps a promise up to there has so few requests that none is late."""
 REQUESTS = 100
 """Of each run of a search."""
 LOAD = 0.8
@@ -98,7 +100,7 @@ def highest_rate(setup: Setup, engine: Engine, ttft_bound_s: float, start: float
     Who keeps it at no rate is credited with a twentieth of `start` all the same, or there would be no ratio.
     """
     search, best = RateSearch(start, tolerance=0.25, floor=start / 20), None
-    while (rate := search.next_rate) is not None:
+    while (rate := search.next_rate) is not None and rate < UNBOUNDED * start:
         report = _kept(engine, setup.arrivals(rate)[:REQUESTS], ttft_bound_s)
         search = search.told(rate, report is not None)
         best = report or best
