@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from itertools import groupby
+from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several workers share few cores; read when torch is imported
@@ -11,3 +14,21 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # several workers share few cores
 # How long an example takes says more about the machine than about the code: no test of ours judges by time.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+TESTS = Path(__file__).parent
+E2E = TESTS.parent / "e2e"
+LONGEST = (TESTS / "operator" / "test_recovery.py", TESTS / "server")
+"""What computes longest comes first: short files fill the workers best at the end."""
+FILES_BETWEEN = 9
+"""Other files between two of `e2e`, which mostly wait: all at once they leave the cores idle."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """So that no core is idle from the first test to the last. Reorders files, never what is in one."""
+    files = [list(tests) for _, tests in groupby(items, key=lambda item: item.path)]
+    waiting = [tests for tests in files if tests[0].path.is_relative_to(E2E)]
+    others = [tests for tests in files if not tests[0].path.is_relative_to(E2E)]
+    others.sort(key=lambda tests: [not tests[0].path.is_relative_to(longest) for longest in LONGEST])
+    for number, tests in enumerate(waiting):
+        others.insert(number * (FILES_BETWEEN + 1), tests)
+    items[:] = [item for tests in others for item in tests]
