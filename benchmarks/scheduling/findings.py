@@ -42,7 +42,6 @@ class Setup:
 class Findings:
     rows: list[dict[str, Any]] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
 
     def add_row(self, load: str, report: Report, **more: Any) -> None:
         """Printed at once: what follows may take a while."""
@@ -58,7 +57,3 @@ class Findings:
 
     def add_check(self, what: str, bound: str, measured: float, unit: str = "") -> None:
         self.checks.append(Check(what, bound, measured, unit))
-
-    def add_note(self, note: str) -> None:
-        self.notes.append(note)
-        print(note, flush=True)
