@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from llmservice_server.attention.base import Attend, RotatingAttend, SequenceSlice
+from llmservice_server.attention.base import Attend, SequenceSlice, rotates
 from llmservice_server.engine.engine import Engine
 from llmservice_server.models.llama import LlamaModel
 
@@ -97,7 +97,7 @@ def _labelled(engine: Engine) -> Iterator[None]:
 
     def prepare_labelled(slices: Sequence[SequenceSlice]) -> Attend:
         attend = prepare(slices)
-        labelled = _LabelledRotatingAttend if isinstance(attend, RotatingAttend) else _LabelledAttend
+        labelled = _LabelledRotatingAttend if rotates(attend) else _LabelledAttend
         return cast("Attend", labelled(attend, "attention"))
 
     labels: list[tuple[Any, str, Callable[..., Any]]] = [

@@ -5,7 +5,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from functools import cache
+from typing import Protocol, TypeGuard, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -70,6 +71,16 @@ class RotatingAttend(Attend, Protocol):
 
     def rotate_and_attend(self, layer: int, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         """`heads` `[num_tokens, num_heads + 2 * num_kv_heads, head_dim]`: the fused product as it comes; changed."""
+
+
+def rotates(attend: Attend) -> TypeGuard[RotatingAttend]:
+    """Whether it is a `RotatingAttend`. Known by its class: to look at its methods takes as long as a small product."""
+    return _is_rotating(type(attend))
+
+
+@cache
+def _is_rotating(kind: type[Attend]) -> bool:
+    return issubclass(kind, RotatingAttend)
 
 
 class AttentionBackend(Protocol):

@@ -52,12 +52,12 @@ class ModelRunner:
         self.swapped_blocks = swapped_blocks
         self.decode_path: DecodePath | None = None
 
-    @torch.inference_mode()
     def swap(self, plan: Plan) -> None:
         """Do the plan's copies: to be called once, before `execute`."""
-        if self.swapped_blocks is not None and plan.swap_out:
+        if self.swapped_blocks is None or not (plan.swap_out or plan.swap_in):
+            return
+        with torch.inference_mode():
             self.swapped_blocks.swap_out(plan.swap_out)
-        if self.swapped_blocks is not None and plan.swap_in:
             self.swapped_blocks.swap_in(plan.swap_in)
 
     def recover(self) -> None:

@@ -74,6 +74,7 @@ class ContinuousScheduler:
         self.num_preemptions = Counter({"recompute": 0, "swap": 0})
         self.prefix_queries = 0  # prompt tokens
         self.prefix_hits = 0
+        self._cut_short: list[int] = []  # places in this step's plan of prompts that are not computed to their end
         self._long_left = 0  # tokens of this step that long prompts may still take
         self._promised_blocks = 0  # to running prompts, which take them chunk by chunk
         self._admitted_since_turn = 1 << 30  # interactive requests, since a batch request's turn
@@ -115,10 +116,11 @@ class ContinuousScheduler:
         """
         plan = Plan()
         self._long_left = self.config.max_long_tokens
+        self._cut_short = []
         self._yield_to_interactive(plan)
         num_yielded = len(plan.preempted)
         budget = self._schedule_running(plan)
-        cut_short = [share.request for share in plan.scheduled if not share.samples]
+        cut_short = [plan.scheduled[index].request for index in self._cut_short]
         self._promised_blocks = sum(
             self._num_blocks(request.num_tokens) - len(request.block_table) for request in cut_short
         )
@@ -323,6 +325,8 @@ class ContinuousScheduler:
         start = request.num_computed_tokens
         request.num_computed_tokens = start + num_tokens
         samples = request.num_computed_tokens == request.num_tokens
+        if not samples:
+            self._cut_short.append(len(plan.scheduled))
         plan.scheduled.append(Scheduled(request, start, num_tokens, samples))
 
     def _give_rest(self, plan: Plan, budget: int) -> None:
@@ -330,9 +334,8 @@ class ContinuousScheduler:
         if budget <= 0:
             return
         block_size = self.config.block_size
-        for index, share in enumerate(plan.scheduled):
-            if share.samples:
-                continue
+        for index in self._cut_short:
+            share = plan.scheduled[index]
             request, start = share.request, share.request.num_computed_tokens
             room = self.config.prefill_chunk_tokens - share.num_tokens
             extra = min(budget, room, request.num_tokens - start)

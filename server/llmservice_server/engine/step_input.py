@@ -29,10 +29,10 @@ class StepInput:
     def of(cls, scheduled: Sequence[Scheduled]) -> StepInput:
         requests = [share.request for share in scheduled]
         starts = [share.start for share in scheduled]
+        if all([share.samples and share.num_tokens + share.num_padding == 1 for share in scheduled]):  # noqa: C419
+            return cls._of_decodes(requests, starts)
         counts = [share.num_tokens + share.num_padding for share in scheduled]
         samples = [share.samples for share in scheduled]
-        if all(samples) and max(counts) == 1:
-            return cls._of_decodes(requests, starts)
         token_ids: list[int] = []
         for share in scheduled:
             token_ids += share.request.token_ids[share.start : share.start + share.num_tokens]
@@ -66,7 +66,4 @@ class StepInput:
 
 
 def _slices(requests: Sequence[Request], starts: Sequence[int], counts: Sequence[int]) -> list[SequenceSlice]:
-    return [
-        SequenceSlice(start, count, request.block_table)
-        for start, count, request in zip(starts, counts, requests, strict=True)
-    ]
+    return list(map(SequenceSlice, starts, counts, [request.block_table for request in requests]))

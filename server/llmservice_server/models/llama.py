@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
-from llmservice_server.attention.base import Attend, RotatingAttend, Rotation
+from llmservice_server.attention.base import Attend, Rotation, rotates
 from llmservice_server.models.layer_ops import LayerOps, TorchLayerOps
 from llmservice_server.models.linear import Linear
 from llmservice_server.models.model_config import ModelConfig
@@ -57,7 +57,7 @@ class LlamaModel:
         """
         eps, ops = self.config.rms_norm_eps, self.ops
         cos, sin = self.rotary.at(positions)
-        rotating = attend if isinstance(attend, RotatingAttend) else None
+        rotating = attend if rotates(attend) else None
         hidden = F.embedding(token_ids, self.embed_tokens)
         delta = None
         for index, layer in enumerate(self.layers):

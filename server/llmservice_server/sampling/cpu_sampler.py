@@ -16,6 +16,7 @@ from llmservice_server.cpu.compiled import compiled, compiled_inner, use_threads
 from llmservice_server.cpu.element import exp2
 from llmservice_server.cpu.parallel import for_each
 from llmservice_server.sampling.sampling_batch import SamplingBatch
+from llmservice_server.sampling.uniforms import GOLDEN_GAMMA, mix64
 
 _LOG2_E = np.float32(math.log2(math.e))
 _BLOCK = 256  # weights that are computed, and added up, together
@@ -33,7 +34,7 @@ def choose(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     token_ids = np.empty(logits.shape[0], np.int64)
     rows = logits.contiguous().numpy()
     num_threads = use_threads(torch.get_num_threads())
-    _choose(rows, batch.parameters, batch.uniforms(), min(num_threads, len(rows)), token_ids)
+    _choose(rows, batch.parameters, batch.streams, batch.places(), min(num_threads, len(rows)), token_ids)
     return torch.from_numpy(token_ids)
 
 
@@ -211,16 +212,28 @@ def _choose_one(row: Any, parameters: Any, uniform: float, sums: Any, ids: Any) 
     return _invert_kept(row, ids, count, uniform)
 
 
+_mix64 = compiled_inner("uint64(uint64)")(mix64)
+
+
+@compiled_inner("float64(uint64, int64)")
+def _uniform(stream: Any, place: int) -> Any:
+    """`uniforms.uniforms` of one place."""
+    return (_mix64(stream + GOLDEN_GAMMA * np.uint64(place)) >> np.uint64(11)) * 2.0**-53
+
+
 @compiled_inner()
-def _choose_part(part: int, logits: Any, parameters: Any, uniforms: Any, num_parts: int, token_ids: Any) -> None:
+def _choose_part(
+    part: int, logits: Any, parameters: Any, streams: Any, places: Any, num_parts: int, token_ids: Any
+) -> None:
     num_rows, vocab_size = logits.shape
     sums = np.empty(-(-vocab_size // _BLOCK), np.float64)
     ids = np.empty(vocab_size + 1, np.int32)  # the one behind the last is written, and not read
     for row in range(part, num_rows, num_parts):
-        token_ids[row] = _choose_one(logits[row], parameters[row], uniforms[row], sums, ids)
+        uniform = _uniform(streams[row], places[row])
+        token_ids[row] = _choose_one(logits[row], parameters[row], uniform, sums, ids)
 
 
-@compiled("void(float32[:, ::1], float64[:, ::1], float64[::1], int64, int64[::1])", nogil=True)
-def _choose(logits: Any, parameters: Any, uniforms: Any, num_parts: int, token_ids: Any) -> None:
-    """`parameters` and `uniforms` are those of a `SamplingBatch`."""
-    for_each(_choose_part, num_parts, (logits, parameters, uniforms, num_parts, token_ids))
+@compiled("void(float32[:, ::1], float64[:, ::1], uint64[::1], int64[::1], int64, int64[::1])", nogil=True)
+def _choose(logits: Any, parameters: Any, streams: Any, places: Any, num_parts: int, token_ids: Any) -> None:
+    """`parameters`, `streams` and `places` are those of a `SamplingBatch`."""
+    for_each(_choose_part, num_parts, (logits, parameters, streams, places, num_parts, token_ids))

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from llmservice_server.attention.base import Int64Array
 from llmservice_server.engine.request import Request
-from llmservice_server.sampling.uniforms import Float64Array, UInt64Array, as_uint64, uniforms
+from llmservice_server.sampling.uniforms import Float64Array, UInt64Array, stream_states, uniforms
 
 _MIN_TEMPERATURE = 1e-6  # as good as greedy, and no division by zero
 
@@ -19,7 +20,9 @@ class SamplingBatch:
 
     requests: list[Request]
     parameters: Float64Array  # [num_rows, 4]: temperature (0: the likeliest token), top-k (0: off), top-p, min-p
-    seeds: UInt64Array
+    token_ids: Sequence[Sequence[int]]  # the requests' own, which grow while they run
+    num_prompt_tokens: Int64Array
+    streams: UInt64Array  # where the numbers of each request begin
     is_greedy: bool
     is_plain: bool = True  # the logits are sampled as they are
     told: list[int] = field(default_factory=list)  # the rows whose probabilities are asked for
@@ -36,7 +39,9 @@ class SamplingBatch:
         return cls(
             requests=list(requests),
             parameters=np.array(rows, np.float64).reshape(-1, 4),
-            seeds=as_uint64([request.seed for request in requests]),
+            token_ids=[request.token_ids for request in requests],
+            num_prompt_tokens=np.array([request.num_prompt_tokens for request in requests], np.int64),
+            streams=stream_states([request.seed for request in requests]),
             is_greedy=not any(temperatures),
             is_plain=all(request.is_plain for request in requests),
             told=[row for row, each in enumerate(sampling) if each.logprobs is not None],
@@ -47,7 +52,14 @@ class SamplingBatch:
     def alike(cls, num_rows: int, temperature: float = 0.0, top_p: float = 1.0) -> SamplingBatch:
         """For nobody in particular: what a step is warmed up with."""
         parameters = np.tile([temperature, 0.0, top_p, 0.0], (num_rows, 1))
-        return cls([], parameters, np.zeros(num_rows, np.uint64), is_greedy=temperature == 0)
+        return cls(
+            requests=[],
+            parameters=parameters,
+            token_ids=[()] * num_rows,
+            num_prompt_tokens=np.zeros(num_rows, np.int64),
+            streams=np.zeros(num_rows, np.uint64),
+            is_greedy=temperature == 0,
+        )
 
     @classmethod
     def widest(cls, num_rows: int) -> SamplingBatch:
@@ -63,9 +75,13 @@ class SamplingBatch:
         return self.requests == list(requests)
 
     def uniforms(self) -> Float64Array:
-        """The numbers in [0, 1) that choose the rows' next tokens; 0 where nobody asks for chance."""
+        """The numbers in [0, 1) that choose the rows' next tokens."""
+        return uniforms(self.streams, self.places())
+
+    def places(self) -> Int64Array:
+        """Where in their answers the rows' next tokens stand; 0 where nobody asks for chance."""
         if self.is_greedy:
-            return np.zeros(len(self.parameters))
+            return np.zeros(len(self.streams), np.int64)
         # not `num_output_tokens`: this is done for every sequence of every step
-        places = [len(request.token_ids) - request.num_prompt_tokens for request in self.requests]
-        return uniforms(self.seeds, np.array(places or [0] * len(self.seeds), np.int64))
+        num_tokens = np.fromiter(map(len, self.token_ids), np.int64, len(self.token_ids))
+        return num_tokens - self.num_prompt_tokens

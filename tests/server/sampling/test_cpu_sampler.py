@@ -1,12 +1,17 @@
 """What the kernels keep of a row is what the definition says, token by token."""
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmservice_server.sampling import cpu_sampler
+from llmservice_server.sampling.sampling_batch import SamplingBatch
+from llmservice_server.sampling.uniforms import stream_states, uniforms
 
 Weights = npt.NDArray[np.float32]
 
@@ -71,3 +76,13 @@ def test_the_likeliest_is_the_first_of_the_largest_and_none_where_a_number_is_no
     assert likeliest([-2.0, -0.5, -0.5, -inf]) == 1
     assert likeliest([0.0, 3.5, 3.5]) == 1
     assert [likeliest(row) for row in ([1.0, nan], [1.0, -nan], [1.0, inf], [-inf, -inf])] == [-1] * 4
+
+
+def test_a_row_is_drawn_by_the_number_of_its_seed_and_its_place() -> None:
+    seeds, places, vocab_size = [0, 7, -1, 2**63 + 5], [0, 3, 1000, 5], 1 << 16
+    streams = stream_states(seeds)
+    alike = SamplingBatch.alike(len(seeds), temperature=1.0)
+    batch = replace(alike, streams=streams, token_ids=[[0] * place for place in places])
+    token_ids = cpu_sampler.choose(torch.zeros(len(seeds), vocab_size), batch)
+    numbers = uniforms(streams, np.array(places, np.int64))
+    assert token_ids.tolist() == (numbers * vocab_size).astype(np.int64).tolist()

@@ -2,7 +2,7 @@ from collections import Counter
 
 import numpy as np
 
-from llmservice_server.sampling.uniforms import as_uint64, stream_seed, uniforms
+from llmservice_server.sampling.uniforms import stream_seed, stream_states, uniforms
 
 
 def splitmix64(seed: int, position: int) -> float:
@@ -22,18 +22,18 @@ def splitmix64(seed: int, position: int) -> float:
 def test_uniforms_are_spread_evenly_and_repeat() -> None:
     seeds = [seed for seed in range(-50, 50) for _ in range(100)]
     places = np.tile(np.arange(100), 100)
-    numbers = uniforms(as_uint64(seeds), places).tolist()
+    numbers = uniforms(stream_states(seeds), places).tolist()
     assert all(0 <= number < 1 for number in numbers)
     assert len(set(numbers)) == len(numbers)
     tenths = Counter(int(number * 10) for number in numbers)
     assert all(900 < tenths[tenth] < 1100 for tenth in range(10))
-    assert uniforms(as_uint64([2**63 + 5]), np.array([3])) == uniforms(as_uint64([2**63 + 5]), np.array([3]))
+    assert uniforms(stream_states(seeds), places).tolist() == numbers
 
 
 def test_a_number_depends_on_its_own_seed_and_place_only() -> None:
-    together = uniforms(as_uint64([7, -1, 2**64 - 1, 9]), np.array([0, 5, 5, 1000]))
+    together = uniforms(stream_states([7, -1, 2**64 - 1, 9]), np.array([0, 5, 5, 1000]))
     assert together[1] == together[2]  # the same 64 bits
-    assert together[3] == uniforms(as_uint64([9]), np.array([1000]))[0]
+    assert together[3] == uniforms(stream_states([9]), np.array([1000]))[0]
     assert together.tolist() == [splitmix64(*place) for place in ((7, 0), (-1, 5), (-1, 5), (9, 1000))]
 
 
