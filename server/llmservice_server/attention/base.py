@@ -121,7 +121,7 @@ def positions_of(starts: Int64Array, counts: Int64Array) -> tuple[Int64Array, In
 def slots_of(starts: Int64Array, counts: Int64Array, tables: JoinedTables, block_size: int) -> Int64Array:
     """The cache slot of each token, `block * block_size + offset`, in the order in which they are laid end to end."""
     first_blocks, positions = tables.firsts, starts
-    if counts.min() != 1 or counts.max() != 1:
+    if not (counts == 1).all():
         run, positions = positions_of(starts, counts)
         first_blocks = first_blocks[run]
     blocks = tables.blocks[first_blocks + positions // block_size].astype(np.int64)

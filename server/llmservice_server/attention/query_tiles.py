@@ -38,10 +38,10 @@ def query_tiles(
 
 def dealt(work: Int64Array, num_hands: int) -> Int64Array:
     """The places of `work`, dealt like cards, most work first, from the first hand to the last and back again."""
-    turns = np.arange(len(work))
     if len(work) <= num_hands:
-        return turns
-    laps, seats = np.divmod(turns, num_hands)
-    hands = np.where(laps % 2 == 0, seats, num_hands - 1 - seats)
-    most_first = np.argsort(-work, kind="stable")
-    return most_first[np.argsort(hands, kind="stable")]
+        return np.arange(len(work))
+    laps = np.full((-(-len(work) // num_hands), num_hands), -1)  # a card of each for every hand, maybe too many
+    laps.ravel()[: len(work)] = np.argsort(-work, kind="stable")
+    laps[1::2] = laps[1::2, ::-1]
+    hands = laps.T.ravel()
+    return hands[hands >= 0]
