@@ -22,11 +22,9 @@ def draw_curve(rows: Sequence[Row], subtitle: str, promises: Promises | None = N
     panels = []
     for metric, title in METRICS.items():
         promised_s: float | None = getattr(promises, f"{metric}_s", None)
-        bound = promised_s and promised_s * 1000
         series = [*_lines(closed, metric, "closed", CLOSED), *_lines(opened, metric, "open", OPEN)]
-        panels.append(
-            Panel(title, "output tokens per second", series, bound, f"promised: {bound:g} ms" if bound else "")
-        )
+        bounds = {f"promised: {promised_s * 1000:g} ms": promised_s * 1000} if promised_s else {}
+        panels.append(Panel(title, "output tokens per second", series, bounds))
     return line_chart("Throughput and latency", f"{subtitle}. {LEGEND}", panels)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from llmservice_bench import svg
 from llmservice_bench.axis import Axis, tick_label
@@ -32,9 +32,8 @@ class Panel:
     title: str
     x_label: str
     series: Sequence[Series]
-    bound: float | None = None
-    """A dashed line across: what was promised."""
-    bound_label: str = ""
+    bounds: Mapping[str, float] = field(default_factory=dict)
+    """A dashed line across each, with its label: what was promised."""
 
 
 def line_chart(title: str, subtitle: str, panels: Sequence[Panel]) -> str:
@@ -49,14 +48,14 @@ def _panel(panel: Panel, offset: float) -> list[str]:
     drawn = [point for series in panel.series for point in series.points if point[1] > 0]
     if not drawn:
         return [svg.text(offset + LEFT, TITLE, f"{panel.title}: nothing was measured", fill=svg.GREY)]
-    bounds = [panel.bound] if panel.bound else []
     x_axis = Axis.around([x for x, _ in drawn], offset + LEFT, offset + WIDTH - RIGHT)
-    y_axis = Axis.around([y for _, y in drawn] + bounds, HEIGHT - BOTTOM, TOP, log=True)
+    y_axis = Axis.around([y for _, y in drawn] + [*panel.bounds.values()], HEIGHT - BOTTOM, TOP, log=True)
     shapes = [*_grid(panel, x_axis, y_axis)]
-    if panel.bound:
-        y = y_axis.place(panel.bound)
+    for label, bound in panel.bounds.items():
+        y = y_axis.place(bound)
         shapes.append(svg.line(x_axis.start, y, x_axis.end, y, stroke=svg.INK, dashes="2 4"))
-        shapes.append(svg.text(x_axis.start + 6, y - 5, panel.bound_label, fill=svg.GREY, size=11))
+        middle = (x_axis.start + x_axis.end) / 2
+        shapes.append(svg.text(middle, y - 5, label, fill=svg.GREY, anchor="middle", size=11))
     ends: list[tuple[float, Series]] = []
     for series in panel.series:
         placed = [(x_axis.place(x), y_axis.place(y)) for x, y in series.points if y > 0]

@@ -6,14 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from llmservice_bench.bar_chart import Group, bar_chart
+from llmservice_bench.capacity_curve import draw_capacities
 from llmservice_bench.curve import draw_curve
 from llmservice_bench.goodput import Promises
 
 Content = Mapping[str, Any]
 """Of a results file."""
-
-CAPACITY = ", capacity at p99 TTFT"
-"""Between a strategy's name and the bound, in what strategies.py calls a row."""
 
 
 def draw(content: Content) -> str | None:
@@ -44,14 +42,8 @@ def _compare(content: Content) -> str:
 
 
 def _strategies(content: Content) -> str | None:
-    """Of the rows that tell how much a strategy bears before its p99 TTFT passes the common bound."""
-    named = {row["load"]: row["output_tokens_per_s"] for row in content["rows"] if CAPACITY in row["load"]}
-    if not named:
-        return None
-    bound = next(iter(named)).partition(CAPACITY)[2]
-    bars = {load.partition(CAPACITY)[0]: tokens for load, tokens in named.items()}
-    title = "Output tokens per second at equal p99 TTFT"
-    return bar_chart(title, _where(content), [Group(f"p99 TTFT{bound}", bars)], "continuous")
+    rows = [row for row in content["rows"] if "promise_ms" in row]
+    return draw_capacities(rows, f"{content['settings']['model']}, {_where(content)}") if rows else None
 
 
 PLOTS: dict[str, Callable[[Content], str | None]] = {"serve": _serve, "compare": _compare, "strategies": _strategies}

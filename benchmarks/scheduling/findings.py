@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.engine import Engine
 from scheduling.load import Arrival, Run, arrivals_of
 
+CONTINUOUS, DYNAMIC, STATIC = "continuous", "dynamic", "static"
+"""The engine's schedulers."""
 AT_ONCE = float("inf")
 """The rate at which all requests are there from the beginning."""
 
@@ -24,6 +27,7 @@ class Setup:
     model: Path
     vocab_size: int
     lengths: list[Lengths]
+    name: str = "model"
     max_num_seqs: int = 32
     kv_cache_bytes: int = 512 << 20
 
@@ -31,17 +35,20 @@ class Setup:
         """Warmed up, with the defaults of `llmservice serve` where `settings` say nothing else."""
         common = {"max_num_seqs": self.max_num_seqs, "kv_cache_memory_bytes": self.kv_cache_bytes}
         engine = Engine(EngineConfig(model=self.model, **common | settings))
-        Run(engine, self.arrivals(AT_ONCE, seed=99)[: self.max_num_seqs]).complete()
+        Run(engine, self.arrivals(AT_ONCE, self.max_num_seqs, seed=99)).complete()
         return engine
 
-    def arrivals(self, rate: float, seed: int = 0) -> list[Arrival]:
-        return arrivals_of(self.lengths, rate, self.vocab_size, seed)
+    def arrivals(self, rate: float, count: int | None = None, seed: int = 0) -> list[Arrival]:
+        """The same requests at every rate: one of each of `lengths`, or `count`, for which these begin anew."""
+        lengths = list(itertools.islice(itertools.cycle(self.lengths), len(self.lengths) if count is None else count))
+        return arrivals_of(lengths, rate, self.vocab_size, seed)
 
 
 @dataclass(slots=True)
 class Findings:
     rows: list[dict[str, Any]] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def add_row(self, load: str, report: Report, **more: Any) -> None:
         """Printed at once: what follows may take a while."""
@@ -57,3 +64,8 @@ class Findings:
 
     def add_check(self, what: str, bound: str, measured: float, unit: str = "") -> None:
         self.checks.append(Check(what, bound, measured, unit))
+
+    def add_note(self, note: str) -> None:
+        """What rows say, in a sentence for the report."""
+        self.notes.append(note)
+        print(note, flush=True)

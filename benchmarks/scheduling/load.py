@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import deque
@@ -28,6 +29,15 @@ class Arrival:
     output_tokens: int
     is_measured: bool = True
     """False: it is part of the load, and of no figure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    took_s: float
+    num_outputs: int
+    """Sequences that got a token."""
+    num_waiting: int
+    """Requests that had no place in it."""
 
 
 @dataclass(slots=True)
@@ -67,7 +77,10 @@ class Run:
     """The run is given up once more than a tenth of the requests have waited longer for their first token."""
     records: dict[str, RequestRecord] = field(default_factory=dict)
     waste: Waste = field(default_factory=Waste)
+    steps: list[Step] = field(default_factory=list)
     _coming: deque[tuple[int, Arrival]] = field(init=False)
+    _waiting: dict[str, float] = field(default_factory=dict)  # for their first token, since when; oldest first
+    _num_late: int = 0  # of those who have it
     _started_s: float = 0.0
     _last_s: dict[str, float] = field(default_factory=dict)
 
@@ -131,21 +144,18 @@ class Run:
         return Report.of(record for record, arrival in pairs if arrival.is_measured)
 
     def _step(self) -> None:
-        outputs = self.engine.step().outputs
+        began_s = self.elapsed_s
+        step = self.engine.step()
         now_s = self.elapsed_s
+        self.steps.append(Step(now_s - began_s, len(step.outputs), sum(step.stats.num_waiting.values())))
         self.waste.observe(self.engine, self.engine.ready.block_size)
-        for output in outputs:
+        for output in step.outputs:
             self._receive(output, now_s)
 
     def _is_hopeless(self) -> bool:
-        if self.ttft_bound_s == math.inf:
-            return False
-        now_s = self.elapsed_s
-        late = sum(
-            (record.ttft_s if record.output_tokens else now_s - self._last_s[request_id]) > self.ttft_bound_s
-            for request_id, record in self.records.items()
-        )
-        return late > HOPELESS * len(self.arrivals)
+        late_since_s = self.elapsed_s - self.ttft_bound_s
+        overdue = itertools.takewhile(lambda at_s: at_s < late_since_s, self._waiting.values())
+        return self._num_late + sum(1 for _ in overdue) > HOPELESS * len(self.arrivals)
 
     def _send(self, number: int, arrival: Arrival) -> None:
         request_id = str(number)
@@ -159,7 +169,7 @@ class Run:
             )
         )
         self.records[request_id] = RequestRecord(arrival.at_s, len(arrival.prompt_token_ids))
-        self._last_s[request_id] = arrival.at_s
+        self._last_s[request_id] = self._waiting[request_id] = arrival.at_s
 
     def _receive(self, output: Output, now_s: float) -> None:
         record = self.records[output.request_id]
@@ -167,17 +177,19 @@ class Run:
         gap_s, self._last_s[output.request_id] = now_s - self._last_s[output.request_id], now_s
         if record.output_tokens == 0:
             record.ttft_s = gap_s
+            self._num_late += gap_s > self.ttft_bound_s
+            self._waiting.pop(output.request_id, None)
         else:
             record.itl_s.append(gap_s)
         record.output_tokens += len(output.token_ids)
         record.e2e_s += gap_s
 
 
-def complete_by_turns(runs: Sequence[Run]) -> list[float]:
-    """Complete several runs, always with a step of the one that has had the least time; the seconds of each.
+def complete_by_turns(runs: Sequence[Run], turn_s: float = 0.0) -> list[float]:
+    """Complete several runs, always with a turn of the one that has had the least time; the seconds of each.
 
     What slows the machine down for a while so slows all of them down. Each one's clock stands still while another
-    steps.
+    steps. A turn is one step, or as many as begin within `turn_s`: those find their weights in the cache again.
     """
     spent_s = [0.0] * len(runs)
     for run in runs:
@@ -186,11 +198,13 @@ def complete_by_turns(runs: Sequence[Run]) -> list[float]:
         turn = min(going, key=spent_s.__getitem__)
         began_s = time.monotonic()
         runs[turn].advance()
-        step_s = time.monotonic() - began_s
-        spent_s[turn] += step_s
+        while time.monotonic() - began_s < turn_s and not runs[turn].is_over:
+            runs[turn].advance()
+        took_s = time.monotonic() - began_s
+        spent_s[turn] += took_s
         for other in going:
             if other != turn:
-                runs[other].stand_still(step_s)
+                runs[other].stand_still(took_s)
     return spent_s
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from scheduling.batching import CONTINUOUS, DYNAMIC, STATIC
-from scheduling.findings import AT_ONCE, Findings, Setup
+from scheduling.findings import AT_ONCE, CONTINUOUS, DYNAMIC, STATIC, Findings, Setup
 from scheduling.load import Run
 
 LOAD = 0.8

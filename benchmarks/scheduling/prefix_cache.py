@@ -45,7 +45,7 @@ def _add_cost(setup: Setup, findings: Findings) -> None:
     engines = {"without": setup.engine(prefix_caching=False), "with": setup.engine(prefix_caching=True)}
     costs = []
     for pair in range(PAIRS):
-        arrivals = setup.arrivals(AT_ONCE, seed=100 + pair)[:BATCH]
+        arrivals = setup.arrivals(AT_ONCE, BATCH, seed=100 + pair)
         runs = {name: Run(engine, arrivals) for name, engine in engines.items()}
         without_s, with_s = complete_by_turns(list(runs.values()))
         costs.append(100 * (with_s / without_s - 1))

@@ -1,11 +1,13 @@
-"""The search for what a strategy bears, on a model so small that it takes a moment."""
+"""The contest of the strategies, on a model so small that it takes a moment."""
 
 import pytest
 
 from llmservice_bench.lengths import Lengths
 from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
-from scheduling.batching import CONTINUOUS, highest_rate, ttft_alone_s
-from scheduling.findings import Setup
+from scheduling.batching import Contest, Promise, ttft_alone_s
+from scheduling.findings import CONTINUOUS, DYNAMIC, STATIC, Findings, Setup
+
+COARSE = Promise(10, start=1.0, tolerance=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -13,7 +15,8 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Setup:
     folder = tmp_path_factory.mktemp("tiny")
     spec = TinyModelSpec(layers=1, hidden_size=32, heads=2, kv_heads=1)
     write_tiny_model(folder, spec)
-    return Setup(folder, spec.vocab_size, [Lengths(5, 2), Lengths(40, 12)], max_num_seqs=2, kv_cache_bytes=4 << 20)
+    lengths = [Lengths(5, 2), Lengths(40, 12)]
+    return Setup(folder, spec.vocab_size, lengths, "tiny", max_num_seqs=2, kv_cache_bytes=4 << 20)
 
 
 def test_promise_begins_with_what_requests_wait_that_have_the_engine_to_themselves(setup: Setup) -> None:
@@ -22,12 +25,26 @@ def test_promise_begins_with_what_requests_wait_that_have_the_engine_to_themselv
     assert not engine.has_work
 
 
-def test_search_ends_though_every_request_is_in_time_at_any_rate(setup: Setup) -> None:
-    report = highest_rate(setup, setup.engine(scheduler=CONTINUOUS), ttft_bound_s=60.0, start=400.0)
-    assert (report.completed, report.failed) == (2, 0)
+def test_every_strategy_has_its_capacity_its_searched_runs_and_its_ratio(setup: Setup) -> None:
+    contest = Contest(setup, setup.engine(scheduler=CONTINUOUS, prefix_caching=False), COARSE, alone_s=0.002)
+    findings = Findings()
+    capacity = contest.capacities(dict.fromkeys(contest.engines, 200.0), findings)
+    assert list(capacity) == [CONTINUOUS, DYNAMIC, STATIC]
+    for name, report in capacity.items():
+        assert report.completed >= 100
+        assert report.row().items() <= next(row for row in findings.rows if row["load"].startswith(f"{name}, ")).items()
+        searched = [row for row in findings.rows if row["load"] == name]
+        assert {row["promise_ms"] for row in searched} <= {20.0}
+        assert [row["rate"] for row in searched] == sorted(row["rate"] for row in searched)
+    assert [check.what.partition("of one alone, ")[2] for check in findings.checks] == [
+        "continuous ÷ static",
+        "continuous ÷ dynamic",
+    ]
 
 
-def test_who_keeps_the_bound_at_no_rate_is_credited_with_the_lowest(setup: Setup) -> None:
-    report = highest_rate(setup, setup.engine(scheduler=CONTINUOUS), ttft_bound_s=0.0, start=400.0)
-    assert (report.completed, report.failed) == (2, 0)
-    assert report.ttft_s.p99 > 0
+def test_waits_of_all_are_measured_on_the_same_requests_near_capacity(setup: Setup) -> None:
+    contest = Contest(setup, setup.engine(scheduler=CONTINUOUS, prefix_caching=False), COARSE, alone_s=0.002)
+    findings = Findings()
+    contest.near_capacity(50.0, findings)
+    assert [row["completed"] for row in findings.rows] == [2, 2, 2]
+    assert findings.checks[0].measured > 0

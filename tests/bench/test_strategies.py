@@ -6,8 +6,7 @@ import pytest
 
 from llmservice_bench.lengths import Lengths
 from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
-from scheduling.batching import CONTINUOUS, DYNAMIC, STATIC
-from scheduling.findings import AT_ONCE, Setup
+from scheduling.findings import AT_ONCE, CONTINUOUS, DYNAMIC, STATIC, Setup
 from scheduling.load import Arrival, Run, complete_by_turns, with_long_prompts
 
 LENGTHS = [Lengths(5, 3), Lengths(40, 12), Lengths(9, 1), Lengths(20, 6), Lengths(3, 9)]
@@ -42,6 +41,23 @@ def test_all_strategies_see_the_same_requests_at_any_rate(setup: Setup) -> None:
     assert slowly[-1].at_s > 0.5
 
 
+def test_requests_begin_anew_where_a_run_has_more_than_there_are_lengths(setup: Setup) -> None:
+    arrivals = setup.arrivals(AT_ONCE, 7)
+    assert [each.output_tokens for each in arrivals] == [3, 12, 1, 6, 9, 3, 12]
+    assert arrivals[0].prompt_token_ids != arrivals[5].prompt_token_ids
+    assert setup.arrivals(2.0)[:3] == setup.arrivals(2.0, 3)
+
+
+def test_steps_of_a_run_tell_who_got_a_token_and_who_had_no_place(setup: Setup) -> None:
+    run = Run(setup.engine(prefix_caching=False), setup.arrivals(AT_ONCE))
+    report = run.complete()
+    assert sum(step.num_outputs for step in run.steps) == report.output_tokens
+    assert max(step.num_outputs for step in run.steps) == 2
+    assert [step.num_waiting for step in run.steps][:1] == [3]
+    assert run.steps[-1].num_waiting == 0
+    assert 0 < sum(step.took_s for step in run.steps) <= report.duration_s
+
+
 def test_run_that_keeps_its_bound_no_longer_is_given_up_and_leaves_the_engine_idle(setup: Setup) -> None:
     engine = setup.engine()
     assert Run(engine, setup.arrivals(AT_ONCE), ttft_bound_s=0.0).run() is None
@@ -68,6 +84,12 @@ def test_runs_by_turns_are_all_completed_and_each_is_told_its_own_seconds(setup:
     assert 0 < min(spent_s) <= sum(spent_s) <= time.monotonic() - began_s
     assert [run.report().completed for run in runs] == [5, 5]
     assert not any(engine.has_work for engine in engines)
+
+
+def test_turn_of_many_steps_changes_no_answer(setup: Setup) -> None:
+    runs = [Run(setup.engine(prefix_caching=False), setup.arrivals(AT_ONCE)) for _ in range(2)]
+    complete_by_turns(runs, turn_s=60.0)
+    assert [run.report().output_tokens for run in runs] == [31, 31]
 
 
 def test_time_in_which_a_run_stands_still_is_in_no_latency_of_its_requests(setup: Setup) -> None:

@@ -1,0 +1,73 @@
+"""The search for what a strategy bears, on a model so small that it takes a moment."""
+
+import pytest
+
+from llmservice_bench.lengths import Lengths
+from llmservice_bench.rate_search import RateSearch
+from llmservice_server.engine.engine import Engine
+from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
+from scheduling.capacity import FEWEST, CapacitySearch, num_requests, search_by_turns, served
+from scheduling.findings import AT_ONCE, CONTINUOUS, Setup
+
+
+@pytest.fixture(scope="module")
+def setup(tmp_path_factory: pytest.TempPathFactory) -> Setup:
+    folder = tmp_path_factory.mktemp("tiny")
+    spec = TinyModelSpec(layers=1, hidden_size=32, heads=2, kv_heads=1)
+    write_tiny_model(folder, spec)
+    return Setup(folder, spec.vocab_size, [Lengths(5, 2), Lengths(40, 12)], max_num_seqs=2, kv_cache_bytes=4 << 20)
+
+
+@pytest.fixture(scope="module")
+def engine(setup: Setup) -> Engine:
+    return setup.engine(scheduler=CONTINUOUS)
+
+
+@pytest.mark.parametrize(
+    ("rate", "promise_s", "requests"), [(80.0, 0.5, 400), (200.0, 0.5, 1000), (2.0, 0.5, FEWEST), (81.0, 0.31, 252)]
+)
+def test_run_lasts_ten_promises_but_never_has_too_few_requests_for_a_p99(
+    rate: float, promise_s: float, requests: int
+) -> None:
+    assert num_requests(rate, promise_s) == requests
+
+
+def test_search_ends_where_more_requests_come_than_the_engine_can_serve(setup: Setup, engine: Engine) -> None:
+    search = CapacitySearch.begun(setup, engine, promise_s=0.05, start=200.0, tolerance=0.5)
+    search_by_turns([search])
+    assert search.search.broken < float("inf")
+    capacity = search.capacity()
+    assert capacity.completed >= FEWEST
+    assert capacity.failed == 0
+    assert not engine.has_work
+
+
+def test_who_keeps_the_promise_at_no_rate_is_credited_with_the_lowest(setup: Setup, engine: Engine) -> None:
+    search = CapacitySearch.begun(setup, engine, promise_s=0.0, start=400.0, tolerance=0.5)
+    search_by_turns([search])
+    assert search.search.kept == 0
+    assert search.capacity().completed == FEWEST
+    assert search.capacity().ttft_s.p99 > 0
+
+
+def test_capacity_is_the_run_at_the_highest_rate_kept_not_that_of_a_higher_one(setup: Setup, engine: Engine) -> None:
+    calm, hasty = (served(engine, setup.arrivals(AT_ONCE, count), 60.0) for count in (1, 2))
+    assert calm is not None
+    assert hasty is not None
+    search = CapacitySearch(setup, engine, 1.0, RateSearch(10.0, kept=10.0, broken=10.2), [(10.0, calm), (10.2, hasty)])
+    assert search.is_over
+    assert search.capacity() is calm
+
+
+def test_searches_take_turns_until_each_is_over(setup: Setup, engine: Engine) -> None:
+    searches = [CapacitySearch.begun(setup, engine, 0.0, start, 0.5) for start in (100.0, 400.0)]
+    search_by_turns(searches)
+    assert all(search.is_over for search in searches)
+
+
+def test_run_that_is_late_is_told_all_the_same_and_one_that_was_given_up_is_not(setup: Setup, engine: Engine) -> None:
+    arrivals = setup.arrivals(AT_ONCE, 4)
+    assert served(engine, arrivals, promise_s=0.0) is None
+    report = served(engine, arrivals, promise_s=60.0)
+    assert report is not None
+    assert report.completed == 4
