@@ -23,7 +23,7 @@ class StepProfile:
     """
 
     layers_ms: float
-    products_ms: float  # of hidden states and weights
+    products_ms: float  # of hidden states and weights; the head's with the norm before it
     attention_ms: float  # storing keys and values included
     between_ms: float  # the model's rest: norms, rotary embedding, activation, residuals, embedding
     sampling_ms: float
@@ -46,12 +46,12 @@ def profile_steps(engine: Engine, num_steps: int, before_step: Callable[[], None
         if event.name in spans:
             spans[event.name].append((event.time_range.start, event.time_range.end))
     sampling = _after_logits_ms(spans["execute"], spans["logits"]) / num_steps
-    model = totals["forward"] + totals["logits"]
+    model, products = totals["forward"] + totals["logits"], totals["products"] + totals["logits"]
     return StepProfile(
         layers_ms=totals["layers"],
-        products_ms=totals["products"],
+        products_ms=products,
         attention_ms=totals["attention"],
-        between_ms=model - totals["products"] - totals["attention"],
+        between_ms=model - products - totals["attention"],
         sampling_ms=sampling,
         host_ms=totals["step"] - totals["layers"] - model - sampling,
     )
@@ -105,7 +105,6 @@ def _labelled(engine: Engine) -> Iterator[None]:
         (runner.attention, "prepare", prepare_labelled),
         (model, "forward", _Labelled(model.forward, "forward")),
         (model, "logits", _Labelled(model.logits, "logits")),
-        (model, "lm_head", _Labelled(model.lm_head, "products")),
     ]
     if path := runner.decode_path:
         labels.append((path, "run", _Labelled(path.run, "layers")))

@@ -102,9 +102,13 @@ class JoinedTables:
 
     @classmethod
     def of(cls, tables: Sequence[Sequence[int]]) -> JoinedTables:
-        joined = b"".join([table if isinstance(table, array) else array("i", table) for table in tables])
         lengths = np.fromiter(map(len, tables), np.int64, len(tables))
-        return cls(np.frombuffer(joined, np.int32), firsts_of(lengths))
+        return cls(joined(tables), firsts_of(lengths))
+
+
+def joined(tables: Sequence[Sequence[int]]) -> Int32Array:
+    """Block tables, one behind the other."""
+    return np.frombuffer(b"".join([each if isinstance(each, array) else array("i", each) for each in tables]), np.int32)
 
 
 def firsts_of(counts: Int64Array) -> Int64Array:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from llmservice_server.attention.base import (
     Rotation,
     SequenceSlice,
     firsts_of,
+    joined,
     slots_of,
 )
 from llmservice_server.attention.cpu_tile import Constants, constants_of
@@ -78,10 +80,28 @@ class _Decodes:
         sequences[:, 0], sequences[:, 1], sequences[:, 2] = rows, tables.firsts, last_keys + 1
         return cls(sequences[dealt(last_keys, num_threads)], tables.blocks, parts)
 
+    @classmethod
+    def of_all(cls, slices: Sequence[SequenceSlice], parts: int, num_threads: int) -> _Decodes:
+        """Of a step that is nothing else. It takes few calls: with one sequence, each of them is felt."""
+        tables = [part.block_table for part in slices]
+        firsts = accumulate(map(len, tables), initial=0)
+        sequences = np.array(
+            [(row, first, part.start + 1) for row, (part, first) in enumerate(zip(slices, firsts, strict=False))],
+            np.int32,
+        )
+        if len(slices) > num_threads:
+            sequences = sequences[dealt(sequences[:, 2], num_threads)]
+        return cls(sequences, joined(tables), parts)
+
     @property
     def arguments(self) -> tuple[Int32Array, Int32Array, int]:
         """As `cpu_kernels.decode` takes them."""
         return self.sequences, self.blocks, self.parts
+
+
+def _is_balanced(pieces: int, num_threads: int) -> bool:
+    """Whether threads that have equal numbers of so many pieces have about equal work."""
+    return pieces % num_threads == 0 or pieces >= _PIECES_A_THREAD * num_threads
 
 
 class CpuAttention:
@@ -106,15 +126,16 @@ class CpuAttention:
         """A step of decodes only, for compiled code: caches and windows of all layers, and what else
         `cpu_kernels.rotate_and_decode` asks for."""
         num_threads = use_threads(self._num_threads)
-        last_keys = np.array([part.start for part in slices], np.int64)
-        tables = JoinedTables.of([part.block_table for part in slices])
-        parts = self._parts(len(slices), num_threads)
-        decodes = _Decodes.of(np.arange(len(slices)), last_keys, tables, parts, num_threads)
+        decodes = _Decodes.of_all(slices, self._parts(len(slices), num_threads), num_threads)
         return self._array, self._windows, decodes.arguments, self._constants
 
     def _parts(self, num_seqs: int, num_threads: int) -> int:
-        """Into which a sequence that decodes is divided, by its key heads, so that no thread is idle."""
-        return self.shape.num_kv_heads if num_threads > 1 and num_seqs < _PIECES_A_THREAD * num_threads else 1
+        """Into which a sequence that decodes is divided, by its key heads, so that no thread is idle: no more of them
+        than that takes, as each costs a microsecond."""
+        num_kv_heads = self.shape.num_kv_heads
+        parts = (parts for parts in range(1, num_kv_heads) if num_kv_heads % parts == 0)
+        enough = (each for each in parts if _is_balanced(num_seqs * each, num_threads))
+        return next(enough, num_kv_heads)
 
     def prepare(self, slices: Sequence[SequenceSlice]) -> CpuStep:
         num_threads = use_threads(self._num_threads)

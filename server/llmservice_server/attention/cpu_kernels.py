@@ -13,13 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from llmservice_server.attention.cpu_tile import add_tile, multiply_tile, sum_tile
+from llmservice_server.attention.cpu_tile import LOWEST, add_tile, multiply_tile, sum_tile
 from llmservice_server.cpu.compiled import compiled, compiled_inner
 from llmservice_server.cpu.element import exp, narrowed, widened
 from llmservice_server.cpu.parallel import for_each
-from llmservice_server.cpu.prefetch import prefetch_ahead
-
-_LOWEST = np.float32(-3e38)
 
 
 @compiled()
@@ -167,8 +164,9 @@ def decode_heads(query: Any, cache: Any, table: Any, keys_seen: Any, mine: Any, 
             queries[head, index] = value * np.float32(1 / math.sqrt(head_dim))
     sums = np.zeros((num_heads, head_dim), np.float32)
     total = np.zeros(num_heads, np.float32)
-    highest = np.full(num_heads, _LOWEST, np.float32)
+    highest = np.full(num_heads, LOWEST, np.float32)
     by_lane, scores = np.zeros((group, lanes, lanes), np.float32), np.empty((group, lanes), np.float32)
+    tops = np.empty(group, np.float32)
     last = (end - 1) // block_size
     for number in range(first // block_size, last + 1):
         start = max(0, first - number * block_size)
@@ -176,13 +174,13 @@ def decode_heads(query: Any, cache: Any, table: Any, keys_seen: Any, mine: Any, 
         block, upcoming = cache[table[number]], cache[table[min(number + 1, last)]]
         for kv_head in range(num_kv_heads):
             heads = slice(kv_head * group, (kv_head + 1) * group)
-            prefetch_ahead(upcoming[first_head + kv_head])
+            here, ahead = block[first_head + kv_head], upcoming[first_head + kv_head]
             for place in range(start, stop, lanes):
                 tile = slice(place, min(place + lanes, stop))
-                multiply_tile(queries[heads], block[first_head + kv_head, 0, tile], by_lane, constants)
-                sum_tile(by_lane, scores, constants)
-                _weigh(scores, tile.stop - tile.start, highest[heads], total[heads], sums[heads])
-                add_tile(scores, block[first_head + kv_head, 1, tile], sums[heads], constants)
+                multiply_tile(queries[heads], here[0, tile], ahead[0, tile], by_lane, constants)
+                sum_tile(by_lane, tile.stop - tile.start, scores, tops, constants)
+                _weigh(scores, tops, highest[heads], total[heads], sums[heads], constants)
+                add_tile(scores, here[1, tile], ahead[1, tile], sums[heads], constants)
     for head in range(num_heads):
         for index in range(head_dim):
             place = first_head * group + head
@@ -190,20 +188,24 @@ def decode_heads(query: Any, cache: Any, table: Any, keys_seen: Any, mine: Any, 
 
 
 @compiled_inner()
-def _weigh(scores: Any, num_keys: int, highest: Any, total: Any, sums: Any) -> None:
-    """Turn scores into weights beside the highest so far, and bring what was added up before into line with it."""
-    for head in range(scores.shape[0]):
+def _weigh(scores: Any, tops: Any, highest: Any, total: Any, sums: Any, constants: Any) -> None:
+    """Turn scores into weights beside the highest so far, and bring what was added up before into line with it.
+
+    tops: each row's highest score. A score that is none, because no key is there, weighs 2^-125 at most.
+    """
+    group, lanes = constants[0].group.size, constants[0].lanes.size
+    for head in range(group):
         before = highest[head]
-        for place in range(num_keys):
-            if scores[head, place] > highest[head]:  # noqa: PLR1730 - max() would be undecided about NaN
-                highest[head] = scores[head, place]
-        if highest[head] > before:
-            shrink = np.float32(math.exp(before - highest[head]))
+        if tops[head] > before:  # not so of NaN, which the weights will be
+            highest[head] = tops[head]
+            shrink = np.float32(math.exp(before - tops[head]))
             total[head] *= shrink
             for index in range(sums.shape[1]):
                 sums[head, index] *= shrink
+        most = highest[head]
         weights = np.float32(0)
-        for place in range(num_keys):
-            scores[head, place] = exp(scores[head, place] - highest[head])
-            weights += scores[head, place]
+        for place in range(lanes):
+            weight = exp(scores[head, place] - most)
+            scores[head, place] = weight
+            weights += weight
         total[head] += weights

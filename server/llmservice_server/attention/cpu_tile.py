@@ -15,12 +15,20 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from llmservice_server.cpu.prefetch import LINE_BYTES, emit_prefetch
+from llmservice_server.cpu.row import emit_highest
+
 _LANES = 16  # of AVX-512; on narrower CPUs LLVM takes two registers for one of these
 _SUMS = 24
 """Vectors that are added up at a time, of the 32 that a CPU has."""
 
 _FLOAT, _INT16, _INT32 = ir.FloatType(), ir.IntType(16), ir.IntType(32)
 _BYTES = ir.IntType(8).as_pointer()
+
+_KEPT = 20
+"""Vectors of queries that stay in registers, beside those of a key."""
+
+LOWEST = -3e38
 
 Constants = npt.NDArray[np.void]
 
@@ -67,16 +75,25 @@ class _Code:
         wide = ir.VectorType(_INT32, self.lanes)
         return builder.bitcast(builder.shl(builder.zext(bits, wide), ir.Constant(wide, [16] * self.lanes)), self.floats)
 
+    def prefetch_row(self, array: int, row: Any) -> None:
+        """A row of a head's elements, soon to be read."""
+        start, num_bytes = self.address(array, row, 0), self.vectors * self.lanes * self.kinds[array].bitwidth // 8
+        for offset in range(0, num_bytes, LINE_BYTES):
+            emit_prefetch(self.builder, self.builder.gep(start, [ir.Constant(_INT32, offset)]))
+
     def store(self, vector: Any, array: int, *place: Any) -> None:
         self.builder.store(vector, self.builder.bitcast(self.address(array, *place), self.floats.as_pointer()), align=4)
 
     def everywhere(self, array: int, *place: Any) -> Any:
         """A float32 in each lane."""
-        builder = self.builder
-        value = builder.load(builder.bitcast(self.address(array, *place), _FLOAT.as_pointer()))
-        nothing = ir.Constant(self.floats, ir.Undefined)
-        first = builder.insert_element(nothing, value, ir.Constant(_INT32, 0))
-        return builder.shuffle_vector(first, nothing, ir.Constant(ir.VectorType(_INT32, self.lanes), [0] * self.lanes))
+        start = self.builder.bitcast(self.address(array, *place), _FLOAT.as_pointer())
+        return self.in_each_lane(self.builder.load(start))
+
+    def in_each_lane(self, number: Any) -> Any:
+        nothing = ir.Constant(ir.VectorType(number.type, self.lanes), ir.Undefined)
+        first = self.builder.insert_element(nothing, number, ir.Constant(_INT32, 0))
+        zeros = ir.Constant(ir.VectorType(_INT32, self.lanes), [0] * self.lanes)
+        return self.builder.shuffle_vector(first, nothing, zeros)
 
     def add_product(self, total: Any, left: Any, right: Any) -> Any:
         product = self.builder.fmul(left, right, flags=("contract",))
@@ -96,40 +113,54 @@ class _Code:
         return self.builder.shuffle_vector(left, right, even), self.builder.shuffle_vector(left, right, odd)
 
 
-def _multiply_tile(context: Any, queries: Any, keys: Any, parts: Any, constants: Any) -> Any:
+def _multiply_tile(context: Any, queries: Any, keys: Any, upcoming: Any, parts: Any, constants: Any) -> Any:
     """Write the products of `queries` `[group, head_dim]` with `keys` `[num_keys, head_dim]`, of which there are no
-    more than lanes, to `parts` `[group, lanes, lanes]`: each as the lanes that `sum_tile` adds up."""
+    more than lanes, to `parts` `[group, lanes, lanes]`: each as the lanes that `sum_tile` adds up. With each key a row
+    of `upcoming`, as many or more, is asked for from memory, so that computing and waiting take the same time."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         code = _Code(context, builder, signature, arguments)
         num_keys = cgutils.unpack_tuple(builder, code.arrays[1].shape)[0]
+        places = [(head, code.lanes * part) for head in range(code.group) for part in range(code.vectors)]
+        kept = {place: code.load(0, *place) for place in places[:_KEPT]}  # else each key would have them loaded again
         with cgutils.for_range(builder, num_keys) as loop:
+            code.prefetch_row(2, loop.index)
             key = [code.load(1, loop.index, code.lanes * part) for part in range(code.vectors)]
             for head in range(code.group):
-                total = builder.fmul(key[0], code.load(0, head, 0))
+                query = [kept.get(place) or code.load(0, *place) for place in places if place[0] == head]
+                total = builder.fmul(key[0], query[0])
                 for part in range(1, code.vectors):
-                    total = code.add_product(total, key[part], code.load(0, head, code.lanes * part))
-                code.store(total, 2, head, loop.index, 0)
+                    total = code.add_product(total, key[part], query[part])
+                code.store(total, 3, head, loop.index, 0)
         return context.get_dummy_value()
 
-    return types.void(queries, keys, parts, constants), generate
+    return types.void(queries, keys, upcoming, parts, constants), generate
 
 
-def _sum_tile(context: Any, parts: Any, scores: Any, constants: Any) -> Any:
-    """Add up the lanes of `parts` to `scores` `[group, lanes]`, those of no key too."""
+def _sum_tile(context: Any, parts: Any, num_keys: Any, scores: Any, highest: Any, constants: Any) -> Any:
+    """Add up the lanes of `parts` to `scores` `[group, lanes]`, the lowest number there is behind `num_keys`, and write
+    the highest of each row; if there is NaN among them, any of them."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         code = _Code(context, builder, signature, arguments)
+        numbers = ir.VectorType(_INT32, code.lanes)
+        lane = ir.Constant(numbers, list(range(code.lanes)))
+        lowest = ir.Constant(code.floats, [LOWEST] * code.lanes)
+        end = code.in_each_lane(builder.trunc(arguments[1], _INT32))
+        is_key = builder.icmp_signed("<", lane, end)
         for head in range(code.group):
-            vectors = [code.load(0, head, key, 0) for key in range(code.lanes)]
-            code.store(code.sums_of_lanes(vectors), 1, head, 0)
+            sums = code.sums_of_lanes([code.load(0, head, key, 0) for key in range(code.lanes)])
+            sums = builder.select(is_key, sums, lowest)
+            code.store(sums, 2, head, 0)
+            builder.store(emit_highest(builder, sums), builder.bitcast(code.address(3, head), _FLOAT.as_pointer()))
         return context.get_dummy_value()
 
-    return types.void(parts, scores, constants), generate
+    return types.void(parts, types.intp, scores, highest, constants), generate
 
 
-def _add_tile(context: Any, weights: Any, values: Any, sums: Any, constants: Any) -> Any:
-    """Add the weighted `values` `[num_keys, head_dim]` to `sums` `[group, head_dim]`; weights: `[group, lanes]`."""
+def _add_tile(context: Any, weights: Any, values: Any, upcoming: Any, sums: Any, constants: Any) -> Any:
+    """Add the weighted `values` `[num_keys, head_dim]` to `sums` `[group, head_dim]`; weights: `[group, lanes]`.
+    upcoming: as `multiply_tile` has it."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         code = _Code(context, builder, signature, arguments)
@@ -138,11 +169,13 @@ def _add_tile(context: Any, weights: Any, values: Any, sums: Any, constants: Any
         for first in range(0, code.vectors, at_a_time):
             places = [code.lanes * part for part in range(first, min(first + at_a_time, code.vectors))]
             totals = {
-                (head, place): cgutils.alloca_once_value(builder, code.load(2, head, place))
+                (head, place): cgutils.alloca_once_value(builder, code.load(3, head, place))
                 for place in places
                 for head in range(code.group)
             }
             with cgutils.for_range(builder, num_keys) as loop:
+                if first == 0:
+                    code.prefetch_row(2, loop.index)
                 value = {place: code.load(1, loop.index, place) for place in places}
                 for head in range(code.group):
                     weight = code.everywhere(0, head, loop.index)
@@ -150,10 +183,10 @@ def _add_tile(context: Any, weights: Any, values: Any, sums: Any, constants: Any
                         total = totals[head, place]
                         builder.store(code.add_product(builder.load(total), weight, value[place]), total)
             for (head, place), total in totals.items():
-                code.store(builder.load(total), 2, head, place)
+                code.store(builder.load(total), 3, head, place)
         return context.get_dummy_value()
 
-    return types.void(weights, values, sums, constants), generate
+    return types.void(weights, values, upcoming, sums, constants), generate
 
 
 multiply_tile: Any = intrinsic(_multiply_tile)

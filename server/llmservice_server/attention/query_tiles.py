@@ -36,7 +36,7 @@ def query_tiles(
     return tiles.reshape(-1, 5)[dealt(np.repeat(work, num_kv_heads), num_threads)]
 
 
-def dealt(work: Int64Array, num_hands: int) -> Int64Array:
+def dealt(work: Int64Array | Int32Array, num_hands: int) -> Int64Array:
     """The places of `work`, dealt like cards, most work first, from the first hand to the last and back again."""
     if len(work) <= num_hands:
         return np.arange(len(work))

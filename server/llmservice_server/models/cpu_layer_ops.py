@@ -32,7 +32,7 @@ class CpuLayerOps(TorchLayerOps):
         normed = torch.empty_like(hidden)
         arrays = as_array(hidden), as_array(weight), np.float32(eps), as_array(normed)
         if delta is None:
-            _norm(*arrays)
+            norm(*arrays)
         else:
             add_norm(as_array(delta), *arrays)
         return normed
@@ -54,7 +54,7 @@ class ThreadedCpuLayerOps:
         normed = torch.empty_like(hidden)
         arrays = as_array(hidden), as_array(weight), np.float32(eps), as_array(normed)
         if delta is None:
-            _norm(*arrays)
+            norm(*arrays)
         else:
             _add_norm_threaded(as_array(delta), *arrays)
         return normed
@@ -76,7 +76,8 @@ def _norm_row(row: Any, weight: Any, eps: Any, normed: Any) -> None:
 
 
 @compiled()
-def _norm(hidden: Any, weight: Any, eps: Any, normed: Any) -> None:
+def norm(hidden: Any, weight: Any, eps: Any, normed: Any) -> None:
+    """Write the RMS norm of each row, times `weight`."""
     for row in range(len(hidden)):
         _norm_row(hidden[row], weight, eps, normed[row])
 
@@ -98,7 +99,7 @@ def _add_row(delta: Any, hidden: Any) -> None:
 def add_norm(delta: Any, hidden: Any, weight: Any, eps: Any, normed: Any) -> None:
     """Add `delta` to `hidden`, in place, and write the norms of the sum's rows."""
     add(delta, hidden)
-    _norm(hidden, weight, eps, normed)
+    norm(hidden, weight, eps, normed)
 
 
 @compiled(nogil=True)

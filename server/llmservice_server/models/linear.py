@@ -41,14 +41,18 @@ class Linear:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[num_rows, in]` to `[num_rows, out]`."""
-        if self.panels is not None and len(hidden) <= FEW_ROWS:
-            return self.panels(hidden)
+        if (panels := self.panels_for(hidden)) is not None:
+            return panels(hidden)
         if self.packed:
             num_rows = hidden.shape[0]
             surplus = padded_rows(num_rows) - num_rows
             rows = F.pad(hidden, (0, 0, 0, surplus)) if surplus else hidden
             return _packed_product(rows, self.weight, self.bias)[:num_rows]
         return F.linear(hidden, self.weight, self.bias)
+
+    def panels_for(self, hidden: torch.Tensor) -> Panels | None:
+        """Whose affair a product with so many rows is, where it is theirs."""
+        return self.panels if len(hidden) <= FEW_ROWS else None
 
     def pack(self) -> None:
         """Lay the weight out for the product once, where that is possible, instead of anew for every product.

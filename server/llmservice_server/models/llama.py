@@ -83,6 +83,8 @@ class LlamaModel:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 logits `[num_rows, vocab_size]` of the given rows of `forward`'s result."""
+        if (panels := self.lm_head.panels_for(hidden)) is not None:
+            return panels.logits(hidden, self.norm, self.config.rms_norm_eps)
         return self.lm_head(self.norm_states(hidden)).float()
 
     def norm_states(self, hidden: torch.Tensor) -> torch.Tensor:

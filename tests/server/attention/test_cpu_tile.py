@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmservice_server.attention.cpu_tile import add_tile, constants_of, multiply_tile, sum_tile
+from llmservice_server.attention.cpu_tile import LOWEST, add_tile, constants_of, multiply_tile, sum_tile
 from llmservice_server.cpu.compiled import compiled
 from llmservice_server.cpu.element import as_array
 
@@ -14,14 +14,14 @@ shapes = pytest.mark.parametrize(("group", "head_dim"), [(1, 64), (3, 96), (8, 1
 
 
 @compiled()
-def _score(queries: Any, keys: Any, parts: Any, scores: Any, constants: Any) -> None:
-    multiply_tile(queries, keys, parts, constants)
-    sum_tile(parts, scores, constants)
+def _score(queries: Any, keys: Any, parts: Any, scores: Any, highest: Any, constants: Any) -> None:
+    multiply_tile(queries, keys, keys, parts, constants)
+    sum_tile(parts, len(keys), scores, highest, constants)
 
 
 @compiled()
 def _add(weights: Any, values: Any, sums: Any, constants: Any) -> None:
-    add_tile(weights, values, sums, constants)
+    add_tile(weights, values, values, sums, constants)
 
 
 @shapes
@@ -34,9 +34,12 @@ def test_scores_and_weighted_sums(group: int, head_dim: int, dtype: torch.dtype)
     for num_keys in {1, lanes // 2 + 1, lanes}:
         queries = torch.randn(group, head_dim, generator=random)
         keys, values = (torch.randn(num_keys, head_dim, generator=random).to(dtype) for _ in range(2))
-        parts, scores = np.zeros((group, lanes, lanes), np.float32), np.zeros((group, lanes), np.float32)
-        _score(queries.numpy(), as_array(keys), parts, scores, constants)
+        parts, scores = np.full((group, lanes, lanes), np.nan, np.float32), np.zeros((group, lanes), np.float32)
+        highest = np.empty(group, np.float32)
+        _score(queries.numpy(), as_array(keys), parts, scores, highest, constants)
         torch.testing.assert_close(torch.from_numpy(scores)[:, :num_keys], queries @ keys.float().T)
+        assert (scores[:, num_keys:] == np.float32(LOWEST)).all()
+        assert (highest == scores.max(axis=1)).all()
 
         sums = torch.randn(group, head_dim, generator=random)
         expected = sums + torch.from_numpy(scores)[:, :num_keys] @ values.float()
