@@ -9,7 +9,7 @@ from importlib import import_module
 
 import pytest
 
-from compare import CLASSES, CONTINUOUS, LLAMA_CPP, OURS, STATIC, checks, rotated
+from compare import CLASSES, CONTINUOUS, LLAMA_CPP, OURS, STATIC, checks, finalists, rotated, speeds
 from llmservice_bench.lengths import Lengths
 from llmservice_bench.report import Report
 from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
@@ -150,6 +150,14 @@ def test_single_requests_that_were_served_in_turns_are_laid_end_to_end() -> None
     asks = [Ask([1], 2), Ask([1], 1)]
     answers = [Answer(10.0, [7, 8], [10.5, 11.0]), Answer(90.0, [9], [90.25])]
     assert [(one.started_s, one.ended_s) for one in in_turns(asks, answers)] == [(0.0, 1.0), (1.0, 1.25)]
+
+
+def test_ours_and_the_best_of_the_others_take_more_turns(job: Job) -> None:
+    answers = [Answer(0.0, [7], [0.5]), Answer(9.0, [7], [9.25])]
+    asked = replace(job, asks=(Ask([1], 1), Ask([1], 1), Ask([1], 1)))
+    assert speeds(asked, answers) == [2.0, 4.0]
+    assert finalists({STATIC: 4.0, OURS: 3.0, LLAMA_CPP: 5.0}) == [OURS, LLAMA_CPP]
+    assert finalists({OURS: 3.0}) == [OURS]
 
 
 def test_single_stream_is_judged_turn_by_turn_against_the_best_peer() -> None:
