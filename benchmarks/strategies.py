@@ -3,7 +3,8 @@
 The engine runs in this process, without HTTP, on a small model. Requests come from the Azure conversation trace,
 scaled, and arrive as a Poisson process. A strategy's capacity is the highest rate at which its p99 TTFT keeps one and
 the same promise, a strict and a relaxed one: 5 and 25 times that of requests which have the engine to themselves. A run
-lasts ten times the promise, so that a rate which is not sustained breaks it.
+lasts ten times the promise, or the time in which all places are taken anew ten times, so that a rate which is not
+sustained breaks it.
 
 Who comes to a batch on its way waits for its end. A promise shorter than that leaves static and dynamic batching next
 to nothing; the longer it is, the nearer the ratios come to those with all requests there at once, where nobody minds

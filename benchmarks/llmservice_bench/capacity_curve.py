@@ -23,7 +23,7 @@ def draw_capacities(rows: Sequence[Row], subtitle: str) -> str:
         for name, colour in zip(strategies, svg.COLOURS, strict=False)
     ]
     bounds = {f"promised: {bound:.0f} ms": bound for bound in dict.fromkeys(row["promise_ms"] for row in rows)}
-    panel = Panel("p99 time to first token, ms", "output tokens per second", series, bounds)
+    panel = Panel("p99 time to first token, ms", "output tokens per second", series, bounds, bounds_labelled_at=0.4)
     return line_chart("Throughput within a promise", f"{LEGEND} {subtitle}", [panel])
 
 

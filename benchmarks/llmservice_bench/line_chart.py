@@ -34,6 +34,8 @@ class Panel:
     series: Sequence[Series]
     bounds: Mapping[str, float] = field(default_factory=dict)
     """A dashed line across each, with its label: what was promised."""
+    bounds_labelled_at: float = 0.0
+    """Where labels begin, as a share of the axis."""
 
 
 def line_chart(title: str, subtitle: str, panels: Sequence[Panel]) -> str:
@@ -54,8 +56,8 @@ def _panel(panel: Panel, offset: float) -> list[str]:
     for label, bound in panel.bounds.items():
         y = y_axis.place(bound)
         shapes.append(svg.line(x_axis.start, y, x_axis.end, y, stroke=svg.INK, dashes="2 4"))
-        middle = (x_axis.start + x_axis.end) / 2
-        shapes.append(svg.text(middle, y - 5, label, fill=svg.GREY, anchor="middle", size=11))
+        x = x_axis.start + 6 + panel.bounds_labelled_at * (x_axis.end - x_axis.start)
+        shapes.append(svg.text(x, y - 5, label, fill=svg.GREY, size=11))
     ends: list[tuple[float, Series]] = []
     for series in panel.series:
         placed = [(x_axis.place(x), y_axis.place(y)) for x, y in series.points if y > 0]

@@ -9,7 +9,7 @@ import numpy as np
 
 from llmservice_bench.report import Report
 from llmservice_server.engine.engine import Engine
-from scheduling.capacity import CapacitySearch, search_by_turns
+from scheduling.capacity import CapacitySearch, rate_search, search_by_turns
 from scheduling.findings import AT_ONCE, CONTINUOUS, DYNAMIC, STATIC, Findings, Setup
 from scheduling.load import Run
 from scheduling.saturation import saturate
@@ -70,16 +70,14 @@ class Contest:
 
     def capacities(self, at_once: Mapping[str, float], findings: Findings) -> dict[str, Report]:
         """By strategy; `at_once` are their rates without a promise."""
-        searches = {
-            name: CapacitySearch.begun(
-                self._setup,
-                engine,
-                self._promise_s,
-                start=at_once[name] * (1.0 if name == CONTINUOUS else self._promise.start),
-                tolerance=TOLERANCE if name == CONTINUOUS else self._promise.tolerance,
+        turnover_s = self._setup.max_num_seqs / at_once[CONTINUOUS]
+        searches = {}
+        for name, engine in self.engines.items():
+            start, tolerance = (
+                (self._promise.start, self._promise.tolerance) if name != CONTINUOUS else (1.0, TOLERANCE)
             )
-            for name, engine in self.engines.items()
-        }
+            rates = rate_search(at_once[name] * start, tolerance)
+            searches[name] = CapacitySearch(self._setup, engine, self._promise_s, turnover_s, rates)
         search_by_turns(searches.values())
         capacity = {name: search.capacity() for name, search in searches.items()}
         for name, search in searches.items():

@@ -13,7 +13,10 @@ from scheduling.findings import Setup
 from scheduling.load import Arrival, Run
 
 SUSTAINED = 10
-"""Promises that a searched run lasts: at a rate a tenth too high, who comes last then waits longer than promised."""
+"""Promises that a searched run lasts: at a rate a tenth too high, who comes last then waits longer than promised.
+
+Turnovers, where these are longer: within the first nobody waits, whatever the rate, for places are still empty.
+"""
 FEWEST = 100
 """Requests of a searched run: fewer have no p99."""
 FLOOR = 1 / 20
@@ -21,9 +24,17 @@ FLOOR = 1 / 20
 there would be no ratio."""
 
 
-def num_requests(rate: float, promise_s: float) -> int:
-    """Of a run at `rate` (requests per second) that is long enough to show whether the rate is sustained."""
-    return max(FEWEST, math.ceil(rate * SUSTAINED * promise_s))
+def rate_search(start: float, tolerance: float) -> RateSearch:
+    """From `start` on: a wrong guess only takes longer."""
+    return RateSearch(start, tolerance, floor=start * FLOOR)
+
+
+def num_requests(rate: float, promise_s: float, turnover_s: float) -> int:
+    """Of a run at `rate` (requests per second) that is long enough to show whether the rate is sustained.
+
+    `turnover_s` is the time in which as many requests are served as there are places.
+    """
+    return max(FEWEST, math.ceil(rate * SUSTAINED * max(promise_s, turnover_s)))
 
 
 @dataclass(slots=True)
@@ -33,14 +44,10 @@ class CapacitySearch:
     setup: Setup
     engine: Engine
     promise_s: float
+    turnover_s: float
     search: RateSearch
     served: list[tuple[float, Report]] = field(default_factory=list)
     """Every rate whose run was not given up, and what it showed."""
-
-    @classmethod
-    def begun(cls, setup: Setup, engine: Engine, promise_s: float, start: float, tolerance: float) -> CapacitySearch:
-        """`start` is the first rate to try: a wrong guess only takes longer. `tolerance` is `RateSearch`'s."""
-        return cls(setup, engine, promise_s, RateSearch(start, tolerance, floor=start * FLOOR))
 
     @property
     def is_over(self) -> bool:
@@ -62,7 +69,7 @@ class CapacitySearch:
         return best[-1] if best else Run(self.engine, self._arrivals(self.search.floor)).complete()
 
     def _arrivals(self, rate: float) -> list[Arrival]:
-        return self.setup.arrivals(rate, num_requests(rate, self.promise_s))
+        return self.setup.arrivals(rate, num_requests(rate, self.promise_s, self.turnover_s))
 
 
 def search_by_turns(searches: Iterable[CapacitySearch]) -> None:

@@ -6,8 +6,10 @@ from llmservice_bench.lengths import Lengths
 from llmservice_bench.rate_search import RateSearch
 from llmservice_server.engine.engine import Engine
 from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
-from scheduling.capacity import FEWEST, CapacitySearch, num_requests, search_by_turns, served
+from scheduling.capacity import FEWEST, CapacitySearch, num_requests, rate_search, search_by_turns, served
 from scheduling.findings import AT_ONCE, CONTINUOUS, Setup
+
+TURNOVER_S = 0.01
 
 
 @pytest.fixture(scope="module")
@@ -24,16 +26,17 @@ def engine(setup: Setup) -> Engine:
 
 
 @pytest.mark.parametrize(
-    ("rate", "promise_s", "requests"), [(80.0, 0.5, 400), (200.0, 0.5, 1000), (2.0, 0.5, FEWEST), (81.0, 0.31, 252)]
+    ("rate", "promise_s", "turnover_s", "requests"),
+    [(80.0, 0.5, 0.1, 400), (200.0, 0.5, 0.1, 1000), (200.0, 0.1, 0.5, 1000), (2.0, 0.5, 0.1, FEWEST)],
 )
-def test_run_lasts_ten_promises_but_never_has_too_few_requests_for_a_p99(
-    rate: float, promise_s: float, requests: int
+def test_run_lasts_ten_promises_or_turnovers_but_never_has_too_few_requests_for_a_p99(
+    rate: float, promise_s: float, turnover_s: float, requests: int
 ) -> None:
-    assert num_requests(rate, promise_s) == requests
+    assert num_requests(rate, promise_s, turnover_s) == requests
 
 
 def test_search_ends_where_more_requests_come_than_the_engine_can_serve(setup: Setup, engine: Engine) -> None:
-    search = CapacitySearch.begun(setup, engine, promise_s=0.05, start=200.0, tolerance=0.5)
+    search = CapacitySearch(setup, engine, 0.05, TURNOVER_S, rate_search(200.0, tolerance=0.5))
     search_by_turns([search])
     assert search.search.broken < float("inf")
     capacity = search.capacity()
@@ -43,7 +46,7 @@ def test_search_ends_where_more_requests_come_than_the_engine_can_serve(setup: S
 
 
 def test_who_keeps_the_promise_at_no_rate_is_credited_with_the_lowest(setup: Setup, engine: Engine) -> None:
-    search = CapacitySearch.begun(setup, engine, promise_s=0.0, start=400.0, tolerance=0.5)
+    search = CapacitySearch(setup, engine, 0.0, TURNOVER_S, rate_search(400.0, tolerance=0.5))
     search_by_turns([search])
     assert search.search.kept == 0
     assert search.capacity().completed == FEWEST
@@ -54,13 +57,14 @@ def test_capacity_is_the_run_at_the_highest_rate_kept_not_that_of_a_higher_one(s
     calm, hasty = (served(engine, setup.arrivals(AT_ONCE, count), 60.0) for count in (1, 2))
     assert calm is not None
     assert hasty is not None
-    search = CapacitySearch(setup, engine, 1.0, RateSearch(10.0, kept=10.0, broken=10.2), [(10.0, calm), (10.2, hasty)])
+    known = RateSearch(10.0, kept=10.0, broken=10.2)
+    search = CapacitySearch(setup, engine, 1.0, TURNOVER_S, known, [(10.0, calm), (10.2, hasty)])
     assert search.is_over
     assert search.capacity() is calm
 
 
 def test_searches_take_turns_until_each_is_over(setup: Setup, engine: Engine) -> None:
-    searches = [CapacitySearch.begun(setup, engine, 0.0, start, 0.5) for start in (100.0, 400.0)]
+    searches = [CapacitySearch(setup, engine, 0.0, TURNOVER_S, rate_search(start, 0.5)) for start in (100.0, 400.0)]
     search_by_turns(searches)
     assert all(search.is_over for search in searches)
 
