@@ -32,6 +32,7 @@ from llmservice_server.attention.base import (
 )
 from llmservice_server.attention.cpu_tile import Constants, constants_of
 from llmservice_server.attention.query_tiles import dealt, query_tiles
+from llmservice_server.attention.slice_columns import SliceColumns
 from llmservice_server.cpu.compiled import use_threads
 from llmservice_server.cpu.element import as_array
 from llmservice_server.models.linear import FEW_ROWS
@@ -81,15 +82,14 @@ class _Decodes:
         return cls(sequences[dealt(last_keys, num_threads)], tables.blocks, parts)
 
     @classmethod
-    def of_all(cls, slices: Sequence[SequenceSlice], parts: int, num_threads: int) -> _Decodes:
+    def of_all(cls, columns: SliceColumns, parts: int, num_threads: int) -> _Decodes:
         """Of a step that is nothing else. It takes few calls: with one sequence, each of them is felt."""
-        tables = [part.block_table for part in slices]
-        firsts = accumulate(map(len, tables), initial=0)
-        sequences = np.array(
-            [(row, first, part.start + 1) for row, (part, first) in enumerate(zip(slices, firsts, strict=False))],
-            np.int32,
-        )
-        if len(slices) > num_threads:
+        tables = columns.block_tables
+        firsts = accumulate(map(len, tables[:-1]), initial=0)
+        starts = columns.starts.tolist()
+        rows = [(row, first, start + 1) for row, (first, start) in enumerate(zip(firsts, starts, strict=True))]
+        sequences = np.array(rows, np.int32)
+        if len(rows) > num_threads:
             sequences = sequences[dealt(sequences[:, 2], num_threads)]
         return cls(sequences, joined(tables), parts)
 
@@ -126,7 +126,7 @@ class CpuAttention:
         """A step of decodes only, for compiled code: caches and windows of all layers, and what else
         `cpu_kernels.rotate_and_decode` asks for."""
         num_threads = use_threads(self._num_threads)
-        decodes = _Decodes.of_all(slices, self._parts(len(slices), num_threads), num_threads)
+        decodes = _Decodes.of_all(SliceColumns.of(slices), self._parts(len(slices), num_threads), num_threads)
         return self._array, self._windows, decodes.arguments, self._constants
 
     def _parts(self, num_seqs: int, num_threads: int) -> int:
@@ -139,9 +139,8 @@ class CpuAttention:
 
     def prepare(self, slices: Sequence[SequenceSlice]) -> CpuStep:
         num_threads = use_threads(self._num_threads)
-        starts = np.array([part.start for part in slices], np.int64)
-        counts = np.array([part.num_tokens for part in slices], np.int64)
-        tables = JoinedTables.of([part.block_table for part in slices])
+        columns = SliceColumns.of(slices)
+        starts, counts, tables = columns.starts, columns.counts, columns.joined_tables
         rows = firsts_of(counts)
         alone = np.flatnonzero(counts == 1)
         slots = slots_of(starts, counts, tables, self.shape.block_size)

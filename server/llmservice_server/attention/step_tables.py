@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from llmservice_server.attention.base import Int32Array, JoinedTables, SequenceSlice, firsts_of, slots_of
+from llmservice_server.attention.slice_columns import SliceColumns
 
 _ALIGNMENT = 4  # int32 numbers: Triton compiles other kernels for pointers that are no multiple of 16 bytes
 _TABLE_STEP = 16  # likewise for strides that are no multiple of 16
@@ -27,9 +28,8 @@ class StepTables:
 
     @classmethod
     def of(cls, slices: Sequence[SequenceSlice], block_size: int) -> StepTables:
-        starts = np.array([part.start for part in slices], np.int64)
-        counts = np.array([part.num_tokens for part in slices], np.int64)
-        joined = JoinedTables.of([part.block_table for part in slices])
+        columns = SliceColumns.of(slices)
+        starts, counts, joined = columns.starts, columns.counts, columns.joined_tables
         tables = padded_tables(joined)
         rows = firsts_of(counts)
         alone = counts == 1

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
-from llmservice_server.attention.base import JoinedTables, KVCacheShape, SequenceSlice, slots_of
+from llmservice_server.attention.base import KVCacheShape, SequenceSlice, slots_of
+from llmservice_server.attention.slice_columns import SliceColumns
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,8 @@ class TorchAttention:
 
     def prepare(self, slices: Sequence[SequenceSlice]) -> TorchStep:
         runs: list[_Run] = []
-        starts = np.array([part.start for part in slices], np.int64)
-        counts = np.array([part.num_tokens for part in slices], np.int64)
-        tables = JoinedTables.of([part.block_table for part in slices])
+        columns = SliceColumns.of(slices)
+        starts, counts, tables = columns.starts, columns.counts, columns.joined_tables
         first_query = 0
         for part, first_block in zip(slices, tables.firsts.tolist(), strict=True):
             runs.append(_Run(first_query, part.start, part.num_tokens, first_block * self.shape.block_size))

@@ -16,6 +16,7 @@ import torch
 from llmservice_server.attention.base import Int64Array, SequenceSlice
 from llmservice_server.attention.cpu_backend import CpuAttention
 from llmservice_server.attention.cpu_kernels import rotate_and_decode
+from llmservice_server.attention.slice_columns import SliceColumns
 from llmservice_server.cpu.compiled import compiled, compiled_inner
 from llmservice_server.cpu.element import as_array, narrowed
 from llmservice_server.cpu.panel_product import PANEL, as_lanes, multiply, multiply_into, panels_at
@@ -51,7 +52,7 @@ class CpuDecode:
 
     def takes(self, slices: Sequence[SequenceSlice]) -> bool:
         """Whether a step is one of decodes only, and not too many."""
-        return len(slices) <= self._max_num_seqs and all(part.num_tokens == 1 for part in slices)
+        return len(slices) <= self._max_num_seqs and bool(SliceColumns.of(slices).counts.max() == 1)
 
     def run(
         self, token_ids: Int64Array, slices: Sequence[SequenceSlice], late: LateTokens | None = None

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from llmservice_server.attention.base import Int32Array, Int64Array, JoinedTables, SequenceSlice, slots_of
+from llmservice_server.attention.base import Int32Array, Int64Array, SequenceSlice, slots_of
+from llmservice_server.attention.slice_columns import SliceColumns
 from llmservice_server.attention.step_tables import padded_tables
 from llmservice_server.attention.triton_backend import TritonAttention
 from llmservice_server.engine.step_in_flight import LateTokens
@@ -68,8 +69,8 @@ class DecodeBuffers:
         numbers = self._host.numpy()
         numbers[:, count:size] = 0
         if count:
-            starts = np.array([part.start for part in slices], np.int64)
-            joined = JoinedTables.of([part.block_table for part in slices])
+            columns = SliceColumns.of(slices)
+            starts, joined = columns.starts, columns.joined_tables
             numbers[0, :count] = token_ids
             numbers[1, :count] = starts
             numbers[2, :count] = slots_of(starts, np.ones_like(starts), joined, self.block_size)
@@ -110,7 +111,7 @@ class DecodeGraphs:
 
     def takes(self, slices: Sequence[SequenceSlice]) -> bool:
         """Whether a step is one of decodes only, and not too many."""
-        return len(slices) <= self._sizes[-1] and all(part.num_tokens == 1 for part in slices)
+        return len(slices) <= self._sizes[-1] and bool((SliceColumns.of(slices).counts == 1).all())
 
     def run(
         self,

@@ -139,7 +139,7 @@ class ModelRunner:
         self,
         token_ids: Int64Array,
         positions: Int64Array,
-        slices: list[SequenceSlice],
+        slices: Sequence[SequenceSlice],
         late: LateTokens | None = None,
     ) -> torch.Tensor:
         if self.decode_path is not None and self.decode_path.takes(slices):

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from llmservice_server.attention.base import SequenceSlice, positions_of
+from llmservice_server.attention.base import positions_of
+from llmservice_server.attention.slice_columns import SliceColumns
 from llmservice_server.engine.plan import Scheduled
 from llmservice_server.engine.request import Request
 
@@ -21,17 +22,19 @@ class StepInput:
 
     token_ids: npt.NDArray[np.int64]  # [num_tokens], padding included
     positions: npt.NDArray[np.int64]  # [num_tokens], each in its own sequence
-    slices: list[SequenceSlice]
+    slices: SliceColumns
     sampling: Sequence[Request]  # those that are due a token
     last_rows: npt.NDArray[np.int64] | None  # of these, each one's last token; None: they are all the step's tokens
 
     @classmethod
     def of(cls, scheduled: Sequence[Scheduled]) -> StepInput:
         requests = [share.request for share in scheduled]
-        starts = [share.start for share in scheduled]
+        starts = np.array([share.start for share in scheduled], np.int64)
+        tables = [request.block_table for request in requests]
         if all([share.samples and share.num_tokens + share.num_padding == 1 for share in scheduled]):  # noqa: C419
-            return cls._of_decodes(requests, starts)
-        counts = [share.num_tokens + share.num_padding for share in scheduled]
+            newest = np.array([request.token_ids[-1] for request in requests], np.int64)
+            return cls(newest, starts, SliceColumns(starts, np.ones_like(starts), tables), requests, None)
+        counts = np.array([share.num_tokens + share.num_padding for share in scheduled], np.int64)
         samples = [share.samples for share in scheduled]
         token_ids: list[int] = []
         for share in scheduled:
@@ -40,8 +43,8 @@ class StepInput:
         last = np.cumsum(counts) - np.array([share.num_padding for share in scheduled], np.int64) - 1
         return cls(
             token_ids=np.array(token_ids, np.int64),
-            positions=positions_of(np.array(starts, np.int64), np.array(counts, np.int64))[1],
-            slices=_slices(requests, starts, counts),
+            positions=positions_of(starts, counts)[1],
+            slices=SliceColumns(starts, counts, tables),
             sampling=[request for request, due in zip(requests, samples, strict=True) if due],
             last_rows=last[np.array(samples)],
         )
@@ -56,14 +59,3 @@ class StepInput:
         due = [(place, request) for place, request in self.last_tokens() if request not in ended]
         last_rows = np.array([place for place, _ in due], np.int64)
         return replace(self, sampling=[request for _, request in due], last_rows=last_rows)
-
-    @classmethod
-    def _of_decodes(cls, requests: Sequence[Request], starts: Sequence[int]) -> StepInput:
-        """Nothing but each sequence's newest token."""
-        newest = [request.token_ids[-1] for request in requests]
-        slices = _slices(requests, starts, [1] * len(starts))
-        return cls(np.array(newest, np.int64), np.array(starts, np.int64), slices, requests, None)
-
-
-def _slices(requests: Sequence[Request], starts: Sequence[int], counts: Sequence[int]) -> list[SequenceSlice]:
-    return list(map(SequenceSlice, starts, counts, [request.block_table for request in requests]))
