@@ -1,7 +1,7 @@
 """How far decode, prefill and attention on this CPU are from what its memory and its arithmetic allow.
 
-Ceilings are measured on the spot, by reading a large array and by a large product. A 12-layer model of 768 runs in
-float32 and in bfloat16, as the server would run it. JSON goes to benchmarks/results/.
+Ceilings are measured on the spot, by reading a large array and by a large product, before each phase; the best counts.
+A 12-layer model of 768 runs in float32 and in bfloat16, as the server would run it. JSON goes to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ import torch
 
 from llmservice_bench.models import checkpoint
 from llmservice_bench.profile.attention_ratio import SHAPES, compare
-from llmservice_bench.profile.benchmark import open_engine, profile_phase, table
-from llmservice_bench.profile.ceilings import Ceilings
+from llmservice_bench.profile.benchmark import open_engine, profile_phases, table
 from llmservice_bench.profile.phase import Phase
 from llmservice_bench.results import Check, Results
 from llmservice_server.engine.config import DType
@@ -41,8 +40,7 @@ MOST_BY_CONTIGUOUS = "<= 1.5"
 
 def profile_model(folder: Path, name: DType) -> tuple[list[dict[str, Any]], list[Check]]:
     engine = open_engine(folder, PHASES, dtype=name)
-    ceilings = Ceilings.measure(DTYPES[name])
-    rows = [profile_phase(engine, phase, ceilings) for phase in PHASES]
+    ceilings, rows = profile_phases(engine, PHASES)
     print("\n".join(["", *table(ceilings, rows)]))
     at_32 = next(row for row in rows if row["phase"] == "decode 32 x 128")
     check = Check(

@@ -20,6 +20,7 @@ from llmservice_planner.command import CommandError
 from llmservice_server.engine.config import DType, EngineConfig
 from llmservice_server.engine.engine import Engine
 from llmservice_server.engine.errors import StartError
+from llmservice_server.models.llama import LlamaModel
 
 _TIMED_STEPS = {"prefill": 5, "decode": 20}
 _PROFILED_STEPS = 3
@@ -37,8 +38,7 @@ def run_profile_benchmark(args: argparse.Namespace) -> int:
         engine = open_engine(args.model, phases, dtype=args.dtype, threads=args.threads)
     except StartError as error:
         raise CommandError(str(error)) from error
-    ceilings = Ceilings.measure(engine.runner.model.dtype)
-    rows = [profile_phase(engine, phase, ceilings) for phase in phases]
+    ceilings, rows = profile_phases(engine, phases)
     if args.output == "json":
         print(json.dumps({"machine": machine(), "ceilings": ceilings.as_dict(), "rows": rows}, indent=2))
     else:
@@ -66,7 +66,33 @@ def open_engine(model: Path, phases: Sequence[Phase], dtype: DType = "auto", thr
     return Engine(config)
 
 
-def profile_phase(engine: Engine, phase: Phase, ceilings: Ceilings) -> dict[str, Any]:
+def profile_phases(engine: Engine, phases: Sequence[Phase]) -> tuple[Ceilings, list[dict[str, Any]]]:
+    """The machine's ceilings, and a row for each phase beside them.
+
+    They are measured again between the phases: one moment of a shared machine would put them below what it does next.
+    """
+    model = engine.runner.model
+    ceilings, rows = Ceilings.measure(model.dtype), []
+    for phase in phases:
+        rows.append(profile_phase(engine, phase))
+        ceilings = ceilings.or_better(Ceilings.measure(model.dtype))
+    return ceilings, [row | least(phase, model, ceilings, row) for phase, row in zip(phases, rows, strict=True)]
+
+
+def least(phase: Phase, model: LlamaModel, ceilings: Ceilings, row: dict[str, Any]) -> dict[str, Any]:
+    """What a phase has to read and to compute, and how near its `row` comes to the time that this takes at least."""
+    num_bytes, operations = phase.least_bytes(model), phase.least_operations(model)
+    least_s, bound = ceilings.seconds(num_bytes, operations)
+    return {
+        "gigabytes": num_bytes / 1e9,
+        "gigaflop": operations / 1e9,
+        "bound": bound,
+        "least_ms": 1000 * least_s,
+        "ceiling_share": least_s * row["tokens_per_s"] / phase.num_rows,
+    }
+
+
+def profile_phase(engine: Engine, phase: Phase) -> dict[str, Any]:
     """A step's time, once as it is and once by kind; and that of its matrix products alone, taken in turns with it."""
     model = engine.runner.model
     num_steps = _TIMED_STEPS[phase.kind]
@@ -82,8 +108,6 @@ def profile_phase(engine: Engine, phase: Phase, ceilings: Ceilings) -> dict[str,
     by_kind = profile_steps(engine, _PROFILED_STEPS, load.before_step)
     load.end()
     step_s = statistics.median(steps_s)
-    num_bytes, operations = phase.least_bytes(model), phase.least_operations(model)
-    least_s, bound = ceilings.seconds(num_bytes, operations)
     p50, p99 = (1000 * float(value) for value in np.percentile(steps_s, (50, 99)))
     latency = "ttft" if phase.kind == "prefill" else "itl"
     return {
@@ -96,11 +120,6 @@ def profile_phase(engine: Engine, phase: Phase, ceilings: Ceilings) -> dict[str,
         "products_alone_ms": 1000 * statistics.median(products_s),
         "step_by_products": statistics.median(a / b for a, b in zip(steps_s, products_s, strict=True)),
         **asdict(by_kind),
-        "gigabytes": num_bytes / 1e9,
-        "gigaflop": operations / 1e9,
-        "bound": bound,
-        "least_ms": 1000 * least_s,
-        "ceiling_share": least_s / step_s,
     }
 
 

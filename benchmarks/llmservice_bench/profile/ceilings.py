@@ -22,7 +22,7 @@ _REPEATS = 7
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """The better of the repeats: what holds the others up is others on this machine."""
+    """The best of the repeats: what holds the others up is others on this machine."""
 
     bandwidth_bytes_per_s: float
     flops: float  # of a large packed matrix product in `dtype`
@@ -31,6 +31,11 @@ class Ceilings:
     @classmethod
     def measure(cls, dtype: torch.dtype) -> Ceilings:
         return cls(read_bandwidth(), matmul_flops(dtype, _MATMUL_ROWS), dtype)
+
+    def or_better(self, others: Ceilings) -> Ceilings:
+        """The higher of each: what was reached once is possible."""
+        bandwidth = max(self.bandwidth_bytes_per_s, others.bandwidth_bytes_per_s)
+        return Ceilings(bandwidth, max(self.flops, others.flops), self.dtype)
 
     @property
     def ridge(self) -> float:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmservice_bench.profile.benchmark import open_engine, profile_phase, table
+from llmservice_bench.profile.benchmark import least, open_engine, profile_phase, profile_phases, table
 from llmservice_bench.profile.ceilings import Ceilings
 from llmservice_bench.profile.phase import Phase, PhaseLoad
 from llmservice_planner.command import main
@@ -32,14 +32,14 @@ def engine(folder: Path) -> Engine:
 
 @pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.name)
 def test_a_phase_is_told_by_kind_with_latency_beside_throughput(engine: Engine, phase: Phase) -> None:
-    row = profile_phase(engine, phase, CEILINGS)
+    row = profile_phase(engine, phase)
     assert row["tokens_per_s"] > 0
     latency = "ttft" if phase.kind == "prefill" else "itl"
     assert 0 < row[f"{latency}_p50_ms"] <= row[f"{latency}_p99_ms"]
     kinds = [row[f"{kind}_ms"] for kind in ("products", "attention", "between", "sampling", "host")]
     assert all(milliseconds > 0 for milliseconds in kinds)
     assert row["layers_ms"] == 0
-    assert phase.name in "\n".join(table(CEILINGS, [row]))
+    assert phase.name in "\n".join(table(CEILINGS, [row | least(phase, engine.runner.model, CEILINGS, row)]))
     assert not engine.has_work
 
 
@@ -50,7 +50,7 @@ def test_layers_that_are_computed_in_compiled_calls_are_told_as_one_kind(
     write_tiny_model(tmp_path, TinyModelSpec(layers=2, hidden_size=192, heads=6, kv_heads=3, vocab_size=512))
     engine = open_engine(tmp_path, PHASES, threads=1)
     assert engine.runner.decode_path is not None
-    row = profile_phase(engine, PHASES[2], CEILINGS)
+    row = profile_phase(engine, PHASES[2])
     assert all(row[f"{kind}_ms"] > 0 for kind in ("layers", "products", "sampling", "host"))
     assert row["attention_ms"] == 0
     assert not caplog.records  # such as of a step that failed
@@ -66,6 +66,23 @@ def test_the_least_work_is_counted_from_the_shape(engine: Engine) -> None:
     assert PHASES[2].least_operations(model) == 2 * 3 * (weights + head) + attention * 3 * 8
     assert PHASES[0].least_bytes(model) == 4 * (weights + head)
     assert PHASES[0].least_operations(model) == 2 * (24 * weights + head) + attention * 24 * 25 // 2
+
+
+def test_a_step_is_set_beside_the_least_that_it_could_take(engine: Engine) -> None:
+    model, phase = engine.runner.model, PHASES[2]
+    told = least(phase, model, CEILINGS, {"tokens_per_s": 300.0})  # 10 ms a step
+    assert told["bound"] == "compute"
+    assert told["least_ms"] == pytest.approx(phase.least_operations(model) / 1e9 * 1000)
+    assert told["ceiling_share"] == pytest.approx(told["least_ms"] / 10)
+
+
+def test_ceilings_are_the_best_that_was_seen(engine: Engine) -> None:
+    ceilings, rows = profile_phases(engine, PHASES)
+    assert [row["phase"] for row in rows] == [phase.name for phase in PHASES]
+    assert all(row["least_ms"] > 0 for row in rows)
+    assert ceilings.or_better(CEILINGS).flops == max(ceilings.flops, CEILINGS.flops)
+    faster = Ceilings(2e15, 1.0, torch.float32)
+    assert ceilings.or_better(faster) == Ceilings(2e15, ceilings.flops, torch.float32)
 
 
 def test_a_load_that_the_engine_refuses_is_not_timed_as_empty_steps(engine: Engine) -> None:
