@@ -181,9 +181,7 @@ class EngineClient:
 
     async def _read(self) -> None:
         while True:
-            message = self._decoder.decode(await self._from_engine.recv())
-            self._unanswered_s = time.monotonic() if self._streams or self._embeds else None
-            match message:
+            match self._decoder.decode(await self._from_engine.recv()):
                 case StepOutputs(outputs=outputs, stats=stats):
                     self.stats = stats
                     self._on_stats(stats)
@@ -198,6 +196,8 @@ class EngineClient:
                     self._on_ready(ready)
                 case Failed(error=error):
                     self.failure = error
+            # looked at last: an engine that has just said all that it owes has nothing to say, for hours maybe
+            self._unanswered_s = time.monotonic() if self._streams or self._embeds else None
 
     def _route(self, output: Output) -> None:
         if output.finish_reason is None:

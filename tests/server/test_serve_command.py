@@ -146,6 +146,13 @@ def test_an_engine_that_is_stuck_fails_the_probes_until_it_moves_again(start_ser
     assert server.get("/health")[0] == server.get("/ready")[0] == 200
 
 
+def test_an_engine_that_has_answered_and_rests_is_not_stuck(start_server: Callable[..., Any]) -> None:
+    server = start_server("--stuck-timeout", "1s").wait_until_ready()
+    assert server.post("/v1/completions", {"model": "tiny", "prompt": "Hello", "max_tokens": 2})[0] == 200
+    time.sleep(1.5)  # longer than one that has work may be silent
+    assert server.get("/health")[0] == server.get("/ready")[0] == 200
+
+
 def _gone(process_id: int) -> bool:
     """Ended, whether or not somebody has collected it yet."""
     try:
