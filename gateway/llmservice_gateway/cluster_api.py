@@ -6,19 +6,12 @@ models refuse fields that they do not know.
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import AsyncGenerator
 from types import TracebackType
 from typing import Any
 
 import aiohttp
 from kubernetes.aio import client, config
-
-from llmservice_gateway.reflector import WATCH_S, APIStatusError
-
-LIST_TIMEOUT_S = 30
-WATCH_GRACE_S = 30
 
 
 class KubernetesAPI:
@@ -42,6 +35,8 @@ class KubernetesAPI:
             await config.load_kube_config(  # type: ignore[no-untyped-call]
                 config_file=kubeconfig, client_configuration=configuration
             )
+        # Each Watch creates a client of its own. With this CA instead of the system's, that takes 0.5 ms and not 35 ms.
+        client.Configuration.set_default(configuration)
         return cls(configuration)
 
     async def __aenter__(self) -> KubernetesAPI:
@@ -52,20 +47,12 @@ class KubernetesAPI:
     ) -> None:
         await self._client.close()  # type: ignore[no-untyped-call]
 
-    async def list(self, path: str, query: dict[str, str]) -> dict[str, Any]:
-        response = await self._get(path, query, LIST_TIMEOUT_S)
-        listed: dict[str, Any] = json.loads(await response.read())
-        return listed
+    async def get(self, path: str, query: dict[str, str], timeout_s: float) -> Any:
+        """The response to a GET, its body unread.
 
-    async def watch(self, path: str, query: dict[str, str]) -> AsyncGenerator[bytes, None]:
-        response = await self._get(path, query, WATCH_S + WATCH_GRACE_S)
-        try:
-            async for line in response.content:
-                yield line
-        finally:
-            response.close()
-
-    async def _get(self, path: str, query: dict[str, str], timeout_s: float) -> Any:
+        Raises:
+            kubernetes.aio.client.ApiException: its status is not 200; the reason is what the API server wrote.
+        """
         request = await self._client.param_serialize(
             "GET",
             path,
@@ -76,5 +63,5 @@ class KubernetesAPI:
         answer = await self._client.call_api(*request, _request_timeout=aiohttp.ClientTimeout(total=timeout_s))
         if answer.status != 200:
             reason = (await answer.response.read()).decode(errors="replace")[:500]
-            raise APIStatusError(answer.status, reason)
+            raise client.ApiException(status=answer.status, reason=reason)
         return answer.response

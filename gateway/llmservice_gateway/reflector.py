@@ -10,14 +10,19 @@ import asyncio
 import json
 import logging
 import random
-from collections.abc import AsyncGenerator, Callable, Iterable
-from contextlib import aclosing
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import aiohttp
+from kubernetes.aio.client import ApiException
+from kubernetes.aio.watch import Watch
+
+from llmservice_gateway.cluster_api import KubernetesAPI
 
 logger = logging.getLogger(__name__)
 
+LIST_TIMEOUT_S = 30
+WATCH_GRACE_S = 30
 WATCH_S = 240
 """The server ends a watch after so long; a connection that died silently is noticed by then."""
 FIRST_BACKOFF_S = 0.5
@@ -26,32 +31,12 @@ LONGEST_BACKOFF_S = 30.0
 Object = dict[str, Any]
 
 
-class ClusterAPI(Protocol):
-    """What a reflector needs of the Kubernetes API."""
-
-    async def list(self, path: str, query: dict[str, str]) -> Object:
-        """GET a list; raises `APIStatusError` when the API refuses."""
-        ...
-
-    def watch(self, path: str, query: dict[str, str]) -> AsyncGenerator[bytes, None]:
-        """The lines of a watch; ends when the server ends it; raises as `list` does."""
-        ...
-
-
-class APIStatusError(Exception):
-    """The API server answered, but not with what was asked for."""
-
-    def __init__(self, status: int, reason: str) -> None:
-        super().__init__(f"the API server answered {status}: {reason}")
-        self.status = status
-
-
 class Reflector:
     """Keeps `objects` equal to what the API holds under `path` (and `selector`), and says so through `on_change`."""
 
     def __init__(
         self,
-        api: ClusterAPI,
+        api: KubernetesAPI,
         path: str,
         on_change: Callable[[], None],
         selector: str = "",
@@ -63,7 +48,7 @@ class Reflector:
         self._query = {"labelSelector": selector} if selector else {}
         self._sleep = sleep
         self._objects: dict[tuple[str, str], Object] = {}
-        self._resource_version = ""
+        self._watch = Watch()  # type: ignore[no-untyped-call]  # holds the version that the next watch continues from
         self.synced = asyncio.Event()
         """Set once the first list has arrived."""
 
@@ -75,15 +60,17 @@ class Reflector:
         backoff_s = FIRST_BACKOFF_S
         while True:
             try:
-                if not self._resource_version:
+                if not self._watch.resource_version:
                     await self._list()
-                await self._watch()
+                await self._follow()
                 backoff_s = FIRST_BACKOFF_S
-            except APIStatusError as error:
-                self._resource_version = ""  # 410 Gone: too old to continue from. After any other refusal: start over
+            except ApiException as error:
+                # 410 Gone: too old to continue from. After any other refusal: start over
+                self._watch.resource_version = None
                 if error.status == 410:
                     continue
-                logger.warning("cannot read %s: %s; keeping what is known", self._path, error)
+                answer = f"the API server answered {error.status}: {error.reason}"
+                logger.warning("cannot read %s: %s; keeping what is known", self._path, answer)
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
                 logger.warning("lost %s: %s: %s; keeping what is known", self._path, type(error).__name__, error)
             else:
@@ -92,28 +79,36 @@ class Reflector:
             backoff_s = min(backoff_s * 2, LONGEST_BACKOFF_S)
 
     async def _list(self) -> None:
-        answer = await self._api.list(self._path, self._query)
+        response = await self._api.get(self._path, self._query, LIST_TIMEOUT_S)
+        answer = json.loads(await response.read())
         self._objects = {_key(item): item for item in answer["items"]}
-        self._resource_version = answer["metadata"]["resourceVersion"]
+        self._watch.resource_version = answer["metadata"]["resourceVersion"]
         self.synced.set()
         self._on_change()
 
-    async def _watch(self) -> None:
+    async def _follow(self) -> None:
         query = self._query | {
             "watch": "true",
             "allowWatchBookmarks": "true",
-            "resourceVersion": self._resource_version,
+            "resourceVersion": str(self._watch.resource_version),
             "timeoutSeconds": str(WATCH_S),
         }
-        async with aclosing(self._api.watch(self._path, query)) as lines:
-            async for line in lines:
-                self._take(json.loads(line))
 
-    def _take(self, event: Object) -> None:
-        kind, item = event["type"], event["object"]
-        if kind == "ERROR":
-            raise APIStatusError(item.get("code", 500), item.get("message", "no reason given"))
-        self._resource_version = item["metadata"]["resourceVersion"]
+        async def connect(**_: Any) -> Any:  # it declares no model, so Watch leaves each object the dict that it is
+            return await self._api.get(self._path, query, WATCH_S + WATCH_GRACE_S)
+
+        # Given a timeout, Watch ends with the response; without one it would reconnect by itself.
+        events = self._watch.stream(connect, timeout_seconds=WATCH_S)  # type: ignore[no-untyped-call]
+        try:
+            async with self._watch:
+                async for event in events:
+                    if isinstance(event, str):  # Watch returns a line that is not JSON as it is
+                        raise aiohttp.ClientPayloadError(f"expected an event, got the line {event[:100]!r}")
+                    self._take(event["type"], event["object"])
+        except KeyError as error:  # Watch requires `code`, `reason` and `message` of every ERROR event
+            raise ApiException(status=500, reason=f"an event without {error}") from error
+
+    def _take(self, kind: str, item: Object) -> None:
         if kind == "BOOKMARK":
             return
         if kind == "DELETED":

@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from llmservice_gateway.balancer import Balancer
-from llmservice_gateway.reflector import ClusterAPI, Reflector
+from llmservice_gateway.cluster_api import KubernetesAPI
+from llmservice_gateway.reflector import Reflector
 from llmservice_gateway.routes import RouteTable, build_table
 
 logger = logging.getLogger(__name__)
@@ -20,7 +21,7 @@ class Routing:
     """Follows the LLMServices and server pods of the given namespaces (none given: of the whole cluster)."""
 
     def __init__(
-        self, api: ClusterAPI, namespaces: Sequence[str] = (), clock: Callable[[], float] = time.monotonic
+        self, api: KubernetesAPI, namespaces: Sequence[str] = (), clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._clock = clock
         self.table = RouteTable()

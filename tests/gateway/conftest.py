@@ -1,60 +1,108 @@
-"""A cluster API that a test writes to, and pods that are small HTTP servers on loopback."""
+"""An API server that a test writes to, and pods that are small HTTP servers on loopback."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
+from kubernetes.aio.client import Configuration
 
 from llmservice_gateway.app import Gateway, GatewayConfig
-from llmservice_gateway.reflector import APIStatusError
+from llmservice_gateway.cluster_api import KubernetesAPI
 from llmservice_gateway.routing import Routing
 
 
 class FakeCluster:
-    """The two calls of the Kubernetes API that reflectors make, answered from lists that a test fills."""
+    """An API server on loopback. It keeps every event, so a watch delivers what is newer than its resourceVersion."""
 
     def __init__(self) -> None:
-        self.items: dict[str, list[dict[str, Any]]] = {"llmservices": [], "pods": []}
-        self.events: dict[str, asyncio.Queue[dict[str, Any] | Exception | None]] = {
-            "llmservices": asyncio.Queue(),
-            "pods": asyncio.Queue(),
-        }
-        self.calls: list[tuple[str, str, dict[str, str]]] = []
-        self.list_failures: list[Exception] = []
+        self.url = ""
         self.version = 1
+        self.calls: list[tuple[str, dict[str, str]]] = []
+        """Each list and each watch, with its query."""
+        self.answers: dict[str, list[web.Response | bytes]] = {"list": [], "watch": []}
+        """What the next lists and watches get instead; bytes are written as they are, then the connection is closed."""
+        self.history: dict[str, list[tuple[int, bytes]]] = {"llmservices": [], "pods": []}
+        """Of each kind, the version and the line of every event."""
+        self.compacted = 0
+        """A watch from before this version is answered with 410."""
+        self.lists_released = asyncio.Event()
+        """While it is not set, lists are read but not sent."""
+        self.lists_released.set()
+        self._items: dict[str, dict[str, dict[str, Any]]] = {"llmservices": {}, "pods": {}}
+        self._changed = asyncio.Event()
+        self._ended_watches = 0
 
-    async def list(self, path: str, query: dict[str, str]) -> dict[str, Any]:
-        self.calls.append(("list", path, query))
-        if self.list_failures:
-            raise self.list_failures.pop(0)
-        items = [item for item in self.items[path.rsplit("/", 1)[1]] if _scoped(path, item)]
-        return {"metadata": {"resourceVersion": str(self.version)}, "items": items}
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        call, kind = "watch" if "watch" in request.query else "list", request.path.rsplit("/", 1)[1]
+        self.calls.append((call, dict(request.query)))
+        if self.answers[call]:
+            answer = self.answers[call].pop(0)
+            return await _write_and_close(request, answer) if isinstance(answer, bytes) else answer
+        if call == "watch":
+            return await self._watch(request, kind, int(request.query["resourceVersion"]))
+        listed = {"metadata": {"resourceVersion": str(self.version)}, "items": list(self._items[kind].values())}
+        body = json.dumps(listed)
+        await self.lists_released.wait()
+        return web.Response(text=body, content_type="application/json")
 
-    async def watch(self, path: str, query: dict[str, str]) -> AsyncGenerator[bytes, None]:
-        self.calls.append(("watch", path, query))
-        while (event := await self.events[path.rsplit("/", 1)[1]].get()) is not None:
-            if isinstance(event, Exception):
-                raise event
-            yield json.dumps(event).encode() + b"\n"
+    async def _watch(self, request: web.Request, kind: str, version: int) -> web.StreamResponse:
+        if version < self.compacted:
+            return web.json_response(self.status(410, "Expired"), status=410)
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        await response.prepare(request)
+        ended_watches = self._ended_watches
+        while self._ended_watches == ended_watches:
+            changed = self._changed
+            for newer, line in self.history[kind]:
+                if newer > version:
+                    await response.write(line)
+                    version = newer
+            await changed.wait()
+        return response
 
     def emit(self, kind: str, event_type: str, item: dict[str, Any]) -> None:
         self.version += 1
         item["metadata"]["resourceVersion"] = str(self.version)
-        self.events[kind].put_nowait({"type": event_type, "object": item})
+        key = f"{item['metadata'].get('namespace')}/{item['metadata'].get('name')}"
+        if event_type == "DELETED":
+            self._items[kind].pop(key)
+        else:
+            self._items[kind][key] = item
+        self.history[kind].append((self.version, self.line(event_type, item)))
+        self._wake_watches()
 
-    def gone(self) -> APIStatusError:
-        return APIStatusError(410, "too old resource version")
+    def end_watches(self) -> None:
+        """Ends the open watches, as the API server does at their timeout."""
+        self._ended_watches += 1
+        self._wake_watches()
+
+    @staticmethod
+    def line(event_type: str, item: dict[str, Any]) -> bytes:
+        return json.dumps({"type": event_type, "object": item}, ensure_ascii=False).encode() + b"\n"
+
+    @staticmethod
+    def status(code: int, reason: str) -> dict[str, Any]:
+        """The object that an API server answers with instead of what was requested."""
+        return {"kind": "Status", "status": "Failure", "code": code, "reason": reason, "message": f"because {reason}"}
+
+    def _wake_watches(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
 
-def _scoped(path: str, item: dict[str, Any]) -> bool:
-    return "/namespaces/" not in path or f"/namespaces/{item['metadata']['namespace']}/" in path
+async def _write_and_close(request: web.Request, answer: bytes) -> web.StreamResponse:
+    assert request.transport is not None
+    request.transport.write(answer)
+    request.transport.close()
+    await asyncio.Event().wait()  # until the connection's end cancels the handler
+    raise AssertionError("not reached")
 
 
 @dataclass
@@ -96,8 +144,20 @@ async def listen(app: web.Application) -> tuple[web.AppRunner, int]:
 
 
 @pytest.fixture
-def cluster() -> FakeCluster:
-    return FakeCluster()
+async def cluster() -> AsyncIterator[FakeCluster]:
+    cluster = FakeCluster()
+    app = web.Application()
+    app.router.add_get("/{path:.*}", cluster.handle)
+    runner, port = await listen(app)
+    cluster.url = f"http://127.0.0.1:{port}"
+    yield cluster
+    await runner.cleanup()
+
+
+@pytest.fixture
+async def api(cluster: FakeCluster) -> AsyncIterator[KubernetesAPI]:
+    async with KubernetesAPI(Configuration(host=cluster.url)) as api:
+        yield api
 
 
 @pytest.fixture
@@ -138,8 +198,8 @@ class Front:
 
 
 @pytest.fixture
-async def front(cluster: FakeCluster) -> AsyncIterator[Front]:
-    routing = Routing(cluster)
+async def front(api: KubernetesAPI) -> AsyncIterator[Front]:
+    routing = Routing(api)
     gateway = Gateway(routing, GatewayConfig(max_body_bytes=4096, read_timeout_s=5))
     runner, port = await listen(gateway.app())
     following = asyncio.create_task(routing.run())

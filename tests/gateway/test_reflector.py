@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-import aiohttp
 import pytest
+from aiohttp import web
 
-from llmservice_gateway.reflector import APIStatusError, Reflector
+from llmservice_gateway.reflector import Reflector
 
 
 def item(name: str, **fields: Any) -> dict[str, Any]:
-    return {"metadata": {"name": name, "namespace": "default", "resourceVersion": "1"}, **fields}
+    return {"metadata": {"name": name, "namespace": "default"}, **fields}
 
 
 @pytest.fixture
@@ -22,20 +22,29 @@ def naps() -> list[float]:
 
 
 @pytest.fixture
-async def reflector(cluster: Any, naps: list[float]) -> Any:
+async def reflector(api: Any, cluster: Any, naps: list[float]) -> AsyncIterator[Reflector]:
+    """Follows a cluster with the pod `a`; its first watch is open."""
+
     async def nap(seconds: float) -> None:
         naps.append(seconds)
 
-    cluster.items["pods"] = [item("a")]
-    reflector = Reflector(cluster, "/api/v1/pods", lambda: None, "app=x", sleep=nap)
+    cluster.emit("pods", "ADDED", item("a"))
+    reflector = Reflector(api, "/api/v1/pods", lambda: None, "app=x", sleep=nap)
     task = asyncio.create_task(reflector.run())
+    await eventually(lambda: calls(cluster) == ["list", "2"])
     yield reflector
+    assert not task.done()
     task.cancel()
     await asyncio.wait([task])
 
 
-async def names(reflector: Reflector, expected: set[str]) -> None:
-    await eventually(lambda: {found["metadata"]["name"] for found in reflector.objects()} == expected)
+def calls(cluster: Any) -> list[str]:
+    """`list` for each list, the resource version for each watch."""
+    return [query["resourceVersion"] if call == "watch" else "list" for call, query in cluster.calls]
+
+
+def names(reflector: Reflector) -> set[str]:
+    return {found["metadata"]["name"] for found in reflector.objects()}
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
@@ -45,56 +54,148 @@ async def eventually(condition: Callable[[], bool]) -> None:
 
 
 async def test_cache_follows_additions_changes_and_deletions(reflector: Reflector, cluster: Any) -> None:
-    await names(reflector, {"a"})
+    assert names(reflector) == {"a"}
     cluster.emit("pods", "ADDED", item("b"))
-    await names(reflector, {"a", "b"})
-    cluster.emit("pods", "MODIFIED", item("b", status="x"))
-    await eventually(lambda: any(found.get("status") == "x" for found in reflector.objects()))
+    await eventually(lambda: names(reflector) == {"a", "b"})
+    cluster.emit("pods", "MODIFIED", item("b", field_of_a_later_release="x"))
+    await eventually(lambda: any("field_of_a_later_release" in found for found in reflector.objects()))
     cluster.emit("pods", "DELETED", item("a"))
-    await names(reflector, {"b"})
+    await eventually(lambda: names(reflector) == {"b"})
 
 
-async def test_watch_that_the_server_ends_continues_from_the_last_version(reflector: Reflector, cluster: Any) -> None:
-    await reflector.synced.wait()
-    cluster.emit("pods", "BOOKMARK", item("ignored"))
-    cluster.events["pods"].put_nowait(None)
-    await eventually(lambda: len([call for call in cluster.calls if call[0] == "watch"]) == 2)
-    assert [call[0] for call in cluster.calls] == ["list", "watch", "watch"]
-    assert cluster.calls[-1][2]["resourceVersion"] == "2"
-    assert cluster.calls[-1][2]["labelSelector"] == "app=x"
-
-
-@pytest.mark.parametrize("told", ["by status", "by event"])
-async def test_expired_version_is_answered_with_a_new_list_at_once(
-    reflector: Reflector, cluster: Any, naps: list[float], told: str
+async def test_watches_that_the_server_ends_continue_from_the_last_version(
+    reflector: Reflector, cluster: Any, naps: list[float]
 ) -> None:
-    await names(reflector, {"a"})
-    cluster.items["pods"] = [item("b")]
-    if told == "by status":
-        cluster.events["pods"].put_nowait(cluster.gone())
-    else:
-        cluster.events["pods"].put_nowait({"type": "ERROR", "object": {"code": 410, "message": "expired"}})
-    await names(reflector, {"b"})
+    for number in range(10):
+        cluster.end_watches()
+        cluster.emit("pods", "ADDED", item(f"new-{number}"))  # while no watch is open
+        await eventually(lambda number=number: f"new-{number}" in names(reflector))
+    assert names(reflector) == {"a"} | {f"new-{number}" for number in range(10)}
+    assert calls(cluster) == ["list", "2", *(str(2 + number) for number in range(10))]
+    assert naps == []
+    queries = [query for call, query in cluster.calls if call == "watch"]
+    assert all(query["labelSelector"] == "app=x" and query["allowWatchBookmarks"] == "true" for query in queries)
+
+
+async def test_watch_continues_from_the_version_of_a_bookmark(reflector: Reflector, cluster: Any) -> None:
+    bookmark = {"kind": "Pod", "metadata": {"resourceVersion": "42", "creationTimestamp": None}}
+    cluster.answers["watch"] = [web.Response(body=cluster.line("BOOKMARK", bookmark))]
+    cluster.end_watches()
+    await eventually(lambda: calls(cluster) == ["list", "2", "2", "42"])
+    assert names(reflector) == {"a"}
+
+
+@pytest.mark.parametrize("sent_as", ["status", "event"])
+async def test_expired_version_is_answered_with_a_new_list_at_once(
+    reflector: Reflector, cluster: Any, naps: list[float], sent_as: str
+) -> None:
+    expired = cluster.status(410, "Expired")
+    cluster.answers["watch"] = [
+        web.json_response(expired, status=410)
+        if sent_as == "status"
+        else web.Response(body=cluster.line("ERROR", expired))
+    ]
+    cluster.end_watches()
+    await eventually(lambda: calls(cluster) == ["list", "2", "2", "list", "2"])
+    assert naps == []
+
+
+async def test_deletions_before_and_during_the_list_after_an_expired_version_are_found(
+    reflector: Reflector, cluster: Any
+) -> None:
+    cluster.emit("pods", "ADDED", item("b"))
+    cluster.emit("pods", "ADDED", item("c"))
+    await eventually(lambda: names(reflector) == {"a", "b", "c"})
+    cluster.lists_released.clear()
+    cluster.end_watches()
+    cluster.emit("pods", "DELETED", item("b"))  # no watch delivers this
+    cluster.compacted = cluster.version
+    await eventually(lambda: calls(cluster)[2:] == ["4", "list"])
+    cluster.emit("pods", "DELETED", item("c"))  # the list has been read with it, and is not sent yet
+    cluster.lists_released.set()
+    await eventually(lambda: names(reflector) == {"a"})
+
+
+@pytest.mark.parametrize("framing", ["chunked", "until closed"])
+@pytest.mark.parametrize("cut_at", ["Pod", "\u00fc"])
+async def test_nothing_is_lost_when_the_connection_breaks_in_the_middle_of_a_line(
+    reflector: Reflector, cluster: Any, naps: list[float], framing: str, cut_at: str
+) -> None:
+    cluster.end_watches()
+    cluster.emit("pods", "ADDED", item("b"))
+    cluster.emit("pods", "DELETED", item("a", kind="Pod", note="\u00fc"))
+    lines = b"".join(line for version, line in cluster.history["pods"] if version > 2)
+    sent = lines[: lines.index(cut_at.encode()) + 1]
+    head = b"Transfer-Encoding: chunked\r\n\r\n%x" % len(lines) if framing == "chunked" else b"Connection: close\r\n"
+    cluster.answers["watch"] = [b"HTTP/1.1 200 OK\r\n" + head + b"\r\n" + sent]
+    await eventually(lambda: names(reflector) == {"b"})
+    assert len(naps) == 1
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        {"status": 403, "text": '{"kind": "Status", "code": 403, "message": "pods is forbidden"}'},
+        {"status": 500, "text": "<html>Internal Server Error</html>"},
+        {"status": 429, "text": "Too many requests, please try again later.\n"},
+        {"status": 503},
+    ],
+    ids=lambda refusal: str(refusal["status"]),
+)
+async def test_refused_watch_is_waited_out_and_begun_anew_with_a_list(
+    reflector: Reflector, cluster: Any, naps: list[float], caplog: pytest.LogCaptureFixture, refusal: dict[str, Any]
+) -> None:
+    cluster.answers["watch"] = [web.Response(**refusal), web.Response(**refusal)]
+    cluster.end_watches()
+    cluster.emit("pods", "DELETED", item("a"))
+    cluster.emit("pods", "ADDED", item("b"))
+    await eventually(lambda: calls(cluster) == ["list", "2", "2", "list", "4", "list", "4"])
+    assert names(reflector) == {"b"}
+    assert len(naps) == 2
+    assert f"cannot read /api/v1/pods: the API server answered {refusal['status']}: " in caplog.text
+    assert refusal.get("text", "").strip() in caplog.text
+
+
+@pytest.mark.parametrize("left_out", ["", "reason", "message", "code"])
+async def test_error_event_is_waited_out_and_followed_by_a_list(
+    reflector: Reflector, cluster: Any, naps: list[float], left_out: str
+) -> None:
+    error = cluster.status(500, "InternalError")
+    error.pop(left_out, None)
+    cluster.answers["watch"] = [web.Response(body=cluster.line("ERROR", error))]
+    cluster.end_watches()
+    cluster.emit("pods", "DELETED", item("a"))
+    await eventually(lambda: calls(cluster) == ["list", "2", "2", "list", "3"])
+    assert names(reflector) == set()
+    assert len(naps) == 1
+
+
+async def test_object_of_3_mib_is_followed(reflector: Reflector, cluster: Any, naps: list[float]) -> None:
+    cluster.emit("pods", "ADDED", item("large", note="x" * 3 * 1024**2))
+    cluster.emit("pods", "ADDED", item("b"))
+    await eventually(lambda: names(reflector) == {"a", "large", "b"})
+    assert calls(cluster) == ["list", "2"]
     assert naps == []
 
 
 async def test_objects_are_kept_and_retries_slow_down_while_the_api_is_away(
     reflector: Reflector, cluster: Any, naps: list[float]
 ) -> None:
-    await names(reflector, {"a"})
-    cluster.list_failures = [aiohttp.ClientConnectionError("away") for _ in range(3)]
-    cluster.events["pods"].put_nowait(APIStatusError(500, "etcd is gone"))
+    cluster.answers["watch"] = [web.Response(status=500)]
+    cluster.answers["list"] = [b""] * 20
+    cluster.end_watches()
     await eventually(lambda: len(naps) == 4)
-    await names(reflector, {"a"})
+    assert names(reflector) == {"a"}
     assert naps[3] > naps[0]
     assert all(0 < seconds <= 30 for seconds in naps)
+    cluster.answers["list"].clear()
+    cluster.emit("pods", "ADDED", item("b"))
+    await eventually(lambda: names(reflector) == {"a", "b"})
 
 
-async def test_change_is_announced_after_the_cache_holds_it(cluster: Any) -> None:
+async def test_change_is_announced_after_the_cache_holds_it(api: Any, cluster: Any) -> None:
     seen: list[set[str]] = []
-    reflector = Reflector(
-        cluster, "/api/v1/pods", lambda: seen.append({found["metadata"]["name"] for found in reflector.objects()})
-    )
+    reflector = Reflector(api, "/api/v1/pods", lambda: seen.append(names(reflector)))
     task = asyncio.create_task(reflector.run())
     await reflector.synced.wait()
     cluster.emit("pods", "ADDED", item("a"))
