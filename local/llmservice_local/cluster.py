@@ -39,7 +39,7 @@ from llmservice_local.endpoint import Endpoint
 from llmservice_local.node.node import Node, NodeSettings, base_environment
 from llmservice_local.ports import free_port
 from llmservice_local.prometheus import PrometheusTargets, prometheus_spec
-from llmservice_local.release import Part, Release, install_grants, token
+from llmservice_local.release import Part, Release, install_grants, install_webhooks, token
 from llmservice_planner.gpu import find_gpu
 
 Object = dict[str, Any]
@@ -104,6 +104,8 @@ class LocalCluster:
         self.components: dict[str, Component] = {}
         self._stack = AsyncExitStack()
         self._tasks: list[asyncio.Task[None]] = []
+        self._webhook_port = free_port()
+        """Of the first operator, the only one that the API server calls."""
 
     @property
     def api_url(self) -> str:
@@ -161,6 +163,7 @@ class LocalCluster:
     async def _identify(self, client: KubeClient, release: Release) -> None:
         """Give operator and gateway the accounts that the release gives them."""
         await install_grants(client, release)
+        await install_webhooks(client, release, self._webhook_port)
         for name, part in release.parts.items():
             own = replace(self.endpoint, token=await token(client, part))
             own.write_kubeconfig(self._kubeconfig_of(name))
@@ -201,7 +204,7 @@ class LocalCluster:
         if self.settings.gateway and self._has_gateway:
             specs.append(self._gateway_spec())
         if self.settings.prometheus:
-            own = {spec.name: urlsplit(spec.health_url).netloc for spec in specs}
+            own = {spec.name: spec.metrics for spec in specs}
             specs.append(self._prometheus_spec(own))
         self.components = {spec.name: Component(spec) for spec in specs}
         for component in self.components.values():
@@ -224,18 +227,22 @@ class LocalCluster:
         return [self._operator_spec(name) for name in ("operator", *(f"operator-{number}" for number in others))]
 
     def _operator_spec(self, name: str) -> ComponentSpec:
-        port = free_port()
-        flags = ["--host", "127.0.0.1", "--port", str(port)]
+        port, health_port = free_port(), free_port()
+        webhook_port = self._webhook_port if name == "operator" else free_port()
+        flags = ["--host", "127.0.0.1", "--port", str(port), "--health-port", str(health_port)]
+        flags += ["--webhook-port", str(webhook_port)]
         if self.settings.models_root is not None:
             flags += ["--file-models-root", str(self.settings.models_root)]
         if self.prometheus_url:
             flags += ["--prometheus-url", self.prometheus_url]
-        return self._own_command(name, "operator", [*flags, *self.settings.operator_arguments], f"{port}/healthz")
+        flags += self.settings.operator_arguments
+        return self._own_command(name, "operator", flags, f"{health_port}/healthz", port)
 
     def _gateway_spec(self) -> ComponentSpec:
         port = free_port(self.settings.gateway_port)
         self.gateway_url = f"http://127.0.0.1:{port}"
-        return self._own_command("gateway", "gateway", ["--host", "127.0.0.1", "--port", str(port)], f"{port}/health")
+        flags = ["--host", "127.0.0.1", "--port", str(port)]
+        return self._own_command("gateway", "gateway", flags, f"{port}/health", port)
 
     @property
     def _has_gateway(self) -> bool:
@@ -244,7 +251,7 @@ class LocalCluster:
     def _part(self, command: str) -> Part | None:
         return None if self.settings.release is None else self.settings.release.parts[command]
 
-    def _own_command(self, name: str, command: str, flags: list[str], health: str) -> ComponentSpec:
+    def _own_command(self, name: str, command: str, flags: list[str], health: str, metrics_port: int) -> ComponentSpec:
         """What the release says comes first, so that this machine's flags win."""
         part = self._part(command)
         env = {**base_environment(), "KUBECONFIG": str(self._kubeconfig_of(command))}
@@ -256,6 +263,7 @@ class LocalCluster:
             command=[sys.executable, "-m", "llmservice_planner", command, *flags],
             log=self.settings.state_dir / "components" / f"{name}.log",
             health_url=f"http://127.0.0.1:{health}",
+            metrics=f"127.0.0.1:{metrics_port}",
             env=env,
         )
 

@@ -32,6 +32,8 @@ class ComponentSpec:
     command: Sequence[str]
     log: Path
     health_url: str
+    metrics: str = ""
+    """Host and port of /metrics; empty: it has none of ours."""
     env: Mapping[str, str] = field(default_factory=dict)
     stop_grace_s: float = 5.0
 

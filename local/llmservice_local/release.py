@@ -21,6 +21,7 @@ _GRANTS = {
     "ClusterRole": Resource(_RBAC, "clusterroles", namespaced=False),
     "ClusterRoleBinding": Resource(_RBAC, "clusterrolebindings", namespaced=False),
 }
+_WEBHOOKS = Resource("admissionregistration.k8s.io/v1", "validatingwebhookconfigurations", namespaced=False)
 _NEVER_S = 10 * 365 * 86400
 """Tokens outlive the cluster, whose signing key dies with it."""
 
@@ -41,6 +42,7 @@ class Release:
 
     grants: tuple[Object, ...]
     parts: dict[str, Part]
+    webhooks: tuple[Object, ...] = ()
 
 
 def read_release(path: Path) -> Release:
@@ -49,7 +51,9 @@ def read_release(path: Path) -> Release:
     parts = dict(_part(one) for one in documents if one.get("kind") == "Deployment" and _is_ours(one))
     if "operator" not in parts:
         raise bad_request(f"{path} has no Deployment of our operator: expected what `helm template` prints")
-    return Release(tuple(one for one in documents if one.get("kind") in _GRANTS), parts)
+    grants = tuple(one for one in documents if one.get("kind") in _GRANTS)
+    webhooks = tuple(one for one in documents if one.get("kind") == "ValidatingWebhookConfiguration")
+    return Release(grants, parts, webhooks)
 
 
 def _is_ours(manifest: Object) -> bool:
@@ -74,6 +78,16 @@ async def install_grants(client: KubeClient, release: Release) -> None:
         await _create(client, NAMESPACES, None, body)
     for one in release.grants:
         await _create(client, _GRANTS[one["kind"]], one["metadata"].get("namespace"), one)
+
+
+async def install_webhooks(client: KubeClient, release: Release, port: int) -> None:
+    """Create the webhooks, called on a port of this machine, for no Service has an address here. Raises `ApiError`."""
+    for one in release.webhooks:
+        hooks = []
+        for hook in one["webhooks"]:
+            path = hook["clientConfig"]["service"]["path"]
+            hooks.append({**hook, "clientConfig": {"url": f"https://127.0.0.1:{port}{path}"}})
+        await _create(client, _WEBHOOKS, None, {**one, "webhooks": hooks})
 
 
 async def token(client: KubeClient, part: Part) -> str:

@@ -45,6 +45,13 @@ class Account:
         return bool(subject["name"] == self.user)
 
 
+def user_info(account: Account | None) -> Object:
+    """Who asks, as a UserInfo of authentication.k8s.io."""
+    if account is None:
+        return {"username": "admin", "groups": ["system:masters", "system:authenticated"]}
+    return {"username": account.user, "groups": sorted(account.groups)}
+
+
 @dataclass(slots=True)
 class Tokens:
     """The tokens that were given out; they last as long as the server."""

@@ -44,6 +44,8 @@ _LIST_MAPS: dict[tuple[str, str], tuple[tuple[str, ...], str]] = {
     ("V1ObjectMeta", "ownerReferences"): (("uid",), "uid"),
     ("V1PodStatus", "podIPs"): (("ip",), "ip"),
     ("V1PodStatus", "hostIPs"): (("ip",), "ip"),
+    ("V1ValidatingWebhookConfiguration", "webhooks"): (("name",), "name"),
+    ("V1ValidatingWebhook", "matchConditions"): (("name",), "name"),
 }
 _SETS = {("V1ObjectMeta", "finalizers"), ("V1NodeSpec", "podCIDRs")}
 _ATOMIC_MAPS = {

@@ -13,6 +13,7 @@ from llmservice_local.api.errors import FieldError
 from llmservice_local.api.policy_rules import check_disruption_budget, check_network_policy, default_network_policy
 from llmservice_local.api.qos import qos_class
 from llmservice_local.api.selector import matches_labels
+from llmservice_local.api.webhook_rules import check_webhooks, default_webhooks
 
 Object = dict[str, Any]
 
@@ -136,6 +137,9 @@ def _secret(obj: Object) -> Object:
 
 def _namespace(obj: Object) -> Object:
     obj = {**obj, "spec": _filled(obj.get("spec"), finalizers=["kubernetes"])}
+    name, labels = obj["metadata"].get("name"), obj["metadata"].get("labels") or {}
+    if name and isinstance(labels, dict):
+        obj["metadata"] = {**obj["metadata"], "labels": {**labels, "kubernetes.io/metadata.name": name}}
     return obj if obj.get("status") else {**obj, "status": {"phase": "Active"}}
 
 
@@ -197,6 +201,7 @@ _DEFAULTS: dict[str, Callable[[Object], Object]] = {
     "Namespace": _namespace,
     "NetworkPolicy": default_network_policy,
     "Secret": _secret,
+    "ValidatingWebhookConfiguration": default_webhooks,
 }
 _CHECKS: dict[str, Callable[[Object, Object | None], Iterator[FieldError]]] = {
     "Deployment": _check_workload,
@@ -205,4 +210,5 @@ _CHECKS: dict[str, Callable[[Object, Object | None], Iterator[FieldError]]] = {
     "ReplicaSet": _check_workload,
     "Pod": _check_pod,
     "Service": _check_service,
+    "ValidatingWebhookConfiguration": check_webhooks,
 }

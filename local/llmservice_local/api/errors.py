@@ -8,13 +8,21 @@ from typing import Any
 
 
 class ApiError(Exception):
-    """A refusal with an HTTP code and a Kubernetes reason; `status()` is its body."""
+    """A refusal with an HTTP code and a Kubernetes reason; `status()` is its body, `warnings` are for its headers."""
 
-    def __init__(self, code: int, reason: str, message: str, details: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        code: int,
+        reason: str,
+        message: str,
+        details: Mapping[str, Any] | None = None,
+        warnings: Sequence[str] = (),
+    ) -> None:
         super().__init__(message)
         self.code = code
         self.reason = reason
         self.details = dict(details or {})
+        self.warnings = tuple(warnings)
 
     def status(self) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -72,6 +80,14 @@ def invalid(kind: str, group: str, name: str, errors: Sequence[FieldError]) -> A
     causes = [{"reason": error.reason, "message": error.detail, "field": error.path} for error in errors]
     details = {"name": name, "group": group, "kind": kind, "causes": causes}
     return ApiError(422, "Invalid", f'{qualified} "{name}" is invalid: {why}', details)
+
+
+def denied(webhook: str, status: Mapping[str, Any], warnings: Sequence[str]) -> ApiError:
+    """The denial of an admission webhook, with the `status` of its response."""
+    reason = status.get("reason") or ""
+    why = status.get("message") or reason
+    message = f'admission webhook "{webhook}" denied the request{f": {why}" if why else " without explanation"}'
+    return ApiError(max(400, status.get("code", 0)), reason, message, status.get("details"), warnings)
 
 
 def gone(message: str) -> ApiError:

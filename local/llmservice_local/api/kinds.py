@@ -74,6 +74,7 @@ def _core(name: str, plural: str, *short_names: str, namespaced: bool = True, ha
 
 
 _RBAC = "rbac.authorization.k8s.io"
+_ADMISSION = "admissionregistration.k8s.io"
 
 BUILT_IN: tuple[Kind, ...] = (
     _core("Namespace", "namespaces", "ns", namespaced=False, has_status=True),
@@ -108,6 +109,8 @@ BUILT_IN: tuple[Kind, ...] = (
     Kind(_RBAC, "v1", "Role", "roles", model="V1Role"),
     Kind(_RBAC, "v1", "RoleBinding", "rolebindings", model="V1RoleBinding"),
     Kind("scheduling.k8s.io", "v1", "PriorityClass", "priorityclasses", False, ("pc",), model="V1PriorityClass"),
+    Kind(_ADMISSION, "v1", "ValidatingWebhookConfiguration", "validatingwebhookconfigurations", False,
+         model="V1ValidatingWebhookConfiguration"),
     Kind("apiextensions.k8s.io", "v1", "CustomResourceDefinition", "customresourcedefinitions", False,
          ("crd", "crds"), has_status=True, model="V1CustomResourceDefinition"),
 )  # fmt: skip

@@ -70,11 +70,19 @@ class DeleteOptions:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The outcome of a write: the object as stored, whether it is new, and warnings for the caller."""
+    """The outcome of a write, or of its dry run: the object as the API shows it, and warnings for the caller.
+
+    `old` and `new` are the object in the store before and after the write; `old` is None for a creation.
+    """
 
     obj: Object
-    created: bool = False
+    old: Object | None
+    new: Object
     warnings: list[str] = field(default_factory=list)
+
+    @property
+    def created(self) -> bool:
+        return self.old is None
 
 
 def utc_now() -> datetime:
@@ -141,7 +149,7 @@ class Registry:
         obj = self._new(kind, obj)
         manager = Manager(options.manager, "Update", kind.api_version)
         owners = managed_fields.after_update(None, obj, self.strategy(kind).schema, {}, manager)
-        return Written(self._commit(kind, None, managed_fields.write(obj, owners, self.now()), options), True, warnings)
+        return self._written(kind, None, managed_fields.write(obj, owners, self.now()), options, warnings)
 
     def update(
         self, kind: Kind, namespace: str, name: str, obj: Object, options: WriteOptions, subresource: str = ""
@@ -151,7 +159,7 @@ class Registry:
         if subresource == "scale":
             obj = scale.scaled(kind, old, obj)
         obj, warnings = self._decode(kind, namespace, name, obj, options)
-        return Written(self._update(kind, old, obj, options, subresource), False, warnings)
+        return self._update(kind, old, obj, options, subresource, warnings)
 
     def patch(
         self,
@@ -181,7 +189,17 @@ class Registry:
         if subresource == "scale":
             patched = scale.scaled(kind, old, patched)
         patched, warnings = self._decode(kind, namespace, name, patched, options)
-        return Written(self._update(kind, old, patched, options, subresource), False, warnings)
+        return self._update(kind, old, patched, options, subresource, warnings)
+
+    def commit(self, kind: Kind, dry: Written) -> Written | None:
+        """Store what a dry run came to; None where the object has been written or deleted since."""
+        metadata = dry.new["metadata"]
+        namespace = metadata.get("namespace", "")
+        if self.store.get(kind.collection, namespace, metadata["name"]) is not dry.old:
+            return None
+        if dry.old is None:
+            self._check_namespace(kind, namespace)
+        return self._written(kind, dry.old, dry.new, WriteOptions(), dry.warnings)
 
     def delete(self, kind: Kind, namespace: str, name: str, options: DeleteOptions) -> tuple[Object, bool]:
         """Delete an object, or mark it where finalizers or a pod's grace keep it; returns it and whether it is gone."""
@@ -245,14 +263,14 @@ class Registry:
         if live is None:
             self._check_namespace(kind, namespace)
             created = self._new(kind, strategy.decode(merged)[0])
-            return Written(
-                self._commit(kind, None, managed_fields.write(created, owners, self.now()), options), created=True
-            )
+            return self._written(kind, None, managed_fields.write(created, owners, self.now()), options, [])
         merged = strategy.decode(merged)[0]
         new = carried_over(kind, live, merged, subresource, has_generation=strategy.has_generation)
-        return Written(self._commit(kind, live, managed_fields.write(new, owners, self.now()), options))
+        return self._written(kind, live, managed_fields.write(new, owners, self.now()), options, [])
 
-    def _update(self, kind: Kind, old: Object, obj: Object, options: WriteOptions, subresource: str) -> Object:
+    def _update(
+        self, kind: Kind, old: Object, obj: Object, options: WriteOptions, subresource: str, warnings: list[str]
+    ) -> Written:
         metadata = obj["metadata"]
         check_preconditions(kind, old, metadata.get("uid"), metadata.get("resourceVersion"))
         new = carried_over(kind, old, obj, subresource, has_generation=self.strategy(kind).has_generation)
@@ -261,7 +279,7 @@ class Registry:
         owners = managed_fields.after_update(old, new, schema, managed_fields.read(old), manager)
         if owners != managed_fields.read(old):
             new = managed_fields.write(new, owners, self.now())
-        return self._commit(kind, old, new, options)
+        return self._written(kind, old, new, options, warnings)
 
     def _new(self, kind: Kind, obj: Object) -> Object:
         metadata = {**obj["metadata"], "uid": self._new_uid(), "creationTimestamp": self.now()}
@@ -277,6 +295,11 @@ class Registry:
             address = f"10.96.{self._next_cluster_ip // 256}.{self._next_cluster_ip % 256}"
             obj["spec"] = {**obj["spec"], "clusterIP": address, "clusterIPs": [address]}
         return obj
+
+    def _written(
+        self, kind: Kind, old: Object | None, new: Object, options: WriteOptions, warnings: list[str]
+    ) -> Written:
+        return Written(self._commit(kind, old, new, options), old, new, warnings)
 
     def _commit(self, kind: Kind, old: Object | None, new: Object, options: WriteOptions) -> Object:
         """Validate and store; an update that changes nothing keeps its resourceVersion."""

@@ -168,6 +168,10 @@ def _lease(obj: Object, now: datetime) -> list[Any]:
     return [obj["metadata"]["name"], (obj.get("spec") or {}).get("holderIdentity", ""), _created(obj, now)]
 
 
+def _webhooks(obj: Object, now: datetime) -> list[Any]:
+    return [obj["metadata"]["name"], len(obj.get("webhooks") or []), _created(obj, now)]
+
+
 def _definition(obj: Object, now: datetime) -> list[Any]:
     del now
     return [obj["metadata"]["name"], obj["metadata"].get("creationTimestamp")]
@@ -191,5 +195,6 @@ BUILT_IN: dict[str, Printer] = {
     "ConfigMap": Printer(_columns("Name", "Data", "Age"), _data),
     "Secret": Printer(_columns("Name", "Type", "Data", "Age"), _secret),
     "Lease": Printer(_columns("Name", "Holder", "Age"), _lease),
+    "ValidatingWebhookConfiguration": Printer(_columns("Name", "Webhooks", "Age"), _webhooks),
     "CustomResourceDefinition": Printer(_columns("Name", "Created At"), _definition),
 }

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ from aiohttp import ClientError, ClientSession, ClientTimeout, web
 from aiohttp.typedefs import Middleware
 
 from llmservice_local.api import discovery, openapi, protobuf, scale
+from llmservice_local.api.access import Account
 from llmservice_local.api.audit import AuditLog
 from llmservice_local.api.errors import ApiError, bad_request
 from llmservice_local.api.eviction import evict
 from llmservice_local.api.guard import Guard
-from llmservice_local.api.registry import APPLY_PATCH, Registry, Written, utc_now
+from llmservice_local.api.registry import APPLY_PATCH, DeleteOptions, Registry, Written, utc_now
 from llmservice_local.api.request import (
     Target,
     delete_options,
@@ -36,6 +38,7 @@ from llmservice_local.api.request import (
 from llmservice_local.api.selector import Predicate, field_predicate, label_predicate
 from llmservice_local.api.table import table
 from llmservice_local.api.watch import WatchRequest, watch
+from llmservice_local.api.webhooks import Webhooks
 
 Object = dict[str, Any]
 _SHOWN_WHEN_DELETED = frozenset({"PersistentVolumeClaim", "Pod", "ResourceQuota", "Service", "ServiceAccount"})
@@ -87,7 +90,7 @@ async def _served(application: web.Application, host: str, port: int) -> AsyncIt
 def api_application(
     registry: Registry, session: ClientSession, middlewares: Sequence[Middleware] = ()
 ) -> web.Application:
-    """The API over whatever sockets it is served on; the session is for asking nodes for their pods' logs."""
+    """The API over whatever sockets it is served on; the session asks nodes for logs and webhooks for reviews."""
     return _application(_Handler(registry, session, Guard(registry, None)), middlewares)
 
 
@@ -102,12 +105,13 @@ class _Handler:
         self._registry = registry
         self._session = session
         self._guard = guard
+        self._webhooks = Webhooks(registry, session)
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         try:
             return await self._route(request)
         except ApiError as error:
-            return _json(error.status(), error.code)
+            return _warned(_json(error.status(), error.code), error.warnings)
         except web.HTTPRequestEntityTooLarge:
             message = f"the request is larger than {MAX_BODY_BYTES} bytes"
             return _json(ApiError(413, "RequestEntityTooLarge", message).status(), 413)
@@ -123,8 +127,8 @@ class _Handler:
         if target.subresource == "log":
             return await self._logs(request, target)
         if not target.name:
-            return await self._collection(request, target)
-        return await self._object(request, target)
+            return await self._collection(request, target, account)
+        return await self._object(request, target, account)
 
     def _document(self, path: str, request: web.Request) -> web.Response | None:
         """Everything that describes the API instead of being part of it."""
@@ -153,7 +157,7 @@ class _Handler:
 
     # -- collections ------------------------------------------------------------------------------------------------
 
-    async def _collection(self, request: web.Request, target: Target) -> web.StreamResponse:
+    async def _collection(self, request: web.Request, target: Target, account: Account | None) -> web.StreamResponse:
         registry, kind = self._registry, target.kind
         if request.method == "GET":
             if is_watch(request.query):
@@ -165,17 +169,29 @@ class _Handler:
             options = write_options(request.query, request.headers.get("User-Agent", ""))
             if kind.namespaced and target.namespace is None:
                 raise _method_not_allowed()
-            written = registry.create(kind, target.namespace or "", await _body(request), options)
-            return self._written(request, target, written)
+            create = partial(registry.create, kind, target.namespace or "", await _body(request))
+            return self._written(request, target, await self._webhooks.write(target, account, options, create))
         if request.method == "DELETE":
             labels, fields = _selectors(request.query)
             options_ = delete_options(request.query, await _optional_body(request))
             doomed = registry.select(kind, target.namespace, labels, fields)
-            for obj in doomed:
-                metadata = obj["metadata"]
-                registry.delete(kind, metadata.get("namespace", ""), metadata["name"], options_)
-            return self._listed(request, target, doomed)
+            warnings = await self._delete_all(target, account, doomed, options_)
+            return _warned(self._listed(request, target, doomed), warnings)
         raise _method_not_allowed()
+
+    async def _delete_all(
+        self, target: Target, account: Account | None, doomed: list[Object], options: DeleteOptions
+    ) -> list[str]:
+        warnings: list[str] = []
+        for obj in doomed:
+            namespace, name = obj["metadata"].get("namespace", ""), obj["metadata"]["name"]
+            try:
+                one = replace(target, namespace=namespace, name=name)
+                warnings += (await self._webhooks.delete(one, account, options))[2]
+            except ApiError:  # during a review, another request may have deleted the object
+                if self._registry.store.get(target.kind.collection, namespace, name) is not None:
+                    raise
+        return warnings
 
     def _listed(self, request: web.Request, target: Target, objects: list[Object]) -> web.Response:
         kind, revision = target.kind, str(self._registry.store.revision)
@@ -220,7 +236,7 @@ class _Handler:
 
     # -- objects ----------------------------------------------------------------------------------------------------
 
-    async def _object(self, request: web.Request, target: Target) -> web.StreamResponse:
+    async def _object(self, request: web.Request, target: Target, account: Account | None) -> web.StreamResponse:
         match request.method:
             case "GET" if is_watch(request.query) and not target.subresource:
                 return await self._watch(request, target)
@@ -229,9 +245,9 @@ class _Handler:
                 scaled = target.subresource == "scale"
                 return _json(scale.scale_of(target.kind, obj)) if scaled else self._shown(request, target, obj)
             case "DELETE" if not target.subresource:
-                return await self._delete(request, target)
+                return await self._delete(request, target, account)
             case "PUT" | "PATCH":
-                return self._written(request, target, await self._write(request, target))
+                return self._written(request, target, await self._write(request, target, account))
             case "POST":
                 return _json(await self._posted(request, target), 201)
         raise _method_not_allowed()
@@ -249,26 +265,31 @@ class _Handler:
                 return self._guard.token_request(target)
         raise _method_not_allowed()
 
-    async def _write(self, request: web.Request, target: Target) -> Written:
+    async def _write(self, request: web.Request, target: Target, account: Account | None) -> Written:
         registry, kind, namespace, subresource = self._registry, target.kind, target.namespace or "", target.subresource
         content_type, user_agent = request.content_type, request.headers.get("User-Agent", "")
         body = await _body(request)
         if request.method == "PATCH":
             options = write_options(request.query, user_agent, apply=content_type == APPLY_PATCH)
-            return registry.patch(kind, namespace, target.name, body, content_type, options, subresource)
+            verb = partial(registry.patch, kind, namespace, target.name, body, content_type, subresource=subresource)
+            return await self._webhooks.write(target, account, options, verb)
         options = write_options(request.query, user_agent)
         if subresource == "finalize":
-            return registry.finalize(kind, target.name, body, options)
-        return registry.update(kind, namespace, target.name, body, options, subresource)
+            return await self._webhooks.write(
+                target, account, options, partial(registry.finalize, kind, target.name, body)
+            )
+        update = partial(registry.update, kind, namespace, target.name, body, subresource=subresource)
+        return await self._webhooks.write(target, account, options, update)
 
-    async def _delete(self, request: web.Request, target: Target) -> web.Response:
+    async def _delete(self, request: web.Request, target: Target, account: Account | None) -> web.Response:
         options = delete_options(request.query, await _optional_body(request))
         kind = target.kind
-        obj, is_gone = self._registry.delete(kind, target.namespace or "", target.name, options)
+        obj, is_gone, warnings = await self._webhooks.delete(target, account, options)
         if not is_gone or (not kind.group and kind.name in _SHOWN_WHEN_DELETED):
-            return _json(obj)
+            return _warned(_json(obj), warnings)
         details = {"name": target.name, "group": kind.group, "kind": kind.plural, "uid": obj["metadata"]["uid"]}
-        return _json({"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "details": details})
+        status = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "details": details}
+        return _warned(_json(status), warnings)
 
     def _shown(self, request: web.Request, target: Target, obj: Object) -> web.Response:
         if include := _table_wanted(request):
@@ -282,9 +303,7 @@ class _Handler:
         else:
             response = self._shown(request, target, obj)
         response.set_status(201 if written.created else 200)
-        for warning in written.warnings:
-            response.headers.add("Warning", f"299 - {json.dumps(warning)}")
-        return response
+        return _warned(response, written.warnings)
 
     async def _logs(self, request: web.Request, target: Target) -> web.StreamResponse:
         """A pod's logs are its node's to give: pass the question on to the node's own server, and its answer back."""
@@ -356,6 +375,12 @@ def _json(body: Any, status: int = 200) -> web.Response:
     return web.Response(
         body=json.dumps(body, separators=(",", ":")).encode(), status=status, content_type="application/json"
     )
+
+
+def _warned(response: web.Response, warnings: Iterable[str]) -> web.Response:
+    for warning in dict.fromkeys(warnings):
+        response.headers.add("Warning", f"299 - {json.dumps(warning, ensure_ascii=False)}")
+    return response
 
 
 def _method_not_allowed() -> ApiError:

@@ -20,7 +20,7 @@ _SUBDOMAIN = re.compile(r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a
 _RBAC_NAME = re.compile(r"^[^/%]+$")
 _LABEL_KEY = re.compile(r"^([a-z0-9A-Z.-]{1,253}/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$")
 _LABEL_VALUE = re.compile(r"^([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?$")
-_WITH_GENERATION = {"apps", "policy", "networking.k8s.io", "apiextensions.k8s.io"}
+_WITH_GENERATION = {"apps", "policy", "networking.k8s.io", "apiextensions.k8s.io", "admissionregistration.k8s.io"}
 _SUBDOMAIN_RULE = (
     "a lowercase RFC 1123 subdomain must consist of lower case alphanumeric characters, '-' or '.', "
     "and must start and end with an alphanumeric character"
