@@ -59,7 +59,7 @@ ENTRYPOINT ["llmservice"]
 
 FROM runtime AS operator
 COPY --from=operator-environment /opt/llmservice /opt/llmservice
-EXPOSE 8080
+EXPOSE 8080 8081
 CMD ["operator"]
 
 FROM runtime AS gateway

@@ -76,7 +76,7 @@ peers: setup $(PEERS) ## what `make bench` compares with: compiles llama.cpp for
 bench: peers    ## benchmarks of this machine: benchmarks/results/*.json and docs/benchmarks.md (under 20 minutes)
 	$(BIN)/python benchmarks/run.py
 
-bench-operator: setup ## the operator with 1,000 services (8 minutes), then docs/benchmarks.md
+bench-operator: setup ## the operator with 1,000 services (10 minutes), then docs/benchmarks.md
 	$(BIN)/python benchmarks/run.py operator_scale
 
 bench-gpu: setup ## what only a CUDA card can show: kernels, steps, throughput, memory (ends within 9 minutes; rehearsed by benchmarks/gpu.py --rehearse)

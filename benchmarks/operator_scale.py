@@ -5,7 +5,7 @@ what is not. Four rounds: a spec changes here and there, a hundred change at onc
 services that need nothing, and, with two replicas, one stops and one is killed. Figures and targets go to
 benchmarks/results/operator_scale.json (operator_scale_kube-apiserver.json where KUBEBUILDER_ASSETS names one).
 
-    python benchmarks/operator_scale.py                              1,000 services, eight minutes at most
+    python benchmarks/operator_scale.py                              1,000 services, ten minutes at most
     python benchmarks/operator_scale.py --services 100 --steady 20   for a quick look
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -47,6 +48,7 @@ SPEC: dict[str, Any] = {
 }
 WRITES = frozenset({"create", "update", "patch", "delete"})
 LIMIT_S = 600.0
+LEASE_S = 30.0
 AFTERMATH_S = 20.0
 """Longer than a restarted operator keeps back what it finds: whatever it wants to write is written by then."""
 
@@ -76,6 +78,13 @@ class Operator:
             if name == "llmservice_operator_api_requests_total" and labels["resource"] != "leases":
                 counted["writes" if labels["verb"] in WRITES else "reads"] += value
         return counted
+
+    async def lease_calls(self) -> float:
+        """Requests for the Lease so far."""
+        wanted = "llmservice_operator_api_requests_total"
+        return sum(
+            value for name, labels, value in await self.samples() if name == wanted and labels["resource"] == "leases"
+        )
 
     async def value(self, wanted: str) -> float:
         return sum(value for name, _, value in await self.samples() if name == wanted)
@@ -114,6 +123,7 @@ class Bench:
         """Start one; what still runs at the end is killed."""
         port = free_port()
         command = ["operator", "--host", "127.0.0.1", "--port", str(port), "--server-image", "img:1"]
+        command += ["--health-port", str(free_port())]
         command += ["--hf-endpoint", "http://127.0.0.1:9", "--log-level", "warning", *flags]
         with (self.folder / f"operator-{port}.log").open("wb") as log:
             process = await asyncio.create_subprocess_exec(
@@ -205,7 +215,7 @@ async def measure_steady(bench: Bench, operator: Operator, seconds: float) -> No
     bench.note("steady_reads", after["reads"] - before["reads"], "steady state: reads")
     bench.note("steady_passes_per_s", passes / seconds, "steady state: passes per second")
     bench.note("steady_cpu", busy / seconds, "steady state: CPUs used by the operator")
-    bench.note("steady_memory_mib", operator.memory_mib(), "steady state: resident memory, MiB", "< 300")
+    bench.note("steady_memory_mib", operator.memory_mib(), "steady state: resident memory, MiB", "< 200")
 
 
 async def measure_changes(bench: Bench, number: int) -> None:
@@ -220,7 +230,7 @@ async def measure_changes(bench: Bench, number: int) -> None:
 
 
 def note_latencies(bench: Bench, name: str, latencies: list[float], what: str) -> None:
-    target = "< 1" if name == "spread" else ""
+    target = "< 0.25" if name == "spread" else ""
     for share in (0.5, 0.99, 1.0):
         value = latencies[max(0, round(share * len(latencies)) - 1)]
         text = f"{what}: spec to Deployment, s, p{share * 100:g}"
@@ -233,14 +243,16 @@ async def measure_restart(bench: Bench, operator: Operator) -> None:
     async def all_seen() -> bool:
         return await operator.value("llmservice_operator_pass_seconds_count") >= bench.count
 
-    await until(all_seen)
+    await until(all_seen, 1.0)  # the exposition of a thousand services takes a tenth of a second
     took_s = time.monotonic() - operator.started_s
     bench.note("restart_s", took_s, "restart: every service looked at, s after the start", "< 30")
+    busy = await operator.value("llmservice_operator_process_cpu_seconds_total")
+    bench.note("restart_cpu_s", busy, "restart: CPU seconds of the operator by then")
     await asyncio.sleep(AFTERMATH_S)
     calls = await operator.calls()
     bench.note("restart_writes", calls["writes"], f"restart: writes, until {AFTERMATH_S:g} s later", "= 0")
     bench.note("restart_reads", calls["reads"], "restart: reads")
-    bench.note("restart_memory_mib", operator.memory_mib(), "restart: resident memory, MiB", "< 300")
+    bench.note("restart_memory_mib", operator.memory_mib(), "restart: resident memory, MiB", "< 200")
 
 
 async def measure_handover(bench: Bench, name: str, number: signal.Signals, target: str) -> None:
@@ -251,6 +263,8 @@ async def measure_handover(bench: Bench, name: str, number: signal.Signals, targ
         async with bench.operator(*flags) as second:
             await until(lambda: _filled(second, bench.count))
             await bench.quiet(first, 5.0)
+            if number == signal.SIGTERM:
+                await measure_rest(bench, first, second)
             sent_s = time.monotonic()
             first.process.send_signal(number)
             if number == signal.SIGTERM:
@@ -258,6 +272,14 @@ async def measure_handover(bench: Bench, name: str, number: signal.Signals, targ
                 bench.note(f"{name}_lease_s", time.monotonic() - sent_s, f"{name}: s until the other leads", target)
             await bench.change(bench.names()[-1], 4 if number == signal.SIGTERM else 3)
             bench.note(f"{name}_s", time.monotonic() - sent_s, f"{name}: s until it changed a Deployment", target)
+
+
+async def measure_rest(bench: Bench, *operators: Operator) -> None:
+    """What two replicas ask of the Lease while nothing happens."""
+    before = sum([await one.lease_calls() for one in operators])
+    await asyncio.sleep(LEASE_S)
+    calls = sum([await one.lease_calls() for one in operators]) - before
+    bench.note("lease_calls_per_min", calls * 60 / LEASE_S, "two replicas at rest: Lease requests a minute", "<= 60")
 
 
 async def _leads(operator: Operator) -> bool:
@@ -302,11 +324,11 @@ async def rounds(bench: Bench, steady_s: float, changes: int) -> None:
             await measure_steady(bench, operator, steady_s)
             await measure_changes(bench, changes)
             await bench.quiet(operator)
-            bench.note("memory_mib", operator.memory_mib(), "resident memory after the changes, MiB", "< 300")
+            bench.note("memory_mib", operator.memory_mib(), "resident memory after the changes, MiB", "< 200")
         async with bench.operator() as operator:
             await measure_restart(bench, operator)
-        await measure_handover(bench, "clean-stop", signal.SIGTERM, "< 2")
-        await measure_handover(bench, "crash", signal.SIGKILL, "< 15")
+        await measure_handover(bench, "clean-stop", signal.SIGTERM, "< 5")
+        await measure_handover(bench, "crash", signal.SIGKILL, "< 20")
 
 
 def write_results(bench: Bench, kind: str, *, complete: bool) -> None:
@@ -320,6 +342,7 @@ if __name__ == "__main__":
     parser.add_argument("--services", type=int, default=1000)
     parser.add_argument("--steady", type=float, default=45.0, metavar="SECONDS", help="how long nothing changes")
     parser.add_argument("--changes", type=int, default=100, help="specs that change, five a second and then at once")
-    parser.add_argument("--limit", type=float, default=480.0, metavar="SECONDS", help="stop after so long")
+    parser.add_argument("--limit", type=float, default=600.0, metavar="SECONDS", help="stop after so long")
     options = parser.parse_args()
+    gc.disable()  # as in fake_fleet.py
     sys.exit(asyncio.run(run(options.services, options.steady, options.changes, options.limit)))

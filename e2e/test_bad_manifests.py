@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from kubernetes.client import ApiException
 
 from harness.bad_manifests import BAD_NAMES, CONDITIONED, LITERAL, REFUSED
-from harness.cluster import Cluster
+from harness.cluster import Cluster, running_cluster
 from harness.kube import Kube, tiny_service
 from harness.wait import wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Without the webhook, which would deny what is to become a condition; test_admission.py is about it."""
+    off = {"admission": {"enabled": False}}
+    with running_cluster(tmp_path_factory.mktemp("bad"), "--gpus", "4", values=off) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")

@@ -53,7 +53,7 @@ def awaited_leader(cluster: Cluster, kube: Kube) -> str:
 
 @pytest.mark.parametrize(
     ("number", "limit_s", "change"),
-    [(signal.SIGTERM, 2.0, "40s"), (signal.SIGKILL, 15.0, "50s")],
+    [(signal.SIGTERM, 5.0, "40s"), (signal.SIGKILL, 20.0, "50s")],
     ids=["stopped", "crashed"],
 )
 def test_the_other_operator_takes_over_and_no_request_fails(

@@ -35,10 +35,16 @@ class ApiProxy:
     bookmark: str | None = None
     """The version in the bookmarks that new watches bring, five a second and nothing else; None: they bring all."""
     bookmarks: int = 0
+    fault: int | None = None
+    """What the first request of each list, watch and discovery is answered, 0: nothing; None: none fails."""
+    failed: int = 0
+    hold: asyncio.Event | None = None
+    """Lists wait for it, where there is one."""
     begun_at: list[str] = field(default_factory=list)
     """The version from which each watch was begun."""
     _pumps: set[asyncio.Task[None]] = field(default_factory=set)
     _open: int = 0
+    _seen: set[tuple[str, bool]] = field(default_factory=set)
     _silenced: set[int] = field(default_factory=set)
 
     def silence_watches(self) -> None:
@@ -57,6 +63,10 @@ class ApiProxy:
     async def handle(self, request: web.Request) -> web.StreamResponse:
         if request.method not in {"GET", "HEAD"}:
             self.writes.append(Write(time.monotonic(), request.method, request.path))
+        elif self.fault is not None and (found := self._fail_once(request)) is not None:
+            return found
+        if self.hold is not None and "limit" in request.query:
+            await self.hold.wait()
         headers = {key: value for key, value in request.headers.items() if key.lower() not in {"host", "connection"}}
         body = await request.read()
         async with self.session.request(
@@ -68,6 +78,17 @@ class ApiProxy:
                 chunks = upstream.content.iter_any() if self.bookmark is None else self._bookmarks(self.bookmark)
                 return await self._stream(request, chunks, kept)
             return web.Response(status=upstream.status, body=await upstream.read(), headers=kept)
+
+    def _fail_once(self, request: web.Request) -> web.Response | None:
+        """By path, and for each of list and watch, of what kopf asks: the resynchronisation has a test of its own."""
+        call = (request.path, "watch" in request.query)
+        if call in self._seen or "kopf" not in request.headers.get("User-Agent", ""):
+            return None
+        self._seen.add(call)
+        self.failed += 1
+        if not self.fault and request.transport is not None:
+            request.transport.abort()
+        return web.json_response({"kind": "Status", "message": "not now"}, status=self.fault or 500)
 
     async def _stream(
         self, request: web.Request, chunks: AsyncIterator[bytes], headers: dict[str, str]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from llmservice_operator.api.spec import Manifest
-from llmservice_operator.cluster.kube_client import KubeClient
-from llmservice_operator.cluster.mirror import Mirror
+from llmservice_operator.api.kinds import FOLLOWED
+from llmservice_operator.cluster.kube_client import KubeClient, KubeError
 from llmservice_operator.cluster.object_cache import ObjectCache
-from llmservice_operator.monitoring.metrics import OperatorMetrics
 
 
 async def fill(client: KubeClient, cache: ObjectCache) -> None:
-    """List everything that the operator follows, and tell nobody."""
-    await Mirror(client, cache, _ignore, OperatorMetrics().process, silence_s=70, resync_s=300).list_all()
-
-
-def _ignore(kind: str, obj: Manifest, *, news: bool) -> None:
-    """No loop waits for it."""
+    """List everything that the operator follows; a kind whose CRD is missing has no objects."""
+    for followed in FOLLOWED:
+        try:
+            objects, version = await client.list_all(followed.path(None), followed.selector)
+        except KubeError as error:
+            if error.status != 404:
+                raise
+            cache.withdraw(followed.kind.name)
+        else:
+            cache.replace(followed.kind.name, None, objects, version)

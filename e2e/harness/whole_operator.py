@@ -1,21 +1,27 @@
-"""The operator as it runs in a pod, with its watches on the store itself: it tells at once what a connection would."""
+"""The operator as it runs in a pod, without kopf: events come from the store itself, at once and in one process.
+
+kopf runs on no loop whose clock jumps, and its own requests would be counted among the calls that fail.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
 
+from llmservice_local.api.errors import ApiError
 from llmservice_local.api.registry import Registry
 from llmservice_local.api.selector import label_predicate
 from llmservice_local.api.watch import WatchRequest, watch
-from llmservice_operator.api.kinds import FOLLOWED
+from llmservice_operator.api.kinds import FOLLOWED, Followed
 from llmservice_operator.apply.applier import Applier
-from llmservice_operator.cluster.kube_client import WATCH_S, KubeClient, KubeError
-from llmservice_operator.cluster.mirror import Mirror
+from llmservice_operator.cluster.kube_client import WATCH_S, KubeClient
 from llmservice_operator.cluster.object_cache import ObjectCache
+from llmservice_operator.framework.handlers import Handlers
+from llmservice_operator.framework.operator import Work
+from llmservice_operator.framework.resync import Resync
 from llmservice_operator.loops import ServiceLoops
 from llmservice_operator.models.source import ModelReader
 from llmservice_operator.monitoring.metrics import OperatorMetrics
@@ -23,31 +29,9 @@ from llmservice_operator.pods.pod_model import PodModels
 from llmservice_operator.reconcile import Reconciler
 from llmservice_operator.signals.pods import PodSignals
 from llmservice_operator.signals.signals import Signals
-from llmservice_operator.turn import Turn
-from llmservice_operator.wakeups import Wakeups
 
 TICK_S = 30.0
 RESYNC_S = 600.0
-
-
-class StoreClient(KubeClient):
-    """Requests as ever; watches without a connection, which would be counted among the calls that fail."""
-
-    def __init__(self, api: Any, registry: Registry) -> None:
-        super().__init__(api)
-        self._registry = registry
-        self._kinds = {one.path(None): one.kind for one in FOLLOWED}
-
-    async def watch(
-        self, path: str, selector: str, since: str, silence_s: float
-    ) -> AsyncGenerator[dict[str, Any], None]:
-        followed = self._kinds[path]
-        kind = self._registry.kinds.find(followed.group, followed.version, followed.plural)
-        wanted = WatchRequest(kind, None, label_predicate(selector), int(since), WATCH_S)
-        async for event in watch(self._registry, wanted, asyncio.get_running_loop().time):
-            if event["type"] == "ERROR":
-                raise KubeError(event["object"]["code"], event["object"]["message"])
-            yield event
 
 
 class WholeOperator:
@@ -56,7 +40,7 @@ class WholeOperator:
     def __init__(
         self, api: Any, session: aiohttp.ClientSession, registry: Registry, clock: Callable[[], float]
     ) -> None:
-        client, cache, metrics = StoreClient(api, registry), ObjectCache(), OperatorMetrics()
+        client, cache, metrics = KubeClient(api), ObjectCache(), OperatorMetrics()
         reconciler = Reconciler(
             client,
             cache,
@@ -69,10 +53,38 @@ class WholeOperator:
             clock,
         )
         loops = ServiceLoops(reconciler.run_pass, TICK_S, metrics)
-        changed = Wakeups(cache, loops, reconciler.forget).changed
-        mirror = Mirror(client, cache, changed, metrics.process, silence_s=2 * WATCH_S, resync_s=RESYNC_S)
-        self._turn = Turn(loops, cache, mirror, None)
+        self._handlers = Handlers(cache, loops, reconciler.forget, metrics.process)
+        resync = Resync(client, cache, self._handlers.changed, metrics.process, interval_s=RESYNC_S)
+        self._work = Work(loops, cache, resync, None)
+        self._registry = registry
 
     async def run(self) -> None:
         """Work until cancelled, which ends it wherever it is."""
-        await self._turn.run(asyncio.Event())
+        watching = [asyncio.create_task(self._watch(one), name=f"watch {one.kind.plural}") for one in FOLLOWED]
+        self._work.begin()
+        try:
+            await self._work.stop.wait()
+            assert self._work.failure is not None
+            raise self._work.failure
+        finally:
+            for task in watching:
+                task.cancel()
+            await asyncio.gather(*watching, return_exceptions=True)
+            await self._work.end()
+
+    async def _watch(self, followed: Followed) -> None:
+        """Every event from now on, of a kind that may not be there yet."""
+        kind, predicate = followed.kind, label_predicate(followed.selector)
+        since = self._registry.store.revision
+        while True:
+            try:
+                served = self._registry.kinds.find(kind.group, kind.version, kind.plural)
+            except ApiError:
+                await asyncio.sleep(1.0)
+                continue
+            wanted = WatchRequest(served, None, predicate, since, WATCH_S)
+            async for event in watch(self._registry, wanted, asyncio.get_running_loop().time):
+                assert event["type"] != "ERROR", event
+                since = int(event["object"]["metadata"]["resourceVersion"])
+                if event["type"] != "BOOKMARK":
+                    self._handlers.take(kind.name, event["type"], event["object"])

@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import logging
 import os
-import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -69,13 +68,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the Lease's namespace (env POD_NAMESPACE)",
     )
     parser.add_argument(
+        "--webhook",
+        metavar="NAME",
+        help="review LLMServices at apply: the Service that the API server calls, and the Secret with its certificate,"
+        " both in --own-namespace",
+    )
+    parser.add_argument("--webhook-port", type=int, default=9443, help="port of the webhook")
+    parser.add_argument(
+        "--webhook-configuration",
+        metavar="NAME",
+        help="give this ValidatingWebhookConfiguration a self-signed certificate (default: cert-manager does)",
+    )
+    parser.add_argument(
         "--watch-silence", type=float, default=70.0, metavar="SECONDS", help="begin a watch anew that is silent so long"
     )
     parser.add_argument(
         "--resync", type=float, default=300.0, metavar="SECONDS", help="seconds between two lists of what is watched"
     )
-    parser.add_argument("--host", default="0.0.0.0", help="address of /healthz and /metrics")
-    parser.add_argument("--port", type=int, default=8080, help="port of /healthz and /metrics; 0 takes a free one")
+    parser.add_argument("--host", default="0.0.0.0", help="address of /metrics and /healthz")
+    parser.add_argument("--port", type=int, default=8080, help="port of /metrics; 0 takes a free one")
+    parser.add_argument("--health-port", type=int, default=8081, help="port of /healthz")
     parser.add_argument(
         "--log-level", default="info", choices=["debug", "info", "warning", "error"], help="what to log"
     )
@@ -83,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from llmservice_operator.children.network_policy import DEFAULT_PROMETHEUS, PeerError, platform_peers
-    from llmservice_operator.settings import OperatorSettings
+    from llmservice_operator.settings import OperatorSettings, WebhookSettings
 
     if not 0.1 <= args.tick <= 60:
         raise CommandError(f"--tick is {args.tick}, expected 0.1 to 60 seconds")
@@ -94,6 +106,11 @@ def run(args: argparse.Namespace) -> int:
     for flag, value in (("--watch-silence", args.watch_silence), ("--resync", args.resync)):
         if value < 1:
             raise CommandError(f"{flag} is {value}, expected at least 1 second")
+    for flag, port in (("--health-port", args.health_port), ("--webhook-port", args.webhook_port)):
+        if not 1 <= port <= 65535:
+            raise CommandError(f"{flag} is {port}, expected 1 to 65535")
+    if args.webhook and not args.own_namespace:
+        raise CommandError("--webhook needs --own-namespace, or POD_NAMESPACE in the environment")
     if args.leader_elect and not args.lease_namespace:
         raise CommandError("--leader-elect needs --lease-namespace, or POD_NAMESPACE in the environment")
     settings = OperatorSettings(
@@ -106,6 +123,10 @@ def run(args: argparse.Namespace) -> int:
         peers=peers,
         host=args.host,
         port=args.port,
+        health_port=args.health_port,
+        webhook=WebhookSettings(args.own_namespace, args.webhook, args.webhook_configuration, args.webhook_port)
+        if args.webhook
+        else None,
         lease_namespace=args.lease_namespace if args.leader_elect else None,
         lease_name=args.lease_name,
         watch_silence_s=args.watch_silence,
@@ -118,21 +139,17 @@ def run(args: argparse.Namespace) -> int:
 async def _run(settings: OperatorSettings) -> int:
     from kubernetes.aio.config import ConfigException
 
-    from llmservice_operator.cluster.kube_client import KubeError
+    from llmservice_operator.framework.operator import OperatorEndedError, run_operator
     from llmservice_operator.leadership.election import LeadershipLostError
-    from llmservice_operator.run import run_operator
 
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     try:
-        await run_operator(settings, stop)
+        await run_operator(settings)
     except ConfigException as error:
         raise CommandError(f"no way to the API server: {error}. Set KUBECONFIG, or run inside a cluster") from error
     except LeadershipLostError as error:
         raise CommandError(f"no longer the leader: {error}", status=1) from error
-    except KubeError as error:
-        raise CommandError(f"{error}. The chart's role grants all that the operator needs", status=1) from error
+    except (OperatorEndedError, OSError) as error:
+        raise CommandError(f"the operator ended, start it again: {error}", status=1) from error
     return 0
 
 
@@ -141,5 +158,5 @@ COMMAND = Command(
     add_arguments=add_arguments,
     run=run,
     extra="operator",
-    requires=("kubernetes", "aiohttp", "pydantic"),
+    requires=("kopf", "kubernetes", "aiohttp", "pydantic"),
 )

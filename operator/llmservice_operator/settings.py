@@ -10,6 +10,18 @@ from llmservice_operator.children.network_policy import DEFAULT_PEERS
 
 
 @dataclass(frozen=True, slots=True)
+class WebhookSettings:
+    """Of the validating webhook."""
+
+    namespace: str
+    name: str
+    """Of its Service, and of the Secret with its certificate."""
+    configuration: str | None = None
+    """The ValidatingWebhookConfiguration that the leader gives a self-signed certificate; None: cert-manager does."""
+    port: int = 9443
+
+
+@dataclass(frozen=True, slots=True)
 class OperatorSettings:
     """Settings of one operator process."""
 
@@ -35,10 +47,16 @@ class OperatorSettings:
     """Who may reach every service's pods through their NetworkPolicy: gateway, operator, Prometheus."""
 
     port: int = 8080
-    """Port of /healthz and /metrics; 0 picks a free one."""
+    """Port of /metrics; 0 picks a free one."""
+
+    health_port: int = 8081
+    """Port of /healthz, which kopf serves."""
 
     host: str = "0.0.0.0"
-    """Address that /healthz and /metrics bind to."""
+    """Address that both bind to."""
+
+    webhook: WebhookSettings | None = None
+    """None: nothing is reviewed before it is stored."""
 
     lease_namespace: str | None = None
     """Where the Lease is that this process must hold to write; None: it is the only one, and needs none."""

@@ -78,24 +78,24 @@ class Cluster:
             raise
         return True
 
-    async def define(self, kind: str) -> None:
-        """Make the API serve a kind of the Prometheus Operator's, whatever its fields."""
+    async def define(self, kind: str, group: str = "monitoring.coreos.com") -> None:
+        """Make the API serve a kind of the Prometheus Operator's, or of another group, whatever its fields."""
         plural = f"{kind.lower()}s"
         schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
         version = {"name": "v1", "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}
         names = {"kind": kind, "listKind": f"{kind}List", "plural": plural, "singular": kind.lower()}
-        spec = {"group": "monitoring.coreos.com", "scope": "Namespaced", "names": names, "versions": [version]}
+        spec = {"group": group, "scope": "Namespaced", "names": names, "versions": [version]}
         manifest = {
             "apiVersion": "apiextensions.k8s.io/v1",
             "kind": "CustomResourceDefinition",
-            "metadata": {"name": f"{plural}.monitoring.coreos.com"},
+            "metadata": {"name": f"{plural}.{group}"},
             "spec": spec,
         }
         await self.kube.create(DEFINITIONS, None, manifest)
 
         async def served() -> bool:
             try:
-                return bool(await self.kube.list(Resource("monitoring.coreos.com/v1", plural)))
+                return bool(await self.kube.list(Resource(f"{group}/v1", plural)))
             except ApiError as error:
                 if error.code in {404, 429}:  # not yet, and "storage is (re)initializing"
                     return False
@@ -170,6 +170,7 @@ async def test_services_live_through_install_upgrade_rollback_and_uninstall(
 async def test_api_takes_every_object(cluster: Cluster, values: dict[str, Any]) -> None:
     for kind in ("ServiceMonitor", "PrometheusRule"):
         await cluster.define(kind)
+    await cluster.define("Certificate", "cert-manager.io")
     for namespace in ("team-a", "team-b"):
         manifest = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}}
         await cluster.kube.create(NAMESPACES, None, manifest)

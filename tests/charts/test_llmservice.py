@@ -115,16 +115,19 @@ def test_selectors_match_their_pods_and_no_pod_of_an_llmservice(manifests: list[
         assert deployment["spec"]["selector"]["matchLabels"].items() <= pods[deployment["metadata"]["name"]].items()
     for service in of_kind(manifests, "Service"):
         selected = [name for name, labels in pods.items() if service["spec"]["selector"].items() <= labels.items()]
-        assert selected == [service["metadata"]["name"]]
+        assert selected == [service["metadata"]["name"].replace("-webhook", "-operator")]
     for labels in pods.values():
         assert labels["app.kubernetes.io/name"] != "llmservice", "the name that every LLMService's pods carry"
 
 
-def test_roles_have_no_wildcard_and_no_secret(manifests: list[dict[str, Any]]) -> None:
+def test_roles_have_no_wildcard_and_no_secret_but_the_webhooks_own(manifests: list[dict[str, Any]]) -> None:
     roles = of_kind(manifests, "Role", "ClusterRole")
     assert roles
     for rule in (rule for role in roles for rule in role["rules"]):
         assert "*" not in rule["apiGroups"] + rule["resources"] + rule["verbs"]
+        if rule["resources"] == ["secrets"]:  # none exists when it is created: only that can't be restricted by name
+            assert rule["verbs"] == ["create"] or rule["resourceNames"] == ["release-llmservice-webhook"]
+            continue
         assert not {"secrets", "pods/exec", "roles", "rolebindings", "clusterroles"} & set(rule["resources"])
         assert not {"escalate", "bind", "impersonate", "deletecollection"} & set(rule["verbs"])
 
@@ -236,7 +239,7 @@ def test_pods_spread_over_nodes_where_that_is_possible(chart: helm.Chart) -> Non
         assert spread["labelSelector"] == {"matchLabels": deployment["spec"]["selector"]["matchLabels"]}
 
 
-def test_network_policies_open_the_http_port_of_their_pods_and_no_other(manifests: list[dict[str, Any]]) -> None:
+def test_network_policies_open_the_ports_of_their_pods_and_no_other(manifests: list[dict[str, Any]]) -> None:
     deployments = {deployment["metadata"]["name"]: deployment for deployment in of_kind(manifests, "Deployment")}
     policies = of_kind(manifests, "NetworkPolicy")
     assert {policy["metadata"]["name"] for policy in policies} == deployments.keys()
@@ -244,9 +247,57 @@ def test_network_policies_open_the_http_port_of_their_pods_and_no_other(manifest
         deployment = deployments[policy["metadata"]["name"]]
         assert policy["spec"]["podSelector"] == deployment["spec"]["selector"]
         assert policy["spec"]["policyTypes"] == ["Ingress"]
-        (rule,) = policy["spec"]["ingress"]
+        rules = policy["spec"]["ingress"]
         (container,) = deployment["spec"]["template"]["spec"]["containers"]
-        assert [port["port"] for port in rule["ports"]] == [port["name"] for port in container["ports"]]
+        named = {port["name"] for port in container["ports"]}
+        opened = {port["port"] for rule in rules for port in rule["ports"]}
+        assert opened == named - {"health"}, "the kubelet's probes are always let in"
+
+
+def test_the_webhook_can_never_hold_up_an_apply_and_reaches_the_operators_pods(chart: helm.Chart) -> None:
+    manifests = render(chart, {})
+    (configuration,) = of_kind(manifests, "ValidatingWebhookConfiguration")
+    (webhook,) = configuration["webhooks"]
+    assert webhook["failurePolicy"] == "Ignore"
+    assert webhook["sideEffects"] == "None"
+    reference = webhook["clientConfig"]["service"]
+    (port,) = named(manifests, "Service", reference["name"])["spec"]["ports"]
+    assert port["port"] == reference["port"]
+    operator = named(manifests, "Deployment", "release-llmservice-operator")
+    (container,) = operator["spec"]["template"]["spec"]["containers"]
+    assert {"name": port["targetPort"], "containerPort": 9443} in container["ports"]
+    assert f"--webhook={reference['name']}" in container["args"]
+    assert f"--webhook-configuration={configuration['metadata']['name']}" in container["args"]
+
+
+@pytest.mark.parametrize(
+    ("values", "kinds"),
+    [
+        ({"admission": {"enabled": False}}, set()),
+        ({"namespaces": ["team-a"]}, set()),
+        ({}, {"ValidatingWebhookConfiguration"}),
+        (
+            {"namespaces": ["team-a"], "admission": {"certManager": {"enabled": True}}},
+            {"ValidatingWebhookConfiguration", "Certificate", "Issuer"},
+        ),
+        (
+            {"admission": {"certManager": {"enabled": True, "issuerRef": {"name": "own", "kind": "ClusterIssuer"}}}},
+            {"ValidatingWebhookConfiguration", "Certificate"},
+        ),
+    ],
+    ids=["off", "namespaces without cert-manager", "self-signed", "cert-manager", "an issuer of the cluster"],
+)
+def test_one_value_turns_the_webhook_off_and_another_lets_cert_manager_sign(
+    values: dict[str, Any], kinds: set[str], chart: helm.Chart
+) -> None:
+    manifests = render(chart, values)
+    webhooks = of_kind(manifests, "ValidatingWebhookConfiguration", "Certificate", "Issuer")
+    assert {one["kind"] for one in webhooks} == kinds
+    operator = named(manifests, "Deployment", "release-llmservice-operator")
+    (container,) = operator["spec"]["template"]["spec"]["containers"]
+    assert any(argument.startswith("--webhook=") for argument in container["args"]) == bool(kinds)
+    signed = any(argument.startswith("--webhook-configuration=") for argument in container["args"])
+    assert signed == (kinds == {"ValidatingWebhookConfiguration"})
 
 
 def test_only_the_peers_of_the_values_and_helm_test_reach_the_pods(chart: helm.Chart) -> None:

@@ -38,6 +38,7 @@ class World:
     """One service called `tiny`, and what became of it."""
 
     kube: KubeClient
+    cluster: LocalCluster
 
     async def create(self, **spec: Any) -> Object:
         manifest = {"apiVersion": API_VERSION, "kind": "LLMService", "metadata": {"name": "tiny"}}
@@ -87,6 +88,15 @@ class World:
         await self.make_ready(pods)
         return pods
 
+    async def is_empty(self) -> bool:
+        """Whether nothing of the service is left."""
+        left = [
+            found["metadata"]["name"]
+            for resource in (*BUILT_IN.values(), REPLICA_SETS, PODS)
+            for found in (await self.kube.list(resource, "default"))["items"]
+        ]
+        return not [name for name in left if name.startswith("tiny")]
+
     async def condition(self, kind: str) -> Object:
         service = await self.kube.get(SERVICES, "default", "tiny")
         conditions = (service.get("status") or {}).get("conditions") or []
@@ -105,7 +115,7 @@ async def until(look: Callable[[], Awaitable[Any]]) -> Any:
 async def world(tmp_path: Path) -> AsyncIterator[World]:
     settings = ClusterSettings(state_dir=tmp_path, gateway=False, operator_arguments=("--tick", "60"))
     async with LocalCluster(settings) as cluster, connect(cluster.endpoint, "test") as kube:
-        yield World(kube)
+        yield World(kube, cluster)
 
 
 @pytest.mark.parametrize(
@@ -167,17 +177,22 @@ async def test_deleting_in_the_middle_of_a_rollout_leaves_nothing(world: World) 
 
     await world.delete()
 
-    async def empty() -> bool:
-        left = [
-            found["metadata"]["name"]
-            for resource in (*BUILT_IN.values(), REPLICA_SETS, PODS)
-            for found in (await world.kube.list(resource, "default"))["items"]
-        ]
-        return not [name for name in left if name.startswith("tiny")]
-
-    assert await until(empty)
+    assert await until(world.is_empty)
     await asyncio.sleep(0.5)  # a pass that was under way by then would have brought something back
-    assert await empty()
+    assert await world.is_empty()
+
+
+async def test_deleting_while_no_operator_runs_leaves_nothing(world: World) -> None:
+    await world.create()
+    await world.running(2)
+    service = await world.kube.get(SERVICES, "default", "tiny")
+    assert "finalizers" not in service["metadata"]
+    assert not [name for name in service["metadata"].get("annotations") or {} if "kopf" in name]
+    await world.cluster.components["operator"].stop()
+
+    await world.delete()
+
+    assert await until(world.is_empty)
 
 
 async def test_a_child_that_somebody_deletes_comes_back(world: World) -> None:

@@ -17,6 +17,7 @@ import pytest
 from llmservice_local.api.registry import Registry
 from llmservice_local.api.serve import serve_api
 from llmservice_local.endpoint import Endpoint
+from llmservice_local.ports import free_port
 from llmservice_operator.api.crd import crd
 from llmservice_operator.api.kinds import CHILD_KINDS
 from llmservice_operator.cluster.kube_client import KubeClient
@@ -25,6 +26,8 @@ from llmservice_planner.command import main
 SERVICES = "/apis/serving.llmservice.io/v1alpha1/namespaces/team-a/llmservices"
 SHAPE = {"layers": 2, "heads": 4, "hiddenSize": 64, "intermediateSize": 128, "vocabSize": 512}
 SPEC = {"model": {"uri": "hf://org/name", "shape": SHAPE}, "engine": {"maxModelLen": 512}, "replicas": 2}
+
+RBAC = "rbac.authorization.k8s.io/v1"
 
 MAIN = "import sys; from llmservice_planner.command import main; sys.exit(main())"
 
@@ -38,6 +41,7 @@ async def start(kubeconfig: Path, kube: KubeClient) -> AsyncIterator[Start]:
 
     async def run(*more: str) -> asyncio.subprocess.Process:
         flags = ["--tick", "0.5", "--port", "0", "--host", "127.0.0.1", "--server-image", "img:1"]
+        flags += ["--health-port", str(free_port())]
         environment = {**os.environ, "KUBECONFIG": str(kubeconfig)}
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", MAIN, "operator", *flags, *more, env=environment, stderr=asyncio.subprocess.PIPE
@@ -107,7 +111,7 @@ async def test_an_api_server_that_goes_and_comes_back_finds_the_operator_waiting
         await create_service(kube)
         await until(lambda: _equals(kube, 2))
         await kube.close()
-    await asyncio.sleep(1)  # the outage itself
+    await asyncio.sleep(5)  # the outage itself
     async with serve_api(registry, port=port):
         kube = await KubeClient.connect()
         await kube.request("PATCH", f"{SERVICES}/tiny", body={"spec": {"replicas": 3}})
@@ -131,7 +135,7 @@ async def test_other_namespaces_than_those_named_are_left_alone(start: Start, ku
 
 async def test_health_and_metrics_are_served(start: Start, kube: KubeClient) -> None:
     process = await start()
-    port = await _port(process)
+    port, health_port = await _ports(process)
     await create_service(kube)
     await until(lambda: _equals(kube, 2))
 
@@ -144,13 +148,14 @@ async def test_health_and_metrics_are_served(start: Start, kube: KubeClient) -> 
                 )
 
         await until(counted)
-        async with session.get(f"http://127.0.0.1:{port}/healthz") as response:
+        async with session.get(f"http://127.0.0.1:{health_port}/healthz") as response:
             assert response.status == 200
+            assert await response.json() == {"loops": "ok", "watches": "ok", "leader": True}
 
 
 async def test_a_scraper_that_stays_connected_does_not_hold_up_the_end(start: Start, kube: KubeClient) -> None:
     process = await start()
-    port = await _port(process)
+    port, _ = await _ports(process)
     await create_service(kube)
     await until(lambda: _equals(kube, 2))
 
@@ -162,22 +167,51 @@ async def test_a_scraper_that_stays_connected_does_not_hold_up_the_end(start: St
             assert await process.wait() == 0
 
 
-async def test_an_account_that_may_not_look_ends_it_with_the_reason(
+async def test_an_account_that_may_not_look_is_reported_and_works_once_it_may(
     start: Start, kube: KubeClient, api_url: str, kubeconfig: Path
 ) -> None:
     accounts = "/api/v1/namespaces/team-a/serviceaccounts"
     await _create(kube, accounts, {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "nobody"}})
     issued = await _create(kube, f"{accounts}/nobody/token", {"spec": {}})
     Endpoint(api_url, issued["status"]["token"]).write_kubeconfig(kubeconfig)
-
+    await create_service(kube)
     process = await start()
+    port, health_port = await _ports(process)
 
-    async with asyncio.timeout(20):
-        _, said = await process.communicate()
-    assert process.returncode == 1
-    assert b"403" in said
-    assert b"The chart's role grants all that the operator needs" in said
-    assert b"Traceback" not in said
+    async with aiohttp.ClientSession() as session:
+
+        async def refused() -> bool:
+            return {"llmservices", "pods", "deployments"} <= set(await _watches(session, health_port))
+
+        await until(refused)
+        assert "403" in (await _watches(session, health_port))["pods"]
+        async with session.get(f"http://127.0.0.1:{port}/metrics") as response:
+            assert 'llmservice_operator_watch_failing{resource="pods"} 1.0' in await response.text()
+        role = {"apiVersion": RBAC, "kind": "ClusterRoleBinding", "metadata": {"name": "everything"}}
+        role |= {"roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "everything"}}
+        subject = {"kind": "ServiceAccount", "name": "nobody", "namespace": "team-a"}
+        rule = {"apiGroups": ["*"], "resources": ["*"], "verbs": ["*"]}
+        every = {"apiVersion": RBAC, "kind": "ClusterRole", "metadata": {"name": "everything"}, "rules": [rule]}
+        await _create(kube, f"/apis/{RBAC}/clusterroles", every)
+        await _create(kube, f"/apis/{RBAC}/clusterrolebindings", {**role, "subjects": [subject]})
+
+        await until(lambda: _equals(kube, 2))
+        await until(lambda: _is_well(session, health_port))
+    assert process.returncode is None
+
+
+async def _watches(session: aiohttp.ClientSession, health_port: int) -> dict[str, str]:
+    try:
+        async with session.get(f"http://127.0.0.1:{health_port}/healthz") as response:
+            assert response.status == 200
+            watches: dict[str, str] | str = (await response.json())["watches"]
+    except aiohttp.ClientConnectionError:
+        return {}
+    return watches if isinstance(watches, dict) else {}
+
+
+async def _is_well(session: aiohttp.ClientSession, health_port: int) -> bool:
+    return not await _watches(session, health_port)
 
 
 def test_a_tick_that_would_spin_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,12 +243,13 @@ async def _equals(kube: KubeClient, wanted: int) -> bool:
     return await replicas(kube) == wanted
 
 
-async def _port(process: asyncio.subprocess.Process) -> int:
+async def _ports(process: asyncio.subprocess.Process) -> tuple[int, int]:
+    """Those of /metrics and /healthz, as the operator logs them."""
     assert process.stderr is not None
     lines: list[bytes] = []
     async with asyncio.timeout(20):
         async for line in process.stderr:
             lines.append(line)
-            if match := re.search(rb"healthz and metrics on port (\d+)", line):
-                return int(match[1])
-    raise AssertionError(f"the operator ended without naming its port: {lines}")
+            if match := re.search(rb"metrics on port (\d+), healthz on port (\d+)", line):
+                return int(match[1]), int(match[2])
+    raise AssertionError(f"the operator ended without naming its ports: {lines}")

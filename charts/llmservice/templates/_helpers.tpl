@@ -70,6 +70,13 @@ topologySpreadConstraints:
 {{- end }}
 {{- end -}}
 
+{{/*
+Whether the webhook is installed. An operator without cluster-wide rights can't give it a certificate: cert-manager must.
+*/}}
+{{- define "llmservice.admission" -}}
+{{- if and .Values.admission.enabled (or (not .Values.namespaces) .Values.admission.certManager.enabled) }}true{{ end -}}
+{{- end -}}
+
 {{/* Pod Security Standards: restricted. */}}
 {{- define "llmservice.podSecurityContext" -}}
 runAsNonRoot: true

@@ -62,7 +62,7 @@ class Followed:
 
 
 FOLLOWED = (
-    Followed(ChildKind(API_VERSION, KIND, PLURAL), selector=""),
+    Followed(ChildKind(API_VERSION, KIND, PLURAL, built_in=False), selector=""),
     Followed(ChildKind("v1", "Pod", "pods")),
     *(Followed(kind) for kind in CHILD_KINDS.values()),
 )

@@ -81,7 +81,7 @@ class Applier:
         expected, known = child.manifest, self._settled.get(child.key)
         live = self._cache.child(*child.key) or await self._present(child)  # one without our labels may be there
         if live is not None and not owned_by(live, owner_uid):
-            return _name_taken(child, live)
+            return name_taken(child, live)
         if live is None or reason_to_apply(expected, live, known) is not None:
             try:
                 live = await self._apply(child, live)
@@ -92,7 +92,7 @@ class Applier:
                     raise
                 live = await self._present(child)  # somebody was faster: look again, and try once more
                 if live is not None and not owned_by(live, owner_uid):
-                    return _name_taken(child, live)
+                    return name_taken(child, live)
                 live = await self._apply(child, live)
             self._cache.put(child.kind.name, live)
         if known is None or known.expected != digest(expected) or known.resource_version != version(live["metadata"]):
@@ -119,7 +119,8 @@ def owned_by(manifest: Manifest, owner_uid: str) -> bool:
     return any(reference.get("uid") == owner_uid for reference in _owners(manifest))
 
 
-def _name_taken(child: Child, present: Manifest) -> Trouble:
+def name_taken(child: Child, present: Manifest) -> Trouble:
+    """Why a child can't be made where an object of its name is not its service's."""
     kind, _, name = child.key
     (ours,) = _owners(child.manifest)
     if any((other.get("kind"), other.get("name")) == (KIND, ours["name"]) for other in _owners(present)):

@@ -6,11 +6,9 @@ The generated client is used for what it knows best, credentials and TLS; its ty
 from __future__ import annotations
 
 import json
-import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 from urllib.parse import quote
@@ -22,10 +20,7 @@ from llmservice_operator.api.kinds import ChildKind
 from llmservice_operator.api.resource import GROUP, MANAGER, PLURAL, VERSION
 from llmservice_operator.api.spec import Manifest
 from llmservice_operator.cluster.configuration import load_configuration
-from llmservice_operator.cluster.json_lines import json_lines
 from llmservice_operator.cluster.priority_gate import PriorityGate
-
-logger = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT_S = 10.0
 WATCH_S = 300
@@ -111,7 +106,12 @@ class KubeClient:
 
     @classmethod
     async def connect(cls, context: str | None = None) -> Self:
-        return cls(kubernetes_client.ApiClient(await load_configuration(context)))
+        return cls.of(await load_configuration(context))
+
+    @classmethod
+    def of(cls, configuration: Any) -> Self:
+        """With the official client's configuration: its TLS, credentials and proxy."""
+        return cls(kubernetes_client.ApiClient(configuration))
 
     async def close(self) -> None:
         await self._api.close()
@@ -152,48 +152,6 @@ class KubeClient:
             if not (token := metadata.get("continue")):
                 return objects, str(metadata.get("resourceVersion", ""))
             query = {**query, "continue": token}
-
-    async def watch(
-        self, path: str, selector: str, since: str, silence_s: float
-    ) -> AsyncGenerator[dict[str, Any], None]:
-        """The events of a collection after a resource version, as the API server words them, bookmarks among them.
-
-        It ends as the API server ends it, and also where the connection breaks or brings nothing for `silence_s`: what
-        came was whole, and another watch goes on from there. Raises KubeError where the API server refuses, with an
-        answer or an event that says so, or can't be reached.
-        """
-        query = {"watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": str(WATCH_S)}
-        query |= {"resourceVersion": since} | ({"labelSelector": selector} if selector else {})
-        response = await self._begin_watch(path, query, silence_s)
-        try:
-            async with aclosing(json_lines(response.content.iter_any())) as events:
-                async for event in events:
-                    yield _checked(event, path)
-        except TimeoutError:
-            logger.info("a watch of %s brought nothing for %g s", path, silence_s)
-        except (aiohttp.ClientError, OSError) as error:
-            logger.info("a watch of %s broke off (%s)", path, type(error).__name__)
-        except ValueError as error:
-            raise KubeError(0, f"a watch of {path} brought what should be an event: {error}") from error
-        finally:
-            response.close()
-
-    async def _begin_watch(self, path: str, query: Mapping[str, str], silence_s: float) -> aiohttp.ClientResponse:
-        """It waits in no line and holds no place in one: it lasts for minutes."""
-        timeout = aiohttp.ClientTimeout(total=None, connect=REQUEST_TIMEOUT_S, sock_read=silence_s)
-        started = time.monotonic()
-        status = 0
-        try:
-            response = await self._open(_Request("GET", path, query), timeout)
-            status = response.status
-            if status != 200:
-                answer = await _read(response)
-                answer.raise_for_status("WATCH", path)
-                raise KubeError(0, f"WATCH {path}: answered with {status}, expected 200 and events")
-        finally:
-            if self.answered is not None:
-                self.answered("WATCH", path, status, time.monotonic() - started)
-        return response
 
     async def list_pods(self, namespace: str, selector: str) -> list[Manifest]:
         return (await self.list_all(f"/api/v1/namespaces/{quote(namespace)}/pods", selector))[0]
@@ -323,20 +281,6 @@ async def _read(response: aiohttp.ClientResponse) -> _Answer:
 
 def _unreachable(error: Exception) -> KubeError:
     return KubeError(0, f"the API server can't be reached ({type(error).__name__})")
-
-
-def _checked(event: Any, path: str) -> Manifest:
-    """An event that tells of an object; raises KubeError for one that tells of an error, ValueError for any other."""
-    match event:
-        case {"type": "ERROR", "object": {"code": int(code)}}:
-            status: Manifest = event["object"]
-            wait_s = min((status.get("details") or {}).get("retryAfterSeconds") or 0, _LONGEST_RETRY_AFTER_S)
-            message = f"WATCH {path}: {code} {status.get('message', '')}"
-            raise KubeError(code, message, reason=str(status.get("reason", "")), retry_after_s=wait_s)
-        case {"type": str(), "object": {"metadata": {"resourceVersion": str()}}}:
-            return dict(event)
-    told = f"an object with {sorted(event)}" if isinstance(event, dict) else type(event).__name__
-    raise ValueError(f"{told}, expected a type and an object with a resource version")  # not its content: it is logged
 
 
 def _service_path(namespace: str, name: str) -> str:

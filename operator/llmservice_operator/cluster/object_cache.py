@@ -113,10 +113,11 @@ class ObjectCache:
         vanished = [one for one in absent if self.drop(kind, {"metadata": {**one["metadata"], **last}})]
         return changed + vanished
 
-    def withdraw(self, kind: str) -> None:
-        """The cluster does not know this kind, or no longer: there is none of it."""
-        self.replace(kind, None, [], _NEWEST)
+    def withdraw(self, kind: str) -> list[Manifest]:
+        """The API server does not serve this kind, or no longer: there is none of it. Returns what was known."""
+        vanished = self.replace(kind, None, [], _NEWEST)
         self._kinds[kind] = False
+        return vanished
 
     def _bury(self, metadata: Mapping[str, Any]) -> None:
         if uid := metadata.get("uid"):

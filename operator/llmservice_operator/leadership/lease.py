@@ -21,13 +21,13 @@ API_VERSION = "coordination.k8s.io/v1"
 class Timing:
     """In seconds. After a crash the lease is taken within `duration_s + retry_s`, after a release within `retry_s`."""
 
-    duration_s: float = 10.0
+    duration_s: float = 15.0
     """For how long others leave a lease alone that nobody renews."""
-    renew_deadline_s: float = 7.0
+    renew_deadline_s: float = 10.0
     """For how long the holder writes after the last renewal that succeeded."""
-    renew_s: float = 2.0
+    renew_s: float = 3.0
     """Between two renewals."""
-    retry_s: float = 0.5
+    retry_s: float = 2.0
     """Between two looks at a lease that somebody else holds."""
 
     def __post_init__(self) -> None:

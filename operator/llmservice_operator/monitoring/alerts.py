@@ -186,6 +186,15 @@ def operator_alerts() -> tuple[Alert, ...]:
             " rolled out. A handover takes seconds.",
         ),
         Alert(
+            name="LLMServiceOperatorCannotWatch",
+            expr="max by (namespace, job, resource) (llmservice_operator_watch_failing) > 0",
+            lasting="5m",
+            severity="critical",
+            summary="The LLMService operator can't follow {{ $labels.resource }}",
+            description="The API server has refused its list or watch of {{ $labels.resource }} for 5 minutes, or can't"
+            " be reached: what changes there is not noticed. Its /healthz says why.",
+        ),
+        Alert(
             name="LLMServicePassesFailing",
             expr=f"{_reported('llmservice_operator_pass_failures_total', '', over='10m')} > 0",
             lasting="15m",

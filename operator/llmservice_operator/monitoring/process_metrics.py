@@ -59,14 +59,26 @@ class ProcessMetrics:
             ["kind"],
             registry=registry,
         )
+        self._failing = Gauge(
+            "llmservice_operator_watch_failing",
+            "1 while the API server refuses the list or watch of a kind or can't be reached for it; /healthz says why.",
+            ["resource"],
+            registry=registry,
+        )
         self._resyncs = Counter(
-            "llmservice_operator_resyncs_total", "Lists of everything that is followed.", ["result"], registry=registry
+            "llmservice_operator_resyncs_total",
+            "Lists beside the watches', of everything or of what was listed anew.",
+            ["result"],
+            registry=registry,
         )
         self._differences = Counter(
             "llmservice_operator_resync_differences_total",
             "Objects that a resync found otherwise than the cache held them: what watches missed.",
             registry=registry,
         )
+        for followed in FOLLOWED:
+            self._failing.labels(followed.kind.plural)
+        self._left_s: Callable[[], float] = lambda: 0.0
         self._seen_s = {followed.kind.name: clock() for followed in FOLLOWED}
         for kind in self._seen_s:
             self._age.labels(kind).set_function(partial(self._age_of, kind))
@@ -82,7 +94,12 @@ class ProcessMetrics:
 
     def lead(self, left_s: Callable[[], float]) -> None:
         """The gauge asks the fence itself, so that it falls when the fence does."""
-        self._leader.set_function(lambda: float(left_s() > 0))
+        self._left_s = left_s
+        self._leader.set_function(lambda: float(self.leads()))
+
+    def leads(self) -> bool:
+        """Whether this process may write."""
+        return self._left_s() > 0
 
     def hold(self, loops: Sized, cache: Sized) -> None:
         self._loops.set_function(lambda: len(loops))
@@ -96,6 +113,9 @@ class ProcessMetrics:
     def relisted(self, kind: str) -> None:
         """A watch begins, or begins anew, with a list."""
         self._relists.labels(kind).inc()
+
+    def watch_failing(self, plural: str, *, failing: bool) -> None:
+        self._failing.labels(plural).set(failing)
 
     def resynced(self, differences: int) -> None:
         self._resyncs.labels("ok").inc()

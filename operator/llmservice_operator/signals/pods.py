@@ -31,6 +31,9 @@ class PodSignals:
         self._session = session
         self._port = port
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self._parsing = asyncio.Lock()
+        """One answer is parsed at each turn of the event loop: an edit's events need several turns, each of which would
+        otherwise last as long as all the answers that came together."""
         self._scrapes: dict[str, deque[Scrape]] = {}
         self._swept_s = 0.0
 
@@ -50,6 +53,7 @@ class PodSignals:
             async with self._session.get(url, timeout=self._timeout) as response:
                 response.raise_for_status()
                 body = await read_bounded(response, _ANSWER_LIMIT_BYTES)
+            async with self._parsing:
                 return parse_exposition(body.decode(errors="replace"), now)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:  # ScrapeError is a ValueError
             logger.debug("pod %s: no metrics: %s", pod.name, error)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -197,95 +196,3 @@ async def test_no_request_carries_credentials_of_a_netrc(
     await runner.cleanup()
 
     assert seen == [None]
-
-
-async def watched(kubeconfig: Path, answer: web.Response | list[bytes], token: str | None = None) -> Watched:
-    """What a watch of an API server brings that answers so, and what it asked for."""
-    found = Watched()
-
-    async def handle(request: web.Request) -> web.StreamResponse:
-        found.asked, found.authorization = dict(request.query), request.headers.get("Authorization")
-        if isinstance(answer, web.Response):
-            return answer
-        response = web.StreamResponse()
-        await response.prepare(request)
-        for piece in answer:
-            await response.write(piece)
-        return response
-
-    app = web.Application()
-    app.router.add_get(PODS, handle)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    Endpoint(f"http://127.0.0.1:{runner.addresses[0][1]}", token).write_kubeconfig(kubeconfig)
-    client = await KubeClient.connect()
-    client.answered = lambda *call: found.calls.append(call[:3])
-    try:
-        async for event in client.watch(PODS, "a=b", "7", 70.0):
-            found.events.append(event)
-    except KubeError as error:
-        found.error = error
-    await client.close()
-    await runner.cleanup()
-    return found
-
-
-def pod_event(version: str, **fields: Any) -> dict[str, Any]:
-    return {"type": "ADDED", "object": {"metadata": {"name": "a", "resourceVersion": version}, **fields}}
-
-
-async def test_a_watch_asks_with_our_credentials_for_all_that_came_after_a_version(kubeconfig: Path) -> None:
-    found = await watched(kubeconfig, [], token="sesame")
-
-    assert found.asked == {
-        "watch": "true",
-        "allowWatchBookmarks": "true",
-        "resourceVersion": "7",
-        "labelSelector": "a=b",
-        "timeoutSeconds": "300",
-    }
-    assert found.authorization == "Bearer sesame"
-    assert found.calls == [("WATCH", PODS, 200)]
-    assert found.error is None
-
-
-async def test_an_object_larger_than_any_buffer_comes_whole(kubeconfig: Path) -> None:
-    large = pod_event("8", filling="x" * 6_000_000)
-
-    found = await watched(kubeconfig, [json.dumps(large).encode(), b"\n", json.dumps(pod_event("9")).encode() + b"\n"])
-
-    assert found.events == [large, pod_event("9")]
-
-
-@pytest.mark.parametrize(
-    ("answer", "status", "retry_after_s", "words"),
-    [
-        pytest.param(web.json_response({"message": "no"}, status=403), 403, 0.0, "no", id="refused"),
-        pytest.param(
-            web.json_response({"message": "later"}, status=429, headers={"Retry-After": "7"}),
-            429, 7.0, "later", id="asks for a pause",
-        ),
-        pytest.param(
-            [b'{"type": "ERROR", "object": {"code": 410, "reason": "Expired", "message": "too old"}}\n'],
-            410, 0.0, "too old", id="an event that is an error",
-        ),
-        pytest.param(
-            [b'{"type": "ERROR", "object": {"code": 503, "details": {"retryAfterSeconds": 9}}}\n'],
-            503, 9.0, "503", id="an error that asks for a pause",
-        ),
-        pytest.param([b"<html>log in</html>\n"], 0, 0.0, "should be an event", id="a page where events were due"),
-        pytest.param([b"[1]\n"], 0, 0.0, "should be an event", id="a list where an event was due"),
-        pytest.param([b'{"type": "ADDED", "object": {}}\n'], 0, 0.0, "should be an event", id="no version"),
-        pytest.param(web.Response(status=204), 0, 0.0, "expected 200", id="nothing"),
-    ],
-)  # fmt: skip
-async def test_a_watch_that_brings_no_events_says_why(
-    answer: web.Response | list[bytes], status: int, retry_after_s: float, words: str, kubeconfig: Path
-) -> None:
-    found = await watched(kubeconfig, answer)
-
-    assert found.events == []
-    assert found.error is not None
-    assert (found.error.status, found.error.retry_after_s) == (status, retry_after_s)
-    assert words in str(found.error)

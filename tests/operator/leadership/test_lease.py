@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from llmservice_operator.leadership.lease import Candidate, Lease, Timing, lease_of
 
-TIMING = Timing()
+TIMING = Timing(duration_s=10.0, renew_deadline_s=7.0, renew_s=2.0, retry_s=0.5)
 ME, OTHER = "me", "other"
 
 
@@ -49,6 +49,13 @@ def test_what_a_candidate_does_next(candidate: Candidate, now_s: float, action: 
     assert step.reason
 
 
+def test_a_leader_and_a_standby_at_rest_send_at_most_sixty_requests_a_minute() -> None:
+    timing = Timing()
+
+    assert 60 / timing.renew_s + 60 / timing.retry_s <= 60
+    assert timing.duration_s + timing.retry_s <= 20, "after a crash"
+
+
 def test_writing_ends_before_anybody_else_may_begin() -> None:
     assert LEADING.left_s(100.0) == 7.0
     assert LEADING.left_s(107.0) <= 0
@@ -56,7 +63,7 @@ def test_writing_ends_before_anybody_else_may_begin() -> None:
 
 
 @pytest.mark.parametrize(
-    "timing", [{"renew_deadline_s": 10.0}, {"renew_s": 8.0}, {"retry_s": 3.0}, {"duration_s": 5.0}]
+    "timing", [{"renew_deadline_s": 15.0}, {"renew_s": 11.0}, {"retry_s": 4.0}, {"duration_s": 9.0}]
 )
 def test_times_that_would_let_two_write_are_refused(timing: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="two could write at once"):

@@ -1,21 +1,24 @@
-"""Everything that is followed, against an API server: what no watch told of is found by a list."""
+"""The lists beside kopf's own, against an API server: what no watch reports is found."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from harness.jumping_loop import JumpingLoop
-from harness.whole_operator import RESYNC_S, TICK_S
+from harness.whole_operator import TICK_S
 from harness.whole_world import MONITORING, World, whole_world
 from llmservice_operator.api.kinds import CHILD_KINDS, FOLLOWED
 from llmservice_operator.cluster.kube_client import KubeClient
-from llmservice_operator.cluster.mirror import Mirror
 from llmservice_operator.cluster.object_cache import ObjectCache
+from llmservice_operator.framework.resync import DISCOVER_S, Resync
 from llmservice_operator.monitoring.metrics import OperatorMetrics
 
 SERVICES = "/apis/serving.llmservice.io/v1alpha1/namespaces/team-a/llmservices"
+PODS = "/api/v1/namespaces/team-a/pods"
 KEY = ("team-a", "tiny")
 SHAPE = {"layers": 2, "heads": 4, "hiddenSize": 64, "intermediateSize": 128, "vocabSize": 512}
 
@@ -23,14 +26,33 @@ SHAPE = {"layers": 2, "heads": 4, "hiddenSize": 64, "intermediateSize": 128, "vo
 Told = list[tuple[str, str]]
 
 
-def mirror_of(kube: KubeClient, cache: ObjectCache, told: Told, *namespaces: str, **more: Any) -> Mirror:
-    """One that notes the kinds and names of what is news."""
+def resync_of(kube: KubeClient, cache: ObjectCache, told: Told, *namespaces: str, **more: Any) -> Resync:
+    """One that notes the kinds and names of what is new."""
 
     def changed(kind: str, obj: dict[str, Any], *, news: bool) -> None:
         assert news
         told.append((kind, obj["metadata"]["name"]))
 
-    return Mirror(kube, cache, changed, OperatorMetrics().process, namespaces, silence_s=70, resync_s=300, **more)
+    return Resync(kube, cache, changed, OperatorMetrics().process, namespaces, **{"interval_s": 300.0, **more})
+
+
+@asynccontextmanager
+async def running(resync: Resync) -> AsyncIterator[None]:
+    """From the first list of everything on."""
+    task = asyncio.create_task(resync.run())
+    try:
+        async with asyncio.timeout(10):
+            await resync.whole.wait()
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+async def until(check: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not check():
+            await asyncio.sleep(0.01)
 
 
 async def create(kube: KubeClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -44,35 +66,50 @@ def pod(name: str) -> dict[str, Any]:
     return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "labels": labels}, "spec": spec}
 
 
-async def test_creations_changes_and_deletions_are_found_once(kube: KubeClient, manifest_of: Any) -> None:
-    cache, told = ObjectCache(), Told()
-    mirror = mirror_of(kube, cache, told)
-
+async def test_the_first_list_fills_the_cache_and_later_ones_find_each_difference_once(
+    kube: KubeClient, manifest_of: Any
+) -> None:
     await create(kube, SERVICES, manifest_of())
-    await create(kube, "/api/v1/namespaces/team-a/pods", pod("tiny-1"))
-    assert await mirror.list_all() == 2
-    assert cache.services() == [KEY]
-    assert await mirror.list_all() == 0
+    await create(kube, PODS, pod("tiny-1"))
+    cache, told = ObjectCache(), Told()
+    settled: list[int] = []
+    async with running(resync_of(kube, cache, told, interval_s=0.05, settle=lambda: settled.append(len(cache)))):
+        assert cache.services() == [KEY]
+        assert settled[0] == 2
+        assert all(cache.follows(followed.kind.name) for followed in FOLLOWED)
 
-    await kube.request("PATCH", f"{SERVICES}/tiny", body={"spec": {"replicas": 3}})
-    await kube.request("DELETE", "/api/v1/namespaces/team-a/pods/tiny-1", query={"gracePeriodSeconds": "0"})
-    assert await mirror.list_all() == 2
+        await kube.request("PATCH", f"{SERVICES}/tiny", body={"spec": {"replicas": 3}})
+        await kube.request("DELETE", f"{PODS}/tiny-1", query={"gracePeriodSeconds": "0"})
+        await until(lambda: len(told) >= 4)
 
-    assert told == [("LLMService", "tiny"), ("Pod", "tiny-1"), ("LLMService", "tiny"), ("Pod", "tiny-1")]
+    assert sorted(told) == [("LLMService", "tiny")] * 2 + [("Pod", "tiny-1")] * 2
     assert cache.pods(*KEY) == []
     service = cache.service(*KEY)
     assert service is not None
     assert service["spec"]["replicas"] == 3
 
 
+async def test_a_kind_that_kopf_lists_anew_is_listed_at_once_and_not_the_first_time(kube: KubeClient) -> None:
+    await create(kube, PODS, pod("tiny-1"))
+    cache, told = ObjectCache(), Told()
+    resync = resync_of(kube, cache, told)
+    async with running(resync):
+        resync.listed("Pod", "/api/v1/pods")
+        await kube.request("DELETE", f"{PODS}/tiny-1", query={"gracePeriodSeconds": "0"})
+        await asyncio.sleep(0.2)
+        assert len(cache) == 1
+        resync.listed("Pod", "/api/v1/pods")
+
+        await until(lambda: len(cache) == 0)
+
+
 async def test_a_collection_of_several_pages_is_read_to_its_end(kube: KubeClient, manifest_of: Any) -> None:
-    for number in range(501):
+    for number in range(201):
         await create(kube, SERVICES, manifest_of(f"tiny-{number}"))
     cache = ObjectCache()
 
-    await mirror_of(kube, cache, Told()).list_all()
-
-    assert len(cache.services()) == 501
+    async with running(resync_of(kube, cache, Told())):
+        assert len(cache.services()) == 201
 
 
 async def test_other_namespaces_than_those_named_are_not_listed(kube: KubeClient, manifest_of: Any) -> None:
@@ -83,33 +120,12 @@ async def test_other_namespaces_than_those_named_are_not_listed(kube: KubeClient
     cache, paths = ObjectCache(), []
     kube.answered = lambda _, path, *__: paths.append(path)
 
-    await mirror_of(kube, cache, Told(), "default").list_all()
-
-    assert cache.services() == [("default", "tiny")]
+    async with running(resync_of(kube, cache, Told(), "default")):
+        assert cache.services() == [("default", "tiny")]
     assert all("/namespaces/default/" in path for path in paths)
 
 
-async def test_the_cache_is_whole_once_all_was_listed_and_follows_then(kube: KubeClient, manifest_of: Any) -> None:
-    await create(kube, SERVICES, manifest_of())
-    cache, told = ObjectCache(), Told()
-    settled: list[int] = []
-    mirror = mirror_of(kube, cache, told, settle=lambda: settled.append(len(cache)))
-    assert not mirror.whole.is_set()
-    following = asyncio.create_task(mirror.run())
-    async with asyncio.timeout(10):
-        await mirror.whole.wait()
-        assert cache.services() == [KEY]
-        assert settled == [1]
-        assert all(cache.follows(followed.kind.name) for followed in FOLLOWED)
-
-        await create(kube, "/api/v1/namespaces/team-a/pods", pod("tiny-1"))
-        while ("Pod", "tiny-1") not in told:
-            await asyncio.sleep(0.01)
-    following.cancel()
-    await asyncio.wait([following])
-
-
-def test_a_kind_whose_crd_comes_later_is_taken_up_within_one_interval(tmp_path: Path) -> None:
+def test_a_kind_whose_crd_comes_later_is_taken_up_within_a_minute(tmp_path: Path) -> None:
     async def play() -> list[set[str]]:
         async with whole_world(tmp_path) as world:
             tasks = [asyncio.create_task(world.cluster.run()), asyncio.create_task(world.operator().run())]
@@ -119,7 +135,7 @@ def test_a_kind_whose_crd_comes_later_is_taken_up_within_one_interval(tmp_path: 
             before = names_of(world)
             for kind in MONITORING:
                 world.install(kind)
-            await asyncio.sleep(RESYNC_S + 1.2 * TICK_S)
+            await asyncio.sleep(DISCOVER_S + 1.2 * TICK_S)
             after = names_of(world)
             for task in tasks:
                 task.cancel()

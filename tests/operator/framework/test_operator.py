@@ -1,10 +1,11 @@
-"""Operator processes that share one Lease: who works, who takes over, and that nobody writes out of turn."""
+"""Operator processes: who leads, and that none loses an event, whatever becomes of its watches."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -14,11 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from harness.proxy import ApiProxy, serve_proxy
 from llmservice_local.endpoint import Endpoint
-from llmservice_operator.api.kinds import CHILD_KINDS, FOLLOWED
+from llmservice_local.ports import free_port
+from llmservice_operator.api.kinds import CHILD_KINDS, FOLLOWED, ChildKind
 from llmservice_operator.cluster.kube_client import KubeClient
 
 SERVICES = "/apis/serving.llmservice.io/v1alpha1/namespaces/team-a/llmservices"
@@ -27,7 +30,7 @@ SHAPE = {"layers": 2, "heads": 4, "hiddenSize": 64, "intermediateSize": 128, "vo
 SPEC = {"model": {"uri": "hf://org/name", "shape": SHAPE}, "engine": {"maxModelLen": 512}, "replicas": 1}
 MAIN = "import sys; from llmservice_planner.command import main; sys.exit(main())"
 
-WATCHED = sum(one.kind.built_in for one in FOLLOWED)
+WATCHED = sum(one.kind.group != "monitoring.coreos.com" for one in FOLLOWED)
 
 
 @dataclass
@@ -37,6 +40,7 @@ class Operator:
     process: asyncio.subprocess.Process
     proxy: ApiProxy
     log: Path
+    health_port: int
 
     @property
     def works(self) -> bool:
@@ -46,6 +50,15 @@ class Operator:
     def rests(self) -> bool:
         """Whether it has written all that it wants to: its passes wait for the tick, which is seconds away."""
         return not self.proxy.writes_since(time.monotonic() - 0.5)
+
+    async def cached(self) -> float:
+        """Objects in its cache."""
+        port = re.search(r"metrics on port (\d+)", self.log.read_text())
+        assert port is not None
+        async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{port[1]}/metrics") as response:
+            found = re.search(r"^llmservice_operator_cached_objects (\S+)", await response.text(), re.MULTILINE)
+        assert found is not None
+        return float(found[1])
 
     async def ended(self) -> int:
         async with asyncio.timeout(20):
@@ -62,11 +75,14 @@ async def start(api_url: str, kube: KubeClient, tmp_path: Path) -> AsyncIterator
     async with AsyncExitStack() as stack:
         started: list[Operator] = []
 
-        async def run(*flags: str) -> Operator:
+        async def run(*flags: str, fault: int | None = None) -> Operator:
             proxy = await stack.enter_async_context(serve_proxy(api_url))
+            proxy.fault = fault
             kubeconfig, log = tmp_path / f"kubeconfig-{len(started)}", tmp_path / f"operator-{len(started)}.log"
             Endpoint(proxy.url).write_kubeconfig(kubeconfig)
+            health_port = free_port()
             command = ["operator", "--port", "0", "--host", "127.0.0.1", "--server-image", "img:1", *flags]
+            command += ["--health-port", str(health_port)]
             with log.open("wb") as errors:
                 process = await asyncio.create_subprocess_exec(
                     sys.executable,
@@ -76,7 +92,7 @@ async def start(api_url: str, kube: KubeClient, tmp_path: Path) -> AsyncIterator
                     env={**os.environ, "KUBECONFIG": str(kubeconfig)},
                     stderr=errors,
                 )
-            started.append(Operator(process, proxy, log))
+            started.append(Operator(process, proxy, log, health_port))
             return started[-1]
 
         yield run
@@ -128,14 +144,14 @@ async def test_one_works_and_the_other_takes_over_at_once_when_it_stops(elect: S
     first.process.send_signal(signal.SIGTERM)
     took_s = await until(lambda: second.works)
 
-    assert took_s < 2.0
+    assert took_s < 5.0
     assert await first.ended() == 0
     await change_replicas(kube, 2)
     await until(lambda: has_replicas(kube, 2))
     assert second.proxy.writes
 
 
-async def test_a_crashed_leader_is_followed_within_fifteen_seconds(elect: Start, kube: KubeClient) -> None:
+async def test_a_crashed_leader_is_followed_within_twenty_seconds(elect: Start, kube: KubeClient) -> None:
     first = await elect()
     await until(lambda: first.works)
     second = await elect()
@@ -147,7 +163,7 @@ async def test_a_crashed_leader_is_followed_within_fifteen_seconds(elect: Start,
     await change_replicas(kube, 3)
     took_s = await until(lambda: has_replicas(kube, 3))
 
-    assert took_s < 15.0
+    assert took_s < 20.0
 
 
 async def test_a_leader_that_was_paused_writes_nothing_after_it_wakes(elect: Start, kube: KubeClient) -> None:
@@ -224,7 +240,6 @@ def error_event(code: int, message: str) -> bytes:
     [
         pytest.param(b"", id="closed at once, again and again"),
         pytest.param(error_event(410, "too old resource version"), id="gone"),
-        pytest.param(error_event(500, "etcdserver: no leader"), id="another error"),
     ],
 )
 async def test_watches_that_break_off_are_begun_anew_and_miss_nothing(
@@ -245,3 +260,70 @@ async def test_watches_that_break_off_are_begun_anew_and_miss_nothing(
     await until(lambda: has_replicas(kube, 4))
     await until(lambda: kube.get_child(CHILD_KINDS["PodDisruptionBudget"], "team-a", "tiny"))
     assert one.process.returncode is None
+
+
+async def test_what_is_deleted_while_a_watch_is_gone_leaves_the_cache_within_two_seconds(
+    start: Start, kube: KubeClient
+) -> None:
+    one = await start("--tick", "60")
+    await create_service(kube)
+    await until(lambda: has_replicas(kube, 1))
+    await until(lambda: one.rests)
+    assert await one.cached() > 1
+
+    one.proxy.hold = asyncio.Event()
+    one.proxy.break_watches(error_event(410, "too old resource version"))
+    await kube.request("DELETE", f"{SERVICES}/tiny")  # nothing here collects its children
+    for kind in CHILD_KINDS.values():
+        if kind.built_in:
+            await delete_all(kube, kind)
+    one.proxy.last_words = None
+    one.proxy.hold.set()
+
+    async def is_empty() -> bool:
+        return await one.cached() == 0
+
+    assert await until(is_empty) < 2.0
+    assert one.process.returncode is None
+
+
+async def test_an_error_within_a_watch_ends_the_process_with_a_clear_message_and_the_next_one_misses_nothing(
+    elect: Start, kube: KubeClient
+) -> None:
+    first = await elect()
+    await create_service(kube)
+    await until(lambda: has_replicas(kube, 1))
+
+    first.proxy.break_watches(error_event(500, "etcdserver: no leader"))
+    await change_replicas(kube, 4)
+
+    assert await first.ended() == 1
+    assert "the operator ended, start it again: Error in the watch-stream" in first.log.read_text()
+    assert "etcdserver: no leader" in first.log.read_text()
+    second = await elect()
+    took_s = await until(lambda: second.works)
+    assert took_s < 10, "the lease was given back"
+    await until(lambda: has_replicas(kube, 4))
+
+
+@pytest.mark.parametrize("fault", [403, 500, 429, 0], ids=["forbidden", "server error", "asked to wait", "cut off"])
+async def test_every_request_of_kopf_fails_once_and_nothing_is_lost(fault: int, start: Start, kube: KubeClient) -> None:
+    await create_service(kube)
+
+    one = await start("--tick", "60", fault=fault)
+
+    await until(lambda: has_replicas(kube, 1))
+    await until(lambda: one.proxy.watches >= WATCHED)
+    await change_replicas(kube, 4)
+    await until(lambda: has_replicas(kube, 4))
+    await kube.request("DELETE", "/apis/policy/v1/namespaces/team-a/poddisruptionbudgets/tiny")
+    await until(lambda: kube.get_child(CHILD_KINDS["PodDisruptionBudget"], "team-a", "tiny"))
+    assert one.proxy.failed >= 2 * WATCHED, "each list and each watch"
+    assert one.process.returncode is None
+
+
+async def delete_all(kube: KubeClient, kind: ChildKind) -> None:
+    root = f"/apis/{kind.api_version}" if kind.group else f"/api/{kind.api_version}"
+    path = f"{root}/namespaces/team-a/{kind.plural}"
+    for one in (await kube.list_all(path))[0]:
+        await kube.request("DELETE", f"{path}/{one['metadata']['name']}")

@@ -1,4 +1,4 @@
-"""What news of an object means: a loop is woken where there is some, and ended where its service is gone."""
+"""What an event means: a loop is woken where it brings something new, and ended where its service is gone."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 
 from llmservice_operator.api.resource import KIND
 from llmservice_operator.cluster.object_cache import ObjectCache
+from llmservice_operator.framework.handlers import Handlers
 from llmservice_operator.loops import ServiceLoops
 from llmservice_operator.monitoring.metrics import OperatorMetrics
-from llmservice_operator.wakeups import Wakeups
 
 KEY = ("team-a", "tiny")
 LABELS = {"app.kubernetes.io/name": "llmservice", "app.kubernetes.io/instance": "tiny"}
@@ -31,16 +31,17 @@ def pod(version: int) -> dict[str, Any]:
 
 @dataclass
 class Told:
-    """An operator that only counts its passes, and is told of what happens as a reflector tells it."""
+    """An operator that only counts its passes, and gets events as kopf's handlers do."""
 
-    wakeups: Wakeups = field(init=False)
+    handlers: Handlers = field(init=False)
     passes: int = 0
     gone: list[tuple[str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.cache = ObjectCache()
-        self.loops = ServiceLoops(self.run_pass, 1000.0, OperatorMetrics())
-        self.wakeups = Wakeups(self.cache, self.loops, lambda *key: self.gone.append(key))
+        metrics = OperatorMetrics()
+        self.loops = ServiceLoops(self.run_pass, 1000.0, metrics)
+        self.handlers = Handlers(self.cache, self.loops, lambda *key: self.gone.append(key), metrics.process)
         self.loops.open([])
 
     async def run_pass(self, namespace: str, name: str) -> bool:
@@ -49,10 +50,10 @@ class Told:
         return True
 
     def put(self, kind: str, obj: dict[str, Any]) -> None:
-        self.wakeups.changed(kind, obj, news=self.cache.put(kind, obj))
+        self.handlers.take(kind, "MODIFIED", obj)
 
     def drop(self, kind: str, obj: dict[str, Any]) -> None:
-        self.wakeups.changed(kind, obj, news=self.cache.drop(kind, obj))
+        self.handlers.take(kind, "DELETED", obj)
 
     async def settle(self) -> int:
         """Passes so far, once the burst that woke them is over."""
@@ -105,7 +106,7 @@ async def test_a_service_that_is_gone_is_forgotten_and_ends_its_loop(told: Told)
 
     assert len(told.loops) == 0
     assert told.gone == [KEY]
-    assert told.wakeups.seen == {}
+    assert told.handlers.seen == {}
 
 
 async def test_a_deletion_that_comes_late_leaves_a_service_that_was_made_anew(told: Told) -> None:

@@ -1,0 +1,170 @@
+"""Lists beside kopf's own: the first one fills the cache, later ones find what no watch reports.
+
+kopf reports no object that was deleted while it listed anew, and no CRD that comes after its start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Protocol
+
+from llmservice_operator.api.kinds import FOLLOWED, ChildKind, Followed
+from llmservice_operator.api.resource import KIND
+from llmservice_operator.api.spec import Manifest
+from llmservice_operator.cluster.kube_client import KubeClient, KubeError
+from llmservice_operator.cluster.object_cache import ObjectCache
+from llmservice_operator.monitoring.process_metrics import ProcessMetrics
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 5.0
+DISCOVER_S = 60.0
+"""Between two looks for a CRD that is missing."""
+_DISCOVER_OWN_S = 2.0
+"""The same for the operator's own CRD, which `helm install` brings a moment later."""
+_OWN = next(one for one in FOLLOWED if one.kind.name == KIND)
+
+
+class Changed(Protocol):
+    """Called for each object that the cache held otherwise."""
+
+    def __call__(self, kind: str, obj: Manifest, *, news: bool) -> None: ...
+
+
+class Resync:
+    """Corrects the cache every few minutes, and a kind at once where kopf has listed it anew."""
+
+    def __init__(
+        self,
+        client: KubeClient,
+        cache: ObjectCache,
+        changed: Changed,
+        metrics: ProcessMetrics,
+        namespaces: Iterable[str] = (),
+        *,
+        interval_s: float,
+        discover: Callable[[str], Awaitable[None]] | None = None,
+        settle: Callable[[], None] = lambda: None,
+    ) -> None:
+        """No namespaces: the whole cluster. `discover` makes kopf look at an API group again; `settle` is called
+        whenever everything was listed.
+        """
+        self._client = client
+        self._cache = cache
+        self._changed = changed
+        self._metrics = metrics
+        self._places: tuple[str | None, ...] = tuple(namespaces) or (None,)
+        self._interval_s = interval_s
+        self._discover = discover
+        self._settle = settle
+        self._due = {one.kind.name for one in FOLLOWED}
+        self._wake = asyncio.Event()
+        self._followed: set[str] = set()
+        """Paths that kopf has listed."""
+        self._failed: dict[str, str] = {}
+        """Why a kind could not be listed the last time."""
+        self.whole = asyncio.Event()
+        """Set once everything was listed: before, a Deployment that is not known yet looks like none."""
+
+    def listed(self, kind: str, path: str) -> None:
+        """kopf has listed a collection. If not for the first time, what was deleted meanwhile must be looked for."""
+        self._metrics.relisted(kind)
+        if path in self._followed:
+            self._due.add(kind)
+            self._wake.set()
+        self._followed.add(path)
+
+    def missing(self, kind: str) -> None:
+        """kopf lists or watches a kind that the API server does not know any more."""
+        self._due.add(kind)
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Forever; an API server that refuses or is away is asked again."""
+        clock = asyncio.get_running_loop().time
+        all_due_s = clock() + self._interval_s
+        while True:
+            await self._list_due()
+            if not self.whole.is_set():
+                self._settle()
+                self.whole.set()
+            self._wake.clear()
+            look_s = clock() + self._discover_in_s()
+            try:
+                async with asyncio.timeout_at(min(all_due_s, look_s)):
+                    await self._wake.wait()
+            except TimeoutError:
+                self._due |= {one.kind.name for one in FOLLOWED if not self._is_followed(one)}
+            if clock() >= all_due_s:
+                all_due_s = clock() + self._interval_s
+                await self._list_all()
+
+    async def _list_all(self) -> None:
+        self._due = {one.kind.name for one in FOLLOWED}
+        await self._list_due()
+        self._settle()
+
+    async def _list_due(self) -> None:
+        """List each kind that is due, until all of it was answered; one that is refused holds up no other."""
+        differences = 0
+        while self._due:
+            pause_s = 0.0
+            for followed in [one for one in FOLLOWED if one.kind.name in self._due]:
+                try:
+                    self._due.discard(followed.kind.name)
+                    differences += await self._list(followed)
+                    self._failed.pop(followed.kind.name, None)
+                except KubeError as error:
+                    self._due.add(followed.kind.name)
+                    self._fail(followed.kind, error)
+                    pause_s = max(_RETRY_S, error.retry_after_s)
+                    if error.retry_after_s:
+                        break  # the API server asks for a pause
+            await asyncio.sleep(pause_s)
+        self._metrics.resynced(differences if self.whole.is_set() else 0)
+
+    def _fail(self, kind: ChildKind, error: KubeError) -> None:
+        self._metrics.resync_failed()
+        if self._failed.get(kind.name) != str(error):
+            self._failed[kind.name] = str(error)
+            logger.warning("resync of %s failed, will be repeated: %s", kind.plural, error)
+
+    async def _list(self, followed: Followed) -> int:
+        """Correct the cache; returns how many objects it held otherwise. Raises KubeError."""
+        kind, differences = followed.kind, 0
+        lacked = self._cache.lacks(kind.name)
+        for namespace in self._places:
+            path = followed.path(namespace)
+            try:
+                objects, version = await self._client.list_all(path, followed.selector)
+            except KubeError as error:
+                if kind.built_in or error.status != 404:
+                    raise
+                changed = self._cache.withdraw(kind.name)
+                self._followed -= {followed.path(one) for one in self._places}
+            else:
+                changed = self._cache.replace(kind.name, namespace, objects, version)
+            differences += len(changed)
+            for one in changed:
+                self._changed(kind.name, one, news=True)
+        await self._compare_with_kopf(followed, lacked=lacked)
+        return differences
+
+    async def _compare_with_kopf(self, followed: Followed, *, lacked: bool) -> None:
+        """Let kopf look at the API again where it follows a kind that is gone, or not one that is there."""
+        kind, lacks = followed.kind, self._cache.lacks(followed.kind.name)
+        if lacks != lacked:
+            said = "serves no %s: their CRD is missing" if lacks else "serves %s now"
+            logger.info(f"the API server {said}", kind.plural)  # noqa: G004 - one of two texts
+        differs = not lacked if lacks else not self._is_followed(followed)
+        if self._discover is not None and self.whole.is_set() and differs:
+            await self._discover(kind.group)
+
+    def _is_followed(self, followed: Followed) -> bool:
+        """Whether kopf has listed all of a kind since the API server serves it."""
+        return all(followed.path(one) in self._followed for one in self._places)
+
+    def _discover_in_s(self) -> float:
+        return DISCOVER_S if self._is_followed(_OWN) else _DISCOVER_OWN_S

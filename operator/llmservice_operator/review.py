@@ -1,0 +1,115 @@
+"""What a spec will come to, before it is stored: the checks of a pass that need neither pods nor children of its own.
+
+What is denied here is what `SizingValid` or `Ready` would say in the same words; a pass says it where nobody asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from pydantic import ValidationError
+
+from llmservice_operator.api.resource import LLMService
+from llmservice_operator.api.spec import Manifest
+from llmservice_operator.apply.applier import name_taken, owned_by
+from llmservice_operator.children.child import Child
+from llmservice_operator.children.children import expected_children
+from llmservice_operator.cluster.kube_client import KubeClient, KubeError
+from llmservice_operator.models.location import ModelSourceError
+from llmservice_operator.scaling.feasibility import assess
+from llmservice_operator.sizing.sizer import ReadModel
+from llmservice_operator.sizing.sizing import Sized, SizingProblem, size
+from llmservice_operator.status.conditions import READY, SIZING_VALID, SLO_FEASIBLE
+from llmservice_operator.status.invalid_spec import InvalidSpecError
+from llmservice_operator.status.model_status import known_figures
+
+_SIZED = ("model", "resources", "engine", "slo")
+"""The parts of a spec that decide whether it fits."""
+_READ_S = 2.0
+"""For the model's config.json; who types `kubectl apply` waits for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Review:
+    """An answer: denied for a reason, or allowed, with what is worth knowing."""
+
+    denied: str | None = None
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Reviewer:
+    """Reviews specs by the same functions as a pass."""
+
+    client: KubeClient
+    read_model: ReadModel
+    server_image: str
+
+    async def review(self, manifest: Manifest, before: Manifest | None) -> Review:
+        """`before` is what the manifest replaces, None where it is new.
+
+        A change that has no influence on whether the spec fits, such as to scale down, is allowed.
+        """
+        leaving = manifest["metadata"].get("deletionTimestamp") is not None
+        if leaving or (before is not None and _sized_fields(before) == _sized_fields(manifest)):
+            return Review()
+        try:
+            service = LLMService.model_validate(_reviewable(manifest))
+        except ValidationError as error:
+            return Review(f"InvalidSpec: {InvalidSpecError(manifest, error)}")
+        sizing = await self._size(service)
+        if isinstance(sizing, ModelSourceError):
+            return Review(warnings=(f"{SIZING_VALID} is not known yet: {sizing.reason}: {sizing}",))
+        if isinstance(sizing, SizingProblem):
+            return Review(f"{SIZING_VALID} would be False: {sizing.reason}: {sizing.message}")
+        if before is None and (taken := await self._taken(service, sizing)):
+            return Review(f"{READY} would be False: {taken}")
+        return Review(warnings=_warnings(sizing))
+
+    async def _size(self, service: LLMService) -> Sized | SizingProblem | ModelSourceError:
+        known = known_figures(service.status.model, service.spec.model)
+        try:
+            async with asyncio.timeout(_READ_S):
+                model = await self.read_model(service.spec.model, known)
+        except ModelSourceError as error:
+            return error
+        except TimeoutError:
+            return ModelSourceError("ModelUnreachable", f"the model's figures were not read within {_READ_S:g} s")
+        return size(service.spec, model)
+
+    async def _taken(self, service: LLMService, sized: Sized) -> str | None:
+        """Of the children's names, the first that belongs to something else; what can't be read is not in the way."""
+        children = [one for one in expected_children(service, sized, 1, self.server_image) if one.wanted]
+        for reason in await asyncio.gather(*map(self._conflict, children)):
+            if reason is not None:
+                return reason
+        return None
+
+    async def _conflict(self, child: Child) -> str | None:
+        try:
+            present = await self.client.get_child(child.kind, *child.key[1:])
+        except KubeError:
+            return None
+        owner = child.manifest["metadata"]["ownerReferences"][0]["uid"]
+        if present is None or owned_by(present, owner):
+            return None
+        trouble = name_taken(child, present)
+        return f"{trouble.reason}: {trouble.message}" if trouble.reason == "NameConflict" else None
+
+
+def _sized_fields(manifest: Manifest) -> list[object]:
+    return [(manifest.get("spec") or {}).get(key) for key in _SIZED]
+
+
+def _warnings(sized: Sized) -> tuple[str, ...]:
+    itl_feasible = sized.plan.itl_feasible if sized.plan else None
+    verdict = assess(None, None, itl_feasible=itl_feasible, before=None)
+    return (f"{SLO_FEASIBLE} will be False: {verdict.reason}: {verdict.message}",) if verdict.status == "False" else ()
+
+
+def _reviewable(manifest: Manifest) -> Manifest:
+    """An object that is being created may have no uid yet; what somebody wrote into its status is not reviewed."""
+    metadata = {"uid": "", **manifest["metadata"]}
+    status = manifest.get("status") or {}
+    return {**manifest, "metadata": metadata, "status": {key: status[key] for key in ("model",) if key in status}}

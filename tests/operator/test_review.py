@@ -1,0 +1,112 @@
+"""What is said of a spec before it is stored, and that it is said in the words of the conditions."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from llmservice_operator.api.model_spec import ModelSource
+from llmservice_operator.cluster.kube_client import KubeClient
+from llmservice_operator.models.location import ModelSourceError
+from llmservice_operator.models.source import Figures, Model
+from llmservice_operator.review import Review, Reviewer
+from llmservice_operator.sizing.sizing import SizingProblem, size
+
+JSON = "application/json"
+SERVICES = "/api/v1/namespaces/team-a/services"
+TOO_LONG = {"maxNumSeqs": 8, "maxModelLen": 9_000_000}
+
+
+@pytest.fixture
+def reviewer(kube: KubeClient, model: Model) -> Reviewer:
+    async def read(source: ModelSource, known: Figures | None) -> Model:
+        assert source.uri
+        return model
+
+    return Reviewer(kube, read, "img:1")
+
+
+async def test_what_fits_is_allowed_without_a_word(reviewer: Reviewer, manifest_of: Any) -> None:
+    assert await reviewer.review(manifest_of(), None) == Review()
+
+
+async def test_what_does_not_fit_is_denied_in_the_words_of_the_condition(
+    reviewer: Reviewer, manifest_of: Any, service_of: Any, model: Model
+) -> None:
+    problem = size(service_of(engine=TOO_LONG).spec, model)
+    assert isinstance(problem, SizingProblem)
+
+    review = await reviewer.review(manifest_of(engine=TOO_LONG), None)
+
+    assert review.denied == f"SizingValid would be False: {problem.reason}: {problem.message}"
+
+
+async def test_a_spec_that_only_another_version_of_the_crd_allows_is_denied(
+    reviewer: Reviewer, manifest_of: Any
+) -> None:
+    review = await reviewer.review(manifest_of(replicas="many"), None)
+
+    assert review.denied is not None
+    assert review.denied.startswith("InvalidSpec: spec.replicas: ")
+
+
+async def test_what_changes_beside_the_spec_is_allowed_though_the_spec_fits_no_more(
+    reviewer: Reviewer, manifest_of: Any
+) -> None:
+    before = manifest_of(engine=TOO_LONG)
+    labelled = {**before, "metadata": {**before["metadata"], "labels": {"team": "ml"}}}
+    leaving = manifest_of(engine={**TOO_LONG, "maxNumSeqs": 4})
+    leaving["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+
+    assert await reviewer.review(labelled, before) == Review()
+    assert await reviewer.review(leaving, before) == Review()
+    assert (await reviewer.review(manifest_of(engine={**TOO_LONG, "maxNumSeqs": 4}), before)).denied
+
+
+@pytest.mark.parametrize("lasting", [True, False])
+async def test_a_model_that_can_not_be_read_is_a_warning(lasting: bool, reviewer: Reviewer, manifest_of: Any) -> None:
+    async def read(source: ModelSource, known: Figures | None) -> Model:
+        raise ModelSourceError("ModelNotFound", "there is no such model", lasting=lasting)
+
+    review = await replace(reviewer, read_model=read).review(manifest_of(), None)
+
+    assert review == Review(warnings=("SizingValid is not known yet: ModelNotFound: there is no such model",))
+
+
+async def test_a_hub_that_hangs_holds_up_no_apply(
+    reviewer: Reviewer, manifest_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmservice_operator.review._READ_S", 0.01)
+
+    async def read(source: ModelSource, known: Figures | None) -> Model:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    review = await replace(reviewer, read_model=read).review(manifest_of(), None)
+
+    assert review.denied is None
+    assert "ModelUnreachable" in review.warnings[0]
+
+
+async def test_a_name_that_is_taken_is_denied_and_one_that_is_being_given_up_is_not(
+    reviewer: Reviewer, kube: KubeClient, manifest_of: Any
+) -> None:
+    metadata: dict[str, Any] = {"name": "tiny-pods", "namespace": "team-a"}
+    theirs = {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": {"ports": [{"port": 80}]}}
+    await kube.request("POST", SERVICES, body=theirs, content_type=JSON)
+
+    review = await reviewer.review(manifest_of(), None)
+
+    assert review.denied is not None
+    assert review.denied.startswith("Ready would be False: NameConflict: a Service called tiny-pods is there already")
+    assert await reviewer.review(manifest_of(replicas=2), manifest_of()) == Review(), "it was made before"
+    await kube.request("DELETE", f"{SERVICES}/tiny-pods")
+    reference = {"apiVersion": "serving.llmservice.io/v1alpha1", "kind": "LLMService", "name": "tiny", "uid": "gone"}
+    await kube.request(
+        "POST", SERVICES, body={**theirs, "metadata": {**metadata, "ownerReferences": [reference]}}, content_type=JSON
+    )
+
+    assert await reviewer.review(manifest_of(), None) == Review()
