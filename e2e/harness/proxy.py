@@ -73,7 +73,7 @@ class ApiProxy:
             request.method, self.upstream + request.path_qs, headers=headers, data=body or None
         ) as upstream:
             kept = {"Content-Type": upstream.headers.get("Content-Type", "application/json")}
-            if request.query.get("watch") in {"true", "1"}:
+            if upstream.status == 200 and request.query.get("watch") in {"true", "1"}:
                 self.begun_at.append(request.query.get("resourceVersion", ""))
                 chunks = upstream.content.iter_any() if self.bookmark is None else self._bookmarks(self.bookmark)
                 return await self._stream(request, chunks, kept)

@@ -15,6 +15,7 @@ from llmservice_local.api.store import Change
 
 Object = dict[str, Any]
 BOOKMARK_S = 30.0
+_DEFINITIONS = ("apiextensions.k8s.io", "customresourcedefinitions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,10 @@ class WatchRequest:
 
 
 async def watch(registry: Registry, request: WatchRequest, now: Callable[[], float]) -> AsyncIterator[Object]:
-    """The events, until `timeout_s` has passed. What leaves the selector is DELETED for this watcher, as upstream."""
+    """The events, until `timeout_s` has passed or the kind's CRD has changed or gone.
+
+    What leaves the selector is DELETED for this watcher, as upstream.
+    """
     kind = request.kind
     since = registry.store.revision if request.since is None else request.since
     deadline = now() + request.timeout_s
@@ -54,6 +58,8 @@ async def watch(registry: Registry, request: WatchRequest, now: Callable[[], flo
                 event = _event(registry, request, change)
                 if event is not None:
                     yield event
+                if change.collection == _DEFINITIONS and kind not in registry.kinds:
+                    return
     except ApiError as error:
         yield {"type": "ERROR", "object": error.status()}
 

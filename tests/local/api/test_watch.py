@@ -8,6 +8,7 @@ import pytest
 from llmservice_local.api.registry import MERGE_PATCH, DeleteOptions, Registry, WriteOptions
 from llmservice_local.api.selector import label_predicate
 from llmservice_local.api.watch import WatchRequest, watch
+from llmservice_operator.api.crd import crd
 
 OPTIONS = WriteOptions()
 
@@ -93,3 +94,22 @@ async def test_watch_ends_with_its_time(registry: Registry) -> None:
     moments = iter([0.0, 31.0])
     events = [event async for event in watch(registry, request(registry), lambda: next(moments))]
     assert events == []
+
+
+async def test_a_watch_ends_where_its_crd_goes_or_changes(registry: Registry) -> None:
+    definitions = registry.kinds.find("apiextensions.k8s.io", "v1", "customresourcedefinitions")
+    name = crd()["metadata"]["name"]
+
+    def begin() -> AsyncIterator[dict[str, Any]]:
+        kind = registry.kinds.find("serving.llmservice.io", "v1alpha1", "llmservices")
+        since = registry.store.revision
+        return watch(registry, WatchRequest(kind, None, label_predicate(""), since, timeout_s=30.0), lambda: 0.0)
+
+    registry.create(definitions, "", crd(), OPTIONS)
+    first = begin()
+    registry.patch(definitions, "", name, {"metadata": {"labels": {"team": "a"}}}, MERGE_PATCH, OPTIONS)
+    registry.patch(definitions, "", name, {"spec": {"names": {"shortNames": ["other"]}}}, MERGE_PATCH, OPTIONS)
+    assert [event async for event in first] == []
+    second = begin()
+    registry.delete(definitions, "", name, DeleteOptions())
+    assert [event async for event in second] == []

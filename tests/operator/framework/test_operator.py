@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import re
@@ -21,8 +22,9 @@ import pytest
 from harness.proxy import ApiProxy, serve_proxy
 from llmservice_local.endpoint import Endpoint
 from llmservice_local.ports import free_port
+from llmservice_operator.api.crd import crd
 from llmservice_operator.api.kinds import CHILD_KINDS, FOLLOWED, ChildKind
-from llmservice_operator.cluster.kube_client import KubeClient
+from llmservice_operator.cluster.kube_client import KubeClient, KubeError
 
 SERVICES = "/apis/serving.llmservice.io/v1alpha1/namespaces/team-a/llmservices"
 LEASE = "/apis/coordination.k8s.io/v1/namespaces/team-a/leases/llmservice-operator"
@@ -320,6 +322,40 @@ async def test_every_request_of_kopf_fails_once_and_nothing_is_lost(fault: int, 
     await until(lambda: kube.get_child(CHILD_KINDS["PodDisruptionBudget"], "team-a", "tiny"))
     assert one.proxy.failed >= 2 * WATCHED, "each list and each watch"
     assert one.process.returncode is None
+
+
+async def test_a_crd_that_comes_late_goes_and_comes_back_is_followed_each_time(start: Start, kube: KubeClient) -> None:
+    definitions = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+    own = f"{definitions}/llmservices.serving.llmservice.io"
+    await kube.request("DELETE", own)
+    one = await start("--tick", "60")
+    await until(lambda: one.proxy.watches >= WATCHED - 1)
+
+    for replicas in (2, 3):
+        await kube.request("POST", definitions, body=crd(), content_type="application/json")
+        await until(lambda: is_served(kube))
+        await create_service(kube)
+        await until(lambda: has_replicas(kube, 1))
+        await until(lambda: one.rests)
+        await change_replicas(kube, replicas)
+        assert await until(functools.partial(has_replicas, kube, replicas)) < 2, "by a watch"
+        await kube.request("DELETE", own)
+        await delete_all(kube, CHILD_KINDS["Deployment"])
+        await until(functools.partial(has_said, one, "serves no llmservices", replicas))
+
+    assert one.process.returncode is None
+
+
+def has_said(one: Operator, what: str, times: int) -> bool:
+    return one.log.read_text().count(what) >= times
+
+
+async def is_served(kube: KubeClient) -> bool:
+    try:
+        await kube.list_all(SERVICES)
+    except KubeError:
+        return False
+    return True
 
 
 async def delete_all(kube: KubeClient, kind: ChildKind) -> None:
