@@ -21,8 +21,7 @@ def decide_replicas(seen: Observation, memory: Memory, load: Load | None, sizing
         return Decision(seen.current, seen.current, (f"sizing: {sizing.reason}, replicas stay",), active=False)
     if spec.autoscaling is None:
         memory.history = None
-        replicas = spec.fixed_replicas()
-        return Decision(replicas, replicas, (f"spec.replicas is {replicas}",))
+        return Decision(spec.replicas, spec.replicas, (f"spec.replicas is {spec.replicas}",))
     policy = ScalePolicy.of(spec.autoscaling, spec.slo, sizing.max_num_seqs or 1)
     history = _scaling_memory(seen, memory)
     feasible = memory.feasibility is None or memory.feasibility.status != "False"

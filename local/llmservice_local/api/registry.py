@@ -352,6 +352,7 @@ class Registry:
         for kind in kinds_of(definition):
             self.kinds.add(kind)
             self._strategies.pop((kind.group, kind.version, kind.plural), None)
+            self.store.convert(kind.collection, self.strategy(kind).read)
 
     def _delete_definition(self, kind: Kind, marked: Object) -> tuple[Object, bool]:
         """A definition goes after its objects: they are deleted now, and the last to go takes it along."""

@@ -30,6 +30,15 @@ def scale_of(kind: Kind, obj: Mapping[str, Any]) -> Object:
     }
 
 
+def read_scale(kind: Kind, obj: Mapping[str, Any]) -> Object:
+    """The Scale of a GET. Raises `ApiError` 500 where a custom resource has no replicas in its spec, as upstream."""
+    path = _paths(kind).spec_replicas
+    if kind.custom and _at(obj, path) is None:
+        why = f'Internal error occurred: the spec replicas field ".{path}" does not exist'
+        raise ApiError(500, "InternalError", why)
+    return scale_of(kind, obj)
+
+
 def scaled(kind: Kind, obj: Object, scale: Mapping[str, Any]) -> Object:
     """The object with the replicas that the Scale asks for."""
     replicas = (scale.get("spec") or {}).get("replicas", 0)

@@ -243,7 +243,7 @@ class _Handler:
             case "GET":
                 obj = self._registry.get(target.kind, target.namespace or "", target.name)
                 scaled = target.subresource == "scale"
-                return _json(scale.scale_of(target.kind, obj)) if scaled else self._shown(request, target, obj)
+                return _json(scale.read_scale(target.kind, obj)) if scaled else self._shown(request, target, obj)
             case "DELETE" if not target.subresource:
                 return await self._delete(request, target, account)
             case "PUT" | "PATCH":

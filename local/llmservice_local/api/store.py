@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -62,6 +62,11 @@ class Store:
         final = self._stamped(before)
         self._publish(Change(self.revision, collection, before, None, final))
         return final
+
+    def convert(self, collection: Collection, decode: Callable[[Object], Object]) -> None:
+        """Read every object by another schema from now on; that is no change that a watch reports."""
+        objects = self._objects.get(collection, {})
+        objects.update({key: decode(obj) for key, obj in objects.items()})
 
     def copy(self) -> Store:
         """The same objects at the same revision, from where both go their own way; nobody watches the copy yet."""

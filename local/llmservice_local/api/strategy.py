@@ -46,6 +46,10 @@ class Strategy:
             return schema.with_defaults(kept, self.schema), unknown
         return default_builtin(self.kind.name, kept), unknown
 
+    def read(self, obj: Object) -> Object:
+        """A stored object by the schema of now, as the real server reads from etcd: pruned and with new defaults."""
+        return self.decode(obj)[0]
+
     def validate(self, obj: Object, old: Object | None) -> list[FieldError]:
         """Every reason to refuse the object. CEL rules run only on what the schema accepts, as on a real server."""
         errors = [*self._metadata_errors(obj), *schema.validate(obj, self.schema)]

@@ -263,21 +263,24 @@ class LLMServiceSpec(SchemaModel):
     model_config = ConfigDict(
         json_schema_extra=rules(
             (
-                "!(has(self.replicas) && has(self.autoscaling))",
-                "replicas and autoscaling are exclusive: with autoscaling set, its min and max rule",
+                "!has(self.autoscaling) || !has(self.replicas) || self.replicas == 1",
+                "replicas is ignored where autoscaling is set: leave it out, and set autoscaling.minReplicas",
             ),
         )
     )
 
     model: ModelSource = Field(description="Which model is served, and under which name.")
-    replicas: int | None = Field(
-        None, ge=0, le=1000, description="Fixed number of replicas (default 1); `kubectl scale llm` writes it."
+    replicas: int = Field(
+        1,
+        ge=0,
+        le=1000,
+        description="Fixed number of replicas; `kubectl scale llm`, an HPA or KEDA write it. Ignored with autoscaling.",
     )
     resources: Resources = Field(default_factory=Resources, description="What one replica gets.")
     engine: Engine = Field(default_factory=Engine, description="How the inference engine is set up.")
     slo: Slo = Field(default_factory=Slo, description="The latency that is promised to users.")
     autoscaling: Autoscaling | None = Field(
-        None, description="Let the operator choose the number of replicas. Exclusive with replicas."
+        None, description="Let the operator choose the number of replicas; replicas then stays at its default."
     )
     rollout: Rollout = Field(default_factory=Rollout, description="How a changed pod template reaches the pods.")
     drain_timeout: Duration = Field(
@@ -289,10 +292,6 @@ class LLMServiceSpec(SchemaModel):
         default_factory=NetworkPolicy, description="Who may reach the pods beside the gateway."
     )
     monitoring: Monitoring = Field(default_factory=Monitoring, description="How Prometheus finds the pods.")
-
-    def fixed_replicas(self) -> int:
-        """Replicas without autoscaling; an absent number means one."""
-        return 1 if self.replicas is None else self.replicas
 
 
 Manifest = dict[str, Any]

@@ -142,7 +142,7 @@ def _desired(service: LLMService, deployment: Manifest | None) -> int:
     known = service.status.autoscaling
     if known is not None:
         return known.desired_replicas
-    return int(((deployment or {}).get("spec") or {}).get("replicas", service.spec.fixed_replicas()))
+    return int(((deployment or {}).get("spec") or {}).get("replicas", service.spec.replicas))
 
 
 def _pod_line(manifest: Manifest, last_lines: Mapping[str, str]) -> PodLine:

@@ -16,6 +16,7 @@ from llmservice_local.api.registry import (
     Registry,
     WriteOptions,
 )
+from llmservice_local.api.scale import read_scale
 from llmservice_operator.api.crd import crd
 
 OPTIONS = WriteOptions(manager="test")
@@ -141,6 +142,26 @@ def test_status_and_spec_are_written_apart(registry: Registry, services: Kind) -
     assert (after["spec"]["replicas"], after["status"]["replicas"], after["metadata"]["generation"]) == (7, 2, 2)
 
 
+def test_a_scale_without_replicas_is_an_error_until_the_schema_has_a_default(registry: Registry) -> None:
+    """As a real API server answers; it reads stored objects by the schema of now."""
+    definitions = registry.kinds.find("apiextensions.k8s.io", "v1", "customresourcedefinitions")
+    newer, older = crd(), crd()
+    schema = older["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    del schema["properties"]["spec"]["properties"]["replicas"]["default"]
+    registry.create(definitions, "", older, OPTIONS)
+    services = registry.kinds.find("serving.llmservice.io", "v1alpha1", "llmservices")
+    created = registry.create(services, "default", llm(), OPTIONS).obj
+    with pytest.raises(ApiError, match=r'the spec replicas field "\.spec\.replicas" does not exist') as refused:
+        read_scale(services, created)
+    assert refused.value.code == 500
+
+    registry.update(definitions, "", newer["metadata"]["name"], newer, OPTIONS)
+
+    found = registry.get(services, "default", "m")
+    assert found["metadata"]["resourceVersion"] == created["metadata"]["resourceVersion"]
+    assert read_scale(services, found)["spec"] == {"replicas": 1}
+
+
 def test_scale_writes_the_replicas_of_the_spec(registry: Registry, services: Kind) -> None:
     registry.create(services, "default", llm(replicas=1), OPTIONS)
     scale = {"spec": {"replicas": 3}}
@@ -157,7 +178,7 @@ def test_scale_writes_the_replicas_of_the_spec(registry: Registry, services: Kin
             "spec.replicas: Invalid value: -1: spec.replicas in body should be greater than or equal to 0",
         ),
         ({"autoscaling": {"minReplicas": 3, "maxReplicas": 2}}, "spec.autoscaling: Invalid value: "),
-        ({"replicas": 1, "autoscaling": {"maxReplicas": 2}}, "replicas and autoscaling are exclusive"),
+        ({"replicas": 2, "autoscaling": {"maxReplicas": 2}}, "replicas is ignored where autoscaling is set"),
         ({"model": {"uri": "ftp://x"}}, 'spec.model: Invalid value: "object": uri must be hf:'),
         ({"model": {}}, "spec.model.uri: Required value"),
         ({"slo": {"ttftP99": "soon"}}, "spec.slo.ttftP99: Invalid value: "),

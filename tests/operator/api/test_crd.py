@@ -87,14 +87,14 @@ async def test_defaults_are_filled_in_by_the_api_server(kube: KubeClient, manife
     assert spec["autoscaling"]["scaleUp"]["stepReplicas"] == 4
     assert spec["rollout"] == {"maxSurge": 1, "maxUnavailable": 0}
     assert spec["resources"]["requests"] == {"cpu": "1", "memory": "4Gi"}
-    assert "replicas" not in spec
+    assert spec["replicas"] == 1
 
 
 @pytest.mark.parametrize(
     ("change", "path", "says"),
     [
         ({"autoscaling": {"minReplicas": 4, "maxReplicas": 2}}, "spec.autoscaling", "minReplicas must not be above"),
-        ({"replicas": 2, "autoscaling": {"maxReplicas": 2}}, "spec", "exclusive"),
+        ({"replicas": 2, "autoscaling": {"maxReplicas": 2}}, "spec", "replicas is ignored"),
         ({"autoscaling": {}}, "spec.autoscaling.maxReplicas", "Required"),
         ({"model": {"uri": "ftp://x/y"}}, "spec.model", "uri must be"),
         ({"model": {"uri": "file://relative"}}, "spec.model", "uri must be"),

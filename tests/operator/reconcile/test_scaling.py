@@ -123,5 +123,5 @@ async def test_with_the_built_in_autoscaler_a_written_scale_is_refused_and_says_
 ) -> None:
     await world.create_service(manifest_of(autoscaling=AUTOSCALING))
 
-    with pytest.raises(KubeError, match="replicas and autoscaling are exclusive"):
+    with pytest.raises(KubeError, match="replicas is ignored where autoscaling is set"):
         await world.kube.request("PATCH", f"{SERVICES}/tiny/scale", body={"spec": {"replicas": 3}})
