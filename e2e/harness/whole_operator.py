@@ -54,8 +54,8 @@ class WholeOperator:
         )
         loops = ServiceLoops(reconciler.run_pass, TICK_S, metrics)
         self._handlers = Handlers(cache, loops, reconciler.forget, metrics.process)
-        resync = Resync(client, cache, self._handlers.changed, metrics.process, interval_s=RESYNC_S)
-        self._work = Work(loops, cache, resync, None)
+        self._resync = Resync(client, cache, self._handlers.changed, metrics.process, interval_s=RESYNC_S)
+        self._work = Work(loops, cache, self._resync, None)
         self._registry = registry
 
     async def run(self) -> None:
@@ -75,13 +75,16 @@ class WholeOperator:
     async def _watch(self, followed: Followed) -> None:
         """Every event from now on, of a kind that may not be there yet."""
         kind, predicate = followed.kind, label_predicate(followed.selector)
-        since = self._registry.store.revision
+        since, path = self._registry.store.revision, followed.path(None)
         while True:
             try:
                 served = self._registry.kinds.find(kind.group, kind.version, kind.plural)
             except ApiError:
                 await asyncio.sleep(1.0)
                 continue
+            if path is not None:
+                self._resync.listed(kind.name, path)
+                path = None
             wanted = WatchRequest(served, None, predicate, since, WATCH_S)
             async for event in watch(self._registry, wanted, asyncio.get_running_loop().time):
                 assert event["type"] != "ERROR", event

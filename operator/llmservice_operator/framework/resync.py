@@ -69,9 +69,9 @@ class Resync:
         """Set once everything was listed: before, a Deployment that is not known yet looks like none."""
 
     def listed(self, kind: str, path: str) -> None:
-        """kopf has listed a collection. If not for the first time, what was deleted meanwhile must be looked for."""
+        """kopf has listed a collection. What was deleted since the last time, or was not served then, is due."""
         self._metrics.relisted(kind)
-        if path in self._followed:
+        if path in self._followed or self._cache.lacks(kind):
             self._due.add(kind)
             self._wake.set()
         self._followed.add(path)

@@ -340,8 +340,8 @@ async def test_a_crd_that_comes_late_goes_and_comes_back_is_followed_each_time(s
         await change_replicas(kube, replicas)
         assert await until(functools.partial(has_replicas, kube, replicas)) < 2, "by a watch"
         await kube.request("DELETE", own)
-        await delete_all(kube, CHILD_KINDS["Deployment"])
         await until(functools.partial(has_said, one, "serves no llmservices", replicas))
+        await delete_all(kube, CHILD_KINDS["Deployment"])  # as the garbage collector would
 
     assert one.process.returncode is None
 
