@@ -35,8 +35,16 @@ _BACKLOG = 2048  # connections that the kernel holds; what is refused is decided
 _KEEP_ALIVE_S = 75  # longer than a gateway's pool keeps a connection, so that it is not we who close a reused one
 
 
+LOADING_FAILED, SERVING_FAILED = 1, 3
+"""Exit statuses: the server could not start, or its engine failed after it was ready."""
+
+
 class ServeError(Exception):
-    """The server had to stop: one sentence for the user."""
+    """The server had to stop: one sentence for the user, and the exit status."""
+
+    def __init__(self, message: str, status: int = LOADING_FAILED) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +89,7 @@ class HttpProcess:
         )
         self._stop = asyncio.Event()
         self._failure: str | None = None
+        self._was_ready = False
         self._tracer = _tracer(listen)
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
@@ -122,9 +131,10 @@ class HttpProcess:
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.shutdown)  # sends what is left
         if self._failure is not None:
-            raise ServeError(self._failure)
+            raise ServeError(self._failure, SERVING_FAILED if self._was_ready else LOADING_FAILED)
 
     def _on_ready(self, ready: Ready) -> None:
+        self._was_ready = True
         self._state.metrics.set_ready(ready)
         fields = {name: getattr(ready, name) for name in ("max_model_len", "max_num_seqs", "num_blocks", "block_size")}
         gc.collect()

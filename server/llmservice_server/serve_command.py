@@ -296,7 +296,7 @@ def run(args: argparse.Namespace) -> int:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve_until_stopped())
     except ServeError as error:
-        raise CommandError(str(error), status=1) from error
+        raise CommandError(str(error), status=error.status) from error
     return 0
 
 

@@ -14,6 +14,8 @@ PART_OF = "app.kubernetes.io/part-of"
 SERVED_NAME = f"{GROUP}/served-name"
 MODEL = f"{GROUP}/model"
 """Annotation of a pod: the model that it was started with."""
+TEMPLATE = f"{GROUP}/template"
+"""Annotation of a pod: the hash of the pod template that it was made from."""
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 
 APP = "llmservice"

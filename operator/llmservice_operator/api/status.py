@@ -15,7 +15,9 @@ Figures = Annotated[dict[str, Any], WithJsonSchema(OPEN_OBJECT)]
 
 
 class Condition(SchemaModel):
-    type: str = Field(max_length=64, description="Ready, Progressing, SizingValid, ScalingActive or SLOFeasible.")
+    type: str = Field(
+        max_length=64, description="Ready, Progressing, Stalled, SizingValid, ScalingActive or SLOFeasible."
+    )
     status: Literal["True", "False", "Unknown"] = Field(description="Whether the condition holds.")
     reason: str = Field(
         max_length=128, pattern=r"^[A-Za-z][A-Za-z0-9]*$", description="Why, in one CamelCase word for machines."
@@ -126,7 +128,7 @@ class LLMServiceStatus(SchemaModel):
     conditions: list[Condition] = Field(
         default_factory=list,
         max_length=16,
-        description="Ready, Progressing, SizingValid, ScalingActive, SLOFeasible.",
+        description="Ready, Progressing, Stalled, SizingValid, ScalingActive, SLOFeasible.",
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
     )
 

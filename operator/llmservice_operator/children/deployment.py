@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from typing import Any
 
@@ -37,6 +39,8 @@ _CONTAINER_SECURITY = {
 def expected_deployment(service: LLMService, sized: Sized, replicas: int, image: str) -> Manifest:
     """The whole Deployment as owned fields; whatever it leaves out belongs to others."""
     rollout = service.spec.rollout
+    template = _pod_template(service, sized, image)
+    template["metadata"]["annotations"][labels.TEMPLATE] = _hash(template)
     spec = {
         "replicas": replicas,
         "selector": {"matchLabels": labels.selector_labels(service.name)},
@@ -46,9 +50,14 @@ def expected_deployment(service: LLMService, sized: Sized, replicas: int, image:
             "type": "RollingUpdate",
             "rollingUpdate": {"maxSurge": rollout.max_surge, "maxUnavailable": rollout.max_unavailable},
         },
-        "template": _pod_template(service, sized, image),
+        "template": template,
     }
     return child_manifest(service, "Deployment") | {"spec": spec}
+
+
+def _hash(template: Manifest) -> str:
+    """Tells pods of this template from those of an earlier one."""
+    return hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()[:10]
 
 
 def _pod_template(service: LLMService, sized: Sized, image: str) -> Manifest:

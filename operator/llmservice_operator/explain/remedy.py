@@ -13,6 +13,7 @@ _REMEDIES = {
     "Starting": "Wait: pods load the model. If it takes much longer than before, look at {pods}",
     "FetchingModel": "Wait: the pods download the checkpoint; status.model.fetch says how far they are.",
     "PartlyReady": "Wait: some replicas still load the model. They count as soon as /ready answers.",
+    "RollingOut": "Wait: the new pods load the model; what ran before serves meanwhile.",
     "Updating": "Wait a moment; if it stays so, the cluster's deployment controller is not working.",
     "Replacing": "Wait: the objects of the deleted service of that name are being removed.",
     "ScaledToZero": "Raise it: kubectl scale llm {name} -n {namespace} --replicas=1",
@@ -24,6 +25,8 @@ _REMEDIES = {
     " Details: {pods}",
     "ImagePullBackOff": "Check the operator's --server-image and spec.podTemplate.imagePullSecrets. Details: {pods}",
     "OOMKilled": "Raise spec.resources.limits.memory and requests.memory, or lower spec.engine.maxModelLen.",
+    "Killed": "See who killed it: {pods}, and the node's log. Memory is the usual reason.",
+    "EngineFailed": "Read the log of the pod that ended, and report what you find: {logs}",
     "CrashLoopBackOff": "Read the log of the pod that ended: {logs}",
     "ModelLoadFailed": "Correct what the server names, in the checkpoint or in spec.engine. Its log: {logs}",
     "ModelFetchFailed": "Check spec.model.uri, spec.model.secretRef and the pods' way to the source:"

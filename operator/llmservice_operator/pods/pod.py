@@ -15,6 +15,11 @@ from llmservice_operator.models.delivery import FETCH_CONTAINER
 _IMAGE_REASONS = frozenset({"ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull"})
 _CONFIG_REASONS = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
 _MESSAGE_LIMIT = 1024
+OOM_REMEDY = "raise resources.limits.memory and resources.requests.memory, or lower engine.maxModelLen"
+_SIGNALLED = 128
+"""An exit status above it is a signal's number and this."""
+_SERVING_FAILED = 3
+"""Exit status of a server whose engine failed after it was ready (`llmservice_server.http_process`)."""
 _SENTENCE = "llmservice serve: "
 """How the server begins the sentence with which it gives up on what it was given; a crash ends in a traceback."""
 
@@ -41,6 +46,10 @@ class Pod:
     deletion_cost: str | None = None
     model: str | None = None
     """The identity of the model that it was started with."""
+    template: str | None = None
+    """The hash of the pod template that it was made from; None of an operator before 0.2."""
+    out_of_memory: bool = False
+    """Whether it serves again after it was killed for memory."""
     fetching: bool = False
     """Whether its init container downloads the model now."""
 
@@ -59,6 +68,7 @@ def pods_of(manifests: Iterable[Manifest]) -> list[Pod]:
 
 def pod_of(manifest: Manifest) -> Pod:
     metadata, status = manifest["metadata"], manifest.get("status", {})
+    annotations = metadata.get("annotations") or {}
     conditions = {condition["type"]: condition for condition in status.get("conditions") or []}
     ready = conditions.get("Ready", {})
     return Pod(
@@ -75,8 +85,10 @@ def pod_of(manifest: Manifest) -> Pod:
             one.get("name") == FETCH_CONTAINER and "running" in (one.get("state") or {})
             for one in status.get("initContainerStatuses") or []
         ),
-        model=(metadata.get("annotations") or {}).get(labels.MODEL),
-        deletion_cost=(metadata.get("annotations") or {}).get("controller.kubernetes.io/pod-deletion-cost"),
+        model=annotations.get(labels.MODEL),
+        template=annotations.get(labels.TEMPLATE),
+        out_of_memory=any(_was_out_of_memory(one) for one in status.get("containerStatuses") or []),
+        deletion_cost=annotations.get(labels.DELETION_COST),
     )
 
 
@@ -110,18 +122,24 @@ def _container_trouble(container: Mapping[str, Any]) -> Trouble | None:
 
 
 def _ended_trouble(container: Mapping[str, Any], ended: Mapping[str, Any]) -> Trouble:
-    code = ended.get("exitCode")
+    code = int(ended.get("exitCode") or 0)
     lines = [line.strip() for line in str(ended.get("message") or "").splitlines() if line.strip()]
     said = lines[-1][:_MESSAGE_LIMIT] if lines else ""
     sentence = next((line for line in reversed(lines) if line.startswith(_SENTENCE)), None)
     if ended.get("reason") == "OOMKilled":
-        return Trouble(
-            "OOMKilled",
-            f"the {container.get('name')} container was killed for memory: raise resources.limits.memory"
-            " and resources.requests.memory, or lower engine.maxModelLen",
-        )
-    if container.get("name") != CONTAINER:
+        return Trouble("OOMKilled", f"the {container.get('name')} container was killed for memory: {OOM_REMEDY}")
+    if container.get("name") == FETCH_CONTAINER:
         return Trouble("ModelFetchFailed", said or f"the model's download ended with exit status {code}")
-    if sentence is not None:
-        return Trouble("ModelLoadFailed", sentence.removeprefix(_SENTENCE)[:_MESSAGE_LIMIT])
-    return Trouble("CrashLoopBackOff", said or f"the server ended with exit status {code}: see the pod's log")
+    if container.get("name") == CONTAINER and sentence is not None:
+        reason = "EngineFailed" if code == _SERVING_FAILED else "ModelLoadFailed"
+        return Trouble(reason, sentence.removeprefix(_SENTENCE)[:_MESSAGE_LIMIT])
+    how = f"the {container.get('name')} container ended with exit status {code}"
+    if code > _SIGNALLED:  # what it logged last says nothing about that
+        how = f"the {container.get('name')} container was killed by signal {code - _SIGNALLED} (exit {code})"
+        return Trouble("Killed", f"{how}: see the pod's events and the node's log")
+    return Trouble("CrashLoopBackOff", said or f"{how}: see the pod's log")
+
+
+def _was_out_of_memory(container: Mapping[str, Any]) -> bool:
+    ended = (container.get("lastState") or {}).get("terminated") or {}
+    return bool(container.get("ready")) and ended.get("reason") == "OOMKilled"

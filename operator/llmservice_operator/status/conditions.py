@@ -1,4 +1,4 @@
-"""The five conditions: each verdict is a pure function of what was observed, its message says what to do."""
+"""The six conditions: each verdict is a pure function of what was observed, its message says what to do."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
+from llmservice_operator.api import labels
 from llmservice_operator.api.spec import Manifest
 from llmservice_operator.api.status import Condition
-from llmservice_operator.pods.pod import Pod, Trouble
+from llmservice_operator.pods.pod import OOM_REMEDY, Pod, Trouble
 from llmservice_operator.scaling.feasibility import Feasibility
 from llmservice_operator.scaling.scaling import Decision
 from llmservice_operator.sizing.sizing import Sized, SizingProblem
 from llmservice_operator.sizing.sizing_report import SizingReport
 from llmservice_operator.status.denial import denial_reason, pods_denied
 
-READY, PROGRESSING, SIZING_VALID = "Ready", "Progressing", "SizingValid"
+READY, PROGRESSING, STALLED, SIZING_VALID = "Ready", "Progressing", "Stalled", "SizingValid"
 SCALING_ACTIVE, SLO_FEASIBLE = "ScalingActive", "SLOFeasible"
 
 UPDATING = "Updating"
@@ -102,26 +103,40 @@ def ready_verdict(
     sizing: Sized | SizingProblem,
     blocked: Trouble | None,
 ) -> Verdict:
-    """Ready means that the present spec is served by as many replicas as are wanted.
+    """Ready means that the present spec is served by as many replicas as are wanted, be that none.
 
     `blocked` is what kept the operator from applying the Deployment or a Service.
     """
     ready = sum(pod.serves for pod in pods)
-    if isinstance(sizing, SizingProblem):
-        return _earlier_spec(ready, Trouble(sizing.reason, sizing.message))
-    if blocked is not None:
-        return _earlier_spec(ready, _lifted(blocked))
+    present = serving_present(deployment, pods)
+    if isinstance(sizing, SizingProblem) or blocked is not None:
+        return _earlier_spec(ready, _held_up(sizing, blocked))
     if desired == 0:
-        return Verdict(READY, "False", "ScaledToZero", "no replica is asked for: raise spec.replicas to serve")
+        return Verdict(READY, "True", "ScaledToZero", "no replica is asked for: raise spec.replicas to serve")
     troubles = _troubles(deployment, pods)
     said = "".join(f"; {one.reason}: {one.message}" for one in troubles)
-    counted = f"{ready} of {desired} replicas are ready{said}"
-    if ready < desired:
-        waiting = "PartlyReady" if ready else "Starting"
+    if present < min(ready, desired):
+        which = f"{present} of {desired} replicas serve the present spec, {ready - present} an earlier one{said}"
+        return Verdict(READY, "False", "ServingEarlierSpec" if troubles else "RollingOut", which)
+    counted = f"{present} of {desired} replicas are ready{said}{_restarted(pods)}"
+    if present < desired:
+        waiting = "PartlyReady" if present else "Starting"
         return Verdict(READY, "False", troubles[0].reason if troubles else waiting, counted)
     if not observed(deployment):
         return Verdict(READY, "False", UPDATING, f"{counted}; Kubernetes has not taken up the present spec yet")
     return Verdict(READY, "True", "Serving", counted)
+
+
+def serving_present(deployment: Manifest | None, pods: Iterable[Pod]) -> int:
+    """How many pods of the Deployment's present template serve."""
+    template: dict[str, Any] = ((deployment or {}).get("spec") or {}).get("template") or {}
+    present = ((template.get("metadata") or {}).get("annotations") or {}).get(labels.TEMPLATE)
+    return sum(pod.serves and pod.template == present for pod in pods)
+
+
+def _restarted(pods: Iterable[Pod]) -> str:
+    killed = sum(pod.serves and pod.out_of_memory for pod in pods)
+    return f"; OOMKilled: {killed} of them restarted after being killed for memory: {OOM_REMEDY}" if killed else ""
 
 
 def _earlier_spec(ready: int, why: Trouble) -> Verdict:
@@ -130,6 +145,13 @@ def _earlier_spec(ready: int, why: Trouble) -> Verdict:
         return Verdict(READY, "False", why.reason, why.message)
     message = f"{ready} replicas serve an earlier spec; the present one is held up: {why.reason}: {why.message}"
     return Verdict(READY, "False", "ServingEarlierSpec", message)
+
+
+def _held_up(sizing: Sized | SizingProblem, blocked: Trouble | None) -> Trouble:
+    if isinstance(sizing, SizingProblem):
+        return Trouble(sizing.reason, sizing.message)
+    assert blocked is not None  # noqa: S101 - one of the two holds it up
+    return _lifted(blocked)
 
 
 def _lifted(blocked: Trouble) -> Trouble:
@@ -165,7 +187,19 @@ def progressing_verdict(
         return Verdict(PROGRESSING, "False", "Settled", f"all {desired} replicas run the present spec")
     if troubles := _troubles(deployment, pods):
         return Verdict(PROGRESSING, "True", troubles[0].reason, troubles[0].message)
-    return Verdict(PROGRESSING, "True", "RollingOut", f"{counts[0]} of {desired} replicas run the present spec")
+    present = serving_present(deployment, pods)
+    return Verdict(PROGRESSING, "True", "RollingOut", f"{present} of {desired} replicas serve the present spec")
+
+
+def stalled_verdict(ready: Verdict, progressing: Verdict) -> Verdict:
+    """Stalled means that nothing more happens until somebody acts, as kstatus reads it.
+
+    https://github.com/kubernetes-sigs/cli-utils/blob/master/pkg/kstatus/README.md
+    """
+    moves = progressing.status == "True" or progressing.reason in {"Settled", "Replacing"}
+    if moves or ready.status == "True":
+        return Verdict(STALLED, "False", "NotStalled", "nothing keeps the service from the present spec for good")
+    return Verdict(STALLED, "True", progressing.reason, progressing.message)
 
 
 def scaling_verdict(

@@ -13,7 +13,7 @@ from llmservice_operator.status.conditions import READY, SCALING_ACTIVE, SIZING_
 
 _MESSAGE_LIMIT = 1024
 _ALARMING = frozenset({READY, SIZING_VALID, SLO_FEASIBLE})
-_CALM = frozenset({"Starting", "FetchingModel", "PartlyReady", "Updating", "ScaledToZero", "Replacing"})
+_CALM = frozenset({"Starting", "FetchingModel", "PartlyReady", "Updating", "RollingOut", "ScaledToZero", "Replacing"})
 
 
 def transition_events(service: LLMService, after: LLMServiceStatus, now: float) -> list[Manifest]:

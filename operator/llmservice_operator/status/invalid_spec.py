@@ -14,6 +14,7 @@ from llmservice_operator.status.conditions import (
     SCALING_ACTIVE,
     SIZING_VALID,
     SLO_FEASIBLE,
+    STALLED,
     Verdict,
     conditions,
 )
@@ -40,6 +41,7 @@ def invalid_spec_patch(error: InvalidSpecError, now: float) -> dict[str, Any]:
         before = []
     message = f"the spec does not fit this operator's CRD, correct it: {error}"
     verdicts = [Verdict(kind, "False", REASON, message) for kind in (READY, PROGRESSING, SIZING_VALID)]
+    verdicts.append(Verdict(STALLED, "True", REASON, message))
     verdicts += [Verdict(kind, "Unknown", REASON, "the spec comes first") for kind in (SCALING_ACTIVE, SLO_FEASIBLE)]
     generation = int(error.manifest["metadata"].get("generation", 1))
     after = [one.model_dump(by_alias=True) for one in conditions(before, verdicts, generation, now)]

@@ -36,6 +36,7 @@ from llmservice_operator.status.conditions import (
     scaling_verdict,
     sizing_verdict,
     slo_verdict,
+    stalled_verdict,
 )
 from llmservice_operator.status.decision_log import log_decision
 from llmservice_operator.status.fetch_verdict import while_fetching
@@ -106,9 +107,11 @@ def _verdicts(
 ) -> list[Verdict | Condition]:
     sizing, blocked = outcome.sizing, outcome.blocked
     ready = ready_verdict(deployment, outcome.desired, pods, sizing, blocked if outcome.unreachable else None)
+    progressing = progressing_verdict(deployment, outcome.desired, pods, sizing, blocked)
     return [
         _settled(service, while_fetching(ready, outcome.fetching, service.spec.model.uri), outcome),
-        progressing_verdict(deployment, outcome.desired, pods, sizing, blocked),
+        progressing,
+        stalled_verdict(ready, progressing),
         sizing_verdict(sizing),
         _scaling(service, pods, outcome),
         slo_verdict(outcome.feasibility),

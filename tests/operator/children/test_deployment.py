@@ -93,6 +93,7 @@ def test_the_users_labels_never_replace_the_operators(service_of: Any, sized: Si
 
     assert metadata["labels"]["app.kubernetes.io/instance"] == "tiny"
     assert metadata["labels"]["team"] == "a"
+    assert len(metadata["annotations"].pop("serving.llmservice.io/template")) == 10
     assert metadata["annotations"] == {
         "serving.llmservice.io/served-name": "tiny",
         "serving.llmservice.io/model": "file:///tiny",

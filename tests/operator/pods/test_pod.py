@@ -60,7 +60,19 @@ UNSCHEDULABLE = {"type": "PodScheduled", "status": "False", "reason": "Unschedul
             id="a crash",
         ),
         pytest.param(
-            {"containerStatuses": [ended(exitCode=139)]}, "CrashLoopBackOff", "exit status 139", id="a silent crash"
+            {"containerStatuses": [ended(exitCode=139)]}, "Killed", "by signal 11 (exit 139)", id="a silent crash"
+        ),
+        pytest.param(
+            {"containerStatuses": [ended(exitCode=137, message='{"message":"request","status":200}')]},
+            "Killed",
+            "the server container was killed by signal 9 (exit 137)",
+            id="killed, and what it logged last is no reason",
+        ),
+        pytest.param(
+            {"containerStatuses": [ended(exitCode=3, message="llmservice serve: the engine was killed by SIGKILL")]},
+            "EngineFailed",
+            "the engine was killed by SIGKILL",
+            id="an engine that ended while it served",
         ),
         pytest.param(
             {"initContainerStatuses": [ended("fetch", exitCode=1, message="llmservice fetch: 401 from the hub")]},
@@ -89,6 +101,14 @@ def test_what_keeps_a_pod_from_serving_is_lifted(status: dict[str, Any], reason:
 )
 def test_a_pod_that_starts_or_serves_is_in_no_trouble(status: dict[str, Any]) -> None:
     assert pod_of(manifest(**status)).trouble is None
+
+
+def test_a_pod_that_serves_again_after_it_was_killed_for_memory_is_marked() -> None:
+    killed = {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}
+
+    again = pod_of(manifest(containerStatuses=[{"name": "server", "ready": True, "lastState": killed}]))
+
+    assert (again.trouble, again.out_of_memory) == (None, True)
 
 
 def test_only_a_ready_pod_that_stays_serves() -> None:

@@ -52,7 +52,7 @@ async def test_an_edit_does_not_make_what_serves_unready_before_kubernetes_had_t
     await world.run_pass()
     await world.start_pod("tiny-1", "127.0.0.1", (0, 0))
     await world.run_pass(after_s=5)
-    await world.kube.request("PATCH", f"{SERVICES}/tiny", body={"spec": {"engine": {"maxNumSeqs": 3}}})
+    await world.kube.request("PATCH", f"{SERVICES}/tiny", body={"spec": {"rollout": {"maxSurge": 3}}})
 
     await world.run_pass(after_s=1)
     ready = await world.condition("Ready")
@@ -62,6 +62,24 @@ async def test_an_edit_does_not_make_what_serves_unready_before_kubernetes_had_t
     await world.run_pass(after_s=11)
     ready = await world.condition("Ready")
     assert (ready["status"], ready["reason"], ready["observedGeneration"]) == ("False", "Updating", 2)
+
+
+async def test_what_serves_an_earlier_spec_is_not_ready_and_says_what_keeps_the_present_one(
+    world: World, manifest_of: Any
+) -> None:
+    await world.create_service(manifest_of())
+    await world.run_pass()
+    await world.start_pod("tiny-1", "127.0.0.1", (0, 0))
+    await world.run_pass(after_s=5)
+    assert (await world.condition("Ready"))["status"] == "True"
+
+    await world.kube.request("PATCH", f"{SERVICES}/tiny", body={"spec": {"engine": {"maxNumSeqs": 3}}})
+    await world.run_pass(after_s=1)
+
+    ready = await world.condition("Ready")
+    assert (ready["status"], ready["reason"], ready["observedGeneration"]) == ("False", "RollingOut", 2)
+    assert ready["message"] == "0 of 1 replicas serve the present spec, 1 an earlier one"
+    assert (await world.condition("Stalled"))["status"] == "False"
 
 
 async def test_a_spec_that_an_older_crd_let_through_becomes_a_condition(world: World, manifest_of: Any) -> None:

@@ -13,6 +13,7 @@ from llmservice_operator.status.conditions import (
     progressing_verdict,
     ready_verdict,
     scaling_verdict,
+    stalled_verdict,
 )
 
 NOW = 1_700_000_000.0
@@ -41,7 +42,7 @@ def test_the_transition_time_moves_only_when_the_status_flips() -> None:
         pytest.param(3, 1, STUCK, None, None, ("False", "Unschedulable"), id="one serves, one is stuck"),
         pytest.param(1, 1, STUCK, None, None, ("True", "Serving"), id="enough serve, one too many is stuck"),
         pytest.param(1, 0, STUCK, None, None, ("False", "Unschedulable"), id="the pod's trouble is lifted"),
-        pytest.param(0, 0, None, None, None, ("False", "ScaledToZero"), id="nobody asked for a replica"),
+        pytest.param(0, 0, None, None, None, ("True", "ScaledToZero"), id="nobody asked for a replica"),
         pytest.param(1, 0, None, TOO_BIG, None, ("False", "DoesNotFit"), id="the spec can't be served"),
         pytest.param(1, 1, None, TOO_BIG, None, ("False", "ServingEarlierSpec"), id="earlier pods still serve"),
         pytest.param(1, 1, None, None, DENIED, ("False", "ServingEarlierSpec"), id="the change was denied"),
@@ -148,5 +149,64 @@ def test_scaling_is_active_while_it_sees_the_load(
     decision = Decision(2, 2, ("why",), active=active)
 
     verdict = scaling_verdict(decision, [pod_named(ready=ready)], sized, autoscaled=autoscaled)
+
+    assert (verdict.status, verdict.reason) == expected
+
+
+@pytest.mark.parametrize(
+    ("present", "earlier", "trouble", "expected"),
+    [
+        pytest.param(2, 0, None, ("True", "Serving", "2 of 2 replicas are ready"), id="all of the present template"),
+        pytest.param(1, 1, None, ("False", "RollingOut", "1 of 2 replicas serve the present spec, 1 an"), id="half"),
+        pytest.param(0, 2, STUCK, ("False", "ServingEarlierSpec", "0/1 nodes have a GPU"), id="the new pod is stuck"),
+        pytest.param(
+            2, 1, None, ("True", "Serving", "2 of 2 replicas are ready"), id="an earlier pod has not gone yet"
+        ),
+    ],
+)
+def test_ready_and_progressing_speak_of_pods_that_serve_the_present_template(
+    present: int, earlier: int, trouble: Trouble | None, expected: tuple[str, str, str], sized: Sized, pod_named: Any
+) -> None:
+    """A Deployment counts a pod as updated before it serves, if it ever does."""
+    manifest = deployment(replicas=3, updatedReplicas=2, readyReplicas=2)
+    manifest["spec"] = {"template": {"metadata": {"annotations": {"serving.llmservice.io/template": "new"}}}}
+    pods = [pod_named(f"new-{n}", template="new") for n in range(present)]
+    pods += [pod_named(f"old-{n}", template="old") for n in range(earlier)]
+    pods += [pod_named("stuck", template="new", ready=False, trouble=trouble)] if trouble else []
+
+    ready = ready_verdict(manifest, 2, pods, sized, None)
+
+    assert (ready.status, ready.reason) == expected[:2]
+    assert expected[2] in ready.message
+    if trouble is None:
+        progressing = progressing_verdict(manifest, 2, pods, sized, None)
+        assert progressing.message == f"{present} of 2 replicas serve the present spec"
+
+
+def test_replicas_that_were_killed_for_memory_are_named_although_they_serve_again(sized: Sized, pod_named: Any) -> None:
+    verdict = ready_verdict(deployment(), 2, [pod_named("a", out_of_memory=True), pod_named("b")], sized, None)
+
+    assert verdict.status == "True"
+    assert "OOMKilled: 1 of them restarted after being killed for memory: raise resources" in verdict.message
+
+
+@pytest.mark.parametrize(
+    ("sizing", "blocked", "late", "expected"),
+    [
+        (None, None, False, ("False", "NotStalled")),
+        (TOO_BIG, None, False, ("True", "DoesNotFit")),
+        (None, DENIED, False, ("True", "AdmissionDenied")),
+        (None, None, True, ("True", "ProgressDeadlineExceeded")),
+        (None, Trouble("Replacing", "the old objects go first"), False, ("False", "NotStalled")),
+    ],
+)
+def test_stalled_means_that_somebody_has_to_act(
+    sizing: SizingProblem | None, blocked: Trouble | None, late: bool, expected: tuple[str, str], sized: Sized
+) -> None:
+    deadline = {"type": "Progressing", "reason": "ProgressDeadlineExceeded", "message": "timed out"}
+    manifest = deployment(conditions=[deadline] if late else [])
+    told = (manifest, 1, [], sizing or sized, blocked)
+
+    verdict = stalled_verdict(ready_verdict(*told), progressing_verdict(*told))
 
     assert (verdict.status, verdict.reason) == expected
