@@ -24,6 +24,7 @@ import zmq
 from llmservice_server import json_log
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.errors import StartError
+from llmservice_server.engine.start_record import StartRecord
 from llmservice_server.messages import Abort, Embed, Failed, FromEngine, Generate, Shutdown, StepOutputs, ToEngine
 
 if TYPE_CHECKING:
@@ -120,12 +121,14 @@ def main(make_engine: Callable[[EngineConfig], Engine] | None = None) -> int:
     inbox.bind(settings.to_engine)
     try:
         engine = (make_engine or _load)(settings.config)
+        gc.collect()
+        gc.freeze()  # the weights' and libraries' objects live as long as the process: no need to walk them
+        EngineLoop(engine, inbox, outbox).run()
     except StartError as error:
         outbox.send(msgspec.msgpack.encode(Failed(error=str(error))))
         return _leave(context, 1)
-    gc.collect()
-    gc.freeze()  # the weights' and libraries' objects live as long as the process: the collector need not walk them
-    EngineLoop(engine, inbox, outbox).run()
+    finally:
+        StartRecord(settings.config.start_record).end()
     return _leave(context, 0)
 
 

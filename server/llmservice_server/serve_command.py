@@ -150,6 +150,12 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--block-size", type=_positive, default=16, metavar="TOKENS", help="of the KV cache's blocks")
     add("--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE", help="of the memory that may be used")
     add("--memory-limit", type=_memory, metavar="BYTES", help="of the memory that utilization is a share of, at most")
+    add(
+        "--start-record",
+        type=Path,
+        metavar="FILE",
+        help="on CPU: where a start notes its KV cache; one that was killed is followed by one with a smaller cache",
+    )
     add("--kv-cache-memory", type=_memory, metavar="BYTES", help="such as 512MiB (default: what utilization leaves)")
     add("--kv-cache-dtype", choices=(*_DTYPES, "fp8"), default="auto", help="auto: the model's; fp8: on CUDA only")
     add(
@@ -266,6 +272,7 @@ def run(args: argparse.Namespace) -> int:
             embedding_window_s=args.embedding_window,
             seed=args.seed,
             threads=args.threads,
+            start_record=args.start_record,
         )
     except ConfigError as error:
         raise CommandError(str(error)) from error

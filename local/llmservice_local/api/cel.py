@@ -20,6 +20,7 @@ from celpy.evaluation import CELEvalError
 from llmservice_local.api import structure
 from llmservice_local.api.errors import FieldError
 from llmservice_local.api.schema import json_type
+from llmservice_local.quantity import parse
 
 _ABSENT = object()
 _Evaluate = Callable[[Mapping[str, Any]], Any]
@@ -175,8 +176,18 @@ def _find(value: celtypes.StringType, pattern: celtypes.StringType) -> celtypes.
     return celtypes.StringType(match[0] if match else "")
 
 
+def _quantity(text: celtypes.StringType) -> celtypes.DoubleType:
+    """Kubernetes' own type, as far as two of them can be compared."""
+    try:
+        return celtypes.DoubleType(float(parse(text)))
+    except ValueError as error:
+        raise CELEvalError(str(error)) from error
+
+
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "isURL": _is_url,
+    "quantity": _quantity,
+    "isGreaterThan": lambda one, other: celtypes.BoolType(one > other),
     "find": _find,
     "lowerAscii": lambda value: celtypes.StringType(value.lower()),
     "trim": lambda value: celtypes.StringType(value.strip()),

@@ -10,6 +10,7 @@ from llmservice_operator.api import duration, quantity
 from llmservice_operator.api.model_spec import ModelSource
 from llmservice_operator.api.pod_spec import LabelValue, Passed, PodTemplate, Scheduling
 from llmservice_operator.api.schema_model import SchemaModel, rules
+from llmservice_planner.overhead import PROCESS_BYTES
 
 Duration = Annotated[str, StringConstraints(pattern=duration.PATTERN, max_length=16)]
 Quantity = Annotated[str, StringConstraints(pattern=quantity.PATTERN, max_length=32)]
@@ -53,13 +54,31 @@ class ResourceLimits(SchemaModel):
     memory: Quantity | None = Field(None, description="Upper bound on memory; a server past it is OOMKilled.")
 
 
+_LEAST_MEMORY = f"{PROCESS_BYTES >> 20}Mi"
+
+
+def _within_limit(name: str) -> str:
+    asked, limit = f"quantity(self.requests.{name})", f"quantity(self.limits.{name})"
+    return f"!has(self.limits.{name}) || !{asked}.isGreaterThan({limit})"
+
+
 class Resources(SchemaModel):
     model_config = ConfigDict(
         json_schema_extra=rules(
             (
                 "!has(self.gpu) || self.gpu.count == 0 || has(self.gpu.product)",
                 "gpu.product is needed where gpu.count is above 0: the card's memory decides how many sequences fit",
-            )
+            ),
+            (
+                "!has(self.gpu) || self.gpu.count <= 1",
+                "gpu.count above 1 needs tensor parallelism, which the server lacks: choose one that holds the model",
+            ),
+            (_within_limit("cpu"), "requests.cpu must not be above limits.cpu: no pod could be created"),
+            (_within_limit("memory"), "requests.memory must not be above limits.memory: no pod could be created"),
+            (
+                f"!quantity('{_LEAST_MEMORY}').isGreaterThan(quantity(self.requests.memory))",
+                f"requests.memory must be at least {_LEAST_MEMORY}: Python and PyTorch alone take as much",
+            ),
         )
     )
 

@@ -12,7 +12,7 @@ from llmservice_operator.api.resource import LLMService
 from llmservice_operator.api.spec import Manifest
 from llmservice_operator.children.child import child_manifest
 from llmservice_operator.children.placement import expected_placement
-from llmservice_operator.children.scratch import scratch_environment, scratch_mounts, scratch_volumes
+from llmservice_operator.children.scratch import CACHE_MOUNT, scratch_environment, scratch_mounts, scratch_volumes
 from llmservice_operator.children.startup_budget import StartupBudget, startup_budget
 from llmservice_operator.models.delivery import fetch_container, model_mounts, model_volumes, storage_request
 from llmservice_operator.sizing.sizing import Sized
@@ -109,7 +109,8 @@ def server_args(service: LLMService, sized: Sized) -> list[str]:
     ]
     if isinstance(sized.device, GPU):
         return [*args, "--gpu-memory-utilization", str(engine.gpu_memory_utilization)]
-    return [*args, *_cpu_memory_args(service, sized), "--threads", str(_threads(service))]
+    record = ("--start-record", f"{CACHE_MOUNT}/start.json")
+    return [*args, *_cpu_memory_args(service, sized), *record, "--threads", str(_threads(service))]
 
 
 def _sizing_args(service: LLMService, sized: Sized) -> list[str]:

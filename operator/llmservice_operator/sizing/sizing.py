@@ -10,6 +10,7 @@ from llmservice_operator.api.spec import LLMServiceSpec
 from llmservice_operator.api.status import MeasuredStatus, SizingStatus
 from llmservice_operator.models.source import Model
 from llmservice_operator.sizing.sizing_report import SERVER, SizingReport, reported_sizing
+from llmservice_planner.explanation import format_bytes
 from llmservice_planner.gpu import CPU, GPU, UnknownGPU, cpu_device, find_gpu
 from llmservice_planner.shape import ModelShape, ShapeError
 from llmservice_planner.sizing import Plan, SizingError, SizingRequest, plan
@@ -190,8 +191,10 @@ def _unserved(spec: LLMServiceSpec, shape: ModelShape | None) -> SizingProblem |
 def _does_not_fit(answer: Plan) -> str:
     possible = [text for text in answer.remedies if not any(word in text for word in _NOT_SERVED)]
     remedies = " ".join(f"({number}) {text}" for number, text in enumerate(possible, start=1))
-    missing = f"{answer.shortfall_bytes / GIB:.2f} GiB are missing for one sequence of {answer.max_model_len} tokens"
-    beside = f"beside {_gib(answer.weights_bytes)} GiB of weights and {_gib(answer.overhead_bytes)} GiB of overhead"
+    missing = f"{format_bytes(answer.shortfall_bytes)} are missing for one sequence of {answer.max_model_len} tokens"
+    beside = (
+        f"beside {format_bytes(answer.weights_bytes)} of weights and {format_bytes(answer.overhead_bytes)} of overhead"
+    )
     return f"the model does not fit: {missing}, {beside}. What would help: {remedies or 'a card with more memory'}"
 
 

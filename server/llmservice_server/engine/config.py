@@ -63,6 +63,7 @@ class EngineConfig:
     seed: int = 0  # of the requests that bring no seed of their own
     pooling: Pooling = "last"  # what of a text's states is its embedding: the last token's, or the mean of all
     embedding_window_s: float = 0.005  # how long an input may wait for others to share its batch
+    start_record: Path | None = None  # a file that outlives this process; on CPU, see engine/start_record.py
     threads: int | None = None  # intra-op threads on CPU; None: torch's choice
 
     def __post_init__(self) -> None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from llmservice_planner.explanation import format_bytes
+from llmservice_planner.overhead import PROCESS_BYTES
 from llmservice_server.attention.base import AttentionBackend, KVCacheShape
 from llmservice_server.attention.choice import AttentionChoice, choose_attention
 from llmservice_server.attention.swapped_blocks import SwappedBlocks
@@ -27,6 +29,7 @@ from llmservice_server.engine.memory import (
 from llmservice_server.engine.plan import BlockCopy, Plan
 from llmservice_server.engine.runner import DecodePath, ModelRunner
 from llmservice_server.engine.start_phases import StartPhases
+from llmservice_server.engine.start_record import StartRecord
 from llmservice_server.engine.swap_space import PreemptionCost, SwapSpace
 from llmservice_server.models.layer_ops import TritonLayerOps
 from llmservice_server.models.linear import FEW_ROWS
@@ -49,10 +52,11 @@ class Memory:
     weights: int
     activations: int
     graphs: int = 0  # CUDA's, of decode steps
+    processes: int = 0  # Python, PyTorch and the tokenizer, where they live in the same memory
 
     @property
     def besides_kv_cache(self) -> int:
-        return self.weights + self.activations + self.graphs
+        return self.weights + self.activations + self.graphs + self.processes
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,11 +180,15 @@ def _load(
 ) -> tuple[LlamaModel, Memory]:
     """Load the weights and learn what a full step needs beside them."""
     total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else available_cpu_bytes()
-    total = min(total, config.memory_limit_bytes or total)
+    processes = 0
+    if config.memory_limit_bytes is not None:
+        # The limit is of the whole pod, its processes included; what is available was counted without them.
+        processes = 0 if device.type == "cuda" else PROCESS_BYTES
+        total = min(total + processes, config.memory_limit_bytes)
     if checkpoint.weight_file_bytes > total:
         raise OutOfMemoryError(
-            f"the weights are {checkpoint.weight_file_bytes / GIB:.2f} GiB, {total / GIB:.2f} GiB can be used: "
-            "use a smaller model or more memory"
+            f"the weights are {format_bytes(checkpoint.weight_file_bytes)}, but only {format_bytes(total)} of memory "
+            "can be used: use a smaller model or more memory"
         )
     try:
         with phases.phase("weights"):
@@ -203,9 +211,9 @@ def _load(
     except torch.OutOfMemoryError as error:
         raise OutOfMemoryError(
             f"the weights and a step of {config.max_num_batched_tokens} tokens do not fit into the device's "
-            f"{total / GIB:.2f} GiB: use a smaller model or lower max_num_batched_tokens"
+            f"{format_bytes(total)}: use a smaller model or lower max_num_batched_tokens"
         ) from error
-    return model, Memory(total, model.weight_bytes, activations, graphs)
+    return model, Memory(total, model.weight_bytes, activations, graphs, processes)
 
 
 def _cpu_decode(model: LlamaModel, attention: AttentionBackend, max_num_seqs: int) -> DecodePath | None:
@@ -363,13 +371,16 @@ def _plan(config: EngineConfig, context: int, shape: KVCacheShape, memory: Memor
         left = memory.total - memory.besides_kv_cache
         if pool_bytes > left:  # torch would promise it all the same, and the kernel kill us once it is used
             raise OutOfMemoryError(
-                f"--kv-cache-memory asks for {pool_bytes / GIB:.2f} GiB, the rest leaves {left / GIB:.2f} "
-                f"of {memory.total / GIB:.2f} GiB: lower it, or give the engine more memory"
+                f"--kv-cache-memory asks for {format_bytes(pool_bytes)}, the rest leaves {format_bytes(left)} "
+                f"of {format_bytes(memory.total)}: lower it, or give the engine more memory"
             )
     else:
         pool_bytes = int(memory.total * config.gpu_memory_utilization) - memory.besides_kv_cache
         if device.type == "cpu":  # shared with the page cache and others: no more than the sequences can ever use
             most_blocks = 1 + config.most_seqs * -(-wanted // config.block_size)
+    if device.type == "cpu":
+        least = (1 + -(-wanted // config.block_size)) * shape.bytes_per_block
+        pool_bytes = StartRecord(config.start_record).begin(pool_bytes, least)
     plan = plan_kv_cache(
         pool_bytes,
         bytes_per_block=shape.bytes_per_block,

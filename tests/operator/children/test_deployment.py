@@ -31,6 +31,7 @@ def test_the_sizing_becomes_the_servers_flags(service_of: Any, sized: Sized) -> 
         "--kv-cache-dtype": "auto",
         "--drain-timeout": "60",
         "--kv-cache-memory": str(sized.plan.kv_pool_bytes),
+        "--start-record": "/cache/start.json",
         "--threads": "1",
     }
 

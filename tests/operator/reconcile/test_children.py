@@ -95,7 +95,7 @@ async def test_an_edit_reaches_the_pods(world: World, manifest_of: Any) -> None:
         ({"model": {"uri": "file:///absent"}}, "ModelNotFound"),
         ({"model": {"uri": "hf://org/name"}}, "ModelUnreachable"),
         ({"resources": {"gpu": {"product": "h9000"}}}, "UnknownGPU"),
-        ({"resources": {"requests": {"memory": "128Mi"}}}, "DoesNotFit"),
+        ({"resources": {"requests": {"memory": "520Mi"}}}, "DoesNotFit"),
     ],
 )
 async def test_no_pod_is_started_for_a_spec_that_cannot_work(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from llmservice_planner.overhead import PROCESS_BYTES
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.engine import Engine
 from llmservice_server.engine.errors import ConfigError, OutOfMemoryError
@@ -422,9 +423,18 @@ def test_without_a_given_size_the_cache_holds_what_the_sequences_can_use_and_no_
 
 
 def test_a_limit_below_the_machines_memory_is_what_utilization_is_a_share_of(folder: Path) -> None:
-    ready = Driver.of(folder, memory_limit_bytes=64 << 20, gpu_memory_utilization=0.5).engine.ready
-    assert ready.memory_bytes["total"] == 64 << 20
-    assert sum(ready.memory_bytes[kind] for kind in ("weights", "activations", "kv_cache")) <= 32 << 20
+    """The planner takes the processes' share of the same memory, so that a pod that sizes itself is no larger."""
+    ready = Driver.of(folder, memory_limit_bytes=700 << 20, gpu_memory_utilization=0.8, max_num_seqs=256).engine.ready
+    assert ready.memory_bytes["total"] == 700 << 20
+    taken = sum(ready.memory_bytes[kind] for kind in ("weights", "activations", "kv_cache"))
+    assert taken <= int(0.8 * (700 << 20)) - PROCESS_BYTES
+
+
+def test_a_start_after_a_kill_has_a_smaller_cache(folder: Path, tmp_path: Path) -> None:
+    settings = {"kv_cache_memory_bytes": 64 * BLOCK_BYTES, "start_record": tmp_path / "start.json"}
+    first = Driver.of(folder, **settings).engine.ready
+    second = Driver.of(folder, **settings).engine.ready
+    assert (first.num_blocks, second.num_blocks) == (63, 47)
 
 
 def test_a_length_beyond_the_models_context_is_refused(folder: Path) -> None:
