@@ -36,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=env("LLMSERVICE_FILE_MODELS_ROOT"),
         metavar="DIR",
-        help="allow file:///x as DIR/x, the same path here and in the pods (env LLMSERVICE_FILE_MODELS_ROOT)",
+        help="allow file:///x as DIR/x, a folder that every node has and pods mount by a hostPath"
+        " (env LLMSERVICE_FILE_MODELS_ROOT)",
     )
     parser.add_argument(
         "--hf-endpoint",

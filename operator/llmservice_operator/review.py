@@ -26,6 +26,8 @@ from llmservice_operator.status.model_status import known_figures
 
 _SIZED = ("model", "resources", "engine", "slo")
 """The parts of a spec that decide whether it fits."""
+_NEVER_SERVED = frozenset({"InvalidURI", "FileModelsDisabled"})
+"""Why a model can't be read, whatever becomes of its source."""
 _READ_S = 2.0
 """For the model's config.json; who types `kubectl apply` waits for it."""
 
@@ -73,7 +75,7 @@ class Reviewer:
             async with asyncio.timeout(_READ_S):
                 model = await self.read_model(service.spec.model, known)
         except ModelSourceError as error:
-            return error
+            return SizingProblem(error.reason, str(error)) if error.reason in _NEVER_SERVED else error
         except TimeoutError:
             return ModelSourceError("ModelUnreachable", f"the model's figures were not read within {_READ_S:g} s")
         return size(service.spec, model)

@@ -76,6 +76,15 @@ async def test_a_model_that_can_not_be_read_is_a_warning(lasting: bool, reviewer
     assert review == Review(warnings=("SizingValid is not known yet: ModelNotFound: there is no such model",))
 
 
+async def test_a_source_that_can_never_be_served_is_denied(reviewer: Reviewer, manifest_of: Any) -> None:
+    async def read(*_: object) -> Model:
+        raise ModelSourceError("FileModelsDisabled", "file:// is off")
+
+    review = await replace(reviewer, read_model=read).review(manifest_of(), None)
+
+    assert review.denied == "SizingValid would be False: FileModelsDisabled: file:// is off"
+
+
 async def test_a_hub_that_hangs_holds_up_no_apply(
     reviewer: Reviewer, manifest_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

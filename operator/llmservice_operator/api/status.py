@@ -30,7 +30,11 @@ class Condition(SchemaModel):
 class MeasuredStatus(SchemaModel):
     blocks: int = Field(ge=0, description="KV blocks that the server allocated after loading.")
     weights_gib: float | None = Field(None, alias="weightsGiB", ge=0, description="Memory of the loaded weights.")
-    error_percent: float = Field(description="Predicted blocks against measured ones; positive: predicted too many.")
+    error_percent: float | None = Field(
+        None,
+        description="Predicted blocks against measured ones; positive: predicted too many. Absent where"
+        " the server sized itself: it had other figures to go by.",
+    )
 
 
 class SizingStatus(SchemaModel):

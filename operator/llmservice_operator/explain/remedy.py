@@ -51,7 +51,7 @@ _REMEDIES = {
     "UnsupportedModel": "Choose a model of a family that is named.",
     # model source
     "InvalidURI": "Correct spec.model.uri.",
-    "FileModelsDisabled": "Use hf:// or pvc://, or start the operator with --file-models-root.",
+    "FileModelsDisabled": "Use hf:// or pvc://, or set the chart's operator.fileModelsRoot.",
     "ModelNotFound": "Correct spec.model.uri, or put the model there.",
     "ModelForbidden": "Name the Secret with the hub's token in spec.model.secretRef, or give the operator one.",
     "ModelUnreachable": "Check the operator's network, or give the model's figures in spec.model.shape.",

@@ -57,6 +57,8 @@ def _measured(sizing: SizingStatus) -> str:
     if sizing.measured is None:
         return f"  blocks: {sizing.blocks:,} predicted, none measured yet"
     error = sizing.measured.error_percent
+    if error is None:
+        return f"  blocks: {sizing.measured.blocks:,} chosen by the server, which sized itself"
     word = "as predicted" if error == 0 else f"{abs(error):g} % too {'many' if error > 0 else 'few'} predicted"
     return f"  blocks: {sizing.blocks:,} predicted, {sizing.measured.blocks:,} measured by the pods ({word})"
 

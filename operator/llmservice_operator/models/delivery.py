@@ -37,22 +37,22 @@ def fetch_container(source: ModelSource, model: Model, port: int, env: Sequence[
 
 
 def model_volumes(source: ModelSource, model: Model) -> list[Manifest]:
-    """The volume called `models`; none where the model lies in the image or on the node."""
+    """The volume called `models`."""
     location = model.location
+    if location.kind == "file":
+        return [{"name": "models", "hostPath": {"path": location.path, "type": "Directory"}}]
     if location.claim is not None:
         return [{"name": "models", "persistentVolumeClaim": {"claimName": location.claim, "readOnly": True}}]
     if location.image is not None:
         return [{"name": "models", "image": {"reference": location.image, "pullPolicy": "IfNotPresent"}}]
     if source.cache is not None:
         return [{"name": "models", "persistentVolumeClaim": {"claimName": source.cache.claim_name}}]
-    if location.fetch_uri is not None:
-        return [{"name": "models", "emptyDir": _size_limit(model)}]
-    return []
+    return [{"name": "models", "emptyDir": _size_limit(model)}]
 
 
 def model_mounts(source: ModelSource, model: Model, *, read_only: bool) -> list[Manifest]:
     if model.location.kind == "file":
-        return []
+        return [{"name": "models", "mountPath": model.location.path, "readOnly": True}]
     mount = {"name": "models", "mountPath": MODELS_MOUNT, "readOnly": read_only}
     sub_path = source.cache.sub_path if source.cache else None
     return [mount | ({"subPath": sub_path} if sub_path else {})]

@@ -76,13 +76,15 @@ def _file_location(uri: str, root: Path | None) -> ModelLocation:
     if root is None:
         raise ModelSourceError(
             "FileModelsDisabled",
-            "file:// is off: start the operator with --file-models-root DIR, a folder that every node"
-            " or the server image has at the same path, or use hf:// or pvc://",
+            "file:// is off: set the chart's operator.fileModelsRoot to a folder that every node has, or use hf:// or"
+            " pvc://",
         )
     base = root.resolve()
     folder = (base / uri.removeprefix("file:///")).resolve()
     if not folder.is_relative_to(base) or folder == base:
-        raise ModelSourceError("InvalidURI", f"{uri} leaves the operator's --file-models-root: give a path below it")
+        raise ModelSourceError(
+            "InvalidURI", f"{uri} leaves the folder of file:// models ({base}): give a path below it"
+        )
     return ModelLocation("file", str(folder))
 
 

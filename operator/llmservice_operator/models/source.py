@@ -67,6 +67,8 @@ class ModelReader:
     ) -> None:
         self._session = session
         self._file_root = file_root
+        self._sees_files = file_root is not None and file_root.is_dir()
+        """In a cluster the nodes have the folder, and the operator's container has not."""
         self._hf_endpoint = hf_endpoint.rstrip("/")
         self._hf_token = hf_token
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
@@ -76,7 +78,7 @@ class ModelReader:
         mirror = self._hf_endpoint if self._hf_endpoint != DEFAULT_HUB else None
         location = locate(source, self._file_root, mirror)
         try:
-            if location.kind == "file":
+            if location.kind == "file" and self._sees_files:
                 dtype = None if source.dtype == "auto" else source.dtype
                 return await asyncio.to_thread(_read_folder, location, dtype)
             if source.shape is not None:

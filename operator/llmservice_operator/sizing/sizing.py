@@ -152,13 +152,17 @@ def sizing_status(sized: Sized, measured: MeasuredStatus | None) -> SizingStatus
     )
 
 
-def measure(answer: Plan, blocks: int, weights_bytes: float | None) -> MeasuredStatus:
-    """What a running server reports, against the prediction. `blocks` leaves the null block out."""
-    predicted = max(0, answer.num_blocks - 1)
+def measure(sized: Sized, blocks: int, weights_bytes: float | None) -> MeasuredStatus:
+    """What a running server reports, against what it was told. `blocks` leaves the null block out.
+
+    A server that sized itself was told nothing: it bounds its pool by what its sequences can use, and by what it
+    measured, so that a difference says nothing about the prediction.
+    """
+    predicted = None if sized.self_sized or sized.plan is None else max(0, sized.plan.num_blocks - 1)
     return MeasuredStatus(
         blocks=blocks,
         weights_gib=None if weights_bytes is None else _gib(weights_bytes),
-        error_percent=round((predicted - blocks) / blocks * 100, 1) if blocks else 0.0,
+        error_percent=None if predicted is None or not blocks else round((predicted - blocks) / blocks * 100, 1),
     )
 
 

@@ -152,7 +152,7 @@ def _measured(service: LLMService, sizing: Sized, load: Load | None) -> Measured
     if sizing.plan is None:
         return None
     if load is not None and load.kv_blocks:
-        return measure(sizing.plan, load.kv_blocks, load.weights_bytes)
+        return measure(sizing, load.kv_blocks, load.weights_bytes)
     before = service.status.sizing
     unchanged = service.status.observed_generation == service.metadata.generation
     return before.measured if before and unchanged else None

@@ -20,7 +20,6 @@ VOLUMES = {
     "configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "image", "persistentVolumeClaim", "projected", "secret",
 }  # fmt: skip
 LOCATIONS = {
-    "file": ModelLocation("file", "/srv/models/tiny"),
     "pvc": ModelLocation("pvc", "/models/llama", claim="weights"),
     "hf": ModelLocation("hf", "/models/name", fetch_uri="hf://org/name@v1"),
 }

@@ -117,3 +117,13 @@ def test_claims_and_images_are_mounted_read_only_and_nothing_is_downloaded(
     assert _models(spec) == volume
     assert _mount(spec["containers"][0])["readOnly"] is True
     assert "initContainers" not in spec
+
+
+def test_a_file_model_is_mounted_from_the_node_read_only(service_of: Any, sized: Sized) -> None:
+    """Where the operator allows file://; `sized` is of such a model."""
+    spec = expected_deployment(service_of(), sized, 1, "img:1")["spec"]["template"]["spec"]
+
+    (server,) = spec["containers"]
+    assert _models(spec) == {"hostPath": {"path": "/srv/models/tiny", "type": "Directory"}}
+    assert _mount(server) == {"name": "models", "mountPath": "/srv/models/tiny", "readOnly": True}
+    assert server["args"][server["args"].index("--model") + 1] == "/srv/models/tiny"

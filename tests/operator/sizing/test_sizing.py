@@ -107,7 +107,7 @@ def test_the_prediction_is_shown_beside_the_measurement(sized: Sized) -> None:
     assert sized.plan is not None
     usable = sized.plan.num_blocks - 1
 
-    status = sizing_status(sized, measure(sized.plan, round(usable / 1.25), 2**30))
+    status = sizing_status(sized, measure(sized, round(usable / 1.25), 2**30))
 
     assert status is not None
     assert status.measured is not None
@@ -115,3 +115,12 @@ def test_the_prediction_is_shown_beside_the_measurement(sized: Sized) -> None:
     assert status.measured.weights_gib == 1.0
     assert status.blocks == usable + 1
     assert "max_num_seqs" in status.explanation
+
+
+def test_a_server_that_sized_itself_is_not_compared_with_a_prediction_it_never_saw(sized: Sized) -> None:
+    """It may hold a tenth of the blocks, or ten times as many, and be in order."""
+    model = replace(sized.model, figures_from="pod")
+
+    measured = measure(replace(sized, model=model), 17, 2**30)
+
+    assert (measured.blocks, measured.error_percent) == (17, None)
