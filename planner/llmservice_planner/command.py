@@ -91,7 +91,11 @@ def _parser(commands: dict[str, Command]) -> argparse.ArgumentParser:
         if command.missing():
             continue
         subparser = subparsers.add_parser(
-            name, help=command.help, description=command.help, formatter_class=_HelpFormatter
+            name,
+            help=command.help,
+            description=command.help,
+            formatter_class=_HelpFormatter,
+            allow_abbrev=False,  # a part of a flag's name would pass what refuses the flag
         )
         command.add_arguments(subparser)
     return parser

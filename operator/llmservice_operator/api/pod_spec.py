@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints, WithJsonSchema
+from pydantic import ConfigDict, Field, StringConstraints, WithJsonSchema
 
-from llmservice_operator.api.schema_model import OPEN_OBJECT, SchemaModel
+from llmservice_operator.api.model_spec import ObjectName
+from llmservice_operator.api.schema_model import OPEN_OBJECT, SchemaModel, rules
+
+_LABEL = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 
 Passed = Annotated[dict[str, Any], WithJsonSchema(OPEN_OBJECT)]
+_NAME = {"type": "string", "maxLength": 63, "pattern": _LABEL, "description": "Its name within the pod."}
+Named = Annotated[dict[str, Any], WithJsonSchema(OPEN_OBJECT | {"properties": {"name": _NAME}})]
+"""Handed on as it is but for its name, which rules look at."""
+CountOrPercent = Annotated[
+    int | str,
+    WithJsonSchema({"x-kubernetes-int-or-string": True, "pattern": "^[0-9]{1,3}%$", "minimum": 0, "maxLength": 4}),
+]
 Text = Annotated[str, StringConstraints(max_length=1024)]
 Key = Annotated[str, StringConstraints(max_length=317)]
 StringMap = dict[Key, Text]
@@ -59,7 +69,96 @@ class PullSecret(SchemaModel):
     name: str = Field(min_length=1, max_length=253, description="Name of an image pull secret in the namespace.")
 
 
+class DisruptionBudget(SchemaModel):
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            ("has(self.maxUnavailable) != has(self.minAvailable)", "set maxUnavailable or minAvailable, not both")
+        )
+    )
+
+    max_unavailable: CountOrPercent | None = Field(None, description="Pods that an eviction may take at a time.")
+    min_available: CountOrPercent | None = Field(None, description="Pods that every eviction leaves.")
+
+
+class ResourceClaim(SchemaModel):
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            (
+                "has(self.resourceClaimName) != has(self.resourceClaimTemplateName)",
+                "set resourceClaimName or resourceClaimTemplateName, not both",
+            )
+        )
+    )
+
+    name: str = Field(min_length=1, max_length=63, pattern=_LABEL, description="What the pod calls the claim.")
+    resource_claim_name: ObjectName | None = Field(None, description="A ResourceClaim that all pods share.")
+    resource_claim_template_name: ObjectName | None = Field(
+        None, description="A ResourceClaimTemplate, from which each pod gets a claim of its own."
+    )
+
+
+_MANAGED = (
+    "--model", "--served-model-name", "--port", "--max-model-len", "--max-num-seqs", "--kv-cache-memory",
+    "--memory-limit", "--gpu-memory-utilization", "--drain-timeout", "--start-record",
+)  # fmt: skip
+"""Flags that other fields of the spec rule."""
+_SETS = "arg == flag || arg.startsWith(flag + '=')"
+_VOLUMES = "['models', 'tmp', 'cache', 'shm']"
+
+
 class PodTemplate(SchemaModel):
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            (
+                f"!has(self.extraArgs) || self.extraArgs.all(arg, !{list(_MANAGED)}.exists(flag, {_SETS}))",
+                "extraArgs can't hold a flag that the operator sets: set the field of the spec that it stands for",
+            ),
+            (
+                "!has(self.sidecars) || self.sidecars.all(one, has(one.name) && !(one.name in ['server', 'fetch']))",
+                "each of sidecars needs a name, and server and fetch are taken",
+            ),
+            (
+                f"!has(self.volumes) || self.volumes.all(one, has(one.name) && !(one.name in {_VOLUMES}))",
+                "each of volumes needs a name, and models, tmp, cache and shm are taken",
+            ),
+        )
+    )
+
+    image: str | None = Field(
+        None, min_length=1, max_length=512, description="The server's image, instead of the chart's."
+    )
+    extra_args: list[Text] = Field(
+        default_factory=list,
+        max_length=32,
+        description="More flags of `llmservice serve`, such as --batch-share=0.2; see its --help.",
+    )
+    env_from: list[Passed] = Field(
+        default_factory=list,
+        max_length=16,
+        description="ConfigMaps and Secrets whose keys become the server's environment, in Kubernetes' own shape.",
+    )
+    volumes: list[Named] = Field(
+        default_factory=list, max_length=16, description="More volumes of the pod, in Kubernetes' own shape."
+    )
+    volume_mounts: list[Passed] = Field(
+        default_factory=list, max_length=16, description="Where the server's container mounts them."
+    )
+    sidecars: list[Named] = Field(
+        default_factory=list, max_length=8, description="More containers of the pod, in Kubernetes' own shape."
+    )
+    resource_claims: list[ResourceClaim] = Field(
+        default_factory=list,
+        max_length=8,
+        description="Devices by dynamic resource allocation (Kubernetes 1.34+); the server's container gets them all.",
+    )
+    service_account_annotations: StringMap = Field(
+        default_factory=dict,
+        max_length=16,
+        description="Annotations of the pods' ServiceAccount, as workload identity of a cloud wants them.",
+    )
+    disruption_budget: DisruptionBudget | None = Field(
+        None, description="What an eviction leaves of the pods. Default: it takes one at a time."
+    )
     labels: LabelMap = Field(
         default_factory=dict, max_length=32, description="Labels added to the pods; the operator's own win."
     )

@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Field, StringConstraints, WithJsonSchema
 
 from llmservice_operator.api import duration, quantity
 from llmservice_operator.api.model_spec import ModelSource
-from llmservice_operator.api.pod_spec import LabelValue, Passed, PodTemplate, Scheduling
+from llmservice_operator.api.pod_spec import CountOrPercent, LabelValue, Passed, PodTemplate, Scheduling
 from llmservice_operator.api.schema_model import SchemaModel, rules
 from llmservice_planner.overhead import PROCESS_BYTES
 
@@ -19,10 +19,6 @@ AutoOrCount = Annotated[
     WithJsonSchema(
         {"x-kubernetes-int-or-string": True, "pattern": "^auto$", "minimum": 1, "maximum": 1024, "maxLength": 4}
     ),
-]
-CountOrPercent = Annotated[
-    int | str,
-    WithJsonSchema({"x-kubernetes-int-or-string": True, "pattern": "^[0-9]{1,3}%$", "minimum": 0, "maxLength": 4}),
 ]
 
 
@@ -306,7 +302,9 @@ class LLMServiceSpec(SchemaModel):
         "60s", description="How long a terminating pod may finish the requests that it holds."
     )
     scheduling: Scheduling = Field(default_factory=Scheduling, description="Where pods may run.")
-    pod_template: PodTemplate = Field(default_factory=PodTemplate, description="Additions to the pods.")
+    pod_template: PodTemplate = Field(
+        default_factory=PodTemplate, description="What the pods have beside what the rest of the spec says."
+    )
     network_policy: NetworkPolicy = Field(
         default_factory=NetworkPolicy, description="Who may reach the pods beside the gateway."
     )

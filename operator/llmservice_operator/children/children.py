@@ -33,7 +33,10 @@ def expected_children(
 
 def expected_service_account(service: LLMService) -> Manifest:
     """An identity without a token: the server never talks to Kubernetes."""
-    return child_manifest(service, "ServiceAccount") | {"automountServiceAccountToken": False}
+    manifest = child_manifest(service, "ServiceAccount") | {"automountServiceAccountToken": False}
+    if annotations := service.spec.pod_template.service_account_annotations:
+        manifest["metadata"]["annotations"] = annotations
+    return manifest
 
 
 def expected_service(service: LLMService) -> Manifest:
@@ -55,8 +58,9 @@ def expected_headless_service(service: LLMService) -> Manifest:
 
 def expected_disruption_budget(service: LLMService) -> Manifest:
     """A drain takes one pod at a time, a lone one too; pods that don't serve are no reason to hold a node."""
+    budget = service.spec.pod_template.disruption_budget
     spec = {
-        "maxUnavailable": 1,
+        **({"maxUnavailable": 1} if budget is None else budget.model_dump(by_alias=True, exclude_none=True)),
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
         "selector": {"matchLabels": labels.selector_labels(service.name)},
     }

@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 from llmservice_operator.api import duration, labels, quantity
+from llmservice_operator.api.pod_spec import PodTemplate
 from llmservice_operator.api.resource import LLMService
 from llmservice_operator.api.spec import Manifest
 from llmservice_operator.children.child import child_manifest
@@ -39,7 +40,7 @@ _CONTAINER_SECURITY = {
 def expected_deployment(service: LLMService, sized: Sized, replicas: int, image: str) -> Manifest:
     """The whole Deployment as owned fields; whatever it leaves out belongs to others."""
     rollout = service.spec.rollout
-    template = _pod_template(service, sized, image)
+    template = _pod_template(service, sized, service.spec.pod_template.image or image)
     template["metadata"]["annotations"][labels.TEMPLATE] = _hash(template)
     spec = {
         "replicas": replicas,
@@ -82,8 +83,13 @@ def _pod_template(service: LLMService, sized: Sized, image: str) -> Manifest:
                 "seccompProfile": {"type": "RuntimeDefault"},
             },
             **_init_containers(service, sized, image),
-            "containers": [_server(service, sized, image)],
-            "volumes": [*scratch_volumes(service, sized), *model_volumes(service.spec.model, sized.model)],
+            "containers": [_server(service, sized, image), *template.sidecars],
+            "volumes": [
+                *scratch_volumes(service, sized),
+                *model_volumes(service.spec.model, sized.model),
+                *template.volumes,
+            ],
+            **_resource_claims(template),
             **expected_placement(service, sized),
             **_pull_secrets(service),
         },
@@ -141,9 +147,10 @@ def _server(service: LLMService, sized: Sized, image: str) -> Manifest:
         "name": CONTAINER,
         "image": image,
         "command": ["llmservice"],
-        "args": server_args(service, sized),
+        "args": [*server_args(service, sized), *service.spec.pod_template.extra_args],
         "ports": [{"name": "http", "containerPort": PORT, "protocol": "TCP"}],
         "env": [*(one for one in scratch_environment() if one["name"] not in names), *given],
+        **({"envFrom": service.spec.pod_template.env_from} if service.spec.pod_template.env_from else {}),
         "resources": _resources(service, sized),
         "startupProbe": _probe(
             "/ready", period_s=_STARTUP_PERIOD_S, failures=_budget(sized).load_s // _STARTUP_PERIOD_S
@@ -154,7 +161,7 @@ def _server(service: LLMService, sized: Sized, image: str) -> Manifest:
         # The server's last line says why it gave up; it comes back as the container's termination message.
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": _CONTAINER_SECURITY,
-        "volumeMounts": _mounts(service, sized, read_only=True),
+        "volumeMounts": [*_mounts(service, sized, read_only=True), *service.spec.pod_template.volume_mounts],
     }
 
 
@@ -189,7 +196,12 @@ def _resources(service: LLMService, sized: Sized) -> Manifest:
     if isinstance(sized.device, GPU) and service.spec.resources.gpu:
         cards = {sized.device.resource_name: str(service.spec.resources.gpu.count)}
         requests, limits = requests | cards, limits | cards
-    return {"requests": requests, **({"limits": limits} if limits else {})}
+    claims = [{"name": one.name} for one in service.spec.pod_template.resource_claims]
+    return {
+        "requests": requests,
+        **({"limits": limits} if limits else {}),
+        **({"claims": claims} if claims else {}),
+    }
 
 
 def _requests(service: LLMService) -> Manifest:
@@ -200,6 +212,11 @@ def _threads(service: LLMService) -> int:
     """As many threads as cores that the pod may count on; more would fight over them."""
     resources = service.spec.resources
     return max(1, math.ceil(quantity.amount(resources.limits.cpu or resources.requests.cpu)))
+
+
+def _resource_claims(template: PodTemplate) -> Manifest:
+    claims = [one.model_dump(by_alias=True, exclude_none=True) for one in template.resource_claims]
+    return {"resourceClaims": claims} if claims else {}
 
 
 def _pull_secrets(service: LLMService) -> Manifest:

@@ -88,3 +88,17 @@ def test_a_pod_monitor_names_the_service_in_the_label_that_alerts_and_dashboards
     (relabeling,) = endpoint["relabelings"]
     assert relabeling["targetLabel"] == "service"
     assert relabeling["sourceLabels"] == ["__meta_kubernetes_pod_label_app_kubernetes_io_instance"]
+
+
+def test_the_pod_template_rules_identity_and_disruption_budget(service_of: Any, sized: Sized) -> None:
+    role = {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/models"}
+    template = {"serviceAccountAnnotations": role, "disruptionBudget": {"minAvailable": "50%"}}
+
+    children = expected_children(service_of(podTemplate=template), sized, 2, "img:1")
+
+    account, budget = (
+        next(one.manifest for one in children if one.manifest["kind"] == kind)
+        for kind in ("ServiceAccount", "PodDisruptionBudget")
+    )
+    assert account["metadata"]["annotations"] == role
+    assert (budget["spec"]["minAvailable"], budget["spec"].get("maxUnavailable")) == ("50%", None)

@@ -122,7 +122,32 @@ def test_what_a_pod_may_write_to_has_a_size(service_of: Any, sized: Sized) -> No
     assert all(volume["sizeLimit"] for volume in volumes.values())
     assert volumes["shm"]["medium"] == "Memory"
     mounts = {mount["mountPath"]: mount["name"] for mount in spec["containers"][0]["volumeMounts"]}
-    assert mounts == {"/tmp": "tmp", "/cache": "cache", "/dev/shm": "shm"}
+    assert mounts == {"/tmp": "tmp", "/cache": "cache", "/dev/shm": "shm", "/srv/models/tiny": "models"}
+
+
+def test_what_the_pod_template_adds_reaches_the_pods(service_of: Any, sized: Sized) -> None:
+    secret = {"name": "adapters", "secret": {"secretName": "adapters"}}
+    sidecar = {"name": "log-shipper", "image": "shipper:1"}
+    template = {
+        "image": "mirror.example/server:1",
+        "extraArgs": ["--batch-share=0.2"],
+        "envFrom": [{"configMapRef": {"name": "site"}}],
+        "volumes": [secret],
+        "volumeMounts": [{"name": "adapters", "mountPath": "/adapters", "readOnly": True}],
+        "sidecars": [sidecar],
+        "resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "one-gpu"}],
+    }
+
+    spec = pod_spec(service_of(podTemplate=template), sized)
+
+    server, other = spec["containers"]
+    assert other == sidecar
+    assert (server["image"], server["args"][-1]) == ("mirror.example/server:1", "--batch-share=0.2")
+    assert server["envFrom"] == template["envFrom"]
+    assert server["volumeMounts"][-1] == {"name": "adapters", "mountPath": "/adapters", "readOnly": True}
+    assert spec["volumes"][-1] == secret
+    assert spec["resourceClaims"] == template["resourceClaims"]
+    assert server["resources"]["claims"] == [{"name": "gpu"}]
 
 
 def test_cards_are_requested_and_limited_alike_and_bring_shared_memory(service_of: Any, model: Model) -> None:
