@@ -13,6 +13,7 @@ from llmservice_local.manifest import read_manifest
 Object = dict[str, Any]
 
 _RBAC = "rbac.authorization.k8s.io/v1"
+_ADMISSION = "admissionregistration.k8s.io/v1"
 _ACCOUNTS = Resource("v1", "serviceaccounts")
 _GRANTS = {
     "ServiceAccount": _ACCOUNTS,
@@ -20,8 +21,10 @@ _GRANTS = {
     "RoleBinding": Resource(_RBAC, "rolebindings"),
     "ClusterRole": Resource(_RBAC, "clusterroles", namespaced=False),
     "ClusterRoleBinding": Resource(_RBAC, "clusterrolebindings", namespaced=False),
+    "ValidatingAdmissionPolicy": Resource(_ADMISSION, "validatingadmissionpolicies", namespaced=False),
+    "ValidatingAdmissionPolicyBinding": Resource(_ADMISSION, "validatingadmissionpolicybindings", namespaced=False),
 }
-_WEBHOOKS = Resource("admissionregistration.k8s.io/v1", "validatingwebhookconfigurations", namespaced=False)
+_WEBHOOKS = Resource(_ADMISSION, "validatingwebhookconfigurations", namespaced=False)
 _NEVER_S = 10 * 365 * 86400
 """Tokens outlive the cluster, whose signing key dies with it."""
 
@@ -71,7 +74,7 @@ def _part(deployment: Object) -> tuple[str, Part]:
 
 
 async def install_grants(client: KubeClient, release: Release) -> None:
-    """Create the accounts, the roles and their bindings, and the namespaces that they are in; raises `ApiError`."""
+    """Create the accounts, roles, policies and bindings, and the namespaces that they are in; raises `ApiError`."""
     namespaces = {one["metadata"].get("namespace") for one in release.grants} - {None}
     for name in sorted(namespaces):
         body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}

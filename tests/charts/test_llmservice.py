@@ -129,13 +129,13 @@ def test_roles_have_no_wildcard_and_no_secret_but_the_webhooks_own(manifests: li
             assert rule["verbs"] == ["create"] or rule["resourceNames"] == ["release-llmservice-webhook"]
             continue
         assert not {"secrets", "pods/exec", "roles", "rolebindings", "clusterroles"} & set(rule["resources"])
-        assert not {"escalate", "bind", "impersonate", "deletecollection"} & set(rule["verbs"])
+        assert not {"escalate", "bind", "impersonate"} & set(rule["verbs"])
 
 
 def test_gateway_may_only_read(manifests: list[dict[str, Any]]) -> None:
     for role in of_kind(manifests, "Role", "ClusterRole"):
         if role["metadata"]["name"].endswith("-gateway"):
-            assert {verb for rule in role["rules"] for verb in rule["verbs"]} == {"get", "list", "watch"}
+            assert {verb for rule in role["rules"] for verb in rule["verbs"]} == {"list", "watch"}
 
 
 def test_bindings_name_an_existing_role_and_account(manifests: list[dict[str, Any]]) -> None:
@@ -403,3 +403,13 @@ def test_notes_say_what_to_do_next(chart: helm.Chart, values: dict[str, Any]) ->
     notes = chart.render(values, name="release", namespace="system")["llmservice/templates/NOTES.txt"]
     assert "kubectl --namespace system rollout status deployment/release-llmservice-operator" in notes
     assert ("port-forward" in notes) is values.get("gateway", {}).get("enabled", True)
+
+
+def test_who_may_edit_a_namespace_may_edit_its_services(chart: helm.Chart) -> None:
+    manifests = render(chart, {})
+    view, edit = (named(manifests, "ClusterRole", f"release-llmservice-{name}") for name in ("view", "edit"))
+    aggregated = "rbac.authorization.k8s.io/aggregate-to-"
+    assert {f"{aggregated}{name}" for name in ("view", "edit", "admin")} <= set(view["metadata"]["labels"])
+    assert f"{aggregated}view" not in edit["metadata"]["labels"]
+    assert {verb for rule in view["rules"] for verb in rule["verbs"]} == {"get", "list", "watch"}
+    assert {verb for rule in edit["rules"] for verb in rule["verbs"]} >= {"create", "update", "patch", "delete"}

@@ -38,5 +38,5 @@ def test_children_may_be_kept_and_only_optional_ones_deleted(
 
 
 def test_services_are_read_and_their_status_written(granted: dict[tuple[str, str], set[str]]) -> None:
-    assert granted["serving.llmservice.io", "llmservices"] == {"get", "list", "watch"}
+    assert granted["serving.llmservice.io", "llmservices"] == {"list", "watch"}
     assert granted["serving.llmservice.io", "llmservices/status"] == {"patch"}

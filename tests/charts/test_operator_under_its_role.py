@@ -48,6 +48,7 @@ class Installed:
     kube: KubeClient
     operator: KubeClient
     state_dir: Path
+    namespaced: bool
 
 
 async def until(look: Callable[[], Awaitable[Any]]) -> Any:
@@ -67,7 +68,7 @@ async def installed(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIter
         kubeconfig = yaml.safe_load((tmp_path / "operator.kubeconfig").read_text(encoding="utf-8"))
         token = kubeconfig["users"][0]["user"]["token"]
         async with connect(replace(cluster.endpoint, token=token), "test") as operator:
-            yield Installed(kube, operator, tmp_path)
+            yield Installed(kube, operator, tmp_path, namespaced=bool(request.param))
 
 
 async def test_its_roles_are_all_that_it_needs_and_its_pods_are_admitted(installed: Installed) -> None:
@@ -122,6 +123,39 @@ async def test_it_may_not_do_what_it_has_no_need_of(installed: Installed) -> Non
         with pytest.raises(ApiError, match="is forbidden: User") as refusal:
             await installed.operator.request(method, resource.path("team-a", name), body, content_type=content_type)
         assert refusal.value.code == 403, (method, resource)
+
+
+async def test_of_a_pod_it_may_change_the_deletion_cost_and_nothing_else(installed: Installed) -> None:
+    """RBAC knows no fields: a policy of the chart's does."""
+    if installed.namespaced:
+        pytest.skip("a release for some namespaces installs nothing cluster-wide")
+    kube, cost = installed.kube, "controller.kubernetes.io/pod-deletion-cost"
+    container = {"name": "c", "image": "registry.invalid/none", "securityContext": {"runAsNonRoot": True}}
+    await kube.create(PODS, "default", {"metadata": {"name": "some"}, "spec": {"containers": [container]}})
+
+    async def patch(body: Object) -> Object:
+        path = PODS.path("default", "some")
+        return await installed.operator.request("PATCH", path, body, content_type="application/merge-patch+json")
+
+    async def refused() -> bool:  # a real API server takes a moment to put a policy in force
+        try:
+            await patch({"metadata": {"labels": {"probe": "x"}}})
+        except ApiError:
+            return True
+        return False
+
+    await until(refused)
+    for number in ("1", "2", None):
+        patched = await patch({"metadata": {"annotations": {cost: number}}})
+        assert (patched["metadata"].get("annotations") or {}).get(cost) == number
+    for body, why in (
+        ({"metadata": {"annotations": {"other": "x"}}}, "may change only the deletion cost"),
+        ({"metadata": {"labels": {"app": "x"}}}, "may change no pod's labels"),
+        ({"metadata": {"finalizers": ["example.com/keep"]}}, "may change no pod's owners or finalizers"),
+        ({"spec": {"activeDeadlineSeconds": 1}}, "may change no pod's spec"),
+    ):
+        with pytest.raises(ApiError, match=why):
+            await patch(body)
 
 
 @pytest.mark.skipif("KUBEBUILDER_ASSETS" not in os.environ, reason="the emulated API has no pod security admission")

@@ -97,7 +97,7 @@ capabilities: {drop: [ALL]}
 {{- define "llmservice.operatorRules" -}}
 - apiGroups: [serving.llmservice.io]
   resources: [llmservices]
-  verbs: [get, list, watch]
+  verbs: [list, watch]
 - apiGroups: [serving.llmservice.io]
   resources: [llmservices/status]
   verbs: [patch]
@@ -119,9 +119,9 @@ capabilities: {drop: [ALL]}
 - apiGroups: [monitoring.coreos.com]
   resources: [podmonitors, prometheusrules]
   verbs: [get, list, watch, create, patch, delete]
-- apiGroups: [""]  # patch: the deletion cost that decides which pod goes first
+- apiGroups: [""]  # patch: the deletion cost that decides which pod goes first; templates/pod-patches.yaml denies more
   resources: [pods]
-  verbs: [get, list, watch, patch]
+  verbs: [list, watch, patch]
 - apiGroups: [""]
   resources: [events]
   verbs: [create, patch]
@@ -130,10 +130,10 @@ capabilities: {drop: [ALL]}
 {{- define "llmservice.gatewayRules" -}}
 - apiGroups: [serving.llmservice.io]
   resources: [llmservices]
-  verbs: [get, list, watch]
+  verbs: [list, watch]
 - apiGroups: [""]
   resources: [pods]
-  verbs: [get, list, watch]
+  verbs: [list, watch]
 {{- end -}}
 
 {{/*

@@ -23,14 +23,14 @@ from llmservice_local.api.schema import json_type
 from llmservice_local.quantity import parse
 
 _ABSENT = object()
-_Evaluate = Callable[[Mapping[str, Any]], Any]
+Evaluate = Callable[[Mapping[str, Any]], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
     """One compiled rule of one schema node."""
 
-    evaluate: _Evaluate
+    evaluate: Evaluate
     message: Callable[[Mapping[str, Any]], str]
     reason: str
     field_path: str
@@ -106,7 +106,7 @@ def to_cel(value: Any, schema: structure.Schema) -> Any:
 def _compile(rule: Mapping[str, Any], path: str) -> Rule:
     expression = rule["rule"]
     explain = rule.get("messageExpression")
-    evaluate_message = _program(explain, path) if explain else None
+    evaluate_message = program(explain, path) if explain else None
     fallback = rule.get("message") or f"failed rule: {' '.join(expression.split())}"
 
     def message(variables: Mapping[str, Any]) -> str:
@@ -118,7 +118,7 @@ def _compile(rule: Mapping[str, Any], path: str) -> Rule:
         return fallback
 
     return Rule(
-        evaluate=_program(expression, path),
+        evaluate=program(expression, path),
         message=message,
         reason=rule.get("reason", "FieldValueInvalid"),
         field_path=rule.get("fieldPath", ""),
@@ -127,7 +127,7 @@ def _compile(rule: Mapping[str, Any], path: str) -> Rule:
     )
 
 
-def _program(expression: str, path: str) -> _Evaluate:
+def program(expression: str, path: str) -> Evaluate:
     environment = celpy.Environment()
     try:
         program = environment.program(environment.compile(expression), functions=_FUNCTIONS)

@@ -111,6 +111,10 @@ BUILT_IN: tuple[Kind, ...] = (
     Kind("scheduling.k8s.io", "v1", "PriorityClass", "priorityclasses", False, ("pc",), model="V1PriorityClass"),
     Kind(_ADMISSION, "v1", "ValidatingWebhookConfiguration", "validatingwebhookconfigurations", False,
          model="V1ValidatingWebhookConfiguration"),
+    Kind(_ADMISSION, "v1", "ValidatingAdmissionPolicy", "validatingadmissionpolicies", False,
+         model="V1ValidatingAdmissionPolicy"),
+    Kind(_ADMISSION, "v1", "ValidatingAdmissionPolicyBinding", "validatingadmissionpolicybindings", False,
+         model="V1ValidatingAdmissionPolicyBinding"),
     Kind("apiextensions.k8s.io", "v1", "CustomResourceDefinition", "customresourcedefinitions", False,
          ("crd", "crds"), has_status=True, model="V1CustomResourceDefinition"),
 )  # fmt: skip

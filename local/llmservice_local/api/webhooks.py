@@ -5,6 +5,8 @@ it and shows its outcome; the webhooks review that outcome; then it is stored, u
 in which case everything is repeated. The wire format is AdmissionReview v1:
 https://kubernetes.io/docs/reference/access-authn-authz/extensible-admission-controllers/
 
+Policies (policies.py) are checked before.
+
 Differences from a real API server: webhooks are called one after the other and the first denial ends the request;
 `matchPolicy` is always Exact; `clientConfig.service` is unreachable, so that the failure policy decides, because the
 emulated cluster has no service network (its Endpoints are not consulted); creations of `pods/binding`, `pods/eviction`
@@ -27,6 +29,7 @@ from aiohttp import ClientError, ClientSession, ClientTimeout
 from llmservice_local.api import schema, structure
 from llmservice_local.api.access import Account, user_info
 from llmservice_local.api.errors import ApiError, bad_request, denied
+from llmservice_local.api.policies import check_policies, matching_policies
 from llmservice_local.api.registry import DeleteOptions, Registry, WriteOptions, Written
 from llmservice_local.api.request import Target
 from llmservice_local.api.scale import scale_of
@@ -69,10 +72,12 @@ class Webhooks:
         while True:
             operation = "CREATE" if self._stored(target) is None else "UPDATE"
             hooks = self._matching(target, operation)
-            if not hooks:
+            policies = matching_policies(self._registry.store, target.kind, target.subresource, operation)
+            if not hooks and not policies:
                 return verb(options)
             dry = verb(replace(options, dry_run=True))
             request = self._request(target, account, operation, dry.new, dry.old, options)
+            check_policies(policies, request)
             dry = replace(dry, warnings=await self._review(hooks, request, dry.warnings))
             written = dry if options.dry_run else self._registry.commit(target.kind, dry)
             if written is not None:

@@ -170,7 +170,7 @@ async def stored(http: ClientSession, path: str) -> Object | None:
 
 async def test_configuration_is_a_kind_like_any_other(http: ClientSession) -> None:
     resources = (await send(http, "GET", HOOKS.rpartition("/")[0])).body["resources"]
-    assert [(resource["name"], resource["namespaced"]) for resource in resources] == [(HOOKS.rpartition("/")[2], False)]
+    assert (HOOKS.rpartition("/")[2], False) in [(resource["name"], resource["namespaced"]) for resource in resources]
     created = (await send(http, "POST", HOOKS, configuration("https://x/", ""))).body
     (hook,) = created["webhooks"]
     defaults = {"failurePolicy": "Fail", "matchPolicy": "Equivalent", "timeoutSeconds": 10, "namespaceSelector": {}}
