@@ -59,6 +59,8 @@ def test_what_passes_the_schema_but_cannot_work_becomes_a_condition(
     kube: Kube, cluster: Cluster, neighbour: str, what: str
 ) -> None:
     spec, kind, words = CONDITIONED[what]
+    if "file://" in str(spec) and not cluster.is_local:
+        pytest.skip("the operator of another cluster may know no file:// models")
     kube.create(tiny_service("hopeless", cluster.model_uri, **spec))
     condition = kube.wait_condition("hopeless", kind, "False")
     assert words in condition["message"]

@@ -24,10 +24,14 @@ pytestmark = [
 ]
 
 
+def example(cluster: Cluster) -> str:
+    return EXAMPLE.read_text().replace("file:///tiny-llama\n", f"{cluster.model_uri}\n")
+
+
 @pytest.fixture(scope="module")
 def applied(cluster: Cluster) -> str:
     """The example, applied and Ready; what `kubectl apply` said."""
-    said = cluster.kubectl("apply", "-f", str(EXAMPLE)).stdout
+    said = cluster.kubectl("apply", "-f", "-", stdin=example(cluster)).stdout
     cluster.kubectl("wait", "llm", NAME, "--for=condition=Ready", "--timeout=60s")
     return said
 
@@ -36,14 +40,14 @@ def test_apply_creates_and_applying_again_changes_nothing(cluster: Cluster, appl
     assert applied == f"llmservice.serving.llmservice.io/{NAME} created\n"
     generation = ("get", "llm", NAME, "-o", "jsonpath={.metadata.generation}")
     before = cluster.kubectl(*generation).stdout
-    cluster.kubectl("apply", "-f", str(EXAMPLE))
+    cluster.kubectl("apply", "-f", "-", stdin=example(cluster))
     assert cluster.kubectl(*generation).stdout == before
 
 
 def test_get_prints_the_columns_that_matter(cluster: Cluster, applied: str) -> None:
     header, row = cluster.kubectl("get", "llms").stdout.splitlines()
     assert header.split() == ["NAME", "MODEL", "READY", "REPLICAS", "DESIRED", "MAXSEQS", "TTFT-P99", "AGE"]
-    assert row.split()[:3] == [NAME, "file:///tiny-llama", "True"]
+    assert row.split()[:3] == [NAME, cluster.model_uri, "True"]
     assert "deployment.apps/tiny-llama" in cluster.kubectl("get", "deployments,services,pods").stdout
 
 
@@ -74,7 +78,7 @@ def test_logs_are_the_servers(cluster: Cluster, applied: str) -> None:
 
 
 def test_a_bad_edit_is_refused_with_the_path(cluster: Cluster, applied: str) -> None:
-    bad = EXAMPLE.read_text().replace("maxNumSeqs: 4", "maxNumSeqs: many").replace("queueDepth", "queueDepht")
+    bad = example(cluster).replace("maxNumSeqs: 4", "maxNumSeqs: many").replace("queueDepth", "queueDepht")
     result = cluster.kubectl("apply", "-f", "-", stdin=bad, check=False)
     assert result.returncode == 1
     assert "queueDepht" in result.stderr or "spec.engine.maxNumSeqs" in result.stderr

@@ -2,8 +2,8 @@
 
 Environment:
     KUBECONFIG                      test that cluster (operator and gateway from the chart) instead of a local one
-    LLMSERVICE_E2E_GATEWAY_URL      its gateway, as seen from here
-    LLMSERVICE_E2E_MODEL_URI        a tiny checkpoint that its pods can reach (default file:///tiny-llama)
+    LLMSERVICE_E2E_GATEWAY_URL      its gateway, as seen from here (default http://127.0.0.1:8080, a port-forward)
+    LLMSERVICE_E2E_MODEL_URI        a tiny checkpoint that its pods can reach (default pvc://llmservice-e2e/tiny-llama)
     KUBEBUILDER_ASSETS              a directory with etcd and kube-apiserver for the local cluster's API
 """
 
@@ -95,8 +95,8 @@ def running_cluster(state_dir: Path, *flags: str, values: Mapping[str, Any] | No
     if "KUBECONFIG" in os.environ:
         yield Cluster(
             Path(os.environ["KUBECONFIG"]),
-            os.environ["LLMSERVICE_E2E_GATEWAY_URL"],
-            os.environ.get("LLMSERVICE_E2E_MODEL_URI", "file:///tiny-llama"),
+            os.environ.get("LLMSERVICE_E2E_GATEWAY_URL", "http://127.0.0.1:8080"),
+            os.environ.get("LLMSERVICE_E2E_MODEL_URI", "pvc://llmservice-e2e/tiny-llama"),
             state_dir,
         )
         return
