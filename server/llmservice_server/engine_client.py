@@ -211,10 +211,11 @@ class EngineClient:
         """Hand sequences to the engine; whoever calls this must `abort` the stream when leaving early."""
         if self.ready is None:
             raise EngineDeadError(self.failure or "the engine is not running")
+        messages = [self._encoder.encode(request) for request in requests]  # raises before anything is registered
         stream = OutputStream([request.request_id for request in requests])
-        for request in requests:
+        for request, message in zip(requests, messages, strict=True):
             self._streams[request.request_id] = stream
-            self._send(request)
+            self._send_encoded(message)
         return stream
 
     def abort(self, request_ids: Sequence[str], *, finished: bool = False) -> None:
@@ -228,10 +229,11 @@ class EngineClient:
         if self.ready is None:
             raise EngineDeadError(self.failure or "the engine is not running")
         request_id = uuid.uuid4().hex
+        message = self._encoder.encode(Embed(request_id=request_id, inputs=inputs))
         answer: asyncio.Future[Embedded] = asyncio.get_running_loop().create_future()
         self._embeds[request_id] = answer
         self.num_embedding_inputs += len(inputs)
-        self._send(Embed(request_id=request_id, inputs=inputs))
+        self._send_encoded(message)
         try:
             return await answer
         finally:
@@ -240,8 +242,11 @@ class EngineClient:
                 self._send(Abort(request_ids=[request_id]))
 
     def _send(self, message: ToEngine) -> None:
+        self._send_encoded(self._encoder.encode(message))
+
+    def _send_encoded(self, message: bytes) -> None:
         self._unanswered_s = self._unanswered_s or time.monotonic()
-        self._to_engine.send(self._encoder.encode(message))
+        self._to_engine.send(message)
 
     async def stop(self) -> None:
         """Tell the engine to leave, and see to it that it does. `run` returns once it has."""

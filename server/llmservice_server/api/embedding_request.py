@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from llmservice_server.api.error import invalid
-from llmservice_server.api.request import TokenId, parse_fields
+from llmservice_server.api.request import MAX_INT, TokenId, parse_fields
 
 MAX_INPUTS = 2048  # of one request, as with OpenAI
 
@@ -17,7 +17,7 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
     model: str
     input: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
     encoding_format: Literal["float", "base64"] = "float"
-    dimensions: Annotated[int, Meta(ge=1)] | None = None
+    dimensions: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
     user: str | None = None  # OpenAI's name for the end user: free text, of no effect on the answer
 
     @property

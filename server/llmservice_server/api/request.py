@@ -27,7 +27,10 @@ MAX_BIASES = 1024
 MAX_STOP_STRINGS = 4
 MAX_STOP_LENGTH = 256  # characters, so that holding text back for them stays cheap
 
-TokenId = Annotated[int, Meta(ge=0)]
+MAX_INT = 2**31 - 1  # of every number that goes to the engine: no model counts further, and no message holds more
+
+TokenId = Annotated[int, Meta(ge=0, le=MAX_INT)]
+TokenCount = Annotated[int, Meta(ge=1, le=MAX_INT)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 LogprobsCount = Annotated[int, Meta(ge=0, le=20)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
@@ -44,15 +47,15 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     model: str
     temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Meta(ge=-1)] = 0  # 0 and, as in vLLM, -1: off
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_INT)] = 0  # 0 and, as in vLLM, -1: off
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
-    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_tokens: TokenCount | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=10)] = 1.0
     logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=MAX_BIASES)] = {}
-    min_tokens: Annotated[int, Meta(ge=0)] = 0
+    min_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] = 0
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] = []
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=128)] = []
@@ -102,7 +105,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 
 class CompletionRequest(GenerationRequest, kw_only=True):
     prompt: str | list[str | TokenId | list[TokenId]]
-    max_tokens: Annotated[int, Meta(ge=0)] | None = None  # 0: nothing but the echo, to see how likely the prompt is
+    max_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None  # 0: the echo alone: how likely is the prompt?
     echo: bool = False
     logprobs: LogprobsCount | None = None
 
@@ -126,7 +129,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
 class ChatRequest(GenerationRequest):
     messages: Annotated[list[Message], Meta(min_length=1)]
-    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_completion_tokens: TokenCount | None = None
     logprobs: bool = False
     top_logprobs: LogprobsCount = 0
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] = []

@@ -56,6 +56,8 @@ def _error(answer: Any) -> dict[str, Any]:
         ),
         ("completions", {"model": "tiny", "prompt": [1] * 512}, 400, "prompt", "context_length_exceeded"),
         ("completions", {"model": "tiny", "prompt": "word " * 20_000}, 400, "prompt", "context_length_exceeded"),
+        ("completions", {"model": "tiny", "prompt": "a", "top_k": 10**30}, 400, "top_k", None),
+        ("completions", {"model": "tiny", "prompt": "a", "min_tokens": 2**70}, 400, "min_tokens", None),
         ("completions", {"model": "tiny", "prompt": "a", "best_of": 2}, 400, "best_of", "unsupported_parameter"),
         ("completions", {"model": "tiny", "prompt": "a", "logit_bias": {"99999": 1}}, 400, "logit_bias", None),
         ("completions", {"model": "tiny", "prompt": "a", "stop_token_ids": [99999]}, 400, "stop_token_ids", None),
