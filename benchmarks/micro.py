@@ -24,6 +24,7 @@ from pieces.http_path import NUM_STREAMS, measure_http, sustained_tokens_per_s
 from pieces.sampler import KINDS, NUM_ROWS, measure_sampler
 from pieces.start import measure_phases, measure_serving
 from pieces.step import measure_step
+from pieces.stream_chunks import measure_stream_chunks
 
 Row = dict[str, Any]
 
@@ -94,6 +95,18 @@ def http() -> Found:
     return Found([run.row for run in runs], [Check(what, ">= 20000", sustained_tokens_per_s(runs), "tokens/s")])
 
 
+def stream_chunks() -> Found:
+    row = asyncio.run(measure_stream_chunks())
+    what = f"{row['streams']} streams of {row['tokens_per_stream']} tokens"
+    return Found(
+        [row],
+        [
+            Check(f"network chunks per stream, median, {what}", ">= 100", row["network_chunks_per_stream_p50"]),
+            Check(f"/health, p99, under the same load of {what}", "< 100", row["health_p99_ms"], "ms"),
+        ],
+    )
+
+
 def start() -> Found:
     served = {**measure_phases(START_MODEL), **asyncio.run(measure_serving(START_MODEL))}
     with tempfile.TemporaryDirectory() as empty:
@@ -113,6 +126,7 @@ PARTS: dict[str, Callable[[], Found]] = {
     "block_pool": block_pool,
     "sampler": sampler,
     "http": http,
+    "stream_chunks": stream_chunks,
     "start": start,
 }
 

@@ -37,6 +37,9 @@ from llmservice_server.messages import (
 # -P: a file called torch.py in the working directory is not to be imported.
 ENGINE_COMMAND = (sys.executable, "-P", "-m", "llmservice_server.engine_process")
 _LAST_WORDS_S = 0.2  # how long a dead engine's last message may still be under way
+_MESSAGES_PER_TURN = 2
+"""Of the event loop, between which streams are written and probes answered. One would do, but a process that is behind
+its engine catches up by writing two steps at once (`micro_http` in docs/benchmarks.md)."""
 _EXIT_S = 5.0  # how long the engine may take to leave after Shutdown
 
 
@@ -180,24 +183,30 @@ class EngineClient:
         self._embeds.clear()
 
     async def _read(self) -> None:
+        """Queued messages are received without a wait, so the event loop is given a turn after every few of them."""
         while True:
-            match self._decoder.decode(await self._from_engine.recv()):
-                case StepOutputs(outputs=outputs, stats=stats):
-                    self.stats = stats
-                    self._on_stats(stats)
-                    for output in outputs:
-                        self._route(output)
-                case Embedded() as embedded:
-                    answer = self._embeds.pop(embedded.request_id, None)
-                    if answer is not None and not answer.cancelled():
-                        answer.set_result(embedded)
-                case Ready() as ready:
-                    self.ready = ready
-                    self._on_ready(ready)
-                case Failed(error=error):
-                    self.failure = error
-            # looked at last: an engine that has just said all that it owes has nothing to say, for hours maybe
-            self._unanswered_s = time.monotonic() if self._streams or self._embeds else None
+            for _ in range(_MESSAGES_PER_TURN):
+                self._take(self._decoder.decode(await self._from_engine.recv()))
+            await asyncio.sleep(0)
+
+    def _take(self, message: FromEngine) -> None:
+        match message:
+            case StepOutputs(outputs=outputs, stats=stats):
+                self.stats = stats
+                self._on_stats(stats)
+                for output in outputs:
+                    self._route(output)
+            case Embedded() as embedded:
+                answer = self._embeds.pop(embedded.request_id, None)
+                if answer is not None and not answer.cancelled():
+                    answer.set_result(embedded)
+            case Ready() as ready:
+                self.ready = ready
+                self._on_ready(ready)
+            case Failed(error=error):
+                self.failure = error
+        # looked at last: an engine that has just said all that it owes has nothing to say, for hours maybe
+        self._unanswered_s = time.monotonic() if self._streams or self._embeds else None
 
     def _route(self, output: Output) -> None:
         if output.finish_reason is None:

@@ -51,8 +51,8 @@ def serve(num_requests: int) -> None:
         if isinstance(message, Generate):
             requests.append(message)
         if len(requests) == num_requests:
-            for step in _steps(requests):
-                outbox.send(msgspec.msgpack.encode(step))
+            for step in [msgspec.msgpack.encode(step) for step in _steps(requests)]:
+                outbox.send(step)
             requests = []
     context.destroy()
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from llmservice_server.engine.config import EngineConfig
-from llmservice_server.engine_client import EngineClient
+from llmservice_server.engine_client import EngineClient, OutputStream
 from llmservice_server.messages import Generate, Ready, SamplingParams
 
 STUB_ENGINE = str(Path(__file__).with_name("stub_engine.py"))
@@ -51,3 +51,19 @@ async def test_a_request_that_cannot_be_sent_leaves_nothing_behind() -> None:
         with pytest.raises(OverflowError):
             await client.embed([[5], [2**70]])
         assert client.num_in_flight == client.num_embedding_inputs == client.silent_s == 0
+
+
+async def _wake_ups(stream: OutputStream) -> int:
+    count = 0
+    while stream.unfinished:
+        await stream.next()
+        count += 1
+    return count
+
+
+async def test_streams_are_woken_every_two_steps_at_least_however_many_are_queued() -> None:
+    async with _started(num_requests=16) as client:
+        streams = [client.generate([_request(str(number))]) for number in range(16)]
+        async with asyncio.timeout(60):
+            wake_ups = await asyncio.gather(*map(_wake_ups, streams))
+    assert min(wake_ups) >= 150
