@@ -71,7 +71,12 @@ def _add_http_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="one KEY, KEY:LANE or KEY:LANE:NAME a line (default: none needed)",
     )
-    add("--max-body-size", type=_memory, default=8 * 2**20, metavar="BYTES", help="larger requests get 413")
+    add(
+        "--max-body-size",
+        type=_memory,
+        metavar="BYTES",
+        help="larger requests get 413 (default: 1 MiB and 64 bytes for each token of --max-model-len)",
+    )
     add("--metrics-prefix", type=_prefix, default="llmservice_", help='of the names in /metrics; "vllm:" for vLLM\'s')
     add(
         "--log-level",

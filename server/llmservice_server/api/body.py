@@ -13,5 +13,6 @@ async def read_body(request: Request, limit: int) -> bytes:
     async for chunk in request.stream():
         body += chunk
         if len(body) > limit:
-            raise ApiError(413, f"the body is larger than {limit} bytes", code="request_too_large")
+            message = f"the body is larger than {limit} bytes: send less at once, or raise --max-body-size"
+            raise ApiError(413, message, code="request_too_large")
     return bytes(body)

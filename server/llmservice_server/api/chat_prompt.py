@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from llmservice_server.api.error import invalid
+from llmservice_server.api.long_input import text_too_long
 from llmservice_server.api.message import Message
 from llmservice_server.api.tools import Tool, as_template_input
 from llmservice_server.text.chat_template import TemplateOptions
-from llmservice_server.text.tokenizer import Tokenizer
+from llmservice_server.text.tokenizer import TextTooLongError, Tokenizer
 
 
 class Conversation(Protocol):
@@ -29,9 +30,12 @@ class Conversation(Protocol):
 
 
 def chat_prompt(
-    asked: Conversation, messages: Sequence[Message], tools: Sequence[Tool], tokenizer: Tokenizer
+    asked: Conversation, messages: Sequence[Message], tools: Sequence[Tool], tokenizer: Tokenizer, max_tokens: int
 ) -> list[int]:
-    """Raises ApiError where the options contradict each other, or the template does not take the conversation."""
+    """Raises ApiError where the options contradict each other, or the template does not take the conversation.
+
+    Likewise where the conversation is certainly longer than `max_tokens`.
+    """
     if asked.continue_final_message and asked.add_generation_prompt:
         raise invalid(
             "continue_final_message and add_generation_prompt contradict each other: give one of them",
@@ -49,6 +53,8 @@ def chat_prompt(
     )
     try:
         given = [message.as_template_input() for message in messages]
-        return tokenizer.encode_chat(given, as_template_input(tools) if tools else None, options)
+        return tokenizer.encode_chat(given, as_template_input(tools) if tools else None, options, max_tokens)
+    except TextTooLongError as error:
+        raise text_too_long(error, "messages") from error
     except ValueError as error:  # ChatTemplateError, or what a message says of itself
         raise invalid(str(error), param="messages") from error

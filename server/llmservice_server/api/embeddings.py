@@ -17,13 +17,13 @@ from llmservice_server.api.body import read_body
 from llmservice_server.api.embedding_request import EmbeddingRequest, parse_embedding
 from llmservice_server.api.error import ENGINE_DEAD, ENGINE_ERROR, ApiError, JsonResponse, invalid
 from llmservice_server.api.generation import Receive
+from llmservice_server.api.long_input import all_token_ids
 from llmservice_server.api.state import ServerState
 from llmservice_server.api.trace_attributes import describe
 from llmservice_server.engine_client import EngineDeadError
 from llmservice_server.messages import Embedded, Ready
 from llmservice_server.text.tokenizer import Tokenizer
 
-_LONG_BODY = 8192  # bytes; longer ones are tokenized in a thread, so that nobody else's tokens wait for them
 _CLIENT_GONE = 499  # nginx's status for it; nobody receives it, but the access log shows it
 
 
@@ -49,14 +49,12 @@ async def embeddings(request: Request) -> Response:
     arrival_s = time.monotonic()
     state: ServerState = request.app.state.server
     state.require_embedding_room(1)
-    body = await read_body(request, state.config.max_body_bytes)
-    parsed = parse_embedding(body)
+    body = await read_body(request, state.max_body_bytes)
+    parsed = await state.long_input.run(len(body), parse_embedding, body)
     state.require_model(parsed.model)
     ready, tokenizer = state.require_ready()
-    if len(body) > _LONG_BODY:
-        inputs = await asyncio.to_thread(_token_ids, parsed, tokenizer)
-    else:
-        inputs = _token_ids(parsed, tokenizer)
+    longest = ready.max_embedding_tokens
+    inputs = await state.long_input.run(len(body), all_token_ids, parsed.inputs, tokenizer, longest, "input")
     describe(request.scope, parsed)
     _check(parsed, inputs, ready, tokenizer)
     state.require_embedding_room(len(inputs))
@@ -71,10 +69,6 @@ async def embeddings(request: Request) -> Response:
         for index, vector in enumerate(answer.vectors)
     ]
     return JsonResponse(EmbeddingList(state.config.served_model_names[0], data, EmbeddingUsage(num_tokens, num_tokens)))
-
-
-def _token_ids(parsed: EmbeddingRequest, tokenizer: Tokenizer) -> list[list[int]]:
-    return [tokenizer.encode(text) if isinstance(text, str) else text for text in parsed.inputs]
 
 
 def _check(parsed: EmbeddingRequest, inputs: Many[list[int]], ready: Ready, tokenizer: Tokenizer) -> None:

@@ -18,6 +18,7 @@ from llmservice_server.api.chat_prompt import chat_prompt
 from llmservice_server.api.completion_format import CompletionFormat
 from llmservice_server.api.error import ApiError, JsonResponse
 from llmservice_server.api.generation import ClientGoneError, Generation, Progress
+from llmservice_server.api.long_input import all_token_ids
 from llmservice_server.api.request import (
     ChatRequest,
     CompletionRequest,
@@ -35,7 +36,6 @@ from llmservice_server.engine.request import LANES
 from llmservice_server.text.tokenizer import Tokenizer
 
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
-_LONG_BODY = 8192  # bytes; longer ones are tokenized in a thread, so that nobody else's tokens wait for them
 _CLIENT_GONE = 499  # nginx's status for it; nobody receives it, but the access log shows it
 
 _Parsed = TypeVar("_Parsed", bound=GenerationRequest)
@@ -56,7 +56,7 @@ async def chat_completions(request: Request) -> Response:
 
 
 async def _accept(
-    request: Request, parse: Callable[[bytes], _Parsed], tokenize: Callable[[_Parsed, Tokenizer], list[list[int]]]
+    request: Request, parse: Callable[[bytes], _Parsed], tokenize: Callable[[_Parsed, Tokenizer, int], list[list[int]]]
 ) -> tuple[_Parsed, list[list[int]], str | None]:
     """The request, its prompts and its answers' grammar.
 
@@ -64,22 +64,22 @@ async def _accept(
     """
     state: ServerState = request.app.state.server
     state.require_some_room()
-    body = await read_body(request, state.config.max_body_bytes)
-    parsed = parse(body)
+    body = await read_body(request, state.max_body_bytes)
+    parsed = await state.long_input.run(len(body), parse, body)
     state.require_model(parsed.model)
-    _, tokenizer = state.require_ready()
+    ready, tokenizer = state.require_ready()
     grammar = await asyncio.to_thread(answer_grammar, parsed, tokenizer) if parsed.is_structured else None
-    if len(body) > _LONG_BODY:
-        return parsed, await asyncio.to_thread(tokenize, parsed, tokenizer), grammar
-    return parsed, tokenize(parsed, tokenizer), grammar
+    prompts = await state.long_input.run(len(body), tokenize, parsed, tokenizer, ready.max_request_tokens)
+    return parsed, prompts, grammar
 
 
-def _completion_prompts(parsed: CompletionRequest, tokenizer: Tokenizer) -> list[list[int]]:
-    return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in parsed.prompts]
+def _completion_prompts(parsed: CompletionRequest, tokenizer: Tokenizer, max_tokens: int) -> list[list[int]]:
+    return all_token_ids(parsed.prompts, tokenizer, max_tokens, "prompt")
 
 
-def _chat_prompts(parsed: ChatRequest, tokenizer: Tokenizer) -> list[list[int]]:
-    return [chat_prompt(parsed, parsed.messages, parsed.tools if parsed.callable_tools else (), tokenizer)]
+def _chat_prompts(parsed: ChatRequest, tokenizer: Tokenizer, max_tokens: int) -> list[list[int]]:
+    tools = parsed.tools if parsed.callable_tools else ()
+    return [chat_prompt(parsed, parsed.messages, tools, tokenizer, max_tokens)]
 
 
 def _generation(

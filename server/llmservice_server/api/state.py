@@ -11,6 +11,7 @@ from typing import Any
 
 from llmservice_server.api.backlog import Backlog, QueueBound, Refusal
 from llmservice_server.api.error import ApiError
+from llmservice_server.api.long_input import LongInput, default_max_body_bytes
 from llmservice_server.engine_client import EngineClient
 from llmservice_server.messages import Ready
 from llmservice_server.metrics import Metrics
@@ -29,7 +30,7 @@ class ServeConfig:
     request_timeout_s: float | None
     queue_timeout_s: float | None
     max_queued_embeddings: int = 4096
-    max_body_bytes: int = 8 * 2**20
+    max_body_bytes: int | None = None  # None: as the model's context asks for
     stuck_after_s: float | None = 300.0  # without a finished step, while there is work; None: never
     api_key_file: Path | None = None  # None: everybody may use the API
     shape: Mapping[str, Any] | None = None  # the model's figures in the planner's camelCase; None: not known to it
@@ -42,6 +43,7 @@ class ServerState:
     metrics: Metrics
     backlog: Backlog = field(init=False)
     tokenizer: Tokenizer | None = None
+    long_input: LongInput = field(default_factory=LongInput)
     draining: bool = False
     num_active: int = 0  # HTTP requests to the API under way, the sending of their answers included
     idle: asyncio.Event = field(default_factory=asyncio.Event)  # set while there are none
@@ -89,6 +91,13 @@ class ServerState:
         assert self.engine.ready is not None  # noqa: S101  # `unready` has looked
         assert self.tokenizer is not None  # noqa: S101
         return self.engine.ready, self.tokenizer
+
+    @property
+    def max_body_bytes(self) -> int:
+        """Of a request. Raises ApiError (503) where the server takes no work."""
+        ready, _ = self.require_ready()
+        given = self.config.max_body_bytes
+        return default_max_body_bytes(ready.max_model_len) if given is None else given
 
     def require_room(self, lane: str, num_tokens: list[int]) -> None:
         """Raises ApiError (429) where sequences with prompts of `num_tokens` are too many for the lane's queue."""

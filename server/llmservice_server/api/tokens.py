@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Any
 
 import msgspec
@@ -13,6 +12,7 @@ from starlette.responses import Response
 from llmservice_server.api.body import read_body
 from llmservice_server.api.chat_prompt import chat_prompt
 from llmservice_server.api.error import JsonResponse, invalid
+from llmservice_server.api.long_input import all_token_ids
 from llmservice_server.api.message import Message
 from llmservice_server.api.request import TokenId, parse_fields
 from llmservice_server.api.state import ServerState
@@ -52,32 +52,35 @@ class DetokenizeResponse(msgspec.Struct):
 
 async def tokenize(request: Request) -> Response:
     state: ServerState = request.app.state.server
-    parsed = parse_fields(await read_body(request, state.config.max_body_bytes), TokenizeRequest, {})
+    body = await read_body(request, state.max_body_bytes)
+    parsed = await state.long_input.run(len(body), parse_fields, body, TokenizeRequest, {})
     if parsed.model is not None:
         state.require_model(parsed.model)
     ready, tokenizer = state.require_ready()
-    ids = await asyncio.to_thread(_encode, parsed, tokenizer)
+    ids = await state.long_input.run(len(body), _encode, parsed, tokenizer, ready.max_model_len)
     words = tokenizer.words(ids) if parsed.return_token_strs else None
     return JsonResponse(TokenizeResponse(len(ids), ready.max_model_len, ids, words))
 
 
 async def detokenize(request: Request) -> Response:
     state: ServerState = request.app.state.server
-    parsed = parse_fields(await read_body(request, state.config.max_body_bytes), DetokenizeRequest, {})
+    body = await read_body(request, state.max_body_bytes)
+    parsed = await state.long_input.run(len(body), parse_fields, body, DetokenizeRequest, {})
     if parsed.model is not None:
         state.require_model(parsed.model)
     _, tokenizer = state.require_ready()
     if (largest := max(parsed.tokens, default=0)) >= tokenizer.vocab_size:
         raise invalid(f"token id {largest} is outside the vocabulary of {tokenizer.vocab_size}", param="tokens")
-    text = await asyncio.to_thread(tokenizer.decode, parsed.tokens, skip_special_tokens=False)
+    text = await state.long_input.run(len(body), tokenizer.decode, parsed.tokens, skip_special_tokens=False)
     return JsonResponse(DetokenizeResponse(text))
 
 
-def _encode(parsed: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
+def _encode(parsed: TokenizeRequest, tokenizer: Tokenizer, max_tokens: int) -> list[int]:
     if (parsed.prompt is None) == (parsed.messages is None):
         raise invalid("give either prompt or messages", param="prompt")
     if parsed.prompt is not None:
-        return tokenizer.encode(parsed.prompt, add_special_tokens=parsed.add_special_tokens is not False)
+        add_special_tokens = parsed.add_special_tokens is not False
+        return all_token_ids([parsed.prompt], tokenizer, max_tokens, "prompt", add_special_tokens=add_special_tokens)[0]
     if parsed.add_special_tokens:
         raise invalid("add_special_tokens applies to a prompt: a chat template writes its own", "add_special_tokens")
-    return chat_prompt(parsed, parsed.messages or (), parsed.tools, tokenizer)
+    return chat_prompt(parsed, parsed.messages or (), parsed.tools, tokenizer, max_tokens)

@@ -13,7 +13,15 @@ import tokenizers
 from llmservice_server.sampling.token_bytes import TokenBytes
 from llmservice_server.text.chat_template import ChatTemplate, ChatTemplateError, TemplateOptions
 from llmservice_server.text.decoded_bytes import decoded_bytes
+from llmservice_server.text.token_bound import most_bytes_per_token
 from llmservice_server.text.tool_format import ToolFormat
+
+LONG_TEXT_BYTES = 4096
+"""Longer texts are tokenized without the interpreter's lock, which is worth its overhead from about here on."""
+
+
+class TextTooLongError(Exception):
+    """A text has more tokens than it may: one sentence for the client."""
 
 
 class TokenizerLoadError(Exception):
@@ -21,7 +29,7 @@ class TokenizerLoadError(Exception):
 
 
 class Tokenizer:
-    """Thread-safe: the library releases the interpreter's lock and keeps no state between calls."""
+    """Thread-safe: the library keeps no state between calls. It releases the interpreter's lock for long texts only."""
 
     def __init__(
         self,
@@ -36,6 +44,7 @@ class Tokenizer:
         self.token_bytes = TokenBytes(library)
         self.decoded_bytes = decoded_bytes(library)
         self.tool_format, self.tag_ids = _tools(library, None if chat is None else chat.tool_format)
+        self._most_bytes_per_token = most_bytes_per_token(library)
         self.vocab_size: int = max(library.get_vocab().values(), default=-1) + 1
 
     @classmethod
@@ -60,23 +69,47 @@ class Tokenizer:
             chat=_chat_template(directory, settings, special_tokens),
         )
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a bare prompt, with the special tokens that the model wants around it (Llama: the begin token)."""
-        ids: list[int] = self._library.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
+        """Ids of a bare prompt, with the special tokens that the model wants around it (Llama: the begin token).
+
+        Raises TextTooLongError, without tokenizing it, for a text that is certainly longer than `max_tokens`.
+        """
+        return self.encode_all([text], add_special_tokens=add_special_tokens, max_tokens=max_tokens)[0]
+
+    def encode_all(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[list[int]]:
+        """`encode` of several; `max_tokens` is for each."""
+        if max_tokens is not None:
+            self._refuse_longer(texts, max_tokens)
+        if sum(map(len, texts)) > LONG_TEXT_BYTES:
+            return [each.ids for each in self._library.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]
+        return [self._library.encode(text, add_special_tokens=add_special_tokens).ids for text in texts]
+
+    def _refuse_longer(self, texts: Sequence[str], max_tokens: int) -> None:
+        num_bytes = max((len(text.encode()) for text in texts), default=0)
+        fewest = 0 if self._most_bytes_per_token is None else -(-num_bytes // self._most_bytes_per_token)
+        if fewest > max_tokens:
+            raise TextTooLongError(
+                f"This model's maximum is {max_tokens} tokens. However, a text of {num_bytes} bytes has {fewest} or "
+                "more: shorten it"
+            )
 
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: TemplateOptions = TemplateOptions(),  # noqa: B008  # it is frozen
+        max_tokens: int | None = None,
     ) -> list[int]:
-        """Ids of the templated messages; the template writes the special tokens itself. Raises ChatTemplateError."""
+        """Ids of the templated messages; the template writes the special tokens itself.
+
+        Raises ChatTemplateError, and TextTooLongError as `encode`.
+        """
         if self._chat is None:
             raise ChatTemplateError("this model has no chat template: use /v1/completions with a prompt of your own")
         prompt = self._chat.render(messages, tools, options)
-        ids: list[int] = self._library.encode(prompt, add_special_tokens=False).ids
-        return ids
+        return self.encode(prompt, add_special_tokens=False, max_tokens=max_tokens)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text without special tokens, unless asked for; bytes that are no whole character become U+FFFD."""

@@ -64,7 +64,16 @@ def _error(answer: Any) -> dict[str, Any]:
         ("chat/completions", {"model": "tiny", "messages": []}, 400, "messages", None),
         ("chat/completions", {"model": "tiny", "messages": MESSAGES, "temperature": 3}, 400, "temperature", None),
         ("chat/completions", {"model": "nobody", "messages": MESSAGES}, 404, "model", "model_not_found"),
-        ("chat/completions", b"x" * (9 * 2**20), 413, None, "request_too_large"),
+        ("completions", {"model": "tiny", "prompt": "x" * 900_000}, 400, "prompt", "context_length_exceeded"),
+        (
+            "chat/completions",
+            {"model": "tiny", "messages": [{"role": "user", "content": "x" * 900_000}]},
+            400,
+            "messages",
+            "context_length_exceeded",
+        ),
+        ("embeddings", {"model": "tiny", "input": ["a", "x" * 900_000]}, 400, "input", "context_length_exceeded"),
+        ("chat/completions", b"x" * (2 * 2**20), 413, None, "request_too_large"),
         ("images/generations", {"model": "tiny", "prompt": "a"}, 404, None, None),
     ],
 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 import tokenizers
 
 from llmservice_server.text.chat_template import ChatTemplateError
-from llmservice_server.text.tokenizer import Tokenizer, TokenizerLoadError
+from llmservice_server.text.tokenizer import TextTooLongError, Tokenizer, TokenizerLoadError
 from llmservice_server.text.tool_format import HERMES, ToolFormat
 from llmservice_server.tiny import tokenizer as tiny_tokenizer
 
@@ -111,3 +113,22 @@ def test_tags_of_tool_calls_may_be_tokens_as_long_as_they_can_be_read(
     library.save(str(model / "tokenizer.json"))
     tokenizer = Tokenizer.load(model)
     assert (tokenizer.tool_format, tokenizer.tag_ids) == (layout, tag_ids)
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(tiny_model: Path) -> None:
+    tokenizer = Tokenizer.load(tiny_model)
+    with pytest.raises(TextTooLongError, match=r"maximum is 512 tokens.* a text of 8000000 bytes has \d+ or more"):
+        tokenizer.encode_all(["short", "a" * 8_000_000], max_tokens=512)
+
+
+def test_a_long_text_has_the_ids_of_its_parts_and_leaves_the_interpreter_to_others(tiny_model: Path) -> None:
+    tokenizer = Tokenizer.load(tiny_model)
+    text, ids, turns = "Hello you, hello again. " * 20_000, [], 0
+    thread = threading.Thread(target=lambda: ids.extend(tokenizer.encode(text, add_special_tokens=False)))
+    thread.start()
+    while thread.is_alive():
+        turns += 1
+        time.sleep(0)
+    short = tokenizer.encode(text[: len(text) // 5000], add_special_tokens=False)
+    assert ids == short * 5000
+    assert turns > 1000
