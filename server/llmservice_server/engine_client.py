@@ -40,6 +40,7 @@ _LAST_WORDS_S = 0.2  # how long a dead engine's last message may still be under 
 _MESSAGES_PER_TURN = 2
 """Of the event loop, between which streams are written and probes answered. One would do, but a process that is behind
 its engine catches up by writing two steps at once (`micro_http` in docs/benchmarks.md)."""
+_LOOKS_PER_BOUND = 10  # at whether the engine is stuck, within the time that it may be silent
 _EXIT_S = 5.0  # how long the engine may take to leave after Shutdown
 
 
@@ -93,8 +94,11 @@ class EngineClient:
         on_ready: Callable[[Ready], None],
         on_stats: Callable[[Stats], None],
         command: Sequence[str] = ENGINE_COMMAND,
+        stuck_after_s: float | None = None,
     ) -> None:
+        """`stuck_after_s`: how long an engine that has work may finish no step before it is killed; None: for ever."""
         self._command = command
+        self._stuck_after_s = stuck_after_s
         self.ready: Ready | None = None
         self.stats: Stats | None = None
         self.failure: str | None = None
@@ -155,6 +159,7 @@ class EngineClient:
         if self._stopping:  # told so while the process was being started
             process.kill()
         reader = asyncio.create_task(self._read())
+        watchdog = asyncio.create_task(self._kill_when_stuck(process))
         try:
             assert process.stdin is not None  # noqa: S101  # asked for above
             process.stdin.write(self._settings.encode())
@@ -167,8 +172,23 @@ class EngineClient:
             return await exited
         finally:
             reader.cancel()
+            watchdog.cancel()
             if process.returncode is None:
                 process.kill()
+
+    async def _kill_when_stuck(self, process: asyncio.subprocess.Process) -> None:
+        """So that its streams end with an error, whatever holds it up."""
+        bound_s = self._stuck_after_s
+        if bound_s is None:
+            return
+        period_s = bound_s / _LOOKS_PER_BOUND
+        while self.silent_s <= bound_s:
+            looked_s = time.monotonic()
+            await asyncio.sleep(period_s)
+            if self._unanswered_s is not None and time.monotonic() - looked_s > 2 * period_s:
+                self._unanswered_s = time.monotonic()  # this process stood still, and the engine may have as well
+        self.failure = f"the engine is stuck: it has work and has finished no step for {self.silent_s:.0f} s"
+        process.kill()
 
     def _ended(self, status: int) -> None:
         if not self._stopping:

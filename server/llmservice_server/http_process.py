@@ -83,7 +83,12 @@ class HttpProcess:
         self._state = ServerState(
             config=serve,
             engine=EngineClient(
-                engine, log_level, on_ready=self._on_ready, on_stats=metrics.set_stats, command=engine_command
+                engine,
+                log_level,
+                on_ready=self._on_ready,
+                on_stats=metrics.set_stats,
+                command=engine_command,
+                stuck_after_s=serve.stuck_after_s,
             ),
             metrics=metrics,
         )

@@ -63,7 +63,7 @@ def _add_http_arguments(parser: argparse.ArgumentParser) -> None:
         type=_duration,
         default=300.0,
         metavar="SECONDS",
-        help="/health fails when the engine has work and finishes no step for so long; 0 for never",
+        help="an engine that has work and finishes no step for so long is killed, and the server ends; 0 for never",
     )
     add(
         "--api-key-file",

@@ -130,20 +130,32 @@ def test_the_engine_ends_with_a_parent_that_was_killed_and_leaves_no_sockets_beh
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_engine_that_is_stuck_fails_the_probes_until_it_moves_again(start_server: Callable[..., Any]) -> None:
+def test_an_engine_that_is_stuck_is_killed_and_its_clients_get_an_error(start_server: Callable[..., Any]) -> None:
     server = start_server("--stuck-timeout", "1s").wait_until_ready()
     engine = _child(server.process.pid)
     os.kill(engine, signal.SIGSTOP)
     assert server.get("/health")[0] == 200  # it has no work
-    request = Background(lambda: server.post("/v1/completions", LONG))
-    server.wait_for(lambda: server.get("/health")[0] == 503)
-    assert "the engine is stuck" in json.loads(server.get("/health")[1])["reason"]
-    assert server.get("/ready")[0] == 503
-    assert server.post("/v1/completions", LONG)[0] == 503
+    requests = [Background(lambda: server.post("/v1/completions", LONG)) for _ in range(2)]
+    for request in requests:
+        request.join()
+        assert request.status == 503
+        assert "the engine is stuck: it has work and has finished no step for" in request.answer["error"]["message"]
+    assert server.wait_for_exit() == 1
+    assert _gone(engine)
+    assert "the engine is stuck" in server.errors[0]
+
+
+def test_a_deadline_is_kept_while_the_engine_stands_still(start_server: Callable[..., Any]) -> None:
+    server = start_server("--request-timeout", "500ms", "--stuck-timeout", "0").wait_until_ready()
+    engine = _child(server.process.pid)
+    os.kill(engine, signal.SIGSTOP)
+    status, answer = server.post("/v1/completions", LONG)
+    assert (status, answer["error"]["code"]) == (504, "engine_error")
+    assert answer["error"]["message"] == "the request's deadline passed while it waited"
+    assert server.metric("llmservice_request_success_total", finished_reason="error") == 1
     os.kill(engine, signal.SIGCONT)
-    request.join()
-    assert request.status == 200
-    assert server.get("/health")[0] == server.get("/ready")[0] == 200
+    server.wait_until_idle()
+    assert server.post("/v1/completions", LONG | {"max_tokens": 2})[0] == 200
 
 
 def test_an_engine_that_has_answered_and_rests_is_not_stuck(start_server: Callable[..., Any]) -> None:

@@ -23,11 +23,17 @@ from llmservice_server.messages import Generate, Output, Ready, SamplingParams
 from llmservice_server.text.stop_strings import StopStrings
 from llmservice_server.text.tokenizer import Tokenizer
 
+_LONGEST_TIMER_S = 86_400.0 * 365  # a client may ask for any deadline, a timer is set for some
+
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 
 class ClientGoneError(Exception):
     """Nobody is left to answer."""
+
+
+class DeadlinePassedError(Exception):
+    """The engine, which keeps the deadline as well, has not said so in time: it may be in a long step, or stuck."""
 
 
 class Progress(NamedTuple):
@@ -63,6 +69,7 @@ class Generation:
         self.request_id = uuid.uuid4().hex
         self._stream: OutputStream | None = None
         self._watcher: asyncio.Task[None] | None = None
+        self._alarm: asyncio.TimerHandle | None = None
         limits = [_token_limit(prompt, request.token_limit, default_max_tokens, ready, tokenizer) for prompt in prompts]
         _check_token_ids(request, tokenizer)
         self._messages = [
@@ -103,6 +110,9 @@ class Generation:
         for message, num_tokens in zip(self._messages, lengths, strict=True):
             self._state.backlog.enter(message.request_id, lane, num_tokens)
         self._watcher = asyncio.create_task(self._watch(receive))
+        if (deadline_s := self._messages[0].deadline_s) is not None:
+            delay_s = min(deadline_s - time.monotonic(), _LONGEST_TIMER_S)
+            self._alarm = asyncio.get_running_loop().call_later(delay_s, self._stream.fail, DeadlinePassedError())
         return self
 
     async def __aenter__(self) -> Self:
@@ -115,8 +125,10 @@ class Generation:
             return
         if self._watcher is not None:
             self._watcher.cancel()
+        if self._alarm is not None:
+            self._alarm.cancel()
         self._state.backlog.leave(self._by_id, time.monotonic())
-        self._state.engine.abort([sequence.request_id for sequence in self.sequences if sequence.finish_reason is None])
+        self._state.engine.abort(list(self._by_id))  # those that have ended are not known any more
         for sequence in self.sequences:
             sequence.close(self._state.metrics)
         self._log.update(self._log_fields)
@@ -129,14 +141,22 @@ class Generation:
             try:
                 outputs = await self._stream.next()
             except EngineDeadError as error:
-                for sequence in self.sequences:
-                    sequence.finish_reason = sequence.finish_reason or "error"
+                self._fail_unfinished()
                 raise ApiError(503, str(error), code=ENGINE_DEAD) from error
+            except DeadlinePassedError as error:
+                self._fail_unfinished()
+                num_tokens = sum(sequence.num_tokens for sequence in self.sequences)
+                waited = "while it waited" if num_tokens == 0 else f"after {num_tokens} tokens"
+                raise ApiError(504, f"the request's deadline passed {waited}", code=ENGINE_ERROR) from error
             steps = [step for step in map(self._advance, outputs) if step is not None]
             unfinished -= sum(step.finish_reason is not None for step in steps)
             self._end_stopped()
             if steps:
                 yield steps
+
+    def _fail_unfinished(self) -> None:
+        for sequence in self.sequences:
+            sequence.finish_reason = sequence.finish_reason or "error"
 
     def _advance(self, output: Output) -> Progress | None:
         sequence = self._by_id[output.request_id]

@@ -31,7 +31,9 @@ class ServeConfig:
     queue_timeout_s: float | None
     max_queued_embeddings: int = 4096
     max_body_bytes: int | None = None  # None: as the model's context asks for
-    stuck_after_s: float | None = 300.0  # without a finished step, while there is work; None: never
+    stuck_after_s: float | None = (
+        300.0  # without a finished step, while there is work, the engine is killed; None: never
+    )
     api_key_file: Path | None = None  # None: everybody may use the API
     shape: Mapping[str, Any] | None = None  # the model's figures in the planner's camelCase; None: not known to it
 
@@ -53,9 +55,6 @@ class ServerState:
         """Why the process should be restarted; None while it should not. Load alone is no reason."""
         if self.engine.failure is not None:
             return f"the engine has failed: {self.engine.failure}"
-        bound, silent_s = self.config.stuck_after_s, self.engine.silent_s
-        if bound is not None and silent_s > bound:
-            return f"the engine is stuck: it has work and has finished no step for {silent_s:.0f} s"
         return None
 
     @property
