@@ -64,8 +64,9 @@ class EngineLoop:
         """Returns on `Shutdown`."""
         self.send(self._engine.ready)
         while self._receive():
-            for embedded in self._engine.embedder.step(time.monotonic()):
-                self.send(embedded)
+            if self._engine.embedder.due_s() is not None:
+                for embedded in self._engine.embedder.step(time.monotonic(), self._engine.tokens_left):
+                    self.send(embedded)
             if self._engine.wait_s() == 0:
                 self.send(self._engine.step())
             else:

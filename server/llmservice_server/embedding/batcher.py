@@ -43,14 +43,14 @@ class Batcher:
         """When the next batch is due, long ago for a full one; None where nothing waits."""
         return min(map(self._due_s, self._buckets), default=None)
 
-    def take(self, now: float) -> list[Item]:
-        """The due batch that has waited longest, or nothing."""
+    def take(self, now: float, max_tokens: int | None = None) -> list[Item]:
+        """The due batch that has waited longest, or nothing. `max_tokens` cuts it further, but for its first item."""
         due = [bucket for bucket in self._buckets if self._due_s(bucket) <= now]
         if not due:
             return []
         bucket = min(due, key=lambda bucket: self._buckets[bucket][0].queued_s)
         items = self._buckets[bucket]
-        batch = [items.popleft() for _ in range(self._batch_size(items))]
+        batch = [items.popleft() for _ in range(self._batch_size(items, max_tokens))]
         self._keep(bucket, items)
         return batch
 
@@ -59,12 +59,13 @@ class Batcher:
         full = len(items) >= self._max_batch_size or len(items) << bucket > self._max_batch_tokens
         return items[0].queued_s + (0.0 if full else self._window_s)
 
-    def _batch_size(self, items: Iterable[Item]) -> int:
+    def _batch_size(self, items: Iterable[Item], max_tokens: int | None) -> int:
         """How many, from the oldest on, may be computed together; at least one."""
+        most = self._max_batch_tokens if max_tokens is None else min(max_tokens, self._max_batch_tokens)
         size = longest = 0
         for item in items:
             longest = max(longest, len(item.token_ids))
-            if size == self._max_batch_size or (size and (size + 1) * longest > self._max_batch_tokens):
+            if size == self._max_batch_size or (size and (size + 1) * longest > most):
                 break
             size += 1
         return size

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from llmservice_server.embedding.batcher import Batcher, Item
 from llmservice_server.embedding.model import EmbeddingModel
@@ -14,12 +15,29 @@ from llmservice_server.engine.isolation import execute_isolated
 from llmservice_server.messages import Embed, Embedded
 
 _MAX_BATCH_SIZE = 64
+_PASSES = 8
+"""Between two steps of those who generate at most this part of a batch's layers is computed: a layer costs a small
+batch as much as it costs a step, for both read its weights."""
 
 
 @dataclass(slots=True)
 class _Waiting:
     vectors: list[bytes]  # empty where an input is not computed yet
     num_missing: int
+
+
+@dataclass(slots=True)
+class _Batch:
+    """One that is being computed."""
+
+    items: list[Item]
+    by_layer: Iterator[torch.Tensor | None]  # None after each layer, the vectors at the end
+    results: list[list[tuple[Item, np.ndarray]]] = field(default_factory=list)  # empty where it has failed
+
+    @property
+    def num_tokens(self) -> int:
+        """Padding included."""
+        return len(self.items) * max(len(item.token_ids) for item in self.items)
 
 
 class Embedder:
@@ -45,6 +63,8 @@ class Embedder:
         self.max_tokens = max_tokens
         self._batcher = Batcher(window_s=window_s, max_batch_tokens=max_batch_tokens, max_batch_size=_MAX_BATCH_SIZE)
         self._waiting: dict[str, _Waiting] = {}
+        self._batch: _Batch | None = None
+        self._tokens_left = 0  # by the steps so far, which no layer has used
 
     @property
     def size(self) -> int:
@@ -67,22 +87,55 @@ class Embedder:
 
     def due_s(self) -> float | None:
         """When `step` has something to do; None where nothing waits."""
-        return self._batcher.due_s()
+        return self._batcher.due_s() if self._batch is None else 0.0
 
-    def step(self, now: float) -> list[Embedded]:
-        """Compute the batch that is due, if there is one; returns the requests that it completes."""
-        batch = self._batcher.take(now)
-        if not batch:
-            return []
-        results, failures = execute_isolated(self._embed, self._recover, batch)
+    def step(self, now: float, max_tokens: int | None = None) -> list[Embedded]:
+        """Compute the batch that is due, if there is one; returns the requests that it completes.
+
+        `max_tokens`: that the step of those who generate leaves; None: nobody generates. A batch is cut to them and
+        computed layer by layer between the steps. An input cannot be cut: each layer of a longer one waits until as
+        many have been left.
+        """
+        if self._batch is None:
+            items = self._batcher.take(now, max_tokens)
+            if not items:
+                return []
+            self._batch = _Batch(items, self._model.embed_by_layer([item.token_ids for item in items]))
+            self._tokens_left = 0
+        return self._finish(self._batch) if self._compute(self._batch, max_tokens) else []
+
+    def _embed(self, batch: list[Item]) -> list[tuple[Item, np.ndarray]]:
+        return self._with_vectors(batch, self._model.embed([item.token_ids for item in batch]))
+
+    def _with_vectors(self, batch: list[Item], vectors: torch.Tensor) -> list[tuple[Item, np.ndarray]]:
+        return list(zip(batch, vectors.numpy().astype("<f4", copy=False), strict=True))
+
+    def _compute(self, batch: _Batch, max_tokens: int | None) -> bool:
+        """Compute as many layers as may be; True at the end, or where one has failed."""
+        num_layers = self._model.num_layers + 1  # the pooling counts as one
+        if max_tokens is not None:
+            self._tokens_left += max_tokens
+            num_layers = min(max(1, num_layers // _PASSES), self._tokens_left // batch.num_tokens)
+            self._tokens_left -= num_layers * batch.num_tokens
+        try:
+            for vectors in itertools.islice(batch.by_layer, num_layers):
+                if vectors is not None:
+                    batch.results = [self._with_vectors(batch.items, vectors)]
+                    return True
+        except Exception:  # it is told, and pinned on whose fault it is, when the batch is computed again
+            self._recover()
+            return True
+        return False
+
+    def _finish(self, batch: _Batch) -> list[Embedded]:
+        self._batch = None
+        results, failures = batch.results, list[tuple[Item, str]]()
+        if not results:
+            results, failures = execute_isolated(self._embed, self._recover, batch.items)
         done = [answer for item, problem in failures for answer in self._fail(item, problem)]
         for item, vector in itertools.chain.from_iterable(results):
             done += self._take(item, vector)
         return done
-
-    def _embed(self, batch: list[Item]) -> list[tuple[Item, np.ndarray]]:
-        vectors = self._model.embed([item.token_ids for item in batch])
-        return list(zip(batch, vectors.numpy().astype("<f4", copy=False), strict=True))
 
     def _take(self, item: Item, vector: np.ndarray) -> list[Embedded]:
         if not np.isfinite(vector).all():

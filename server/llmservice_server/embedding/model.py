@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
@@ -24,17 +24,30 @@ class EmbeddingModel:
         """Numbers in a vector."""
         return self._model.config.hidden_size
 
-    @torch.inference_mode()
+    @property
+    def num_layers(self) -> int:
+        return len(self._model.layers)
+
     def embed(self, inputs: Sequence[Sequence[int]]) -> torch.Tensor:
         """Float32 vectors of length 1, `[num_inputs, size]`, on the CPU; inputs are padded to the longest."""
+        *_, vectors = self.embed_by_layer(inputs)
+        assert vectors is not None  # noqa: S101  # the last ones are
+        return vectors
+
+    @torch.inference_mode()
+    def embed_by_layer(self, inputs: Sequence[Sequence[int]]) -> Iterator[torch.Tensor | None]:
+        """Yields None after each layer, and then what `embed` returns."""
         model, longest = self._model, max(map(len, inputs))
         padded = [[*ids, *([0] * (longest - len(ids)))] for ids in inputs]
         attend = PaddedAttention(len(inputs), longest, model.config.windows, model.device)
         token_ids = torch.tensor(padded, device=model.device).flatten()
         positions = torch.arange(longest, device=model.device).repeat(len(inputs))
-        states = model.norm_states(model.forward(token_ids, positions, attend))
-        pooled = self._pool(states.view(len(inputs), longest, -1), [len(ids) for ids in inputs])
-        return F.normalize(pooled, dim=-1).cpu()
+        for states in model.forward_by_layer(token_ids, positions, attend):
+            if states is None:
+                yield None
+            else:
+                normed = model.norm_states(states).view(len(inputs), longest, -1)
+                yield F.normalize(self._pool(normed, [len(ids) for ids in inputs]), dim=-1).cpu()
 
     def _pool(self, states: torch.Tensor, lengths: list[int]) -> torch.Tensor:
         """`states`: `[num_inputs, longest, size]`; float32 `[num_inputs, size]`, the padding left out."""

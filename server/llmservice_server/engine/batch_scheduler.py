@@ -73,6 +73,9 @@ class BatchScheduler:
                     member.block_table = new_block_table()
             self._batch = list(self.running)
 
+    def tokens_left(self, plan: Plan) -> int:
+        return max(1, self.config.max_num_batched_tokens - plan.num_tokens - plan.num_padding)
+
     def wait_s(self, now: float) -> float:
         if self._batch:
             return 0.0

@@ -81,6 +81,11 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self._requests or self._pending or self._in_flight)
 
+    @property
+    def tokens_left(self) -> int | None:
+        """Prompt tokens that the last step has left to embeddings; None where nobody generates."""
+        return self.scheduler.tokens_left(self.last_plan) if self.wait_s() == 0 else None
+
     def wait_s(self) -> float:
         """How long a step would find nothing to do, unless a message comes: 0 where there is work."""
         if self._pending or self._compiling or self._in_flight:

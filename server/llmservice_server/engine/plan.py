@@ -92,5 +92,8 @@ class Scheduler(Protocol):
         Every token that it computes is known by now.
         """
 
+    def tokens_left(self, plan: Plan) -> int:
+        """How many prompt tokens a step with this plan leaves to work of the batch lane that no scheduler sees."""
+
     def wait_s(self, now: float) -> float:
         """How long there is nothing to do, unless a request comes; 0 where a step can be taken."""

@@ -106,6 +106,12 @@ class ContinuousScheduler:
             self.swap.free(request.swapped_blocks)
             request.swapped_blocks = []
 
+    def tokens_left(self, plan: Plan) -> int:
+        """Of the batch lane's share what its requests leave, or what the step's budget leaves; at least a token."""
+        own = self.lanes[BATCH].own_tokens
+        used = sum(each.num_tokens for each in plan.scheduled if each.request.lane == BATCH)
+        return max(1, min(own, max(own - used, self.config.max_num_batched_tokens - plan.num_tokens)))
+
     def wait_s(self, now: float) -> float:  # other schedulers wait for company
         return 0.0 if self.running or any(lane.waiting for lane in self.lanes.values()) else math.inf
 

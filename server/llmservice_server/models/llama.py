@@ -50,7 +50,15 @@ class LlamaModel:
         )
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """The last layer's states `[num_tokens, hidden_size]`, not yet normed.
+        """The last layer's states `[num_tokens, hidden_size]`, not yet normed; arguments as of `forward_by_layer`."""
+        *_, states = self.forward_by_layer(token_ids, positions, attend)
+        assert states is not None  # noqa: S101  # the last one is
+        return states
+
+    def forward_by_layer(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend
+    ) -> Iterator[torch.Tensor | None]:
+        """Yields None after each layer, and then the last layer's states `[num_tokens, hidden_size]`, not yet normed.
 
         `token_ids` and `positions` are int64 `[num_tokens]`, the sequences of a step laid end to end; `attend` stores
         each layer's keys and values and knows which tokens may see which.
@@ -70,7 +78,8 @@ class LlamaModel:
                 attended = self._rotate_and_attend(index, heads, rotation, attend)
             normed = ops.add_norm(hidden, layer.o(attended), layer.post_attention_norm, eps)
             delta = layer.down(ops.silu_mul(layer.gate_up(normed)))
-        return hidden if delta is None else hidden.add_(delta)
+            yield None
+        yield hidden if delta is None else hidden.add_(delta)
 
     def _rotate_and_attend(self, index: int, heads: torch.Tensor, rotation: Rotation, attend: Attend) -> torch.Tensor:
         num_heads = self.config.num_heads

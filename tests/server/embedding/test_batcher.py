@@ -87,3 +87,11 @@ def test_everybody_leaves_once_within_bounds_and_never_after_the_window(
         assert due <= min(item.queued_s for item in batch) + 0.01
         seen += [item.index for item in batch]
     assert sorted(seen) == list(range(len(arrivals)))
+
+
+def test_a_batch_is_cut_to_the_tokens_that_are_left_but_never_to_nothing() -> None:
+    batcher = _batcher()
+    batcher.add([_item(name, 5) for name in "abcd"])
+    assert _names(batcher.take(0.01, max_tokens=11)) == "ab"
+    assert _names(batcher.take(0.01, max_tokens=3)) == "c"
+    assert _names(batcher.take(0.01)) == "d"

@@ -148,3 +148,37 @@ def test_an_input_that_breaks_the_computation_fails_its_own_request_only(tiny_mo
     assert {answer.request_id: len(answer.vectors) for answer in done} == {"bad": 0, "good": 2}
     assert "failed to compute" in str(next(answer for answer in done if answer.request_id == "bad").error)
     assert embedder.due_s() is None
+
+
+def _steps_until_done(embedder: Embedder, max_tokens: int) -> int:
+    for count in range(1, 1000):
+        if done := embedder.step(1.0, max_tokens):
+            assert done[0].error is None
+            return count
+    raise AssertionError("never computed")
+
+
+def test_beside_running_requests_a_batch_is_computed_layer_by_layer_with_the_tokens_that_are_left(
+    checkpoint: Path,
+) -> None:
+    embedder = _embedder(checkpoint)  # of three layers; the pooling counts as one more
+    alone = _embed(embedder, [[5, 6, 7, 8]])
+    embedder.add(Embed(request_id="r", inputs=[[5, 6, 7, 8]]), 0.0)
+    assert _steps_until_done(embedder, max_tokens=4) == 4
+    embedder.add(Embed(request_id="r", inputs=[[5, 6, 7, 8]]), 0.0)
+    assert _steps_until_done(embedder, max_tokens=1) == 16  # a layer once four tokens have been left
+    embedder.add(Embed(request_id="r", inputs=[[5, 6, 7, 8]]), 0.0)
+    assert embedder.step(1.0, 4) == []
+    assert embedder.due_s() == 0.0
+    vectors = embedder.step(1.0)[0].vectors  # nobody generates any more
+    assert np.allclose(np.frombuffer(vectors[0], "<f4"), alone, atol=1e-5)
+
+
+def test_a_request_taken_back_in_the_middle_of_its_batch_is_not_answered(tiny_model: Path) -> None:
+    embedder = _embedder(tiny_model)
+    embedder.add(Embed(request_id="gone", inputs=[[5, 6]]), 0.0)
+    embedder.add(Embed(request_id="stays", inputs=[[7, 8]]), 0.0)
+    assert embedder.step(1.0, 4) == []
+    embedder.abort(["gone"])
+    assert [answer.request_id for answer in embedder.step(1.0)] == ["stays"]
+    assert embedder.due_s() is None

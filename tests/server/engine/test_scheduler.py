@@ -398,3 +398,14 @@ def test_long_prompts_take_what_nobody_else_wants() -> None:
         bench.step()
     bench.scheduler.config = replace(bench.scheduler.config, long_prefill_tokens=8)
     assert [share.num_tokens for share in bench.step().scheduled] == [8, 8, 8]
+
+
+def test_a_step_leaves_the_batch_lanes_share_or_what_of_it_batch_requests_and_the_budget_leave() -> None:
+    bench = Bench(max_num_batched_tokens=18, settings={"batch": LaneConfig(share=0.5)})
+    bench.add(prompt=3)
+    assert bench.scheduler.tokens_left(bench.step()) == 9  # the share
+    bench.add(prompt=8, lane="batch")
+    assert bench.scheduler.tokens_left(bench.step()) == 9  # 9 of the budget are used, 8 of the share
+    for _ in range(3):
+        bench.add(prompt=8, lane="batch")
+    assert bench.scheduler.tokens_left(bench.step()) == 1  # both are used up
