@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import signal
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from llmservice_server import serve_command
 
@@ -184,9 +187,22 @@ def _with(name: str, content: str) -> Callable[[Path], None]:
     return write
 
 
+def _with_a_norm_of(value: float) -> Callable[[Path], None]:
+    def write(model: Path) -> None:
+        tensors = load_file(model / "model.safetensors")
+        save_file(
+            tensors | {"model.norm.weight": torch.full_like(tensors["model.norm.weight"], value)},
+            model / "model.safetensors",
+        )
+
+    return write
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
+        (_with_a_norm_of(math.nan), "the model's logits are not finite"),
+        (_with_a_norm_of(math.inf), "the model's logits are not finite"),
         (_without("config.json"), "holds no config.json"),
         (_with("config.json", "{"), "config.json"),
         (_with("config.json", '{"model_type": "mamba", "architectures": ["MambaForCausalLM"]}'), "MambaForCausalLM"),

@@ -101,10 +101,10 @@ class ModelRunner:
         return self._masks.begin(grammars) if grammars else None
 
     @torch.inference_mode()
-    def dummy_step(self, num_tokens: int, num_seqs: int, longest: int, block_size: int) -> None:
-        """A step of `num_tokens` tokens, in sequences of `longest`, that yields logits for `num_seqs` of them.
+    def dummy_step(self, num_tokens: int, num_seqs: int, longest: int, block_size: int) -> torch.Tensor:
+        """A step of `num_tokens` tokens, in sequences of `longest`, that draws a token for `num_seqs` of them.
 
-        Writes into the blocks from 1 on, so nothing may be cached yet.
+        Returns what `Sampler.choose` does. Writes into the blocks from 1 on, so nothing may be cached yet.
         """
         slices = []
         first_block = 1
@@ -117,23 +117,22 @@ class ModelRunner:
             positions.extend(range(count))
         hidden = self._forward(np.zeros(num_tokens, np.int64), np.array(positions, np.int64), slices)
         logits = self.model.logits(hidden[:num_seqs])
-        if logits.device.type == "cpu":
-            self._sampler.choose(logits, SamplingBatch.alike(len(logits)))
-        else:
-            self._sampler.choose(logits, SamplingBatch.widest(len(logits)))
+        kind = SamplingBatch.alike if logits.device.type == "cpu" else SamplingBatch.widest
+        return self._sampler.choose(logits, kind(len(logits)))
 
     @torch.inference_mode()
-    def warm_up(self, num_tokens: int, block_size: int) -> None:
+    def warm_up(self, num_tokens: int, block_size: int) -> bool:
         """Take a step of each kind: what is compiled or made when it first runs is no request's wait.
 
         A prompt of `num_tokens`, a sequence that decodes, and a prompt that follows what is cached. Writes into the
-        first blocks, as `dummy_step`.
+        first blocks, as `dummy_step`. False where a token could not be drawn, as the logits are not finite.
         """
-        self.dummy_step(num_tokens, 1, num_tokens, block_size)
-        self.dummy_step(1, 1, 1, block_size)
+        prompt = self.dummy_step(num_tokens, 1, num_tokens, block_size)
+        decode = self.dummy_step(1, 1, 1, block_size)
         if num_tokens > 2:
             rest = SequenceSlice(1, num_tokens - 1, range(1, 1 + -(-num_tokens // block_size)))
             self._forward(np.zeros(num_tokens - 1, np.int64), np.arange(1, num_tokens), [rest])
+        return bool((prompt >= 0).all() and (decode >= 0).all())
 
     def _forward(
         self,

@@ -15,7 +15,7 @@ from llmservice_server.attention.base import AttentionBackend, KVCacheShape
 from llmservice_server.attention.choice import AttentionChoice, choose_attention
 from llmservice_server.attention.swapped_blocks import SwappedBlocks
 from llmservice_server.engine.config import EngineConfig
-from llmservice_server.engine.errors import ConfigError, OutOfMemoryError
+from llmservice_server.engine.errors import ConfigError, ModelLoadError, OutOfMemoryError
 from llmservice_server.engine.loader import Checkpoint
 from llmservice_server.engine.memory import (
     GIB,
@@ -103,7 +103,11 @@ def start(config: EngineConfig) -> Started:
         runner.decode_path = _cpu_decode(model, attention, min(max_num_seqs, FEW_ROWS))
     warm_up = min(_WARM_UP_TOKENS, kv_cache.num_usable_blocks * config.block_size)
     with phases.phase("warm-up"):
-        runner.warm_up(warm_up, config.block_size)
+        if not runner.warm_up(warm_up, config.block_size):
+            raise ModelLoadError(
+                f"the model's logits are not finite in its first step in {model.dtype}, so it could answer nothing: "
+                "look for NaN and infinity in the checkpoint's weights, or try another --dtype"
+            )
     if _uses_graphs(config, choice, device):
         with phases.phase("CUDA graphs"):
             memory = _capture_graphs(runner, max_num_seqs, kv_cache, memory)
@@ -355,7 +359,7 @@ def _preemption_cost(runner: ModelRunner, config: EngineConfig, kv_cache: KVCach
     return PreemptionCost(_seconds(lambda: runner.swap(plan), cuda) / 2, computing_s / num_tokens)
 
 
-def _seconds(work: Callable[[], None], cuda: bool) -> float:
+def _seconds(work: Callable[[], object], cuda: bool) -> float:
     started_s = time.perf_counter()
     work()
     if cuda:
