@@ -124,7 +124,7 @@ class HttpProcess:
         await self._stop.wait()
         if self._failure is None:
             await self._drain()
-        self._state.draining = True
+        self._state.drain()
         tokenizer.cancel()
         await self._state.engine.stop()
         await engine
@@ -150,7 +150,7 @@ class HttpProcess:
         """The first begins the drain, a second ends it: an impatient person's Ctrl-C."""
         if self._state.draining:
             self._state.idle.set()
-        self._state.draining = True
+        self._state.drain()
         self._stop.set()
 
     async def _drain(self) -> None:

@@ -72,6 +72,13 @@ def _add_http_arguments(parser: argparse.ArgumentParser) -> None:
         help="one KEY, KEY:LANE or KEY:LANE:NAME a line (default: none needed)",
     )
     add(
+        "--body-timeout",
+        type=_duration,
+        default=60.0,
+        metavar="SECONDS",
+        help="for a request's body to be complete, else 408; 0 for none",
+    )
+    add(
         "--max-body-size",
         type=_memory,
         metavar="BYTES",
@@ -287,6 +294,7 @@ def run(args: argparse.Namespace) -> int:
         max_queued_embeddings=args.max_queued_embeddings,
         api_key_file=args.api_key_file,
         stuck_after_s=args.stuck_timeout or None,
+        body_timeout_s=args.body_timeout or None,
         max_body_bytes=args.max_body_size,
         request_timeout_s=args.request_timeout or None,
         queue_timeout_s=args.queue_timeout or None,

@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -78,6 +79,44 @@ def test_sigterm_finishes_what_runs_and_refuses_the_new(start_server: Callable[.
         assert request.answer["usage"]["completion_tokens"] == 480
     assert server.wait_for_exit() == 0
     assert server.errors == []
+
+
+def _half_sent_body(server: Any) -> socket.socket:
+    host, port = server.url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)), timeout=20)
+    connection.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"model"')
+    return connection
+
+
+def _answer_until_closed(connection: socket.socket) -> tuple[bytes, Any]:
+    """The status line and the JSON of an answer behind which the server closes the connection."""
+    answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return head.split(b"\r\n")[0], json.loads(body)
+
+
+def test_a_body_that_is_not_complete_in_time_is_refused_and_its_connection_closed(
+    start_server: Callable[..., Any],
+) -> None:
+    server = start_server("--body-timeout", "300ms").wait_until_ready()
+    with _half_sent_body(server) as connection:
+        status, answer = _answer_until_closed(connection)
+    assert status == b"HTTP/1.1 408 Request Timeout"
+    assert answer["error"]["code"] == "request_timeout"
+    assert answer["error"]["message"] == (
+        "the body was not complete within 0.3 s: send it faster, or have --body-timeout raised"
+    )
+
+
+def test_sigterm_refuses_a_half_sent_body_at_once(start_server: Callable[..., Any]) -> None:
+    server = start_server("--drain-timeout", "50").wait_until_ready()
+    with _half_sent_body(server) as connection:
+        server.get("/health")  # by then the half that was sent before has been read
+        server.process.terminate()
+        status, answer = _answer_until_closed(connection)
+    assert status == b"HTTP/1.1 503 Service Unavailable"
+    assert answer["error"]["message"] == "the server is shutting down: try again"
+    assert server.wait_for_exit() == 0
 
 
 def test_a_drain_that_times_out_ends_with_an_error_for_the_client_and_success_for_the_process(

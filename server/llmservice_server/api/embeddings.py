@@ -49,7 +49,7 @@ async def embeddings(request: Request) -> Response:
     arrival_s = time.monotonic()
     state: ServerState = request.app.state.server
     state.require_embedding_room(1)
-    body = await read_body(request, state.max_body_bytes)
+    body = await read_body(request)
     parsed = await state.long_input.run(len(body), parse_embedding, body)
     state.require_model(parsed.model)
     ready, tokenizer = state.require_ready()

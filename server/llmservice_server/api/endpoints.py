@@ -64,7 +64,7 @@ async def _accept(
     """
     state: ServerState = request.app.state.server
     state.require_some_room()
-    body = await read_body(request, state.max_body_bytes)
+    body = await read_body(request)
     parsed = await state.long_input.run(len(body), parse, body)
     state.require_model(parsed.model)
     ready, tokenizer = state.require_ready()

@@ -22,13 +22,16 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after_s: int | None = None,
+        closes: bool = False,
     ) -> None:
+        """`closes` the connection."""
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.code = code
         self.retry_after_s = retry_after_s
+        self.closes = closes
 
     @property
     def body(self) -> dict[str, Any]:
@@ -46,7 +49,9 @@ class ApiError(Exception):
         return "invalid_request_error" if self.status < 500 else "server_error"
 
     def response(self) -> Response:
-        headers: Mapping[str, str] = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+        headers = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+        if self.closes:
+            headers["Connection"] = "close"
         return JsonResponse(self.body, self.status, headers)
 
 

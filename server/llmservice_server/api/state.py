@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ class ServeConfig:
     request_timeout_s: float | None
     queue_timeout_s: float | None
     max_queued_embeddings: int = 4096
+    body_timeout_s: float | None = 60.0  # for a body to be complete
     max_body_bytes: int | None = None  # None: as the model's context asks for
     stuck_after_s: float | None = (
         300.0  # without a finished step, while there is work, the engine is killed; None: never
@@ -48,6 +50,7 @@ class ServerState:
     long_input: LongInput = field(default_factory=LongInput)
     draining: bool = False
     num_active: int = 0  # HTTP requests to the API under way, the sending of their answers included
+    body_deadlines: set[asyncio.Timeout] = field(default_factory=set)  # of bodies that are not complete
     idle: asyncio.Event = field(default_factory=asyncio.Event)  # set while there are none
 
     @property
@@ -72,6 +75,23 @@ class ServerState:
         self.idle.set()
         self.backlog = Backlog(self.config.queue_bounds, time.monotonic())
 
+    def drain(self) -> None:
+        """Take no more work: neither new requests nor those whose bodies are not complete."""
+        self.draining = True
+        for deadline in self.body_deadlines:
+            if not deadline.expired():
+                deadline.reschedule(0)
+
+    @asynccontextmanager
+    async def body_deadline(self) -> AsyncIterator[None]:
+        """Around the reading of a body. Raises TimeoutError at the end of its time, or when the server drains."""
+        async with asyncio.timeout(self.config.body_timeout_s) as deadline:
+            self.body_deadlines.add(deadline)
+            try:
+                yield
+            finally:
+                self.body_deadlines.remove(deadline)
+
     def enter(self) -> None:
         """An API request has begun."""
         self.num_active += 1
@@ -86,7 +106,7 @@ class ServerState:
     def require_ready(self) -> tuple[Ready, Tokenizer]:
         """What serving needs. Raises ApiError (503) where the server takes no work."""
         if (reason := self.unready) is not None:
-            raise ApiError(503, f"{reason}: try again", code="not_ready", retry_after_s=_RETRY_LOADING_S)
+            raise self.not_ready(reason)
         assert self.engine.ready is not None  # noqa: S101  # `unready` has looked
         assert self.tokenizer is not None  # noqa: S101
         return self.engine.ready, self.tokenizer
@@ -97,6 +117,10 @@ class ServerState:
         ready, _ = self.require_ready()
         given = self.config.max_body_bytes
         return default_max_body_bytes(ready.max_model_len) if given is None else given
+
+    def not_ready(self, reason: str, *, closes: bool = False) -> ApiError:
+        message = f"{reason}: try again"
+        return ApiError(503, message, code="not_ready", retry_after_s=_RETRY_LOADING_S, closes=closes)
 
     def require_room(self, lane: str, num_tokens: list[int]) -> None:
         """Raises ApiError (429) where sequences with prompts of `num_tokens` are too many for the lane's queue."""

@@ -52,7 +52,7 @@ class DetokenizeResponse(msgspec.Struct):
 
 async def tokenize(request: Request) -> Response:
     state: ServerState = request.app.state.server
-    body = await read_body(request, state.max_body_bytes)
+    body = await read_body(request)
     parsed = await state.long_input.run(len(body), parse_fields, body, TokenizeRequest, {})
     if parsed.model is not None:
         state.require_model(parsed.model)
@@ -64,7 +64,7 @@ async def tokenize(request: Request) -> Response:
 
 async def detokenize(request: Request) -> Response:
     state: ServerState = request.app.state.server
-    body = await read_body(request, state.max_body_bytes)
+    body = await read_body(request)
     parsed = await state.long_input.run(len(body), parse_fields, body, DetokenizeRequest, {})
     if parsed.model is not None:
         state.require_model(parsed.model)
