@@ -72,7 +72,7 @@ _EVENT = {  # of a stream; the last one's data is [DONE]
     "properties": {"data": {"type": "string", "description": "a part of the answer as JSON, or [DONE]"}},
     "required": ["data"],
 }
-_REFUSED = (400, 404, 413, 429, 503)
+_REFUSED = (400, 404, 408, 413, 429, 503)
 _OPERATIONS = (
     _Operation(
         "post",
