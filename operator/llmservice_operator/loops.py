@@ -16,6 +16,8 @@ from llmservice_operator.monitoring.metrics import OperatorMetrics
 logger = logging.getLogger(__name__)
 
 _PASS_TIMEOUT_S = 60.0
+_STUCK_S = 3 * _PASS_TIMEOUT_S
+"""A pass that its own timeout did not end by then never ends: something swallows the cancellation."""
 _LONGEST_BACKOFF_S = 60.0
 AT_ONCE = 128
 """Passes at once: after a start beside a thousand services the first are done before the last begin, none times out.
@@ -41,6 +43,8 @@ class _Loop:
     patience_s: float = _TICK_S
     """Of the pass that is due next."""
     task: asyncio.Task[None] | None = None
+    began_s: float | None = None
+    """When the pass under way began (monotonic); None between passes."""
 
     @property
     def ended(self) -> bool:
@@ -51,11 +55,16 @@ class ServiceLoops:
     """Starts, wakes and ends the loops; a failing service never holds up another."""
 
     def __init__(
-        self, run_pass: Callable[[str, str], Awaitable[bool]], tick_s: float, metrics: OperatorMetrics
+        self,
+        run_pass: Callable[[str, str], Awaitable[bool]],
+        tick_s: float,
+        metrics: OperatorMetrics,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._run_pass = run_pass
         self._tick_s = tick_s
         self._metrics = metrics
+        self._clock = clock
         self._loops: dict[ServiceKey, _Loop] = {}
         self._open = False
         self._gate = PriorityGate(AT_ONCE)
@@ -100,8 +109,12 @@ class ServiceLoops:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def healthy(self) -> bool:
-        """False once a loop has died: nothing but a restart would bring its service's passes back."""
-        return not any(loop.task is not None and _died(loop.task) for loop in self._loops.values())
+        """False once a loop has died or hangs: nothing but a restart would bring its service's passes back."""
+        stuck_s = self._clock() - _STUCK_S
+        return not any(
+            (loop.task is not None and _died(loop.task)) or (loop.began_s is not None and loop.began_s < stuck_s)
+            for loop in self._loops.values()
+        )
 
     def _begin(self, key: ServiceKey, patience_s: float) -> None:
         loop = self._loops[key] = _Loop(patience_s=patience_s)
@@ -140,10 +153,13 @@ class ServiceLoops:
         async with self._gate.place(loop.patience_s, loop):
             loop.patience_s = _TICK_S
             loop.wake.clear()  # whatever changed by now is seen by this pass
-            started = time.monotonic()
-            async with asyncio.timeout(_PASS_TIMEOUT_S):
-                alive = await self._run_pass(*key)
-        self._metrics.passed(time.monotonic() - started)
+            started = loop.began_s = self._clock()
+            try:
+                async with asyncio.timeout(_PASS_TIMEOUT_S):
+                    alive = await self._run_pass(*key)
+            finally:
+                loop.began_s = None
+        self._metrics.passed(self._clock() - started)
         return alive
 
     async def _wait(self, wake: asyncio.Event) -> None:

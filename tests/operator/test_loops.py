@@ -65,6 +65,26 @@ async def test_the_tick_wakes_a_loop_that_nobody_else_does(passes: Passes) -> No
     await loops.stop_all()
 
 
+async def test_a_pass_that_never_ends_is_no_health() -> None:
+    """Its timeout ends every other: what swallows the cancellation is left to the kubelet."""
+    began, release, now = asyncio.Event(), asyncio.Event(), [0.0]
+
+    async def hang(*_: str) -> bool:
+        began.set()
+        return await release.wait()
+
+    loops = ServiceLoops(hang, 60.0, OperatorMetrics(), lambda: now[0])
+    loops.open([KEY])
+    await began.wait()
+    for now[0], healthy in ((59.0, True), (179.0, True), (181.0, False)):
+        assert loops.healthy() is healthy
+    release.set()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert loops.healthy()
+    await loops.stop_all()
+
+
 async def test_a_pass_that_fails_is_repeated(passes: Passes) -> None:
     metrics = OperatorMetrics()
     passes.outcomes = [KubeError(500, "etcd is slow"), ValueError("our own fault"), True]

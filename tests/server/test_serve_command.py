@@ -182,7 +182,7 @@ def test_an_engine_that_is_stuck_is_killed_and_its_clients_get_an_error(start_se
         request.join()
         assert request.status == 503
         assert "the engine is stuck: it has work and has finished no step for" in request.answer["error"]["message"]
-    assert server.wait_for_exit() == 1
+    assert server.wait_for_exit() == 3
     assert _gone(engine)
     assert "the engine is stuck" in server.errors[0]
 
