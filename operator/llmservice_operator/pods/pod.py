@@ -47,7 +47,7 @@ class Pod:
     model: str | None = None
     """The identity of the model that it was started with."""
     template: str | None = None
-    """The hash of the pod template that it was made from; None of an operator before 0.2."""
+    """The hash of the pod template that it was made from; None where an earlier version made it."""
     out_of_memory: bool = False
     """Whether it serves again after it was killed for memory."""
     fetching: bool = False
