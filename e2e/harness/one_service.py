@@ -39,6 +39,10 @@ class World:
     signals: Callable[[], Signals]
     """Of a process that has read none yet."""
     now: float = 1_700_000_000.0
+    set_by_s: float = 0.0
+    """How far the operator's clock was set ahead of the time since."""
+    booted_s: float = 1_699_999_000.0
+    """Where the monotonic clock of the operator's machine begins."""
     writes: list[str] = field(default_factory=list)
     """What the operator wrote so far: method and path."""
 
@@ -113,12 +117,17 @@ class World:
             OperatorMetrics(),
             old.server_image,
             self.clock,
+            monotonic=self.monotonic,
         )
+        self.booted_s = self.now - 100.0
         self.reconciler = fresh
         return self
 
     def clock(self) -> float:
-        return self.now
+        return self.now + self.set_by_s
+
+    def monotonic(self) -> float:
+        return self.now - self.booted_s
 
 
 async def busy_service(world: World, manifest_of: Any, load: tuple[int, int], **autoscaling: Any) -> None:

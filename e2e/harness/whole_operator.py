@@ -51,6 +51,7 @@ class WholeOperator:
             metrics,
             "img:1",
             clock,
+            monotonic=clock,
         )
         loops = ServiceLoops(reconciler.run_pass, TICK_S, metrics)
         self._handlers = Handlers(cache, loops, reconciler.forget, metrics.process)

@@ -24,8 +24,11 @@ class Observation:
     deployment: Manifest | None
     pods: list[Pod]
     now: float
+    """In seconds since 1970, as Kubernetes' timestamps."""
     asked: Manifest | None = None
     """The Deployment at the end of the pass."""
+    steady_s: float = 0.0
+    """`now` on a monotonic clock: how long something lasts does not change with a clock that is set."""
 
     @property
     def current(self) -> int:

@@ -54,6 +54,7 @@ class Reconciler:
     clock: Callable[[], float] = time.time
     peers: tuple[Manifest, ...] = DEFAULT_PEERS
     """Who may reach every service's pods, as NetworkPolicyPeers."""
+    monotonic: Callable[[], float] = time.monotonic
     _memories: dict[tuple[str, str, str], Memory] = field(default_factory=dict)
     _events: EventRecorder = field(init=False)
     _standing: Standing = field(init=False)
@@ -73,7 +74,7 @@ class Reconciler:
             self.forget(namespace, name)
             return False
         memory = self._memory(seen)
-        memory.startup.observe(seen.pods, seen.now)
+        memory.startup.observe(seen.pods, seen.now, seen.steady_s)
         sizing = await self._size(seen, memory)
         load = await self._load(seen, sizing)
         fetching = await self.pod_models.fetching(seen.pods)
@@ -93,10 +94,10 @@ class Reconciler:
             blocked=_blocked(refusals),
             unreachable=any(one.kind in {"Deployment", "Service"} for one in refusals),
             policy=scale_policy(seen.service, sizing),
-            drain=memory.history.drain if memory.history else None,
+            drain=memory.history.shifted(seen.now - seen.steady_s).drain if memory.history else None,
             fetching=fetching,
-            settling=memory.settling(seen.asked, seen.now),
-            noting=memory.notes.noting(seen.now, seen.window_s),
+            settling=memory.settling(seen.asked, seen.steady_s),
+            noting=memory.notes.noting(seen.steady_s, seen.window_s),
         )
         await self._write_status(seen, outcome)
         return True
@@ -122,7 +123,8 @@ class Reconciler:
         service = parsed(manifest)
         deployment = self._deployment(service)
         pods = pods_of(self.cache.pods(namespace, name))
-        return Observation(service, manifest.get("status") or {}, deployment, pods, self.clock(), deployment)
+        status, now, steady_s = manifest.get("status") or {}, self.clock(), self.monotonic()
+        return Observation(service, status, deployment, pods, now, deployment, steady_s)
 
     def _deployment(self, service: LLMService) -> Manifest | None:
         """The service's own Deployment as it is by now."""
@@ -135,7 +137,7 @@ class Reconciler:
         if key not in self._memories:
             known = seen.service.status.autoscaling
             startup = StartupTimes(known.startup_seconds if known else None)
-            notes = NoteTimes(seen.now, resumed=known is not None)
+            notes = NoteTimes(seen.steady_s, resumed=known is not None)
             promise = remembered_promise(seen.service)
             self._memories[key] = Memory(Sizer(self.read_model), startup, notes, feasibility=promise)
         return self._memories[key]
@@ -175,7 +177,7 @@ class Reconciler:
             return
         self.metrics.decided(seen.current, decision.replicas, decision.reasons)
         wanted = decision.wanted if decision.active else 0
-        lasted_s = memory.overload.observe(wanted, len(seen.serving), seen.now)
+        lasted_s = memory.overload.observe(wanted, len(seen.serving), seen.steady_s)
         if lasted_s is not None:
             self.metrics.relieved(lasted_s)
 

@@ -25,7 +25,8 @@ def decide_replicas(seen: Observation, memory: Memory, load: Load | None, sizing
     policy = ScalePolicy.of(spec.autoscaling, spec.slo, sizing.max_num_seqs or 1)
     history = _scaling_memory(seen, memory)
     feasible = memory.feasibility is None or memory.feasibility.status != "False"
-    decision, memory.history = decide(load, _supply(seen, memory.startup), policy, history, seen.now, feasible=feasible)
+    supply = _supply(seen, memory.startup)
+    decision, memory.history = decide(load, supply, policy, history, seen.steady_s, feasible=feasible)
     return decision
 
 
@@ -42,7 +43,7 @@ def _scaling_memory(seen: Observation, memory: Memory) -> History:
     status, generation = seen.service.status, seen.service.metadata.generation
     history = memory.history
     if history is None:
-        history = resume(status.autoscaling, seen.current, seen.now)
+        history = resume(status.autoscaling, seen.current, seen.now).shifted(seen.steady_s - seen.now)
         memory.generation = status.observed_generation
     if memory.generation != generation:
         memory.generation = generation

@@ -61,7 +61,7 @@ def test_a_pod_that_takes_too_long_is_no_supply_unless_no_node_has_room_for_it(
     """One ready pod has work for two. The second has been coming for ever: a third is asked for only if it is lost."""
     ready = pod_named("tiny-1")
     coming = pod_named("tiny-2", ready=False, ip=None, created_s=NOW - 3600, trouble=trouble)
-    memory.startup.observe([ready, coming], NOW)
+    memory.startup.observe([ready, coming], NOW, 0)
     load = Load(pods=(PodLoad("tiny-1", 8, 4, 0.5),), source="pods")
 
     observation = seen(service_of(autoscaling=AUTOSCALING), ready, coming, replicas=2)

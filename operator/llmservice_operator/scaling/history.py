@@ -1,17 +1,20 @@
-"""What the scaler remembers: wishes, changes of the replicas, what a replica was measured to finish. Time is given."""
+"""What the scaler remembers: wishes, changes of the replicas, what a replica was measured to finish. Time is given.
+
+It is monotonic: a clock that is set makes nothing older.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 LONGEST_GAP_S = 120.0
-"""Ticks are seconds apart, a failed pass at most two minutes. A longer gap, or a negative one, is a clock that was set
-or a process that stood still: time in which nobody looked at the load proves nothing about it."""
+"""Ticks are seconds apart, a failed pass at most two minutes. A longer gap is a process that stood still: time in
+which nobody looked at the load proves nothing about it."""
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Wishes and changes of the recent past, oldest first, in seconds since 1970."""
+    """Wishes and changes of the recent past, oldest first, in seconds of one clock."""
 
     wishes: tuple[tuple[float, int], ...] = ()
     """(when, replicas) that the load asked for."""
@@ -42,7 +45,7 @@ class History:
         if self.seen is None:
             return replace(self, seen=(now, replicas))
         then, before = self.seen
-        history = self if 0 <= now - then <= LONGEST_GAP_S else self._shifted(now - then)
+        history = self if 0 <= now - then <= LONGEST_GAP_S else self.shifted(now - then)
         more = replicas - before
         changes = (*history.changes, (now, more)) if more else history.changes
         return replace(history, changes=changes, seen=(now, replicas))
@@ -60,7 +63,8 @@ class History:
     def measured(self, now: float, drain_per_s: float | None) -> History:
         return self if drain_per_s is None else replace(self, drain=(now, drain_per_s))
 
-    def _shifted(self, by_s: float) -> History:
+    def shifted(self, by_s: float) -> History:
+        """The same history on a clock that is ahead by `by_s`."""
         return replace(
             self,
             wishes=tuple((when + by_s, wanted) for when, wanted in self.wishes),

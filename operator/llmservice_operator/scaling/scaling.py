@@ -1,8 +1,8 @@
 """How many replicas: signals → analyse → optimise → limit → a decision with its reasons.
 
-Every step is a plain function of what it is given; time comes in as seconds since 1970. The queue and the arrivals
-drive the number. p99 TTFT only tilts it, one up while the promise is broken and never down meanwhile: it lags behind
-the load and then falls off a cliff. Completions alone are never used, since an overload caps them.
+Every step is a plain function of what it is given; time comes in as seconds of a monotonic clock. The queue and the
+arrivals drive the number. p99 TTFT only tilts it, one up while the promise is broken and never down meanwhile: it lags
+behind the load and then falls off a cliff. Completions alone are never used, since an overload caps them.
 """
 
 from __future__ import annotations

@@ -22,19 +22,20 @@ class StartupTimes:
         self._ages: dict[str, float] = {}
         self._seen_s: float | None = None
 
-    def observe(self, pods: Sequence[Pod], now: float) -> None:
+    def observe(self, pods: Sequence[Pod], now: float, steady_s: float) -> None:
         """Learn from pods that are ready for the first time since they were created, and watch the others' age.
 
-        A pod's age is the time for which it was watched, so that a clock that is set makes no pod overdue. Only those
+        `now` is the clock that Kubernetes stamps pods by, `steady_s` is monotonic. A pod's age is the time for which
+        it was watched, so that a clock that is set makes no pod overdue. Only those
         that were there before the operator's first look are taken at their word; for those that were ready by then the
         status speaks, which was written with them in mind.
         """
-        gap_s = None if self._seen_s is None else now - self._seen_s
+        gap_s = None if self._seen_s is None else steady_s - self._seen_s
         watched_s = gap_s if gap_s is not None and 0 <= gap_s <= LONGEST_GAP_S else 0.0
         first = gap_s is None
         ages = {pod.uid: max(0.0, now - pod.created_s) if first else 0.0 for pod in pods}
         self._ages = {uid: self._ages[uid] + watched_s if uid in self._ages else age for uid, age in ages.items()}
-        self._seen_s = now
+        self._seen_s = steady_s
         for pod in pods:
             if pod.ready and pod.ready_since_s is not None and not pod.restarts and pod.uid not in self._samples:
                 took_s = max(0.0, pod.ready_since_s - pod.created_s)

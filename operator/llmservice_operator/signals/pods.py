@@ -65,7 +65,7 @@ class PodSignals:
         if scrapes and scrapes[-1].ttft_buckets == scrape.ttft_buckets:
             scrape = replace(scrape, ttft_buckets=scrapes[-1].ttft_buckets)
         scrapes.append(scrape)
-        while scrapes[0].time_s < now - window_s:
+        while not now - window_s <= scrapes[0].time_s <= now:  # later ones were made before the clock was set back
             scrapes.popleft()
         return list(scrapes)
 

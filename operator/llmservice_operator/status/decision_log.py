@@ -35,9 +35,9 @@ def resume(kept: AutoscalingStatus | None, replicas: int, now: float) -> History
         return History.start(now, replicas)
     log = kept.decisions
     steps = [(epoch(newer.time), newer.replicas - older.replicas) for newer, older in pairwise(log)]
-    changes = tuple((when, more) for when, more in reversed(steps) if more)
+    changes = tuple((min(now, when), more) for when, more in reversed(steps) if more)
     waits = bool(log) and log[0].wanted < log[0].replicas == replicas
-    history = History.start(now, replicas, since_s=epoch(log[0].time) if waits else None, changes=changes)
+    history = History.start(now, replicas, since_s=min(now, epoch(log[0].time)) if waits else None, changes=changes)
     if kept.capacity is None:
         return history
     return history.measured(epoch(kept.capacity.measured_at), kept.capacity.requests_per_second)

@@ -27,7 +27,7 @@ AT_ONCE = Noting()
 
 @dataclass(slots=True)
 class NoteTimes:
-    """Of one service, in one process. Times are seconds since 1970."""
+    """Of one service, in one process. Times are seconds of a monotonic clock."""
 
     began_s: float
     """When this process first looked at the service."""

@@ -69,7 +69,7 @@ async def world(kube: KubeClient, pods: TalkingPods, models: Path) -> AsyncItera
         reconciler = Reconciler(kube, cache, applier, reader.read, signals(), pod_models, OperatorMetrics(), "img:1")
         world = World(kube, reconciler, pods, signals)
         kube.answered = world.answered
-        reconciler.clock = world.clock
+        reconciler.clock, reconciler.monotonic = world.clock, world.monotonic
         yield world
 
 

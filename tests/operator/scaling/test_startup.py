@@ -20,7 +20,7 @@ def test_before_the_first_pod_patience_is_long() -> None:
 
 def test_nine_in_ten_pods_were_faster_than_what_is_learned(pod_named: Callable[..., Pod]) -> None:
     times = StartupTimes()
-    times.observe(started(pod_named, *range(20, 30), 500), 2000)
+    times.observe(started(pod_named, *range(20, 30), 500), 2000, 0)
 
     assert times.p90_s == 29
 
@@ -28,9 +28,9 @@ def test_nine_in_ten_pods_were_faster_than_what_is_learned(pod_named: Callable[.
 def test_a_pod_counts_once_and_not_after_a_restart(pod_named: Callable[..., Pod]) -> None:
     times = StartupTimes()
     pod = pod_named(created_s=0, ready_since_s=40)
-    times.observe([pod], 50)
-    times.observe([pod_named(created_s=0, ready_since_s=4000)], 4000)
-    times.observe([pod_named("restarted", created_s=0, ready_since_s=4000, restarts=1)], 4000)
+    times.observe([pod], 50, 0)
+    times.observe([pod_named(created_s=0, ready_since_s=4000)], 4000, 0)
+    times.observe([pod_named("restarted", created_s=0, ready_since_s=4000, restarts=1)], 4000, 0)
 
     assert times.p90_s == 40
 
@@ -42,7 +42,7 @@ def test_patience_is_bounded(learned_s: float, patience_s: float) -> None:
 
 def test_a_restart_begins_with_what_the_status_kept(pod_named: Callable[..., Pod]) -> None:
     times = StartupTimes(90)
-    times.observe(started(pod_named, 30), 2000)
+    times.observe(started(pod_named, 30), 2000, 0)
 
     assert times.p90_s == 90
 
@@ -53,10 +53,10 @@ def coming(pod_named: Callable[..., Pod], created_s: float) -> Pod:
 
 def test_a_pod_is_overdue_once_it_was_watched_for_longer_than_its_like_took(pod_named: Callable[..., Pod]) -> None:
     times, pod = StartupTimes(60), coming(pod_named, created_s=1000)
-    times.observe([], 990)
+    times.observe([], 990, 0)
     overdue = []
     for now in (1000, 1030, 1060, 1061):
-        times.observe([pod], now)
+        times.observe([pod], now, now - 990)
         overdue.append(times.overdue(pod))
 
     assert overdue == [False, False, False, True]
@@ -64,17 +64,17 @@ def test_a_pod_is_overdue_once_it_was_watched_for_longer_than_its_like_took(pod_
 
 def test_a_pod_that_was_there_before_the_operator_is_as_old_as_it_says(pod_named: Callable[..., Pod]) -> None:
     times, pod = StartupTimes(60), coming(pod_named, created_s=1000)
-    times.observe([pod], 1061)
+    times.observe([pod], 1061, 0)
 
     assert times.overdue(pod)
 
 
-@pytest.mark.parametrize("jump_s", [3600, -3600])
+@pytest.mark.parametrize("jump_s", [110, 3600, -3600])
 def test_a_clock_that_is_set_makes_no_pod_overdue(jump_s: float, pod_named: Callable[..., Pod]) -> None:
     times, pod = StartupTimes(60), coming(pod_named, created_s=1_000_000)
-    times.observe([], 1_000_000)
-    times.observe([pod], 1_000_005)
+    times.observe([], 1_000_000, 0)
+    times.observe([pod], 1_000_005, 5)
 
-    times.observe([pod], 1_000_010 + jump_s)
+    times.observe([pod], 1_000_010 + jump_s, 10)
 
     assert not times.overdue(pod)

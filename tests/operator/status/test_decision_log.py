@@ -59,3 +59,13 @@ def test_a_restarted_scaler_knows_what_a_replica_could_do() -> None:
     capacity = CapacityStatus(requests_per_second=1.5, measured_at="2023-11-14T22:13:20Z")
 
     assert resume(kept([], capacity), replicas=3, now=NOW + 60).drain == (NOW, 1.5)
+
+
+def test_what_the_status_dates_after_now_is_taken_for_now() -> None:
+    """The clock was set back while no operator ran."""
+    log = logged((NOW, decision(1)), (NOW + 30, decision(3)), (NOW + 60, decision(3, wanted=1)))
+
+    history = resume(kept(log), replicas=3, now=NOW + 10)
+
+    assert history.wishes == ((NOW + 10, 3),)
+    assert history.changes == ((NOW + 10, 2),)
