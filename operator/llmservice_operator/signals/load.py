@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from llmservice_operator.monitoring.histogram import increase, quantile
 from llmservice_operator.signals.scrape import Scrape
+
+_ENOUGH_FULL_S = 45.0
+"""Time that full pods have to be watched for a reading of their capacity, where requests take longer than that."""
 
 Histories = Mapping[str, Sequence[Scrape]]
 """Scrapes of the window by pod name, oldest first; no entry, or an empty one, for a pod that could not be read."""
@@ -22,6 +25,10 @@ class PodLoad:
     running: float
     waiting: float
     kv_usage: float
+    batch_waiting: float = 0.0
+    """How many of `waiting` are in the batch lane."""
+    batch_running: float | None = 0.0
+    """How many of `running` are; None where the server does not tell."""
 
     @property
     def in_flight(self) -> float:
@@ -38,12 +45,16 @@ class Load:
     """Ready pods whose metrics could not be read."""
     arrivals_per_s: float | None = None
     drain_per_s: float | None = None
-    """Requests that one replica finishes while it is kept full: measured on pods that had a queue all through."""
+    """Requests that one replica finishes while it is kept full: measured over all time in which one had a queue."""
+    finished_per_s: float | None = None
+    """Requests that the busiest replica finished, full or not; None where no pod was watched for long enough."""
     ttft_p50_s: float | None = None
     ttft_p99_s: float | None = None
     ttft_count: float = 0.0
     peak_in_flight: float = 0.0
     """The most that any one pod held at any scrape of the window."""
+    batch: bool = False
+    """Whether a request of the batch lane was seen within the window: rates and quantiles are of all lanes."""
     kv_blocks: int | None = None
     """Usable KV blocks of the smallest pod, as it measured them after loading."""
     weights_bytes: float | None = None
@@ -55,6 +66,11 @@ class Load:
     @property
     def waiting(self) -> float:
         return sum(pod.waiting for pod in self.pods)
+
+    @property
+    def answered(self) -> float:
+        """Share of the ready pods whose metrics could be read."""
+        return len(self.pods) / (len(self.pods) + len(self.missing))
 
 
 def load_of(histories: Histories, ready_pods: Iterable[str], source: str) -> Load | None:
@@ -68,40 +84,67 @@ def load_of(histories: Histories, ready_pods: Iterable[str], source: str) -> Loa
         source=source,
         pods=tuple(_now(name, scrapes[-1]) for name, scrapes in read.items()),
         missing=tuple(name for name in wanted if name not in read),
-        arrivals_per_s=_total(_arrivals(scrapes) for scrapes in read.values()),
-        drain_per_s=_mean(_drain(scrapes) for scrapes in read.values()),
+        arrivals_per_s=_arrivals(read.values()),
+        drain_per_s=_capacity(read.values()),
+        finished_per_s=max((rate for one in read.values() if (rate := _finished(one)) is not None), default=None),
         ttft_p50_s=quantile(0.5, buckets),
         ttft_p99_s=quantile(0.99, buckets),
         ttft_count=max(buckets.values(), default=0.0),
         peak_in_flight=max(scrape.running + scrape.waiting for scrapes in read.values() for scrape in scrapes),
+        batch=any(scrape.batch_waiting or scrape.batch_running for scrapes in read.values() for scrape in scrapes),
         kv_blocks=min((blocks for one in read.values() if (blocks := one[-1].kv_blocks)), default=None),
         weights_bytes=next((weight for one in read.values() if (weight := one[-1].weights_bytes)), None),
     )
 
 
 def _now(name: str, scrape: Scrape) -> PodLoad:
-    return PodLoad(name, scrape.running, scrape.waiting, scrape.kv_usage)
+    return PodLoad(name, scrape.running, scrape.waiting, scrape.kv_usage, scrape.batch_waiting, scrape.batch_running)
 
 
-def _arrivals(scrapes: Sequence[Scrape]) -> float | None:
-    """Requests per second that came to a pod: those that left, those refused, and those that it holds more than before.
+def _arrivals(histories: Collection[Sequence[Scrape]]) -> float | None:
+    """Requests per second that came to the pods: those that left, those refused, and those that they hold more than
+    before. Completions alone would hide an overload, which caps them.
 
-    Completions alone would hide an overload, which caps them.
+    All pods share one time: what came to a pod that was not ready before came within the whole window.
     """
-    elapsed_s = scrapes[-1].time_s - scrapes[0].time_s
+    elapsed_s = max(_elapsed_s(scrapes) for scrapes in histories)
     if elapsed_s <= 0:
         return None
+    return max(0.0, sum(_came(scrapes) for scrapes in histories)) / elapsed_s
+
+
+def _came(scrapes: Sequence[Scrape]) -> float:
     left = increase([scrape.finished for scrape in scrapes]) + increase([scrape.rejected for scrape in scrapes])
     held = (scrapes[-1].running + scrapes[-1].waiting) - (scrapes[0].running + scrapes[0].waiting)
-    return max(0.0, left + held) / elapsed_s
+    return left + held
 
 
-def _drain(scrapes: Sequence[Scrape]) -> float | None:
-    """Requests per second of a pod that always had one waiting: its capacity, not the load's."""
-    elapsed_s = scrapes[-1].time_s - scrapes[0].time_s
-    if elapsed_s <= 0 or any(scrape.waiting < 1 for scrape in scrapes):
-        return None
-    return increase([scrape.finished for scrape in scrapes]) / elapsed_s or None
+def _capacity(histories: Iterable[Sequence[Scrape]]) -> float | None:
+    """Requests per second that one pod finishes while others wait, over all such time of all pods.
+
+    None until as many requests were finished as ran at once: before, hardly any of those that fill the pods can have
+    ended. Where they take longer than the window, three quarters of a minute have to do.
+    """
+    full_s = finished = at_once = longest_s = 0.0
+    for scrapes in histories:
+        pairs = [(before, after) for before, after in pairwise(scrapes) if before.waiting >= 1 and after.waiting >= 1]
+        time_s = sum(after.time_s - before.time_s for before, after in pairs)
+        if time_s <= 0:
+            continue
+        full_s, longest_s = full_s + time_s, max(longest_s, time_s)
+        finished += sum(increase([before.finished, after.finished]) for before, after in pairs)
+        at_once += sum(after.running for _, after in pairs) / len(pairs)
+    enough = finished >= at_once or longest_s >= _ENOUGH_FULL_S
+    return finished / full_s if finished and enough else None
+
+
+def _finished(scrapes: Sequence[Scrape]) -> float | None:
+    elapsed_s = _elapsed_s(scrapes)
+    return increase([scrape.finished for scrape in scrapes]) / elapsed_s if elapsed_s >= _ENOUGH_FULL_S else None
+
+
+def _elapsed_s(scrapes: Sequence[Scrape]) -> float:
+    return scrapes[-1].time_s - scrapes[0].time_s
 
 
 def _ttft_increase(histories: Iterable[Sequence[Scrape]]) -> dict[float, float]:
@@ -117,13 +160,3 @@ def _ttft_increase(histories: Iterable[Sequence[Scrape]]) -> dict[float, float]:
 def _moved(before: Scrape, after: Scrape) -> bool:
     """Whether a request was answered in between; most pods of a large cluster are idle."""
     return before.ttft_buckets is not after.ttft_buckets
-
-
-def _total(rates: Iterable[float | None]) -> float | None:
-    known = [rate for rate in rates if rate is not None]
-    return sum(known) if known else None
-
-
-def _mean(rates: Iterable[float | None]) -> float | None:
-    known = [rate for rate in rates if rate is not None]
-    return sum(known) / len(known) if known else None

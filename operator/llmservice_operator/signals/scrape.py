@@ -16,6 +16,8 @@ REJECTED = "llmservice_request_rejected_total"
 TTFT_BUCKET = "llmservice_time_to_first_token_seconds_bucket"
 KV_BLOCKS = "llmservice_kv_cache_blocks"
 MEMORY = "llmservice_memory_bytes"
+BATCH = "batch"
+"""The lane of work that may wait; every other request is interactive."""
 
 SERIES = (RUNNING, WAITING, KV_USAGE, FINISHED, REJECTED, TTFT_BUCKET, KV_BLOCKS, MEMORY)
 
@@ -50,6 +52,10 @@ class Scrape:
     kv_blocks: int | None = None
     """Usable blocks, the null block apart."""
     weights_bytes: float | None = None
+    batch_waiting: float = 0.0
+    """How many of `waiting` are in the batch lane."""
+    batch_running: float | None = 0.0
+    """How many of `running` are; None where the server does not label them by lane."""
 
 
 def parse_exposition(text: str, time_s: float) -> Scrape:
@@ -81,6 +87,7 @@ def scrape_of(samples: Iterable[Sample], time_s: float) -> Scrape:
     """
     totals: dict[str, float] = defaultdict(float)
     buckets: dict[float, float] = defaultdict(float)
+    lanes: dict[str, float] = defaultdict(float)
     weights: float | None = None
     for name, labels, value in samples:
         if math.isnan(value):
@@ -91,6 +98,8 @@ def scrape_of(samples: Iterable[Sample], time_s: float) -> Scrape:
             weights = value if labels.get("kind") == "weights" else weights
         elif name in SERIES:
             totals[name] += value
+            if "lane" in labels:
+                lanes[name] += value if labels["lane"] == BATCH else 0.0
     if RUNNING not in totals:
         raise ScrapeError(f"{RUNNING} is missing: expected the metrics of llmservice serve")
     return Scrape(
@@ -103,4 +112,6 @@ def scrape_of(samples: Iterable[Sample], time_s: float) -> Scrape:
         ttft_buckets=tuple(sorted(buckets.items())),
         kv_blocks=int(totals[KV_BLOCKS]) if KV_BLOCKS in totals else None,
         weights_bytes=weights,
+        batch_waiting=lanes[WAITING],
+        batch_running=lanes.get(RUNNING, None if totals[RUNNING] else 0.0),
     )

@@ -66,3 +66,49 @@ def test_one_scrape_has_gauges_but_no_rates() -> None:
     assert load is not None
     assert (load.arrivals_per_s, load.drain_per_s, load.ttft_p99_s) == (None, None, None)
     assert (load.kv_blocks, load.peak_in_flight) == (99, 2)
+
+
+def test_arrivals_at_a_pod_that_was_not_ready_before_came_within_the_whole_window() -> None:
+    old = [scrape(0, finished=10), scrape(60, finished=70)]
+    new = [scrape(55), scrape(60, running=6)]
+
+    load = load_of({"old": old, "new": new}, ["old", "new"], "pods")
+
+    assert load is not None
+    assert load.arrivals_per_s == pytest.approx(66 / 60)
+
+
+@pytest.mark.parametrize(
+    ("scrapes", "capacity_per_s"),
+    [
+        pytest.param([(0, 3, 0), (5, 3, 1)], None, id="one of eight has ended: it was nearly done anyway"),
+        pytest.param([(0, 3, 0), (5, 3, 8)], 8 / 5, id="all that ran have"),
+        pytest.param([(0, 3, 0), (50, 3, 2)], 2 / 50, id="requests longer than the window"),
+        pytest.param([(0, 0, 0), (10, 1, 90), (20, 1, 100), (30, 0, 190)], 1, id="only the time with a queue counts"),
+    ],
+)
+def test_the_capacity_is_measured_over_all_time_with_a_queue(
+    scrapes: list[tuple[float, float, float]], capacity_per_s: float | None
+) -> None:
+    pod = [scrape(time_s, running=8, waiting=waiting, finished=finished) for time_s, waiting, finished in scrapes]
+
+    load = load_of({"a": pod}, ["a"], "pods")
+
+    assert load is not None
+    assert load.drain_per_s == capacity_per_s
+
+
+def test_what_a_pod_finished_is_known_once_it_was_watched_for_most_of_a_minute() -> None:
+    short, long = ([scrape(0), scrape(time_s, finished=90)] for time_s in (40, 45))
+
+    loads = [load_of({"a": pod}, ["a"], "pods") for pod in (short, long)]
+
+    assert [load.finished_per_s for load in loads if load] == [None, 2]
+
+
+def test_a_batch_request_anywhere_in_the_window_is_noted() -> None:
+    pod = [scrape(0, waiting=1, batch_waiting=1), scrape(5, running=1, batch_running=1), scrape(10)]
+
+    loads = [load_of({"a": pod[first:]}, ["a"], "pods") for first in range(3)]
+
+    assert [load.batch for load in loads if load] == [True, True, False]

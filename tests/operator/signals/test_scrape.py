@@ -53,3 +53,19 @@ def test_not_a_number_counts_as_missing() -> None:
 
 def test_a_lane_that_nobody_waited_in_yet_is_empty() -> None:
     assert parse_exposition("llmservice_num_requests_running 1\n", 0.0).waiting == 0
+
+
+@pytest.mark.parametrize(
+    ("running", "batch_running"),
+    [
+        pytest.param('{lane="interactive"} 3\nllmservice_num_requests_running{lane="batch"} 2', 2, id="by lane"),
+        pytest.param(" 5", None, id="a server that does not tell the lane of what runs"),
+        pytest.param(" 0", 0, id="nothing runs"),
+    ],
+)
+def test_the_batch_lane_is_told_apart(running: str, batch_running: float | None) -> None:
+    text = EXPOSITION.replace("llmservice_num_requests_running 3", f"llmservice_num_requests_running{running}")
+
+    scrape = parse_exposition(text, 0.0)
+
+    assert (scrape.waiting, scrape.batch_waiting, scrape.batch_running) == (5, 1, batch_running)
