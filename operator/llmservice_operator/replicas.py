@@ -12,6 +12,7 @@ from llmservice_operator.scaling.startup import StartupTimes
 from llmservice_operator.signals.load import Load
 from llmservice_operator.sizing.sizing import Sized, SizingProblem
 from llmservice_operator.status.decision_log import resume
+from llmservice_operator.status.denial import pods_denied
 
 
 def decide_replicas(seen: Observation, memory: Memory, load: Load | None, sizing: Sized | SizingProblem) -> Decision:
@@ -25,8 +26,9 @@ def decide_replicas(seen: Observation, memory: Memory, load: Load | None, sizing
     policy = ScalePolicy.of(spec.autoscaling, spec.slo, sizing.max_num_seqs or 1)
     history = _scaling_memory(seen, memory)
     feasible = memory.feasibility is None or memory.feasibility.status != "False"
-    supply = _supply(seen, memory.startup)
-    decision, memory.history = decide(load, supply, policy, history, seen.steady_s, feasible=feasible)
+    decision, memory.history = decide(
+        load, _supply(seen, memory.startup), policy, history, seen.steady_s, feasible=feasible
+    )
     return decision
 
 
@@ -55,13 +57,21 @@ def _supply(seen: Observation, startup: StartupTimes) -> Supply:
     """Pods on their way count for the time that one takes to start; those that no node has room for keep counting."""
     coming = [pod for pod in seen.pods if not pod.ready and not pod.terminating]
     overdue = [pod for pod in coming if startup.overdue(pod) and not _unschedulable(pod)]
+    denied = pods_denied(seen.deployment)
     return Supply(
         replicas=seen.current,
         ready=len(seen.serving),
         starting=len(coming) - len(overdue),
         overdue=len(overdue),
+        lead_s=startup.lead_s(coming),
+        trouble=denied.reason if denied else next((reason for pod in coming if (reason := _trouble(pod))), None),
     )
 
 
 def _unschedulable(pod: Pod) -> bool:
     return pod.trouble is not None and pod.trouble.reason == "Unschedulable"
+
+
+def _trouble(pod: Pod) -> str | None:
+    """What another pod of the same template would most likely meet as well."""
+    return None if pod.trouble is None or _unschedulable(pod) else pod.trouble.reason

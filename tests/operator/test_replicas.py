@@ -48,9 +48,14 @@ def test_a_fixed_number_is_taken_as_it_is(service_of: ServiceOf, memory: Memory,
 
 @pytest.mark.parametrize(
     ("trouble", "overdue"),
-    [(None, 1), (Trouble("Unschedulable", "no card is free"), 0)],
+    [
+        (None, 1),
+        (Trouble("Unschedulable", "no card is free"), 0),
+        (Trouble("CrashLoopBackOff", "exit status 1"), 0),
+        (Trouble("ImagePullBackOff", "no such image"), 0),
+    ],
 )
-def test_a_pod_that_takes_too_long_is_no_supply_unless_no_node_has_room_for_it(
+def test_a_pod_that_takes_too_long_is_replaced_unless_another_would_not_come_either(
     trouble: Trouble | None,
     overdue: int,
     service_of: ServiceOf,
@@ -68,6 +73,23 @@ def test_a_pod_that_takes_too_long_is_no_supply_unless_no_node_has_room_for_it(
     decision = decide_replicas(observation, memory, load, sized)
 
     assert decision.replicas == 2 + overdue
+
+
+def test_a_quota_that_is_used_up_replaces_no_pod(
+    service_of: ServiceOf, memory: Memory, sized: Sized, pod_named: Callable[..., Pod]
+) -> None:
+    ready = pod_named("tiny-1")
+    hanging = pod_named("tiny-2", ready=False, ip=None, created_s=NOW - 3600)
+    memory.startup.observe([ready, hanging], NOW, 0)
+    load = Load(pods=(PodLoad("tiny-1", 8, 40, 0.5),), source="pods")
+    failure = {"type": "ReplicaFailure", "status": "True", "message": "pods are forbidden: exceeded quota: gpus"}
+    deployment = {"spec": {"replicas": 3}, "status": {"conditions": [failure]}}
+    observation = Observation(service_of(autoscaling=AUTOSCALING), {}, deployment, [ready, hanging], NOW)
+
+    decision = decide_replicas(observation, memory, load, sized)
+
+    assert decision.replicas == 3
+    assert any("QuotaExceeded" in reason for reason in decision.reasons)
 
 
 def test_what_nothing_scales_has_no_policy(service_of: ServiceOf, sized: Sized) -> None:

@@ -10,6 +10,7 @@ from llmservice_operator.scaling.history import LONGEST_GAP_S
 UNKNOWN_S = 600.0
 """Until the first pod was seen to start: generous, for a model of many GiB takes minutes to load."""
 SHORTEST_S, LONGEST_S = 10.0, 3600.0
+_USUAL_S = 60.0
 _KEPT = 32
 
 
@@ -52,6 +53,11 @@ class StartupTimes:
     def overdue(self, pod: Pod) -> bool:
         """Whether a pod that is not ready takes longer than its like did."""
         return self._ages.get(pod.uid, 0.0) > self.patience_s
+
+    def lead_s(self, coming: Sequence[Pod]) -> float:
+        """How long a replica takes until it serves: as long as its like did, or as those take that still start."""
+        usual_s = _USUAL_S if self.p90_s is None else self.p90_s
+        return max(SHORTEST_S, usual_s, *(self._ages.get(pod.uid, 0.0) for pod in coming))
 
     @property
     def patience_s(self) -> float:

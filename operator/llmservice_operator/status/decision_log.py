@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from llmservice_operator.api.status import MAX_DECISIONS, AutoscalingStatus, DecisionStatus
@@ -40,7 +41,7 @@ def resume(kept: AutoscalingStatus | None, replicas: int, now: float) -> History
     history = History.start(now, replicas, since_s=min(now, epoch(log[0].time)) if waits else None, changes=changes)
     if kept.capacity is None:
         return history
-    return history.measured(epoch(kept.capacity.measured_at), kept.capacity.requests_per_second)
+    return replace(history, drain=(epoch(kept.capacity.measured_at), kept.capacity.requests_per_second))
 
 
 def _direction(decision: Decision | DecisionStatus) -> int:

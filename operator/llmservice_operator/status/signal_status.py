@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from llmservice_operator.api.status import CapacityStatus, SignalStatus
 from llmservice_operator.pods.pod import epoch
-from llmservice_operator.scaling.scaling import CAPACITY_KEEP_S, TARGET_UTILIZATION, ScalePolicy
+from llmservice_operator.scaling.history import CAPACITY_KEEP_S
+from llmservice_operator.scaling.scaling import TARGET_UTILIZATION, ScalePolicy
 from llmservice_operator.signals.load import Load
 from llmservice_operator.signals.service_queries import ServiceQueries
 from llmservice_operator.status.conditions import rfc3339

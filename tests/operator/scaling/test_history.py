@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmservice_operator.scaling.history import LONGEST_GAP_S, History
+from llmservice_operator.scaling.history import CAPACITY_KEEP_S, LONGEST_GAP_S, History
 
 NOW = 1_000_000.0
 
@@ -26,6 +26,48 @@ def test_what_is_older_than_anybody_looks_back_is_forgotten() -> None:
     later = history.remember(NOW + 62, 3, keep_s=60)
 
     assert (later.wishes, later.changes) == (((NOW + 62, 3),), ())
+
+
+def test_readings_of_the_capacity_are_smoothed() -> None:
+    history = History().measure(NOW, 1.0)
+    for tick in range(1, 4):
+        history = history.measure(NOW + 5 * tick, 0.0)
+
+    assert history.capacity_per_s(NOW + 15) == pytest.approx(0.9**3)
+
+
+def test_the_capacity_is_no_lower_than_what_a_replica_finished() -> None:
+    history = History().measure(NOW, None, 0.8)
+    assert history.capacity_per_s(NOW) is None  # it may be much higher
+
+    slow = history.measure(NOW + 5, 0.1, 0.7)
+    assert slow.capacity_per_s(NOW + 5) == pytest.approx(0.73)
+    shown = slow.measure(NOW + 10, None, 0.9)
+    assert shown.capacity_per_s(NOW + 10) == pytest.approx(0.9)
+
+
+def test_a_capacity_is_forgotten_after_an_hour() -> None:
+    history = History().measure(NOW, 1.0)
+
+    assert history.capacity_per_s(NOW + CAPACITY_KEEP_S) == 1.0
+    assert history.capacity_per_s(NOW + CAPACITY_KEEP_S + 1) is None
+
+
+def test_a_tick_without_metrics_leaves_no_wish() -> None:
+    history = History().observe(NOW, 2).remember(NOW, 4, keep_s=60).observe(NOW + 5, 2).remember(NOW + 5, None, 60)
+
+    assert history.wishes == ((NOW, 4),)
+
+
+@pytest.mark.parametrize(("gap_s", "unmeasured"), [(LONGEST_GAP_S, False), (LONGEST_GAP_S + 5, True)])
+def test_a_long_time_without_metrics_is_noted_when_they_come_back(gap_s: float, unmeasured: bool) -> None:
+    history = History().observe(NOW, 2).measure(NOW, None)
+    for seconds in range(5, round(gap_s), 5):
+        history = history.observe(NOW + seconds, 2)
+
+    back = history.observe(NOW + gap_s, 2).measure(NOW + gap_s, None)
+
+    assert (back.unmeasured_s == NOW + gap_s) == unmeasured
 
 
 @pytest.mark.parametrize("jump_s", [-86_400.0, -1.0, LONGEST_GAP_S + 1, 86_400.0])

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmservice_operator.scaling.history import History
-from llmservice_operator.scaling.scaling import CAPACITY_KEEP_S, ScalePolicy, Supply, decide
+from llmservice_operator.scaling.history import CAPACITY_KEEP_S, History
+from llmservice_operator.scaling.scaling import ScalePolicy, Supply, decide
 from llmservice_operator.scaling.step import ScaleStep
 from llmservice_operator.signals.load import Load, PodLoad
 
@@ -53,7 +53,16 @@ def load(*pods: tuple[float, float], kv_usage: float = 0.0, **signals: object) -
         pytest.param(
             load((8, 1), arrivals_per_s=6.0, drain_per_s=1.5), 1, 5, "arrivals: 6.00/s", id="arrivals against the drain"
         ),
-        pytest.param(load((1, 0), ttft_p99_s=3.0), 1, 2, "ttft: p99 3.00s", id="a broken promise adds one"),
+        pytest.param(
+            load((5, 0), ttft_p99_s=3.0, ttft_count=20), 1, 2, "ttft: p99 3.00s", id="a broken promise adds one"
+        ),
+        pytest.param(load((5, 0), ttft_p99_s=3.0, ttft_count=19), 1, 1, "too few to tell", id="unless of few requests"),
+        pytest.param(
+            load((1, 0), ttft_p99_s=3.0, ttft_count=20), 1, 1, "neither queue nor slots", id="or of one at a time"
+        ),
+        pytest.param(
+            load((1, 3), ttft_p99_s=3.0, ttft_count=20), 1, 2, "ttft: p99 3.00s", id="a queue explains it, too"
+        ),
         pytest.param(load((0, 0), ttft_p99_s=3.0), 1, 1, "slots: 0", id="a broken promise of the past adds none"),
     ],
 )
@@ -90,7 +99,8 @@ def test_half_the_metrics_may_add_replicas_but_never_remove_one() -> None:
 
     assert held.replicas == 2
     assert "metrics of 1 of 2 ready pods are missing" in held.reasons[-1]
-    assert grown.replicas == 4
+    assert "queue: 30 waiting" in grown.reasons[0]
+    assert grown.replicas == 8  # the silent one has as many
 
 
 def test_replicas_go_only_when_the_load_was_low_for_the_whole_window() -> None:
@@ -117,13 +127,20 @@ def test_a_short_burst_is_waited_out_where_scale_up_is_stabilised() -> None:
     assert [early.replicas, later.replicas, late.replicas] == [1, 1, 3]
 
 
-def test_a_nearly_broken_promise_keeps_replicas() -> None:
-    calm = load((0, 0), (1, 0), ttft_p99_s=1.9)
+@pytest.mark.parametrize(
+    ("pods", "expected"),
+    [
+        pytest.param(((3, 0), (3, 0)), 2, id="the one that stays would be busy"),
+        pytest.param(((0, 0), (1, 0)), 1, id="it would not: one replica is as fast as two"),
+    ],
+)
+def test_a_nearly_broken_promise_keeps_replicas_that_the_load_uses(
+    pods: tuple[tuple[float, float], ...], expected: int
+) -> None:
+    decision, _ = decide(load(*pods, ttft_p99_s=1.9), Supply(2, ready=2), POLICY, SETTLED, NOW)
 
-    decision, _ = decide(calm, Supply(2, ready=2), POLICY, SETTLED, NOW)
-
-    assert decision.replicas == 2
-    assert "close to the promised 2.00s" in decision.reasons[-1]
+    assert decision.replicas == expected
+    assert ("close to the promised 2.00s" in decision.reasons[-1]) == (expected == 2)
 
 
 def test_a_promise_that_no_replica_can_keep_adds_and_holds_none() -> None:
@@ -147,7 +164,8 @@ def test_a_broken_promise_waits_for_the_replica_that_was_just_added(
 ) -> None:
     history = replace(SETTLED, changes=() if last_up_s is None else ((last_up_s, 1),))
 
-    decision, _ = decide(load((3, 0), (3, 0), ttft_p99_s=5.0), supply, POLICY, history, NOW)
+    slow = load((5, 0), (5, 0), ttft_p99_s=5.0, ttft_count=60)
+    decision, _ = decide(slow, supply, POLICY, history, NOW)
 
     assert decision.replicas == expected
 
@@ -161,6 +179,73 @@ def test_starting_pods_are_supply_and_overdue_ones_are_not() -> None:
     assert patient.replicas == 2
     assert impatient.replicas == 3
     assert "1 pods are overdue" in impatient.reasons[-1]
+
+
+@pytest.mark.parametrize(
+    ("supply", "expected", "why"),
+    [
+        pytest.param(Supply(2, ready=1, overdue=1), 3, "1 pods are overdue and not counted on", id="one more"),
+        pytest.param(Supply(8, ready=1, overdue=7), 4, "7 pods are overdue and not counted on", id="a step at most"),
+        pytest.param(
+            Supply(2, ready=1, overdue=1, trouble="CrashLoopBackOff"), 2, "CrashLoopBackOff would", id="none that crash"
+        ),
+    ],
+)
+def test_overdue_pods_are_replaced_by_one_step_at_most(supply: Supply, expected: int, why: str) -> None:
+    policy = replace(POLICY, up_step=replace(ANY_STEP, replicas=2))
+
+    decision, _ = decide(load((8, 10)), supply, policy, SETTLED, NOW)
+
+    assert decision.wanted == expected
+    assert any(why in reason for reason in decision.reasons), decision.reasons
+
+
+@pytest.mark.parametrize(
+    ("lead_s", "expected"),
+    [
+        pytest.param(60.0, 5, id="a minute's arrivals and the queue"),
+        pytest.param(600.0, 4, id="in ten minutes fewer do: the arrivals rule"),
+        pytest.param(10.0, 8, id="in ten seconds more: as many as hold them all, up to the maximum"),
+    ],
+)
+def test_a_queue_asks_for_what_works_it_off_while_a_replica_starts(lead_s: float, expected: int) -> None:
+    measured = replace(SETTLED, drain=(NOW, 1.0))
+    queued = load((8, 130), arrivals_per_s=3.0)
+
+    decision, _ = decide(queued, Supply(1, ready=1, lead_s=lead_s), POLICY, measured, NOW)
+
+    assert decision.replicas == expected
+
+
+def test_a_queue_that_pods_cannot_come_for_asks_for_no_more_of_them() -> None:
+    supply = Supply(3, ready=1, starting=2, trouble="ImagePullBackOff")
+
+    decision, _ = decide(load((8, 500)), supply, POLICY, SETTLED, NOW)
+
+    assert decision.replicas == 3
+
+
+def test_one_low_reading_of_the_capacity_changes_little() -> None:
+    """It once asked for 36 replicas, and for an hour, for then no replica was full any more."""
+    policy, measured = replace(POLICY, max_replicas=60), replace(SETTLED, drain=(NOW - 5, 1.0))
+    stalled = load((8, 1), (7, 0), (7, 0), arrivals_per_s=2.3, drain_per_s=0.08, finished_per_s=0.7)
+
+    decision, _ = decide(stalled, Supply(3, ready=3), policy, measured, NOW)
+
+    assert decision.wanted == 3
+
+
+@pytest.mark.parametrize(
+    ("silent", "expected"), [pytest.param(1, 1, id="one in eleven"), pytest.param(2, 12, id="one in six")]
+)
+def test_few_missing_pods_are_taken_to_be_like_the_others(silent: int, expected: int) -> None:
+    idle = load(*((0, 0),) * (12 - silent), missing=tuple(f"gone-{n}" for n in range(silent)))
+    policy, supply = replace(POLICY, max_replicas=12), Supply(12, ready=12)
+
+    decision, history = decide(idle, supply, policy, SETTLED, NOW)
+
+    assert decision.replicas == expected
+    assert history.wishes[-1] == (NOW, 1)  # what was held is no wish
 
 
 def test_an_old_measurement_of_the_drain_is_forgotten() -> None:

@@ -6,7 +6,8 @@ import pytest
 
 from llmservice_operator.api.spec import Autoscaling, Slo
 from llmservice_operator.api.status import CapacityStatus
-from llmservice_operator.scaling.scaling import CAPACITY_KEEP_S, ScalePolicy
+from llmservice_operator.scaling.history import CAPACITY_KEEP_S
+from llmservice_operator.scaling.scaling import ScalePolicy
 from llmservice_operator.signals.load import Load, PodLoad
 from llmservice_operator.signals.service_queries import ServiceQueries
 from llmservice_operator.status.note_times import Noting
