@@ -223,6 +223,11 @@ class Autoscaling(SchemaModel):
     )
     scale_up: ScaleUp = Field(default_factory=ScaleUp, description="How fast replicas are added.")
     scale_down: ScaleDown = Field(default_factory=ScaleDown, description="How fast replicas are removed.")
+    batch: Literal["fill", "scale"] = Field(
+        "fill",
+        description="What requests of the batch lane ask for. fill: they use what others leave, and add no replicas."
+        " scale: they count like the others.",
+    )
     metrics: MetricsSource = Field(default_factory=MetricsSource, description="Where the signals come from.")
 
 

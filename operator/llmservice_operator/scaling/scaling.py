@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from llmservice_operator.api import duration
 from llmservice_operator.api.spec import Autoscaling, Slo
 from llmservice_operator.scaling.history import History
+from llmservice_operator.scaling.lanes import BatchMode, counted
 from llmservice_operator.scaling.step import ScaleStep, highest, lowest
 from llmservice_operator.signals.load import Load
 
@@ -46,6 +47,7 @@ class ScalePolicy:
     ttft_p99_s: float | None
     max_num_seqs: int
     """Slots of one replica."""
+    batch: BatchMode = "fill"
 
     @classmethod
     def of(cls, autoscaling: Autoscaling, slo: Slo, max_num_seqs: int) -> ScalePolicy:
@@ -61,6 +63,7 @@ class ScalePolicy:
             window_s=duration.seconds(autoscaling.metrics.window),
             ttft_p99_s=duration.seconds(slo.ttft_p99) if slo.ttft_p99 else None,
             max_num_seqs=max_num_seqs,
+            batch=autoscaling.batch,
         )
 
     @property
@@ -134,8 +137,9 @@ def decide(
     if load is None:
         return _hold(supply, policy), history.remember(now, None, policy.memory_s)
     history = history.measure(now, load.drain_per_s, load.finished_per_s)
-    analysis = analyse(load, _slots(load, policy), supply, policy, history.capacity_per_s(now))
-    wish = optimise(analysis, load, supply, policy, history, now, feasible=feasible)
+    asking = counted(load, policy.batch, TARGET_UTILIZATION, policy.max_num_seqs)
+    analysis = analyse(asking, _slots(load, policy), supply, policy, history.capacity_per_s(now))
+    wish = optimise(analysis, asking, supply, policy, history, now, feasible=feasible)
     decision = limit(wish, supply.replicas, policy, history, now)
     if decision.replicas < supply.replicas and load.answered < 1 - MISSING:
         decision = _hold_for_missing(decision, load, supply, policy)

@@ -16,18 +16,33 @@ class ServiceQueries:
     namespace: str
     name: str
     window_s: float
+    counts_batch: bool = True
+    """Whether requests of the batch lane ask for replicas."""
 
     @property
     def selector(self) -> str:
         """The label matchers; a Deployment's pods are called NAME-HASH-RANDOM, long names run into the hash."""
+        return f"{{{self._pods}}}"
+
+    @property
+    def _pods(self) -> str:
         pods = re.escape(self.name).replace("\\-", "-") + "-[a-z0-9]+(-[a-z0-9]+)?"
-        return f"{{namespace={string(self.namespace)},pod=~{string(pods)}}}"
+        return f"namespace={string(self.namespace)},pod=~{string(pods)}"
+
+    @property
+    def _counted(self) -> str:
+        """Series without a lane match, too."""
+        return self.selector if self.counts_batch else f"{{{self._pods},lane!={string(scrape.BATCH)}}}"
+
+    @property
+    def _replicas(self) -> str:
+        return f"count(count by (pod) ({scrape.RUNNING}{self.selector}))"
 
     def waiting(self) -> str:
-        return f"sum({scrape.WAITING}{self.selector}) / count({scrape.RUNNING}{self.selector})"
+        return f"sum({scrape.WAITING}{self._counted}) / {self._replicas}"
 
     def utilization(self, max_num_seqs: int) -> str:
-        return f"avg({scrape.RUNNING}{self.selector}) / {max_num_seqs}"
+        return f"sum({scrape.RUNNING}{self._counted}) / {self._replicas} / {max_num_seqs}"
 
     def kv_cache(self) -> str:
         return f"avg({scrape.KV_USAGE}{self.selector})"
@@ -39,7 +54,7 @@ class ServiceQueries:
         refused = f"(sum(rate({scrape.REJECTED}{chosen}{window})) or vector(0))"
         gauges = (scrape.RUNNING, scrape.WAITING)
         held = " + ".join(f"(sum(deriv({gauge}{chosen}{window})) or vector(0))" for gauge in gauges)
-        return f"({left} + {refused} + {held}) / count({scrape.RUNNING}{chosen})"
+        return f"({left} + {refused} + {held}) / {self._replicas}"
 
     def ttft_p99(self) -> str:
         window = f"[{max(1, round(self.window_s))}s]"

@@ -180,7 +180,8 @@ def _autoscaling(service: LLMService, pods: Sequence[Pod], outcome: Outcome, now
 def _signals(service: LLMService, before: AutoscalingStatus, outcome: Outcome) -> list[SignalStatus]:
     if outcome.policy is None:
         return []
-    queries = ServiceQueries(service.namespace, service.name, outcome.policy.window_s)
+    counts_batch = outcome.policy.batch == "scale"
+    queries = ServiceQueries(service.namespace, service.name, outcome.policy.window_s, counts_batch)
     drain_per_s = None if outcome.drain is None else outcome.drain[1]
     present = signals_of(outcome.load, outcome.policy, drain_per_s, queries)
     return noted_signals(before.signals, present, outcome.noting)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from llmservice_operator.api.status import CapacityStatus, SignalStatus
 from llmservice_operator.pods.pod import epoch
 from llmservice_operator.scaling.history import CAPACITY_KEEP_S
+from llmservice_operator.scaling.lanes import counted
 from llmservice_operator.scaling.scaling import TARGET_UTILIZATION, ScalePolicy
 from llmservice_operator.signals.load import Load
 from llmservice_operator.signals.service_queries import ServiceQueries
@@ -24,7 +25,7 @@ def signals_of(
     """What is scaled on, per ready replica. Thresholds and queries are there before any load is."""
     slots, target = policy.max_num_seqs, TARGET_UTILIZATION
     capacity = None if drain_per_s is None else drain_per_s * target
-    now = _per_replica(load, slots) if load else {}
+    now = _per_replica(counted(load, policy.batch, target, slots), slots) if load else {}
     return [
         _signal(now, "queue", policy.queue_depth, "waiting requests per replica", queries.waiting()),
         _signal(now, "utilization", target, f"share of {slots} slots", queries.utilization(slots)),

@@ -40,6 +40,7 @@ DAY = {
     "crash loop": Phase(12, needed=8, most=10, turns=1),
     "recovery": Phase(14, needed=4, most=40, turns=1),  # 9,000 requests are to be worked off within a minute
     "slow start": Phase(16, needed=7, most=12, turns=1),
+    "batch backlog": Phase(19, needed=4, most=12, turns=0),
     "one at a time, slower than promised": Phase(21, needed=2, most=8, turns=0),
     "idle, clock set ahead": Phase(23, needed=2, most=2, turns=0),
     "end": Phase(24, needed=2, most=2, turns=0),
@@ -65,6 +66,7 @@ def moment_at(at_s: float) -> Moment:
         "crash loop": Moment(arrivals_per_s=6.2 * swing, crashing=True),
         "recovery": steady,
         "slow start": Moment(arrivals_per_s=5.4 * swing, startup_s=600),
+        "batch backlog": Moment(arrivals_per_s=3.0 * swing, batch_waiting=500),
         "one at a time, slower than promised": Moment(arrivals_per_s=0.4, service_s=2.5, ttft_s=2.6),
         "idle, clock set ahead": Moment(arrivals_per_s=0.1, set_by_s=110.0),
         "end": Moment(),

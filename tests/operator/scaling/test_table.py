@@ -113,6 +113,29 @@ def test_one_failed_scrape_in_a_hundred_does_not_keep_idle_replicas(replicas: in
     assert samples[-1].replicas == 1
 
 
+@pytest.mark.parametrize("lanes", [True, False])
+@pytest.mark.parametrize(("batch", "expected"), [(None, 1), ("fill", 1), ("scale", 12)])
+def test_an_endless_batch_backlog_adds_replicas_only_where_it_is_to(
+    batch: str | None, expected: int, lanes: bool, simulate: Simulate
+) -> None:
+    """With and without servers that tell the lane of what runs."""
+    backlog = Moment(arrivals_per_s=0.5, batch_waiting=500, lanes=lanes)
+    mode = {} if batch is None else {"batch": batch}
+
+    assert most(simulate(backlog, maxReplicas=12, duration_s=1200, **mode)) == expected
+
+
+def test_interactive_requests_scale_beside_a_batch_backlog(simulate: Simulate) -> None:
+    def moment_at(at_s: float) -> Moment:
+        return Moment(arrivals_per_s=3.0 if at_s < 1800 else 0.3, batch_waiting=500)
+
+    samples = simulate(moment_at)
+
+    assert samples[300].replicas == 4
+    assert most(samples) <= 12
+    assert samples[-1].replicas == 1
+
+
 @pytest.mark.parametrize("set_by_s", [-3600.0, -110.0, 110.0, 3600.0])
 def test_a_clock_that_is_set_shrinks_nothing_early(set_by_s: float, simulate: Simulate) -> None:
     """The load goes at 600 s and the clock is set at 650 s; five minutes have to pass in any case."""

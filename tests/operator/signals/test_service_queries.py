@@ -38,3 +38,12 @@ def test_prometheus_understands_every_query(tmp_path: Path) -> None:
     checked = subprocess.run(["promtool", "check", "rules", str(path)], capture_output=True, text=True, check=False)
 
     assert checked.returncode == 0, checked.stderr
+
+
+@pytest.mark.parametrize(("counts_batch", "matcher"), [(True, ""), (False, ',lane!="batch"')])
+def test_the_batch_lane_is_left_out_where_it_adds_no_replicas(counts_batch: bool, matcher: str) -> None:
+    queries = ServiceQueries("ns", "chat", 60, counts_batch)
+
+    for query in (queries.waiting(), queries.utilization(8)):
+        assert ('lane!="batch"' in query) == bool(matcher)
+    assert f'-[a-z0-9]+(-[a-z0-9]+)?"{matcher}}}) / count(' in queries.waiting()
