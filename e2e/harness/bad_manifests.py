@@ -171,7 +171,7 @@ BAD_NAMES: dict[str, str] = {
 
 CONDITIONED: dict[str, tuple[Spec, str, str]] = {
     "no such folder": (uri("file:///no-such-model"), "SizingValid", "no-such-model"),
-    "out of the folder": (uri("file:///../etc"), "SizingValid", "leaves the operator"),
+    "out of the folder": (uri("file:///../etc"), "SizingValid", "leaves the folder of file:// models"),
     "no such card": (gpu(count=1, product="h1000"), "SizingValid", "h1000"),
     "more than there is": (
         {"engine": {"maxModelLen": 2048}, "resources": {"requests": {"memory": "520Mi"}}},
