@@ -94,7 +94,7 @@ class Output(msgspec.Struct, kw_only=True, omit_defaults=True, array_like=True, 
 class Stats(msgspec.Struct, kw_only=True, array_like=True):
     """The engine's gauges and counters after a step; counters are totals since start."""
 
-    num_running: int
+    num_running: dict[str, int]  # by lane
     num_waiting: dict[str, int]  # by lane
     blocks_free: int
     blocks_held: int

@@ -70,7 +70,7 @@ class Metrics:
         self.registry.register(self._engine_totals)
         ProcessCollector(namespace="llmservice", registry=self.registry)  # a start time that changes is a restart
 
-        self.num_requests_running = self._gauge("num_requests_running", "Sequences in the running batch")
+        self.num_requests_running = self._gauge("num_requests_running", "Sequences in the running batch", ("lane",))
         self.num_requests_waiting = self._gauge("num_requests_waiting", "Sequences waiting to be run", ("lane",))
         self.kv_cache_usage = self._gauge("kv_cache_usage_perc", "Share of the KV cache's blocks that is held, 0 to 1")
         self.kv_cache_blocks = self._gauge(
@@ -110,6 +110,7 @@ class Metrics:
             self.labels(self.memory_bytes, kind=kind).set(num_bytes)
         for lane in LANES:  # a scaler must see "none" before the first request, not a gap
             self.labels(self.num_requests_waiting, lane=lane).set(0)
+            self.labels(self.num_requests_running, lane=lane).set(0)
         for state in ("held", "cached"):
             self.labels(self.kv_cache_blocks, state=state).set(0)
         self.labels(self.kv_cache_blocks, state="free").set(ready.num_blocks)
@@ -117,7 +118,8 @@ class Metrics:
     def set_stats(self, stats: Stats) -> None:
         """Take a step's figures over; those of an idle engine count as no step."""
         self._engine_totals.stats = stats
-        self.num_requests_running.set(stats.num_running)
+        for lane in LANES:
+            self.labels(self.num_requests_running, lane=lane).set(stats.num_running.get(lane, 0))
         for lane, number in stats.num_waiting.items():
             self.labels(self.num_requests_waiting, lane=lane).set(number)
         blocks = {"free": stats.blocks_free, "held": stats.blocks_held, "cached": stats.blocks_cached}

@@ -100,8 +100,9 @@ class ServerProcess:
         return {(sample.name, frozenset(sample.labels.items())): sample.value for sample in samples}
 
     def metric(self, name: str, **labels: str) -> float:
-        """One sample of /metrics; 0 where it is not there."""
-        return self.metrics().get((name, frozenset(labels.items())), 0.0)
+        """The sum of /metrics' samples that have these labels."""
+        wanted = labels.items()
+        return sum(value for (one, has), value in self.metrics().items() if one == name and wanted <= has)
 
     def wait_until_idle(self) -> None:
         """No block is held, nothing runs and nothing waits, all in one moment."""

@@ -25,7 +25,7 @@ READY = Ready(
     load_s=0.0,
 )
 STATS = Stats(
-    num_running=0,
+    num_running={},
     num_waiting={"interactive": 0, "batch": 0},
     blocks_free=512,
     blocks_held=0,

@@ -14,7 +14,7 @@ from llmservice_server.metrics import Metrics
 
 def _stats(**changes: Any) -> Stats:
     figures = {
-        "num_running": 3,
+        "num_running": {"interactive": 3},
         "num_waiting": {"interactive": 5, "batch": 0},
         "blocks_free": 60,
         "blocks_held": 30,
@@ -43,7 +43,7 @@ def test_a_steps_figures_become_gauges_totals_and_histograms() -> None:
     metrics.set_stats(_stats())
     metrics.set_stats(_stats(preemptions={"recompute": 4, "swap": 1}))
     samples = _samples(metrics)
-    assert samples["llmservice_num_requests_running"] == 3
+    assert samples["llmservice_num_requests_running{lane=interactive}"] == 3
     assert samples["llmservice_num_requests_waiting{lane=interactive}"] == 5
     assert samples["llmservice_kv_cache_usage_perc"] == 0.3
     assert samples["llmservice_kv_cache_blocks{state=free}"] == 60
@@ -59,9 +59,9 @@ def test_a_steps_figures_become_gauges_totals_and_histograms() -> None:
 
 def test_an_idle_engines_figures_count_as_no_step() -> None:
     metrics = Metrics("llmservice_", "tiny")
-    metrics.set_stats(_stats(num_running=0, num_waiting={"interactive": 0}, batch_size=0, iteration_tokens=0))
+    metrics.set_stats(_stats(num_running={}, num_waiting={"interactive": 0}, batch_size=0, iteration_tokens=0))
     samples = _samples(metrics)
-    assert samples["llmservice_num_requests_running"] == 0
+    assert samples["llmservice_num_requests_running{lane=interactive}"] == 0
     assert samples["llmservice_num_requests_waiting{lane=interactive}"] == 0
     assert samples["llmservice_iteration_tokens_count"] == 0
 
@@ -90,7 +90,7 @@ def test_what_was_measured_at_start_is_shown_before_the_first_request() -> None:
         0,
         0,
     ]
-    assert samples["llmservice_num_requests_running"] == 0
+    assert samples["llmservice_num_requests_running{lane=interactive}"] == 0
     assert samples["llmservice_num_requests_waiting{lane=interactive}"] == 0
 
 
@@ -100,7 +100,7 @@ def test_the_prefix_of_vllm_gives_its_names_and_its_label() -> None:
     metrics.ttft.observe(0.1)
     metrics.labels(metrics.request_success, finished_reason="stop").inc()
     samples = _samples(metrics)
-    assert samples["vllm:num_requests_running{model_name=tiny}"] == 3
+    assert samples["vllm:num_requests_running{lane=interactive,model_name=tiny}"] == 3
     assert samples["vllm:num_requests_waiting{lane=interactive,model_name=tiny}"] == 5
     assert samples["vllm:kv_cache_usage_perc{model_name=tiny}"] == 0.3
     assert samples["vllm:time_to_first_token_seconds_count{model_name=tiny}"] == 1

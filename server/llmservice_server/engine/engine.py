@@ -6,6 +6,7 @@ import heapq
 import itertools
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from llmservice_server.embedding.embedder import Embedder
@@ -141,7 +142,7 @@ class Engine:
     def stats(self) -> Stats:
         """Gauges as of now; `batch_size` and `iteration_tokens` are the last step's."""
         return Stats(
-            num_running=len(self.scheduler.running),
+            num_running=Counter(request.lane for request in self.scheduler.running),
             num_waiting=dict(self.scheduler.num_waiting),
             blocks_free=self.pool.num_free,
             blocks_held=self.pool.num_held,

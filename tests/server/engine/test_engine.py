@@ -91,7 +91,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 def assert_idle(engine: Engine) -> None:
     stats = engine.stats()
-    assert (stats.num_running, sum(stats.num_waiting.values()), stats.blocks_held) == (0, 0, 0)
+    assert (sum(stats.num_running.values()), sum(stats.num_waiting.values()), stats.blocks_held) == (0, 0, 0)
     assert stats.blocks_free + stats.blocks_cached == engine.ready.num_blocks
     blocks = engine.pool.free_blocks() + engine.pool.cached_blocks()
     assert sorted(blocks) == list(range(1, engine.ready.num_blocks + 1))

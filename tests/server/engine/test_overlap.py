@@ -93,7 +93,7 @@ class Driver:
 
 def assert_idle(engine: Engine) -> None:
     stats = engine.stats()
-    assert (stats.num_running, sum(stats.num_waiting.values()), stats.blocks_held) == (0, 0, 0)
+    assert (sum(stats.num_running.values()), sum(stats.num_waiting.values()), stats.blocks_held) == (0, 0, 0)
     blocks = engine.pool.free_blocks() + engine.pool.cached_blocks()
     assert sorted(blocks) == list(range(1, engine.pool.num_usable + 1))
     assert engine.wait_s() > 0

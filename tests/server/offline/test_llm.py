@@ -100,7 +100,7 @@ def test_the_metrics_count_what_was_generated(tiny_model: Path) -> None:
     llm.generate(["a", "b"], GREEDY, use_tqdm=False)
     assert llm.metrics.registry.get_sample_value("llmservice_generation_tokens_total") == 24
     assert llm.metrics.registry.get_sample_value("llmservice_time_to_first_token_seconds_count") == 2
-    assert llm.metrics.registry.get_sample_value("llmservice_num_requests_running") == 0
+    assert llm.metrics.registry.get_sample_value("llmservice_num_requests_running", {"lane": "interactive"}) == 0
 
 
 def test_importing_the_package_imports_no_torch() -> None:
