@@ -5,6 +5,7 @@ Nothing here touches a socket or a clock, so that every rule can be read, and te
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -42,7 +43,7 @@ class Route:
 
 
 class ModelNotFoundError(LookupError):
-    """No service serves this name, or several namespaces do and the request names none of them."""
+    """No service serves this name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,25 +51,26 @@ class RouteTable:
     """Every served name of the cluster. Built anew on each change and swapped in whole, so readers need no lock."""
 
     routes: Mapping[str, tuple[Route, ...]] = field(default_factory=dict)
-    """By served name; several routes where several namespaces serve the same name."""
+    """By served name; the first route of several is the one that the bare name belongs to."""
+    namespaces: frozenset[str] = frozenset()
+    """Those that have a service."""
 
     def find(self, model: str) -> Route:
-        """The route of `served-name`, or of `namespace/served-name` where two namespaces share a name.
+        """The route of `namespace/served-name`, or of the oldest service that claims the bare `served-name`.
 
-        A served name may contain a slash itself, so the bare name is tried first.
+        A served name may contain a slash itself. Where the part before it is a namespace with services, it means that
+        namespace and no other: nobody takes a name over by calling a service `team-a/llama`.
 
         Raises:
-            ModelNotFoundError: its text says which names would have worked.
+            ModelNotFoundError: its text says where the names are listed.
         """
-        if candidates := self.routes.get(model, ()):
-            if len(candidates) == 1:
-                return candidates[0]
-            names = ", ".join(f"`{route.namespace}/{model}`" for route in candidates)
-            raise ModelNotFoundError(f"The model `{model}` is served in several namespaces: name one of them, {names}.")
         namespace, _, served_name = model.partition("/")
-        for route in self.routes.get(served_name, ()):
-            if route.namespace == namespace:
-                return route
+        if namespace in self.namespaces and served_name:
+            found = [route for route in self.routes.get(served_name, ()) if route.namespace == namespace]
+        else:
+            found = list(self.routes.get(model, ())[:1])
+        if found:
+            return found[0]
         raise ModelNotFoundError(
             f"The model `{model}` does not exist: no LLMService serves it. GET /v1/models lists what is served."
         )
@@ -76,11 +78,17 @@ class RouteTable:
     def models(self) -> list[tuple[str, Route]]:
         """Each model's name as a request should give it (qualified where it must be), in alphabetical order."""
         named = [
-            (served_name if len(routes) == 1 else f"{route.namespace}/{served_name}", route)
+            (served_name if self._is_found(served_name, route) else f"{route.namespace}/{served_name}", route)
             for served_name, routes in self.routes.items()
             for route in routes
         ]
         return sorted(named, key=lambda entry: entry[0])
+
+    def _is_found(self, served_name: str, route: Route) -> bool:
+        try:
+            return self.find(served_name) is route
+        except ModelNotFoundError:
+            return False
 
 
 def build_table(services: Iterable[Manifest], pods: Iterable[Manifest]) -> RouteTable:
@@ -112,11 +120,13 @@ def build_table(services: Iterable[Manifest], pods: Iterable[Manifest]) -> Route
         backends[owner[0], served_name].append(backend)
 
     routes: dict[str, list[Route]] = defaultdict(list)
-    for namespace, served_name in sorted(created.keys() | backends.keys()):
-        key = (namespace, served_name)
+    claims = {key: (created.get(key, math.inf), key) for key in created.keys() | backends.keys()}
+    for key in sorted(claims, key=lambda one: claims[one]):  # a name that only pods tell of belongs to them last
+        namespace, served_name = key
         ready = tuple(sorted(backends.get(key, ()), key=lambda backend: backend.name))
         routes[served_name].append(Route(namespace, served_name, created.get(key, 0), ready))
-    return RouteTable({name: tuple(found) for name, found in routes.items()})
+    namespaces = frozenset(namespace for namespace, _ in names)
+    return RouteTable({name: tuple(found) for name, found in routes.items()}, namespaces)
 
 
 def served_name_of(service: Manifest) -> str:

@@ -395,7 +395,7 @@ async def test_namespace_before_the_name_is_not_for_the_pod(front: Any, cluster:
     async with front.client.post(CHAT, json={"model": "b/llama", "max_tokens": 1}) as response:
         assert await response.json() == {"pod": "pod-b"}
     assert json.loads(pod.requests[0][1]) == {"model": "llama", "max_tokens": 1}
-    async with front.client.post(CHAT, json={"model": "llama"}) as response:
+    async with front.client.post(CHAT, json={"model": "c/llama"}) as response:
         assert response.status == 404
 
 

@@ -9,9 +9,11 @@ import pytest
 from llmservice_gateway.routes import ModelNotFoundError, build_table, is_routable
 
 
-def service(name: str, namespace: str = "default", served_name: str | None = None) -> dict[str, Any]:
+def service(
+    name: str, namespace: str = "default", served_name: str | None = None, created: str = "2026-01-02T03:04:05Z"
+) -> dict[str, Any]:
     return {
-        "metadata": {"name": name, "namespace": namespace, "creationTimestamp": "2026-01-02T03:04:05Z"},
+        "metadata": {"name": name, "namespace": namespace, "creationTimestamp": created},
         "spec": {"model": {"uri": "file:///m"} | ({"servedName": served_name} if served_name else {})},
     }
 
@@ -62,15 +64,36 @@ def test_unknown_model_is_not_found() -> None:
         build_table([service("llama")], []).find("gpt-5")
 
 
-def test_name_shared_by_two_namespaces_must_be_qualified() -> None:
+def test_a_bare_name_belongs_to_the_oldest_service_that_claims_it() -> None:
     table = build_table(
-        [service("llama", "a"), service("llama", "b")], [pod("p", "llama", "a"), pod("q", "llama", "b")]
+        [service("llama", "a", created="2026-02-01T00:00:00Z"), service("llama", "b")],
+        [pod("p", "llama", "a"), pod("q", "llama", "b")],
     )
-    with pytest.raises(ModelNotFoundError, match="`a/llama`, `b/llama`"):
-        table.find("llama")
+    assert names(table.find("llama")) == ["q"]
     assert names(table.find("a/llama")) == ["p"]
     assert names(table.find("b/llama")) == ["q"]
-    assert [name for name, _ in table.models()] == ["a/llama", "b/llama"]
+    assert [name for name, _ in table.models()] == ["a/llama", "llama"]
+
+
+def test_a_qualified_name_always_means_its_namespace() -> None:
+    """Whatever another namespace calls its services, and however old these are."""
+    thief = service("thief", "b", served_name="a/llama", created="2025-01-01T00:00:00Z")
+    pods = [pod("p", "llama", "a"), pod("q", "thief", "b")]
+    table = build_table([service("llama", "a"), thief], pods)
+    assert names(table.find("a/llama")) == ["p"]
+    assert names(table.find("b/a/llama")) == ["q"]
+    assert [name for name, _ in table.models()] == ["b/a/llama", "llama"]
+    with pytest.raises(ModelNotFoundError):
+        build_table([service("other", "a"), thief], pods).find("a/llama")
+
+
+def test_a_pod_claims_no_name_that_its_service_does_not() -> None:
+    """Whoever may create pods may annotate them."""
+    table = build_table(
+        [service("llama", "a"), service("other", "b")],
+        [pod("p", "llama", "a"), pod("q", "other", "b", served_name="llama")],
+    )
+    assert names(table.find("llama")) == ["p"]
 
 
 def test_served_name_may_contain_a_slash() -> None:

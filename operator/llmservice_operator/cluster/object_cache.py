@@ -30,6 +30,8 @@ class ObjectCache:
     def __init__(self) -> None:
         self._objects: dict[ChildKey, Manifest] = {}
         self._pods: dict[tuple[str, str], dict[str, Manifest]] = {}
+        self._names: dict[str, set[tuple[str, str, str]]] = {}
+        """By served name: who claims it, as (creation time, namespace, name)."""
         self._graves: dict[str, int] = {}
         self._kinds: dict[str, bool] = {}
 
@@ -59,6 +61,11 @@ class ObjectCache:
         """The pods that carry the labels of a service, by name."""
         return [pod for _, pod in sorted(self._pods.get((namespace, instance), {}).items())]
 
+    def name_holder(self, served_name: str) -> tuple[str, str] | None:
+        """Namespace and name of the oldest service that claims a bare name, which the gateway routes to it."""
+        claims = self._names.get(served_name)
+        return min(claims)[1:] if claims else None
+
     def put(self, kind: str, obj: Mapping[str, Any]) -> bool:
         """Keep this state of an object; False where it brings nothing new: known, older, or of one that was deleted."""
         metadata = obj["metadata"]
@@ -74,6 +81,8 @@ class ObjectCache:
         self._objects[key] = kept
         if kind == "Pod" and (instance := _instance(kept)):
             self._pods.setdefault((key[1], instance), {})[key[2]] = kept
+        if kind == KIND:
+            self._names.setdefault(_served_name(kept), set()).add(_claim(kept))
         return True
 
     def drop(self, kind: str, obj: Mapping[str, Any]) -> bool:
@@ -126,6 +135,11 @@ class ObjectCache:
                 del self._graves[next(iter(self._graves))]
 
     def _unindex(self, key: ChildKey, known: Manifest) -> None:
+        if key[0] == KIND:
+            claims = self._names[_served_name(known)]
+            claims.discard(_claim(known))
+            if not claims:
+                del self._names[_served_name(known)]
         if key[0] != "Pod" or not (instance := _instance(known)):
             return
         pods = self._pods[key[1], instance]
@@ -170,6 +184,16 @@ def _shared(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {_shared(key): _shared(one) for key, one in value.items()}
     return [_shared(one) for one in value] if isinstance(value, list) else value
+
+
+def _served_name(service: Mapping[str, Any]) -> str:
+    model = (service.get("spec") or {}).get("model") or {}
+    return str(model.get("servedName") or service["metadata"]["name"])
+
+
+def _claim(service: Mapping[str, Any]) -> tuple[str, str, str]:
+    metadata = service["metadata"]
+    return (str(metadata.get("creationTimestamp", "")), metadata["namespace"], metadata["name"])
 
 
 def _instance(obj: Mapping[str, Any]) -> str | None:

@@ -14,7 +14,13 @@ from llmservice_operator.pods.pod import epoch, pod_of
 from llmservice_operator.status.conditions import printable
 
 _EVENTS = 8
-_HEALTHY = {"Ready": ("True",), "Stalled": ("False",), "SizingValid": ("True",), "SLOFeasible": ("True", "Unknown")}
+_HEALTHY = {
+    "Ready": ("True",),
+    "Stalled": ("False",),
+    "NameTaken": ("False",),
+    "SizingValid": ("True",),
+    "SLOFeasible": ("True", "Unknown"),
+}
 """What a condition may be while nothing is wrong. ScalingActive and Progressing are wrong for some reasons only."""
 _WRONG = frozenset({"NoMetrics", "ProgressDeadlineExceeded", "NameConflict", "ApplyFailed", "AdmissionDenied"})
 

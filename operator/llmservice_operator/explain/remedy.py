@@ -40,6 +40,7 @@ _REMEDIES = {
     "ProgressDeadlineExceeded": "The new pods never became ready. Undo the last change of the spec, or look at {pods}",
     # children
     "NameConflict": "Rename this service, or delete the object that has its name.",
+    "NameTaken": "Use the name with the namespace before it, or set another spec.model.servedName.",
     "ApplyFailed": "Correct what the API server objects to; for a missing permission see the operator's role.",
     "ServingEarlierSpec": "Correct the spec; what ran before goes on serving meanwhile.",
     # sizing

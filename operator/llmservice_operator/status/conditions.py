@@ -19,6 +19,8 @@ from llmservice_operator.status.denial import denial_reason, pods_denied
 
 READY, PROGRESSING, STALLED, SIZING_VALID = "Ready", "Progressing", "Stalled", "SizingValid"
 SCALING_ACTIVE, SLO_FEASIBLE = "ScalingActive", "SLOFeasible"
+NAME_TAKEN = "NameTaken"
+"""There only where it is True."""
 
 UPDATING = "Updating"
 """Reason of a service that would be Ready, had Kubernetes taken up the present spec already."""
@@ -219,6 +221,17 @@ def scaling_verdict(
         return Verdict(SCALING_ACTIVE, "False", "NoMetrics", "; ".join(decision.reasons))
     asks = f"the load asks for {decision.wanted} replicas, {decision.replicas} are set"
     return Verdict(SCALING_ACTIVE, "True", "FollowingLoad", f"{asks}; status.autoscaling says why")
+
+
+def name_verdict(name: str, namespace: str, holder: str | None) -> Verdict | None:
+    """NameTaken, where the bare name belongs to a service of another namespace; `holder` is that namespace."""
+    if holder is None or holder == namespace:
+        return None
+    message = (
+        f"the name {name} belongs to an older service, in the namespace {holder}: clients of the gateway reach this one"
+        f" as {namespace}/{name}, or set another model.servedName"
+    )
+    return Verdict(NAME_TAKEN, "True", "NameTaken", message)
 
 
 def slo_verdict(feasibility: Feasibility | None) -> Verdict:

@@ -31,6 +31,7 @@ from llmservice_operator.status.conditions import (
     UPDATING,
     Verdict,
     conditions,
+    name_verdict,
     progressing_verdict,
     ready_verdict,
     scaling_verdict,
@@ -68,6 +69,8 @@ class Outcome:
     """The downloads of the model, while there are some."""
     settling: bool = False
     """Whether Kubernetes was given a change a moment ago and has not taken it up yet."""
+    name_holder: str | None = None
+    """The namespace that the bare served name belongs to."""
     noting: Noting = AT_ONCE
     """What may be written of the load's figures."""
 
@@ -107,6 +110,7 @@ def _verdicts(
 ) -> list[Verdict | Condition]:
     sizing, blocked = outcome.sizing, outcome.blocked
     ready = ready_verdict(deployment, outcome.desired, pods, sizing, blocked if outcome.unreachable else None)
+    taken = name_verdict(service.served_name, service.namespace, outcome.name_holder)
     progressing = progressing_verdict(deployment, outcome.desired, pods, sizing, blocked)
     return [
         _settled(service, while_fetching(ready, outcome.fetching, service.spec.model.uri), outcome),
@@ -115,6 +119,7 @@ def _verdicts(
         sizing_verdict(sizing),
         _scaling(service, pods, outcome),
         slo_verdict(outcome.feasibility),
+        *([taken] if taken else []),
     ]
 
 

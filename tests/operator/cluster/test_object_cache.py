@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from llmservice_operator.api.resource import KIND
 from llmservice_operator.cluster.object_cache import ObjectCache
 
 LABELS = {"app.kubernetes.io/name": "llmservice", "app.kubernetes.io/instance": "tiny"}
@@ -122,3 +123,21 @@ def test_deletions_are_remembered_for_a_while_and_not_for_ever(cache: ObjectCach
     assert len(cache) == 0
     assert len(cache._graves) <= 4096
     assert cache._pods == {}
+
+
+def test_a_bare_name_belongs_to_the_oldest_service_until_that_gives_it_up() -> None:
+    def service(namespace: str, version: int, created: str, served: str | None = None) -> dict[str, Any]:
+        metadata = {"name": "llama", "namespace": namespace, "uid": namespace, "resourceVersion": str(version)}
+        spec = {"model": {"servedName": served} if served else {}}
+        return {"metadata": {**metadata, "creationTimestamp": created}, "spec": spec}
+
+    cache = ObjectCache()
+    cache.put(KIND, service("b", 1, "2026-01-02T00:00:00Z"))
+    assert cache.name_holder("llama") == ("b", "llama")
+    cache.put(KIND, service("a", 2, "2026-01-03T00:00:00Z"))
+    assert cache.name_holder("llama") == ("b", "llama")
+
+    cache.put(KIND, service("b", 3, "2026-01-02T00:00:00Z", served="other"))
+    assert (cache.name_holder("llama"), cache.name_holder("other")) == (("a", "llama"), ("b", "llama"))
+    cache.drop(KIND, service("a", 4, "2026-01-03T00:00:00Z"))
+    assert cache.name_holder("llama") is None

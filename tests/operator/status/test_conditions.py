@@ -10,6 +10,7 @@ from llmservice_operator.sizing.sizing import Sized, SizingProblem
 from llmservice_operator.status.conditions import (
     Verdict,
     conditions,
+    name_verdict,
     progressing_verdict,
     ready_verdict,
     scaling_verdict,
@@ -210,3 +211,14 @@ def test_stalled_means_that_somebody_has_to_act(
     verdict = stalled_verdict(ready_verdict(*told), progressing_verdict(*told))
 
     assert (verdict.status, verdict.reason) == expected
+
+
+def test_a_name_that_an_older_service_has_is_told_with_the_way_around() -> None:
+    assert name_verdict("llama", "team-b", None) is None
+    assert name_verdict("llama", "team-b", "team-b") is None
+
+    verdict = name_verdict("llama", "team-b", "team-a")
+
+    assert verdict is not None
+    assert (verdict.type, verdict.status) == ("NameTaken", "True")
+    assert "as team-b/llama" in verdict.message
