@@ -29,7 +29,7 @@ def apply(cluster: Cluster, manifest: Object, *flags: str) -> None:
 
 
 def scale(cluster: Cluster) -> int:
-    replicas: int = json.loads(cluster.kubectl("get", "--raw", SCALE).stdout)["spec"]["replicas"]
+    replicas: int = json.loads(cluster.kubectl("get", "--raw", SCALE).stdout)["spec"].get("replicas", 0)
     return replicas
 
 

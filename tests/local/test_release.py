@@ -34,14 +34,19 @@ def test_parts_are_called_as_their_deployments_call_them(tmp_path: Path) -> None
     assert {"--tick=2", "--namespace=team-a", "--leader-elect"} <= set(operator.arguments)
 
 
-def test_grants_are_accounts_roles_and_bindings_and_nothing_else(tmp_path: Path) -> None:
+def test_grants_are_accounts_roles_policies_and_bindings_and_nothing_else(tmp_path: Path) -> None:
     everywhere = read_release(write_release(tmp_path / "everywhere.yaml", {}))
     confined = read_release(write_release(tmp_path / "confined.yaml", {"namespaces": ["team-a"]}))
 
-    assert {"ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding"} == {
-        one["kind"] for one in everywhere.grants
+    confined_kinds = {"ServiceAccount", "Role", "RoleBinding"}
+    cluster_wide = {
+        "ClusterRole",
+        "ClusterRoleBinding",
+        "ValidatingAdmissionPolicy",
+        "ValidatingAdmissionPolicyBinding",
     }
-    assert {"ServiceAccount", "Role", "RoleBinding"} == {one["kind"] for one in confined.grants}
+    assert {one["kind"] for one in everywhere.grants} == confined_kinds | cluster_wide
+    assert {one["kind"] for one in confined.grants} == confined_kinds
 
 
 def test_extra_deployments_are_nobodys_and_a_gateway_may_be_missing(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_a_request_gets_its_tokens_then_the_engine_idles_and_leaves_when_told(ti
                 tokens += output.token_ids
                 reason = output.finish_reason
         assert (len(tokens), reason) == (5, "length")
-        assert (message.stats.num_running, message.stats.blocks_held) == (0, 0)
+        assert (message.stats.num_running, message.stats.blocks_held) == ({}, 0)
         parent.send(Shutdown())
         assert parent.process.wait(60) == 0
     finally:

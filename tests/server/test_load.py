@@ -183,7 +183,7 @@ async def test_when_the_engine_is_killed_everybody_hears_of_it_within_a_second(
         os.kill(engine, signal.SIGKILL)
         killed_s = time.monotonic()
         outcomes = await asyncio.gather(*waiting)
-    assert await asyncio.to_thread(server.wait_for_exit) == 1
+    assert await asyncio.to_thread(server.wait_for_exit) == 3
     broken = [outcome for outcome in outcomes if outcome.error is not None]
     assert len(unfinished) > 40  # so many waited
     assert len(broken) == len(unfinished)

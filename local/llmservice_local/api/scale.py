@@ -20,12 +20,13 @@ def scale_of(kind: Kind, obj: Mapping[str, Any]) -> Object:
     selector = _at(obj, paths.selector) if paths.selector else None
     if selector:
         status["selector"] = selector if isinstance(selector, str) else selector_string(selector)
+    replicas = _at(obj, paths.spec_replicas) or 0
     kept = ("name", "namespace", "uid", "resourceVersion", "creationTimestamp")
     return {
         "kind": "Scale",
         "apiVersion": "autoscaling/v1",
         "metadata": {name: metadata[name] for name in kept if name in metadata},
-        "spec": {"replicas": _at(obj, paths.spec_replicas) or 0},
+        "spec": {"replicas": replicas} if replicas else {},  # a zero is left out, as upstream
         "status": status,
     }
 

@@ -47,7 +47,8 @@ BOUNDED = {
     "byte fallback": _byte_fallback(complete=True),
 }
 TEXTS = st.text(
-    st.one_of(st.characters(), st.sampled_from("ab \n\u212a\U0001d7d9e\u0301\u1100\u1161\u11a8")), max_size=200
+    st.one_of(st.characters(codec="utf-8"), st.sampled_from("ab \n\u212a\U0001d7d9e\u0301\u1100\u1161\u11a8")),
+    max_size=200,
 )
 
 
