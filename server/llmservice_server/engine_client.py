@@ -17,6 +17,7 @@ import zmq
 import zmq.asyncio
 
 from llmservice_server.engine.config import EngineConfig
+from llmservice_server.engine.start_record import StartRecord
 from llmservice_server.engine_process import EngineSettings
 from llmservice_server.environment import for_computing
 from llmservice_server.messages import (
@@ -175,6 +176,8 @@ class EngineClient:
             watchdog.cancel()
             if process.returncode is None:
                 process.kill()
+            if self._stopping or self.failure is not None:  # it was we who ended it, and not for want of memory
+                StartRecord(self._settings.config.start_record).end()
 
     async def _kill_when_stuck(self, process: asyncio.subprocess.Process) -> None:
         """So that its streams end with an error, whatever holds it up."""

@@ -187,6 +187,23 @@ def test_an_engine_that_is_stuck_is_killed_and_its_clients_get_an_error(start_se
     assert "the engine is stuck" in server.errors[0]
 
 
+@pytest.mark.parametrize(("end", "running"), [(signal.SIGKILL, True), (signal.SIGSTOP, False), (None, False)])
+def test_only_a_kill_that_was_not_ours_leaves_a_smaller_cache_to_the_next_start(
+    end: signal.Signals | None, running: bool, start_server: Callable[..., Any], tmp_path: Path
+) -> None:
+    """A stuck engine is killed by the server, which is no sign of too little memory."""
+    record = tmp_path / "start.json"
+    server = start_server("--stuck-timeout", "1s", "--start-record", str(record)).wait_until_ready()
+    assert json.loads(record.read_text())["running"] is True
+    if end is None:
+        server.process.terminate()
+    else:
+        os.kill(_child(server.process.pid), end)
+        server.post("/v1/completions", LONG)
+    server.wait_for_exit()
+    assert json.loads(record.read_text())["running"] is running
+
+
 def test_a_deadline_is_kept_while_the_engine_stands_still(start_server: Callable[..., Any]) -> None:
     server = start_server("--request-timeout", "500ms", "--stuck-timeout", "0").wait_until_ready()
     engine = _child(server.process.pid)
