@@ -68,10 +68,19 @@ def _supply(seen: Observation, startup: StartupTimes) -> Supply:
     )
 
 
+_OF_ONE_POD = frozenset({"Killed", "EngineFailed", "OOMKilled"})
+"""What may happen to a single pod while it serves, and under an overload is a reason to add others."""
+_A_LOOP = 2
+"""Restarts from which on it is no accident."""
+
+
 def _unschedulable(pod: Pod) -> bool:
     return pod.trouble is not None and pod.trouble.reason == "Unschedulable"
 
 
 def _trouble(pod: Pod) -> str | None:
     """What another pod of the same template would most likely meet as well."""
-    return None if pod.trouble is None or _unschedulable(pod) else pod.trouble.reason
+    if pod.trouble is None or _unschedulable(pod):
+        return None
+    once = pod.trouble.reason in _OF_ONE_POD and pod.restarts < _A_LOOP
+    return None if once else pod.trouble.reason

@@ -47,16 +47,20 @@ def test_a_fixed_number_is_taken_as_it_is(service_of: ServiceOf, memory: Memory,
 
 
 @pytest.mark.parametrize(
-    ("trouble", "overdue"),
+    ("trouble", "restarts", "overdue"),
     [
-        (None, 1),
-        (Trouble("Unschedulable", "no card is free"), 0),
-        (Trouble("CrashLoopBackOff", "exit status 1"), 0),
-        (Trouble("ImagePullBackOff", "no such image"), 0),
+        (None, 0, 1),
+        (Trouble("Unschedulable", "no card is free"), 0, 0),
+        (Trouble("CrashLoopBackOff", "exit status 1"), 1, 0),
+        (Trouble("ImagePullBackOff", "no such image"), 0, 0),
+        (Trouble("OOMKilled", "under load"), 1, 1),
+        (Trouble("OOMKilled", "at each start"), 2, 0),
+        (Trouble("Killed", "by signal 9"), 1, 1),
     ],
 )
 def test_a_pod_that_takes_too_long_is_replaced_unless_another_would_not_come_either(
     trouble: Trouble | None,
+    restarts: int,
     overdue: int,
     service_of: ServiceOf,
     memory: Memory,
@@ -65,7 +69,7 @@ def test_a_pod_that_takes_too_long_is_replaced_unless_another_would_not_come_eit
 ) -> None:
     """One ready pod has work for two. The second has been coming for ever: a third is asked for only if it is lost."""
     ready = pod_named("tiny-1")
-    coming = pod_named("tiny-2", ready=False, ip=None, created_s=NOW - 3600, trouble=trouble)
+    coming = pod_named("tiny-2", ready=False, ip=None, created_s=NOW - 3600, trouble=trouble, restarts=restarts)
     memory.startup.observe([ready, coming], NOW, 0)
     load = Load(pods=(PodLoad("tiny-1", 8, 4, 0.5),), source="pods")
 
