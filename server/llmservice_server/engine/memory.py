@@ -31,16 +31,13 @@ def plan_kv_cache(
     block_size: int,
     max_model_len: int,
     may_shorten: bool,
-    most_blocks: int | None = None,
 ) -> KVCachePlan:
     """Divide `pool_bytes` into blocks, so that one request of `max_model_len` tokens always fits.
 
     Where it does not, `max_model_len` is lowered if it `may_shorten`; else raises `OutOfMemoryError` with the longest
-    length that would fit. `most_blocks` bounds the pool where more could never be used.
+    length that would fit.
     """
     num_blocks = max(0, pool_bytes) // bytes_per_block
-    if most_blocks is not None:
-        num_blocks = min(num_blocks, most_blocks)
     longest = max(0, num_blocks - 1) * block_size
     if longest >= max_model_len:
         return KVCachePlan(num_blocks, max_model_len)

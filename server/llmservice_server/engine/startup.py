@@ -369,7 +369,6 @@ def _seconds(work: Callable[[], object], cuda: bool) -> float:
 
 def _plan(config: EngineConfig, context: int, shape: KVCacheShape, memory: Memory, device: torch.device) -> KVCachePlan:
     wanted = config.max_model_len or context
-    most_blocks = None
     if config.kv_cache_memory_bytes is not None:
         pool_bytes = config.kv_cache_memory_bytes
         left = memory.total - memory.besides_kv_cache
@@ -382,6 +381,7 @@ def _plan(config: EngineConfig, context: int, shape: KVCacheShape, memory: Memor
         pool_bytes = int(memory.total * config.gpu_memory_utilization) - memory.besides_kv_cache
         if device.type == "cpu":  # shared with the page cache and others: no more than the sequences can ever use
             most_blocks = 1 + config.most_seqs * -(-wanted // config.block_size)
+            pool_bytes = min(pool_bytes, most_blocks * shape.bytes_per_block)
     if device.type == "cpu":
         least = (1 + -(-wanted // config.block_size)) * shape.bytes_per_block
         pool_bytes = StartRecord(config.start_record).begin(pool_bytes, least)
@@ -391,7 +391,6 @@ def _plan(config: EngineConfig, context: int, shape: KVCacheShape, memory: Memor
         block_size=config.block_size,
         max_model_len=wanted,
         may_shorten=config.max_model_len is None,
-        most_blocks=most_blocks,
     )
     if plan.max_model_len < wanted:
         _LOG.warning(

@@ -437,6 +437,14 @@ def test_a_start_after_a_kill_has_a_smaller_cache(folder: Path, tmp_path: Path) 
     assert (first.num_blocks, second.num_blocks) == (63, 47)
 
 
+def test_a_start_after_a_kill_has_less_than_the_sequences_could_use(folder: Path, tmp_path: Path) -> None:
+    """However much more memory there is: the cache that was too large held no more than that."""
+    settings = {"max_num_seqs": 4, "max_model_len": 128, "start_record": tmp_path / "start.json"}
+    first = Driver.of(folder, **settings).engine.ready
+    second = Driver.of(folder, **settings).engine.ready
+    assert (first.num_blocks, second.num_blocks) == (32, 23)
+
+
 def test_a_length_beyond_the_models_context_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="max_model_len 257 is beyond the model's context of 256 tokens"):
         Driver.of(folder, max_model_len=257)

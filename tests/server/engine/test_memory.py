@@ -15,14 +15,13 @@ from llmservice_server.engine.memory import (
 GIB = 1 << 30
 
 
-def plan(pool_bytes: int, max_model_len: int = 64, may_shorten: bool = False, most: int | None = None) -> KVCachePlan:
+def plan(pool_bytes: int, max_model_len: int = 64, may_shorten: bool = False) -> KVCachePlan:
     return plan_kv_cache(
         pool_bytes,
         bytes_per_block=100,
         block_size=16,
         max_model_len=max_model_len,
         may_shorten=may_shorten,
-        most_blocks=most,
     )
 
 
@@ -37,10 +36,6 @@ def plan(pool_bytes: int, max_model_len: int = 64, may_shorten: bool = False, mo
 def test_the_pool_is_divided_into_blocks_that_hold_one_request_at_least(pool_bytes: int, expected: KVCachePlan) -> None:
     assert plan(pool_bytes) == expected
     assert expected.num_usable_blocks * 16 >= expected.max_model_len
-
-
-def test_the_pool_is_no_larger_than_can_be_used() -> None:
-    assert plan(10_000, most=9) == KVCachePlan(9, 64)
 
 
 def test_one_block_too_few_is_refused_with_need_have_and_the_longest_that_fits() -> None:
