@@ -26,6 +26,7 @@ STRING_MAP: Schema = {"type": "object", "additionalProperties": {"type": "string
 DEFINITIONS: dict[str, Schema] = {
     "strings": {"type": "array", "items": {"type": "string"}},
     "stringMap": STRING_MAP,
+    "stringLists": {"type": "object", "additionalProperties": {"type": "array", "items": {"type": "string"}}},
     "ownLabels": STRING_MAP | {"propertyNames": {"not": {"pattern": r"^(app\.kubernetes\.io|helm\.sh)/"}}},
     "dnsLabel": {"type": "string", "maxLength": 63, "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"},
     "repository": {"type": "string", "pattern": "^[a-z0-9]+([._/-][a-z0-9]+)*$"},

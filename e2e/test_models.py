@@ -14,6 +14,7 @@ from harness.kube import Kube, Object, is_ready, tiny_service
 from harness.model_hub import ModelHub
 from harness.object_store import ObjectStore
 from harness.wait import wait_for
+from llmservice_operator.api import labels
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -48,6 +49,8 @@ def _checkpoint(cluster: Cluster) -> dict[str, bytes]:
 def _secret(kube: Kube, name: str, data: dict[str, str]) -> None:
     secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "stringData": data}
     kube.core.create_namespaced_secret(kube.namespace, secret)
+    usable = {labels.USABLE_SECRETS: "hub-access,bucket,stale-access"}
+    kube.core.patch_namespace(kube.namespace, {"metadata": {"annotations": usable}})
 
 
 def _answer(cluster: Cluster, model: str) -> str:

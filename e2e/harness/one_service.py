@@ -116,6 +116,7 @@ class World:
             old.pod_models,
             OperatorMetrics(),
             old.server_image,
+            old.grants,
             self.clock,
             monotonic=self.monotonic,
         )

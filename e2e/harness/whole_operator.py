@@ -22,6 +22,7 @@ from llmservice_operator.cluster.object_cache import ObjectCache
 from llmservice_operator.framework.handlers import Handlers
 from llmservice_operator.framework.operator import Work
 from llmservice_operator.framework.resync import Resync
+from llmservice_operator.grants import Grants
 from llmservice_operator.loops import ServiceLoops
 from llmservice_operator.models.source import ModelReader
 from llmservice_operator.monitoring.metrics import OperatorMetrics
@@ -50,6 +51,7 @@ class WholeOperator:
             PodModels(session),
             metrics,
             "img:1",
+            Grants(client, clock=clock),
             clock,
             monotonic=clock,
         )

@@ -45,6 +45,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="hub or mirror that hf:// models come from, for the operator and the pods (env HF_ENDPOINT)",
     )
     parser.add_argument(
+        "--share-hf-token",
+        action="store_true",
+        help="read config.json of everybody's models with this process's HF_TOKEN; without it a gated model is sized by"
+        " its first pod",
+    )
+    parser.add_argument(
+        "--usable-secrets",
+        action="append",
+        default=[],
+        metavar="NAMESPACE=NAME,...",
+        help="Secrets that LLMServices of a namespace may name, * for all, beside those that the Namespace's annotation"
+        " lists; repeatable",
+    )
+    parser.add_argument(
+        "--allow-env",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="let spec.podTemplate.env set this variable, or those of a pattern such as *_PROXY, though it is guarded;"
+        " repeatable",
+    )
+    parser.add_argument(
         "--own-namespace",
         default=env("POD_NAMESPACE"),
         metavar="NAME",
@@ -104,6 +126,12 @@ def run(args: argparse.Namespace) -> int:
         peers = platform_peers(args.own_namespace, args.prometheus_peer or [DEFAULT_PROMETHEUS])
     except PeerError as error:
         raise CommandError(f"--prometheus-peer {error}") from error
+    usable_secrets: dict[str, tuple[str, ...]] = {}
+    for given in args.usable_secrets:
+        namespace, _, names = given.partition("=")
+        if not namespace or not names:
+            raise CommandError(f"--usable-secrets is {given!r}, expected NAMESPACE=NAME,NAME or NAMESPACE=*")
+        usable_secrets[namespace] = usable_secrets.get(namespace, ()) + tuple(names.split(","))
     for flag, value in (("--watch-silence", args.watch_silence), ("--resync", args.resync)):
         if value < 1:
             raise CommandError(f"{flag} is {value}, expected at least 1 second")
@@ -121,6 +149,9 @@ def run(args: argparse.Namespace) -> int:
         prometheus_url=args.prometheus_url or None,
         file_models_root=args.file_models_root,
         hf_endpoint=args.hf_endpoint,
+        shares_hf_token=args.share_hf_token,
+        usable_secrets=usable_secrets,
+        allowed_env=tuple(args.allow_env),
         peers=peers,
         host=args.host,
         port=args.port,

@@ -16,6 +16,7 @@ from llmservice_operator.children.children import expected_children
 from llmservice_operator.children.network_policy import DEFAULT_PEERS
 from llmservice_operator.cluster.kube_client import KubeClient, KubeError
 from llmservice_operator.cluster.object_cache import ObjectCache
+from llmservice_operator.grants import Grants
 from llmservice_operator.memory import Memory, remembered_promise
 from llmservice_operator.monitoring.metrics import OperatorMetrics
 from llmservice_operator.observation import Observation, parsed
@@ -51,6 +52,7 @@ class Reconciler:
     pod_models: PodModels
     metrics: OperatorMetrics
     server_image: str
+    grants: Grants
     clock: Callable[[], float] = time.time
     peers: tuple[Manifest, ...] = DEFAULT_PEERS
     """Who may reach every service's pods, as NetworkPolicyPeers."""
@@ -192,6 +194,8 @@ class Reconciler:
         """Make the children what they should be; what can't be done comes back with the reason."""
         if isinstance(sizing, SizingProblem):
             return []
+        if (refused := await self.grants.refusal(seen.service)) is not None:
+            return [Refusal("Deployment", refused)]
         if decision.replicas < seen.current and load is not None:
             await self._mark_cheapest(seen, load)
         refusals = await self._apply_children(seen.service, sizing, decision.replicas)

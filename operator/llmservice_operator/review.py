@@ -16,6 +16,7 @@ from llmservice_operator.apply.applier import name_taken, owned_by
 from llmservice_operator.children.child import Child
 from llmservice_operator.children.children import expected_children
 from llmservice_operator.cluster.kube_client import KubeClient, KubeError
+from llmservice_operator.grants import Grants
 from llmservice_operator.models.location import ModelSourceError
 from llmservice_operator.scaling.feasibility import assess
 from llmservice_operator.sizing.sizer import ReadModel
@@ -24,8 +25,10 @@ from llmservice_operator.status.conditions import READY, SIZING_VALID, SLO_FEASI
 from llmservice_operator.status.invalid_spec import InvalidSpecError
 from llmservice_operator.status.model_status import known_figures
 
-_SIZED = ("model", "resources", "engine", "slo")
+_SIZED = frozenset({"model", "resources", "engine", "slo"})
 """The parts of a spec that decide whether it fits."""
+_GRANTED = frozenset({"model", "podTemplate"})
+"""The parts that may name what only the platform grants."""
 _NEVER_SERVED = frozenset({"InvalidURI", "FileModelsDisabled"})
 """Why a model can't be read, whatever becomes of its source."""
 _READ_S = 2.0
@@ -47,27 +50,42 @@ class Reviewer:
     client: KubeClient
     read_model: ReadModel
     server_image: str
+    grants: Grants
 
     async def review(self, manifest: Manifest, before: Manifest | None) -> Review:
         """`before` is what the manifest replaces, None where it is new.
 
-        A change that has no influence on whether the spec fits, such as to scale down, is allowed.
+        What a change leaves as it was is not judged again, so that a spec that no longer fits can still be scaled down.
         """
         leaving = manifest["metadata"].get("deletionTimestamp") is not None
-        if leaving or (before is not None and _sized_fields(before) == _sized_fields(manifest)):
+        changed = _changed(manifest, before)
+        if leaving or not changed:
             return Review()
         try:
             service = LLMService.model_validate(_reviewable(manifest))
         except ValidationError as error:
             return Review(f"InvalidSpec: {InvalidSpecError(manifest, error)}")
+        if changed & _GRANTED and (refused := await self._refused(service)):
+            return Review(f"{READY} would be False: {refused}")
+        return await self._fit(service, new=before is None) if changed & _SIZED else Review()
+
+    async def _fit(self, service: LLMService, *, new: bool) -> Review:
         sizing = await self._size(service)
         if isinstance(sizing, ModelSourceError):
             return Review(warnings=(f"{SIZING_VALID} is not known yet: {sizing.reason}: {sizing}",))
         if isinstance(sizing, SizingProblem):
             return Review(f"{SIZING_VALID} would be False: {sizing.reason}: {sizing.message}")
-        if before is None and (taken := await self._taken(service, sizing)):
+        if new and (taken := await self._taken(service, sizing)):
             return Review(f"{READY} would be False: {taken}")
         return Review(warnings=_warnings(sizing))
+
+    async def _refused(self, service: LLMService) -> str | None:
+        """What the platform does not grant; where that can't be read a pass decides."""
+        try:
+            trouble = await self.grants.refusal(service)
+        except KubeError:
+            return None
+        return f"{trouble.reason}: {trouble.message}" if trouble else None
 
     async def _size(self, service: LLMService) -> Sized | SizingProblem | ModelSourceError:
         known = known_figures(service.status.model, service.spec.model)
@@ -100,8 +118,12 @@ class Reviewer:
         return f"{trouble.reason}: {trouble.message}" if trouble.reason == "NameConflict" else None
 
 
-def _sized_fields(manifest: Manifest) -> list[object]:
-    return [(manifest.get("spec") or {}).get(key) for key in _SIZED]
+def _changed(manifest: Manifest, before: Manifest | None) -> frozenset[str]:
+    """The reviewed parts of the spec that differ; all of them where the object is new."""
+    if before is None:
+        return _SIZED | _GRANTED
+    new, old = manifest.get("spec") or {}, before.get("spec") or {}
+    return frozenset(part for part in _SIZED | _GRANTED if new.get(part) != old.get(part))
 
 
 def _warnings(sized: Sized) -> tuple[str, ...]:

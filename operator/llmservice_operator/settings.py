@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from llmservice_operator.api.spec import Manifest
@@ -42,6 +43,15 @@ class OperatorSettings:
 
     hf_endpoint: str = "https://huggingface.co"
     """The hub, or its mirror, that config.json of a hf:// model is read from, and that pods download from."""
+
+    shares_hf_token: bool = False
+    """Whether HF_TOKEN of the operator's own environment reads the figures of tenants' models."""
+
+    usable_secrets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """By namespace: Secrets that LLMServices may name, beside those of the Namespace's annotation; * is all of them."""
+
+    allowed_env: tuple[str, ...] = ()
+    """Guarded variables, or patterns of them, that spec.podTemplate.env may set."""
 
     peers: tuple[Manifest, ...] = DEFAULT_PEERS
     """Who may reach every service's pods through their NetworkPolicy: gateway, operator, Prometheus."""

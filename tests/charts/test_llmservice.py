@@ -180,6 +180,18 @@ def test_namespaced_mode_has_nothing_cluster_wide_but_the_crd(chart: helm.Chart)
         assert [flag for flag in args if flag.startswith("--namespace")] == ["--namespace=team-a", "--namespace=team-b"]
 
 
+def test_what_tenants_may_name_reaches_the_operator(chart: helm.Chart) -> None:
+    operator = named(render(chart, VALUES["everything"]), "Deployment", "release-llmservice-operator")
+    args = operator["spec"]["template"]["spec"]["containers"][0]["args"]
+    wanted = ["--usable-secrets=team-a=hf-token,model-bucket", "--usable-secrets=team-b=*"]
+    assert [flag for flag in args if flag.startswith("--usable-secrets")] == wanted
+    assert [flag for flag in args if flag.startswith("--allow-env")] == [
+        "--allow-env=HTTPS_PROXY",
+        "--allow-env=OTEL_*",
+    ]
+    assert "--share-hf-token" in args
+
+
 def test_images_take_registry_and_tag_and_the_operator_is_told_the_servers(chart: helm.Chart) -> None:
     operator = named(render(chart, VALUES["everything"]), "Deployment", "release-llmservice-operator")
     (container,) = operator["spec"]["template"]["spec"]["containers"]

@@ -219,6 +219,11 @@ def test_a_tick_that_would_spin_is_refused(capsys: pytest.CaptureFixture[str]) -
     assert "--tick" in capsys.readouterr().err
 
 
+def test_secrets_without_a_namespace_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["operator", "--usable-secrets", "hf-token"]) == 2
+    assert "--usable-secrets is 'hf-token', expected NAMESPACE=NAME" in capsys.readouterr().err
+
+
 def test_without_a_cluster_it_says_what_to_set(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

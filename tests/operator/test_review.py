@@ -10,6 +10,7 @@ import pytest
 
 from llmservice_operator.api.model_spec import ModelSource
 from llmservice_operator.cluster.kube_client import KubeClient
+from llmservice_operator.grants import Grants
 from llmservice_operator.models.location import ModelSourceError
 from llmservice_operator.models.source import Figures, Model
 from llmservice_operator.review import Review, Reviewer
@@ -26,7 +27,7 @@ def reviewer(kube: KubeClient, model: Model) -> Reviewer:
         assert source.uri
         return model
 
-    return Reviewer(kube, read, "img:1")
+    return Reviewer(kube, read, "img:1", Grants(kube))
 
 
 async def test_what_fits_is_allowed_without_a_word(reviewer: Reviewer, manifest_of: Any) -> None:
@@ -98,6 +99,21 @@ async def test_a_hub_that_hangs_holds_up_no_apply(
 
     assert review.denied is None
     assert "ModelUnreachable" in review.warnings[0]
+
+
+async def test_a_secret_or_a_variable_that_is_not_granted_is_denied(reviewer: Reviewer, manifest_of: Any) -> None:
+    named = manifest_of(podTemplate={"envFrom": [{"secretRef": {"name": "db"}}]})
+    proxied = manifest_of(podTemplate={"env": [{"name": "HTTPS_PROXY", "value": "http://mine"}]})
+
+    for before in (None, manifest_of()):
+        denied = (await reviewer.review(named, before)).denied
+        assert denied is not None
+        assert denied.startswith("Ready would be False: SecretNotAllowed: spec.podTemplate.envFrom[0].secretRef names")
+        denied = (await reviewer.review(proxied, before)).denied
+        assert denied is not None
+        assert denied.startswith("Ready would be False: EnvNotAllowed: spec.podTemplate.env sets HTTPS_PROXY")
+    scaled = {**named, "spec": {**named["spec"], "replicas": 0}}
+    assert await reviewer.review(scaled, named) == Review(), "what was there before can be scaled down"
 
 
 async def test_a_name_that_is_taken_is_denied_and_one_that_is_being_given_up_is_not(

@@ -125,6 +125,11 @@ capabilities: {drop: [ALL]}
 - apiGroups: [""]
   resources: [events]
   verbs: [create, patch]
+{{- if not .Values.namespaces }}
+- apiGroups: [""]  # their annotation lists the Secrets that LLMServices may name
+  resources: [namespaces]
+  verbs: [get]
+{{- end }}
 {{- end -}}
 
 {{- define "llmservice.gatewayRules" -}}

@@ -16,6 +16,8 @@ MODEL = f"{GROUP}/model"
 """Annotation of a pod: the model that it was started with."""
 TEMPLATE = f"{GROUP}/template"
 """Annotation of a pod: the hash of the pod template that it was made from."""
+USABLE_SECRETS = f"{GROUP}/usable-secrets"
+"""Annotation of a Namespace: the Secrets that its LLMServices may name, separated by commas; * is all of them."""
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 
 APP = "llmservice"

@@ -15,7 +15,8 @@ ObjectName = Annotated[
 
 class SecretRef(SchemaModel):
     name: ObjectName = Field(
-        description="Name of a Secret in the same namespace whose key `token` holds the access token."
+        description="Name of a Secret in the same namespace whose key `token` holds the access token. The Namespace's"
+        " annotation serving.llmservice.io/usable-secrets has to list it, like every Secret that a spec names."
     )
 
 

@@ -168,7 +168,8 @@ class PodTemplate(SchemaModel):
     env: list[EnvVar] = Field(
         default_factory=list,
         max_length=64,
-        description="Environment variables added to the server's container; proxies and CAs also to the download's.",
+        description="Environment variables added to the server's container; proxies and CAs also to the download's."
+        " Secrets need the Namespace's annotation; proxies, CAs, LD_* and the like the chart's operator.allowedEnv.",
     )
     image_pull_secrets: list[PullSecret] = Field(
         default_factory=list, max_length=8, description="Secrets that the server's image is pulled with."

@@ -40,6 +40,8 @@ _REMEDIES = {
     "ProgressDeadlineExceeded": "The new pods never became ready. Undo the last change of the spec, or look at {pods}",
     # children
     "NameConflict": "Rename this service, or delete the object that has its name.",
+    "SecretNotAllowed": "Annotate the Namespace as the message says, or leave the Secret out: docs/security.md",
+    "EnvNotAllowed": "Leave the variable out, or have it added to the chart's operator.allowedEnv.",
     "NameTaken": "Use the name with the namespace before it, or set another spec.model.servedName.",
     "ApplyFailed": "Correct what the API server objects to; for a missing permission see the operator's role.",
     "ServingEarlierSpec": "Correct the spec; what ran before goes on serving meanwhile.",
@@ -54,7 +56,7 @@ _REMEDIES = {
     "InvalidURI": "Correct spec.model.uri.",
     "FileModelsDisabled": "Use hf:// or pvc://, or set the chart's operator.fileModelsRoot.",
     "ModelNotFound": "Correct spec.model.uri, or put the model there.",
-    "ModelForbidden": "Name the Secret with the hub's token in spec.model.secretRef, or give the operator one.",
+    "ModelForbidden": "Name the Secret with the hub's token in spec.model.secretRef.",
     "ModelUnreachable": "Check the operator's network, or give the model's figures in spec.model.shape.",
     "ModelUnreadable": "Correct the checkpoint's config.json, or choose another revision.",
     "AwaitingPod": "Wait for the first pod, or give the figures of the model's config.json in spec.model.shape.",

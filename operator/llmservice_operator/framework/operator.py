@@ -31,6 +31,7 @@ from llmservice_operator.framework.login import Login
 from llmservice_operator.framework.probes import Watches, register_probes
 from llmservice_operator.framework.resync import Resync
 from llmservice_operator.framework.settings import kopf_settings, quieten_kopf
+from llmservice_operator.grants import Grants
 from llmservice_operator.leadership.election import Election, LeadershipLostError
 from llmservice_operator.loops import ServiceLoops
 from llmservice_operator.models.source import ModelReader
@@ -164,7 +165,7 @@ async def run_operator(settings: OperatorSettings) -> None:
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="webhook-")))
             certificate = Certificate(client, webhook, settings.host, process.leads, folder)
             work.beside.append(certificate.run)
-            reviewer = Reviewer(client, reconciler.read_model, settings.server_image)
+            reviewer = Reviewer(client, reconciler.read_model, settings.server_image, reconciler.grants)
             register_admission(registry, own, certificate, (settings.host, webhook.port), reviewer.review)
         server, _ = start_http_server(settings.port, settings.host, metrics.registry)
         stack.callback(server.shutdown)
@@ -194,7 +195,8 @@ async def _reconciler(
     # Pods are in the cluster, the hub is not: only the latter may be behind a proxy that the environment names.
     inside = await stack.enter_async_context(aiohttp.ClientSession())
     outside = await stack.enter_async_context(aiohttp.ClientSession(trust_env=True))
-    reader = ModelReader(outside, settings.file_models_root, settings.hf_endpoint, os.environ.get("HF_TOKEN"))
+    token = os.environ.get("HF_TOKEN") if settings.shares_hf_token else None
+    reader = ModelReader(outside, settings.file_models_root, settings.hf_endpoint, token)
     prometheus = PrometheusSignals(inside, settings.prometheus_url) if settings.prometheus_url else None
     return Reconciler(
         client,
@@ -205,6 +207,7 @@ async def _reconciler(
         PodModels(inside),
         metrics,
         settings.server_image,
+        Grants(client, not settings.namespaces, settings.usable_secrets, settings.allowed_env),
         peers=settings.peers,
     )
 

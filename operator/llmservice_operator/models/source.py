@@ -110,7 +110,7 @@ class ModelReader:
             raise ModelSourceError(
                 "ModelForbidden",
                 f"{url} answers {status}: the model is gated or does not exist. Name the Secret with its token in"
-                " spec.model.secretRef, or start the operator with HF_TOKEN",
+                " spec.model.secretRef",
                 lasting=False,
             )
         if status == 404:

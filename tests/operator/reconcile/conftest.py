@@ -16,6 +16,7 @@ from harness.talking_pods import TalkingPods
 from llmservice_operator.apply.applier import Applier
 from llmservice_operator.cluster.kube_client import KubeClient
 from llmservice_operator.cluster.object_cache import ObjectCache
+from llmservice_operator.grants import Grants
 from llmservice_operator.models.source import ModelReader
 from llmservice_operator.monitoring.metrics import OperatorMetrics
 from llmservice_operator.pods.pod_model import PodModels
@@ -66,7 +67,8 @@ async def world(kube: KubeClient, pods: TalkingPods, models: Path) -> AsyncItera
         signals = partial(_signals, session, pods.port, unreachable)
         cache, pod_models = ObjectCache(), PodModels(session, pods.port)
         applier = Applier(kube, cache)
-        reconciler = Reconciler(kube, cache, applier, reader.read, signals(), pod_models, OperatorMetrics(), "img:1")
+        metrics, grants = OperatorMetrics(), Grants(kube)
+        reconciler = Reconciler(kube, cache, applier, reader.read, signals(), pod_models, metrics, "img:1", grants)
         world = World(kube, reconciler, pods, signals)
         kube.answered = world.answered
         reconciler.clock, reconciler.monotonic = world.clock, world.monotonic

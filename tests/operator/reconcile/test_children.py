@@ -49,6 +49,42 @@ async def test_a_pass_that_finds_all_well_asks_the_api_server_for_nothing(
     assert (await world.service(), await world.deployment(), await world.events()) == (service, deployment, events)
 
 
+async def test_no_pod_is_made_with_a_secret_that_is_not_granted_until_it_is(world: World, manifest_of: Any) -> None:
+    await world.create_service(manifest_of(podTemplate={"envFrom": [{"secretRef": {"name": "db"}}]}))
+
+    await world.run_pass()
+
+    assert await world.deployment() is None
+    ready, stalled = await world.condition("Ready"), await world.condition("Stalled")
+    assert (ready["status"], ready["reason"]) == ("False", "SecretNotAllowed")
+    assert (stalled["status"], stalled["reason"]) == ("True", "SecretNotAllowed")
+    assert "spec.podTemplate.envFrom[0].secretRef names the Secret db" in ready["message"]
+    granted = {"metadata": {"annotations": {"serving.llmservice.io/usable-secrets": "db"}}}
+    await world.kube.request("PATCH", NS, body=granted)
+
+    await world.run_pass(after_s=5)
+
+    assert (await world.condition("Ready"))["reason"] == "Starting"
+    assert await world.replicas() == 1
+
+
+async def test_a_spec_that_comes_to_name_a_secret_leaves_what_runs_as_it_is(world: World, manifest_of: Any) -> None:
+    await world.create_service(manifest_of())
+    await world.run_pass()
+    await world.start_pod("tiny-1", "127.0.0.1", (0, 0))
+    await world.run_pass(after_s=5)
+    before = await world.deployment()
+    edit = {"spec": {"podTemplate": {"envFrom": [{"secretRef": {"name": "db"}}]}}}
+    await world.kube.request("PATCH", f"{SERVICES}/tiny", body=edit)
+
+    await world.run_pass(after_s=5)
+
+    assert await world.deployment() == before
+    ready = await world.condition("Ready")
+    assert (ready["status"], ready["reason"]) == ("False", "ServingEarlierSpec")
+    assert "SecretNotAllowed" in ready["message"]
+
+
 async def test_drift_on_an_owned_field_is_put_right_and_other_fields_stay(world: World, manifest_of: Any) -> None:
     await world.create_service(manifest_of(replicas=2))
     await world.run_pass()
