@@ -99,7 +99,7 @@ class Reconciler:
             drain=memory.history.shifted(seen.now - seen.steady_s).drain if memory.history else None,
             fetching=fetching,
             settling=memory.settling(seen.asked, seen.steady_s),
-            name_holder=self._name_holder(seen.service),
+            name_holder=self.cache.name_holder(seen.service.served_name),
             noting=memory.notes.noting(seen.steady_s, seen.window_s),
         )
         await self._write_status(seen, outcome)
@@ -133,10 +133,6 @@ class Reconciler:
         """The service's own Deployment as it is by now."""
         deployment = self.cache.child("Deployment", *service.key)
         return deployment if deployment is not None and owned_by(deployment, service.metadata.uid) else None
-
-    def _name_holder(self, service: LLMService) -> str | None:
-        holder = self.cache.name_holder(service.served_name)
-        return holder[0] if holder else None
 
     def _memory(self, seen: Observation) -> Memory:
         """By uid, so that a service that is created anew under an old name starts afresh."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from harness.model_hub import ModelHub
 from llmservice_local.api.registry import Registry
 from llmservice_local.api.serve import serve_api
 from llmservice_local.endpoint import Endpoint
@@ -96,6 +98,26 @@ async def test_the_command_keeps_a_service_as_it_should_be(start: Start, kube: K
     successor.send_signal(signal.SIGTERM)
     async with asyncio.timeout(10):
         assert await successor.wait() == 0
+
+
+@pytest.mark.parametrize("flags", [[], ["--share-hf-token"]])
+async def test_the_operator_s_own_token_reads_no_tenant_s_model_unless_told_to(
+    flags: list[str], start: Start, kube: KubeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128}
+    config |= {"num_attention_heads": 4, "vocab_size": 512, "max_position_embeddings": 2048}
+    with ModelHub({"config.json": json.dumps(config).encode()}).serving() as hub:
+        monkeypatch.setenv("HF_TOKEN", hub.token)
+        await start("--hf-endpoint", hub.url, *flags)
+        body = {"apiVersion": "serving.llmservice.io/v1alpha1", "kind": "LLMService", "metadata": {"name": "tiny"}}
+        await _create(kube, SERVICES, {**body, "spec": {"model": {"uri": "hf://org/gated"}}})
+
+        async def sized() -> str | None:
+            service = await kube.get_service("team-a", "tiny")
+            conditions = (service or {}).get("status", {}).get("conditions", [])
+            return next((one["reason"] for one in conditions if one["type"] == "SizingValid"), None)
+
+        assert await until(sized) == ("Fits" if flags else "ModelForbidden")
 
 
 async def test_an_api_server_that_goes_and_comes_back_finds_the_operator_waiting(

@@ -7,6 +7,7 @@ at once, and the watch event that tells of the same write later brings nothing n
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -32,6 +33,8 @@ class ObjectCache:
         self._pods: dict[tuple[str, str], dict[str, Manifest]] = {}
         self._names: dict[str, set[tuple[str, str, str]]] = {}
         """By served name: who claims it, as (creation time, namespace, name)."""
+        self._services_in: Counter[str] = Counter()
+        """By namespace."""
         self._graves: dict[str, int] = {}
         self._kinds: dict[str, bool] = {}
 
@@ -61,10 +64,14 @@ class ObjectCache:
         """The pods that carry the labels of a service, by name."""
         return [pod for _, pod in sorted(self._pods.get((namespace, instance), {}).items())]
 
-    def name_holder(self, served_name: str) -> tuple[str, str] | None:
-        """Namespace and name of the oldest service that claims a bare name, which the gateway routes to it."""
+    def name_holder(self, served_name: str) -> str | None:
+        """The namespace where the gateway looks for a served name: its first part if that is a namespace with
+        services, else that of the oldest service that claims it."""
+        first, slash, _ = served_name.partition("/")
+        if slash and self._services_in[first]:
+            return first
         claims = self._names.get(served_name)
-        return min(claims)[1:] if claims else None
+        return min(claims)[1] if claims else None
 
     def put(self, kind: str, obj: Mapping[str, Any]) -> bool:
         """Keep this state of an object; False where it brings nothing new: known, older, or of one that was deleted."""
@@ -83,6 +90,7 @@ class ObjectCache:
             self._pods.setdefault((key[1], instance), {})[key[2]] = kept
         if kind == KIND:
             self._names.setdefault(_served_name(kept), set()).add(_claim(kept))
+            self._services_in[key[1]] += 1
         return True
 
     def drop(self, kind: str, obj: Mapping[str, Any]) -> bool:
@@ -136,6 +144,7 @@ class ObjectCache:
 
     def _unindex(self, key: ChildKey, known: Manifest) -> None:
         if key[0] == KIND:
+            self._services_in[key[1]] -= 1
             claims = self._names[_served_name(known)]
             claims.discard(_claim(known))
             if not claims:

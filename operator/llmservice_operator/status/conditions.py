@@ -224,12 +224,13 @@ def scaling_verdict(
 
 
 def name_verdict(name: str, namespace: str, holder: str | None) -> Verdict | None:
-    """NameTaken, where the bare name belongs to a service of another namespace; `holder` is that namespace."""
+    """NameTaken, where the gateway looks for the name in another namespace, `holder`."""
     if holder is None or holder == namespace:
         return None
+    why = "means that namespace" if name.startswith(f"{holder}/") else "belongs to an older service there"
     message = (
-        f"the name {name} belongs to an older service, in the namespace {holder}: clients of the gateway reach this one"
-        f" as {namespace}/{name}, or set another model.servedName"
+        f"the gateway looks for {name} in the namespace {holder}, for the name {why}: clients reach this service as"
+        f" {namespace}/{name}; or set another model.servedName"
     )
     return Verdict(NAME_TAKEN, "True", "NameTaken", message)
 

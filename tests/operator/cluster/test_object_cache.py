@@ -133,11 +133,13 @@ def test_a_bare_name_belongs_to_the_oldest_service_until_that_gives_it_up() -> N
 
     cache = ObjectCache()
     cache.put(KIND, service("b", 1, "2026-01-02T00:00:00Z"))
-    assert cache.name_holder("llama") == ("b", "llama")
+    assert cache.name_holder("llama") == "b"
     cache.put(KIND, service("a", 2, "2026-01-03T00:00:00Z"))
-    assert cache.name_holder("llama") == ("b", "llama")
+    assert cache.name_holder("llama") == "b"
 
     cache.put(KIND, service("b", 3, "2026-01-02T00:00:00Z", served="other"))
-    assert (cache.name_holder("llama"), cache.name_holder("other")) == (("a", "llama"), ("b", "llama"))
-    cache.drop(KIND, service("a", 4, "2026-01-03T00:00:00Z"))
-    assert cache.name_holder("llama") is None
+    assert (cache.name_holder("llama"), cache.name_holder("other")) == ("a", "b")
+    cache.put(KIND, service("c", 4, "2026-01-01T00:00:00Z", served="a/llama"))
+    assert cache.name_holder("a/llama") == "a", "a namespace with services"
+    cache.drop(KIND, service("a", 5, "2026-01-03T00:00:00Z"))
+    assert (cache.name_holder("llama"), cache.name_holder("a/llama")) == (None, "c")

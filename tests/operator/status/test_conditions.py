@@ -221,4 +221,7 @@ def test_a_name_that_an_older_service_has_is_told_with_the_way_around() -> None:
 
     assert verdict is not None
     assert (verdict.type, verdict.status) == ("NameTaken", "True")
-    assert "as team-b/llama" in verdict.message
+    assert "belongs to an older service there: clients reach this service as team-b/llama" in verdict.message
+    qualified = name_verdict("team-a/llama", "team-b", "team-a")
+    assert qualified is not None
+    assert "means that namespace: clients reach this service as team-b/team-a/llama" in qualified.message
