@@ -70,7 +70,7 @@ async def _held_when_idle(server: ToyServer) -> float:
     deadline = time.monotonic() + IDLE_S
     async with aiohttp.ClientSession() as session:
         while True:
-            async with session.get(f"{server.url}/metrics") as response:
+            async with session.get(server.metrics_url) as response:
                 text = await response.text()
             held = next(float(line.split()[-1]) for line in text.splitlines() if 'blocks{state="held"}' in line)
             if held == 0 or time.monotonic() > deadline:

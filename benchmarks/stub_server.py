@@ -29,7 +29,7 @@ async def serve(model: Path, period_s: str, num_seqs: str) -> None:
         request_timeout_s=600.0,
         queue_timeout_s=None,
     )
-    listen = ListenConfig(host="127.0.0.1", port=0, drain_timeout_s=1.0, metrics_prefix="llmservice_")
+    listen = ListenConfig(host="127.0.0.1", port=0, metrics_port=0, drain_timeout_s=1.0, metrics_prefix="llmservice_")
     command = (sys.executable, STUB_ENGINE, period_s, num_seqs)
     await HttpProcess(EngineConfig(model=model), config, listen, "info", command).run()
 

@@ -22,6 +22,7 @@ START_TIMEOUT_S = 60.0
 @dataclass(frozen=True, slots=True)
 class ToyServer:
     url: str
+    metrics_url: str
     process_id: int
 
 
@@ -31,7 +32,7 @@ async def serving(*flags: str) -> AsyncIterator[ToyServer]:
     model = await asyncio.to_thread(checkpoint, MODEL)
     command = (
         LLMSERVICE, "serve", "--model", str(model), "--served-model-name", MODEL, "--host", "127.0.0.1", "--port", "0",
-        "--kv-cache-memory", "512MiB", *flags,
+        "--metrics-port", "0", "--kv-cache-memory", "512MiB", *flags,
     )  # fmt: skip
     async with started(*command) as server:
         yield server
@@ -39,13 +40,13 @@ async def serving(*flags: str) -> AsyncIterator[ToyServer]:
 
 @asynccontextmanager
 async def started(*command: str) -> AsyncIterator[ToyServer]:
-    """What `command` starts, once it is ready: it logs its port as `llmservice serve` does. It ends with the block."""
+    """What `command` starts, once it is ready: it logs its ports as `llmservice serve` does. It ends with the block."""
     server = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
-            port, reading = await _port(server)
+            port, metrics_port, reading = await _ports(server)
             await _ready(f"http://127.0.0.1:{port}")
-        yield ToyServer(f"http://127.0.0.1:{port}", server.pid)
+        yield ToyServer(f"http://127.0.0.1:{port}", f"http://127.0.0.1:{metrics_port}/metrics", server.pid)
     finally:
         if server.returncode is None:
             server.terminate()
@@ -53,8 +54,11 @@ async def started(*command: str) -> AsyncIterator[ToyServer]:
         await reading
 
 
-async def _port(server: asyncio.subprocess.Process) -> tuple[int, asyncio.Task[None]]:
-    """The port that the server logs; what it logs after that is read, so that it never blocks, and dropped."""
+async def _ports(server: asyncio.subprocess.Process) -> tuple[int, int, asyncio.Task[None]]:
+    """Those of the API and of /metrics, as the server logs them.
+
+    What it logs after that is read, so that it never blocks, and dropped.
+    """
     if server.stdout is None:
         raise RuntimeError("the server was started without a pipe")
     stdout = server.stdout
@@ -64,8 +68,8 @@ async def _port(server: asyncio.subprocess.Process) -> tuple[int, asyncio.Task[N
             pass
 
     async for line in stdout:
-        if found := re.search(rb'"message":"listening".*"port":(\d+)', line):
-            return int(found[1]), asyncio.create_task(drain())
+        if found := re.search(rb'"message":"listening".*"port":(\d+),"metrics_port":(\d+)', line):
+            return int(found[1]), int(found[2]), asyncio.create_task(drain())
     raise SystemExit(f"the server ended with status {await server.wait()}")
 
 

@@ -36,8 +36,9 @@ def measure_phases(model: str, runs: int = 3, kernels: Path | None = None) -> di
 async def measure_serving(model: str) -> dict[str, Any]:
     """From `llmservice serve` to ready and to the first token, in seconds, and both processes' memory then."""
     command = (LLMSERVICE, "serve", "--model", str(checkpoint(model)), "--host", "127.0.0.1", "--port", "0")
+    flags = ("--metrics-port", "0", "--served-model-name", model, "--kv-cache-memory", "256MiB")
     begun_s = time.perf_counter()
-    async with started(*command, "--served-model-name", model, "--kv-cache-memory", "256MiB") as server:
+    async with started(*command, *flags) as server:
         ready_s = time.perf_counter() - begun_s
         target = Target(server.url, model)
         body = target.body("Say", max_tokens=1)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from llmservice_server.api.api_keys import ApiKeyError, ApiKeys
-from llmservice_server.api.app import create_app
+from llmservice_server.api.app import create_app, create_metrics_app
 from llmservice_server.api.state import ServeConfig, ServerState
 from llmservice_server.api.tracing import TracingError, tracer_provider
 from llmservice_server.engine.config import EngineConfig
@@ -27,6 +27,7 @@ from llmservice_server.text.tokenizer import Tokenizer, TokenizerLoadError
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
+    from starlette.types import ASGIApp
 
 log = logging.getLogger("llmservice.server")
 
@@ -52,10 +53,16 @@ class ListenConfig:
     """Where and how long the HTTP side lives."""
 
     host: str
-    port: int  # 0: a free one, told in the log
+    port: int  # 0: a free one, which the log names
+    metrics_port: int  # of /metrics; the same as `port`: /metrics is served there; 0: a free one of its own, likewise
     drain_timeout_s: float
     metrics_prefix: str
     otlp_endpoint: str | None = None  # None: the environment's
+
+    @property
+    def shares_port(self) -> bool:
+        """Whether the API and /metrics are served on one port."""
+        return self.metrics_port == self.port != 0
 
 
 class _Uvicorn(uvicorn.Server):
@@ -96,29 +103,16 @@ class HttpProcess:
         self._failure: str | None = None
         self._was_ready = False
         self._tracer = _tracer(listen)
-        self._uvicorn = _Uvicorn(
-            uvicorn.Config(
-                create_app(self._state, _api_keys(serve), self._tracer),
-                http=BoundedHttpProtocol,
-                log_config=None,
-                access_log=False,
-                ws="none",
-                lifespan="off",
-                server_header=False,
-                timeout_keep_alive=_KEEP_ALIVE_S,
-            )
-        )
+        app = create_app(self._state, _api_keys(serve), self._tracer, serves_metrics=listen.shares_port)
+        self._api = _uvicorn(app)
+        self._metrics = None if listen.shares_port else _uvicorn(create_metrics_app(self._state))
 
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT. Raises ServeError where the engine or the tokenizer fails."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
-        listener = _bind(self._listen.host, self._listen.port)
-        address = listener.getsockname()
-        log.info("listening", extra={"fields": {"host": address[0], "port": address[1]}})
-        serving = asyncio.create_task(self._uvicorn.serve(sockets=[listener]))
-        serving.add_done_callback(lambda _: self._stop.set())
+        serving = self._start_serving()
         engine = asyncio.create_task(self._run_engine())
         tokenizer = asyncio.create_task(self._load_tokenizer())
         await self._stop.wait()
@@ -130,13 +124,31 @@ class HttpProcess:
         await engine
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._state.idle.wait(), _LAST_ANSWERS_S)
-        self._uvicorn.should_exit = True
-        self._uvicorn.force_exit = not self._state.idle.is_set()
-        await serving
+        self._stop_serving()
+        await asyncio.gather(*serving)
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.shutdown)  # sends what is left
         if self._failure is not None:
             raise ServeError(self._failure, SERVING_FAILED if self._was_ready else LOADING_FAILED)
+
+    def _start_serving(self) -> list[asyncio.Task[None]]:
+        """Listen on the ports and log them. Raises ServeError where one is taken."""
+        host, port = self._listen.host, self._listen.port
+        listeners = [(self._api, _bind(host, port, "--port"))]
+        fields = {"host": host, "port": listeners[0][1].getsockname()[1]}
+        if self._metrics is not None:
+            listeners.append((self._metrics, _bind(host, self._listen.metrics_port, "--metrics-port")))
+        log.info("listening", extra={"fields": {**fields, "metrics_port": listeners[-1][1].getsockname()[1]}})
+        serving = [asyncio.create_task(server.serve(sockets=[listener])) for server, listener in listeners]
+        for task in serving:
+            task.add_done_callback(lambda _: self._stop.set())
+        return serving
+
+    def _stop_serving(self) -> None:
+        self._api.should_exit = True
+        self._api.force_exit = not self._state.idle.is_set()
+        if self._metrics is not None:
+            self._metrics.should_exit = self._metrics.force_exit = True  # a scrape that hangs delays no shutdown
 
     def _on_ready(self, ready: Ready) -> None:
         self._was_ready = True
@@ -191,7 +203,23 @@ def _tracer(listen: ListenConfig) -> TracerProvider | None:
         raise ServeError(str(error)) from error
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def _uvicorn(app: ASGIApp) -> _Uvicorn:
+    return _Uvicorn(
+        uvicorn.Config(
+            app,
+            http=BoundedHttpProtocol,
+            log_config=None,
+            access_log=False,
+            ws="none",
+            lifespan="off",
+            server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+        )
+    )
+
+
+def _bind(host: str, port: int, flag: str) -> socket.socket:
+    """A listening socket. Raises ServeError, which names the `flag` of the port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -200,5 +228,6 @@ def _bind(host: str, port: int) -> socket.socket:
         listener.listen(_BACKLOG)  # before the log says so
     except OSError as error:
         listener.close()
-        raise ServeError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+        why = error.strerror or error
+        raise ServeError(f"cannot listen on {host}:{port}: {why}: choose another {flag} or --host") from error
     return listener

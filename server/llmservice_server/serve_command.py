@@ -36,6 +36,13 @@ def _add_http_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--host", default=os.environ.get("LLMSERVICE_HOST", "0.0.0.0"), help="address to listen on, $LLMSERVICE_HOST")
     add("--port", type=_port, default=8000, help="port to listen on; 0 takes a free one and logs it")
+    add(
+        "--metrics-port",
+        type=_port,
+        default=8001,
+        metavar="PORT",
+        help="port of /metrics; the same as --port serves both there, 0 takes a free one and logs it",
+    )
     _add_queue_arguments(parser)
     add("--max-queued-embeddings", type=_count, default=4096, help="inputs of /v1/embeddings that may wait, likewise")
     add("--request-timeout", type=_duration, default=600.0, metavar="SECONDS", help="deadline of a request; 0 for none")
@@ -303,6 +310,7 @@ def run(args: argparse.Namespace) -> int:
     listen = ListenConfig(
         host=args.host,
         port=args.port,
+        metrics_port=args.metrics_port,
         drain_timeout_s=args.drain_timeout,
         metrics_prefix=args.metrics_prefix,
         otlp_endpoint=args.otlp_endpoint,

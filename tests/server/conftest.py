@@ -25,10 +25,10 @@ T = TypeVar("T")
 
 
 class ServerProcess:
-    """`llmservice serve` on a free port of the loopback."""
+    """`llmservice serve` on free ports of the loopback."""
 
     def __init__(self, model: Path, *flags: str) -> None:
-        command = [LLMSERVICE, "serve", "--model", model, "--host", "127.0.0.1", "--port", "0"]
+        command = [LLMSERVICE, "serve", "--model", model, "--host", "127.0.0.1", "--port", "0", "--metrics-port", "0"]
         command += ["--kv-cache-memory", "32MiB", "--threads", "1", *flags]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
@@ -53,9 +53,17 @@ class ServerProcess:
         self.errors.extend(self.process.stderr)
 
     @property
+    def listening(self) -> dict[str, Any]:
+        """The line of the log that names the ports."""
+        return self.wait_for(lambda: next((line for line in self.log if line["message"] == "listening"), None))
+
+    @property
     def url(self) -> str:
-        listening = self.wait_for(lambda: next((line for line in self.log if line["message"] == "listening"), None))
-        return f"http://127.0.0.1:{listening['port']}"
+        return f"http://127.0.0.1:{self.listening['port']}"
+
+    @property
+    def metrics_url(self) -> str:
+        return f"http://127.0.0.1:{self.listening['metrics_port']}"
 
     def wait_for(self, look: Callable[[], T | None]) -> T:
         """Poll until `look` finds something."""
@@ -76,16 +84,17 @@ class ServerProcess:
             reader.join(DEADLINE_S)
         return status
 
-    def get(self, path: str) -> tuple[int, bytes]:
-        return self.request("GET", path)
+    def get(self, path: str, url: str | None = None) -> tuple[int, bytes]:
+        return self.request("GET", path, url=url)
 
     def post(self, path: str, body: bytes | dict[str, Any]) -> tuple[int, Any]:
         """Status and decoded JSON."""
         status, answer = self.request("POST", path, body if isinstance(body, bytes) else json.dumps(body).encode())
         return status, json.loads(answer)
 
-    def request(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection(self.url.removeprefix("http://"), timeout=DEADLINE_S)
+    def request(self, method: str, path: str, body: bytes | None = None, url: str | None = None) -> tuple[int, bytes]:
+        """At the API's port, or at `url`."""
+        connection = http.client.HTTPConnection((url or self.url).removeprefix("http://"), timeout=DEADLINE_S)
         try:
             connection.request(method, path, body)
             response = connection.getresponse()
@@ -95,7 +104,7 @@ class ServerProcess:
 
     def metrics(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
         """All samples of one moment, by name and labels."""
-        families = text_string_to_metric_families(self.get("/metrics")[1].decode())
+        families = text_string_to_metric_families(self.get("/metrics", self.metrics_url)[1].decode())
         samples = (sample for family in families for sample in family.samples)
         return {(sample.name, frozenset(sample.labels.items())): sample.value for sample in samples}
 

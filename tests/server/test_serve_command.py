@@ -282,11 +282,59 @@ def test_a_broken_checkpoint_ends_the_server_with_one_sentence(
     assert words in server.errors[0]
 
 
-def test_a_taken_port_ends_the_server_with_one_sentence(server: Any, start_server: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("flag", ["--port", "--metrics-port"])
+def test_a_taken_port_ends_the_server_with_one_sentence(
+    server: Any, start_server: Callable[..., Any], flag: str
+) -> None:
     port = server.url.rpartition(":")[2]
-    second = start_server("--port", port)
+    second = start_server(flag, port)
     assert second.wait_for_exit() == 1
-    assert second.errors == [f"llmservice serve: cannot listen on 127.0.0.1:{port}: Address already in use\n"]
+    sentence = f"cannot listen on 127.0.0.1:{port}: Address already in use: choose another {flag} or --host"
+    assert second.errors == [f"llmservice serve: {sentence}\n"]
+
+
+def test_metrics_have_a_port_of_their_own_from_the_start_to_the_end_of_the_drain(
+    start_server: Callable[..., Any],
+) -> None:
+    server = start_server("--drain-timeout", "30")
+    assert b"llmservice_process_start_time_seconds" in server.get("/metrics", server.metrics_url)[1]
+    assert server.get("/ready")[0] == 503, "it answered while the model was loaded"
+    server.wait_until_ready()
+    request = Background(lambda: server.post("/v1/completions", LONG))
+    server.wait_for(lambda: server.metric("llmservice_num_requests_running") == 1 or None)
+    server.process.terminate()
+    server.wait_for(lambda: any(line["message"] == "draining" for line in server.log) or None)
+    assert server.metric("llmservice_num_requests_running") == 1
+    request.join()
+    assert request.status == 200
+    assert server.wait_for_exit() == 0
+
+
+def test_each_port_has_its_paths_and_no_other(server: Any) -> None:
+    assert server.metrics_url != server.url
+    for url, path in ((server.url, "/metrics"), (server.metrics_url, "/health"), (server.metrics_url, "/v1/models")):
+        status, body = server.get(path, url)
+        assert (status, json.loads(body)["error"]["type"]) == (404, "invalid_request_error")
+    assert "/metrics" not in json.loads(server.get("/openapi.json")[1])["paths"]
+
+
+def test_a_scrape_that_hangs_delays_no_shutdown(start_server: Callable[..., Any]) -> None:
+    server = start_server()
+    host, port = server.metrics_url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as hanging:
+        hanging.sendall(b"POST /metrics HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n")
+        server.process.terminate()
+        assert server.wait_for_exit() == 0
+
+
+def test_equal_ports_serve_everything_on_one(start_server: Callable[..., Any]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    server = start_server("--port", port, "--metrics-port", port)
+    assert server.metrics_url == server.url
+    assert b"llmservice_process_start_time_seconds" in server.get("/metrics")[1]
+    assert server.get("/health")[0] == 200
+    assert "/metrics" in json.loads(server.get("/openapi.json")[1])["paths"]
 
 
 def _parse(*arguments: str) -> argparse.Namespace:
@@ -315,6 +363,7 @@ def test_durations_are_given_in_seconds_or_with_a_unit(text: str, seconds: float
         ("--kv-cache-memory", "0"),
         ("--drain-timeout", "-1"),
         ("--port", "65536"),
+        ("--metrics-port", "-1"),
         ("--max-num-seqs", "0"),
         ("--max-queued-requests", "-1"),
         ("--metrics-prefix", "1x"),

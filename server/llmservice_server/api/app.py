@@ -8,9 +8,12 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from llmservice_server.api.access_log import AccessLog
 from llmservice_server.api.activity import Activity
@@ -34,10 +37,20 @@ log = logging.getLogger("llmservice.server")
 _CREATED = int(time.time())
 
 
-def create_app(state: ServerState, keys: ApiKeys | None = None, tracer: TracerProvider | None = None) -> FastAPI:
-    """The application around one server's state; open to everybody without `keys`, and untraced without `tracer`."""
+def create_app(
+    state: ServerState,
+    keys: ApiKeys | None = None,
+    tracer: TracerProvider | None = None,
+    *,
+    serves_metrics: bool = False,
+) -> FastAPI:
+    """The application around one server's state; open to everybody without `keys`, and untraced without `tracer`.
+
+    `serves_metrics`: /metrics is one of its paths; otherwise `create_metrics_app` serves it on a port of its own.
+    """
     app = FastAPI(title="llmservice", openapi_url=None, docs_url=None, redoc_url=None)
     app.state.server = state
+    app.state.serves_metrics = serves_metrics
     app.add_route("/v1/completions", completions, methods=["POST"])
     app.add_route("/v1/chat/completions", chat_completions, methods=["POST"])
     app.add_route("/v1/embeddings", embeddings, methods=["POST"])
@@ -48,7 +61,8 @@ def create_app(state: ServerState, keys: ApiKeys | None = None, tracer: TracerPr
     app.add_route("/health", health, methods=["GET", "HEAD"])
     app.add_route("/ready", ready, methods=["GET", "HEAD"])
     app.add_route("/sizing", show_sizing, methods=["GET"])
-    app.add_route("/metrics", metrics, methods=["GET"])
+    if serves_metrics:
+        app.add_route("/metrics", metrics, methods=["GET"])
     app.add_route("/version", show_version, methods=["GET"])
     app.add_route("/openapi.json", show_openapi, methods=["GET"])
     app.add_exception_handler(ApiError, _api_error)
@@ -61,6 +75,17 @@ def create_app(state: ServerState, keys: ApiKeys | None = None, tracer: TracerPr
     if tracer is not None:
         app.add_middleware(Tracing, provider=tracer)
     app.add_middleware(AccessLog)
+    return app
+
+
+def create_metrics_app(state: ServerState) -> Starlette:
+    """/metrics and nothing else, without keys: for Prometheus and the operator, on a port that clients cannot reach."""
+    app = Starlette(
+        routes=[Route("/metrics", metrics, methods=["GET"])],
+        exception_handlers={HTTPException: _http_error, Exception: _unexpected},
+        middleware=[Middleware(AccessLog)],
+    )
+    app.state.server = state
     return app
 
 
@@ -109,7 +134,13 @@ async def show_version(request: Request) -> Response:
 
 async def show_openapi(request: Request) -> Response:
     config = _state(request).config
-    return JsonResponse(document(config.served_model_names, needs_key=config.api_key_file is not None))
+    return JsonResponse(
+        document(
+            config.served_model_names,
+            needs_key=config.api_key_file is not None,
+            serves_metrics=request.app.state.serves_metrics,
+        )
+    )
 
 
 async def list_models(request: Request) -> Response:

@@ -101,23 +101,22 @@ _OPERATIONS = (
     _Operation("get", "/health", "Whether the process lives", Health, errors=(503,), failure=Health),
     _Operation("get", "/ready", "Whether a request sent now would be served", Health, errors=(503,), failure=Health),
     _Operation("get", "/sizing", "The model's shape and the engine's numbers", SizingReport, errors=(503,)),
-    _Operation("get", "/metrics", "Prometheus's text format", None),
 )
+_METRICS = _Operation("get", "/metrics", "Prometheus's text format", None)
 
 
-def document(model_names: Sequence[str], *, needs_key: bool) -> dict[str, Any]:
+def document(model_names: Sequence[str], *, needs_key: bool, serves_metrics: bool = False) -> dict[str, Any]:
     """OpenAPI 3.1. `needs_key`: every operation but the probes wants an API key."""
-    kinds = {
-        kind for operation in _OPERATIONS for kind in (operation.answer, operation.body, operation.failure) if kind
-    }
+    operations = (*_OPERATIONS, _METRICS) if serves_metrics else _OPERATIONS
+    kinds = {kind for operation in operations for kind in (operation.answer, operation.body, operation.failure) if kind}
     ordered = sorted(kinds, key=lambda kind: kind.__name__)
     schemas, components = msgspec.json.schema_components(ordered, ref_template=_REFERENCE)
-    for operation in _OPERATIONS:
+    for operation in operations:
         if operation.body is not None:
             _complete(components[operation.body.__name__], model_names)
     references = dict(zip(ordered, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
-    for operation in _OPERATIONS:
+    for operation in operations:
         paths.setdefault(operation.path, {})[operation.method] = _operation(operation, references, needs_key=needs_key)
     security = {"key": {"type": "http", "scheme": "bearer"}}
     return {

@@ -90,8 +90,9 @@ def test_a_changed_file_takes_effect_at_once_and_a_broken_one_changes_nothing(
 def test_the_server_wants_a_key_of_everybody_but_the_probes(start_server: Any, tmp_path: Path) -> None:
     path = _file(tmp_path)
     server = start_server("--api-key-file", str(path)).wait_until_ready()
-    for probe in ("/health", "/ready", "/metrics"):
+    for probe in ("/health", "/ready"):
         assert server.get(probe)[0] == 200
+    assert server.get("/metrics", server.metrics_url)[0] == 200
     for method, route in (("GET", "/v1/models"), ("GET", "/version"), ("GET", "/nowhere"), ("POST", "/tokenize")):
         status, body = server.request(method, route, b"{}" if method == "POST" else None)
         error = json.loads(body)["error"]
