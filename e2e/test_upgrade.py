@@ -119,7 +119,7 @@ def test_no_request_fails_while_everything_is_upgraded(cluster: Cluster, previou
         with traffic(gateway, NAME, 2.0, 8) as old:
             wait_for(lambda: len(old.records) > 4, 30)
             cluster.kubectl("replace", "-f", str(ROOT / CRD))
-            arriving = after.enter_context(component(cluster, None, "gateway"))
+            arriving = after.enter_context(component(cluster, None, "gateway", "--metrics-port", "0"))
             with traffic(arriving, NAME, 2.0, 8) as new:
                 wait_for(lambda: len(new.records) > 4, 30)
                 old.stop.set()

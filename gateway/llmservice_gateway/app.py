@@ -1,4 +1,4 @@
-"""The gateway's HTTP face: OpenAI's paths, passed to the pods, and its own health, readiness and metrics."""
+"""The gateway's HTTP face: OpenAI's paths, passed to the pods, its own health and readiness, and its metrics."""
 
 from __future__ import annotations
 
@@ -54,16 +54,24 @@ class Gateway:
         self.draining = False
         """Set on SIGTERM: not ready any more, though what comes in is still answered."""
 
-    def app(self) -> web.Application:
+    def app(self, *, serves_metrics: bool = False) -> web.Application:
+        """The API; `serves_metrics`: /metrics is one of its paths, otherwise that of `metrics_app`."""
         app = web.Application(client_max_size=self._config.max_body_bytes, middlewares=[_openai_errors])
         app.cleanup_ctx.append(self._connections)
         app.router.add_get("/health", self._health)
         app.router.add_get("/ready", self._ready)
-        app.router.add_get("/metrics", self._metrics)
+        if serves_metrics:
+            app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/v1/models/{model:.+}", self._model)
         for path in INFERENCE_PATHS:
             app.router.add_post(path, self._infer)
+        return app
+
+    def metrics_app(self) -> web.Application:
+        """/metrics and nothing else, for a port that clients cannot reach."""
+        app = web.Application(middlewares=[_openai_errors])
+        app.router.add_get("/metrics", self._metrics)
         return app
 
     async def _connections(self, _app: web.Application) -> AsyncIterator[None]:

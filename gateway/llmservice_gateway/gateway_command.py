@@ -10,7 +10,14 @@ from llmservice_planner.command import Command
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="0.0.0.0", help="address to listen on")
-    parser.add_argument("--port", type=int, default=8080, help="port to listen on")
+    parser.add_argument("--port", type=int, default=8080, help="port to listen on; 0 takes a free one and logs it")
+    parser.add_argument(
+        "--metrics-port",
+        type=int,
+        default=8001,
+        metavar="PORT",
+        help="port of /metrics; the same as --port serves both there, 0 takes a free one and logs it",
+    )
     parser.add_argument(
         "--namespace", action="append", default=[], metavar="NAME", help="follow this namespace only; may be repeated"
     )

@@ -239,10 +239,10 @@ class LocalCluster:
         return self._own_command(name, "operator", flags, f"{health_port}/healthz", port)
 
     def _gateway_spec(self) -> ComponentSpec:
-        port = free_port(self.settings.gateway_port)
+        port, metrics_port = free_port(self.settings.gateway_port), free_port()
         self.gateway_url = f"http://127.0.0.1:{port}"
-        flags = ["--host", "127.0.0.1", "--port", str(port)]
-        return self._own_command("gateway", "gateway", flags, f"{port}/health", port)
+        flags = ["--host", "127.0.0.1", "--port", str(port), "--metrics-port", str(metrics_port)]
+        return self._own_command("gateway", "gateway", flags, f"{port}/health", metrics_port)
 
     @property
     def _has_gateway(self) -> bool:

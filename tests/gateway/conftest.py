@@ -184,6 +184,8 @@ class Front:
     gateway: Gateway
     routing: Routing
     client: aiohttp.ClientSession
+    metrics: aiohttp.ClientSession
+    """Of the port for /metrics."""
 
     async def until(self, model: str, pods: int) -> None:
         """Wait for the table to hold `pods` ready pods of `model`."""
@@ -202,9 +204,14 @@ async def front(api: KubernetesAPI) -> AsyncIterator[Front]:
     routing = Routing(api)
     gateway = Gateway(routing, GatewayConfig(max_body_bytes=4096, read_timeout_s=5))
     runner, port = await listen(gateway.app())
+    metrics_runner, metrics_port = await listen(gateway.metrics_app())
     following = asyncio.create_task(routing.run())
-    async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client:
-        yield Front(gateway, routing, client)
+    async with (
+        aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client,
+        aiohttp.ClientSession(f"http://127.0.0.1:{metrics_port}") as metrics,
+    ):
+        yield Front(gateway, routing, client, metrics)
     following.cancel()
     await asyncio.wait([following])
+    await metrics_runner.cleanup()
     await runner.cleanup()

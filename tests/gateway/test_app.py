@@ -412,11 +412,18 @@ async def test_metrics_are_served_in_prometheus_format(front: Any, serve: Any) -
     await serve("llama", "a")
     async with front.client.post(CHAT, json={"model": "llama"}) as response:
         await response.read()
-    async with front.client.get("/metrics") as response:
+    async with front.metrics.get("/metrics") as response:
         text = await response.text()
     assert 'llmservice_gateway_requests_total{code="200",model="llama"} 1.0' in text
     assert 'llmservice_gateway_in_flight{model="llama"} 0.0' in text
     assert 'llmservice_gateway_upstream_latency_seconds_count{model="llama"} 1.0' in text
+
+
+async def test_clients_cannot_read_metrics_and_prometheus_reaches_nothing_else(front: Any) -> None:
+    for client, path in ((front.client, "/metrics"), (front.metrics, "/health"), (front.metrics, "/v1/models")):
+        async with client.get(path) as response:
+            assert response.status == 404
+            assert (await response.json())["error"]["type"] == "invalid_request_error"
 
 
 async def test_credentials_never_reach_the_log(front: Any, serve: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -74,15 +75,83 @@ def _kubeconfig(server: str) -> dict[str, Any]:
 
 
 async def _gateway(kubeconfig: Path, *flags: str) -> tuple[asyncio.subprocess.Process, str]:
+    process, log = await _started(kubeconfig, "--port", "0", *flags)
+    return process, _address(log, "listening")
+
+
+async def _started(kubeconfig: Path, *flags: str) -> tuple[asyncio.subprocess.Process, str]:
+    """The process, and what it logged until it listened or ended."""
     process = await asyncio.create_subprocess_exec(
-        LLMSERVICE, "gateway", "--host", "127.0.0.1", "--port", "0", *flags,
+        LLMSERVICE, "gateway", "--host", "127.0.0.1", "--metrics-port", "0", *flags,
         env=os.environ | {"KUBECONFIG": str(kubeconfig)}, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     assert process.stderr is not None
+    log = b""
     async for line in process.stderr:
-        if found := re.search(rb"listening on ([\d.:]+)", line):
-            return process, f"http://{found[1].decode()}"
-    raise AssertionError(f"the gateway ended with {await process.wait()}")
+        log += line
+        if b"listening on" in line:
+            break
+    return process, log.decode()
+
+
+def _address(log: str, what: str) -> str:
+    found = re.search(rf"{what} on ([\d.:]+)", log)
+    assert found, log
+    return f"http://{found[1]}"
+
+
+async def test_metrics_have_a_port_of_their_own_until_the_drain_is_over(served: tuple[Any, APIServer, Path]) -> None:
+    pod, _, kubeconfig = served
+    go_on = asyncio.Event()
+
+    async def slow(_request: web.Request) -> web.Response:
+        await go_on.wait()
+        return web.json_response({})
+
+    pod.answer = slow
+    process, log = await _started(kubeconfig, "--port", "0")
+    url, metrics = _address(log, "listening"), _address(log, "metrics")
+    in_flight = 'llmservice_gateway_in_flight{model="llama"} 1.0'
+    async with asyncio.timeout(30), aiohttp.ClientSession() as client:
+        while (await client.get(f"{url}/ready")).status != 200:
+            await asyncio.sleep(0.01)
+        assert (await client.get(f"{url}/metrics")).status == 404
+        asking = asyncio.create_task(client.post(f"{url}/v1/completions", json={"model": "llama"}))
+        while in_flight not in await (await client.get(f"{metrics}/metrics")).text():
+            await asyncio.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        await _until_closed(url)
+        assert in_flight in await (await client.get(f"{metrics}/metrics")).text()
+        go_on.set()
+        assert (await asking).status == 200
+        assert await process.wait() == 0
+
+
+async def test_equal_ports_serve_everything_on_one(served: tuple[Any, APIServer, Path]) -> None:
+    _, _, kubeconfig = served
+    port = str(_free_port())
+    process, log = await _started(kubeconfig, "--port", port, "--metrics-port", port)
+    async with asyncio.timeout(30), aiohttp.ClientSession(_address(log, "listening")) as client:
+        for path in ("/metrics", "/health", "/v1/models"):
+            assert (await client.get(path)).status == 200
+        process.terminate()
+        assert await process.wait() == 0
+
+
+@pytest.mark.parametrize("flag", ["--port", "--metrics-port"])
+async def test_a_taken_port_is_one_clear_sentence(served: tuple[Any, APIServer, Path], flag: str) -> None:
+    _, _, kubeconfig = served
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        process, log = await _started(kubeconfig, "--port", "0", flag, str(port))
+        assert await process.wait() == 2
+    sentence = f"cannot listen on 127.0.0.1:{port}: Address already in use: choose another {flag} or --host"
+    assert log.splitlines()[-1] == f"llmservice gateway: {sentence}"
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
 
 
 async def test_sigterm_lets_a_stream_finish_and_exits_0(served: tuple[Any, APIServer, Path]) -> None:
