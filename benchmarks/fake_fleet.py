@@ -32,7 +32,7 @@ Object = dict[str, Any]
 Key = tuple[str, str]
 
 POD_ADDRESS = "127.77.0.1"
-POD_PORT = 8000
+METRICS_PORT = 8001
 
 
 @dataclass
@@ -86,7 +86,8 @@ class FakeFleet:
 
     async def _start_pod(self, key: Key, deployment: Object) -> None:
         template = deployment["spec"]["template"]
-        container = {"name": "server", "image": "img:1", "command": ["llmservice"]}
+        ports = template["spec"]["containers"][0]["ports"]
+        container = {"name": "server", "image": "img:1", "command": ["llmservice"], "ports": ports}
         pod = {
             "apiVersion": "v1",
             "kind": "Pod",
@@ -129,8 +130,8 @@ async def serve_pods() -> None:
     app.router.add_get("/metrics", answer)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
-    await web.TCPSite(runner, POD_ADDRESS, POD_PORT).start()
-    print(f"{POD_ADDRESS}:{POD_PORT}, {len(page)} bytes", flush=True)
+    await web.TCPSite(runner, POD_ADDRESS, METRICS_PORT).start()
+    print(f"{POD_ADDRESS}:{METRICS_PORT}, {len(page)} bytes", flush=True)
     await asyncio.to_thread(sys.stdin.read)  # until whoever started us has gone
 
 

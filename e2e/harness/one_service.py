@@ -84,6 +84,8 @@ class World:
         deployment = await self.deployment()
         assert deployment is not None
         template = deployment["spec"]["template"]
+        (server,) = template["spec"]["containers"]
+        server["ports"] = [{"name": "metrics", "containerPort": self.pods.port}]
         pod = {
             "apiVersion": "v1",
             "kind": "Pod",

@@ -1,8 +1,8 @@
 """A Prometheus beside the cluster, and the list of pods that it scrapes.
 
 The list goes through a file, as Debian's Prometheus is built without service discovery by the Kubernetes API. Series
-get the labels that the Prometheus Operator gives them by a PodMonitor (servers) and ServiceMonitors (operator,
-gateway), so that the alerts and dashboards of the chart work here as they stand.
+get the labels that the Prometheus Operator gives them by PodMonitors (servers, gateway) and a ServiceMonitor
+(operator), so that the alerts and dashboards of the chart work here as they stand.
 """
 
 from __future__ import annotations
@@ -73,11 +73,10 @@ def configuration(targets: Path, own: Mapping[str, str], scrape_interval_s: int 
 
 
 def _component_job(name: str, address: str) -> Object:
-    labels = {"namespace": NAMESPACE, "service": f"llmservice-{name}", "pod": f"llmservice-{name}", "endpoint": "http"}
-    job: Object = {
-        "job_name": f"llmservice-{name}",
-        "static_configs": [{"targets": [address], "labels": {**labels, "container": name}}],
-    }
+    full_name, by_service = f"llmservice-{name}", name != "gateway"
+    labels = {"namespace": NAMESPACE, "pod": full_name, "container": name}
+    labels |= {"service": full_name, "endpoint": "http"} if by_service else {"endpoint": "metrics"}
+    job: Object = {"job_name": full_name, "static_configs": [{"targets": [address], "labels": labels}]}
     return job | ({"honor_labels": True} if name == "operator" else {})
 
 
@@ -93,7 +92,7 @@ def _target(pod: Object) -> Object | None:
     if pod_labels.get("app.kubernetes.io/name") != "llmservice" or status.get("phase") != "Running":
         return None
     ports = ((each["name"], port) for each in pod["spec"]["containers"] for port in each.get("ports") or [])
-    named = next(((name, port["containerPort"]) for name, port in ports if port.get("name") == "http"), None)
+    named = next(((name, port["containerPort"]) for name, port in ports if port.get("name") == "metrics"), None)
     if not status.get("podIP") or named is None:
         return None
     container, number = named
@@ -102,7 +101,7 @@ def _target(pod: Object) -> Object | None:
         "namespace": namespace,
         "pod": metadata["name"],
         "container": container,
-        "endpoint": "http",
+        "endpoint": "metrics",
         "job": f"{namespace}/{service}",
         "service": service,
     }

@@ -13,7 +13,7 @@ from llmservice_operator.api.status import LLMServiceStatus
 from llmservice_operator.apply.applier import Applier, Refusal, owned_by
 from llmservice_operator.apply.standing import Inputs, Standing
 from llmservice_operator.children.children import expected_children
-from llmservice_operator.children.network_policy import DEFAULT_PEERS
+from llmservice_operator.children.network_policy import DEFAULT_PEERS, PlatformPeers
 from llmservice_operator.cluster.kube_client import KubeClient, KubeError
 from llmservice_operator.cluster.object_cache import ObjectCache
 from llmservice_operator.grants import Grants
@@ -54,7 +54,7 @@ class Reconciler:
     server_image: str
     grants: Grants
     clock: Callable[[], float] = time.time
-    peers: tuple[Manifest, ...] = DEFAULT_PEERS
+    peers: PlatformPeers = DEFAULT_PEERS
     """Who may reach every service's pods, as NetworkPolicyPeers."""
     monotonic: Callable[[], float] = time.monotonic
     _memories: dict[tuple[str, str, str], Memory] = field(default_factory=dict)

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from llmservice_operator.api.spec import Manifest
-from llmservice_operator.children.network_policy import DEFAULT_PEERS
+from llmservice_operator.children.network_policy import DEFAULT_PEERS, PlatformPeers
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,7 @@ class OperatorSettings:
     allowed_env: tuple[str, ...] = ()
     """Guarded variables, or patterns of them, that spec.podTemplate.env may set."""
 
-    peers: tuple[Manifest, ...] = DEFAULT_PEERS
+    peers: PlatformPeers = DEFAULT_PEERS
     """Who may reach every service's pods through their NetworkPolicy: gateway, operator, Prometheus."""
 
     port: int = 8080

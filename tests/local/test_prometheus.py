@@ -7,7 +7,7 @@ from llmservice_local.prometheus import configuration, scrape_targets
 
 
 def pod(name: str, ip: str, phase: str = "Running", app: str = "llmservice") -> dict[str, Any]:
-    ports = [{"name": "other", "containerPort": 1}, {"name": "http", "containerPort": 8000}]
+    ports = [{"name": "other", "containerPort": 1}, {"name": "metrics", "containerPort": 8001}]
     labels = {"app.kubernetes.io/name": app, "app.kubernetes.io/instance": "service"}
     return {
         "metadata": {"name": name, "namespace": "ns", "labels": labels},
@@ -19,8 +19,8 @@ def pod(name: str, ip: str, phase: str = "Running", app: str = "llmservice") -> 
 def test_running_pods_of_the_services_are_the_targets() -> None:
     pods = [pod("b", "127.0.9.3"), pod("a", "127.0.9.2"), pod("c", "", "Pending"), pod("d", "127.0.9.4", app="x")]
     assert [(target["targets"], target["labels"]["pod"]) for target in scrape_targets(pods)] == [
-        (["127.0.9.2:8000"], "a"),
-        (["127.0.9.3:8000"], "b"),
+        (["127.0.9.2:8001"], "a"),
+        (["127.0.9.3:8001"], "b"),
     ]
 
 
@@ -30,7 +30,7 @@ def test_series_of_a_pod_have_the_labels_that_its_pod_monitor_would_give_them() 
         "namespace": "ns",
         "pod": "a",
         "container": "server",
-        "endpoint": "http",
+        "endpoint": "metrics",
         "job": "ns/service",
         "service": "service",
     }

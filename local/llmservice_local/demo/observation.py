@@ -12,6 +12,7 @@ import numpy as np
 
 from llmservice_bench.drive import Progress
 from llmservice_operator.cluster.kube_client import KubeClient
+from llmservice_operator.pods.pod import Pod, pods_of
 from llmservice_operator.signals.scrape import Scrape, ScrapeError, parse_exposition
 
 SCRAPE_TIMEOUT_S = 2.0
@@ -91,15 +92,14 @@ class Observer:
 
     async def _scrape_pods(self, selector: str) -> list[Scrape]:
         pods = await self._kube.list_pods(self._namespace, selector) if selector else []
-        addresses = [pod["status"]["podIP"] for pod in pods if pod.get("status", {}).get("podIP")]
-        scrapes = await asyncio.gather(*(self._scrape(address) for address in addresses))
+        scrapes = await asyncio.gather(*(self._scrape(pod) for pod in pods_of(pods) if pod.ip is not None))
         return [scrape for scrape in scrapes if scrape is not None]
 
-    async def _scrape(self, address: str) -> Scrape | None:
+    async def _scrape(self, pod: Pod) -> Scrape | None:
         """None for a pod that starts or ends just now."""
         timeout = aiohttp.ClientTimeout(total=SCRAPE_TIMEOUT_S)
         try:
-            async with self._session.get(f"http://{address}:8000/metrics", timeout=timeout) as response:
+            async with self._session.get(pod.metrics_url, timeout=timeout) as response:
                 return parse_exposition(await response.text(), time.time())
         except (aiohttp.ClientError, TimeoutError, ScrapeError):
             return None

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from llmservice_operator.api import labels
 from llmservice_operator.api.resource import LLMService
 from llmservice_operator.api.spec import Manifest
 from llmservice_operator.children.child import Child, child_manifest
-from llmservice_operator.children.deployment import PORT, expected_deployment
-from llmservice_operator.children.network_policy import DEFAULT_PEERS, expected_network_policy
+from llmservice_operator.children.deployment import HTTP, METRICS, PORT, expected_deployment
+from llmservice_operator.children.network_policy import DEFAULT_PEERS, PlatformPeers, expected_network_policy
 from llmservice_operator.children.prometheus_rule import expected_prometheus_rule
 from llmservice_operator.sizing.sizing import Sized
 
 
 def expected_children(
-    service: LLMService, sized: Sized, replicas: int, image: str, peers: Sequence[Manifest] = DEFAULT_PEERS
+    service: LLMService, sized: Sized, replicas: int, image: str, peers: PlatformPeers = DEFAULT_PEERS
 ) -> list[Child]:
     """Children in the order in which they are applied: what pods rely on stands before the first pod does."""
     spec = service.spec
@@ -71,7 +69,7 @@ def expected_pod_monitor(service: LLMService) -> Manifest:
     # The alerts and dashboards tell services apart by this label, as a ServiceMonitor would set it.
     instance = "__meta_kubernetes_pod_label_app_kubernetes_io_instance"
     endpoint = {
-        "port": "http",
+        "port": METRICS,
         "path": "/metrics",
         "interval": service.spec.monitoring.interval,
         "relabelings": [{"sourceLabels": [instance], "targetLabel": "service"}],
@@ -94,4 +92,4 @@ def service_url(service: LLMService) -> str:
 
 
 def _http_port() -> Manifest:
-    return {"name": "http", "port": PORT, "targetPort": "http", "protocol": "TCP", "appProtocol": "http"}
+    return {"name": HTTP, "port": PORT, "targetPort": HTTP, "protocol": "TCP", "appProtocol": "http"}

@@ -20,6 +20,9 @@ from llmservice_operator.sizing.sizing import Sized
 from llmservice_planner.gpu import GPU
 
 PORT = 8000
+METRICS_PORT = 8001
+HTTP, METRICS = "http", "metrics"
+"""What the server's ports are called."""
 CONTAINER = "server"
 PRE_STOP_S = 5
 """A terminating pod serves on for this long, so that routers drop it before it refuses anything."""
@@ -104,6 +107,7 @@ def server_args(service: LLMService, sized: Sized) -> list[str]:
         *("--model", sized.model.location.path),
         *("--served-model-name", service.served_name),
         *("--port", str(PORT)),
+        *("--metrics-port", str(METRICS_PORT)),
         *("--dtype", service.spec.model.dtype),
         *_sizing_args(service, sized),
         *("--max-num-batched-tokens", str(engine.max_num_batched_tokens)),
@@ -148,7 +152,10 @@ def _server(service: LLMService, sized: Sized, image: str) -> Manifest:
         "image": image,
         "command": ["llmservice"],
         "args": [*server_args(service, sized), *service.spec.pod_template.extra_args],
-        "ports": [{"name": "http", "containerPort": PORT, "protocol": "TCP"}],
+        "ports": [
+            {"name": HTTP, "containerPort": PORT, "protocol": "TCP"},
+            {"name": METRICS, "containerPort": METRICS_PORT, "protocol": "TCP"},
+        ],
         "env": [*(one for one in scratch_environment() if one["name"] not in names), *given],
         **({"envFrom": service.spec.pod_template.env_from} if service.spec.pod_template.env_from else {}),
         "resources": _resources(service, sized),
@@ -237,7 +244,7 @@ def _drain_s(service: LLMService) -> int:
 
 def _probe(path: str, *, period_s: int, failures: int) -> Manifest:
     return {
-        "httpGet": {"path": path, "port": "http"},
+        "httpGet": {"path": path, "port": HTTP},
         "periodSeconds": period_s,
         "timeoutSeconds": 5,
         "failureThreshold": failures,

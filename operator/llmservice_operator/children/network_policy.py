@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from llmservice_operator.api import labels
 from llmservice_operator.api.resource import LLMService
 from llmservice_operator.api.spec import Manifest
 from llmservice_operator.children.child import child_manifest
-from llmservice_operator.children.deployment import PORT
+from llmservice_operator.children.deployment import METRICS_PORT, PORT
 
 NAMESPACE_NAME = "kubernetes.io/metadata.name"
 """The label that the API server gives to every namespace."""
@@ -21,27 +22,43 @@ class PeerError(ValueError):
     """A peer that can't be read; the message says how one is written."""
 
 
-def expected_network_policy(service: LLMService, peers: Sequence[Manifest]) -> Manifest:
-    """The HTTP port is open to `peers` and to `spec.networkPolicy.from`; nothing is said about what pods may reach."""
-    rule = {
-        "from": [*peers, *service.spec.network_policy.peers],
-        "ports": [{"protocol": "TCP", "port": PORT}],
-    }
+@dataclass(frozen=True, slots=True)
+class PlatformPeers:
+    """Who reaches the pods of every service, as NetworkPolicyPeers."""
+
+    own: Manifest
+    """Gateway and operator: the API and /metrics."""
+    prometheus: tuple[Manifest, ...]
+    """/metrics alone."""
+
+
+def expected_network_policy(service: LLMService, peers: PlatformPeers) -> Manifest:
+    """Clients reach the API's port, Prometheus that of /metrics, gateway and operator both.
+
+    Nothing is said about what pods may reach.
+    """
     spec = {
         "podSelector": {"matchLabels": labels.selector_labels(service.name)},
         "policyTypes": ["Ingress"],
-        "ingress": [rule],
+        "ingress": [
+            {"from": [peers.own, *service.spec.network_policy.peers], "ports": [_tcp(PORT)]},
+            {"from": [peers.own, *peers.prometheus], "ports": [_tcp(METRICS_PORT)]},
+        ],
     }
     return child_manifest(service, "NetworkPolicy") | {"spec": spec}
 
 
-def platform_peers(own_namespace: str | None, prometheus: Iterable[str]) -> tuple[Manifest, ...]:
+def _tcp(port: int) -> Manifest:
+    return {"protocol": "TCP", "port": port}
+
+
+def platform_peers(own_namespace: str | None, prometheus: Iterable[str]) -> PlatformPeers:
     """Gateway and operator by the label of their chart, in the operator's own namespace, and every Prometheus.
 
     An operator that runs outside of the cluster has no namespace: then their label counts in all of them.
     """
     ours = _peer(own_namespace or "*", {labels.PART_OF: labels.APP})
-    return (ours, *(parse_peer(text) for text in prometheus))
+    return PlatformPeers(ours, tuple(parse_peer(text) for text in prometheus))
 
 
 def parse_peer(text: str) -> Manifest:

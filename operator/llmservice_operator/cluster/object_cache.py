@@ -182,6 +182,9 @@ def _trimmed(kind: str, obj: Mapping[str, Any]) -> Manifest:
     if kind == "Pod":
         spec = obj.get("spec") or {}
         kept["spec"] = {key: spec[key] for key in ("nodeName",) if key in spec}
+        containers = spec.get("containers") or []
+        if ports := [{key: one[key] for key in ("name", "ports")} for one in containers if one.get("ports")]:
+            kept["spec"]["containers"] = ports
     shared: Manifest = _shared(kept)
     return shared
 

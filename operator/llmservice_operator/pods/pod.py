@@ -9,7 +9,7 @@ from typing import Any
 
 from llmservice_operator.api import labels
 from llmservice_operator.api.spec import Manifest
-from llmservice_operator.children.deployment import CONTAINER
+from llmservice_operator.children.deployment import CONTAINER, HTTP, METRICS, METRICS_PORT, PORT
 from llmservice_operator.models.delivery import FETCH_CONTAINER
 
 _IMAGE_REASONS = frozenset({"ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull"})
@@ -52,10 +52,16 @@ class Pod:
     """Whether it serves again after it was killed for memory."""
     fetching: bool = False
     """Whether its init container downloads the model now."""
+    metrics_port: int = METRICS_PORT
 
     @property
     def serves(self) -> bool:
         return self.ready and not self.terminating and self.ip is not None
+
+    @property
+    def metrics_url(self) -> str:
+        host = f"[{self.ip}]" if ":" in (self.ip or "") else self.ip
+        return f"http://{host}:{self.metrics_port}/metrics"
 
 
 def pods_of(manifests: Iterable[Manifest]) -> list[Pod]:
@@ -89,12 +95,21 @@ def pod_of(manifest: Manifest) -> Pod:
         template=annotations.get(labels.TEMPLATE),
         out_of_memory=any(_was_out_of_memory(one) for one in status.get("containerStatuses") or []),
         deletion_cost=annotations.get(labels.DELETION_COST),
+        metrics_port=_metrics_port(manifest),
     )
 
 
 def epoch(timestamp: str) -> float:
     """Seconds since 1970 of an RFC 3339 time."""
     return datetime.fromisoformat(timestamp).timestamp()
+
+
+def _metrics_port(manifest: Manifest) -> int:
+    """The server's port `metrics`; `http` for a pod of an earlier version, which serves /metrics there."""
+    containers = (manifest.get("spec") or {}).get("containers") or []
+    server = [port for one in containers if one.get("name") == CONTAINER for port in one.get("ports") or []]
+    ports = {port.get("name"): int(port["containerPort"]) for port in server}
+    return ports.get(METRICS) or ports.get(HTTP) or PORT
 
 
 def _trouble(status: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]]) -> Trouble | None:

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import aiohttp
 
-from llmservice_operator.children.deployment import PORT
 from llmservice_operator.http_body import read_bounded
 from llmservice_operator.pods.pod import Pod
 from llmservice_operator.signals.load import Histories
@@ -27,9 +26,8 @@ _SWEPT_EVERY_S = 60.0
 class PodSignals:
     """Remembers the scrapes of a window for every pod; a restart begins with an empty window."""
 
-    def __init__(self, session: aiohttp.ClientSession, port: int = PORT, timeout_s: float = _TIMEOUT_S) -> None:
+    def __init__(self, session: aiohttp.ClientSession, timeout_s: float = _TIMEOUT_S) -> None:
         self._session = session
-        self._port = port
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._parsing = asyncio.Lock()
         """One answer is parsed at each turn of the event loop: an edit's events need several turns, each of which would
@@ -48,9 +46,8 @@ class PodSignals:
         }
 
     async def _scrape(self, pod: Pod, now: float) -> Scrape | None:
-        url = f"http://{f'[{pod.ip}]' if ':' in (pod.ip or '') else pod.ip}:{self._port}/metrics"
         try:
-            async with self._session.get(url, timeout=self._timeout) as response:
+            async with self._session.get(pod.metrics_url, timeout=self._timeout) as response:
                 response.raise_for_status()
                 body = await read_bounded(response, _ANSWER_LIMIT_BYTES)
             async with self._parsing:

@@ -84,7 +84,7 @@ def test_a_pod_monitor_names_the_service_in_the_label_that_alerts_and_dashboards
     monitor = expected_pod_monitor(service_of(monitoring={"podMonitor": True, "interval": "5s"}))
 
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
-    assert (endpoint["port"], endpoint["path"], endpoint["interval"]) == ("http", "/metrics", "5s")
+    assert (endpoint["port"], endpoint["path"], endpoint["interval"]) == ("metrics", "/metrics", "5s")
     (relabeling,) = endpoint["relabelings"]
     assert relabeling["targetLabel"] == "service"
     assert relabeling["sourceLabels"] == ["__meta_kubernetes_pod_label_app_kubernetes_io_instance"]

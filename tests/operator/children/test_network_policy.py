@@ -4,7 +4,13 @@ from typing import Any
 
 import pytest
 
-from llmservice_operator.children.network_policy import PeerError, expected_network_policy, parse_peer, platform_peers
+from llmservice_operator.children.network_policy import (
+    PeerError,
+    PlatformPeers,
+    expected_network_policy,
+    parse_peer,
+    platform_peers,
+)
 
 OURS = {"matchLabels": {"app.kubernetes.io/part-of": "llmservice"}}
 
@@ -13,24 +19,21 @@ def named(namespace: str) -> dict[str, Any]:
     return {"matchLabels": {"kubernetes.io/metadata.name": namespace}}
 
 
-def test_only_the_http_port_is_open_and_only_to_those_who_are_named(service_of: Any) -> None:
+def test_clients_reach_the_api_prometheus_its_metrics_and_the_platform_both(service_of: Any) -> None:
     client = {"podSelector": {"matchLabels": {"app": "chat"}}}
     service = service_of(networkPolicy={"from": [client]})
 
     spec = expected_network_policy(service, platform_peers("system", ["monitoring"]))["spec"]
 
-    assert spec["policyTypes"] == ["Ingress"]
-    (rule,) = spec["ingress"]
-    assert rule["ports"] == [{"protocol": "TCP", "port": 8000}]
-    assert rule["from"] == [
-        {"namespaceSelector": named("system"), "podSelector": OURS},
-        {"namespaceSelector": named("monitoring")},
-        client,
+    ours = {"namespaceSelector": named("system"), "podSelector": OURS}
+    assert spec["ingress"] == [
+        {"from": [ours, client], "ports": [{"protocol": "TCP", "port": 8000}]},
+        {"from": [ours, {"namespaceSelector": named("monitoring")}], "ports": [{"protocol": "TCP", "port": 8001}]},
     ]
 
 
 def test_an_operator_outside_of_the_cluster_lets_its_label_in_from_every_namespace() -> None:
-    assert platform_peers(None, []) == ({"namespaceSelector": {}, "podSelector": OURS},)
+    assert platform_peers(None, []) == PlatformPeers({"namespaceSelector": {}, "podSelector": OURS}, ())
 
 
 @pytest.mark.parametrize(

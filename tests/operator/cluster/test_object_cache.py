@@ -84,12 +84,14 @@ def test_pods_are_found_by_the_service_whose_labels_they_carry(cache: ObjectCach
 
 
 def test_what_nobody_reads_is_not_kept(cache: ObjectCache) -> None:
-    pod = thing("tiny-1", spec={"nodeName": "n", "containers": [{"name": "server"}]}, status={"phase": "Running"})
+    ports = [{"name": "metrics", "containerPort": 8001}]
+    containers = [{"name": "server", "image": "i", "ports": ports}, {"name": "sidecar", "image": "i"}]
+    pod = thing("tiny-1", spec={"nodeName": "n", "containers": containers}, status={"phase": "Running"})
     pod["metadata"]["managedFields"] = [{"manager": "kubelet"}]
     cache.put("Pod", pod)
 
     (kept,) = cache.pods("team-a", "tiny")
-    assert kept["spec"] == {"nodeName": "n"}
+    assert kept["spec"] == {"nodeName": "n", "containers": [{"name": "server", "ports": ports}]}
     assert kept["status"] == {"phase": "Running"}
     assert "managedFields" not in kept["metadata"]
 

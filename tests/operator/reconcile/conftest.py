@@ -64,7 +64,7 @@ async def world(kube: KubeClient, pods: TalkingPods, models: Path) -> AsyncItera
     async with aiohttp.ClientSession() as session:
         reader = ModelReader(session, models, "http://127.0.0.1:9", None)
         unreachable = PrometheusSignals(session, "http://127.0.0.1:9")
-        signals = partial(_signals, session, pods.port, unreachable)
+        signals = partial(_signals, session, unreachable)
         cache, pod_models = ObjectCache(), PodModels(session, pods.port)
         applier = Applier(kube, cache)
         metrics, grants = OperatorMetrics(), Grants(kube)
@@ -75,5 +75,5 @@ async def world(kube: KubeClient, pods: TalkingPods, models: Path) -> AsyncItera
         yield world
 
 
-def _signals(session: aiohttp.ClientSession, port: int, prometheus: PrometheusSignals) -> Signals:
-    return Signals(PodSignals(session, port), prometheus)
+def _signals(session: aiohttp.ClientSession, prometheus: PrometheusSignals) -> Signals:
+    return Signals(PodSignals(session), prometheus)
