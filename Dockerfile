@@ -64,7 +64,7 @@ CMD ["operator"]
 
 FROM runtime AS gateway
 COPY --from=gateway-environment /opt/llmservice /opt/llmservice
-EXPOSE 8080
+EXPOSE 8080 8001
 CMD ["gateway"]
 
 # Triton builds its launchers with a C compiler when a kernel is first used; torch's CUDA build brings Triton.
@@ -78,5 +78,5 @@ USER 65532:65532
 FROM server-${TORCH}-runtime AS server
 COPY --from=server-environment /opt/llmservice /opt/llmservice
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
-EXPOSE 8000
+EXPOSE 8000 8001
 CMD ["serve", "--help"]

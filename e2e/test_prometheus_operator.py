@@ -102,7 +102,7 @@ def test_the_child_comes_with_its_crd_and_is_the_services_own(kube: Kube, kind: 
 @pytest.mark.parametrize(
     ("kind", "edit"),
     [
-        ("PodMonitor", {"podMetricsEndpoints": [{"port": "http", "interval": "1h"}]}),
+        ("PodMonitor", {"podMetricsEndpoints": [{"port": "metrics", "interval": "1h"}]}),
         ("PrometheusRule", {"groups": []}),
     ],
 )
@@ -163,7 +163,7 @@ def test_the_charts_own_are_taken_by_the_api_server_and_a_second_apply_changes_n
     release = write_release(tmp_path / "release.yaml", VALUES)
     objects = [one for one in yaml.safe_load_all(release.read_text(encoding="utf-8")) if one]
     monitors = [one for one in objects if one["apiVersion"] == f"{GROUP}/{VERSION}"]
-    assert sorted(one["kind"] for one in monitors) == ["PrometheusRule", "ServiceMonitor", "ServiceMonitor"]
+    assert sorted(one["kind"] for one in monitors) == ["PodMonitor", "PrometheusRule", "ServiceMonitor"]
     namespaced = Kube(cluster, NAMESPACE)
 
     def applied(manifest: Object) -> str:

@@ -168,7 +168,7 @@ async def test_services_live_through_install_upgrade_rollback_and_uninstall(
 
 @pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
 async def test_api_takes_every_object(cluster: Cluster, values: dict[str, Any]) -> None:
-    for kind in ("ServiceMonitor", "PrometheusRule"):
+    for kind in ("ServiceMonitor", "PodMonitor", "PrometheusRule"):
         await cluster.define(kind)
     await cluster.define("Certificate", "cert-manager.io")
     for namespace in ("team-a", "team-b"):

@@ -317,10 +317,29 @@ def test_only_the_peers_of_the_values_and_helm_test_reach_the_pods(chart: helm.C
     operator = named(manifests, "NetworkPolicy", "release-llmservice-operator")
     assert operator["spec"]["ingress"][0]["from"] == [{"namespaceSelector": {}}]
     gateway = named(manifests, "NetworkPolicy", "release-llmservice-gateway")
-    theirs, test = gateway["spec"]["ingress"][0]["from"]
+    requests, metrics = gateway["spec"]["ingress"]
+    theirs, test = requests["from"]
     assert theirs == {"podSelector": {}}
     (pod,) = of_kind(manifests, "Pod")
     assert test["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    assert metrics["from"] == [{"podSelector": {"matchLabels": {"app": "prometheus"}}}]
+
+
+def test_gateways_metrics_have_a_port_that_its_service_does_not_have(chart: helm.Chart) -> None:
+    manifests = render(chart, VALUES["everything"])
+    deployment = named(manifests, "Deployment", "release-llmservice-gateway")
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert {"--port=8080", "--metrics-port=8001"} <= set(container["args"])
+    assert {port["name"]: port["containerPort"] for port in container["ports"]} == {"http": 8080, "metrics": 8001}
+    service = named(manifests, "Service", "release-llmservice-gateway")
+    assert [port["targetPort"] for port in service["spec"]["ports"]] == ["http"]
+    policy = named(manifests, "NetworkPolicy", "release-llmservice-gateway")
+    assert [[port["port"] for port in rule["ports"]] for rule in policy["spec"]["ingress"]] == [["http"], ["metrics"]]
+    (monitor,) = of_kind(manifests, "PodMonitor")
+    assert [one["port"] for one in monitor["spec"]["podMetricsEndpoints"]] == ["metrics"]
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    assert monitor["metadata"]["labels"]["release"] == "prometheus"
 
 
 def test_helm_test_asks_the_gateways_service(chart: helm.Chart) -> None:
@@ -340,9 +359,9 @@ def test_rules_are_those_that_prometheus_was_tested_with(chart: helm.Chart) -> N
 
 
 def test_namespace_of_an_llmservice_survives_the_scrape_of_the_operator(chart: helm.Chart) -> None:
-    monitors = of_kind(render(chart, VALUES["everything"]), "ServiceMonitor")
-    honours = {monitor["metadata"]["name"]: monitor["spec"]["endpoints"][0].get("honorLabels") for monitor in monitors}
-    assert honours == {"release-llmservice-operator": True, "release-llmservice-gateway": None}
+    (monitor,) = of_kind(render(chart, VALUES["everything"]), "ServiceMonitor")
+    assert monitor["metadata"]["name"] == "release-llmservice-operator"
+    assert monitor["spec"]["endpoints"][0]["honorLabels"] is True
 
 
 def test_own_objects_are_templates_given_as_objects_or_as_text(chart: helm.Chart) -> None:
@@ -398,6 +417,7 @@ def test_charts_copy_of_the_crd_is_current() -> None:
         ({"commonLabels": {"app.kubernetes.io/name": "mine"}}, "commonLabels"),
         ({"operator": {"podLabels": {"a": 1}}}, "podLabels"),
         ({"networkPolicy": {"gatewayFrom": {"podSelector": {}}}}, "gatewayFrom"),
+        ({"networkPolicy": {"gatewayMetricsFrom": ["monitoring"]}}, "gatewayMetricsFrom"),
         ({"extraObjects": [3]}, "extraObjects"),
     ],
 )

@@ -26,7 +26,7 @@ def test_parts_are_called_as_their_deployments_call_them(tmp_path: Path) -> None
     assert release.parts["gateway"] == Part(
         "llmservice-system",
         "llmservice-gateway",
-        ("--port=8080", "--drain-timeout=120", "--max-body-mib=16", "--namespace=team-a"),
+        ("--port=8080", "--metrics-port=8001", "--drain-timeout=120", "--max-body-mib=16", "--namespace=team-a"),
         1,
     )
     operator = release.parts["operator"]
