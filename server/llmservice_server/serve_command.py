@@ -76,7 +76,7 @@ def _add_http_arguments(parser: argparse.ArgumentParser) -> None:
         "--api-key-file",
         type=Path,
         metavar="FILE",
-        help="one KEY, KEY:LANE or KEY:LANE:NAME a line (default: none needed)",
+        help="one KEY, KEY:LANE or KEY:LANE:NAME a line, the lane being the highest it may choose (default: no keys)",
     )
     add(
         "--body-timeout",
@@ -102,6 +102,12 @@ def _add_http_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_queue_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
+    add(
+        "--default-lane",
+        choices=("interactive", "batch"),
+        default="interactive",
+        help="of requests, and the highest that they may choose, where their API key has no lane of its own",
+    )
     add(
         "--max-queued-requests",
         type=_count,
@@ -298,6 +304,7 @@ def run(args: argparse.Namespace) -> int:
     serve = ServeConfig(
         served_model_names=tuple(args.served_model_name or [model.resolve().name]),
         queue_bounds=_queue_bounds(args),
+        default_lane=args.default_lane,
         max_queued_embeddings=args.max_queued_embeddings,
         api_key_file=args.api_key_file,
         stuck_after_s=args.stuck_timeout or None,

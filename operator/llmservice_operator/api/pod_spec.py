@@ -99,7 +99,8 @@ class ResourceClaim(SchemaModel):
 
 _MANAGED = (
     "--model", "--served-model-name", "--port", "--metrics-port", "--max-model-len", "--max-num-seqs",
-    "--kv-cache-memory", "--memory-limit", "--gpu-memory-utilization", "--drain-timeout", "--start-record",
+    "--default-lane", "--kv-cache-memory", "--memory-limit", "--gpu-memory-utilization", "--drain-timeout",
+    "--start-record",
 )  # fmt: skip
 """Flags that other fields of the spec rule."""
 _SETS = "arg == flag || arg.startsWith(flag + '=')"

@@ -166,6 +166,15 @@ _A_STEP = rules(
 )
 
 
+class Lanes(SchemaModel):
+    default: Literal["interactive", "batch"] = Field(
+        "interactive",
+        description="Lane of requests that choose none, and the highest that a client may choose. A request for a"
+        " higher lane is refused with 403. Where the server has API keys (--api-key-file), a key with a lane of its own"
+        " has that one instead.",
+    )
+
+
 class ScaleUp(SchemaModel):
     model_config = ConfigDict(json_schema_extra=_A_STEP)
 
@@ -299,6 +308,10 @@ class LLMServiceSpec(SchemaModel):
     resources: Resources = Field(default_factory=Resources, description="What one replica gets.")
     engine: Engine = Field(default_factory=Engine, description="How the inference engine is set up.")
     slo: Slo = Field(default_factory=Slo, description="The latency that is promised to users.")
+    lanes: Lanes = Field(
+        default_factory=Lanes,
+        description="Which lane requests are served in: interactive goes first, batch takes what it leaves.",
+    )
     autoscaling: Autoscaling | None = Field(
         None, description="Let the operator choose the number of replicas; replicas then stays at its default."
     )

@@ -108,6 +108,7 @@ def server_args(service: LLMService, sized: Sized) -> list[str]:
         *("--served-model-name", service.served_name),
         *("--port", str(PORT)),
         *("--metrics-port", str(METRICS_PORT)),
+        *("--default-lane", service.spec.lanes.default),
         *("--dtype", service.spec.model.dtype),
         *_sizing_args(service, sized),
         *("--max-num-batched-tokens", str(engine.max_num_batched_tokens)),

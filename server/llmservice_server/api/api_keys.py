@@ -20,11 +20,11 @@ class ApiKeyError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """What may be known of a key: the digest to compare with, a name for the log, and its requests' default lane."""
+    """What may be known of a key: the digest to compare with, a name for the log, and its requests' lane."""
 
     digest: bytes
     name: str
-    lane: str
+    lane: str | None  # its requests' default and highest; None: the server's
 
 
 class ApiKeys:
@@ -94,7 +94,7 @@ def _parse(line: str, where: str, default_name: str) -> ApiKey:
         raise ApiKeyError(f"{where}: expected KEY, KEY:LANE or KEY:LANE:NAME, the key in ASCII without spaces")
     if lane and lane not in LANES:
         raise ApiKeyError(f"{where}: the lane is none of {', '.join(LANES)}")
-    return ApiKey(_digest(key), name or default_name, lane or LANES[0])
+    return ApiKey(_digest(key), name or default_name, lane or None)
 
 
 def _digest(key: str) -> bytes:

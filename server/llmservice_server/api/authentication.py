@@ -11,7 +11,7 @@ from llmservice_server.api.error import ApiError
 
 
 class Authentication:
-    """ASGI middleware. Leaves the key's lane in `scope["default_lane"]` and its name in the access log."""
+    """ASGI middleware. Leaves the key's lane, if it has one, in `scope["key_lane"]` and its name in the access log."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
         self._app = app
@@ -31,7 +31,7 @@ class Authentication:
             await response(scope, receive, send)
             return
         scope["access_log"]["api_key"] = key.name
-        scope["default_lane"] = key.lane
+        scope["key_lane"] = key.lane
         await self._app(scope, receive, send)
 
 

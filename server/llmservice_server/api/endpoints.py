@@ -32,7 +32,6 @@ from llmservice_server.api.state import ServerState
 from llmservice_server.api.structure import answer_grammar
 from llmservice_server.api.terms import terms_of
 from llmservice_server.api.trace_attributes import describe
-from llmservice_server.engine.request import LANES
 from llmservice_server.text.tokenizer import Tokenizer
 
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
@@ -95,7 +94,7 @@ def _generation(
     terms = terms_of(
         request.headers,
         parsed.priority or None,
-        default_lane=request.scope.get("default_lane", LANES[0]),
+        default_lane=request.scope.get("key_lane") or state.config.default_lane,
         timeout_s=state.config.request_timeout_s,
         queue_timeout_s=state.config.queue_timeout_s,
     )

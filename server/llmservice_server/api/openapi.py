@@ -73,6 +73,7 @@ _EVENT = {  # of a stream; the last one's data is [DONE]
     "required": ["data"],
 }
 _REFUSED = (400, 404, 408, 413, 429, 503)
+_GENERATION = (*_REFUSED, 403, 500, 504)  # 403: the lane
 _OPERATIONS = (
     _Operation(
         "post",
@@ -81,7 +82,7 @@ _OPERATIONS = (
         _answer("Completion", Text),
         CompletionRequest,
         streams=True,
-        errors=(*_REFUSED, 500, 504),
+        errors=_GENERATION,
     ),
     _Operation(
         "post",
@@ -90,7 +91,7 @@ _OPERATIONS = (
         _answer("ChatCompletion", ChatChoice),
         ChatRequest,
         streams=True,
-        errors=(*_REFUSED, 500, 504),
+        errors=_GENERATION,
     ),
     _Operation("post", "/v1/embeddings", "Embed texts", EmbeddingList, EmbeddingRequest, errors=(*_REFUSED, 500, 504)),
     _Operation("post", "/tokenize", "Text or a chat to token ids", TokenizeResponse, TokenizeRequest, errors=_REFUSED),

@@ -13,6 +13,7 @@ from typing import Any
 from llmservice_server.api.backlog import Backlog, QueueBound, Refusal
 from llmservice_server.api.error import ApiError
 from llmservice_server.api.long_input import LongInput, default_max_body_bytes
+from llmservice_server.engine.request import LANES
 from llmservice_server.engine_client import EngineClient
 from llmservice_server.messages import Ready
 from llmservice_server.metrics import Metrics
@@ -30,6 +31,7 @@ class ServeConfig:
     queue_bounds: Mapping[str, QueueBound]  # by lane
     request_timeout_s: float | None
     queue_timeout_s: float | None
+    default_lane: str = LANES[0]  # of requests without an API key that has one; the highest that they may choose
     max_queued_embeddings: int = 4096
     body_timeout_s: float | None = 60.0  # for a body to be complete
     max_body_bytes: int | None = None  # None: as the model's context asks for

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from llmservice_server.api.error import invalid
+from llmservice_server.api.error import ApiError, invalid
 from llmservice_server.engine.request import LANES
 
 LANE_HEADER = "x-llmservice-lane"
@@ -29,16 +29,28 @@ def terms_of(
     timeout_s: float | None,
     queue_timeout_s: float | None,
 ) -> Terms:
-    """The body's `priority` goes before the header, and that before the API key's lane.
+    """The body's `priority` goes before the header, and that before `default_lane`, the API key's or the service's.
 
-    A client may shorten the server's time limits, but not lengthen them. Raises ApiError where a header means nothing.
+    A client may choose a lower lane than its default and shorten the server's time limits, not the other way round.
+    Raises ApiError: 400 where a header means nothing, 403 for a higher lane.
     """
     lane = priority or headers.get(LANE_HEADER, default_lane)
     if lane not in LANES:
         raise invalid(f"{LANE_HEADER} is {lane!r}, expected one of {', '.join(LANES)}")
+    if LANES.index(lane) < LANES.index(default_lane):
+        raise _too_high(lane, default_lane, "priority" if priority else None)
     return Terms(
         lane, _shorter(headers, TIMEOUT_HEADER, timeout_s), _shorter(headers, QUEUE_TIMEOUT_HEADER, queue_timeout_s)
     )
+
+
+def _too_high(lane: str, highest: str, param: str | None) -> ApiError:
+    message = (
+        f"{param or LANE_HEADER} asks for the lane {lane}, but {highest} is the highest that this client may choose: "
+        "leave it out, or ask the service's owner to raise spec.lanes.default (--default-lane) or for an API key of "
+        f"the lane {lane}"
+    )
+    return ApiError(403, message, param=param, code="lane_not_allowed")
 
 
 def _shorter(headers: Mapping[str, str], name: str, limit_s: float | None) -> float | None:

@@ -24,6 +24,7 @@ def test_the_sizing_becomes_the_servers_flags(service_of: Any, sized: Sized) -> 
         "--served-model-name": "tiny",
         "--port": "8000",
         "--metrics-port": "8001",
+        "--default-lane": "interactive",
         "--dtype": "auto",
         "--max-model-len": "512",
         "--max-num-seqs": "8",

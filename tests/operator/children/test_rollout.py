@@ -39,6 +39,7 @@ ROLLS: list[dict[str, Any]] = [
     {"resources": {"gpu": {"product": "a100-40gb"}}},
     {"resources": {"gpu": {"product": "l40s"}, "requests": {"cpu": "2"}}},
     {"drainTimeout": "2m"},
+    {"lanes": {"default": "batch"}},
     {"scheduling": {"priorityClassName": "high"}},
     {"podTemplate": {"labels": {"team": "a"}}},
 ]

@@ -38,7 +38,7 @@ def _replace(path: Path, content: str) -> None:
     [
         ("sk-alice", ("alice", "interactive")),
         ("sk-nightly", ("line 4", "batch")),
-        ("sk-plain", ("line 5", "interactive")),
+        ("sk-plain", ("line 5", None)),
         ("sk-alice:interactive:alice", None),
         ("sk-alic", None),
         ("# rotated weekly", None),
@@ -46,7 +46,7 @@ def _replace(path: Path, content: str) -> None:
         ("schlüssel", None),
     ],
 )
-def test_a_key_has_a_name_and_a_lane(tmp_path: Path, presented: str, found: tuple[str, str] | None) -> None:
+def test_a_key_has_a_name_and_a_lane(tmp_path: Path, presented: str, found: tuple[str, str | None] | None) -> None:
     key = ApiKeys(_file(tmp_path)).find(presented)
     assert (None if key is None else (key.name, key.lane)) == found
 
@@ -108,6 +108,29 @@ def test_the_server_wants_a_key_of_everybody_but_the_probes(start_server: Any, t
             client.with_options(api_key="sk-nightly").completions.create(**ask)
     server.wait_for(lambda: [line for line in server.log if line.get("api_key") == "bob"] or None)
     assert not any(key in json.dumps(server.log) for key in ("sk-", "Bearer"))
+
+
+def test_a_keys_lane_or_else_the_servers_is_the_highest_that_a_client_may_choose(
+    start_server: Any, tmp_path: Path
+) -> None:
+    server = start_server("--api-key-file", str(_file(tmp_path)), "--default-lane", "batch").wait_until_ready()
+    body: dict[str, Any] = {"model": "tiny", "prompt": "a", "max_tokens": 1}
+    chat: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+    asking: list[dict[str, Any]] = [
+        {"extra_body": {"priority": "interactive"}},
+        {"extra_headers": {"x-llmservice-lane": "interactive"}},
+    ]
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="sk-plain", max_retries=0) as client:
+        for way in asking:
+            for key in ("sk-plain", "sk-nightly"):
+                limited = client.with_options(api_key=key)
+                with pytest.raises(openai.PermissionDeniedError, match="batch is the highest"):
+                    limited.completions.create(**body, **way)
+                with pytest.raises(openai.PermissionDeniedError, match="batch is the highest"):
+                    limited.chat.completions.create(**chat, **way)
+            assert client.with_options(api_key="sk-alice").completions.create(**body, **way).choices
+        assert client.completions.create(**body).choices
+    assert server.metric("llmservice_request_rejected_total", reason="lane_not_allowed") == 8
 
 
 def test_a_key_brings_its_lane(start_server: Any, tmp_path: Path) -> None:

@@ -4,15 +4,47 @@ from llmservice_server.api.error import ApiError
 from llmservice_server.api.terms import Terms, terms_of
 
 
-def terms(headers: dict[str, str], priority: str | None = None, limit_s: float | None = 60.0) -> Terms:
-    return terms_of(headers, priority, default_lane="batch", timeout_s=limit_s, queue_timeout_s=None)
+def terms(
+    headers: dict[str, str],
+    priority: str | None = None,
+    limit_s: float | None = 60.0,
+    default_lane: str = "interactive",
+) -> Terms:
+    return terms_of(headers, priority, default_lane=default_lane, timeout_s=limit_s, queue_timeout_s=None)
 
 
-def test_the_body_names_the_lane_before_the_header_and_that_before_the_key() -> None:
-    header = {"x-llmservice-lane": "interactive"}
-    assert terms({}).lane == "batch"
-    assert terms(header).lane == "interactive"
-    assert terms(header, priority="batch").lane == "batch"
+@pytest.mark.parametrize(
+    ("default", "header", "priority", "lane"),
+    [
+        ("interactive", None, None, "interactive"),
+        ("interactive", "batch", None, "batch"),
+        ("interactive", "batch", "interactive", "interactive"),
+        ("interactive", None, "batch", "batch"),
+        ("batch", None, None, "batch"),
+        ("batch", "batch", None, "batch"),
+        ("batch", "interactive", "batch", "batch"),
+    ],
+)
+def test_the_body_names_the_lane_before_the_header_and_that_before_the_default(
+    default: str, header: str | None, priority: str | None, lane: str
+) -> None:
+    headers = {} if header is None else {"x-llmservice-lane": header}
+    assert terms(headers, priority, default_lane=default).lane == lane
+
+
+@pytest.mark.parametrize(
+    ("header", "priority", "param"),
+    [("interactive", None, None), (None, "interactive", "priority"), ("batch", "interactive", "priority")],
+)
+def test_a_lane_above_the_default_is_refused(header: str | None, priority: str | None, param: str | None) -> None:
+    headers = {} if header is None else {"x-llmservice-lane": header}
+    with pytest.raises(ApiError) as refused:
+        terms(headers, priority, default_lane="batch")
+    error = refused.value
+    assert (error.status, error.type, error.code) == (403, "invalid_request_error", "lane_not_allowed")
+    assert error.param == param
+    assert "asks for the lane interactive, but batch is the highest" in error.message
+    assert "spec.lanes.default" in error.message
 
 
 @pytest.mark.parametrize(("limit_s", "asked", "timeout_s"), [(60.0, "5", 5), (60.0, "90", 60), (None, "90.5", 90.5)])
