@@ -232,7 +232,7 @@ async def test_foreign_edits_are_undone_within_a_moment_and_foreign_additions_st
         "Deployment": {"replicas": 9},
         "Service": {"selector": {"app.kubernetes.io/instance": "other"}},
         "PodDisruptionBudget": {"maxUnavailable": 5},
-        "NetworkPolicy": {"policyTypes": ["Ingress", "Egress"]},
+        "NetworkPolicy": {"policyTypes": ["Ingress"]},
     }
     specs = {}
     for kind, edit in edits.items():

@@ -276,8 +276,9 @@ class Monitoring(SchemaModel):
 class NetworkPolicy(SchemaModel):
     enabled: bool = Field(
         True,
-        description="Let only the gateway, the operator, Prometheus and `from` reach the pods, where the cluster's"
-        " network enforces policies. false: no NetworkPolicy, everybody may.",
+        description="Let only the gateway, the operator, Prometheus and `from` reach the pods, and the pods only DNS,"
+        " the model's source and `to`, where the cluster's network enforces policies. false: no NetworkPolicy,"
+        " everybody may, and the pods may reach everything.",
     )
     peers: list[Passed] = Field(
         default_factory=list,
@@ -285,6 +286,12 @@ class NetworkPolicy(SchemaModel):
         max_length=32,
         description="Clients that call the Service directly, as NetworkPolicyPeers in Kubernetes' own shape"
         " (namespaceSelector, podSelector, ipBlock). Clients of the gateway need none.",
+    )
+    to: list[Passed] = Field(
+        default_factory=list,
+        max_length=32,
+        description="What else the pods may reach, as NetworkPolicyEgressRules in Kubernetes' own shape (to, ports):"
+        " a proxy, an OTLP collector, the metadata server of a cloud's workload identity. `{}` allows everything.",
     )
 
 
@@ -324,7 +331,7 @@ class LLMServiceSpec(SchemaModel):
         default_factory=PodTemplate, description="What the pods have beside what the rest of the spec says."
     )
     network_policy: NetworkPolicy = Field(
-        default_factory=NetworkPolicy, description="Who may reach the pods beside the gateway."
+        default_factory=NetworkPolicy, description="Who may reach the pods beside the gateway, and what they may reach."
     )
     monitoring: Monitoring = Field(default_factory=Monitoring, description="How Prometheus finds the pods.")
 

@@ -21,7 +21,7 @@ def expected_children(
         Child(expected_service_account(service)),
         Child(expected_service(service)),
         Child(expected_headless_service(service)),
-        Child(expected_network_policy(service, peers), wanted=spec.network_policy.enabled),
+        Child(expected_network_policy(service, sized.model.location, peers), wanted=spec.network_policy.enabled),
         Child(expected_disruption_budget(service)),
         Child(expected_deployment(service, sized, replicas, image)),
         Child(expected_pod_monitor(service), wanted=spec.monitoring.pod_monitor),

@@ -1,21 +1,46 @@
-"""Who may reach a service's pods: the gateway, the operator, Prometheus, and whom the spec names."""
+"""Who may reach a service's pods, and what they may reach: DNS, the model's source, and what the spec names."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from llmservice_operator.api import labels
+from llmservice_operator.api.model_spec import ModelSource
 from llmservice_operator.api.resource import LLMService
 from llmservice_operator.api.spec import Manifest
 from llmservice_operator.children.child import child_manifest
 from llmservice_operator.children.deployment import METRICS_PORT, PORT
+from llmservice_operator.models.location import ModelLocation
 
 NAMESPACE_NAME = "kubernetes.io/metadata.name"
 """The label that the API server gives to every namespace."""
 
 DEFAULT_PROMETHEUS = "*:app.kubernetes.io/name=prometheus"
 """Prometheus as the usual charts label its pods, in whichever namespace it runs."""
+
+
+_LINK_LOCAL = ("169.254.0.0/16", "fe80::/10")
+"""Among them the metadata servers of clouds, which hand out the node's credentials."""
+_PRIVATE = ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7")
+"""RFC 1918, RFC 6598 (carrier-grade NAT, which some clusters use for pods) and RFC 4193."""
+
+
+def _addresses(excluded: Iterable[str]) -> list[Manifest]:
+    """All addresses of both families but these."""
+    v4, v6 = ([one for one in excluded if (":" in one) == is_v6] for is_v6 in (False, True))
+    return [{"ipBlock": {"cidr": "0.0.0.0/0", "except": v4}}, {"ipBlock": {"cidr": "::/0", "except": v6}}]
+
+
+_PUBLIC = _addresses((*_PRIVATE, *_LINK_LOCAL))
+_ANYWHERE = [{"namespaceSelector": {}}, *_addresses(_LINK_LOCAL)]
+"""Some network plugins match pods by selectors alone, never by an ipBlock."""
+_DNS = {
+    "to": [{"namespaceSelector": {}}, {"ipBlock": {"cidr": "169.254.20.10/32"}}],
+    "ports": [{"protocol": protocol, "port": port} for port in (53, 5353) for protocol in ("UDP", "TCP")],
+}
+"""The cluster's DNS, on 5353 in OpenShift, and NodeLocal DNSCache at the address that its documentation uses."""
 
 
 class PeerError(ValueError):
@@ -32,20 +57,46 @@ class PlatformPeers:
     """/metrics alone."""
 
 
-def expected_network_policy(service: LLMService, peers: PlatformPeers) -> Manifest:
+def expected_network_policy(service: LLMService, location: ModelLocation, peers: PlatformPeers) -> Manifest:
     """Clients reach the API's port, Prometheus that of /metrics, gateway and operator both.
 
-    Nothing is said about what pods may reach.
+    The pods reach DNS, what the model at `location` is downloaded from, and `spec.networkPolicy.to`.
     """
     spec = {
         "podSelector": {"matchLabels": labels.selector_labels(service.name)},
-        "policyTypes": ["Ingress"],
+        "policyTypes": ["Ingress", "Egress"],
         "ingress": [
             {"from": [peers.own, *service.spec.network_policy.peers], "ports": [_tcp(PORT)]},
             {"from": [peers.own, *peers.prometheus], "ports": [_tcp(METRICS_PORT)]},
         ],
+        "egress": [_DNS, *_source_rules(service.spec.model, location), *service.spec.network_policy.to],
     }
     return child_manifest(service, "NetworkPolicy") | {"spec": spec}
+
+
+def _source_rules(source: ModelSource, location: ModelLocation) -> list[Manifest]:
+    """What a download needs. The kubelet mounts volumes and images: their pods need nothing.
+
+    A policy names addresses, not hosts. The hub and AWS have public addresses, so port 443 of those is open. A mirror
+    or another store may be anywhere, inside the cluster too, so its URL's port is open everywhere; where that is a
+    Service, the network plugin may compare the port of the pods behind it.
+    """
+    if location.fetch_uri is None:
+        return []
+    store = source.s3.endpoint if location.kind == "s3" and source.s3 else None
+    if (endpoint := location.hf_endpoint or store) is None:
+        return [{"to": _PUBLIC, "ports": [_tcp(443)]}]
+    port = _port(endpoint)
+    return [] if port is None else [{"to": _ANYWHERE, "ports": [_tcp(port)]}]
+
+
+def _port(url: str) -> int | None:
+    """None where the URL is none, or its port beyond 65535: nothing can be downloaded from there."""
+    try:
+        parts = urlsplit(url)
+        return parts.port or (80 if parts.scheme == "http" else 443)
+    except ValueError:
+        return None
 
 
 def _tcp(port: int) -> Manifest:

@@ -29,7 +29,8 @@ _REMEDIES = {
     "EngineFailed": "Read the log of the pod that ended, and report what you find: {logs}",
     "CrashLoopBackOff": "Read the log of the pod that ended: {logs}",
     "ModelLoadFailed": "Correct what the server names, in the checkpoint or in spec.engine. Its log: {logs}",
-    "ModelFetchFailed": "Check spec.model.uri, spec.model.secretRef and the pods' way to the source:"
+    "ModelFetchFailed": "Check spec.model.uri, spec.model.secretRef and the pods' way to the source"
+    " (a proxy belongs into spec.networkPolicy.to):"
     " kubectl logs -n {namespace} deploy/{name} -c fetch",
     "CreateContainerConfigError": "Create the Secret or ConfigMap that is named, or correct the reference in the spec.",
     "CreateContainerError": "The node can't make the container: {pods}",
@@ -62,7 +63,7 @@ _REMEDIES = {
     "AwaitingPod": "Wait for the first pod, or give the figures of the model's config.json in spec.model.shape.",
     "ImageVolumesUnsupported": "Turn the feature on in the cluster, or serve the model from hf://, s3:// or pvc://.",
     # scaling and promises
-    "NoMetrics": "Replicas are held. See that the operator reaches the pods' port 8000 or Prometheus"
+    "NoMetrics": "Replicas are held. See that the operator reaches the pods' port 8001 or Prometheus"
     " (its log says which fails).",
     "NoReadyPods": "Replicas are held until a pod is ready.",
     "SizingInvalid": "Correct the spec first.",

@@ -105,7 +105,7 @@ async def test_the_spec_of_every_child_is_put_right(kube: KubeClient, children_o
     await hands.apply(children_of(), UID)
     drift = {
         "Service": {"selector": {"app": "other"}},
-        "NetworkPolicy": {"ingress": [{}]},
+        "NetworkPolicy": {"ingress": [{}], "egress": [{}]},
         "PodDisruptionBudget": {"maxUnavailable": "50%"},
         "Deployment": {"replicas": 9},
     }
@@ -118,6 +118,21 @@ async def test_the_spec_of_every_child_is_put_right(kube: KubeClient, children_o
 
     for kind in drift:
         assert (await live(kube, of_kind(children_of(), kind)))["spec"] == before[kind]["spec"]
+
+
+async def test_what_pods_may_reach_is_applied_once_and_stays(kube: KubeClient, children_of: ChildrenOf) -> None:
+    """The API server adds the default protocol, which is no difference, after a restart either."""
+    proxy = {"to": [{"ipBlock": {"cidr": "10.1.2.3/32"}}], "ports": [{"port": 3128}]}
+    children = children_of(model={"uri": "hf://org/name"}, networkPolicy={"to": [proxy, {}]})
+    policy = of_kind(children, "NetworkPolicy")
+    assert await Hands(kube).apply(children, UID) == []
+    before = await live(kube, policy)
+    assert before["spec"]["egress"][-2]["ports"] == [{"port": 3128, "protocol": "TCP"}]
+    assert before["spec"]["egress"][-1] == {}
+
+    assert await Hands(kube).apply(children, UID) == []
+
+    assert (await live(kube, policy))["metadata"]["resourceVersion"] == before["metadata"]["resourceVersion"]
 
 
 async def test_a_child_that_is_turned_off_goes_also_after_a_restart(kube: KubeClient, children_of: ChildrenOf) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,19 @@ from llmservice_operator.children.network_policy import (
     parse_peer,
     platform_peers,
 )
+from llmservice_operator.models.location import ModelLocation, locate
 
+IN_A_FOLDER = ModelLocation("file", "/srv/models/tiny")
+PRIVATE = ["10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10"]
+PUBLIC = [
+    {"ipBlock": {"cidr": "0.0.0.0/0", "except": [*PRIVATE, "169.254.0.0/16"]}},
+    {"ipBlock": {"cidr": "::/0", "except": ["fc00::/7", "fe80::/10"]}},
+]
+ANYWHERE = [
+    {"namespaceSelector": {}},
+    {"ipBlock": {"cidr": "0.0.0.0/0", "except": ["169.254.0.0/16"]}},
+    {"ipBlock": {"cidr": "::/0", "except": ["fe80::/10"]}},
+]
 OURS = {"matchLabels": {"app.kubernetes.io/part-of": "llmservice"}}
 
 
@@ -23,13 +36,62 @@ def test_clients_reach_the_api_prometheus_its_metrics_and_the_platform_both(serv
     client = {"podSelector": {"matchLabels": {"app": "chat"}}}
     service = service_of(networkPolicy={"from": [client]})
 
-    spec = expected_network_policy(service, platform_peers("system", ["monitoring"]))["spec"]
+    spec = expected_network_policy(service, IN_A_FOLDER, platform_peers("system", ["monitoring"]))["spec"]
 
     ours = {"namespaceSelector": named("system"), "podSelector": OURS}
     assert spec["ingress"] == [
         {"from": [ours, client], "ports": [{"protocol": "TCP", "port": 8000}]},
         {"from": [ours, {"namespaceSelector": named("monitoring")}], "ports": [{"protocol": "TCP", "port": 8001}]},
     ]
+
+
+def egress(service: Any, mirror: str | None = None) -> Any:
+    location = locate(service.spec.model, Path("/srv/models"), mirror)
+    policy = expected_network_policy(service, location, platform_peers("system", []))
+    assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
+    return policy["spec"]["egress"]
+
+
+def test_every_pod_reaches_dns(service_of: Any) -> None:
+    dns, *others = egress(service_of(model={"uri": "pvc://claim/llama"}))
+    assert dns["to"] == [{"namespaceSelector": {}}, {"ipBlock": {"cidr": "169.254.20.10/32"}}]
+    assert {(one["protocol"], one["port"]) for one in dns["ports"]} == {
+        ("UDP", 53), ("TCP", 53), ("UDP", 5353), ("TCP", 5353),
+    }  # fmt: skip
+    assert others == []
+
+
+@pytest.mark.parametrize(
+    ("model", "mirror", "reached"),
+    [
+        ({"uri": "hf://org/name"}, None, (PUBLIC, 443)),
+        ({"uri": "hf://org/name"}, "https://mirror.example.com", (ANYWHERE, 443)),
+        ({"uri": "hf://org/name"}, "http://mirror.tools.svc:8081/hf", (ANYWHERE, 8081)),
+        ({"uri": "hf://org/name"}, "http://mirror", (ANYWHERE, 80)),
+        ({"uri": "s3://bucket/llama"}, None, (PUBLIC, 443)),
+        ({"uri": "s3://bucket/llama"}, "http://mirror", (PUBLIC, 443)),
+        ({"uri": "s3://bucket/llama", "s3": {"region": "eu-west-1"}}, None, (PUBLIC, 443)),
+        ({"uri": "s3://bucket/llama", "s3": {"endpoint": "http://minio.storage:9000"}}, None, (ANYWHERE, 9000)),
+        ({"uri": "s3://bucket/llama", "s3": {"endpoint": "https://minio.storage"}}, None, (ANYWHERE, 443)),
+        ({"uri": "s3://bucket/llama", "s3": {"endpoint": "http://minio.storage:70000"}}, None, None),
+        ({"uri": "pvc://claim/llama"}, "http://mirror", None),
+        ({"uri": "oci://registry.example.com:5000/llama"}, None, None),
+        ({"uri": "file:///llama"}, None, None),
+    ],
+)
+def test_pods_reach_what_their_model_is_downloaded_from_and_no_more(
+    service_of: Any, model: dict[str, Any], mirror: str | None, reached: tuple[Any, int] | None
+) -> None:
+    _dns, *rules = egress(service_of(model=model), mirror)
+    expected = [] if reached is None else [{"to": reached[0], "ports": [{"protocol": "TCP", "port": reached[1]}]}]
+    assert rules == expected
+
+
+def test_what_else_pods_need_is_passed_as_it_is(service_of: Any) -> None:
+    proxy = {"to": [{"ipBlock": {"cidr": "10.1.2.3/32"}}], "ports": [{"port": 3128}]}
+    metadata = {"to": [{"ipBlock": {"cidr": "169.254.169.254/32"}}]}
+    service = service_of(model={"uri": "file:///llama"}, networkPolicy={"to": [proxy, metadata]})
+    assert egress(service)[1:] == [proxy, metadata]
 
 
 def test_an_operator_outside_of_the_cluster_lets_its_label_in_from_every_namespace() -> None:

@@ -50,6 +50,7 @@ STAYS: list[dict[str, Any]] = [
     {"rollout": {"maxSurge": 0, "maxUnavailable": 1}},
     {"monitoring": {"podMonitor": True}},
     {"networkPolicy": {"enabled": False}},
+    {"networkPolicy": {"to": [{}]}},
 ]
 
 
