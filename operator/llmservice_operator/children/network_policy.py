@@ -21,8 +21,8 @@ DEFAULT_PROMETHEUS = "*:app.kubernetes.io/name=prometheus"
 """Prometheus as the usual charts label its pods, in whichever namespace it runs."""
 
 
-_LINK_LOCAL = ("169.254.0.0/16", "fe80::/10")
-"""Among them the metadata servers of clouds, which hand out the node's credentials."""
+_METADATA = ("169.254.0.0/16", "168.63.129.16/32", "fe80::/10", "fd00:ec2::254/128")
+"""Link-local addresses, and others of metadata servers (Azure, AWS by IPv6), which hand out the node's credentials."""
 _PRIVATE = ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7")
 """RFC 1918, RFC 6598 (carrier-grade NAT, which some clusters use for pods) and RFC 4193."""
 
@@ -33,8 +33,8 @@ def _addresses(excluded: Iterable[str]) -> list[Manifest]:
     return [{"ipBlock": {"cidr": "0.0.0.0/0", "except": v4}}, {"ipBlock": {"cidr": "::/0", "except": v6}}]
 
 
-_PUBLIC = _addresses((*_PRIVATE, *_LINK_LOCAL))
-_ANYWHERE = [{"namespaceSelector": {}}, *_addresses(_LINK_LOCAL)]
+_PUBLIC = _addresses((*_PRIVATE, *_METADATA))
+_ANYWHERE = [{"namespaceSelector": {}}, *_addresses(_METADATA)]
 """Some network plugins match pods by selectors alone, never by an ipBlock."""
 _DNS = {
     "to": [{"namespaceSelector": {}}, {"ipBlock": {"cidr": "169.254.20.10/32"}}],

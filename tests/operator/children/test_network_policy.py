@@ -17,13 +17,13 @@ from llmservice_operator.models.location import ModelLocation, locate
 IN_A_FOLDER = ModelLocation("file", "/srv/models/tiny")
 PRIVATE = ["10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10"]
 PUBLIC = [
-    {"ipBlock": {"cidr": "0.0.0.0/0", "except": [*PRIVATE, "169.254.0.0/16"]}},
-    {"ipBlock": {"cidr": "::/0", "except": ["fc00::/7", "fe80::/10"]}},
+    {"ipBlock": {"cidr": "0.0.0.0/0", "except": [*PRIVATE, "169.254.0.0/16", "168.63.129.16/32"]}},
+    {"ipBlock": {"cidr": "::/0", "except": ["fc00::/7", "fe80::/10", "fd00:ec2::254/128"]}},
 ]
 ANYWHERE = [
     {"namespaceSelector": {}},
-    {"ipBlock": {"cidr": "0.0.0.0/0", "except": ["169.254.0.0/16"]}},
-    {"ipBlock": {"cidr": "::/0", "except": ["fe80::/10"]}},
+    {"ipBlock": {"cidr": "0.0.0.0/0", "except": ["169.254.0.0/16", "168.63.129.16/32"]}},
+    {"ipBlock": {"cidr": "::/0", "except": ["fe80::/10", "fd00:ec2::254/128"]}},
 ]
 OURS = {"matchLabels": {"app.kubernetes.io/part-of": "llmservice"}}
 
