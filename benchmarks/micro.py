@@ -20,7 +20,9 @@ import torch
 from llmservice_bench.results import Check, Results
 from pieces import real_step
 from pieces.block_pool import measure_block_pool
-from pieces.http_path import NUM_STREAMS, measure_http, sustained_tokens_per_s
+from pieces.embeddings import NUM_STREAMS as NUM_EMBEDDING_STREAMS
+from pieces.embeddings import measure_embeddings
+from pieces.http_path import LONGEST_ITL_MS, NUM_STREAMS, measure_http, sustained_tokens_per_s
 from pieces.sampler import KINDS, NUM_ROWS, measure_sampler
 from pieces.start import measure_phases, measure_serving
 from pieces.step import measure_step
@@ -33,6 +35,7 @@ STEP_ROUNDS = 5
 """Of all sizes by turns; the median one counts. Two hundred steps are over in a tenth of a second, in which a shared
 machine may be half as fast again, or not, for reasons of its own."""
 OFFERED = (10_000, 15_000, 20_000, 25_000, 30_000)  # tokens/s
+EMBEDDED = ((16, 32), (4, 512))  # inputs of a request, tokens of each
 START_MODEL = "toy"
 
 
@@ -91,7 +94,7 @@ def sampler() -> Found:
 
 def http() -> Found:
     runs = [asyncio.run(measure_http(NUM_STREAMS, NUM_STREAMS / rate, seconds=5.0)) for rate in OFFERED]
-    what = f"HTTP path, stub model, {NUM_STREAMS} streams, one API process"
+    what = f"HTTP path, stub model, {NUM_STREAMS} streams, one API process, p99 ITL at most {LONGEST_ITL_MS:g} ms"
     return Found([run.row for run in runs], [Check(what, ">= 20000", sustained_tokens_per_s(runs), "tokens/s")])
 
 
@@ -103,6 +106,22 @@ def stream_chunks() -> Found:
         [
             Check(f"network chunks per stream, median, {what}", ">= 100", row["network_chunks_per_stream_p50"]),
             Check(f"/health, p99, under the same load of {what}", "< 100", row["health_p99_ms"], "ms"),
+        ],
+    )
+
+
+def embeddings() -> Found:
+    rows = [asyncio.run(measure_embeddings(*shape)) for shape in EMBEDDED]
+    return Found(
+        rows,
+        [
+            Check(
+                f"p99 ITL of {NUM_EMBEDDING_STREAMS} streams beside embeddings of {row['inputs']} × "
+                f"{row['tokens_per_input']} tokens ÷ without",
+                "<= 1.2",
+                row["itl_p99_ratio"],
+            )
+            for row in rows
         ],
     )
 
@@ -127,6 +146,7 @@ PARTS: dict[str, Callable[[], Found]] = {
     "sampler": sampler,
     "http": http,
     "stream_chunks": stream_chunks,
+    "embeddings": embeddings,
     "start": start,
 }
 

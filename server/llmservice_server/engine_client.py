@@ -38,9 +38,11 @@ from llmservice_server.messages import (
 # -P: a file called torch.py in the working directory is not to be imported.
 ENGINE_COMMAND = (sys.executable, "-P", "-m", "llmservice_server.engine_process")
 _LAST_WORDS_S = 0.2  # how long a dead engine's last message may still be under way
-_MESSAGES_PER_TURN = 2
-"""Of the event loop, between which streams are written and probes answered. One would do, but a process that is behind
-its engine catches up by writing two steps at once (`micro_http` in docs/benchmarks.md)."""
+_STEPS_PER_TURN = (2, 8)
+"""Of the event loop, between which streams are written and probes answered: with few streams, and with many. One would
+do, but a process that is behind its engine catches up by writing several steps at once, since a write costs more than a
+token (`micro_http` and `micro_stream_chunks` in docs/benchmarks.md)."""
+_MANY_STREAMS = 256
 _LOOKS_PER_BOUND = 10  # at whether the engine is stuck, within the time that it may be silent
 _EXIT_S = 5.0  # how long the engine may take to leave after Shutdown
 
@@ -56,12 +58,13 @@ class OutputStream:
         self.unfinished = set(request_ids)
         self._outputs: list[Output] = []
         self._failure: Exception | None = None
+        self._loop = asyncio.get_running_loop()  # to look it up each time costs a system call
         self._waiter: asyncio.Future[None] | None = None
 
     async def next(self) -> list[Output]:
         """The outputs since the last call, at least one. Raises what `fail` was given."""
         if not self._outputs and self._failure is None:
-            self._waiter = asyncio.get_running_loop().create_future()
+            self._waiter = self._loop.create_future()
             await self._waiter
         if self._failure is not None:
             raise self._failure
@@ -208,9 +211,14 @@ class EngineClient:
     async def _read(self) -> None:
         """Queued messages are received without a wait, so the event loop is given a turn after every few of them."""
         while True:
-            for _ in range(_MESSAGES_PER_TURN):
+            for _ in range(self._steps_per_turn):
                 self._take(self._decoder.decode(await self._from_engine.recv()))
             await asyncio.sleep(0)
+
+    @property
+    def _steps_per_turn(self) -> int:
+        few, many = _STEPS_PER_TURN
+        return min(many, few + (many - few) * len(self._streams) // _MANY_STREAMS)
 
     def _take(self, message: FromEngine) -> None:
         match message:

@@ -48,9 +48,9 @@ async def test_the_stub_engine_serves_words_through_the_real_http_process() -> N
 
 
 def test_only_a_pace_that_was_borne_counts_as_sustained() -> None:
-    def run(offered: float, arrived: float) -> HttpRun:
-        figures: dict[str, Any] = {"output_tokens_per_s": arrived}
-        return HttpRun(offered, figures, http_process_busy=0.5, engine_busy=0.1)
+    def run(arrived: float, itl_p99_ms: float) -> HttpRun:
+        figures: dict[str, Any] = {"output_tokens_per_s": arrived, "itl_p99_ms": itl_p99_ms}
+        return HttpRun(400.0, figures, http_process_busy=0.5, engine_busy=0.1)
 
-    assert sustained_tokens_per_s([run(100, 99), run(200, 192), run(400, 300)]) == 192
-    assert sustained_tokens_per_s([run(100, 50)]) == 0
+    assert sustained_tokens_per_s([run(99, 20), run(192, 90), run(300, 140)]) == 192
+    assert sustained_tokens_per_s([run(50, 120)]) == 0

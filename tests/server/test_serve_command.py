@@ -217,11 +217,17 @@ def test_a_deadline_is_kept_while_the_engine_stands_still(start_server: Callable
     assert server.post("/v1/completions", LONG | {"max_tokens": 2})[0] == 200
 
 
-def test_an_engine_that_has_answered_and_rests_is_not_stuck(start_server: Callable[..., Any]) -> None:
+def test_an_engine_that_has_answered_or_never_got_what_was_refused_is_not_stuck(
+    start_server: Callable[..., Any],
+) -> None:
     server = start_server("--stuck-timeout", "1s").wait_until_ready()
-    assert server.post("/v1/completions", {"model": "tiny", "prompt": "Hello", "max_tokens": 2})[0] == 200
+    body = {"model": "tiny", "prompt": "Hello", "max_tokens": 2}
+    assert server.post("/v1/completions", body)[0] == 200
+    for refused in ({"top_k": 10**30}, {"min_tokens": 2**70}):
+        assert server.post("/v1/completions", body | refused)[0] == 400
     time.sleep(1.5)  # longer than one that has work may be silent
     assert server.get("/health")[0] == server.get("/ready")[0] == 200
+    assert server.post("/v1/completions", body)[0] == 200
 
 
 def _gone(process_id: int) -> bool:
