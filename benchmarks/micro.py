@@ -111,7 +111,7 @@ def stream_chunks() -> Found:
 
 
 def embeddings() -> Found:
-    rows = [asyncio.run(measure_embeddings(*shape)) for shape in EMBEDDED]
+    rows = [measure_embeddings(*shape) for shape in EMBEDDED]
     return Found(
         rows,
         [

@@ -71,13 +71,21 @@ def report(sections: Sequence[Section]) -> str:
     parts = [
         "# Benchmarks",
         INTRODUCTION,
-        "\n".join(f"- {each}" for each in dict.fromkeys(where(content) for content in contents)),
+        "\n".join(_places(contents)),
         "## Targets",
         f"{met} of {len(checks)} are met.",
         targets(checks),
         *(section.text() for section in sections),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _places(contents: Sequence[Content]) -> list[str]:
+    """Each machine, with the benchmarks that ran there."""
+    names: dict[str, list[str]] = {}
+    for content in contents:
+        names.setdefault(where(content), []).append(content["name"])
+    return [f"- {', '.join(benchmarks)}: {place}" for place, benchmarks in names.items()]
 
 
 def where(content: Content) -> str:

@@ -143,10 +143,12 @@ def machine() -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """Its model's name where Linux tells it, else its architecture."""
+    """Its model's name and widest vector instructions where Linux tells them, else its architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    told = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    flags = told.get("flags", "").split()
+    instructions = next((each for each in ("amx_tile", "avx512f", "avx2") if each in flags), None)
+    return told.get("model name", platform.machine()) + (f" with {instructions}" if instructions else "")

@@ -1,27 +1,29 @@
-"""What embeddings cost those who generate: the time between their tokens with and without /v1/embeddings beside them.
+"""What embeddings cost those who generate: the time between two tokens with and without embeddings beside them.
 
-One server, and phases by turns, so that a machine that is slow for a while is slow for both.
+The engine alone, as its process drives it: on a small machine the clients of a server would be most of what is seen.
 """
 
 from __future__ import annotations
 
-import asyncio
-import json
+import itertools
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp
-
-from llmservice_bench.models import checkpoint
+from llmservice_bench.models import SHAPES, checkpoint
 from llmservice_bench.report import Distribution
-from llmservice_bench.toy_server import LLMSERVICE, started
+from llmservice_server.engine.config import EngineConfig
+from llmservice_server.engine.engine import Engine
+from llmservice_server.messages import Embed, Generate, SamplingParams
+from pieces.decoding import decode_together
 
 MODEL = "small"
 NUM_STREAMS = 8
-NUM_TOKENS = 100
-PHASES = 4
-"""Of each kind, after one that is not counted."""
+PHASES = 10
+"""Of each kind, by turns: a machine that is slow for a while is slow for both."""
+STEPS = 50
+"""Of a phase."""
+_PROMPT_TOKENS = 8
 
 
 @dataclass(slots=True)
@@ -29,29 +31,43 @@ class _Phase:
     """What one kind of phase showed so far."""
 
     itl_s: list[float] = field(default_factory=list)
-    seconds: float = 0.0
-    tokens: int = 0
     embedded_tokens: int = 0
 
+    @property
+    def seconds(self) -> float:
+        return sum(self.itl_s)
 
-async def measure_embeddings(num_inputs: int, input_tokens: int) -> dict[str, Any]:
-    """`NUM_STREAMS` streams, and in every other phase one client that has `num_inputs` embedded again and again."""
-    model = str(await asyncio.to_thread(checkpoint, MODEL))
-    flags = ("--served-model-name", MODEL, "--host", "127.0.0.1", "--port", "0", "--kv-cache-memory", "512MiB")
-    phases = {False: _Phase(), True: _Phase()}
-    async with (
-        started(LLMSERVICE, "serve", "--model", model, *flags) as server,
-        aiohttp.ClientSession(server.url, timeout=aiohttp.ClientTimeout(total=None)) as session,
-    ):
-        for number in range(PHASES + 1):
-            for beside, phase in phases.items():
-                await _run(session, phase if number else _Phase(), [[5] * input_tokens] * num_inputs if beside else [])
+
+def measure_embeddings(num_inputs: int, input_tokens: int) -> dict[str, Any]:
+    """`NUM_STREAMS` decode; in every other phase requests of `num_inputs` texts are embedded, one after the other."""
+    engine = Engine(EngineConfig(model=checkpoint(MODEL), max_num_seqs=NUM_STREAMS, kv_cache_memory_bytes=1 << 29))
+    sampling = SamplingParams(max_tokens=2 * (PHASES + 1) * STEPS, temperature=0.0, ignore_eos=True)
+    for number in range(NUM_STREAMS):
+        prompt = [(number * place) % SHAPES[MODEL].vocab_size for place in range(_PROMPT_TOKENS)]
+        engine.add(Generate(request_id=str(number), prompt_token_ids=prompt, sampling=sampling, arrival_s=0.0))
+    decode_together(engine, NUM_STREAMS)
+    phases, requests = {False: _Phase(), True: _Phase()}, itertools.count()
+    inputs, step_s = [[5] * input_tokens] * num_inputs, None
+    for number in range(PHASES + 1):
+        for beside, phase in phases.items():
+            counted = phase if number else _Phase()
+            for _ in range(STEPS):
+                if beside and engine.embedder.due_s() is None:
+                    engine.embedder.add(Embed(request_id=f"e{next(requests)}", inputs=inputs), time.monotonic())
+                began_s = time.perf_counter()
+                if beside:
+                    done = engine.embedder.step(time.monotonic(), engine.tokens_left, step_s)
+                    counted.embedded_tokens += num_inputs * input_tokens * len(done)
+                stepped_s = time.perf_counter()
+                engine.step()
+                step_s = time.perf_counter() - stepped_s
+                counted.itl_s.append(time.perf_counter() - began_s)
     alone, with_embeddings = (Distribution.of(phases[beside].itl_s) for beside in (False, True))
     return {
         "inputs": num_inputs,
         "tokens_per_input": input_tokens,
-        "alone_tokens_per_s": phases[False].tokens / phases[False].seconds,
-        "beside_tokens_per_s": phases[True].tokens / phases[True].seconds,
+        "alone_tokens_per_s": NUM_STREAMS / alone.mean,
+        "beside_tokens_per_s": NUM_STREAMS / with_embeddings.mean,
         "embedded_tokens_per_s": phases[True].embedded_tokens / phases[True].seconds,
         "alone_itl_p50_ms": alone.p50 * 1000,
         "beside_itl_p50_ms": with_embeddings.p50 * 1000,
@@ -59,35 +75,3 @@ async def measure_embeddings(num_inputs: int, input_tokens: int) -> dict[str, An
         "beside_itl_p99_ms": with_embeddings.p99 * 1000,
         "itl_p99_ratio": with_embeddings.p99 / alone.p99,
     }
-
-
-async def _run(session: aiohttp.ClientSession, phase: _Phase, inputs: list[list[int]]) -> None:
-    embedding = asyncio.create_task(_embed(session, phase, inputs)) if inputs else None
-    started_s = time.perf_counter()
-    await asyncio.gather(*(_stream(session, phase) for _ in range(NUM_STREAMS)))
-    phase.seconds += time.perf_counter() - started_s
-    phase.tokens += NUM_STREAMS * NUM_TOKENS
-    if embedding is not None:
-        embedding.cancel()
-        await asyncio.wait([embedding])
-
-
-async def _stream(session: aiohttp.ClientSession, phase: _Phase) -> None:
-    body = {"model": MODEL, "prompt": "Say", "max_tokens": NUM_TOKENS, "ignore_eos": True, "stream": True}
-    last_s: float | None = None
-    async with session.post("/v1/completions", json=body) as response:
-        response.raise_for_status()
-        async for line in response.content:
-            if not line.startswith(b"data: {"):
-                continue
-            now_s = time.perf_counter()
-            if last_s is not None:
-                phase.itl_s.append(now_s - last_s)
-            last_s = now_s
-
-
-async def _embed(session: aiohttp.ClientSession, phase: _Phase, inputs: list[list[int]]) -> None:
-    while True:
-        async with session.post("/v1/embeddings", json={"model": MODEL, "input": inputs}) as response:
-            response.raise_for_status()
-            phase.embedded_tokens += json.loads(await response.read())["usage"]["prompt_tokens"]

@@ -63,14 +63,18 @@ class EngineLoop:
     def run(self) -> None:
         """Returns on `Shutdown`."""
         self.send(self._engine.ready)
+        step_s: float | None = None
         while self._receive():
             if self._engine.embedder.due_s() is not None:
-                for embedded in self._engine.embedder.step(time.monotonic(), self._engine.tokens_left):
+                for embedded in self._engine.embedder.step(time.monotonic(), self._engine.tokens_left, step_s):
                     self.send(embedded)
             if self._engine.wait_s() == 0:
+                began_s = time.perf_counter()
                 self.send(self._engine.step())
+                step_s = time.perf_counter() - began_s
             else:
                 self.send(self._idle())
+                step_s = None
 
     def _idle(self) -> StepOutputs:
         """After an abort of what had just finished nothing else would say that nothing runs."""

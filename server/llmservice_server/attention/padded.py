@@ -1,4 +1,4 @@
-"""Causal attention among whole sequences padded to one length, without a cache: what an embedding needs, once."""
+"""Causal attention without a cache, which an embedding needs once: sequences padded to one length, or one in pieces."""
 
 from __future__ import annotations
 
@@ -28,6 +28,30 @@ class PaddedAttention:
             queries, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True
         )
         return answer.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+class PiecewiseAttention:
+    """Implements `Attend` for one sequence of which each layer is computed some tokens at a time, in their order."""
+
+    def __init__(self, windows: Sequence[int | None]) -> None:
+        self._windows = windows
+        self._layer = -1
+        self._stored: list[torch.Tensor] = []  # keys and values of the layer's tokens so far
+
+    def __call__(self, layer: int, query: torch.Tensor, key_value: torch.Tensor) -> torch.Tensor:
+        if layer != self._layer:
+            self._layer, self._stored = layer, []
+        self._stored.append(key_value)
+        seen = torch.cat(self._stored)
+        keys, values = seen.transpose(0, 1).unsqueeze(0).chunk(2, dim=1)
+        places = torch.arange(len(seen), device=seen.device)
+        distance = places[len(seen) - len(query) :, None] - places
+        window = self._windows[layer]
+        mask = (distance >= 0) & (distance < (len(seen) if window is None else window))
+        answer = F.scaled_dot_product_attention(
+            query.transpose(0, 1).unsqueeze(0), keys, values, attn_mask=mask, enable_gqa=True
+        )
+        return answer.squeeze(0).transpose(0, 1).flatten(1)
 
 
 def _mask(length: int, window: int, device: torch.device) -> torch.Tensor | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -11,13 +12,11 @@ import torch
 
 from llmservice_server.embedding.batcher import Batcher, Item
 from llmservice_server.embedding.model import EmbeddingModel
+from llmservice_server.embedding.pace import Pace
 from llmservice_server.engine.isolation import execute_isolated
 from llmservice_server.messages import Embed, Embedded
 
 _MAX_BATCH_SIZE = 64
-_PASSES = 8
-"""Between two steps of those who generate at most this part of a batch's layers is computed: a layer costs a small
-batch as much as it costs a step, for both read its weights."""
 
 
 @dataclass(slots=True)
@@ -31,13 +30,9 @@ class _Batch:
     """One that is being computed."""
 
     items: list[Item]
-    by_layer: Iterator[torch.Tensor | None]  # None after each layer, the vectors at the end
+    by_piece: Iterator[torch.Tensor | None]  # None after each piece, the vectors at the end
+    piece_tokens: int  # of a piece at most, padding included
     results: list[list[tuple[Item, np.ndarray]]] = field(default_factory=list)  # empty where it has failed
-
-    @property
-    def num_tokens(self) -> int:
-        """Padding included."""
-        return len(self.items) * max(len(item.token_ids) for item in self.items)
 
 
 class Embedder:
@@ -52,6 +47,7 @@ class Embedder:
         max_tokens: int,
         max_batch_tokens: int,
         window_s: float,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`max_tokens`: of one input. `max_batch_tokens`: of one forward pass, padding included.
 
@@ -64,7 +60,9 @@ class Embedder:
         self._batcher = Batcher(window_s=window_s, max_batch_tokens=max_batch_tokens, max_batch_size=_MAX_BATCH_SIZE)
         self._waiting: dict[str, _Waiting] = {}
         self._batch: _Batch | None = None
-        self._tokens_left = 0  # by the steps so far, which no layer has used
+        self._tokens_left = 0  # by the steps so far, which no piece has used
+        self._pace = Pace()
+        self._clock = clock
 
     @property
     def size(self) -> int:
@@ -89,20 +87,29 @@ class Embedder:
         """When `step` has something to do; None where nothing waits."""
         return self._batcher.due_s() if self._batch is None else 0.0
 
-    def step(self, now: float, max_tokens: int | None = None) -> list[Embedded]:
+    def step(self, now: float, max_tokens: int | None = None, step_s: float | None = None) -> list[Embedded]:
         """Compute the batch that is due, if there is one; returns the requests that it completes.
 
-        `max_tokens`: that the step of those who generate leaves; None: nobody generates. A batch is cut to them and
-        computed layer by layer between the steps. An input cannot be cut: each layer of a longer one waits until as
-        many have been left.
+        `max_tokens`: that the step of those who generate leaves; None: nobody generates. `step_s`: what it took. A
+        batch is cut to what they allow and computed layer by layer between the steps, and a single input that is longer
+        in pieces of so many tokens.
         """
+        if step_s is not None:
+            self._pace.earn(step_s)
         if self._batch is None:
-            items = self._batcher.take(now, max_tokens)
+            rows = None if max_tokens is None else self._pace.rows(max_tokens)
+            items = self._batcher.take(now, rows)
             if not items:
                 return []
-            self._batch = _Batch(items, self._model.embed_by_layer([item.token_ids for item in items]))
+            self._batch = self._begin(items, rows)
             self._tokens_left = 0
         return self._finish(self._batch) if self._compute(self._batch, max_tokens) else []
+
+    def _begin(self, items: list[Item], rows: int | None) -> _Batch:
+        inputs = [item.token_ids for item in items]
+        num_tokens = len(inputs) * max(map(len, inputs))
+        rows = None if rows is None or len(inputs) > 1 else min(num_tokens, rows)
+        return _Batch(items, self._model.embed_by_piece(inputs, rows), rows or num_tokens)
 
     def _embed(self, batch: list[Item]) -> list[tuple[Item, np.ndarray]]:
         return self._with_vectors(batch, self._model.embed([item.token_ids for item in batch]))
@@ -111,20 +118,24 @@ class Embedder:
         return list(zip(batch, vectors.numpy().astype("<f4", copy=False), strict=True))
 
     def _compute(self, batch: _Batch, max_tokens: int | None) -> bool:
-        """Compute as many layers as may be; True at the end, or where one has failed."""
-        num_layers = self._model.num_layers + 1  # the pooling counts as one
+        """Compute a piece where one may be, all of them where nobody generates; True at the end, or after a failure."""
         if max_tokens is not None:
             self._tokens_left += max_tokens
-            num_layers = min(max(1, num_layers // _PASSES), self._tokens_left // batch.num_tokens)
-            self._tokens_left -= num_layers * batch.num_tokens
+            if self._tokens_left < batch.piece_tokens or not self._pace.pays(batch.piece_tokens):
+                return False
+            self._tokens_left -= batch.piece_tokens
+        began_s = self._clock()
         try:
-            for vectors in itertools.islice(batch.by_layer, num_layers):
+            for vectors in batch.by_piece:
                 if vectors is not None:
                     batch.results = [self._with_vectors(batch.items, vectors)]
                     return True
+                if max_tokens is not None:
+                    break
         except Exception:  # it is told, and pinned on whose fault it is, when the batch is computed again
             self._recover()
             return True
+        self._pace.spend(batch.piece_tokens, self._clock() - began_s)
         return False
 
     def _finish(self, batch: _Batch) -> list[Embedded]:

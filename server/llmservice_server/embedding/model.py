@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
-from llmservice_server.attention.padded import PaddedAttention
+from llmservice_server.attention.base import Attend
+from llmservice_server.attention.padded import PaddedAttention, PiecewiseAttention
 from llmservice_server.engine.config import Pooling
 from llmservice_server.models.llama import LlamaModel
 
@@ -24,25 +25,25 @@ class EmbeddingModel:
         """Numbers in a vector."""
         return self._model.config.hidden_size
 
-    @property
-    def num_layers(self) -> int:
-        return len(self._model.layers)
-
     def embed(self, inputs: Sequence[Sequence[int]]) -> torch.Tensor:
         """Float32 vectors of length 1, `[num_inputs, size]`, on the CPU; inputs are padded to the longest."""
-        *_, vectors = self.embed_by_layer(inputs)
+        *_, vectors = self.embed_by_piece(inputs)
         assert vectors is not None  # noqa: S101  # the last ones are
         return vectors
 
     @torch.inference_mode()
-    def embed_by_layer(self, inputs: Sequence[Sequence[int]]) -> Iterator[torch.Tensor | None]:
-        """Yields None after each layer, and then what `embed` returns."""
+    def embed_by_piece(self, inputs: Sequence[Sequence[int]], rows: int | None = None) -> Iterator[torch.Tensor | None]:
+        """Yields None after each layer, or of a single input after `rows` tokens of one; then what `embed` returns."""
         model, longest = self._model, max(map(len, inputs))
         padded = [[*ids, *([0] * (longest - len(ids)))] for ids in inputs]
-        attend = PaddedAttention(len(inputs), longest, model.config.windows, model.device)
+        attend: Attend
+        if rows is None or len(inputs) > 1:
+            rows, attend = None, PaddedAttention(len(inputs), longest, model.config.windows, model.device)
+        else:
+            attend = PiecewiseAttention(model.config.windows)
         token_ids = torch.tensor(padded, device=model.device).flatten()
         positions = torch.arange(longest, device=model.device).repeat(len(inputs))
-        for states in model.forward_by_layer(token_ids, positions, attend):
+        for states in model.forward_by_piece(token_ids, positions, attend, rows):
             if states is None:
                 yield None
             else:

@@ -50,36 +50,47 @@ class LlamaModel:
         )
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """The last layer's states `[num_tokens, hidden_size]`, not yet normed; arguments as of `forward_by_layer`."""
-        *_, states = self.forward_by_layer(token_ids, positions, attend)
+        """The last layer's states `[num_tokens, hidden_size]`, not yet normed; arguments as of `forward_by_piece`."""
+        *_, states = self.forward_by_piece(token_ids, positions, attend)
         assert states is not None  # noqa: S101  # the last one is
         return states
 
-    def forward_by_layer(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend
+    def forward_by_piece(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, rows: int | None = None
     ) -> Iterator[torch.Tensor | None]:
-        """Yields None after each layer, and then the last layer's states `[num_tokens, hidden_size]`, not yet normed.
+        """Yields None after each piece, and then the last layer's states `[num_tokens, hidden_size]`, not yet normed.
 
         `token_ids` and `positions` are int64 `[num_tokens]`, the sequences of a step laid end to end; `attend` stores
-        each layer's keys and values and knows which tokens may see which.
+        each layer's keys and values and knows which tokens may see which. A piece is a layer, or where `rows` is given
+        so many tokens of one: those before them come first, which `attend` has to remember.
         """
         eps, ops = self.config.rms_norm_eps, self.ops
         cos, sin = self.rotary.at(positions)
         rotating = attend if rotates(attend) else None
         hidden = F.embedding(token_ids, self.embed_tokens)
-        delta = None
+        deltas: list[torch.Tensor | None] = [None]
+        pieces = [(hidden, cos, sin)]
+        if rows is not None:
+            parts = [slice(first, first + rows) for first in range(0, len(token_ids), rows)]
+            pieces = [(hidden[part], cos[part], sin[part]) for part in parts]
+            deltas *= len(parts)
         for index, layer in enumerate(self.layers):
-            product = layer.qkv(ops.add_norm(hidden, delta, layer.input_norm, eps))
-            heads = product.view(len(token_ids), -1, self.config.head_dim)
-            rotation = Rotation(cos, sin, None if layer.qk_norm is None else (layer.qk_norm, eps))
-            if rotating is not None:
-                attended = rotating.rotate_and_attend(index, heads, rotation)
-            else:
-                attended = self._rotate_and_attend(index, heads, rotation, attend)
-            normed = ops.add_norm(hidden, layer.o(attended), layer.post_attention_norm, eps)
-            delta = layer.down(ops.silu_mul(layer.gate_up(normed)))
-            yield None
-        yield hidden if delta is None else hidden.add_(delta)
+            qk_norm = None if layer.qk_norm is None else (layer.qk_norm, eps)
+            for number, (states, cosines, sines) in enumerate(pieces):
+                product = layer.qkv(ops.add_norm(states, deltas[number], layer.input_norm, eps))
+                heads = product.view(len(states), -1, self.config.head_dim)
+                rotation = Rotation(cosines, sines, qk_norm)
+                if rotating is not None:
+                    attended = rotating.rotate_and_attend(index, heads, rotation)
+                else:
+                    attended = self._rotate_and_attend(index, heads, rotation, attend)
+                normed = ops.add_norm(states, layer.o(attended), layer.post_attention_norm, eps)
+                deltas[number] = layer.down(ops.silu_mul(layer.gate_up(normed)))
+                yield None
+        for (states, *_), delta in zip(pieces, deltas, strict=True):
+            if delta is not None:
+                states.add_(delta)
+        yield hidden
 
     def _rotate_and_attend(self, index: int, heads: torch.Tensor, rotation: Rotation, attend: Attend) -> torch.Tensor:
         num_heads = self.config.num_heads

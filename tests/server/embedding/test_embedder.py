@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 
@@ -81,6 +82,26 @@ def test_embeddings_are_the_pooled_hidden_states_of_transformers(checkpoint: Pat
         expected = torch.nn.functional.normalize(pooled, dim=-1).numpy()
         assert np.allclose(vector, expected, atol=1e-5)
         assert np.linalg.norm(vector) == pytest.approx(1, abs=1e-5)
+
+
+def test_an_input_that_is_computed_in_pieces_has_the_same_vector(checkpoint: Path) -> None:
+    model = _embedder(checkpoint, "mean")._model
+    ids = max(_inputs(40), key=len)
+    *nothing, vector = model.embed_by_piece([ids], rows=16)
+    assert nothing == [None] * 3 * math.ceil(len(ids) / 16)
+    assert vector is not None
+    assert torch.allclose(vector, model.embed([ids]), atol=1e-5)
+
+
+def test_a_long_input_is_computed_in_pieces_of_what_the_steps_leave(tiny_model: Path) -> None:
+    embedder, inputs = _embedder(tiny_model), [[5] * 100]
+    alone = _embed(embedder, inputs)
+    assert embedder.add(Embed(request_id="r", inputs=inputs), 0.0) is None
+    pieces = 0
+    while not (done := embedder.step(1.0, 25)):
+        pieces += 1
+    assert pieces == 2 * 4, "two layers of four pieces, and the pooling"
+    assert np.allclose(np.frombuffer(done[0].vectors[0], "<f4"), alone[0], atol=1e-5)
 
 
 def test_a_vector_does_not_depend_on_who_shares_its_batch(tiny_model: Path) -> None:
