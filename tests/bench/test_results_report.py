@@ -76,7 +76,8 @@ def test_section_has_what_the_script_says_its_settings_its_plot_its_notes_and_it
 def test_machine_commit_and_versions_are_named_once_for_all_that_share_them(report: ModuleType, tmp_path: Path) -> None:
     other = results("operator_scale", [{"what": "writes", "value": 0.0}], commit="def456")
     text = written(report, tmp_path, SERVE, results("strategies", []), other)
-    assert len(re.findall(r"^- EPYC, 2 CPUs, Linux-6, Python 3.11.7; commit `abc123`; torch 2.13", text, re.M)) == 1
+    place = "EPYC, 2 CPUs, Linux-6, Python 3.11.7; commit `abc123`; torch 2.13"
+    assert len(re.findall(rf"^- serve, strategies: {place}", text, re.M)) == 1
     assert "commit `def456`" in text
 
 
