@@ -77,7 +77,7 @@ def test_machine_commit_and_versions_are_named_once_for_all_that_share_them(repo
     other = results("operator_scale", [{"what": "writes", "value": 0.0}], commit="def456")
     text = written(report, tmp_path, SERVE, results("strategies", []), other)
     place = "EPYC, 2 CPUs, Linux-6, Python 3.11.7; commit `abc123`; torch 2.13"
-    assert len(re.findall(rf"^- serve, strategies: {place}", text, re.M)) == 1
+    assert len(re.findall(rf"^- strategies, serve: {place}", text, re.M)) == 1
     assert "commit `def456`" in text
 
 
