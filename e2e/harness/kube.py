@@ -62,19 +62,27 @@ class Kube:
             raise
 
 
+TINY_SHAPE: Object = {
+    "layers": 4, "heads": 8, "kvHeads": 4, "headDim": 32, "hiddenSize": 256, "intermediateSize": 688,
+    "vocabSize": 1024, "maxPositionEmbeddings": 2048, "dtype": "float32",
+}  # fmt: skip
+"""What `llmservice make-tiny-model` writes; the operator reads it from a file:// model, and is told of another."""
+
+
 def is_ready(pod: Object) -> bool:
     conditions = pod.get("status", {}).get("conditions", [])
     return any(condition["type"] == "Ready" and condition["status"] == "True" for condition in conditions)
 
 
 def tiny_service(name: str, uri: str, **spec: Any) -> Object:
-    """A service that a laptop can overload; `spec` replaces whole fields."""
+    """A service that a laptop can overload; `spec` replaces whole fields. The operator sizes it."""
+    shape = {"shape": TINY_SHAPE} if uri.startswith("pvc://") else {}
     return {
         "apiVersion": f"{GROUP}/{VERSION}",
         "kind": "LLMService",
         "metadata": {"name": name},
         "spec": {
-            "model": {"uri": uri, "servedName": name, "dtype": "float32"},
+            "model": {"uri": uri, "servedName": name, "dtype": "float32", **shape},
             "resources": {"gpu": {"count": 0}, "requests": {"cpu": "250m", "memory": "1Gi"}},
             "engine": {"maxNumSeqs": 4, "maxNumBatchedTokens": 512},
             "drainTimeout": "30s",
