@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -54,7 +54,7 @@ class Grants:
         """
         if refused := refused_environment(service.spec, self.environment):
             return refused
-        named = dict(named_secrets(service.spec))
+        named = list(named_secrets(service.spec))
         if not named:
             return None
         namespace = service.namespace
@@ -69,12 +69,12 @@ class Grants:
         read_s, annotated = self._annotated.get(namespace, (0.0, frozenset()))
         return annotated if self.clock() - read_s < _KEEP_S else frozenset()
 
-    def _refused(self, namespace: str, named: Mapping[str, str], usable: frozenset[str]) -> Trouble | None:
+    def _refused(self, namespace: str, named: Sequence[tuple[str, str]], usable: frozenset[str]) -> Trouble | None:
         missing = _missing(named, usable)
         if not missing:
             return None
-        which = "; ".join(f"{place} names the Secret {name}" for place, name in missing.items())
-        names = ",".join(sorted({*usable, *missing.values()}))
+        which = "; ".join(f"{place} names the Secret {name}" for place, name in missing)
+        names = ",".join(sorted({*usable, *(name for _, name in missing)}))
         remedy = (
             f"kubectl annotate namespace {namespace} --overwrite {labels.USABLE_SECRETS}={names}"
             if self.reads_namespaces
@@ -115,8 +115,8 @@ def refused_environment(spec: LLMServiceSpec, allowed: Collection[str]) -> Troub
 
 def _named(path: str, value: Any, key: str = "") -> Iterator[tuple[str, str]]:
     if isinstance(value, Mapping):
-        if _REFERENCE.fullmatch(key) and (name := value.get("secretName") or value.get("name")):
-            yield path, str(name)
+        if _REFERENCE.fullmatch(key):  # both are looked at, for only one of them may be what Kubernetes reads
+            yield from ((path, str(value[field])) for field in ("secretName", "name") if value.get(field))
         for inner, one in value.items():
             yield from _named(f"{path}.{inner}", one, str(inner))
     elif isinstance(value, list):
@@ -124,8 +124,8 @@ def _named(path: str, value: Any, key: str = "") -> Iterator[tuple[str, str]]:
             yield from _named(f"{path}[{index}]", one)
 
 
-def _missing(named: Mapping[str, str], usable: Collection[str]) -> dict[str, str]:
-    return {} if EVERY_SECRET in usable else {place: name for place, name in named.items() if name not in usable}
+def _missing(named: Sequence[tuple[str, str]], usable: Collection[str]) -> list[tuple[str, str]]:
+    return [] if EVERY_SECRET in usable else [(place, name) for place, name in named if name not in usable]
 
 
 def _matches(name: str, patterns: Collection[str]) -> bool:

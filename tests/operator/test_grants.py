@@ -96,6 +96,16 @@ async def test_a_secret_is_usable_where_the_annotation_or_the_operator_s_flag_li
         assert f"kubectl annotate namespace team-a --overwrite {USABLE}=" in trouble.message
 
 
+async def test_a_second_name_beside_one_that_is_listed_needs_a_grant_as_well(kube: KubeClient, service_of: Any) -> None:
+    await annotate(kube, "listed")
+    both = {"name": "A", "valueFrom": {"secretKeyRef": {"secretName": "listed", "name": "db", "key": "k"}}}
+
+    trouble = await Grants(kube).refusal(service_of(podTemplate={"env": [both]}))
+
+    assert trouble is not None
+    assert "names the Secret db" in trouble.message
+
+
 async def test_the_remedy_keeps_what_is_usable_already(kube: KubeClient, service_of: Any) -> None:
     await annotate(kube, "a,z")
 
