@@ -95,7 +95,7 @@ class Embedder:
         in pieces of so many tokens.
         """
         if step_s is not None:
-            self._pace.earn(step_s)
+            self._pace.add_step(step_s)
         if self._batch is None:
             rows = None if max_tokens is None else self._pace.rows(max_tokens)
             items = self._batcher.take(now, rows)
@@ -121,7 +121,7 @@ class Embedder:
         """Compute a piece where one may be, all of them where nobody generates; True at the end, or after a failure."""
         if max_tokens is not None:
             self._tokens_left += max_tokens
-            if self._tokens_left < batch.piece_tokens or not self._pace.pays(batch.piece_tokens):
+            if self._tokens_left < batch.piece_tokens or not self._pace.allows(batch.piece_tokens):
                 return False
             self._tokens_left -= batch.piece_tokens
         began_s = self._clock()
@@ -135,7 +135,7 @@ class Embedder:
         except Exception:  # it is told, and pinned on whose fault it is, when the batch is computed again
             self._recover()
             return True
-        self._pace.spend(batch.piece_tokens, self._clock() - began_s)
+        self._pace.add_piece(batch.piece_tokens, self._clock() - began_s)
         return False
 
     def _finish(self, batch: _Batch) -> list[Embedded]:

@@ -10,7 +10,7 @@ from llmservice_server.embedding.pace import Pace
 def test_without_a_measured_step_the_tokens_alone_bound_a_piece() -> None:
     pace = Pace()
     assert pace.rows(200) == 200
-    assert pace.pays(10_000)
+    assert pace.allows(10_000)
 
 
 @pytest.mark.parametrize(("step_s", "row_s"), [(0.04, 0.0001), (0.04, 0.00002), (0.4, 0.0001)])
@@ -18,11 +18,11 @@ def test_a_piece_comes_to_take_less_than_a_fifth_of_a_step(step_s: float, row_s:
     """Of a layer whose weights take half a millisecond to read, however few tokens there are."""
     pace, spent = Pace(), []
     for _ in range(500):
-        pace.earn(step_s)
+        pace.add_step(step_s)
         rows = pace.rows(200)
-        if pace.pays(rows):
+        if pace.allows(rows):
             spent.append(0.0005 + rows * row_s)
-            pace.spend(rows, spent[-1])
+            pace.add_piece(rows, spent[-1])
         else:
             spent.append(0.0)
 
@@ -32,14 +32,14 @@ def test_a_piece_comes_to_take_less_than_a_fifth_of_a_step(step_s: float, row_s:
     assert rows == 200 or sum(late) > 0.08 * step_s * len(late), "the share is used"
 
 
-def test_a_piece_that_costs_more_than_a_share_waits_until_it_is_saved_up() -> None:
+def test_a_piece_that_costs_more_than_a_share_waits_for_the_credit_of_several_steps() -> None:
     pace = Pace()
-    pace.earn(0.04)
-    pace.spend(16, 0.04)  # as much as a whole step
+    pace.add_step(0.04)
+    pace.add_piece(16, 0.04)  # as much as a whole step
 
     waited = 0
-    while not pace.pays(16):
-        pace.earn(0.04)
+    while not pace.allows(16):
+        pace.add_step(0.04)
         waited += 1
 
     assert 10 < waited < 40
