@@ -1,4 +1,4 @@
-"""`python -m llmservice_planner`: the `llmservice` command where its script is not on the PATH."""
+"""`python -m llmservice_planner`: the `llmservice` command without its script."""
 
 from llmservice_planner.command import main
 

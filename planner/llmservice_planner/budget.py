@@ -1,4 +1,4 @@
-"""One request's memory, before it is known how many sequences share it."""
+"""The memory budget of a sizing request, from which the number of sequences follows."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from llmservice_planner.shape import DTYPE_BYTES
 from llmservice_planner.sizing_request import SizingRequest
 
 NULL_BLOCKS = 1
-"""Padding in a block table points at this block; it never holds a token."""
+"""The null block, to which padding in block tables refers; it holds no token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Bytes over all cards. A sequence costs its blocks and one row of logits, so both come out of `free_bytes`."""
+    """Bytes over all GPUs. A sequence needs its blocks and one row of logits, both from `free_bytes`."""
 
     request: SizingRequest
     usable_bytes: int
     weights_bytes: int
     fixed_overhead: tuple[OverheadTerm, ...]
     row_bytes: int
-    """Logits of one sequence in a step; 0 where the overhead was measured."""
+    """Logits of one sequence in a step; 0 if the overhead was measured."""
     kv_bytes_per_token: int
 
     @classmethod
     def of(cls, request: SizingRequest) -> Budget:
-        shape, cards, dtype = request.shape, request.device_count, request.resolved_dtype
+        shape, device_count, dtype = request.shape, request.device_count, request.resolved_dtype
         measured = request.overhead_bytes_per_device
         if measured is None:
-            terms = fixed_terms(shape, request.device, cards, dtype, request.max_num_batched_tokens)
-            row = cards * logits_row_bytes(shape)
+            terms = fixed_terms(shape, request.device, device_count, dtype, request.max_num_batched_tokens)
+            row = device_count * logits_row_bytes(shape)
         else:
-            terms = (OverheadTerm("measured", cards * measured),)
+            terms = (OverheadTerm("measured", device_count * measured),)
             row = 0
         weights = request.weights_bytes
         if weights is None:
             weights = shape.num_parameters * DTYPE_BYTES[dtype]
         return cls(
             request=request,
-            usable_bytes=cards * int(request.device.memory_bytes * request.gpu_memory_utilization),
+            usable_bytes=device_count * int(request.device.memory_bytes * request.gpu_memory_utilization),
             weights_bytes=weights,
             fixed_overhead=terms,
             row_bytes=row,
-            kv_bytes_per_token=shape.kv_bytes_per_token(request.resolved_kv_dtype, cards),
+            kv_bytes_per_token=shape.kv_bytes_per_token(request.resolved_kv_dtype, device_count),
         )
 
     @property
@@ -54,14 +54,14 @@ class Budget:
 
     @property
     def free_bytes(self) -> int:
-        """For KV blocks and logits rows; negative where the weights alone are too large."""
+        """Memory for KV blocks and rows of logits; negative if the weights are too large."""
         return self.usable_bytes - self.weights_bytes - sum(term.total_bytes for term in self.fixed_overhead)
 
     def sequence_blocks(self, tokens: int) -> int:
-        """Blocks that a sequence of `tokens` holds at most.
+        """The maximum number of blocks of a sequence of `tokens`.
 
-        A layer that slides holds at most `ceil((window - 1 + in flight) / block) + 1` blocks, a step's tokens being in
-        flight; what the other layers hold beyond that is a share of a block, rounded up.
+        A sliding-window layer holds at most `ceil((window - 1 + in flight) / block) + 1` blocks, where a step's tokens
+        are in flight. The result is the mean over the layers, rounded up.
         """
         request, shape = self.request, self.request.shape
         full = math.ceil(tokens / request.block_size)
@@ -73,29 +73,29 @@ class Budget:
         return math.ceil(layer_blocks / shape.layers)
 
     def sequences(self, tokens: int) -> int:
-        """How many sequences of `tokens` the free bytes hold, each with its row of logits."""
+        """The number of sequences of `tokens` that fit, each with its row of logits."""
         room = self.free_bytes - NULL_BLOCKS * self.block_bytes
         return max(0, room // (self.sequence_blocks(tokens) * self.block_bytes + self.row_bytes))
 
     def pool_bytes(self, max_num_seqs: int) -> int:
-        """The KV pool that is left beside `max_num_seqs` rows of logits."""
+        """The KV pool with `max_num_seqs` rows of logits."""
         return max(0, self.free_bytes - max_num_seqs * self.row_bytes)
 
     @property
     def shortfall_bytes(self) -> int:
-        """What is missing for one sequence of the full length; 0 where it fits."""
+        """The missing memory for one sequence of the full length; 0 if it fits."""
         rows = self.request.max_num_seqs or 1
         blocks = NULL_BLOCKS + self.sequence_blocks(self.request.model_len)
         return max(0, blocks * self.block_bytes + rows * self.row_bytes - self.free_bytes)
 
     @property
     def fits(self) -> bool:
-        """A request of max_model_len can be served: one that never could must not be admitted, nor planned for."""
+        """Whether a request of max_model_len tokens can be served."""
         return self.shortfall_bytes == 0
 
     @property
     def roofline(self) -> Roofline | None:
-        """None where the device's rates are not known."""
+        """None if the device's rates are unknown."""
         request = self.request
         return Roofline.of(
             request.shape,

@@ -1,7 +1,7 @@
-"""How many bytes a folder of safetensors files takes once loaded, read from the headers alone.
+"""The loaded size of a folder of safetensors files, read from their headers.
 
 The format (https://huggingface.co/docs/safetensors): eight bytes of little-endian header length, a JSON header with
-each tensor's `dtype`, `shape` and `data_offsets`, then the tensors. No tensor is read, no pickle is ever opened.
+each tensor's `dtype`, `shape` and `data_offsets`, then the tensors. No tensor and no pickle is read.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any
 
 from llmservice_planner.model_config import ShapeError
 
-_MAX_HEADER_BYTES = 100_000_000  # the bound of the format's own reader
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the format's reference implementation
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _TARGET_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def weights_bytes(folder: Path, dtype: str | None = None) -> int | None:
-    """Bytes of all the tensors in `folder`'s safetensors files; None where it holds none.
+    """Bytes of all tensors in the safetensors files of `folder`; None if there are none.
 
-    With `dtype` (float32, bfloat16, float16) floating-point tensors count as converted to it, as the server loads them;
-    quantised ones keep their size. Raises `ShapeError` where a shard is missing or its header is broken.
+    With `dtype` (float32, bfloat16, float16), floating-point tensors count as converted to it; quantised ones keep
+    their size. Raises `ShapeError` if a shard is missing or its header is invalid.
     """
     shards = _shards(folder)
     if not shards:
@@ -32,7 +32,7 @@ def weights_bytes(folder: Path, dtype: str | None = None) -> int | None:
 
 
 def _shards(folder: Path) -> list[Path]:
-    """The files that the index names, else every safetensors file of the folder."""
+    """The files in the index, else every safetensors file of the folder."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return sorted(folder.glob("*.safetensors"))

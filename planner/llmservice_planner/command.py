@@ -1,7 +1,7 @@
-"""The `llmservice` command: a frame that finds its subcommands in the other houses.
+"""The `llmservice` command, which loads the subcommands of all packages.
 
-Every house registers its commands in the entry-point group `llmservice.commands`. A command whose dependencies are not
-installed is absent from the help, so that the operator's image, which carries no torch, shows no `serve`.
+Packages register their commands in the entry-point group `llmservice.commands`. A command whose dependencies are not
+installed is not in the help: the operator's image, which has no torch, does not show `serve`.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ class Command:
     run: Callable[[argparse.Namespace], int]
     extra: str | None = None
     requires: tuple[str, ...] = ()
-    """Top-level modules that `run` needs; `extra` is what installs them."""
+    """Top-level modules that `run` needs; the extra `extra` installs them."""
 
     def missing(self) -> tuple[str, ...]:
         return tuple(name for name in self.requires if find_spec(name) is None)
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows a default where there is one to show: "(default: None)" and "(default: False)" tell nobody anything."""
+    """Shows defaults except None and False."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help if action.default in (None, False) else super()._get_help_string(action)
 
 
 class CommandError(Exception):
-    """A user's error: its message is printed as it is, without a traceback, and the command exits with `status`."""
+    """A user error: its message is printed without a traceback, and the command exits with `status`."""
 
     def __init__(self, message: str, status: int = 2) -> None:
         super().__init__(message)
@@ -47,16 +47,16 @@ class CommandError(Exception):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; returns the exit status (0 success, 1 a "no" as the answer, 2 an error of the user's)."""
+    """Run one subcommand; returns the exit status (0 success, 1 a negative result, 2 a user error)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     entries = {entry.name: entry for entry in entry_points(group=GROUP)}
     if arguments and arguments[0] in entries:
-        entries = {arguments[0]: entries[arguments[0]]}  # one command asked for: load no other
+        entries = {arguments[0]: entries[arguments[0]]}  # load only the requested command
     commands = {name: _load(entry) for name, entry in entries.items()}
-    if arguments and (asked := commands.get(arguments[0])) and (missing := asked.missing()):
+    if arguments and (command := commands.get(arguments[0])) and (missing := command.missing()):
         print(
             f"llmservice {arguments[0]}: not installed here ({', '.join(missing)} missing): "
-            f"pip install 'llmservice[{asked.extra}]'",
+            f"pip install 'llmservice[{command.extra}]'",
             file=sys.stderr,
         )
         return 2
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.status
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # `llmservice plan … | head` closed the pipe: not an error of anybody's
+    except BrokenPipeError:  # such as `llmservice plan … | head`
         sys.stderr.close()
         return 0
 
@@ -83,7 +83,7 @@ def _load(entry: EntryPoint) -> Command:
 def _parser(commands: dict[str, Command]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="llmservice",
-        description="Serve open-weight LLMs on Kubernetes: sized by arithmetic, scaled on what users feel.",
+        description="Serve open-weight LLMs on Kubernetes: sized by arithmetic, scaled on user-visible latency.",
     )
     parser.add_argument("--version", action="version", version=f"llmservice {version('llmservice')}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -95,7 +95,7 @@ def _parser(commands: dict[str, Command]) -> argparse.ArgumentParser:
             help=command.help,
             description=command.help,
             formatter_class=_HelpFormatter,
-            allow_abbrev=False,  # a part of a flag's name would pass what refuses the flag
+            allow_abbrev=False,  # abbreviated flags would bypass checks for refused flags
         )
         command.add_arguments(subparser)
     return parser

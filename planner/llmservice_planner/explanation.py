@@ -1,4 +1,4 @@
-"""The working of a plan in words: one line a step, `label: text`, with the figures that the arithmetic used."""
+"""The explanation of a plan: a line `label: text` per step of the arithmetic, with its figures."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from collections.abc import Iterator, Mapping
 
 from llmservice_planner.budget import NULL_BLOCKS, Budget
 from llmservice_planner.gpu import CPU, GIB, GPU
-from llmservice_planner.limit import LimitedBy
 from llmservice_planner.overhead import OverheadTerm
 from llmservice_planner.roofline import Roofline
 from llmservice_planner.shape import DTYPE_BYTES, KV_SCALE_BYTES
-from llmservice_planner.sizing_request import SizingRequest
+from llmservice_planner.sizing_request import LimitedBy, SizingRequest
 
 
 def explain(
@@ -20,7 +19,7 @@ def explain(
     bounds: Mapping[LimitedBy, int],
     limited_by: LimitedBy,
 ) -> tuple[str, ...]:
-    """The lines that `llmservice plan`, `status.sizing.explanation` and `llmservice explain` show."""
+    """The lines shown by `llmservice plan`, `status.sizing.explanation` and `llmservice explain`."""
     lines = [_model(budget), _weights(budget), _kv(budget), _memory(budget)]
     lines += _overhead(overhead)
     lines += _pool(budget, overhead, max_num_seqs)
@@ -34,7 +33,7 @@ def explain(
 
 
 def format_bytes(count: int) -> str:
-    """In GiB, MiB or KiB, whichever reads best."""
+    """A size in GiB, MiB or KiB, with two decimals."""
     for unit, size in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(count) >= size:
             return f"{count / size:.2f} {unit}"
@@ -63,15 +62,15 @@ def _weights(budget: Budget) -> str:
 
 def _kv(budget: Budget) -> str:
     request, shape = budget.request, budget.request.shape
-    dtype, cards = request.resolved_kv_dtype, request.device_count
+    dtype, device_count = request.resolved_kv_dtype, request.device_count
     width = f"{DTYPE_BYTES[dtype]} bytes ({dtype})"
     if shape.is_mla:
-        copies = f" x {cards} cards (every card keeps the latent)" if cards > 1 else ""
+        copies = f" x {device_count} GPUs (every GPU keeps the latent)" if device_count > 1 else ""
         elements = f"({shape.kv_lora_rank} latent + {shape.qk_rope_head_dim} rope)"
         formula = f"{shape.layers} layers x {elements} x {width}{copies}"
     else:
-        heads = cards * max(1, shape.kv_heads // cards)
-        repeated = f" ({shape.kv_heads} repeated over {cards} cards)" if heads > shape.kv_heads else ""
+        heads = device_count * max(1, shape.kv_heads // device_count)
+        repeated = f" ({shape.kv_heads} repeated over {device_count} GPUs)" if heads > shape.kv_heads else ""
         row = f"{shape.head_dim} x {width}"
         if dtype == "fp8":
             row = f"({shape.head_dim} x 1 byte (fp8) + {KV_SCALE_BYTES} bytes of scale)"
@@ -144,7 +143,7 @@ def _speed(budget: Budget, max_num_seqs: int) -> Iterator[str]:
 
 def _promise(roofline: Roofline, promise_s: float, alone_s: float, budget_tokens: int) -> Iterator[str]:
     if alone_s > promise_s:
-        yield f"promise: even alone a sequence misses {_ms(promise_s)} a token: use faster or more cards"
+        yield f"promise: even alone a sequence misses {_ms(promise_s)} a token: use faster or more GPUs"
         return
     chunk_s = roofline.prefill_s(budget_tokens)
     if chunk_s > promise_s:

@@ -1,6 +1,6 @@
-"""What each model family's config.json leaves out: its defaults, and where it departs from the Llama layout.
+"""Model families: the defaults of keys missing in config.json, and differences from the Llama layout.
 
-`config.json` is written as a difference to the family's own defaults, so a missing key means the family's value, never
+`config.json` contains the differences from the family's defaults, so a missing key means the family's value, not
 Llama's. The defaults are those of the configuration classes of Hugging Face transformers 5.x.
 """
 
@@ -15,19 +15,19 @@ SlidingRule = Literal["none", "all", "even", "pattern", "last"]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One `model_type`. The layout is Llama's (RMSNorm, gated MLP of three matrices) but for what is named here."""
+    """One `model_type`. The layout is Llama's (RMSNorm, gated MLP of three matrices) except for these fields."""
 
     name: str
     defaults: Mapping[str, Any]
     qkv_bias: bool | None = None
-    """None: as the config's `attention_bias` says, for o_proj too. A bool: fixed for q, k, v; o_proj has none."""
+    """None: the config's `attention_bias`, also for o_proj. A bool: fixed for q, k, v; o_proj has none."""
     qk_norm: bool = False
     norms_per_layer: int = 2
     sliding: SlidingRule = "none"
-    """Which layers slide where no `layer_types` says so: `even` 0, 2, 4…; `pattern` all but every n-th (Gemma 3);
+    """The sliding-window layers without `layer_types`: `even` 0, 2, 4…; `pattern` all but every n-th (Gemma 3);
     `last` those from `max_window_layers` on (Qwen)."""
     router_bias: bool = False
-    """A per-expert correction bias beside the router (DeepSeek-V3)."""
+    """A per-expert correction bias of the router (DeepSeek-V3)."""
     shared_gate: bool = False
     """A sigmoid gate of `hidden_size` weights on the shared expert (Qwen2-MoE)."""
 
@@ -176,4 +176,4 @@ _ALL = (
 )
 
 FAMILIES: Mapping[str, Family] = {family.name: family for family in _ALL}
-"""By `model_type`. Gemma 3's multimodal configs carry the text model in `text_config`; only that part is counted."""
+"""By `model_type`. Gemma 3's multimodal configs have the text model in `text_config`; only that is counted."""

@@ -1,8 +1,8 @@
-"""The cards that a plan can be made for, and the memory of a pod without one.
+"""The catalogue of GPUs that a plan can be made for, and the device of a pod without a GPU.
 
-Rates are dense (no 2:4 sparsity) and come from the vendors' data sheets, named beside each card. Memory is what a
-process can see, `cudaMemGetInfo`'s total, and not the number on the box: firmware, ECC and page tables keep 1 to 8 % of
-it. The figures are the smallest of those that PyTorch's out-of-memory messages report for the card.
+Rates are dense (no 2:4 sparsity) and from the vendors' data sheets (`source`). Memory is the total of `cudaMemGetInfo`,
+which is 1 to 8 % less than the nominal size because of firmware, ECC and page tables; it is the smallest total that
+PyTorch's out-of-memory messages report for the GPU.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from difflib import get_close_matches
 GIB = 2**30
 
 
-class UnknownGPU(ValueError):  # noqa: N818 - what the user named, as they would say it
-    """A GPU product that the catalogue lacks; the message names the closest ones."""
+class UnknownGPU(ValueError):  # noqa: N818 - named for what the user gave
+    """A GPU product that is not in the catalogue; the message names the closest ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class GPU:
-    """One card. Rates are None where nobody told: what follows from them is then left out of a plan."""
+    """One GPU. Unknown rates are None; a plan then omits what depends on them."""
 
     name: str
     memory_bytes: int
     bandwidth_bytes_per_s: float | None = None
     flops_16bit: float | None = None
-    """Dense bf16 tensor-core rate; fp16 on cards that have no bf16."""
+    """Dense bf16 tensor-core rate; fp16 on GPUs without bf16."""
     flops_fp8: float | None = None
-    """None where the card has no fp8 units."""
+    """None for GPUs without fp8."""
     supports_bf16: bool = True
     node_labels: tuple[str, ...] = ()
-    """What GPU feature discovery writes into the node's `label_key`."""
+    """The values that GPU feature discovery sets for the node label `label_key`."""
     source: str = ""
     resource_name: str = "nvidia.com/gpu"
     label_key: str = "nvidia.com/gpu.product"
@@ -38,7 +38,7 @@ class GPU:
 
 @dataclass(frozen=True, slots=True)
 class CPU:
-    """A pod without a card: the memory that its container may use; rates only where they were measured."""
+    """The device of a pod without a GPU: its container's memory, and rates if they were measured."""
 
     memory_bytes: int
     name: str = "cpu"
@@ -49,7 +49,7 @@ class CPU:
 Device = GPU | CPU
 
 
-def _card(
+def _gpu(
     name: str, memory_gib: float, bandwidth_gb_s: float, tflops_16bit: float, tflops_fp8: float | None, source: str,
     labels: tuple[str, ...], bf16: bool = True,
 ) -> GPU:  # fmt: skip
@@ -60,24 +60,24 @@ def _card(
 
 
 _V100 = "V100 data sheet"
-_CARDS = (
-    _card("v100-16gb", 15.77, 900, 125, None, _V100, ("Tesla-V100-SXM2-16GB", "Tesla-V100-PCIE-16GB"), bf16=False),
-    _card("v100-32gb", 31.73, 900, 125, None, _V100, ("Tesla-V100-SXM2-32GB", "Tesla-V100-SXM3-32GB"), bf16=False),
-    _card("t4", 14.56, 320, 65, None, "T4 data sheet", ("Tesla-T4",), bf16=False),
-    _card("a10", 22.06, 600, 125, None, "A10 data sheet", ("NVIDIA-A10",)),
-    _card("a10g", 22.06, 600, 70, None, "A10G data sheet (the card of AWS g5)", ("NVIDIA-A10G",)),
-    _card("l4", 22.03, 300, 121, 242, "L4 data sheet", ("NVIDIA-L4",)),
-    _card("rtx-4090", 23.52, 1008, 165.2, 330.3, "Ada GPU architecture white paper", ("NVIDIA-GeForce-RTX-4090",)),
-    _card("l40s", 44.40, 864, 362, 733, "L40S data sheet", ("NVIDIA-L40S",)),
-    _card("a100-40gb", 39.39, 1555, 312, None, "A100 data sheet", ("NVIDIA-A100-SXM4-40GB", "NVIDIA-A100-PCIE-40GB")),
-    _card("a100-80gb", 79.15, 2039, 312, None, "A100 data sheet", ("NVIDIA-A100-SXM4-80GB",)),
-    _card("a100-80gb-pcie", 79.15, 1935, 312, None, "A100 data sheet", ("NVIDIA-A100-80GB-PCIe",)),
-    _card("h100-80gb", 79.10, 3350, 989.4, 1978.9, "H100 data sheet (SXM)", ("NVIDIA-H100-80GB-HBM3",)),
-    _card("h100-80gb-pcie", 79.10, 2000, 756, 1513, "H100 data sheet (PCIe)", ("NVIDIA-H100-PCIe",)),
-    _card("h100-nvl", 93.00, 3900, 835.5, 1670.5, "H100 NVL data sheet", ("NVIDIA-H100-NVL",)),
-    _card("gh200-96gb", 94.50, 4000, 989.4, 1978.9, "GH200 data sheet", ("NVIDIA-GH200-480GB",)),
-    _card("h200-141gb", 139.72, 4800, 989.4, 1978.9, "H200 data sheet", ("NVIDIA-H200",)),
-    _card("b200-180gb", 178.35, 7700, 2250, 4500, "DGX B200 data sheet", ("NVIDIA-B200",)),
+_CATALOGUE = (
+    _gpu("v100-16gb", 15.77, 900, 125, None, _V100, ("Tesla-V100-SXM2-16GB", "Tesla-V100-PCIE-16GB"), bf16=False),
+    _gpu("v100-32gb", 31.73, 900, 125, None, _V100, ("Tesla-V100-SXM2-32GB", "Tesla-V100-SXM3-32GB"), bf16=False),
+    _gpu("t4", 14.56, 320, 65, None, "T4 data sheet", ("Tesla-T4",), bf16=False),
+    _gpu("a10", 22.06, 600, 125, None, "A10 data sheet", ("NVIDIA-A10",)),
+    _gpu("a10g", 22.06, 600, 70, None, "A10G data sheet (the GPU of AWS g5)", ("NVIDIA-A10G",)),
+    _gpu("l4", 22.03, 300, 121, 242, "L4 data sheet", ("NVIDIA-L4",)),
+    _gpu("rtx-4090", 23.52, 1008, 165.2, 330.3, "Ada GPU architecture white paper", ("NVIDIA-GeForce-RTX-4090",)),
+    _gpu("l40s", 44.40, 864, 362, 733, "L40S data sheet", ("NVIDIA-L40S",)),
+    _gpu("a100-40gb", 39.39, 1555, 312, None, "A100 data sheet", ("NVIDIA-A100-SXM4-40GB", "NVIDIA-A100-PCIE-40GB")),
+    _gpu("a100-80gb", 79.15, 2039, 312, None, "A100 data sheet", ("NVIDIA-A100-SXM4-80GB",)),
+    _gpu("a100-80gb-pcie", 79.15, 1935, 312, None, "A100 data sheet", ("NVIDIA-A100-80GB-PCIe",)),
+    _gpu("h100-80gb", 79.10, 3350, 989.4, 1978.9, "H100 data sheet (SXM)", ("NVIDIA-H100-80GB-HBM3",)),
+    _gpu("h100-80gb-pcie", 79.10, 2000, 756, 1513, "H100 data sheet (PCIe)", ("NVIDIA-H100-PCIe",)),
+    _gpu("h100-nvl", 93.00, 3900, 835.5, 1670.5, "H100 NVL data sheet", ("NVIDIA-H100-NVL",)),
+    _gpu("gh200-96gb", 94.50, 4000, 989.4, 1978.9, "GH200 data sheet", ("NVIDIA-GH200-480GB",)),
+    _gpu("h200-141gb", 139.72, 4800, 989.4, 1978.9, "H200 data sheet", ("NVIDIA-H200",)),
+    _gpu("b200-180gb", 178.35, 7700, 2250, 4500, "DGX B200 data sheet", ("NVIDIA-B200",)),
     GPU(
         name="mi300x-192gb",
         memory_bytes=int(191.69 * GIB),
@@ -91,8 +91,8 @@ _CARDS = (
     ),
 )
 
-GPUS: dict[str, GPU] = {card.name: card for card in _CARDS}
-"""The catalogue, by the name that `--gpu` and `spec.resources.gpu.product` take."""
+GPUS: dict[str, GPU] = {gpu.name: gpu for gpu in _CATALOGUE}
+"""The catalogue by product name, as in `--gpu` and `spec.resources.gpu.product`."""
 
 _ALIASES = {
     "h100": "h100-80gb", "h100-sxm": "h100-80gb", "h100-pcie": "h100-80gb-pcie", "h200": "h200-141gb",
@@ -102,11 +102,11 @@ _ALIASES = {
 
 
 def find_gpu(name: str) -> GPU:
-    """The card called `name`: a catalogue name, a usual short form, or a node's product label. Raises `UnknownGPU`."""
+    """The GPU of a catalogue name, an alias, or a node's product label. Raises `UnknownGPU`."""
     wanted = name.strip().lower().replace("_", "-").replace(" ", "-")
     known = {**GPUS, **{alias: GPUS[target] for alias, target in _ALIASES.items()}}
-    for card in _CARDS:
-        known |= {label.lower().replace("_", "-"): card for label in card.node_labels}
+    for gpu in _CATALOGUE:
+        known |= {label.lower().replace("_", "-"): gpu for label in gpu.node_labels}
     if wanted in known:
         return known[wanted]
     close = {known[match].name: None for match in get_close_matches(wanted, known, n=4, cutoff=0.5)}
@@ -115,5 +115,5 @@ def find_gpu(name: str) -> GPU:
 
 
 def cpu_device(memory_bytes: int) -> CPU:
-    """A pod without a card (`gpu.count: 0`) whose container may use `memory_bytes`."""
+    """The device of a pod without a GPU (`gpu.count: 0`) whose container may use `memory_bytes`."""
     return CPU(memory_bytes)

@@ -1,4 +1,4 @@
-"""Reading a Hugging Face `config.json` into the fields of a `ModelShape`, family by family."""
+"""Reads a Hugging Face `config.json` into the fields of a `ModelShape`, by model family."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from llmservice_planner.families import FAMILIES, Family
 
 
 class ShapeError(ValueError):
-    """A model's shape that is missing, contradictory or of an unknown family; the message says what to do."""
+    """A model's shape is missing, contradictory or of an unknown family; the message says what to do."""
 
 
 class _Values:
-    """Typed look-ups in one config, falling back to the family's defaults."""
+    """Typed access to one config, with the family's defaults."""
 
     def __init__(self, config: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         self._config = config
@@ -25,7 +25,7 @@ class _Values:
         return self._config[key] if key in self._config else self._defaults.get(key)
 
     def count(self, key: str) -> int | None:
-        """A non-negative whole number, or None where the config says null or nothing."""
+        """A non-negative integer, or None if the value is null or absent."""
         value = self.get(key)
         if value is None:
             return None
@@ -49,7 +49,7 @@ class _Values:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The parsed `config.json` of a model folder. Raises `ShapeError` where it is absent or no JSON object."""
+    """The parsed `config.json` of a model folder. Raises `ShapeError` if it is missing or not a JSON object."""
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -63,7 +63,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def shape_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of `ModelShape` that a parsed `config.json` stands for. Raises `ShapeError`."""
+    """The keyword arguments of `ModelShape` from a parsed `config.json`. Raises `ShapeError`."""
     text = config.get("text_config", config)
     if not isinstance(text, Mapping):
         raise ShapeError(f"config.json: text_config is a {type(text).__name__}, expected an object")
@@ -112,14 +112,14 @@ def _family(model_type: object) -> Family:
 
 
 def _inherited(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a multimodal config says once, on the outside, for its text model too."""
+    """Keys of a multimodal config's top level that also apply to its text model."""
     return {key: config[key] for key in ("dtype", "torch_dtype", "tie_word_embeddings") if key in config}
 
 
 def _dtype(value: object) -> str:
     """The checkpoint's element type; transformers writes `dtype` since 5.0, `torch_dtype` before."""
     if value is None:
-        return "float32"  # what a config that names none means to transformers
+        return "float32"  # transformers' default
     name = str(value).removeprefix("torch.")
     if name not in ("float32", "bfloat16", "float16"):
         raise ShapeError(f"config.json: dtype is {value!r}, expected float32, bfloat16 or float16")
@@ -136,7 +136,7 @@ def _quantization(config: Mapping[str, Any]) -> str | None:
 
 
 def _sliding(values: _Values, family: Family, layers: int) -> tuple[int | None, int]:
-    """The window in tokens and how many layers slide."""
+    """The window in tokens and the number of sliding-window layers."""
     window = values.count("sliding_window")
     if not window or family.sliding == "none" or values.get("use_sliding_window") is False:
         return None, 0
@@ -157,7 +157,7 @@ def _sliding(values: _Values, family: Family, layers: int) -> tuple[int | None, 
 
 
 def _experts(values: _Values, family: Family, layers: int) -> dict[str, Any]:
-    """Mixture-of-experts fields under their three spellings (Mixtral, Qwen, DeepSeek)."""
+    """Mixture-of-experts fields in the spellings of Mixtral, Qwen and DeepSeek."""
     names = [key for key in ("n_routed_experts", "num_local_experts", "num_experts") if values.get(key)]
     if not names:
         return {}
@@ -184,7 +184,7 @@ def _dense_layers(values: _Values, layers: int) -> int:
 
 
 def _latent(values: _Values) -> dict[str, Any]:
-    """Multi-head latent attention (arXiv:2405.04434): one latent and one rope key a token serve all heads."""
+    """Multi-head latent attention (arXiv:2405.04434): all heads share one latent and one rope key per token."""
     if not values.count("kv_lora_rank"):
         return {}
     return {

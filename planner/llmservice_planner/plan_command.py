@@ -1,17 +1,19 @@
-"""`llmservice plan`: what fits on which card, with the working."""
+"""`llmservice plan`: sizes a model for a GPU or a CPU and prints the plan."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import math
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
 
 from llmservice_planner.command import Command, CommandError
-from llmservice_planner.gpu import GIB, Device, UnknownGPU, cpu_device, find_gpu
-from llmservice_planner.plan_table import gpu_table, plan_table
+from llmservice_planner.explanation import format_bytes
+from llmservice_planner.gpu import GIB, GPUS, Device, UnknownGPU, cpu_device, find_gpu
 from llmservice_planner.shape import FIELD_NAMES, ModelShape, ShapeError, weights_bytes
 from llmservice_planner.sizing import Plan, SizingError, SizingRequest, plan
 from llmservice_planner.sizing_request import DTYPES, KV_DTYPES
@@ -23,44 +25,48 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("the model").add_mutually_exclusive_group()
     what.add_argument("--model", type=Path, metavar="DIR", help="a Hugging Face model folder with its config.json")
     what.add_argument(
-        "--shape", metavar="KEY=VALUE,…", help=f"the same figures without a folder; keys: {', '.join(FIELD_NAMES)}"
+        "--shape", metavar="KEY=VALUE,…", help=f"the dimensions without a folder; keys: {', '.join(FIELD_NAMES)}"
     )
-    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the weights; auto: the checkpoint's own")
-    cards = parser.add_argument_group("the memory")
-    cards.add_argument("--gpu", metavar="PRODUCT", help="a card of the catalogue, see --list-gpus")
-    cards.add_argument("--gpu-count", type=int, default=1, metavar="N", help="cards that share the model")
-    cards.add_argument("--cpu-memory", type=_size, metavar="SIZE", help="in place of --gpu: a container's memory, 8Gi")
-    cards.add_argument(
-        "--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE", help="what of the memory may be used"
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the weights; auto: the checkpoint's")
+    memory = parser.add_argument_group("the memory")
+    memory.add_argument("--gpu", metavar="PRODUCT", help="a GPU of the catalogue, see --list-gpus")
+    memory.add_argument("--gpu-count", type=int, default=1, metavar="N", help="GPUs that share the model")
+    memory.add_argument("--cpu-memory", type=_size, metavar="SIZE", help="instead of --gpu: a container's memory")
+    memory.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        default=0.9,
+        metavar="SHARE",
+        help="share of the memory that may be used",
     )
-    cards.add_argument("--list-gpus", action="store_true", help="print the catalogue and stop")
+    memory.add_argument("--list-gpus", action="store_true", help="print the catalogue and exit")
     _add_engine_arguments(parser.add_argument_group("the engine"))
     parser.add_argument("-o", "--output", choices=("table", "json", "yaml"), default="table", help="output format")
 
 
 def _add_engine_arguments(engine: argparse._ArgumentGroup) -> None:
     engine.add_argument(
-        "--max-model-len", type=int, metavar="N", help="longest prompt and answer together; default: the model's own"
+        "--max-model-len", type=int, metavar="N", help="longest prompt and answer together; default: the model's"
     )
     engine.add_argument("--kv-dtype", choices=KV_DTYPES, default="auto", help="of the KV cache; auto: the weights'")
     engine.add_argument("--block-size", type=int, default=16, metavar="TOKENS", help="tokens of one KV block")
     engine.add_argument(
         "--max-num-batched-tokens", type=int, default=2048, metavar="N", help="token budget of one step"
     )
-    engine.add_argument("--max-num-seqs", type=int, metavar="N", help="your own number; default: the planner's")
+    engine.add_argument("--max-num-seqs", type=int, metavar="N", help="default: the planner's result")
     engine.add_argument(
         "--policy",
         choices=("guaranteed", "expected"),
         default="guaranteed",
-        help="room for every sequence to reach max-model-len, or for what requests really use",
+        help="memory for sequences of max-model-len, or of expected-tokens",
     )
     engine.add_argument(
-        "--expected-tokens", type=int, metavar="N", help="what a request uses, prompt and answer, for policy expected"
+        "--expected-tokens", type=int, metavar="N", help="prompt and answer of a request, for policy expected"
     )
     engine.add_argument(
         "--keep-slid-blocks",
         action="store_true",
-        help="count blocks behind a sliding window as held to the end, as this version's server holds them",
+        help="count blocks behind a sliding window as held, as in this version of the server",
     )
     engine.add_argument("--itl-p99", type=_duration, metavar="TIME", help="promised time between tokens, such as 80ms")
 
@@ -109,7 +115,7 @@ def _shape(args: argparse.Namespace) -> ModelShape:
     for pair in args.shape.split(","):
         key, equals, value = pair.strip().partition("=")
         if not equals or not value:
-            raise CommandError(f"--shape: {pair!r} is no KEY=VALUE; the keys are {', '.join(FIELD_NAMES)}")
+            raise CommandError(f"--shape: {pair!r} is not KEY=VALUE; the keys are {', '.join(FIELD_NAMES)}")
         if key in figures:
             raise CommandError(f"--shape: {key} is given twice")
         figures[key] = value
@@ -162,8 +168,79 @@ def _positive(number: str, text: str, expected: str) -> float:
     return value
 
 
+_WIDTH = 100
+_BAR = 60
+
+
+def plan_table(request: SizingRequest, answer: Plan) -> str:
+    """The plan as text of at most 100 columns: the result, a bar of the memory, and `answer.explanation`."""
+    lines = [_headline(request, answer), ""]
+    if answer.fits:
+        lines += [*_memory_bar(request, answer), ""]
+    lines += _working(answer)
+    if answer.remedies:
+        lines += ["", "What would make it fit, each alone:"]
+        lines += [f"  - {remedy}" for remedy in answer.remedies]
+    elif not answer.fits:
+        lines += ["", "Nothing in the catalogue makes it fit: choose a smaller model."]
+    return "\n".join(lines)
+
+
+def gpu_table() -> str:
+    """The catalogue: the usable memory and the dense rates of each GPU."""
+    lines = [f"{'PRODUCT':<16}{'MEMORY GiB':>11}{'GB/s':>7}{'BF16 TFLOP/s':>14}{'FP8 TFLOP/s':>13}  NODE LABEL"]
+    for gpu in GPUS.values():
+        bandwidth = _rate(gpu.bandwidth_bytes_per_s, 1e9)
+        half, fp8 = _rate(gpu.flops_16bit, 1e12), _rate(gpu.flops_fp8, 1e12)
+        lines.append(
+            f"{gpu.name:<16}{gpu.memory_bytes / GIB:>11.2f}{bandwidth:>7}{half:>14}{fp8:>13}  {gpu.node_labels[0]}"
+        )
+    return "\n".join(lines)
+
+
+def _rate(value: float | None, unit: float) -> str:
+    return "-" if value is None else f"{value / unit:.0f}"
+
+
+def _headline(request: SizingRequest, answer: Plan) -> str:
+    count = f"{request.device_count} x " if request.device_count > 1 else ""
+    where = f"on {count}{request.device.name}"
+    if not answer.fits:
+        return f"DOES NOT FIT {where}: {format_bytes(answer.shortfall_bytes)} are missing"
+    return f"FITS {where}: {answer.max_num_seqs} sequences at once, limited by {answer.limited_by}"
+
+
+def _memory_bar(request: SizingRequest, answer: Plan) -> Iterator[str]:
+    total = request.device_count * request.device.memory_bytes
+    spent = answer.weights_bytes + answer.overhead_bytes + answer.kv_pool_bytes
+    parts = (
+        ("weights", "W", answer.weights_bytes),
+        ("overhead", "o", answer.overhead_bytes),
+        ("KV cache", "k", answer.kv_pool_bytes),
+        ("unused", ".", total - spent),
+    )
+    edges = [0]
+    for _, _, size in parts:
+        edges.append(edges[-1] + size)
+    columns = [round(edge * _BAR / total) for edge in edges]
+    bar = "".join(mark * (columns[i + 1] - columns[i]) for i, (_, mark, _) in enumerate(parts))
+    yield f"  [{bar}]"
+    yield "  " + "   ".join(f"{mark} {name} {format_bytes(size)}" for name, mark, size in parts)
+
+
+def _working(answer: Plan) -> Iterator[str]:
+    pairs = [line.split(": ", 1) for line in answer.explanation]
+    width = max(len(label) for label, _ in pairs)
+    previous = ""
+    for label, text in pairs:
+        shown = label if label != previous else ""
+        previous = label
+        indent = " " * (width + 4)
+        yield textwrap.fill(text, _WIDTH, initial_indent=f"  {shown:<{width}}  ", subsequent_indent=indent)
+
+
 COMMAND = Command(
-    help="what fits on which card: KV blocks, max_num_seqs, and the working",
+    help="size a model: KV blocks and max_num_seqs on a GPU or CPU, with an explanation",
     add_arguments=_add_arguments,
     run=_run,
 )

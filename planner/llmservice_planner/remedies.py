@@ -1,4 +1,4 @@
-"""What would make a model fit: every proposal is a changed request that was planned again and fits."""
+"""Changes of a request that would make it fit; each was verified by planning again."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from llmservice_planner.budget import Budget
 from llmservice_planner.gpu import CPU, GIB, GPU, GPUS
 from llmservice_planner.sizing_request import SizingRequest, can_shard
 
-_MOST_CARDS = 16
+_MAX_GPUS = 16
 
 
 def find_remedies(request: SizingRequest) -> tuple[str, ...]:
-    """Changes that each alone make `request` fit, the cheapest first; empty where it already does."""
+    """Changes that each make `request` fit, the cheapest first; empty if it fits."""
     if Budget.of(request).fits:
         return ()
     return tuple(_remedies(request))
 
 
 def longest_model_len(request: SizingRequest) -> int:
-    """The longest max_model_len that fits, at most the one asked for; 0 where not even one token does."""
+    """The longest max_model_len that fits, at most the requested one; 0 if none does."""
     lengths = range(1, request.model_len + 1)
     return bisect_left(lengths, True, key=lambda length: not _fits_at(request, length))
 
@@ -42,9 +42,9 @@ def _remedies(request: SizingRequest) -> Iterator[str]:
         return
     if count := _smallest_count(request):
         yield f"share the model between {count} x {request.device.name} (--gpu-count {count})"
-    if card := _smallest_card(request):
-        cards = f"{request.device_count} x " if request.device_count > 1 else ""
-        yield f"use a larger card: {cards}{card.name} ({card.memory_bytes / GIB:.1f} GiB each)"
+    if gpu := _smallest_gpu(request):
+        count_prefix = f"{request.device_count} x " if request.device_count > 1 else ""
+        yield f"use a larger GPU: {count_prefix}{gpu.name} ({gpu.memory_bytes / GIB:.1f} GiB each)"
 
 
 def _supports_fp8(request: SizingRequest) -> bool:
@@ -53,24 +53,24 @@ def _supports_fp8(request: SizingRequest) -> bool:
 
 
 def _memory_needed_mib(request: SizingRequest) -> int:
-    """Container memory from which the request fits, in MiB; one more than the division says, for its rounding."""
+    """The container memory in MiB with which the request fits, rounded up."""
     budget = Budget.of(request)
     needed = (budget.usable_bytes + budget.shortfall_bytes) / request.gpu_memory_utilization
     return math.ceil(needed / 2**20) + 1
 
 
 def _smallest_count(request: SizingRequest) -> int | None:
-    for count in range(request.device_count + 1, _MOST_CARDS + 1):
+    for count in range(request.device_count + 1, _MAX_GPUS + 1):
         if can_shard(request.shape, count) and Budget.of(replace(request, device_count=count)).fits:
             return count
     return None
 
 
-def _smallest_card(request: SizingRequest) -> GPU | None:
-    larger = sorted((card for card in GPUS.values() if _is_larger(card, request)), key=lambda card: card.memory_bytes)
-    return next((card for card in larger if Budget.of(replace(request, device=card)).fits), None)
+def _smallest_gpu(request: SizingRequest) -> GPU | None:
+    larger = sorted((gpu for gpu in GPUS.values() if _is_larger(gpu, request)), key=lambda gpu: gpu.memory_bytes)
+    return next((gpu for gpu in larger if Budget.of(replace(request, device=gpu)).fits), None)
 
 
-def _is_larger(card: GPU, request: SizingRequest) -> bool:
-    same_vendor = isinstance(request.device, GPU) and card.resource_name == request.device.resource_name
-    return same_vendor and card.memory_bytes > request.device.memory_bytes
+def _is_larger(gpu: GPU, request: SizingRequest) -> bool:
+    same_vendor = isinstance(request.device, GPU) and gpu.resource_name == request.device.resource_name
+    return same_vendor and gpu.memory_bytes > request.device.memory_bytes

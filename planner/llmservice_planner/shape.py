@@ -1,4 +1,4 @@
-"""The shape of a decoder-only model: the figures that memory and speed follow from."""
+"""The shape of a decoder-only model, from which its memory and speed are computed."""
 
 from __future__ import annotations
 
@@ -15,15 +15,12 @@ __all__ = ["DTYPE_BYTES", "KV_SCALE_BYTES", "ModelShape", "ShapeError", "weights
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 """Bytes of one element, by the names that `--dtype` and `--kv-dtype` take."""
 KV_SCALE_BYTES = 4
-"""A float32 beside each key and each value of a head in an fp8 cache."""
+"""A float32 scale per key and per value of a head in an fp8 cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """Dimensions of one model. Counts are of parameters or of layers; nothing here depends on a device.
-
-    Raises `ShapeError` where figures contradict each other.
-    """
+    """The dimensions of one model. Raises `ShapeError` if they contradict each other."""
 
     layers: int
     hidden_size: int
@@ -36,13 +33,13 @@ class ModelShape:
     max_position_embeddings: int | None = None
     tie_word_embeddings: bool = False
     dtype: str = "bfloat16"
-    """Element type of the checkpoint: what `dtype: auto` resolves to."""
+    """Element type of the checkpoint, to which `dtype: auto` resolves."""
     quantization: str | None = None
-    """Method of a quantised checkpoint (fp8, awq, gptq …); its weights cannot be counted, only read."""
+    """Method of a quantised checkpoint (fp8, awq, gptq …), whose weights must be read, not counted."""
     sliding_window: int | None = None
-    """Tokens that a sliding layer attends to, its own included."""
+    """Tokens that a sliding-window layer attends to, including the current one."""
     sliding_layers: int = 0
-    """How many of `layers` slide; the others attend to everything."""
+    """Number of sliding-window layers; the others attend to all tokens."""
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -52,11 +49,11 @@ class ModelShape:
     experts_per_token: int = 0
     moe_intermediate_size: int = 0
     shared_expert_intermediate_size: int = 0
-    """Total width of the experts that every token passes through."""
+    """Total width of the shared experts."""
     shared_expert_gate: bool = False
     router_bias: bool = False
     dense_layers: int = 0
-    """Layers of a mixture-of-experts model whose MLP is dense (DeepSeek's first ones)."""
+    """Layers of a mixture-of-experts model with a dense MLP (the first ones of DeepSeek)."""
     kv_lora_rank: int = 0
     """Width of the latent of multi-head latent attention; 0 for ordinary attention."""
     q_lora_rank: int = 0
@@ -95,7 +92,7 @@ class ModelShape:
 
     @classmethod
     def from_fields(cls, given: Mapping[str, Any]) -> ModelShape:
-        """From the camelCase figures of `spec.model.shape` or `--shape`, as numbers or as text. Raises `ShapeError`."""
+        """From the camelCase fields of `spec.model.shape` or `--shape`, as numbers or text. Raises `ShapeError`."""
         unknown = sorted(set(given) - set(FIELD_NAMES))
         if unknown:
             raise ShapeError(f"unknown shape key {', '.join(unknown)}: the keys are {', '.join(FIELD_NAMES)}")
@@ -110,7 +107,7 @@ class ModelShape:
         return cls(**values)
 
     def to_fields(self) -> dict[str, Any]:
-        """The camelCase figures that `from_fields` makes this shape of again; those that are defaults are left out."""
+        """The camelCase fields for `from_fields`, without defaults."""
         return {_camel(item.name): getattr(self, item.name) for item in fields(self) if self._differs(item)}
 
     def _differs(self, item: Field[Any]) -> bool:
@@ -126,42 +123,42 @@ class ModelShape:
 
     @property
     def num_parameters(self) -> int:
-        """Every stored parameter, embeddings included (a tied head once)."""
+        """All stored parameters including embeddings (a tied head counts once)."""
         return self._parameters(self.num_experts)
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that one token passes through: all but the experts it is not routed to."""
+        """Parameters used for one token: all except the experts that it is not routed to."""
         return self._parameters(self.experts_per_token)
 
     @property
     def expert_parameters(self) -> int:
-        """One routed expert of one layer."""
+        """Parameters of one routed expert of one layer."""
         return 3 * self.hidden_size * self.moe_intermediate_size
 
     @property
     def replicated_parameters(self) -> int:
-        """Parameters that tensor parallelism copies to every card: norms, routers, MLA's down-projections."""
+        """Parameters that tensor parallelism replicates on every GPU: norms, routers, MLA's down-projections."""
         per_layer = self.norms_per_layer * self.hidden_size + 2 * self.head_dim * self.qk_norm
         if self.is_mla:
             per_layer += self._mla_down()
         router = self.num_experts * (self.hidden_size + self.router_bias)
         return self.layers * per_layer + self.moe_layers * router + self.hidden_size
 
-    def kv_elements_per_layer(self, cards: int) -> int:
-        """KV-cache elements of one token in one layer, over all `cards`.
+    def kv_elements_per_layer(self, device_count: int) -> int:
+        """KV-cache elements of one token in one layer, over all `device_count` GPUs.
 
-        Heads are split over the cards, and repeated where there are more cards than heads; MLA's latent is on each.
+        Heads are split over the GPUs, and repeated where there are more GPUs than heads; MLA's latent is on each GPU.
         """
         if self.is_mla:
-            return cards * (self.kv_lora_rank + self.qk_rope_head_dim)
-        return cards * 2 * max(1, self.kv_heads // cards) * self.head_dim
+            return device_count * (self.kv_lora_rank + self.qk_rope_head_dim)
+        return device_count * 2 * max(1, self.kv_heads // device_count) * self.head_dim
 
-    def kv_bytes_per_token(self, dtype: str, cards: int = 1) -> int:
-        """KV-cache bytes of one token over all layers and all `cards`, with fp8's scales."""
-        row_bytes = self.kv_elements_per_layer(cards) * DTYPE_BYTES[dtype]
+    def kv_bytes_per_token(self, dtype: str, device_count: int = 1) -> int:
+        """KV-cache bytes of one token over all layers and all `device_count`, with fp8's scales."""
+        row_bytes = self.kv_elements_per_layer(device_count) * DTYPE_BYTES[dtype]
         if dtype == "fp8" and not self.is_mla:
-            row_bytes += self.kv_elements_per_layer(cards) // self.head_dim * KV_SCALE_BYTES
+            row_bytes += self.kv_elements_per_layer(device_count) // self.head_dim * KV_SCALE_BYTES
         return self.layers * row_bytes
 
     def _parameters(self, experts: int) -> int:
@@ -197,7 +194,7 @@ class ModelShape:
         return queries + keys_values + self.heads * self.v_head_dim * self.hidden_size + self._mla_down()
 
     def _mla_down(self) -> int:
-        """The down-projections to the latents, with the latents' norms."""
+        """Parameters of the down-projections to the latents and of their norms."""
         queries = self.hidden_size * self.q_lora_rank + self.q_lora_rank
         return queries + self.hidden_size * (self.kv_lora_rank + self.qk_rope_head_dim) + self.kv_lora_rank
 
@@ -208,14 +205,14 @@ def _camel(name: str) -> str:
 
 
 FIELD_NAMES: Mapping[str, str] = {_camel(item.name): item.name for item in fields(ModelShape)}
-"""The camelCase keys that `from_fields` takes, with the attribute each one sets."""
+"""The camelCase keys of `from_fields` and their attributes."""
 
 _REQUIRED = ("layers", "hiddenSize", "intermediateSize", "heads", "vocabSize")
 _TYPES = {_camel(item.name): item.type for item in fields(ModelShape)}
 
 
 def _parse(key: str, value: Any) -> Any:
-    """One figure of a shape, from YAML or from the command line."""
+    """One field of a shape, from YAML or the command line."""
     kind = str(_TYPES[key])
     if kind.startswith("str"):
         return str(value)

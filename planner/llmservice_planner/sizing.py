@@ -1,4 +1,4 @@
-"""What fits: from a model's shape and the memory of its cards to blocks, sequences and the reason for their number."""
+"""Plans the sizing of a service: KV blocks and the number of sequences from the model's shape and the memory."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ from typing import Any
 
 from llmservice_planner.budget import Budget
 from llmservice_planner.explanation import explain
-from llmservice_planner.limit import LimitedBy
 from llmservice_planner.overhead import OverheadTerm
 from llmservice_planner.remedies import find_remedies
-from llmservice_planner.sizing_request import MAX_NUM_SEQS_CAP, Policy, SizingError, SizingRequest
+from llmservice_planner.sizing_request import MAX_NUM_SEQS_CAP, LimitedBy, Policy, SizingError, SizingRequest
 
 __all__ = ["LimitedBy", "Plan", "Policy", "SizingError", "SizingRequest", "plan"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The answer. Byte figures are totals over all cards."""
+    """The sizing of a service. Sizes in bytes are totals over all GPUs."""
 
     fits: bool
     max_num_seqs: int
-    """0 where it does not fit."""
+    """0 if the model does not fit."""
     max_model_len: int
     limited_by: LimitedBy
     weights_bytes: int
@@ -33,25 +32,25 @@ class Plan:
     kv_pool_bytes: int
     block_size: int
     num_blocks: int
-    """The null block, which never holds a token, included."""
+    """Including the null block, which holds no token."""
     blocks_per_sequence: int
-    """What the policy sets aside for one sequence."""
+    """The blocks that the policy reserves for one sequence."""
     sequence_bytes: int
     """KV cache of one sequence of `max_model_len` tokens."""
     shortfall_bytes: int
-    """What is missing where it does not fit, else 0."""
+    """The missing memory if the model does not fit, else 0."""
     decode_step_s: float | None
-    """Of a step with `max_num_seqs` sequences; None where it does not fit or the device's rates are not known."""
+    """Time of a step with `max_num_seqs` sequences; None if it does not fit or the rates are unknown."""
     ridge_tokens: int | None
     itl_feasible: bool | None
-    """Whether a sequence alone keeps the promised inter-token latency; None without a promise or without rates."""
+    """Whether a single sequence keeps the promised inter-token latency; None without a promise or rates."""
     explanation: tuple[str, ...]
-    """The working, a line a step, each `label: text`."""
+    """The lines of the explanation, each `label: text`."""
     remedies: tuple[str, ...]
-    """What would make it fit, each checked by planning again."""
+    """Changes that would make it fit."""
 
     def to_dict(self) -> dict[str, Any]:
-        """As `llmservice plan -o json` prints it."""
+        """The output of `llmservice plan -o json`."""
         return {
             "fits": self.fits,
             "max_num_seqs": self.max_num_seqs,
@@ -76,7 +75,7 @@ class Plan:
 
 
 def plan(request: SizingRequest) -> Plan:
-    """Size one service. Pure: the same request always gives the same plan."""
+    """Size one service; a pure function of the request."""
     budget = Budget.of(request)
     bounds = _bounds(budget)
     limited_by = _limiting(budget, bounds)
@@ -111,7 +110,7 @@ def plan(request: SizingRequest) -> Plan:
 
 
 def _bounds(budget: Budget) -> Mapping[LimitedBy, int]:
-    """Every bound on the number of sequences; those that follow from unknown rates are absent."""
+    """The bounds on the number of sequences, without those that need unknown rates."""
     request, roofline = budget.request, budget.roofline
     bounds: dict[LimitedBy, int] = {
         "kvMemory": budget.sequences(request.tokens_per_sequence),
@@ -128,14 +127,14 @@ def _bounds(budget: Budget) -> Mapping[LimitedBy, int]:
 
 
 def _limiting(budget: Budget, bounds: Mapping[LimitedBy, int]) -> LimitedBy:
-    """The user's number wins where there is one (preemption makes room); else the smallest bound does."""
+    """The bound that applies: the user's number if given (preemption frees memory), else the smallest."""
     if not budget.fits:
         return "kvMemory"
     return "maxNumSeqs" if "maxNumSeqs" in bounds else min(bounds, key=lambda name: bounds[name])
 
 
 def _itl_bound(budget: Budget, itl_s: float) -> int:
-    """The most sequences whose decode step keeps the promise; 1 where not even one does."""
+    """The largest number of sequences whose decode step keeps the promise, at least 1."""
     roofline = budget.roofline
     if roofline is None:
         return MAX_NUM_SEQS_CAP

@@ -1,4 +1,4 @@
-"""The question that a plan answers, checked for figures that contradict each other."""
+"""The request for a plan, with validation."""
 
 from __future__ import annotations
 
@@ -9,29 +9,40 @@ from llmservice_planner.gpu import CPU, Device
 from llmservice_planner.shape import ModelShape
 
 Policy = Literal["guaranteed", "expected"]
-"""`guaranteed`: every sequence may reach max_model_len without preemption. `expected`: sized for what requests use."""
+"""`guaranteed`: every sequence may reach max_model_len without preemption. `expected`: sized for expected_tokens."""
+
+LimitedBy = Literal["kvMemory", "maxNumSeqs", "itlPromise", "ridge", "tokenBudget", "cap"]
+"""Which bound set `max_num_seqs`:
+
+- `kvMemory`: the KV pool, with the policy's tokens per sequence
+- `maxNumSeqs`: the user's number
+- `itlPromise`: the decode step would take longer than the promised inter-token latency
+- `ridge`: above it arithmetic takes longer than reading the weights, so a larger batch adds only latency
+- `tokenBudget`: `max_num_batched_tokens`, of which a decode step needs one per sequence
+- `cap`: 1024
+"""
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 KV_DTYPES = (*DTYPES, "fp8")
 MAX_NUM_SEQS_CAP = 1024
-"""Beyond this the scheduler's own work per step shows in the inter-token latency."""
+"""Above this, the scheduler's time per step affects the inter-token latency."""
 _TOO_LARGE = 10**12
 
 
 class SizingError(ValueError):
-    """A request that no card could satisfy because its figures contradict each other; the message says which."""
+    """The fields of a request contradict each other; the message names them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizingRequest:
-    """This model on these cards, for sequences this long. Raises `SizingError`."""
+    """A model, its devices and the engine's settings. Raises `SizingError`."""
 
     shape: ModelShape
     device: Device
     device_count: int = 1
-    """Cards that share the model (tensor parallelism); 1 on a CPU."""
+    """GPUs that share the model (tensor parallelism); 1 on a CPU."""
     max_model_len: int | None = None
-    """Longest sequence, prompt and answer together; None: the model's own `max_position_embeddings`."""
+    """Longest sequence (prompt and answer); None: the model's `max_position_embeddings`."""
     dtype: str = "auto"
     kv_dtype: str = "auto"
     block_size: int = 16
@@ -40,16 +51,16 @@ class SizingRequest:
     max_num_batched_tokens: int = 2048
     policy: Policy = "guaranteed"
     expected_tokens: int | None = None
-    """Tokens, prompt and answer together, that a request really uses; what policy `expected` sizes for."""
+    """Tokens of a typical request (prompt and answer), for policy `expected`."""
     max_num_seqs: int | None = None
-    """The user's own number, taken as it is."""
+    """The user's number, which overrides the other bounds."""
     itl_p99_s: float | None = None
     frees_slid_blocks: bool = True
-    """Whether the engine gives back blocks that have slid out of a layer's window; False: it keeps them to the end."""
+    """Whether the engine frees blocks that have left a layer's sliding window."""
     weights_bytes: int | None = None
-    """Read from the checkpoint; None: counted from the shape."""
+    """Bytes from the checkpoint; None: computed from the shape."""
     overhead_bytes_per_device: int | None = None
-    """A measured overhead, in place of the estimated terms."""
+    """The measured overhead, which replaces the estimates."""
 
     def __post_init__(self) -> None:
         self._check_choices()
@@ -59,7 +70,7 @@ class SizingRequest:
 
     @property
     def model_len(self) -> int:
-        """`max_model_len`, or the model's own where none is asked for."""
+        """`max_model_len`, or the model's."""
         length = self.max_model_len or self.shape.max_position_embeddings
         if length is None:
             raise SizingError("max_model_len is missing, and the shape names no maxPositionEmbeddings to take instead")
@@ -67,7 +78,7 @@ class SizingRequest:
 
     @property
     def tokens_per_sequence(self) -> int:
-        """What the policy sets aside for one sequence."""
+        """The tokens that the policy reserves for one sequence."""
         if self.policy == "expected" and self.expected_tokens is not None:
             return self.expected_tokens
         return self.model_len
@@ -116,7 +127,7 @@ class SizingRequest:
         if not can_shard(self.shape, self.device_count):
             raise SizingError(
                 f"{self.shape.heads} heads ({self.shape.kv_heads} of them KV) cannot be split over {self.device_count} "
-                f"cards: use {', '.join(str(n) for n in range(1, 17) if can_shard(self.shape, n))}"
+                f"GPUs: use {', '.join(str(n) for n in range(1, 17) if can_shard(self.shape, n))}"
             )
 
     def _check_lengths(self) -> None:
@@ -131,7 +142,7 @@ class SizingRequest:
             raise SizingError(f"expected_tokens is {self.expected_tokens}, expected 1 to max_model_len {length}")
 
 
-def can_shard(shape: ModelShape, cards: int) -> bool:
-    """Whether attention splits evenly over `cards`: whole heads, and KV heads either whole or repeated."""
-    kv_even = shape.is_mla or shape.kv_heads % cards == 0 or cards % shape.kv_heads == 0
-    return shape.heads % cards == 0 and kv_even
+def can_shard(shape: ModelShape, device_count: int) -> bool:
+    """Whether attention splits evenly over `device_count` GPUs: whole heads, and KV heads either whole or repeated."""
+    kv_even = shape.is_mla or shape.kv_heads % device_count == 0 or device_count % shape.kv_heads == 0
+    return shape.heads % device_count == 0 and kv_even
