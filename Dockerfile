@@ -1,9 +1,8 @@
 # syntax=docker/dockerfile:1.7
 #
-#   docker build --target operator -t llmservice-operator:0.1.0 .
-#   docker build --target gateway  -t llmservice-gateway:0.1.0 .
-#   docker build --target server   -t llmservice-server:0.1.0 --build-arg TORCH_CPU_INDEX_URL=… .     (CPU)
-#   docker build --target server   -t llmservice-server:0.1.0-cuda --build-arg TORCH=cuda .
+#   make images                                                                        operator, gateway and server
+#   make images IMAGES=server BUILD_ARGS="--build-arg TORCH_CPU_INDEX_URL=…"           a server for CPUs, smaller
+#   docker build --target server -t llmservice-server:0.1.0-cuda --build-arg TORCH=cuda .
 #
 # Each image holds what its extra needs and no more: the operator's no torch, the server's no Kubernetes client. What builds wheels
 # stays in the build stages; the final ones get a finished environment and run as a numeric, unprivileged user.

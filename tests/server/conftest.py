@@ -150,6 +150,21 @@ def server(tiny_model: Path) -> Iterator[ServerProcess]:
     process.close()
 
 
+@pytest.fixture(scope="module")
+def shared_server(tiny_model: Path) -> Iterator[Callable[..., ServerProcess]]:
+    """One for each set of flags of a module, for tests that leave it as they found it: a start takes seconds."""
+    processes: dict[tuple[str, ...], ServerProcess] = {}
+
+    def find(*flags: str) -> ServerProcess:
+        if flags not in processes:
+            processes[flags] = ServerProcess(tiny_model, "--served-model-name", "tiny", *flags)
+        return processes[flags].wait_until_ready()
+
+    yield find
+    for process in processes.values():
+        process.close()
+
+
 @pytest.fixture
 def start_server(tiny_model: Path) -> Iterator[Callable[..., ServerProcess]]:
     """A server of the test's own: `start_server("--flag", ...)`; ended with the test."""

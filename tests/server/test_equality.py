@@ -7,16 +7,19 @@ from typing import Any
 
 import pytest
 
-from llmservice_server.engine import startup
+from llmservice_server.engine.block_pool import PreemptionCost
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.engine import Engine
-from llmservice_server.engine.swap_space import PreemptionCost
-from llmservice_server.messages import Generate, SamplingParams
+from llmservice_server.runtime import startup
+from llmservice_server.runtime.startup import load_engine
 from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
+from llmservice_server.types.messages import GenerateRequest, SamplingParams
+
+pytestmark = pytest.mark.slow
 
 VOCAB = 512
 BLOCK_BYTES = 2 * 2 * 16 * 2 * 8 * 4  # layers, keys and values, tokens, heads, head_dim, float32
-NUM_MIXES = 200
+NUM_MIXES = 80
 
 WAYS: dict[str, dict[str, Any]] = {
     "chunked": {"prefill_chunk_tokens": 7, "max_num_batched_tokens": 24, "prefix_caching": False},
@@ -63,10 +66,10 @@ def panelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def engine_of(folder: Path, **settings: Any) -> Engine:
     defaults = {"max_num_seqs": 6, "max_model_len": 160}
-    return Engine(EngineConfig(model=folder, threads=1, **defaults | settings), clock=lambda: 100.0)
+    return load_engine(EngineConfig(model=folder, threads=1, **defaults | settings), clock=lambda: 100.0)
 
 
-def mix(number: int) -> list[Generate]:
+def mix(number: int) -> list[GenerateRequest]:
     """A handful of requests, some of which begin alike, some with a salt, in both lanes.
 
     The numbers that choose the tokens keep 9e-7 away from every border between two of them, or float32's rounding,
@@ -75,7 +78,7 @@ def mix(number: int) -> list[Generate]:
     dice = random.Random(f"a {number}")  # noqa: S311 - traffic, not secrets
     shared = dice.choices(range(VOCAB), k=60)
     return [
-        Generate(
+        GenerateRequest(
             request_id=f"{number}-{index}",
             prompt_token_ids=shared[: dice.choice([0, 20, 48, 60])] + dice.choices(range(VOCAB), k=dice.randint(1, 40)),
             sampling=SamplingParams(
@@ -94,7 +97,7 @@ def mix(number: int) -> list[Generate]:
     ]
 
 
-def serve(engine: Engine, requests: list[Generate], dice: random.Random) -> dict[str, list[int]]:
+def serve(engine: Engine, requests: list[GenerateRequest], dice: random.Random) -> dict[str, list[int]]:
     """Every request's tokens; they come at random moments."""
     tokens: dict[str, list[int]] = defaultdict(list)
     coming = list(requests)
@@ -134,9 +137,9 @@ def test_in_any_company_a_request_gets_the_tokens_that_it_gets_alone(
         assert serve(engine, requests, dice) == {request.request_id: alone[request.request_id] for request in requests}
         assert engine.stats().blocks_held == 0
     stats = engine.stats()
-    assert (stats.preemptions["swap"] > 50) == (way.endswith(("swapped", "all at once")))
-    assert (stats.preemptions["recompute"] > 50) == (way.endswith("recomputed"))
-    assert (stats.prefix_hits > 5000) == (way.endswith(("prefix cached", "all at once")))
+    assert (stats.preemptions["swap"] > 20) == (way.endswith(("swapped", "all at once")))
+    assert (stats.preemptions["recompute"] > 20) == (way.endswith("recomputed"))
+    assert (stats.prefix_hits > 2000) == (way.endswith(("prefix cached", "all at once")))
 
 
 def test_a_request_gets_the_same_tokens_where_decodes_are_compiled_calls(
@@ -154,5 +157,5 @@ def test_a_request_gets_the_same_tokens_where_decodes_are_compiled_calls(
         assert serve(engine, requests, dice) == {request.request_id: alone[request.request_id] for request in requests}
     stats = engine.stats()
     assert stats.blocks_held == 0
-    assert stats.preemptions["swap"] > 50
-    assert stats.prefix_hits > 5000
+    assert stats.preemptions["swap"] > 20
+    assert stats.prefix_hits > 2000

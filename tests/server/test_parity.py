@@ -10,11 +10,12 @@ import torch
 from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from llmservice_server.attention.base import SequenceSlice
+from llmservice_server.backend.base import StepInput
 from llmservice_server.engine.config import EngineConfig
-from llmservice_server.engine.engine import Engine
-from llmservice_server.engine.startup import start
-from llmservice_server.messages import Generate, SamplingParams
+from llmservice_server.runtime.startup import load_engine, start
+from llmservice_server.types.messages import GenerateRequest, SamplingParams
+
+pytestmark = pytest.mark.slow
 
 STEPS = 64
 LOGIT_TOLERANCE = 1e-4  # of the row's largest logit
@@ -123,11 +124,11 @@ def _greedy_reference(model: PreTrainedModel, prompt: list[int]) -> list[int]:
 def test_greedy_tokens_are_the_same_for_64_steps(checkpoint: tuple[Path, PreTrainedModel]) -> None:
     folder, reference = checkpoint
     # Chunks, several requests in a batch and windows shorter than the prompts, all at once.
-    engine = Engine(EngineConfig(model=folder, max_num_batched_tokens=64, prefill_chunk_tokens=19, threads=1))
-    prompts = {f"{length} tokens": _prompt(length) for length in (1, 13, 50, 90)}
+    engine = load_engine(EngineConfig(model=folder, max_num_batched_tokens=64, prefill_chunk_tokens=19, threads=1))
+    prompts = {f"{length} tokens": _prompt(length) for length in (1, 50, 90)}
     for request_id, prompt in prompts.items():
         sampling = SamplingParams(max_tokens=STEPS, temperature=0.0)
-        engine.add(Generate(request_id=request_id, prompt_token_ids=prompt, sampling=sampling, arrival_s=0.0))
+        engine.add(GenerateRequest(request_id=request_id, prompt_token_ids=prompt, sampling=sampling, arrival_s=0.0))
     answers: dict[str, list[int]] = {request_id: [] for request_id in prompts}
     while engine.has_work:
         for output in engine.step().outputs:
@@ -144,7 +145,7 @@ def _logits(folder: Path, tokens: list[int], chunks: list[int], dtype: str) -> t
     with torch.inference_mode():
         for count in chunks:
             part = torch.tensor(tokens[position : position + count])
-            attend = runner.attention.prepare([SequenceSlice(position, count, table)])
+            attend = runner.attention.prepare(StepInput.of([(position, count, table)]))
             hidden = runner.model.forward(part, torch.arange(position, position + count), attend)
             rows.append(runner.model.logits(hidden))
             position += count
@@ -165,11 +166,16 @@ def test_logits_are_the_same_in_chunks_and_over_scattered_blocks(checkpoint: tup
     assert _worst(ours, expected) < LOGIT_TOLERANCE
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_is_as_close_to_float32_as_transformers_own(
-    checkpoint: tuple[Path, PreTrainedModel], dtype: str
-) -> None:
-    folder, reference = checkpoint
+def test_bfloat16_is_as_close_to_float32_as_transformers_own(checkpoint: tuple[Path, PreTrainedModel]) -> None:
+    check_half_precision(*checkpoint, "bfloat16")
+
+
+def test_so_is_float16(tmp_path: Path) -> None:
+    family = FAMILIES["qwen3, windows by layer, tied and sharded"]
+    check_half_precision(tmp_path, _save(family, tmp_path), "float16")
+
+
+def check_half_precision(folder: Path, reference: PreTrainedModel, dtype: str) -> None:
     tokens = _prompt(60)
     with torch.inference_mode():
         exact = reference(torch.tensor([tokens])).logits[0]

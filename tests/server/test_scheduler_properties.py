@@ -7,13 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from llmservice_server.engine.block_pool import BlockPool
-from llmservice_server.engine.lane import LaneConfig
+from llmservice_server.engine.block_pool import BlockPool, PreemptionCost, SwapSpace
+from llmservice_server.engine.lanes import LaneConfig
 from llmservice_server.engine.plan import Plan
 from llmservice_server.engine.request import Request, Status
 from llmservice_server.engine.scheduler import ContinuousScheduler, SchedulerConfig
-from llmservice_server.engine.swap_space import PreemptionCost, SwapSpace
-from llmservice_server.messages import Generate, SamplingParams
+from llmservice_server.types.messages import GenerateRequest, SamplingParams
 
 BLOCK_SIZE = 4
 MAX_TOKENS = 13 * BLOCK_SIZE  # prompt and answer: just what the pool holds
@@ -59,7 +58,7 @@ class SchedulerUnderLoad(RuleBasedStateMachine):
         self, prompt: int, beginning: int, max_tokens: int, lane: str, salt: str | None, patience_s: float
     ) -> None:
         order = len(self.requests)
-        message = Generate(
+        message = GenerateRequest(
             request_id=f"r{order}",
             prompt_token_ids=[beginning] * prompt,
             sampling=SamplingParams(max_tokens=max_tokens),
@@ -196,7 +195,7 @@ class SchedulerUnderLoad(RuleBasedStateMachine):
         assert self.pool.num_held == 0
 
 
-SchedulerUnderLoad.TestCase.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
+SchedulerUnderLoad.TestCase.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
 test_scheduler_under_load = SchedulerUnderLoad.TestCase
 
 
@@ -220,7 +219,7 @@ def test_no_batch_request_starves_beyond_the_ageing_bound_under_constant_interac
     def add(lane: str, now: float) -> Request:
         nonlocal order
         order += 1
-        message = Generate(
+        message = GenerateRequest(
             request_id=str(order),
             prompt_token_ids=[order] * dice.randint(1, 24),
             sampling=SamplingParams(max_tokens=dice.randint(1, 24)),

@@ -11,12 +11,14 @@ import jsonschema
 import pytest
 from llguidance import LLMatcher
 
+from llmservice_server.engine.block_pool import PreemptionCost
 from llmservice_server.engine.config import EngineConfig
-from llmservice_server.engine.engine import Engine
-from llmservice_server.engine.swap_space import PreemptionCost
-from llmservice_server.messages import Generate, Output, SamplingParams
+from llmservice_server.runtime.startup import load_engine
 from llmservice_server.sampling.grammar import TOO_COMPLEX, regex_grammar
 from llmservice_server.text.tokenizer import Tokenizer
+from llmservice_server.types.messages import GenerateRequest, Output, SamplingParams
+
+pytestmark = pytest.mark.slow
 
 PERSON = {
     "type": "object",
@@ -46,12 +48,12 @@ class Driver:
     """An engine, and what it has said by request."""
 
     def __init__(self, model: Path, **settings: Any) -> None:
-        self.engine = Engine(EngineConfig(model=model, threads=1, **settings))
+        self.engine = load_engine(EngineConfig(model=model, threads=1, **settings))
         self.tokens: dict[str, list[int]] = defaultdict(list)
         self.last: dict[str, Output] = {}
 
     def add(self, request_id: str, **sampling: Any) -> None:
-        message = Generate(
+        message = GenerateRequest(
             request_id=request_id,
             prompt_token_ids=[0, 70, 80, 90],
             sampling=SamplingParams(**{"max_tokens": 200, "stop_token_ids": (1,)} | sampling),

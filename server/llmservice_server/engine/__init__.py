@@ -1,1 +1,1 @@
-"""The engine: scheduling, the paged KV cache, and the steps on the device."""
+"""Scheduling and the paged KV cache, without torch: the engine calls a runner."""

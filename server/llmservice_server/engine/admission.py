@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 from llmservice_server.engine.request import LANES
-from llmservice_server.messages import Generate, SamplingParams
+from llmservice_server.types.messages import GenerateRequest, SamplingParams
 
-MAX_LOGPROBS = 20  # likeliest tokens told beside each, as at OpenAI
+MAX_LOGPROBS = 20  # likeliest tokens returned with each, as at OpenAI
 
 
-def why_refused(message: Generate, vocab_size: int, max_request_tokens: int) -> str | None:
-    """One sentence for the user, or None. The HTTP process checks as well; the engine relies on nobody."""
+def why_refused(message: GenerateRequest, vocab_size: int, max_request_tokens: int) -> str | None:
+    """One sentence for the user, or None. The HTTP process checks as well; the engine does not rely on it."""
     prompt, sampling = message.prompt_token_ids, message.sampling
     if not prompt:
         return "the prompt has no tokens, expected at least one"
@@ -25,7 +27,16 @@ def why_refused(message: Generate, vocab_size: int, max_request_tokens: int) -> 
         )
     if any(not 0 <= token < vocab_size for token in sampling.logit_bias):
         return f"logit_bias names a token id outside the model's vocabulary, expected 0 to {vocab_size - 1}"
-    return _why_unsampleable(sampling)
+    return _why_unmaskable(sampling, vocab_size) or _why_unsampleable(sampling)
+
+
+def _why_unmaskable(sampling: SamplingParams, vocab_size: int) -> str | None:
+    masked = itertools.chain(sampling.allowed_token_ids, *sampling.bad_words)
+    if any(not 0 <= token < vocab_size for token in masked) or not all(sampling.bad_words):
+        return f"allowed_token_ids or bad_words hold no id of the model's vocabulary, expected 0 to {vocab_size - 1}"
+    if sampling.grammar is not None and (sampling.allowed_token_ids or sampling.bad_words):
+        return "allowed_token_ids and bad_words cannot be combined with a grammar: leave one out"
+    return None
 
 
 def _why_unsampleable(sampling: SamplingParams) -> str | None:

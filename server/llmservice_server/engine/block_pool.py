@@ -1,9 +1,34 @@
-"""The pool of KV-cache blocks: which are free, which hold a prefix that may be asked for again, which to take next."""
+"""Where preempted sequences' blocks wait in CPU memory, and when that is worth the copies."""
 
 from __future__ import annotations
 
+import heapq
+from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import takewhile
+
+_SIZE = 16  # bytes; a cryptographic hash, because a collision would show one user another's keys and values
+
+
+class BlockHashes:
+    """The chain of one sequence's full blocks, each hashed once. A salt keeps its chain apart from all others."""
+
+    def __init__(self, block_size: int, salt: str | None) -> None:
+        self._block_size = block_size
+        self._last = b"" if salt is None else blake2b(salt.encode(), digest_size=_SIZE, person=b"salt").digest()
+        self._hashes: list[bytes] = []
+
+    def first(self, count: int, token_ids: Sequence[int]) -> list[bytes]:
+        """The hashes of the first `count` blocks of `token_ids`, which only ever grow."""
+        size = self._block_size
+        for block in range(len(self._hashes), count):
+            tokens = array("q", token_ids[block * size : (block + 1) * size]).tobytes()
+            self._last = blake2b(self._last + tokens, digest_size=_SIZE).digest()
+            self._hashes.append(self._last)
+        return self._hashes[:count]
+
 
 NULL_BLOCK = 0
 _HELD = -1
@@ -156,3 +181,37 @@ class BlockPool:
         following = self._next[behind]
         self._next[behind], self._previous[block] = block, behind
         self._next[block], self._previous[following] = following, block
+
+
+@dataclass(frozen=True, slots=True)
+class PreemptionCost:
+    """Seconds, as measured on the device at start."""
+
+    copy_block_s: float  # one block, one way
+    compute_token_s: float
+
+
+class SwapSpace:
+    """Blocks in CPU memory, the lowest numbers first, so that what is copied together lies together."""
+
+    def __init__(self, num_blocks: int, cost: PreemptionCost) -> None:
+        self.num_blocks = num_blocks
+        self.cost = cost
+        self._free = list(range(num_blocks))  # a heap
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def pays(self, num_blocks: int, num_tokens: int) -> bool:
+        """Copying `num_blocks` out and in again is cheaper than computing their `num_tokens` again, and they fit."""
+        return num_blocks <= self.num_free and (
+            2 * num_blocks * self.cost.copy_block_s < num_tokens * self.cost.compute_token_s
+        )
+
+    def allocate(self, count: int) -> list[int]:
+        return [heapq.heappop(self._free) for _ in range(count)]
+
+    def free(self, blocks: list[int]) -> None:
+        for block in blocks:
+            heapq.heappush(self._free, block)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from llmservice_server.engine.errors import ConfigError
+from llmservice_server.types.errors import ConfigError
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 KVCacheDType = Literal["auto", "bfloat16", "float16", "float32", "fp8"]
@@ -31,40 +32,101 @@ _CHOICES = {
 MAX_AUTO_SEQS = 256  # more rarely add throughput, and each costs a row of logits
 
 
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """Makes a setting a flag of `llmservice serve` as well; see `commands/flags.py`."""
+
+    help: str
+    metavar: str | None = None
+    parse: Callable[[str], Any] | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Everything the engine is told at start. Raises `ConfigError` when made with settings that cannot work."""
+    """The engine's settings. Raises `ConfigError` when made with values that cannot work.
+
+    The texts are those of the command line. A flag that begins with `no` turns its setting off.
+    """
 
     model: Path
-    dtype: DType = "auto"  # auto: the checkpoint's own
-    device: Device = "auto"  # auto: cuda where there is one
-    max_model_len: int | None = None  # prompt and answer together; None: the model's context, or what the memory holds
-    max_num_seqs: int | None = None  # None: as many as the KV cache holds, at `expected_tokens` each
-    expected_tokens: int = 1536  # that a request really uses, prompt and answer together; longer ones may preempt
-    max_num_batched_tokens: int = 2048  # the token budget of one step
-    prefill_chunk_tokens: int = 512  # the most that one prompt may take of a step (Sarathi-Serve: 256 to 1024)
-    block_size: int = 16  # tokens
-    gpu_memory_utilization: float = 0.9  # of the device's memory; on CPU, of the memory that is available at start
-    memory_limit_bytes: int | None = None  # None: the device's memory; on CPU, what is available at start
-    kv_cache_memory_bytes: int | None = None  # None: what utilization leaves beside weights and activations
-    kv_cache_dtype: KVCacheDType = "auto"  # auto: the model's; fp8: e4m3 with a scale for each token and head, on CUDA
-    attention: Attention = "auto"  # auto: the fastest that works on the device
-    scheduler: SchedulerName = "continuous"
-    max_batch_wait_s: float | None = None  # dynamic and static: how long the oldest request waits for a full batch
-    enforce_eager: bool = False  # no CUDA graphs for decode steps
-    overlap: bool | None = None  # plan a step while the one before is computed; None: on CUDA, where that saves time
-    prefix_caching: bool = True  # of the continuous scheduler
-    swap_space_gib: float = 0.0  # CPU memory for preempted sequences; the continuous scheduler's
-    max_prefill_tokens: int | None = None  # of a step, for all prompts; None: on CPU 512, as more compute no faster
-    long_prefill_tokens: int | None = None  # of a step, for all prompts longer than a chunk; None: three quarters
-    batch_share: float = 0.1  # of sequences and tokens: what the batch lane keeps however busy the interactive one is
-    interactive_policy: QueuePolicy = "fcfs"
-    batch_policy: QueuePolicy = "fcfs"
-    seed: int = 0  # of the requests that bring no seed of their own
-    pooling: Pooling = "last"  # what of a text's states is its embedding: the last token's, or the mean of all
-    embedding_window_s: float = 0.005  # how long an input may wait for others to share its batch
-    start_record: Path | None = None  # a file that outlives this process; on CPU, see engine/start_record.py
-    threads: int | None = None  # intra-op threads on CPU; None: torch's choice
+    tokenizer: Annotated[Path | None, Flag("folder of another tokenizer (default: the model's)", metavar="DIR")] = None
+    dtype: Annotated[DType, Flag("of weights and activations; auto: the checkpoint's")] = "auto"
+    device: Annotated[Device, Flag("auto: cuda where there is one")] = "auto"
+    max_model_len: Annotated[
+        int | None,
+        Flag("prompt and answer together (default: the model's, or what memory holds)"),
+    ] = None
+    max_num_seqs: Annotated[int | None, Flag("that run at once (default: as the KV cache holds)")] = None
+    expected_tokens: Annotated[
+        int,
+        Flag("that a request really uses, longer ones may preempt; the default of --max-num-seqs is derived from it"),
+    ] = 1536
+    max_num_batched_tokens: Annotated[int, Flag("token budget of one step")] = 2048
+    max_prefill_tokens: Annotated[
+        int | None,
+        Flag("of a step, at most for all prompts together (default: 512 on CPU, where more compute no faster)"),
+    ] = None
+    prefill_chunk_tokens: Annotated[
+        int,
+        Flag("of a step, at most for one prompt, and half of --max-prefill-tokens"),
+    ] = 512
+    block_size: Annotated[int, Flag("of the KV cache's blocks")] = 16
+    gpu_memory_utilization: Annotated[
+        float,
+        Flag("of the memory that may be used; on CPU, that is available at start"),
+    ] = 0.9
+    memory_limit_bytes: Annotated[int | None, Flag("of the memory that utilization is a share of, at most")] = None
+    start_record: Annotated[
+        Path | None,
+        Flag(
+            "on CPU: where a start notes its KV cache; one that was killed is followed by one with a smaller cache",
+            metavar="FILE",
+        ),
+    ] = None
+    kv_cache_memory_bytes: Annotated[int | None, Flag("such as 512MiB (default: what utilization leaves)")] = None
+    kv_cache_dtype: Annotated[KVCacheDType, Flag("auto: the model's; fp8: e4m3 with scales, on CUDA only")] = "auto"
+    attention: Annotated[
+        Attention,
+        Flag("triton: our GPU kernels; torch: on any device; auto: the fastest that works, and the log says why"),
+    ] = "auto"
+    enforce_eager: Annotated[bool, Flag("on CUDA: launch a decode step's kernels one by one, without graphs")] = False
+    overlap: Annotated[bool | None, Flag("on CUDA: plan no step before the one before it is read")] = None
+    pooling: Annotated[Pooling, Flag("of /v1/embeddings: the last token, or the mean")] = "last"
+    embedding_window_s: Annotated[
+        float,
+        Flag("time that an input of /v1/embeddings may wait for others to share its batch"),
+    ] = 0.005
+    scheduler: Annotated[
+        SchedulerName,
+        Flag("dynamic and static run batches of --max-num-seqs to their end: to compare, and for batch jobs"),
+    ] = "continuous"
+    max_batch_wait_s: Annotated[
+        float | None,
+        Flag("how long dynamic (default: 50ms) and static (10s) wait for a full batch"),
+    ] = None
+    prefix_caching: Annotated[bool, Flag("compute every prompt whole, however it begins")] = True
+    swap_space_gib: Annotated[
+        float,
+        Flag("CPU memory for preempted sequences (default: none, they are computed again)", metavar="GIB"),
+    ] = 0.0
+    long_prefill_tokens: Annotated[
+        int | None,
+        Flag("of a step, at most for all prompts longer than a chunk while others wait (default: three quarters)"),
+    ] = None
+    batch_share: Annotated[
+        float,
+        Flag("of sequences and tokens that the batch lane keeps however busy the interactive one is"),
+    ] = 0.1
+    interactive_policy: Annotated[
+        QueuePolicy,
+        Flag("the interactive lane serves in order of arrival, or the shortest first with ageing"),
+    ] = "fcfs"
+    batch_policy: Annotated[
+        QueuePolicy,
+        Flag("the batch lane serves in order of arrival, or the shortest first with ageing"),
+    ] = "fcfs"
+    seed: Annotated[int, Flag("of requests without a seed of their own", parse=int)] = 0
+    threads: Annotated[int | None, Flag("on CPU (default: torch's choice)")] = None
 
     def __post_init__(self) -> None:
         self.validate()

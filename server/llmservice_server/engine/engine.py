@@ -7,60 +7,50 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from hashlib import blake2b
 
-from llmservice_server.embedding.embedder import Embedder
-from llmservice_server.embedding.model import EmbeddingModel
 from llmservice_server.engine.admission import why_refused
 from llmservice_server.engine.block_pool import BlockPool
 from llmservice_server.engine.config import EngineConfig
-from llmservice_server.engine.isolation import attempt, blame, execute_isolated
+from llmservice_server.engine.grammar_queue import GrammarQueue
+from llmservice_server.engine.isolation import attempt, execute_isolated
 from llmservice_server.engine.plan import Plan
 from llmservice_server.engine.request import Request, Status
-from llmservice_server.engine.scheduling import make_scheduler
-from llmservice_server.engine.startup import Started, start
-from llmservice_server.engine.step_in_flight import StepInFlight, StepResult, expecting
-from llmservice_server.messages import FinishReason, Generate, Output, Ready, Stats, StepOutputs, TokenLogprobs
-from llmservice_server.sampling.compiling import Compiling
-from llmservice_server.sampling.grammar import GrammarCompiler
-from llmservice_server.sampling.uniforms import stream_seed
+from llmservice_server.engine.runner import Started, StepInFlight, StepResult
+from llmservice_server.engine.scheduler import make_scheduler
+from llmservice_server.types.errors import request_failure
+from llmservice_server.types.messages import (
+    FinishReason,
+    GenerateRequest,
+    Output,
+    Ready,
+    Stats,
+    StepOutputs,
+    TokenLogprobs,
+)
+
+_UNKNOWN = 0  # stands for a token that only the device knows; any of the vocabulary, since it is never read
 
 
 class Engine:
-    """Raises `StartError` (`ConfigError`, `ModelLoadError`, `OutOfMemoryError`) when it cannot start.
+    """`clock` gives monotonic seconds, on the same clock as `GenerateRequest.arrival_s` and `deadline_s`."""
 
-    `clock` gives monotonic seconds, on the same clock as `Generate.arrival_s` and `deadline_s`. `start` loads a model.
-    """
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        clock: Callable[[], float] = time.monotonic,
-        start: Callable[[EngineConfig], Started] = start,
-    ) -> None:
-        started_s = time.monotonic()
-        started = start(config)
-        max_num_seqs = started.max_num_seqs
+    def __init__(self, config: EngineConfig, started: Started, clock: Callable[[], float] = time.monotonic) -> None:
+        """Raises ConfigError where the scheduler that `config` names is not installed."""
         self._clock = clock
         self._seed = config.seed
         self.runner = started.runner
+        self.embedder = started.embedder
         self._vocab_size = started.vocab_size
         self._eos_token_ids = started.eos_token_ids
         self.pool = BlockPool(started.kv_cache.num_blocks)
         self.swap = started.swap
-        on_cpu = started.runner.model.device.type == "cpu"
-        self._overlaps = config.overlap if config.overlap is not None else not on_cpu
+        self._overlaps = started.overlaps if config.overlap is None else config.overlap
         self._in_flight: StepInFlight | None = None  # computed, or about to be, but not read
-        self.scheduler = make_scheduler(config, max_num_seqs, self.pool, self.swap, on_cpu=on_cpu)
-        self.embedder = Embedder(
-            EmbeddingModel(started.runner.model, config.pooling),
-            started.runner.recover,
-            vocab_size=started.vocab_size,
-            max_tokens=min(started.kv_cache.max_model_len, config.max_num_batched_tokens),
-            max_batch_tokens=config.max_num_batched_tokens,
-            window_s=config.embedding_window_s,
-        )
-        self._compiling = Compiling(GrammarCompiler(config.model, started.vocab_size, started.eos_token_ids))
+        self.scheduler = make_scheduler(config, started.max_num_seqs, self.pool, self.swap, started.prefill_tokens)
+        self._compiling = GrammarQueue(started.grammars)
         self._requests: dict[str, Request] = {}
         self._deadlines: list[tuple[float, str]] = []  # a heap; entries of finished requests stay until they are due
         self._pending: list[Output] = []  # decided between steps, delivered with the next one
@@ -68,14 +58,14 @@ class Engine:
         self.last_plan = Plan()
         self.ready = Ready(
             max_model_len=started.kv_cache.max_model_len,
-            max_num_seqs=max_num_seqs,
+            max_num_seqs=started.max_num_seqs,
             block_size=config.block_size,
             num_blocks=self.pool.num_usable,
             max_request_tokens=min(started.kv_cache.max_model_len, self.pool.num_usable * config.block_size),
             embedding_size=self.embedder.size,
             max_embedding_tokens=self.embedder.max_tokens,
             memory_bytes=started.memory_bytes,
-            load_s=time.monotonic() - started_s,
+            load_s=started.load_s,
         )
 
     @property
@@ -84,7 +74,7 @@ class Engine:
 
     @property
     def tokens_left(self) -> int | None:
-        """Prompt tokens that the last step has left to embeddings; None where nobody generates."""
+        """Prompt tokens that the last step has left to embeddings; None where no request generates."""
         return self.scheduler.tokens_left(self.last_plan) if self.wait_s() == 0 else None
 
     def wait_s(self) -> float:
@@ -95,14 +85,14 @@ class Engine:
         deadline_s = self._deadlines[0][0] if self._deadlines and self._requests else math.inf
         return max(0.0, min(self.scheduler.wait_s(now), deadline_s - now))
 
-    def add(self, message: Generate) -> None:
+    def add(self, message: GenerateRequest) -> None:
         """Queue a request. One that can never be served is answered with an error by the next step."""
         problem = self._why_refused(message)
         if problem is not None:
             self._refuse(message.request_id, problem)
             return
         order = next(self._arrivals)
-        request = Request.of(message, order, stream_seed(self._seed, order), self._eos_token_ids)
+        request = Request.of(message, order, _seed_of(self._seed, order), self._eos_token_ids)
         self._requests[request.request_id] = request
         if message.sampling.grammar is None:
             self.scheduler.add(request)
@@ -123,9 +113,9 @@ class Engine:
                 self._pending.append(self._finish(request, "stop" if finished else "abort"))
 
     def step(self) -> StepOutputs:
-        """Compute one step for whoever is scheduled, and hand out what was decided since the last one.
+        """Compute one step of the scheduled requests; returns its outputs and what was decided since the last one.
 
-        Where steps overlap it is the step before whose tokens are handed out, while this one is computed.
+        Where steps overlap, the outputs are those of the step before, while this one is computed.
         """
         now = self._clock()
         self._expire(now)
@@ -169,21 +159,21 @@ class Engine:
             if request.request_id in self._requests  # else it had ended, and was computed as padding
         ]
         for result in results:
-            outputs += self._hand_out(result)
+            outputs += self._take(result)
         return outputs
 
     def _overlap(self, now: float) -> list[Output]:
-        """Launch the next step behind the one in flight, then hand out what that one has drawn."""
+        """Launch the next step behind the one in flight, then return what that one has drawn."""
         before, self._in_flight = self._in_flight, None
-        with expecting(self._continuing(before)):
+        with _expecting(self._continuing(before)):
             plan = self.last_plan = self.scheduler.schedule(now)
             self.runner.swap(plan)
             size = len(plan.scheduled)
             launched = attempt(lambda: self.runner.launch(plan, before), size) if size else None
-        outputs = self._hand_out(before.wait()) if before is not None else []
+        outputs = self._take(before.wait()) if before is not None else []
         ended = {share.request for share in plan.scheduled if share.request.status is Status.FINISHED}
         if launched is not None:
-            self._in_flight = attempt(lambda: self.runner.sample(launched, ended), size)
+            self._in_flight = attempt(lambda: _sampled(launched, ended), size)
         if self._in_flight is not None:
             self.scheduler.commit(plan, ended)
         elif size:  # it failed, so it is computed again, alone and with every token known
@@ -193,9 +183,9 @@ class Engine:
         return outputs
 
     def _continuing(self, step: StepInFlight | None) -> list[Request]:
-        """Those of a step in flight that want more than the token it draws; the others need their blocks no longer."""
+        """The requests of a step in flight that need more than the token it draws; the others free their blocks."""
         continuing = []
-        for request in step.sampling if step is not None else ():
+        for request in step.requests if step is not None else ():
             if request.status is Status.FINISHED:
                 continue
             if request.num_output_tokens + 1 < request.sampling.max_tokens:
@@ -204,18 +194,18 @@ class Engine:
                 self.scheduler.finish(request)
         return continuing
 
-    def _hand_out(self, result: StepResult) -> list[Output]:
-        """Give each request what a step has found out for it, but for those who have ended meanwhile."""
+    def _take(self, result: StepResult) -> list[Output]:
+        """What a step has computed for each request that has not ended meanwhile."""
         outputs, failed = [], dict(result.failed)
         for request, prompt_logprobs in result.prompt_logprobs.items():
             request.prompt_logprobs += prompt_logprobs
-        for request, token_id, logprobs in zip(result.sampling, *result.draws, strict=True):
+        for request, token_id, logprobs in zip(result.requests, result.token_ids, result.logprobs, strict=True):
             if request in failed or self._requests.get(request.request_id) is not request:
                 continue
             try:
                 outputs.append(self._advance(request, token_id, logprobs))
             except Exception as error:
-                failed[request] = blame(error)
+                failed[request] = request_failure(error)
         return outputs + [
             self._finish(request, "error", problem)
             for request, problem in failed.items()
@@ -283,7 +273,29 @@ class Engine:
         del self._requests[request.request_id]
         return Output(request_id=request.request_id, finish_reason=reason, error=error)
 
-    def _why_refused(self, message: Generate) -> str | None:
+    def _why_refused(self, message: GenerateRequest) -> str | None:
         if message.request_id in self._requests:
             return f"a request with the id {message.request_id} is being served, expected a new id"
         return why_refused(message, self._vocab_size, self.ready.max_request_tokens)
+
+
+def _sampled(step: StepInFlight, ended: Collection[Request]) -> StepInFlight:
+    step.sample(ended)
+    return step
+
+
+@contextmanager
+def _expecting(requests: Collection[Request]) -> Iterator[None]:
+    """Within it each of `requests` has the token that the step in flight draws for it, whatever that may be."""
+    for request in requests:
+        request.token_ids.append(_UNKNOWN)
+    try:
+        yield
+    finally:
+        for request in requests:
+            request.token_ids.pop()
+
+
+def _seed_of(seed: int, order: int) -> int:
+    """The seed of the request that arrived as number `order` and brings none of its own: 64 bits."""
+    return int.from_bytes(blake2b(f"{seed} {order}".encode(), digest_size=8).digest(), "little")

@@ -23,7 +23,6 @@ class Scheduled(msgspec.Struct, frozen=True, gc=False):
     start: int
     num_tokens: int
     samples: bool  # the share reaches the last known token, so the step yields the next one
-    num_padding: int = 0  # tokens of no meaning behind them, which a static batch computes all the same
 
     @property
     def block_table(self) -> array[int]:
@@ -50,10 +49,6 @@ class Plan:
     @property
     def num_tokens(self) -> int:
         return sum([share.num_tokens for share in self.scheduled])
-
-    @property
-    def num_padding(self) -> int:
-        return sum(share.num_padding for share in self.scheduled)
 
 
 class Scheduler(Protocol):

@@ -3,14 +3,59 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Protocol
 
-from llmservice_server.engine.block_hash import BlockHashes
-from llmservice_server.messages import FinishReason, Generate, SamplingParams, TokenLogprobs
-from llmservice_server.sampling.grammar import Grammar
-from llmservice_server.sampling.token_history import TokenHistory
+import numpy as np
+import numpy.typing as npt
+
+from llmservice_server.engine.block_pool import BlockHashes
+from llmservice_server.types.messages import FinishReason, GenerateRequest, SamplingParams, TokenLogprobs
+
+
+class Grammar(Protocol):
+    """Where in its grammar one answer stands."""
+
+    @property
+    def problem(self) -> str | None:
+        """Why this answer cannot be continued, in one line for the client; None: it can."""
+
+    def take(self, token_id: int) -> bool:
+        """Move on by a token that the grammar allowed; True where the sentence is complete."""
+
+
+class TokenHistory:
+    """Ids in one buffer, so that a step gathers them without touching each: the prompt's once each, then the answer's.
+
+    ```
+    ids   | distinct tokens of the prompt | tokens of the answer ... |   room   |
+    ```
+    """
+
+    def __init__(self, prompt_token_ids: Sequence[int], max_tokens: int) -> None:
+        prompt = np.unique(np.array(prompt_token_ids, dtype=np.int64))
+        self._num_prompt = len(prompt)
+        self._num_ids = len(prompt)
+        self._ids = np.empty(len(prompt) + max_tokens, dtype=np.int64)
+        self._ids[: len(prompt)] = prompt
+
+    def append(self, token_id: int) -> None:
+        """Count a token of the answer; there may be `max_tokens` of them."""
+        self._ids[self._num_ids] = token_id
+        self._num_ids += 1
+
+    @property
+    def everything(self) -> npt.NDArray[np.int64]:
+        """Prompt and answer; a token may stand here more than once."""
+        return self._ids[: self._num_ids]
+
+    @property
+    def answer(self) -> npt.NDArray[np.int64]:
+        """A token stands here as often as it was generated."""
+        return self._ids[self._num_prompt : self._num_ids]
+
 
 LANES = ("interactive", "batch")  # in the order in which they are served
 
@@ -46,7 +91,7 @@ class Request:
     stop_token_ids: frozenset[int]
     seed: int
     lane: str
-    priority: tuple[int, int]  # (lane's rank, order of arrival): the smaller is served first and preempted last
+    priority: tuple[int, int, int]  # (lane's rank, client's priority, arrival): the smallest is served first
     arrival_s: float
     deadline_s: float | None = None
     queue_deadline_s: float | None = None
@@ -57,16 +102,17 @@ class Request:
     first_scheduled_s: float | None = None
     history: TokenHistory | None = None  # what the penalties count; None: there are none
     grammar: Grammar | None = None
-    is_plain: bool = True  # its logits are sampled as they are, and nothing is told of them
+    is_plain: bool = True  # its logits are sampled as they are, and no log-probabilities are returned
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    place: tuple[float, int] = (0.0, 0)  # in its lane's queue
+    place: tuple[int, float, int] = (0, 0.0, 0)  # in its lane's queue
+    allowed_token_ids: npt.NDArray[np.int64] | None = None  # None: all
     block_hashes: BlockHashes | None = None  # None: nothing of it is found in, or left to, the prefix cache
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache when the request was first admitted
-    num_committed_blocks: int = 0  # the first ones of the table, which the prefix cache has been told of
+    num_committed_blocks: int = 0  # the first ones of the table, which are registered in the prefix cache
     swapped_blocks: list[int] = field(default_factory=list)  # in the swap space, in token order
 
     @classmethod
-    def of(cls, message: Generate, order: int, seed: int, eos_token_ids: frozenset[int]) -> Request:
+    def of(cls, message: GenerateRequest, order: int, seed: int, eos_token_ids: frozenset[int]) -> Request:
         """`order` counts arrivals; `seed` is used if the message has none; `ignore_eos` lets `eos_token_ids` pass."""
         sampling = message.sampling
         stop = frozenset(sampling.stop_token_ids)
@@ -79,7 +125,8 @@ class Request:
             stop_token_ids=stop - eos_token_ids if sampling.ignore_eos else stop,
             seed=seed if sampling.seed is None else sampling.seed,
             lane=message.lane,
-            priority=(rank, order),
+            priority=(rank, message.priority, order),
+            allowed_token_ids=np.array(sampling.allowed_token_ids, np.int64) if sampling.allowed_token_ids else None,
             arrival_s=message.arrival_s,
             deadline_s=message.deadline_s,
             is_plain=sampling.is_plain,

@@ -7,16 +7,17 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from importlib.metadata import entry_points
 from operator import attrgetter
 
 import msgspec
 
-from llmservice_server.engine.block_hash import BlockHashes
-from llmservice_server.engine.block_pool import BlockPool
-from llmservice_server.engine.lane import Lane, LaneConfig
-from llmservice_server.engine.plan import BlockCopy, Plan, Scheduled
+from llmservice_server.engine.block_pool import BlockHashes, BlockPool, SwapSpace
+from llmservice_server.engine.config import EngineConfig
+from llmservice_server.engine.lanes import Lane, LaneConfig
+from llmservice_server.engine.plan import BlockCopy, Plan, Scheduled, Scheduler
 from llmservice_server.engine.request import LANES, Request, Status, new_block_table
-from llmservice_server.engine.swap_space import SwapSpace
+from llmservice_server.types.errors import ConfigError
 
 INTERACTIVE, BATCH = LANES
 _PRIORITY = attrgetter("priority")
@@ -34,7 +35,7 @@ class SchedulerConfig:
     prefix_caching: bool = True
     interactive: LaneConfig = field(default_factory=LaneConfig)
     batch: LaneConfig = field(default_factory=lambda: LaneConfig(share=0.1))
-    ageing_s: float = 30.0  # after it a batch request that is due its lane's share is passed by nobody
+    ageing_s: float = 30.0  # after it a batch request that is due its lane's share is overtaken by none
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -190,7 +191,7 @@ class ContinuousScheduler:
                 budget -= decodes
                 position += decodes
                 continue
-            # Each of those behind gets a token too, and the batch lane its share: a long prompt stalls nobody.
+            # The requests behind get a token each, and the batch lane its share: a long prompt stalls no other request.
             kept = num_first - position - 1 + own if position < num_first else len(self.running) - position - 1
             request = self.running[position]
             num_tokens = self._share_of(request, budget - kept)
@@ -204,7 +205,7 @@ class ContinuousScheduler:
     def _decode(self, position: int, end: int, plan: Plan) -> int:
         """Schedule the one token that most requests are short of in most steps, from `position` on; returns how many.
 
-        Ends before the first of `running[position:end]` that is short of more, or for which somebody must make room.
+        Ends before the first of `running[position:end]` that needs more, or for which another must be preempted.
         What `_share_of`, `_make_room` and `_schedule` would do as well, at a fraction of their cost.
         """
         scheduled, block_size = plan.scheduled, self.config.block_size
@@ -236,19 +237,19 @@ class ContinuousScheduler:
         return True
 
     def _admit_next(self, plan: Plan, budget: int, now: float) -> int:
-        """Admit whose turn it is; returns the tokens that it takes of the step, 0 where nobody can be admitted.
+        """Admit the next request; returns the tokens that it takes of the step, 0 where none can be admitted.
 
         One that does not fit yet holds up those behind it, or the queue's end would starve its head.
         """
         batch_head, head = self._head(self.lanes[BATCH]), self._head(self.lanes[INTERACTIVE])
-        if batch_head in plan.preempted:  # it has just made room for somebody else
+        if batch_head in plan.preempted:  # it has just been preempted for another request
             batch_head = None
         if batch_head is not None and head is not None:
             has_aged = now - batch_head.arrival_s >= self.config.ageing_s
             if self._batch_is_due(has_aged):
                 if self._fits(batch_head):
-                    if has_aged:  # from now on it is nobody's first victim
-                        batch_head.priority = (0, batch_head.priority[1])
+                    if has_aged:  # from now on it is not the first to be preempted
+                        batch_head.priority = (0, *batch_head.priority[1:])
                     self._admitted_since_turn = 0
                     return self._admit(batch_head, plan, budget, now)
                 if has_aged:
@@ -336,7 +337,7 @@ class ContinuousScheduler:
         plan.scheduled.append(Scheduled(request, start, num_tokens, samples))
 
     def _give_rest(self, plan: Plan, budget: int) -> None:
-        """What nobody wanted goes to the prompts that were cut short, as far as there are blocks."""
+        """Unused tokens of the budget go to the prompts that were cut short, as far as there are blocks."""
         if budget <= 0:
             return
         block_size = self.config.block_size
@@ -368,7 +369,7 @@ class ContinuousScheduler:
             self.num_preemptions["recompute"] += 1
         self._release(request)
         request.status = Status.WAITING
-        request.priority = (LANES.index(request.lane), request.priority[1])
+        request.priority = (LANES.index(request.lane), *request.priority[1:])
         self._lane(request).enqueue(request)
         plan.preempted.append(request)
 
@@ -388,3 +389,36 @@ class ContinuousScheduler:
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.config.block_size)
+
+
+def make_scheduler(
+    config: EngineConfig, max_num_seqs: int, pool: BlockPool, swap: SwapSpace | None, prefill_tokens: int | None
+) -> Scheduler:
+    """Raises ConfigError where the scheduler that `config` names is not installed.
+
+    Others than the continuous one are found through the entry points `llmservice.schedulers`.
+    """
+    if config.scheduler == "continuous":
+        return ContinuousScheduler(pool, continuous_config(config, max_num_seqs, prefill_tokens), swap)
+    found = entry_points(group="llmservice.schedulers", name=config.scheduler)
+    if not found:
+        raise ConfigError(f"the scheduler {config.scheduler} is not installed: use --scheduler continuous")
+    scheduler: Scheduler = next(iter(found)).load()(config, max_num_seqs, pool)
+    return scheduler
+
+
+def continuous_config(config: EngineConfig, max_num_seqs: int, prefill_tokens: int | None) -> SchedulerConfig:
+    """A step has room for a token of every sequence and for `max_prefill_tokens` more, else for the device's
+    `prefill_tokens`. A chunk takes half of these at most, so that a long prompt never holds up all the others.
+    """
+    most = config.max_prefill_tokens or prefill_tokens or config.max_num_batched_tokens
+    return SchedulerConfig(
+        block_size=config.block_size,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=min(config.max_num_batched_tokens, max_num_seqs + most),
+        prefill_chunk_tokens=min(config.prefill_chunk_tokens, max(1, most // 2)),
+        long_prefill_tokens=config.long_prefill_tokens,
+        prefix_caching=config.prefix_caching,
+        interactive=LaneConfig(policy=config.interactive_policy),
+        batch=LaneConfig(share=config.batch_share, policy=config.batch_policy),
+    )

@@ -1,1 +1,1 @@
-"""Bringing a checkpoint to a pod: from a hub, a bucket or a folder, resumable, checked, once for many pods."""
+"""Downloads or copies a checkpoint into a folder, from the Hugging Face hub, S3 or a local path."""

@@ -1,27 +1,61 @@
-"""Which files make a checkpoint that the server can load. Never a pickle."""
+"""Fetch a checkpoint: from a URI to a folder with the files that the server loads. Never a pickle."""
 
 from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
-from llmservice_server.fetch.error import FetchError
+from llmservice_server.fetch.cache import LockLostError, completed, mark_completed, sole_writer
+from llmservice_server.fetch.download import Downloader, FetchOptions
+from llmservice_server.fetch.progress import Progress
+from llmservice_server.fetch.source import FetchError, RetryableError, Source, retrying
 
 _PATTERNS = ("*.safetensors", "*.json", "*.jinja")  # weights, configurations and tokenizer, chat template
-_ORIGINAL = "consolidated*.safetensors"  # the same weights once more, in their authors' own layout
+_ORIGINAL = "consolidated*.safetensors"  # the same weights again, in their authors' own layout
 _SHARD = re.compile(r".*-\d+-of-(?P<of>\d+)\.safetensors")
 
 
+def fetch(
+    uri: str, directory: Path, options: FetchOptions | None = None, progress: Progress | None = None
+) -> list[str]:
+    """Fetch the checkpoint at `uri` into `directory`; returns the names of its files. Raises FetchError.
+
+    `hf://org/name[@revision]`, `s3://bucket/path` or `file:///path`. A second run continues what the first has not
+    completed, and sends no request if the folder is complete.
+    """
+    options, progress = options or FetchOptions(), progress or Progress()
+    scheme, separator, rest = uri.partition("://")
+    if not separator or scheme not in {"hf", "s3", "file"}:
+        raise FetchError(
+            f"{uri} is no URI that can be fetched, expected hf://org/name[@revision], s3://bucket/path or file:///path"
+        )
+    try:
+        if scheme == "file":
+            return _copy_folder(rest, directory)
+        source = _source(scheme, rest, options.silence_s)
+        directory.mkdir(parents=True, exist_ok=True)
+        return _fetch_remote(uri, source, directory, options, progress)
+    except OSError as error:
+        raise FetchError(f"cannot fetch {uri} into {directory}: {error}") from error
+
+
 def needed(names: Iterable[str]) -> list[str]:
-    """The names, sorted, that serving needs; those in folders, hidden ones and pickles are not among them."""
+    """The names, sorted, of the files that serving needs: not those in folders, hidden ones and pickles."""
     found = sorted(name for name in names if _plain(name) and any(fnmatch.fnmatchcase(name, one) for one in _PATTERNS))
     others = [name for name in found if not fnmatch.fnmatchcase(name, _ORIGINAL)]
     return others if any(name.endswith(".safetensors") for name in others) else found
 
 
-def require_servable(where: str, names: list[str]) -> None:
-    """Better said now than by a server that cannot start. Raises FetchError."""
+def _plain(name: str) -> bool:
+    """Whether a name from a remote source is that of a file in the folder itself, never a path."""
+    return bool(name) and "/" not in name and "\\" not in name and not name.startswith(".") and name.isprintable()
+
+
+def _require_servable(where: str, names: list[str]) -> None:
+    """Raises FetchError, before the download, for a checkpoint that the server cannot load."""
     if "config.json" not in names:
         raise FetchError(f"{where} holds no config.json: expected a checkpoint in Hugging Face's format")
     if not any(name.endswith(".safetensors") for name in names):
@@ -33,6 +67,80 @@ def require_servable(where: str, names: list[str]) -> None:
         raise FetchError(f"{where} holds no tokenizer.json: save the model's fast tokenizer beside its weights")
 
 
-def _plain(name: str) -> bool:
-    """A name of one file in the folder itself: what a remote place says is no path of ours."""
-    return bool(name) and "/" not in name and "\\" not in name and not name.startswith(".") and name.isprintable()
+def _source(scheme: str, rest: str, silence_s: float) -> Source:
+    if scheme == "s3":
+        from llmservice_server.fetch.s3 import S3Source
+
+        return S3Source.parse(rest, silence_s)
+    from llmservice_server.fetch.hub import HubSource
+
+    return HubSource.parse(rest, silence_s)
+
+
+def _fetch_remote(uri: str, source: Source, directory: Path, options: FetchOptions, progress: Progress) -> list[str]:
+    while (names := completed(directory, uri)) is None:
+        if not options.shared:
+            _download(uri, source, directory, options, progress, lambda: None)
+            continue
+        try:
+            with sole_writer(
+                directory,
+                options.lease_s,
+                done=lambda: completed(directory, uri) is not None,
+                waiting=lambda: progress.enter("waiting"),
+            ) as check_lock:
+                if check_lock is not None:
+                    _download(uri, source, directory, options, progress, check_lock)
+        except LockLostError:
+            continue  # the new holder continues our partial files
+    progress.enter("done")
+    return names
+
+
+def _download(
+    uri: str,
+    source: Source,
+    directory: Path,
+    options: FetchOptions,
+    progress: Progress,
+    check_lock: Callable[[], None],
+) -> None:
+    progress.enter("listing")
+    request = retrying(options.attempts, options.longest_wait_s)
+    try:
+        names = needed(request(source.names))
+        _require_servable(source.where, names)
+        files = request(source.describe, names)
+    except RetryableError as error:
+        raise FetchError(f"{source.where}: {error} ({options.attempts} attempts): check network and proxy") from error
+    Downloader(source, directory, progress, options, check_lock).run(files)
+    check_lock()
+    for stale in directory.glob(".*.part"):  # of a version that the source no longer has
+        stale.unlink(missing_ok=True)
+    mark_completed(directory, uri, names)
+
+
+def _copy_folder(path: str, directory: Path) -> list[str]:
+    """Copy the files that serving needs from a folder of this machine, if they differ in size or time."""
+    source = Path(path)
+    if not source.is_absolute():
+        raise FetchError(f"file://{path} is not absolute, expected file:///path")
+    if not source.is_dir():
+        raise FetchError(f"{source} is no folder: expected one that holds a checkpoint")
+    names = needed(file.name for file in source.iterdir() if file.is_file())
+    _require_servable(f"file://{path}", names)
+    directory.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        file, target = source / name, directory / name
+        if not _same(file, target):
+            unfinished = directory / f".{name}.part"
+            shutil.copy2(file, unfinished)
+            unfinished.replace(target)  # a file has its final name only once it is complete
+    return names
+
+
+def _same(file: Path, target: Path) -> bool:
+    if not target.is_file():
+        return False
+    theirs, ours = file.stat(), target.stat()
+    return (ours.st_size, ours.st_mtime_ns) == (theirs.st_size, theirs.st_mtime_ns)

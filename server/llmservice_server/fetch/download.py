@@ -1,8 +1,7 @@
-"""Downloading files: several at once, each continued where it broke off, each compared with its checksum."""
+"""Parallel downloads, each continued after an interruption and compared with its checksum."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import os
@@ -10,34 +9,44 @@ import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 
-import httpx2
-
-from llmservice_server.fetch.error import FetchError, RetryableError
 from llmservice_server.fetch.progress import Progress
-from llmservice_server.fetch.retry import RetryPolicy
-from llmservice_server.fetch.source import RemoteFile, Source
+from llmservice_server.fetch.source import CorruptError, FetchError, RemoteFile, RetryableError, Source, retrying
 
 _READ_BYTES = 1 << 20
 _CORRUPT_LIMIT = 3
 _GIB = 1 << 30
-_CONNECT_TIMEOUT_S = 10.0
 
 
-class _CorruptError(Exception):
-    """The bytes are not those that the source tells of."""
+@dataclass(frozen=True, slots=True)
+class FetchOptions:
+    """How a checkpoint is downloaded."""
+
+    parallel: int = 4
+    """Files that are downloaded at the same time."""
+    attempts: int = 7
+    """Requests in a row without a new byte after which a file has failed."""
+    longest_wait_s: float = 60.0
+    """Upper bound of the backoff between attempts, and of a Retry-After."""
+    silence_s: float = 30.0
+    """A connection that receives nothing for so long is closed and the request repeated."""
+    shared: bool = False
+    """Whether other processes fetch into the same folder: one downloads, the others wait."""
+    lease_s: float = 30.0
+    """After so long without a heartbeat another process takes the lock of a shared folder."""
 
 
 class _StoppedError(Exception):
-    """Another file has failed for good."""
+    """Another file has failed, or the process is to end."""
 
 
 class Downloader:
-    """Brings files of one source into one folder. A file has its real name only once it is whole and right.
+    """Downloads files of one source into one folder.
 
-    A connection that brings nothing for `silence_s` seconds is given up and begun anew.
-    `still_ours` is asked before every write and raises where the folder has gone to somebody else.
+    A file has its final name only once it is complete and its checksum is right. `check_lock` is called before every
+    write, and raises where another process has taken the lock of the folder.
     """
 
     def __init__(
@@ -45,139 +54,109 @@ class Downloader:
         source: Source,
         directory: Path,
         progress: Progress,
-        *,
-        parallel: int = 4,
-        retry: RetryPolicy | None = None,
-        silence_s: float = 30.0,
-        still_ours: Callable[[], None] = lambda: None,
+        options: FetchOptions,
+        check_lock: Callable[[], None] = lambda: None,
     ) -> None:
-        self._source, self._directory, self._progress = source, directory, progress
-        self._parallel = parallel
-        self._retry = retry or RetryPolicy()
-        self._timeout = httpx2.Timeout(silence_s, connect=_CONNECT_TIMEOUT_S)
-        self._still_ours = still_ours
+        self._source, self._directory, self._progress, self._options = source, directory, progress, options
+        self._check_lock = check_lock
         self._stop = threading.Event()
 
     def run(self, files: list[RemoteFile]) -> None:
-        """Bring all of them. Raises FetchError for the first that cannot be had."""
+        """Download all of them. Raises the first file's error that is not retryable."""
         present = {file.name: self._present_bytes(file) for file in files}
         total = sum(file.size for file in files)
         self._require_space(total - sum(present.values()))
         self._progress.begin(present, total)
-        with httpx2.Client(timeout=self._timeout, follow_redirects=True) as client:
-            pool = ThreadPoolExecutor(self._parallel, thread_name_prefix="download")
-            try:
-                # the largest first: the last one to end should be a small one
-                ordered = sorted(files, key=lambda file: file.size, reverse=True)
-                tasks = [pool.submit(self._fetch, client, file) for file in ordered]
-                done, _ = wait(tasks, return_when=FIRST_EXCEPTION)
-            except BaseException:  # a signal: nobody waits for threads that wait for the network
-                self._stop.set()
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+        pool = ThreadPoolExecutor(self._options.parallel, thread_name_prefix="download")
+        try:
+            # the largest first, so that the last one is small
+            tasks = [pool.submit(self._fetch, file) for file in sorted(files, key=lambda file: -file.size)]
+            done, _ = wait(tasks, return_when=FIRST_EXCEPTION)
+        except BaseException:  # a signal: do not wait for threads that wait for the network
             self._stop.set()
-            pool.shutdown(cancel_futures=True)
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+        self._stop.set()
+        pool.shutdown(cancel_futures=True)
         failures = [error for task in done if (error := task.exception())]
         if failures:
             raise next((error for error in failures if not isinstance(error, _StoppedError)), failures[0])
 
-    def _fetch(self, client: httpx2.Client, file: RemoteFile) -> None:
+    def _fetch(self, file: RemoteFile) -> None:
         target, part = self._directory / file.name, self._part(file)
         if target.is_file() and target.stat().st_size == file.size:
             return
-        failures = corrupt = 0
-        while not self._stop.is_set():
-            had = _size(part)
+        request = retrying(self._options.attempts, self._options.longest_wait_s, self._stop)
+        for corrupt in range(1, _CORRUPT_LIMIT + 1):
             try:
-                self._transfer(client, file, part)
-                self._still_ours()
-                part.replace(target)
-                return
+                request(self._attempt, file, part)
+                break
             except RetryableError as error:
-                failures = 1 if _size(part) > had else failures + 1
-                if failures >= self._retry.attempts:
-                    raise FetchError(
-                        f"{self._source.where}: {file.name}: {error} ({failures} attempts without a new byte):"
-                        " check network and proxy; what is there is kept for the next run"
-                    ) from error
-                self._stop.wait(self._retry.delay_s(failures, error.retry_after_s))
-            except _CorruptError as error:
+                raise FetchError(
+                    f"{self._source.where}: {file.name}: {error} ({self._options.attempts} attempts without a new"
+                    " byte): check network and proxy; partial files are kept for the next run"
+                ) from error
+            except CorruptError as error:
                 part.unlink(missing_ok=True)
-                corrupt += 1
-                if corrupt >= _CORRUPT_LIMIT:
+                if corrupt == _CORRUPT_LIMIT:
                     raise FetchError(
                         f"{self._source.where}: {file.name}: {error}, {corrupt} times in a row:"
-                        " what answers there changes files on their way, or the upload is damaged"
+                        " a proxy changes the content, or the upload is damaged"
                     ) from error
+        self._check_lock()
+        part.replace(target)
 
-    def _transfer(self, client: httpx2.Client, file: RemoteFile, part: Path) -> None:
-        """One attempt: whole and right when it returns."""
+    def _attempt(self, file: RemoteFile, part: Path) -> None:
+        """One request. The part file is complete, and its checksum right, when it returns."""
+        if self._stop.is_set():
+            raise _StoppedError
+        before = _size(part)
         try:
-            with part.open("ab") as out:
-                if out.tell() >= file.size:
-                    out.truncate(0)
-                start = os.fstat(out.fileno()).st_size
-                hasher = _hash_of(part, file, start)
-                headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={start}-"} if start else {})
-                with client.stream("GET", file.url, headers=self._source.headers(file, headers)) as response:
-                    self._check_answer(response, file, start)
-                    if start and response.status_code == 200:  # it knows no ranges: from the beginning, then
-                        out.truncate(0)
-                        start, hasher = 0, file.digest.hasher(file.size) if file.digest else None
-                    self._receive(response, file, out.write, start, hasher)
-                out.flush()
-                os.fsync(out.fileno())
-        except httpx2.RequestError as error:
-            raise RetryableError(f"the connection broke ({type(error).__name__})") from error
+            self._transfer(file, part)
+        except RetryableError as error:
+            error.progressed = _size(part) > before
+            raise
         except OSError as error:
             if error.errno in {errno.ENOSPC, errno.EDQUOT}:
                 raise self._no_space(file.size - _size(part)) from error
             raise
+
+    def _transfer(self, file: RemoteFile, part: Path) -> None:
+        with part.open("ab") as out:
+            if out.tell() >= file.size:
+                out.truncate(0)
+            start = os.fstat(out.fileno()).st_size
+            hasher = _hash_of(part, file, start)
+            with self._source.open(file, start) as (first, chunks):
+                here = first
+                if first != start:  # the server does not support ranges
+                    out.truncate(0)
+                    hasher = _hash_of(part, file, 0)
+                for chunk in chunks:
+                    if self._stop.is_set():
+                        raise _StoppedError
+                    self._check_lock()
+                    here += len(chunk)
+                    if here > file.size:
+                        raise CorruptError(f"it is longer than the {file.size} bytes announced")
+                    out.write(chunk)
+                    if hasher is not None:
+                        hasher.update(chunk)
+                    self._progress.at(file.name, here)
+            if here < file.size:
+                raise RetryableError(f"the response ended after {here} of {file.size} bytes")
+            out.flush()
+            os.fsync(out.fileno())
         if hasher is not None and file.digest is not None and hasher.hexdigest() != file.digest.value:
-            raise _CorruptError(f"its {file.digest.algorithm} is {hasher.hexdigest()}, expected {file.digest.value}")
-
-    def _receive(
-        self,
-        response: httpx2.Response,
-        file: RemoteFile,
-        write: Callable[[bytes], object],
-        start: int,
-        hasher: hashlib._Hash | None,
-    ) -> None:
-        here = start
-        for chunk in response.iter_bytes():
-            if self._stop.is_set():
-                raise _StoppedError
-            self._still_ours()
-            here += len(chunk)
-            if here > file.size:
-                raise _CorruptError(f"it is longer than the {file.size} bytes announced")
-            write(chunk)
-            if hasher is not None:
-                hasher.update(chunk)
-            self._progress.at(file.name, here)
-        if here < file.size:
-            raise RetryableError(f"the answer ended after {here} of {file.size} bytes")
-
-    def _check_answer(self, response: httpx2.Response, file: RemoteFile, start: int) -> None:
-        status = response.status_code
-        if status in {408, 425, 429} or status >= 500:
-            raise RetryableError(f"HTTP {status}", _retry_after_s(response))
-        if status == 416:
-            raise _CorruptError(f"it has no byte {start}")
-        if status not in {200, 206}:
-            raise self._source.refusal(status, file.name)
-        begins = response.headers.get("content-range", "").removeprefix("bytes ").partition("-")[0]
-        if status == 206 and begins != str(start):
-            raise _CorruptError(f"it was asked for from byte {start} and came from {begins or 'nowhere'}")
+            raise CorruptError(f"its {file.digest.algorithm} is {hasher.hexdigest()}, expected {file.digest.value}")
 
     def _part(self, file: RemoteFile) -> Path:
         version = hashlib.sha256(file.version.encode()).hexdigest()[:12]
         return self._directory / f".{file.name}.{version}.part"
 
     def _present_bytes(self, file: RemoteFile) -> int:
-        whole = _size(self._directory / file.name)
-        return whole if whole == file.size else min(_size(self._part(file)), file.size)
+        complete = _size(self._directory / file.name)
+        return complete if complete == file.size else min(_size(self._part(file)), file.size)
 
     def _require_space(self, need_bytes: int) -> None:
         if need_bytes > shutil.disk_usage(self._directory).free:
@@ -199,7 +178,7 @@ def _size(path: Path) -> int:
 
 
 def _hash_of(part: Path, file: RemoteFile, num_bytes: int) -> hashlib._Hash | None:
-    """The checksum so far of the `num_bytes` that an earlier attempt has left."""
+    """The hash of the `num_bytes` that an earlier attempt has written."""
     if file.digest is None:
         return None
     hasher = file.digest.hasher(file.size)
@@ -207,10 +186,3 @@ def _hash_of(part: Path, file: RemoteFile, num_bytes: int) -> hashlib._Hash | No
         while chunk := written.read(min(_READ_BYTES, num_bytes - written.tell())):
             hasher.update(chunk)
     return hasher
-
-
-def _retry_after_s(response: httpx2.Response) -> float | None:
-    """Seconds only: a date would need this machine's clock to be right."""
-    with contextlib.suppress(ValueError):
-        return max(0.0, float(response.headers.get("retry-after", "")))
-    return None

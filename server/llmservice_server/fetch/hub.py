@@ -1,40 +1,41 @@
-"""`hf://org/name[@revision]`: a repository of the Hugging Face hub, or of a mirror that HF_ENDPOINT names."""
+"""`hf://org/name[@revision]`: a repository of the Hugging Face hub, or of the mirror that HF_ENDPOINT names."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import httpx2
 from huggingface_hub import HfApi, errors, hf_hub_url
 from huggingface_hub.hf_api import RepoSibling
 
-from llmservice_server.fetch.error import FetchError, RetryableError
-from llmservice_server.fetch.source import Digest, RemoteFile
+from llmservice_server.fetch.source import CorruptError, Digest, FetchError, RemoteFile, RetryableError, first_byte
 
 _NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
-_TIMEOUT_S = 20.0
+_CONNECT_TIMEOUT_S = 10.0
+_LIST_TIMEOUT_S = 20.0
 
 
 @dataclass(slots=True)
 class HubSource:
-    """A repository at one revision. Every file is read at the commit that the revision meant when it was listed."""
+    """A repository at one revision. Every file is read at the commit that the revision had when it was listed."""
 
     repository: str
-    revision: str = "main"
-    endpoint: str = "https://huggingface.co"
-    token: str | None = None
-    token_from: str = "HF_TOKEN"  # noqa: S105 - a name, no secret
-    """What messages call the place that the token comes from, such as a Secret's name."""
+    revision: str
+    endpoint: str
+    token: str | None
+    token_from: str
+    """Where the token comes from, for messages: an environment variable, or a Secret's key."""
+    silence_s: float
     _commit: str = ""
     _files: dict[str, RepoSibling] = field(default_factory=dict)
 
     @classmethod
-    def parse(cls, name: str) -> HubSource:
-        """From what follows `hf://`, with HF_ENDPOINT, HF_TOKEN and LLMSERVICE_SECRET. Raises FetchError."""
+    def parse(cls, name: str, silence_s: float) -> HubSource:
+        """From what follows `hf://`, HF_ENDPOINT, HF_TOKEN and LLMSERVICE_SECRET. Raises FetchError."""
         repository, separator, revision = name.partition("@")
         if not _NAME.fullmatch(repository) or ".." in repository or (separator and not revision):
             raise FetchError(f"hf://{name} names no repository, expected hf://org/name or hf://org/name@revision")
@@ -45,6 +46,7 @@ class HubSource:
             endpoint=(os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/"),
             token=os.environ.get("HF_TOKEN") or None,
             token_from=f"key token of Secret {secret}" if secret else "HF_TOKEN",
+            silence_s=silence_s,
         )
 
     @property
@@ -54,7 +56,7 @@ class HubSource:
     def names(self) -> list[str]:
         api = HfApi(endpoint=self.endpoint, token=self.token or False)
         with self._explained():
-            info = api.model_info(self.repository, revision=self.revision, files_metadata=True, timeout=_TIMEOUT_S)
+            info = api.model_info(self.repository, revision=self.revision, files_metadata=True, timeout=_LIST_TIMEOUT_S)
         self._commit = info.sha or self.revision
         self._files = {sibling.rfilename: sibling for sibling in info.siblings or []}
         return list(self._files)
@@ -62,27 +64,47 @@ class HubSource:
     def describe(self, names: list[str]) -> list[RemoteFile]:
         return [self._remote_file(self._files[name]) for name in names]
 
-    def headers(self, file: RemoteFile, extra: Mapping[str, str]) -> dict[str, str]:
-        return {**extra, "Authorization": f"Bearer {self.token}"} if self.token else dict(extra)
+    @contextmanager
+    def open(self, file: RemoteFile, start: int) -> Iterator[tuple[int, Iterator[bytes]]]:
+        url = hf_hub_url(self.repository, file.name, revision=self._commit, endpoint=self.endpoint)
+        headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={start}-"} if start else {})
+        if self.token:
+            headers["Authorization"] = f"Bearer {self.token}"
+        timeout = httpx2.Timeout(self.silence_s, connect=_CONNECT_TIMEOUT_S)
+        try:
+            with httpx2.stream("GET", url, headers=headers, timeout=timeout, follow_redirects=True) as response:
+                self._check(response, file.name)
+                yield first_byte(response.headers.get("content-range"), start), response.iter_bytes()
+        except httpx2.RequestError as error:
+            raise RetryableError(f"the connection broke ({type(error).__name__})") from error
 
-    def refusal(self, status: int, name: str) -> FetchError:
-        if status in {401, 403}:
-            return self._gated()
+    def _check(self, response: httpx2.Response, name: str) -> None:
+        status = response.status_code
+        if status in {200, 206}:
+            return
+        if _passes(status):
+            raise RetryableError(f"HTTP {status}", _retry_after_s(response))
+        if status == 416:
+            raise CorruptError("the requested range is beyond its end")
         if status == 404:
-            return FetchError(f"{self.where} has no file {name}: check repository and revision")
-        return FetchError(f"{self.where}: {self.endpoint} answers {status} for {name}: check HF_ENDPOINT and the proxy")
+            raise FetchError(f"{self.where} has no file {name}: check repository and revision")
+        raise self._refusal(status, name)
 
     def _remote_file(self, sibling: RepoSibling) -> RemoteFile:
         name, size = sibling.rfilename, sibling.size
         if size is None:
-            raise FetchError(f"{self.endpoint} tells no size of {name}: use a hub or mirror with the whole of its API")
+            raise FetchError(f"{self.endpoint} states no size of {name}: use a hub or mirror with the complete API")
         digest = None
         if sibling.lfs is not None:
             digest = Digest("sha256", sibling.lfs.sha256)
         elif sibling.blob_id:
             digest = Digest("git-sha1", sibling.blob_id)
-        url = hf_hub_url(self.repository, name, revision=self._commit, endpoint=self.endpoint)
-        return RemoteFile(name, size, url, digest.value if digest else self._commit, digest)
+        return RemoteFile(name, size, digest.value if digest else self._commit, digest)
+
+    def _refusal(self, status: int, name: str) -> FetchError:
+        if status in {401, 403}:
+            return self._gated()
+        return FetchError(f"{self.where}: {self.endpoint} returns {status} for {name}: check HF_ENDPOINT and the proxy")
 
     def _gated(self) -> FetchError:
         given = "is refused" if self.token else "is missing"
@@ -93,12 +115,12 @@ class HubSource:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """The hub's errors, each with what to do about it."""
+        """Convert the hub client's errors to ours, which state what to do."""
         try:
             yield
         except errors.GatedRepoError as error:
             raise self._gated() from error
-        except errors.RepositoryNotFoundError as error:  # it answers 401 for what it does not show
+        except errors.RepositoryNotFoundError as error:  # a 401 means this as well
             raise FetchError(
                 f"{self.repository} does not exist on {self.endpoint}, or the token ({self.token_from}) gives no"
                 " access to it: check the name and the token"
@@ -111,8 +133,20 @@ class HubSource:
             raise FetchError(f"{self.repository} is no repository's name: {error}") from error
         except errors.HfHubHTTPError as error:
             status = error.response.status_code
-            if status in {408, 425, 429} or status >= 500:
-                raise RetryableError(f"{self.endpoint} answers {status}") from error
-            raise self.refusal(status, "the list of files") from error
+            if _passes(status):
+                raise RetryableError(f"{self.endpoint} returns {status}", _retry_after_s(error.response)) from error
+            raise self._refusal(status, "the list of files") from error
         except (httpx2.TransportError, errors.OfflineModeIsEnabled) as error:
             raise RetryableError(f"{self.endpoint} cannot be reached ({type(error).__name__})") from error
+
+
+def _passes(status: int) -> bool:
+    """Whether a request that had this status may succeed later."""
+    return status in {408, 425, 429} or status >= 500
+
+
+def _retry_after_s(response: httpx2.Response) -> float | None:
+    """Seconds only: a date would depend on this machine's clock."""
+    with suppress(ValueError):
+        return max(0.0, float(response.headers.get("retry-after", "")))
+    return None

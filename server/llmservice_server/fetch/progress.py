@@ -1,18 +1,24 @@
-"""How far a download has come: for its log, and for whoever asks over HTTP."""
+"""The progress of a download: counted, logged, and served at /progress for the operator."""
 
 from __future__ import annotations
 
+import json
+import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal
 
 Phase = Literal["listing", "waiting", "downloading", "done"]
 """waiting: another pod downloads into the same cache."""
 
 _RATE_WINDOW_S = 15.0
+_LOG_INTERVAL_S = 10.0
+_REQUEST_TIMEOUT_S = 5.0
 _GIB = 1 << 30
 
 
@@ -31,7 +37,7 @@ class Snapshot:
 
     @property
     def eta_s(self) -> float | None:
-        """None while nothing moves."""
+        """None while no byte arrives."""
         return (self.total_bytes - self.done_bytes) / self.bytes_per_s if self.bytes_per_s else None
 
     def __str__(self) -> str:
@@ -45,7 +51,7 @@ class Snapshot:
 
 
 class Progress:
-    """Counts bytes by file, from any thread."""
+    """Counts the bytes of each file. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -59,13 +65,13 @@ class Progress:
         self._phase = phase
 
     def begin(self, present: dict[str, int], total_bytes: int) -> None:
-        """Downloading begins; `present` says how much of which file is there already, which counts as no speed."""
+        """Enter the phase `downloading`. The bytes of each file in `present` do not count for the rate."""
         with self._lock:
             self._phase, self._total, self._done = "downloading", total_bytes, dict(present)
             self._samples = deque([(self._clock(), sum(present.values()))])
 
     def at(self, name: str, num_bytes: int) -> None:
-        """`num_bytes` of a file are here now; fewer than before where it had to begin anew."""
+        """Set the bytes of a file: fewer than before if its download was restarted."""
         with self._lock:
             self._done[name] = num_bytes
 
@@ -80,25 +86,70 @@ class Progress:
             return Snapshot(self._phase, self._total, done, rate)
 
 
-class ProgressLog:
-    """Says now and then in the log how far it is: a context manager around the work."""
+@contextmanager
+def log_progress(progress: Progress, log: Callable[[str], None]) -> Iterator[None]:
+    """Log the progress every 10 seconds while it changes."""
+    end = threading.Event()
 
-    def __init__(self, progress: Progress, say: Callable[[str], None], every_s: float = 10.0) -> None:
-        self._progress, self._say, self._every_s = progress, say, every_s
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
+    def run() -> None:
+        logged = ""
+        while not end.wait(_LOG_INTERVAL_S):
+            snapshot = progress.snapshot()
+            if snapshot.phase in {"downloading", "waiting"} and str(snapshot) != logged:
+                logged = str(snapshot)
+                log(logged)
 
-    def __enter__(self) -> None:
-        self._thread.start()
+    thread = threading.Thread(target=run, name="progress log", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join()
 
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
 
-    def _run(self) -> None:
-        said = ""
-        while not self._over.wait(self._every_s):
-            snapshot = self._progress.snapshot()
-            if snapshot.phase in {"downloading", "waiting"} and str(snapshot) != said:
-                said = str(snapshot)
-                self._say(said)
+@contextmanager
+def serve_progress(progress: Progress, host: str, port: int) -> Iterator[int]:
+    """Serve GET /progress on `host:port` (0: a free port); yields the port. Raises OSError.
+
+    The operator reads it: an init container has no token to write to the Kubernetes API.
+    """
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = _REQUEST_TIMEOUT_S
+
+        def do_GET(self) -> None:
+            if self.path != "/progress":
+                self.send_error(404)
+                return
+            seen = progress.snapshot()
+            body = json.dumps(
+                {
+                    "phase": seen.phase,
+                    "total_bytes": seen.total_bytes,
+                    "done_bytes": seen.done_bytes,
+                    "bytes_per_s": round(seen.bytes_per_s),
+                    "eta_s": None if seen.eta_s is None else round(seen.eta_s),
+                }
+            ).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
+            """The operator polls: no access log."""
+
+    class Server(ThreadingHTTPServer):
+        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        daemon_threads = True
+
+    with Server((host, port), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.1,), name="progress server", daemon=True)
+        thread.start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+            thread.join()

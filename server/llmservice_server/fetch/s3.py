@@ -1,4 +1,4 @@
-"""`s3://bucket/prefix`: a folder of a bucket, on AWS or on any server that speaks S3 (MinIO, Ceph, R2 …)."""
+"""`s3://bucket/prefix`: a folder of a bucket on AWS, or on another server with the S3 API (MinIO, Ceph, R2 …)."""
 
 from __future__ import annotations
 
@@ -6,59 +6,77 @@ import base64
 import binascii
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from typing import Any
 from urllib.parse import urlsplit
-from xml.etree import ElementTree
 
-import httpx2
+import botocore.session
+from botocore import UNSIGNED
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, IncompleteReadError
+from botocore.exceptions import ConnectionError as ConnectionFailedError
+from botocore.parsers import ResponseParserError
 
-from llmservice_server.fetch.error import FetchError, RetryableError
-from llmservice_server.fetch.sigv4 import Credentials, escaped, signed_headers
-from llmservice_server.fetch.source import Digest, RemoteFile
+from llmservice_server.fetch.source import CorruptError, Digest, FetchError, RemoteFile, RetryableError, first_byte
 
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _MD5 = re.compile(r"[0-9a-f]{32}")
-_TIMEOUT = httpx2.Timeout(20.0)
-_ANSWER_LIMIT_BYTES = 16 << 20
-_SHA256 = "x-amz-checksum-sha256"
+_CONNECT_TIMEOUT_S = 10.0
+_MAX_CONNECTIONS = 32
+_CHUNK_BYTES = 1 << 17
+_KEYS = "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY"
 
 
 @dataclass(frozen=True, slots=True)
 class S3Source:
-    """A folder of a bucket. Without an endpoint it is AWS; with one, the bucket is the path's first part."""
+    """A folder of a bucket. botocore finds the credentials, signs, follows the bucket's region and parses."""
 
     bucket: str
     prefix: str
     """Ends in a slash, or is empty."""
-    region: str = "us-east-1"
-    endpoint: str | None = None
-    credentials: Credentials | None = None
-    """None: requests are not signed, for public buckets."""
-    credentials_from: str = "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY"
-    now: Callable[[], datetime] = lambda: datetime.now(UTC)
+    client: Any
+    credentials_from: str | None
+    """Where the credentials come from, for messages. None: requests are not signed, for public buckets."""
 
     @classmethod
-    def parse(cls, path: str) -> S3Source:
-        """From what follows `s3://`, with the AWS_* variables and LLMSERVICE_SECRET. Raises FetchError."""
+    def parse(cls, path: str, silence_s: float) -> S3Source:
+        """From what follows `s3://`, AWS's variables and files, and LLMSERVICE_SECRET. Raises FetchError."""
         bucket, _, prefix = path.partition("/")
         if not _BUCKET.fullmatch(bucket) or not prefix.isprintable():
             raise FetchError(f"s3://{path} names no bucket, expected s3://bucket/path/to/model")
         env = os.environ.get
-        key, secret_key, secret = env("AWS_ACCESS_KEY_ID"), env("AWS_SECRET_ACCESS_KEY"), env("LLMSERVICE_SECRET")
-        if bool(key) != bool(secret_key):
-            raise FetchError("AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY go together: give both or neither")
         endpoint = env("AWS_ENDPOINT_URL_S3") or env("AWS_ENDPOINT_URL")
         if endpoint and urlsplit(endpoint).scheme not in {"http", "https"}:
             raise FetchError(f"the S3 endpoint is {endpoint}, expected http://host[:port] or https://host[:port]")
+        try:
+            session = botocore.session.get_session()
+            region = env("AWS_REGION") or session.get_config_variable("region") or "us-east-1"
+            session.set_config_variable("region", region)
+            session.set_config_variable("ca_bundle", env("AWS_CA_BUNDLE") or env("SSL_CERT_FILE"))
+            credentials = session.get_credentials()
+            config = Config(
+                signature_version="s3v4" if credentials else UNSIGNED,
+                s3={
+                    "addressing_style": "path" if endpoint else "auto",
+                    "us_east_1_regional_endpoint": "regional",
+                },
+                retries={"mode": "standard", "total_max_attempts": 1},  # the download repeats requests
+                response_checksum_validation="when_required",  # the download compares checksums
+                connect_timeout=_CONNECT_TIMEOUT_S,
+                read_timeout=silence_s,
+                max_pool_connections=_MAX_CONNECTIONS,
+            )
+            client = session.create_client("s3", endpoint_url=endpoint or None, config=config)
+        except BotoCoreError as error:
+            raise FetchError(f"s3://{path}: {error}: check the AWS_* variables and files") from error
+        secret, found = env("LLMSERVICE_SECRET"), credentials.method if credentials else None
         return cls(
             bucket,
             f"{prefix.strip('/')}/" if prefix.strip("/") else "",
-            region=env("AWS_REGION") or env("AWS_DEFAULT_REGION") or "us-east-1",
-            endpoint=endpoint.rstrip("/") if endpoint else None,
-            credentials=Credentials(key, secret_key, env("AWS_SESSION_TOKEN")) if key and secret_key else None,
-            credentials_from=f"Secret {secret}" if secret else "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY",
+            client,
+            f"Secret {secret}" if secret and found == "env" else _KEYS if found == "env" else found,
         )
 
     @property
@@ -66,122 +84,86 @@ class S3Source:
         return f"s3://{self.bucket}/{self.prefix}".rstrip("/")
 
     def names(self) -> list[str]:
-        found: list[str] = []
-        token: str | None = None
-        with httpx2.Client(timeout=_TIMEOUT) as client:
-            while True:
-                query = {"list-type": "2", "prefix": self.prefix, "delimiter": "/", "max-keys": "1000"}
-                query |= {"continuation-token": token} if token else {}
-                page = self._page(client, query)
-                keys = [key.text or "" for key in page.iterfind("{*}Contents/{*}Key")]
-                found += [key.removeprefix(self.prefix) for key in keys if key != self.prefix]
-                token = page.findtext("{*}NextContinuationToken")
-                if page.findtext("{*}IsTruncated") != "true" or not token:
-                    break
+        with self._explained("the list of files"):
+            pages = self.client.get_paginator("list_objects_v2").paginate(
+                Bucket=self.bucket, Prefix=self.prefix, Delimiter="/"
+            )
+            keys = [item["Key"] for page in pages for item in page.get("Contents", [])]
+        found = [key.removeprefix(self.prefix) for key in keys if key != self.prefix]
         if not found:
             raise FetchError(f"{self.where} holds nothing: check bucket and path")
         return found
 
     def describe(self, names: list[str]) -> list[RemoteFile]:
-        with httpx2.Client(timeout=_TIMEOUT) as client:
-            return [self._described(client, name) for name in names]
+        return [self._described(name) for name in names]
 
-    def headers(self, file: RemoteFile, extra: Mapping[str, str]) -> dict[str, str]:
-        return self._signed("GET", file.url, {**extra, "If-Match": file.version})
+    @contextmanager
+    def open(self, file: RemoteFile, start: int) -> Iterator[tuple[int, Iterator[bytes]]]:
+        content_range = {"Range": f"bytes={start}-"} if start else {}
+        with self._explained(file.name):
+            response = self.client.get_object(
+                Bucket=self.bucket, Key=self.prefix + file.name, IfMatch=file.version, **content_range
+            )
+            with (body := response["Body"]):
+                yield first_byte(response.get("ContentRange"), start), body.iter_chunks(_CHUNK_BYTES)
 
-    def refusal(self, status: int, name: str) -> FetchError:
-        if status in {401, 403}:
-            return self._forbidden("AccessDenied")
-        if status == 412:
-            return FetchError(f"{self.where}: {name} was replaced while it was read: it will be read anew")
-        return FetchError(f"{self.where}: {name}: the store answers {status}: check bucket, path and endpoint")
+    def _described(self, name: str) -> RemoteFile:
+        with self._explained(name):
+            response = self.client.head_object(Bucket=self.bucket, Key=self.prefix + name, ChecksumMode="ENABLED")
+        size, etag = response.get("ContentLength"), response.get("ETag")
+        if size is None or not etag:
+            raise FetchError(f"{self.where}: the store states no size or ETag of {name}: it has no S3 API")
+        return RemoteFile(name, size, etag, _digest(response))
+
+    @contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        """Convert botocore's errors to ours, which state what to do."""
+        try:
+            yield
+        except ClientError as error:
+            raise self._converted(error, what) from error
+        except ResponseParserError as error:
+            raise FetchError(f"{self._host} does not respond as S3 does: check spec.model.s3.endpoint") from error
+        except (ConnectionFailedError, HTTPClientError, IncompleteReadError) as error:
+            raise RetryableError(f"the connection to {self._host} failed ({type(error).__name__})") from error
+        except BotoCoreError as error:
+            raise FetchError(f"{self.where}: {error}: check the AWS_* variables and files") from error
 
     @property
-    def _base(self) -> str:
-        if self.endpoint:
-            return f"{self.endpoint}/{self.bucket}"
-        if "." in self.bucket:  # no certificate matches such a host name
-            return f"https://s3.{self.region}.amazonaws.com/{self.bucket}"
-        return f"https://{self.bucket}.s3.{self.region}.amazonaws.com"
+    def _host(self) -> str:
+        return str(urlsplit(self.client.meta.endpoint_url).netloc)
 
-    def _signed(self, method: str, url: str, headers: Mapping[str, str]) -> dict[str, str]:
-        if self.credentials is None:
-            return dict(headers)
-        return signed_headers(method, url, headers, self.credentials, self.region, self.now())
-
-    def _page(self, client: httpx2.Client, query: Mapping[str, str]) -> ElementTree.Element:
-        url = f"{self._base}/?" + "&".join(f"{name}={escaped(value)}" for name, value in sorted(query.items()))
-        response = self._ask(client, "GET", url, {})
-        if response.status_code != 200:
-            raise self._list_refusal(response)
-        root = _xml(response)
-        if root is None:
-            raise FetchError(f"{self._base} does not answer as S3 does: check spec.model.s3.endpoint")
-        return root
-
-    def _described(self, client: httpx2.Client, name: str) -> RemoteFile:
-        url = f"{self._base}/{escaped(self.prefix + name, safe='/')}"
-        response = self._ask(client, "HEAD", url, {"x-amz-checksum-mode": "ENABLED"})
-        if response.status_code != 200:
-            raise self.refusal(response.status_code, name)
-        etag, size = response.headers.get("etag", ""), response.headers.get("content-length", "")
-        if not size.isdigit() or not etag:
-            raise FetchError(f"{self.where}: the store tells no size or ETag of {name}: it does not speak S3")
-        return RemoteFile(name, int(size), url, etag, _digest(response.headers))
-
-    def _ask(self, client: httpx2.Client, method: str, url: str, headers: Mapping[str, str]) -> httpx2.Response:
-        try:
-            response = client.request(method, url, headers=self._signed(method, url, headers))
-        except httpx2.TransportError as error:
-            host = urlsplit(url).netloc
-            raise RetryableError(f"{host} cannot be reached ({type(error).__name__})") from error
-        if response.status_code in {408, 429} or response.status_code >= 500:
-            raise RetryableError(f"the store answers {response.status_code}")
-        return response
-
-    def _list_refusal(self, response: httpx2.Response) -> FetchError:
-        root = _xml(response)
-        code = (root.findtext("{*}Code") if root is not None else None) or str(response.status_code)
-        if code == "NoSuchBucket" or response.status_code == 404:
+    def _converted(self, error: ClientError, what: str) -> Exception:
+        status, code = error.response["ResponseMetadata"]["HTTPStatusCode"], error.response["Error"].get("Code", "")
+        if status in {408, 429} or status >= 500:
+            return RetryableError(f"HTTP {status}")
+        if status == 416:
+            return CorruptError("the requested range is beyond its end")
+        if error.operation_name.startswith("AssumeRole"):
+            return FetchError(f"{self.where}: AWS gives no credentials for the role ({code}): check its trust policy")
+        if status == 412:
+            return FetchError(f"{self.where}: {what} was replaced during the download: the next attempt reads it again")
+        if code == "NoSuchBucket":
             return FetchError(f"there is no bucket {self.bucket}: check model.uri and model.s3.endpoint")
-        if code in {"PermanentRedirect", "AuthorizationHeaderMalformed"} or response.status_code == 301:
-            right = response.headers.get("x-amz-bucket-region", "another one")
-            return FetchError(f"the bucket {self.bucket} is in region {right}, not {self.region}: set model.s3.region")
-        if response.status_code in {401, 403}:
-            return self._forbidden(code)
-        return FetchError(f"{self.where}: the store answers {response.status_code} {code}: check model.s3")
+        return FetchError(f"{self.where} {self._refusal(status, code, what)}")
 
-    def _forbidden(self, code: str) -> FetchError:
-        if self.credentials is None:
-            return FetchError(
-                f"{self.where} is not public ({code}): name a Secret in spec.model.s3.credentialsSecretRef"
-            )
-        return FetchError(
-            f"{self.where} is closed to the credentials of {self.credentials_from} ({code}): they need"
-            " s3:GetObject and s3:ListBucket on it"
-        )
+    def _refusal(self, status: int, code: str, what: str) -> str:
+        if status not in {401, 403}:
+            return f"cannot be read: the store returns {status} {code} for {what}: check spec.model.s3"
+        if self.credentials_from is None:
+            return f"is not public ({code}): name a Secret in spec.model.s3.credentialsSecretRef"
+        needs = "they need s3:GetObject and s3:ListBucket on it"
+        return f"is closed to the credentials of {self.credentials_from} ({code}): {needs}"
 
 
-def _xml(response: httpx2.Response) -> ElementTree.Element | None:
-    if len(response.content) > _ANSWER_LIMIT_BYTES:
-        return None
-    try:  # expat refuses entities that grow without bound, and loads none from elsewhere
-        return ElementTree.fromstring(response.content)  # noqa: S314
-    except ElementTree.ParseError:
-        return None
-
-
-def _digest(headers: Mapping[str, str]) -> Digest | None:
-    """The stored SHA-256 where there is one of the whole object; else the ETag where it is the content's MD5."""
+def _digest(head: Mapping[str, Any]) -> Digest | None:
+    """The stored SHA-256 if it is of the whole object, else the ETag if it is the content's MD5."""
     try:
-        sha256 = base64.b64decode(headers.get(_SHA256, ""), validate=True).hex()
+        sha256 = base64.b64decode(head.get("ChecksumSHA256", ""), validate=True).hex()
     except binascii.Error:  # of parts: "…-3"
         sha256 = ""
     if len(sha256) == 64:
         return Digest("sha256", sha256)
-    etag = headers.get("etag", "").strip('"')
-    keyed = headers.get("x-amz-server-side-encryption", "AES256") != "AES256"
-    customer = "x-amz-server-side-encryption-customer-algorithm" in headers
-    if _MD5.fullmatch(etag) and not keyed and not customer:
-        return Digest("md5", etag)
-    return None
+    etag = head.get("ETag", "").strip('"')
+    keyed = head.get("ServerSideEncryption", "AES256") != "AES256" or "SSECustomerAlgorithm" in head
+    return Digest("md5", etag) if _MD5.fullmatch(etag) and not keyed else None

@@ -1,1 +1,1 @@
-"""The model families that the server runs."""
+"""Model architectures."""

@@ -6,30 +6,15 @@ small.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
-from llmservice_server.attention.base import Attend, Rotation, rotates
-from llmservice_server.models.layer_ops import LayerOps, TorchLayerOps
-from llmservice_server.models.linear import Linear
-from llmservice_server.models.model_config import ModelConfig
+from llmservice_server.backend.base import Attend, DecoderLayer, LayerOps, Linear, Rotation, rotates
+from llmservice_server.backend.torch.layer_ops import TorchLayerOps, TorchLinear
+from llmservice_server.models.config import ModelConfig
 from llmservice_server.models.rope import RotaryEmbedding, rotate
-
-
-@dataclass(slots=True)
-class DecoderLayer:
-    input_norm: torch.Tensor
-    qkv: Linear
-    qk_norm: (
-        torch.Tensor | None
-    )  # [num_heads + num_kv_heads, head_dim]: the same row for every query head, and for every key head
-    o: Linear
-    post_attention_norm: torch.Tensor
-    gate_up: Linear
-    down: Linear
 
 
 class LlamaModel:
@@ -45,7 +30,7 @@ class LlamaModel:
         self.embed_tokens = self._empty(config.vocab_size, config.hidden_size)
         self.layers = [self._layer() for _ in range(config.num_layers)]
         self.norm = self._empty(config.hidden_size)
-        self.lm_head = Linear(
+        self.lm_head: Linear = TorchLinear(
             self.embed_tokens if config.tied_embeddings else self._empty(config.vocab_size, config.hidden_size)
         )
 
@@ -103,9 +88,7 @@ class LlamaModel:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 logits `[num_rows, vocab_size]` of the given rows of `forward`'s result."""
-        if (panels := self.lm_head.panels_for(hidden)) is not None:
-            return panels.logits(hidden, self.norm, self.config.rms_norm_eps)
-        return self.lm_head(self.norm_states(hidden)).float()
+        return self.ops.logits(hidden, self.norm, self.config.rms_norm_eps, self.lm_head)
 
     def norm_states(self, hidden: torch.Tensor) -> torch.Tensor:
         """The model's last states, `[num_rows, hidden_size]`, of the given rows of `forward`'s result."""
@@ -121,25 +104,24 @@ class LlamaModel:
         return tensors
 
     def finish_loading(self) -> None:
-        """Spread what the checkpoint holds once and the layers use by head; pack the matrices. To be called once."""
+        """Spread what the checkpoint holds once and the layers use by head. To be called once."""
         num_heads = self.config.num_heads
-        for linear in self.linears:
-            linear.pack()
         for layer in self.layers:
             if layer.qk_norm is not None:
                 layer.qk_norm[1:num_heads] = layer.qk_norm[0]
                 layer.qk_norm[num_heads + 1 :] = layer.qk_norm[num_heads]
 
-    @property
-    def linears(self) -> list[Linear]:
-        """Every matrix that hidden states are multiplied with."""
-        of_layers = [linear for layer in self.layers for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)]
-        return [*of_layers, self.lm_head]
+    def map_linears(self, convert: Callable[[Linear], Linear]) -> None:
+        """Replace every matrix, one after the other, so that only one is held twice."""
+        for layer in self.layers:
+            layer.qkv, layer.o = convert(layer.qkv), convert(layer.o)
+            layer.gate_up, layer.down = convert(layer.gate_up), convert(layer.down)
+        self.lm_head = convert(self.lm_head)
 
     @property
     def weight_bytes(self) -> int:
         """A tied head that is packed is a second copy of the embedding."""
-        own_head = not self.config.tied_embeddings or self.lm_head.packed
+        own_head = self.lm_head.weight is not self.embed_tokens
         parts: list[torch.Tensor | Linear] = [self.embed_tokens, self.norm, *((self.lm_head,) if own_head else ())]
         for layer in self.layers:
             parts += [layer.input_norm, layer.post_attention_norm, layer.qkv, layer.o, layer.gate_up, layer.down]
@@ -152,14 +134,15 @@ class LlamaModel:
         attention = "self_attn"
         yield "input_layernorm.weight", layer.input_norm
         yield "post_attention_layernorm.weight", layer.post_attention_norm
-        yield from layer.qkv.parts(
-            {f"{attention}.q_proj": query_rows, f"{attention}.k_proj": kv_rows, f"{attention}.v_proj": kv_rows}
+        yield from _rows(
+            layer.qkv,
+            {f"{attention}.q_proj": query_rows, f"{attention}.k_proj": kv_rows, f"{attention}.v_proj": kv_rows},
         )
-        yield from layer.o.parts({f"{attention}.o_proj": config.hidden_size})
-        yield from layer.gate_up.parts(
-            {"mlp.gate_proj": config.intermediate_size, "mlp.up_proj": config.intermediate_size}
+        yield from _rows(layer.o, {f"{attention}.o_proj": config.hidden_size})
+        yield from _rows(
+            layer.gate_up, {"mlp.gate_proj": config.intermediate_size, "mlp.up_proj": config.intermediate_size}
         )
-        yield from layer.down.parts({"mlp.down_proj": config.hidden_size})
+        yield from _rows(layer.down, {"mlp.down_proj": config.hidden_size})
         if layer.qk_norm is not None:
             yield f"{attention}.q_norm.weight", layer.qk_norm[0]
             yield f"{attention}.k_norm.weight", layer.qk_norm[config.num_heads]
@@ -179,8 +162,18 @@ class LlamaModel:
             down=self._linear(config.hidden_size, config.intermediate_size, config.mlp_bias),
         )
 
-    def _linear(self, out_features: int, in_features: int, bias: bool) -> Linear:
-        return Linear(self._empty(out_features, in_features), self._empty(out_features) if bias else None)
+    def _linear(self, out_features: int, in_features: int, bias: bool) -> TorchLinear:
+        return TorchLinear(self._empty(out_features, in_features), self._empty(out_features) if bias else None)
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+
+def _rows(linear: Linear, names: dict[str, int]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The rows of a fused matrix under the checkpoint's names; `names` gives each its number of rows, in order."""
+    sizes = list(names.values())
+    for name, weight in zip(names, torch.split(linear.weight, sizes), strict=True):
+        yield f"{name}.weight", weight
+    if linear.bias is not None:
+        for name, bias in zip(names, torch.split(linear.bias, sizes), strict=True):
+            yield f"{name}.bias", bias

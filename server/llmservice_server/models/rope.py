@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from llmservice_server.engine.errors import ModelLoadError
+from llmservice_server.types.checkpoint_config import CheckpointConfig, RopeParameters
+from llmservice_server.types.errors import ModelLoadError
 
 SUPPORTED = ("default", "linear", "dynamic", "llama3", "yarn")
 
@@ -24,29 +24,21 @@ class RopeConfig:
     truncate: bool = True  # yarn: round the bounds of its ramp
 
     @classmethod
-    def from_config(cls, raw: Mapping[str, Any]) -> RopeConfig:
-        """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
-        parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-        if not isinstance(parameters, Mapping):
-            raise ModelLoadError(f"config.json: rope_parameters is {parameters!r}, expected an object")
-        if any(isinstance(value, Mapping) for value in parameters.values()):
-            raise ModelLoadError(
-                "config.json: rope_parameters differ by layer type, which no supported model family uses"
-            )
-        kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    def of(cls, config: CheckpointConfig) -> RopeConfig:
+        """Of `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
+        parameters = config.rope_parameters or config.rope_scaling or RopeParameters()
+        kind = parameters.rope_type or parameters.type or "default"
         if kind not in SUPPORTED:
             raise ModelLoadError(
                 f"config.json: rope type {kind!r} is not supported, expected one of {', '.join(SUPPORTED)}"
             )
-        for source in (raw, parameters):
-            if (source.get("partial_rotary_factor") or 1.0) != 1.0:
-                raise ModelLoadError(
-                    "config.json: partial_rotary_factor is not 1, which no supported model family uses"
-                )
-        scaling = {key: float(value) for key, value in parameters.items() if _is_number(value)}
-        scaling.setdefault("original_max_position_embeddings", float(raw.get("max_position_embeddings") or 0))
-        theta = scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0
-        rope = cls(theta=float(theta), kind=kind, scaling=scaling, truncate=bool(parameters.get("truncate", True)))
+        if any((one.partial_rotary_factor or 1.0) != 1.0 for one in (config, parameters)):
+            raise ModelLoadError("config.json: partial_rotary_factor is not 1, which no supported model family uses")
+        numbers = parameters.model_dump(exclude_none=True, exclude={"rope_type", "type", "truncate"})
+        scaling = {key: float(value) for key, value in numbers.items()}
+        scaling.setdefault("original_max_position_embeddings", float(config.max_position_embeddings))
+        theta = parameters.rope_theta or config.rope_theta or 10000.0
+        rope = cls(theta=theta, kind=kind, scaling=scaling, truncate=parameters.truncate)
         rope._require(
             {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}.get(kind, ())
         )
@@ -138,7 +130,3 @@ def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     first, second = heads.chunk(2, dim=-1)
     swapped = torch.cat((second, first), dim=-1)
     heads.mul_(cos).addcmul_(swapped, sin)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,1 +1,1 @@
-"""The engine without a server: `LLM` for scripts and batch jobs, `AsyncLLM` for programs with an event loop."""
+"""The engine without HTTP: `LLM` for scripts and batch jobs, `AsyncLLM` for programs with an event loop."""

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
-from collections.abc import Sequence as Many
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from llmservice_server.engine.config import EngineConfig
-from llmservice_server.engine_client import EngineClient, EngineDeadError
-from llmservice_server.messages import Ready
-from llmservice_server.metrics import Metrics
-from llmservice_server.offline.job import CompletionOutput, Job, Prompt, RequestOutput, as_params, as_prompts
-from llmservice_server.offline.sampling_params import SamplingParams
+from llmservice_server.ipc.client import EngineClient, EngineDeadError
+from llmservice_server.ipc.metrics import Metrics
+from llmservice_server.offline.requests import Prompt, RequestOutput, make_requests, prompt_list, request_outputs
+from llmservice_server.text.output_processor import CompletionOutput, OutputProcessor
 from llmservice_server.text.tokenizer import Tokenizer
+from llmservice_server.types.messages import Ready, SamplingParams
 
 
 class AsyncLLM:
-    """`async with AsyncLLM(path) as llm:`, then `stream` and `generate`, as many at once as you like.
+    """`async with AsyncLLM(path) as llm:`, then any number of concurrent calls of `stream` and `generate`.
 
     `settings` are those of `EngineConfig`. Entering raises EngineDeadError where the engine cannot start, and
     TokenizerLoadError where there is no usable tokenizer.
@@ -33,11 +34,13 @@ class AsyncLLM:
         self._ids = itertools.count()
 
     async def __aenter__(self) -> Self:
-        self.tokenizer = await asyncio.to_thread(Tokenizer.load, self._config.model)
+        self.tokenizer = await asyncio.to_thread(
+            Tokenizer.load, self._config.model, tokenizer_folder=self._config.tokenizer
+        )
         ready = asyncio.Event()
 
-        def on_ready(told: Ready) -> None:
-            self.metrics.set_ready(told)
+        def on_ready(message: Ready) -> None:
+            self.metrics.set_ready(message)
             ready.set()
 
         self._client = EngineClient(self._config, self._log_level, on_ready=on_ready, on_stats=self.metrics.set_stats)
@@ -67,44 +70,43 @@ class AsyncLLM:
     async def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> AsyncIterator[CompletionOutput]:
-        """What each step adds to each of the `n` answers. Leaving early (`aclosing`) aborts them.
+        """The pieces of each of the `n` answers, as soon as their text is certain. Leaving early (`aclosing`) aborts.
 
         Raises ValueError where the prompt can never be served, EngineDeadError where the engine has ended.
         """
-        async for delta in self._advance(self._job(prompt, sampling_params or SamplingParams())):
-            yield delta
+        processor = self._processor([prompt], sampling_params, final_only=False)
+        async with aclosing(self._outputs(processor)) as outputs:
+            async for output in outputs:
+                yield output
 
     async def generate(
         self,
-        prompts: Prompt | Many[Prompt],
-        sampling_params: SamplingParams | Many[SamplingParams] | None = None,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """As `LLM.generate`: the results in the order of the prompts."""
-        given = as_prompts(prompts)
-        pairs = zip(given, as_params(sampling_params, len(given)), strict=True)
-        jobs = [self._job(prompt, params) for prompt, params in pairs]
-        async with asyncio.TaskGroup() as group:
-            for job in jobs:
-                group.create_task(self._finish(job))
-        return [job.result for job in jobs]
+        given = prompt_list(prompts)
+        processor = self._processor(given, sampling_params, final_only=True)
+        return request_outputs(given, processor, [output async for output in self._outputs(processor)])
 
-    def _job(self, prompt: Prompt, params: SamplingParams) -> Job:
-        if self._client.ready is None:
-            raise EngineDeadError(self._client.failure or "the engine is not running")
-        return Job(str(next(self._ids)), prompt, params, self.tokenizer, self._client.ready)
+    def _processor(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        final_only: bool,
+    ) -> OutputProcessor:
+        ready = self._client.require_ready()
+        requests = make_requests(str(next(self._ids)), prompts, sampling_params, self.tokenizer, ready)
+        return OutputProcessor(requests, self.tokenizer, self.metrics, final_only=final_only)
 
-    async def _finish(self, job: Job) -> None:
-        async for _ in self._advance(job):
-            pass
-
-    async def _advance(self, job: Job) -> AsyncIterator[CompletionOutput]:
-        stream = self._client.generate(job.messages)
+    async def _outputs(self, processor: OutputProcessor) -> AsyncGenerator[CompletionOutput]:
+        stream = self._client.generate(processor.requests)
         try:
-            while job.num_unfinished:
-                deltas = [job.advance(output, self.metrics) for output in await stream.next()]
-                self._client.abort(job.take_stopped(), finished=True)
-                for delta in deltas:
-                    if delta is not None:
-                        yield delta
+            while processor.num_unfinished:
+                outputs = processor.process(await stream.next(), time.monotonic())
+                self._client.abort(processor.take_stopped(), finished=True)
+                for output in outputs:
+                    yield output
         finally:
-            self._client.abort(job.close(self.metrics))
+            self._client.abort(processor.close())

@@ -1,1 +1,1 @@
-"""From logits to tokens: parameters, grammars, probabilities."""
+"""From logits to tokens: parameters, grammars, log-probabilities."""

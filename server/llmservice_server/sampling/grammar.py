@@ -15,6 +15,8 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
+from llmservice_server.types.errors import GrammarError
+
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
@@ -25,10 +27,6 @@ TOO_COMPLEX = (
     "the grammar is too complex to follow within the limits of a step: use a smaller schema, fewer tools, or a pattern "
     "that counts less far"
 )
-
-
-class GrammarError(ValueError):
-    """The grammar cannot be used; the message says why, in one line."""
 
 
 def json_grammar(schema: dict[str, Any]) -> str:
@@ -85,11 +83,21 @@ class Grammar:
         return TOO_COMPLEX
 
 
+class CompiledGrammar:
+    """A matcher at the grammar's beginning, of which each answer follows a copy."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self.matcher = matcher
+
+    def start(self) -> Grammar:
+        return Grammar(self.matcher.deep_copy())
+
+
 class GrammarCompiler:
     """Turns grammars into what the masks are made from. `vocab_size` is the model's, padding included.
 
-    What came of a grammar is remembered, a refusal as well: it is given at once to whoever asks again, and to all who
-    ask while it is worked out.
+    Outcomes are cached, refusals as well: a grammar that is requested again gets its outcome at once, as do
+    all requests for it while it is compiled.
     """
 
     def __init__(self, model: Path, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
@@ -98,10 +106,10 @@ class GrammarCompiler:
         self._eos_token_ids = eos_token_ids
         self._threads = ThreadPoolExecutor(_THREADS, "grammar")
         self._tokenizer_lock = Lock()
-        self._outcomes: OrderedDict[str, Future[LLMatcher | GrammarError]] = OrderedDict()
+        self._outcomes: OrderedDict[str, Future[CompiledGrammar | GrammarError]] = OrderedDict()
 
-    def compile(self, grammar: str) -> Future[LLMatcher | GrammarError]:
-        """A matcher at the grammar's beginning, of which each answer follows a copy; or what is wrong with it."""
+    def compile(self, grammar: str) -> Future[CompiledGrammar | GrammarError]:
+        """The grammar, or the error that says what is wrong with it."""
         if grammar not in self._outcomes:
             self._outcomes[grammar] = self._threads.submit(self._outcome, grammar)
         self._outcomes.move_to_end(grammar)
@@ -109,9 +117,9 @@ class GrammarCompiler:
             self._outcomes.popitem(last=False)
         return self._outcomes[grammar]
 
-    def _outcome(self, grammar: str) -> LLMatcher | GrammarError:
+    def _outcome(self, grammar: str) -> CompiledGrammar | GrammarError:
         try:
-            return self._compile(grammar)
+            return CompiledGrammar(self._compile(grammar))
         except GrammarError as error:
             return error.with_traceback(None)  # whose frames would keep the matcher, of half a gigabyte at worst
 

@@ -1,21 +1,24 @@
-"""What the parameters of a request do to its logits before a token is drawn: penalties, bias, barred stop tokens.
-
-Everything is a list of places (row, token) over the whole batch: a step costs a few gathers and scatters, however many
-requests ask for it, and no request keeps anything of the size of the vocabulary.
-"""
+"""Which tokens a grammar allows next, worked out in a thread while the device computes the logits."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from llmservice_server.engine.request import Request
-from llmservice_server.transfer import to_device
+from llmservice_server.backend.sampling_batch import SampledRequest
+from llmservice_server.backend.transfer import to_device
+from llmservice_server.sampling.grammar import Grammar
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,20 +40,25 @@ class Places:
         return cls(to_device(index, logits.device), to_device(values, logits.device))
 
 
-def adjust(logits: torch.Tensor, requests: Sequence[Request]) -> None:
+def adjust(logits: torch.Tensor, requests: Sequence[SampledRequest]) -> None:
     """Change float32 logits `[num_requests, vocab_size]` in place, row by row as its request asks."""
     numbered = [(row, request) for row, request in enumerate(requests) if not request.is_plain]
     if penalized := [(row, request) for row, request in numbered if request.history is not None]:
         _penalize(logits, penalized)
     if biased := [(row, request) for row, request in numbered if request.sampling.logit_bias]:
         _add_bias(logits, biased)
+    if limited := [(row, request) for row, request in numbered if request.allowed_token_ids is not None]:
+        _allow_only(logits, limited)
+    if bad := [(row, token_ids) for row, request in numbered if len(token_ids := _bad_next_tokens(request))]:
+        places = Places.of([(row, token_ids, -math.inf) for row, token_ids in bad], logits)
+        logits.view(-1)[places.index] = places.values
     if barred := [
         (row, request) for row, request in numbered if request.num_output_tokens < request.sampling.min_tokens
     ]:
         _bar_stop_tokens(logits, barred)
 
 
-def _penalize(logits: torch.Tensor, penalized: Sequence[tuple[int, Request]]) -> None:
+def _penalize(logits: torch.Tensor, penalized: Sequence[tuple[int, SampledRequest]]) -> None:
     """Repetition over prompt and answer (CTRL, Keskar et al., 2019): positive logits are divided, negative multiplied.
 
     Then over the answer, as OpenAI defines them: minus presence, once; minus frequency, as often as the token occurs.
@@ -78,7 +86,7 @@ def _penalize(logits: torch.Tensor, penalized: Sequence[tuple[int, Request]]) ->
         flat.scatter_add_(0, places.index, places.values)
 
 
-def _add_bias(logits: torch.Tensor, biased: Sequence[tuple[int, Request]]) -> None:
+def _add_bias(logits: torch.Tensor, biased: Sequence[tuple[int, SampledRequest]]) -> None:
     parts = [
         (row, np.fromiter(bias, dtype=np.int64), list(bias.values()))
         for row, request in biased
@@ -88,7 +96,29 @@ def _add_bias(logits: torch.Tensor, biased: Sequence[tuple[int, Request]]) -> No
     logits.view(-1).scatter_add_(0, places.index, places.values)  # `index_put_` that accumulates waits for the device
 
 
-def _bar_stop_tokens(logits: torch.Tensor, barred: Sequence[tuple[int, Request]]) -> None:
+def _allow_only(logits: torch.Tensor, limited: Sequence[tuple[int, SampledRequest]]) -> None:
+    """Set all but the allowed tokens to minus infinity."""
+    parts = [(row, ids, 0.0) for row, request in limited if (ids := request.allowed_token_ids) is not None]
+    index = Places.of(parts, logits).index
+    flat = logits.view(-1)
+    kept = flat[index]
+    rows = to_device(np.array([row for row, _ in limited], np.int64), logits.device)
+    logits.index_fill_(0, rows, -math.inf)
+    flat[index] = kept
+
+
+def _bad_next_tokens(request: SampledRequest) -> npt.NDArray[np.int64]:
+    """Tokens that would complete one of the request's `bad_words`, unless these are all that it may draw."""
+    answer = request.token_ids[request.num_prompt_tokens :] if request.sampling.bad_words else []
+    bad = {
+        word[-1] for word in request.sampling.bad_words if len(word) == 1 or tuple(answer[1 - len(word) :]) == word[:-1]
+    }
+    if bad and bad.issuperset(request.sampling.allowed_token_ids or (-1,)):
+        bad = set()
+    return np.fromiter(bad, np.int64, len(bad))
+
+
+def _bar_stop_tokens(logits: torch.Tensor, barred: Sequence[tuple[int, SampledRequest]]) -> None:
     vocab_size = logits.shape[-1]
     parts = [
         (row, np.array([token for token in request.stop_token_ids if token < vocab_size], dtype=np.int64), -math.inf)
@@ -96,3 +126,41 @@ def _bar_stop_tokens(logits: torch.Tensor, barred: Sequence[tuple[int, Request]]
     ]
     places = Places.of(parts, logits)
     logits.view(-1)[places.index] = places.values
+
+
+_ROWS_AT_ONCE = 64  # a bit becomes an int32 on the way: half a megabyte a row of the largest vocabularies
+
+
+class TokenMasks:
+    """Bit masks over a vocabulary. The library holds no lock of the interpreter while it fills them."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._num_words = (vocab_size + 31) // 32
+        self._thread = ThreadPoolExecutor(1, "token-masks")
+
+    def begin(self, grammars: Sequence[Grammar]) -> Future[torch.Tensor]:
+        """Masks as int32 `[num_grammars, vocab_size / 32]` on the CPU; bit `i % 32` of word `i // 32` is token `i`."""
+        return self._thread.submit(self._fill, [grammar.matcher for grammar in grammars])
+
+    def _fill(self, matchers: Sequence[LLMatcher]) -> torch.Tensor:
+        masks = torch.empty(len(matchers), self._num_words, dtype=torch.int32)
+        numbered = [(matcher, row) for row, matcher in enumerate(matchers)]
+        self._executor.unsafe_compute_mask_ptr(numbered, masks.data_ptr(), 4 * self._num_words, len(matchers))
+        return masks
+
+    @cached_property
+    def _executor(self) -> LLExecutor:
+        from llguidance import LLExecutor
+
+        return LLExecutor()
+
+
+def apply_masks(logits: torch.Tensor, rows: Sequence[int], masks: torch.Tensor) -> None:
+    """Set what `masks` forbid to minus infinity in the given rows of `logits` `[num_rows, vocab_size]`."""
+    device = logits.device
+    bits = torch.arange(32, dtype=torch.int32, device=device)
+    words, index = to_device(masks.numpy(), device), to_device(np.array(rows, np.int64), device)
+    for some, places in zip(torch.split(words, _ROWS_AT_ONCE), torch.split(index, _ROWS_AT_ONCE), strict=True):
+        allowed = (some[:, :, None] >> bits).bitwise_and_(1)
+        forbidden = allowed.flatten(1)[:, : logits.shape[-1]] == 0
+        logits[places] = logits[places].masked_fill_(forbidden, -torch.inf)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from llmservice_server.messages import TokenLogprobs
+from llmservice_server.types.messages import TokenLogprobs
 
 
 class Logprobs(NamedTuple):
@@ -24,8 +24,8 @@ class Logprobs(NamedTuple):
         top = logprobs.topk(min(most, logits.shape[-1]), dim=-1)
         return cls(logprobs.gather(1, token_ids[:, None])[:, 0], top.indices, top.values)
 
-    def told(self, token_ids: Iterable[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
-        """In words: each row's token, and as many of its likeliest as it asks for. Waits for a device."""
+    def as_messages(self, token_ids: Iterable[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
+        """Each row's token, and as many of its likeliest as it asks for. Waits for a device."""
         likeliest = zip(self.top_ids.tolist(), self.top_values.tolist(), strict=True)
         return [
             token_logprobs(token_id, logprob, ids, values, count)

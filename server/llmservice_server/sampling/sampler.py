@@ -1,29 +1,27 @@
 """From logits to tokens: greedy, temperature, min-p, top-k, top-p; one batch of rows, each with its own parameters.
 
 Each row takes one uniform number, which depends only on its request's seed and the token's place in the answer, and
-inverts the cumulative distribution with it. So a seeded request gets the same tokens whoever shares its batch, and
+inverts the cumulative distribution with it. So a seeded request gets the same tokens whatever shares its batch, and
 again after a preemption.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from llmservice_server.engine.isolation import blame
-from llmservice_server.engine.request import Request
-from llmservice_server.messages import TokenLogprobs
-from llmservice_server.sampling import torch_sampler
-from llmservice_server.sampling.heaviest import Heaviest, heaviest
-from llmservice_server.sampling.logit_adjustments import adjust
+from llmservice_server.backend.sampling_batch import SampledRequest, SamplingBatch
+from llmservice_server.backend.torch import sampler as torch_sampler
+from llmservice_server.backend.transfer import HostCopy, to_device
+from llmservice_server.sampling.logit_adjustments import adjust, apply_masks
 from llmservice_server.sampling.logprobs import Logprobs, token_logprobs
-from llmservice_server.sampling.sampling_batch import SamplingBatch
-from llmservice_server.sampling.token_masks import apply_masks
-from llmservice_server.transfer import HostCopy, to_device
+from llmservice_server.types.errors import request_failure
+from llmservice_server.types.messages import TokenLogprobs
 
 
 class Draws(NamedTuple):
@@ -31,6 +29,9 @@ class Draws(NamedTuple):
 
     token_ids: Sequence[int] = ()  # -1: the row's logits are not finite
     logprobs: Sequence[TokenLogprobs | None] = ()  # where the request asks for them
+    failed: Mapping[int, str] = MappingProxyType(
+        {}
+    )  # by row: what the host could not compute, with a sentence for the client
 
 
 class Drawn:
@@ -41,62 +42,51 @@ class Drawn:
         self._batch = batch
         self._copy = HostCopy([token_ids, *(logprobs or ())])
 
-    def wait(self, failed: dict[Request, str]) -> Draws:
-        """In the order of the rows. Raises what the device does; whom the host cannot tell goes to `failed`."""
+    def wait(self) -> Draws:
+        """In the order of the rows. Raises what the device raises."""
         copied, *logprobs = self._copy.wait()
         token_ids: list[int] = copied.tolist()
-        told: list[TokenLogprobs | None] = [None] * len(token_ids)
+        by_row: list[TokenLogprobs | None] = [None] * len(token_ids)
+        failed: dict[int, str] = {}
         chosen, ids, values = (part.tolist() for part in logprobs) if logprobs else ([], [], [])
-        for place, row in enumerate(self._batch.told):
-            request = self._batch.requests[row]
+        for place, row in enumerate(self._batch.with_logprobs):
+            count = self._batch.requests[row].sampling.logprobs or 0
             try:
-                asked = request.sampling.logprobs or 0
-                told[row] = token_logprobs(max(token_ids[row], 0), chosen[place], ids[place], values[place], asked)
+                by_row[row] = token_logprobs(max(token_ids[row], 0), chosen[place], ids[place], values[place], count)
             except Exception as error:
-                failed[request] = blame(error)
-        return Draws(token_ids, told)
+                failed[row] = request_failure(error)
+        return Draws(token_ids, by_row, failed)
 
 
 class Sampler:
     """Keeps the last batch's columns, as most batches are of the same requests as the one before.
 
-    `cut` is for top-k and top-p, and used on other devices than the CPU.
+    `choose` is the backend's `choose_tokens`.
     """
 
-    def __init__(self, cut: Heaviest = heaviest) -> None:
+    def __init__(self, choose: Callable[[torch.Tensor, SamplingBatch], torch.Tensor] = torch_sampler.choose) -> None:
         self._batch = SamplingBatch.of([])
-        self._cut = cut
+        self.choose = choose
 
     def draw(
-        self, logits: torch.Tensor, requests: Sequence[Request], masks: Future[torch.Tensor] | None = None
+        self, logits: torch.Tensor, requests: Sequence[SampledRequest], masks: Future[torch.Tensor] | None = None
     ) -> Drawn:
         """The next token of each request, from the model's float32 logits `[num_requests, vocab_size]`.
 
-        Overwrites the logits. `masks` is for the requests with a grammar, in their order. Probabilities are told of the
-        logits as they come. The host tells a GPU what to do, and waits for nothing.
+        Overwrites the logits. `masks` is for the requests with a grammar, in their order. Probabilities are of the
+        logits as they come. The host gives a GPU its work, and waits for nothing.
         """
         if not self._batch.is_of(requests):
             self._batch = SamplingBatch.of(requests)
         batch = self._batch
-        told = to_device(np.array(batch.told), logits.device) if batch.told else None
-        raw = None if told is None else logits.index_select(0, told)
+        rows = to_device(np.array(batch.with_logprobs), logits.device) if batch.with_logprobs else None
+        raw = None if rows is None else logits.index_select(0, rows)
         if not batch.is_plain:
             adjust(logits, requests)
         if masks is not None:
             apply_masks(logits, batch.masked, masks.result())
         token_ids = self.choose(logits, batch)
-        if told is None or raw is None:
+        if rows is None or raw is None:
             return Drawn(batch, token_ids, None)
-        most = max(requests[row].sampling.logprobs or 0 for row in batch.told)
-        return Drawn(batch, token_ids, Logprobs.of(raw, token_ids.index_select(0, told).clamp_min(0), most))
-
-    def choose(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-        """The next token of each row of float32 logits `[num_rows, vocab_size]`, overwritten: int64 `[num_rows]`.
-
-        -1 where a logit is NaN or infinite, or all are minus infinity.
-        """
-        if logits.device.type == "cpu":
-            from llmservice_server.sampling import cpu_sampler  # brings a compiler along
-
-            return cpu_sampler.choose(logits, batch)
-        return torch_sampler.choose(logits, batch, self._cut)
+        most = max(requests[row].sampling.logprobs or 0 for row in batch.with_logprobs)
+        return Drawn(batch, token_ids, Logprobs.of(raw, token_ids.index_select(0, rows).clamp_min(0), most))

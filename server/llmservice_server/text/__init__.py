@@ -1,1 +1,1 @@
-"""Between text and tokens: tokenizer, chat template, stop strings, tool calls."""
+"""Between text and tokens: tokenizer, chat template, output processing, tool calls. Imports no torch."""

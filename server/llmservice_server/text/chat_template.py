@@ -1,7 +1,7 @@
 """A model's chat template: Jinja in a sandbox, with the names that Hugging Face's templates expect.
 
-Rendered here and not through transformers because that imports torch: 3 s and 300 MB in a process that needs neither.
-The tests hold the two to the same output.
+Not rendered by transformers because that imports torch, which takes 3 s and 300 MB in a process that does not need it.
+The tests compare the output of the two.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from llmservice_server.text.tool_format import tool_format
+from llmservice_server.text.tool_calls import tool_format
 
 
 class ChatTemplateError(ValueError):
-    """The template does not take these messages, in the template's own words."""
+    """The template rejects these messages; the message is the template's."""
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateOptions:
-    """`variables` are the template's own; what the server itself tells it under a name cannot be said otherwise."""
+    """`variables` are the template's own: they cannot replace those that the server sets."""
 
     begin_answer: bool = True  # `add_generation_prompt`
-    continue_last: bool = False  # end within the last message, so that the model goes on with it
+    continue_last: bool = False  # end within the last message, so that the model continues it
     variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 _DEFAULTS = TemplateOptions()
-_END = "⟦the end of the last message⟧ "  # nobody's words; with a space, which a template may strip
+_END = "⟦the end of the last message⟧ "  # no message contains it; the space at its end may be stripped by a template
 
 
 class ChatTemplate:
-    """Compiled once, rendered for each request. Raises jinja2.TemplateSyntaxError where the source is no Jinja."""
+    """Compiled once, rendered for each request. Raises jinja2.TemplateSyntaxError where the source is not Jinja."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         environment = ImmutableSandboxedEnvironment(
@@ -57,39 +57,39 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: TemplateOptions = _DEFAULTS,
     ) -> str:
-        """The prompt for the assistant's next turn. Raises ChatTemplateError, never anything of Jinja's."""
+        """The prompt for the assistant's next turn. Raises ChatTemplateError, never an exception of Jinja."""
         given = [dict(message) for message in messages]
         if options.continue_last:
             given[-1]["content"] += _END
-        told = {
+        fixed = {
             "messages": given,
             "tools": None if tools is None else [dict(tool) for tool in tools],
             "documents": None,
             "add_generation_prompt": options.begin_answer,
             **self._special_tokens,
         }
-        if taken := told.keys() & options.variables.keys():
-            raise ChatTemplateError(f"chat_template_kwargs: {min(taken)} is not the client's to set")
+        if taken := fixed.keys() & options.variables.keys():
+            raise ChatTemplateError(f"chat_template_kwargs: {min(taken)} is set by the server: leave it out")
         try:
-            prompt = self._template.render(told | dict(options.variables))
+            prompt = self._template.render(fixed | dict(options.variables))
         except ChatTemplateError:
             raise
-        except Exception as error:  # a template is a program: it may divide by zero or index past an end
+        except Exception as error:  # a template is a program and may raise anything
             raise ChatTemplateError(f"the model's chat template failed: {error}") from error
         return _before_end(prompt) if options.continue_last else prompt
 
 
 def _before_end(prompt: str) -> str:
-    before, mark, behind = prompt.rpartition(_END.rstrip())
+    before, mark, after = prompt.rpartition(_END.rstrip())
     if not mark:
-        raise ChatTemplateError("the model's chat template does not show the last message, which is to be continued")
-    return before if behind.startswith(" ") else before.rstrip()
+        raise ChatTemplateError("the model's chat template omits the last message, which is to be continued")
+    return before if after.startswith(" ") else before.rstrip()
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}…{% endgeneration %}` marks the assistant's words for training; here they are just words."""
+    """`{% generation %}…{% endgeneration %}` marks the assistant's text for training; it is rendered as it is."""
 
-    tags = {"generation"}  # noqa: RUF012  # the name and the type are Jinja's
+    tags = {"generation"}  # noqa: RUF012  # name and type are given by Jinja
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
@@ -111,5 +111,5 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own filter escapes HTML characters, which a prompt must not have escaped.
+    # Jinja's own filter escapes HTML characters, which a prompt must contain unescaped.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

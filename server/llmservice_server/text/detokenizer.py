@@ -1,21 +1,41 @@
-"""Ids to text, token by token, without ever showing half a character."""
+"""Text that arrives token by token: incremental detokenization, and stop strings across the borders of its pieces."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import codecs
+from collections.abc import Callable, Sequence
 
-from llmservice_server.text.tokenizer import Tokenizer
+from llmservice_server.text.token_bytes import TokenBytes
 
 _REPLACEMENT = "\ufffd"
-_CONTEXT = 5  # tokens of the prompt that are decoded along: some decoders drop the first one's space
-_MAX_WINDOW = 64  # past this many undecodable tokens they are noise, not a character that is still coming
+_PROMPT_CONTEXT = 5  # prompt tokens decoded along: a character may begin there, and some decoders drop a first space
+_MAX_WINDOW = 64  # more undecodable tokens than this are not a character that is still incomplete
+
+
+class ByteDetokenizer:
+    """Looks the bytes of each token up, where `TokenBytes.concatenate`. An incomplete character is held back."""
+
+    def __init__(self, token_bytes: TokenBytes, prompt_token_ids: Sequence[int]) -> None:
+        self._bytes_of = token_bytes.__getitem__
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.append(prompt_token_ids[-_PROMPT_CONTEXT:])
+
+    def append(self, token_ids: Sequence[int]) -> str:
+        """The text that these ids complete; empty while a character is incomplete."""
+        if len(token_ids) == 1:
+            return self._decoder.decode(self._bytes_of(token_ids[0]))
+        return self._decoder.decode(b"".join(map(self._bytes_of, token_ids)))
+
+    def flush(self) -> str:
+        """The text held back, at the end of the answer: its last character remains incomplete."""
+        return self._decoder.decode(b"", final=True)
 
 
 class Detokenizer:
-    """One sequence's text so far.
+    """Decodes a window of the last ids, for decoders whose output depends on neighbouring tokens.
 
     A token may hold part of a character, so text that ends in U+FFFD is held back: a UTF-8 character lacks at most
-    three bytes, hence at most three U+FFFD at the end can still turn into something.
+    three bytes, hence at most three U+FFFD at the end can still become a character.
 
     ```
     window:   |--- context, already sent ---|--- new ids ---|
@@ -23,34 +43,78 @@ class Detokenizer:
     ```
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
-        self._window = list(prompt_token_ids[-_CONTEXT:])
-        self._sent = len(tokenizer.decode(self._window).rstrip(_REPLACEMENT))
+    def __init__(self, decode: Callable[[list[int]], str], prompt_token_ids: Sequence[int]) -> None:
+        self._decode = decode
+        self._window = list(prompt_token_ids[-_PROMPT_CONTEXT:])
+        self._sent = len(decode(self._window).rstrip(_REPLACEMENT))
 
     def append(self, token_ids: Sequence[int]) -> str:
-        """The text that these ids make certain; empty while a character is incomplete."""
+        """The text that these ids complete; empty while a character is incomplete."""
         if not token_ids:
             return ""
         self._window.extend(token_ids)
-        text = self._tokenizer.decode(self._window)
+        text = self._decode(self._window)
         new = text[self._sent :]
         held = min(3, len(new) - len(new.rstrip(_REPLACEMENT)))
         if held and len(self._window) < _MAX_WINDOW:
             self._sent = max(self._sent, len(text) - held)
             return new[: len(new) - held]
         self._sent = len(text)
-        self._forget(max(_CONTEXT, len(token_ids)))
+        self._shorten_window(max(_PROMPT_CONTEXT, len(token_ids)))
         return new
 
     def flush(self) -> str:
-        """What was held back, at the end of the sequence: the character stays incomplete for good."""
-        text = self._tokenizer.decode(self._window)
+        """The text held back, at the end of the answer: its last character remains incomplete."""
+        text = self._decode(self._window)
         new, self._sent = text[self._sent :], len(text)
         return new
 
-    def _forget(self, keep: int) -> None:
+    def _shorten_window(self, keep: int) -> None:
         """Drop all but the last ids, so that a step costs the same at the end of a long text as at its start."""
         if len(self._window) > 2 * keep:
             del self._window[:-keep]
-            self._sent = len(self._tokenizer.decode(self._window))
+            self._sent = len(self._decode(self._window))
+
+
+class StopStrings:
+    """Passes text on once it cannot be part of a stop string, and ends at the first one that appears."""
+
+    def __init__(self, stops: Sequence[str], *, keep: bool = False) -> None:
+        """`keep`: the stop string that appears is passed on as well."""
+        self._keep = keep
+        self._stops = tuple(stops)
+        self._held = ""
+        self.matched: str | None = None
+        self.rest = ""  # the text after the match
+
+    def append(self, text: str) -> str:
+        """The text that can be passed on; empty after a match."""
+        if self.matched is not None:
+            return ""
+        if not self._stops:
+            return text
+        text = self._held + text
+        found = [(index, stop) for stop in self._stops if (index := text.find(stop)) >= 0]
+        if found:
+            index, self.matched = min(found)
+            self._held = ""
+            self.rest = text[index + len(self.matched) :]
+            return text[: index + len(self.matched)] if self._keep else text[:index]
+        safe = len(text) - self._longest_partial_match(text)
+        self._held = text[safe:]
+        return text[:safe]
+
+    def flush(self) -> str:
+        """The text held back, once the answer has ended without a match."""
+        held, self._held = self._held, ""
+        return held
+
+    def _longest_partial_match(self, text: str) -> int:
+        """Length of the longest suffix of `text` that is a prefix of a stop string."""
+        longest = 0
+        for stop in self._stops:
+            for length in range(min(len(stop) - 1, len(text)), longest, -1):
+                if text.endswith(stop[:length]):
+                    longest = length
+                    break
+        return longest

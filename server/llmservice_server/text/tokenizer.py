@@ -1,35 +1,83 @@
-"""A checkpoint's tokenizer, as the HTTP process needs it: text and messages to ids, and the ids that end a sequence."""
+"""A checkpoint's tokenizer: text and messages to token ids and back, and the ids that end an answer."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import msgspec
 import tokenizers
 
-from llmservice_server.sampling.token_bytes import TokenBytes
 from llmservice_server.text.chat_template import ChatTemplate, ChatTemplateError, TemplateOptions
-from llmservice_server.text.decoded_bytes import decoded_bytes
-from llmservice_server.text.token_bound import most_bytes_per_token
-from llmservice_server.text.tool_format import ToolFormat
+from llmservice_server.text.detokenizer import ByteDetokenizer, Detokenizer
+from llmservice_server.text.token_bytes import TokenBytes, byte_of_letter
+from llmservice_server.text.tool_calls import ToolFormat
+
+_SHRINKS_BY = {"NFC": 3, "NFKC": 4, "NFD": 3, "NFKD": 4}
+"""At most, in bytes: the Kelvin sign (3 bytes) becomes K, a mathematical letter (4 bytes) a letter."""
+_KEEPS = {"Sequence", "ByteLevel", "Prepend", "Metaspace", "Digits", "Punctuation", "Split"}
+"""Normalizers and pre-tokenizers that drop no text, unless `_drops` finds that their settings do."""
+
+
+def most_bytes_per_token(library: tokenizers.Tokenizer) -> int | None:
+    """None where there is no certain bound: text may be dropped, or many unknown letters may become one token."""
+    vocab = library.get_vocab()
+    model = library.model
+    added = library.get_added_tokens_decoder()
+    parts = [*_parts(library.normalizer), *_parts(library.pre_tokenizer)]
+    byte_level = any(part["type"] == "ByteLevel" for part in parts)
+    letters = byte_of_letter() if byte_level else [f"<0x{byte:02X}>" for byte in range(256)]
+    if not isinstance(model, tokenizers.models.BPE) or not (byte_level or model.byte_fallback):
+        return None
+    if any(letter not in vocab for letter in letters) or any(map(_drops, parts)):
+        return None
+    if any(token.lstrip or token.rstrip for token in added.values()):  # they include the white space beside them
+        return None
+    contents = {token.content for token in added.values()}
+    pieces = (len(piece) if byte_level else len(piece.encode()) for piece in vocab if piece not in contents)
+    longest = max([*pieces, *(len(content.encode()) for content in contents)], default=1)
+    for part in parts:
+        longest *= _SHRINKS_BY.get(part["type"], 1)
+    return longest
+
+
+def _parts(component: Any) -> Iterator[Mapping[str, Any]]:
+    """The settings of a normalizer or a pre-tokenizer, and of its members."""
+    if component is None:
+        return
+    pending = [msgspec.json.decode(component.__getstate__())]
+    while pending:
+        settings = pending.pop()
+        yield settings
+        pending += settings.get("normalizers", []) + settings.get("pretokenizers", [])
+
+
+def _drops(part: Mapping[str, Any]) -> bool:
+    kind = part["type"]
+    if kind == "Replace":
+        pattern = part["pattern"].get("String")
+        return pattern is None or len(part["content"].encode()) < len(pattern.encode())
+    return (kind not in _KEEPS and kind not in _SHRINKS_BY) or part.get("behavior") == "Removed"
+
 
 LONG_TEXT_BYTES = 4096
-"""Longer texts are tokenized without the interpreter's lock, which is worth its overhead from about here on."""
+"""Longer texts are tokenized without the interpreter's lock; for shorter ones that costs more than it saves."""
 
 
 class TextTooLongError(Exception):
-    """A text has more tokens than it may: one sentence for the client."""
+    """A text has more tokens than allowed. The message is one sentence for the client."""
 
 
 class TokenizerLoadError(Exception):
-    """The folder's tokenizer cannot be used: one sentence for the user."""
+    """The folder's tokenizer cannot be used. The message is one sentence for the user."""
 
 
 class Tokenizer:
-    """Thread-safe: the library keeps no state between calls. It releases the interpreter's lock for long texts only."""
+    """Thread-safe: the library keeps no state between calls."""
 
     def __init__(
         self,
@@ -42,15 +90,23 @@ class Tokenizer:
         self._chat = chat
         self.eos_token_ids = eos_token_ids
         self.token_bytes = TokenBytes(library)
-        self.decoded_bytes = decoded_bytes(library)
         self.tool_format, self.tag_ids = _tools(library, None if chat is None else chat.tool_format)
         self._most_bytes_per_token = most_bytes_per_token(library)
         self.vocab_size: int = max(library.get_vocab().values(), default=-1) + 1
 
     @classmethod
-    def load(cls, directory: Path) -> Tokenizer:
-        """Read tokenizer.json and, where they exist, template and configurations. Raises TokenizerLoadError."""
-        path = directory / "tokenizer.json"
+    def load(
+        cls, directory: Path, *, tokenizer_folder: Path | None = None, chat_template: Path | None = None
+    ) -> Tokenizer:
+        """Read tokenizer.json and, where they exist, template and configurations. Raises TokenizerLoadError.
+
+        `tokenizer_folder` is read instead of the model's `directory`, which still determines the ids that end an
+        answer. `chat_template` is a file that replaces the tokenizer's own template.
+        """
+        folder = tokenizer_folder or directory
+        if chat_template is not None and not chat_template.is_file():
+            raise TokenizerLoadError(f"the chat template {chat_template} does not exist: expected a file in Jinja")
+        path = folder / "tokenizer.json"
         if not path.is_file():
             raise TokenizerLoadError(
                 f"{path} does not exist: a checkpoint needs a fast tokenizer in Hugging Face's format"
@@ -61,16 +117,16 @@ class Tokenizer:
             raise TokenizerLoadError(f"{path} cannot be read: {error}") from error
         library.no_truncation()
         library.no_padding()
-        settings = _read_json(directory / "tokenizer_config.json")
+        settings = _read_json(folder / "tokenizer_config.json")
         special_tokens = _special_tokens(settings)
         return cls(
             library,
             eos_token_ids=_eos_token_ids(directory, library.token_to_id(special_tokens.get("eos_token", ""))),
-            chat=_chat_template(directory, settings, special_tokens),
+            chat=_chat_template(chat_template or folder / "chat_template.jinja", settings, special_tokens),
         )
 
     def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
-        """Ids of a bare prompt, with the special tokens that the model wants around it (Llama: the begin token).
+        """Ids of a prompt, with the special tokens that the model expects around it (Llama: the begin token).
 
         Raises TextTooLongError, without tokenizing it, for a text that is certainly longer than `max_tokens`.
         """
@@ -79,7 +135,7 @@ class Tokenizer:
     def encode_all(
         self, texts: Sequence[str], *, add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> list[list[int]]:
-        """`encode` of several; `max_tokens` is for each."""
+        """`encode` for several texts, each of at most `max_tokens`."""
         if max_tokens is not None:
             self._refuse_longer(texts, max_tokens)
         if sum(map(len, texts)) > LONG_TEXT_BYTES:
@@ -112,27 +168,35 @@ class Tokenizer:
         return self.encode(prompt, add_special_tokens=False, max_tokens=max_tokens)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text without special tokens, unless asked for; bytes that are no whole character become U+FFFD."""
+        """Text, by default without special tokens. Bytes that are no complete character become U+FFFD."""
         text: str = self._library.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
+    def detokenizer(
+        self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True
+    ) -> Detokenizer | ByteDetokenizer:
+        """For one answer to a prompt."""
+        if self.token_bytes.concatenate and skip_special_tokens:
+            return ByteDetokenizer(self.token_bytes, prompt_token_ids)
+        return Detokenizer(partial(self.decode, skip_special_tokens=skip_special_tokens), prompt_token_ids)
+
     def words(self, ids: Sequence[int]) -> list[str]:
-        """Each id's entry of the vocabulary, in the tokenizer's own spelling; empty for an id without one."""
+        """The vocabulary's entry for each id, in the tokenizer's own spelling; empty for an id without one."""
         return [self._library.id_to_token(token_id) or "" for token_id in ids]
 
 
 def _tools(library: tokenizers.Tokenizer, layout: ToolFormat | None) -> tuple[ToolFormat | None, dict[str, int]]:
-    """How the model writes tool calls, None where that is unknown, and which of its tags are tokens of their own."""
+    """How the model writes tool calls, None where that is unknown, and the ids of those tags that are tokens."""
     if layout is None:
         return None, {}
     tags = {i: token for i, token in library.get_added_tokens_decoder().items() if token.content in layout.tags}
     if any(token.special for token in tags.values()):
-        return None, {}  # special tokens are no text, so nobody would see the call
+        return None, {}  # special tokens are not part of the text, so calls would not be seen
     return layout, {token.content: token_id for token_id, token in tags.items()}
 
 
 def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
-    """`bos_token`, `eos_token` and their like: strings, or objects whose `content` is the string."""
+    """`bos_token`, `eos_token` and the like: strings, or objects whose `content` is the string."""
     tokens = {}
     for name, value in settings.items():
         content = value.get("content") if isinstance(value, dict) else value
@@ -142,7 +206,7 @@ def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
 
 
 def _eos_token_ids(directory: Path, tokenizer_eos: int | None) -> frozenset[int]:
-    """generation_config.json rules, else config.json; the tokenizer's own end token counts as well."""
+    """From generation_config.json, else config.json, together with the tokenizer's own end token."""
     ids = set() if tokenizer_eos is None else {tokenizer_eos}
     for name in ("generation_config.json", "config.json"):
         eos = _read_json(directory / name).get("eos_token_id")
@@ -151,15 +215,15 @@ def _eos_token_ids(directory: Path, tokenizer_eos: int | None) -> frozenset[int]
     return frozenset(ids)
 
 
-def _chat_template(directory: Path, settings: dict[str, Any], special_tokens: dict[str, str]) -> ChatTemplate | None:
-    path = directory / "chat_template.jinja"
+def _chat_template(path: Path, settings: dict[str, Any], special_tokens: dict[str, str]) -> ChatTemplate | None:
+    where = path if path.is_file() else path.with_name("tokenizer_config.json")
     try:
         source = path.read_text(encoding="utf-8") if path.is_file() else settings.get("chat_template")
         if isinstance(source, list):  # several, by name
             source = {entry["name"]: entry["template"] for entry in source}.get("default")
         return None if source is None else ChatTemplate(source, special_tokens)
     except (jinja2.TemplateError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise TokenizerLoadError(f"the chat template in {directory} cannot be used: {error}") from error
+        raise TokenizerLoadError(f"the chat template in {where} cannot be used: {error}") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

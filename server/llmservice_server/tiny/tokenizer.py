@@ -6,8 +6,6 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from llmservice_server.sampling.token_bytes import byte_of_letter
-
 CORPUS = Path(__file__).with_name("corpus.txt")
 BOS, EOS = "<|begin|>", "<|end|>"
 SPECIAL_TOKENS = (BOS, EOS, "<|system|>", "<|user|>", "<|assistant|>")
@@ -76,12 +74,12 @@ def train(vocab_size: int) -> Tokenizer:
 
 def printable_ids(tokenizer: Tokenizer) -> list[int]:
     """The tokens that are whole printable characters: neither special, nor control, nor half a character."""
-    byte_of = byte_of_letter()
+    spelling = decoders.ByteLevel()
     printable = []
     for token, token_id in tokenizer.get_vocab().items():
         if token in SPECIAL_TOKENS:
             continue
-        text = bytes(byte_of[letter] for letter in token).decode("utf-8", errors="replace")
+        text = spelling.decode([token])
         if "\ufffd" not in text and all(letter.isprintable() or letter == "\n" for letter in text):
             printable.append(token_id)
     return sorted(printable)

@@ -4,12 +4,12 @@ from typing import Any
 import pytest
 
 from llmservice_server.engine.admission import why_refused
-from llmservice_server.messages import Generate, SamplingParams
+from llmservice_server.types.messages import GenerateRequest, SamplingParams
 
 
 def refusal(prompt: list[int], **sampling: Any) -> str | None:
     settings = {"max_tokens": 10} | sampling
-    message = Generate(
+    message = GenerateRequest(
         request_id="r", prompt_token_ids=prompt, sampling=SamplingParams(**settings), arrival_s=0.0, lane="interactive"
     )
     return why_refused(message, vocab_size=50, max_request_tokens=20)
@@ -22,6 +22,7 @@ def refusal(prompt: list[int], **sampling: Any) -> str | None:
         ([1] * 10, {"max_tokens": 10}),
         ([1], {"temperature": 0.0, "top_p": 0.0, "top_k": 0}),
         ([1], {"temperature": 2.0, "top_p": 1.0, "top_k": 10_000}),
+        ([1], {"allowed_token_ids": (0, 49), "bad_words": ((3,), (4, 5))}),
     ],
 )
 def test_what_can_be_served_is_admitted(prompt: list[int], sampling: dict[str, Any]) -> None:
@@ -51,6 +52,10 @@ def test_what_can_be_served_is_admitted(prompt: list[int], sampling: dict[str, A
         ([1], {"repetition_penalty": 1e-300}, "repetition_penalty is 1e-300"),
         ([1], {"min_tokens": -1}, "min_tokens is -1"),
         ([1], {"min_tokens": 2, "grammar": "{}"}, "0 beside a grammar"),
+        ([1], {"allowed_token_ids": (1, 50)}, "allowed_token_ids or bad_words"),
+        ([1], {"bad_words": ((1, -1),)}, "allowed_token_ids or bad_words"),
+        ([1], {"bad_words": ((),)}, "allowed_token_ids or bad_words"),
+        ([1], {"bad_words": ((1,),), "grammar": "{}"}, "cannot be combined with a grammar"),
         ([1], {"logprobs": 21}, "expected 0 to 20"),
         ([1], {"prompt_logprobs": -1}, "expected 0 to 20"),
     ],

@@ -3,7 +3,34 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from llmservice_server.engine.block_pool import NULL_BLOCK, BlockPool
+from llmservice_server.engine.block_pool import NULL_BLOCK, BlockHashes, BlockPool, PreemptionCost, SwapSpace
+
+TOKENS = list(range(40))
+
+
+def hashes(tokens: list[int], salt: str | None = None, count: int = 4) -> list[bytes]:
+    return BlockHashes(4, salt).first(count, tokens)
+
+
+def test_equal_beginnings_have_equal_hashes_and_differ_from_the_first_difference_on() -> None:
+    other = [*TOKENS[:9], 99, *TOKENS[10:]]
+    mine, theirs = hashes(TOKENS), hashes(other)
+    assert mine[:2] == theirs[:2]
+    assert mine[2] != theirs[2]
+    assert mine[3] != theirs[3]  # its own tokens are the same, but not what came before
+
+
+def test_a_salt_separates_every_block_and_no_salt_is_no_empty_one() -> None:
+    chains = [hashes(TOKENS, salt) for salt in (None, "", "a", "b")]
+    assert len({block for chain in chains for block in chain}) == 16
+
+
+def test_hashes_are_computed_once_and_as_far_as_asked() -> None:
+    chain = BlockHashes(4, None)
+    first = chain.first(2, TOKENS)
+    forgotten = [-1] * 8 + TOKENS[8:]  # what is hashed is not read again
+    assert chain.first(4, forgotten) == hashes(TOKENS)
+    assert chain.first(2, forgotten) == first
 
 
 class PoolUnderUse(RuleBasedStateMachine):
@@ -146,3 +173,27 @@ def test_what_a_found_prefix_takes_from_the_cache_cannot_be_allocated_as_well() 
     assert not pool.can_allocate(3, beside=found)
     pool.hold(found)
     assert pool.can_allocate(2, beside=found)  # held by now
+
+
+COST = PreemptionCost(copy_block_s=1.0, compute_token_s=0.25)
+
+
+def test_swapping_pays_where_both_copies_cost_less_than_computing_again() -> None:
+    space = SwapSpace(10, COST)
+    assert not space.pays(num_blocks=2, num_tokens=16)  # 4 s against 4 s
+    assert space.pays(num_blocks=2, num_tokens=17)
+
+
+def test_swapping_does_not_pay_where_there_is_no_room() -> None:
+    space = SwapSpace(3, COST)
+    assert space.pays(3, 1000)
+    space.allocate(1)
+    assert not space.pays(3, 1000)
+
+
+def test_the_lowest_blocks_are_given_out_first_so_that_copies_lie_together() -> None:
+    space = SwapSpace(6, COST)
+    assert space.allocate(4) == [0, 1, 2, 3]
+    space.free([2, 0])
+    assert space.allocate(3) == [0, 2, 4]
+    assert space.num_free == 1

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from llmservice_server.engine.config import EngineConfig
-from llmservice_server.engine.errors import ConfigError
+from llmservice_server.types.errors import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,10 @@ import torch
 from llmservice_planner.overhead import PROCESS_BYTES
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.engine import Engine
-from llmservice_server.engine.errors import ConfigError, OutOfMemoryError
-from llmservice_server.messages import Generate, Output, SamplingParams, TokenLogprobs
+from llmservice_server.runtime.startup import load_engine
 from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
+from llmservice_server.types.errors import ConfigError, OutOfMemoryError
+from llmservice_server.types.messages import GenerateRequest, Output, SamplingParams, TokenLogprobs
 
 VOCAB = 512
 BLOCK_BYTES = 2 * 2 * 16 * 2 * 8 * 4  # layers, keys and values, tokens, heads, head_dim, float32
@@ -40,7 +41,7 @@ class Driver:
     @classmethod
     def of(cls, folder: Path, **settings: Any) -> "Driver":
         driver: Driver
-        engine = Engine(EngineConfig(model=folder, threads=1, **settings), clock=lambda: driver.now)
+        engine = load_engine(EngineConfig(model=folder, threads=1, **settings), clock=lambda: driver.now)
         driver = cls(engine)
         return driver
 
@@ -55,7 +56,7 @@ class Driver:
         **sampling: Any,
     ) -> None:
         settings = {"max_tokens": 16, "temperature": 0.0} | sampling
-        message = Generate(
+        message = GenerateRequest(
             request_id=request_id,
             prompt_token_ids=prompt,
             sampling=SamplingParams(**settings),
@@ -98,6 +99,7 @@ def assert_idle(engine: Engine) -> None:
     assert not engine.has_work
 
 
+@pytest.mark.slow
 def test_after_2000_requests_with_a_tenth_cancelled_every_block_is_free_and_the_engine_answers(folder: Path) -> None:
     driver = Driver.of(folder, max_num_seqs=32, kv_cache_memory_bytes=90 * BLOCK_BYTES)
     expected = driver.answer("before", prompt_of(20))

@@ -13,14 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmservice_server.engine.block_pool import PreemptionCost, SwapSpace
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.engine import Engine
+from llmservice_server.engine.request import TokenHistory
+from llmservice_server.engine.runner import Started
 from llmservice_server.engine.scheduler import ContinuousScheduler
-from llmservice_server.engine.startup import Started, start
-from llmservice_server.engine.swap_space import PreemptionCost, SwapSpace
-from llmservice_server.messages import Generate, Output, SamplingParams, TokenLogprobs
-from llmservice_server.sampling.token_history import TokenHistory
+from llmservice_server.runtime.startup import start
 from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
+from llmservice_server.types.messages import GenerateRequest, Output, SamplingParams, TokenLogprobs
 
 VOCAB = 512
 BLOCK_BYTES = 2 * 2 * 16 * 2 * 8 * 4  # layers, keys and values, tokens, heads, head_dim, float32
@@ -62,8 +63,8 @@ class Driver:
         config = EngineConfig(model=folder, **{"overlap": True, "max_num_batched_tokens": 64} | options)
         engine = Engine(
             config,
+            replace(loaded, kv_cache=kv_cache, max_num_seqs=max_num_seqs, swap=swap),
             clock=lambda: driver.now,
-            start=lambda _: replace(loaded, kv_cache=kv_cache, max_num_seqs=max_num_seqs, swap=swap),
         )
         driver = cls(engine)
         return driver
@@ -72,7 +73,9 @@ class Driver:
         others = {name: options.pop(name) for name in ("lane", "deadline_s", "cache_salt") if name in options}
         sampling = SamplingParams(**{"max_tokens": 12, "temperature": 0.0} | options)
         self.engine.add(
-            Generate(request_id=request_id, prompt_token_ids=prompt, sampling=sampling, arrival_s=self.now, **others)
+            GenerateRequest(
+                request_id=request_id, prompt_token_ids=prompt, sampling=sampling, arrival_s=self.now, **others
+            )
         )
 
     def step(self) -> list[Output]:

@@ -5,13 +5,12 @@ from typing import Any
 
 import pytest
 
-from llmservice_server.engine.block_pool import BlockPool
-from llmservice_server.engine.lane import LaneConfig
+from llmservice_server.engine.block_pool import BlockPool, PreemptionCost, SwapSpace
+from llmservice_server.engine.lanes import LaneConfig
 from llmservice_server.engine.plan import Plan
 from llmservice_server.engine.request import Request, Status
 from llmservice_server.engine.scheduler import ContinuousScheduler, SchedulerConfig
-from llmservice_server.engine.swap_space import PreemptionCost, SwapSpace
-from llmservice_server.messages import Generate, SamplingParams
+from llmservice_server.types.messages import GenerateRequest, SamplingParams
 
 BLOCK_SIZE = 4
 
@@ -46,7 +45,7 @@ class Bench:
         self, prompt: int | list[int], max_tokens: int = 8, lane: str = "interactive", salt: str | None = None
     ) -> Request:
         self.arrivals += 1
-        message = Generate(
+        message = GenerateRequest(
             request_id=f"r{self.arrivals}",
             prompt_token_ids=[1] * prompt if isinstance(prompt, int) else prompt,
             sampling=SamplingParams(max_tokens=max_tokens),

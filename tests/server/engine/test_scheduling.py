@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from llmservice_server.engine.batch_scheduler import BatchScheduler
+from llmservice_bench.batch_scheduler import BatchScheduler
 from llmservice_server.engine.block_pool import BlockPool
 from llmservice_server.engine.config import EngineConfig
-from llmservice_server.engine.scheduling import continuous_config, make_scheduler
+from llmservice_server.engine.scheduler import continuous_config, make_scheduler
 
 
 @pytest.mark.parametrize(
@@ -26,18 +26,18 @@ from llmservice_server.engine.scheduling import continuous_config, make_schedule
 def test_step_has_room_for_every_sequence_and_some_prompt_tokens(
     settings: dict[str, Any], on_cpu: bool, step: int, chunk: int
 ) -> None:
-    config = continuous_config(EngineConfig(model=Path("model"), **settings), 32, on_cpu=on_cpu)
+    config = continuous_config(EngineConfig(model=Path("model"), **settings), 32, 512 if on_cpu else None)
     assert (config.max_num_batched_tokens, config.prefill_chunk_tokens) == (step, chunk)
 
 
 def test_long_prompt_leaves_room_for_others_on_a_cpu() -> None:
-    config = continuous_config(EngineConfig(model=Path("model")), 32, on_cpu=True)
+    config = continuous_config(EngineConfig(model=Path("model")), 32, 512)
     assert config.max_long_tokens < config.max_num_batched_tokens - config.max_num_seqs
 
 
 @pytest.mark.parametrize(("name", "padded"), [("static", True), ("dynamic", False)])
 def test_request_level_batching_takes_its_whole_budget_on_any_device(name: Any, padded: bool) -> None:
     config = EngineConfig(model=Path("model"), scheduler=name)
-    scheduler = make_scheduler(config, 32, BlockPool(10), None, on_cpu=True)
+    scheduler = make_scheduler(config, 32, BlockPool(10), None, 512)
     assert isinstance(scheduler, BatchScheduler)
     assert (scheduler.config.max_num_batched_tokens, scheduler.config.padded) == (2048, padded)

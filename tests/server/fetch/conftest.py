@@ -1,7 +1,8 @@
-"""A checkpoint's files, and a hub and a store on the loopback that have them."""
+"""The files of a checkpoint, and a hub and a store on the loopback that hold them."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,8 +10,8 @@ import pytest
 
 from harness.model_hub import ModelHub
 from harness.object_store import ObjectStore
-from llmservice_server.fetch.fetch import FetchOptions, fetch
-from llmservice_server.fetch.retry import RetryPolicy
+from llmservice_server.fetch.checkpoint import fetch
+from llmservice_server.fetch.download import FetchOptions
 
 FILES = {
     "config.json": b"{}",
@@ -23,8 +24,7 @@ FILES = {
     "original/consolidated.safetensors": b"other weights",
 }
 WANTED = ["chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json"]
-AT_ONCE = FetchOptions(retry=RetryPolicy(attempts=3, longest_s=0.0), silence_s=0.3)
-"""Retries without a pause, and soon."""
+WITHOUT_PAUSES = FetchOptions(attempts=3, longest_wait_s=0.0, silence_s=0.3)
 
 
 @pytest.fixture
@@ -37,8 +37,18 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelHub]:
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStore]:
-    monkeypatch.delenv("LLMSERVICE_SECRET", raising=False)
+def no_aws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment without credentials, where instance metadata refuses the connection."""
+    for name in os.environ:
+        if name.startswith("AWS_") or name in {"LLMSERVICE_SECRET", "SSL_CERT_FILE"}:
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/dev/null")
+    monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", "http://127.0.0.1:9")
+
+
+@pytest.fixture
+def store(no_aws: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStore]:
     with ObjectStore({f"llms/tiny/{name}": content for name, content in FILES.items()}).serving() as running:
         monkeypatch.setenv("AWS_ENDPOINT_URL", running.url)
         monkeypatch.setenv("AWS_REGION", running.region)
@@ -49,10 +59,10 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStore]:
 
 @pytest.fixture
 def fetched(tmp_path: Path) -> Callable[[str], dict[str, bytes]]:
-    """Fetch into `tmp_path/model` without pauses; the visible files that are there then."""
+    """Fetch into `tmp_path/model` without pauses between attempts; returns the visible files."""
 
     def run(uri: str) -> dict[str, bytes]:
-        fetch(uri, tmp_path / "model", AT_ONCE)
+        fetch(uri, tmp_path / "model", WITHOUT_PAUSES)
         found = (tmp_path / "model").iterdir()
         return {path.name: path.read_bytes() for path in found if not path.name.startswith(".")}
 

@@ -1,4 +1,4 @@
-"""Downloads over networks that cut, corrupt, refuse and dawdle."""
+"""Downloads over a network that interrupts, corrupts and delays."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pytest
 
 from harness.file_server import Fault
 from harness.model_hub import ModelHub
-from llmservice_server.fetch.error import FetchError
-from llmservice_server.fetch.retry import RetryPolicy
+from llmservice_server.fetch.source import FetchError
 
 WEIGHTS = "model.safetensors"
 URI = "hf://org/open"
@@ -20,29 +19,29 @@ Fetched = Callable[[str], dict[str, bytes]]
 
 
 def _ranges(hub: ModelHub) -> list[str | None]:
-    return [asked.range for asked in hub.seen if asked.path.endswith(f"/{WEIGHTS}")]
+    return [request.range for request in hub.seen if request.path.endswith(f"/{WEIGHTS}")]
 
 
-def test_a_cut_connection_is_continued_where_it_broke_off(hub: ModelHub, fetched: Fetched) -> None:
+def test_an_interrupted_download_continues_with_the_next_byte(hub: ModelHub, fetched: Fetched) -> None:
     hub.faults[WEIGHTS] = [Fault(cut_after=100_000), Fault(cut_after=50_000)]
     assert fetched(URI)[WEIGHTS] == hub.files[WEIGHTS]
     assert _ranges(hub) == [None, "bytes=100000-", "bytes=150000-"]
     assert hub.sent[WEIGHTS] == len(hub.files[WEIGHTS])
 
 
-def test_a_connection_that_falls_silent_is_given_up_and_continued(hub: ModelHub, fetched: Fetched) -> None:
+def test_a_silent_connection_is_closed_and_the_download_continued(hub: ModelHub, fetched: Fetched) -> None:
     hub.faults[WEIGHTS] = [Fault(cut_after=100_000, silent=True)]
     assert fetched(URI)[WEIGHTS] == hub.files[WEIGHTS]
     assert _ranges(hub) == [None, "bytes=100000-"]
 
 
-def test_a_server_that_stays_silent_is_told(hub: ModelHub, fetched: Fetched) -> None:
+def test_a_server_that_stays_silent_is_reported(hub: ModelHub, fetched: Fetched) -> None:
     hub.faults[WEIGHTS] = [Fault(cut_after=0, silent=True)] * 3
     with pytest.raises(FetchError, match=r"the connection broke \(ReadTimeout\) \(3 attempts without a new byte\)"):
         fetched(URI)
 
 
-def test_what_a_killed_run_left_is_continued_by_the_next(hub: ModelHub, fetched: Fetched) -> None:
+def test_the_next_run_continues_a_partial_file(hub: ModelHub, fetched: Fetched) -> None:
     hub.faults[WEIGHTS] = [Fault(cut_after=100_000), *[Fault(status=503)] * 2]
     with pytest.raises(FetchError, match=r"HTTP 503 \(3 attempts without a new byte\)"):
         fetched(URI)
@@ -51,7 +50,7 @@ def test_what_a_killed_run_left_is_continued_by_the_next(hub: ModelHub, fetched:
     assert _ranges(hub) == ["bytes=100000-"]
 
 
-def test_a_hub_without_ranges_is_read_from_the_beginning(hub: ModelHub, fetched: Fetched) -> None:
+def test_without_support_for_ranges_the_download_starts_again(hub: ModelHub, fetched: Fetched) -> None:
     hub.ranges = False
     hub.faults[WEIGHTS] = [Fault(cut_after=100_000)]
     assert fetched(URI)[WEIGHTS] == hub.files[WEIGHTS]
@@ -59,12 +58,12 @@ def test_a_hub_without_ranges_is_read_from_the_beginning(hub: ModelHub, fetched:
 
 
 @pytest.mark.parametrize("name", [WEIGHTS, "config.json"])
-def test_a_flipped_bit_is_noticed_and_the_file_fetched_anew(hub: ModelHub, fetched: Fetched, name: str) -> None:
+def test_a_corrupt_file_is_downloaded_again(hub: ModelHub, fetched: Fetched, name: str) -> None:
     hub.faults[name] = [Fault(corrupt=True)]
     assert fetched(URI)[name] == hub.files[name]
 
 
-def test_a_bit_flipped_before_the_cut_is_noticed_as_well(hub: ModelHub, fetched: Fetched, tmp_path: Path) -> None:
+def test_a_corrupt_partial_file_is_downloaded_again(hub: ModelHub, fetched: Fetched, tmp_path: Path) -> None:
     hub.faults[WEIGHTS] = [Fault(cut_after=100_000), *[Fault(status=503)] * 2]
     with pytest.raises(FetchError):
         fetched(URI)
@@ -73,7 +72,7 @@ def test_a_bit_flipped_before_the_cut_is_noticed_as_well(hub: ModelHub, fetched:
     assert fetched(URI)[WEIGHTS] == hub.files[WEIGHTS]
 
 
-def test_corruption_that_stays_is_told(hub: ModelHub, fetched: Fetched, tmp_path: Path) -> None:
+def test_repeated_corruption_is_reported(hub: ModelHub, fetched: Fetched, tmp_path: Path) -> None:
     hub.faults[WEIGHTS] = [Fault(corrupt=True)] * 3
     with pytest.raises(FetchError, match=r"model.safetensors: its sha256 is \w+, expected \w+, 3 times in a row"):
         fetched(URI)
@@ -81,20 +80,20 @@ def test_corruption_that_stays_is_told(hub: ModelHub, fetched: Fetched, tmp_path
 
 
 @pytest.mark.parametrize("status", [408, 429, 500, 503])
-def test_a_passing_refusal_is_tried_again(hub: ModelHub, fetched: Fetched, status: int) -> None:
+def test_a_temporary_error_is_retried(hub: ModelHub, fetched: Fetched, status: int) -> None:
     hub.faults[WEIGHTS] = [Fault(status=status, headers=(("Retry-After", "1"),))]
     assert fetched(URI)[WEIGHTS] == hub.files[WEIGHTS]
 
 
 @pytest.mark.parametrize(("status", "words"), [(403, "is gated or private"), (404, "has no file model.safetensors")])
-def test_a_lasting_refusal_is_told_at_once(hub: ModelHub, fetched: Fetched, status: int, words: str) -> None:
+def test_a_lasting_error_is_reported_at_once(hub: ModelHub, fetched: Fetched, status: int, words: str) -> None:
     hub.faults[WEIGHTS] = [Fault(status=status)]
     with pytest.raises(FetchError, match=words):
         fetched(URI)
     assert len(_ranges(hub)) == 1
 
 
-def test_a_disk_that_is_too_small_is_told_before_anything_is_downloaded(
+def test_a_disk_that_is_too_small_is_reported_before_the_download(
     hub: ModelHub, fetched: Fetched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = shutil.disk_usage("/")._replace(free=1000)
@@ -104,7 +103,7 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_downloaded(
     assert WEIGHTS not in hub.sent
 
 
-def test_a_disk_that_fills_up_in_mid_write_is_told_and_nothing_takes_the_real_name(
+def test_a_disk_that_fills_up_is_reported_and_no_file_gets_its_final_name(
     hub: ModelHub, fetched: Fetched, tmp_path: Path
 ) -> None:
     hub.faults[WEIGHTS] = [Fault(status=503)] * 3
@@ -112,20 +111,10 @@ def test_a_disk_that_fills_up_in_mid_write_is_told_and_nothing_takes_the_real_na
         fetched(URI)
     (part,) = (tmp_path / "model").glob(f".{WEIGHTS}.*.part")
     part.unlink()
-    part.symlink_to("/dev/full")  # the kernel's own ENOSPC
+    part.symlink_to("/dev/full")  # returns ENOSPC
 
     with pytest.raises(FetchError, match=r"needs 0.00 GiB more, \S+ GiB is free in .*model: give the node"):
         fetched(URI)
     assert not (tmp_path / "model" / WEIGHTS).exists()
     part.unlink()
     assert fetched(URI)[WEIGHTS] == hub.files[WEIGHTS]
-
-
-@pytest.mark.parametrize(
-    ("failures", "retry_after_s", "least", "most"),
-    [(1, None, 0.25, 0.5), (4, None, 2.0, 4.0), (20, None, 30.0, 60.0), (1, 7.0, 7.0, 7.0), (1, 3600.0, 60.0, 60.0)],
-)
-def test_pauses_grow_to_a_bound_and_heed_the_servers_wish(
-    failures: int, retry_after_s: float | None, least: float, most: float
-) -> None:
-    assert least <= RetryPolicy().delay_s(failures, retry_after_s) <= most

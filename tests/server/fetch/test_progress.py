@@ -6,13 +6,12 @@ import urllib.request
 
 import pytest
 
-from llmservice_server.fetch.progress import Progress
-from llmservice_server.fetch.progress_server import serve_progress
+from llmservice_server.fetch.progress import Progress, serve_progress
 
 GIB = 1 << 30
 
 
-def test_rate_and_remaining_time_leave_out_what_was_there_before() -> None:
+def test_present_bytes_do_not_count_for_rate_and_remaining_time() -> None:
     now = [0.0]
     progress = Progress(lambda: now[0])
     progress.begin({"a": GIB, "b": 0}, 4 * GIB)
@@ -23,7 +22,7 @@ def test_rate_and_remaining_time_leave_out_what_was_there_before() -> None:
     assert str(seen) == "2.00 of 4.00 GiB (50 %), 512.0 MiB/s, 4 s left"
 
 
-def test_a_download_that_stands_still_promises_nothing() -> None:
+def test_a_stalled_download_has_no_remaining_time() -> None:
     now = [0.0]
     progress = Progress(lambda: now[0])
     progress.begin({}, GIB)
@@ -34,14 +33,14 @@ def test_a_download_that_stands_still_promises_nothing() -> None:
     assert (seen.bytes_per_s, seen.eta_s) == (0.0, None)
 
 
-def test_progress_is_told_over_http_and_nothing_else() -> None:
+def test_only_progress_is_served_over_http() -> None:
     progress = Progress()
     progress.begin({"a": 25}, 100)
     with serve_progress(progress, "127.0.0.1", 0) as port:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/progress", timeout=5) as answer:
-            told = json.load(answer)
+            served = json.load(answer)
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(f"http://127.0.0.1:{port}/etc/passwd", timeout=5)
         refused.value.close()
-    assert (told["phase"], told["done_bytes"], told["total_bytes"]) == ("downloading", 25, 100)
+    assert (served["phase"], served["done_bytes"], served["total_bytes"]) == ("downloading", 25, 100)
     assert refused.value.code == 404

@@ -8,15 +8,19 @@ from contextlib import aclosing
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from llmservice_server import LLM, AsyncLLM, SamplingParams
-from llmservice_server.engine_client import EngineDeadError
+from llmservice_server.ipc.client import EngineDeadError
 
 SETTINGS = {"kv_cache_memory_bytes": 2**22, "threads": 1, "max_num_seqs": 4}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
-@pytest.fixture(params=[False, True], ids=["apart", "overlapped"])
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(params=[False, True], ids=["apart", "overlapped"], scope="module", loop_scope="module")
 async def llm(tiny_model: Path, request: pytest.FixtureRequest) -> AsyncIterator[AsyncLLM]:
     async with AsyncLLM(tiny_model, overlap=request.param, **SETTINGS) as llm:
         yield llm

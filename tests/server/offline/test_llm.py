@@ -48,13 +48,13 @@ def test_each_prompt_may_have_parameters_of_its_own(llm: LLM) -> None:
     assert llm.generate("b", params[1], use_tqdm=False)[0].outputs == second.outputs
 
 
-def test_probabilities_are_told_of_prompt_and_answer(llm: LLM) -> None:
+def test_log_probabilities_of_prompt_and_answer_are_returned(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=2, prompt_logprobs=0, n=2)
     [result] = llm.generate("Hello you", params, use_tqdm=False)
-    assert tuple(told.token_id for told in result.prompt_logprobs) == result.prompt_token_ids[1:]
+    assert tuple(entry.token_id for entry in result.prompt_logprobs) == result.prompt_token_ids[1:]
     for output in result.outputs:
-        assert tuple(told.token_id for told in output.logprobs) == output.token_ids
-        assert all(told.top[0] == (told.token_id, told.logprob) for told in output.logprobs)  # greedy
+        assert tuple(entry.token_id for entry in output.logprobs) == output.token_ids
+        assert all(entry.top[0] == (entry.token_id, entry.logprob) for entry in output.logprobs)  # greedy
     assert llm.generate("Hello you", GREEDY, use_tqdm=False)[0].outputs[0].logprobs == ()
 
 
@@ -67,7 +67,7 @@ def test_a_stop_text_ends_the_answer_before_it(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompts", "params", "words"),
+    ("prompts", "params", "message"),
     [
         (["a", [5] * 600], GREEDY, "prompt 1: 600 prompt tokens"),
         ([5, "a"], GREEDY, "mixes token ids with texts"),
@@ -77,9 +77,9 @@ def test_a_stop_text_ends_the_answer_before_it(llm: LLM) -> None:
     ],
 )
 def test_what_can_never_be_served_is_refused_before_anything_is_computed(
-    llm: LLM, prompts: list[str], params: SamplingParams, words: str
+    llm: LLM, prompts: list[str], params: SamplingParams, message: str
 ) -> None:
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         llm.generate(prompts, params)
     assert not llm.engine.has_work
 

@@ -4,10 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from llmservice_server.sampling.grammar import TOO_COMPLEX, GrammarCompiler, GrammarError, regex_grammar
+from llmservice_server.sampling.grammar import TOO_COMPLEX, GrammarCompiler, regex_grammar
 from llmservice_server.tiny.model import TinyModelSpec
+from llmservice_server.types.errors import GrammarError
 
-SLOW = [regex_grammar(f"(a{{{count}}}){{2000}}") for count in range(2000, 2006)]
+pytestmark = pytest.mark.slow
+
+SLOW = [regex_grammar(f"(a{{{count}}}){{2000}}") for count in range(2000, 2003)]
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Penalties, bias and barred stop tokens against their formulas, written out one token at a time."""
+"""What changes logits before sampling, against its formulas, written out one token at a time."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmservice_server.engine.request import Request
-from llmservice_server.messages import Generate, SamplingParams
 from llmservice_server.sampling.logit_adjustments import adjust
+from llmservice_server.types.messages import GenerateRequest, SamplingParams
 
 VOCAB = 12
 
 
 def request(prompt: list[int], answer: list[int], **sampling: Any) -> Request:
-    message = Generate(
+    message = GenerateRequest(
         request_id="r", prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=99, **sampling), arrival_s=0.0
     )
     made = Request.of(message, 0, seed=0, eos_token_ids=frozenset())
@@ -27,10 +27,15 @@ def request(prompt: list[int], answer: list[int], **sampling: Any) -> Request:
     return made
 
 
+def ends_with(answer: list[int], tokens: tuple[int, ...]) -> bool:
+    return tuple(answer[len(answer) - len(tokens) :]) == tokens
+
+
 def expected(logits: list[float], asked: Request) -> list[float]:
     """By definition: repetition on all that was seen, presence and frequency on the answer, then bias, then bars."""
     sampling = asked.sampling
     answer = asked.token_ids[asked.num_prompt_tokens :]
+    bad = {word[-1] for word in sampling.bad_words if len(answer) >= len(word) - 1 and ends_with(answer, word[:-1])}
     result = []
     for token, logit in enumerate(logits):
         if token in asked.token_ids:
@@ -40,6 +45,10 @@ def expected(logits: list[float], asked: Request) -> list[float]:
         adjusted = logit - sampling.presence_penalty * (count > 0) - sampling.frequency_penalty * count
         adjusted += sampling.logit_bias.get(token, 0.0)
         if len(answer) < sampling.min_tokens and token in asked.stop_token_ids:
+            adjusted = -math.inf
+        if sampling.allowed_token_ids and token not in sampling.allowed_token_ids:
+            adjusted = -math.inf
+        if token in bad and not bad.issuperset(sampling.allowed_token_ids or range(VOCAB)):
             adjusted = -math.inf
         result.append(adjusted)
     return result
@@ -56,6 +65,8 @@ REQUEST = st.builds(
     repetition_penalty=st.floats(0.1, 3) | st.just(1.0),
     logit_bias=st.dictionaries(TOKEN, st.floats(-100, 100), max_size=4),
     min_tokens=st.integers(0, 10),
+    allowed_token_ids=st.lists(TOKEN, max_size=4, unique=True).map(tuple),
+    bad_words=st.lists(st.lists(TOKEN, min_size=1, max_size=3).map(tuple), max_size=4).map(tuple),
 )
 
 

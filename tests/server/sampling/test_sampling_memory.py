@@ -7,9 +7,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from llmservice_planner.overhead import LOGITS_BYTES, SUMMED_ROWS_BYTES
-from llmservice_server.sampling import torch_sampler
-from llmservice_server.sampling.sampling_batch import SamplingBatch
-from llmservice_server.sampling.token_masks import apply_masks
+from llmservice_server.backend.sampling_batch import SamplingBatch
+from llmservice_server.backend.torch import sampler as torch_sampler
+from llmservice_server.sampling.logit_adjustments import apply_masks
 
 VOCAB = 4096
 HIDDEN = 8

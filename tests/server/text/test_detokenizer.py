@@ -1,19 +1,21 @@
-"""Text that grows token by token is the text that decoding it at once gives, and never shows half a character."""
+"""Detokenization token by token, and stop strings across the borders of pieces."""
 
 from __future__ import annotations
 
+import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders
 
-from llmservice_server.sampling.token_bytes import byte_of_letter
-from llmservice_server.text.detokenizer import Detokenizer
+from llmservice_server.text.detokenizer import ByteDetokenizer, Detokenizer, StopStrings
 from llmservice_server.text.tokenizer import Tokenizer
 from llmservice_server.tiny import tokenizer as tiny_tokenizer
 
 LIBRARY = tiny_tokenizer.train(1024)
-BYTE_LEVEL = Tokenizer(LIBRARY)
+LIBRARY.add_tokens(["<tool>", "a tool"])  # text, the second with a letter that stands for no byte
+TOKENIZER = Tokenizer(LIBRARY)
+BYTES = TOKENIZER.token_bytes
 
 
 def _ids_of(text: str) -> list[int]:
@@ -21,69 +23,93 @@ def _ids_of(text: str) -> list[int]:
     return ids
 
 
-def _bytes_of(data: bytes) -> list[int]:
-    """One token for each byte: the hardest way to get a text."""
-    letters = {byte: letter for letter, byte in byte_of_letter().items()}
-    return [LIBRARY.token_to_id(letters[byte]) for byte in data]
-
-
-def _pieces(detokenizer: Detokenizer, ids: list[int], step: int = 1) -> list[str]:
+def _pieces(detokenizer: Detokenizer | ByteDetokenizer, ids: list[int], step: int = 1) -> list[str]:
     pieces = [detokenizer.append(ids[start : start + step]) for start in range(0, len(ids), step)]
     return [*pieces, detokenizer.flush()]
 
 
-@given(text=st.text(max_size=80), prompt=st.text(max_size=10), step=st.integers(1, 4))
+@given(ids=st.lists(st.integers(0, 1026), max_size=60), step=st.integers(1, 4))
 @settings(deadline=None)
-def test_the_pieces_make_the_whole_text(text: str, prompt: str, step: int) -> None:
-    detokenizer = Detokenizer(BYTE_LEVEL, _ids_of(prompt))
-    assert "".join(_pieces(detokenizer, _ids_of(text), step)) == text
+def test_special_tokens_and_incomplete_characters_give_the_text_of_the_library(ids: list[int], step: int) -> None:
+    assert "".join(_pieces(ByteDetokenizer(BYTES, []), ids, step)) == TOKENIZER.decode(ids)
 
 
-@given(text=st.text(alphabet="aé€日🎉👩‍👩‍👧", max_size=40))
+@given(text=st.text(alphabet="aé€日🎉👩‍👩‍👧", max_size=40), prompt=st.text(max_size=10))
 @settings(deadline=None)
-def test_no_piece_holds_half_a_character_though_each_token_is_one_byte(text: str) -> None:
-    pieces = _pieces(Detokenizer(BYTE_LEVEL, []), _bytes_of(text.encode()))
-    assert "".join(pieces) == text
-    assert not any("\ufffd" in piece for piece in pieces)
+def test_both_detokenizers_return_each_piece_at_the_same_token(text: str, prompt: str) -> None:
+    ids, before = _ids_of(text), _ids_of(prompt)
+    assert _pieces(ByteDetokenizer(BYTES, before), ids) == _pieces(Detokenizer(TOKENIZER.decode, before), ids)
 
 
-@given(data=st.binary(max_size=150))
-@settings(deadline=None)
-def test_bytes_that_are_no_text_come_out_as_decoding_them_at_once_would_show_them(data: bytes) -> None:
-    pieces = _pieces(Detokenizer(BYTE_LEVEL, []), _bytes_of(data))
-    assert "".join(pieces) == data.decode("utf-8", errors="replace")
+def test_a_character_that_begins_in_the_prompt_is_returned_whole() -> None:
+    ids = _ids_of("🎉")
+    assert len(ids) > 1
+    assert "".join(_pieces(ByteDetokenizer(BYTES, ids[:1]), ids[1:])) == "🎉"
 
 
-def test_a_character_appears_with_its_last_byte() -> None:
-    detokenizer = Detokenizer(BYTE_LEVEL, [])
-    assert [detokenizer.append([token]) for token in _bytes_of("x🎉y".encode())] == ["x", "", "", "", "🎉", "y"]
+@pytest.mark.parametrize("decoder", [decoders.Metaspace(), decoders.Sequence([decoders.ByteLevel()]), None])
+def test_a_decoder_that_looks_at_neighbours_needs_the_library(decoder: decoders.Decoder | None) -> None:
+    library = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
+    if decoder is not None:
+        library.decoder = decoder
+    assert isinstance(Tokenizer(library).detokenizer([]), Detokenizer)
 
 
-def test_a_character_that_never_ends_is_shown_at_the_end() -> None:
-    detokenizer = Detokenizer(BYTE_LEVEL, [])
-    assert detokenizer.append(_bytes_of("né".encode()[:-1])) == "n"
-    assert detokenizer.flush() == "\ufffd"
-    assert detokenizer.flush() == ""
+def _run(stops: list[str], pieces: list[str]) -> tuple[list[str], str | None]:
+    matcher = StopStrings(stops)
+    returned = []
+    for piece in pieces:
+        returned.append(matcher.append(piece))
+        if matcher.matched is not None:
+            return returned, matcher.matched
+    return [*returned, matcher.flush()], None
 
 
-def test_special_tokens_are_not_shown() -> None:
-    detokenizer = Detokenizer(BYTE_LEVEL, [])
-    end = LIBRARY.token_to_id(tiny_tokenizer.EOS)
-    assert "".join(_pieces(detokenizer, [*_ids_of("one"), end, *_ids_of(" two")])) == "one two"
+@pytest.mark.parametrize(
+    ("stops", "pieces", "returned", "matched"),
+    [
+        ([], ["one", " two"], ["one", " two", ""], None),
+        (["STOP"], ["one STOP two"], ["one "], "STOP"),
+        (["STOP"], ["one S", "TO", "P two"], ["one ", "", ""], "STOP"),
+        (["STOP"], ["one S", "TO", "RM"], ["one ", "", "STORM", ""], None),
+        (["STOP"], ["one ST"], ["one ", "ST"], None),
+        (["aab"], ["aa", "ab"], ["", "a"], "aab"),
+        (["two", "one"], ["one two"], [""], "one"),
+        (["\n\n", "END"], ["a\n", "b\n", "\n", "c"], ["a", "\nb", ""], "\n\n"),
+        (["abcd", "bc"], ["abc"], ["a"], "bc"),
+        (["a"], ["a"], [""], "a"),
+    ],
+)
+def test_text_is_returned_as_soon_as_it_can_no_longer_be_part_of_a_stop_string(
+    stops: list[str], pieces: list[str], returned: list[str], matched: str | None
+) -> None:
+    assert _run(stops, pieces) == (returned, matched)
 
 
-def test_the_first_word_keeps_its_space_where_the_decoder_strips_it_from_the_start() -> None:
-    """SentencePiece's decoders drop the first space of what they decode: right for a text, wrong for its middle."""
-    library = tokenizers.Tokenizer(models.WordLevel({"▁Hello": 0, "▁there": 1, "▁you": 2}, unk_token="▁you"))
-    library.pre_tokenizer = pre_tokenizers.Metaspace()
-    library.decoder = decoders.Metaspace()
-    detokenizer = Detokenizer(Tokenizer(library), [0])
-    assert detokenizer.append([1]) == " there"
-    assert detokenizer.append([2]) == " you"
+def test_a_stop_string_that_is_kept_is_the_last_text() -> None:
+    matcher = StopStrings(["STOP", "x"], keep=True)
+    assert [matcher.append(piece) for piece in ("one S", "TOP two x")] == ["one ", "STOP"]
+    assert matcher.matched == "STOP"
 
 
-def test_a_long_text_costs_no_more_per_token_than_a_short_one() -> None:
-    detokenizer = Detokenizer(BYTE_LEVEL, [])
-    for token in _ids_of("one two three four five six seven eight nine ten " * 20):
-        detokenizer.append([token])
-    assert len(detokenizer._window) <= 10
+def test_nothing_is_returned_after_a_match() -> None:
+    matcher = StopStrings(["x"])
+    assert matcher.append("axb") == "a"
+    assert matcher.append("c") == ""
+    assert matcher.flush() == ""
+
+
+@given(
+    stops=st.lists(st.text("ab", min_size=1, max_size=4), max_size=4),
+    pieces=st.lists(st.text("abc", max_size=5), max_size=12),
+)
+def test_what_is_returned_is_the_text_up_to_the_first_stop_string(stops: list[str], pieces: list[str]) -> None:
+    text, (returned, matched) = "".join(pieces), _run(stops, pieces)
+    ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
+    if matched is None:
+        assert not ends
+        assert "".join(returned) == text
+    else:
+        assert text.startswith("".join(returned) + matched)
+        assert not any(stop in "".join(returned) for stop in stops)
+        assert len("".join(returned)) + len(matched) <= max(ends)

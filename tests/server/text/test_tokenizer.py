@@ -1,4 +1,4 @@
-"""What a checkpoint's folder says about its tokenizer."""
+"""A tokenizer as the files of a checkpoint define it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,93 @@ import json
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
 from llmservice_server.text.chat_template import ChatTemplateError
-from llmservice_server.text.tokenizer import TextTooLongError, Tokenizer, TokenizerLoadError
-from llmservice_server.text.tool_format import HERMES, ToolFormat
+from llmservice_server.text.tokenizer import TextTooLongError, Tokenizer, TokenizerLoadError, most_bytes_per_token
+from llmservice_server.text.tool_calls import HERMES, ToolFormat
 from llmservice_server.tiny import tokenizer as tiny_tokenizer
+from llmservice_server.tiny.tokenizer import train
+
+
+def _tiny(change: Callable[[tokenizers.Tokenizer], None]) -> tokenizers.Tokenizer:
+    library = train(400)
+    change(library)
+    return library
+
+
+def _normalized(*parts: normalizers.Normalizer) -> tokenizers.Tokenizer:
+    def change(library: tokenizers.Tokenizer) -> None:
+        library.normalizer = normalizers.Sequence([*parts])
+
+    return _tiny(change)
+
+
+def _added(token: AddedToken) -> tokenizers.Tokenizer:
+    return _tiny(lambda library: library.add_tokens([token]))
+
+
+def _byte_fallback(*, complete: bool) -> tokenizers.Tokenizer:
+    pieces = ["<unk>", "\u2581", "a", "b", "ab", "\u2581ab", *(f"<0x{byte:02X}>" for byte in range(256))]
+    vocab = {piece: index for index, piece in enumerate(pieces if complete else pieces[:-1])}
+    merges = [("a", "b"), ("\u2581", "ab")]
+    library = tokenizers.Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    library.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    return library
+
+
+BOUNDED = {
+    "byte level": _tiny(lambda _: None),
+    "NFC": _normalized(normalizers.NFC()),
+    "NFKC": _normalized(normalizers.NFKC()),
+    "an added token": _added(AddedToken("a very long added token")),
+    "byte fallback": _byte_fallback(complete=True),
+}
+TEXTS = st.text(
+    st.one_of(st.characters(codec="utf-8"), st.sampled_from("ab \n\u212a\U0001d7d9e\u0301\u1100\u1161\u11a8")),
+    max_size=200,
+)
+
+
+@pytest.mark.parametrize("library", BOUNDED.values(), ids=BOUNDED)
+@settings(deadline=None, max_examples=60)
+@given(text=TEXTS)
+def test_a_token_stands_for_no_more_bytes_than_the_bound(library: tokenizers.Tokenizer, text: str) -> None:
+    most = most_bytes_per_token(library)
+    assert most is not None
+    num_tokens = len(library.encode(text, add_special_tokens=False).ids)
+    assert len(text.encode()) <= most * num_tokens
+
+
+def _dropping_spaces(library: tokenizers.Tokenizer) -> None:
+    library.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(r"\s+"), "removed"), pre_tokenizers.ByteLevel(use_regex=False)]
+    )
+
+
+@pytest.mark.parametrize(
+    "library",
+    [
+        pytest.param(_tiny(_dropping_spaces), id="spaces are dropped"),
+        pytest.param(_normalized(normalizers.Strip()), id="stripped"),
+        pytest.param(_normalized(normalizers.Replace(Regex(" +"), " ")), id="replaced by a pattern"),
+        pytest.param(_normalized(normalizers.Replace("aa", "")), id="replaced by nothing"),
+        pytest.param(_added(AddedToken("<end>", rstrip=True)), id="a token that takes the spaces behind it"),
+        pytest.param(_byte_fallback(complete=False), id="a byte without a token"),
+        pytest.param(tokenizers.Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>")), id="whole words"),
+    ],
+)
+def test_where_text_may_vanish_there_is_no_bound(library: tokenizers.Tokenizer) -> None:
+    assert most_bytes_per_token(library) is None
+
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
@@ -87,7 +164,7 @@ def test_truncation_and_padding_that_were_saved_with_the_tokenizer_are_off(model
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "words"),
+    ("name", "content", "message"),
     [
         ("tokenizer.json", "{", "tokenizer.json cannot be read"),
         ("tokenizer_config.json", "{", "tokenizer_config.json is not valid JSON"),
@@ -95,9 +172,9 @@ def test_truncation_and_padding_that_were_saved_with_the_tokenizer_are_off(model
         ("chat_template.jinja", "{% for %}", "the chat template in .* cannot be used"),
     ],
 )
-def test_a_broken_file_is_named(model: Path, name: str, content: str, words: str) -> None:
+def test_a_broken_file_is_named(model: Path, name: str, content: str, message: str) -> None:
     (model / name).write_text(content)
-    with pytest.raises(TokenizerLoadError, match=words):
+    with pytest.raises(TokenizerLoadError, match=message):
         Tokenizer.load(model)
 
 
@@ -132,3 +209,8 @@ def test_a_long_text_has_the_ids_of_its_parts_and_leaves_the_interpreter_to_othe
     short = tokenizer.encode(text[: len(text) // 5000], add_special_tokens=False)
     assert ids == short * 5000
     assert turns > 1000
+
+
+def test_a_template_that_is_asked_for_has_to_exist(tiny_model: Path) -> None:
+    with pytest.raises(TokenizerLoadError, match=r"absent\.jinja does not exist"):
+        Tokenizer.load(tiny_model, chat_template=tiny_model / "absent.jinja")

@@ -1,0 +1,1 @@
+"""How a device computes: one interface, one package per kind of device."""

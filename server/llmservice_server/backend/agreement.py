@@ -1,0 +1,118 @@
+"""How far a backend's attention is from the torch backend's in float64, on random input that is hard on it.
+
+Every cache is filled with NaN before, tables are fragmented, sequences are mixed: what is read without having been
+stored, or written where it does not belong, shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from llmservice_server.backend.base import Attention, KVCacheShape, StepInput
+from llmservice_server.backend.torch.attention import TorchAttention
+
+BackendOf = Callable[[KVCacheShape, int, torch.device], Attention]
+FP8_MAX = 448.0
+
+Spans = Sequence[tuple[int, int]]
+
+BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+"""The relative error (of all numbers together, in the Euclidean norm) by which activations of a dtype may differ."""
+
+MIXED: Spans = ((0, 37), (5, 1), (0, 1), (48, 19), (130, 1), (63, 1), (64, 2), (15, 1))
+"""Prompts, chunks after the first (or after a cached prefix) and single tokens; (tokens before the step, tokens in it).
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One step, and the model that takes it."""
+
+    shape: KVCacheShape  # its dtype is the cache's
+    dtype: torch.dtype  # of the activations
+    spans: Spans = MIXED
+
+
+def relative_error(case: Case, backend_of: BackendOf, device: torch.device, seed: int = 0) -> float:
+    """The greatest among the layers; NaN where an answer is. Raises whatever the backend raises."""
+    shape = case.shape
+    generator = torch.Generator().manual_seed(seed)
+    blocks_each = [-(-(start + count) // shape.block_size) for start, count in case.spans]
+    num_blocks = 1 + sum(blocks_each)
+    tables = _fragmented(blocks_each, generator)
+    backend = _poisoned(backend_of(shape, num_blocks, device))
+    reference = _poisoned(TorchAttention(replace(shape, dtype=torch.float64), num_blocks, device))
+    worst = 0.0
+    for layer in range(len(shape.windows)):
+        queries, key_values = _random(case, generator, device)
+        answer = _answer(backend, layer, case, tables, queries, key_values)
+        kept = [quantized(part) if shape.dtype.itemsize == 1 else part.to(shape.dtype) for part in key_values]
+        exact = [part.double() for part in queries], [part.double() for part in kept]
+        expected = _answer(reference, layer, case, tables, *exact)
+        error = float((answer.double() - expected).norm() / expected.norm())
+        worst = max(worst, error) if error == error else error  # noqa: PLR0124 - NaN is what differs from itself
+    return worst
+
+
+def quantized(rows: torch.Tensor) -> torch.Tensor:
+    """What an fp8 cache keeps of `rows` `[..., head_dim]`, in their own dtype: a scale for each row, and e4m3."""
+    scale = rows.float().abs().amax(-1, keepdim=True).clamp(min=1e-30) / FP8_MAX
+    return ((rows.float() / scale).to(torch.float8_e4m3fn).float() * scale).to(rows.dtype)
+
+
+def _fragmented(blocks_each: Sequence[int], generator: torch.Generator) -> list[list[int]]:
+    """Tables that share out the blocks 1, 2, … in no order."""
+    blocks = (1 + torch.randperm(sum(blocks_each), generator=generator)).tolist()
+    tables = []
+    for count in blocks_each:
+        tables.append(blocks[:count])
+        blocks = blocks[count:]
+    return tables
+
+
+def _poisoned(backend: Attention) -> Attention:
+    for cache in backend.caches:
+        cache.copy_(torch.full((), torch.nan))
+    return backend
+
+
+def _random(
+    case: Case, generator: torch.Generator, device: torch.device
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Each sequence's queries, and its keys and values, from its first token to its last."""
+    shape = case.shape
+    queries, key_values = [], []
+    for start, count in case.spans:
+        fused = torch.randn(
+            start + count, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim, generator=generator
+        ).to(device, case.dtype)
+        queries.append(fused[:, : shape.num_heads])
+        key_values.append(fused[:, shape.num_heads :])
+    return queries, key_values
+
+
+def _answer(
+    backend: Attention,
+    layer: int,
+    case: Case,
+    tables: Sequence[Sequence[int]],
+    queries: Sequence[torch.Tensor],
+    key_values: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    """Store what comes before the step in a step of its own, then take it."""
+    before = [place for place, (start, _) in enumerate(case.spans) if start]
+    if before:
+        backend.prepare(StepInput.of([(0, case.spans[place][0], tables[place]) for place in before]))(
+            layer,
+            torch.cat([queries[place][: case.spans[place][0]] for place in before]),
+            torch.cat([key_values[place][: case.spans[place][0]] for place in before]),
+        )
+    runs = [(start, count, table) for (start, count), table in zip(case.spans, tables, strict=True)]
+    return backend.prepare(StepInput.of(runs))(
+        layer,
+        torch.cat([part[start:] for part, (start, _) in zip(queries, case.spans, strict=True)]),
+        torch.cat([part[start:] for part, (start, _) in zip(key_values, case.spans, strict=True)]),
+    )

@@ -1,0 +1,96 @@
+"""Which backend computes a model, and why."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from llmservice_server.backend.base import Backend, KVCacheShape
+from llmservice_server.backend.torch.backend import TorchBackend
+from llmservice_server.types.errors import ConfigError
+
+BackendName = Literal["cpu", "torch", "triton"]
+
+
+def choose_backend(
+    wanted: Literal["auto", "torch", "triton"],
+    shape: KVCacheShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    max_num_batched_tokens: int,
+    worth_compiling: bool = False,
+    enforce_eager: bool = False,
+) -> Backend:
+    """For activations of `dtype`. Raises ConfigError where what is wanted does not work here.
+
+    `worth_compiling`: the model is large enough for CPU kernels that take seconds to compile. `auto` times chunks of
+    prompts on a GPU, by our kernel and by torch's, and takes the faster.
+    """
+    problem = None
+    if wanted == "triton" or (wanted == "auto" and device.type == "cuda"):
+        problem = _why_triton_is_unusable(shape, dtype, device)
+    elif wanted == "auto":
+        problem = _why_cpu_kernels_are_unusable()
+    name, reason = decide(wanted, device.type, problem)
+    if shape.dtype.itemsize == 1 and name != "triton":
+        raise ConfigError(
+            f"kv_cache_dtype fp8 needs the attention backend triton, which is not used here ({reason}): "
+            "choose another --kv-cache-dtype"
+        )
+    if name == "cpu":
+        from llmservice_server.backend.cpu.backend import CpuBackend
+
+        return CpuBackend(shape, device, reason, worth_compiling=worth_compiling)
+    if name == "torch":
+        return TorchBackend(shape, device, reason)
+    from llmservice_server.backend.cuda.backend import CudaBackend
+
+    if wanted != "auto":
+        return CudaBackend(shape, device, reason, enforce_eager=enforce_eager)
+    from llmservice_server.backend.cuda.chunk_race import OURS, race_for_chunks
+
+    verdict = race_for_chunks(shape, dtype, device, max_num_batched_tokens)
+    return CudaBackend(
+        shape,
+        device,
+        f"{reason}; chunks of prompts by {verdict.name}: {verdict.reason}",
+        varlen_keys=0 if verdict.name == OURS else max_num_batched_tokens,
+        enforce_eager=enforce_eager,
+    )
+
+
+def decide(
+    wanted: Literal["auto", "torch", "triton"], device_type: str, problem: str | None
+) -> tuple[BackendName, str]:
+    """The backend and the reason for it. `problem`: why the device's own kernels are unusable, None where they work."""
+    if wanted == "torch":
+        return "torch", "it was asked for"
+    if wanted == "triton":
+        if problem is not None:
+            raise ConfigError(f"attention is triton, which is unusable here: {problem}: use --attention auto")
+        return "triton", "it was asked for, and its probe passed"
+    if device_type == "cpu":
+        if problem is not None:
+            return "torch", f"the CPU kernels are unusable here: {problem}"
+        return "cpu", "the kernels for this processor are the fastest on it"
+    if problem is not None:
+        return "torch", f"triton is unusable here: {problem}"
+    return "triton", "its kernels compiled and agreed with torch on this GPU"
+
+
+def _why_triton_is_unusable(shape: KVCacheShape, dtype: torch.dtype, device: torch.device) -> str | None:
+    try:
+        from llmservice_server.backend.cuda.probe import why_triton_is_unusable
+    except ImportError as error:
+        return f"it cannot be imported ({error})"
+    return why_triton_is_unusable(shape, dtype, device)
+
+
+def _why_cpu_kernels_are_unusable() -> str | None:
+    try:
+        import llmservice_server.backend.cpu.backend  # noqa: F401 - numba may be missing
+    except ImportError as error:
+        return f"they cannot be imported ({error})"
+    return None

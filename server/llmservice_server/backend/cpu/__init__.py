@@ -1,0 +1,1 @@
+"""CPUs: kernels compiled by numba, and matrices in oneDNN's layout."""

@@ -1,0 +1,305 @@
+"""Paged attention on a CPU.
+
+Where it is worth compiling a kernel for chunks of prompts, all of a step's tokens are computed in one call a layer,
+straight from the cache. Elsewhere kernels do what touches the cache, and torch computes the chunks: one has its keys
+and values at hand in one piece if it is the beginning of its prompt, and has them copied together otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
+
+from llmservice_server.backend.base import (
+    Int32Array,
+    Int64Array,
+    KVCacheShape,
+    Rotation,
+    StepInput,
+    firsts_of,
+    joined,
+)
+from llmservice_server.backend.cpu import attention_kernels as cpu_kernels
+from llmservice_server.backend.cpu import prefill_kernels as cpu_prefill
+from llmservice_server.backend.cpu.compiled import use_threads
+from llmservice_server.backend.cpu.element import as_array
+from llmservice_server.backend.cpu.linear import FEW_ROWS
+from llmservice_server.backend.cpu.tile import Constants, constants_of
+
+_ROWS = 256
+"""Of a tile, about: each key that is brought to it serves so many, whose scores and sums stay in a core's own cache."""
+_BRINGING = 8
+"""A key's way into a tile costs as much as the products of so many tokens with it."""
+
+
+def query_tiles(step: StepInput, *, num_kv_heads: int, group: int, num_threads: int) -> Int32Array:
+    """The step's tokens in tiles as `cpu_prefill.attend` takes
+    them, `[num_tiles, 5]`: a tile's first row, number of rows, the position behind its last, where its table
+    begins, and its key head. They are in an order in which equal parts are about equal work.
+    """
+    starts, counts = step.starts, step.counts
+    tiles_each = -(-counts * group // _ROWS)
+    sizes = -(-counts // tiles_each)
+    tiles_each = -(-counts // sizes)
+    sequence = np.repeat(np.arange(len(counts)), tiles_each)
+    behind = (np.arange(len(sequence)) - firsts_of(tiles_each)[sequence]) * sizes[sequence]
+    num_tokens = np.minimum(sizes[sequence], counts[sequence] - behind)
+    ends = starts[sequence] + behind + num_tokens
+    columns = (step.rows[sequence] + behind, num_tokens, ends, step.table_firsts[sequence])
+    tiles = np.empty((len(sequence), num_kv_heads, 5), np.int32)
+    for number, column in enumerate(columns):
+        tiles[:, :, number] = column[:, None]
+    tiles[:, :, 4] = np.arange(num_kv_heads)
+    work = ends * (num_tokens + _BRINGING)
+    return tiles.reshape(-1, 5)[balanced_order(np.repeat(work, num_kv_heads), num_threads)]
+
+
+def balanced_order(work: Int64Array | Int32Array, num_threads: int) -> Int64Array:
+    """An order of the items in which `num_threads` equal runs of them have about equal work.
+
+    The items are assigned by falling work to the threads from the first to the last and back again.
+    """
+    if len(work) <= num_threads:
+        return np.arange(len(work))
+    laps = np.full((-(-len(work) // num_threads), num_threads), -1)  # an item of each for every thread, maybe too many
+    laps.ravel()[: len(work)] = np.argsort(-work, kind="stable")
+    laps[1::2] = laps[1::2, ::-1]
+    order = laps.T.ravel()
+    return order[order >= 0]
+
+
+_EVERYTHING = 1 << 31  # a window that no sequence fills
+_PIECES_A_THREAD = 4
+"""With fewer sequences than so many for each thread, the heads of a sequence are shared out as well."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Several tokens of one sequence: rows `first_row` to `end_row` of the step, from position `start` on."""
+
+    first_row: int
+    end_row: int
+    start: int
+    table: Int32Array
+
+    @property
+    def num_queries(self) -> int:
+        return self.end_row - self.first_row
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_queries
+
+    def first_key(self, window: int | None) -> int:
+        """The first position that any of the queries sees."""
+        return 0 if window is None else max(0, self.start + 1 - window)
+
+
+@dataclass(frozen=True, slots=True)
+class _Decodes:
+    """The tokens that stand alone, in an order in which equal parts are equal work: so threads share them."""
+
+    sequences: Int32Array  # [num_seqs, 3]: row of the step, where its table begins in `blocks`, end of keys
+    blocks: Int32Array
+    parts: int  # into which a sequence is divided, by its key heads
+
+    @classmethod
+    def of(cls, step: StepInput, alone: Int64Array, parts: int, num_threads: int) -> _Decodes:
+        """Of the sequences `alone` of a step, each of which has one token."""
+        last_keys = step.starts[alone]
+        sequences = np.empty((len(alone), 3), np.int32)
+        sequences[:, 0], sequences[:, 1], sequences[:, 2] = step.rows[alone], step.table_firsts[alone], last_keys + 1
+        return cls(sequences[balanced_order(last_keys, num_threads)], step.blocks, parts)
+
+    @classmethod
+    def of_all(cls, step: StepInput, parts: int, num_threads: int) -> _Decodes:
+        """Of a step of decodes only. It takes few calls: with one sequence, each of them counts."""
+        tables = step.block_tables
+        firsts = accumulate(map(len, tables[:-1]), initial=0)
+        starts = step.starts.tolist()
+        rows = [(row, first, start + 1) for row, (first, start) in enumerate(zip(firsts, starts, strict=True))]
+        sequences = np.array(rows, np.int32)
+        if len(rows) > num_threads:
+            sequences = sequences[balanced_order(sequences[:, 2], num_threads)]
+        return cls(sequences, joined(tables), parts)
+
+    @property
+    def arguments(self) -> tuple[Int32Array, Int32Array, int]:
+        """As `cpu_kernels.decode` takes them."""
+        return self.sequences, self.blocks, self.parts
+
+
+def _is_balanced(pieces: int, num_threads: int) -> bool:
+    """Whether threads that have equal numbers of so many pieces have about equal work."""
+    return pieces % num_threads == 0 or pieces >= _PIECES_A_THREAD * num_threads
+
+
+class CpuAttention:
+    """Implements `Attention`. The caches' memory is touched only as blocks come into use."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, shape: KVCacheShape, num_blocks: int, *, tiled: bool = False) -> None:
+        """`tiled`: whether chunks of prompts have a kernel of our own, which takes seconds to compile."""
+        self.shape = shape
+        self._tiled = tiled
+        self._num_threads = torch.get_num_threads()
+        num_layers = len(shape.windows)
+        size = (num_layers, num_blocks, shape.num_kv_heads, 2, shape.block_size, shape.head_dim)
+        caches = torch.empty(size, dtype=shape.dtype)
+        self.caches = list(caches.unbind())
+        self._array = as_array(caches)
+        self._windows = np.array([_EVERYTHING if window is None else window for window in shape.windows], np.int64)
+        self._constants = constants_of(shape.num_heads // shape.num_kv_heads, shape.head_dim)
+
+    def decodes(self, step: StepInput) -> tuple[Any, ...]:
+        """A step of decodes only, for compiled code: caches and windows of all layers, and what else
+        `cpu_kernels.rotate_and_decode` asks for."""
+        num_threads = use_threads(self._num_threads)
+        decodes = _Decodes.of_all(step, self._parts(len(step), num_threads), num_threads)
+        return self._array, self._windows, decodes.arguments, self._constants
+
+    def _parts(self, num_seqs: int, num_threads: int) -> int:
+        """Into which a sequence that decodes is divided, by its key heads, so that no thread is idle: no more of them
+        than that takes, as each costs a microsecond."""
+        num_kv_heads = self.shape.num_kv_heads
+        parts = (parts for parts in range(1, num_kv_heads) if num_kv_heads % parts == 0)
+        enough = (each for each in parts if _is_balanced(num_seqs * each, num_threads))
+        return next(enough, num_kv_heads)
+
+    def prepare(self, step: StepInput) -> CpuStep:
+        num_threads = use_threads(self._num_threads)
+        alone = np.flatnonzero(step.counts == 1)
+        slots = step.slots(self.shape.block_size)
+        attend = CpuStep(self.shape, self._constants, self.caches, self._array, self._windows, slots)
+        if self._tiled and (not step.is_decode or len(step) > FEW_ROWS):  # fewer are one compiled call
+            num_kv_heads = self.shape.num_kv_heads
+            group = self.shape.num_heads // num_kv_heads
+            tiles = query_tiles(step, num_kv_heads=num_kv_heads, group=group, num_threads=num_threads)
+            return replace(attend, tiles=(tiles, step.blocks))
+        parts = self._parts(len(alone), num_threads)
+        columns = (step.rows.tolist(), step.counts.tolist(), step.starts.tolist(), step.block_tables)
+        return replace(
+            attend,
+            decodes=_Decodes.of(step, alone, parts, num_threads) if len(alone) else None,
+            chunks=[
+                _Chunk(row, row + count, start, np.array(table, np.int32))
+                for row, count, start, table in zip(*columns, strict=True)
+                if count != 1
+            ]
+            if not step.is_decode
+            else [],
+        )
+
+
+@dataclass(slots=True)
+class CpuStep:
+    """Implements `RotatingAttend` for one step."""
+
+    shape: KVCacheShape
+    constants: Constants  # the shape's numbers that are part of the kernels' code
+    layers: list[torch.Tensor]  # the cache of each
+    caches: npt.NDArray[Any]  # the same, for kernels
+    windows: Int64Array  # of all layers
+    slots: Int64Array
+    tiles: tuple[Int32Array, Int32Array] | None = None  # of all tokens, and all tables: then there is nothing else
+    decodes: _Decodes | None = None
+    chunks: Sequence[_Chunk] = ()
+    masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)  # by first row and window
+
+    def __call__(self, layer: int, query: torch.Tensor, key_value: torch.Tensor) -> torch.Tensor:
+        stored = key_value.to(self.shape.dtype)
+        cpu_kernels.store(as_array(stored), self.slots, self.caches[layer])
+        return self._attend(layer, query.contiguous(), stored)
+
+    def rotate_and_attend(self, layer: int, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        """As `RotatingAttend` says."""
+        num_heads = self.shape.num_heads
+        cpu_kernels.rotate_and_store(
+            as_array(heads), rotation_arrays(rotation), self.slots, num_heads, self.caches[layer]
+        )
+        return self._attend(layer, heads, heads[:, num_heads:].to(self.shape.dtype))
+
+    def _attend(self, layer: int, query: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
+        """`query` may have more heads than those of the queries; `stored` are keys and values as the cache has them."""
+        num_heads = self.shape.num_heads
+        answer = query.new_empty(len(query), num_heads, self.shape.head_dim)
+        if self.tiles is not None:
+            rows, cache, (tiles, blocks) = as_array(query), self.caches[layer], self.tiles
+            kinds = cpu_prefill.kinds_of(rows, cache)
+            window = self.windows[layer]
+            cpu_prefill.attend(rows, cache, tiles, blocks, window, as_array(answer), self.constants, kinds)
+            return answer.flatten(1)
+        if (decodes := self.decodes) is not None:
+            cpu_kernels.decode(
+                as_array(query),
+                self.caches[layer],
+                decodes.arguments,
+                self.windows[layer],
+                as_array(answer),
+                self.constants,
+            )
+        for chunk in self.chunks:
+            chunk_query = query[chunk.first_row : chunk.end_row, :num_heads]
+            answer[chunk.first_row : chunk.end_row] = self._attend_chunk(layer, chunk, chunk_query, stored)
+        return answer.flatten(1)
+
+    def _attend_chunk(self, layer: int, chunk: _Chunk, query: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
+        """`[num_queries, num_heads, head_dim]`. The heads of a group see the same keys, which are not repeated."""
+        num_kv_heads, head_dim, window = self.shape.num_kv_heads, self.shape.head_dim, self.shape.windows[layer]
+        if chunk.start == 0:
+            keys, values = stored[chunk.first_row : chunk.end_row].transpose(0, 1).chunk(2)
+        else:
+            keys, values = self._cached(layer, chunk)
+        grouped = query.reshape(chunk.num_queries, num_kv_heads, -1, head_dim)
+        by_head = grouped.permute(1, 2, 0, 3)
+        group = by_head.shape[1]
+        keys, values = (part.to(query.dtype)[:, None].expand(-1, group, -1, -1) for part in (keys, values))
+        if chunk.start == 0 and (window is None or chunk.num_queries <= window):
+            answer = F.scaled_dot_product_attention(by_head, keys, values, is_causal=True)
+        else:
+            answer = F.scaled_dot_product_attention(
+                by_head, keys, values, attn_mask=self._mask(chunk, window, query.dtype)
+            )
+        return answer.permute(2, 0, 1, 3).flatten(1, 2)
+
+    def _cached(self, layer: int, chunk: _Chunk) -> torch.Tensor:
+        """The keys and values that the chunk sees, copied together: `[2, num_kv_heads, num_keys, head_dim]`."""
+        block_size, first_key = self.shape.block_size, chunk.first_key(self.shape.windows[layer])
+        first_block = first_key // block_size
+        blocks = torch.from_numpy(chunk.table[first_block : -(-chunk.end // block_size)])
+        copied = self.layers[layer].permute(2, 1, 0, 3, 4).index_select(2, blocks).flatten(2, 3)
+        return copied[:, :, first_key - first_block * block_size : chunk.end - first_block * block_size]
+
+    def _mask(self, chunk: _Chunk, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """What is added to the scores, `[num_queries, num_keys]`: made once for all layers, as torch wants it.
+
+        Of one that is true where a query may see a key it would make this anew in each layer.
+        """
+        mask = self.masks.get((chunk.first_row, window))
+        if mask is None:
+            mask = torch.zeros(chunk.num_queries, chunk.end - chunk.first_key(window), dtype=dtype)
+            mask.masked_fill_(~_visible(chunk, window), -math.inf)
+            self.masks[chunk.first_row, window] = mask
+        return mask
+
+
+def rotation_arrays(rotation: Rotation) -> tuple[npt.NDArray[Any], np.float32, npt.NDArray[Any], npt.NDArray[Any]]:
+    """The weights of the norm of queries and keys, maybe empty; its epsilon; cosines and sines."""
+    weight, eps = (rotation.cos.new_empty(0, 0), 0.0) if rotation.qk_norm is None else rotation.qk_norm
+    return as_array(weight), np.float32(eps), as_array(rotation.cos.flatten(1)), as_array(rotation.sin.flatten(1))
+
+
+def _visible(chunk: _Chunk, window: int | None) -> torch.Tensor:
+    """True where a query may see a key, `[num_queries, num_keys]`."""
+    queries = torch.arange(chunk.start, chunk.end)[:, None]
+    keys = torch.arange(chunk.first_key(window), chunk.end)
+    return (keys <= queries) if window is None else (keys <= queries) & (keys > queries - window)

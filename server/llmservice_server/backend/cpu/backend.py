@@ -1,0 +1,51 @@
+"""The backend for CPUs: numba kernels, and matrices in oneDNN's layout."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+
+from llmservice_server.backend.base import Attention, DecodePath, Decoder, linears_of
+from llmservice_server.backend.cpu import sampler
+from llmservice_server.backend.cpu.attention import CpuAttention
+from llmservice_server.backend.cpu.decode import CpuDecode, can_decode
+from llmservice_server.backend.cpu.layer_ops import CpuLayerOps, ThreadedCpuLayerOps
+from llmservice_server.backend.cpu.linear import FEW_ROWS, PackedLinear, pack
+from llmservice_server.backend.sampling_batch import SamplingBatch
+from llmservice_server.backend.torch.backend import TorchBackend
+
+
+@dataclass(slots=True)
+class CpuBackend(TorchBackend):
+    """`worth_compiling`: the model is large enough for kernels that take seconds to compile."""
+
+    name: str = "cpu"
+    worth_compiling: bool = False
+
+    def prepare(self, model: Decoder) -> None:
+        model.map_linears(pack)
+        if not isinstance(model.lm_head, PackedLinear):  # beside products that are not packed, the rest is nothing
+            return
+        if not self.worth_compiling:
+            model.ops = CpuLayerOps()
+            return
+        model.ops = ThreadedCpuLayerOps()
+        layers = itertools.chain.from_iterable(map(linears_of, model.layers))
+        for linear in (*layers, model.lm_head):
+            if isinstance(linear, PackedLinear):
+                linear.find_panels()
+
+    def attention(self, num_blocks: int) -> Attention:
+        return CpuAttention(self.shape, num_blocks, tiled=self.worth_compiling)
+
+    def decode_path(
+        self, model: Decoder, attention: Attention, *, max_num_seqs: int, max_model_len: int
+    ) -> DecodePath | None:
+        if not isinstance(attention, CpuAttention) or not can_decode(model):
+            return None
+        return CpuDecode(model, attention, min(max_num_seqs, FEW_ROWS))
+
+    def choose_tokens(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        return sampler.choose(logits, batch)

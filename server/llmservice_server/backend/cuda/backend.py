@@ -1,0 +1,100 @@
+"""The backend for NVIDIA GPUs: Triton kernels, and CUDA graphs of decode steps."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from llmservice_server.backend.base import Attention, DecodePath, Decoder
+from llmservice_server.backend.cuda import decode_graphs
+from llmservice_server.backend.cuda.attention import TritonAttention
+from llmservice_server.backend.cuda.kernels.elementwise import add_rms_norm, silu_mul
+from llmservice_server.backend.cuda.kernels.top_k_top_p import top_k_top_p as top_k_top_p_kernel
+from llmservice_server.backend.cuda.varlen import Varlen, by_torch
+from llmservice_server.backend.sampling_batch import SamplingBatch
+from llmservice_server.backend.torch import sampler
+from llmservice_server.backend.torch.backend import TorchBackend
+from llmservice_server.backend.torch.layer_ops import TorchLayerOps
+from llmservice_server.backend.torch.sampler import TopKTopP, top_k_top_p
+
+_LOG = logging.getLogger(__name__)
+
+
+class TritonLayerOps(TorchLayerOps):
+    """Implements `LayerOps` on a GPU, one kernel each."""
+
+    def __init__(self) -> None:
+        self.add_norm = add_rms_norm  # type: ignore[method-assign]
+        self.silu_mul = silu_mul  # type: ignore[method-assign]
+
+
+@dataclass(slots=True)
+class CudaBackend(TorchBackend):
+    """`varlen_keys`: chunks of steps with up to so many keys are computed by torch's `varlen_attn`."""
+
+    name: str = "triton"
+    varlen_keys: int = 0
+    enforce_eager: bool = False
+    _top_k_top_p: TopKTopP | None = None
+
+    def prepare(self, model: Decoder) -> None:
+        model.ops = TritonLayerOps()
+        self._top_k_top_p = choose_top_k_top_p(model.config.vocab_size, self.device)
+
+    def attention(self, num_blocks: int) -> Attention:
+        varlen = Varlen(by_torch, self.varlen_keys) if self.varlen_keys else None
+        return TritonAttention(self.shape, num_blocks, self.device, varlen)
+
+    @property
+    def _captures(self) -> bool:
+        return self.on_gpu and not self.enforce_eager  # Triton's interpreter has no graphs
+
+    def decode_path(
+        self, model: Decoder, attention: Attention, *, max_num_seqs: int, max_model_len: int
+    ) -> DecodePath | None:
+        if not self._captures or not isinstance(attention, TritonAttention):
+            return None
+        return decode_graphs.capture_graphs(model, attention, max_num_seqs, max_model_len)
+
+    def decode_path_bytes(self, model: Decoder, *, max_num_seqs: int, max_model_len: int) -> int:
+        if not self._captures:
+            return 0
+        attention = TritonAttention(self.shape, 2, self.device)
+        return decode_graphs.predict_graph_bytes(model, attention, max_num_seqs, max_model_len)
+
+    def choose_tokens(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        return sampler.choose(logits, batch, self._top_k_top_p or top_k_top_p)
+
+
+def choose_top_k_top_p(vocab_size: int, device: torch.device) -> TopKTopP:
+    """Our kernel where it compiles for rows of this size and agrees with torch; else torch."""
+    problem = why_unusable(top_k_top_p_kernel, vocab_size, device)
+    if problem is None:
+        return top_k_top_p_kernel
+    _LOG.warning("top-k and top-p are computed by torch: our kernel is unusable here: %s", problem)
+    return top_k_top_p
+
+
+def why_unusable(kernel: TopKTopP, vocab_size: int, device: torch.device) -> str | None:
+    """A phrase that says what is wrong; None where it cuts as torch does."""
+    try:
+        return None if agree(kernel, vocab_size, device) else "its answers differ from torch's"
+    except Exception as error:  # of a compiler, a driver, a GPU: torch serves whatever it is
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def agree(kernel: TopKTopP, vocab_size: int, device: torch.device) -> bool:
+    """Whether `kernel` cuts as torch does: rows with and without ties, cut early, late and not at all."""
+    generator = torch.Generator().manual_seed(0)
+    spread = torch.tensor([[0.1], [2.0], [8.0], [3.0]])
+    logits = torch.randn(4, vocab_size, generator=generator) * spread
+    logits[3] = logits[3].round()
+    weights = (logits - logits.amax(dim=-1, keepdim=True)).exp().to(device)
+    shares = torch.tensor([0.5, 0.99, 1e-300, 0.9], dtype=torch.float64, device=device)
+    wanted = ((shares * weights.sum(dim=-1, dtype=torch.float64), True), ((shares * 100).ceil(), False))
+    return all(
+        torch.equal(kernel(weights.clone(), each, by_mass), top_k_top_p(weights, each, by_mass))
+        for each, by_mass in wanted
+    )

@@ -1,0 +1,218 @@
+"""Decode steps as CUDA graphs: the same kernels on the same memory every time, launched as one.
+
+A graph is captured for a few batch sizes; a step takes the next larger one, and its surplus rows belong to the null
+block: no key is read for them, none is stored. Everything that differs from step to step is a number in a static
+buffer, so nothing in a graph may depend on the lengths of the sequences at hand. Sampling stays outside.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from llmservice_server.backend.base import Decoder, Int32Array, StepInput
+from llmservice_server.backend.cuda.attention import TritonAttention
+from llmservice_server.backend.cuda.step_tables import padded_tables, table_width
+from llmservice_server.backend.torch.memory import cuda_free_bytes
+
+_LOG = logging.getLogger(__name__)
+
+Replay = Callable[[], None]
+Capture = Callable[[Callable[[], torch.Tensor]], tuple[Replay, torch.Tensor]]
+"""Records work and returns what repeats it, and the tensor that holds the work's answer after each repetition."""
+_AGREEMENT = 5e-2
+"""Other batch sizes may take other matrix products, whose rounding many layers of bfloat16 enlarge; a single row that
+is wrong, of hundreds, shows all the same."""
+
+
+def capture_sizes(max_num_seqs: int) -> list[int]:
+    """1, 2, 4, 8, then by 8, up to the first that holds `max_num_seqs`."""
+    sizes = [1, 2, 4, *range(8, max_num_seqs + 8, 8)]
+    enough = next(place for place, size in enumerate(sizes) if size >= max_num_seqs)
+    return sizes[: enough + 1]
+
+
+class DecodeBuffers:
+    """The static tensors that a graph reads: one row for each sequence, int32.
+
+    `block_table_width` is the most blocks that a sequence may have.
+    """
+
+    def __init__(self, max_num_seqs: int, block_table_width: int, block_size: int, device: torch.device) -> None:
+        self.block_size = block_size
+        pinned = device.type == "cuda"
+        self._host = torch.zeros((4, max_num_seqs), dtype=torch.int32, pin_memory=pinned)
+        self._host_tables = torch.zeros(max_num_seqs * block_table_width, dtype=torch.int32, pin_memory=pinned)
+        self._copied: torch.cuda.Event | None = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
+        self._device = self._host.to(device)
+        self.token_ids, self.positions, self.slots, self.lengths = self._device.unbind()
+        self._moved_tables = self._host_tables.to(device)
+        self.tables = torch.zeros((max_num_seqs, block_table_width), dtype=torch.int32, device=device)
+        self.rows = torch.arange(max_num_seqs, dtype=torch.int32, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        return self._device.nbytes + self._moved_tables.nbytes + self.tables.nbytes + self.rows.nbytes
+
+    def fill(self, step: StepInput | None, size: int) -> None:
+        """Put one token of each sequence into the first rows, and the null block's into the others up to `size`.
+
+        Of the tables only the columns are written that the step's longest sequence has. What stands behind them is of
+        earlier steps, and no kernel reads it: a sequence's length says how much of its row is its own.
+        """
+        if self._copied is not None:
+            self._copied.synchronize()  # the copies of the last step still read the host's side; they are long done
+        count = 0 if step is None else len(step)
+        numbers = self._host.numpy()
+        numbers[:, count:size] = 0
+        if step is not None:
+            numbers[0, :count] = step.token_ids
+            numbers[1, :count] = step.starts
+            numbers[2, :count] = step.slots(self.block_size)
+            numbers[3, :count] = step.starts + 1
+            self._fill_tables(padded_tables(step)[:, : self.tables.shape[1]])
+        self._device.copy_(self._host, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+    def _fill_tables(self, tables: Int32Array) -> None:
+        """They go over end to end and are spread out there: rows of a wider matrix would be a copy each."""
+        count, width = tables.shape
+        used = slice(tables.size)
+        self._host_tables.numpy()[used] = tables.ravel()
+        self._moved_tables[used].copy_(self._host_tables[used], non_blocking=True)
+        self.tables[:count, :width].copy_(self._moved_tables[used].view(count, width))
+
+
+class DecodeGraphs:
+    """Implements `DecodePath`: a model's decode step, captured for `sizes`.
+
+    The largest is captured first, so that the others fit into its memory.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        attention: TritonAttention,
+        buffers: DecodeBuffers,
+        sizes: Sequence[int],
+        capture: Capture,
+    ) -> None:
+        self._model = model
+        self._attention = attention
+        self.buffers = buffers
+        self._graphs: dict[int, tuple[Replay, torch.Tensor]] = {}
+        for size in sorted(sizes, reverse=True):
+            buffers.fill(None, size)
+            self._graphs[size] = capture(lambda size=size: self.forward(size))  # type: ignore[misc]
+        self._sizes = sorted(sizes)
+
+    def takes(self, step: StepInput) -> bool:
+        return step.is_decode and len(step) <= self._sizes[-1]
+
+    def run(self, step: StepInput) -> torch.Tensor:
+        size = next(size for size in self._sizes if size >= len(step))
+        self.buffers.fill(step, size)
+        if step.late is not None:
+            step.late.put(self.buffers.token_ids)
+        replay, hidden = self._graphs[size]
+        replay()
+        return hidden[: len(step)]
+
+    def forward(self, size: int) -> torch.Tensor:
+        """The work that is captured: the model on the first `size` rows of the buffers."""
+        buffers = self.buffers
+        decodes = self._attention.decodes(buffers.rows[:size], buffers.lengths[:size], buffers.tables[:size])
+        step = self._attention.step(buffers.slots[:size], decodes, None)
+        return self._model.forward(buffers.token_ids[:size], buffers.positions[:size], step)
+
+    def what_is_wrong(self, blocks: Sequence[int]) -> str | None:
+        """Compares graphs with the model run without them, of a sequence in each of `blocks` and of one alone.
+
+        None where they agree. Writes into the blocks.
+        """
+        for count in {1, len(blocks)}:
+            step = StepInput.of([(0, 1, [block]) for block in blocks[:count]], range(count))
+            replayed = self.run(step).float().clone()
+            plain = self._model.forward(
+                torch.from_numpy(step.token_ids).to(self._model.device),
+                torch.from_numpy(step.positions).to(self._model.device),
+                self._attention.prepare(step),
+            ).float()
+            off_by = float((replayed - plain).norm() / plain.norm())
+            if not off_by <= _AGREEMENT:
+                return f"a graph of {count} sequences is off by {off_by:.2g} from the same step without it"
+        return None
+
+
+class CudaCapture:
+    """Implements `Capture`; all graphs share one pool of memory.
+
+    What can't be captured (cuBLAS's workspace, Triton's compiler) is done by a first run, on the very stream that is
+    captured then: cuBLAS has a workspace of tens of megabytes for each stream, and never gives it back.
+    """
+
+    def __init__(self) -> None:
+        self._pool: Any = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def __call__(self, work: Callable[[], torch.Tensor]) -> tuple[Replay, torch.Tensor]:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            work()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            answer = work()
+        return graph.replay, answer
+
+
+def graph_bytes(largest: int, another: int, num_graphs: int) -> int:
+    """Of all graphs, from the bytes that the first, the largest, took and what the next one added to it."""
+    return largest + another * (num_graphs - 1)
+
+
+@torch.inference_mode()
+def predict_graph_bytes(model: Decoder, attention: TritonAttention, max_num_seqs: int, max_model_len: int) -> int:
+    """Captures the two largest graphs on a cache of any size, which is dropped again, and measures them."""
+    sizes = capture_sizes(max_num_seqs)
+    attention.max_length = max_model_len
+    buffers = _buffers(attention, sizes[-1], max_model_len)
+    capture = CudaCapture()
+    kept, taken = [], []
+    for size in sizes[:-3:-1]:
+        before = cuda_free_bytes(model.device)
+        kept.append(DecodeGraphs(model, attention, buffers, [size], capture))
+        taken.append(before - cuda_free_bytes(model.device))
+    return buffers.nbytes + graph_bytes(taken[0], max(0, taken[-1]), len(sizes))
+
+
+@torch.inference_mode()
+def capture_graphs(
+    model: Decoder, attention: TritonAttention, max_num_seqs: int, max_model_len: int
+) -> DecodeGraphs | None:
+    """All graphs, compared with the same steps without them; None, and a warning, where they cannot be used.
+
+    Writes into the blocks from 1 on, so nothing may be cached yet.
+    """
+    sizes = capture_sizes(max_num_seqs)
+    attention.max_length = max_model_len
+    try:
+        graphs = DecodeGraphs(model, attention, _buffers(attention, sizes[-1], max_model_len), sizes, CudaCapture())
+        num_blocks = len(attention.caches[0])
+        problem = graphs.what_is_wrong(range(1, min(max_num_seqs, num_blocks - 1) + 1))
+    except RuntimeError as error:  # torch's type for CUDA's errors; out of memory is one of them
+        problem = str(error).splitlines()[0]
+    if problem is not None:
+        _LOG.warning("decoding without CUDA graphs: %s", problem)
+        return None
+    _LOG.info("captured %d CUDA graphs for 1 to %d sequences", len(sizes), sizes[-1])
+    return graphs
+
+
+def _buffers(attention: TritonAttention, max_num_seqs: int, max_model_len: int) -> DecodeBuffers:
+    block_size = attention.shape.block_size
+    return DecodeBuffers(max_num_seqs, table_width(-(-max_model_len // block_size)), block_size, attention.device)

@@ -1,0 +1,1 @@
+"""Triton kernels: each with the shapes it takes and the bytes it moves."""

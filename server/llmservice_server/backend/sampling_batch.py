@@ -1,0 +1,152 @@
+"""How the rows of a batch are to be sampled, column by column. Made once, and kept while the same requests run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from llmservice_server.types.messages import SamplingParams
+
+Float64Array = npt.NDArray[np.float64]
+UInt64Array = npt.NDArray[np.uint64]
+Int64Array = npt.NDArray[np.int64]
+_MASK = 0xFFFF_FFFF_FFFF_FFFF
+GOLDEN_GAMMA = np.uint64(0x9E37_79B9_7F4A_7C15)
+_FIRST_FACTOR, _SECOND_FACTOR = np.uint64(0xBF58_476D_1CE4_E5B9), np.uint64(0x94D0_49BB_1331_11EB)
+
+
+def stream_states(seeds: Sequence[int]) -> UInt64Array:
+    """What all numbers of a seed's stream have in common; of the seeds the lower 64 bits count."""
+    return mix64(_as_uint64(seeds) ^ GOLDEN_GAMMA) + GOLDEN_GAMMA
+
+
+def uniforms(states: UInt64Array, positions: npt.NDArray[np.int64]) -> Float64Array:
+    """Numbers in [0, 1) for places in streams: SplitMix64 (Steele et al., 2014) over `stream_states` and positions."""
+    mixed = mix64(states + GOLDEN_GAMMA * positions.view(np.uint64))
+    numbers: Float64Array = (mixed >> np.uint64(11)) / float(1 << 53)
+    return numbers
+
+
+def _as_uint64(seeds: Sequence[int]) -> UInt64Array:
+    return np.array([seed & _MASK for seed in seeds], np.uint64)
+
+
+def mix64(values: UInt64Array) -> UInt64Array:
+    """SplitMix64's output function. As arrays or, compiled, number by number."""
+    values = (values ^ (values >> np.uint64(30))) * _FIRST_FACTOR
+    values = (values ^ (values >> np.uint64(27))) * _SECOND_FACTOR
+    return values ^ (values >> np.uint64(31))
+
+
+_MIN_TEMPERATURE = 1e-6  # as good as greedy, and no division by zero
+
+
+class PenaltyHistory(Protocol):
+    """The token ids that a request's penalties count."""
+
+    @property
+    def everything(self) -> Int64Array: ...
+    @property
+    def answer(self) -> Int64Array: ...
+
+
+class SampledRequest(Protocol):
+    """What sampling reads of a request; the engine's `Request` is one."""
+
+    @property
+    def sampling(self) -> SamplingParams: ...
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def num_output_tokens(self) -> int: ...
+    @property
+    def stop_token_ids(self) -> frozenset[int]: ...
+    @property
+    def allowed_token_ids(self) -> Int64Array | None: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def is_plain(self) -> bool: ...
+    @property
+    def history(self) -> PenaltyHistory | None: ...
+    @property
+    def grammar(self) -> object | None: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplingBatch:
+    """One entry of each column per request."""
+
+    requests: list[SampledRequest]
+    parameters: Float64Array  # [num_rows, 4]: temperature (0: the likeliest token), top-k (0: off), top-p, min-p
+    token_ids: Sequence[Sequence[int]]  # the requests' own, which grow while they run
+    num_prompt_tokens: Int64Array
+    streams: UInt64Array  # where the numbers of each request begin
+    is_greedy: bool
+    is_plain: bool = True  # the logits are sampled as they are
+    with_logprobs: list[int] = field(default_factory=list)  # the rows whose probabilities are asked for
+    masked: list[int] = field(default_factory=list)  # the rows with a grammar
+
+    @classmethod
+    def of(cls, requests: Sequence[SampledRequest]) -> SamplingBatch:
+        sampling = [request.sampling for request in requests]
+        temperatures = [each.temperature and max(each.temperature, _MIN_TEMPERATURE) for each in sampling]
+        rows = [
+            (temperature, each.top_k, each.top_p, each.min_p)
+            for temperature, each in zip(temperatures, sampling, strict=True)
+        ]
+        return cls(
+            requests=list(requests),
+            parameters=np.array(rows, np.float64).reshape(-1, 4),
+            token_ids=[request.token_ids for request in requests],
+            num_prompt_tokens=np.array([request.num_prompt_tokens for request in requests], np.int64),
+            streams=stream_states([request.seed for request in requests]),
+            is_greedy=not any(temperatures),
+            is_plain=all(request.is_plain for request in requests),
+            with_logprobs=[row for row, each in enumerate(sampling) if each.logprobs is not None],
+            masked=[row for row, request in enumerate(requests) if request.grammar is not None],
+        )
+
+    @classmethod
+    def alike(cls, num_rows: int, temperature: float = 0.0, top_p: float = 1.0) -> SamplingBatch:
+        """For no requests: what a step is warmed up with."""
+        parameters = np.tile([temperature, 0.0, top_p, 0.0], (num_rows, 1))
+        return cls(
+            requests=[],
+            parameters=parameters,
+            token_ids=[()] * num_rows,
+            num_prompt_tokens=np.zeros(num_rows, np.int64),
+            streams=np.zeros(num_rows, np.uint64),
+            is_greedy=temperature == 0,
+        )
+
+    @classmethod
+    def widest(cls, num_rows: int) -> SamplingBatch:
+        """What takes the most memory: a greedy row and one that is not cut, so that all others are copied twice."""
+        batch = cls.alike(num_rows, temperature=1.0, top_p=0.9)
+        if num_rows > 2:
+            batch.parameters[0, 0] = 0  # greedy
+            batch.parameters[1, 2] = 1  # top-p
+        return batch
+
+    def is_of(self, requests: Sequence[SampledRequest]) -> bool:
+        """Whether these are the requests; they are compared by identity."""
+        return self.requests == list(requests)
+
+    def uniforms(self) -> Float64Array:
+        """The numbers in [0, 1) that choose the rows' next tokens."""
+        return uniforms(self.streams, self.places())
+
+    def places(self) -> Int64Array:
+        """Where in their answers the rows' next tokens stand; 0 where all rows are greedy."""
+        if self.is_greedy:
+            return np.zeros(len(self.streams), np.int64)
+        # not `num_output_tokens`: this is done for every sequence of every step
+        num_tokens = np.fromiter(map(len, self.token_ids), np.int64, len(self.token_ids))
+        return num_tokens - self.num_prompt_tokens

@@ -1,0 +1,128 @@
+"""Paged attention in plain torch, on any device: what other backends are measured and checked against.
+
+A layer's cache is `[num_blocks, block_size, 2 * num_kv_heads, head_dim]`, keys before values: the fused projection
+yields the two side by side, so that storing is one indexed copy, and fetching the step's sequences is one gather of
+whole blocks. Several query heads share a key head: for one token they are the rows of one query, for a chunk a
+dimension along which the keys are broadcast; keys and values are never repeated in memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
+
+from llmservice_server.backend.base import KVCacheShape, StepInput
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Where a sequence's keys and values lie among those gathered, and which of the step's tokens ask for them."""
+
+    first_query: int
+    start: int  # position of the first of them
+    num_queries: int
+    first_slot: int  # of position 0
+
+
+class TorchAttention:
+    """Implements `Attention`. The caches' memory is touched only as blocks come into use."""
+
+    def __init__(self, shape: KVCacheShape, num_blocks: int, device: torch.device) -> None:
+        self.shape = shape
+        self.device = device
+        size = (num_blocks, shape.block_size, 2 * shape.num_kv_heads, shape.head_dim)
+        self.caches = [torch.empty(size, dtype=shape.dtype, device=device) for _ in shape.windows]
+
+    def prepare(self, step: StepInput) -> TorchStep:
+        block_size = self.shape.block_size
+        columns = (step.rows, step.starts, step.counts, step.table_firsts * block_size)
+        runs = [_Run(*numbers) for numbers in zip(*(column.tolist() for column in columns), strict=True)]
+        return TorchStep(
+            shape=self.shape,
+            caches=self.caches,
+            slots=torch.from_numpy(step.slots(block_size)).to(self.device),
+            runs=runs,
+            blocks=torch.tensor(step.blocks, device=self.device),
+        )
+
+
+class TorchStep:
+    """Implements `Attend` for one step."""
+
+    def __init__(
+        self,
+        shape: KVCacheShape,
+        caches: list[torch.Tensor],
+        slots: torch.Tensor,
+        runs: list[_Run],
+        blocks: torch.Tensor,
+    ) -> None:
+        self.shape = shape
+        self.caches = caches
+        self.slots = slots
+        self.runs = runs
+        self.blocks = blocks
+        self._masks: dict[tuple[int, int | None], torch.Tensor] = {}  # by first query and window
+
+    def __call__(self, layer: int, query: torch.Tensor, key_value: torch.Tensor) -> torch.Tensor:
+        shape = self.shape
+        cache = self.caches[layer]
+        cache.view(-1, *cache.shape[2:]).index_copy_(0, self.slots, key_value.to(shape.dtype))
+        gathered = _by_head(cache.index_select(0, self.blocks))
+        grouped = query.view(query.shape[0], shape.num_kv_heads, -1, shape.head_dim)
+        window = shape.windows[layer]
+        answers = []
+        for run in self.runs:
+            attend = self._attend_one if run.num_queries == 1 else self._attend_chunk
+            answers.append(attend(run, grouped[run.first_query : run.first_query + run.num_queries], gathered, window))
+        return torch.cat(answers).flatten(1)
+
+    def _attend_one(self, run: _Run, query: torch.Tensor, gathered: torch.Tensor, window: int | None) -> torch.Tensor:
+        """One token, `[1, num_kv_heads, group, head_dim]`: it sees every key, so the group is the rows of one query."""
+        keys, values = self._keys_values(run, gathered, window, query.dtype)
+        return F.scaled_dot_product_attention(query, keys[None], values[None])
+
+    def _attend_chunk(self, run: _Run, query: torch.Tensor, gathered: torch.Tensor, window: int | None) -> torch.Tensor:
+        """Several tokens, `[num_queries, num_kv_heads, group, head_dim]`."""
+        keys, values = self._keys_values(run, gathered, window, query.dtype)
+        group = query.shape[2]
+        keys, values = (part[:, None].expand(-1, group, -1, -1) for part in (keys, values))
+        by_head = query.permute(1, 2, 0, 3)  # the heads of a group see the same keys
+        if run.start == 0 and (window is None or run.num_queries <= window):
+            answer = F.scaled_dot_product_attention(by_head, keys, values, is_causal=True)
+        else:
+            answer = F.scaled_dot_product_attention(by_head, keys, values, attn_mask=self._mask(run, window))
+        return answer.permute(2, 0, 1, 3)
+
+    def _keys_values(
+        self, run: _Run, gathered: torch.Tensor, window: int | None, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each `[num_kv_heads, num_keys, head_dim]`: the keys that any of the run's queries sees."""
+        first = _first_key(run, window)
+        visible = gathered.narrow(1, run.first_slot + first, run.start + run.num_queries - first)
+        keys, values = visible.to(dtype).chunk(2)
+        return keys, values
+
+    def _mask(self, run: _Run, window: int | None) -> torch.Tensor:
+        """True where a query may see a key, `[num_queries, num_keys]`."""
+        mask = self._masks.get((run.first_query, window))
+        if mask is None:
+            end = run.start + run.num_queries
+            queries = torch.arange(run.start, end, device=self.slots.device)[:, None]
+            keys = torch.arange(_first_key(run, window), end, device=self.slots.device)
+            mask = keys <= queries
+            if window is not None:
+                mask &= keys > queries - window
+            self._masks[run.first_query, window] = mask
+        return mask
+
+
+def _first_key(run: _Run, window: int | None) -> int:
+    return 0 if window is None else max(0, run.start + 1 - window)
+
+
+def _by_head(blocks: torch.Tensor) -> torch.Tensor:
+    """Blocks as one row of slots, `[2 * num_kv_heads, num_slots, head_dim]`, without a copy."""
+    return blocks.view(-1, *blocks.shape[2:]).transpose(0, 1)

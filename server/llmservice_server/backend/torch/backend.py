@@ -1,0 +1,93 @@
+"""The backend in plain torch: works on any device, and is what the others fall back to and are checked against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from llmservice_server.backend.base import Attention, DecodePath, Decoder, KVCacheShape
+from llmservice_server.backend.sampling_batch import SamplingBatch
+from llmservice_server.backend.torch import sampler
+from llmservice_server.backend.torch.attention import TorchAttention
+from llmservice_server.backend.torch.memory import (
+    available_cpu_bytes,
+    cuda_free_bytes,
+    cuda_step_bytes,
+    peak_growth_bytes,
+)
+
+_CPU_PREFILL_TOKENS = 512
+"""Of a step. A CPU's matrix products are at their best from about 128 rows on, so that a longer step computes no faster
+and every request waits longer for its end; a GPU needs several times as many. With half of it, chunks cost a tenth of
+the throughput of a small model, whose steps are mostly overhead; with this 3 % (`benchmarks/strategies.py`)."""
+
+_PROFILE_LIMIT_S = 1.0  # of a profiling step on a CPU
+
+
+@dataclass(slots=True)
+class TorchBackend:
+    """Implements `Backend`."""
+
+    shape: KVCacheShape
+    device: torch.device
+    reason: str
+    name: str = "torch"
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def overlaps(self) -> bool:
+        return self.on_gpu
+
+    @property
+    def shares_memory(self) -> bool:
+        return not self.on_gpu
+
+    @property
+    def prefill_tokens(self) -> int | None:
+        return None if self.on_gpu else _CPU_PREFILL_TOKENS
+
+    @property
+    def profile_limit_s(self) -> float | None:
+        return None if self.on_gpu else _PROFILE_LIMIT_S
+
+    def prepare(self, model: Decoder) -> None:
+        """Torch's operations and layout are what a model is made with."""
+
+    def attention(self, num_blocks: int) -> Attention:
+        return TorchAttention(self.shape, num_blocks, self.device)
+
+    def decode_path(
+        self, model: Decoder, attention: Attention, *, max_num_seqs: int, max_model_len: int
+    ) -> DecodePath | None:
+        return None
+
+    def decode_path_bytes(self, model: Decoder, *, max_num_seqs: int, max_model_len: int) -> int:
+        return 0
+
+    def choose_tokens(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        return sampler.choose(logits, batch)
+
+    def total_bytes(self) -> int:
+        return torch.cuda.mem_get_info(self.device)[1] if self.on_gpu else available_cpu_bytes()
+
+    def step_bytes(self, step: Callable[[], None], *, cache_bytes: int, weight_bytes: int) -> int | None:
+        if self.on_gpu:
+            return cuda_step_bytes(step, self.device, cache_bytes=cache_bytes, weight_bytes=weight_bytes)
+        grown = peak_growth_bytes(step)
+        return None if grown is None else grown - cache_bytes
+
+    def synchronize(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+
+    def free_bytes(self) -> int:
+        return cuda_free_bytes(self.device) if self.on_gpu else available_cpu_bytes()
+
+    def release_memory(self) -> None:
+        if self.on_gpu:
+            torch.cuda.empty_cache()

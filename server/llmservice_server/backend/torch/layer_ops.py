@@ -1,0 +1,44 @@
+"""What a decoder layer computes beside attention, in torch's operations on any device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
+
+from llmservice_server.backend.base import Linear
+
+
+@dataclass(slots=True)
+class TorchLinear:
+    """Implements `Linear`. `weight` is `[out, in]`."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        return F.linear(hidden, self.weight, self.bias)
+
+    @property
+    def nbytes(self) -> int:
+        bias = 0 if self.bias is None else self.bias.nbytes
+        return self.weight.nbytes + bias
+
+
+class TorchLayerOps:
+    """Implements `LayerOps`."""
+
+    def add_norm(
+        self, hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        if delta is not None:
+            hidden += delta
+        return F.rms_norm(hidden, (hidden.shape[-1],), weight, eps)
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    def logits(self, hidden: torch.Tensor, norm: torch.Tensor, eps: float, head: Linear) -> torch.Tensor:
+        return head(self.add_norm(hidden, None, norm, eps)).float()

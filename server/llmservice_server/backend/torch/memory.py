@@ -1,0 +1,100 @@
+"""The memory of a device: what there is, and what a piece of work takes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from llmservice_server.types.errors import OutOfMemoryError
+
+_UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number near 2**63
+
+
+@dataclass(frozen=True, slots=True)
+class _CgroupFiles:
+    """Where cgroups of one version say what is allowed, what is charged, and what of that the kernel drops first."""
+
+    limit: str
+    usage: str
+    stat: str
+    reclaimable: str
+
+
+_CGROUPS = (
+    _CgroupFiles("memory.max", "memory.current", "memory.stat", "inactive_file"),  # v2
+    _CgroupFiles(
+        "memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"
+    ),  # v1
+)
+
+
+def available_cpu_bytes(root: Path = Path("/")) -> int:
+    """What this process may still take: the machine's free memory, or the rest of its cgroup's where that is less.
+
+    A model file just downloaded is charged to the cgroup as page cache; it goes when memory is asked for, so it counts
+    as free, as it does for the kubelet's working set.
+    """
+    machine = _mem_available(root / "proc/meminfo")
+    for files in _CGROUPS:
+        limit = _number(root / "sys/fs/cgroup" / files.limit)
+        if limit is not None and limit < _UNLIMITED:
+            usage = _number(root / "sys/fs/cgroup" / files.usage) or 0
+            usage -= _stat(root / "sys/fs/cgroup" / files.stat, files.reclaimable)
+            return min(machine, max(0, limit - max(0, usage)))
+    return machine
+
+
+def peak_growth_bytes(work: Callable[[], None], proc: Path = Path("/proc/self")) -> int | None:
+    """How far the process's resident memory rises above today's while `work` runs; None where the kernel can't tell."""
+    try:
+        (proc / "clear_refs").write_text("5")  # proc(5): the peak, VmHWM, is from now on
+        before = _stat(proc / "status", "VmRSS:")
+    except OSError:
+        return None
+    work()
+    return (_stat(proc / "status", "VmHWM:") - before) * 1024
+
+
+def cuda_step_bytes(step: Callable[[], None], device: torch.device, *, cache_bytes: int, weight_bytes: int) -> int:
+    """What a step takes beside weights and cache, CUDA's context and other users of the GPU included."""
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - cache_bytes
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    outside_torch = total - free - torch.cuda.memory_reserved(device)
+    return max(0, peak - weight_bytes) + outside_torch
+
+
+def cuda_free_bytes(device: torch.device) -> int:
+    """What is free on the GPU once its work is done and torch has given back what it keeps for later use."""
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def _stat(path: Path, name: str) -> int:
+    """One figure of a file of `name value` lines; 0 where it is absent."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.split()[:1] == [name]), 0)
+
+
+def _mem_available(meminfo: Path) -> int:
+    for line in meminfo.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise OutOfMemoryError(f"{meminfo} does not say what memory is available: give --kv-cache-memory")
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # absent, or "max": no limit
+        return None

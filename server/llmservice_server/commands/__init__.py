@@ -1,0 +1,1 @@
+"""The server's subcommands of `llmservice`."""

@@ -1,1 +1,0 @@
-"""What our own kernels on a CPU have in common."""

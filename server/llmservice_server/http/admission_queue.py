@@ -1,0 +1,128 @@
+"""The admission queue of each lane: what waits for the engine, as the HTTP process counts it, and what is refused.
+
+A queue refuses requests from 80 % of its bound on, with the seconds after which to try again: a client that is refused
+at once can use another replica.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+_WINDOW_S = 10.0  # what is older than a few of these has no weight
+
+
+class DrainRate:
+    """Amount per second, as an exponentially weighted mean."""
+
+    def __init__(self, started_s: float) -> None:
+        self._started_s = started_s
+        self._weighted = 0.0
+        self._last_s = started_s
+
+    def add(self, amount: float, now: float) -> None:
+        self._weighted = self._faded(now) + amount
+        self._last_s = now
+
+    def per_s(self, now: float) -> float:
+        age_s = now - self._started_s
+        seen_s = _WINDOW_S * -math.expm1(-age_s / _WINDOW_S)  # a young rate has seen less than a window
+        return self._faded(now) / seen_s if age_s > 0 else 0.0
+
+    def _faded(self, now: float) -> float:
+        return self._weighted * math.exp(-(now - self._last_s) / _WINDOW_S)
+
+
+_REFUSED_FROM = 0.8
+_MAX_RETRY_S = 60
+
+
+@dataclass(frozen=True, slots=True)
+class QueueBound:
+    """What may wait in one lane. A request that finds its lane empty is admitted, however many tokens it has."""
+
+    max_requests: int
+    max_prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """One sentence for the client, and when to try again."""
+
+    message: str
+    retry_after_s: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    lane: str
+    num_tokens: int
+
+
+class AdmissionQueue:
+    """Sequences between being sent to the engine and their end. All times are monotonic seconds."""
+
+    def __init__(self, bounds: Mapping[str, QueueBound], now: float) -> None:
+        self._bounds = bounds
+        self._in_flight: dict[str, _Entry] = {}
+        self._waiting: dict[str, _Entry] = {}  # those of them that have no token yet
+        self._num_waiting = Counter[str]()
+        self._waiting_tokens = Counter[str]()
+        self._requests_drained = {lane: DrainRate(now) for lane in bounds}
+        self._tokens_drained = {lane: DrainRate(now) for lane in bounds}
+
+    def enter(self, request_id: str, lane: str, num_tokens: int) -> None:
+        self._in_flight[request_id] = self._waiting[request_id] = _Entry(lane, num_tokens)
+        self._num_waiting[lane] += 1
+        self._waiting_tokens[lane] += num_tokens
+
+    def start(self, request_id: str, now: float) -> None:
+        """The engine has computed the prompt."""
+        entry = self._waiting.pop(request_id, None)
+        if entry is not None:
+            self._num_waiting[entry.lane] -= 1
+            self._waiting_tokens[entry.lane] -= entry.num_tokens
+            self._requests_drained[entry.lane].add(1, now)
+            self._tokens_drained[entry.lane].add(entry.num_tokens, now)
+
+    def leave(self, request_ids: Iterable[str], now: float) -> None:
+        """Sequences have ended, whether or not they ever started."""
+        for request_id in request_ids:
+            self.start(request_id, now)
+            self._in_flight.pop(request_id, None)
+
+    def why_refused(
+        self, lane: str, num_tokens: list[int], *, max_num_seqs: int, engine_lets_wait: bool, now: float
+    ) -> Refusal | None:
+        """Whether sequences with prompts of `num_tokens` would be too many for `lane`.
+
+        Where no request waits in the engine, what it can run beside those in flight needs no queue.
+        `engine_lets_wait` is a step old, what is counted here is exact: so no burst between two steps passes the bound.
+        """
+        bound = self._bounds[lane]
+        waiting = self._num_waiting[lane] + len(num_tokens)
+        if not engine_lets_wait:
+            waiting = max(0, min(waiting, len(self._in_flight) + len(num_tokens) - max_num_seqs))
+        limit = math.ceil(_REFUSED_FROM * bound.max_requests)
+        if waiting > limit:
+            return Refusal(
+                f"the {lane} queue is full: {self._num_waiting[lane]} sequences are waiting, {len(num_tokens)} more "
+                f"are refused from {limit} on, of at most {bound.max_requests}",
+                _seconds(waiting - limit, self._requests_drained[lane].per_s(now)),
+            )
+        tokens = self._waiting_tokens[lane] + sum(num_tokens)
+        limit = math.ceil(_REFUSED_FROM * bound.max_prompt_tokens)
+        if waiting and self._num_waiting[lane] and tokens > limit:
+            return Refusal(
+                f"the {lane} queue is full: {self._waiting_tokens[lane]} prompt tokens are waiting, {sum(num_tokens)} "
+                f"more are refused from {limit} on, of at most {bound.max_prompt_tokens}",
+                _seconds(tokens - limit, self._tokens_drained[lane].per_s(now)),
+            )
+        return None
+
+
+def _seconds(excess: float, drained_per_s: float) -> int:
+    """Until `excess` has drained, in whole seconds from 1 on; at most a minute."""
+    return _MAX_RETRY_S if excess >= _MAX_RETRY_S * drained_per_s else max(1, math.ceil(excess / drained_per_s))

@@ -1,0 +1,222 @@
+"""From a request's body to the engine's outputs: limits and parameters, admission, deadline, and the client's end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping, Sequence
+from typing import Any
+
+from llmservice_server.http.error import ENGINE_DEAD, ENGINE_ERROR, ApiError, invalid
+from llmservice_server.http.prompts import bad_token_ids
+from llmservice_server.http.protocol.generation import GenerationRequest
+from llmservice_server.http.request_options import RequestOptions
+from llmservice_server.http.state import ServerState, Serving
+from llmservice_server.ipc.client import EngineDeadError, OutputStream
+from llmservice_server.text.output_processor import CompletionOutput, OutputProcessor
+from llmservice_server.text.tokenizer import Tokenizer
+from llmservice_server.types.messages import FinishReason, GenerateRequest, Output, Ready, SamplingParams
+
+_LONGEST_TIMER_S = 86_400.0 * 365  # a client may ask for any deadline, but a timer has a range
+
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+
+
+class ClientGoneError(Exception):
+    """The client has disconnected."""
+
+
+class DeadlinePassedError(Exception):
+    """The engine checks the deadline as well but has not reported it in time: it is in a long step, or stuck."""
+
+
+def output_processor(
+    state: ServerState,
+    serving: Serving,
+    request: GenerationRequest,
+    prompts: Sequence[list[int]],
+    *,
+    default_max_tokens: int | None,
+    grammar: str | None,
+    options: RequestOptions,
+) -> OutputProcessor:
+    """For the answers to a request. Raises ApiError where a prompt does not fit.
+
+    `default_max_tokens` applies to a request without a limit; None: as many as the context has room for.
+    """
+    ready, tokenizer = serving
+    arrival_s = options.arrival_s
+    limits = [_token_limit(prompt, request.token_limit, default_max_tokens, ready, tokenizer) for prompt in prompts]
+    bad_words = bad_token_ids(request.bad_words, tokenizer)
+    _check_token_ids(request, tokenizer, grammar, bad_words)
+    request_id = uuid.uuid4().hex
+    requests = [
+        GenerateRequest(
+            request_id=request_id,
+            prompt_token_ids=prompt,
+            sampling=_sampling_params(request, max_tokens, grammar, bad_words),
+            arrival_s=arrival_s,
+            lane=options.lane,
+            priority=options.priority,
+            deadline_s=None if options.timeout_s is None else arrival_s + options.timeout_s,
+            queue_deadline_s=None if options.queue_timeout_s is None else arrival_s + options.queue_timeout_s,
+            cache_salt=request.cache_salt,
+        )
+        for prompt, max_tokens in zip(prompts, limits, strict=True)
+    ]
+    return OutputProcessor(requests, tokenizer, state.metrics, final_only=not request.stream)
+
+
+async def generate(
+    state: ServerState,
+    serving: Serving,
+    processor: OutputProcessor,
+    receive: Receive,
+    log: MutableMapping[str, Any],
+) -> AsyncGenerator[list[CompletionOutput], None]:
+    """Send the requests to the engine; yields what each step brings, possibly nothing, until all answers have ended.
+
+    A caller that leaves early (`aclosing`) aborts them. `log` receives the figures of the access log at the end. Raises
+    ApiError, where the queue is full before anything is sent, and ClientGoneError.
+    """
+    requests = processor.requests
+    request_ids = [request.request_id for request in requests]
+    lengths = [len(request.prompt_token_ids) for request in requests]
+    lane, deadline_s = requests[0].lane, requests[0].deadline_s
+    state.require_room(serving, lane, lengths)
+    stream = state.engine.generate(requests)
+    for request_id, num_tokens in zip(request_ids, lengths, strict=True):
+        state.admission_queue.enter(request_id, lane, num_tokens)
+    watcher = asyncio.create_task(_watch(receive, stream))
+    delay_s = _LONGEST_TIMER_S if deadline_s is None else min(deadline_s - time.monotonic(), _LONGEST_TIMER_S)
+    timer = asyncio.get_running_loop().call_later(delay_s, stream.fail, DeadlinePassedError())
+    reason: FinishReason = "abort"  # of answers that are unfinished at the end
+    try:
+        while processor.num_unfinished:
+            yield _process(state, processor, await stream.next())
+    except EngineDeadError as error:
+        reason = "error"
+        raise ApiError(503, str(error), code=ENGINE_DEAD) from error
+    except DeadlinePassedError as error:
+        reason = "error"
+        waited = f"after {processor.num_tokens} tokens" if processor.num_tokens else "while it waited"
+        raise ApiError(504, f"the request's deadline passed {waited}", code=ENGINE_ERROR) from error
+    finally:
+        watcher.cancel()
+        timer.cancel()
+        state.admission_queue.leave(request_ids, time.monotonic())
+        state.engine.abort(processor.close(reason))
+        log.update(_log_fields(processor))
+
+
+def _process(state: ServerState, processor: OutputProcessor, outputs: Sequence[Output]) -> list[CompletionOutput]:
+    """Raises ApiError where an answer has failed."""
+    now = time.monotonic()
+    for output in outputs:
+        state.admission_queue.start(output.request_id, now)
+        if output.finish_reason is not None:
+            state.admission_queue.leave([output.request_id], now)
+    pieces = processor.process(outputs, now)
+    if stopped := processor.take_stopped():
+        state.engine.abort(stopped, finished=True)
+        state.admission_queue.leave(stopped, now)
+    for piece in pieces:
+        if piece.finish_reason in ("error", "abort"):
+            raise ApiError(piece.error_status, piece.error or "the engine ended the request", code=ENGINE_ERROR)
+    return pieces
+
+
+async def _watch(receive: Receive, stream: OutputStream) -> None:
+    """Ends the stream when the client disconnects: after the body, its next message can only be that."""
+    with contextlib.suppress(OSError):
+        while (await receive())["type"] != "http.disconnect":
+            pass
+    stream.fail(ClientGoneError())
+
+
+def _log_fields(processor: OutputProcessor) -> dict[str, Any]:
+    """For the access log: numbers only, never text."""
+    ttft_s = processor.ttft_s
+    return {
+        "sequences": len(processor.states),
+        "prompt_tokens": processor.num_prompt_tokens,
+        "completion_tokens": processor.num_tokens,
+        "ttft_s": None if ttft_s is None else round(ttft_s, 4),
+        "finish_reasons": sorted({state.finish_reason or "abort" for state in processor.states}),
+    }
+
+
+def _sampling_params(
+    request: GenerationRequest, max_tokens: int, grammar: str | None, bad_words: tuple[tuple[int, ...], ...]
+) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=max_tokens,
+        n=request.num_candidates,
+        temperature=request.temperature,
+        top_k=max(0, request.top_k),
+        top_p=request.top_p,
+        min_p=request.min_p,
+        seed=request.seed,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        repetition_penalty=request.repetition_penalty,
+        logit_bias=request.logit_bias,
+        allowed_token_ids=tuple(dict.fromkeys(request.allowed_token_ids or ())),
+        bad_words=bad_words,
+        stop=request.stop_strings,
+        include_stop_str_in_output=request.include_stop_str_in_output,
+        skip_special_tokens=request.skip_special_tokens,
+        stop_token_ids=tuple(request.stop_token_ids),
+        min_tokens=request.min_tokens,
+        ignore_eos=request.ignore_eos,
+        logprobs=request.num_logprobs,
+        prompt_logprobs=request.num_prompt_logprobs,
+        grammar=grammar,
+    )
+
+
+def _check_token_ids(
+    request: GenerationRequest, tokenizer: Tokenizer, grammar: str | None, bad_words: Sequence[tuple[int, ...]]
+) -> None:
+    """Raises ApiError where a parameter names a token that does not exist, or where no token remains to be sampled."""
+    allowed = request.allowed_token_ids or ()
+    for param, ids in (
+        ("logit_bias", request.logit_bias),
+        ("stop_token_ids", request.stop_token_ids),
+        ("allowed_token_ids", allowed),
+    ):
+        if (largest := max(ids, default=0)) >= tokenizer.vocab_size:
+            raise invalid(
+                f"{param}: token id {largest} is outside the vocabulary of {tokenizer.vocab_size}", param=param
+            )
+    param = "allowed_token_ids" if allowed else "bad_words"
+    if grammar is not None and (allowed or bad_words):
+        raise invalid(f"{param} cannot be combined with response_format, structured_outputs or tools", param)
+    barred = {word[0] for word in bad_words if len(word) == 1}
+    if request.min_tokens:
+        barred |= tokenizer.eos_token_ids.union(request.stop_token_ids)
+    if allowed and barred.issuperset(allowed):
+        raise invalid("allowed_token_ids holds only tokens that bad_words or min_tokens forbid", param)
+
+
+def _token_limit(
+    prompt: list[int], max_tokens: int | None, default: int | None, ready: Ready, tokenizer: Tokenizer
+) -> int:
+    """How many tokens may be generated, at most. Raises ApiError where prompt and `max_tokens` exceed the context."""
+    if not prompt:
+        raise invalid("the prompt is empty: expected at least one token", param="prompt")
+    room = ready.max_request_tokens - len(prompt)
+    if room < 1 or (max_tokens is not None and max_tokens > room):
+        wanted = f"{len(prompt)} in the prompt and {max_tokens or 1} to be generated"
+        what = "maximum context length" if ready.max_request_tokens == ready.max_model_len else "KV cache"
+        raise invalid(
+            f"This model's {what} is {ready.max_request_tokens} tokens. However, you requested "
+            f"{len(prompt) + (max_tokens or 1)} tokens ({wanted}): shorten the prompt or lower max_tokens",
+            param="max_tokens" if room >= 1 else "prompt",
+            code="context_length_exceeded",
+        )
+    if (largest := max(prompt)) >= tokenizer.vocab_size:
+        raise invalid(f"token id {largest} is outside the vocabulary of {tokenizer.vocab_size}", param="prompt")
+    return min(room, default or room) if max_tokens is None else max_tokens

@@ -1,0 +1,148 @@
+"""From a body to what the engine reads: token ids of texts and conversations, and the answer's grammar."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from llmservice_server.http.error import ApiError, invalid
+from llmservice_server.http.protocol.chat import ChatRequest, Message
+from llmservice_server.http.protocol.generation import GenerationRequest
+from llmservice_server.http.protocol.tools import NamedTool, Tool, as_template_input
+from llmservice_server.sampling.grammar import check_grammar, json_grammar
+from llmservice_server.text.chat_template import TemplateOptions
+from llmservice_server.text.tokenizer import TextTooLongError, Tokenizer
+from llmservice_server.types.errors import GrammarError
+
+
+def token_ids(
+    inputs: Sequence[str | list[int]],
+    tokenizer: Tokenizer,
+    max_tokens: int | None,
+    param: str,
+    *,
+    add_special_tokens: bool = True,
+) -> list[list[int]]:
+    """Raises ApiError (400) for a text that is certainly longer than `max_tokens`."""
+    texts = [given for given in inputs if isinstance(given, str)]
+    try:
+        encoded = iter(tokenizer.encode_all(texts, add_special_tokens=add_special_tokens, max_tokens=max_tokens))
+    except TextTooLongError as error:
+        raise _too_long(error, param) from error
+    return [next(encoded) if isinstance(given, str) else given for given in inputs]
+
+
+def truncated(prompts: list[list[int]], num_tokens: int | None, room: int) -> list[list[int]]:
+    """The last `num_tokens` of each prompt; -1: as many as there is `room` for; None: all."""
+    if num_tokens is None:
+        return prompts
+    kept = room if num_tokens == -1 else num_tokens
+    return [ids[max(0, len(ids) - kept) :] for ids in prompts]
+
+
+def bad_token_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Each word as it is tokenized at the start of a text and after a space."""
+    texts = [start + word.lstrip() for word in words for start in ("", " ")]
+    ids = tokenizer.encode_all(texts, add_special_tokens=False) if texts else []
+    return tuple(dict.fromkeys(tuple(each) for each in ids if each))
+
+
+class Conversation(Protocol):
+    """What the bodies that contain one have in common."""
+
+    @property
+    def messages(self) -> Sequence[Message] | None: ...
+
+    @property
+    def add_generation_prompt(self) -> bool | None: ...
+
+    @property
+    def continue_final_message(self) -> bool: ...
+
+    @property
+    def chat_template_kwargs(self) -> Mapping[str, Any]: ...
+
+
+def chat_token_ids(
+    asked: Conversation, tools: Sequence[Tool], tokenizer: Tokenizer, max_tokens: int | None
+) -> list[int]:
+    """Raises ApiError where the options contradict each other, or the template does not accept the conversation.
+
+    Likewise where the conversation is certainly longer than `max_tokens`.
+    """
+    messages = asked.messages or ()
+    if asked.continue_final_message and asked.add_generation_prompt:
+        raise invalid(
+            "continue_final_message and add_generation_prompt contradict each other: give one of them",
+            param="continue_final_message",
+        )
+    if asked.continue_final_message and messages[-1].role != "assistant":
+        raise invalid(
+            f"continue_final_message: the last message is the {messages[-1].role}'s, expected the assistant's",
+            param="continue_final_message",
+        )
+    options = TemplateOptions(
+        begin_answer=asked.add_generation_prompt is not False and not asked.continue_final_message,
+        continue_last=asked.continue_final_message,
+        variables=asked.chat_template_kwargs,
+    )
+    try:
+        given = [message.as_template_input() for message in messages]
+        return tokenizer.encode_chat(given, as_template_input(tools) if tools else None, options, max_tokens)
+    except TextTooLongError as error:
+        raise _too_long(error, "messages") from error
+    except ValueError as error:  # ChatTemplateError, or the arguments of a call
+        raise invalid(str(error), param="messages") from error
+
+
+def _too_long(error: TextTooLongError, param: str) -> ApiError:
+    return invalid(str(error), param=param, code="context_length_exceeded")
+
+
+def answer_grammar(request: GenerationRequest, tokenizer: Tokenizer) -> str | None:
+    """None where every answer is allowed. Compiles what it returns: milliseconds, up to a second for a huge schema.
+
+    Raises ApiError (400) where no answer can be held to it.
+    """
+    param, grammar = "response_format", None
+    if isinstance(request, ChatRequest) and request.callable_tools:
+        param, grammar = "tools", _tool_grammar(request, tokenizer)
+    elif request.structured_outputs is not None:
+        param, grammar = "structured_outputs", request.structured_outputs.as_grammar()
+    elif request.answer_schema is not None:
+        grammar = json_grammar(request.answer_schema)
+    if grammar is None:
+        return None
+    if request.min_tokens > 0:
+        raise invalid(f"min_tokens cannot be combined with {param}, which decides where an answer ends", "min_tokens")
+    try:
+        check_grammar(grammar)
+    except GrammarError as error:
+        raise invalid(f"{param}: no answer can be held to this: {error}", param=param) from error
+    return grammar
+
+
+def _tool_grammar(request: ChatRequest, tokenizer: Tokenizer) -> str:
+    layout = tokenizer.tool_format
+    if layout is None:
+        raise invalid(
+            "this model's chat template defines no format of tool calls that this server knows: use response_format, "
+            "or a model with tools (Qwen 2.5 and 3, Hermes, Llama 3.1)",
+            param="tools",
+        )
+    if request.structured_outputs is not None and request.answer_schema is None:
+        raise invalid("structured_outputs beside tools must be json", param="structured_outputs")
+    if request.answer_schema is not None and request.tool_choice == "auto" and not layout.trigger:
+        raise invalid(
+            "response_format and tools cannot be told apart with this model, which writes both as bare JSON: "
+            "leave one out, or set tool_choice",
+            param="response_format",
+        )
+    named = isinstance(request.tool_choice, NamedTool)
+    return layout.grammar(
+        request.callable_tools,
+        tokenizer.tag_ids,
+        required=request.tool_choice != "auto",
+        parallel=request.parallel_tool_calls and not named,
+        otherwise=request.answer_schema,
+    )

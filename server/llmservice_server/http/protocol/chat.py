@@ -1,0 +1,204 @@
+"""/v1/chat/completions: the body and the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from llmservice_server.http.error import invalid
+from llmservice_server.http.protocol.base import JsonObject, LogprobsCount, Part, TokenCount, without_nulls
+from llmservice_server.http.protocol.generation import GenerationRequest, PromptLogprobs, Usage
+from llmservice_server.http.protocol.tools import ToolChoice, Tools, callable_tools
+from llmservice_server.text.tool_calls import ToolSchema
+
+
+class TextPart(Part):
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Part):
+    name: str
+    arguments: Annotated[str, Field(description="JSON, as the model wrote it")]
+
+
+class ToolCall(Part):
+    """A call that the assistant has made, repeated in the conversation."""
+
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+    def as_template_input(self) -> dict[str, Any]:
+        """Templates expect the arguments as an object; some clients send none as "". Raises ValueError for others."""
+        try:
+            arguments = msgspec.json.decode(self.function.arguments or "{}", type=dict[str, Any])
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise ValueError(f"the arguments of the call {self.id[:64]} are no JSON object: {error}") from error
+        return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
+
+
+class Message(Part):
+    """`content` may be absent only where an assistant has called tools."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] = []
+    tool_call_id: Annotated[str | None, Field(description="of the call that a tool's message answers")] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, content: Any) -> Any:
+        return without_nulls(content) if isinstance(content, dict) else content
+
+    @model_validator(mode="after")
+    def _check_role(self) -> Self:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise PydanticCustomError("missing_field", "{field} is missing", {"field": "content"})
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"tool_calls are the assistant's, not the {self.role}'s")
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            raise ValueError("tool_call_id belongs to messages of the role tool, which need it")
+        return self
+
+    def as_template_input(self) -> dict[str, Any]:
+        """`developer` is OpenAI's newer name for `system`, and the one that templates know. Raises ValueError."""
+        parts = self.content or ""
+        given: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": parts if isinstance(parts, str) else "".join(part.text for part in parts),
+        }
+        if self.name is not None:
+            given["name"] = self.name
+        if self.tool_calls:
+            given["tool_calls"] = [call.as_template_input() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            given["tool_call_id"] = self.tool_call_id
+        return given
+
+
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+
+
+class ChatRequest(GenerationRequest):
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [{"model": "llama", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32}]
+        }
+    )
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **GenerationRequest.refused,
+        "audio": (),
+        "chat_template": (),
+        "function_call": ("none", "auto"),
+        "functions": ([],),
+        "modalities": (["text"],),
+        "moderation": (),
+        "prediction": (),
+        "web_search_options": (),
+    }
+
+    messages: Messages
+    max_completion_tokens: TokenCount | None = None
+    logprobs: bool = False
+    top_logprobs: LogprobsCount = 0
+    tools: Tools = []
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    add_generation_prompt: Annotated[
+        bool | None, Field(description="whether the assistant's turn is begun (default: unless its last is continued)")
+    ] = None
+    continue_final_message: Annotated[
+        bool, Field(description="the model continues the last message, the assistant's, instead of answering it")
+    ] = False
+    chat_template_kwargs: Annotated[
+        JsonObject, Field(description="the template's own variables, such as enable_thinking")
+    ] = {}
+    # Without effect on the answer while chat templates are not given them, and therefore ignored.
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> Self:
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.token_limit:
+            raise invalid(
+                "max_tokens and max_completion_tokens contradict each other: give one of them",
+                param="max_completion_tokens",
+            )
+        if self.top_logprobs and not self.logprobs:
+            raise invalid("top_logprobs is only allowed when logprobs is true", param="top_logprobs")
+        _ = self.callable_tools  # raises
+        return self
+
+    @cached_property
+    def callable_tools(self) -> list[ToolSchema]:
+        """What the model may call. Raises ApiError where tools and choice contradict each other."""
+        return callable_tools(self.tools, self.tool_choice)
+
+    @property
+    def is_structured(self) -> bool:
+        return super().is_structured or bool(self.callable_tools)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class AnsweredFunction(BaseModel):
+    name: str
+    arguments: Annotated[str, Field(description="JSON, as the model wrote it")]
+
+
+class AnsweredToolCall(BaseModel):
+    id: str
+    function: AnsweredFunction
+    type: Literal["function"]
+
+
+class AnsweredMessage(BaseModel):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: Annotated[list[AnsweredToolCall], Field(description="absent where there are none")] = []
+
+
+class TopLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: AnsweredMessage
+    finish_reason: str | None
+    logprobs: ChatLogprobs | None
+
+
+class ChatCompletion(BaseModel):
+    id: str
+    object: Literal["chat.completion"]
+    created: Annotated[int, Field(description="seconds since 1970")]
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: PromptLogprobs = []

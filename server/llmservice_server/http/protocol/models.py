@@ -1,0 +1,66 @@
+"""Answers about the server and its models, and the shape of every error."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
+
+
+class Model(BaseModel):
+    id: str
+    created: Annotated[int, Field(description="seconds since 1970")]
+    root: Annotated[str, Field(description="the name that answers carry")]
+    max_model_len: Annotated[int | None, Field(description="null while the model is being loaded")]
+    object: Literal["model"] = "model"
+    owned_by: Literal["llmservice"] = "llmservice"
+
+
+class ModelList(BaseModel):
+    data: list[Model]
+    object: Literal["list"] = "list"
+
+
+class SizingReport(BaseModel):
+    """The numbers that the engine runs with, and the model's shape that they were computed from."""
+
+    max_num_seqs: int
+    max_model_len: int
+    block_size: int
+    num_blocks: Annotated[int, Field(description="usable ones: without the null block")]
+    memory_bytes: Annotated[dict[str, int], Field(description="by kind: weights, kv_cache, activations, graphs, total")]
+    shape: Annotated[
+        dict[str, int | str | bool] | None,
+        Field(description="as spec.model.shape of an LLMService; null: a family that the planner does not know"),
+    ]
+
+
+class Health(BaseModel):
+    status: str
+    reason: str | None = None
+
+
+class Version(BaseModel):
+    version: str
+
+
+class Error(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(BaseModel):
+    """Every error, whatever its status."""
+
+    error: Error
+
+
+REFUSALS = (400, 404, 408, 413, 429, 503)  # of every body
+
+
+def error_responses(*statuses: int, model: type[BaseModel] = ErrorAnswer) -> dict[int | str, dict[str, Any]]:
+    """The errors of a route, for its documentation."""
+    return {status: {"model": model, "description": HTTPStatus(status).phrase} for status in sorted(statuses)}

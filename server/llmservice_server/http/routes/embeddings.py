@@ -1,0 +1,123 @@
+"""POST /v1/embeddings."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from llmservice_server.http.body import BodyRoute, num_body_bytes, run
+from llmservice_server.http.error import ENGINE_DEAD, ENGINE_ERROR, ApiError, invalid
+from llmservice_server.http.generation import Receive
+from llmservice_server.http.prompts import token_ids, truncated
+from llmservice_server.http.protocol.embeddings import Embedding, EmbeddingList, EmbeddingRequest, EmbeddingUsage
+from llmservice_server.http.protocol.models import REFUSALS, error_responses
+from llmservice_server.http.state import ServerState, Serving, ServingDep, StateDep
+from llmservice_server.http.tracing import describe
+from llmservice_server.ipc.client import EngineDeadError
+from llmservice_server.text.tokenizer import Tokenizer
+from llmservice_server.types.messages import Embedded, Ready
+
+_CLIENT_GONE = 499  # nginx's status for it; only the access log shows it
+
+
+class EmbeddingRoute(BodyRoute):
+    def admit(self, state: ServerState, serving: Serving) -> None:
+        state.require_embedding_room(1)
+
+
+router = APIRouter(route_class=EmbeddingRoute)
+
+
+@router.post(
+    "/v1/embeddings",
+    response_model=EmbeddingList,
+    responses=error_responses(*REFUSALS, 500, 504),
+    summary="Embed texts",
+)
+async def embeddings(body: EmbeddingRequest, request: Request, state: StateDep, serving: ServingDep) -> Response:
+    state.require_model(body.model)
+    ready, tokenizer = serving
+    longest = ready.max_embedding_tokens if body.truncate_prompt_tokens is None else None
+    inputs = await run(num_body_bytes(request), token_ids, body.inputs, tokenizer, longest, "input")
+    inputs = truncated(inputs, body.truncate_prompt_tokens, ready.max_embedding_tokens)
+    describe(request.scope, body)
+    _check(body, inputs, ready, tokenizer)
+    state.require_embedding_room(len(inputs))
+    answer = await _embed(state, inputs, request.receive)
+    if answer is None:
+        return Response(status_code=_CLIENT_GONE)
+    num_tokens = sum(map(len, inputs))
+    state.metrics.observe_embedding(len(inputs), num_tokens, time.monotonic() - request.scope["arrival_s"])
+    request.scope["access_log"] |= {"inputs": len(inputs), "prompt_tokens": num_tokens}
+    data = [
+        Embedding.model_construct(index=index, embedding=_encode(vector, body.dimensions, body.encoding_format))
+        for index, vector in enumerate(answer.vectors)
+    ]
+    usage = EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
+    listed = EmbeddingList.model_construct(model=state.config.served_model_names[0], data=data, usage=usage)
+    return Response(listed.model_dump_json(), media_type="application/json")  # FastAPI would validate every number
+
+
+def _check(body: EmbeddingRequest, inputs: Sequence[list[int]], ready: Ready, tokenizer: Tokenizer) -> None:
+    """Raises ApiError (400) for what the engine would refuse, in the words of the API."""
+    if not all(inputs):
+        raise invalid("an input is empty: expected at least one token", param="input")
+    if (longest := max(map(len, inputs))) > ready.max_embedding_tokens:
+        raise invalid(
+            f"an input has {longest} tokens, expected at most {ready.max_embedding_tokens}, which is the smaller of "
+            "--max-model-len and --max-num-batched-tokens: shorten it",
+            param="input",
+            code="context_length_exceeded",
+        )
+    if (largest := max(map(max, inputs))) >= tokenizer.vocab_size:
+        raise invalid(f"token id {largest} is outside the vocabulary of {tokenizer.vocab_size}", param="input")
+    if body.dimensions is not None and body.dimensions > ready.embedding_size:
+        raise invalid(
+            f"dimensions is {body.dimensions}, expected 1 to {ready.embedding_size}, the size of this model's "
+            "embeddings",
+            param="dimensions",
+        )
+
+
+async def _embed(state: ServerState, inputs: list[list[int]], receive: Receive) -> Embedded | None:
+    """The engine's answer; None where the client has left. Raises ApiError."""
+    answer = asyncio.ensure_future(state.engine.embed(inputs))
+    gone = asyncio.create_task(_disconnect(receive))
+    try:
+        await asyncio.wait([answer, gone], timeout=state.config.request_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            if gone.done():
+                return None
+            raise ApiError(504, "the request's deadline passed while it waited", code=ENGINE_ERROR)
+        embedded = answer.result()
+    except EngineDeadError as error:
+        raise ApiError(503, str(error), code=ENGINE_DEAD) from error
+    finally:
+        answer.cancel()
+        gone.cancel()
+    if embedded.error is not None:
+        raise ApiError(embedded.error_status, embedded.error, code=ENGINE_ERROR)
+    return embedded
+
+
+async def _disconnect(receive: Receive) -> None:
+    """Returns when the client hangs up: after the body, its next message can only say that."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _encode(vector: bytes, dimensions: int | None, encoding: str) -> list[float] | str:
+    """The first `dimensions` numbers, of length 1 again: Matryoshka models are trained for it (arXiv 2205.13147)."""
+    if dimensions is not None:
+        shortened = np.frombuffer(vector, "<f4")[:dimensions]
+        vector = (shortened / max(float(np.linalg.norm(shortened)), 1e-12)).astype("<f4").tobytes()
+    if encoding == "base64":
+        return base64.b64encode(vector).decode()
+    numbers: list[float] = np.frombuffer(vector, "<f4").tolist()
+    return numbers

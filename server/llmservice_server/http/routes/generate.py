@@ -1,0 +1,236 @@
+"""POST /v1/completions and /v1/chat/completions."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from llmservice_server.http.body import BodyRoute, num_body_bytes, run
+from llmservice_server.http.chat_format import ChatFormat
+from llmservice_server.http.completion_format import CompletionFormat
+from llmservice_server.http.error import ApiError, JsonResponse
+from llmservice_server.http.generation import ClientGoneError, generate, output_processor
+from llmservice_server.http.prompts import answer_grammar, chat_token_ids, token_ids, truncated
+from llmservice_server.http.protocol.chat import ChatCompletion, ChatRequest
+from llmservice_server.http.protocol.completions import Completion, CompletionRequest
+from llmservice_server.http.protocol.generation import GenerationRequest, StreamOptions
+from llmservice_server.http.protocol.models import REFUSALS, error_responses
+from llmservice_server.http.request_options import apply_defaults, request_options
+from llmservice_server.http.response import DONE, Answer, Choice, Layout, event, prompt_logprobs, usage
+from llmservice_server.http.state import ServerState, Serving, ServingDep, StateDep
+from llmservice_server.http.tracing import describe
+from llmservice_server.text.output_processor import CompletionOutput, OutputProcessor
+from llmservice_server.text.tokenizer import Tokenizer
+
+_Body = TypeVar("_Body", bound=GenerationRequest)
+
+_DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+_CLIENT_GONE = 499  # nginx's status for it; only the access log shows it
+_EVENT = {
+    "type": "object",
+    "properties": {"data": {"type": "string", "description": "a part of the answer as JSON, or [DONE]"}},
+    "required": ["data"],
+}
+_RESPONSES: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The answer, or its events", "content": {"text/event-stream": {"schema": _EVENT}}},
+    **error_responses(*REFUSALS, 403, 500, 504),  # 403: the lane
+}
+
+
+class GenerationRoute(BodyRoute):
+    def admit(self, state: ServerState, serving: Serving) -> None:
+        state.require_some_room(serving)
+
+
+router = APIRouter(route_class=GenerationRoute)
+
+
+@router.post("/v1/completions", response_model=Completion, responses=_RESPONSES, summary="Complete prompts")
+async def completions(body: CompletionRequest, request: Request, state: StateDep, serving: ServingDep) -> Response:
+    processor = await _processor(request, state, serving, body, _completion_prompts, _DEFAULT_COMPLETION_TOKENS)
+    return await _respond(request, state, serving, body, processor, CompletionFormat(body, processor))
+
+
+@router.post(
+    "/v1/chat/completions", response_model=ChatCompletion, responses=_RESPONSES, summary="Answer a conversation"
+)
+async def chat_completions(body: ChatRequest, request: Request, state: StateDep, serving: ServingDep) -> Response:
+    processor = await _processor(request, state, serving, body, _chat_prompts, None)
+    return await _respond(request, state, serving, body, processor, ChatFormat(body, processor))
+
+
+def _completion_prompts(body: CompletionRequest, tokenizer: Tokenizer, max_tokens: int | None) -> list[list[int]]:
+    return token_ids(body.prompts, tokenizer, max_tokens, "prompt")
+
+
+def _chat_prompts(body: ChatRequest, tokenizer: Tokenizer, max_tokens: int | None) -> list[list[int]]:
+    tools = body.tools if body.callable_tools else ()
+    return [chat_token_ids(body, tools, tokenizer, max_tokens)]
+
+
+async def _processor(
+    request: Request,
+    state: ServerState,
+    serving: Serving,
+    body: _Body,
+    prompts_of: Callable[[_Body, Tokenizer, int | None], list[list[int]]],
+    default_max_tokens: int | None,
+) -> OutputProcessor:
+    """Raises ApiError; what can be refused is refused before work is done for it."""
+    state.require_model(body.model)
+    apply_defaults(body, state.sampling_defaults)
+    ready, tokenizer = serving
+    grammar = await asyncio.to_thread(answer_grammar, body, tokenizer) if body.is_structured else None
+    longest = ready.max_request_tokens if body.truncate_prompt_tokens is None else None
+    prompts = await run(num_body_bytes(request), prompts_of, body, tokenizer, longest)
+    room = ready.max_request_tokens - (body.token_limit or default_max_tokens or 1)
+    prompts = truncated(prompts, body.truncate_prompt_tokens, max(1, room))
+    describe(request.scope, body)
+    options = request_options(
+        request.headers,
+        body.priority,
+        arrival_s=request.scope["arrival_s"],
+        default_lane=request.scope.get("key_lane") or state.config.default_lane,
+        timeout_s=state.config.request_timeout_s,
+        queue_timeout_s=state.config.queue_timeout_s,
+    )
+    return output_processor(
+        state,
+        serving,
+        body,
+        prompts,
+        default_max_tokens=default_max_tokens,
+        options=options,
+        grammar=grammar,
+    )
+
+
+async def _respond(
+    request: Request,
+    state: ServerState,
+    serving: Serving,
+    body: GenerationRequest,
+    processor: OutputProcessor,
+    layout: Layout,
+) -> Response:
+    model = state.config.served_model_names[0]
+    identity = f"{layout.id_prefix}-{processor.request_id}"
+    answer = Answer(id=identity, object=layout.whole, created=int(time.time()), model=model, choices=[])
+    if body.stream:
+        return EventStream(state, serving, processor, answer, layout, body.stream_options or StreamOptions())
+    steps = generate(state, serving, processor, request.receive, request.scope["access_log"])
+    try:
+        async with aclosing(steps):
+            outputs = [output async for step in steps for output in step]
+    except ClientGoneError:
+        return Response(status_code=_CLIENT_GONE)
+    answer.choices = [layout.choice(output) for output in _chosen(outputs, body)]
+    for index, choice in enumerate(answer.choices):
+        choice.index = index
+    if isinstance(body, ChatRequest) and body.prompt_logprobs is not None:
+        answer.prompt_logprobs = prompt_logprobs(processor.states[0].prompt_logprobs, serving.tokenizer.token_bytes)
+    answer.usage = usage(processor)
+    return JsonResponse(answer)
+
+
+def _chosen(outputs: Sequence[CompletionOutput], body: GenerationRequest) -> list[CompletionOutput]:
+    """All answers in order, or with `best_of` the `n` of each prompt whose tokens are the likeliest on average."""
+    answers = sorted(outputs, key=lambda output: output.index)
+    if body.num_candidates == body.n:
+        return answers
+    chosen: list[CompletionOutput] = []
+    for start in range(0, len(answers), body.num_candidates):
+        candidates = answers[start : start + body.num_candidates]
+        chosen += sorted(candidates, key=_mean_logprob, reverse=True)[: body.n]
+    return chosen
+
+
+def _mean_logprob(output: CompletionOutput) -> float:
+    return sum(entry.logprob for entry in output.logprobs) / max(1, len(output.logprobs))
+
+
+class EventStream(Response):
+    """Server-sent events, one write for all outputs of a step.
+
+    The status is sent with the first token, so that an error before it gets a status of its own.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        state: ServerState,
+        serving: Serving,
+        processor: OutputProcessor,
+        answer: Answer,
+        layout: Layout,
+        options: StreamOptions,
+    ) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._state = state
+        self._serving = serving
+        self._processor = processor
+        self._layout = layout
+        self._options = options
+        self._answer = answer
+        self._num_tokens = 0  # in the events so far
+        answer.object = layout.chunk
+        if options.include_usage:
+            answer.usage = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+        steps = generate(self._state, self._serving, self._processor, receive, scope["access_log"])
+        try:
+            async with aclosing(steps):
+                async for outputs in steps:
+                    if not started:
+                        started = True
+                        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                        await self._write(send, self._opening())
+                    await self._write(send, self._events(outputs))
+        except ClientGoneError:
+            return
+        except ApiError as error:
+            if not started:
+                raise
+            await self._write(send, event(error.body), more=False)
+            return
+        await self._write(send, self._closing(), more=False)
+
+    async def _write(self, send: Send, body: bytes, *, more: bool = True) -> None:
+        if body or not more:
+            await send({"type": "http.response.body", "body": body, "more_body": more})
+
+    def _opening(self) -> bytes:
+        return b"".join(self._event(self._layout.opening(state.index)) for state in self._processor.states)
+
+    def _events(self, outputs: Sequence[CompletionOutput]) -> bytes:
+        events = []
+        for output in outputs:  # those of several steps, where the client or this process is slow
+            self._num_tokens += len(output.token_ids)
+            events += [self._event([part]) for part in self._layout.delta(output)]
+        return b"".join(events)
+
+    def _closing(self) -> bytes:
+        if not self._options.include_usage:
+            return DONE
+        self._answer.choices = []
+        self._answer.usage = usage(self._processor)
+        return event(self._answer) + DONE
+
+    def _event(self, choices: Sequence[Choice]) -> bytes:
+        if not choices:
+            return b""
+        self._answer.choices = choices
+        if self._options.continuous_usage_stats:
+            self._answer.usage = usage(self._processor, self._num_tokens)
+        return event(self._answer)

@@ -1,0 +1,298 @@
+"""`llmservice serve`: listen at once, load, serve, drain, and exit."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import signal
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from llmservice_server.engine.config import EngineConfig
+from llmservice_server.http.app import create_app, create_metrics_app
+from llmservice_server.http.authentication import ApiKeyError, ApiKeys
+from llmservice_server.http.state import ServeConfig, ServerState
+from llmservice_server.http.tracing import TracingError, tracer_provider
+from llmservice_server.ipc.client import ENGINE_COMMAND, EngineClient
+from llmservice_server.ipc.metrics import Metrics
+from llmservice_server.text.tokenizer import Tokenizer, TokenizerLoadError
+from llmservice_server.types.checkpoint_config import GenerationConfig
+from llmservice_server.types.errors import ModelLoadError
+from llmservice_server.types.messages import Ready
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from starlette.types import ASGIApp
+
+log = logging.getLogger("llmservice.server")
+
+MAX_HEAD_BYTES = 64 * 1024  # request line and headers
+_LAST_ANSWERS_S = 1.0  # after the drain, or the engine's death: for error messages to reach their clients
+_LISTEN_BACKLOG = 2048  # connections that the kernel holds; the admission queue decides what is refused
+_KEEP_ALIVE_S = (
+    75  # longer than a gateway's pool keeps a connection, so that the server does not close one that is reused
+)
+
+
+LOADING_FAILED, SERVING_FAILED = 1, 3
+"""Exit statuses: the server could not start, or its engine failed after it was ready."""
+
+
+class ServeError(Exception):
+    """The server had to stop: one sentence for the user, and the exit status."""
+
+    def __init__(self, message: str, status: int = LOADING_FAILED) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListenConfig:
+    """Where the HTTP process listens and when it ends."""
+
+    host: str
+    port: int  # 0: a free one, which the log names
+    metrics_port: int  # of /metrics; the same as `port`: /metrics is served there; 0: a free one of its own, likewise
+    drain_timeout_s: float
+    metrics_prefix: str
+    otlp_endpoint: str | None = None  # None: the environment's
+
+    @property
+    def shares_port(self) -> bool:
+        """Whether the API and /metrics are served on one port."""
+        return self.metrics_port == self.port != 0
+
+
+class _HeadTooLargeError(Exception):
+    """Raised inside the parser, which then refuses the request."""
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """uvicorn's parser with a bound on what a client may send before its body.
+
+    Answers 431 to a head beyond the bound, also to one that never ends, and closes the connection.
+    """
+
+    _head_is_open = True  # what comes next belongs to a request line or to headers
+    _head_bytes = 0  # of the open head, in reads that held nothing else
+    _request_ended = False  # within the current read
+    _too_large = False
+
+    def data_received(self, data: bytes) -> None:
+        self._request_ended = False
+        super().data_received(data)
+        if self._head_is_open and not self._request_ended and not self.transport.is_closing():
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._refuse()
+
+    def on_headers_complete(self) -> None:
+        self._head_is_open = False
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEAD_BYTES:
+            self._too_large = True
+            raise _HeadTooLargeError
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._head_is_open = self._request_ended = True
+        self._head_bytes = 0
+
+    def send_400_response(self, msg: str) -> None:
+        if self._too_large:
+            self._refuse()
+        else:
+            super().send_400_response(msg)
+
+    def _refuse(self) -> None:
+        message = f"the request line and headers are larger than {MAX_HEAD_BYTES} bytes"
+        error = {"message": message, "type": "invalid_request_error", "param": None, "code": "headers_too_large"}
+        body = msgspec.json.encode({"error": error})
+        self.transport.write(
+            b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\nconnection: close\r\n"
+            b"content-length: %d\r\n\r\n%s" % (len(body), body)
+        )
+        self.transport.close()
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn without its signal handlers: when to stop is decided here."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class HttpProcess:
+    """One server from start to end, on the running event loop; `engine_command` starts its engine process."""
+
+    def __init__(
+        self,
+        engine: EngineConfig,
+        serve: ServeConfig,
+        listen: ListenConfig,
+        log_level: str,
+        engine_command: Sequence[str] = ENGINE_COMMAND,
+    ) -> None:
+        metrics = Metrics(listen.metrics_prefix, serve.served_model_names[0])
+        self._engine_config = engine
+        self._listen = listen
+        self._state = ServerState(
+            config=serve,
+            engine=EngineClient(
+                engine,
+                log_level,
+                on_ready=self._on_ready,
+                on_stats=metrics.set_stats,
+                command=engine_command,
+                stuck_after_s=serve.stuck_after_s,
+            ),
+            metrics=metrics,
+        )
+        self._stop = asyncio.Event()
+        self._failure: str | None = None
+        self._was_ready = False
+        self._tracer = _tracer(listen)
+        app = create_app(self._state, _api_keys(serve), self._tracer, serves_metrics=listen.shares_port)
+        self._api = _uvicorn(app)
+        self._metrics = None if listen.shares_port else _uvicorn(create_metrics_app(self._state))
+
+    async def run(self) -> None:
+        """Serve until SIGTERM or SIGINT. Raises ServeError where the engine or the tokenizer fails."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        serving = self._start_serving()
+        engine = asyncio.create_task(self._run_engine())
+        tokenizer = asyncio.create_task(self._load_tokenizer())
+        await self._stop.wait()
+        if self._failure is None:
+            await self._drain()
+        self._state.drain()
+        tokenizer.cancel()
+        await self._state.engine.stop()
+        await engine
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._state.idle.wait(), _LAST_ANSWERS_S)
+        self._stop_serving()
+        await asyncio.gather(*serving)
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.shutdown)  # sends what is left
+        if self._failure is not None:
+            raise ServeError(self._failure, SERVING_FAILED if self._was_ready else LOADING_FAILED)
+
+    def _start_serving(self) -> list[asyncio.Task[None]]:
+        """Listen on the ports and log them. Raises ServeError where one is taken."""
+        host, port = self._listen.host, self._listen.port
+        listeners = [(self._api, _bind(host, port, "--port"))]
+        fields = {"host": host, "port": listeners[0][1].getsockname()[1]}
+        if self._metrics is not None:
+            listeners.append((self._metrics, _bind(host, self._listen.metrics_port, "--metrics-port")))
+        log.info("listening", extra={"fields": {**fields, "metrics_port": listeners[-1][1].getsockname()[1]}})
+        serving = [asyncio.create_task(server.serve(sockets=[listener])) for server, listener in listeners]
+        for task in serving:
+            task.add_done_callback(lambda _: self._stop.set())
+        return serving
+
+    def _stop_serving(self) -> None:
+        self._api.should_exit = True
+        self._api.force_exit = not self._state.idle.is_set()
+        if self._metrics is not None:
+            self._metrics.should_exit = self._metrics.force_exit = (
+                True  # a scrape that hangs does not delay the shutdown
+            )
+
+    def _on_ready(self, ready: Ready) -> None:
+        self._was_ready = True
+        self._state.metrics.set_ready(ready)
+        fields = {name: getattr(ready, name) for name in ("max_model_len", "max_num_seqs", "num_blocks", "block_size")}
+        gc.collect()
+        gc.freeze()  # what is loaded now lives as long as the process: the collector need not scan it
+        log.info("the engine is ready", extra={"fields": {**fields, "load_s": round(ready.load_s, 3)}})
+
+    def _on_signal(self) -> None:
+        """The first signal begins the drain, a second one ends it."""
+        if self._state.draining:
+            self._state.idle.set()
+        self._state.drain()
+        self._stop.set()
+
+    async def _drain(self) -> None:
+        log.info("draining", extra={"fields": {"active": self._state.num_active}})
+        try:
+            await asyncio.wait_for(self._state.idle.wait(), self._listen.drain_timeout_s)
+        except TimeoutError:
+            log.warning("drain timed out", extra={"fields": {"active": self._state.num_active}})
+
+    async def _run_engine(self) -> None:
+        try:
+            await self._state.engine.run()
+        finally:
+            self._fail(self._state.engine.failure)
+
+    async def _load_tokenizer(self) -> None:
+        config, engine = self._state.config, self._engine_config
+        try:
+            if config.generation_config == "auto":
+                self._state.sampling_defaults = GenerationConfig.of(engine.model).sampling_defaults
+            self._state.tokenizer = await asyncio.to_thread(
+                Tokenizer.load, engine.model, tokenizer_folder=engine.tokenizer, chat_template=config.chat_template
+            )
+        except (ModelLoadError, TokenizerLoadError, OSError) as error:
+            self._fail(str(error))
+
+    def _fail(self, failure: str | None) -> None:
+        self._failure = self._failure or failure
+        self._stop.set()
+
+
+def _api_keys(serve: ServeConfig) -> ApiKeys | None:
+    try:
+        return None if serve.api_key_file is None else ApiKeys(serve.api_key_file)
+    except ApiKeyError as error:
+        raise ServeError(str(error)) from error
+
+
+def _tracer(listen: ListenConfig) -> TracerProvider | None:
+    try:
+        return tracer_provider(listen.otlp_endpoint)
+    except TracingError as error:
+        raise ServeError(str(error)) from error
+
+
+def _uvicorn(app: ASGIApp) -> _Uvicorn:
+    return _Uvicorn(
+        uvicorn.Config(
+            app,
+            http=BoundedHttpProtocol,
+            log_config=None,
+            access_log=False,
+            ws="none",
+            lifespan="off",
+            server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+        )
+    )
+
+
+def _bind(host: str, port: int, flag: str) -> socket.socket:
+    """A listening socket. Raises ServeError, which names the `flag` of the port."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(_LISTEN_BACKLOG)  # before the log says so
+    except OSError as error:
+        listener.close()
+        why = error.strerror or error
+        raise ServeError(f"cannot listen on {host}:{port}: {why}: choose another {flag} or --host") from error
+    return listener

@@ -1,0 +1,226 @@
+"""What the endpoints share: the settings, the engine, the tokenizer, and whether the server accepts requests."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+from fastapi import Depends, Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from llmservice_server.engine.request import LANES
+from llmservice_server.http.admission_queue import AdmissionQueue, QueueBound, Refusal
+from llmservice_server.http.error import ApiError
+from llmservice_server.ipc.client import EngineClient
+from llmservice_server.ipc.metrics import Metrics
+from llmservice_server.text.tokenizer import Tokenizer
+from llmservice_server.types.messages import Ready
+
+
+class Activity:
+    """ASGI middleware: a request counts until the last byte of its answer is handed over."""
+
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+        self._app = app
+        self._state = state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
+            await self._app(scope, receive, send)
+            return
+        self._state.enter()
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._state.leave()
+
+
+_RETRY_LOADING_S = 5
+_RETRY_QUEUE_S = 1
+_BODY_BYTES = 2**20
+_BODY_BYTES_PER_TOKEN = 64  # several times what text, ids or escaped JSON take
+
+
+GenerationConfig = Literal["auto", "vllm"]
+
+
+class Serving(NamedTuple):
+    """What a request needs of the engine and the model; exists only while the server accepts requests."""
+
+    ready: Ready
+    tokenizer: Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """Settings of the HTTP process; the engine has its own."""
+
+    served_model_names: tuple[str, ...]  # the first is the one that answers carry
+    queue_bounds: Mapping[str, QueueBound]  # by lane
+    request_timeout_s: float | None
+    queue_timeout_s: float | None
+    default_lane: str = LANES[0]  # of requests without an API key that has one; the highest that they may choose
+    max_queued_embeddings: int = 4096
+    body_timeout_s: float | None = 60.0  # for a body to be complete
+    max_body_bytes: int | None = None  # None: as the model's context asks for
+    stuck_after_s: float | None = (
+        300.0  # without a finished step, while there is work, the engine is killed; None: never
+    )
+    api_key_file: Path | None = None  # None: no key is needed
+    shape: Mapping[str, Any] | None = (
+        None  # the model's figures in the planner's camelCase; None: a family that it does not know
+    )
+    generation_config: GenerationConfig = "auto"  # auto: sampling defaults from generation_config.json; vllm: none
+    chat_template: Path | None = None  # a file; None: the tokenizer's own
+    cors_allow_origins: tuple[str, ...] = ()
+    strict_parameters: bool = False  # unknown parameters are refused instead of ignored
+
+
+@dataclass(slots=True, kw_only=True)
+class ServerState:
+    config: ServeConfig
+    engine: EngineClient
+    metrics: Metrics
+    admission_queue: AdmissionQueue = field(init=False)
+    tokenizer: Tokenizer | None = None
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)  # of requests that do not set them
+    draining: bool = False
+    num_active: int = 0  # HTTP requests to the API under way, the sending of their answers included
+    body_deadlines: set[asyncio.Timeout] = field(default_factory=set)  # of bodies that are not complete
+    idle: asyncio.Event = field(default_factory=asyncio.Event)  # set while there are none
+
+    @property
+    def ill(self) -> str | None:
+        """Why the process should be restarted; None while it should not. Load is no reason."""
+        if self.engine.failure is not None:
+            return f"the engine has failed: {self.engine.failure}"
+        return None
+
+    @property
+    def unready(self) -> str | None:
+        """Why the server accepts no requests now; None when it does."""
+        if (illness := self.ill) is not None:
+            return illness
+        if self.draining:
+            return "the server is shutting down"
+        if self.engine.ready is None or self.tokenizer is None:
+            return "the model is being loaded"
+        return None
+
+    def __post_init__(self) -> None:
+        self.idle.set()
+        self.admission_queue = AdmissionQueue(self.config.queue_bounds, time.monotonic())
+
+    def drain(self) -> None:
+        """Accept no more requests: neither new ones nor those whose bodies are not complete."""
+        self.draining = True
+        for deadline in self.body_deadlines:
+            if not deadline.expired():
+                deadline.reschedule(0)
+
+    @asynccontextmanager
+    async def body_deadline(self) -> AsyncIterator[None]:
+        """Around the reading of a body. Raises TimeoutError at the end of its time, or when the server drains."""
+        async with asyncio.timeout(self.config.body_timeout_s) as deadline:
+            self.body_deadlines.add(deadline)
+            try:
+                yield
+            finally:
+                self.body_deadlines.remove(deadline)
+
+    def enter(self) -> None:
+        """An API request has begun."""
+        self.num_active += 1
+        self.idle.clear()
+
+    def leave(self) -> None:
+        """An API request is answered."""
+        self.num_active -= 1
+        if self.num_active == 0:
+            self.idle.set()
+
+    def require_ready(self) -> Serving:
+        """Raises ApiError (503) where the server accepts no requests."""
+        if (reason := self.unready) is not None:
+            raise self.not_ready(reason)
+        assert self.engine.ready is not None  # noqa: S101  # `unready` has checked
+        assert self.tokenizer is not None  # noqa: S101
+        return Serving(self.engine.ready, self.tokenizer)
+
+    def max_body_bytes(self, serving: Serving) -> int:
+        """By default room for a prompt that fills the context, however it is written, and for the other fields."""
+        given = self.config.max_body_bytes
+        return _BODY_BYTES + _BODY_BYTES_PER_TOKEN * serving.ready.max_model_len if given is None else given
+
+    def not_ready(self, reason: str, *, closes: bool = False) -> ApiError:
+        message = f"{reason}: try again"
+        return ApiError(503, message, code="not_ready", retry_after_s=_RETRY_LOADING_S, closes=closes)
+
+    def require_room(self, serving: Serving, lane: str, num_tokens: list[int]) -> None:
+        """Raises ApiError (429) where sequences with prompts of `num_tokens` are too many for the lane's queue."""
+        if (refusal := self._why_refused(serving, lane, num_tokens)) is not None:
+            raise ApiError(429, refusal.message, code="queue_full", retry_after_s=refusal.retry_after_s)
+
+    def require_some_room(self, serving: Serving) -> None:
+        """Raises ApiError (429) where no lane has room; the lane may be named by the body, which is not read yet."""
+        refusals = [self._why_refused(serving, lane, [0]) for lane in self.config.queue_bounds]
+        if None not in refusals:
+            self.require_room(serving, next(iter(self.config.queue_bounds)), [0])
+
+    def _why_refused(self, serving: Serving, lane: str, num_tokens: list[int]) -> Refusal | None:
+        stats = self.engine.stats
+        return self.admission_queue.why_refused(
+            lane,
+            num_tokens,
+            max_num_seqs=serving.ready.max_num_seqs,
+            engine_lets_wait=stats is not None and any(stats.num_waiting.values()),
+            now=time.monotonic(),
+        )
+
+    def require_embedding_room(self, asked: int) -> None:
+        """Raises ApiError (429) where `asked` more inputs would be too many."""
+        waiting, bound = self.engine.num_embedding_inputs, self.config.max_queued_embeddings
+        if waiting + asked > bound:
+            raise ApiError(
+                429,
+                f"the queue is full: {waiting} inputs are waiting for their embeddings, and at most {bound} may wait",
+                code="queue_full",
+                retry_after_s=_RETRY_QUEUE_S,
+            )
+
+    def require_model(self, name: str) -> None:
+        """Raises ApiError (404) where the request means another model."""
+        names = self.config.served_model_names
+        if name not in names:
+            message = f"The model `{name}` does not exist: this server has {', '.join(names)}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+
+def server_state(request: Request) -> ServerState:
+    state: ServerState = request.app.state.server
+    return state
+
+
+def serving(request: Request) -> Serving:
+    """Found once per request. Raises ApiError (503) where the server accepts no requests."""
+    found: Serving | None = request.scope.get("serving")
+    if found is None:
+        found = request.scope["serving"] = server_state(request).require_ready()
+    return found
+
+
+async def _server_state(request: Request) -> ServerState:  # FastAPI runs dependencies that are not async in a thread
+    return server_state(request)
+
+
+async def _serving(request: Request) -> Serving:
+    return serving(request)
+
+
+StateDep = Annotated[ServerState, Depends(_server_state)]
+ServingDep = Annotated[Serving, Depends(_serving)]

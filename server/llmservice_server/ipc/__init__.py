@@ -1,0 +1,1 @@
+"""The two processes of a server, and the messages between them."""

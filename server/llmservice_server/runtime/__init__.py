@@ -1,0 +1,1 @@
+"""The model on a device: start-up, memory, steps, embeddings."""

@@ -1,0 +1,129 @@
+"""How much memory a step takes, how much that leaves for the KV cache, and what the cache holds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from llmservice_server.backend.base import Backend
+from llmservice_server.engine.config import EngineConfig
+from llmservice_server.engine.runner import KVCachePlan
+from llmservice_server.models.llama import LlamaModel
+from llmservice_server.runtime.runner import ModelRunner
+from llmservice_server.types.errors import OutOfMemoryError
+
+GIB = 1 << 30
+_PROBE_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes on the device: what there is to use at start, and what is taken of it."""
+
+    total: int
+    weights: int
+    activations: int
+    graphs: int = 0  # CUDA's, of decode steps
+    processes: int = 0  # Python, PyTorch and the tokenizer, where they live in the same memory
+
+    @property
+    def besides_kv_cache(self) -> int:
+        return self.weights + self.activations + self.graphs + self.processes
+
+
+def measure_activations(model: LlamaModel, backend: Backend, config: EngineConfig) -> int:
+    """Bytes that a full step takes beside the weights: measured, or estimated where that would take long."""
+    runner, step, cache_bytes = _full_step(model, backend, config)
+    if backend.profile_limit_s is not None:
+        num_tokens = min(_PROBE_TOKENS, config.block_size)
+        for _ in range(2):  # the first pays for lazy initialisation
+            probe_s = seconds(lambda: runner.dummy_step(num_tokens, 1, num_tokens, config.block_size), backend)
+        if probe_s / num_tokens * config.max_num_batched_tokens > backend.profile_limit_s:
+            return _estimate(model, config)
+    taken = backend.step_bytes(step, cache_bytes=cache_bytes, weight_bytes=model.weight_bytes)
+    if taken is None:
+        return _estimate(model, config)
+    if backend.shares_memory:  # the allocator hides what the sampler adds to it
+        return max(taken, config.most_seqs * model.config.vocab_size * 4)
+    return taken
+
+
+def seconds(work: Callable[[], object], backend: Backend) -> float:
+    """That `work` takes on the device."""
+    started_s = time.perf_counter()
+    work()
+    backend.synchronize()
+    return time.perf_counter() - started_s
+
+
+def _full_step(
+    model: LlamaModel, backend: Backend, config: EngineConfig
+) -> tuple[ModelRunner, Callable[[], None], int]:
+    """The largest step that the scheduler may plan, ready to be taken, and the bytes of the KV cache that it fills."""
+    longest = min(config.max_model_len or model.config.max_context, config.prefill_chunk_tokens)
+    blocks_each = -(-longest // config.block_size)
+    num_blocks = 1 + blocks_each * -(-config.max_num_batched_tokens // longest)
+    runner = ModelRunner(model, backend.attention(num_blocks), backend)
+
+    def step() -> None:
+        runner.dummy_step(config.max_num_batched_tokens, config.most_seqs, longest, config.block_size)
+
+    return runner, step, num_blocks * backend.shape.bytes_per_block
+
+
+def _estimate(model: LlamaModel, config: EngineConfig) -> int:
+    shape = model.config
+    widest = max(2 * shape.intermediate_size, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim)
+    return activation_bytes(
+        config.max_num_batched_tokens, config.most_seqs, widest, shape.vocab_size, model.dtype.itemsize
+    )
+
+
+def plan_kv_cache(
+    pool_bytes: int,
+    *,
+    bytes_per_block: int,
+    block_size: int,
+    max_model_len: int,
+    may_shorten: bool,
+) -> KVCachePlan:
+    """Divide `pool_bytes` into blocks, so that one request of `max_model_len` tokens always fits.
+
+    Where it does not, `max_model_len` is lowered if it `may_shorten`; else raises `OutOfMemoryError` with the longest
+    length that would fit.
+    """
+    num_blocks = max(0, pool_bytes) // bytes_per_block
+    longest = max(0, num_blocks - 1) * block_size
+    if longest >= max_model_len:
+        return KVCachePlan(num_blocks, max_model_len)
+    if may_shorten and longest > 0:
+        return KVCachePlan(num_blocks, longest)
+    need = (-(-max_model_len // block_size) + 1) * bytes_per_block
+    remedy = f"lower it to {longest} or" if longest > 0 else "it leaves room for no block at all:"
+    raise OutOfMemoryError(
+        f"max_model_len {max_model_len} needs {_size(need)} of KV cache, {_size(pool_bytes)} is left: {remedy} give "
+        "the engine more memory (--kv-cache-memory, --gpu-memory-utilization)"
+    )
+
+
+def sequences_held(kv_cache: KVCachePlan, block_size: int, expected_tokens: int, most: int) -> int:
+    """How many sequences of `expected_tokens` the pool holds: 1 to `most`. The planner's policy `expected`.
+
+    Where requests cannot be longer than that anyhow it is the policy `guaranteed`: none is ever preempted.
+    """
+    blocks_each = -(-min(expected_tokens, kv_cache.max_model_len) // block_size)
+    return max(1, min(most, kv_cache.num_usable_blocks // blocks_each))
+
+
+def activation_bytes(num_tokens: int, num_seqs: int, widest: int, vocab_size: int, itemsize: int) -> int:
+    """An estimate of a step's intermediates on CPU, for models with which measuring them would take long.
+
+    A layer holds a few tensors of `num_tokens` rows at a time, the widest of them the fused projections; the sampler
+    holds float32 logits of `num_seqs` rows about three times over.
+    """
+    return 4 * num_tokens * widest * itemsize + 3 * num_seqs * vocab_size * 4
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB // 10 else f"{num_bytes / (1 << 20):.2f} MiB"

@@ -1,0 +1,301 @@
+"""What happens once: read the checkpoint, load the weights, see what memory is left, allocate the KV cache."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from llmservice_planner.explanation import format_bytes
+from llmservice_planner.overhead import PROCESS_BYTES
+from llmservice_server.backend.base import Attention, Backend, KVCacheShape
+from llmservice_server.backend.choice import choose_backend
+from llmservice_server.backend.torch.memory import available_cpu_bytes
+from llmservice_server.engine.block_pool import PreemptionCost, SwapSpace
+from llmservice_server.engine.config import EngineConfig
+from llmservice_server.engine.engine import Engine
+from llmservice_server.engine.plan import BlockCopy, Plan
+from llmservice_server.engine.runner import KVCachePlan, Started
+from llmservice_server.models.llama import LlamaModel
+from llmservice_server.runtime.embedding_model import EmbeddingModel
+from llmservice_server.runtime.embeddings import BatchEmbedder
+from llmservice_server.runtime.loader import Checkpoint
+from llmservice_server.runtime.memory import GIB, Memory, measure_activations, plan_kv_cache, seconds, sequences_held
+from llmservice_server.runtime.runner import ModelRunner
+from llmservice_server.runtime.start_record import StartPhases, StartRecord
+from llmservice_server.runtime.swapped_blocks import SwappedBlocks
+from llmservice_server.sampling.grammar import GrammarCompiler
+from llmservice_server.types.errors import ConfigError, ModelLoadError, OutOfMemoryError
+
+_LOG = logging.getLogger(__name__)
+_WARM_UP_TOKENS = 16  # the first step pays for lazy initialisation, a request should not
+_WORTH_COMPILING_BYTES = 64 << 20
+"""Of weights. What a step of a smaller model saves never makes up for the time in which its kernels are compiled."""
+
+
+def load_engine(config: EngineConfig, clock: Callable[[], float] = time.monotonic) -> Engine:
+    """An engine that is ready to serve. Raises `StartError` with what is wrong, expected and to be done."""
+    return Engine(config, start(config), clock)
+
+
+def model_runner(engine: Engine) -> ModelRunner:
+    """What computes the steps of an engine of `load_engine`. Raises TypeError where it is another `Runner`."""
+    if not isinstance(engine.runner, ModelRunner):
+        raise TypeError(f"the engine's runner is a {type(engine.runner).__name__}, which has no model")
+    return engine.runner
+
+
+def start(config: EngineConfig) -> Started:
+    """Load a model and allocate its KV cache. Raises `StartError` with what is wrong, expected and to be done."""
+    began_s = time.monotonic()
+    checkpoint = Checkpoint.open(config.model)
+    _check_context(checkpoint, config)
+    phases = StartPhases()
+    with phases.phase("backend"):
+        backend = _backend(checkpoint, config)
+    _LOG.info("backend: %s (%s)", backend.name, backend.reason)
+    model, memory = _load(checkpoint, config, backend, phases)
+    kv_cache = _plan(config, checkpoint.config.max_context, backend, memory)
+    max_num_seqs = config.max_num_seqs or sequences_held(
+        kv_cache, config.block_size, config.expected_tokens, config.most_seqs
+    )
+    with phases.phase("KV cache"):
+        attention = _attention(backend, kv_cache.num_blocks)
+        swapped_blocks = _swapped_blocks(config, backend, attention, memory)
+    runner = ModelRunner(model, attention, backend, swapped_blocks)
+    with phases.phase("decode path"):
+        memory = _make_decode_path(runner, max_num_seqs, kv_cache, memory)
+    with phases.phase("warm-up"):
+        _warm_up(runner, config, kv_cache)
+    started = Started(
+        runner=runner,
+        embedder=_embedder(runner, config, kv_cache),
+        grammars=GrammarCompiler(
+            config.tokenizer or config.model, checkpoint.config.vocab_size, checkpoint.eos_token_ids
+        ),
+        kv_cache=kv_cache,
+        max_num_seqs=max_num_seqs,
+        memory_bytes={
+            "weights": memory.weights,
+            "kv_cache": sum(cache.nbytes for cache in attention.caches),
+            "activations": memory.activations,
+            "graphs": memory.graphs,
+            "total": memory.total,
+        },
+        vocab_size=checkpoint.config.vocab_size,
+        eos_token_ids=checkpoint.eos_token_ids,
+        swap=_swap_space(runner, config, kv_cache),
+        overlaps=backend.overlaps,
+        prefill_tokens=backend.prefill_tokens,
+        load_s=time.monotonic() - began_s,
+        phases_s=phases.seconds,
+    )
+    _LOG.info(
+        "%s on %s in %s: weights %.2f GiB, KV cache %.2f GiB in %d blocks of %d, max_model_len %d, max_num_seqs %d",
+        checkpoint.config.architecture,
+        backend.device,
+        model.dtype,
+        memory.weights / GIB,
+        started.memory_bytes["kv_cache"] / GIB,
+        kv_cache.num_usable_blocks,
+        config.block_size,
+        kv_cache.max_model_len,
+        max_num_seqs,
+    )
+    _LOG.info("the engine took %s", phases)
+    return started
+
+
+def _check_context(checkpoint: Checkpoint, config: EngineConfig) -> None:
+    context = checkpoint.config.max_context
+    if config.max_model_len is not None and config.max_model_len > context:
+        raise ConfigError(
+            f"max_model_len {config.max_model_len} is beyond the model's context of {context} tokens: lower it"
+        )
+
+
+def _backend(checkpoint: Checkpoint, config: EngineConfig) -> Backend:
+    shape = KVCacheShape(
+        num_heads=checkpoint.config.num_heads,
+        num_kv_heads=checkpoint.config.num_kv_heads,
+        head_dim=checkpoint.config.head_dim,
+        windows=checkpoint.config.windows,
+        block_size=config.block_size,
+        dtype=_kv_cache_dtype(checkpoint, config),
+    )
+    return choose_backend(
+        config.attention,
+        shape,
+        checkpoint.dtype(config.dtype),
+        _device(config),
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        worth_compiling=checkpoint.weight_file_bytes >= _WORTH_COMPILING_BYTES,
+        enforce_eager=config.enforce_eager,
+    )
+
+
+def _kv_cache_dtype(checkpoint: Checkpoint, config: EngineConfig) -> torch.dtype:
+    if config.kv_cache_dtype == "fp8":
+        return torch.float8_e4m3fn
+    return checkpoint.dtype(config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype)
+
+
+def _device(config: EngineConfig) -> torch.device:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "device is cuda, but this machine has no usable CUDA device: use --device cpu, or check the driver"
+        )
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    if config.device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda")
+
+
+def _load(
+    checkpoint: Checkpoint, config: EngineConfig, backend: Backend, phases: StartPhases
+) -> tuple[LlamaModel, Memory]:
+    """Load the weights and measure what a full step needs beside them."""
+    total, processes = backend.total_bytes(), 0
+    if config.memory_limit_bytes is not None:
+        # The limit is of the whole pod, its processes included; what is available was counted without them.
+        processes = PROCESS_BYTES if backend.shares_memory else 0
+        total = min(total + processes, config.memory_limit_bytes)
+    if checkpoint.weight_file_bytes > total:
+        raise OutOfMemoryError(
+            f"the weights are {format_bytes(checkpoint.weight_file_bytes)}, but only {format_bytes(total)} of memory "
+            "can be used: use a smaller model or more memory"
+        )
+    try:
+        with phases.phase("weights"):
+            model = checkpoint.load(checkpoint.dtype(config.dtype), backend.device)
+            backend.prepare(model)
+        with phases.phase("profiling"):
+            activations = measure_activations(model, backend, config)
+            max_model_len = config.max_model_len or model.config.max_context
+            graphs = backend.decode_path_bytes(model, max_num_seqs=config.most_seqs, max_model_len=max_model_len)
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemoryError(
+            f"the weights and a step of {config.max_num_batched_tokens} tokens do not fit into the device's "
+            f"{format_bytes(total)}: use a smaller model or lower max_num_batched_tokens"
+        ) from error
+    return model, Memory(total, model.weight_bytes, activations, graphs, processes)
+
+
+def _make_decode_path(runner: ModelRunner, max_num_seqs: int, kv_cache: KVCachePlan, memory: Memory) -> Memory:
+    """Gives the runner its decode path; returns the account with what that really takes instead of the prediction."""
+    backend = runner.backend
+    before = backend.free_bytes()
+    runner.decode_path = backend.decode_path(
+        runner.model, runner.attention, max_num_seqs=max_num_seqs, max_model_len=kv_cache.max_model_len
+    )
+    if memory.graphs == 0:
+        return memory
+    taken = max(0, before - backend.free_bytes())
+    _LOG.info("CUDA graphs take %.2f GiB, %.2f were set aside", taken / GIB, memory.graphs / GIB)
+    return replace(memory, graphs=taken)
+
+
+def _warm_up(runner: ModelRunner, config: EngineConfig, kv_cache: KVCachePlan) -> None:
+    num_tokens = min(_WARM_UP_TOKENS, kv_cache.num_usable_blocks * config.block_size)
+    if not runner.warm_up(num_tokens, config.block_size):
+        raise ModelLoadError(
+            f"the model's logits are not finite in its first step in {runner.model.dtype}, so it could answer nothing: "
+            "look for NaN and infinity in the checkpoint's weights, or try another --dtype"
+        )
+
+
+def _embedder(runner: ModelRunner, config: EngineConfig, kv_cache: KVCachePlan) -> BatchEmbedder:
+    return BatchEmbedder(
+        EmbeddingModel(runner.model, config.pooling),
+        runner.recover,
+        vocab_size=runner.model.config.vocab_size,
+        max_tokens=min(kv_cache.max_model_len, config.max_num_batched_tokens),
+        max_batch_tokens=config.max_num_batched_tokens,
+        window_s=config.embedding_window_s,
+    )
+
+
+def _attention(backend: Backend, num_blocks: int) -> Attention:
+    try:
+        return backend.attention(num_blocks)
+    except RuntimeError as error:  # torch's type for it on CPU; on CUDA a subclass
+        size = num_blocks * backend.shape.bytes_per_block / GIB
+        raise OutOfMemoryError(
+            f"the KV cache of {size:.2f} GiB cannot be allocated on {backend.device}: "
+            "lower --kv-cache-memory or --gpu-memory-utilization"
+        ) from error
+
+
+def _swapped_blocks(
+    config: EngineConfig, backend: Backend, attention: Attention, memory: Memory
+) -> SwappedBlocks | None:
+    num_bytes = int(config.swap_space_gib * GIB)
+    num_blocks = num_bytes // backend.shape.bytes_per_block
+    if num_blocks == 0:
+        return None
+    left = available_cpu_bytes()
+    if backend.shares_memory:  # the KV cache's memory is promised, but not yet touched
+        left -= len(attention.caches) * attention.caches[0].nbytes + memory.activations
+    if num_bytes > left:
+        raise OutOfMemoryError(
+            f"--swap-space-gib asks for {num_bytes / GIB:.2f} GiB of CPU memory, {max(0, left) / GIB:.2f} GiB is left: "
+            "lower it, or give the engine more memory"
+        )
+    return SwappedBlocks(attention.caches, num_blocks)
+
+
+def _swap_space(runner: ModelRunner, config: EngineConfig, kv_cache: KVCachePlan) -> SwapSpace | None:
+    """With what it costs to copy a block and to compute a token, from one step and one copy; nothing is cached yet."""
+    if runner.swapped_blocks is None:
+        return None
+    backend = runner.backend
+    num_tokens = min(
+        _WARM_UP_TOKENS if backend.shares_memory else config.prefill_chunk_tokens,
+        kv_cache.num_usable_blocks * config.block_size,
+    )
+    computing_s = seconds(lambda: runner.dummy_step(num_tokens, 1, num_tokens, config.block_size), backend)
+    copies = [BlockCopy(0, 0)]
+    plan = Plan(swap_out=copies, swap_in=copies)  # the null block: out and in again
+    seconds(lambda: runner.swap(plan), backend)
+    copying_s = seconds(lambda: runner.swap(plan), backend) / 2
+    return SwapSpace(runner.swapped_blocks.num_blocks, PreemptionCost(copying_s, computing_s / num_tokens))
+
+
+def _plan(config: EngineConfig, context: int, backend: Backend, memory: Memory) -> KVCachePlan:
+    shape = backend.shape
+    wanted = config.max_model_len or context
+    if config.kv_cache_memory_bytes is not None:
+        pool_bytes = config.kv_cache_memory_bytes
+        left = memory.total - memory.besides_kv_cache
+        if pool_bytes > left:  # torch would promise it all the same, and the kernel kill us once it is used
+            raise OutOfMemoryError(
+                f"--kv-cache-memory asks for {format_bytes(pool_bytes)}, the rest leaves {format_bytes(left)} "
+                f"of {format_bytes(memory.total)}: lower it, or give the engine more memory"
+            )
+    else:
+        pool_bytes = int(memory.total * config.gpu_memory_utilization) - memory.besides_kv_cache
+        if backend.shares_memory:  # no more than the sequences can ever use
+            most_blocks = 1 + config.most_seqs * -(-wanted // config.block_size)
+            pool_bytes = min(pool_bytes, most_blocks * shape.bytes_per_block)
+    if backend.shares_memory:
+        least = (1 + -(-wanted // config.block_size)) * shape.bytes_per_block
+        pool_bytes = StartRecord(config.start_record).begin(pool_bytes, least)
+    plan = plan_kv_cache(
+        pool_bytes,
+        bytes_per_block=shape.bytes_per_block,
+        block_size=config.block_size,
+        max_model_len=wanted,
+        may_shorten=config.max_model_len is None,
+    )
+    if plan.max_model_len < wanted:
+        _LOG.warning(
+            "max_model_len lowered from the model's %d to %d tokens: that is what the KV cache holds; "
+            "more memory, or a smaller model, allows more",
+            wanted,
+            plan.max_model_len,
+        )
+    return plan

@@ -1,0 +1,1 @@
+"""What every layer shares: messages, errors, lanes. Imports nothing else of this package."""

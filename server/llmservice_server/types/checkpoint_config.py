@@ -1,0 +1,138 @@
+"""config.json and generation_config.json of a checkpoint, validated: wrong types and absurd sizes get one message."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from llmservice_server.types.errors import ModelLoadError
+
+_SHOWN = 80  # characters of a wrong value
+
+Size = Annotated[int, Field(ge=1, le=1 << 20)]
+Count = Annotated[int, Field(ge=1, le=4096)]
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class _File(BaseModel):
+    """JSON's own types, nothing converted; unknown keys are ignored."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+
+    @classmethod
+    def parse(cls, content: Any, name: str) -> Self:
+        """Raises `ModelLoadError` with the first key that is wrong; `name` is the file's."""
+        try:
+            return cls.model_validate(content)
+        except ValidationError as error:
+            first = max(error.errors(include_url=False), key=lambda each: len(each["loc"]))  # the deepest of a union's
+            parts = map(str, first["loc"])
+            key = ".".join(part for part in parts if part.isidentifier() or part.isdigit())  # without union branches
+            if first["type"] == "missing":
+                raise ModelLoadError(f"{name} has no {key}") from None
+            shown = repr(first["input"])
+            shown = shown if len(shown) <= _SHOWN else shown[:_SHOWN] + "…"
+            expected = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+            raise ModelLoadError(f"{name}: {key} is {shown}, expected {expected}") from None
+
+
+class RopeParameters(_File):
+    """`rope_parameters` (transformers 5) or `rope_scaling` (before)."""
+
+    rope_type: str | None = None
+    type: str | None = None  # the older name
+    rope_theta: Positive | None = None
+    factor: Positive | None = None
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
+    original_max_position_embeddings: Annotated[float, Field(ge=1, le=1 << 31)] | None = None
+    attention_factor: Number | None = None
+    beta_fast: Number | None = None
+    beta_slow: Number | None = None
+    mscale: Number | None = None
+    mscale_all_dim: Number | None = None
+    partial_rotary_factor: Number | None = None
+    truncate: bool = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_by_layer_type(cls, content: Any) -> Any:
+        if isinstance(content, dict) and any(isinstance(value, dict) for value in content.values()):
+            raise ValueError("one set of numbers, since no supported model family has them by layer type")
+        return content
+
+
+class CheckpointConfig(_File):
+    """config.json: what the decoders that we run need of it."""
+
+    architectures: list[str] = Field(default_factory=list)
+    vocab_size: Annotated[int, Field(ge=1, le=1 << 24)]
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Count
+    num_attention_heads: Count
+    num_key_value_heads: Count | None = None
+    head_dim: Count | None = None
+    max_position_embeddings: Annotated[int, Field(ge=1, le=1 << 31)]
+    rms_norm_eps: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)] | None = None
+    rope_theta: Positive | None = None
+    rope_parameters: RopeParameters | None = None
+    rope_scaling: RopeParameters | None = None
+    partial_rotary_factor: Number | None = None
+    sliding_window: Annotated[int, Field(ge=1, le=1 << 31)] | None = None
+    use_sliding_window: bool | None = None
+    max_window_layers: Annotated[int, Field(ge=0)] | None = None
+    layer_types: list[str] | None = None
+    attention_bias: bool | None = None
+    mlp_bias: bool | None = None
+    tie_word_embeddings: bool | None = None
+    hidden_act: str = "silu"
+    quantization_config: Any = None
+    dtype: str | None = None
+    torch_dtype: str | None = None  # the older name of dtype
+    eos_token_id: TokenId | list[TokenId] | None = None
+
+
+_SAMPLING_DEFAULTS = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
+
+
+class GenerationConfig(_File):
+    """generation_config.json: when an answer ends, and how the model's makers sample."""
+
+    eos_token_id: TokenId | list[TokenId] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
+    max_new_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    do_sample: bool | None = None
+
+    @classmethod
+    def of(cls, folder: Path) -> Self:
+        """That of a checkpoint, which may have none. Raises `ModelLoadError`."""
+        path = folder / "generation_config.json"
+        return cls.parse(read_json_object(path), path.name) if path.exists() else cls()
+
+    @property
+    def sampling_defaults(self) -> dict[str, float]:
+        """By name, the sampling parameters of requests that do not set them."""
+        return self.model_dump(include=_SAMPLING_DEFAULTS, exclude_none=True)
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Raises `ModelLoadError` where the file is missing, no JSON, or another kind of JSON."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelLoadError(f"{path} is missing") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelLoadError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelLoadError(f"{path} holds a JSON {type(content).__name__}, expected an object")
+    return content

@@ -1,0 +1,37 @@
+"""Errors that cross layers. Each message is one sentence for the person who caused it or who reads the log."""
+
+from __future__ import annotations
+
+import logging
+
+_LOG = logging.getLogger(__name__)
+
+
+class StartError(Exception):
+    """The engine cannot start; the message says what is wrong, what was expected and what to do."""
+
+
+class ConfigError(StartError):
+    """A setting is out of range, or two settings contradict each other."""
+
+
+class ModelLoadError(StartError):
+    """The model folder is missing something, is broken, or holds a model that this server cannot run."""
+
+
+class OutOfMemoryError(StartError):
+    """Weights and KV cache do not fit into the memory that the engine may use."""
+
+
+class GrammarError(ValueError):
+    """The grammar cannot be used; the message says why, in one line."""
+
+
+def request_failure(error: Exception) -> str:
+    """Log an error that the host met while it worked for one request; returns the sentence for its client."""
+    _LOG.warning("a request failed on the host", exc_info=error)
+    return failure_sentence(error)
+
+
+def failure_sentence(error: Exception) -> str:
+    return f"the engine failed to compute this request ({type(error).__name__}): see the server's log"

@@ -1,0 +1,136 @@
+"""A decode step in one call computes what the model computes operation by operation."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from llmservice_server.backend.base import KVCacheShape, Linear, StepInput
+from llmservice_server.backend.cpu.attention import CpuAttention
+from llmservice_server.backend.cpu.backend import CpuBackend
+from llmservice_server.backend.cpu.decode import CpuDecode, can_decode
+from llmservice_server.backend.cpu.linear import can_pack
+from llmservice_server.models.config import ModelConfig
+from llmservice_server.models.llama import LlamaModel
+
+pytestmark = pytest.mark.slow
+
+BLOCK_SIZE, VOCABULARY = 4, 100
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 64,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "llama with biases": {**LLAMA, "attention_bias": True, "mlp_bias": True},
+    "mistral, a window": {**LLAMA, "architectures": ["MistralForCausalLM"], "sliding_window": 6},
+    "qwen2, biases": {**LLAMA, "architectures": ["Qwen2ForCausalLM"]},
+    "qwen3, norms of queries and keys": {**LLAMA, "architectures": ["Qwen3ForCausalLM"]},
+}
+dtypes = pytest.mark.parametrize("dtype", [dtype for dtype in (torch.float32, torch.bfloat16) if can_pack(dtype)])
+
+
+def random_model(raw: dict[str, Any], dtype: torch.dtype) -> LlamaModel:
+    model = LlamaModel(ModelConfig.from_dict(raw), dtype, torch.device("cpu"))
+    random = torch.Generator().manual_seed(0)
+
+    def fill(linear: Linear) -> Linear:
+        linear.weight.normal_(std=linear.weight.shape[1] ** -0.5, generator=random)
+        if linear.bias is not None:
+            linear.bias.normal_(std=0.1, generator=random)
+        return linear
+
+    model.map_linears(fill)
+    model.embed_tokens.normal_(generator=random)
+    for layer in model.layers:
+        layer.input_norm.normal_(1.0, 0.1, generator=random)
+        layer.post_attention_norm.normal_(1.0, 0.1, generator=random)
+        if layer.qk_norm is not None:
+            layer.qk_norm.normal_(1.0, 0.1, generator=random)
+    model.finish_loading()
+    shape = attention_of(model).shape
+    CpuBackend(shape, model.device, "a test", worth_compiling=True).prepare(model)
+    return model
+
+
+def attention_of(model: LlamaModel, cache_dtype: torch.dtype | None = None) -> CpuAttention:
+    config = model.config
+    shape = KVCacheShape(
+        config.num_heads, config.num_kv_heads, config.head_dim, config.windows, BLOCK_SIZE, cache_dtype or model.dtype
+    )
+    attention = CpuAttention(shape, 40)
+    for cache in attention.caches:
+        cache.fill_(torch.nan)  # what was never stored must not be read
+    return attention
+
+
+def decode_both(model: LlamaModel, num_seqs: int, steps: int, cache_dtype: torch.dtype | None = None) -> float:
+    """Prompts of several lengths, then `steps` tokens of each; the largest relative difference of a step's states."""
+    attention, plain = attention_of(model, cache_dtype), attention_of(model, cache_dtype)
+    decode = CpuDecode(model, attention, num_seqs)
+    tables = [[1 + number + num_seqs * place for place in range(4)] for number in range(num_seqs)]  # fragmented
+    random = torch.Generator().manual_seed(1)
+    furthest = 0.0
+    for step in range(-1, steps):
+        runs = [
+            (0, 1 + number, table) if step < 0 else (1 + number + step, 1, table) for number, table in enumerate(tables)
+        ]
+        token_ids = torch.randint(VOCABULARY, (sum(count for _, count, _ in runs),), generator=random)
+        given = StepInput.of(runs, token_ids.tolist())
+        positions = torch.from_numpy(given.positions)
+        expected = model.forward(token_ids, positions, plain.prepare(given)).float()
+        if step < 0:
+            assert not decode.takes(given) or num_seqs == 1
+            model.forward(token_ids, positions, attention.prepare(given))
+            continue
+        assert decode.takes(given)
+        states = decode.run(given).float()
+        furthest = max(furthest, float((states - expected).norm() / expected.norm()))
+    for cache, same in zip(attention.caches, plain.caches, strict=True):
+        assert torch.equal(cache.isnan(), same.isnan())
+    return furthest
+
+
+@dtypes
+@pytest.mark.parametrize("family", FAMILIES)
+def test_states_are_those_of_the_model(family: str, dtype: torch.dtype) -> None:
+    model = random_model(FAMILIES[family], dtype)
+    if not can_decode(model):
+        pytest.skip("oneDNN packs otherwise on this CPU")
+    for num_seqs in (1, 3, 8):
+        assert decode_both(model, num_seqs, steps=4) < 40 * torch.finfo(dtype).eps
+
+
+@dtypes
+def test_cache_of_another_dtype(dtype: torch.dtype) -> None:
+    model = random_model(LLAMA, dtype)
+    if not can_decode(model):
+        pytest.skip("oneDNN packs otherwise on this CPU")
+    other = torch.bfloat16 if dtype == torch.float32 else torch.float32
+    assert decode_both(model, 3, steps=3, cache_dtype=other) < 40 * torch.finfo(torch.bfloat16).eps
+
+
+def test_more_sequences_than_there_is_room_for_are_not_taken() -> None:
+    model = random_model(LLAMA, torch.float32)
+    if not can_decode(model):
+        pytest.skip("oneDNN packs otherwise on this CPU")
+    decode = CpuDecode(model, attention_of(model), 2)
+    assert decode.takes(StepInput.of([(3, 1, [1]), (2, 1, [2])]))
+    assert not decode.takes(StepInput.of([(3, 1, [1])] * 3))
+    assert not decode.takes(StepInput.of([(0, 2, [1])]))
+
+
+@pytest.mark.parametrize("other", [{"intermediate_size": 200}, {"hidden_size": 120}])
+def test_a_model_of_other_widths_is_refused(other: dict[str, int]) -> None:
+    model = random_model({**LLAMA, **other}, torch.float32)
+    assert not can_decode(model)
+    with pytest.raises(ValueError, match="panels"):
+        CpuDecode(model, attention_of(model), 2)

@@ -1,0 +1,63 @@
+import pytest
+import torch
+
+from llmservice_server.backend.base import KVCacheShape, StepInput
+from llmservice_server.backend.cuda.kernels.paged_prefill import prefill, query_tiles, tile_rows, tokens_per_tile
+from llmservice_server.backend.cuda.kernels.rotary import store
+from llmservice_server.backend.cuda.step_tables import padded_tables
+from llmservice_server.backend.torch.attention import TorchAttention
+
+pytestmark = pytest.mark.slow
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(("heads", "window"), [((6, 2), None), ((6, 2), 21), ((32, 1), 21)])
+def test_one_launch_serves_prompts_later_chunks_cached_prefixes_and_single_tokens(
+    heads: tuple[int, int], window: int | None
+) -> None:
+    torch.manual_seed(0)
+    num_heads, num_kv_heads = heads
+    shape = KVCacheShape(num_heads, num_kv_heads, 64, (window,), 16, torch.float32)
+    spans = [(0, 50), (37, 1), (16, 30), (0, 1), (70, 3)]
+    tables = [[3, 18, 7, 2], [9, 1, 4], [5, 11, 6], [8], [10, 12, 13, 14, 15]]
+    step = StepInput.of([(start, count, table) for (start, count), table in zip(spans, tables, strict=True)])
+    before = StepInput.of([(0, start, table) for (start, _), table in zip(spans, tables, strict=True) if start])
+    stored = torch.randn(len(before.token_ids), 2 * num_kv_heads, 64)
+    num_tokens = sum(count for _, count in spans)
+    heads_now = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, 64)
+    query, key_value = heads_now[:, :num_heads], heads_now[:, num_heads:]
+
+    reference = TorchAttention(shape, 20, CPU)
+    reference.prepare(before)(0, torch.randn(len(stored), num_heads, 64), stored)
+    wanted = reference.prepare(step)(0, query, key_value)
+
+    cache = torch.full((20, num_kv_heads, 2, 16, 64), torch.nan)
+    for part, rows in ((before, stored), (step, key_value)):
+        store(rows, torch.from_numpy(part.slots(16)).int(), cache)
+    tiles = torch.tensor(
+        [*query_tiles([count for _, count in spans], tokens_per_tile(num_heads, num_kv_heads, 64, torch.float32))],
+        dtype=torch.int32,
+    )
+    first_rows = [0, 50, 51, 81, 82]
+    sequences = torch.tensor(
+        [(row, start, count) for row, (start, count) in zip(first_rows, spans, strict=True)], dtype=torch.int32
+    )
+    answer = torch.full((num_tokens, num_heads * 64), torch.nan)
+    padded = torch.from_numpy(padded_tables(step))
+    prefill(query, cache, None, answer, window, tiles=tiles, sequences=sequences, tables=padded)
+    torch.testing.assert_close(answer, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_every_token_is_in_one_tile_and_the_longest_work_comes_first() -> None:
+    assert [*query_tiles([5, 0, 1], 2)] == [(0, 4), (0, 2), (0, 0), (2, 0)]
+
+
+@pytest.mark.parametrize(("heads", "head_dim", "tokens"), [((32, 8), 128, 32), ((28, 4), 128, 16), ((8, 8), 256, 64)])
+def test_a_tile_holds_the_heads_that_share_a_key_head(heads: tuple[int, int], head_dim: int, tokens: int) -> None:
+    assert tokens_per_tile(*heads, head_dim, torch.bfloat16) == tokens
+
+
+def test_a_tile_has_room_for_one_token_of_many_heads() -> None:
+    assert tile_rows(group=71, width=256, itemsize=4) == 128
+    assert tokens_per_tile(71, 1, 256, torch.float32) == 1

@@ -1,0 +1,105 @@
+"""The GPU backend, interpreted on a CPU, against the torch backend: poisoned caches, fragmented tables, mixed steps."""
+
+import pytest
+import torch
+
+from llmservice_server.backend.agreement import BOUNDS, Case, relative_error
+from llmservice_server.backend.base import KVCacheShape, Rotation, StepInput
+from llmservice_server.backend.cuda.attention import TritonAttention
+from llmservice_server.backend.cuda.kernels.jit import FP8
+from llmservice_server.backend.torch.attention import TorchAttention
+from llmservice_server.models.rope import rotate
+
+pytestmark = pytest.mark.slow
+
+CPU = torch.device("cpu")
+SPANS = ((0, 19), (17, 2), (33, 1))
+"""Tokens before the step, and in it. The interpreter needs seconds for a hundred tokens."""
+ONE_KEY_HEAD = (2, 1)
+INTERPRETED_FP8_BOUND = 8e-2
+"""The interpreter drops the carry when it rounds to e4m3, so that one number in thirty is stored as half of itself."""
+
+
+def shape_of(
+    head_dim: int = 64, block_size: int = 16, heads: tuple[int, int] = (4, 2), dtype: torch.dtype = torch.float32
+) -> KVCacheShape:
+    return KVCacheShape(*heads, head_dim, (None, 20), block_size, dtype)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"),
+    [*((head_dim, torch.float32) for head_dim in (64, 96, 128, 256)), (96, torch.bfloat16), (128, torch.float16)],
+)
+def test_any_head_and_dtype_agrees_with_torch(head_dim: int, dtype: torch.dtype) -> None:
+    case = Case(shape_of(head_dim, dtype=dtype), dtype, SPANS)
+    assert relative_error(case, TritonAttention, CPU) < BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("block_size", [1, 32, 256])
+def test_any_block_size_agrees_with_torch(block_size: int) -> None:
+    case = Case(shape_of(block_size=block_size, heads=ONE_KEY_HEAD), torch.float32, SPANS)
+    assert relative_error(case, TritonAttention, CPU) < BOUNDS[torch.float32]
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (3, 1), (14, 2), (32, 1)])
+def test_any_number_of_heads_may_share_a_key_head(heads: tuple[int, int]) -> None:
+    case = Case(shape_of(heads=heads), torch.float32, SPANS)
+    assert relative_error(case, TritonAttention, CPU) < BOUNDS[torch.float32]
+
+
+@pytest.mark.parametrize("spans", [((0, 1),), ((0, 130),), ((128, 1), (127, 2))])
+def test_any_length_agrees_with_torch(spans: tuple[tuple[int, int], ...]) -> None:
+    case = Case(shape_of(heads=ONE_KEY_HEAD), torch.float32, spans)
+    assert relative_error(case, TritonAttention, CPU) < BOUNDS[torch.float32]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_fp8_cache_agrees_with_rounded_keys_and_values(dtype: torch.dtype) -> None:
+    case = Case(shape_of(dtype=FP8), dtype, SPANS)
+    assert relative_error(case, TritonAttention, CPU) < INTERPRETED_FP8_BOUND
+
+
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_rotating_on_the_way_into_the_cache_is_rotating_before(with_norm: bool) -> None:
+    torch.manual_seed(0)
+    shape = shape_of(64)
+    step = StepInput.of([(0, 5, [3]), (0, 1, [1]), (0, 18, [4, 2])])
+    heads = torch.randn(24, 8, 64)
+    angles = torch.rand(24, 1, 32) * 6
+    cos, sin = torch.cat([angles.cos()] * 2, -1), torch.cat([-angles.sin(), angles.sin()], -1)
+    weight = torch.rand(6, 64) if with_norm else None
+    plain = heads.clone()
+    if weight is not None:
+        plain[:, :6] = torch.nn.functional.rms_norm(plain[:, :6], (64,), eps=1e-5) * weight
+    rotate(plain[:, :6], cos, sin)
+    expected = TorchAttention(shape, 5, CPU).prepare(step)(0, plain[:, :4], plain[:, 4:])
+    rotation = Rotation(cos, sin, None if weight is None else (weight, 1e-5))
+    answer = TritonAttention(shape, 5, CPU).prepare(step).rotate_and_attend(0, heads, rotation)
+    torch.testing.assert_close(answer, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # what numpy thinks of NaN
+def test_what_is_not_finite_is_not_hidden() -> None:
+    """The engine ends a request whose logits are NaN; attention must not turn them into numbers."""
+    for spans in ([(9, 1), (6, 1)], [(9, 2), (6, 3)]):
+        backend = TritonAttention(shape_of(), 4, CPU)
+        tables = [[3], [1]]
+        key_values = [torch.randn(12, 4, 64) for _ in spans]
+        key_values[0][5, 0] = torch.nan
+        before = StepInput.of([(0, start, table) for (start, _), table in zip(spans, tables, strict=True)])
+        rows = [each[:start] for each, (start, _) in zip(key_values, spans, strict=True)]
+        backend.prepare(before)(0, torch.randn(15, 4, 64), torch.cat(rows))
+        step = StepInput.of([(*span, table) for span, table in zip(spans, tables, strict=True)])
+        count = sum(count for _, count in spans)
+        answer = backend.prepare(step)(0, torch.randn(count, 4, 64), torch.randn(count, 4, 64))
+        first = answer.view(count, 4, 64)[: spans[0][1]]
+        assert not first[:, :2].isfinite().any()
+        assert first[:, 2:].isfinite().all()
+        assert answer[spans[0][1] :].isfinite().all()
+
+
+def test_a_block_costs_what_its_tensors_take() -> None:
+    for dtype in (torch.bfloat16, FP8):
+        shape = shape_of(dtype=dtype)
+        caches = TritonAttention(shape, 7, CPU).caches
+        assert sum(cache.nbytes for cache in caches) == 7 * shape.bytes_per_block

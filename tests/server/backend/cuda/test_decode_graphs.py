@@ -1,0 +1,235 @@
+"""What a capture asks of CUDA, and in which order; a double takes its place, as there is no card."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import harness.triton_interpreter  # noqa: F401
+from llmservice_server.backend.base import KVCacheShape, LateTokens, StepInput
+from llmservice_server.backend.cuda.attention import TritonAttention
+from llmservice_server.backend.cuda.decode_graphs import (
+    CudaCapture,
+    DecodeBuffers,
+    DecodeGraphs,
+    Replay,
+    capture_sizes,
+    graph_bytes,
+)
+from llmservice_server.models.llama import LlamaModel
+from llmservice_server.runtime.loader import Checkpoint
+from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
+
+pytestmark = pytest.mark.slow
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 16
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LlamaModel:
+    folder = tmp_path_factory.mktemp("tiny")
+    write_tiny_model(folder, TinyModelSpec(layers=1, hidden_size=32, heads=4, kv_heads=2, vocab_size=512))
+    return Checkpoint.open(folder).load(torch.float32, CPU)
+
+
+class Recorder:
+    """Captures by remembering the work; a replay does it again, into the same tensor."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def __call__(self, work: Callable[[], torch.Tensor]) -> tuple[Replay, torch.Tensor]:
+        answer = work()
+        self.sizes.append(len(answer))
+
+        def replay() -> None:
+            answer.copy_(work())
+
+        return replay, answer
+
+
+def attention_of(model: LlamaModel) -> TritonAttention:
+    config = model.config
+    shape = KVCacheShape(
+        config.num_heads, config.num_kv_heads, config.head_dim, config.windows, BLOCK_SIZE, torch.float32
+    )
+    backend = TritonAttention(shape, 12, CPU)
+    for cache in backend.caches:
+        cache.zero_()
+        cache[0] = torch.nan  # the null block: never read
+    return backend
+
+
+@torch.inference_mode()
+def plain(model: LlamaModel, attention: TritonAttention, step: StepInput) -> torch.Tensor:
+    positions = torch.from_numpy(step.positions)
+    return model.forward(torch.from_numpy(step.token_ids), positions, attention.prepare(step))
+
+
+def test_sizes_are_few_and_hold_every_batch() -> None:
+    assert capture_sizes(1) == [1]
+    assert capture_sizes(3) == [1, 2, 4]
+    assert capture_sizes(8) == [1, 2, 4, 8]
+    assert capture_sizes(9) == [1, 2, 4, 8, 16]
+    assert capture_sizes(256) == [1, 2, 4, *range(8, 257, 8)]
+
+
+@torch.inference_mode()
+def test_a_batch_gets_what_it_gets_without_a_graph_whatever_ran_before(model: LlamaModel) -> None:
+    attention, recorder = attention_of(model), Recorder()
+    graphs = DecodeGraphs(model, attention, DecodeBuffers(4, 16, BLOCK_SIZE, CPU), [1, 2, 4], recorder)
+    assert recorder.sizes == [4, 2, 1]  # the largest first
+    other = attention_of(model)
+    steps = [
+        ([5, 6, 7, 8], [(0, [3]), (0, [5]), (0, [1]), (0, [9])]),
+        ([9, 4, 3], [(1, [3]), (1, [1]), (1, [5])]),
+        ([2], [(2, [1])]),
+        ([8, 1], [(16, [3, 7]), (2, [5])]),
+    ]
+    for tokens, places in steps:
+        step = StepInput.of([(start, 1, table) for start, table in places], tokens)
+        assert graphs.takes(step)
+        torch.testing.assert_close(graphs.run(step), plain(model, other, step))
+        for mine, theirs in zip(attention.caches, other.caches, strict=True):
+            torch.testing.assert_close(mine, theirs, equal_nan=True)
+
+
+@torch.inference_mode()
+def test_only_the_columns_of_the_longest_sequence_are_copied_and_no_kernel_reads_another(model: LlamaModel) -> None:
+    attention, other = attention_of(model), attention_of(model)
+    buffers = DecodeBuffers(4, 32, BLOCK_SIZE, CPU)
+    graphs = DecodeGraphs(model, attention, buffers, [4], Recorder())
+    for backend in (attention, other):
+        for cache in backend.caches:
+            cache[11] = torch.nan
+    buffers.tables.fill_(11)  # a block of NaN which shows if it is read
+    step = StepInput.of([(0, 1, [3]), (33, 1, [5, 1, 9]), (15, 1, [7])], [5, 6, 7])
+    torch.testing.assert_close(graphs.run(step), plain(model, other, step))
+    assert [row[:4] for row in buffers.tables.tolist()] == [[3, 0, 0, 0], [5, 1, 9, 0], [7, 0, 0, 0], [11] * 4]
+    assert (buffers.tables[:, 16:] == 11).all()
+
+
+@torch.inference_mode()
+def test_a_graph_reads_the_tokens_that_only_the_device_knows(model: LlamaModel) -> None:
+    attention, other = attention_of(model), attention_of(model)
+    graphs = DecodeGraphs(model, attention, DecodeBuffers(4, 16, BLOCK_SIZE, CPU), [4], Recorder())
+    runs = [(0, 1, [block]) for block in (3, 5, 1)]
+    drawn = torch.tensor([8, 5, -1])
+    late = LateTokens(np.array([0, 2]), np.array([1, 0]), drawn)
+    step = replace(StepInput.of(runs, [0, 6, 0]), late=late)
+    torch.testing.assert_close(graphs.run(step), plain(model, other, StepInput.of(runs, [5, 6, 8])))
+    step = replace(StepInput.of(runs, [5, 0, 8]), late=LateTokens(np.array([1]), np.array([2]), drawn))
+    torch.testing.assert_close(graphs.run(step), plain(model, other, StepInput.of(runs, [5, 0, 8])))
+
+
+def test_steps_with_chunks_and_too_many_sequences_are_not_taken(model: LlamaModel) -> None:
+    graphs = DecodeGraphs(model, attention_of(model), DecodeBuffers(2, 16, BLOCK_SIZE, CPU), [1, 2], Recorder())
+    assert not graphs.takes(StepInput.of([(0, 2, [1])]))
+    assert not graphs.takes(StepInput.of([(0, 1, [1])] * 3))
+
+
+@torch.inference_mode()
+def test_a_graph_that_does_something_else_is_found_out(model: LlamaModel) -> None:
+    attention = attention_of(model)
+
+    def forgetful(work: Callable[[], torch.Tensor]) -> tuple[Replay, torch.Tensor]:
+        return lambda: None, torch.zeros_like(work())
+
+    buffers = DecodeBuffers(2, 16, BLOCK_SIZE, CPU)
+    assert DecodeGraphs(model, attention, buffers, [1, 2], Recorder()).what_is_wrong([1, 2]) is None
+    problem = DecodeGraphs(model, attention, buffers, [1, 2], forgetful).what_is_wrong([1, 2])
+    assert problem is not None
+    assert "is off by" in problem
+
+
+def test_the_parts_of_a_graph_do_not_depend_on_the_lengths(model: LlamaModel) -> None:
+    attention = attention_of(model)
+    buffers = DecodeBuffers(2, 16, BLOCK_SIZE, CPU)
+    before = attention.decodes(buffers.rows, buffers.lengths, buffers.tables).splits
+    buffers.fill(StepInput.of([(40, 1, [1, 2, 3]), (0, 1, [4])], [1, 2]), 2)
+    assert attention.decodes(buffers.rows, buffers.lengths, buffers.tables).splits == before
+
+
+def test_the_first_graph_takes_the_memory_that_the_others_share() -> None:
+    assert graph_bytes(largest=1000, another=10, num_graphs=35) == 1340
+    assert graph_bytes(largest=1000, another=1000, num_graphs=1) == 1000
+
+
+class Cuda:
+    """Notes down what is asked of it, with the stream that is current then."""
+
+    def __init__(self) -> None:
+        self.current, self.asked, self.num_streams = "main", list[tuple[str, ...]](), 0
+
+    def new_stream(self) -> "Stream":
+        self.num_streams += 1
+        return Stream(self, f"side {self.num_streams}")
+
+    @contextmanager
+    def on(self, stream: "Stream") -> Iterator[None]:
+        before, self.current = self.current, stream.name
+        yield
+        self.current = before
+
+    @contextmanager
+    def capturing(self, graph: "Graph", pool: str, stream: "Stream") -> Iterator[None]:
+        self.asked.append(("begin", pool, stream.name))
+        with self.on(stream):
+            yield
+        self.asked.append(("end", pool, stream.name))
+
+
+class Stream:
+    def __init__(self, cuda: Cuda, name: str) -> None:
+        self.cuda, self.name = cuda, name
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.cuda.asked.append((self.name, "waits for", other.name))
+
+
+class Graph:
+    def replay(self) -> None: ...
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    double = Cuda()
+    for name, stands_in in {
+        "Stream": double.new_stream,
+        "stream": double.on,
+        "current_stream": lambda: Stream(double, double.current),
+        "graph_pool_handle": lambda: "pool",
+        "CUDAGraph": Graph,
+        "graph": double.capturing,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stands_in)
+    return double
+
+
+def test_what_is_captured_has_run_before_on_the_same_stream_whichever_graph_it_is(cuda: Cuda) -> None:
+    """What a library makes when it first runs, and keeps for each stream, is neither captured nor made twice."""
+    answer = torch.zeros(1)
+
+    def work() -> torch.Tensor:
+        cuda.asked.append(("work", cuda.current))
+        return answer
+
+    capture = CudaCapture()
+    each: list[Any] = [
+        ("side 1", "waits for", "main"),
+        ("work", "side 1"),
+        ("main", "waits for", "side 1"),
+        ("begin", "pool", "side 1"),
+        ("work", "side 1"),
+        ("end", "pool", "side 1"),
+    ]
+    for _ in range(2):
+        replay, kept = capture(work)
+        assert kept is answer
+        assert callable(replay)
+    assert cuda.asked == each * 2

@@ -1,0 +1,44 @@
+"""What the planner counts for a block is what a backend's tensors take of the device."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from llmservice_planner.shape import ModelShape
+from llmservice_server.backend.base import Attention, KVCacheShape
+from llmservice_server.backend.cpu.attention import CpuAttention
+from llmservice_server.backend.cuda.attention import TritonAttention
+from llmservice_server.backend.cuda.kernels.jit import FP8
+from llmservice_server.backend.torch.attention import TorchAttention
+
+CPU = torch.device("cpu")
+NUM_BLOCKS = 3
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": FP8}
+BACKENDS: dict[str, Callable[[KVCacheShape], Attention]] = {
+    "cpu": lambda shape: CpuAttention(shape, NUM_BLOCKS),
+    "torch": lambda shape: TorchAttention(shape, NUM_BLOCKS, CPU),
+    "triton": lambda shape: TritonAttention(shape, NUM_BLOCKS, CPU),
+}
+
+
+def model_of(layers: int, heads: int, kv_heads: int, head_dim: int) -> ModelShape:
+    rest: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 32}
+    return ModelShape(layers=layers, heads=heads, kv_heads=kv_heads, head_dim=head_dim, **rest)
+
+
+@pytest.mark.parametrize("block_size", [16, 256])
+@pytest.mark.parametrize(("layers", "heads", "kv_heads", "head_dim"), [(2, 32, 8, 128), (3, 14, 2, 64), (1, 4, 4, 96)])
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [(backend, dtype) for backend in BACKENDS for dtype in DTYPES if dtype != "fp8" or backend == "triton"],
+)
+def test_a_block_takes_what_the_planner_counts_for_it(
+    backend: str, dtype: str, layers: int, heads: int, kv_heads: int, head_dim: int, block_size: int
+) -> None:
+    shape = KVCacheShape(heads, kv_heads, head_dim, (None,) * layers, block_size, DTYPES[dtype])
+    allocated = sum(cache.nbytes for cache in BACKENDS[backend](shape).caches)
+    planned = model_of(layers, heads, kv_heads, head_dim).kv_bytes_per_token(dtype) * block_size
+    assert allocated == NUM_BLOCKS * planned
+    assert allocated == NUM_BLOCKS * shape.bytes_per_block

@@ -1,0 +1,36 @@
+"""Events that are written together, as those of several steps are when the client or this process is slow."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from llmservice_server.http.completion_format import CompletionFormat
+from llmservice_server.http.protocol.completions import CompletionRequest
+from llmservice_server.http.protocol.generation import StreamOptions
+from llmservice_server.http.response import Answer
+from llmservice_server.http.routes.generate import EventStream
+from llmservice_server.ipc.metrics import Metrics
+from llmservice_server.text.output_processor import OutputProcessor
+from llmservice_server.text.tokenizer import Tokenizer
+from llmservice_server.tiny import tokenizer as tiny_tokenizer
+from llmservice_server.types.messages import GenerateRequest, Output, SamplingParams
+
+NOT_USED: Any = None
+
+
+def test_each_event_counts_the_tokens_up_to_it() -> None:
+    library = tiny_tokenizer.train(1024)
+    tokenizer = Tokenizer(library, eos_token_ids=frozenset({2}))
+    request = GenerateRequest(
+        request_id="r", prompt_token_ids=[5, 6], sampling=SamplingParams(max_tokens=3), arrival_s=100.0
+    )
+    processor = OutputProcessor([request], tokenizer, Metrics("llmservice_", "tiny"))
+    body = CompletionRequest.model_validate({"model": "tiny", "prompt": [5, 6], "stream": True})
+    answer = Answer(id="cmpl-r", object="text_completion", created=0, model="tiny", choices=[])
+    options = StreamOptions(continuous_usage_stats=True)
+    stream = EventStream(NOT_USED, NOT_USED, processor, answer, CompletionFormat(body, processor), options)
+    steps = [Output(request_id="r-0", token_ids=[token_id]) for token_id in library.encode("abc").ids[1:4]]
+    events = [json.loads(line) for line in stream._events(processor.process(steps, 101.0)).split(b"data: ")[1:]]
+    assert [event["usage"]["completion_tokens"] for event in events] == [*range(1, len(events) + 1)]
+    assert len(events) > 1

@@ -1,0 +1,244 @@
+"""response_format and tools through the official client, whole and streamed; the model draws at random."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+import tokenizers
+from pydantic import BaseModel, Field
+
+from llmservice_server.text.tool_calls import HERMES
+from llmservice_server.tiny import tokenizer as tiny_tokenizer
+from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
+
+MESSAGES: list[Any] = [{"role": "user", "content": "What is the weather?"}]
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}, "unit": {"enum": ["C", "F"]}},
+    "required": ["city", "unit"],
+    "additionalProperties": False,
+}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "get_weather", "description": "Weather", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "now"}},
+]
+CHAT: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_tokens": 200}
+
+
+class Answer(BaseModel):
+    """What `parse` makes of an answer."""
+
+    word: str = Field(max_length=6)
+    number: int = Field(ge=0, le=99)
+
+
+@pytest.fixture
+def client(server: Any) -> Any:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def _check_calls(calls: list[tuple[str, str]]) -> None:
+    for name, arguments in calls:
+        schema = WEATHER if name == "get_weather" else {"type": "object", "maxProperties": 0}
+        jsonschema.validate(json.loads(arguments), schema)
+
+
+def test_the_clients_own_parse_reads_the_answer(client: openai.OpenAI) -> None:
+    for seed in range(8):
+        answer = client.chat.completions.parse(response_format=Answer, seed=seed, **CHAT).choices[0]
+        assert isinstance(answer.message.parsed, Answer)
+        assert answer.finish_reason == "stop"
+
+
+def test_a_json_object_is_what_it_says(client: openai.OpenAI) -> None:
+    ends = set()
+    for seed in range(8):
+        answer = client.chat.completions.create(response_format={"type": "json_object"}, seed=seed, **CHAT).choices[0]
+        ends.add(answer.finish_reason)
+        if answer.finish_reason == "stop":
+            assert isinstance(json.loads(answer.message.content or ""), dict)
+    assert "stop" in ends
+
+
+def test_completions_keep_to_a_schema_too(server: Any) -> None:
+    format_ = {"type": "json_schema", "json_schema": {"name": "w", "schema": WEATHER, "strict": True}}
+    body = {"model": "tiny", "prompt": ["a", "b"], "n": 3, "max_tokens": 300, "response_format": format_}
+    status, answer = server.post("/v1/completions", body)
+    assert status == 200
+    for choice in answer["choices"]:
+        jsonschema.validate(json.loads(choice["text"]), WEATHER)
+    server.wait_until_idle()
+
+
+@pytest.mark.parametrize(
+    ("asked", "pattern"),
+    [
+        ({"regex": r"[ab]{2,4}-\d{3}"}, r"[ab]{2,4}-\d{3}"),
+        ({"choice": ["yes", 'a "quoted" no', "später/\\n"]}, r'yes|a "quoted" no|später/\\n'),
+        ({"grammar": 'start: "<" /[a-c]+/ ">" | "nothing"'}, r"<[a-c]+>|nothing"),
+        ({"json": {"enum": [1, 22]}}, r"1|22"),
+    ],
+    ids=["regex", "choice", "grammar", "json"],
+)
+def test_an_answer_is_held_to_what_vllms_clients_ask_for(client: openai.OpenAI, asked: Any, pattern: str) -> None:
+    body = {"structured_outputs": asked}
+    for seed in range(4):
+        answer = client.chat.completions.create(extra_body=body, seed=seed, **CHAT).choices[0]
+        assert re.fullmatch(pattern, answer.message.content or "")
+        assert answer.finish_reason == "stop"
+
+
+def _streamed(client: openai.OpenAI, **options: Any) -> tuple[list[tuple[str, str]], str | None]:
+    """The calls and the reason, put together from the deltas."""
+    calls: dict[int, list[str]] = {}
+    reason = None
+    for chunk in client.chat.completions.create(stream=True, **options):
+        for piece in chunk.choices[0].delta.tool_calls or []:
+            if piece.id is not None:
+                assert (piece.id.startswith("call_"), piece.type) == (True, "function")
+                calls[piece.index] = [piece.function.name, ""]
+            calls[piece.index][1] += piece.function.arguments
+        reason = chunk.choices[0].finish_reason or reason
+    return [(name, arguments) for name, arguments in calls.values()], reason
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_required_calls_are_the_same_whole_and_streamed(client: openai.OpenAI, seed: int) -> None:
+    options = {"tools": TOOLS, "tool_choice": "required", "seed": seed, "logit_bias": {"1": seed}, **CHAT}
+    choice = client.chat.completions.create(**options).choices[0]
+    assert choice.message.content is None
+    calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or []]
+    assert calls
+    assert choice.finish_reason in ("tool_calls", "length")
+    if choice.finish_reason == "tool_calls":
+        _check_calls(calls)
+    assert _streamed(client, **options) == (calls, choice.finish_reason)
+
+
+def test_the_clients_own_stream_helper_reads_the_calls(client: openai.OpenAI) -> None:
+    bias = {"1": 100}  # the end of sequence: after the first call
+    with client.chat.completions.stream(tools=TOOLS, tool_choice="required", logit_bias=bias, **CHAT) as stream:
+        choice = stream.get_final_completion().choices[0]
+    assert choice.finish_reason == "tool_calls"
+    _check_calls([(call.function.name, call.function.arguments) for call in choice.message.tool_calls or []])
+
+
+def test_one_call_and_no_more_where_several_are_not_wanted(client: openai.OpenAI) -> None:
+    for seed in range(8):
+        answer = client.chat.completions.create(
+            tools=TOOLS, tool_choice="required", parallel_tool_calls=False, seed=seed, **CHAT
+        ).choices[0]
+        assert len(answer.message.tool_calls or []) == 1
+        assert answer.finish_reason == "tool_calls"
+
+
+async def test_a_named_function_is_called_once_and_ends_with_stop(server: Any) -> None:
+    choice: Any = {"type": "function", "function": {"name": "get_weather"}}
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        pieces: list[Any] = []
+        reason = None
+        async for chunk in await client.chat.completions.create(tools=TOOLS, tool_choice=choice, stream=True, **CHAT):
+            pieces += chunk.choices[0].delta.tool_calls or []
+            reason = chunk.choices[0].finish_reason or reason
+    assert reason == "stop"
+    assert [piece.index for piece in pieces] == [0] * len(pieces)
+    assert [piece.function.name for piece in pieces if piece.function.name] == ["get_weather"]
+    _check_calls([("get_weather", "".join(piece.function.arguments or "" for piece in pieces))])
+    assert len(pieces) > 2
+
+
+def test_left_to_itself_the_model_says_words(client: openai.OpenAI) -> None:
+    words = client.chat.completions.create(tools=TOOLS, seed=1, **CHAT | {"max_tokens": 20}).choices[0]
+    assert words.message.content
+    assert words.message.tool_calls is None
+    assert words.finish_reason == "length"
+
+
+def test_a_model_that_begins_a_call_of_its_own_accord_must_finish_it(
+    start_server: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Its tokenizer has one token for the tag, as Qwen's has, so that a bias can make it begin."""
+    spec = TinyModelSpec(layers=2, hidden_size=64, heads=4, kv_heads=2, vocab_size=1030, max_position_embeddings=512)
+    write_tiny_model(tmp_path, spec)
+    library = tiny_tokenizer.train(1024)
+    library.add_tokens([tokenizers.AddedToken(HERMES.trigger, normalized=False)])
+    library.save(str(tmp_path / "tokenizer.json"))
+    server = start_server(model=tmp_path).wait_until_ready()
+    options: dict[str, Any] = {"tools": TOOLS, "parallel_tool_calls": False, **CHAT}
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        for seed in range(6):
+            bias = {"1024": 100 if seed % 2 else 18}  # at once, or behind some words
+            choice = client.chat.completions.create(seed=seed, logit_bias=bias, **options).choices[0]
+            assert choice.finish_reason == "tool_calls"
+            [call] = choice.message.tool_calls or []
+            _check_calls([(call.function.name, call.function.arguments)])
+            assert HERMES.trigger not in (choice.message.content or "")
+            calls, reason = _streamed(client, seed=seed, logit_bias=bias, **options)
+            assert (calls, reason) == ([(call.function.name, call.function.arguments)], "tool_calls")
+
+
+def test_without_being_let_the_model_does_not_call(client: openai.OpenAI) -> None:
+    with_tools = client.chat.completions.create(tools=TOOLS, tool_choice="none", seed=3, **CHAT)
+    without = client.chat.completions.create(seed=3, **CHAT)
+    assert with_tools.choices[0].message.content == without.choices[0].message.content
+    assert with_tools.usage == without.usage
+
+
+def test_calls_and_their_answers_go_back_into_the_conversation(client: openai.OpenAI) -> None:
+    first = client.chat.completions.create(tools=TOOLS, tool_choice="required", parallel_tool_calls=False, **CHAT)
+    said = first.choices[0].message
+    assert said.tool_calls is not None
+    answer = {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "22 C"}
+    second = client.chat.completions.create(
+        tools=TOOLS, **CHAT | {"messages": [*MESSAGES, said.model_dump(exclude_none=True), answer], "max_tokens": 5}
+    )
+    assert first.usage is not None
+    assert second.usage is not None
+    assert second.usage.prompt_tokens > first.usage.prompt_tokens
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "strin"}}}},
+         "response_format", "no answer can be held to this: Invalid type: strin"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}},
+         "response_format", 'Unimplemented keys: ["not"]'),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs", "unclosed group"),
+        ({"structured_outputs": {"regex": "(?=a)b"}}, "structured_outputs", "look-around"),
+        ({"structured_outputs": {"grammar": "start: nowhere"}}, "structured_outputs", "nowhere"),
+        ({"structured_outputs": {"regex": "a"}, "tools": TOOLS}, "structured_outputs", "beside tools must be json"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "belongs to the type json_schema"),
+        ({"response_format": {"type": "xml"}}, "response_format", "expected text, json_object or json_schema"),
+        ({"response_format": {"type": "json_object"}, "min_tokens": 5}, "min_tokens", "cannot be combined"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "get_weather is there more than once"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "array"}}}]},
+         "tools", "expected the schema of an object"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"$ref": "#/nowhere"}}}]},
+         "tools", "no answer can be held to this"),
+        ({"tools": [{"type": "plugin"}]}, "tools", "expected function"),
+        ({"tool_choice": "required"}, "tool_choice", "only allowed beside tools"),
+        ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice", "expected none, auto or required, or an object"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}},
+         "tool_choice", "names other, which is not among the tools"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages", "tool_call_id belongs to messages"),
+        ({"messages": [{"role": "assistant", "tool_calls": [
+            {"id": "c", "type": "function", "function": {"name": "f", "arguments": "[1"}}]}]},
+         "messages", "the arguments of the call c are no JSON object"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_kept_to_is_refused_with_the_reason(
+    server: Any, fields: dict[str, Any], param: str, words: str
+) -> None:
+    status, answer = server.post("/v1/chat/completions", CHAT | fields)
+    assert (status, answer["error"]["param"]) == (400, param)
+    assert words in answer["error"]["message"]

@@ -1,0 +1,104 @@
+from typing import Any
+
+import pytest
+
+from llmservice_server.models.config import ModelConfig
+from llmservice_server.types.errors import ModelLoadError
+
+SHAPE = {
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+}
+
+
+def parse(architecture: str, **keys: Any) -> ModelConfig:
+    return ModelConfig.from_dict({"architectures": [f"{architecture}ForCausalLM"], **SHAPE, **keys})
+
+
+@pytest.mark.parametrize(
+    ("architecture", "keys", "windows"),
+    [
+        ("Llama", {"sliding_window": 100}, (None, None, None, None)),
+        ("Mistral", {"sliding_window": 100}, (100, 100, 100, 100)),
+        ("Mistral", {"sliding_window": None}, (None, None, None, None)),
+        ("Mistral", {}, (4096, 4096, 4096, 4096)),
+        ("Qwen2", {"sliding_window": 100, "max_window_layers": 2}, (None, None, None, None)),
+        ("Qwen2", {"sliding_window": 100, "max_window_layers": 2, "use_sliding_window": True}, (None, None, 100, 100)),
+        ("Qwen3", {"sliding_window": 7, "max_window_layers": 0, "use_sliding_window": True}, (7, 7, 7, 7)),
+        (
+            "Qwen3",
+            {
+                "sliding_window": 7,
+                "use_sliding_window": True,
+                "layer_types": ["full_attention", "sliding_attention", "full_attention", "sliding_attention"],
+            },
+            (None, 7, None, 7),
+        ),
+    ],
+)
+def test_windows_follow_the_family(architecture: str, keys: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    assert parse(architecture, **keys).windows == windows
+
+
+@pytest.mark.parametrize(
+    ("architecture", "keys", "biases"),
+    [
+        ("Llama", {}, (False, False, False)),
+        ("Llama", {"attention_bias": True, "mlp_bias": True}, (True, True, True)),
+        ("Mistral", {"attention_bias": True}, (False, False, False)),
+        ("Qwen2", {}, (True, False, False)),
+        ("Qwen3", {"attention_bias": True}, (True, True, False)),
+    ],
+)
+def test_biases_follow_the_family(architecture: str, keys: dict[str, Any], biases: tuple[bool, bool, bool]) -> None:
+    config = parse(architecture, **keys)
+    assert (config.qkv_bias, config.o_bias, config.mlp_bias) == biases
+
+
+@pytest.mark.parametrize(
+    ("architecture", "keys", "head_dim"),
+    [("Llama", {}, 8), ("Llama", {"head_dim": None}, 8), ("Qwen3", {}, 128), ("Mistral", {"head_dim": 32}, 32)],
+)
+def test_head_dim_is_explicit_or_the_familys_default(architecture: str, keys: dict[str, Any], head_dim: int) -> None:
+    assert parse(architecture, **keys).head_dim == head_dim
+
+
+@pytest.mark.parametrize("missing", [key for key in SHAPE if key != "num_key_value_heads"])
+def test_a_missing_key_is_named(missing: str) -> None:
+    with pytest.raises(ModelLoadError, match=f"config.json has no {missing}"):
+        parse("Llama", **{missing: None})
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"head_dim": 7}, "head_dim is 7, expected an even number"),
+        ({"vocab_size": True}, "vocab_size is True, expected a valid integer"),
+        ({"hidden_size": -64}, "hidden_size is -64, expected greater than or equal to 1"),
+        ({"hidden_size": 10**9}, "hidden_size is 1000000000, expected less than or equal to 1048576"),
+        ({"hidden_size": 1e9}, "hidden_size is 1000000000.0, expected a valid integer"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers is 1000000, expected less than or equal to 4096"),
+        ({"num_attention_heads": 10**100}, "num_attention_heads is 10{79}…, expected less than"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps is 'x', expected a valid number"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, expected a finite number"),
+        ({"rope_theta": "abc"}, "rope_theta is 'abc', expected a valid number"),
+        ({"rope_parameters": {"rope_theta": "abc"}}, "rope_parameters.rope_theta is 'abc', expected a valid number"),
+        ({"rope_parameters": 3}, "rope_parameters is 3, expected"),
+        ({"eos_token_id": "2"}, "eos_token_id is '2', expected a valid integer"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes', expected a valid boolean"),
+        ({"layer_types": "full_attention"}, "layer_types is 'full_attention', expected a valid list"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM', expected a list of names"),
+        (
+            {"sliding_window": 7, "use_sliding_window": True, "layer_types": ["full_attention"]},
+            "expected full_attention or sliding_attention per layer",
+        ),
+    ],
+)
+def test_a_senseless_key_is_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        parse("Qwen3", **keys)

@@ -1,0 +1,63 @@
+import pytest
+
+from llmservice_server.engine.runner import KVCachePlan
+from llmservice_server.runtime.memory import plan_kv_cache, sequences_held
+from llmservice_server.types.errors import OutOfMemoryError
+
+GIB = 1 << 30
+
+
+def plan(pool_bytes: int, max_model_len: int = 64, may_shorten: bool = False) -> KVCachePlan:
+    return plan_kv_cache(
+        pool_bytes,
+        bytes_per_block=100,
+        block_size=16,
+        max_model_len=max_model_len,
+        may_shorten=may_shorten,
+    )
+
+
+@pytest.mark.parametrize(
+    ("pool_bytes", "expected"),
+    [
+        (500, KVCachePlan(5, 64)),  # the null block and four: exactly one request
+        (599, KVCachePlan(5, 64)),
+        (10_000, KVCachePlan(100, 64)),
+    ],
+)
+def test_the_pool_is_divided_into_blocks_that_hold_one_request_at_least(pool_bytes: int, expected: KVCachePlan) -> None:
+    assert plan(pool_bytes) == expected
+    assert expected.num_usable_blocks * 16 >= expected.max_model_len
+
+
+def test_one_block_too_few_is_refused_with_need_have_and_the_longest_that_fits() -> None:
+    with pytest.raises(OutOfMemoryError, match=r"max_model_len 65 needs 0.00 MiB .* lower it to 64 or give"):
+        plan(599, max_model_len=65)
+
+
+def test_a_length_from_the_model_is_lowered_to_what_fits() -> None:
+    assert plan(599, max_model_len=4096, may_shorten=True) == KVCachePlan(5, 64)
+
+
+@pytest.mark.parametrize("pool_bytes", [-10, 0, 199])
+def test_no_room_for_a_single_block_is_refused_even_where_the_length_may_be_lowered(pool_bytes: int) -> None:
+    with pytest.raises(OutOfMemoryError, match="room for no block at all"):
+        plan(pool_bytes, may_shorten=True)
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "max_model_len", "expected_tokens", "most", "sequences"),
+    [
+        (1 + 960, 8192, 1536, 256, 10),
+        (1 + 959, 8192, 1536, 256, 9),
+        (1 + 960, 512, 1536, 256, 30),  # none can be longer than 512: guaranteed
+        (1 + 100_000, 8192, 1536, 256, 256),
+        (1 + 100_000, 8192, 1536, 64, 64),
+        (1 + 90, 1440, 1536, 256, 1),
+        (1 + 95, 1520, 5000, 256, 1),
+    ],
+)
+def test_without_a_number_of_their_own_as_many_sequences_run_as_the_pool_holds(
+    num_blocks: int, max_model_len: int, expected_tokens: int, most: int, sequences: int
+) -> None:
+    assert sequences_held(KVCachePlan(num_blocks, max_model_len), 16, expected_tokens, most) == sequences

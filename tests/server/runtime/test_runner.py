@@ -1,0 +1,145 @@
+"""A step's way through the device: what it draws goes on to the next one without the host having seen it."""
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import harness.triton_interpreter  # noqa: F401
+from harness.never_waiting import META, never_waiting
+from llmservice_server.backend.base import Attend, KVCacheShape
+from llmservice_server.backend.cuda.attention import TritonAttention
+from llmservice_server.backend.cuda.decode_graphs import DecodeBuffers, DecodeGraphs, Replay
+from llmservice_server.backend.torch.attention import TorchAttention
+from llmservice_server.backend.torch.backend import TorchBackend
+from llmservice_server.engine.plan import Plan, Scheduled
+from llmservice_server.engine.request import Request, Status, new_block_table
+from llmservice_server.models.llama import LlamaModel
+from llmservice_server.runtime.loader import Checkpoint
+from llmservice_server.runtime.runner import DeviceStep, ModelRunner
+from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
+from llmservice_server.types.messages import GenerateRequest, SamplingParams
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 16
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LlamaModel:
+    folder = tmp_path_factory.mktemp("tiny")
+    write_tiny_model(folder, TinyModelSpec(layers=2, hidden_size=32, heads=4, kv_heads=2, vocab_size=512))
+    return Checkpoint.open(folder).load(torch.float32, CPU)
+
+
+def request(number: int, **sampling: Any) -> Request:
+    message = GenerateRequest(
+        request_id=str(number),
+        prompt_token_ids=[3 + number, 40, 7],
+        sampling=SamplingParams(**{"max_tokens": 9, "temperature": 0.0} | sampling),
+        arrival_s=0.0,
+    )
+    made = Request.of(message, number, seed=number, eos_token_ids=frozenset())
+    made.block_table = new_block_table([number + 1])
+    return made
+
+
+def prompts(requests: list[Request]) -> Plan:
+    return Plan([Scheduled(each, 0, each.num_tokens, samples=True) for each in requests])
+
+
+def decodes(requests: list[Request]) -> Plan:
+    return Plan([Scheduled(each, each.num_tokens - 1, 1, samples=True) for each in requests])
+
+
+def runner_of(model: LlamaModel) -> ModelRunner:
+    config = model.config
+    shape = KVCacheShape(
+        config.num_heads, config.num_kv_heads, config.head_dim, config.windows, BLOCK_SIZE, torch.float32
+    )
+    return ModelRunner(model, TorchAttention(shape, 8, CPU), TorchBackend(shape, CPU, "a test"))
+
+
+def sampled(step: DeviceStep, ended: Collection[Request] = ()) -> DeviceStep:
+    step.sample(ended)
+    return step
+
+
+@contextmanager
+def expecting(requests: list[Request]) -> Iterator[None]:
+    """Each has the token that the step in flight draws for it, as the engine has it while it plans."""
+    for each in requests:
+        each.token_ids.append(0)
+    yield
+    for each in requests:
+        each.token_ids.pop()
+
+
+def test_two_steps_on_their_way_draw_what_they_draw_one_after_the_other(model: LlamaModel) -> None:
+    apart, runner = runner_of(model), runner_of(model)
+    expected: list[Sequence[int]] = []
+    requests = [request(number) for number in range(4)]
+    for plan in (prompts, decodes, decodes):
+        expected.append(apart.execute(plan(requests)).token_ids)
+        for each, token_id in zip(requests, expected[-1], strict=True):
+            each.append(token_id)
+    requests = [request(number) for number in range(4)]
+    before = sampled(runner.launch(prompts(requests)))
+    for place in range(2):
+        with expecting(requests):
+            launched = runner.launch(decodes(requests[::-1]), before)  # in another order
+        result = before.wait()
+        assert result.token_ids == expected[place][:: 1 if place == 0 else -1]
+        for each, token_id in zip(result.requests, result.token_ids, strict=True):
+            each.append(token_id)
+        before = sampled(launched)
+    assert before.wait().token_ids == expected[2][::-1]
+
+
+def test_nothing_is_drawn_for_requests_that_have_ended_meanwhile(model: LlamaModel) -> None:
+    runner = runner_of(model)
+    requests = [request(number) for number in range(3)]
+    expected = runner_of(model).execute(prompts(requests)).token_ids
+    step = sampled(runner.launch(prompts(requests)), {requests[1]})
+    assert step.requests == [requests[0], requests[2]]
+    assert step.wait().token_ids == [expected[0], expected[2]]
+    assert sampled(runner.launch(prompts(requests)), set(requests)).wait().token_ids == ()
+
+
+class _Shapes(TritonAttention):
+    """Tells the device all that the kernels need, and leaves the kernels out."""
+
+    def step(self, *_: Any) -> Attend:  # type: ignore[override]
+        return lambda layer, query, key_value: query.flatten(1)
+
+
+def _no_graph(work: Any) -> tuple[Replay, torch.Tensor]:
+    return lambda: None, work()
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+def test_the_host_tells_the_device_of_two_steps_and_waits_for_nothing(model: LlamaModel, graphs: bool) -> None:
+    config = model.config
+    shape = KVCacheShape(
+        config.num_heads, config.num_kv_heads, config.head_dim, config.windows, BLOCK_SIZE, torch.float32
+    )
+    there, attention = LlamaModel(config, torch.float32, META), _Shapes(shape, 8, META)
+    runner = ModelRunner(there, attention, TorchBackend(shape, META, "a test"))
+    if graphs:
+        runner.decode_path = DecodeGraphs(
+            there, attention, DecodeBuffers(4, 16, BLOCK_SIZE, META), [1, 2, 4], _no_graph
+        )
+    requests = [
+        request(0),
+        request(1, temperature=1.0, top_p=0.9, logprobs=2),
+        request(2, top_k=3, temperature=1.0, presence_penalty=1.0, prompt_logprobs=1),
+    ]
+    with never_waiting():
+        before = sampled(runner.launch(prompts(requests)))
+        with expecting(requests):
+            launched = runner.launch(decodes(requests), before)
+        requests[0].status = Status.FINISHED
+        after = sampled(launched, {requests[0]})
+    assert after.drawn is not None
+    assert (after.drawn.token_ids.device, after.drawn.token_ids.shape) == (META, (2,))

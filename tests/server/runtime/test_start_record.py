@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from llmservice_server.runtime.start_record import StartPhases, StartRecord
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_each_phase_is_told_with_its_seconds_and_all_with_their_sum() -> None:
+    clock = Clock()
+    phases = StartPhases(clock)
+    with phases.phase("weights"):
+        clock.now += 4.2
+    clock.now += 100  # nobody's
+    with phases.phase("KV cache"):
+        clock.now += 0.5
+    with phases.phase("weights"):
+        clock.now += 1
+    assert str(phases) == "5.7 s (weights 5.2, KV cache 0.5)"
+
+
+def test_a_phase_that_fails_is_counted() -> None:
+    clock = Clock()
+    phases = StartPhases(clock)
+
+    def fail() -> None:
+        with phases.phase("weights"):
+            clock.now += 3
+            raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        fail()
+    assert phases.seconds == {"weights": 3}
+
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> StartRecord:
+    return StartRecord(tmp_path / "start.json")
+
+
+def test_each_start_after_a_kill_takes_a_smaller_cache_and_keeps_it(record: StartRecord) -> None:
+    assert record.begin(400 * MIB, MIB) == 400 * MIB
+    assert record.begin(400 * MIB, MIB) == 300 * MIB, "killed: nobody said that it had ended"
+    assert record.begin(400 * MIB, MIB) == 225 * MIB
+    record.end()
+    assert record.begin(400 * MIB, MIB) == 225 * MIB, "what was found out is not forgotten"
+
+
+def test_a_start_that_ended_by_itself_changes_nothing(record: StartRecord) -> None:
+    record.begin(400 * MIB, MIB)
+    record.end()
+    assert record.begin(400 * MIB, MIB) == 400 * MIB
+
+
+def test_one_request_of_the_full_length_always_fits(record: StartRecord) -> None:
+    record.begin(400 * MIB, 350 * MIB)
+    assert record.begin(400 * MIB, 350 * MIB) == 350 * MIB
+    assert record.begin(200 * MIB, 350 * MIB) == 200 * MIB, "where it ever did"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"kv_cache_bytes": "many", "running": true}'])
+def test_a_broken_record_is_none(text: str, record: StartRecord) -> None:
+    assert record.path is not None
+    record.path.write_text(text)
+    assert record.begin(400 * MIB, MIB) == 400 * MIB
+
+
+def test_a_record_that_cannot_be_written_keeps_nobody_from_starting(tmp_path: Path) -> None:
+    record = StartRecord(tmp_path / "absent" / "start.json")
+    assert record.begin(400 * MIB, MIB) == 400 * MIB
+    record.end()
