@@ -6,7 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from llmservice_planner.command import Command, CommandError
+from llmservice_operator.crd_command import write_files
+from llmservice_planner.command import Command
 
 CHART_FILE = Path("charts/llmservice/files/alerts.yaml")
 
@@ -17,13 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     text = alerts_yaml()
-    if not args.write:
-        sys.stdout.write(text)
-        return 0
-    if not CHART_FILE.parent.is_dir():
-        raise CommandError(f"no {CHART_FILE.parent} here: run it in the repository's root")
-    CHART_FILE.write_text(text, encoding="utf-8")
-    print(CHART_FILE)
+    if args.write:
+        return write_files([CHART_FILE], text)
+    sys.stdout.write(text)
     return 0
 
 

@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     if args.check:
         return _check(args.check, text)
     if args.write:
-        return _write([folder / FILE_NAME for folder in CRD_FOLDERS], text)
+        return write_files([folder / FILE_NAME for folder in CRD_FOLDERS], text)
     sys.stdout.write(text)
     return 0
 
@@ -37,11 +37,12 @@ def _check(path: Path, text: str) -> int:
         raise CommandError(f"can't read {path}: {error.strerror}") from error
     if current == text:
         return 0
-    print(f"{path} is not what the models say: run `make crds` and commit the result", file=sys.stderr)
+    print(f"{path} differs from the pydantic models: run `make crds` and commit the result", file=sys.stderr)
     return 1
 
 
-def _write(paths: list[Path], text: str) -> int:
+def write_files(paths: list[Path], text: str) -> int:
+    """Write generated files of the repository, whose folders exist in its root."""
     present = [path for path in paths if path.parent.is_dir()]
     if not present:
         raise CommandError(

@@ -1,4 +1,4 @@
-"""`llmservice explain NAME`: why a service is as it is, what is wrong and what to do. Also `kubectl llm explain`."""
+"""`llmservice explain NAME`: the state of a service, what is wrong and what to do. Also `kubectl llm explain`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     """0 where all is well, 1 where something is wrong, 2 where there is no such service."""
     from pydantic import ValidationError
 
-    from llmservice_operator.explain.explanation import document, explain
+    from llmservice_operator.explain.explanation import explain
     from llmservice_operator.explain.text import render
 
     namespace = args.namespace or _context_namespace(args.context)
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
             f"the spec of {args.name} does not fit this version's CRD, correct it: {error}", WRONG
         ) from error
     if args.output == "json":
-        print(json.dumps(document(explanation), indent=2))
+        print(json.dumps(explanation.document(), indent=2))
     else:
         sys.stdout.write(render(explanation, time.time(), colour=_colour()))
     return HEALTHY if explanation.healthy else WRONG
@@ -59,7 +59,7 @@ async def _read(namespace: str, name: str, context: str | None) -> World | None:
     from kubernetes.aio.config import ConfigException
 
     from llmservice_operator.cluster.kube_client import KubeClient, KubeError
-    from llmservice_operator.explain.read import read_world
+    from llmservice_operator.explain.explanation import read_world
 
     try:
         client = await KubeClient.connect(context)

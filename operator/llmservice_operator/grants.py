@@ -1,7 +1,7 @@
-"""What a spec may bring into pods only where the platform allows it: Secrets, and variables that redirect the server.
+"""Secrets, and environment variables that redirect the server, need a grant of the platform.
 
-A Namespace's annotation lists its usable Secrets. Whoever may write LLMServices, and may read no Secret, could
-otherwise have one handed to a container of his choice.
+A Namespace's annotation lists its usable Secrets. A user who may write LLMServices but not read Secrets could otherwise
+have one mounted into a container of their choice.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from urllib.parse import quote
 from llmservice_operator.api import labels
 from llmservice_operator.api.resource import LLMService
 from llmservice_operator.api.spec import LLMServiceSpec
-from llmservice_operator.cluster.kube_client import KubeClient, KubeError
+from llmservice_operator.cluster.kube_client import KubeClient
 from llmservice_operator.pods.pod import Trouble
 
 EVERY_SECRET = "*"  # noqa: S105 - no secret
@@ -25,7 +25,7 @@ GUARDED = (
     "PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "LD_*", "*_PROXY", "SSL_CERT_FILE", "SSL_CERT_DIR",
     "OTEL_*ENDPOINT", "OTEL_*HEADERS",
 )  # fmt: skip
-"""Variables that decide which code the server runs, and whom it talks to or believes."""
+"""Variables that decide which code the server runs, and which hosts it connects to or trusts."""
 
 _REFERENCE = re.compile(r"secret|azureFile|.*[sS]ecret(Key)?Ref")
 """Keys, in Kubernetes' own shapes, whose object names a Secret."""
@@ -35,13 +35,13 @@ _PARTS: Any = {"model": True, "pod_template": {"env", "env_from", "volumes", "si
 
 @dataclass(slots=True)
 class Grants:
-    """Decides by the Namespaces' annotations, read when a spec names a Secret, and by what the operator was given."""
+    """Decides by the Namespaces' annotations, read when a spec names a Secret, and by the operator's flags."""
 
     client: KubeClient
     reads_namespaces: bool = True
-    """False: the operator's role covers no Namespaces, so that only `usable_secrets` counts."""
+    """False: the operator's role does not include Namespaces, so that only `usable_secrets` counts."""
     usable_secrets: Mapping[str, Collection[str]] = field(default_factory=dict)
-    """By namespace, beside the annotation."""
+    """By namespace, in addition to the annotation."""
     environment: Collection[str] = ()
     """Names or patterns of guarded variables that are allowed."""
     clock: Callable[[], float] = time.monotonic
@@ -50,7 +50,7 @@ class Grants:
     async def refusal(self, service: LLMService) -> Trouble | None:
         """Why no pod may be made of the spec; None where one may. Raises KubeError.
 
-        An annotation that allows the spec is believed for a minute, one that does not is read again.
+        An annotation that allows the spec is cached for a minute, one that does not is read again.
         """
         if refused := refused_environment(service.spec, self.environment):
             return refused
@@ -85,18 +85,15 @@ class Grants:
         )
 
     async def _read(self, namespace: str) -> frozenset[str]:
-        try:
-            found = await self.client.request("GET", f"/api/v1/namespaces/{quote(namespace)}")
-        except KubeError as error:
-            if error.status == 404:  # it is being deleted
-                return frozenset()
-            raise
+        found = await self.client.find("GET", f"/api/v1/namespaces/{quote(namespace)}")
+        if found is None:  # it is being deleted
+            return frozenset()
         listed = (found["metadata"].get("annotations") or {}).get(labels.USABLE_SECRETS, "")
         return frozenset(name.strip() for name in listed.split(",") if name.strip())
 
 
 def named_secrets(spec: LLMServiceSpec) -> Iterator[tuple[str, str]]:
-    """Where the spec names a Secret whose content reaches a pod, and which; image pull secrets go to the kubelet."""
+    """Path and name of each Secret whose content reaches a pod; image pull secrets are used by the kubelet only."""
     yield from _named("spec", spec.model_dump(include=_PARTS, by_alias=True, exclude_none=True))
 
 
@@ -115,7 +112,7 @@ def refused_environment(spec: LLMServiceSpec, allowed: Collection[str]) -> Troub
 
 def _named(path: str, value: Any, key: str = "") -> Iterator[tuple[str, str]]:
     if isinstance(value, Mapping):
-        if _REFERENCE.fullmatch(key):  # both are looked at, for only one of them may be what Kubernetes reads
+        if _REFERENCE.fullmatch(key):  # both, since Kubernetes reads either
             yield from ((path, str(value[field])) for field in ("secretName", "name") if value.get(field))
         for inner, one in value.items():
             yield from _named(f"{path}.{inner}", one, str(inner))

@@ -1,4 +1,4 @@
-"""Reading what another server answers, without letting it fill our memory."""
+"""Reading responses of other servers with a bounded size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kubectl llm …`: kubectl runs what is called kubectl-llm on the PATH, and this is it."""
+"""`kubectl llm …`: kubectl runs the executable kubectl-llm on the PATH, which is this."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from llmservice_planner.command import main
 
 COMMANDS = ("explain", "plan")
-"""What of `llmservice` makes sense beside kubectl."""
+"""The subcommands of `llmservice` that are offered through kubectl."""
 
 
 def run() -> int:

@@ -1,4 +1,4 @@
-"""One loop per service: a pass, then a wait until somebody wakes it or the tick is over."""
+"""One loop per service: a pass, then a wait until an event wakes it or the tick is over."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ logger = logging.getLogger(__name__)
 
 _PASS_TIMEOUT_S = 60.0
 _STUCK_S = 3 * _PASS_TIMEOUT_S
-"""A pass that its own timeout did not end by then never ends: something swallows the cancellation."""
+"""A pass that its own timeout has not ended by then ignores its cancellation."""
 _LONGEST_BACKOFF_S = 60.0
 AT_ONCE = 128
-"""Passes at once: after a start beside a thousand services the first are done before the last begin, none times out.
-Each keeps its place until its status is written, which waits for others' Deployments: with fewer places, some of a
-hundred edits at once would have none while all that is left to send could wait."""
+"""Passes at once: after a start with a thousand services the first end before the last begin, and none times out.
+Each keeps its place until its status is written, which waits behind the Deployments of others: with fewer places, some
+of a hundred simultaneous edits would have to wait for status writes."""
 _JITTER = 0.1
 _GATHER_S = 0.05
 """Changes come in bursts (a rollout touches pods and Deployment at once): one pass answers them together."""
@@ -32,12 +32,12 @@ ServiceKey = tuple[str, str]
 
 
 _EDITED_S, _CHILD_CHANGED_S, _TICK_S = 0.0, 2.0, 10.0
-"""How long a pass can wait, by why it is due: where there are more passes than time, an edit overtakes mere routine."""
+"""How long a pass may be overtaken, by why it is due: under load, edits go before routine passes."""
 
 
 @dataclass(slots=True, eq=False)
 class _Loop:
-    """One service's."""
+    """Of one service."""
 
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     patience_s: float = _TICK_S
@@ -52,7 +52,7 @@ class _Loop:
 
 
 class ServiceLoops:
-    """Starts, wakes and ends the loops; a failing service never holds up another."""
+    """Starts, wakes and ends the loops; a failing service does not affect the others."""
 
     def __init__(
         self,
@@ -73,13 +73,13 @@ class ServiceLoops:
         return len(self._loops)
 
     def open(self, keys: Iterable[ServiceKey]) -> None:
-        """Begin to work, on these services first: the cache is filled, and nobody else works on them."""
+        """Start with these services: the cache is filled, and this process leads."""
         self._open = True
         for key in keys:
             self._begin(key, _TICK_S)
 
     def start(self, key: ServiceKey) -> None:
-        """Begin a service's loop, or wake the one that runs: its spec is new. Nothing before `open`."""
+        """Start a service's loop, or wake it, after a change of the spec. No effect before `open`."""
         if not self._open:
             return
         loop = self._loops.get(key)
@@ -89,18 +89,18 @@ class ServiceLoops:
             self._hurry(loop, _EDITED_S)
 
     def wake(self, key: ServiceKey) -> None:
-        """Make a service's next pass due now; a child whose service is not known wakes nobody."""
+        """Make a service's next pass due now; no effect for an unknown service."""
         if loop := self._loops.get(key):
             self._hurry(loop, _CHILD_CHANGED_S)
 
     def end(self, key: ServiceKey) -> None:
-        """The service is gone: end its loop, in the middle of a pass if need be."""
+        """The service is gone: end its loop, even during a pass."""
         loop = self._loops.pop(key, None)
         if loop is not None and loop.task is not None:
             loop.task.cancel()
 
     async def stop_all(self) -> None:
-        """End every loop for good; when this returns, no pass is under way."""
+        """End every loop for good; when this returns, no pass is running."""
         self._open = False
         tasks = [loop.task for loop in self._loops.values() if loop.task is not None]
         self._loops.clear()
@@ -109,7 +109,7 @@ class ServiceLoops:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def healthy(self) -> bool:
-        """False once a loop has died or hangs: nothing but a restart would bring its service's passes back."""
+        """False once a loop has died or hangs, which only a restart repairs."""
         stuck_s = self._clock() - _STUCK_S
         return not any(
             (loop.task is not None and _died(loop.task)) or (loop.began_s is not None and loop.began_s < stuck_s)
@@ -139,20 +139,20 @@ class ServiceLoops:
                 asked_s = error.retry_after_s if isinstance(error, KubeError) else 0.0
                 self._metrics.failed(*key, failure_reason(error))
                 _log_failure(key, error)
-            if failures:  # a wake must not cut the wait short: the API server may need the pause
+            if failures:  # a wake must not shorten the pause, which the API server may need
                 await asyncio.sleep(max(asked_s, min(self._tick_s * 2 ** min(failures, 10), _LONGEST_BACKOFF_S)))
             else:
                 await self._wait(loop.wake)
 
     def _forget(self, key: ServiceKey, loop: _Loop) -> None:
-        """The service is gone; a loop that another of its name has by now stays."""
+        """The service is gone; the loop of a new one with its name stays."""
         if self._loops.get(key) is loop:
             del self._loops[key]
 
     async def _timed_pass(self, key: ServiceKey, loop: _Loop) -> bool:
         async with self._gate.place(loop.patience_s, loop):
             loop.patience_s = _TICK_S
-            loop.wake.clear()  # whatever changed by now is seen by this pass
+            loop.wake.clear()  # this pass sees every change so far
             started = loop.began_s = self._clock()
             try:
                 async with asyncio.timeout(_PASS_TIMEOUT_S):
@@ -164,7 +164,7 @@ class ServiceLoops:
 
     async def _wait(self, wake: asyncio.Event) -> None:
         try:
-            # Jitter: a thousand services that were started together must not fall due together for ever.
+            # Jitter: a thousand services that were started together must not stay synchronised.
             async with asyncio.timeout(self._tick_s * random.uniform(1 - _JITTER, 1 + _JITTER)):  # noqa: S311 - no secret
                 await wake.wait()
                 await asyncio.sleep(_GATHER_S)
@@ -173,7 +173,7 @@ class ServiceLoops:
 
 
 def failure_reason(error: Exception) -> str:
-    """One word of few, for metrics."""
+    """A label value for metrics."""
     if isinstance(error, TimeoutError):
         return "timeout"
     if not isinstance(error, KubeError):
@@ -188,7 +188,7 @@ def _died(task: asyncio.Task[None]) -> bool:
 
 
 def _log_failure(key: ServiceKey, error: Exception) -> None:
-    """What the API server says is a sentence; anything else is our fault and wants its traceback."""
+    """Errors of the API server are logged as a sentence, all others with their traceback."""
     expected = isinstance(error, KubeError | TimeoutError)
     why = str(error) or type(error).__name__
     logger.warning("%s/%s: pass failed, will be repeated: %s", *key, why, exc_info=not expected)

@@ -1,6 +1,6 @@
-"""What a spec will come to, before it is stored: the checks of a pass that need neither pods nor children of its own.
+"""Reviews a spec before it is stored, with the checks of a pass that need neither pods nor children of its own.
 
-What is denied here is what `SizingValid` or `Ready` would say in the same words; a pass says it where nobody asked.
+A denial has the words that `SizingValid` or `Ready` would have; a pass reports the same where no webhook is called.
 """
 
 from __future__ import annotations
@@ -10,34 +10,32 @@ from dataclasses import dataclass
 
 from pydantic import ValidationError
 
+from llmservice_operator.api.kinds import Child
 from llmservice_operator.api.resource import LLMService
 from llmservice_operator.api.spec import Manifest
-from llmservice_operator.apply.applier import name_taken, owned_by
-from llmservice_operator.children.child import Child
-from llmservice_operator.children.children import expected_children
+from llmservice_operator.children.expected import expected_children
+from llmservice_operator.cluster.applier import name_taken, owned_by
 from llmservice_operator.cluster.kube_client import KubeClient, KubeError
 from llmservice_operator.grants import Grants
-from llmservice_operator.models.location import ModelSourceError
-from llmservice_operator.scaling.feasibility import assess
-from llmservice_operator.sizing.sizer import ReadModel
-from llmservice_operator.sizing.sizing import Sized, SizingProblem, size
-from llmservice_operator.status.conditions import READY, SIZING_VALID, SLO_FEASIBLE
-from llmservice_operator.status.invalid_spec import InvalidSpecError
+from llmservice_operator.locations import ModelSourceError
+from llmservice_operator.sizing import ReadModel, Sized, SizingProblem, size
+from llmservice_operator.status.conditions import READY, SIZING_VALID, SLO_FEASIBLE, slo_verdict
 from llmservice_operator.status.model_status import known_figures
+from llmservice_operator.status.report import InvalidSpecError
 
 _SIZED = frozenset({"model", "resources", "engine", "slo"})
 """The parts of a spec that decide whether it fits."""
 _GRANTED = frozenset({"model", "podTemplate"})
-"""The parts that may name what only the platform grants."""
+"""The parts that may name what the platform has to grant."""
 _NEVER_SERVED = frozenset({"InvalidURI", "FileModelsDisabled"})
-"""Why a model can't be read, whatever becomes of its source."""
+"""Reasons why a model can never be read."""
 _READ_S = 2.0
-"""For the model's config.json; who types `kubectl apply` waits for it."""
+"""For the model's config.json; `kubectl apply` waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Review:
-    """An answer: denied for a reason, or allowed, with what is worth knowing."""
+    """Denied for a reason, or allowed, with warnings."""
 
     denied: str | None = None
     warnings: tuple[str, ...] = ()
@@ -53,9 +51,9 @@ class Reviewer:
     grants: Grants
 
     async def review(self, manifest: Manifest, before: Manifest | None) -> Review:
-        """`before` is what the manifest replaces, None where it is new.
+        """`before` is the previous manifest, None for a new object.
 
-        What a change leaves as it was is not judged again, so that a spec that no longer fits can still be scaled down.
+        Unchanged parts are not checked again, so that a spec that no longer fits can still be scaled down.
         """
         leaving = manifest["metadata"].get("deletionTimestamp") is not None
         changed = _changed(manifest, before)
@@ -80,7 +78,7 @@ class Reviewer:
         return Review(warnings=_warnings(sizing))
 
     async def _refused(self, service: LLMService) -> str | None:
-        """What the platform does not grant; where that can't be read a pass decides."""
+        """Whether the spec names what the platform does not grant; where that can't be read, a pass decides."""
         try:
             trouble = await self.grants.refusal(service)
         except KubeError:
@@ -99,7 +97,7 @@ class Reviewer:
         return size(service.spec, model)
 
     async def _taken(self, service: LLMService, sized: Sized) -> str | None:
-        """Of the children's names, the first that belongs to something else; what can't be read is not in the way."""
+        """The first name of a child that belongs to another object; names that can't be read are no conflict."""
         children = [one for one in expected_children(service, sized, 1, self.server_image) if one.wanted]
         for reason in await asyncio.gather(*map(self._conflict, children)):
             if reason is not None:
@@ -128,12 +126,12 @@ def _changed(manifest: Manifest, before: Manifest | None) -> frozenset[str]:
 
 def _warnings(sized: Sized) -> tuple[str, ...]:
     itl_feasible = sized.plan.itl_feasible if sized.plan else None
-    verdict = assess(None, None, itl_feasible=itl_feasible, before=None)
+    verdict = slo_verdict(None, None, itl_feasible=itl_feasible, before=None)
     return (f"{SLO_FEASIBLE} will be False: {verdict.reason}: {verdict.message}",) if verdict.status == "False" else ()
 
 
 def _reviewable(manifest: Manifest) -> Manifest:
-    """An object that is being created may have no uid yet; what somebody wrote into its status is not reviewed."""
+    """An object that is being created may have no uid yet; most of its status is not reviewed."""
     metadata = {"uid": "", **manifest["metadata"]}
     status = manifest.get("status") or {}
     return {**manifest, "metadata": metadata, "status": {key: status[key] for key in ("model",) if key in status}}

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from llmservice_local.api.serve import serve_api
-from llmservice_local.endpoint import Endpoint
+from llmservice_local.client import Endpoint
 from llmservice_operator.api.crd import crd
 from llmservice_operator.api.resource import LLMService
 from llmservice_operator.cluster.kube_client import KubeClient
-from llmservice_operator.models.location import ModelLocation
-from llmservice_operator.models.source import Model
+from llmservice_operator.locations import Model, ModelLocation
 from llmservice_operator.pods.pod import Pod
-from llmservice_operator.sizing.sizing import Sized, size
+from llmservice_operator.sizing import Sized, size
 from llmservice_planner.shape import ModelShape
 
 ServiceOf = Callable[..., LLMService]
@@ -102,11 +102,17 @@ def kubeconfig(api_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return path
 
 
+@cache
+def definition() -> dict[str, Any]:
+    """The CRD; deriving it takes longer than most tests."""
+    return crd()
+
+
 @pytest.fixture
 async def kube(kubeconfig: Path) -> AsyncIterator[KubeClient]:
     """The operator's client, connected to an API server that has the CRD and the namespace team-a."""
     client = await KubeClient.connect()
-    await create(client, "/apis/apiextensions.k8s.io/v1/customresourcedefinitions", crd())
+    await create(client, "/apis/apiextensions.k8s.io/v1/customresourcedefinitions", definition())
     await create(
         client, "/api/v1/namespaces", {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "team-a"}}
     )

@@ -13,7 +13,7 @@ def test_crd_prints_the_definition(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == crd_yaml()
 
 
-def test_check_tells_a_current_file_from_a_stale_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_distinguishes_current_and_outdated_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "crd.yaml"
     path.write_text(crd_yaml())
     assert main(["crd", "--check", str(path)]) == 0
@@ -36,7 +36,7 @@ def test_write_fills_the_repositorys_folders(tmp_path: Path, monkeypatch: pytest
     assert (tmp_path / "crds" / FILE_NAME).read_text() == crd_yaml()
 
 
-def test_write_elsewhere_says_where_to_run_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_outside_the_repository_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
     assert main(["crd", "--write"]) == 2

@@ -29,7 +29,7 @@ async def service(kube: KubeClient, manifest_of: Any) -> KubeClient:
     return kube
 
 
-async def told(kube: KubeClient, *conditions: dict[str, Any]) -> None:
+async def set_conditions(kube: KubeClient, *conditions: dict[str, Any]) -> None:
     await kube.patch_status("team-a", "tiny", {"observedGeneration": 1, "conditions": list(conditions)})
 
 
@@ -46,15 +46,17 @@ def with_namespace(kubeconfig: Path, namespace: str) -> str:
     return str(config["contexts"][0]["name"])
 
 
-async def test_a_healthy_service_is_told_in_a_line_and_exits_zero(service: KubeClient, capsys: Any) -> None:
-    await told(service, condition("Ready", "True", "Serving", "1 of 1 replicas are ready"))
+async def test_a_healthy_service_is_one_line_and_exits_zero(service: KubeClient, capsys: Any) -> None:
+    await set_conditions(service, condition("Ready", "True", "Serving", "1 of 1 replicas are ready"))
 
     assert await explain("tiny", "-n", "team-a") == 0
     assert "OK  1 of 1 replicas are ready" in capsys.readouterr().out
 
 
-async def test_what_is_wrong_comes_with_what_to_do_and_exits_one(service: KubeClient, capsys: Any) -> None:
-    await told(service, condition("Ready", "False", "OOMKilled", "the server container was killed for memory"))
+async def test_a_problem_has_a_remedy_and_exits_one(service: KubeClient, capsys: Any) -> None:
+    await set_conditions(
+        service, condition("Ready", "False", "OOMKilled", "the server container was killed for memory")
+    )
 
     assert await explain("tiny", "-n", "team-a") == 1
     assert "-> Raise spec.resources.limits.memory" in capsys.readouterr().out
@@ -77,7 +79,7 @@ async def test_the_namespace_is_the_contexts_own(service: KubeClient, kubeconfig
     assert "tiny in team-a" in capsys.readouterr().out
 
 
-async def test_an_unknown_context_is_a_sentence(kubeconfig: Path, capsys: Any) -> None:
+async def test_an_unknown_context_is_reported(kubeconfig: Path, capsys: Any) -> None:
     assert await explain("tiny", "--context", "nowhere") == 2
     assert "no way to the API server" in capsys.readouterr().err
 
@@ -92,7 +94,7 @@ async def test_kubectl_finds_the_same_command(
 
 
 @pytest.mark.parametrize(("arguments", "status"), [([], 2), (["operator"], 2), (["--help"], 0)])
-def test_the_plugin_says_what_it_can_do(
+def test_the_plugin_prints_its_usage(
     arguments: list[str], status: int, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["kubectl-llm", *arguments])

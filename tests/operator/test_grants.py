@@ -1,4 +1,4 @@
-"""Which Secrets and variables a spec may name, by what the Namespace and whoever installs the operator allow."""
+"""Which Secrets and variables a spec may name, by the Namespace's annotation and the operator's flags."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from llmservice_local.endpoint import Endpoint
+from llmservice_local.client import Endpoint
 from llmservice_operator.cluster.kube_client import KubeClient, KubeError
 from llmservice_operator.grants import Grants, named_secrets, refused_environment
 
@@ -62,9 +62,7 @@ async def annotate(kube: KubeClient, names: str | None) -> None:
         ({"podTemplate": {"imagePullSecrets": [{"name": "s"}], "annotations": {"secretRef": "x"}}}, {}),
     ],
 )
-def test_each_place_where_a_secret_reaches_a_pod_is_found(
-    spec: dict[str, Any], named: dict[str, str], service_of: Any
-) -> None:
+def test_every_reference_to_a_secret_is_found(spec: dict[str, Any], named: dict[str, str], service_of: Any) -> None:
     assert dict(named_secrets(service_of(**spec).spec)) == named
 
 
@@ -96,7 +94,7 @@ async def test_a_secret_is_usable_where_the_annotation_or_the_operator_s_flag_li
         assert f"kubectl annotate namespace team-a --overwrite {USABLE}=" in trouble.message
 
 
-async def test_a_second_name_beside_one_that_is_listed_needs_a_grant_as_well(kube: KubeClient, service_of: Any) -> None:
+async def test_both_names_of_a_reference_need_a_grant(kube: KubeClient, service_of: Any) -> None:
     await annotate(kube, "listed")
     both = {"name": "A", "valueFrom": {"secretKeyRef": {"secretName": "listed", "name": "db", "key": "k"}}}
 
@@ -106,7 +104,7 @@ async def test_a_second_name_beside_one_that_is_listed_needs_a_grant_as_well(kub
     assert "names the Secret db" in trouble.message
 
 
-async def test_the_remedy_keeps_what_is_usable_already(kube: KubeClient, service_of: Any) -> None:
+async def test_the_remedy_includes_the_present_grants(kube: KubeClient, service_of: Any) -> None:
     await annotate(kube, "a,z")
 
     trouble = await Grants(kube).refusal(service_of(model=HUB))
@@ -136,7 +134,7 @@ async def test_an_annotation_is_read_once_a_minute_where_it_allows_and_each_time
     assert await grants.refusal(service_of(model=HUB)), "the grant was withdrawn"
 
 
-async def test_without_a_right_to_read_namespaces_the_flag_alone_counts(kube: KubeClient, service_of: Any) -> None:
+async def test_without_permission_to_read_namespaces_the_flag_alone_counts(kube: KubeClient, service_of: Any) -> None:
     await annotate(kube, "hub")
     requests: list[str] = []
     kube.answered = lambda _, path, *__: requests.append(path)
@@ -179,9 +177,7 @@ async def test_a_namespace_that_cannot_be_read_grants_nothing(
         ("MODEL_PROXY_NAME", (), False),
     ],
 )
-def test_variables_that_redirect_the_server_need_a_grant(
-    name: str, allowed: tuple[str, ...], refused: bool, service_of: Any
-) -> None:
+def test_guarded_variables_need_a_grant(name: str, allowed: tuple[str, ...], refused: bool, service_of: Any) -> None:
     spec = service_of(podTemplate={"env": [{"name": "A", "value": "1"}, {"name": name, "value": "x"}]}).spec
 
     trouble = refused_environment(spec, allowed)

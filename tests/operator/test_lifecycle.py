@@ -1,7 +1,7 @@
-"""What users do to services, against the operator's own process and the cluster's controllers.
+"""What users do to services, against the operator's process and the cluster's controllers.
 
-The node has no card, so that no pod ever runs: the test says which are ready. The operator's tick is too long to help:
-whatever happens here, a watch told of it.
+The node has no GPU, so that no pod runs: the test sets which are ready. The operator's tick is a minute, so that all
+changes here come from watch events.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ from typing import Any
 
 import pytest
 
-from llmservice_local.api.errors import ApiError
+from harness.operator_process import SHAPE
 from llmservice_local.client import DEPLOYMENTS, PODS, REPLICA_SETS, KubeClient, Resource, connect
 from llmservice_local.cluster import ClusterSettings, LocalCluster
+from llmservice_local.errors import ApiError
 from llmservice_operator.api.kinds import CHILD_KINDS
 from llmservice_operator.api.resource import API_VERSION, PLURAL
+
+pytestmark = pytest.mark.slow
 
 Object = dict[str, Any]
 SERVICES = Resource(API_VERSION, PLURAL)
 BUILT_IN = {kind.name: Resource(kind.api_version, kind.plural) for kind in CHILD_KINDS.values() if kind.built_in}
-SHAPE = {"layers": 2, "heads": 4, "hiddenSize": 64, "intermediateSize": 128, "vocabSize": 512}
 SPEC: Object = {
     "model": {"uri": "hf://org/name", "shape": SHAPE},
     "resources": {"gpu": {"product": "l4"}},
@@ -35,7 +37,7 @@ WAIT_S = 30.0
 
 @dataclass
 class World:
-    """One service called `tiny`, and what became of it."""
+    """A cluster with one service, `tiny`."""
 
     kube: KubeClient
     cluster: LocalCluster
@@ -67,7 +69,7 @@ class World:
         return found
 
     async def pods(self, word: str = "") -> list[Object]:
-        """Those that are not going, and whose spec or annotations have this word in them."""
+        """Those that are not terminating, and contain this word."""
         listed = (await self.kube.list(PODS, "default"))["items"]
         return [pod for pod in listed if "deletionTimestamp" not in pod["metadata"] and word in str(pod)]
 
@@ -121,7 +123,7 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        pytest.param({"resources": {"gpu": {"product": "l40s"}}}, "NVIDIA-L40S", id="another card"),
+        pytest.param({"resources": {"gpu": {"product": "l40s"}}}, "NVIDIA-L40S", id="another GPU"),
         pytest.param({"model": {"servedName": "renamed"}}, "renamed", id="another name of the model"),
     ],
 )
@@ -149,7 +151,7 @@ async def test_a_change_replaces_the_pods_one_by_one_and_keeps_the_deployment(
     assert after["spec"]["selector"] == deployment["spec"]["selector"]
 
 
-async def test_a_service_made_anew_under_its_old_name_starts_afresh(world: World) -> None:
+async def test_a_recreated_service_gets_new_children(world: World) -> None:
     old = await world.create()
     await world.running(2)
     await world.delete()
@@ -195,7 +197,7 @@ async def test_deleting_while_no_operator_runs_leaves_nothing(world: World) -> N
     assert await until(world.is_empty)
 
 
-async def test_a_child_that_somebody_deletes_comes_back(world: World) -> None:
+async def test_a_deleted_child_is_created_again(world: World) -> None:
     await world.create()
     await until(lambda: world.find(DEPLOYMENTS))
     for resource in BUILT_IN.values():
@@ -210,7 +212,7 @@ async def test_a_child_that_somebody_deletes_comes_back(world: World) -> None:
         assert await until(back)
 
 
-async def test_what_the_spec_turns_off_goes_and_comes_back(world: World) -> None:
+async def test_a_child_can_be_turned_off_and_on(world: World) -> None:
     policies = BUILT_IN["NetworkPolicy"]
     await world.create()
     await until(lambda: world.find(policies))
@@ -225,7 +227,7 @@ async def test_what_the_spec_turns_off_goes_and_comes_back(world: World) -> None
     assert await until(lambda: world.find(policies))
 
 
-async def test_foreign_edits_are_undone_within_a_moment_and_foreign_additions_stay(world: World) -> None:
+async def test_edits_by_other_clients_are_undone_and_additions_stay(world: World) -> None:
     await world.create()
     await until(lambda: world.find(DEPLOYMENTS))
     edits: dict[str, Object] = {
@@ -250,7 +252,7 @@ async def test_foreign_edits_are_undone_within_a_moment_and_foreign_additions_st
     assert await until(undone)
 
 
-async def test_a_name_that_is_taken_is_a_condition_until_it_is_free(world: World) -> None:
+async def test_a_used_name_is_reported_as_a_condition(world: World) -> None:
     account = {"metadata": {"name": "tiny"}, "automountServiceAccountToken": True}
     foreign = await world.kube.create(BUILT_IN["ServiceAccount"], "default", account)
     await world.create()

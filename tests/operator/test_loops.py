@@ -16,7 +16,7 @@ NEVER_S = 1000.0
 
 
 class Passes:
-    """Counts passes, and does in each what the test says."""
+    """Counts passes, and returns or raises the given outcomes."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -51,21 +51,21 @@ async def loops(passes: Passes) -> AsyncIterator[ServiceLoops]:
     await loops.stop_all()
 
 
-async def test_a_service_is_looked_at_at_once_and_again_when_woken(loops: ServiceLoops, passes: Passes) -> None:
+async def test_a_started_loop_runs_a_pass_at_once_and_after_each_wake(loops: ServiceLoops, passes: Passes) -> None:
     loops.start(KEY)
     await passes.reach(1)
     loops.wake(KEY)
     await passes.reach(2)
 
 
-async def test_the_tick_wakes_a_loop_that_nobody_else_does(passes: Passes) -> None:
+async def test_the_tick_starts_a_pass_without_an_event(passes: Passes) -> None:
     loops = ServiceLoops(passes.run, 0.01, OperatorMetrics())
     loops.open([KEY])
     await passes.reach(3)
     await loops.stop_all()
 
 
-async def test_a_pass_that_never_ends_is_no_health() -> None:
+async def test_a_pass_that_never_ends_is_unhealthy() -> None:
     """Its timeout ends every other: what swallows the cancellation is left to the kubelet."""
     began, release, now = asyncio.Event(), asyncio.Event(), [0.0]
 
@@ -124,7 +124,7 @@ def test_the_pause_after_a_failure_grows_and_is_never_shorter_than_the_api_serve
     assert [later - earlier for earlier, later in pairwise(begun)] == [10.0, 90.0, 40.0]
 
 
-async def test_the_loop_of_a_service_that_is_gone_ends_and_begins_anew(loops: ServiceLoops, passes: Passes) -> None:
+async def test_the_loop_of_a_deleted_service_ends_and_can_be_started_again(loops: ServiceLoops, passes: Passes) -> None:
     passes.outcomes = [False]
     loops.start(KEY)
     await passes.reach(1)
@@ -134,14 +134,14 @@ async def test_the_loop_of_a_service_that_is_gone_ends_and_begins_anew(loops: Se
     await passes.reach(2)
 
 
-async def test_a_child_of_a_service_that_is_not_known_wakes_nobody(loops: ServiceLoops, passes: Passes) -> None:
+async def test_a_child_of_an_unknown_service_wakes_no_loop(loops: ServiceLoops, passes: Passes) -> None:
     loops.wake(("team-a", "stranger"))
     await asyncio.sleep(0)
 
     assert passes.count == 0
 
 
-async def test_nothing_is_looked_at_before_the_operators_turn(passes: Passes) -> None:
+async def test_no_pass_runs_before_open_nor_after_stop(passes: Passes) -> None:
     loops = ServiceLoops(passes.run, NEVER_S, OperatorMetrics())
     loops.start(KEY)
     await asyncio.sleep(0)
@@ -157,14 +157,14 @@ async def test_nothing_is_looked_at_before_the_operators_turn(passes: Passes) ->
     assert len(loops) == 0
 
 
-async def test_of_a_thousand_services_that_start_at_once_some_wait_for_others() -> None:
+async def test_a_thousand_services_do_not_run_all_at_once() -> None:
     running = most = done = 0
 
     async def run_pass(namespace: str, name: str) -> bool:
         nonlocal running, most, done
         running += 1
         most = max(most, running)
-        for _ in range(100):  # turns of the event loop: at each another pass begins
+        for _ in range(100):  # iterations of the event loop: in each another pass begins
             await asyncio.sleep(0)
         running -= 1
         done += 1
@@ -180,7 +180,7 @@ async def test_of_a_thousand_services_that_start_at_once_some_wait_for_others() 
     assert 1 < most <= 100
 
 
-async def test_an_edit_that_comes_as_the_work_begins_waits_for_few_of_the_others() -> None:
+async def test_an_edit_during_the_start_waits_for_few_other_passes() -> None:
     seen: list[str] = []
     edited = asyncio.Event()
 
@@ -204,7 +204,7 @@ async def test_an_edit_that_comes_as_the_work_begins_waits_for_few_of_the_others
     assert seen.index("model-999") <= 3
 
 
-async def test_an_edit_goes_before_the_routine_of_all_others() -> None:
+async def test_an_edit_overtakes_routine_passes() -> None:
     seen: list[str] = []
     first_begun, go_on = asyncio.Event(), asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""What is said of a spec before it is stored, and that it is said in the words of the conditions."""
+"""Reviews of specs before they are stored, with the messages of the conditions."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import pytest
 from llmservice_operator.api.model_spec import ModelSource
 from llmservice_operator.cluster.kube_client import KubeClient
 from llmservice_operator.grants import Grants
-from llmservice_operator.models.location import ModelSourceError
-from llmservice_operator.models.source import Figures, Model
+from llmservice_operator.locations import Figures, Model, ModelSourceError
 from llmservice_operator.review import Review, Reviewer
-from llmservice_operator.sizing.sizing import SizingProblem, size
+from llmservice_operator.sizing import SizingProblem, size
 
 JSON = "application/json"
 SERVICES = "/api/v1/namespaces/team-a/services"
@@ -30,11 +29,11 @@ def reviewer(kube: KubeClient, model: Model) -> Reviewer:
     return Reviewer(kube, read, "img:1", Grants(kube))
 
 
-async def test_what_fits_is_allowed_without_a_word(reviewer: Reviewer, manifest_of: Any) -> None:
+async def test_a_spec_that_fits_is_allowed_without_warnings(reviewer: Reviewer, manifest_of: Any) -> None:
     assert await reviewer.review(manifest_of(), None) == Review()
 
 
-async def test_what_does_not_fit_is_denied_in_the_words_of_the_condition(
+async def test_a_spec_that_does_not_fit_is_denied_with_the_conditions_message(
     reviewer: Reviewer, manifest_of: Any, service_of: Any, model: Model
 ) -> None:
     problem = size(service_of(engine=TOO_LONG).spec, model)
@@ -54,9 +53,7 @@ async def test_a_spec_that_only_another_version_of_the_crd_allows_is_denied(
     assert review.denied.startswith("InvalidSpec: spec.replicas: ")
 
 
-async def test_what_changes_beside_the_spec_is_allowed_though_the_spec_fits_no_more(
-    reviewer: Reviewer, manifest_of: Any
-) -> None:
+async def test_other_changes_are_allowed_though_the_spec_no_longer_fits(reviewer: Reviewer, manifest_of: Any) -> None:
     before = manifest_of(engine=TOO_LONG)
     labelled = {**before, "metadata": {**before["metadata"], "labels": {"team": "ml"}}}
     leaving = manifest_of(engine={**TOO_LONG, "maxNumSeqs": 4})
@@ -86,7 +83,7 @@ async def test_a_source_that_can_never_be_served_is_denied(reviewer: Reviewer, m
     assert review.denied == "SizingValid would be False: FileModelsDisabled: file:// is off"
 
 
-async def test_a_hub_that_hangs_holds_up_no_apply(
+async def test_an_unresponsive_hub_does_not_delay_an_apply(
     reviewer: Reviewer, manifest_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("llmservice_operator.review._READ_S", 0.01)
@@ -116,7 +113,7 @@ async def test_a_secret_or_a_variable_that_is_not_granted_is_denied(reviewer: Re
     assert await reviewer.review(scaled, named) == Review(), "what was there before can be scaled down"
 
 
-async def test_a_name_that_is_taken_is_denied_and_one_that_is_being_given_up_is_not(
+async def test_a_used_name_is_denied_unless_it_is_being_deleted(
     reviewer: Reviewer, kube: KubeClient, manifest_of: Any
 ) -> None:
     metadata: dict[str, Any] = {"name": "tiny-pods", "namespace": "team-a"}

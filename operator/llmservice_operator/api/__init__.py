@@ -1,1 +1,1 @@
-"""What users and the API server see: the spec and status of an LLMService, its CRD, its labels, the kinds around it."""
+"""The LLMService API: spec and status, the CRD, labels, and the kinds around it."""

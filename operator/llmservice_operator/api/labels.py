@@ -1,4 +1,4 @@
-"""Names that tie children, pods and metrics to their LLMService; see ARCHITECTURE.md, "Contracts between the rooms"."""
+"""Names that tie children, pods and metrics to their LLMService; see docs/architecture/contracts.md."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ INSTANCE = "app.kubernetes.io/instance"
 COMPONENT = "app.kubernetes.io/component"
 MANAGED_BY = "app.kubernetes.io/managed-by"
 PART_OF = "app.kubernetes.io/part-of"
-"""What the chart's own pods, gateway and operator, carry with the value `APP`."""
+"""The chart's own pods, gateway and operator, have it with the value `APP`."""
 
 SERVED_NAME = f"{GROUP}/served-name"
 MODEL = f"{GROUP}/model"
@@ -24,12 +24,12 @@ APP = "llmservice"
 
 
 def selector_labels(instance: str) -> dict[str, str]:
-    """What a Deployment selects on; immutable, so it holds nothing that may change."""
+    """The Deployment's selector; it is immutable, so it has nothing that may change."""
     return {NAME: APP, INSTANCE: instance}
 
 
 def child_labels(instance: str) -> dict[str, str]:
-    """What every child and every pod carries."""
+    """The labels of every child and every pod."""
     return {**selector_labels(instance), COMPONENT: "server", MANAGED_BY: MANAGER}
 
 

@@ -1,4 +1,4 @@
-"""`spec.model`: which checkpoint is served, where it lies, and how a pod gets at it."""
+"""`spec.model`: which checkpoint is served, where it is, and how a pod gets it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ class S3(SchemaModel):
         None, min_length=1, max_length=64, pattern=r"^[a-z0-9-]+$", description="The bucket's region (us-east-1)."
     )
     credentials_secret_ref: CredentialsSecretRef | None = Field(
-        None, description="Who reads the bucket; absent: anybody may. Reaches only the init container that downloads."
+        None,
+        description="Credentials of the bucket, for the init container alone; absent: it is public.",
     )
 
 
@@ -152,5 +153,5 @@ class ModelSource(SchemaModel):
 
     @property
     def identity(self) -> str:
-        """What tells this model from another one: a changed credential or cache makes it no other model."""
+        """Identifies the model: with another credential or cache it is still the same one."""
         return self.uri if self.revision is None else f"{self.uri}@{self.revision}"

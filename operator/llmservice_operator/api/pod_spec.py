@@ -1,4 +1,4 @@
-"""The parts of `spec` that end up in the pod as they are: scheduling, labels, environment."""
+"""The parts of `spec` that are passed to the pod unchanged: scheduling, labels, environment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LABEL = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 Passed = Annotated[dict[str, Any], WithJsonSchema(OPEN_OBJECT)]
 _NAME = {"type": "string", "maxLength": 63, "pattern": _LABEL, "description": "Its name within the pod."}
 Named = Annotated[dict[str, Any], WithJsonSchema(OPEN_OBJECT | {"properties": {"name": _NAME}})]
-"""Handed on as it is but for its name, which rules look at."""
+"""Passed unchanged; rules check its name."""
 CountOrPercent = Annotated[
     int | str,
     WithJsonSchema({"x-kubernetes-int-or-string": True, "pattern": "^[0-9]{1,3}%$", "minimum": 0, "maxLength": 4}),
@@ -102,7 +102,7 @@ _MANAGED = (
     "--default-lane", "--kv-cache-memory", "--memory-limit", "--gpu-memory-utilization", "--drain-timeout",
     "--start-record",
 )  # fmt: skip
-"""Flags that other fields of the spec rule."""
+"""Flags that other fields of the spec set."""
 _SETS = "arg == flag || arg.startsWith(flag + '=')"
 _VOLUMES = "['models', 'tmp', 'cache', 'shm']"
 

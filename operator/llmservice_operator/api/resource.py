@@ -1,4 +1,4 @@
-"""The LLMService resource: names that the API server knows it by, and its parsed form."""
+"""The LLMService resource: its names in the API, and its parsed form."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class LLMService(SchemaModel):
         return self.spec.model.served_name or self.name
 
     def owner_reference(self) -> dict[str, Any]:
-        """What ties a child's life to this service's: the API server's garbage collector does the deletion."""
+        """Makes a child owned by this service, so that the garbage collector deletes it with the service."""
         return {
             "apiVersion": API_VERSION,
             "kind": KIND,

@@ -20,4 +20,4 @@ def rules(*pairs: tuple[str, str]) -> dict[str, Any]:
 
 
 OPEN_OBJECT: dict[str, Any] = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
-"""Schema of what is handed to the pod as it is: Kubernetes validates it there."""
+"""Schema of what is passed to the pod unchanged: Kubernetes validates it there."""

@@ -1,4 +1,4 @@
-"""`spec` of an LLMService: what the user promises and asks for. The CRD's schema is generated from these models."""
+"""`spec` of an LLMService. The CRD's schema is generated from these models."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, StringConstraints, WithJsonSchema
 
-from llmservice_operator.api import duration, quantity
+from llmservice_operator.api import units
 from llmservice_operator.api.model_spec import ModelSource
 from llmservice_operator.api.pod_spec import CountOrPercent, LabelValue, Passed, PodTemplate, Scheduling
 from llmservice_operator.api.schema_model import SchemaModel, rules
 from llmservice_planner.overhead import PROCESS_BYTES
 
-Duration = Annotated[str, StringConstraints(pattern=duration.PATTERN, max_length=16)]
-Quantity = Annotated[str, StringConstraints(pattern=quantity.PATTERN, max_length=32)]
+Duration = Annotated[str, StringConstraints(pattern=units.DURATION_PATTERN, max_length=16)]
+Quantity = Annotated[str, StringConstraints(pattern=units.QUANTITY_PATTERN, max_length=32)]
 AutoOrCount = Annotated[
     Literal["auto"] | int,
     WithJsonSchema(
@@ -28,13 +28,13 @@ class Gpu(SchemaModel):
         min_length=1,
         max_length=64,
         pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$",
-        description="The card, such as h100-80gb or l4; `llmservice plan --help` lists those known.",
+        description="The GPU, such as h100-80gb or l4; `llmservice plan --help` lists those known.",
     )
     count: int = Field(
-        1, ge=0, le=16, description="Cards per replica (tensor parallel). 0 runs on CPU, within requests.memory."
+        1, ge=0, le=16, description="GPUs per replica (tensor parallel). 0 runs on CPU, within requests.memory."
     )
     memory_gib: float | None = Field(
-        None, alias="memoryGiB", gt=0, le=4096, description="Memory of one card where it is less than the catalogue's."
+        None, alias="memoryGiB", gt=0, le=4096, description="Memory of one GPU where it is less than the catalogue's."
     )
 
 
@@ -63,7 +63,7 @@ class Resources(SchemaModel):
         json_schema_extra=rules(
             (
                 "!has(self.gpu) || self.gpu.count == 0 || has(self.gpu.product)",
-                "gpu.product is needed where gpu.count is above 0: the card's memory decides how many sequences fit",
+                "gpu.product is needed where gpu.count is above 0: the GPU's memory decides how many sequences fit",
             ),
             (
                 "!has(self.gpu) || self.gpu.count <= 1",
@@ -126,11 +126,11 @@ class Engine(SchemaModel):
         None, ge=1, le=16777216, description="Longest sequence, prompt and answer. Default: what the model supports."
     )
     max_num_seqs: AutoOrCount = Field(
-        "auto", description="Sequences that run at once: auto works it out from model and card; or 1 to 1024."
+        "auto", description="Sequences that run at once: auto computes it from model and GPU; or 1 to 1024."
     )
-    sizing: Sizing = Field(default_factory=Sizing, description="How maxNumSeqs: auto is worked out.")
+    sizing: Sizing = Field(default_factory=Sizing, description="How maxNumSeqs: auto is computed.")
     gpu_memory_utilization: float = Field(
-        0.9, ge=0.1, le=0.99, description="Share of the card's memory (of requests.memory on CPU) that may be used."
+        0.9, ge=0.1, le=0.99, description="Share of the GPU's memory (of requests.memory on CPU) that may be used."
     )
     kv_cache_dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         "auto", description="Type of the KV cache: auto is the model's."
@@ -139,7 +139,7 @@ class Engine(SchemaModel):
     max_num_batched_tokens: int = Field(
         2048, ge=16, le=1048576, description="Token budget of one engine step; long prompts are cut into such chunks."
     )
-    prefix_caching: bool = Field(True, description="Keep the KV cache of prompts' beginnings for prompts alike.")
+    prefix_caching: bool = Field(True, description="Reuse the KV cache of equal prompt prefixes.")
     swap_space_gib: float = Field(
         0,
         alias="swapSpaceGiB",
@@ -156,6 +156,14 @@ class Slo(SchemaModel):
     itl_p99: Duration | None = Field(
         None, description="Promise on the time between two tokens. Bounds maxNumSeqs: auto."
     )
+
+    @property
+    def ttft_p99_s(self) -> float | None:
+        return units.seconds(self.ttft_p99) if self.ttft_p99 else None
+
+    @property
+    def itl_p99_s(self) -> float | None:
+        return units.seconds(self.itl_p99) if self.itl_p99 else None
 
 
 _A_STEP = rules(
@@ -179,7 +187,7 @@ class ScaleUp(SchemaModel):
     model_config = ConfigDict(json_schema_extra=_A_STEP)
 
     stabilization: Duration = Field(
-        "10s", description="Add replicas only up to the lowest wish within this time. 0s: at once."
+        "10s", description="Add only up to the lowest recommendation within this time. 0s: at once."
     )
     step_replicas: int = Field(
         4, ge=0, le=1000, description="Add at most so many replicas in stepPeriod, or stepPercent where that is more."
@@ -187,7 +195,7 @@ class ScaleUp(SchemaModel):
     step_percent: int = Field(
         100, ge=0, le=1000, description="Add at most this share of the replicas in stepPeriod, or stepReplicas."
     )
-    step_period: Duration = Field("15s", description="The time that stepReplicas and stepPercent speak of.")
+    step_period: Duration = Field("15s", description="The period of stepReplicas and stepPercent.")
     cooldown: Duration = Field("0s", description="Add none within this time of the last change, up or down.")
 
 
@@ -195,7 +203,7 @@ class ScaleDown(SchemaModel):
     model_config = ConfigDict(json_schema_extra=_A_STEP)
 
     stabilization: Duration = Field(
-        "300s", description="Remove replicas only down to the highest wish within this time."
+        "300s", description="Remove replicas only down to the highest recommendation within this time."
     )
     step_replicas: int = Field(
         0,
@@ -206,7 +214,7 @@ class ScaleDown(SchemaModel):
     step_percent: int = Field(
         100, ge=0, le=100, description="Remove at most this share of the replicas in stepPeriod, or stepReplicas."
     )
-    step_period: Duration = Field("15s", description="The time that stepReplicas and stepPercent speak of.")
+    step_period: Duration = Field("15s", description="The period of stepReplicas and stepPercent.")
     cooldown: Duration = Field("0s", description="Remove none within this time of the last change, up or down.")
 
 
@@ -228,7 +236,10 @@ class Autoscaling(SchemaModel):
     max_replicas: int = Field(ge=1, le=1000, description="Never more replicas than this.")
     queue_depth: int = Field(4, ge=1, le=10000, description="Waiting requests per replica that are still fine.")
     tolerance_percent: int = Field(
-        10, ge=0, le=100, description="How far load may stray from what the replicas hold before anything is changed."
+        10,
+        ge=0,
+        le=100,
+        description="How far the load may deviate from what the replicas hold before they are changed.",
     )
     scale_up: ScaleUp = Field(default_factory=ScaleUp, description="How fast replicas are added.")
     scale_down: ScaleDown = Field(default_factory=ScaleDown, description="How fast replicas are removed.")
@@ -278,7 +289,7 @@ class NetworkPolicy(SchemaModel):
         True,
         description="Let only the gateway, the operator, Prometheus and `from` reach the pods, and the pods only DNS,"
         " the model's source and `to`, where the cluster's network enforces policies. false: no NetworkPolicy,"
-        " everybody may, and the pods may reach everything.",
+        " all clients may, and the pods may reach everything.",
     )
     peers: list[Passed] = Field(
         default_factory=list,
@@ -323,15 +334,12 @@ class LLMServiceSpec(SchemaModel):
         None, description="Let the operator choose the number of replicas; replicas then stays at its default."
     )
     rollout: Rollout = Field(default_factory=Rollout, description="How a changed pod template reaches the pods.")
-    drain_timeout: Duration = Field(
-        "60s", description="How long a terminating pod may finish the requests that it holds."
-    )
+    drain_timeout: Duration = Field("60s", description="How long a terminating pod may finish its requests.")
     scheduling: Scheduling = Field(default_factory=Scheduling, description="Where pods may run.")
-    pod_template: PodTemplate = Field(
-        default_factory=PodTemplate, description="What the pods have beside what the rest of the spec says."
-    )
+    pod_template: PodTemplate = Field(default_factory=PodTemplate, description="Further fields of the pods.")
     network_policy: NetworkPolicy = Field(
-        default_factory=NetworkPolicy, description="Who may reach the pods beside the gateway, and what they may reach."
+        default_factory=NetworkPolicy,
+        description="Who may reach the pods besides the gateway, and what they may reach.",
     )
     monitoring: Monitoring = Field(default_factory=Monitoring, description="How Prometheus finds the pods.")
 

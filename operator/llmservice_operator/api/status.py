@@ -1,4 +1,4 @@
-"""`status` of an LLMService: what was predicted, what was measured, what is wrong and what to do about it."""
+"""`status` of an LLMService: what was predicted and measured, and the conditions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Condition(SchemaModel):
     )
     message: str = Field(max_length=2048, description="Why, and what to change, in a sentence for people.")
     last_transition_time: str = Field(max_length=32, description="When status last flipped (RFC 3339).")
-    observed_generation: int = Field(0, ge=0, description="Generation of the spec that this speaks about.")
+    observed_generation: int = Field(0, ge=0, description="Generation of the spec that this is about.")
 
 
 class MeasuredStatus(SchemaModel):
@@ -33,17 +33,17 @@ class MeasuredStatus(SchemaModel):
     error_percent: float | None = Field(
         None,
         description="Predicted blocks against measured ones; positive: predicted too many. Absent where"
-        " the server sized itself: it had other figures to go by.",
+        " the server sized itself.",
     )
 
 
 class SizingStatus(SchemaModel):
     source: Literal["operator", "pod"] = Field(
-        "operator", description="Who worked out maxNumSeqs: the operator, or the server by itself (pod)."
+        "operator", description="Who computed maxNumSeqs: the operator, or the server itself (pod)."
     )
     max_num_seqs: int = Field(ge=0, description="Sequences that run at once in one replica.")
     max_model_len: int = Field(ge=0, description="Longest sequence that is served, in tokens.")
-    kv_bytes_per_token: int = Field(ge=0, description="Bytes of KV cache per token, over all cards of a replica.")
+    kv_bytes_per_token: int = Field(ge=0, description="Bytes of KV cache per token, over all GPUs of a replica.")
     weights_gib: float = Field(alias="weightsGiB", ge=0, description="Predicted memory of the weights.")
     overhead_gib: float = Field(alias="overheadGiB", ge=0, description="Predicted memory of runtime and activations.")
     kv_pool_gib: float = Field(alias="kvPoolGiB", ge=0, description="Predicted memory left for the KV cache.")
@@ -58,7 +58,10 @@ class FetchStatus(SchemaModel):
 
     pods: int = Field(ge=1, description="Pods that wait for the model's files.")
     percent: int | None = Field(
-        None, ge=0, le=100, description="Share of the bytes that are there, in steps of 5; absent until a pod tells."
+        None,
+        ge=0,
+        le=100,
+        description="Share of the bytes that are there, in steps of 5; absent until a pod reports it.",
     )
     total_gib: float | None = Field(None, alias="totalGiB", ge=0, description="Size of the files in one pod.")
 
@@ -67,12 +70,13 @@ class ModelStatus(SchemaModel):
     uri: str = Field(max_length=1024, description="The model that the rest is about.")
     revision: str | None = Field(None, max_length=128, description="Its revision, where the hub has several.")
     figures_from: Literal["spec", "config", "pod"] = Field(
-        description="Where the model's figures come from: spec.model.shape, its config.json, or a server that read it."
+        description="Where the model's figures come from: spec.model.shape, its config.json, or a pod."
     )
     shape: Figures | None = Field(
-        None, description="The model's figures; absent until a pod has told. They hold until spec.model changes."
+        None,
+        description="The model's figures; absent until a pod has reported them. Kept until spec.model changes.",
     )
-    weights_file_bytes: int | None = Field(None, ge=0, description="Size of the weights' files, where it was told.")
+    weights_file_bytes: int | None = Field(None, ge=0, description="Size of the weights' files, where it is known.")
     fetch: FetchStatus | None = Field(None, description="The download, while there is one.")
 
 
@@ -86,7 +90,7 @@ class DecisionStatus(SchemaModel):
 class SignalStatus(SchemaModel):
     name: str = Field(max_length=32, description="queue, utilization, kvCache, arrivals or ttftP99.")
     value: float | None = Field(
-        None, description="As last noted: small moves are not. Absent where the window holds too little."
+        None, description="As last written: small changes are not. Absent where the window holds too little."
     )
     target: float | None = Field(None, description="Above it replicas are added; absent while none is known.")
     unit: str = Field(max_length=64, description="What value and target count.")
@@ -107,9 +111,7 @@ class AutoscalingStatus(SchemaModel):
     startup_seconds: int | None = Field(
         None, ge=0, description="Learned time (P90) from a pod's creation until it is ready."
     )
-    capacity: CapacityStatus | None = Field(
-        None, description="Lets a restarted operator know what the replicas can do; only with autoscaling."
-    )
+    capacity: CapacityStatus | None = Field(None, description="For a restarted operator; only with autoscaling.")
     signals: list[SignalStatus] = Field(
         default_factory=list, max_length=8, description="What is scaled on, with its thresholds; only with autoscaling."
     )
@@ -121,14 +123,14 @@ class AutoscalingStatus(SchemaModel):
 class LLMServiceStatus(SchemaModel):
     model_config = ConfigDict(json_schema_extra={"description": "What the operator observed."})
 
-    observed_generation: int = Field(0, ge=0, description="Generation of the spec that this status speaks about.")
+    observed_generation: int = Field(0, ge=0, description="Generation of the spec that this status is about.")
     replicas: int = Field(0, ge=0, description="Pods that exist, ready or not.")
     ready_replicas: int = Field(0, ge=0, description="Pods that serve.")
     selector: str = Field("", max_length=512, description="Label selector of the pods, for the scale subresource.")
     url: str = Field("", max_length=512, description="OpenAI-compatible base URL inside the cluster.")
-    model: ModelStatus | None = Field(None, description="What is known of the model, and how far its download is.")
+    model: ModelStatus | None = Field(None, description="The model's figures, and the progress of its download.")
     sizing: SizingStatus | None = Field(None, description="How many sequences fit, and the working.")
-    autoscaling: AutoscalingStatus | None = Field(None, description="Load, and what was made of it.")
+    autoscaling: AutoscalingStatus | None = Field(None, description="The load, and the decisions about it.")
     conditions: list[Condition] = Field(
         default_factory=list,
         max_length=16,

@@ -1,1 +1,1 @@
-"""Everything that a service should own, as plain data. Pure."""
+"""The objects that a service should own, as plain data. Pure."""

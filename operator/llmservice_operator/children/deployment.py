@@ -5,18 +5,26 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from typing import Any
+from dataclasses import dataclass
 
-from llmservice_operator.api import duration, labels, quantity
-from llmservice_operator.api.pod_spec import PodTemplate
+from pydantic import BaseModel
+
+from llmservice_operator.api import labels, units
+from llmservice_operator.api.kinds import child_manifest
 from llmservice_operator.api.resource import LLMService
 from llmservice_operator.api.spec import Manifest
-from llmservice_operator.children.child import child_manifest
 from llmservice_operator.children.placement import expected_placement
-from llmservice_operator.children.scratch import CACHE_MOUNT, scratch_environment, scratch_mounts, scratch_volumes
-from llmservice_operator.children.startup_budget import StartupBudget, startup_budget
-from llmservice_operator.models.delivery import fetch_container, model_mounts, model_volumes, storage_request
-from llmservice_operator.sizing.sizing import Sized
+from llmservice_operator.children.volumes import (
+    CACHE_MOUNT,
+    fetch_container,
+    model_mounts,
+    model_volumes,
+    scratch_environment,
+    scratch_mounts,
+    scratch_volumes,
+    storage_request,
+)
+from llmservice_operator.sizing import Sized
 from llmservice_planner.gpu import GPU
 
 PORT = 8000
@@ -25,13 +33,13 @@ HTTP, METRICS = "http", "metrics"
 """What the server's ports are called."""
 CONTAINER = "server"
 PRE_STOP_S = 5
-"""A terminating pod serves on for this long, so that routers drop it before it refuses anything."""
+"""A terminating pod still accepts requests for this long, until routers have removed it."""
 
 _GRACE_MARGIN_S = 5
-"""Grace must be strictly longer than preStop and drain together, else the kubelet kills a pod that still answers."""
+"""The grace period must be longer than preStop and drain together, else the kubelet kills a pod that still serves."""
 _STARTUP_PERIOD_S = 2
 _LONGEST = 16777216
-"""As expected tokens: every sequence may become as long as the server allows, so that none is ever preempted."""
+"""As expected tokens: every sequence may become as long as the server allows, so that none is preempted."""
 _CONTAINER_SECURITY = {
     "allowPrivilegeEscalation": False,
     "capabilities": {"drop": ["ALL"]},
@@ -41,7 +49,7 @@ _CONTAINER_SECURITY = {
 
 
 def expected_deployment(service: LLMService, sized: Sized, replicas: int, image: str) -> Manifest:
-    """The whole Deployment as owned fields; whatever it leaves out belongs to others."""
+    """The Deployment's owned fields; other clients may own the rest."""
     rollout = service.spec.rollout
     template = _pod_template(service, sized, service.spec.pod_template.image or image)
     template["metadata"]["annotations"][labels.TEMPLATE] = _hash(template)
@@ -60,7 +68,7 @@ def expected_deployment(service: LLMService, sized: Sized, replicas: int, image:
 
 
 def _hash(template: Manifest) -> str:
-    """Tells pods of this template from those of an earlier one."""
+    """Distinguishes pods of this template from those of an earlier one."""
     return hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()[:10]
 
 
@@ -85,16 +93,20 @@ def _pod_template(service: LLMService, sized: Sized, image: str) -> Manifest:
                 "fsGroupChangePolicy": "OnRootMismatch",
                 "seccompProfile": {"type": "RuntimeDefault"},
             },
-            **_init_containers(service, sized, image),
             "containers": [_server(service, sized, image), *template.sidecars],
             "volumes": [
                 *scratch_volumes(service, sized),
                 *model_volumes(service.spec.model, sized.model),
                 *template.volumes,
             ],
-            **_resource_claims(template),
             **expected_placement(service, sized),
-            **_pull_secrets(service),
+            **_filled(
+                {
+                    "initContainers": _init_containers(service, sized, image),
+                    "resourceClaims": [_dumped(claim) for claim in template.resource_claims],
+                    "imagePullSecrets": [_dumped(secret) for secret in template.image_pull_secrets],
+                }
+            ),
         },
     }
 
@@ -125,7 +137,7 @@ def server_args(service: LLMService, sized: Sized) -> list[str]:
 
 
 def _sizing_args(service: LLMService, sized: Sized) -> list[str]:
-    """The planner's numbers; where only a pod knows the model, the spec's, and the server works out the rest."""
+    """The planner's numbers; for a model that only a pod can read, the spec's, and the server works out the rest."""
     if not sized.self_sized and sized.plan is not None:
         plan = sized.plan
         return ["--max-model-len", str(plan.max_model_len), "--max-num-seqs", str(plan.max_num_seqs)]
@@ -137,28 +149,29 @@ def _sizing_args(service: LLMService, sized: Sized) -> list[str]:
 
 
 def _cpu_memory_args(service: LLMService, sized: Sized) -> list[str]:
-    """On a CPU the requested memory is what there is, however much more the node has."""
+    """On a CPU the requested memory is the limit, however much the node has."""
     if not sized.self_sized and sized.plan is not None:
         return ["--kv-cache-memory", str(sized.plan.kv_pool_bytes)]
     utilization = str(service.spec.engine.gpu_memory_utilization)
-    memory = quantity.whole_bytes(service.spec.resources.requests.memory)
+    memory = units.whole_bytes(service.spec.resources.requests.memory)
     return ["--memory-limit", str(memory), "--gpu-memory-utilization", utilization]
 
 
 def _server(service: LLMService, sized: Sized, image: str) -> Manifest:
-    given = _given_environment(service)
+    template = service.spec.pod_template
+    given = [_dumped(variable) for variable in template.env]
     names = {variable["name"] for variable in given}
     return {
         "name": CONTAINER,
         "image": image,
         "command": ["llmservice"],
-        "args": [*server_args(service, sized), *service.spec.pod_template.extra_args],
+        "args": [*server_args(service, sized), *template.extra_args],
         "ports": [
             {"name": HTTP, "containerPort": PORT, "protocol": "TCP"},
             {"name": METRICS, "containerPort": METRICS_PORT, "protocol": "TCP"},
         ],
         "env": [*(one for one in scratch_environment() if one["name"] not in names), *given],
-        **({"envFrom": service.spec.pod_template.env_from} if service.spec.pod_template.env_from else {}),
+        **_filled({"envFrom": template.env_from}),
         "resources": _resources(service, sized),
         "startupProbe": _probe(
             "/ready", period_s=_STARTUP_PERIOD_S, failures=_budget(sized).load_s // _STARTUP_PERIOD_S
@@ -166,22 +179,23 @@ def _server(service: LLMService, sized: Sized, image: str) -> Manifest:
         "livenessProbe": _probe("/health", period_s=10, failures=6),
         "readinessProbe": _probe("/ready", period_s=2, failures=2),
         "lifecycle": {"preStop": {"sleep": {"seconds": PRE_STOP_S}}},
-        # The server's last line says why it gave up; it comes back as the container's termination message.
+        # The server's last log line, which has the error, becomes the container's termination message.
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": _CONTAINER_SECURITY,
-        "volumeMounts": [*_mounts(service, sized, read_only=True), *service.spec.pod_template.volume_mounts],
+        "volumeMounts": [*_mounts(service, sized, read_only=True), *template.volume_mounts],
     }
 
 
-def _given_environment(service: LLMService) -> list[Manifest]:
-    return [variable.model_dump(by_alias=True, exclude_none=True) for variable in service.spec.pod_template.env]
+def _dumped(part: BaseModel) -> Manifest:
+    return part.model_dump(by_alias=True, exclude_none=True)
 
 
-def _init_containers(service: LLMService, sized: Sized, image: str) -> dict[str, Any]:
-    """The download, where there is one; a Secret goes to this container and no other."""
-    fetch = fetch_container(service.spec.model, sized.model, PORT, _given_environment(service))
+def _init_containers(service: LLMService, sized: Sized, image: str) -> list[Manifest]:
+    """The download, where there is one; the model's Secret is given to this container alone."""
+    given = [_dumped(variable) for variable in service.spec.pod_template.env]
+    fetch = fetch_container(service.spec.model, sized.model, PORT, given)
     if fetch is None:
-        return {}
+        return []
     requests = {**_requests(service), **storage_request(service.spec.model, sized.model)}
     container = {
         **fetch,
@@ -191,7 +205,7 @@ def _init_containers(service: LLMService, sized: Sized, image: str) -> dict[str,
         "securityContext": _CONTAINER_SECURITY,
         "volumeMounts": _mounts(service, sized, read_only=False),
     }
-    return {"initContainers": [container]}
+    return [container]
 
 
 def _mounts(service: LLMService, sized: Sized, *, read_only: bool) -> list[Manifest]:
@@ -199,17 +213,13 @@ def _mounts(service: LLMService, sized: Sized, *, read_only: bool) -> list[Manif
 
 
 def _resources(service: LLMService, sized: Sized) -> Manifest:
-    """Cards are requested and limited alike: Kubernetes hands out whole ones, and never more than were asked for."""
+    """GPUs are requested and limited alike: Kubernetes assigns whole ones, and exactly as many as are requested."""
     requests, limits = _requests(service), service.spec.resources.limits.model_dump(exclude_none=True)
     if isinstance(sized.device, GPU) and service.spec.resources.gpu:
-        cards = {sized.device.resource_name: str(service.spec.resources.gpu.count)}
-        requests, limits = requests | cards, limits | cards
+        gpus = {sized.device.resource_name: str(service.spec.resources.gpu.count)}
+        requests, limits = requests | gpus, limits | gpus
     claims = [{"name": one.name} for one in service.spec.pod_template.resource_claims]
-    return {
-        "requests": requests,
-        **({"limits": limits} if limits else {}),
-        **({"claims": claims} if claims else {}),
-    }
+    return {"requests": requests, **_filled({"limits": limits, "claims": claims})}
 
 
 def _requests(service: LLMService) -> Manifest:
@@ -217,30 +227,25 @@ def _requests(service: LLMService) -> Manifest:
 
 
 def _threads(service: LLMService) -> int:
-    """As many threads as cores that the pod may count on; more would fight over them."""
+    """As many threads as cores that the pod may use; more would compete for them."""
     resources = service.spec.resources
-    return max(1, math.ceil(quantity.amount(resources.limits.cpu or resources.requests.cpu)))
+    return max(1, math.ceil(units.amount(resources.limits.cpu or resources.requests.cpu)))
 
 
-def _resource_claims(template: PodTemplate) -> Manifest:
-    claims = [one.model_dump(by_alias=True, exclude_none=True) for one in template.resource_claims]
-    return {"resourceClaims": claims} if claims else {}
-
-
-def _pull_secrets(service: LLMService) -> Manifest:
-    secrets = [secret.model_dump() for secret in service.spec.pod_template.image_pull_secrets]
-    return {"imagePullSecrets": secrets} if secrets else {}
+def _filled(fields: Manifest) -> Manifest:
+    """Without empty values."""
+    return {name: value for name, value in fields.items() if value}
 
 
 def _budget(sized: Sized) -> StartupBudget:
-    # Weights that only the server knows may fill its memory. The figure must not change once it tells.
+    # Weights of unknown size may fill the memory. The figure must not change once the server reports them.
     most = sized.device.memory_bytes
     weights = most if sized.self_sized or sized.plan is None else sized.plan.weights_bytes
     return startup_budget(weights, downloads=sized.model.location.fetch_uri is not None)
 
 
 def _drain_s(service: LLMService) -> int:
-    return math.ceil(duration.seconds(service.spec.drain_timeout))
+    return math.ceil(units.seconds(service.spec.drain_timeout))
 
 
 def _probe(path: str, *, period_s: int, failures: int) -> Manifest:
@@ -250,3 +255,36 @@ def _probe(path: str, *, period_s: int, failures: int) -> Manifest:
         "timeoutSeconds": 5,
         "failureThreshold": failures,
     }
+
+
+READ_BYTES_PER_S = 200e6
+"""A slow network volume; local NVMe reads ten times as fast."""
+
+DOWNLOAD_BYTES_PER_S = 25e6
+"""A hub over 200 Mbit/s."""
+
+FIXED_S = 120
+"""For any model: imports, the CUDA context, the profiling pass, captured graphs."""
+
+SHORTEST_S = 600
+_MARGIN = 2
+_BEFORE_START_S = 900
+"""Until the container starts: a new node, an image of several GiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartupBudget:
+    """Seconds after which a start has failed."""
+
+    load_s: int
+    """From the start of the server's container until it is ready; then the container is restarted."""
+
+    progress_s: int
+    """From a pod's creation until it is ready, download included; then the rollout has failed."""
+
+
+def startup_budget(weights_bytes: float, *, downloads: bool) -> StartupBudget:
+    """Twice the predicted time. The download runs in an init container, before the server's probes."""
+    load_s = max(SHORTEST_S, math.ceil(_MARGIN * (FIXED_S + weights_bytes / READ_BYTES_PER_S)))
+    download_s = math.ceil(_MARGIN * weights_bytes / DOWNLOAD_BYTES_PER_S) if downloads else 0
+    return StartupBudget(load_s, load_s + download_s + _BEFORE_START_S)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from llmservice_operator.api import labels
+from llmservice_operator.api.kinds import child_manifest
 from llmservice_operator.api.model_spec import ModelSource
 from llmservice_operator.api.resource import LLMService
 from llmservice_operator.api.spec import Manifest
-from llmservice_operator.children.child import child_manifest
 from llmservice_operator.children.deployment import METRICS_PORT, PORT
-from llmservice_operator.models.location import ModelLocation
+from llmservice_operator.locations import ModelLocation
 
 NAMESPACE_NAME = "kubernetes.io/metadata.name"
 """The label that the API server gives to every namespace."""
@@ -22,13 +22,13 @@ DEFAULT_PROMETHEUS = "*:app.kubernetes.io/name=prometheus"
 
 
 _METADATA = ("169.254.0.0/16", "168.63.129.16/32", "fe80::/10", "fd00:ec2::254/128")
-"""Link-local addresses, and others of metadata servers (Azure, AWS by IPv6), which hand out the node's credentials."""
+"""Link-local addresses, and others of metadata servers (Azure, AWS by IPv6), which serve the node's credentials."""
 _PRIVATE = ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7")
 """RFC 1918, RFC 6598 (carrier-grade NAT, which some clusters use for pods) and RFC 4193."""
 
 
 def _addresses(excluded: Iterable[str]) -> list[Manifest]:
-    """All addresses of both families but these."""
+    """All addresses of both families except these."""
     v4, v6 = ([one for one in excluded if (":" in one) == is_v6] for is_v6 in (False, True))
     return [{"ipBlock": {"cidr": "0.0.0.0/0", "except": v4}}, {"ipBlock": {"cidr": "::/0", "except": v6}}]
 
@@ -44,7 +44,7 @@ _DNS = {
 
 
 class PeerError(ValueError):
-    """A peer that can't be read; the message says how one is written."""
+    """A peer that can't be parsed; the message says how one is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +75,10 @@ def expected_network_policy(service: LLMService, location: ModelLocation, peers:
 
 
 def _source_rules(source: ModelSource, location: ModelLocation) -> list[Manifest]:
-    """What a download needs. The kubelet mounts volumes and images: their pods need nothing.
+    """What a download needs. Volumes and images are mounted by the kubelet: their pods need nothing.
 
-    A policy names addresses, not hosts. The hub and AWS have public addresses, so port 443 of those is open. A mirror
-    or another store may be anywhere, inside the cluster too, so its URL's port is open everywhere; where that is a
+    A policy has addresses, not host names. The hub and AWS have public addresses, so port 443 of those is open. A
+    mirror or another store may be anywhere, inside the cluster too, so its URL's port is open everywhere; for a
     Service, the network plugin may compare the port of the pods behind it.
     """
     if location.fetch_uri is None:
@@ -91,7 +91,7 @@ def _source_rules(source: ModelSource, location: ModelLocation) -> list[Manifest
 
 
 def _port(url: str) -> int | None:
-    """None where the URL is none, or its port beyond 65535: nothing can be downloaded from there."""
+    """None for an invalid URL or port: nothing can be downloaded from there."""
     try:
         parts = urlsplit(url)
         return parts.port or (80 if parts.scheme == "http" else 443)

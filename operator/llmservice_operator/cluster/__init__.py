@@ -1,1 +1,1 @@
-"""The API server: its client, the cache of what it holds, and the lists that keep the cache true."""
+"""Everything that talks to the API server: client, cache, applying children, leader election."""

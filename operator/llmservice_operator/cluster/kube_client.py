@@ -1,48 +1,51 @@
-"""The few requests that the operator sends to the API server, as plain data in and out.
+"""The requests that the operator sends to the API server, as plain data in and out.
 
-The generated client is used for what it knows best, credentials and TLS; its typed models would reject unknown fields.
+The official client supplies credentials and TLS; its typed models would reject unknown fields.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
-from urllib.parse import quote
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 from kubernetes.aio import client as kubernetes_client
+from kubernetes.aio import config as kubernetes_config
 
-from llmservice_operator.api.kinds import ChildKind
-from llmservice_operator.api.resource import GROUP, MANAGER, PLURAL, VERSION
+from llmservice_operator.api.kinds import EVENTS, LLMSERVICES, PODS, Kind
+from llmservice_operator.api.resource import MANAGER
 from llmservice_operator.api.spec import Manifest
-from llmservice_operator.cluster.configuration import load_configuration
 from llmservice_operator.cluster.priority_gate import PriorityGate
 
 REQUEST_TIMEOUT_S = 10.0
 WATCH_S = 300
-"""After so long the API server ends a watch by itself."""
+"""The API server ends a watch after this time."""
 PAGE = 100
-"""Objects of one answer: what a larger one takes while it is parsed is never given back to the system."""
+"""Objects of one answer: the memory that parsing a larger one needs is never returned to the system."""
 _IN_FLIGHT = 16
-"""Requests at once. Those that wait don't run out of time: a slow API server gets slow work, and none of it twice."""
+"""Requests at once. Waiting does not count against the timeout, so that a slow API server gets no request twice."""
 _LOG_LIMIT_BYTES = 4096
 _STATUS_S, _EVENT_S = 5.0, 10.0
-"""How long what tells of a change can wait for the changes themselves."""
+"""How long status writes and Events can wait behind the changes themselves."""
 _LONGEST_RETRY_AFTER_S = 120.0
-"""Longer than any API server asks for; an hour from a proxy in between must not stop the operator for one."""
+"""Longer than any API server asks for; a proxy's hour must not stop the operator for that long."""
 
-_APPLY = "application/apply-patch+yaml"
+APPLY = "application/apply-patch+yaml"
+JSON = "application/json"
 _MERGE = "application/merge-patch+json"
 
 
 class KubeError(Exception):
-    """The API server said no, or could not be reached (`status` 0).
+    """The API server refused a request, or could not be reached (`status` 0).
 
-    `reason` is the API server's own word for it; before `retry_after_s` have passed it wants not to be asked again.
+    `reason` is the API server's; no request should be sent before `retry_after_s` have passed.
     """
 
     def __init__(self, status: int, message: str, *, reason: str = "", retry_after_s: float = 0.0) -> None:
@@ -52,8 +55,8 @@ class KubeError(Exception):
         self.retry_after_s = retry_after_s
 
     @property
-    def passes(self) -> bool:
-        """Whether the same request may well be answered differently in a moment."""
+    def transient(self) -> bool:
+        """Whether the same request may succeed in a moment."""
         return self.status in {0, 409, 410, 429} or self.status >= 500
 
 
@@ -68,7 +71,7 @@ class _Request:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What came back. The request, which may hold what should not be logged, is never part of an error."""
+    """The response. The request, which may hold secrets, is never part of an error."""
 
     status: int
     body: bytes
@@ -78,15 +81,15 @@ class _Answer:
         if self.status < 400:
             return
         try:
-            told = json.loads(self.body)
-            message, reason = str(told["message"]), str(told.get("reason", ""))
+            failure = json.loads(self.body)
+            message, reason = str(failure["message"]), str(failure.get("reason", ""))
         except (ValueError, KeyError, TypeError, AttributeError):
             message, reason = self.body[:200].decode("utf-8", errors="replace"), ""
         wait_s = min(float(self.retry_after), _LONGEST_RETRY_AFTER_S) if self.retry_after.isdecimal() else 0.0
         raise KubeError(self.status, f"{method} {path}: {self.status} {message}", reason=reason, retry_after_s=wait_s)
 
     def object(self, method: str, path: str) -> Manifest:
-        """The object that was answered; raises KubeError where it is none, as from a proxy that lost its way."""
+        """The response's object; raises KubeError for anything else, such as a proxy's error page."""
         try:
             return dict(json.loads(self.body)) if self.body else {}
         except (ValueError, TypeError) as error:
@@ -100,9 +103,9 @@ class KubeClient:
         self._api = api
         self._queue = PriorityGate(_IN_FLIGHT)
         self.may_write_s: Callable[[], float] | None = None
-        """For how long, in seconds, this process may write; None: for ever."""
+        """For how many seconds this process may write; None: without end."""
         self.answered: Callable[[str, str, int, float], None] | None = None
-        """Told of every request: method, path, status (0: no answer) and seconds."""
+        """Called after every request: method, path, status (0: no answer) and seconds."""
 
     @classmethod
     async def connect(cls, context: str | None = None) -> Self:
@@ -117,27 +120,25 @@ class KubeClient:
         await self._api.close()
 
     async def get_service(self, namespace: str, name: str) -> Manifest | None:
-        return await self._get(_service_path(namespace, name))
+        return await self.find("GET", LLMSERVICES.path(namespace, name))
 
-    async def get_child(self, kind: ChildKind, namespace: str, name: str) -> Manifest | None:
-        return await self._get(_child_path(kind, namespace, name))
+    async def get_child(self, kind: Kind, namespace: str, name: str) -> Manifest | None:
+        return await self.find("GET", kind.path(namespace, name))
 
-    async def delete_child(self, kind: ChildKind, namespace: str, name: str, *, uid: str) -> None:
-        """Delete exactly the object with this uid; one that is gone, or is another by now, is left alone."""
+    async def delete_child(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
+        """Delete exactly the object with this uid; one that is gone, or was replaced, is left alone."""
         options = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}
         try:
-            await self.request(
-                "DELETE", _child_path(kind, namespace, name), body=options, content_type="application/json"
-            )
+            await self.find("DELETE", kind.path(namespace, name), body=options, content_type=JSON)
         except KubeError as error:
-            if error.status not in {404, 409}:
+            if error.status != 409:
                 raise
 
-    async def apply(self, kind: ChildKind, manifest: Manifest, *, force: bool = True) -> Manifest:
-        """Server-side apply: own every field of `manifest`; with `force`, taking over from whoever changed it."""
-        path = _child_path(kind, manifest["metadata"]["namespace"], manifest["metadata"]["name"])
+    async def apply(self, kind: Kind, manifest: Manifest, *, force: bool = True) -> Manifest:
+        """Server-side apply: own every field of `manifest`; with `force`, also those that others own."""
+        path = kind.path(manifest["metadata"]["namespace"], manifest["metadata"]["name"])
         query = {"fieldManager": MANAGER, "force": str(force).lower()}
-        return await self.request("PATCH", path, body=manifest, content_type=_APPLY, query=query)
+        return await self.request("PATCH", path, body=manifest, content_type=APPLY, query=query)
 
     async def list_all(self, path: str, selector: str = "") -> tuple[list[Manifest], str]:
         """A whole collection, read page by page, and the resource version that it was listed at."""
@@ -146,7 +147,7 @@ class KubeClient:
         while True:
             answer = await self.request("GET", path, query=query)
             for one in answer.get("items") or []:
-                one["metadata"].pop("managedFields", None)  # the larger part of most objects, and nobody reads it
+                one["metadata"].pop("managedFields", None)  # the larger part of most objects, and unused
                 objects.append(_typed(answer, one))
             metadata = answer.get("metadata") or {}
             if not (token := metadata.get("continue")):
@@ -154,27 +155,22 @@ class KubeClient:
             query = {**query, "continue": token}
 
     async def list_pods(self, namespace: str, selector: str) -> list[Manifest]:
-        return (await self.list_all(f"/api/v1/namespaces/{quote(namespace)}/pods", selector))[0]
+        return (await self.list_all(PODS.path(namespace), selector))[0]
 
     async def annotate_pod(self, namespace: str, name: str, annotations: Mapping[str, str]) -> Manifest | None:
-        """Set annotations on a pod; one that is gone by now needs none."""
-        path = f"/api/v1/namespaces/{quote(namespace)}/pods/{quote(name)}"
-        try:
-            return await self.request("PATCH", path, body={"metadata": {"annotations": dict(annotations)}})
-        except KubeError as error:
-            if error.status != 404:
-                raise
-        return None
+        """Set annotations on a pod; None where it is gone."""
+        body = {"metadata": {"annotations": dict(annotations)}}
+        return await self.find("PATCH", PODS.path(namespace, name), body=body)
 
     async def patch_status(self, namespace: str, name: str, status: Mapping[str, Any]) -> Manifest:
-        path = f"{_service_path(namespace, name)}/status"
+        path = f"{LLMSERVICES.path(namespace, name)}/status"
         return await self.request(
             "PATCH", path, body={"status": dict(status)}, query={"fieldManager": MANAGER}, patience_s=_STATUS_S
         )
 
     async def read_log(self, namespace: str, name: str, container: str, *, previous: bool) -> str:
-        """The last line of a container's log, of the one before the last restart where `previous`; raises KubeError."""
-        path = f"/api/v1/namespaces/{quote(namespace)}/pods/{quote(name)}/log"
+        """The last line of a container's log, with `previous` that before its last restart; raises KubeError."""
+        path = f"{PODS.path(namespace, name)}/log"
         query = {"container": container, "tailLines": "1", "limitBytes": str(_LOG_LIMIT_BYTES)}
         query |= {"previous": "true"} if previous else {}
         answer = await _read(await self._open(_Request("GET", path, query), REQUEST_TIMEOUT_S))
@@ -182,24 +178,26 @@ class KubeClient:
         return answer.body.decode("utf-8", errors="replace")
 
     async def list_events(self, namespace: str, fields: str) -> list[Manifest]:
-        path = f"/api/v1/namespaces/{quote(namespace)}/events"
-        answer = await self.request("GET", path, query={"fieldSelector": fields})
+        answer = await self.request("GET", EVENTS.path(namespace), query={"fieldSelector": fields})
         return list(answer.get("items") or [])
 
     async def create_event(self, event: Manifest) -> None:
-        path = f"/api/v1/namespaces/{quote(event['metadata']['namespace'])}/events"
-        await self.request("POST", path, body=event, content_type="application/json", patience_s=_EVENT_S)
+        path = EVENTS.path(event["metadata"]["namespace"])
+        await self.request("POST", path, body=event, content_type=JSON, patience_s=_EVENT_S)
 
     async def patch_event(self, namespace: str, name: str, change: Mapping[str, Any]) -> bool:
         """Change an Event; False once it is gone, as Events are after an hour."""
-        path = f"/api/v1/namespaces/{quote(namespace)}/events/{quote(name)}"
+        path = EVENTS.path(namespace, name)
+        return await self.find("PATCH", path, body=dict(change), patience_s=_EVENT_S) is not None
+
+    async def find(self, method: str, path: str, **options: Any) -> Manifest | None:
+        """Like `request`; None where there is no such object."""
         try:
-            await self.request("PATCH", path, body=dict(change), patience_s=_EVENT_S)
+            return await self.request(method, path, **options)
         except KubeError as error:
-            if error.status == 404:
-                return False
-            raise
-        return True
+            if error.status != 404:
+                raise
+        return None
 
     async def request(
         self,
@@ -213,11 +211,11 @@ class KubeClient:
         patience_s: float = 0.0,
         urgent: bool = False,
     ) -> Manifest:
-        """One request; raises KubeError. A write is refused, and ended, where the fence says so.
+        """One request; raises KubeError. A write is refused, and cut off, when this process may no longer write.
 
-        Where many wait, one with `patience_s` more seconds lets others past for so long.
+        `patience_s` is for how long requests that come later may overtake this one in the queue.
 
-        `urgent` is for the lease alone: past the fence, which is made of it, and past the queue.
+        `urgent` is for the lease alone: without the queue, and without the fence, which depends on the lease.
         """
         request = _Request(method, path, query, body, content_type)
         if urgent:
@@ -263,14 +261,6 @@ class KubeClient:
             raise KubeError(0, "not written: this process does not hold the lease")
         return left_s
 
-    async def _get(self, path: str) -> Manifest | None:
-        try:
-            return await self.request("GET", path)
-        except KubeError as error:
-            if error.status == 404:
-                return None
-            raise
-
 
 async def _read(response: aiohttp.ClientResponse) -> _Answer:
     try:
@@ -283,16 +273,36 @@ def _unreachable(error: Exception) -> KubeError:
     return KubeError(0, f"the API server can't be reached ({type(error).__name__})")
 
 
-def _service_path(namespace: str, name: str) -> str:
-    return f"/apis/{GROUP}/{VERSION}/namespaces/{quote(namespace)}/{PLURAL}/{quote(name)}"
-
-
-def _child_path(kind: ChildKind, namespace: str, name: str) -> str:
-    root = f"/apis/{kind.api_version}" if kind.group else f"/api/{kind.api_version}"
-    return f"{root}/namespaces/{quote(namespace)}/{kind.plural}/{quote(name)}"
-
-
 def _typed(collection: Manifest, item: Manifest) -> Manifest:
-    """The API server leaves apiVersion and kind out of the items of built-in lists, and has them in everything else."""
+    """The API server omits apiVersion and kind in the items of built-in lists."""
     kind = str(collection.get("kind", "")).removesuffix("List")
     return {"apiVersion": collection.get("apiVersion"), "kind": kind, **item}
+
+
+async def load_configuration(context: str | None = None) -> Any:
+    """KUBECONFIG where it is set, else the pod's service account, else ~/.kube/config; raises ConfigException.
+
+    A named context is read from the file.
+    """
+    configuration = kubernetes_client.Configuration()
+    if os.environ.get("KUBERNETES_SERVICE_HOST") and not os.environ.get("KUBECONFIG") and not context:
+        kubernetes_config.load_incluster_config(  # type: ignore[no-untyped-call]
+            client_configuration=configuration
+        )
+    else:
+        await kubernetes_config.load_kube_config(  # type: ignore[no-untyped-call]
+            config_file=os.environ.get("KUBECONFIG"), context=context, client_configuration=configuration
+        )
+    # Otherwise the client reads netrc and the environment before every request, in a thread.
+    configuration.client_session_kwargs = {"trust_env": False}
+    configuration.connection_pool_maxsize = 0  # watches keep theirs; the queue limits the requests
+    configuration.proxy = configuration.proxy or _environment_proxy(configuration.host)
+    return configuration
+
+
+def _environment_proxy(url: str) -> str | None:
+    """The proxy that HTTPS_PROXY or HTTP_PROXY names for a URL, unless NO_PROXY excepts its host."""
+    parts = urlsplit(url)
+    if not parts.hostname or proxy_bypass(parts.hostname):
+        return None
+    return getproxies().get(parts.scheme)

@@ -1,4 +1,4 @@
-"""A bounded number of places, and a line before them in which the urgent overtake the patient, but not for ever."""
+"""A semaphore with a priority queue: urgent waiters overtake patient ones, for a bounded time."""
 
 from __future__ import annotations
 
@@ -8,73 +8,72 @@ from collections.abc import AsyncIterator, Hashable
 from contextlib import asynccontextmanager
 from itertools import count
 
-_Turn = asyncio.Future[None]
+_Waiter = asyncio.Future[None]
 
 
 class PriorityGate:
-    """Lets so many in at once. Of those who wait goes first whose patience, counted from their coming, ends first.
+    """At most `places` holders at once. Of the waiters, the one whose patience ends first is next.
 
-    Who has ten seconds of it is overtaken by the urgent who come within ten seconds, and by nobody later. One is let in
-    at each turn of the event loop: of a thousand who come together, as many are inside as one waits for, and what one
-    of them computes holds up no turn for long; all at once would make each turn as long as all their computing.
+    A waiter with ten seconds of patience is overtaken by urgent ones that arrive within ten seconds, and by none later.
+    One waiter is admitted in each iteration of the event loop, so that an iteration does not have to compute for many.
     """
 
     def __init__(self, places: int) -> None:
         self._free = places
-        self._line: list[tuple[float, int, _Turn]] = []
+        self._queue: list[tuple[float, int, _Waiter]] = []
         self._numbers = count()
-        self._waiting: dict[Hashable, _Turn] = {}
-        self._opening: asyncio.Handle | None = None
+        self._waiting: dict[Hashable, _Waiter] = {}
+        self._admission: asyncio.Handle | None = None
 
     @asynccontextmanager
     async def place(self, patience_s: float, who: Hashable = None) -> AsyncIterator[None]:
-        """Hold a place; `who` is named by those that may become more urgent while they wait, each at most once."""
+        """Hold a place; with a unique `who`, the waiter may be made more urgent while it waits."""
         await self._wait(patience_s, who)
         try:
             yield
         finally:
-            self._leave()
+            self._release()
 
     def hurry(self, who: Hashable, patience_s: float) -> None:
-        """Move somebody who waits forward; nothing for those who don't."""
-        if turn := self._waiting.get(who):
-            self._stand(patience_s, turn)  # where they stood before, nobody will be found
+        """Make a waiter more urgent; no effect unless it waits."""
+        if waiter := self._waiting.get(who):
+            self._enqueue(patience_s, waiter)  # its earlier entry is skipped once the waiter is admitted
 
     async def _wait(self, patience_s: float, who: Hashable) -> None:
-        turn: _Turn = asyncio.get_running_loop().create_future()
-        self._stand(patience_s, turn)
+        waiter: _Waiter = asyncio.get_running_loop().create_future()
+        self._enqueue(patience_s, waiter)
         if who is not None:
-            self._waiting[who] = turn
+            self._waiting[who] = waiter
         try:
-            await turn
+            await waiter
         except asyncio.CancelledError:
-            if not turn.cancelled():  # the place was given in the moment in which nobody wanted it any more
-                self._leave()
+            if not waiter.cancelled():  # it was admitted and cancelled at once
+                self._release()
             raise
         finally:
-            if self._waiting.get(who) is turn:
+            if self._waiting.get(who) is waiter:
                 del self._waiting[who]
 
-    def _stand(self, patience_s: float, turn: _Turn) -> None:
-        until_s = turn.get_loop().time() + patience_s
-        heapq.heappush(self._line, (until_s, next(self._numbers), turn))
-        self._open_soon()
+    def _enqueue(self, patience_s: float, waiter: _Waiter) -> None:
+        until_s = waiter.get_loop().time() + patience_s
+        heapq.heappush(self._queue, (until_s, next(self._numbers), waiter))
+        self._admit_soon()
 
-    def _leave(self) -> None:
+    def _release(self) -> None:
         self._free += 1
-        self._open_soon()
+        self._admit_soon()
 
-    def _open_soon(self) -> None:
-        if self._opening is None and self._free and self._line:
-            self._opening = asyncio.get_running_loop().call_soon(self._open)
+    def _admit_soon(self) -> None:
+        if self._admission is None and self._free and self._queue:
+            self._admission = asyncio.get_running_loop().call_soon(self._admit)
 
-    def _open(self) -> None:
-        """Let the first of the line in, and the next one a turn later."""
-        self._opening = None
-        while self._line:
-            turn = heapq.heappop(self._line)[-1]
-            if not turn.done():
+    def _admit(self) -> None:
+        """Admit the first waiter, and the next in the following iteration."""
+        self._admission = None
+        while self._queue:
+            waiter = heapq.heappop(self._queue)[-1]
+            if not waiter.done():
                 self._free -= 1
-                turn.set_result(None)
+                waiter.set_result(None)
                 break
-        self._open_soon()
+        self._admit_soon()

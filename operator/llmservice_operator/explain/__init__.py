@@ -1,0 +1,1 @@
+"""`llmservice explain`: reads, judges and prints the state of a service."""

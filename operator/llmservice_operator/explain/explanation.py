@@ -1,19 +1,26 @@
-"""Why a service is as it is, as plain data: judged from what the API server holds, rendered by others."""
+"""Why a service is in its present state, as plain data: read from the API server, judged here, rendered by text.py."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from llmservice_operator.api import labels
+from llmservice_operator.api.kinds import CHILD_KINDS
 from llmservice_operator.api.resource import LLMService
+from llmservice_operator.api.schema_model import SchemaModel
 from llmservice_operator.api.spec import Manifest
 from llmservice_operator.api.status import AutoscalingStatus, Condition, SizingStatus
-from llmservice_operator.explain.remedy import remedy
+from llmservice_operator.children.deployment import CONTAINER
+from llmservice_operator.cluster.kube_client import KubeClient, KubeError
 from llmservice_operator.pods.pod import epoch, pod_of
 from llmservice_operator.status.conditions import printable
 
 _EVENTS = 8
+_PODS_READ = 10
+"""Of how many pods the last line is read."""
 _HEALTHY = {
     "Ready": ("True",),
     "Stalled": ("False",),
@@ -27,7 +34,7 @@ _WRONG = frozenset({"NoMetrics", "ProgressDeadlineExceeded", "NameConflict", "Ap
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """What was read, as the API server returned it."""
+    """The service and what belongs to it, as the API server returned it."""
 
     service: Manifest
     deployment: Manifest | None
@@ -37,8 +44,43 @@ class World:
     """The last line of a pod's log, by pod."""
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
+async def read_world(client: KubeClient, namespace: str, name: str) -> World | None:
+    """None where there is no such service. Raises KubeError where that can't be read.
+
+    Deployment, pods, Events and logs are left out where the user may not read them.
+    """
+    service = await client.get_service(namespace, name)
+    if service is None:
+        return None
+    deployment, pods, events = await asyncio.gather(
+        client.get_child(CHILD_KINDS["Deployment"], namespace, name),
+        client.list_pods(namespace, labels.selector(name)),
+        client.list_events(namespace, f"involvedObject.kind=LLMService,involvedObject.name={name}"),
+        return_exceptions=True,
+    )
+    found = [] if isinstance(pods, BaseException) else pods
+    lines = await asyncio.gather(*(_last_line(client, namespace, pod) for pod in found[:_PODS_READ]))
+    return World(
+        service=service,
+        deployment=None if isinstance(deployment, BaseException) else deployment,
+        pods=found,
+        events=[] if isinstance(events, BaseException) else events,
+        last_lines={pod["metadata"]["name"]: line for pod, line in zip(found, lines, strict=False) if line},
+    )
+
+
+async def _last_line(client: KubeClient, namespace: str, manifest: Manifest) -> str | None:
+    """The last line of the server's log; of one that ended, the last before that."""
+    pod = pod_of(manifest)
+    try:
+        text = await client.read_log(namespace, pod.name, CONTAINER, previous=pod.restarts > 0 and not pod.serves)
+    except KubeError:  # it has not started, or the user may not read logs
+        return None
+    lines = text.strip().splitlines()
+    return lines[-1] if lines else None
+
+
+class Problem(SchemaModel):
     condition: str
     reason: str
     message: str
@@ -46,8 +88,14 @@ class Problem:
     remedy: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class PodLine:
+class Replicas(SchemaModel):
+    desired: int
+    ready: int
+    min: int | None = None
+    max: int | None = None
+
+
+class PodLine(SchemaModel):
     name: str
     state: str
     """Ready, Starting, Terminating, or the reason of what keeps it from serving."""
@@ -57,8 +105,7 @@ class PodLine:
     last_line: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class EventLine:
+class EventLine(SchemaModel):
     time: str
     type: str
     reason: str
@@ -66,9 +113,8 @@ class EventLine:
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """Everything that somebody asks at night, the most urgent first."""
+class Explanation(SchemaModel):
+    """The most urgent first."""
 
     namespace: str
     name: str
@@ -77,18 +123,22 @@ class Explanation:
     healthy: bool
     headline: str
     problems: tuple[Problem, ...]
-    desired: int
-    ready: int
-    bounds: tuple[int, int] | None
-    """Least and most replicas, with autoscaling."""
+    replicas: Replicas
     sizing: SizingStatus | None
     autoscaling: AutoscalingStatus | None
     pods: tuple[PodLine, ...]
     events: tuple[EventLine, ...]
 
+    def document(self) -> dict[str, Any]:
+        """For machines, in the CRD's own spelling."""
+        document = self.model_dump(by_alias=True)
+        for name, part in (("replicas", self.replicas), ("sizing", self.sizing), ("autoscaling", self.autoscaling)):
+            document[name] = part and part.model_dump(by_alias=True, exclude_none=True)
+        return document
+
 
 def explain(world: World) -> Explanation:
-    """Judge a service by what was read of it."""
+    """Judge a service; raises pydantic's ValidationError for a spec of another version of the CRD."""
     service = LLMService.model_validate(world.service)
     status, spec = service.status, service.spec
     problems = tuple(_problems(service))
@@ -101,9 +151,12 @@ def explain(world: World) -> Explanation:
         healthy=not problems,
         headline=_headline(service, problems),
         problems=problems,
-        desired=_desired(service, world.deployment),
-        ready=status.ready_replicas,
-        bounds=(scaling.min_replicas, scaling.max_replicas) if scaling else None,
+        replicas=Replicas(
+            desired=_desired(service, world.deployment),
+            ready=status.ready_replicas,
+            min=scaling.min_replicas if scaling else None,
+            max=scaling.max_replicas if scaling else None,
+        ),
         sizing=status.sizing,
         autoscaling=status.autoscaling,
         pods=tuple(_pod_line(pod, world.last_lines) for pod in world.pods),
@@ -112,19 +165,17 @@ def explain(world: World) -> Explanation:
 
 
 def _problems(service: LLMService) -> Iterable[Problem]:
-    status = service.status
+    status, present = service.status, service.metadata.generation
     if not status.conditions:
         yield _problem(service, "Ready", "NotReconciled", "no operator has looked at this service yet", None)
         return
-    if status.observed_generation < service.metadata.generation:
-        message = (
-            f"the spec is at generation {service.metadata.generation}, the operator at {status.observed_generation}"
-        )
+    if status.observed_generation < present:
+        message = f"the spec is at generation {present}, the operator at {status.observed_generation}"
         yield _problem(service, "Ready", "BehindSpec", message, None)
-    said: set[str] = set()
+    named: set[str] = set()
     for condition in status.conditions:
-        if _wrong(condition) and condition.message not in said:
-            said.add(condition.message)
+        if _wrong(condition) and condition.message not in named:
+            named.add(condition.message)
             yield _problem(service, condition.type, condition.reason, condition.message, condition.last_transition_time)
 
 
@@ -134,7 +185,8 @@ def _wrong(condition: Condition) -> bool:
 
 
 def _problem(service: LLMService, condition: str, reason: str, message: str, since: str | None) -> Problem:
-    return Problem(condition, reason, message, since, remedy(reason, service.namespace, service.name))
+    what_to_do = remedy(reason, service.namespace, service.name)
+    return Problem(condition=condition, reason=reason, message=message, since=since, remedy=what_to_do)
 
 
 def _headline(service: LLMService, problems: Sequence[Problem]) -> str:
@@ -153,8 +205,7 @@ def _desired(service: LLMService, deployment: Manifest | None) -> int:
 
 def _pod_line(manifest: Manifest, last_lines: Mapping[str, str]) -> PodLine:
     pod = pod_of(manifest)
-    state = "Ready" if pod.serves else "Starting"
-    state = pod.trouble.reason if pod.trouble and not pod.serves else state
+    state = "Ready" if pod.serves else pod.trouble.reason if pod.trouble else "Starting"
     line = last_lines.get(pod.name)
     return PodLine(
         name=pod.name,
@@ -168,16 +219,8 @@ def _pod_line(manifest: Manifest, last_lines: Mapping[str, str]) -> PodLine:
 
 def _event_lines(events: Sequence[Manifest]) -> Iterable[EventLine]:
     """The newest, newest first."""
-    timed = [
-        (
-            str(
-                event.get("lastTimestamp") or event.get("eventTime") or event["metadata"].get("creationTimestamp") or ""
-            ),
-            event,
-        )
-        for event in events
-    ]
-    for time, event in sorted((one for one in timed if one[0]), key=lambda one: epoch(one[0]), reverse=True)[:_EVENTS]:
+    timed = [(time, event) for event in events if (time := _event_time(event))]
+    for time, event in sorted(timed, key=lambda one: epoch(one[0]), reverse=True)[:_EVENTS]:
         yield EventLine(
             time=time,
             type=str(event.get("type", "")),
@@ -187,51 +230,85 @@ def _event_lines(events: Sequence[Manifest]) -> Iterable[EventLine]:
         )
 
 
-def document(explanation: Explanation) -> dict[str, Any]:
-    """The same for machines, in the CRD's own spelling."""
-    return {
-        "namespace": explanation.namespace,
-        "name": explanation.name,
-        "model": explanation.model,
-        "servedName": explanation.served_name,
-        "healthy": explanation.healthy,
-        "headline": explanation.headline,
-        "problems": [
-            {
-                "condition": one.condition,
-                "reason": one.reason,
-                "message": one.message,
-                "since": one.since,
-                "remedy": one.remedy,
-            }
-            for one in explanation.problems
-        ],
-        "replicas": {
-            "desired": explanation.desired,
-            "ready": explanation.ready,
-            **({"min": explanation.bounds[0], "max": explanation.bounds[1]} if explanation.bounds else {}),
-        },
-        "sizing": explanation.sizing and explanation.sizing.model_dump(by_alias=True, exclude_none=True),
-        "autoscaling": explanation.autoscaling and explanation.autoscaling.model_dump(by_alias=True, exclude_none=True),
-        "pods": [
-            {
-                "name": pod.name,
-                "state": pod.state,
-                "restarts": pod.restarts,
-                "created": pod.created,
-                "message": pod.message,
-                "lastLine": pod.last_line,
-            }
-            for pod in explanation.pods
-        ],
-        "events": [
-            {
-                "time": event.time,
-                "type": event.type,
-                "reason": event.reason,
-                "message": event.message,
-                "count": event.count,
-            }
-            for event in explanation.events
-        ],
-    }
+def _event_time(event: Manifest) -> str:
+    return str(event.get("lastTimestamp") or event.get("eventTime") or event["metadata"].get("creationTimestamp") or "")
+
+
+def remedy(reason: str, namespace: str, name: str) -> str | None:
+    """Where to look and what to change for a condition's reason; None where nothing is wrong, or the message says it.
+
+    The condition's message says what happened in this case.
+    """
+    text = _REMEDIES.get(reason)
+    if text is None:
+        return None
+    about = {"namespace": namespace, "name": name}
+    return text.format(**about, pods=_PODS.format(**about), logs=_LOGS.format(**about))
+
+
+_PODS = "kubectl describe pods -n {namespace} -l app.kubernetes.io/instance={name}"
+_LOGS = "kubectl logs -n {namespace} deploy/{name} --previous"
+
+_REMEDIES = {
+    # the service is on its way
+    "Starting": "Wait: pods load the model. If it takes much longer than before, look at {pods}",
+    "FetchingModel": "Wait: the pods download the checkpoint; status.model.fetch says how far they are.",
+    "PartlyReady": "Wait: some replicas still load the model. They count as soon as /ready answers.",
+    "RollingOut": "Wait: the new pods load the model; what ran before serves meanwhile.",
+    "Updating": "Wait a moment; if it stays so, the cluster's deployment controller is not working.",
+    "Replacing": "Wait: the objects of the deleted service of that name are being removed.",
+    "ScaledToZero": "Raise it: kubectl scale llm {name} -n {namespace} --replicas=1",
+    "NotReconciled": "See that the operator runs and follows this namespace:"
+    " kubectl get pods -A -l app.kubernetes.io/component=operator",
+    "BehindSpec": "Wait a moment; if it stays so, see the operator's log.",
+    # pods
+    "Unschedulable": "Free or add a node with such a GPU, or ask for less in spec.resources and spec.scheduling."
+    " Details: {pods}",
+    "ImagePullBackOff": "Check the operator's --server-image and spec.podTemplate.imagePullSecrets. Details: {pods}",
+    "OOMKilled": "Raise spec.resources.limits.memory and requests.memory, or lower spec.engine.maxModelLen.",
+    "Killed": "See who killed it: {pods}, and the node's log. Memory is the usual reason.",
+    "EngineFailed": "Read the log of the pod that ended, and report what you find: {logs}",
+    "CrashLoopBackOff": "Read the log of the pod that ended: {logs}",
+    "ModelLoadFailed": "Correct what the server names, in the checkpoint or in spec.engine. Its log: {logs}",
+    "ModelFetchFailed": "Check spec.model.uri, spec.model.secretRef and the pods' way to the source"
+    " (a proxy belongs into spec.networkPolicy.to):"
+    " kubectl logs -n {namespace} deploy/{name} -c fetch",
+    "CreateContainerConfigError": "Create the Secret or ConfigMap that is named, or correct the reference in the spec.",
+    "CreateContainerError": "The node can't make the container: {pods}",
+    "RunContainerError": "The node can't start the container: {pods}",
+    "QuotaExceeded": "Raise the namespace's ResourceQuota, or ask for less: kubectl describe quota -n {namespace}",
+    "AdmissionDenied": "Ask the owner of the policy that is named, or change what it objects to in the spec.",
+    "FailedCreate": "See why: kubectl describe replicasets -n {namespace} -l app.kubernetes.io/instance={name}",
+    "ProgressDeadlineExceeded": "The new pods never became ready. Undo the last change of the spec, or look at {pods}",
+    # children
+    "NameConflict": "Rename this service, or delete the object that has its name.",
+    "SecretNotAllowed": "Annotate the Namespace as the message says, or leave the Secret out: docs/security.md",
+    "EnvNotAllowed": "Leave the variable out, or have it added to the chart's operator.allowedEnv.",
+    "NameTaken": "Use the name with the namespace before it, or set another spec.model.servedName.",
+    "ApplyFailed": "Correct what the API server objects to; for a missing permission see the operator's role.",
+    "ServingEarlierSpec": "Correct the spec; what ran before goes on serving meanwhile.",
+    # sizing
+    "InvalidSpec": "Correct the fields that are named; kubectl explain llmservice.spec describes each.",
+    "DoesNotFit": "Take one of the remedies that are named, or compare GPUs: llmservice plan --help",
+    "UnknownGPU": "Correct spec.resources.gpu.product: llmservice plan --list-gpus shows those known.",
+    "InvalidSizing": "Correct the figure that is named in spec.engine.",
+    "Unsupported": "Change the field that is named; the server can't do that yet.",
+    "UnsupportedModel": "Choose a model of a family that is named.",
+    # model source
+    "InvalidURI": "Correct spec.model.uri.",
+    "FileModelsDisabled": "Use hf:// or pvc://, or set the chart's operator.fileModelsRoot.",
+    "ModelNotFound": "Correct spec.model.uri, or put the model there.",
+    "ModelForbidden": "Name the Secret with the hub's token in spec.model.secretRef.",
+    "ModelUnreachable": "Check the operator's network, or give the model's figures in spec.model.shape.",
+    "ModelUnreadable": "Correct the checkpoint's config.json, or choose another revision.",
+    "AwaitingPod": "Wait for the first pod, or give the figures of the model's config.json in spec.model.shape.",
+    "ImageVolumesUnsupported": "Turn the feature on in the cluster, or serve the model from hf://, s3:// or pvc://.",
+    # scaling and promises
+    "NoMetrics": "Replicas are held. See that the operator reaches the pods' port 8001 or Prometheus"
+    " (its log says which fails).",
+    "NoReadyPods": "Replicas are held until a pod is ready.",
+    "SizingInvalid": "Correct the spec first.",
+    "ITLUnreachable": "Raise spec.slo.itlP99, or choose a faster GPU or a smaller model.",
+    "UnloadedRequestMissesTarget": "Raise spec.slo.ttftP99, shorten prompts, or choose a faster GPU or"
+    " a smaller model.",
+}

@@ -1,4 +1,4 @@
-"""An explanation as text for a person at night: what is wrong first, 100 columns, colour only where it is asked for."""
+"""An explanation as text: what is wrong first, 100 columns, colour only on request."""
 
 from __future__ import annotations
 
@@ -64,8 +64,9 @@ def _measured(sizing: SizingStatus) -> str:
 
 
 def _scaling(explanation: Explanation, now: float) -> Iterator[str]:
-    bounds = f", {explanation.bounds[0]} to {explanation.bounds[1]} allowed" if explanation.bounds else ", fixed"
-    yield f"Scaling: {explanation.ready} of {explanation.desired} replicas ready{bounds}"
+    replicas = explanation.replicas
+    bounds = ", fixed" if replicas.max is None else f", {replicas.min} to {replicas.max} allowed"
+    yield f"Scaling: {replicas.ready} of {replicas.desired} replicas ready{bounds}"
     known = explanation.autoscaling
     if known is None:
         return
@@ -79,11 +80,8 @@ def _signals(known: AutoscalingStatus) -> Iterator[str]:
     if known.signals:
         yield f"  {'signal':<12} {'now':>8} {'threshold':>10}"
     for signal in known.signals:
-        mark = (
-            "  <- over"
-            if signal.value is not None and signal.target is not None and signal.value > signal.target
-            else ""
-        )
+        over = signal.value is not None and signal.target is not None and signal.value > signal.target
+        mark = "  <- over" if over else ""
         yield f"  {signal.name:<12} {_figure(signal.value):>8} {_figure(signal.target):>10}  {signal.unit}{mark}"
 
 

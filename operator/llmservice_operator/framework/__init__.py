@@ -1,1 +1,1 @@
-"""The operator's process: kopf owns it, and no other package imports kopf. docs/decisions/kopf.md says what it does."""
+"""The operator's process under kopf; the only package that imports it."""

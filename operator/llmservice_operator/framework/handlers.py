@@ -1,4 +1,4 @@
-"""What an event means: the cache takes it, and the loop of the service that it concerns is woken or ended."""
+"""Watch events: they are put into the cache, and the loop of the service that they concern is woken or ended."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from llmservice_operator.api.resource import KIND
 from llmservice_operator.api.spec import Manifest
 from llmservice_operator.cluster.object_cache import ObjectCache
 from llmservice_operator.loops import ServiceKey, ServiceLoops
-from llmservice_operator.monitoring.process_metrics import ProcessMetrics
+from llmservice_operator.monitoring.metrics import ProcessMetrics
 
 
 @dataclass(frozen=True, slots=True)
 class Handlers:
-    """Called in the event loop for each event; they only compute, for a few microseconds, and never raise."""
+    """Called in the event loop for each event; they do no I/O and never raise."""
 
     cache: ObjectCache
     loops: ServiceLoops
@@ -39,14 +39,14 @@ class Handlers:
             selected(self._handler(kind.name))
 
     def take(self, kind: str, what: str | None, obj: Manifest) -> None:
-        """An event as the API server words it; `what` is None for an object that a list brought."""
+        """Handle an event of this type; None for an object of a list."""
         if what is not None:
             self.metrics.watched(kind)
         news = self.cache.drop(kind, obj) if what == "DELETED" else self.cache.put(kind, obj)
         self.changed(kind, obj, news=news)
 
     def changed(self, kind: str, obj: Manifest, *, news: bool) -> None:
-        """The cache is up to date with an object; `news` is False where it knew it so already, or younger."""
+        """The cache has an object's state; `news` is False where it had that already, or a newer one."""
         if kind == KIND:
             self._service_changed((obj["metadata"]["namespace"], obj["metadata"]["name"]))
             return
@@ -68,6 +68,6 @@ class Handlers:
             self.forget(*key)
             return
         version = (service["metadata"]["uid"], service["metadata"].get("generation", 1))
-        if self.seen.get(key) != version:  # our own writes to the status change neither
+        if self.seen.get(key) != version:  # writes of the status change neither
             self.seen[key] = version
             self.loops.start(key)

@@ -1,4 +1,4 @@
-"""The operator's process: kopf runs it, and what is decided elsewhere is put together here."""
+"""The operator's process: assembles all parts and runs them under kopf."""
 
 from __future__ import annotations
 
@@ -19,58 +19,51 @@ from kopf._cogs.structs.references import Insights
 from kopf._core.reactor.observation import process_discovered_resource_event
 from prometheus_client import start_http_server
 
-from llmservice_operator.apply.applier import Applier
-from llmservice_operator.cluster.configuration import load_configuration
-from llmservice_operator.cluster.heap import expect_many, settle
-from llmservice_operator.cluster.kube_client import KubeClient
-from llmservice_operator.cluster.object_cache import ObjectCache
-from llmservice_operator.framework.admission import register_admission
-from llmservice_operator.framework.certificate import Certificate
+from llmservice_operator.cluster.applier import Applier
+from llmservice_operator.cluster.kube_client import KubeClient, load_configuration
+from llmservice_operator.cluster.leadership import Election, LeadershipLostError
+from llmservice_operator.cluster.object_cache import ObjectCache, collect_seldom, freeze_heap
 from llmservice_operator.framework.handlers import Handlers
-from llmservice_operator.framework.login import Login
-from llmservice_operator.framework.probes import Watches, register_probes
+from llmservice_operator.framework.kopf_settings import kopf_settings, quieten_kopf
 from llmservice_operator.framework.resync import Resync
-from llmservice_operator.framework.settings import kopf_settings, quieten_kopf
+from llmservice_operator.framework.session import Login, Watches, register_probes
+from llmservice_operator.framework.webhook import Certificate, register_admission
 from llmservice_operator.grants import Grants
-from llmservice_operator.leadership.election import Election, LeadershipLostError
+from llmservice_operator.locations import ModelReader
 from llmservice_operator.loops import ServiceLoops
-from llmservice_operator.models.source import ModelReader
-from llmservice_operator.monitoring.metrics import OperatorMetrics
-from llmservice_operator.monitoring.process_metrics import ProcessMetrics
+from llmservice_operator.monitoring.metrics import OperatorMetrics, ProcessMetrics
 from llmservice_operator.pods.pod_model import PodModels
 from llmservice_operator.reconcile import Reconciler
 from llmservice_operator.review import Reviewer
 from llmservice_operator.settings import OperatorSettings
-from llmservice_operator.signals.pods import PodSignals
-from llmservice_operator.signals.prometheus import PrometheusSignals
-from llmservice_operator.signals.signals import Signals
+from llmservice_operator.signals.sources import PodSignals, PrometheusSignals, Signals
 
 logger = logging.getLogger(__name__)
 
 
 class OperatorEndedError(Exception):
-    """kopf has ended, by what nothing but a new start answers: an error event within a watch, for one."""
+    """kopf has ended for a reason that needs a new start, such as an error event within a watch."""
 
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """What runs beside kopf's own tasks: the resynchronisation, and the loops while this process leads.
+    """Runs beside kopf's own tasks: the resynchronisation, and the loops while this process leads.
 
     kopf starts it once its own start is over and ends it last, after all watches. Every replica fills its cache, so
-    that a new leader knows the cluster already.
+    that a new leader has the cluster's state already.
     """
 
     loops: ServiceLoops
     cache: ObjectCache
     resync: Resync
     election: Election | None
-    """None: there is no other process."""
+    """None: there is no other operator."""
     beside: list[Callable[[], Coroutine[Any, Any, None]]] = field(default_factory=list)
-    """What every replica runs as well."""
+    """Further coroutines that every replica runs."""
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     """kopf's stop flag."""
     failure: BaseException | None = None
-    """What ended the work, where that was not kopf."""
+    """What ended the work, unless kopf did."""
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     def register(self, registry: kopf.OperatorRegistry) -> None:
@@ -87,7 +80,7 @@ class Work:
             self._tasks.append(asyncio.create_task(self._guarded(work())))
 
     async def end(self) -> None:
-        """No pass any more, then the lease: the next leader takes it at its next look."""
+        """End all passes, then release the lease, so that the next leader takes it at its next attempt."""
         await self.loops.stop_all()
         tasks, self._tasks = self._tasks, []
         for task in tasks:
@@ -98,7 +91,7 @@ class Work:
         self.stop.set()  # kopf waits 5 s for tasks that are left, and the one that waits for this flag is its own
 
     async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
-        """Whatever fails ends the process: half an operator looks healthy."""
+        """Any failure ends the process: half an operator would look healthy."""
         try:
             await work
         except Exception as error:
@@ -106,8 +99,8 @@ class Work:
             self.stop.set()
 
     async def _lead(self) -> None:
-        """Wait for the whole cache, then for the lease, and work until it is lost."""
-        await self.resync.whole.wait()
+        """Wait for the whole cache, then for the lease, and run the loops until it is lost."""
+        await self.resync.complete.wait()
         if self.election is not None:
             await self.election.acquire()
         self.loops.open(self.cache.services())
@@ -119,62 +112,28 @@ class Work:
                 raise
 
 
-async def run_operator(settings: OperatorSettings) -> None:
-    """Run until SIGTERM or SIGINT.
+@dataclass(frozen=True, slots=True)
+class Kopf:
+    """What `kopf.operator` is called with."""
 
-    Raises ConfigException where no cluster is configured, OSError where a port is taken, LeadershipLostError and
-    OperatorEndedError.
-    """
-    expect_many()
-    quieten_kopf()
-    configuration = await load_configuration()
-    registry, insights, own = kopf.OperatorRegistry(), Insights(), kopf_settings(settings)
-    async with AsyncExitStack() as stack:
-        client = KubeClient.of(configuration)
-        stack.push_async_callback(client.close)
-        metrics, cache = OperatorMetrics(), ObjectCache()
-        process = metrics.process
-        client.answered = process.answered
-        reconciler = await _reconciler(stack, client, cache, settings, metrics)
-        loops = ServiceLoops(reconciler.run_pass, settings.tick_s, metrics)
-        process.hold(loops, cache)
-        handlers = Handlers(cache, loops, reconciler.forget, process)
+    settings: kopf.OperatorSettings
+    registry: kopf.OperatorRegistry = field(default_factory=kopf.OperatorRegistry)
+    insights: Insights = field(default_factory=Insights)
 
-        async def discover(group: str) -> None:
-            """What kopf does by itself when a CRD of this group changes, where it may watch CRDs."""
-            event: Any = {"type": "MODIFIED", "object": {"spec": {"group": group}}}
-            await process_discovered_resource_event(raw_event=event, settings=own, registry=registry, insights=insights)
-
-        resync = Resync(
-            client,
-            cache,
-            handlers.changed,
-            process,
-            settings.namespaces,
-            interval_s=settings.resync_s,
-            discover=discover,
-            settle=settle,
+    async def discover(self, group: str) -> None:
+        """What kopf does by itself when a CRD of this group changes, where it may watch CRDs."""
+        event: Any = {"type": "MODIFIED", "object": {"spec": {"group": group}}}
+        await process_discovered_resource_event(
+            raw_event=event, settings=self.settings, registry=self.registry, insights=self.insights
         )
-        watches = Watches(process)
-        work = Work(loops, cache, resync, _election(client, settings, process))
-        handlers.register(registry)
-        Login(configuration, resync, watches, process, settings.namespaces).register(registry)
-        register_probes(registry, watches, loops.healthy, process.leads)
-        work.register(registry)
-        if (webhook := settings.webhook) is not None:
-            folder = Path(stack.enter_context(TemporaryDirectory(prefix="webhook-")))
-            certificate = Certificate(client, webhook, settings.host, process.leads, folder)
-            work.beside.append(certificate.run)
-            reviewer = Reviewer(client, reconciler.read_model, settings.server_image, reconciler.grants)
-            register_admission(registry, own, certificate, (settings.host, webhook.port), reviewer.review)
-        server, _ = start_http_server(settings.port, settings.host, metrics.registry)
-        stack.callback(server.shutdown)
-        logger.info("metrics on port %d, healthz on port %d", server.server_port, settings.health_port)
+
+    async def run(self, settings: OperatorSettings, work: Work) -> None:
+        """Raises OperatorEndedError, and what the work raised."""
         try:
             await kopf.operator(
-                registry=registry,
-                settings=own,
-                insights=insights,
+                registry=self.registry,
+                settings=self.settings,
+                insights=self.insights,
                 clusterwide=not settings.namespaces,
                 namespaces=settings.namespaces,
                 standalone=True,
@@ -189,10 +148,59 @@ async def run_operator(settings: OperatorSettings) -> None:
             raise work.failure
 
 
+async def run_operator(settings: OperatorSettings) -> None:
+    """Run until SIGTERM or SIGINT.
+
+    Raises ConfigException where no cluster is configured, OSError where a port is in use, LeadershipLostError and
+    OperatorEndedError.
+    """
+    collect_seldom()
+    quieten_kopf()
+    configuration = await load_configuration()
+    own = Kopf(kopf_settings(settings))
+    async with AsyncExitStack() as stack:
+        client = KubeClient.of(configuration)
+        stack.push_async_callback(client.close)
+        metrics, cache = OperatorMetrics(), ObjectCache()
+        process = metrics.process
+        client.answered = process.answered
+        reconciler = await _reconciler(stack, client, cache, settings, metrics)
+        loops = ServiceLoops(reconciler.run_pass, settings.tick_s, metrics)
+        process.track(loops, cache)
+        handlers = Handlers(cache, loops, reconciler.forget, process)
+        resync = Resync(
+            client,
+            cache,
+            handlers.changed,
+            process,
+            settings.namespaces,
+            interval_s=settings.resync_s,
+            discover=own.discover,
+            on_complete=freeze_heap,
+        )
+        watches = Watches(process)
+        work = Work(loops, cache, resync, _election(client, settings, process))
+        handlers.register(own.registry)
+        Login(configuration, resync, watches, process, settings.namespaces).register(own.registry)
+        register_probes(own.registry, watches, loops.healthy, process.leads)
+        work.register(own.registry)
+        if settings.webhook is not None:
+            folder = Path(stack.enter_context(TemporaryDirectory(prefix="webhook-")))
+            certificate = Certificate(client, settings.webhook, settings.host, process.leads, folder)
+            work.beside.append(certificate.run)
+            reviewer = Reviewer(client, reconciler.read_model, settings.server_image, reconciler.grants)
+            address = (settings.host, settings.webhook.port)
+            register_admission(own.registry, own.settings, certificate, address, reviewer.review)
+        server, _ = start_http_server(settings.port, settings.host, metrics.registry)
+        stack.callback(server.shutdown)
+        logger.info("metrics on port %d, healthz on port %d", server.server_port, settings.health_port)
+        await own.run(settings, work)
+
+
 async def _reconciler(
     stack: AsyncExitStack, client: KubeClient, cache: ObjectCache, settings: OperatorSettings, metrics: OperatorMetrics
 ) -> Reconciler:
-    # Pods are in the cluster, the hub is not: only the latter may be behind a proxy that the environment names.
+    # Pods are in the cluster; the hub may be behind a proxy of the environment.
     inside = await stack.enter_async_context(aiohttp.ClientSession())
     outside = await stack.enter_async_context(aiohttp.ClientSession(trust_env=True))
     token = os.environ.get("HF_TOKEN") if settings.shares_hf_token else None
@@ -207,13 +215,13 @@ async def _reconciler(
         PodModels(inside),
         metrics,
         settings.server_image,
-        Grants(client, not settings.namespaces, settings.usable_secrets, settings.allowed_env),
-        peers=settings.peers,
+        Grants(client, not settings.namespaces, settings.usable_secrets(), settings.allowed_env),
+        peers=settings.peers(),
     )
 
 
 def _election(client: KubeClient, settings: OperatorSettings, process: ProcessMetrics) -> Election | None:
-    if settings.lease_namespace is None:
+    if not settings.leader_elect or settings.lease_namespace is None:
         process.lead(lambda: math.inf)
         return None
     election = Election(client, settings.lease_namespace, settings.lease_name)

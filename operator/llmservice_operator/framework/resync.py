@@ -1,6 +1,6 @@
 """Lists beside kopf's own: the first one fills the cache, later ones find what no watch reports.
 
-kopf reports no object that was deleted while it listed anew, and no CRD that comes after its start.
+kopf reports no object that was deleted while it listed anew, and no CRD that is installed after its start.
 """
 
 from __future__ import annotations
@@ -10,31 +10,31 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Protocol
 
-from llmservice_operator.api.kinds import FOLLOWED, ChildKind, Followed
+from llmservice_operator.api.kinds import FOLLOWED, Followed, Kind
 from llmservice_operator.api.resource import KIND
 from llmservice_operator.api.spec import Manifest
 from llmservice_operator.cluster.kube_client import KubeClient, KubeError
 from llmservice_operator.cluster.object_cache import ObjectCache
-from llmservice_operator.monitoring.process_metrics import ProcessMetrics
+from llmservice_operator.monitoring.metrics import ProcessMetrics
 
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 5.0
 DISCOVER_S = 60.0
-"""Between two looks for a CRD that is missing."""
+"""Between two searches for a missing CRD."""
 _DISCOVER_OWN_S = 2.0
-"""The same for the operator's own CRD, which `helm install` brings a moment later."""
+"""The same for the operator's own CRD, which `helm install` creates a moment later."""
 _OWN = next(one for one in FOLLOWED if one.kind.name == KIND)
 
 
 class Changed(Protocol):
-    """Called for each object that the cache held otherwise."""
+    """Called for each object that differed from the cache."""
 
     def __call__(self, kind: str, obj: Manifest, *, news: bool) -> None: ...
 
 
 class Resync:
-    """Corrects the cache every few minutes, and a kind at once where kopf has listed it anew."""
+    """Corrects the cache every few minutes, and a kind at once after kopf has listed it anew."""
 
     def __init__(
         self,
@@ -46,9 +46,9 @@ class Resync:
         *,
         interval_s: float,
         discover: Callable[[str], Awaitable[None]] | None = None,
-        settle: Callable[[], None] = lambda: None,
+        on_complete: Callable[[], None] = lambda: None,
     ) -> None:
-        """No namespaces: the whole cluster. `discover` makes kopf look at an API group again; `settle` is called
+        """No namespaces: the whole cluster. `discover` makes kopf discover an API group again; `on_complete` is called
         whenever everything was listed.
         """
         self._client = client
@@ -58,18 +58,18 @@ class Resync:
         self._places: tuple[str | None, ...] = tuple(namespaces) or (None,)
         self._interval_s = interval_s
         self._discover = discover
-        self._settle = settle
+        self._on_complete = on_complete
         self._due = {one.kind.name for one in FOLLOWED}
         self._wake = asyncio.Event()
         self._followed: set[str] = set()
         """Paths that kopf has listed."""
         self._failed: dict[str, str] = {}
         """Why a kind could not be listed the last time."""
-        self.whole = asyncio.Event()
-        """Set once everything was listed: before, a Deployment that is not known yet looks like none."""
+        self.complete = asyncio.Event()
+        """Set once everything was listed: before, a missing Deployment may only be not listed yet."""
 
     def listed(self, kind: str, path: str) -> None:
-        """kopf has listed a collection. What was deleted since the last time, or was not served then, is due."""
+        """kopf has listed a collection: if it had before, or the kind was not served, the kind is due."""
         self._metrics.relisted(kind)
         if path in self._followed or self._cache.lacks(kind):
             self._due.add(kind)
@@ -77,23 +77,23 @@ class Resync:
         self._followed.add(path)
 
     def missing(self, kind: str) -> None:
-        """kopf lists or watches a kind that the API server does not know any more."""
+        """kopf lists or watches a kind that the API server no longer serves."""
         self._due.add(kind)
         self._wake.set()
 
     async def run(self) -> None:
-        """Forever; an API server that refuses or is away is asked again."""
+        """For ever; requests that fail are repeated."""
         clock = asyncio.get_running_loop().time
         all_due_s = clock() + self._interval_s
         while True:
             await self._list_due()
-            if not self.whole.is_set():
-                self._settle()
-                self.whole.set()
+            if not self.complete.is_set():
+                self._on_complete()
+                self.complete.set()
             self._wake.clear()
-            look_s = clock() + self._discover_in_s()
+            discover_s = clock() + self._discover_in_s()
             try:
-                async with asyncio.timeout_at(min(all_due_s, look_s)):
+                async with asyncio.timeout_at(min(all_due_s, discover_s)):
                     await self._wake.wait()
             except TimeoutError:
                 self._due |= {one.kind.name for one in FOLLOWED if not self._is_followed(one)}
@@ -104,10 +104,10 @@ class Resync:
     async def _list_all(self) -> None:
         self._due = {one.kind.name for one in FOLLOWED}
         await self._list_due()
-        self._settle()
+        self._on_complete()
 
     async def _list_due(self) -> None:
-        """List each kind that is due, until all of it was answered; one that is refused holds up no other."""
+        """List each kind that is due, until all have succeeded; one that is refused does not hold up the others."""
         differences = 0
         while self._due:
             pause_s = 0.0
@@ -123,16 +123,16 @@ class Resync:
                     if error.retry_after_s:
                         break  # the API server asks for a pause
             await asyncio.sleep(pause_s)
-        self._metrics.resynced(differences if self.whole.is_set() else 0)
+        self._metrics.resynced(differences if self.complete.is_set() else 0)
 
-    def _fail(self, kind: ChildKind, error: KubeError) -> None:
+    def _fail(self, kind: Kind, error: KubeError) -> None:
         self._metrics.resync_failed()
         if self._failed.get(kind.name) != str(error):
             self._failed[kind.name] = str(error)
             logger.warning("resync of %s failed, will be repeated: %s", kind.plural, error)
 
     async def _list(self, followed: Followed) -> int:
-        """Correct the cache; returns how many objects it held otherwise. Raises KubeError."""
+        """Correct the cache; returns how many objects differed. Raises KubeError."""
         kind, differences = followed.kind, 0
         lacked = self._cache.lacks(kind.name)
         for namespace in self._places:
@@ -153,17 +153,16 @@ class Resync:
         return differences
 
     async def _compare_with_kopf(self, followed: Followed, *, lacked: bool) -> None:
-        """Let kopf look at the API again where it follows a kind that is gone, or not one that is there."""
+        """Make kopf discover the API again where the kinds that it watches differ from those that are served."""
         kind, lacks = followed.kind, self._cache.lacks(followed.kind.name)
         if lacks != lacked:
-            said = "serves no %s: their CRD is missing" if lacks else "serves %s now"
-            logger.info(f"the API server {said}", kind.plural)  # noqa: G004 - one of two texts
+            logger.info("the API server %s %s", "does not serve" if lacks else "serves", kind.plural)
         differs = not lacked if lacks else not self._is_followed(followed)
-        if self._discover is not None and self.whole.is_set() and differs:
+        if self._discover is not None and self.complete.is_set() and differs:
             await self._discover(kind.group)
 
     def _is_followed(self, followed: Followed) -> bool:
-        """Whether kopf has listed all of a kind since the API server serves it."""
+        """Whether kopf has listed all of a kind since the API server has served it."""
         return all(followed.path(one) in self._followed for one in self._places)
 
     def _discover_in_s(self) -> float:

@@ -1,1 +1,1 @@
-"""Prometheus' side: alerting rules, PromQL, histograms, and what the operator tells of itself."""
+"""The operator's metrics, the alerts, and PromQL."""

@@ -2,8 +2,7 @@
 
 The series must carry the labels that ours get from a PodMonitor or ServiceMonitor of this project: servers `namespace`,
 `pod` and `service` (the LLMService's name), the operator's own `namespace` and `name` (`honorLabels`).
-An alert about a service has the same name and labels whichever of the three it comes from, so that an Alertmanager
-that gets it twice takes it for one.
+An alert about a service has the same name and labels in all three, so that an Alertmanager deduplicates it.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from llmservice_operator.monitoring import promql
 
 RUNBOOK = "docs/runbook.md"
 KV_SATURATED = 0.95
-"""Share of the KV blocks held: past it nearly every admission preempts somebody."""
+"""Share of the KV blocks held, beyond which nearly every admission preempts a request."""
 PREDICTION_ERROR_PERCENT = 10
 PREEMPTIONS_PER_REQUEST = 0.5
 RESTARTS = 2
 QUEUE_GROWTH_PER_S = 0.02
-"""Six requests in the five minutes that are looked at: below it a queue wavers, above it grows."""
+"""Six requests in five minutes: below it a queue fluctuates, above it grows."""
 
 _BY_SERVICE = "namespace, service"
 
@@ -39,7 +38,7 @@ class Alert:
     description: str
 
     def rule(self) -> Manifest:
-        """As it stands in a rule file and in a PrometheusRule."""
+        """As in a rule file or a PrometheusRule."""
         return {
             "alert": self.name,
             "expr": self.expr,
@@ -54,7 +53,7 @@ class Alert:
 
 
 def rule_file() -> Manifest:
-    """What a Prometheus loads for a whole cluster: every service's alerts, and those about the operator itself."""
+    """The rules for a whole cluster: the alerts about every service and about the operator."""
     services = latency_alerts("", _target_of_each_service()) + serving_alerts("", "")
     return {
         "groups": [
@@ -65,7 +64,7 @@ def rule_file() -> Manifest:
 
 
 def service_groups(namespace: str, name: str, ttft_target_s: float | None) -> list[Manifest]:
-    """The rule groups of one service; without a promise there is nothing to hold its latency against."""
+    """The rule groups of one service; without a promise there are no latency alerts."""
     servers = promql.matchers(namespace=namespace, service=name)
     reports = promql.matchers(namespace=namespace, name=name)
     latency = latency_alerts(servers, f"{ttft_target_s:g}") if ttft_target_s is not None else ()
@@ -74,8 +73,8 @@ def service_groups(namespace: str, name: str, ttft_target_s: float | None) -> li
 
 
 def latency_alerts(servers: str, ttft_target: str) -> tuple[Alert, ...]:
-    """What is promised to users. `servers` selects series of servers; `ttft_target` is an expression in seconds."""
-    buckets = promql.selector("llmservice_time_to_first_token_seconds_bucket", servers)
+    """Alerts about the promise. `servers` selects series of servers; `ttft_target` is an expression in seconds."""
+    buckets = promql.selector(promql.TTFT_BUCKET, servers)
     p99 = f"histogram_quantile(0.99, sum by ({_BY_SERVICE}, le) (rate({buckets}[1m])))"
     return (
         Alert(
@@ -91,7 +90,7 @@ def latency_alerts(servers: str, ttft_target: str) -> tuple[Alert, ...]:
 
 
 def serving_alerts(servers: str, reports: str) -> tuple[Alert, ...]:
-    """What goes wrong inside a service. `reports` selects the series in which the operator speaks about services."""
+    """Alerts about problems of a service. `reports` selects the operator's series about services."""
     return (
         *_pressure_alerts(servers),
         Alert(
@@ -127,11 +126,11 @@ def serving_alerts(servers: str, reports: str) -> tuple[Alert, ...]:
 
 
 def _pressure_alerts(servers: str) -> tuple[Alert, ...]:
-    interactive = promql.selector("llmservice_num_requests_waiting", servers, promql.matchers(lane="interactive"))
+    interactive = promql.selector(promql.WAITING, servers, promql.matchers(lane="interactive"))
     waiting = f"sum by ({_BY_SERVICE}) ({interactive})"
     preemptions = promql.selector("llmservice_num_preemptions_total", servers)
-    finished = promql.selector("llmservice_request_success_total", servers)
-    usage = promql.selector("llmservice_kv_cache_usage_perc", servers)
+    finished = promql.selector(promql.FINISHED, servers)
+    usage = promql.selector(promql.KV_USAGE, servers)
     return (
         Alert(
             name="LLMServiceQueueGrowing",
@@ -165,7 +164,7 @@ def _pressure_alerts(servers: str) -> tuple[Alert, ...]:
 
 
 def operator_alerts() -> tuple[Alert, ...]:
-    """What goes wrong with the operator, whoever it works for."""
+    """Alerts about the operator itself."""
     return (
         Alert(
             name="LLMServiceOperatorDown",
@@ -206,7 +205,7 @@ def operator_alerts() -> tuple[Alert, ...]:
 
 
 def _reported(metric: str, *matchers: str, over: str = "") -> str:
-    """What the operator says of services, with the labels that the servers' own series have."""
+    """The operator's series about services, with the labels of the servers' series."""
     series = promql.selector(metric, *matchers)
     series = f"rate({series}[{over}])" if over else series
     return f'max by ({_BY_SERVICE}) (label_replace({series}, "service", "$1", "name", "(.+)"))'

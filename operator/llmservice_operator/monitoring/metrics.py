@@ -1,75 +1,103 @@
-"""The operator's own metrics, in a registry of its own."""
+"""The operator's own metrics: of its passes and services, and of the process itself."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sized
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
-from llmservice_operator.monitoring.process_metrics import ProcessMetrics
+from llmservice_operator.api.kinds import FOLLOWED
+
+_PREFIX = "llmservice_operator_"
+_SERVICE = ("namespace", "name")
+
+Declared = Mapping[str, tuple[str, tuple[str, ...]]]
+"""Help text and labels by name."""
+
+_SERVICE_GAUGES: Declared = {
+    "desired_replicas": ("Replicas asked for.", _SERVICE),
+    "ready_replicas": ("Replicas that serve.", _SERVICE),
+    "condition": (
+        "1 where the condition is True, 0 where it is False, -1 where it is Unknown.",
+        (*_SERVICE, "type"),
+    ),
+    "ttft_target_seconds": ("The promise spec.slo.ttftP99, for alerts to compare with.", _SERVICE),
+    "prediction_error_percent": (
+        "Predicted KV blocks against measured ones; positive: predicted too many.",
+        _SERVICE,
+    ),
+    "sizing_problem": (
+        "1 where the spec can't be served, by the reason of SizingValid=False.",
+        (*_SERVICE, "reason"),
+    ),
+}
+_PASS_COUNTERS: Declared = {
+    "pass_failures_total": ("Passes that ended in an error and will be repeated.", (*_SERVICE, "reason")),
+    "decisions_total": (
+        "Decisions of the autoscaler, one in every pass, by what they do and the steps that led to the number.",
+        ("direction", "reason"),
+    ),
+}
+_PROCESS_GAUGES: Declared = {
+    "leader": ("1 while this process may write, 0 while it stands by.", ()),
+    "loops": ("Services that are worked on.", ()),
+    "cached_objects": ("Objects in the cache.", ()),
+    "watch_event_age_seconds": (
+        "Since the last event of a kind. Without changes in the cluster it grows: compare with resync_differences.",
+        ("kind",),
+    ),
+    "watch_failing": (
+        "1 while the API server refuses the list or watch of a kind or can't be reached for it; /healthz says why.",
+        ("resource",),
+    ),
+}
+_PROCESS_COUNTERS: Declared = {
+    "api_requests_total": (
+        "Requests to the API server by the code of the answer; code 0: there was none.",
+        ("verb", "resource", "code"),
+    ),
+    "watch_events_total": ("Events that watches brought, bookmarks apart.", ("kind",)),
+    "watch_relists_total": ("Watches that began anew with a list, the first time included.", ("kind",)),
+    "resyncs_total": ("Lists beside the watches', of everything or of what was listed anew.", ("result",)),
+    "resync_differences_total": (
+        "Objects that a resync found otherwise than the cache held them: what watches missed.",
+        (),
+    ),
+}
+_PASS_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+_OVERLOAD_BUCKETS = (5, 10, 20, 30, 60, 90, 120, 180, 300, 600, 1200, 2400)
+_REQUEST_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+
+
+def _gauges(declared: Declared, registry: CollectorRegistry) -> dict[str, Gauge]:
+    return {name: Gauge(_PREFIX + name, text, labels, registry=registry) for name, (text, labels) in declared.items()}
+
+
+def _counters(declared: Declared, registry: CollectorRegistry) -> dict[str, Counter]:
+    return {name: Counter(_PREFIX + name, text, labels, registry=registry) for name, (text, labels) in declared.items()}
 
 
 class OperatorMetrics:
-    """Counts passes and decisions; labelled by service, and forgotten with it."""
+    """Counts passes and decisions; series of a service are removed with it."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        labels = ["namespace", "name"]
+        self._gauges = _gauges(_SERVICE_GAUGES, self.registry)
+        self._counters = _counters(_PASS_COUNTERS, self.registry)
         self._passes = Histogram(
-            "llmservice_operator_pass_seconds",
+            f"{_PREFIX}pass_seconds",
             "Duration of one pass over a service.",
             registry=self.registry,
-            buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
-        )
-        self._failures = Counter(
-            "llmservice_operator_pass_failures_total",
-            "Passes that ended in an error and will be repeated.",
-            [*labels, "reason"],
-            registry=self.registry,
-        )
-        self._desired = Gauge(
-            "llmservice_operator_desired_replicas", "Replicas asked for.", labels, registry=self.registry
-        )
-        self._ready = Gauge(
-            "llmservice_operator_ready_replicas", "Replicas that serve.", labels, registry=self.registry
-        )
-        self._condition = Gauge(
-            "llmservice_operator_condition",
-            "1 where the condition is True, 0 where it is False, -1 where it is Unknown.",
-            [*labels, "type"],
-            registry=self.registry,
-        )
-
-        self._ttft_target = Gauge(
-            "llmservice_operator_ttft_target_seconds",
-            "The promise spec.slo.ttftP99, for alerts to compare with.",
-            labels,
-            registry=self.registry,
-        )
-        self._prediction_error = Gauge(
-            "llmservice_operator_prediction_error_percent",
-            "Predicted KV blocks against measured ones; positive: predicted too many.",
-            labels,
-            registry=self.registry,
-        )
-
-        self._sizing_problem = Gauge(
-            "llmservice_operator_sizing_problem",
-            "1 where the spec can't be served, by the reason of SizingValid=False.",
-            [*labels, "reason"],
-            registry=self.registry,
-        )
-        self._decisions = Counter(
-            "llmservice_operator_decisions_total",
-            "Decisions of the autoscaler, one in every pass, by what they do and the steps that led to the number.",
-            ["direction", "reason"],
-            registry=self.registry,
+            buckets=_PASS_BUCKETS,
         )
         self._overload = Histogram(
-            "llmservice_operator_overload_to_ready_seconds",
+            f"{_PREFIX}overload_to_ready_seconds",
             "From the moment at which the load asked for more replicas than serve until one more served.",
             registry=self.registry,
-            buckets=(5, 10, 20, 30, 60, 90, 120, 180, 300, 600, 1200, 2400),
+            buckets=_OVERLOAD_BUCKETS,
         )
         ProcessCollector(namespace="llmservice_operator", registry=self.registry)
         self.process = ProcessMetrics(self.registry)
@@ -78,37 +106,40 @@ class OperatorMetrics:
         self._passes.observe(duration_s)
 
     def failed(self, namespace: str, name: str, reason: str) -> None:
-        self._failures.labels(namespace, name, reason).inc()
+        self._counters["pass_failures_total"].labels(namespace, name, reason).inc()
 
     def decided(self, before: int, replicas: int, reasons: Iterable[str]) -> None:
         direction = "up" if replicas > before else "down" if replicas < before else "hold"
         for reason in deciding(reasons, replicas):
-            self._decisions.labels(direction, reason).inc()
+            self._counters["decisions_total"].labels(direction, reason).inc()
 
-    def relieved(self, seconds: float) -> None:
-        """An overload lasted this long until one more pod served."""
-        self._overload.observe(seconds)
+    def overload_ended(self, lasted_s: float) -> None:
+        """One more pod serves, this long after the overload began."""
+        self._overload.observe(lasted_s)
 
     def sized(self, namespace: str, name: str, problem: str | None) -> None:
-        self._sizing_problem.remove_by_labels({"namespace": namespace, "name": name})
+        gauge = self._gauges["sizing_problem"]
+        gauge.remove_by_labels({"namespace": namespace, "name": name})
         if problem is not None:
-            self._sizing_problem.labels(namespace, name, problem).set(1)
+            gauge.labels(namespace, name, problem).set(1)
 
-    def observed(self, namespace: str, name: str, desired: int, ready: int, conditions: dict[str, str]) -> None:
-        self._desired.labels(namespace, name).set(desired)
-        self._ready.labels(namespace, name).set(ready)
+    def reported(
+        self, namespace: str, name: str, conditions: Mapping[str, str], figures: Mapping[str, float | None]
+    ) -> None:
+        """What the status says: conditions by type, and figures by the gauge's name.
+
+        A figure that is None has no series, so that no alert compares with a made-up one.
+        """
         for kind, status in conditions.items():
-            self._condition.labels(namespace, name, kind).set({"True": 1, "False": 0}.get(status, -1))
-
-    def promised(self, namespace: str, name: str, ttft_target_s: float | None) -> None:
-        _set(self._ttft_target, namespace, name, ttft_target_s)
-
-    def predicted(self, namespace: str, name: str, error_percent: float | None) -> None:
-        _set(self._prediction_error, namespace, name, error_percent)
+            self._gauges["condition"].labels(namespace, name, kind).set({"True": 1, "False": 0}.get(status, -1))
+        for figure, value in figures.items():
+            if value is None:
+                self._gauges[figure].remove_by_labels({"namespace": namespace, "name": name})
+            else:
+                self._gauges[figure].labels(namespace, name).set(value)
 
     def forget(self, namespace: str, name: str) -> None:
-        reported = (self._desired, self._ready, self._condition, self._ttft_target, self._prediction_error)
-        for metric in (self._failures, self._sizing_problem, *reported):
+        for metric in (self._counters["pass_failures_total"], *self._gauges.values()):
             metric.remove_by_labels({"namespace": namespace, "name": name})
 
     def exposition(self) -> bytes:
@@ -121,9 +152,85 @@ def deciding(reasons: Iterable[str], replicas: int) -> set[str]:
     return {name for name in found if name.isidentifier()} or {"other"}
 
 
-def _set(gauge: Gauge, namespace: str, name: str, value: float | None) -> None:
-    """A figure that there is none of has no series: an alert must not compare with a made-up one."""
-    if value is None:
-        gauge.remove_by_labels({"namespace": namespace, "name": name})
-    else:
-        gauge.labels(namespace, name).set(value)
+class ProcessMetrics:
+    """Requests to the API server, watches and leadership of one process.
+
+    Verbs and resources are named as in Kubernetes' roles; there are as many as there are kinds.
+    """
+
+    def __init__(self, registry: CollectorRegistry, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._gauges = _gauges(_PROCESS_GAUGES, registry)
+        self._counters = _counters(_PROCESS_COUNTERS, registry)
+        self._seconds = Histogram(
+            f"{_PREFIX}api_request_seconds",
+            "Time to the API server's whole answer; of a watch, to its beginning.",
+            ["verb", "resource"],
+            registry=registry,
+            buckets=_REQUEST_BUCKETS,
+        )
+        self._left_s: Callable[[], float] = lambda: 0.0
+        self._last_event_s = {followed.kind.name: clock() for followed in FOLLOWED}
+        for followed in FOLLOWED:
+            self._gauges["watch_failing"].labels(followed.kind.plural)
+            age = self._gauges["watch_event_age_seconds"].labels(followed.kind.name)
+            age.set_function(partial(self._age_of, followed.kind.name))
+
+    def _age_of(self, kind: str) -> float:
+        return self._clock() - self._last_event_s[kind]
+
+    def answered(self, method: str, path: str, status: int, seconds: float) -> None:
+        """A request to the API server ended; `status` is 0 where there was no answer."""
+        verb, resource = call_of(method, path)
+        self._counters["api_requests_total"].labels(verb, resource, str(status)).inc()
+        self._seconds.labels(verb, resource).observe(seconds)
+
+    def lead(self, left_s: Callable[[], float]) -> None:
+        """`left_s` is for how long this process may write; the gauge calls it at each scrape."""
+        self._left_s = left_s
+        self._gauges["leader"].set_function(lambda: float(self.leads()))
+
+    def leads(self) -> bool:
+        """Whether this process may write."""
+        return self._left_s() > 0
+
+    def track(self, loops: Sized, cache: Sized) -> None:
+        self._gauges["loops"].set_function(lambda: len(loops))
+        self._gauges["cached_objects"].set_function(lambda: len(cache))
+
+    def watched(self, kind: str) -> None:
+        """A watch brought an event."""
+        self._counters["watch_events_total"].labels(kind).inc()
+        self._last_event_s[kind] = self._clock()
+
+    def relisted(self, kind: str) -> None:
+        """A watch begins, or begins anew, with a list."""
+        self._counters["watch_relists_total"].labels(kind).inc()
+
+    def watch_failing(self, plural: str, *, failing: bool) -> None:
+        self._gauges["watch_failing"].labels(plural).set(failing)
+
+    def resynced(self, differences: int) -> None:
+        self._counters["resyncs_total"].labels("ok").inc()
+        self._counters["resync_differences_total"].inc(differences)
+
+    def resync_failed(self) -> None:
+        self._counters["resyncs_total"].labels("error").inc()
+
+
+_VERBS = {"WATCH": "watch", "POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}
+_PATH = re.compile(
+    r"^/(?:api/v1|apis/(?P<group>[^/]+)/[^/]+)(?:/namespaces/[^/]+)?/(?P<plural>[a-z]+)"
+    r"(?:/(?P<name>[^/]+))?(?:/(?P<subresource>[a-z]+))?$"
+)
+
+
+def call_of(method: str, path: str) -> tuple[str, str]:
+    """Verb and resource of a request, as in a role's rules; ("get", "discovery") for anything but a resource."""
+    match = _PATH.match(path)
+    if match is None:
+        return _VERBS.get(method, "get"), "discovery"
+    plural = match["plural"]
+    resource = f"{plural}/{match['subresource']}" if match["subresource"] else plural
+    verb = ("get" if match["name"] else "list") if method == "GET" else _VERBS.get(method, "other")
+    return verb, resource

@@ -1,1 +1,1 @@
-"""What pods are and say: ready, starting, in trouble; the model that they hold."""
+"""What pods report: state, troubles, downloads and sizing."""

@@ -1,4 +1,4 @@
-"""Pods as the operator sees them: who is ready, who is on the way, and what keeps the others."""
+"""What Kubernetes reports of a service's pods and its Deployment: what serves, what is starting, what went wrong."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 from llmservice_operator.api import labels
 from llmservice_operator.api.spec import Manifest
 from llmservice_operator.children.deployment import CONTAINER, HTTP, METRICS, METRICS_PORT, PORT
-from llmservice_operator.models.delivery import FETCH_CONTAINER
+from llmservice_operator.children.volumes import FETCH_CONTAINER
+from llmservice_operator.locations import ModelLocation
 
 _IMAGE_REASONS = frozenset({"ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull"})
 _CONFIG_REASONS = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
@@ -19,14 +20,14 @@ OOM_REMEDY = "raise resources.limits.memory and resources.requests.memory, or lo
 _SIGNALLED = 128
 """An exit status above it is a signal's number and this."""
 _SERVING_FAILED = 3
-"""Exit status of a server whose engine failed after it was ready (`llmservice_server.http_process`)."""
+"""Exit status of a server whose engine failed after it was ready (`llmservice_server.http.server`)."""
 _SENTENCE = "llmservice serve: "
-"""How the server begins the sentence with which it gives up on what it was given; a crash ends in a traceback."""
+"""Prefix of the server's last line when it refuses its arguments or model; a crash ends in a traceback instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """What keeps a pod from serving, as users would otherwise dig for it."""
+    """What keeps a pod from serving: a reason for machines and a sentence for users."""
 
     reason: str
     message: str
@@ -47,7 +48,7 @@ class Pod:
     model: str | None = None
     """The identity of the model that it was started with."""
     template: str | None = None
-    """The hash of the pod template that it was made from; None where an earlier version made it."""
+    """The hash of its pod template; None for a pod of an earlier operator version."""
     out_of_memory: bool = False
     """Whether it serves again after it was killed for memory."""
     fetching: bool = False
@@ -65,7 +66,7 @@ class Pod:
 
 
 def pods_of(manifests: Iterable[Manifest]) -> list[Pod]:
-    """The pods that count: those that finished for good are gone already for the Deployment."""
+    """The pods without those that have finished, which a Deployment no longer counts."""
     live = (
         manifest for manifest in manifests if manifest.get("status", {}).get("phase") not in {"Succeeded", "Failed"}
     )
@@ -149,7 +150,7 @@ def _ended_trouble(container: Mapping[str, Any], ended: Mapping[str, Any]) -> Tr
         reason = "EngineFailed" if code == _SERVING_FAILED else "ModelLoadFailed"
         return Trouble(reason, sentence.removeprefix(_SENTENCE)[:_MESSAGE_LIMIT])
     how = f"the {container.get('name')} container ended with exit status {code}"
-    if code > _SIGNALLED:  # what it logged last says nothing about that
+    if code > _SIGNALLED:  # its last log line says nothing about that
         how = f"the {container.get('name')} container was killed by signal {code - _SIGNALLED} (exit {code})"
         return Trouble("Killed", f"{how}: see the pod's events and the node's log")
     return Trouble("CrashLoopBackOff", said or f"{how}: see the pod's log")
@@ -158,3 +159,72 @@ def _ended_trouble(container: Mapping[str, Any], ended: Mapping[str, Any]) -> Tr
 def _was_out_of_memory(container: Mapping[str, Any]) -> bool:
     ended = (container.get("lastState") or {}).get("terminated") or {}
     return bool(container.get("ready")) and ended.get("reason") == "OOMKilled"
+
+
+_QUOTA = ("exceeded quota", "must specify requests", "must specify limits")
+_ADMISSION = ("admission webhook", "violates PodSecurity", "ValidatingAdmissionPolicy", "denied the request")
+
+
+def denial_reason(message: str, otherwise: str) -> str:
+    """QuotaExceeded, AdmissionDenied, or `otherwise`, from the API server's message about a refused object."""
+    if any(words in message for words in _QUOTA):
+        return "QuotaExceeded"
+    if any(words in message for words in _ADMISSION):
+        return "AdmissionDenied"
+    return otherwise
+
+
+def pods_denied(deployment: Manifest | None) -> Trouble | None:
+    """What keeps Kubernetes from creating a Deployment's pods, as its ReplicaFailure condition reports it."""
+    failure = _deployment_condition(deployment, "ReplicaFailure")
+    if failure.get("status") != "True":
+        return None
+    message = str(failure.get("message") or "the pods can't be created")
+    return Trouble(denial_reason(message, "FailedCreate"), message)
+
+
+def rollout_overdue(deployment: Manifest | None) -> Trouble | None:
+    progress = _deployment_condition(deployment, "Progressing")
+    if progress.get("reason") != "ProgressDeadlineExceeded":
+        return None
+    return Trouble("ProgressDeadlineExceeded", str(progress.get("message") or "the rollout takes too long"))
+
+
+def image_volume_trouble(location: ModelLocation, deployment: Manifest | None) -> Trouble | None:
+    """An API server without the feature drops the volume and its mounts silently, and the pods start without a model.
+
+    `deployment` is as the API server keeps it; one of an earlier spec, which serves another path, says nothing.
+    """
+    if location.image is None or deployment is None:
+        return None
+    pod = deployment["spec"]["template"]["spec"]
+    if not any(location.path in (container.get("args") or []) for container in pod["containers"]):
+        return None
+    if any(volume["name"] == "models" for volume in pod.get("volumes") or []):
+        return None
+    return Trouble(
+        "ImageVolumesUnsupported",
+        f"the API server dropped the volume of oci://{location.image}: image volumes need Kubernetes 1.31 or newer with"
+        " the feature gate ImageVolume (on by default from 1.35) and a container runtime that mounts images; until then"
+        " use hf://, s3:// or pvc://",
+    )
+
+
+def observed(deployment: Manifest | None) -> bool:
+    """Whether Kubernetes has observed the Deployment's present generation."""
+    if deployment is None:
+        return False
+    seen = (deployment.get("status") or {}).get("observedGeneration", 0)
+    return bool(seen >= deployment["metadata"].get("generation", 0))
+
+
+def serving_present(deployment: Manifest | None, pods: Iterable[Pod]) -> int:
+    """How many pods of the Deployment's present template serve."""
+    template: dict[str, Any] = ((deployment or {}).get("spec") or {}).get("template") or {}
+    present = ((template.get("metadata") or {}).get("annotations") or {}).get(labels.TEMPLATE)
+    return sum(pod.serves and pod.template == present for pod in pods)
+
+
+def _deployment_condition(deployment: Manifest | None, kind: str) -> Manifest:
+    conditions = ((deployment or {}).get("status") or {}).get("conditions") or []
+    return next((one for one in conditions if one.get("type") == kind), {})

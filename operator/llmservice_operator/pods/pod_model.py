@@ -1,4 +1,4 @@
-"""What pods tell of their model: how far its download is, and how a server sized itself."""
+"""What pods report about their model: the progress of its download, and how a server sized itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import aiohttp
 from llmservice_operator.children.deployment import PORT
 from llmservice_operator.http_body import read_bounded
 from llmservice_operator.pods.pod import Pod
-from llmservice_operator.sizing.sizing_report import SizingReport, parse_report
+from llmservice_operator.sizing import SizingReport, parse_report
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ _KEPT = 4096
 
 @dataclass(frozen=True, slots=True)
 class Download:
-    """One pod's."""
+    """Of one pod."""
 
     done_bytes: int
     total_bytes: int
@@ -33,16 +33,16 @@ class Download:
 
 @dataclass(frozen=True, slots=True)
 class Fetching:
-    """The downloads of a service, together."""
+    """All downloads of a service."""
 
     pods: int
     percent: int | None = None
-    """In steps, so that a status is not rewritten every second; None while no pod tells."""
+    """In steps of 5, so that the status is not rewritten every second; None while no pod reports it."""
     total_bytes: int | None = None
 
 
 def together(pods: int, downloads: Sequence[Download]) -> Fetching | None:
-    """Of `pods` that fetch, `downloads` of those that move bytes; who waits for another one's has none."""
+    """`pods` fetch, of which some report `downloads`; a pod that waits for another pod's download has none."""
     if not pods:
         return None
     total = sum(one.total_bytes for one in downloads)
@@ -53,12 +53,12 @@ def together(pods: int, downloads: Sequence[Download]) -> Fetching | None:
 
 
 def parse_progress(text: bytes) -> Download | None:
-    """None where the pod does not download (yet). Raises ValueError where this is no fetch's answer."""
+    """None where the pod does not download (yet). Raises ValueError for anything but the answer of a fetch."""
     try:
-        told = json.loads(text)
-        if told["phase"] != "downloading":
+        progress = json.loads(text)
+        if progress["phase"] != "downloading":
             return None
-        download = Download(int(told["done_bytes"]), int(told["total_bytes"]))
+        download = Download(int(progress["done_bytes"]), int(progress["total_bytes"]))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"no answer of llmservice fetch: {type(error).__name__} {error}") from error
     if not 0 <= download.done_bytes <= download.total_bytes:
@@ -67,7 +67,7 @@ def parse_progress(text: bytes) -> Download | None:
 
 
 class PodModels:
-    """Asks the pods. A report is read once in a server's life."""
+    """Queries the pods. A server's report is read once."""
 
     def __init__(self, session: aiohttp.ClientSession, port: int = PORT, timeout_s: float = _TIMEOUT_S) -> None:
         self._session = session
@@ -76,13 +76,13 @@ class PodModels:
         self._reports: dict[tuple[str, int], SizingReport] = {}
 
     async def fetching(self, pods: Iterable[Pod]) -> Fetching | None:
-        """How far the pods' downloads are; None where there are none."""
+        """The progress of the pods' downloads; None without downloads."""
         busy = [pod for pod in pods if pod.fetching and not pod.terminating]
         answers = await asyncio.gather(*(self._progress(pod) for pod in busy))
         return together(len(busy), [one for one in answers if one is not None])
 
     async def report(self, pods: Iterable[Pod], model: str) -> SizingReport | None:
-        """How the newest pod that serves `model` sized itself; None where none tells."""
+        """How the newest pod that serves `model` sized itself; None where none reports it."""
         serving = [pod for pod in pods if pod.serves and pod.model == model]
         for pod in sorted(serving, key=lambda pod: (-pod.created_s, pod.name)):
             key = (pod.uid, pod.restarts)

@@ -1,35 +1,44 @@
-"""What the scaler remembers: wishes, changes of the replicas, what a replica was measured to finish. Time is given, and
-monotonic: a clock that is set makes nothing older."""
+"""The autoscaler's history: recommendations, changes of the replicas, the measured capacity of a replica.
+
+Time is passed in and monotonic, so that setting the wall clock makes nothing older.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from llmservice_operator.api.status import AutoscalingStatus
+from llmservice_operator.pods.pod import epoch
 
 LONGEST_GAP_S = 120.0
-"""Ticks are seconds apart, a failed pass at most two minutes. A longer gap is a process that stood still, or a source
-of metrics that was down: time in which the load was not measured proves nothing about it."""
+"""Ticks are seconds apart, a failed pass at most two minutes. A longer gap is a suspended process, or a source of
+metrics that was down: time in which the load was not measured says nothing about it."""
 CAPACITY_KEEP_S = 3600.0
 """How long a measured capacity counts. It is measured only while a replica is full: forgotten sooner, a service that
 just fits would be shrunk, overloaded and measured again in turn; kept for ever, it would outlive the traffic it was of.
 """
 _CAPACITY_WEIGHT = 0.1
-"""Of one reading against what is known: one pod that stalls, or loads its kernels, for a moment is no new capacity."""
+"""Of one reading against the known capacity: a pod that stalls for a moment, or loads its kernels, changes little."""
+
+Timed = tuple[float, float]
+"""(when, requests per second)."""
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Wishes and changes of the recent past, oldest first, in seconds of one clock."""
+    """Recommendations and changes of the recent past, oldest first, in seconds of one clock."""
 
-    wishes: tuple[tuple[float, int], ...] = ()
+    recommendations: tuple[tuple[float, int], ...] = ()
     """(when, replicas) that the load asked for."""
     changes: tuple[tuple[float, int], ...] = ()
-    """(when, how many more) replicas the Deployment was asked for than before."""
-    drain: tuple[float, float] | None = None
-    """(when, requests per second) that one full replica finishes, over the readings so far."""
-    shown: tuple[float, float] | None = None
-    """(when, requests per second) of the most that one replica finished of late, full or not."""
-    seen: tuple[float, int] | None = None
-    """(when, replicas) of the last tick."""
+    """(when, difference) of the replicas that the Deployment was set to."""
+    capacity: Timed | None = None
+    """What one full replica finishes, over the readings so far."""
+    throughput: Timed | None = None
+    """The most that one replica finished lately, full or not."""
+    last_tick: tuple[float, int] | None = None
+    """(when, replicas)."""
     measured_s: float | None = None
     """When the load was last measured, or else the first tick."""
     unmeasured_s: float | None = None
@@ -39,81 +48,95 @@ class History:
     def start(
         cls, now: float, replicas: int, since_s: float | None = None, changes: tuple[tuple[float, int], ...] = ()
     ) -> History:
-        """Of a scaler that begins: what there is was wished for until `since_s`, or until now where nobody knows."""
+        """The present replicas count as recommended until `since_s`, or until now where that is unknown."""
         return cls(((now if since_s is None else since_s, replicas),), changes)
 
-    @property
-    def last_change_s(self) -> float | None:
-        return self.changes[-1][0] if self.changes else None
+    @classmethod
+    def resume(cls, status: AutoscalingStatus | None, replicas: int, now: float) -> History:
+        """The history after a restart: since when fewer replicas are recommended, the changes, and the capacity."""
+        if status is None:
+            return cls.start(now, replicas)
+        log = status.decisions
+        steps = [(epoch(newer.time), newer.replicas - older.replicas) for newer, older in pairwise(log)]
+        changes = tuple((min(now, when), change) for when, change in reversed(steps) if change)
+        shrinking = bool(log) and log[0].wanted < log[0].replicas == replicas
+        history = cls.start(now, replicas, min(now, epoch(log[0].time)) if shrinking else None, changes)
+        if status.capacity is None:
+            return history
+        return replace(history, capacity=(epoch(status.capacity.measured_at), status.capacity.requests_per_second))
 
     @property
     def last_up_s(self) -> float | None:
-        return max((when for when, more in self.changes if more > 0), default=None)
+        return max((when for when, change in self.changes if change > 0), default=None)
 
     def observe(self, now: float, replicas: int) -> History:
-        """Begin a tick: take note of changed replicas, and don't count time that nobody watched."""
-        if self.seen is None:
-            return replace(self, seen=(now, replicas), measured_s=now)
-        then, before = self.seen
+        """Begin a tick: note changed replicas; unobserved time does not count."""
+        if self.last_tick is None:
+            return replace(self, last_tick=(now, replicas), measured_s=now)
+        then, before = self.last_tick
         history = self if 0 <= now - then <= LONGEST_GAP_S else self.shifted(now - then)
-        more = replicas - before
-        changes = (*history.changes, (now, more)) if more else history.changes
-        return replace(history, changes=changes, seen=(now, replicas))
+        change = replicas - before
+        changes = (*history.changes, (now, change)) if change else history.changes
+        return replace(history, changes=changes, last_tick=(now, replicas))
 
     def measure(self, now: float, capacity_per_s: float | None, finished_per_s: float | None = None) -> History:
-        """Take note that there are metrics, and what they tell of a replica's capacity.
+        """Note that there are metrics, and a replica's capacity according to them.
 
-        `capacity_per_s` is a reading of full replicas, and moves what is known by a tenth of the difference.
-        `finished_per_s` is what a replica, full or not, did finish: the capacity is no lower.
+        `capacity_per_s` is a reading of full replicas; it moves the known capacity by a tenth of the difference.
+        `finished_per_s` is what a replica, full or not, finished: the capacity is no lower.
         """
         gap_s = 0.0 if self.measured_s is None else now - self.measured_s
-        unmeasured_s = now if gap_s > LONGEST_GAP_S else self.unmeasured_s
-        history = replace(self, measured_s=now, unmeasured_s=unmeasured_s)
-        shown = self.shown if self.shown is not None and now - self.shown[0] <= CAPACITY_KEEP_S else None
-        if finished_per_s is not None and (shown is None or finished_per_s >= shown[1]):
-            shown = (now, finished_per_s)
-        known = self.capacity_per_s(now)
+        throughput, known = _fresh(self.throughput, now), self.capacity_per_s(now)
+        if finished_per_s is not None and (throughput is None or finished_per_s >= throughput[1]):
+            throughput = (now, finished_per_s)
+        capacity = self.capacity
         if capacity_per_s is not None:
-            if known is None and shown is not None:
-                known = max(shown[1], capacity_per_s)
-            smooth = capacity_per_s if known is None else known + _CAPACITY_WEIGHT * (capacity_per_s - known)
-            return replace(history, shown=shown, drain=(now, smooth))
-        if known is not None and finished_per_s is not None and finished_per_s > known:
-            return replace(history, shown=shown, drain=(now, finished_per_s))
-        return replace(history, shown=shown)
+            if known is None:
+                known = capacity_per_s if throughput is None else max(throughput[1], capacity_per_s)
+            capacity = (now, known + _CAPACITY_WEIGHT * (capacity_per_s - known))
+        elif known is not None and finished_per_s is not None and finished_per_s > known:
+            capacity = (now, finished_per_s)
+        return replace(
+            self,
+            measured_s=now,
+            unmeasured_s=now if gap_s > LONGEST_GAP_S else self.unmeasured_s,
+            throughput=throughput,
+            capacity=capacity,
+        )
 
     def capacity_per_s(self, now: float) -> float | None:
-        """Requests per second that one full replica finishes; None where that is not known, or no longer."""
-        return self.drain[1] if self.drain is not None and now - self.drain[0] <= CAPACITY_KEEP_S else None
+        """Requests per second that one full replica finishes; None where that is unknown, or too old."""
+        capacity = _fresh(self.capacity, now)
+        return capacity and capacity[1]
 
-    def wishes_within(self, window_s: float, now: float) -> list[int]:
-        return [wanted for when, wanted in self.wishes if when > now - window_s]
+    def recommended_within(self, window_s: float, now: float) -> list[int]:
+        return [replicas for when, replicas in self.recommendations if when > now - window_s]
 
-    def remember(self, now: float, wanted: int | None, keep_s: float) -> History:
-        """End a tick: keep its wish, where the load was measured, and forget what is older than `keep_s`."""
-        wishes = tuple(wish for wish in self.wishes if wish[0] >= now - keep_s)
-        changes = tuple(change for change in self.changes if change[0] >= now - keep_s)
-        return replace(self, wishes=wishes if wanted is None else (*wishes, (now, wanted)), changes=changes)
+    def remember(self, now: float, recommended: int | None, keep_s: float) -> History:
+        """End a tick: keep its recommendation, if the load was measured, and forget what is older than `keep_s`."""
+        recent = tuple(one for one in self.recommendations if one[0] >= now - keep_s)
+        return replace(
+            self,
+            recommendations=recent if recommended is None else (*recent, (now, recommended)),
+            changes=tuple(change for change in self.changes if change[0] >= now - keep_s),
+        )
 
     def forget_capacity(self) -> History:
-        """The replicas are other ones now: a changed spec may have changed what each can do."""
-        return replace(self, drain=None, shown=None)
+        """A changed spec may have changed what each replica can do."""
+        return replace(self, capacity=None, throughput=None)
 
     def shifted(self, by_s: float) -> History:
         """The same history on a clock that is ahead by `by_s`."""
-
-        def later(when: float | None) -> float | None:
-            return None if when is None else when + by_s
-
-        def rate_later(rate: tuple[float, float] | None) -> tuple[float, float] | None:
-            return None if rate is None else (rate[0] + by_s, rate[1])
-
         return replace(
             self,
-            wishes=tuple((when + by_s, wanted) for when, wanted in self.wishes),
-            changes=tuple((when + by_s, more) for when, more in self.changes),
-            drain=rate_later(self.drain),
-            shown=rate_later(self.shown),
-            measured_s=later(self.measured_s),
-            unmeasured_s=later(self.unmeasured_s),
+            recommendations=tuple((when + by_s, replicas) for when, replicas in self.recommendations),
+            changes=tuple((when + by_s, change) for when, change in self.changes),
+            capacity=self.capacity and (self.capacity[0] + by_s, self.capacity[1]),
+            throughput=self.throughput and (self.throughput[0] + by_s, self.throughput[1]),
+            measured_s=None if self.measured_s is None else self.measured_s + by_s,
+            unmeasured_s=None if self.unmeasured_s is None else self.unmeasured_s + by_s,
         )
+
+
+def _fresh(rate: Timed | None, now: float) -> Timed | None:
+    return rate if rate is not None and now - rate[0] <= CAPACITY_KEEP_S else None

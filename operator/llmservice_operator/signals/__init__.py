@@ -1,1 +1,1 @@
-"""What the pods of a service are doing, from Prometheus or from the pods themselves."""
+"""The load of a service, from Prometheus or from its pods."""

@@ -1,17 +1,17 @@
-"""What the pods of one service are doing, from the scrapes of a window."""
+"""The load of one service, from the scrapes of its pods within a window."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from llmservice_operator.monitoring.histogram import increase, quantile
 from llmservice_operator.signals.scrape import Scrape
 
 _ENOUGH_FULL_S = 45.0
-"""Time that full pods have to be watched for a reading of their capacity, where requests take longer than that."""
+"""Time that full pods have to be observed for a reading of their capacity, where requests take longer than that."""
 
 Histories = Mapping[str, Sequence[Scrape]]
 """Scrapes of the window by pod name, oldest first; no entry, or an empty one, for a pod that could not be read."""
@@ -28,7 +28,7 @@ class PodLoad:
     batch_waiting: float = 0.0
     """How many of `waiting` are in the batch lane."""
     batch_running: float | None = 0.0
-    """How many of `running` are; None where the server does not tell."""
+    """How many of `running` are; None where the server does not report it."""
 
     @property
     def in_flight(self) -> float:
@@ -44,17 +44,17 @@ class Load:
     missing: tuple[str, ...] = ()
     """Ready pods whose metrics could not be read."""
     arrivals_per_s: float | None = None
-    drain_per_s: float | None = None
-    """Requests that one replica finishes while it is kept full: measured over all time in which one had a queue."""
+    capacity_per_s: float | None = None
+    """Requests that one replica finishes while it is full: measured over all time in which one had a queue."""
     finished_per_s: float | None = None
-    """Requests that the busiest replica finished, full or not; None where no pod was watched for long enough."""
+    """Requests that the busiest replica finished, full or not; None where no pod was observed for long enough."""
     ttft_p50_s: float | None = None
     ttft_p99_s: float | None = None
     ttft_count: float = 0.0
     peak_in_flight: float = 0.0
     """The most that any one pod held at any scrape of the window."""
     batch: bool = False
-    """Whether a request of the batch lane was seen within the window: rates and quantiles are of all lanes."""
+    """Whether the window has requests of the batch lane: rates and quantiles are of all lanes."""
     kv_blocks: int | None = None
     """Usable KV blocks of the smallest pod, as it measured them after loading."""
     weights_bytes: float | None = None
@@ -74,7 +74,7 @@ class Load:
 
 
 def load_of(histories: Histories, ready_pods: Iterable[str], source: str) -> Load | None:
-    """The service's load; None where there is not a single pod to speak for it."""
+    """The service's load; None where no pod could be read."""
     wanted = sorted(ready_pods)
     read = {name: list(histories[name]) for name in wanted if histories.get(name)}
     if not read:
@@ -85,7 +85,7 @@ def load_of(histories: Histories, ready_pods: Iterable[str], source: str) -> Loa
         pods=tuple(_now(name, scrapes[-1]) for name, scrapes in read.items()),
         missing=tuple(name for name in wanted if name not in read),
         arrivals_per_s=_arrivals(read.values()),
-        drain_per_s=_capacity(read.values()),
+        capacity_per_s=_capacity(read.values()),
         finished_per_s=max((rate for one in read.values() if (rate := _finished(one)) is not None), default=None),
         ttft_p50_s=quantile(0.5, buckets),
         ttft_p99_s=quantile(0.99, buckets),
@@ -102,28 +102,28 @@ def _now(name: str, scrape: Scrape) -> PodLoad:
 
 
 def _arrivals(histories: Collection[Sequence[Scrape]]) -> float | None:
-    """Requests per second that came to the pods: those that left, those refused, and those that they hold more than
-    before. Completions alone would hide an overload, which caps them.
+    """Requests per second that arrived: those finished, those refused, and the growth of those in flight.
 
-    All pods share one time: what came to a pod that was not ready before came within the whole window.
+    Completions alone would hide an overload, which caps them. All pods share one time: the arrivals at a pod that was
+    not ready before count over the whole window.
     """
     elapsed_s = max(_elapsed_s(scrapes) for scrapes in histories)
     if elapsed_s <= 0:
         return None
-    return max(0.0, sum(_came(scrapes) for scrapes in histories)) / elapsed_s
+    return max(0.0, sum(_arrived(scrapes) for scrapes in histories)) / elapsed_s
 
 
-def _came(scrapes: Sequence[Scrape]) -> float:
-    left = increase([scrape.finished for scrape in scrapes]) + increase([scrape.rejected for scrape in scrapes])
+def _arrived(scrapes: Sequence[Scrape]) -> float:
+    gone = increase([scrape.finished for scrape in scrapes]) + increase([scrape.rejected for scrape in scrapes])
     held = (scrapes[-1].running + scrapes[-1].waiting) - (scrapes[0].running + scrapes[0].waiting)
-    return left + held
+    return gone + held
 
 
 def _capacity(histories: Iterable[Sequence[Scrape]]) -> float | None:
     """Requests per second that one pod finishes while others wait, over all such time of all pods.
 
-    None until as many requests were finished as ran at once: before, hardly any of those that fill the pods can have
-    ended. Where they take longer than the window, three quarters of a minute have to do.
+    None until as many requests have finished as ran at once: before, hardly any of those that fill the pods can have
+    finished. Where they take longer than the window, 45 seconds are enough.
     """
     full_s = finished = at_once = longest_s = 0.0
     for scrapes in histories:
@@ -158,5 +158,32 @@ def _ttft_increase(histories: Iterable[Sequence[Scrape]]) -> dict[float, float]:
 
 
 def _moved(before: Scrape, after: Scrape) -> bool:
-    """Whether a request was answered in between; most pods of a large cluster are idle."""
+    """Whether a request was answered in between; an idle pod's scrapes share one object."""
     return before.ttft_buckets is not after.ttft_buckets
+
+
+def increase(values: Sequence[float]) -> float:
+    """How much a counter grew; a drop is a restart, after which the counter starts at zero."""
+    return sum(after - before if after >= before else after for before, after in pairwise(values))
+
+
+def quantile(share: float, buckets: Mapping[float, float]) -> float | None:
+    """The value below which `share` of the observations lie; None without observations.
+
+    `buckets` maps upper bounds to cumulative counts. Linear within a bucket, and the last finite bound for what lies
+    beyond it, as PromQL's histogram_quantile does (https://prometheus.io/docs/prometheus/latest/querying/functions/).
+    """
+    bounds = sorted(buckets)
+    total = buckets[bounds[-1]] if bounds else 0.0
+    if total <= 0:
+        return None
+    rank = share * total
+    lower = seen = 0.0
+    for bound in bounds:
+        if buckets[bound] >= rank:
+            if math.isinf(bound):
+                return lower
+            within = buckets[bound] - seen
+            return lower + (bound - lower) * ((rank - seen) / within if within else 1.0)
+        lower, seen = bound, buckets[bound]
+    return lower

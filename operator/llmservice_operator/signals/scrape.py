@@ -1,4 +1,4 @@
-"""One look at one server's metrics, wherever it was read: the few series that scaling and sizing use."""
+"""One scrape of one server's metrics, from the pod or from Prometheus: the few series that scaling and sizing use."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-RUNNING = "llmservice_num_requests_running"
-WAITING = "llmservice_num_requests_waiting"
-KV_USAGE = "llmservice_kv_cache_usage_perc"
-FINISHED = "llmservice_request_success_total"
-REJECTED = "llmservice_request_rejected_total"
-TTFT_BUCKET = "llmservice_time_to_first_token_seconds_bucket"
-KV_BLOCKS = "llmservice_kv_cache_blocks"
-MEMORY = "llmservice_memory_bytes"
-BATCH = "batch"
-"""The lane of work that may wait; every other request is interactive."""
+from llmservice_operator.monitoring.promql import (
+    BATCH,
+    FINISHED,
+    KV_BLOCKS,
+    KV_USAGE,
+    MEMORY,
+    REJECTED,
+    RUNNING,
+    TTFT_BUCKET,
+    WAITING,
+)
 
 SERIES = (RUNNING, WAITING, KV_USAGE, FINISHED, REJECTED, TTFT_BUCKET, KV_BLOCKS, MEMORY)
 
@@ -33,7 +34,7 @@ Sample = tuple[str, Mapping[str, str], float]
 
 
 class ScrapeError(ValueError):
-    """What was read is not the metrics of an inference server."""
+    """The text is not the metrics of an inference server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +62,8 @@ class Scrape:
 def parse_exposition(text: str, time_s: float) -> Scrape:
     """A pod's `/metrics` answer; raises ScrapeError.
 
-    Only the lines of the series that are used are parsed, a tenth of the page, and without the families that
-    prometheus_client would make of them: it is done in every pass for every pod.
+    Only the lines of the series that are used are parsed, a tenth of the page, without prometheus_client's metric
+    families: this runs in every pass for every pod.
     https://prometheus.io/docs/instrumenting/exposition_formats/#text-based-format
     """
     return scrape_of(_samples(line for line in text.splitlines() if line.startswith(SERIES)), time_s)
@@ -81,9 +82,9 @@ def _samples(lines: Iterable[str]) -> Iterator[Sample]:
 
 
 def scrape_of(samples: Iterable[Sample], time_s: float) -> Scrape:
-    """Add up what is labelled by lane, reason or state; raises ScrapeError where it is no inference server's.
+    """Add up what is labelled by lane, reason or state; raises ScrapeError for samples of anything but our server.
 
-    A lane that nobody ever waited in has no series yet: that is a zero, no gap.
+    A lane that no request ever waited in has no series yet, which counts as zero.
     """
     totals: dict[str, float] = defaultdict(float)
     buckets: dict[float, float] = defaultdict(float)

@@ -1,1 +1,1 @@
-"""What a service is told: conditions, Events, the report, the last decisions."""
+"""The status of a service: conditions, Events, figures, decisions."""

@@ -1,40 +1,48 @@
-"""The six conditions: each verdict is a pure function of what was observed, its message says what to do."""
+"""The conditions: each verdict is a pure function of what was observed, its message says what to do."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from llmservice_operator.api import labels
+from llmservice_operator.api.resource import LLMService
 from llmservice_operator.api.spec import Manifest
 from llmservice_operator.api.status import Condition
-from llmservice_operator.pods.pod import OOM_REMEDY, Pod, Trouble
-from llmservice_operator.scaling.feasibility import Feasibility
-from llmservice_operator.scaling.scaling import Decision
-from llmservice_operator.sizing.sizing import Sized, SizingProblem
-from llmservice_operator.sizing.sizing_report import SizingReport
-from llmservice_operator.status.denial import denial_reason, pods_denied
+from llmservice_operator.pods.pod import (
+    OOM_REMEDY,
+    Pod,
+    Trouble,
+    denial_reason,
+    observed,
+    pods_denied,
+    rollout_overdue,
+    serving_present,
+)
+from llmservice_operator.pods.pod_model import Fetching
+from llmservice_operator.scaling.decision import Decision
+from llmservice_operator.signals.load import Load
+from llmservice_operator.sizing import GIB, Sized, SizingProblem, SizingReport
 
 READY, PROGRESSING, STALLED, SIZING_VALID = "Ready", "Progressing", "Stalled", "SizingValid"
 SCALING_ACTIVE, SLO_FEASIBLE = "ScalingActive", "SLOFeasible"
 NAME_TAKEN = "NameTaken"
-"""There only where it is True."""
+"""Present only where it is True."""
 
 UPDATING = "Updating"
-"""Reason of a service that would be Ready, had Kubernetes taken up the present spec already."""
+"""Reason of a service that would be Ready, had Kubernetes already observed the present spec."""
 
-Status = Literal["True", "False", "Unknown"]
 _MESSAGE_LIMIT = 2048
+_ENOUGH_REQUESTS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One condition before it meets its past."""
+    """A condition without its times."""
 
     type: str
-    status: Status
+    status: Literal["True", "False", "Unknown"]
     reason: str
     message: str
 
@@ -63,12 +71,12 @@ def _condition(past: Condition | None, verdict: Verdict, generation: int, now: f
 
 
 def printable(text: str) -> str:
-    """One line without control characters: what a pod logged last may end up on a terminal."""
+    """One line without control characters: a pod's last log line may be printed on a terminal."""
     return "".join(char if char.isprintable() else " " for char in text)
 
 
 def rfc3339(time_s: float) -> str:
-    """A moment as Kubernetes writes it, to the second."""
+    """A time as Kubernetes writes it, to the second."""
     return datetime.fromtimestamp(int(time_s), tz=UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -105,22 +113,22 @@ def ready_verdict(
     sizing: Sized | SizingProblem,
     blocked: Trouble | None,
 ) -> Verdict:
-    """Ready means that the present spec is served by as many replicas as are wanted, be that none.
+    """Ready means that the present spec is served by the wanted number of replicas, which may be none.
 
     `blocked` is what kept the operator from applying the Deployment or a Service.
     """
     ready = sum(pod.serves for pod in pods)
     present = serving_present(deployment, pods)
-    if isinstance(sizing, SizingProblem) or blocked is not None:
-        return _earlier_spec(ready, _held_up(sizing, blocked))
+    if (why := _held_up(sizing, blocked)) is not None:
+        return _held_up_verdict(ready, why)
     if desired == 0:
         return Verdict(READY, "True", "ScaledToZero", "no replica is asked for: raise spec.replicas to serve")
     troubles = _troubles(deployment, pods)
-    said = "".join(f"; {one.reason}: {one.message}" for one in troubles)
+    named = "".join(f"; {one.reason}: {one.message}" for one in troubles)
     if present < min(ready, desired):
-        which = f"{present} of {desired} replicas serve the present spec, {ready - present} an earlier one{said}"
+        which = f"{present} of {desired} replicas serve the present spec, {ready - present} an earlier one{named}"
         return Verdict(READY, "False", "ServingEarlierSpec" if troubles else "RollingOut", which)
-    counted = f"{present} of {desired} replicas are ready{said}{_restarted(pods)}"
+    counted = f"{present} of {desired} replicas are ready{named}{_restarted(pods)}"
     if present < desired:
         waiting = "PartlyReady" if present else "Starting"
         return Verdict(READY, "False", troubles[0].reason if troubles else waiting, counted)
@@ -129,11 +137,11 @@ def ready_verdict(
     return Verdict(READY, "True", "Serving", counted)
 
 
-def serving_present(deployment: Manifest | None, pods: Iterable[Pod]) -> int:
-    """How many pods of the Deployment's present template serve."""
-    template: dict[str, Any] = ((deployment or {}).get("spec") or {}).get("template") or {}
-    present = ((template.get("metadata") or {}).get("annotations") or {}).get(labels.TEMPLATE)
-    return sum(pod.serves and pod.template == present for pod in pods)
+def _held_up_verdict(ready: int, why: Trouble) -> Verdict:
+    if not ready:
+        return Verdict(READY, "False", why.reason, why.message)
+    message = f"{ready} replicas serve an earlier spec; the present one is held up: {why.reason}: {why.message}"
+    return Verdict(READY, "False", "ServingEarlierSpec", message)
 
 
 def _restarted(pods: Iterable[Pod]) -> str:
@@ -141,31 +149,21 @@ def _restarted(pods: Iterable[Pod]) -> str:
     return f"; OOMKilled: {killed} of them restarted after being killed for memory: {OOM_REMEDY}" if killed else ""
 
 
-def _earlier_spec(ready: int, why: Trouble) -> Verdict:
-    """What can't be served or applied now does not end what runs already, but it is not what was asked for."""
-    if not ready:
-        return Verdict(READY, "False", why.reason, why.message)
-    message = f"{ready} replicas serve an earlier spec; the present one is held up: {why.reason}: {why.message}"
-    return Verdict(READY, "False", "ServingEarlierSpec", message)
-
-
-def _held_up(sizing: Sized | SizingProblem, blocked: Trouble | None) -> Trouble:
+def _held_up(sizing: Sized | SizingProblem, blocked: Trouble | None) -> Trouble | None:
+    """Why the present spec can't be served or applied; pods of an earlier one keep running."""
     if isinstance(sizing, SizingProblem):
         return Trouble(sizing.reason, sizing.message)
-    assert blocked is not None  # noqa: S101 - one of the two holds it up
-    return _lifted(blocked)
+    return blocked and Trouble(denial_reason(blocked.message, blocked.reason), blocked.message)
 
 
-def _lifted(blocked: Trouble) -> Trouble:
-    return Trouble(denial_reason(blocked.message, blocked.reason), blocked.message)
-
-
-def observed(deployment: Manifest | None) -> bool:
-    """Whether Kubernetes has seen the Deployment as it is now."""
-    if deployment is None:
-        return False
-    seen = (deployment.get("status") or {}).get("observedGeneration", 0)
-    return bool(seen >= deployment["metadata"].get("generation", 0))
+def while_fetching(ready: Verdict, fetching: Fetching | None, uri: str) -> Verdict:
+    """`ready` with the download's progress, where nothing is wrong and the starting pods are downloading."""
+    if fetching is None or ready.reason != "Starting":
+        return ready
+    message = f"{fetching.pods} pods fetch {uri}" if fetching.pods > 1 else f"1 pod fetches {uri}"
+    if fetching.percent is not None and fetching.total_bytes:
+        message += f": {fetching.percent} % of {fetching.total_bytes / GIB:.2f} GiB"
+    return replace(ready, reason="FetchingModel", message=message)
 
 
 def progressing_verdict(
@@ -178,12 +176,9 @@ def progressing_verdict(
     """Progressing means that the operator or Kubernetes still works towards the spec."""
     if isinstance(sizing, SizingProblem):
         return Verdict(PROGRESSING, "False", sizing.reason, "nothing is changed until the spec can be served")
-    if blocked is not None:
-        why = _lifted(blocked)
+    if (why := _held_up(sizing, blocked) or rollout_overdue(deployment)) is not None:
         return Verdict(PROGRESSING, "False", why.reason, why.message)
     status: dict[str, Any] = (deployment or {}).get("status") or {}
-    if late := _too_late(deployment):
-        return Verdict(PROGRESSING, "False", late.reason, late.message)
     counts = [int(status.get(key, 0)) for key in ("updatedReplicas", "readyReplicas", "replicas")]
     if observed(deployment) and set(counts) == {desired}:
         return Verdict(PROGRESSING, "False", "Settled", f"all {desired} replicas run the present spec")
@@ -193,8 +188,17 @@ def progressing_verdict(
     return Verdict(PROGRESSING, "True", "RollingOut", f"{present} of {desired} replicas serve the present spec")
 
 
+def _troubles(deployment: Manifest | None, pods: Sequence[Pod]) -> list[Trouble]:
+    """Each kind of trouble once: first that of pods, without terminating ones, then what keeps pods from being made."""
+    found = [pod.trouble for pod in pods if not pod.terminating] + [
+        pods_denied(deployment),
+        rollout_overdue(deployment),
+    ]
+    return list({trouble.reason: trouble for trouble in found if trouble}.values())
+
+
 def stalled_verdict(ready: Verdict, progressing: Verdict) -> Verdict:
-    """Stalled means that nothing more happens until somebody acts, as kstatus reads it.
+    """Stalled means that nothing more happens until a user acts, as kstatus reads it.
 
     https://github.com/kubernetes-sigs/cli-utils/blob/master/pkg/kstatus/README.md
     """
@@ -215,16 +219,17 @@ def scaling_verdict(
         return Verdict(
             SCALING_ACTIVE, "False", "SizingInvalid", "replicas stay as they are until the spec can be served"
         )
-    if not decision.active and not any(pod.serves for pod in pods):
-        return Verdict(SCALING_ACTIVE, "Unknown", "NoReadyPods", "; ".join(decision.reasons))
     if not decision.active:
-        return Verdict(SCALING_ACTIVE, "False", "NoMetrics", "; ".join(decision.reasons))
+        message = "; ".join(decision.reasons)
+        if any(pod.serves for pod in pods):
+            return Verdict(SCALING_ACTIVE, "False", "NoMetrics", message)
+        return Verdict(SCALING_ACTIVE, "Unknown", "NoReadyPods", message)
     asks = f"the load asks for {decision.wanted} replicas, {decision.replicas} are set"
     return Verdict(SCALING_ACTIVE, "True", "FollowingLoad", f"{asks}; status.autoscaling says why")
 
 
 def name_verdict(name: str, namespace: str, holder: str | None) -> Verdict | None:
-    """NameTaken, where the gateway looks for the name in another namespace, `holder`."""
+    """NameTaken, where the gateway routes the name to another namespace, `holder`."""
     if holder is None or holder == namespace:
         return None
     why = "means that namespace" if name.startswith(f"{holder}/") else "belongs to an older service there"
@@ -235,24 +240,46 @@ def name_verdict(name: str, namespace: str, holder: str | None) -> Verdict | Non
     return Verdict(NAME_TAKEN, "True", "NameTaken", message)
 
 
-def slo_verdict(feasibility: Feasibility | None) -> Verdict:
-    if feasibility is None:
-        return Verdict(SLO_FEASIBLE, "Unknown", "NotAssessed", "nothing was measured yet")
-    return Verdict(SLO_FEASIBLE, feasibility.status, feasibility.reason, feasibility.message)
+def slo_verdict(
+    load: Load | None, ttft_target_s: float | None, *, itl_feasible: bool | None, before: Verdict | None
+) -> Verdict:
+    """Whether the promise can be kept: if one unloaded request already misses it, no replica helps.
+
+    It is judged by requests that had a replica to themselves; between those the last verdict is kept. `itl_feasible` is
+    the planner's answer on the inter-token latency: None without a promise, or where the GPU's rates are unknown.
+    """
+    if itl_feasible is False:
+        return Verdict(
+            SLO_FEASIBLE,
+            "False",
+            "ITLUnreachable",
+            "one sequence alone already misses slo.itlP99 on this GPU (every step reads all the weights):"
+            " raise it, or choose a GPU with more memory bandwidth or a smaller model",
+        )
+    if ttft_target_s is None:
+        return Verdict(SLO_FEASIBLE, "True", "NoTTFTPromise", "no slo.ttftP99 is promised")
+    known = before if before is not None and before.status != "Unknown" else None
+    if load is None or load.ttft_p50_s is None or load.ttft_p99_s is None:
+        return known or Verdict(SLO_FEASIBLE, "Unknown", "NoTraffic", "no request was measured lately")
+    unloaded = load.peak_in_flight <= 1 and load.ttft_count >= _ENOUGH_REQUESTS
+    if unloaded and load.ttft_p50_s > ttft_target_s:
+        return Verdict(
+            SLO_FEASIBLE,
+            "False",
+            "UnloadedRequestMissesTarget",
+            f"half of the requests that had a replica to themselves took more than {load.ttft_p50_s:.2f}s to the first"
+            f" token, {ttft_target_s:.2f}s is promised: more replicas can't help. Raise slo.ttftP99, shorten prompts,"
+            " or choose a faster GPU or a smaller model",
+        )
+    if load.ttft_p99_s <= ttft_target_s or unloaded:
+        reachable = "requests reach their first token within slo.ttftP99 when unloaded"
+        return Verdict(SLO_FEASIBLE, "True", "TargetReachable", reachable)
+    return known or Verdict(SLO_FEASIBLE, "Unknown", "NotMeasuredUnloaded", "no unloaded request was measured yet")
 
 
-def _troubles(deployment: Manifest | None, pods: Sequence[Pod]) -> list[Trouble]:
-    """Each kind of trouble once, terminating pods left out: the pods' own, then what keeps pods from being made."""
-    whole = [trouble for trouble in (pods_denied(deployment), _too_late(deployment)) if trouble]
-    own = [pod.trouble for pod in pods if pod.trouble and not pod.terminating]
-    return list({trouble.reason: trouble for trouble in (*own, *whole)}.values())
-
-
-def _too_late(deployment: Manifest | None) -> Trouble | None:
-    status: dict[str, Any] = (deployment or {}).get("status") or {}
-    progress: dict[str, Any] = next(
-        (one for one in status.get("conditions") or [] if one.get("type") == "Progressing"), {}
-    )
-    if progress.get("reason") != "ProgressDeadlineExceeded":
+def remembered_slo(service: LLMService) -> Verdict | None:
+    """The verdict on the promise that the status kept, where it is about the present spec."""
+    condition = service.status.condition(SLO_FEASIBLE)
+    if condition is None or condition.observed_generation != service.metadata.generation:
         return None
-    return Trouble("ProgressDeadlineExceeded", str(progress.get("message") or "the rollout takes too long"))
+    return Verdict(SLO_FEASIBLE, condition.status, condition.reason, condition.message)

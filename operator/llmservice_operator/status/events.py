@@ -1,7 +1,8 @@
-"""Events of a service: one where a condition flips or changes its reason, one where the number of replicas changes."""
+"""Events of a service, one for each transition of a condition and each change of the replicas, and posting them."""
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Iterable
@@ -9,6 +10,7 @@ from collections.abc import Iterable
 from llmservice_operator.api.resource import MANAGER, LLMService
 from llmservice_operator.api.spec import Manifest
 from llmservice_operator.api.status import Condition, LLMServiceStatus
+from llmservice_operator.cluster.kube_client import KubeClient, KubeError
 from llmservice_operator.status.conditions import READY, SCALING_ACTIVE, SIZING_VALID, SLO_FEASIBLE, rfc3339
 
 _MESSAGE_LIMIT = 1024
@@ -17,7 +19,7 @@ _CALM = frozenset({"Starting", "FetchingModel", "PartlyReady", "Updating", "Roll
 
 
 def transition_events(service: LLMService, after: LLMServiceStatus, now: float) -> list[Manifest]:
-    """What changed between the status that was read and the one that is written."""
+    """The changes from the status that was read to the one that is written."""
     before = {condition.type: condition for condition in service.status.conditions}
     changed = [one for one in after.conditions if _differs(before.get(one.type), one)]
     return [_condition_event(service, condition, now, number) for number, condition in enumerate(changed)]
@@ -30,7 +32,7 @@ def scaled_event(service: LLMService, before: int, after: int, reasons: Iterable
 
 
 def _differs(before: Condition | None, after: Condition) -> bool:
-    """A new service tells only of its sizing, of what is wrong, and that it serves; that it starts is no news."""
+    """A new service has Events about its sizing, problems, and that it serves; not that it starts."""
     if before is None:
         return after.type == SIZING_VALID or (after.type, after.status) == (READY, "True") or _warns(after)
     return (before.status, before.reason) != (after.status, after.reason)
@@ -63,3 +65,63 @@ def _manifest(service: LLMService, reason: str, message: str, kind: str, now: fl
         "reportingComponent": MANAGER,
         "reportingInstance": f"{socket.gethostname()}-{os.getpid()}",
     }
+
+
+logger = logging.getLogger(__name__)
+
+_FOLD_S = 600.0
+_REMEMBERED = 1024
+_MAX_PENDING = 32
+"""Events of one service that are kept while the API server can't be reached."""
+
+_Key = tuple[str, str, str]
+"""Uid of the service, reason, message."""
+
+
+class EventRecorder:
+    """Posts Events, and never raises, since no pass should be repeated for an Event.
+
+    A repeated Event raises the count of the first one. Events that fail for the moment are posted with the service's
+    next Events, or in its next pass.
+    """
+
+    def __init__(self, client: KubeClient) -> None:
+        self._client = client
+        self._posted: dict[_Key, tuple[float, Manifest]] = {}
+        self._pending: dict[tuple[str, str], list[Manifest]] = {}
+
+    async def post(self, namespace: str, name: str, events: Iterable[Manifest], now: float) -> None:
+        """Post the pending Events of this service, then the new ones."""
+        for event in [*self._pending.pop((namespace, name), []), *events]:
+            logger.info("%s/%s: %s", namespace, name, event["message"])
+            try:
+                await self._post(event, now)
+            except KubeError as error:
+                logger.warning("event not posted: %s", error)
+                pending = self._pending.setdefault((namespace, name), [])
+                if error.transient and len(pending) < _MAX_PENDING:
+                    pending.append(event)
+
+    def forget(self, namespace: str, name: str) -> None:
+        """Drop the pending Events of a service that is gone."""
+        self._pending.pop((namespace, name), None)
+
+    async def _post(self, event: Manifest, now: float) -> None:
+        key = (event["involvedObject"]["uid"], event["reason"], event["message"])
+        since, known = self._posted.pop(key, (0.0, None))
+        if known is not None and 0 <= now - since < _FOLD_S:
+            folded = {"count": known["count"] + 1, "lastTimestamp": event["lastTimestamp"]}
+            if await self._client.patch_event(known["metadata"]["namespace"], known["metadata"]["name"], folded):
+                self._remember(key, since, {**known, **folded})
+                return
+        try:
+            await self._client.create_event(event)
+        except KubeError as error:
+            if error.reason != "AlreadyExists":  # else it was created, and only the answer was lost
+                raise
+        self._remember(key, now, event)
+
+    def _remember(self, key: _Key, since: float, event: Manifest) -> None:
+        self._posted[key] = (since, event)
+        if len(self._posted) > _REMEMBERED:
+            del self._posted[next(iter(self._posted))]

@@ -1,22 +1,24 @@
-"""What the status keeps of a model: a restart must neither forget its figures nor learn others."""
+"""`status.model` and `status.sizing`: a restarted operator uses the same figures and does not restart pods."""
 
 from __future__ import annotations
 
 from llmservice_operator.api.model_spec import ModelSource
-from llmservice_operator.api.status import FetchStatus, ModelStatus, SizingStatus
-from llmservice_operator.models.source import Figures, Model
+from llmservice_operator.api.status import FetchStatus, MeasuredStatus, ModelStatus, SizingStatus
+from llmservice_operator.locations import Figures, Model
 from llmservice_operator.pods.pod_model import Fetching
-from llmservice_operator.sizing.sizing_report import SizingReport
+from llmservice_operator.sizing import GIB, Sized, SizingReport
 from llmservice_planner.shape import ModelShape, ShapeError
 
-_GIB = 2**30
+_SERVER = "server"
+"""What limited a number that the server worked out by itself."""
+_EXPLANATION_LIMIT = 8192
 
 
 def known_figures(status: ModelStatus | None, source: ModelSource) -> Figures | None:
-    """The figures that were learned of this very model; None where there are none, or somebody broke them."""
+    """The figures that the status has of this very model; None where there are none, or they are invalid."""
     if status is None or (status.uri, status.revision) != (source.uri, source.revision):
         return None
-    if status.figures_from == "spec":  # they went with spec.model.shape
+    if status.figures_from == "spec":  # they are read from spec.model.shape again
         return None
     try:
         shape = ModelShape.from_fields(status.shape) if status.shape else None
@@ -27,8 +29,24 @@ def known_figures(status: ModelStatus | None, source: ModelSource) -> Figures | 
     return Figures(status.figures_from, shape, status.weights_file_bytes)
 
 
+def model_status(source: ModelSource, model: Model, fetching: Fetching | None) -> ModelStatus:
+    return ModelStatus(
+        uri=source.uri,
+        revision=source.revision,
+        figures_from=model.figures_from,
+        shape=model.shape.to_fields() if model.shape else None,
+        weights_file_bytes=model.weights_file_bytes,
+        fetch=None if fetching is None else _fetch_status(fetching),
+    )
+
+
+def _fetch_status(fetching: Fetching) -> FetchStatus:
+    total_gib = _gib(fetching.total_bytes) if fetching.total_bytes else None
+    return FetchStatus(pods=fetching.pods, percent=fetching.percent, total_gib=total_gib)
+
+
 def remembered_report(sizing: SizingStatus | None, known: Figures, block_size: int) -> SizingReport | None:
-    """What a server told before, while none tells now: scaled to zero, or out of reach for a moment."""
+    """The report that the status kept, while no server answers: scaled to zero, or unreachable for a moment."""
     if sizing is None or sizing.source != "pod":
         return None
     num_blocks = sizing.measured.blocks if sizing.measured else max(0, sizing.blocks - 1)
@@ -37,28 +55,66 @@ def remembered_report(sizing: SizingStatus | None, known: Figures, block_size: i
         max_model_len=sizing.max_model_len,
         block_size=block_size,
         num_blocks=num_blocks,
-        weights_bytes=int(sizing.weights_gib * _GIB),
+        weights_bytes=int(sizing.weights_gib * GIB),
         kv_cache_bytes=sizing.kv_bytes_per_token * (num_blocks + 1) * block_size,
-        activations_bytes=int(sizing.overhead_gib * _GIB),
+        activations_bytes=int(sizing.overhead_gib * GIB),
         shape=known.shape,
     )
 
 
-def model_status(source: ModelSource, model: Model, fetching: Fetching | None) -> ModelStatus:
-    return ModelStatus(
-        uri=source.uri,
-        revision=source.revision,
-        figures_from=model.figures_from,
-        shape=model.shape.to_fields() if model.shape else None,
-        weights_file_bytes=model.weights_file_bytes,
-        fetch=fetch_status(fetching),
-    )
-
-
-def fetch_status(fetching: Fetching | None) -> FetchStatus | None:
-    if fetching is None:
+def sizing_status(sized: Sized, measured: MeasuredStatus | None) -> SizingStatus | None:
+    """The prediction with its working, and beside it what a server measured; None before either."""
+    answer, report = sized.plan, sized.report
+    if sized.self_sized and report is None:
         return None
-    total = fetching.total_bytes
-    return FetchStatus(
-        pods=fetching.pods, percent=fetching.percent, total_gib=round(total / _GIB, 2) if total else None
+    if answer is None:
+        return None if report is None else _reported_sizing(report)
+    return SizingStatus(
+        source="pod" if report else "operator",
+        max_num_seqs=report.max_num_seqs if report else answer.max_num_seqs,
+        max_model_len=report.max_model_len if report else answer.max_model_len,
+        kv_bytes_per_token=answer.kv_bytes_per_token,
+        weights_gib=_gib(answer.weights_bytes),
+        overhead_gib=_gib(answer.overhead_bytes),
+        kv_pool_gib=_gib(answer.kv_pool_bytes),
+        blocks=answer.num_blocks,
+        limited_by=_SERVER if report else answer.limited_by,
+        measured=measured,
+        explanation="\n".join([*sized.notes, *answer.explanation])[:_EXPLANATION_LIMIT],
     )
+
+
+def _reported_sizing(report: SizingReport) -> SizingStatus:
+    """Without a prediction, the server's figures are all there is."""
+    tokens = max(1, (report.num_blocks + 1) * report.block_size)
+    return SizingStatus(
+        source="pod",
+        max_num_seqs=report.max_num_seqs,
+        max_model_len=report.max_model_len,
+        kv_bytes_per_token=report.kv_cache_bytes // tokens,
+        weights_gib=_gib(report.weights_bytes),
+        overhead_gib=_gib(report.activations_bytes),
+        kv_pool_gib=_gib(report.kv_cache_bytes),
+        blocks=report.num_blocks + 1,
+        limited_by=_SERVER,
+        explanation="The server sized itself, for the model's figures could not be read before it ran, nor planned with"
+        " after. These are the numbers that it found after loading.",
+    )
+
+
+def measured_status(sized: Sized, blocks: int, weights_bytes: float | None) -> MeasuredStatus:
+    """The figures that a running server measured, against the predicted ones. `blocks` excludes the null block.
+
+    A server that sized itself had no prediction: it bounds its pool by what its sequences can use, and by what it
+    measured, so that a difference says nothing about the prediction.
+    """
+    predicted = None if sized.self_sized or sized.plan is None else max(0, sized.plan.num_blocks - 1)
+    return MeasuredStatus(
+        blocks=blocks,
+        weights_gib=None if weights_bytes is None else _gib(weights_bytes),
+        error_percent=None if predicted is None or not blocks else round((predicted - blocks) / blocks * 100, 1),
+    )
+
+
+def _gib(number_of_bytes: float) -> float:
+    return round(number_of_bytes / GIB, 2)

@@ -1,33 +1,42 @@
-"""The status that a service should have, from what a pass observed and decided."""
+"""The status that a service should have, from what a pass observed and decided, and the patch that writes it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
 
 from llmservice_operator.api import labels
 from llmservice_operator.api.resource import LLMService
 from llmservice_operator.api.spec import Manifest
-from llmservice_operator.api.status import (
-    AutoscalingStatus,
-    Condition,
-    LLMServiceStatus,
-    MeasuredStatus,
-    ModelStatus,
-    SignalStatus,
-    SizingStatus,
-)
-from llmservice_operator.children.children import service_url
+from llmservice_operator.api.status import AutoscalingStatus, Condition, LLMServiceStatus, MeasuredStatus
+from llmservice_operator.children.expected import service_url
 from llmservice_operator.pods.pod import Pod, Trouble
 from llmservice_operator.pods.pod_model import Fetching
-from llmservice_operator.scaling.feasibility import Feasibility
-from llmservice_operator.scaling.scaling import Decision, ScalePolicy
+from llmservice_operator.scaling.decision import Decision
+from llmservice_operator.scaling.history import Timed
+from llmservice_operator.scaling.policy import ScalePolicy
 from llmservice_operator.signals.load import Load
-from llmservice_operator.signals.service_queries import ServiceQueries
-from llmservice_operator.sizing.sizing import Sized, SizingProblem, measure, sizing_status
+from llmservice_operator.sizing import Sized, SizingProblem
+from llmservice_operator.status.autoscaling_status import (
+    UNLIMITED,
+    WriteAllowance,
+    capacity_status,
+    log_decision,
+    rounded,
+    signals_status,
+    throttled,
+)
 from llmservice_operator.status.conditions import (
+    PROGRESSING,
+    READY,
     SCALING_ACTIVE,
+    SIZING_VALID,
+    SLO_FEASIBLE,
+    STALLED,
     UPDATING,
     Verdict,
     conditions,
@@ -36,14 +45,10 @@ from llmservice_operator.status.conditions import (
     ready_verdict,
     scaling_verdict,
     sizing_verdict,
-    slo_verdict,
     stalled_verdict,
+    while_fetching,
 )
-from llmservice_operator.status.decision_log import log_decision
-from llmservice_operator.status.fetch_verdict import while_fetching
-from llmservice_operator.status.model_status import model_status
-from llmservice_operator.status.note_times import AT_ONCE, Noting
-from llmservice_operator.status.signal_status import capacity_status, noted, noted_signals, rounded, signals_of
+from llmservice_operator.status.model_status import measured_status, model_status, sizing_status
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,54 +59,55 @@ class Outcome:
     load: Load | None
     decision: Decision
     desired: int
-    """Replicas that the Deployment is asked for after the pass."""
-    feasibility: Feasibility | None = None
+    """Replicas that the Deployment is set to after the pass."""
+    slo: Verdict
+    """Whether the promise can be kept."""
     startup_s: float | None = None
     blocked: Trouble | None = None
     """What kept the children from being applied."""
     unreachable: bool = True
-    """Whether the Deployment or a Service is among them: without those nobody is served."""
+    """Whether the Deployment or a Service is among them: without those no request is served."""
     policy: ScalePolicy | None = None
-    """What is scaled by; None without autoscaling."""
-    drain: tuple[float, float] | None = None
-    """(when, requests per second) that one full replica was last measured to finish."""
+    """None without autoscaling."""
+    capacity: Timed | None = None
+    """What one full replica was last measured to finish."""
     fetching: Fetching | None = None
-    """The downloads of the model, while there are some."""
+    """The downloads of the model, if any."""
     settling: bool = False
-    """Whether Kubernetes was given a change a moment ago and has not taken it up yet."""
+    """Whether the Deployment was changed a moment ago and Kubernetes has not observed it yet."""
     name_holder: str | None = None
-    """The namespace that the bare served name belongs to."""
-    noting: Noting = AT_ONCE
-    """What may be written of the load's figures."""
+    """The namespace that the gateway routes the served name to."""
+    allowance: WriteAllowance = UNLIMITED
 
     def resumes(self, service: LLMService) -> bool:
-        """Whether what the status says of the scaling stands as this process found it."""
+        """Whether the scaling part of the status is kept as this process found it."""
         past, known = service.status.condition(SCALING_ACTIVE), service.status.autoscaling
         if past is None or known is None or past.observed_generation != service.metadata.generation:
             return False
-        return self.noting.resuming and known.desired_replicas == self.desired
+        return self.allowance.resuming and known.desired_replicas == self.desired
 
 
 def expected_status(
     service: LLMService, deployment: Manifest | None, pods: Sequence[Pod], outcome: Outcome, now: float
 ) -> LLMServiceStatus:
     """The whole status. The same observations give the same status, so that nothing is rewritten without a change."""
+    status, generation, sizing = service.status, service.metadata.generation, outcome.sizing
     live = [pod for pod in pods if not pod.terminating]
+    if isinstance(sizing, SizingProblem):  # pods that serve an earlier spec keep the figures that they started with
+        model, sized = status.model, status.sizing
+    else:
+        model = model_status(service.spec.model, sizing.model, outcome.fetching)
+        sized = sizing_status(sizing, _measured(service, sizing, outcome.load))
     return LLMServiceStatus(
-        observed_generation=service.metadata.generation,
+        observed_generation=generation,
         replicas=len(live),
         ready_replicas=sum(pod.serves for pod in live),
         selector=labels.selector(service.name),
         url=service_url(service),
-        model=_model(service, outcome),
-        sizing=_sizing(service, outcome),
-        autoscaling=_autoscaling(service, live, outcome, now),
-        conditions=conditions(
-            service.status.conditions,
-            _verdicts(service, deployment, live, outcome),
-            service.metadata.generation,
-            now,
-        ),
+        model=model,
+        sizing=sized,
+        autoscaling=_autoscaling(service, outcome, now),
+        conditions=conditions(status.conditions, _verdicts(service, deployment, live, outcome), generation, now),
     )
 
 
@@ -118,14 +124,16 @@ def _verdicts(
         stalled_verdict(ready, progressing),
         sizing_verdict(sizing),
         _scaling(service, pods, outcome),
-        slo_verdict(outcome.feasibility),
+        outcome.slo,
         *([taken] if taken else []),
     ]
 
 
 def _settled(service: LLMService, ready: Verdict, outcome: Outcome) -> Verdict | Condition:
-    """What serves does not become unready for the moment that Kubernetes takes to notice a change: until then the
-    condition goes on speaking of the generation before."""
+    """A service that serves stays Ready for the moment that Kubernetes takes to observe a change.
+
+    Until then the condition keeps the generation before.
+    """
     past = service.status.condition(ready.type)
     keeps = ready.reason == UPDATING and outcome.settling and past is not None and past.status == "True"
     return past if keeps and past is not None else ready
@@ -139,54 +147,85 @@ def _scaling(service: LLMService, pods: Sequence[Pod], outcome: Outcome) -> Verd
     return scaling_verdict(outcome.decision, pods, outcome.sizing, autoscaled=autoscaled)
 
 
-def _model(service: LLMService, outcome: Outcome) -> ModelStatus | None:
-    """Like the sizing, it keeps speaking about the model that runs."""
-    if isinstance(outcome.sizing, SizingProblem):
-        return service.status.model
-    return model_status(service.spec.model, outcome.sizing.model, outcome.fetching)
-
-
-def _sizing(service: LLMService, outcome: Outcome) -> SizingStatus | None:
-    """Pods that serve an earlier spec keep the figures that they were started with."""
-    if isinstance(outcome.sizing, SizingProblem):
-        return service.status.sizing
-    return sizing_status(outcome.sizing, _measured(service, outcome.sizing, outcome.load))
-
-
 def _measured(service: LLMService, sizing: Sized, load: Load | None) -> MeasuredStatus | None:
     if sizing.plan is None:
         return None
     if load is not None and load.kv_blocks:
-        return measure(sizing, load.kv_blocks, load.weights_bytes)
+        return measured_status(sizing, load.kv_blocks, load.weights_bytes)
     before = service.status.sizing
     unchanged = service.status.observed_generation == service.metadata.generation
     return before.measured if before and unchanged else None
 
 
-def _autoscaling(service: LLMService, pods: Sequence[Pod], outcome: Outcome, now: float) -> AutoscalingStatus:
-    """Load figures for every service; decisions and signals only where the operator is the one who decides."""
-    load, noting = outcome.load, outcome.noting
+def _autoscaling(service: LLMService, outcome: Outcome, now: float) -> AutoscalingStatus:
+    """Load figures for every service; decisions and signals only where the operator decides."""
+    load, policy, allowance = outcome.load, outcome.policy, outcome.allowance
     before = service.status.autoscaling or AutoscalingStatus(desired_replicas=outcome.desired)
     waiting = round(load.waiting / len(load.pods), 1) if load else None
     resumes = outcome.resumes(service)
     decides = service.spec.autoscaling is not None and isinstance(outcome.sizing, Sized) and not resumes
-    log = before.decisions
+    log, capacity = before.decisions, outcome.capacity
     return AutoscalingStatus(
         desired_replicas=outcome.desired,
-        queue_depth=noted(before.queue_depth, waiting, noting),
-        ttft_p99_seconds=noted(before.ttft_p99_seconds, rounded(load.ttft_p99_s if load else None), noting),
+        queue_depth=throttled(before.queue_depth, waiting, allowance),
+        ttft_p99_seconds=throttled(before.ttft_p99_seconds, rounded(load.ttft_p99_s if load else None), allowance),
         startup_seconds=math.ceil(outcome.startup_s) if outcome.startup_s is not None else None,
-        capacity=before.capacity if resumes else capacity_status(before.capacity, outcome.drain),
-        signals=_signals(service, before, outcome),
+        capacity=before.capacity if resumes else capacity_status(before.capacity, capacity),
+        signals=signals_status(service.key, load, policy, capacity and capacity[1], before.signals, allowance)
+        if policy
+        else [],
         decisions=log_decision(log, outcome.decision, now) if decides else log,
     )
 
 
-def _signals(service: LLMService, before: AutoscalingStatus, outcome: Outcome) -> list[SignalStatus]:
-    if outcome.policy is None:
-        return []
-    counts_batch = outcome.policy.batch == "scale"
-    queries = ServiceQueries(service.namespace, service.name, outcome.policy.window_s, counts_batch)
-    drain_per_s = None if outcome.drain is None else outcome.drain[1]
-    present = signals_of(outcome.load, outcome.policy, drain_per_s, queries)
-    return noted_signals(before.signals, present, outcome.noting)
+def merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON merge patch (RFC 7386) from `before` to `after`: empty where equal, null where a key goes away."""
+    patch: dict[str, Any] = {key: None for key in before if key not in after}
+    for key, value in after.items():
+        if key in before and before[key] == value:
+            continue
+        if isinstance(value, Mapping) and isinstance(before.get(key), Mapping):
+            patch[key] = merge_patch(before[key], value)
+        else:
+            patch[key] = value
+    return patch
+
+
+class InvalidSpecError(Exception):
+    """A spec that the API server accepted under another version of the CRD. The message names each wrong field."""
+
+    def __init__(self, manifest: Manifest, error: ValidationError) -> None:
+        fields = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors(include_url=False))
+        super().__init__("; ".join(fields))
+        self.manifest = manifest
+
+
+def parse_service(manifest: Manifest) -> LLMService:
+    """Raises InvalidSpecError. An invalid status is ignored, and written anew by the pass."""
+    try:
+        return LLMService.model_validate(manifest)
+    except ValidationError:
+        pass
+    try:
+        return LLMService.model_validate({key: value for key, value in manifest.items() if key != "status"})
+    except ValidationError as error:
+        raise InvalidSpecError(manifest, error) from error
+
+
+def invalid_spec_patch(error: InvalidSpecError, now: float) -> dict[str, Any]:
+    """What to change in the status; empty where it is right already. Running pods are left alone, figures stay."""
+    raw = error.manifest.get("status") or {}
+    try:
+        before = LLMServiceStatus.model_validate(raw).conditions
+    except ValidationError:
+        before = []
+    reason, message = "InvalidSpec", f"the spec does not fit this operator's CRD, correct it: {error}"
+    verdicts = [Verdict(kind, "False", reason, message) for kind in (READY, PROGRESSING, SIZING_VALID)]
+    verdicts.append(Verdict(STALLED, "True", reason, message))
+    verdicts += [Verdict(kind, "Unknown", reason, "the spec comes first") for kind in (SCALING_ACTIVE, SLO_FEASIBLE)]
+    generation = int(error.manifest["metadata"].get("generation", 1))
+    after = [one.model_dump(by_alias=True) for one in conditions(before, verdicts, generation, now)]
+    return merge_patch(
+        {key: raw.get(key) for key in ("observedGeneration", "conditions")},
+        {"observedGeneration": generation, "conditions": after},
+    )

@@ -172,20 +172,6 @@ async def test_kubectl_scale_writes_spec_replicas(kube: KubeClient, manifest_of:
     assert service["spec"]["replicas"] == 3
 
 
-def test_columns_show_what_an_operator_asks_first() -> None:
-    columns = crd()["spec"]["versions"][0]["additionalPrinterColumns"]
-
-    assert [column["name"] for column in columns] == [
-        "Model",
-        "Ready",
-        "Replicas",
-        "Desired",
-        "MaxSeqs",
-        "TTFT-p99",
-        "Age",
-    ]
-
-
 def test_generating_leaves_no_trace_between_calls() -> None:
     first = deepcopy(crd())
     assert crd() == first

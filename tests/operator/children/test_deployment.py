@@ -1,12 +1,19 @@
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
-from llmservice_operator.children.deployment import expected_deployment, server_args
-from llmservice_operator.models.source import Model
-from llmservice_operator.sizing.sizing import Sized, size
+from llmservice_operator.api.resource import LLMService
+from llmservice_operator.api.spec import Engine, LLMServiceSpec
+from llmservice_operator.children.deployment import expected_deployment, server_args, startup_budget
+from llmservice_operator.locations import Model, ModelLocation
+from llmservice_operator.sizing import Sized, size
+from llmservice_planner.gpu import find_gpu
 
 
 def flags(args: list[str]) -> dict[str, str]:
@@ -38,9 +45,7 @@ def test_the_sizing_becomes_the_servers_flags(service_of: Any, sized: Sized) -> 
     }
 
 
-def test_prefix_caching_is_on_unless_it_is_turned_off_and_swap_space_is_none_unless_given(
-    service_of: Any, sized: Sized
-) -> None:
+def test_prefix_caching_is_on_and_swap_space_zero_by_default(service_of: Any, sized: Sized) -> None:
     plain = server_args(service_of(), sized)
     assert not {"--no-prefix-caching", "--swap-space-gib"} & set(plain)
     engine = {"prefixCaching": False, "swapSpaceGiB": 1.5}
@@ -116,7 +121,7 @@ def test_the_users_environment_wins_over_the_operators(service_of: Any, sized: S
     assert all(variable in given for variable in env)
 
 
-def test_what_a_pod_may_write_to_has_a_size(service_of: Any, sized: Sized) -> None:
+def test_writable_volumes_have_a_size_limit(service_of: Any, sized: Sized) -> None:
     spec = pod_spec(service_of(), sized)
 
     volumes = {volume["name"]: volume["emptyDir"] for volume in spec["volumes"] if "emptyDir" in volume}
@@ -127,7 +132,7 @@ def test_what_a_pod_may_write_to_has_a_size(service_of: Any, sized: Sized) -> No
     assert mounts == {"/tmp": "tmp", "/cache": "cache", "/dev/shm": "shm", "/srv/models/tiny": "models"}
 
 
-def test_what_the_pod_template_adds_reaches_the_pods(service_of: Any, sized: Sized) -> None:
+def test_the_pod_template_of_the_spec_reaches_the_pods(service_of: Any, sized: Sized) -> None:
     secret = {"name": "adapters", "secret": {"secretName": "adapters"}}
     sidecar = {"name": "log-shipper", "image": "shipper:1"}
     template = {
@@ -182,3 +187,212 @@ def test_threads_follow_the_cores(cpu: str, limit: str | None, threads: str, ser
     service = service_of(resources={"gpu": {"count": 0}, "requests": {"cpu": cpu}, **limits})
 
     assert flags(server_args(service, sized))["--threads"] == threads
+
+
+BASE: dict[str, Any] = {
+    "model": {"uri": "file:///tiny"},
+    "resources": {"gpu": {"product": "l40s"}},
+    "engine": {"maxModelLen": 8192, "maxNumSeqs": "auto"},
+}
+ENGINE_CHANGES: dict[str, dict[str, Any]] = {
+    "maxModelLen": {"maxModelLen": 4096},
+    "maxNumSeqs": {"maxNumSeqs": 3},
+    "sizing.policy": {"sizing": {"policy": "expected", "expectedTokens": 1000}},
+    "sizing.expectedTokens": {"sizing": {"policy": "expected", "expectedTokens": 2000}},
+    "gpuMemoryUtilization": {"gpuMemoryUtilization": 0.8},
+    "kvCacheDtype": {"kvCacheDtype": "float16"},
+    "blockSize": {"blockSize": 32},
+    "maxNumBatchedTokens": {"maxNumBatchedTokens": 512},
+    "prefixCaching": {"prefixCaching": False},
+    "swapSpaceGiB": {"swapSpaceGiB": 1},
+}
+ROLLS: list[dict[str, Any]] = [
+    {"model": {"uri": "file:///tiny", "servedName": "other"}},
+    {"model": {"uri": "file:///tiny", "dtype": "float16"}},
+    {"resources": {"gpu": {"product": "a100-40gb"}}},
+    {"resources": {"gpu": {"product": "l40s"}, "requests": {"cpu": "2"}}},
+    {"drainTimeout": "2m"},
+    {"lanes": {"default": "batch"}},
+    {"scheduling": {"priorityClassName": "high"}},
+    {"podTemplate": {"labels": {"team": "a"}}},
+]
+STAYS: list[dict[str, Any]] = [
+    {"replicas": 5},
+    {"autoscaling": {"maxReplicas": 4}},
+    {"slo": {"ttftP99": "2s"}},
+    {"rollout": {"maxSurge": 0, "maxUnavailable": 1}},
+    {"monitoring": {"podMonitor": True}},
+    {"networkPolicy": {"enabled": False}},
+    {"networkPolicy": {"to": [{}]}},
+]
+
+
+@pytest.fixture
+def llama(model: Model) -> Model:
+    """Of a size that an L40S holds with little to spare, so that every figure matters."""
+    shape = replace(
+        model.shape,
+        layers=32,
+        hidden_size=4096,
+        intermediate_size=14336,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        vocab_size=128256,
+        max_position_embeddings=8192,
+        dtype="bfloat16",
+    )
+    return replace(model, shape=shape)
+
+
+def template(model: Model, spec: dict[str, Any], **rest: Any) -> Any:
+    metadata = {"name": "tiny", "namespace": "team-a", "uid": "u", **rest.pop("metadata", {})}
+    service = LLMService.model_validate({"metadata": metadata, "spec": {**BASE, **spec}, **rest})
+    answer = size(service.spec, model)
+    assert isinstance(answer, Sized)
+    return expected_deployment(service, answer, 1, "img:1")["spec"]["template"]
+
+
+def fields(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every leaf of a model by its path in YAML."""
+    for name, field in model.model_fields.items():
+        path = prefix + (field.alias or name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from fields(field.annotation, f"{path}.")
+        else:
+            yield path
+
+
+def test_every_field_of_the_engine_is_in_the_table() -> None:
+    assert set(fields(Engine)) == ENGINE_CHANGES.keys()
+
+
+@pytest.mark.parametrize("field", ENGINE_CHANGES)
+def test_a_change_of_any_engine_field_replaces_the_pods(field: str, llama: Model) -> None:
+    """`sizing` speaks through maxNumSeqs: auto, so that with a fixed number it changes nothing."""
+    before = {"engine": dict(BASE["engine"])}
+    after = {"engine": {**BASE["engine"], **ENGINE_CHANGES[field]}}
+    if field == "sizing.expectedTokens":
+        before["engine"]["sizing"] = {"policy": "expected", "expectedTokens": 1000}
+
+    assert template(llama, before) != template(llama, after)
+
+
+@pytest.mark.parametrize("change", ROLLS, ids=str)
+def test_changes_of_the_pod_template_replace_pods(change: dict[str, Any], llama: Model) -> None:
+    assert template(llama, change) != template(llama, {})
+
+
+@pytest.mark.parametrize("change", STAYS, ids=str)
+def test_other_changes_do_not_replace_pods(change: dict[str, Any], llama: Model) -> None:
+    assert template(llama, change) == template(llama, {})
+
+
+def test_the_tables_speak_of_every_part_of_the_spec() -> None:
+    covered = {name for change in ROLLS + STAYS for name in change} | {"engine"}
+    assert {field.alias or name for name, field in LLMServiceSpec.model_fields.items()} == covered
+
+
+def test_labels_annotations_generation_and_status_of_the_service_leave_the_pods(llama: Model) -> None:
+    metadata = {"labels": {"a": "b"}, "annotations": {"c": "d"}, "generation": 9, "resourceVersion": "7"}
+    status = {"observedGeneration": 8, "replicas": 3, "readyReplicas": 2, "url": "http://x"}
+
+    assert template(llama, {}, metadata=metadata, status=status) == template(llama, {})
+
+
+def test_the_template_is_deterministic_and_does_not_modify_the_spec(llama: Model) -> None:
+    before = copy.deepcopy(BASE)
+
+    assert template(llama, {}) == template(llama, {})
+    assert before == BASE
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("weights_gib", "downloads", "load_s", "progress_s"),
+    [
+        (0.01, False, 600, 1500),
+        (14.96, False, 600, 1500),
+        (131.4, False, 1651, 2551),
+        (131.4, True, 1651, 13839),
+    ],
+)
+def test_patience_grows_with_the_weights(weights_gib: float, downloads: bool, load_s: int, progress_s: int) -> None:
+    budget = startup_budget(weights_gib * GIB, downloads=downloads)
+
+    assert (budget.load_s, budget.progress_s) == (load_s, progress_s)
+
+
+@pytest.mark.parametrize("weights_gib", [0, 1, 100, 1000])
+@pytest.mark.parametrize("downloads", [False, True])
+def test_a_rollout_is_never_called_stuck_while_a_pod_may_still_load(weights_gib: int, downloads: bool) -> None:
+    budget = startup_budget(weights_gib * GIB, downloads=downloads)
+
+    assert budget.progress_s > budget.load_s
+
+
+VOLUMES = {
+    "configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "image", "persistentVolumeClaim", "projected", "secret",
+}  # fmt: skip
+LOCATIONS = {
+    "pvc": ModelLocation("pvc", "/models/llama", claim="weights"),
+    "hf": ModelLocation("hf", "/models/name", fetch_uri="hf://org/name@v1"),
+}
+
+
+def violations(spec: dict[str, Any]) -> Iterator[str]:
+    """What the `restricted` level objects to in a pod's spec."""
+    for name in ("hostNetwork", "hostPID", "hostIPC", "shareProcessNamespace"):
+        if spec.get(name):
+            yield name
+    for volume in spec.get("volumes", []):
+        if kinds := volume.keys() - {"name"} - VOLUMES:
+            yield f"volume {volume['name']} is a {kinds}"
+    pod = spec.get("securityContext", {})
+    for container in [*spec["containers"], *spec.get("initContainers", [])]:
+        own, name = container.get("securityContext", {}), container["name"]
+        context = {**pod, **own}
+        if context.get("privileged") or context.get("procMount", "Default") != "Default":
+            yield f"{name}: privileged"
+        if own.get("allowPrivilegeEscalation") is not False:
+            yield f"{name}: allowPrivilegeEscalation"
+        if own.get("capabilities", {}).get("drop") != ["ALL"] or own["capabilities"].get("add"):
+            yield f"{name}: capabilities"
+        if context.get("runAsNonRoot") is not True or context.get("runAsUser") == 0:
+            yield f"{name}: runs as root"
+        if context.get("seccompProfile", {}).get("type") not in {"RuntimeDefault", "Localhost"}:
+            yield f"{name}: seccomp"
+        if any("hostPort" in port for port in container.get("ports", [])):
+            yield f"{name}: hostPort"
+
+
+@pytest.mark.parametrize("location", LOCATIONS.values(), ids=LOCATIONS)
+@pytest.mark.parametrize("gpu", [None, "l4"])
+def test_pods_meet_the_restricted_standard(
+    location: ModelLocation, gpu: str | None, service_of: Any, sized: Sized
+) -> None:
+    service = service_of(resources={"gpu": {"product": "l4"}} if gpu else {"gpu": {"count": 0}})
+    found = replace(sized, model=replace(sized.model, location=location), device=find_gpu(gpu) if gpu else sized.device)
+
+    spec = expected_deployment(service, found, 1, "img:1")["spec"]["template"]["spec"]
+
+    assert list(violations(spec)) == []
+    assert spec["automountServiceAccountToken"] is False
+    for container in [*spec["containers"], *spec.get("initContainers", [])]:
+        assert container["securityContext"]["readOnlyRootFilesystem"] is True
+
+
+@pytest.mark.parametrize(
+    ("change", "objection"),
+    [
+        ({"hostNetwork": True}, "hostNetwork"),
+        ({"volumes": [{"name": "v", "hostPath": {"path": "/"}}]}, "volume v"),
+        ({"securityContext": {}}, "server: seccomp"),
+    ],
+)
+def test_the_check_above_would_notice(change: dict[str, Any], objection: str, service_of: Any, sized: Sized) -> None:
+    spec = expected_deployment(service_of(), sized, 1, "img:1")["spec"]["template"]["spec"] | change
+
+    assert any(objection in one for one in violations(spec))

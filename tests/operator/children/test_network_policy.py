@@ -12,7 +12,7 @@ from llmservice_operator.children.network_policy import (
     parse_peer,
     platform_peers,
 )
-from llmservice_operator.models.location import ModelLocation, locate
+from llmservice_operator.locations import ModelLocation, locate
 
 IN_A_FOLDER = ModelLocation("file", "/srv/models/tiny")
 PRIVATE = ["10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10"]
@@ -79,7 +79,7 @@ def test_every_pod_reaches_dns(service_of: Any) -> None:
         ({"uri": "file:///llama"}, None, None),
     ],
 )
-def test_pods_reach_what_their_model_is_downloaded_from_and_no_more(
+def test_pods_reach_only_the_source_of_their_model(
     service_of: Any, model: dict[str, Any], mirror: str | None, reached: tuple[Any, int] | None
 ) -> None:
     _dns, *rules = egress(service_of(model=model), mirror)
@@ -87,7 +87,7 @@ def test_pods_reach_what_their_model_is_downloaded_from_and_no_more(
     assert rules == expected
 
 
-def test_what_else_pods_need_is_passed_as_it_is(service_of: Any) -> None:
+def test_further_egress_rules_are_passed_unchanged(service_of: Any) -> None:
     proxy = {"to": [{"ipBlock": {"cidr": "10.1.2.3/32"}}], "ports": [{"port": 3128}]}
     metadata = {"to": [{"ipBlock": {"cidr": "169.254.169.254/32"}}]}
     service = service_of(model={"uri": "file:///llama"}, networkPolicy={"to": [proxy, metadata]})
@@ -111,6 +111,6 @@ def test_a_peer_is_a_namespace_and_labels(text: str, peer: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("text", ["", "*", "*:", ":a=b", "m:a", "m:a=", "m:=b"])
-def test_a_peer_that_says_nothing_is_refused(text: str) -> None:
+def test_an_empty_peer_is_refused(text: str) -> None:
     with pytest.raises(PeerError, match="expected"):
         parse_peer(text)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from llmservice_operator.children.placement import expected_placement
-from llmservice_operator.sizing.sizing import Sized
+from llmservice_operator.sizing import Sized
 from llmservice_planner.gpu import find_gpu
 
 L4 = {"key": "nvidia.com/gpu.product", "operator": "In", "values": ["NVIDIA-L4"]}
@@ -49,7 +49,7 @@ def test_pods_go_to_nodes_with_the_card_unless_the_spec_chooses_them(
     assert placement.get("nodeSelector") == scheduling.get("nodeSelector")
 
 
-def test_a_card_that_comes_in_several_makes_has_all_their_labels(service_of: Any, sized: Sized) -> None:
+def test_a_gpu_with_several_product_names_has_all_their_labels(service_of: Any, sized: Sized) -> None:
     placement = expected_placement(service_of(), replace(sized, device=find_gpu("a100-40gb")))
 
     (term,) = placement["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"][
@@ -83,7 +83,7 @@ def test_without_a_card_any_node_will_do(service_of: Any, sized: Sized) -> None:
     assert expected_placement(service_of(), sized).keys() == {"topologySpreadConstraints"}
 
 
-def test_pods_are_spread_where_that_costs_no_replica_unless_the_spec_says_how(service_of: Any, sized: Sized) -> None:
+def test_pods_are_spread_over_nodes_by_default(service_of: Any, sized: Sized) -> None:
     (spread,) = expected_placement(service_of(), sized)["topologySpreadConstraints"]
     assert (spread["whenUnsatisfiable"], spread["topologyKey"]) == ("ScheduleAnyway", "kubernetes.io/hostname")
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from llmservice_local.endpoint import Endpoint
+from llmservice_local.client import Endpoint
 from llmservice_operator.api.kinds import CHILD_KINDS
-from llmservice_operator.cluster.kube_client import KubeClient, KubeError
+from llmservice_operator.cluster.kube_client import KubeClient, KubeError, load_configuration
 
 CONFIG_MAPS = "/api/v1/namespaces/team-a/configmaps"
 PODS = "/api/v1/pods"
@@ -25,20 +25,20 @@ class Watched:
     asked: dict[str, str] = field(default_factory=dict)
     authorization: str | None = None
     calls: list[Any] = field(default_factory=list)
-    """Method, path and status of each that was told of."""
+    """Method, path and status of each reported request."""
 
 
-async def test_what_is_not_there_is_none(kube: KubeClient) -> None:
+async def test_a_missing_object_is_none(kube: KubeClient) -> None:
     assert await kube.get_service("team-a", "absent") is None
     assert await kube.get_child(CHILD_KINDS["Deployment"], "team-a", "absent") is None
 
 
-async def test_what_is_gone_needs_no_annotation_and_no_deletion(kube: KubeClient) -> None:
+async def test_annotating_and_deleting_missing_objects_succeeds(kube: KubeClient) -> None:
     await kube.annotate_pod("team-a", "absent", {"a": "b"})
     await kube.delete_child(CHILD_KINDS["Service"], "team-a", "absent", uid="1")
 
 
-async def test_a_refusal_tells_what_the_api_server_said_and_not_what_was_sent(kube: KubeClient) -> None:
+async def test_an_error_has_the_api_servers_message_and_not_the_request(kube: KubeClient) -> None:
     body = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "UPPER"}, "data": {"token": "sesame"}}
 
     with pytest.raises(KubeError) as refused:
@@ -60,7 +60,7 @@ async def test_a_server_that_is_away_is_an_error_with_status_zero(kubeconfig: Pa
     assert refused.value.status == 0
 
 
-async def test_a_flood_of_requests_waits_its_turn_and_the_lease_does_not(kubeconfig: Path) -> None:
+async def test_many_requests_are_queued_and_the_lease_is_not(kubeconfig: Path) -> None:
     in_flight = most = 0
     let_go = asyncio.Event()
 
@@ -111,7 +111,7 @@ async def test_a_flood_of_requests_waits_its_turn_and_the_lease_does_not(kubecon
         pytest.param({"text": "7"}, 0, "", 0.0, id="a number where an object was due"),
     ],
 )
-async def test_whatever_is_answered_is_an_object_or_an_error_that_says_enough(
+async def test_any_answer_is_an_object_or_an_error(
     answer: dict[str, Any], status: int, reason: str, retry_after_s: float, kubeconfig: Path
 ) -> None:
     async def handle(_: web.Request) -> web.Response:
@@ -147,7 +147,7 @@ async def test_a_write_is_refused_once_the_fence_is_down_and_reads_are_not(kube:
     assert (await kube.request("GET", f"{CONFIG_MAPS}/a"))["metadata"]["name"] == "a"
 
 
-async def test_what_is_listed_says_of_what_kind_it_is(kubeconfig: Path) -> None:
+async def test_listed_objects_have_their_kind(kubeconfig: Path) -> None:
     """The kube-apiserver leaves that out of the items of built-in lists."""
     bare = {"metadata": {"name": "tiny", "namespace": "team-a"}}
 
@@ -170,7 +170,7 @@ async def test_what_is_listed_says_of_what_kind_it_is(kubeconfig: Path) -> None:
     assert (objects, version) == ([{"apiVersion": "v1", "kind": "Service", **bare}], "7")
 
 
-async def test_no_request_carries_credentials_of_a_netrc(
+async def test_credentials_of_a_netrc_are_not_sent(
     kubeconfig: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str | None] = []
@@ -196,3 +196,25 @@ async def test_no_request_carries_credentials_of_a_netrc(
     await runner.cleanup()
 
     assert seen == [None]
+
+
+@pytest.mark.parametrize(
+    ("server", "environment", "proxy"),
+    [
+        ("https://cluster.example:6443", {"HTTPS_PROXY": "http://proxy:3128"}, "http://proxy:3128"),
+        ("https://cluster.example:6443", {"HTTP_PROXY": "http://proxy:3128"}, None),
+        ("https://cluster.example:6443", {"HTTPS_PROXY": "http://proxy:3128", "NO_PROXY": "cluster.example"}, None),
+        ("https://cluster.example:6443", {}, None),
+    ],
+)
+async def test_the_proxy_is_read_from_the_environment(
+    server: str, environment: dict[str, str], proxy: str | None, kubeconfig: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    Endpoint(server).write_kubeconfig(kubeconfig)
+
+    assert (await load_configuration()).proxy == proxy

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
 
 from llmservice_operator.api.resource import KIND
-from llmservice_operator.cluster.object_cache import ObjectCache
+from llmservice_operator.cluster.object_cache import ObjectCache, collect_seldom, freeze_heap
 
 LABELS = {"app.kubernetes.io/name": "llmservice", "app.kubernetes.io/instance": "tiny"}
 
@@ -20,7 +22,7 @@ def cache() -> ObjectCache:
     return ObjectCache()
 
 
-def test_services_that_were_edited_while_nobody_worked_come_first(cache: ObjectCache) -> None:
+def test_services_with_an_unprocessed_edit_come_first(cache: ObjectCache) -> None:
     for name, generation, observed in (("old", 2, 2), ("edited", 3, 2), ("newer", 1, 1), ("fresh", 1, None)):
         service = thing(name, uid=name, status={} if observed is None else {"observedGeneration": observed})
         service["metadata"]["generation"] = generation
@@ -40,7 +42,7 @@ def test_a_newer_state_replaces_an_older_one_and_not_the_other_way_round(cache: 
     assert live["metadata"]["resourceVersion"] == "10"
 
 
-def test_an_answer_that_comes_after_the_deletion_brings_nothing_back(cache: ObjectCache) -> None:
+def test_a_late_answer_does_not_restore_a_deleted_object(cache: ObjectCache) -> None:
     cache.put("Deployment", thing(version=2))
     assert cache.drop("Deployment", thing(version=5))
 
@@ -48,14 +50,14 @@ def test_an_answer_that_comes_after_the_deletion_brings_nothing_back(cache: Obje
     assert cache.child("Deployment", "team-a", "tiny") is None
 
 
-def test_what_lost_its_labels_comes_back_with_them(cache: ObjectCache) -> None:
+def test_an_object_that_gets_its_labels_back_is_cached_again(cache: ObjectCache) -> None:
     cache.put("Deployment", thing(version=2))
     cache.drop("Deployment", thing(version=5))
 
     assert cache.put("Deployment", thing(version=6))
 
 
-def test_a_late_deletion_does_not_take_what_was_written_after_it(cache: ObjectCache) -> None:
+def test_a_late_deletion_event_does_not_remove_a_newer_state(cache: ObjectCache) -> None:
     cache.put("Deployment", thing(version=6))
 
     assert not cache.drop("Deployment", thing(version=5))
@@ -83,7 +85,7 @@ def test_pods_are_found_by_the_service_whose_labels_they_carry(cache: ObjectCach
     assert cache.pods("team-b", "tiny") == []
 
 
-def test_what_nobody_reads_is_not_kept(cache: ObjectCache) -> None:
+def test_unused_fields_are_not_kept(cache: ObjectCache) -> None:
     ports = [{"name": "metrics", "containerPort": 8001}]
     containers = [{"name": "server", "image": "i", "ports": ports}, {"name": "sidecar", "image": "i"}]
     pod = thing("tiny-1", spec={"nodeName": "n", "containers": containers}, status={"phase": "Running"})
@@ -96,7 +98,7 @@ def test_what_nobody_reads_is_not_kept(cache: ObjectCache) -> None:
     assert "managedFields" not in kept["metadata"]
 
 
-def test_a_list_tells_what_is_new_newer_and_gone_and_leaves_what_is_younger_than_it(cache: ObjectCache) -> None:
+def test_a_list_returns_the_differences_and_keeps_newer_objects(cache: ObjectCache) -> None:
     for name, version in (("same", 1), ("older", 2), ("gone", 3), ("younger", 30)):
         cache.put("Service", thing(name, version, uid=name))
     listed = [thing("same", 1, uid="same"), thing("older", 9, uid="older"), thing("new", 5, uid="new")]
@@ -110,24 +112,24 @@ def test_a_list_tells_what_is_new_newer_and_gone_and_leaves_what_is_younger_than
     assert cache.follows("Service")
 
 
-def test_a_list_of_one_namespace_says_nothing_of_another(cache: ObjectCache) -> None:
+def test_a_list_of_one_namespace_does_not_affect_another(cache: ObjectCache) -> None:
     cache.put("Service", thing("tiny", 1))
 
     assert cache.replace("Service", "team-b", [], "20") == []
     assert len(cache) == 1
 
 
-def test_deletions_are_remembered_for_a_while_and_not_for_ever(cache: ObjectCache) -> None:
+def test_a_bounded_number_of_deletions_is_remembered(cache: ObjectCache) -> None:
     for number in range(10_000):
         cache.put("Pod", thing(f"pod-{number}", 2, uid=str(number)))
         cache.drop("Pod", thing(f"pod-{number}", 3, uid=str(number)))
 
     assert len(cache) == 0
-    assert len(cache._graves) <= 4096
+    assert len(cache._deleted) <= 4096
     assert cache._pods == {}
 
 
-def test_a_bare_name_belongs_to_the_oldest_service_until_that_gives_it_up() -> None:
+def test_a_bare_name_belongs_to_the_oldest_service_that_claims_it() -> None:
     def service(namespace: str, version: int, created: str, served: str | None = None) -> dict[str, Any]:
         metadata = {"name": "llama", "namespace": namespace, "uid": namespace, "resourceVersion": str(version)}
         spec = {"model": {"servedName": served} if served else {}}
@@ -145,3 +147,48 @@ def test_a_bare_name_belongs_to_the_oldest_service_until_that_gives_it_up() -> N
     assert cache.name_holder("a/llama") == "a", "a namespace with services"
     cache.drop(KIND, service("a", 5, "2026-01-03T00:00:00Z"))
     assert (cache.name_holder("llama"), cache.name_holder("a/llama")) == (None, "c")
+
+
+class Node:
+    """Two of them can refer to each other."""
+
+    other: Node | None = None
+
+
+def knot() -> weakref.ref[Node]:
+    """An unreachable cycle, and a weak reference into it."""
+    one, two = Node(), Node()
+    one.other, two.other = two, one
+    return weakref.ref(one)
+
+
+def test_live_objects_are_excluded_from_full_collections_and_garbage_is_not() -> None:
+    kept, garbage = [{} for _ in range(1000)], knot()
+    try:
+        freeze_heap()
+        assert garbage() is None
+        assert gc.get_freeze_count() > len(kept)
+        assert all(one is not kept for one in gc.get_objects())
+    finally:
+        gc.unfreeze()
+
+
+def test_later_cycles_are_collected() -> None:
+    try:
+        freeze_heap()
+        later = knot()
+        gc.collect()
+        assert later() is None
+    finally:
+        gc.unfreeze()
+
+
+def test_collections_are_rare_while_the_cache_fills() -> None:
+    before, rounds = gc.get_threshold(), gc.get_stats()[0]["collections"]
+    try:
+        collect_seldom()
+        kept = [{} for _ in range(10_000)]
+        assert gc.get_stats()[0]["collections"] <= rounds + 1
+        assert len(kept) == 10_000
+    finally:
+        gc.set_threshold(*before)

@@ -1,13 +1,15 @@
-"""What is made of a service: the headline, the problems, and the text, from what the API server would return."""
-
 from __future__ import annotations
 
+import ast
 import json
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from llmservice_operator.explain.explanation import Explanation, World, document, explain
+import llmservice_operator
+from llmservice_operator.explain.explanation import Explanation, World, explain, remedy
 from llmservice_operator.explain.text import WIDTH, age, render
 
 NOW = 1_700_000_000.0
@@ -130,14 +132,14 @@ def troubled() -> Explanation:
         ),
     ],
 )
-def test_what_is_wrong(conditions: list[dict[str, Any]], problems: list[str]) -> None:
+def test_the_problems_of_a_service(conditions: list[dict[str, Any]], problems: list[str]) -> None:
     explanation = explain(World(service(*conditions), None, [], []))
 
     assert [problem.reason for problem in explanation.problems] == problems
     assert explanation.healthy == (not problems)
 
 
-def test_a_status_of_an_earlier_spec_is_no_proof_of_health() -> None:
+def test_a_status_of_an_earlier_spec_is_a_problem() -> None:
     explanation = explain(World(service(condition("Ready"), generation=3), None, [], []))
 
     assert [problem.reason for problem in explanation.problems] == ["BehindSpec"]
@@ -149,7 +151,7 @@ chat in team-a: hf://org/chat, served as chat
     nvidia.com/gpu.
 
     Ready: Unschedulable for 3m
-      -> Free or add a node with such a card, or ask for less in spec.resources and spec.scheduling.
+      -> Free or add a node with such a GPU, or ask for less in spec.resources and spec.scheduling.
          Details: kubectl describe pods -n team-a -l app.kubernetes.io/instance=chat
 
 Sizing: 56 sequences at once of up to 8192 tokens, limited by kvMemory
@@ -183,7 +185,7 @@ def test_the_text_says_what_is_wrong_first() -> None:
     assert render(troubled(), NOW, colour=False) == GOLDEN
 
 
-def test_a_service_with_fixed_replicas_has_no_decisions_to_tell() -> None:
+def test_a_service_with_fixed_replicas_has_no_decisions() -> None:
     fixed = service(condition("Ready"), autoscaling={"desiredReplicas": 1}, readyReplicas=1)
     del fixed["spec"]["autoscaling"]
 
@@ -201,7 +203,7 @@ def test_colour_only_adds_to_the_text() -> None:
     assert coloured == GOLDEN
 
 
-def test_nothing_is_wider_than_a_terminal_and_nothing_a_pod_says_reaches_it_raw() -> None:
+def test_lines_fit_a_terminal_and_have_no_control_characters() -> None:
     crash = {"name": "server", "state": {"terminated": {"exitCode": 1, "message": "\x1b[2J" + "x" * 500}}}
     said = World(
         service(condition("Ready", "False", "CrashLoopBackOff", "y " * 300)),
@@ -217,8 +219,8 @@ def test_nothing_is_wider_than_a_terminal_and_nothing_a_pod_says_reaches_it_raw(
     assert max(map(len, text.splitlines())) <= WIDTH
 
 
-def test_the_document_holds_what_the_text_tells() -> None:
-    found = json.loads(json.dumps(document(troubled())))
+def test_the_document_has_the_content_of_the_text() -> None:
+    found = json.loads(json.dumps(troubled().document()))
 
     assert (found["healthy"], found["problems"][0]["reason"]) == (False, "Unschedulable")
     assert found["replicas"] == {"desired": 3, "ready": 1, "min": 1, "max": 8}
@@ -233,3 +235,32 @@ def test_the_document_holds_what_the_text_tells() -> None:
 )
 def test_ages_are_short(seconds: int, text: str) -> None:
     assert age("2023-11-14T22:13:20Z", NOW + seconds) == text
+
+
+SOURCE = Path(llmservice_operator.__file__).parent
+REPORTERS = {"Trouble", "SizingProblem", "ModelSourceError"}
+"""What carries a reason, as its first argument, from where something is wrong into a condition."""
+
+
+def reasons() -> Iterator[str]:
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", None) in REPORTERS and node.args:
+                first = node.args[0]
+                if isinstance(first, ast.Constant) and isinstance(first.value, str):
+                    yield first.value
+
+
+@pytest.mark.parametrize("reason", sorted(set(reasons())))
+def test_every_reason_of_a_trouble_has_a_remedy(reason: str) -> None:
+    """A new reason wants a sentence in operator/llmservice_operator/explain/explanation.py."""
+    assert remedy(reason, "team-a", "tiny")
+
+
+def test_commands_name_the_service() -> None:
+    assert "-n team-a" in str(remedy("CrashLoopBackOff", "team-a", "tiny"))
+    assert "instance=tiny" in str(remedy("Unschedulable", "team-a", "tiny"))
+
+
+def test_healthy_reasons_have_no_remedy() -> None:
+    assert remedy("Serving", "team-a", "tiny") is None

@@ -1,4 +1,4 @@
-"""What an event means: a loop is woken where it brings something new, and ended where its service is gone."""
+"""Watch events wake the loop of their service, and end it where the service is gone."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def pod(version: int) -> dict[str, Any]:
 
 
 @dataclass
-class Told:
-    """An operator that only counts its passes, and gets events as kopf's handlers do."""
+class Recorder:
+    """Handlers and loops that count passes instead of reconciling."""
 
     handlers: Handlers = field(init=False)
     passes: int = 0
@@ -56,66 +56,66 @@ class Told:
         self.handlers.take(kind, "DELETED", obj)
 
     async def settle(self) -> int:
-        """Passes so far, once the burst that woke them is over."""
+        """Passes so far, once pending wakes are processed."""
         await asyncio.sleep(0.12)
         return self.passes
 
 
 @pytest.fixture
-async def told() -> AsyncIterator[Told]:
-    told = Told()
-    yield told
-    await told.loops.stop_all()
+async def recorder() -> AsyncIterator[Recorder]:
+    recorder = Recorder()
+    yield recorder
+    await recorder.loops.stop_all()
 
 
-async def test_a_new_service_and_a_changed_spec_are_looked_at_and_our_own_status_is_not(told: Told) -> None:
-    told.put(KIND, service(1))
-    assert await told.settle() == 1
-    told.put(KIND, service(2))
-    assert await told.settle() == 1
-    told.put(KIND, service(3, generation=2))
-    assert await told.settle() == 2
+async def test_a_new_service_and_a_changed_spec_start_a_pass_and_a_status_write_does_not(recorder: Recorder) -> None:
+    recorder.put(KIND, service(1))
+    assert await recorder.settle() == 1
+    recorder.put(KIND, service(2))
+    assert await recorder.settle() == 1
+    recorder.put(KIND, service(3, generation=2))
+    assert await recorder.settle() == 2
 
 
-async def test_a_spec_that_changed_under_our_own_write_is_looked_at(told: Told) -> None:
-    told.put(KIND, service(1))
-    await told.settle()
-    told.cache.put(KIND, service(9, generation=2))  # what our write to the status was answered
+async def test_a_spec_that_changed_during_a_status_write_starts_a_pass(recorder: Recorder) -> None:
+    recorder.put(KIND, service(1))
+    await recorder.settle()
+    recorder.cache.put(KIND, service(9, generation=2))  # the answer to our write of the status
 
-    told.put(KIND, service(8, generation=2))
+    recorder.put(KIND, service(8, generation=2))
 
-    assert await told.settle() == 2
-
-
-async def test_a_child_wakes_its_service_once_for_each_change(told: Told) -> None:
-    told.put(KIND, service(1))
-    await told.settle()
-    told.put("Pod", pod(2))
-    assert await told.settle() == 2
-    told.put("Pod", pod(2))  # our own write, which its answer told of already
-    assert await told.settle() == 2
-    told.drop("Pod", pod(3))
-    assert await told.settle() == 3
+    assert await recorder.settle() == 2
 
 
-async def test_a_service_that_is_gone_is_forgotten_and_ends_its_loop(told: Told) -> None:
-    told.put(KIND, service(1))
-    await told.settle()
+async def test_a_child_wakes_its_service_once_for_each_change(recorder: Recorder) -> None:
+    recorder.put(KIND, service(1))
+    await recorder.settle()
+    recorder.put("Pod", pod(2))
+    assert await recorder.settle() == 2
+    recorder.put("Pod", pod(2))  # our own write, whose answer is cached already
+    assert await recorder.settle() == 2
+    recorder.drop("Pod", pod(3))
+    assert await recorder.settle() == 3
 
-    told.drop(KIND, service(2))
 
-    assert len(told.loops) == 0
-    assert told.gone == [KEY]
-    assert told.handlers.seen == {}
+async def test_a_deleted_service_is_forgotten_and_its_loop_ends(recorder: Recorder) -> None:
+    recorder.put(KIND, service(1))
+    await recorder.settle()
+
+    recorder.drop(KIND, service(2))
+
+    assert len(recorder.loops) == 0
+    assert recorder.gone == [KEY]
+    assert recorder.handlers.seen == {}
 
 
-async def test_a_deletion_that_comes_late_leaves_a_service_that_was_made_anew(told: Told) -> None:
-    told.put(KIND, service(1))
+async def test_a_late_deletion_event_does_not_end_a_new_service(recorder: Recorder) -> None:
+    recorder.put(KIND, service(1))
     anew = service(5)
     anew["metadata"]["uid"] = "another"
-    told.put(KIND, anew)
+    recorder.put(KIND, anew)
 
-    told.drop(KIND, service(4))
+    recorder.drop(KIND, service(4))
 
-    assert len(told.loops) == 1
-    assert told.gone == []
+    assert len(recorder.loops) == 1
+    assert recorder.gone == []

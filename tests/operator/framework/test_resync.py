@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.jumping_loop import JumpingLoop
+from harness.operator_process import SHAPE
 from harness.whole_operator import TICK_S
 from harness.whole_world import MONITORING, World, whole_world
 from llmservice_operator.api.kinds import CHILD_KINDS, FOLLOWED
@@ -20,7 +21,6 @@ from llmservice_operator.monitoring.metrics import OperatorMetrics
 SERVICES = "/apis/serving.llmservice.io/v1alpha1/namespaces/team-a/llmservices"
 PODS = "/api/v1/namespaces/team-a/pods"
 KEY = ("team-a", "tiny")
-SHAPE = {"layers": 2, "heads": 4, "hiddenSize": 64, "intermediateSize": 128, "vocabSize": 512}
 
 
 Told = list[tuple[str, str]]
@@ -42,7 +42,7 @@ async def running(resync: Resync) -> AsyncIterator[None]:
     task = asyncio.create_task(resync.run())
     try:
         async with asyncio.timeout(10):
-            await resync.whole.wait()
+            await resync.complete.wait()
         yield
     finally:
         task.cancel()
@@ -73,7 +73,7 @@ async def test_the_first_list_fills_the_cache_and_later_ones_find_each_differenc
     await create(kube, PODS, pod("tiny-1"))
     cache, told = ObjectCache(), Told()
     settled: list[int] = []
-    async with running(resync_of(kube, cache, told, interval_s=0.05, settle=lambda: settled.append(len(cache)))):
+    async with running(resync_of(kube, cache, told, interval_s=0.05, on_complete=lambda: settled.append(len(cache)))):
         assert cache.services() == [KEY]
         assert settled[0] == 2
         assert all(cache.follows(followed.kind.name) for followed in FOLLOWED)
@@ -125,7 +125,7 @@ async def test_other_namespaces_than_those_named_are_not_listed(kube: KubeClient
     assert all("/namespaces/default/" in path for path in paths)
 
 
-def test_a_kind_whose_crd_comes_later_is_taken_up_within_a_minute(tmp_path: Path) -> None:
+def test_a_crd_that_is_installed_later_is_used_within_a_minute(tmp_path: Path) -> None:
     async def play() -> list[set[str]]:
         async with whole_world(tmp_path) as world:
             tasks = [asyncio.create_task(world.cluster.run()), asyncio.create_task(world.operator().run())]

@@ -29,7 +29,7 @@ def test_every_alert_has_a_section_in_the_runbook(rule: dict[str, Any]) -> None:
     assert rule["annotations"]["runbook"] == f"docs/runbook.md#{rule['alert'].lower()}"
 
 
-def test_runbook_speaks_of_no_alert_that_is_gone() -> None:
+def test_runbook_has_no_section_without_an_alert() -> None:
     assert set(re.findall(r"^## (\w+)$", RUNBOOK, re.MULTILINE)) == {rule["alert"] for rule in ALL}
 
 
@@ -43,7 +43,7 @@ def test_alerts_of_one_service_are_those_of_the_cluster_narrowed_to_it() -> None
         assert rule | {"expr": ""} == everywhere[name] | {"expr": ""}
 
 
-def test_target_stands_in_the_rule_of_a_service() -> None:
+def test_the_rule_of_a_service_has_its_target() -> None:
     latency = rules(service_groups("ns", "chat", 0.08))[0]
     assert latency["alert"] == "LLMServiceTTFTOverTarget"
     assert latency["expr"].endswith(" > 0.08")

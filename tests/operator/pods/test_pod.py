@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from llmservice_operator.pods.pod import pod_of, pods_of
+from llmservice_operator.locations import ModelLocation
+from llmservice_operator.pods.pod import Trouble, denial_reason, image_volume_trouble, pod_of, pods_denied, pods_of
 
 
 def manifest(**status: Any) -> dict[str, Any]:
@@ -82,7 +83,7 @@ UNSCHEDULABLE = {"type": "PodScheduled", "status": "False", "reason": "Unschedul
         ),
     ],
 )
-def test_what_keeps_a_pod_from_serving_is_lifted(status: dict[str, Any], reason: str, message: str) -> None:
+def test_the_trouble_of_a_pod_has_a_reason_and_a_message(status: dict[str, Any], reason: str, message: str) -> None:
     trouble = pod_of(manifest(**status)).trouble
 
     assert trouble is not None
@@ -126,3 +127,59 @@ def test_only_a_ready_pod_that_stays_serves() -> None:
 
 def test_pods_that_ended_for_good_do_not_count() -> None:
     assert pods_of([manifest(phase="Failed"), manifest(phase="Succeeded")]) == []
+
+
+OCI = ModelLocation("oci", "/models", image="ghcr.io/org/m:1")
+VOLUME = {"name": "models", "image": {"reference": "ghcr.io/org/m:1"}}
+
+
+def _deployment(model: str, volumes: list[dict[str, Any]]) -> dict[str, Any]:
+    containers = [{"name": "server", "args": ["serve", "--model", model]}]
+    return {"spec": {"template": {"spec": {"containers": containers, "volumes": volumes}}}}
+
+
+@pytest.mark.parametrize(
+    ("location", "deployment"),
+    [
+        (OCI, None),
+        (OCI, _deployment("/models", [VOLUME])),
+        (OCI, _deployment("/srv/earlier/model", [])),
+        (ModelLocation("file", "/srv/models/tiny"), _deployment("/srv/models/tiny", [])),
+    ],
+)
+def test_an_existing_or_unneeded_volume_is_no_trouble(location: ModelLocation, deployment: Any) -> None:
+    assert image_volume_trouble(location, deployment) is None
+
+
+def test_a_dropped_image_volume_is_reported_with_its_requirements() -> None:
+    trouble = image_volume_trouble(OCI, _deployment("/models", [{"name": "tmp", "emptyDir": {}}]))
+    assert trouble is not None
+    assert trouble.reason == "ImageVolumesUnsupported"
+    assert "oci://ghcr.io/org/m:1" in trouble.message
+    assert "feature gate ImageVolume" in trouble.message
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ('pods "x" is forbidden: exceeded quota: gpus, requested: requests.nvidia.com/gpu=1', "QuotaExceeded"),
+        ('pods "x" is forbidden: failed quota: q: must specify requests.cpu', "QuotaExceeded"),
+        ('admission webhook "policy.example" denied the request: no latest tag', "AdmissionDenied"),
+        ('pods "x" is forbidden: violates PodSecurity "restricted:latest": hostPath', "AdmissionDenied"),
+        ("ValidatingAdmissionPolicy 'p' with binding 'b' denied request: no", "AdmissionDenied"),
+        ('serviceaccount "x" not found', "FailedCreate"),
+    ],
+)
+def test_a_denial_has_a_reason(said: str, reason: str) -> None:
+    failure = {"type": "ReplicaFailure", "status": "True", "reason": "FailedCreate", "message": said}
+
+    assert denial_reason(said, "FailedCreate") == reason
+    assert pods_denied({"status": {"conditions": [failure]}}) == Trouble(reason, said)
+
+
+@pytest.mark.parametrize(
+    "deployment",
+    [None, {}, {"status": {}}, {"status": {"conditions": [{"type": "ReplicaFailure", "status": "False"}]}}],
+)
+def test_without_a_denial_there_is_no_trouble(deployment: dict[str, Any] | None) -> None:
+    assert pods_denied(deployment) is None

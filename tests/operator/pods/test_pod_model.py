@@ -1,4 +1,4 @@
-"""What pods tell of their model, from real answers over HTTP."""
+"""What pods report about their model, over HTTP."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ REPORT: dict[str, Any] = {
         (3, [Download(4 * GIB, 4 * GIB), Download(0, 4 * GIB)], Fetching(3, 50, 4 * GIB)),
     ],
 )
-def test_downloads_are_told_together_in_steps(pods: int, downloads: list[Download], expected: Fetching | None) -> None:
+def test_downloads_are_summed_up_in_steps(pods: int, downloads: list[Download], expected: Fetching | None) -> None:
     assert together(pods, downloads) == expected
 
 
 @pytest.mark.parametrize(
     "text", [b"", b"[]", b"{}", b'{"phase": "downloading"}', b'{"phase":"downloading","done_bytes":9,"total_bytes":1}']
 )
-def test_what_is_no_progress_is_refused(text: bytes) -> None:
+def test_invalid_progress_is_refused(text: bytes) -> None:
     with pytest.raises(ValueError, match="no answer of llmservice fetch"):
         parse_progress(text)
 
@@ -81,7 +81,7 @@ async def pod_models(server: Server) -> AsyncIterator[PodModels]:
         yield PodModels(session, server.port, timeout_s=1.0)
 
 
-async def test_only_pods_that_fetch_are_asked_how_far_they_are(
+async def test_only_fetching_pods_are_queried_for_progress(
     pod_models: PodModels, server: Server, pod_named: Any
 ) -> None:
     busy = pod_named("a", ip="127.0.0.1", ready=False, fetching=True)
@@ -107,7 +107,7 @@ async def test_a_servers_report_is_read_once_in_its_life(pod_models: PodModels, 
     assert server.asked == ["/sizing", "/sizing"]
 
 
-async def test_nobody_who_does_not_serve_this_model_is_asked_for_a_report(
+async def test_only_pods_of_the_model_are_queried_for_a_report(
     pod_models: PodModels, server: Server, pod_named: Any
 ) -> None:
     starting = pod_named("a", ip="127.0.0.1", ready=False, model=MODEL)

@@ -13,17 +13,15 @@ from aiohttp import web
 
 from harness.one_service import World
 from harness.talking_pods import TalkingPods
-from llmservice_operator.apply.applier import Applier
+from llmservice_operator.cluster.applier import Applier
 from llmservice_operator.cluster.kube_client import KubeClient
 from llmservice_operator.cluster.object_cache import ObjectCache
 from llmservice_operator.grants import Grants
-from llmservice_operator.models.source import ModelReader
+from llmservice_operator.locations import ModelReader
 from llmservice_operator.monitoring.metrics import OperatorMetrics
 from llmservice_operator.pods.pod_model import PodModels
 from llmservice_operator.reconcile import Reconciler
-from llmservice_operator.signals.pods import PodSignals
-from llmservice_operator.signals.prometheus import PrometheusSignals
-from llmservice_operator.signals.signals import Signals
+from llmservice_operator.signals.sources import PodSignals, PrometheusSignals, Signals
 
 CONFIG = {
     "model_type": "llama",

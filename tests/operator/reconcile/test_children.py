@@ -1,4 +1,4 @@
-"""What a pass makes of a service's children."""
+"""Children that passes apply."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ async def test_a_service_gets_its_children_and_a_status(world: World, manifest_o
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-async def test_a_pass_that_finds_all_well_asks_the_api_server_for_nothing(
-    restarted: bool, world: World, manifest_of: Any
-) -> None:
+async def test_a_pass_without_changes_sends_no_request(restarted: bool, world: World, manifest_of: Any) -> None:
     await world.create_service(manifest_of())
     await world.run_pass()
     await world.start_pod("tiny-1", "127.0.0.1", (0, 0))
@@ -49,7 +47,7 @@ async def test_a_pass_that_finds_all_well_asks_the_api_server_for_nothing(
     assert (await world.service(), await world.deployment(), await world.events()) == (service, deployment, events)
 
 
-async def test_no_pod_is_made_with_a_secret_that_is_not_granted_until_it_is(world: World, manifest_of: Any) -> None:
+async def test_no_pod_is_created_before_its_secret_is_granted(world: World, manifest_of: Any) -> None:
     await world.create_service(manifest_of(podTemplate={"envFrom": [{"secretRef": {"name": "db"}}]}))
 
     await world.run_pass()
@@ -68,7 +66,7 @@ async def test_no_pod_is_made_with_a_secret_that_is_not_granted_until_it_is(worl
     assert await world.replicas() == 1
 
 
-async def test_a_spec_that_comes_to_name_a_secret_leaves_what_runs_as_it_is(world: World, manifest_of: Any) -> None:
+async def test_an_edit_that_names_a_secret_leaves_running_pods_alone(world: World, manifest_of: Any) -> None:
     await world.create_service(manifest_of())
     await world.run_pass()
     await world.start_pod("tiny-1", "127.0.0.1", (0, 0))
@@ -85,7 +83,7 @@ async def test_a_spec_that_comes_to_name_a_secret_leaves_what_runs_as_it_is(worl
     assert "SecretNotAllowed" in ready["message"]
 
 
-async def test_drift_on_an_owned_field_is_put_right_and_other_fields_stay(world: World, manifest_of: Any) -> None:
+async def test_drift_of_an_owned_field_is_corrected_and_other_fields_stay(world: World, manifest_of: Any) -> None:
     await world.create_service(manifest_of(replicas=2))
     await world.run_pass()
     drift = {"metadata": {"annotations": {"team": "a"}}, "spec": {"replicas": 7}}
@@ -99,7 +97,7 @@ async def test_drift_on_an_owned_field_is_put_right_and_other_fields_stay(world:
     assert deployment["metadata"]["annotations"]["team"] == "a"
 
 
-async def test_drift_on_a_child_is_put_right(world: World, manifest_of: Any) -> None:
+async def test_drift_of_a_child_is_corrected(world: World, manifest_of: Any) -> None:
     await world.create_service(manifest_of())
     await world.run_pass()
     await world.kube.request("PATCH", f"{NS}/services/tiny", body={"spec": {"selector": {"app": "wrong"}}})
@@ -181,7 +179,7 @@ MONITORING = pytest.mark.parametrize(
 
 
 @MONITORING
-async def test_what_prometheus_reads_is_left_out_where_its_crd_is_missing(
+async def test_monitoring_children_are_left_out_without_their_crd(
     world: World, manifest_of: Any, field: str, kind: str
 ) -> None:
     await world.create_service(manifest_of(monitoring={field: True}))
@@ -193,7 +191,7 @@ async def test_what_prometheus_reads_is_left_out_where_its_crd_is_missing(
 
 
 @MONITORING
-async def test_what_prometheus_reads_comes_and_goes_as_it_is_asked_for(
+async def test_monitoring_children_are_created_and_removed_with_the_spec(
     world: World, manifest_of: Any, field: str, kind: str
 ) -> None:
     plural = CHILD_KINDS[kind].plural

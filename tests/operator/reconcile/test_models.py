@@ -1,4 +1,4 @@
-"""Models that only a pod can read, and what is told of them."""
+"""Models that only a pod can read, and their status."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def test_a_model_that_only_a_pod_can_read_is_sized_by_its_server(world: Wo
     assert "sizing" not in await world.status()
 
 
-async def test_a_servers_report_is_shown_and_restarts_nobody(world: World, manifest_of: Any) -> None:
+async def test_a_servers_report_is_shown_and_restarts_no_pod(world: World, manifest_of: Any) -> None:
     await world.create_service(manifest_of(**ON_A_VOLUME, autoscaling=AUTOSCALING))
     await world.run_pass()
     before = await world.deployment()
@@ -56,9 +56,7 @@ async def test_a_servers_report_is_shown_and_restarts_nobody(world: World, manif
     assert (condition["status"], condition["reason"]) == ("True", "SizedByServer")
 
 
-async def test_a_restarted_operator_knows_the_shape_and_neither_sizes_nor_restarts_the_pods(
-    world: World, manifest_of: Any
-) -> None:
+async def test_a_restarted_operator_keeps_the_shape_and_the_pods(world: World, manifest_of: Any) -> None:
     await world.create_service(manifest_of(**ON_A_VOLUME))
     await world.run_pass()
     world.pods.sizing = SIZING
@@ -78,7 +76,7 @@ async def test_a_restarted_operator_knows_the_shape_and_neither_sizes_nor_restar
     }
 
 
-async def test_what_a_server_told_outlives_it(world: World, manifest_of: Any) -> None:
+async def test_a_servers_report_is_kept_after_its_end(world: World, manifest_of: Any) -> None:
     await world.create_service(manifest_of(**ON_A_VOLUME))
     await world.run_pass()
     world.pods.sizing = SIZING
@@ -96,7 +94,7 @@ async def test_what_a_server_told_outlives_it(world: World, manifest_of: Any) ->
     assert (await world.condition("SizingValid"))["reason"] == "SizedByServer"
 
 
-async def test_another_model_is_not_taken_for_the_one_that_still_runs(world: World, manifest_of: Any) -> None:
+async def test_figures_of_the_running_model_are_not_used_for_another(world: World, manifest_of: Any) -> None:
     await world.create_service(manifest_of(**ON_A_VOLUME))
     await world.run_pass()
     world.pods.sizing = SIZING
@@ -113,7 +111,7 @@ async def test_another_model_is_not_taken_for_the_one_that_still_runs(world: Wor
 
 
 async def set_fetch(world: World, state: dict[str, Any], *, ready: bool = False) -> None:
-    """What the kubelet tells of the init container."""
+    """The init container's status, as the kubelet writes it."""
     fetch = {"name": "fetch", "image": "img:1", "imageID": "", "restartCount": 0, "state": state, "ready": ready}
     await world.kube.request("PATCH", f"{NS}/pods/tiny-1/status", body={"status": {"initContainerStatuses": [fetch]}})
 
@@ -127,7 +125,7 @@ async def fetching_service(world: World, manifest_of: Any) -> None:
     await set_fetch(world, {"running": {}})
 
 
-async def test_a_download_is_told_in_the_status_until_it_is_over(world: World, manifest_of: Any) -> None:
+async def test_a_download_is_shown_in_the_status_until_it_ends(world: World, manifest_of: Any) -> None:
     await fetching_service(world, manifest_of)
     world.pods.progress = {"phase": "downloading", "done_bytes": 3 * 2**30, "total_bytes": 4 * 2**30}
 
@@ -150,9 +148,7 @@ async def test_a_download_is_told_in_the_status_until_it_is_over(world: World, m
     assert (await world.condition("Ready"))["reason"] == "Starting"
 
 
-async def test_a_download_is_told_in_steps_of_five_percent_each_written_once_and_one_event(
-    world: World, manifest_of: Any
-) -> None:
+async def test_a_download_is_written_in_steps_of_five_percent_with_one_event(world: World, manifest_of: Any) -> None:
     await fetching_service(world, manifest_of)
     told, versions = [], set()
     for percent in range(101):

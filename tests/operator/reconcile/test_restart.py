@@ -1,4 +1,4 @@
-"""What an operator that remembers nothing does on its first passes."""
+"""The first passes of a restarted operator."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from harness.one_service import AUTOSCALING, World, busy_service
 
 
-async def test_a_restarted_operator_keeps_the_replicas_and_the_wait(world: World, manifest_of: Any) -> None:
+async def test_a_restarted_operator_resumes_replicas_and_stabilisation(world: World, manifest_of: Any) -> None:
     await world.create_service(manifest_of(autoscaling=AUTOSCALING))
     await world.run_pass()
     await world.start_pod("tiny-1", "127.0.0.1", (8, 18))
@@ -24,9 +24,7 @@ async def test_a_restarted_operator_keeps_the_replicas_and_the_wait(world: World
     assert await world.replicas() == 1
 
 
-async def test_a_restart_beside_live_traffic_writes_nothing_until_something_is_news(
-    world: World, manifest_of: Any
-) -> None:
+async def test_a_restart_during_traffic_writes_nothing_without_changes(world: World, manifest_of: Any) -> None:
     await busy_service(world, manifest_of, (8, 18))
     world.pods.answered_s = 0.5
 
@@ -50,7 +48,7 @@ async def test_a_restart_beside_live_traffic_writes_nothing_until_something_is_n
 
 
 @pytest.mark.parametrize("silent_s", [0, 5, 10])
-async def test_a_restart_that_reaches_no_pod_at_first_says_nothing_of_it(
+async def test_a_restart_that_reaches_no_pod_at_first_writes_nothing(
     silent_s: float, world: World, manifest_of: Any
 ) -> None:
     await busy_service(world, manifest_of, (4, 0))
@@ -78,7 +76,7 @@ async def test_a_restart_in_an_overload_adds_replicas_at_once(world: World, mani
     assert (await world.status())["autoscaling"]["decisions"][0]["replicas"] == 3
 
 
-async def test_a_restarted_operator_knows_what_a_replica_can_do(world: World, manifest_of: Any) -> None:
+async def test_a_restarted_operator_resumes_the_capacity(world: World, manifest_of: Any) -> None:
     await busy_service(world, manifest_of, (8, 18))
     for finished in (0, 30, 60):
         world.pods.finished = finished

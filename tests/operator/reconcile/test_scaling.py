@@ -11,7 +11,7 @@ from llmservice_operator.api.labels import DELETION_COST
 from llmservice_operator.cluster.kube_client import KubeError
 
 
-async def test_load_adds_replicas_and_idleness_removes_them_after_the_window(world: World, manifest_of: Any) -> None:
+async def test_load_adds_replicas_and_idle_ones_are_removed_after_the_window(world: World, manifest_of: Any) -> None:
     await world.create_service(manifest_of(autoscaling=AUTOSCALING))
     await world.run_pass()
     await world.start_pod("tiny-1", "127.0.0.1", (8, 18))
@@ -40,7 +40,7 @@ async def test_load_adds_replicas_and_idleness_removes_them_after_the_window(wor
     assert costs == {"tiny-1": "0", "tiny-2": "1", "tiny-3": "1"}
 
 
-async def test_silent_pods_hold_the_replicas(world: World, manifest_of: Any) -> None:
+async def test_replicas_are_held_while_pods_do_not_answer(world: World, manifest_of: Any) -> None:
     await world.create_service(manifest_of(autoscaling=AUTOSCALING))
     await world.run_pass()
     await world.start_pod("tiny-1", "127.0.0.1", (8, 18))
@@ -67,9 +67,7 @@ async def test_prometheus_alone_does_not_fall_back_to_the_pods(world: World, man
     assert (await world.condition("ScalingActive"))["reason"] == "NoMetrics"
 
 
-async def test_lowering_max_replicas_below_what_runs_removes_the_rest_and_drains_the_least_busy(
-    world: World, manifest_of: Any
-) -> None:
+async def test_lowering_max_replicas_removes_the_least_busy_pods(world: World, manifest_of: Any) -> None:
     await busy_service(world, manifest_of, (8, 18))
     await world.run_pass(after_s=5)
     assert await world.replicas() == 3
@@ -104,9 +102,7 @@ async def test_a_clock_that_is_set_does_not_scale(jump_s: float, world: World, m
     assert await world.replicas() == 1
 
 
-async def test_an_autoscaler_of_the_clusters_rules_where_the_built_in_one_is_off(
-    world: World, manifest_of: Any
-) -> None:
+async def test_another_autoscaler_sets_the_scale_without_the_built_in_one(world: World, manifest_of: Any) -> None:
     """What an HPA and KEDA do: read the scale, write it back whole."""
     await world.create_service(manifest_of(replicas=1))
     await world.run_pass()
@@ -120,9 +116,7 @@ async def test_an_autoscaler_of_the_clusters_rules_where_the_built_in_one_is_off
     assert await world.replicas() == 3
 
 
-async def test_with_the_built_in_autoscaler_a_written_scale_is_refused_and_says_why(
-    world: World, manifest_of: Any
-) -> None:
+async def test_a_written_scale_is_refused_with_the_built_in_autoscaler(world: World, manifest_of: Any) -> None:
     await world.create_service(manifest_of(autoscaling=AUTOSCALING))
 
     with pytest.raises(KubeError, match="replicas is ignored where autoscaling is set"):

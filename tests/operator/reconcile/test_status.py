@@ -1,4 +1,4 @@
-"""What a service is told, and what of it is remembered."""
+"""The status that passes write."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from harness.one_service import SERVICES, World, busy_service
 
 
-async def test_what_the_server_measured_stands_beside_the_prediction(world: World, manifest_of: Any) -> None:
+async def test_measured_blocks_are_shown_beside_the_prediction(world: World, manifest_of: Any) -> None:
     await world.create_service(manifest_of())
     await world.run_pass()
     await world.start_pod("tiny-1", "127.0.0.1", (0, 0))
@@ -18,7 +18,7 @@ async def test_what_the_server_measured_stands_beside_the_prediction(world: Worl
     assert (await world.condition("Ready"))["status"] == "True"
 
 
-async def test_a_service_that_is_gone_ends_its_passes(world: World) -> None:
+async def test_a_pass_over_a_deleted_service_returns_false(world: World) -> None:
     assert not await world.run_pass()
 
 
@@ -45,9 +45,7 @@ async def test_live_traffic_writes_no_status_in_every_pass(world: World, manifes
     assert len(versions) == 1
 
 
-async def test_an_edit_does_not_make_what_serves_unready_before_kubernetes_had_time_to_notice(
-    world: World, manifest_of: Any
-) -> None:
+async def test_an_edit_keeps_ready_until_kubernetes_had_time_to_observe_it(world: World, manifest_of: Any) -> None:
     await world.create_service(manifest_of())
     await world.run_pass()
     await world.start_pod("tiny-1", "127.0.0.1", (0, 0))
@@ -64,9 +62,7 @@ async def test_an_edit_does_not_make_what_serves_unready_before_kubernetes_had_t
     assert (ready["status"], ready["reason"], ready["observedGeneration"]) == ("False", "Updating", 2)
 
 
-async def test_what_serves_an_earlier_spec_is_not_ready_and_says_what_keeps_the_present_one(
-    world: World, manifest_of: Any
-) -> None:
+async def test_a_service_with_pods_of_an_earlier_spec_is_not_ready(world: World, manifest_of: Any) -> None:
     await world.create_service(manifest_of())
     await world.run_pass()
     await world.start_pod("tiny-1", "127.0.0.1", (0, 0))
@@ -82,7 +78,7 @@ async def test_what_serves_an_earlier_spec_is_not_ready_and_says_what_keeps_the_
     assert (await world.condition("Stalled"))["status"] == "False"
 
 
-async def test_a_spec_that_an_older_crd_let_through_becomes_a_condition(world: World, manifest_of: Any) -> None:
+async def test_a_spec_of_an_older_crd_is_reported_as_a_condition(world: World, manifest_of: Any) -> None:
     await world.create_service(manifest_of())
     await world.run_pass()
     before = await world.deployment()
@@ -100,7 +96,7 @@ async def test_a_spec_that_an_older_crd_let_through_becomes_a_condition(world: W
     assert (await world.status())["sizing"]["maxNumSeqs"] == 8
 
 
-async def test_nothing_is_remembered_of_a_service_that_is_gone(world: World, manifest_of: Any) -> None:
+async def test_a_deleted_service_leaves_no_state(world: World, manifest_of: Any) -> None:
     await world.create_service(manifest_of())
     await world.run_pass()
     await world.start_pod("tiny-1", "127.0.0.1", (0, 0))

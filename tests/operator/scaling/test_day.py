@@ -11,7 +11,7 @@ import pytest
 
 from harness.simulated_service import Moment, Sample, SimulatedService
 from llmservice_operator.api.resource import LLMService
-from llmservice_operator.sizing.sizing import Sized
+from llmservice_operator.sizing import Sized
 
 HOUR = 3600.0
 AUTOSCALING = {"minReplicas": 2, "maxReplicas": 40, "queueDepth": 4}
@@ -26,24 +26,24 @@ class Phase:
     """Replicas that hold the load at 80 %, and that are to be there in the end."""
     most: int
     """The most that may be asked for meanwhile."""
-    turns: int
-    """How often it may go from adding to removing or back: an overload is a turn up and one down."""
+    reversals: int
+    """How often it may change between adding and removing: an overload is one reversal up and one down."""
 
 
 DAY = {
-    "steady": Phase(0, needed=4, most=5, turns=0),
-    "flash crowd": Phase(3, needed=15, most=30, turns=1),
-    "after the crowd": Phase(5, needed=4, most=30, turns=0),
-    "metrics missing every other tick": Phase(7, needed=7, most=12, turns=2),
-    "one scrape in a hundred failing": Phase(9, needed=4, most=12, turns=0),
-    "no metrics": Phase(11, needed=4, most=4, turns=0),
-    "crash loop": Phase(12, needed=8, most=10, turns=1),
-    "recovery": Phase(14, needed=4, most=40, turns=1),  # 9,000 requests are to be worked off within a minute
-    "slow start": Phase(16, needed=7, most=12, turns=1),
-    "batch backlog": Phase(19, needed=4, most=12, turns=0),
-    "one at a time, slower than promised": Phase(21, needed=2, most=8, turns=0),
-    "idle, clock set ahead": Phase(23, needed=2, most=2, turns=0),
-    "end": Phase(24, needed=2, most=2, turns=0),
+    "steady": Phase(0, needed=4, most=5, reversals=0),
+    "flash crowd": Phase(3, needed=15, most=30, reversals=1),
+    "after the crowd": Phase(5, needed=4, most=30, reversals=0),
+    "metrics missing every other tick": Phase(7, needed=7, most=12, reversals=2),
+    "one scrape in a hundred failing": Phase(9, needed=4, most=12, reversals=0),
+    "no metrics": Phase(11, needed=4, most=4, reversals=0),
+    "crash loop": Phase(12, needed=8, most=10, reversals=1),
+    "recovery": Phase(14, needed=4, most=40, reversals=1),  # 9,000 requests are to be finished within a minute
+    "slow start": Phase(16, needed=7, most=12, reversals=1),
+    "batch backlog": Phase(19, needed=4, most=12, reversals=0),
+    "one at a time, slower than promised": Phase(21, needed=2, most=8, reversals=0),
+    "idle, clock set ahead": Phase(23, needed=2, most=2, reversals=0),
+    "end": Phase(24, needed=2, most=2, reversals=0),
 }
 
 
@@ -73,8 +73,8 @@ def moment_at(at_s: float) -> Moment:
     }[phase_at(at_s)]
 
 
-def turns(samples: Sequence[Sample]) -> int:
-    """How often the replicas turned from growing to shrinking or back."""
+def reversals(samples: Sequence[Sample]) -> int:
+    """How often the replicas changed from growing to shrinking or back."""
     ways = [
         math.copysign(1, after.replicas - before.replicas)
         for before, after in pairwise(samples)
@@ -111,11 +111,11 @@ def test_every_phase_asks_for_what_its_load_needs_and_does_not_flap(name: str, d
 
     assert samples[-1].replicas - phase.needed in {0, 1}
     assert max(sample.replicas for sample in samples) <= phase.most
-    assert turns(samples) <= phase.turns
+    assert reversals(samples) <= phase.reversals
     assert len({sample.replicas for sample in samples[-60:]}) == 1  # at rest for the last ten minutes
 
 
-def test_the_whole_day_has_no_turn_that_its_phases_do_not_explain(day: dict[str, list[Sample]]) -> None:
+def test_the_day_has_no_more_reversals_than_its_phases(day: dict[str, list[Sample]]) -> None:
     samples = [sample for name in list(DAY)[:-1] for sample in day[name]]
 
-    assert turns(samples) <= 12
+    assert reversals(samples) <= 12

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from llmservice_operator.signals.load import load_of
+from llmservice_operator.signals.load import increase, load_of, quantile
 from llmservice_operator.signals.scrape import Scrape
 
 
@@ -12,12 +12,12 @@ def scrape(time_s: float, *, running: float = 0, waiting: float = 0, finished: f
     return Scrape(time_s, running, waiting, finished=finished, **more)  # type: ignore[arg-type]
 
 
-def test_no_pod_that_answers_means_no_load() -> None:
+def test_without_a_pod_that_answers_there_is_no_load() -> None:
     assert load_of({}, ["a"], "pods") is None
     assert load_of({"a": []}, ["a"], "pods") is None
 
 
-def test_pods_that_do_not_answer_are_named_and_strangers_ignored() -> None:
+def test_missing_pods_are_named_and_unknown_ones_ignored() -> None:
     load = load_of({"a": [scrape(0, running=2)], "stranger": [scrape(0, running=9)]}, ["b", "a"], "pods")
 
     assert load is not None
@@ -31,16 +31,16 @@ def test_arrivals_count_what_an_overloaded_pod_could_not_finish() -> None:
 
     assert load is not None
     assert load.arrivals_per_s == pytest.approx((20 + 30) / 10)
-    assert load.drain_per_s == pytest.approx(2.0)
+    assert load.capacity_per_s == pytest.approx(2.0)
 
 
-def test_a_pod_without_a_constant_queue_does_not_tell_what_it_could_drain() -> None:
+def test_a_pod_without_a_constant_queue_says_nothing_about_its_capacity() -> None:
     scrapes = [scrape(0, waiting=1, finished=1), scrape(5, waiting=0, finished=9), scrape(10, waiting=3, finished=20)]
 
     load = load_of({"a": scrapes}, ["a"], "pods")
 
     assert load is not None
-    assert load.drain_per_s is None
+    assert load.capacity_per_s is None
 
 
 def test_ttft_is_over_the_window_and_survives_a_restart_of_the_server() -> None:
@@ -64,11 +64,11 @@ def test_one_scrape_has_gauges_but_no_rates() -> None:
     load = load_of({"a": [scrape(0, running=1, waiting=1, finished=5, kv_blocks=99)]}, ["a"], "pods")
 
     assert load is not None
-    assert (load.arrivals_per_s, load.drain_per_s, load.ttft_p99_s) == (None, None, None)
+    assert (load.arrivals_per_s, load.capacity_per_s, load.ttft_p99_s) == (None, None, None)
     assert (load.kv_blocks, load.peak_in_flight) == (99, 2)
 
 
-def test_arrivals_at_a_pod_that_was_not_ready_before_came_within_the_whole_window() -> None:
+def test_arrivals_at_a_new_pod_count_over_the_whole_window() -> None:
     old = [scrape(0, finished=10), scrape(60, finished=70)]
     new = [scrape(55), scrape(60, running=6)]
 
@@ -95,10 +95,10 @@ def test_the_capacity_is_measured_over_all_time_with_a_queue(
     load = load_of({"a": pod}, ["a"], "pods")
 
     assert load is not None
-    assert load.drain_per_s == capacity_per_s
+    assert load.capacity_per_s == capacity_per_s
 
 
-def test_what_a_pod_finished_is_known_once_it_was_watched_for_most_of_a_minute() -> None:
+def test_the_throughput_of_a_pod_is_known_after_45_seconds() -> None:
     short, long = ([scrape(0), scrape(time_s, finished=90)] for time_s in (40, 45))
 
     loads = [load_of({"a": pod}, ["a"], "pods") for pod in (short, long)]
@@ -112,3 +112,27 @@ def test_a_batch_request_anywhere_in_the_window_is_noted() -> None:
     loads = [load_of({"a": pod[first:]}, ["a"], "pods") for first in range(3)]
 
     assert [load.batch for load in loads if load] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"), [([], 0), ([5], 0), ([1, 4, 9], 8), ([7, 9, 2, 3], 2 + 2 + 1), ([3, 0], 0)]
+)
+def test_a_counter_that_drops_was_restarted_at_zero(values: list[float], expected: float) -> None:
+    assert increase(values) == expected
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"),
+    [(0.5, 0.1), (0.25, 0.05), (0.75, 0.1 + 0.9 * 0.5), (1.0, 1.0)],
+)
+def test_a_quantile_is_linear_within_its_bucket(share: float, expected: float) -> None:
+    assert quantile(share, {0.1: 10, 1.0: 20, math.inf: 20}) == pytest.approx(expected)
+
+
+def test_beyond_the_last_bound_the_quantile_is_that_bound() -> None:
+    assert quantile(0.99, {0.1: 1, 1.0: 2, math.inf: 100}) == 1.0
+
+
+@pytest.mark.parametrize("buckets", [{}, {0.1: 0.0, math.inf: 0.0}])
+def test_without_observations_there_is_no_quantile(buckets: dict[float, float]) -> None:
+    assert quantile(0.99, buckets) is None

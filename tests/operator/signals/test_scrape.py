@@ -41,7 +41,7 @@ def test_lanes_reasons_and_states_are_added_up() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "up 1\n", "llmservice_num_requests_waiting 1\n", "<html>not found</html>\n"])
-def test_what_is_not_our_server_is_refused(text: str) -> None:
+def test_metrics_of_another_server_are_refused(text: str) -> None:
     with pytest.raises(ScrapeError):
         parse_exposition(text, 0.0)
 
@@ -51,7 +51,7 @@ def test_not_a_number_counts_as_missing() -> None:
         parse_exposition(EXPOSITION.replace("running 3", "running NaN"), 0.0)
 
 
-def test_a_lane_that_nobody_waited_in_yet_is_empty() -> None:
+def test_a_lane_without_a_series_is_empty() -> None:
     assert parse_exposition("llmservice_num_requests_running 1\n", 0.0).waiting == 0
 
 
@@ -63,7 +63,7 @@ def test_a_lane_that_nobody_waited_in_yet_is_empty() -> None:
         pytest.param(" 0", 0, id="nothing runs"),
     ],
 )
-def test_the_batch_lane_is_told_apart(running: str, batch_running: float | None) -> None:
+def test_requests_are_counted_by_lane(running: str, batch_running: float | None) -> None:
     text = EXPOSITION.replace("llmservice_num_requests_running 3", f"llmservice_num_requests_running{running}")
 
     scrape = parse_exposition(text, 0.0)

@@ -4,17 +4,25 @@ from typing import Any
 
 import pytest
 
+from llmservice_operator.api.resource import LLMService
 from llmservice_operator.pods.pod import Pod, Trouble
-from llmservice_operator.scaling.scaling import Decision
-from llmservice_operator.sizing.sizing import Sized, SizingProblem
+from llmservice_operator.pods.pod_model import Fetching
+from llmservice_operator.scaling.decision import Decision
+from llmservice_operator.signals.load import Load, PodLoad
+from llmservice_operator.sizing import Sized, SizingProblem
 from llmservice_operator.status.conditions import (
+    READY,
+    SLO_FEASIBLE,
     Verdict,
     conditions,
     name_verdict,
     progressing_verdict,
     ready_verdict,
+    remembered_slo,
     scaling_verdict,
+    slo_verdict,
     stalled_verdict,
+    while_fetching,
 )
 
 NOW = 1_700_000_000.0
@@ -51,7 +59,7 @@ def test_the_transition_time_moves_only_when_the_status_flips() -> None:
         pytest.param(1, 0, None, None, DENIED, ("False", "AdmissionDenied"), id="a webhook said no"),
     ],
 )
-def test_ready_means_that_somebody_serves(
+def test_ready_follows_the_serving_pods(
     desired: int,
     ready: int,
     trouble: Trouble | None,
@@ -74,7 +82,7 @@ def test_ready_means_that_somebody_serves(
     "unseen",
     [None, {"metadata": {"generation": 2}}, {"metadata": {"generation": 2}, "status": {"observedGeneration": 1}}],
 )
-def test_a_spec_that_kubernetes_has_not_taken_up_is_not_ready(unseen: Any, sized: Sized, pod_named: Any) -> None:
+def test_a_spec_that_kubernetes_has_not_observed_is_not_ready(unseen: Any, sized: Sized, pod_named: Any) -> None:
     verdict = ready_verdict(unseen, 1, [pod_named()], sized, None)
 
     assert (verdict.status, verdict.reason) == ("False", "Updating")
@@ -97,7 +105,9 @@ def test_a_spec_that_kubernetes_has_not_taken_up_is_not_ready(unseen: Any, sized
         ),
     ],
 )
-def test_what_keeps_pods_from_being_made_is_lifted(condition: dict[str, Any], reason: str, sized: Sized) -> None:
+def test_the_reason_why_pods_cannot_be_created_becomes_that_of_ready(
+    condition: dict[str, Any], reason: str, sized: Sized
+) -> None:
     verdict = ready_verdict(deployment(conditions=[condition]), 1, [], sized, None)
 
     assert (verdict.status, verdict.reason) == ("False", reason)
@@ -144,7 +154,7 @@ def test_progressing_ends_when_all_replicas_run_the_present_spec(
         (True, True, False, ("False", "FixedReplicas")),
     ],
 )
-def test_scaling_is_active_while_it_sees_the_load(
+def test_scaling_is_active_with_metrics(
     active: bool, ready: bool, autoscaled: bool, expected: tuple[str, str], sized: Sized, pod_named: Any
 ) -> None:
     decision = Decision(2, 2, ("why",), active=active)
@@ -165,7 +175,7 @@ def test_scaling_is_active_while_it_sees_the_load(
         ),
     ],
 )
-def test_ready_and_progressing_speak_of_pods_that_serve_the_present_template(
+def test_ready_and_progressing_count_pods_of_the_present_template(
     present: int, earlier: int, trouble: Trouble | None, expected: tuple[str, str, str], sized: Sized, pod_named: Any
 ) -> None:
     """A Deployment counts a pod as updated before it serves, if it ever does."""
@@ -184,7 +194,7 @@ def test_ready_and_progressing_speak_of_pods_that_serve_the_present_template(
         assert progressing.message == f"{present} of 2 replicas serve the present spec"
 
 
-def test_replicas_that_were_killed_for_memory_are_named_although_they_serve_again(sized: Sized, pod_named: Any) -> None:
+def test_replicas_that_were_killed_for_memory_are_reported_while_they_serve_again(sized: Sized, pod_named: Any) -> None:
     verdict = ready_verdict(deployment(), 2, [pod_named("a", out_of_memory=True), pod_named("b")], sized, None)
 
     assert verdict.status == "True"
@@ -201,7 +211,7 @@ def test_replicas_that_were_killed_for_memory_are_named_although_they_serve_agai
         (None, Trouble("Replacing", "the old objects go first"), False, ("False", "NotStalled")),
     ],
 )
-def test_stalled_means_that_somebody_has_to_act(
+def test_stalled_means_that_a_user_has_to_act(
     sizing: SizingProblem | None, blocked: Trouble | None, late: bool, expected: tuple[str, str], sized: Sized
 ) -> None:
     deadline = {"type": "Progressing", "reason": "ProgressDeadlineExceeded", "message": "timed out"}
@@ -213,7 +223,7 @@ def test_stalled_means_that_somebody_has_to_act(
     assert (verdict.status, verdict.reason) == expected
 
 
-def test_a_name_that_an_older_service_has_is_told_with_the_way_around() -> None:
+def test_a_name_of_an_older_service_is_reported_with_the_alternative() -> None:
     assert name_verdict("llama", "team-b", None) is None
     assert name_verdict("llama", "team-b", "team-b") is None
 
@@ -225,3 +235,81 @@ def test_a_name_that_an_older_service_has_is_told_with_the_way_around() -> None:
     qualified = name_verdict("team-a/llama", "team-b", "team-a")
     assert qualified is not None
     assert "means that namespace: clients reach this service as team-b/team-a/llama" in qualified.message
+
+
+NO_TRAFFIC = Verdict(SLO_FEASIBLE, "Unknown", "NoTraffic", "…")
+INFEASIBLE = Verdict(SLO_FEASIBLE, "False", "UnloadedRequestMissesTarget", "…")
+
+
+def load(p50_s: float, p99_s: float, *, peak: float = 1, count: float = 10) -> Load:
+    return Load(
+        "pods", (PodLoad("a", 0, 0, 0),), ttft_p50_s=p50_s, ttft_p99_s=p99_s, ttft_count=count, peak_in_flight=peak
+    )
+
+
+@pytest.mark.parametrize(
+    ("now", "before", "expected"),
+    [
+        pytest.param(None, None, ("Unknown", "NoTraffic"), id="nothing measured"),
+        pytest.param(load(3.0, 4.0), None, ("False", "UnloadedRequestMissesTarget"), id="alone and too slow"),
+        pytest.param(load(3.0, 4.0, peak=9), None, ("Unknown", "NotMeasuredUnloaded"), id="slow under load"),
+        pytest.param(load(3.0, 4.0, count=2), None, ("Unknown", "NotMeasuredUnloaded"), id="too few to judge"),
+        pytest.param(
+            load(3.0, 4.0, peak=9),
+            NO_TRAFFIC,
+            ("Unknown", "NotMeasuredUnloaded"),
+            id="not knowing is no verdict to keep",
+        ),
+        pytest.param(load(0.1, 0.2), None, ("True", "TargetReachable"), id="fast"),
+        pytest.param(None, INFEASIBLE, ("False", "UnloadedRequestMissesTarget"), id="silence changes no verdict"),
+        pytest.param(load(3.0, 9.0, peak=9), INFEASIBLE, ("False", "UnloadedRequestMissesTarget"), id="nor does load"),
+        pytest.param(load(0.1, 0.2), INFEASIBLE, ("True", "TargetReachable"), id="but a kept promise does"),
+    ],
+)
+def test_the_promise_is_judged_by_unloaded_requests(
+    now: Load | None, before: Verdict | None, expected: tuple[str, str]
+) -> None:
+    verdict = slo_verdict(now, 2.0, itl_feasible=None, before=before)
+
+    assert (verdict.status, verdict.reason) == expected
+
+
+def test_an_unreachable_itl_promise_is_reported_without_traffic() -> None:
+    verdict = slo_verdict(None, None, itl_feasible=False, before=None)
+
+    assert (verdict.status, verdict.reason) == ("False", "ITLUnreachable")
+    assert "slo.itlP99" in verdict.message
+
+
+def test_without_a_promise_the_slo_is_feasible() -> None:
+    assert slo_verdict(load(9.0, 9.0), None, itl_feasible=None, before=None).status == "True"
+
+
+STARTING = Verdict(READY, "False", "Starting", "0 of 2 replicas are ready")
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("ready", "fetching", "reason", "message"),
+    [
+        (STARTING, None, "Starting", STARTING.message),
+        (STARTING, Fetching(1), "FetchingModel", "1 pod fetches hf://a/b"),
+        (STARTING, Fetching(2, 45, 15 * GIB), "FetchingModel", "2 pods fetch hf://a/b: 45 % of 15.00 GiB"),
+        (Verdict(READY, "False", "ModelFetchFailed", "no"), Fetching(1), "ModelFetchFailed", "no"),
+        (Verdict(READY, "True", "Serving", "1 of 1"), Fetching(1, 5, GIB), "Serving", "1 of 1"),
+    ],
+)
+def test_a_download_explains_only_a_start(ready: Verdict, fetching: Fetching | None, reason: str, message: str) -> None:
+    verdict = while_fetching(ready, fetching, "hf://a/b")
+    assert (verdict.status, verdict.reason, verdict.message) == (ready.status, reason, message)
+
+
+@pytest.mark.parametrize(("generation", "known"), [(1, True), (2, False)])
+def test_a_verdict_about_an_earlier_spec_is_not_remembered(generation: int, known: bool, manifest_of: Any) -> None:
+    manifest = manifest_of()
+    manifest["metadata"]["generation"] = generation
+    condition = {"type": "SLOFeasible", "status": "False", "reason": "TooSlow", "message": "m"}
+    condition |= {"lastTransitionTime": "2026-01-01T00:00:00Z", "observedGeneration": 1}
+    service = LLMService.model_validate({**manifest, "status": {"conditions": [condition]}})
+
+    assert remembered_slo(service) == (Verdict(SLO_FEASIBLE, "False", "TooSlow", "m") if known else None)

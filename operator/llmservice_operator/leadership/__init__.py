@@ -1,1 +1,0 @@
-"""Who may write: the Lease, decided and held."""

@@ -1,1 +1,0 @@
-"""Where a model lies, how it gets into a pod, and where its shape is learned before any pod runs."""

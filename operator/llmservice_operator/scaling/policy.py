@@ -1,0 +1,133 @@
+"""What bounds the autoscaler: the user's limits, promises and steps, and which lanes ask for replicas."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from llmservice_operator.api import units
+from llmservice_operator.api.spec import Autoscaling, ScaleDown, ScaleUp, Slo
+from llmservice_operator.scaling.history import History
+from llmservice_operator.signals.load import Load, PodLoad
+
+TARGET_UTILIZATION = 0.8
+"""Waiting times explode beyond it (queueing theory): plan for this share of the slots, not for all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingRules:
+    """How fast the replicas may change in one direction.
+
+    At most by the larger of `replicas` and `percent` in `period_s`, and not within `cooldown_s` of a change.
+    """
+
+    replicas: int
+    percent: int
+    period_s: float
+    cooldown_s: float
+    stabilization_s: float = 0.0
+
+    @classmethod
+    def of(cls, spec: ScaleUp | ScaleDown) -> ScalingRules:
+        return cls(
+            replicas=spec.step_replicas,
+            percent=spec.step_percent,
+            period_s=units.seconds(spec.step_period),
+            cooldown_s=units.seconds(spec.cooldown),
+            stabilization_s=units.seconds(spec.stabilization),
+        )
+
+    def size(self, start: int) -> int:
+        """Replicas that one period may add to, or take from, `start`; a share of them is rounded up."""
+        return max(self.replicas, math.ceil(start * self.percent / 100))
+
+    def highest(self, current: int, history: History, now: float) -> int:
+        """The most replicas that may be set now; never below `current`."""
+        start = self._period_start(current, history, now)
+        return current if start is None else max(current, start + self.size(start))
+
+    def lowest(self, current: int, history: History, now: float) -> int:
+        """The fewest replicas that may be set now; never above `current`."""
+        start = self._period_start(current, history, now)
+        return current if start is None else min(current, max(0, start - self.size(start)))
+
+    def _period_start(self, current: int, history: History, now: float) -> int | None:
+        """The replicas at the start of the period; None during the cooldown."""
+        if history.changes and now - history.changes[-1][0] < self.cooldown_s:
+            return None
+        return max(0, current - sum(change for when, change in history.changes if when > now - self.period_s))
+
+
+@dataclass(frozen=True, slots=True)
+class ScalePolicy:
+    """What the user allows and promises."""
+
+    min_replicas: int
+    max_replicas: int
+    queue_depth: int
+    tolerance: float
+    up: ScalingRules
+    down: ScalingRules
+    window_s: float
+    ttft_p99_s: float | None
+    max_num_seqs: int
+    """Slots of one replica."""
+    batch: Literal["fill", "scale"] = "fill"
+    """fill: batch requests use what the others leave, and add no replicas. scale: they count like the others."""
+
+    @classmethod
+    def of(cls, autoscaling: Autoscaling, slo: Slo, max_num_seqs: int) -> ScalePolicy:
+        return cls(
+            min_replicas=autoscaling.min_replicas,
+            max_replicas=autoscaling.max_replicas,
+            queue_depth=autoscaling.queue_depth,
+            tolerance=autoscaling.tolerance_percent / 100,
+            up=ScalingRules.of(autoscaling.scale_up),
+            down=ScalingRules.of(autoscaling.scale_down),
+            window_s=units.seconds(autoscaling.metrics.window),
+            ttft_p99_s=slo.ttft_p99_s,
+            max_num_seqs=max_num_seqs,
+            batch=autoscaling.batch,
+        )
+
+    @property
+    def memory_s(self) -> float:
+        """How far back a decision looks."""
+        times = [(rules.stabilization_s, rules.period_s, rules.cooldown_s) for rules in (self.up, self.down)]
+        return max(self.window_s, *times[0], *times[1])
+
+    def bounded(self, replicas: int) -> int:
+        return min(max(replicas, self.min_replicas), self.max_replicas)
+
+    def counted(self, load: Load) -> Load:
+        """The load that replicas are added for.
+
+        Rates and quantiles are of all lanes: with batch requests in the window they say nothing about the others.
+        """
+        if self.batch == "scale" or not load.batch:
+            return load
+        return replace(
+            load,
+            pods=tuple(self._without_batch(pod) for pod in load.pods),
+            arrivals_per_s=None,
+            ttft_p50_s=None,
+            ttft_p99_s=None,
+            ttft_count=0.0,
+        )
+
+    def _without_batch(self, pod: PodLoad) -> PodLoad:
+        """A server that does not report running requests by lane fills its free slots with batch requests.
+
+        While batch requests wait there and no others do, the pod counts as used up to the target at most, which
+        neither adds a replica nor removes one.
+        """
+        waiting = pod.waiting - pod.batch_waiting
+        running, kv_usage = pod.running, pod.kv_usage
+        if pod.batch_running is not None:
+            running = pod.running - pod.batch_running
+            kv_usage *= running / pod.running if pod.running else 1.0
+        elif pod.batch_waiting and not waiting:
+            running = min(running, TARGET_UTILIZATION * self.max_num_seqs)
+            kv_usage = min(kv_usage, TARGET_UTILIZATION)
+        return replace(pod, running=running, waiting=waiting, kv_usage=kv_usage, batch_waiting=0.0, batch_running=0.0)

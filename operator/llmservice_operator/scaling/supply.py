@@ -1,0 +1,139 @@
+"""The replicas that serve or will soon: learned start-up times, and how long overloads last until a new pod serves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llmservice_operator.api.spec import Manifest
+from llmservice_operator.pods.pod import Pod, pods_denied
+from llmservice_operator.scaling.history import LONGEST_GAP_S
+
+UNKNOWN_S = 600.0
+"""Until the first pod has started: a model of many GiB takes minutes to load."""
+SHORTEST_S, LONGEST_S = 10.0, 3600.0
+_USUAL_S = 60.0
+_KEPT = 32
+
+_OF_ONE_POD = frozenset({"Killed", "EngineFailed", "OOMKilled"})
+"""May happen to a single pod while it serves; under an overload it is a reason to add others."""
+_A_LOOP = 2
+"""Restarts from which on such an end is no accident."""
+
+
+class StartupTimes:
+    """The last start-up times; after a restart of the operator, the P90 that the status kept."""
+
+    def __init__(self, learned_s: float | None = None) -> None:
+        self._learned_s = learned_s
+        self._samples: dict[str, float] = {} if learned_s is None else {"status": float(learned_s)}
+        self._ages: dict[str, float] = {}
+        self._observed_s: float | None = None
+
+    def observe(self, pods: Sequence[Pod], now: float, steady_s: float) -> None:
+        """Learn from pods that are ready for the first time since their creation, and track the others' age.
+
+        `now` is the clock of the pods' timestamps, `steady_s` is monotonic. A pod's age is the time for which it was
+        observed, so that setting the clock makes no pod overdue. Only the age of pods that exist at the first
+        observation is taken from their timestamps; of those that are ready by then the status is taken, which includes
+        them.
+        """
+        gap_s = None if self._observed_s is None else steady_s - self._observed_s
+        observed_s = gap_s if gap_s is not None and 0 <= gap_s <= LONGEST_GAP_S else 0.0
+        first = gap_s is None
+        ages = {pod.uid: max(0.0, now - pod.created_s) if first else 0.0 for pod in pods}
+        self._ages = {uid: self._ages[uid] + observed_s if uid in self._ages else age for uid, age in ages.items()}
+        self._observed_s = steady_s
+        for pod in pods:
+            if pod.ready and pod.ready_since_s is not None and not pod.restarts and pod.uid not in self._samples:
+                took_s = max(0.0, pod.ready_since_s - pod.created_s)
+                self._samples[pod.uid] = self._learned_s if first and self._learned_s is not None else took_s
+        for surplus in list(self._samples)[:-_KEPT]:
+            del self._samples[surplus]
+
+    @property
+    def p90_s(self) -> float | None:
+        """Nine in ten pods were ready within this time (nearest rank); None before the first."""
+        ordered = sorted(self._samples.values())
+        return ordered[-(-9 * len(ordered) // 10) - 1] if ordered else None
+
+    @property
+    def patience_s(self) -> float:
+        """How long a pod that is not ready counts as supply."""
+        learned = self.p90_s
+        return UNKNOWN_S if learned is None else min(max(learned, SHORTEST_S), LONGEST_S)
+
+    def overdue(self, pod: Pod) -> bool:
+        """Whether a pod that is not ready takes longer than others did."""
+        return self._ages.get(pod.uid, 0.0) > self.patience_s
+
+    def lead_s(self, starting: Sequence[Pod]) -> float:
+        """How long a replica takes until it serves: as long as others did, or as those that are still starting."""
+        usual_s = _USUAL_S if self.p90_s is None else self.p90_s
+        return max(SHORTEST_S, usual_s, *(self._ages.get(pod.uid, 0.0) for pod in starting))
+
+
+@dataclass(frozen=True, slots=True)
+class Supply:
+    """The replicas there are."""
+
+    replicas: int
+    """What the Deployment is set to now."""
+    ready: int
+    starting: int = 0
+    """Not ready, younger than the learned start-up time: they will serve soon."""
+    overdue: int = 0
+    """Not ready, older than that, although a node has room for them."""
+    lead_s: float = 60.0
+    """How long a new replica takes until it serves."""
+    trouble: str | None = None
+    """What keeps pods from starting, if it would keep more of them as well."""
+
+    @property
+    def counted(self) -> int:
+        """The replicas that serve or will soon."""
+        return max(0, self.replicas - self.overdue)
+
+
+def supply_of(deployment: Manifest | None, pods: Sequence[Pod], startup: StartupTimes) -> Supply:
+    """Starting pods count for the time that one takes to start; those that no node has room for keep counting."""
+    starting = [pod for pod in pods if not pod.ready and not pod.terminating]
+    overdue = [pod for pod in starting if startup.overdue(pod) and not _unschedulable(pod)]
+    denied = pods_denied(deployment)
+    return Supply(
+        replicas=int((deployment or {}).get("spec", {}).get("replicas", 0)),
+        ready=sum(pod.serves for pod in pods),
+        starting=len(starting) - len(overdue),
+        overdue=len(overdue),
+        lead_s=startup.lead_s(starting),
+        trouble=denied.reason if denied else next((reason for pod in starting if (reason := _trouble(pod))), None),
+    )
+
+
+def _unschedulable(pod: Pod) -> bool:
+    return pod.trouble is not None and pod.trouble.reason == "Unschedulable"
+
+
+def _trouble(pod: Pod) -> str | None:
+    """What another pod of the same template would most likely meet as well."""
+    if pod.trouble is None or _unschedulable(pod):
+        return None
+    once = pod.trouble.reason in _OF_ONE_POD and pod.restarts < _A_LOOP
+    return None if once else pod.trouble.reason
+
+
+@dataclass(frozen=True, slots=True)
+class OverloadTimer:
+    """Measures overloads: from the tick at which the load asks for more replicas than serve, until one more serves."""
+
+    since_s: float | None = None
+    serving: int = 0
+
+    def observe(self, wanted: int, serving: int, now_s: float) -> tuple[OverloadTimer, float | None]:
+        """The next state, and the overload's length in seconds in the tick that first sees one more pod serve."""
+        overloaded = wanted > serving
+        if self.since_s is None:  # a service that starts from zero has no overload, it has no pod
+            return (OverloadTimer(now_s, serving) if overloaded and serving else self), None
+        if serving > self.serving:
+            return OverloadTimer(now_s if overloaded else None, serving), now_s - self.since_s
+        return OverloadTimer(self.since_s if overloaded else None, min(self.serving, serving)), None

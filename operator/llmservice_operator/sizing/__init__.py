@@ -1,1 +1,0 @@
-"""What fits and how many: the planner's answer for a service, or the server's own."""

@@ -1,0 +1,178 @@
+"""Invariants of the autoscaler over random histories, missing samples and a clock that is set."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmservice_operator.scaling.decision import Decision, decide
+from llmservice_operator.scaling.history import History
+from llmservice_operator.scaling.policy import ScalePolicy, ScalingRules
+from llmservice_operator.scaling.supply import Supply
+from llmservice_operator.signals.load import Load, PodLoad
+
+NOW = 1_000_000.0
+SLOTS = 8
+
+
+def policy_of(
+    low: int = 1,
+    high: int = 12,
+    up: tuple[int, int] = (1000, 100),
+    down: tuple[int, int] = (1000, 100),
+    up_stabilization_s: float = 0.0,
+) -> ScalePolicy:
+    return ScalePolicy(
+        min_replicas=low,
+        max_replicas=high,
+        queue_depth=2,
+        tolerance=0.1,
+        up=ScalingRules(*up, period_s=30.0, cooldown_s=0.0, stabilization_s=up_stabilization_s),
+        down=ScalingRules(*down, period_s=30.0, cooldown_s=0.0, stabilization_s=60.0),
+        window_s=30.0,
+        ttft_p99_s=2.0,
+        max_num_seqs=SLOTS,
+    )
+
+
+@dataclass(frozen=True)
+class Tick:
+    """What a pass sees: how much later it is, the load of each ready pod, whose metrics are missing."""
+
+    after_s: float
+    pods: tuple[tuple[float, float], ...]
+    blind: bool = False
+    missing: int = 0
+    ttft_p99_s: float | None = None
+
+    def load(self) -> Load | None:
+        if self.blind:
+            return None
+        pods = tuple(PodLoad(f"pod-{n}", running, waiting, 0.0) for n, (running, waiting) in enumerate(self.pods))
+        gone = tuple(f"gone-{n}" for n in range(self.missing))
+        return Load("pods", pods, gone, ttft_p99_s=self.ttft_p99_s)
+
+
+ticks = st.builds(
+    Tick,
+    after_s=st.sampled_from([0.0, 1.0, 5.0, 30.0, 61.0, 3600.0, -3600.0, -5.0]),
+    pods=st.lists(st.tuples(st.integers(0, SLOTS), st.integers(0, 60)), min_size=1, max_size=4).map(tuple),
+    blind=st.booleans(),
+    missing=st.sampled_from([0, 0, 1]),
+    ttft_p99_s=st.none() | st.floats(0, 10),
+)
+steps = st.tuples(st.integers(0, 4), st.integers(0, 100)).filter(any)
+policies = st.builds(
+    policy_of,
+    low=st.integers(1, 3),
+    high=st.integers(3, 12),
+    up=steps,
+    down=steps,
+    up_stabilization_s=st.sampled_from([0.0, 10.0]),
+)
+
+
+@dataclass(frozen=True)
+class Moment:
+    now: float
+    tick: Tick
+    current: int
+    decision: Decision
+    history: History
+
+
+def play(policy: ScalePolicy, story: Sequence[Tick], start: int) -> Iterator[Moment]:
+    """Decide tick by tick; what is decided is what the Deployment is asked for from then on."""
+    now, current, history = NOW, start, History.start(NOW, start)
+    for tick in story:
+        now += tick.after_s
+        supply = Supply(current, ready=min(current, len(tick.pods)), starting=max(0, current - len(tick.pods)))
+        decision, history = decide(tick.load(), supply, policy, history, now)
+        yield Moment(now, tick, current, decision, history)
+        current = decision.replicas
+
+
+@given(policy=policies, story=st.lists(ticks, min_size=1, max_size=30), start=st.integers(1, 12))
+def test_never_outside_the_bounds(policy: ScalePolicy, story: list[Tick], start: int) -> None:
+    for moment in play(policy, story, start):
+        assert policy.min_replicas <= moment.decision.replicas <= policy.max_replicas
+
+
+@given(policy=policies, story=st.lists(ticks, min_size=1, max_size=30), start=st.integers(1, 12))
+def test_never_fewer_without_fresh_metrics_of_every_pod(policy: ScalePolicy, story: list[Tick], start: int) -> None:
+    for moment in play(policy, story, start):
+        if moment.tick.blind or moment.tick.missing:
+            assert moment.decision.replicas >= min(moment.current, policy.max_replicas)
+
+
+@given(policy=policies, story=st.lists(ticks, min_size=1, max_size=30))
+def test_no_step_is_larger_than_allowed(policy: ScalePolicy, story: list[Tick]) -> None:
+    """What was added or removed within the period counts; without that, one step is the most."""
+    for moment in play(policy, story, start=3):  # within all bounds, which would rule at once
+        before, after = moment.current, moment.decision.replicas
+        added = sum(max(0, more) for _, more in moment.history.changes)
+        removed = -sum(min(0, more) for _, more in moment.history.changes)
+        assert after <= before + removed + policy.up.size(before + removed)
+        assert after >= before - added - policy.down.size(before + removed)
+
+
+@given(story=st.lists(ticks, min_size=1, max_size=20), jump_s=st.sampled_from([-86_400.0, -600.0, 600.0, 86_400.0]))
+def test_a_clock_that_is_set_removes_nothing_that_would_have_stayed(story: list[Tick], jump_s: float) -> None:
+    policy = policy_of()
+    *_, last = play(policy, [replace(tick, after_s=5.0) for tick in story], 8)
+    idle = Load("pods", (PodLoad("pod-0", 0, 0, 0.0),))
+    supply = Supply(last.decision.replicas, ready=last.decision.replicas)
+
+    steady, _ = decide(idle, supply, policy, last.history, last.now)
+    jumped, _ = decide(idle, supply, policy, last.history, last.now + jump_s)
+
+    assert jumped.replicas == steady.replicas
+
+
+@given(
+    waiting=st.integers(0, 80),
+    more=st.integers(0, 80),
+    running=st.integers(0, SLOTS),
+    busier=st.integers(0, SLOTS),
+    replicas=st.integers(1, 8),
+    kv_usage=st.floats(0, 0.79),
+)
+def test_more_load_never_asks_for_less(
+    waiting: int, more: int, running: int, busier: int, replicas: int, kv_usage: float
+) -> None:
+    def asked(running: int, waiting: int) -> int:
+        load = Load("pods", (PodLoad("pod-0", running, waiting, kv_usage),))
+        history = History.start(NOW - 1000, replicas)
+        return decide(load, Supply(replicas, ready=replicas), policy_of(high=50), history, NOW)[0].replicas
+
+    assert asked(running, waiting + more) >= asked(running, waiting)
+    assert asked(max(running, busier), waiting) >= asked(running, waiting)
+
+
+@pytest.mark.parametrize("demand", [0, 1, 5, 6, 7, 8, 13, 17, 26, 40, 64, 77])
+@pytest.mark.parametrize("start", [1, 2, 5, 12])
+@pytest.mark.parametrize("startup_ticks", [0, 4])
+def test_a_constant_load_is_never_oscillated_about(demand: int, start: int, startup_ticks: int) -> None:
+    """So many requests are always in flight, spread over the replicas that are ready: up, or down, and then at rest."""
+    policy, now, history = policy_of(), NOW, History.start(NOW, start)
+    current, seen, births = start, [], [-startup_ticks] * start
+    for tick in range(120):
+        births = [*births, *[tick] * (current - len(births))][:current]
+        ready = max(1, sum(tick - birth >= startup_ticks for birth in births))
+        running = min(demand, ready * SLOTS)
+        each = PodLoad("pod", running / ready, (demand - running) / ready, 0.0)
+        supply = Supply(current, ready=ready, starting=current - ready)
+        decision, history = decide(Load("pods", (each,) * ready), supply, policy, history, now)
+        current, now = decision.replicas, now + 5
+        seen.append(current)
+
+    directions = [math.copysign(1, after - before) for before, after in pairwise(seen) if after != before]
+    assert len(set(directions)) <= 1, seen
+    assert len(set(seen[-60:])) == 1, seen
+    assert seen[-1] * SLOTS >= demand or seen[-1] == policy.max_replicas

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from llmservice_operator.pods.pod import Pod
+from llmservice_operator.scaling.supply import LONGEST_S, SHORTEST_S, UNKNOWN_S, OverloadTimer, StartupTimes
+
+
+def started(pod_named: Callable[..., Pod], *times_s: float) -> list[Pod]:
+    return [pod_named(f"pod-{n}", created_s=1000, ready_since_s=1000 + time_s) for n, time_s in enumerate(times_s)]
+
+
+def test_before_the_first_pod_the_time_is_unknown_and_patience_long() -> None:
+    times = StartupTimes()
+
+    assert (times.p90_s, times.patience_s) == (None, UNKNOWN_S)
+
+
+def test_the_learned_time_is_the_90th_percentile(pod_named: Callable[..., Pod]) -> None:
+    times = StartupTimes()
+    times.observe(started(pod_named, *range(20, 30), 500), 2000, 0)
+
+    assert times.p90_s == 29
+
+
+def test_a_pod_counts_once_and_not_after_a_restart(pod_named: Callable[..., Pod]) -> None:
+    times = StartupTimes()
+    pod = pod_named(created_s=0, ready_since_s=40)
+    times.observe([pod], 50, 0)
+    times.observe([pod_named(created_s=0, ready_since_s=4000)], 4000, 0)
+    times.observe([pod_named("restarted", created_s=0, ready_since_s=4000, restarts=1)], 4000, 0)
+
+    assert times.p90_s == 40
+
+
+@pytest.mark.parametrize(("learned_s", "patience_s"), [(1, SHORTEST_S), (60, 60), (99_999, LONGEST_S)])
+def test_patience_is_bounded(learned_s: float, patience_s: float) -> None:
+    assert StartupTimes(learned_s).patience_s == patience_s
+
+
+def test_a_restart_resumes_the_time_in_the_status(pod_named: Callable[..., Pod]) -> None:
+    times = StartupTimes(90)
+    times.observe(started(pod_named, 30), 2000, 0)
+
+    assert times.p90_s == 90
+
+
+def coming(pod_named: Callable[..., Pod], created_s: float) -> Pod:
+    return pod_named("coming", ready=False, created_s=created_s)
+
+
+def test_a_pod_is_overdue_once_it_takes_longer_than_others(pod_named: Callable[..., Pod]) -> None:
+    times, pod = StartupTimes(60), coming(pod_named, created_s=1000)
+    times.observe([], 990, 0)
+    overdue = []
+    for now in (1000, 1030, 1060, 1061):
+        times.observe([pod], now, now - 990)
+        overdue.append(times.overdue(pod))
+
+    assert overdue == [False, False, False, True]
+
+
+def test_the_age_of_an_earlier_pod_is_that_of_its_timestamp(pod_named: Callable[..., Pod]) -> None:
+    times, pod = StartupTimes(60), coming(pod_named, created_s=1000)
+    times.observe([pod], 1061, 0)
+
+    assert times.overdue(pod)
+
+
+@pytest.mark.parametrize("jump_s", [110, 3600, -3600])
+def test_a_clock_that_is_set_makes_no_pod_overdue(jump_s: float, pod_named: Callable[..., Pod]) -> None:
+    times, pod = StartupTimes(60), coming(pod_named, created_s=1_000_000)
+    times.observe([], 1_000_000, 0)
+    times.observe([pod], 1_000_005, 5)
+
+    times.observe([pod], 1_000_010 + jump_s, 10)
+
+    assert not times.overdue(pod)
+
+
+@pytest.mark.parametrize(
+    ("history", "lasted"),
+    [
+        ([(1, 1, 0), (3, 1, 10), (3, 1, 40), (3, 2, 70)], [60.0]),
+        ([(3, 1, 10), (3, 2, 70), (3, 3, 75)], [60.0, 5.0]),  # the second new pod, from where the first one left it
+        ([(3, 1, 10), (1, 1, 20), (3, 1, 50), (2, 2, 60)], [10.0]),  # it went by itself, and came again
+        ([(2, 0, 0), (2, 1, 30)], []),  # a service that starts has no overload
+        ([(2, 2, 0), (2, 2, 30)], []),
+    ],
+)
+def test_an_overload_lasts_until_one_more_pod_serves(
+    history: list[tuple[int, int, float]], lasted: list[float]
+) -> None:
+    timer, seen = OverloadTimer(), []
+    for wanted, serving, now_s in history:
+        timer, lasted_s = timer.observe(wanted, serving, now_s)
+        seen += [] if lasted_s is None else [lasted_s]
+
+    assert seen == lasted

@@ -1,0 +1,246 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from llmservice_operator.api.model_spec import ModelSource
+from llmservice_operator.locations import Figures, Model, ModelReader, ModelSourceError, locate
+
+CACHE = {"cache": {"claimName": "models"}}
+
+
+def source(uri: str, **fields: Any) -> ModelSource:
+    return ModelSource.model_validate({"uri": uri, **fields})
+
+
+@pytest.mark.parametrize(
+    ("uri", "fields", "path"),
+    [
+        ("hf://org/name", {}, "/models/name"),
+        ("hf://org/name@v1.0", {}, "/models/name"),
+        ("hf://org/name", CACHE, "/models/hf/org/name@main"),
+        ("hf://org/name", {**CACHE, "revision": "refs/pr/1"}, "/models/hf/org/name@refs%2Fpr%2F1"),
+        ("s3://bucket/llms/tiny/", {}, "/models/tiny"),
+        ("s3://bucket", {}, "/models/bucket"),
+        ("s3://bucket/llms/tiny", CACHE, "/models/s3/aws/bucket/llms/tiny"),
+        ("s3://bucket/a", {**CACHE, "s3": {"endpoint": "http://minio:9000"}}, "/models/s3/minio%3A9000/bucket/a"),
+        ("pvc://claim", {}, "/models"),
+        ("pvc://my-claim/some/model", {}, "/models/some/model"),
+        ("oci://ghcr.io/org/model:v1", {}, "/models"),
+        ("oci://ghcr.io/org/model:v1#weights/tiny", {}, "/models/weights/tiny"),
+    ],
+)
+def test_a_uri_determines_the_location_in_the_pod(uri: str, fields: dict[str, Any], path: str) -> None:
+    assert locate(source(uri, **fields), None).path == path
+
+
+@pytest.mark.parametrize(
+    ("uri", "fields", "fetched"),
+    [
+        ("hf://org/name", {}, "hf://org/name"),
+        ("hf://org/name@v1", {}, "hf://org/name@v1"),
+        ("hf://org/name", {"revision": "v2"}, "hf://org/name@v2"),
+        ("s3://bucket/a b/c", {}, "s3://bucket/a b/c"),
+        ("pvc://claim/a", {}, None),
+        ("oci://host/image", {}, None),
+    ],
+)
+def test_models_that_are_not_mounted_are_downloaded(uri: str, fields: dict[str, Any], fetched: str | None) -> None:
+    assert locate(source(uri, **fields), None).fetch_uri == fetched
+
+
+def test_claims_and_images_are_named() -> None:
+    assert locate(source("pvc://weights/a"), None).claim == "weights"
+    digest = f"oci://host:5000/a/b@sha256:{'0' * 64}"
+    assert locate(source(digest), None).image == digest.removeprefix("oci://")
+
+
+@pytest.mark.parametrize(
+    ("uri", "reason"),
+    [
+        ("ftp://host/model", "InvalidURI"),
+        ("s3://Bucket/model", "InvalidURI"),
+        ("s3://bucket/../x", "InvalidURI"),
+        ("s3://bucket/$(reboot)", "InvalidURI"),
+        ("oci://registry", "InvalidURI"),
+        ("oci://registry/model#../etc", "InvalidURI"),
+        ("oci://registry/model --privileged", "InvalidURI"),
+        ("hf://only-a-name", "InvalidURI"),
+        ("hf://org/../name", "InvalidURI"),
+        ("pvc://claim/../../etc", "InvalidURI"),
+        ("pvc://Claim", "InvalidURI"),
+        ("file:///tiny", "FileModelsDisabled"),
+    ],
+)
+def test_a_uri_that_cannot_work_is_refused_with_a_reason(uri: str, reason: str) -> None:
+    with pytest.raises(ModelSourceError) as refused:
+        locate(source(uri), None)
+    assert refused.value.reason == reason
+
+
+@pytest.mark.parametrize("uri", ["file:///../secret", "file:///tiny/../../x", "file:///.", "file:////etc/passwd"])
+def test_a_file_uri_never_leaves_its_root(uri: str, models: Path) -> None:
+    with pytest.raises(ModelSourceError) as refused:
+        locate(source(uri), models)
+    assert refused.value.reason == "InvalidURI"
+
+
+def test_a_link_out_of_the_root_is_refused(models: Path, tmp_path: Path) -> None:
+    (models / "link").symlink_to(tmp_path)
+
+    with pytest.raises(ModelSourceError) as refused:
+        locate(source("file:///link/elsewhere"), models)
+    assert refused.value.reason == "InvalidURI"
+
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 2048,
+    "torch_dtype": "float32",
+}
+FILES = {
+    "model-00001-of-00002.safetensors": 3000,
+    "model-00002-of-00002.safetensors": 1000,
+    "consolidated.safetensors": 4000,
+    "original/model.safetensors": 4000,
+    "pytorch_model.bin": 4000,
+}
+SHAPE = {"layers": 2, "heads": 4, "hiddenSize": 64, "intermediateSize": 128, "vocabSize": 512}
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    """A --file-models-root with one model in it."""
+    folder = tmp_path / "models" / "tiny"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path / "models"
+
+
+@pytest.fixture
+async def hub() -> AsyncIterator[str]:
+    """A model hub: org/good, org/gated, org/broken, org/slow; anything else is not there."""
+
+    async def answer(request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        if name == "gated" and request.headers.get("Authorization") != "Bearer sesame":
+            return web.Response(status=401)
+        if name == "slow":
+            await asyncio.sleep(30)
+        if name == "broken":
+            return web.Response(text="{")
+        return web.json_response(CONFIG) if name in {"good", "gated"} else web.Response(status=404)
+
+    async def listing(request: web.Request) -> web.Response:
+        siblings = [{"rfilename": name, "size": size} for name, size in FILES.items()]
+        return web.json_response({"siblings": siblings if "blobs" in request.query else []})
+
+    app = web.Application()
+    app.router.add_get("/org/{name}/resolve/{revision}/config.json", answer)
+    app.router.add_get("/api/models/org/good/revision/{revision}", listing)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    await runner.cleanup()
+
+
+async def read(
+    source: dict[str, Any],
+    hub: str,
+    *,
+    root: Path | None = None,
+    token: str | None = None,
+    known: Figures | None = None,
+) -> Model:
+    async with aiohttp.ClientSession() as session:
+        reader = ModelReader(session, root, hub, token, timeout_s=0.3)
+        return await reader.read(ModelSource.model_validate(source), known)
+
+
+async def test_a_local_folder_is_read(models: Path, hub: str) -> None:
+    model = await read({"uri": "file:///tiny"}, hub, root=models)
+
+    assert model.location.path == str(models / "tiny")
+    assert (model.shape.layers, model.shape.kv_heads) == (2, 2)
+
+
+async def test_a_hub_model_is_read_without_downloading_it(hub: str) -> None:
+    model = await read({"uri": "hf://org/good@main"}, hub)
+
+    assert model.shape is not None
+    assert model.shape.vocab_size == 512
+    assert (model.figures_from, model.weights_file_bytes, model.weights_bytes) == ("config", 4000, 4000)
+    assert (model.location.fetch_uri, model.location.hf_endpoint) == ("hf://org/good@main", hub)
+
+
+async def test_files_of_another_type_say_nothing_of_the_loaded_size(hub: str) -> None:
+    model = await read({"uri": "hf://org/good", "dtype": "bfloat16"}, hub)
+
+    assert (model.weights_file_bytes, model.weights_bytes) == (4000, None)
+
+
+@pytest.mark.parametrize("uri", ["pvc://claim/model", "s3://bucket/model", "oci://registry/model:1"])
+async def test_models_that_only_a_pod_can_read_are_not_requested(uri: str, hub: str) -> None:
+    model = await read({"uri": uri}, hub)
+
+    assert (model.shape, model.figures_from) == (None, "pod")
+
+
+async def test_a_gated_model_with_a_secret_is_left_to_the_pod_that_has_it(hub: str) -> None:
+    model = await read({"uri": "hf://org/gated", "secretRef": {"name": "token"}}, hub)
+
+    assert (model.shape, model.figures_from) == (None, "pod")
+
+
+async def test_known_figures_are_not_requested_again(hub: str) -> None:
+    shape = (await read({"uri": "hf://org/good"}, hub)).shape
+    known = Figures("pod", shape, 4000)
+
+    assert (await read({"uri": "hf://org/absent"}, hub, known=known)).figures == known
+
+
+async def test_given_figures_spare_the_hub(hub: str) -> None:
+    model = await read({"uri": "hf://org/absent", "shape": SHAPE}, hub)
+
+    assert model.shape is not None
+    assert (model.shape.kv_heads, model.figures_from) == (4, "spec")
+
+
+@pytest.mark.parametrize(
+    ("source", "reason", "advice", "lasting"),
+    [
+        ({"uri": "hf://org/absent"}, "ModelNotFound", "correct model.uri", False),
+        ({"uri": "hf://org/gated"}, "ModelForbidden", "spec.model.secretRef", False),
+        ({"uri": "hf://org/broken"}, "ModelUnreadable", "is not JSON", True),
+        ({"uri": "hf://org/slow"}, "ModelUnreachable", "check the operator's network", False),
+        ({"uri": "file:///absent"}, "ModelNotFound", "correct model.uri", False),
+    ],
+)
+async def test_the_error_of_an_unreadable_model_says_what_to_change(
+    source: dict[str, Any], reason: str, advice: str, lasting: bool, models: Path, hub: str
+) -> None:
+    with pytest.raises(ModelSourceError, match=advice) as refused:
+        await read(source, hub, root=models)
+    assert (refused.value.reason, refused.value.lasting) == (reason, lasting)
+
+
+async def test_the_operators_token_reads_a_gated_model_and_is_never_shown(hub: str) -> None:
+    assert (await read({"uri": "hf://org/gated"}, hub, token="sesame")).shape.layers == 2
+
+    with pytest.raises(ModelSourceError) as refused:
+        await read({"uri": "hf://org/gated"}, hub, token="wrong-token")
+    assert "wrong-token" not in str(refused.value)
