@@ -1,4 +1,4 @@
-"""The gateway's HTTP face: OpenAI's paths, passed to the pods, its own health and readiness, and its metrics."""
+"""The gateway's HTTP API: OpenAI's paths, forwarded to the pods, health, readiness and metrics."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(frozen=True, slots=True)
 class GatewayConfig:
-    """What can be set."""
+    """Limits of requests."""
 
     max_body_bytes: int = 16 * 1024**2
     read_timeout_s: float = 600.0
-    """How long a pod may stay silent in the middle of an answer."""
+    """How long a pod may pause within a response."""
 
 
 class _BadRequestError(Exception):
@@ -44,7 +44,7 @@ class _BadRequestError(Exception):
 
 
 class Gateway:
-    """The handlers, and what they share. `app()` makes the application that a runner serves."""
+    """The handlers and their shared state. `app()` returns the application that a runner serves."""
 
     def __init__(self, routing: Routing, config: GatewayConfig | None = None) -> None:
         self._routing = routing
@@ -52,10 +52,10 @@ class Gateway:
         self.metrics = GatewayMetrics()
         self._proxy: Proxy | None = None
         self.draining = False
-        """Set on SIGTERM: not ready any more, though what comes in is still answered."""
+        """Set on SIGTERM: not ready any more, though requests are still served."""
 
     def app(self, *, serves_metrics: bool = False) -> web.Application:
-        """The API; `serves_metrics`: /metrics is one of its paths, otherwise that of `metrics_app`."""
+        """The API; `serves_metrics`: with /metrics, which otherwise `metrics_app` serves."""
         app = web.Application(client_max_size=self._config.max_body_bytes, middlewares=[_openai_errors])
         app.cleanup_ctx.append(self._connections)
         app.router.add_get("/health", self._health)
@@ -69,7 +69,7 @@ class Gateway:
         return app
 
     def metrics_app(self) -> web.Application:
-        """/metrics and nothing else, for a port that clients cannot reach."""
+        """/metrics alone, for a port that clients cannot reach."""
         app = web.Application(middlewares=[_openai_errors])
         app.router.add_get("/metrics", self._metrics)
         return app
@@ -89,13 +89,13 @@ class Gateway:
         return web.Response(body=generate_latest(self.metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _models(self, _request: web.Request) -> web.Response:
-        cards = [_model_card(model, route) for model, route in self._routing.table.models()]
-        return web.json_response({"object": "list", "data": cards})
+        models = [_model_object(model, route) for model, route in self._routing.table.models()]
+        return web.json_response({"object": "list", "data": models})
 
     async def _model(self, request: web.Request) -> web.Response:
         model = request.match_info["model"]
         try:
-            return web.json_response(_model_card(model, self._routing.table.find(model)))
+            return web.json_response(_model_object(model, self._routing.table.find(model)))
         except ModelNotFoundError as error:
             return _not_found(error)
 
@@ -114,22 +114,22 @@ class Gateway:
             response = error_response(413, f"The request is too large: {error.text}.", "request_too_large")
         else:
             body = raw if model == route.served_name else _renamed(payload, route.served_name)
-            return await self._pass_on(request, model, body, request_id)
+            return await self._forward(request, model, body, request_id)
         self.metrics.requests.labels(UNKNOWN_MODEL, response.status).inc()
         response.headers["X-Request-Id"] = request_id
         return response
 
-    async def _pass_on(self, request: web.Request, model: str, body: bytes, request_id: str) -> web.StreamResponse:
+    async def _forward(self, request: web.Request, model: str, body: bytes, request_id: str) -> web.StreamResponse:
         if self._proxy is None:
             raise RuntimeError("the application has not been started")
-        code = CLIENT_LEFT  # what counts when the handler is cancelled, or its writing fails, because the client left
+        code = CLIENT_LEFT  # where the handler is cancelled, or a write fails, because the client left
         with self.metrics.in_flight.labels(model).track_inprogress():
             try:
                 response = await self._proxy.forward(
                     request, model, lambda: self._routing.table.find(model), body, request_id
                 )
                 code = str(response.status)
-            except ModelNotFoundError as error:  # deleted while we tried
+            except ModelNotFoundError as error:  # deleted meanwhile
                 response = _not_found(error)
                 code = "404"
             except BrokenAnswerError as error:
@@ -144,7 +144,7 @@ class Gateway:
 
 @web.middleware
 async def _openai_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """What aiohttp itself refuses, in OpenAI's shape."""
+    """aiohttp's own errors in OpenAI's shape."""
     try:
         return await handler(request)
     except web.HTTPNotFound:
@@ -157,7 +157,7 @@ async def _openai_errors(request: web.Request, handler: Handler) -> web.StreamRe
 
 
 def _parse(raw: bytes) -> dict[str, Any]:
-    """The request's body; only `model` is looked at, the rest is the pod's to judge."""
+    """The request's body; only `model` is validated here, the rest by the pod."""
     try:
         payload = json.loads(raw)
     except UnicodeDecodeError as error:
@@ -172,7 +172,7 @@ def _parse(raw: bytes) -> dict[str, Any]:
 
 
 def _renamed(payload: dict[str, Any], served_name: str) -> bytes:
-    """The body for a pod that knows itself by its served name alone: the namespace before it was for us."""
+    """The body with the served name alone: pods do not know their namespace."""
     return json.dumps(payload | {"model": served_name}).encode()
 
 
@@ -180,7 +180,7 @@ def _not_found(error: ModelNotFoundError) -> web.Response:
     return error_response(404, str(error), "model_not_found", "model")
 
 
-def _model_card(model: str, route: Route) -> dict[str, Any]:
+def _model_object(model: str, route: Route) -> dict[str, Any]:
     return {
         "id": model,
         "object": "model",
@@ -193,5 +193,5 @@ def _model_card(model: str, route: Route) -> dict[str, Any]:
 
 
 def _request_id(request: web.Request) -> str:
-    """The client's own, so that its logs and ours meet; cut to a length that a log line bears."""
+    """The client's own, truncated, so that its logs and ours can be joined; else a new one."""
     return request.headers.get("X-Request-Id", "")[:LONGEST_REQUEST_ID] or uuid.uuid4().hex

@@ -1,4 +1,4 @@
-"""Which of a model's ready pods gets the next request, and which gets one that another pod has no slot for."""
+"""Load balancing over a model's ready pods, and rebalancing of requests that wait for a slot."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from itertools import islice
 from llmservice_gateway.routes import Backend
 
 FAILURE_PENALTY_S = 2.0
-"""A pod that just refused a connection is asked last for so long: it has nothing in flight, so it would otherwise be
-picked first by every request until the cluster notices that it is gone."""
+"""A pod that refused a connection is picked last for this time: having nothing in flight, it would otherwise be picked
+first by every request until its deletion is observed."""
 
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """One request's place at one pod, until its answer has ended. `backend` changes when the request is moved."""
+    """One request in flight on a pod, until its response has ended. `backend` changes when the request is moved."""
 
     backend: Backend
     leave: Callable[[], bool] | None = None
-    """Set while nothing of an answer has come: gives up the pod, and tells whether there was still time to."""
+    """Set until the response begins: cancels the request to the pod, and returns whether it was still possible."""
 
 
 @dataclass(slots=True)
 class _Load:
     tickets: dict[Ticket, None] = field(default_factory=dict)
-    """In the order of their arrival, which is that in which a pod takes them from its queue."""
-    last_turn: int = 0
+    """In the order of arrival, in which a pod admits them."""
+    last_pick: int = 0
     failed_at: float = float("-inf")
 
     @property
@@ -36,27 +36,27 @@ class _Load:
 
 
 class Balancer:
-    """Least in flight first; ties go to the pod that was picked longest ago, which is round-robin among equals."""
+    """Picks the pod with the fewest requests in flight; ties go to the least recently picked."""
 
     def __init__(self) -> None:
         self._loads: dict[str, _Load] = {}
-        self._turn = 0
+        self._picks = 0
 
     def pick(self, backends: Sequence[Backend], tried: Collection[str], now: float) -> Backend | None:
-        """The pod to ask next, or None when all were `tried` (uids). `now` is any monotonic clock, in seconds."""
+        """The next pod, or None when all were `tried` (uids). `now` is any monotonic clock, in seconds."""
         candidates = [backend for backend in backends if backend.uid not in tried]
         if not candidates:
             return None
 
         def order(backend: Backend) -> tuple[bool, int, int]:
             load = self._loads.get(backend.uid) or _Load()
-            return self._is_avoided(backend, now), load.in_flight, load.last_turn
+            return self._is_avoided(backend, now), load.in_flight, load.last_pick
 
         return min(candidates, key=order)
 
     @contextmanager
     def hold(self, backend: Backend) -> Iterator[Ticket]:
-        """Count one request in flight on `backend`, or wherever it is moved to, while the block runs."""
+        """Count one request in flight on `backend`, or on the pod that it is moved to, while the block runs."""
         ticket = Ticket(backend)
         self._put(ticket)
         try:
@@ -64,11 +64,11 @@ class Balancer:
         finally:
             del self._loads[ticket.backend.uid].tickets[ticket]
 
-    def share(self, backends: Sequence[Backend], now: float) -> None:
-        """Move who waits at one pod to another that has a free slot, or a line shorter by more than it has slots.
+    def rebalance(self, backends: Sequence[Backend], now: float) -> None:
+        """Move waiting requests to pods that have a free slot, or a queue shorter by more than their slots.
 
-        So a new pod takes its part of the line at once, though the line is in the pods' own queues, where lanes,
-        deadlines and bounds hold and the autoscaler sees it. Pods whose slots are not known give and get nothing.
+        So a new pod gets its part of the load at once, though requests wait in the pods' queues, where lanes, deadlines
+        and limits apply and the autoscaler sees them. Pods whose slots are unknown are left out.
         """
         sources = [backend for backend in backends if backend.slots is not None]
         targets = [backend for backend in sources if not self._is_avoided(backend, now)]
@@ -77,7 +77,7 @@ class Balancer:
             free = self._free(target)
             if self._free(source) >= 0 or (free <= 0 and free - self._free(source) <= (target.slots or 0)):
                 break
-            ticket = self._leaver(source, ahead=max(0, -free))
+            ticket = self._movable(source, ahead=max(0, -free))
             if ticket is None:
                 sources.remove(source)
                 continue
@@ -85,10 +85,10 @@ class Balancer:
             ticket.backend = target
             self._put(ticket)
 
-    def _leaver(self, backend: Backend, ahead: int) -> Ticket | None:
-        """One who has left the pod's line just now: with as many `ahead` of it there as there are where it goes.
+    def _movable(self, backend: Backend, ahead: int) -> Ticket | None:
+        """A waiting request that was just cancelled on its pod: one with as many `ahead` of it as on the new pod.
 
-        The first of a pod's requests, as many as it has slots, run; the others wait, in the order of their arrival.
+        A pod runs its first requests, as many as it has slots; the others wait, in the order of arrival.
         """
         waiting = islice(list(self._loads[backend.uid].tickets), (backend.slots or 0) + ahead, None)
         return next((ticket for ticket in waiting if ticket.leave is not None and ticket.leave()), None)
@@ -103,16 +103,16 @@ class Balancer:
 
     def _put(self, ticket: Ticket) -> None:
         load = self._loads.setdefault(ticket.backend.uid, _Load())
-        self._turn += 1
-        load.last_turn = self._turn
+        self._picks += 1
+        load.last_pick = self._picks
         load.tickets[ticket] = None
 
     def mark_failed(self, backend: Backend, now: float) -> None:
-        """`backend` did not take a connection."""
+        """`backend` refused a connection."""
         self._loads.setdefault(backend.uid, _Load()).failed_at = now
 
     def forget_all_but(self, uids: Collection[str]) -> None:
-        """Drop the figures of pods that left the table, once nothing is in flight on them."""
+        """Drop the state of pods that left the table, once nothing is in flight on them."""
         self._loads = {uid: load for uid, load in self._loads.items() if load.in_flight or uid in uids}
 
     def in_flight(self, backend: Backend) -> int:

@@ -32,7 +32,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 async def _models(url: str, timeout_s: float) -> list[str]:
-    """The names that clients may put in `model`; raises CommandError where nobody gives them within the time."""
+    """The names that clients may put in `model`; raises CommandError where there is no answer in time."""
     import aiohttp
 
     deadline = time.monotonic() + timeout_s
@@ -42,7 +42,7 @@ async def _models(url: str, timeout_s: float) -> list[str]:
             try:
                 async with session.get(f"{url}/v1/models") as response:
                     if response.status == 200:
-                        return [str(card["id"]) for card in json.loads(await response.read())["data"]]
+                        return [str(model["id"]) for model in json.loads(await response.read())["data"]]
                     why = f"GET /v1/models is answered with {response.status}"
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 why = str(error) or type(error).__name__

@@ -1,4 +1,4 @@
-"""`llmservice gateway`: the front door of every LLMService of a cluster, or of some namespaces."""
+"""`llmservice gateway`: the entry point for the LLMServices of a cluster, or of some namespaces."""
 
 from __future__ import annotations
 

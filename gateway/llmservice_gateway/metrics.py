@@ -1,4 +1,4 @@
-"""What the gateway counts. Labels take the names of known models only, so a client cannot make new series."""
+"""The gateway's metrics. Labels have the names of known models only, so that clients cannot create series."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LATENCY_BUCKETS_S = (
 
 
 class GatewayMetrics:
-    """One registry a gateway: two in one process (tests) do not share figures."""
+    """One registry for each gateway: two in one process (tests) share no figures."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()

@@ -18,5 +18,5 @@ def error_response(
 
 
 def unavailable(message: str, code: str) -> web.Response:
-    """503 with the hint when to come back; OpenAI's clients honour it."""
+    """503 with Retry-After, which OpenAI's clients honour."""
     return error_response(503, message, code, retry_after_s=RETRY_AFTER_S)

@@ -1,6 +1,6 @@
-"""Passing one request to one pod, and its answer back as it comes.
+"""Forwards a request to a pod and streams its response back.
 
-Until a pod has begun to answer another one may be asked instead; after that the answer is that pod's alone.
+Until a response begins the request may be retried on another pod, and after that not.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ logger = logging.getLogger(__name__)
 MOST_ATTEMPTS = 3
 LOST, MOVED = "lost", "moved"
 MOST_LOST = 2
-"""Attempts that may end with a pod going away in the middle: a request that kills pods must not kill them all."""
+"""Attempts that may end with a lost pod: a request that kills pods must not kill them all."""
 REFUSALS = frozenset({429, 503})
-"""Statuses of a pod whose queue is full, or that drains: another one may have room."""
+"""Statuses of a pod whose queue is full, or that drains: another one may have capacity."""
 CONNECT_TIMEOUT_S = 5.0
 KEEPALIVE_S = 2.0
-"""Below the pods' own keep-alive (uvicorn: 5 s), so that a kept connection is not used in the moment it is closed."""
+"""Below the pods' own keep-alive (uvicorn: 5 s), so that no connection is reused while the pod closes it."""
 
-# RFC 9110, section 7.6.1: these speak of one connection and are not passed on.
+# RFC 9110, section 7.6.1: these concern one connection and are not forwarded.
 HOP_BY_HOP = frozenset(
     {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer"}
     | {"transfer-encoding", "upgrade"}
@@ -42,17 +42,17 @@ NOT_SENT_ON = HOP_BY_HOP | {"host", "content-length", "expect"}
 
 
 class _AnotherPodError(Exception):
-    """This pod did not take the request, and nothing of an answer has reached the client."""
+    """This pod refused the request, and no part of a response has reached the client."""
 
     def __init__(self, reason: str, refusal: web.Response | None = None) -> None:
         super().__init__(reason)
         self.reason = reason
         self.refusal = refusal
-        """What the pod said, for the case that no other takes the request either."""
+        """The pod's response, used if no other pod accepts the request."""
 
 
 class BrokenAnswerError(Exception):
-    """The pod broke off in the middle; the client's connection is cut, and `response` is what had been begun."""
+    """The pod ended its response early; the client's connection is closed, and `response` is the partial one."""
 
     def __init__(self, response: web.StreamResponse) -> None:
         super().__init__("the pod broke off its answer")
@@ -75,7 +75,7 @@ class Proxy:
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=read_timeout_s),
-            auto_decompress=False,  # the bytes of the answer are not ours to change
+            auto_decompress=False,  # responses are forwarded unchanged
             skip_auto_headers=("User-Agent", "Accept-Encoding", "Accept", "Content-Type"),
         )
 
@@ -90,9 +90,9 @@ class Proxy:
     async def forward(
         self, request: web.Request, model: str, find: Callable[[], Route], body: bytes, request_id: str
     ) -> web.StreamResponse:
-        """Answer `request` from a ready pod of the route that `find` gives, or say why none can.
+        """Answer `request` from a ready pod of the route that `find` returns, or with an error.
 
-        `find` is asked again before each attempt: a pod that became ready or left in the meantime counts.
+        `find` is called before each attempt, so that pods that became ready or left meanwhile are considered.
         """
         tried: set[str] = set()
         lost = 0
@@ -103,7 +103,7 @@ class Proxy:
                 break
             try:
                 with self._balancer.hold(backend) as ticket:
-                    return await self._ask(ticket, request, model, body, request_id)
+                    return await self._attempt(ticket, request, model, body, request_id)
             except _AnotherPodError as again:
                 tried.add(ticket.backend.uid)
                 lost += again.reason == LOST
@@ -113,22 +113,22 @@ class Proxy:
                 self._metrics.retries.labels(model, again.reason).inc()
                 logger.info("request %s: pod %s: %s", request_id, ticket.backend.name, again.reason)
             finally:
-                self._share(find)
+                self._rebalance(find)
         return answer
 
-    def _share(self, find: Callable[[], Route]) -> None:
-        """A slot is free: somebody may wait elsewhere."""
+    def _rebalance(self, find: Callable[[], Route]) -> None:
+        """A slot is free, and requests may wait on other pods."""
         with suppress(ModelNotFoundError):  # deleted while its last requests ran
-            self._balancer.share(find().backends, self._clock())
+            self._balancer.rebalance(find().backends, self._clock())
 
-    async def _ask(
+    async def _attempt(
         self, ticket: Ticket, request: web.Request, model: str, body: bytes, request_id: str
     ) -> web.StreamResponse:
         headers = _passed_on(request.headers, NOT_SENT_ON)
         headers["X-Request-Id"] = request_id
         started = self._clock()
         try:
-            upstream = await self._begun(ticket, request, model, body, headers)
+            upstream = await self._response(ticket, request, model, body, headers)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             self._balancer.mark_failed(ticket.backend, self._clock())
             raise _AnotherPodError("refused") from error
@@ -143,21 +143,21 @@ class Proxy:
                 raise _AnotherPodError(str(upstream.status), await _refusal(upstream))
             return await _relay(request, upstream, request_id)
 
-    async def _begun(
+    async def _response(
         self, ticket: Ticket, request: web.Request, model: str, body: bytes, headers: CIMultiDict[str]
     ) -> aiohttp.ClientResponse:
-        """The answer of the ticket's pod, once that has begun; asks anew each time the ticket is moved."""
+        """The response of the ticket's pod, once it begins; sends the request again each time the ticket is moved."""
         while True:
             url = ticket.backend.url + request.path_qs
-            asking = asyncio.ensure_future(
+            sending = asyncio.ensure_future(
                 self._session.request(request.method, url, data=body, headers=headers, allow_redirects=False)
             )
-            ticket.leave = asking.cancel
+            ticket.leave = sending.cancel
             try:
-                return await asking
+                return await sending
             except asyncio.CancelledError:
                 task = asyncio.current_task()
-                if task is None or task.cancelling():  # the client left, which ended the asking as well
+                if task is None or task.cancelling():  # the client left, which cancelled the request as well
                     raise
                 self._metrics.retries.labels(model, MOVED).inc()
             finally:
@@ -175,9 +175,9 @@ async def _refusal(upstream: aiohttp.ClientResponse) -> web.Response | None:
 
 
 async def _relay(request: web.Request, upstream: aiohttp.ClientResponse, request_id: str) -> web.StreamResponse:
-    """Write the pod's answer through, piece by piece as it arrives.
+    """Stream the pod's response to the client.
 
-    A pod that dies half-way leaves the client's connection cut too: an ending that looks whole would be a lie.
+    Where the pod's response ends early the client's connection is aborted, so that it does not look complete.
     """
     response = web.StreamResponse(status=upstream.status, headers=_passed_on(upstream.headers, HOP_BY_HOP))
     response.headers["X-Request-Id"] = request_id

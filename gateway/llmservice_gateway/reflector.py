@@ -1,7 +1,7 @@
 """A cache of one kind of object, kept current by list and watch.
 
-The cache outlives the connection: while the API server is away the last known state stands, because sending a request
-to where a pod was a minute ago is right far more often than refusing it.
+The cache outlives the connection: while the API server is unreachable the last known state is used, since a pod's
+address is more often still right than wrong.
 """
 
 from __future__ import annotations
@@ -9,22 +9,79 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import random
 from collections.abc import Callable, Iterable
+from types import TracebackType
 from typing import Any
 
 import aiohttp
+from kubernetes.aio import client, config
 from kubernetes.aio.client import ApiException
 from kubernetes.aio.watch import Watch
 
-from llmservice_gateway.cluster_api import KubernetesAPI
+
+class KubernetesAPI:
+    """One connection pool to the API server. Objects are the dicts that it returns: the official client's models refuse
+    unknown fields.
+    """
+
+    def __init__(self, configuration: client.Configuration) -> None:
+        self._client = client.ApiClient(configuration)
+
+    @classmethod
+    async def connect(cls) -> KubernetesAPI:
+        """Load the credentials: KUBECONFIG, else the service account of the pod, else ~/.kube/config.
+
+        Raises:
+            kubernetes.aio.config.ConfigException: there are none, or they cannot be used.
+        """
+        configuration = client.Configuration()
+        kubeconfig = os.environ.get("KUBECONFIG")
+        if not kubeconfig and "KUBERNETES_SERVICE_HOST" in os.environ:
+            config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+        else:
+            await config.load_kube_config(  # type: ignore[no-untyped-call]
+                config_file=kubeconfig, client_configuration=configuration
+            )
+        # Each Watch creates a client; without this default it would load the system's CAs, which takes 35 ms.
+        client.Configuration.set_default(configuration)
+        return cls(configuration)
+
+    async def __aenter__(self) -> KubernetesAPI:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._client.close()  # type: ignore[no-untyped-call]
+
+    async def get(self, path: str, query: dict[str, str], timeout_s: float) -> Any:
+        """The response to a GET, with an unread body.
+
+        Raises:
+            kubernetes.aio.client.ApiException: its status is not 200; the reason is the API server's.
+        """
+        request = await self._client.param_serialize(
+            "GET",
+            path,
+            query_params=list(query.items()),
+            header_params={"Accept": "application/json"},
+            auth_settings=["BearerToken"],
+        )
+        answer = await self._client.call_api(*request, _request_timeout=aiohttp.ClientTimeout(total=timeout_s))
+        if answer.status != 200:
+            reason = (await answer.response.read()).decode(errors="replace")[:500]
+            raise client.ApiException(status=answer.status, reason=reason)
+        return answer.response
+
 
 logger = logging.getLogger(__name__)
 
 LIST_TIMEOUT_S = 30
 WATCH_GRACE_S = 30
 WATCH_S = 240
-"""The server ends a watch after so long; a connection that died silently is noticed by then."""
+"""The server ends a watch after this time; a connection that died silently is noticed by then."""
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 30.0
 
@@ -32,7 +89,7 @@ Object = dict[str, Any]
 
 
 class Reflector:
-    """Keeps `objects` equal to what the API holds under `path` (and `selector`), and says so through `on_change`."""
+    """Keeps `objects` in sync with the API's collection at `path` (and `selector`), and calls `on_change`."""
 
     def __init__(
         self,
@@ -56,7 +113,7 @@ class Reflector:
         return self._objects.values()
 
     async def run(self) -> None:
-        """List, then watch, for ever; every failure is waited out with a growing, jittered pause."""
+        """List, then watch, for ever, with exponential backoff and jitter after a failure."""
         backoff_s = FIRST_BACKOFF_S
         while True:
             try:
@@ -94,15 +151,15 @@ class Reflector:
             "timeoutSeconds": str(WATCH_S),
         }
 
-        async def connect(**_: Any) -> Any:  # it declares no model, so Watch leaves each object the dict that it is
+        async def connect(**_: Any) -> Any:  # it declares no model, so that Watch leaves each object a dict
             return await self._api.get(self._path, query, WATCH_S + WATCH_GRACE_S)
 
-        # Given a timeout, Watch ends with the response; without one it would reconnect by itself.
+        # With a timeout, Watch ends with the response; without one it reconnects by itself.
         events = self._watch.stream(connect, timeout_seconds=WATCH_S)  # type: ignore[no-untyped-call]
         try:
             async with self._watch:
                 async for event in events:
-                    if isinstance(event, str):  # Watch returns a line that is not JSON as it is
+                    if isinstance(event, str):  # Watch returns a line that is not JSON unparsed
                         raise aiohttp.ClientPayloadError(f"expected an event, got the line {event[:100]!r}")
                     self._take(event["type"], event["object"])
         except KeyError as error:  # Watch requires `code`, `reason` and `message` of every ERROR event

@@ -1,6 +1,6 @@
 """Routing as plain data: LLMServices and pods in, a table from a model's name to its ready pods out.
 
-Nothing here touches a socket or a clock, so that every rule can be read, and tested, as a table.
+Pure: no I/O and no clock.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ Manifest = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """One pod that may be asked. `uid` is the pod's, so that a pod recreated on the same address starts afresh."""
+    """One pod that requests may be sent to. `uid` distinguishes a new pod with the address of an earlier one."""
 
     uid: str
     name: str
     url: str
     slots: int | None = None
-    """Sequences that it runs at once (`status.sizing.maxNumSeqs` of its service), more wait there. None: not known."""
+    """Requests that it runs at once (`status.sizing.maxNumSeqs` of its service); more wait there. None: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What stands behind one served name in one namespace; no backends means that the model is known but not ready."""
+    """The pods of one served name in one namespace; without backends the model is known but not ready."""
 
     namespace: str
     served_name: str
@@ -48,7 +48,7 @@ class ModelNotFoundError(LookupError):
 
 @dataclass(frozen=True, slots=True)
 class RouteTable:
-    """Every served name of the cluster. Built anew on each change and swapped in whole, so readers need no lock."""
+    """Every served name of the cluster. Replaced as a whole on each change, so that readers need no lock."""
 
     routes: Mapping[str, tuple[Route, ...]] = field(default_factory=dict)
     """By served name; the first route of several is the one that the bare name belongs to."""
@@ -59,7 +59,7 @@ class RouteTable:
         """The route of `namespace/served-name`, or of the oldest service that claims the bare `served-name`.
 
         A served name may contain a slash itself. Where the part before it is a namespace with services, it means that
-        namespace and no other: nobody takes a name over by calling a service `team-a/llama`.
+        namespace alone, so that no other namespace can take over the name `team-a/llama`.
 
         Raises:
             ModelNotFoundError: its text says where the names are listed.
@@ -94,9 +94,9 @@ class RouteTable:
 def build_table(services: Iterable[Manifest], pods: Iterable[Manifest]) -> RouteTable:
     """The table for the cluster as seen now.
 
-    A pod stands behind the name that it was started with (its annotation), not the one that its service has by now:
-    while a renamed service rolls out, the old name works as long as a pod answers to it. Services of one namespace that
-    share a served name share its traffic.
+    A pod serves the name that it was started with (its annotation), not the present one of its service: while a renamed
+    service rolls out, the old name works while there is a pod of that name. Services of one namespace with the same
+    served name share its requests.
     """
     created: dict[tuple[str, str], int] = {}
     names: dict[tuple[str, str], str] = {}
@@ -106,8 +106,8 @@ def build_table(services: Iterable[Manifest], pods: Iterable[Manifest]) -> Route
         served_name = served_name_of(service)
         names[namespace, name] = served_name
         slots[namespace, name] = _slots(service)
-        born = _epoch(service["metadata"].get("creationTimestamp"))
-        created[namespace, served_name] = min(born, created.get((namespace, served_name), born))
+        since = _epoch(service["metadata"].get("creationTimestamp"))
+        created[namespace, served_name] = min(since, created.get((namespace, served_name), since))
 
     backends: dict[tuple[str, str], list[Backend]] = defaultdict(list)
     for pod in pods:
@@ -121,7 +121,7 @@ def build_table(services: Iterable[Manifest], pods: Iterable[Manifest]) -> Route
 
     routes: dict[str, list[Route]] = defaultdict(list)
     claims = {key: (created.get(key, math.inf), key) for key in created.keys() | backends.keys()}
-    for key in sorted(claims, key=lambda one: claims[one]):  # a name that only pods tell of belongs to them last
+    for key in sorted(claims, key=lambda one: claims[one]):  # names of pods alone come last
         namespace, served_name = key
         ready = tuple(sorted(backends.get(key, ()), key=lambda backend: backend.name))
         routes[served_name].append(Route(namespace, served_name, created.get(key, 0), ready))
@@ -140,9 +140,9 @@ def _slots(service: Manifest) -> int | None:
 
 
 def is_routable(pod: Manifest) -> bool:
-    """Ready, addressed and not on its way out.
+    """Ready, with an address, and not terminating.
 
-    A pod leaves on its deletionTimestamp, before its readiness changes: it finishes what it has, and gets nothing new.
+    A pod gets no new requests from its deletionTimestamp on, before its readiness changes.
     """
     if pod["metadata"].get("deletionTimestamp"):
         return False

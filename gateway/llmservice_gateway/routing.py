@@ -1,4 +1,4 @@
-"""The live routing table: two reflectors behind it, one balancer beside it."""
+"""The live routing table, from reflectors of services and pods, and its balancer."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from llmservice_gateway.balancer import Balancer
-from llmservice_gateway.cluster_api import KubernetesAPI
-from llmservice_gateway.reflector import Reflector
+from llmservice_gateway.reflector import KubernetesAPI, Reflector
 from llmservice_gateway.routes import RouteTable, build_table
 
 logger = logging.getLogger(__name__)
@@ -36,7 +35,7 @@ class Routing:
 
     @property
     def synced(self) -> bool:
-        """Whether the cluster's services and pods have all been read at least once."""
+        """Whether all services and pods have been listed at least once."""
         return all(reflector.synced.is_set() for reflector in self._reflectors)
 
     async def run(self) -> None:
@@ -56,7 +55,7 @@ class Routing:
         routes = [route for _, route in self.table.models()]
         self.balancer.forget_all_but({backend.uid for route in routes for backend in route.backends})
         for route in routes:
-            self.balancer.share(route.backends, self._clock())
+            self.balancer.rebalance(route.backends, self._clock())
         logger.debug("routes: %s", {route.served_name: len(route.backends) for route in routes})
 
 

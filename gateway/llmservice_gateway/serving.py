@@ -1,4 +1,4 @@
-"""The gateway as a process: its socket, its two watches, and its end on SIGTERM."""
+"""The gateway's process: sockets, watches, and draining on SIGTERM."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from aiohttp import web
 from kubernetes.aio.config import ConfigException
 
 from llmservice_gateway.app import Gateway, GatewayConfig
-from llmservice_gateway.cluster_api import KubernetesAPI
+from llmservice_gateway.reflector import KubernetesAPI
 from llmservice_gateway.routing import Routing
 from llmservice_planner.command import CommandError
 
 logger = logging.getLogger(__name__)
 
 _SCRAPE_S = 1.0
-"""Time for a scrape under way to finish at the end."""
+"""Time for a running scrape to finish at the end."""
 
 
 async def run_gateway(args: argparse.Namespace) -> int:
-    """Serve until SIGTERM or SIGINT, then let what is in flight finish within the drain timeout.
+    """Serve until SIGTERM or SIGINT, then let requests in flight finish within the drain timeout.
 
     Raises:
         CommandError: no cluster is configured, or a port is taken.
@@ -43,21 +43,21 @@ async def run_gateway(args: argparse.Namespace) -> int:
     async with api:
         routing = Routing(api, args.namespace)
         following = asyncio.create_task(routing.run())
-        following.add_done_callback(lambda _: stop.set())  # a gateway that no longer follows the cluster must not stay
+        following.add_done_callback(lambda _: stop.set())  # a gateway that no longer follows the cluster must end
         try:
             await _serve(Gateway(routing, config), args, stop)
         finally:
             following.cancel()
             await asyncio.wait([following])
     if not following.cancelled():
-        following.result()  # raises what ended it
+        following.result()  # raises its error
     return 0
 
 
 async def _serve(gateway: Gateway, args: argparse.Namespace, stop: asyncio.Event) -> None:
     shares_port = args.metrics_port == args.port != 0
     async with AsyncExitStack() as stack:
-        if not shares_port:  # begun first, so that it answers until the drain is over
+        if not shares_port:  # started first, so that it is served until the drain is over
             metrics = await stack.enter_async_context(
                 _listening(gateway.metrics_app(), args.host, args.metrics_port, "--metrics-port", _SCRAPE_S)
             )
@@ -74,8 +74,8 @@ async def _serve(gateway: Gateway, args: argparse.Namespace, stop: asyncio.Event
 async def _listening(
     app: web.Application, host: str, port: int, flag: str, shutdown_timeout_s: float
 ) -> AsyncIterator[str]:
-    """Serve `app`; yields the addresses. Raises CommandError, which names the port's `flag`, where it is taken."""
-    # A handler is cancelled when its client leaves: that closes the connection to the pod, which frees its blocks.
+    """Serve `app`; yields the addresses. Raises CommandError, which names the port's `flag`, where it is in use."""
+    # A handler is cancelled when its client leaves, which closes the connection to the pod and frees its blocks.
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=shutdown_timeout_s, access_log=None)
     await runner.setup()
     try:

@@ -14,7 +14,7 @@ from aiohttp import web
 from kubernetes.aio.client import Configuration
 
 from llmservice_gateway.app import Gateway, GatewayConfig
-from llmservice_gateway.cluster_api import KubernetesAPI
+from llmservice_gateway.reflector import KubernetesAPI
 from llmservice_gateway.routing import Routing
 
 
@@ -107,7 +107,7 @@ async def _write_and_close(request: web.Request, answer: bytes) -> web.StreamRes
 
 @dataclass
 class FakePod:
-    """A pod's HTTP server. `answer` may be set by a test; by default it echoes who it is."""
+    """A pod's HTTP server. `answer` may be set by a test; by default it returns its own name."""
 
     name: str
     port: int = 0

@@ -114,7 +114,7 @@ async def test_client_that_leaves_takes_the_pods_request_with_it(front: Any, ser
 async def test_pod_that_refuses_connections_is_passed_over(front: Any, serve: Any, cluster: Any) -> None:
     pod, other = await serve("llama", "a", "b")
     gone = pod.manifest("llama")
-    gone["spec"]["containers"][0]["ports"][0]["containerPort"] = 1  # nobody listens there
+    gone["spec"]["containers"][0]["ports"][0]["containerPort"] = 1  # no server listens there
     cluster.emit("pods", "MODIFIED", gone)
     async with asyncio.timeout(5):
         while not any(backend.url.endswith(":1") for backend in front.routing.table.find("llama").backends):
@@ -144,7 +144,7 @@ async def test_draining_pods_503_is_not_shown_while_another_pod_can_answer(front
     [(503, {}, "2"), (503, {"Retry-After": "7"}, "7"), (429, {"Retry-After": "1"}, "1")],
     ids=["draining without a hint", "draining", "queue full"],
 )
-async def test_last_pods_own_words_are_the_answer_when_every_pod_refuses(
+async def test_last_pods_response_is_returned_when_every_pod_refuses(
     front: Any, serve: Any, status: int, given: dict[str, str], expected: str
 ) -> None:
     pods = await serve("llama", "a", "b")
@@ -230,7 +230,7 @@ async def test_requests_in_flight_spread_over_the_pods(front: Any, serve: Any) -
         response.release()
 
 
-async def test_new_pod_takes_from_the_line_of_a_full_one_and_then_whoever_is_next(
+async def test_new_pod_gets_waiting_requests_of_a_full_one(
     front: Any, serve: Any, cluster: Any, start_pod: StartPod
 ) -> None:
     (full,) = await serve("llama", "a", slots=1)
@@ -333,7 +333,7 @@ async def test_model_without_a_ready_pod_is_answered_with_503_and_a_hint(front: 
         assert (await response.json())["error"]["code"] == "no_ready_replica"
 
 
-async def test_unknown_model_is_answered_as_openai_does(front: Any) -> None:
+async def test_unknown_model_gets_openais_error(front: Any) -> None:
     async with front.client.post(CHAT, json={"model": "gpt-5"}) as response:
         assert response.status == 404
         error = (await response.json())["error"]
@@ -363,7 +363,7 @@ async def test_bad_body_is_refused_in_openais_shape(front: Any, body: bytes, sta
         assert (response.status, (await response.json())["error"]["code"]) == (status, code)
 
 
-async def test_unknown_path_and_wrong_method_have_openais_shape_too(front: Any) -> None:
+async def test_unknown_path_and_wrong_method_get_openais_errors(front: Any) -> None:
     async with front.client.get("/v1/nothing") as response:
         assert (response.status, (await response.json())["error"]["code"]) == (404, "not_found")
     async with front.client.get(CHAT) as response:

@@ -23,7 +23,7 @@ def test_least_in_flight_is_picked_first() -> None:
         assert balancer.pick((A, B), (), now=0) == B
 
 
-def test_equals_take_turns() -> None:
+def test_equally_loaded_pods_are_picked_round_robin() -> None:
     balancer = Balancer()
     picked = []
     for _ in range(6):
@@ -35,13 +35,13 @@ def test_equals_take_turns() -> None:
     assert picked == ["a", "b", "c"] * 2
 
 
-def test_tried_pods_are_not_asked_twice() -> None:
+def test_tried_pods_are_not_picked_twice() -> None:
     balancer = Balancer()
     assert balancer.pick((A, B), {A.uid}, now=0) == B
     assert balancer.pick((A, B), {A.uid, B.uid}, now=0) is None
 
 
-def test_pod_that_refused_a_connection_is_asked_last_for_a_while() -> None:
+def test_pod_that_refused_a_connection_is_picked_last_for_a_while() -> None:
     balancer = Balancer()
     balancer.mark_failed(A, now=100)
     with balancer.hold(B):
@@ -104,18 +104,18 @@ class Line:
         return tickets
 
 
-def test_new_pod_gets_those_who_waited_longest_and_no_more_than_it_has_slots_for() -> None:
+def test_new_pod_gets_the_longest_waiting_requests_up_to_its_slots() -> None:
     line = Line()
     tickets = line.wait(TWO, 6)
-    line.balancer.share((TWO, NEW), now=0)
+    line.balancer.rebalance((TWO, NEW), now=0)
     assert [ticket.backend for ticket in tickets] == [TWO, TWO, NEW, NEW, TWO, TWO]
     assert (line.balancer.in_flight(TWO), line.balancer.in_flight(NEW)) == (4, 2)
 
 
-def test_longest_line_is_helped_first() -> None:
+def test_longest_queue_is_rebalanced_first() -> None:
     line = Line()
     short, long = line.wait(TWO, 3), line.wait(ONE, 4)
-    line.balancer.share((TWO, ONE, NEW), now=0)
+    line.balancer.rebalance((TWO, ONE, NEW), now=0)
     assert [ticket.backend for ticket in short] == [TWO] * 3
     assert [ticket.backend for ticket in long] == [ONE, NEW, NEW, ONE]
 
@@ -124,42 +124,42 @@ def test_request_whose_answer_has_begun_stays() -> None:
     line = Line()
     running, begun, waiting = line.wait(TWO, 2), line.wait(TWO, 2, leaves=False), line.wait(TWO, 1)
     running[0].leave = begun[0].leave = None
-    line.balancer.share((TWO, NEW), now=0)
+    line.balancer.rebalance((TWO, NEW), now=0)
     assert [ticket.backend for ticket in (*running, *begun, *waiting)] == [TWO, TWO, TWO, TWO, NEW]
 
 
 @pytest.mark.parametrize("pods", [(A, NEW), (TWO, A)], ids=["of the full pod", "of the free pod"])
-def test_nothing_moves_where_slots_are_not_known(pods: tuple[Backend, Backend]) -> None:
+def test_nothing_moves_where_slots_are_unknown(pods: tuple[Backend, Backend]) -> None:
     line = Line()
     tickets = line.wait(pods[0], 5)
-    line.balancer.share(pods, now=0)
+    line.balancer.rebalance(pods, now=0)
     assert [ticket.backend for ticket in tickets] == [pods[0]] * 5
 
 
-def test_pod_that_just_refused_a_connection_gets_nothing_of_a_line() -> None:
+def test_pod_that_refused_a_connection_gets_no_waiting_requests() -> None:
     line = Line()
     tickets = line.wait(ONE, 2)
     line.balancer.mark_failed(NEW, now=100)
-    line.balancer.share((ONE, NEW), now=100)
+    line.balancer.rebalance((ONE, NEW), now=100)
     assert tickets[1].backend == ONE
-    line.balancer.share((ONE, NEW), now=100 + FAILURE_PENALTY_S)
+    line.balancer.rebalance((ONE, NEW), now=100 + FAILURE_PENALTY_S)
     assert tickets[1].backend == NEW
 
 
 def test_moved_request_counts_where_it_went_and_nowhere_once_it_ended() -> None:
     line = Line()
     line.wait(ONE, 3)
-    line.balancer.share((ONE, NEW), now=0)
+    line.balancer.rebalance((ONE, NEW), now=0)
     assert (line.balancer.in_flight(ONE), line.balancer.in_flight(NEW)) == (1, 2)
     line.held.close()
     assert (line.balancer.in_flight(ONE), line.balancer.in_flight(NEW)) == (0, 0)
 
 
-def test_long_line_is_dealt_out_so_that_everybody_has_fewer_ahead_and_nobody_is_overtaken() -> None:
+def test_rebalancing_a_long_queue_overtakes_no_request() -> None:
     line = Line()
     other = Backend("uid-g", "g", "http://g:8000", 2)
     tickets = line.wait(TWO, 14)
-    line.balancer.share((TWO, NEW, other), now=0)
+    line.balancer.rebalance((TWO, NEW, other), now=0)
     numbers = {each: [i for i, ticket in enumerate(tickets) if ticket.backend == each] for each in (TWO, NEW, other)}
     assert sorted(len(at) for at in numbers.values()) == [4, 4, 6]
     for at in (numbers[NEW], numbers[other]):
@@ -169,22 +169,22 @@ def test_long_line_is_dealt_out_so_that_everybody_has_fewer_ahead_and_nobody_is_
     assert {2, 3} & set(numbers[other])
 
 
-def test_lines_of_nearly_one_length_are_left_alone() -> None:
+def test_queues_of_similar_length_are_not_rebalanced() -> None:
     line = Line()
     tickets = line.wait(TWO, 5) + line.wait(NEW, 3)
-    line.balancer.share((TWO, NEW), now=0)
+    line.balancer.rebalance((TWO, NEW), now=0)
     assert [ticket.backend for ticket in tickets] == [TWO] * 5 + [NEW] * 3
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 30)), min_size=1, max_size=6))
-def test_after_sharing_nobody_waits_while_a_slot_is_free_and_lines_differ_by_no_more_than_slots(
+def test_after_rebalancing_no_request_waits_beside_a_free_slot(
     pods: list[tuple[int, int]],
 ) -> None:
     line = Line()
     backends = [Backend(str(number), str(number), "", slots) for number, (slots, _) in enumerate(pods)]
     for backend, (_, requests) in zip(backends, pods, strict=True):
         line.wait(backend, requests)
-    line.balancer.share(backends, now=0)
+    line.balancer.rebalance(backends, now=0)
     free = [(each.slots or 0) - line.balancer.in_flight(each) for each in backends]
     assert sum(line.balancer.in_flight(each) for each in backends) == sum(requests for _, requests in pods)
     assert min(free) >= 0 or max(free) <= 0

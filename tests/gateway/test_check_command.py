@@ -46,16 +46,16 @@ async def test_a_gateway_without_models_is_well(capsys: Capture) -> None:
         (lambda: web.json_response({"data": 3}), "no list of models"),
     ],
 )
-async def test_anything_else_fails_and_says_why(answer: type[web.Response], why: str, capsys: Capture) -> None:
+async def test_an_invalid_answer_fails_with_a_reason(answer: type[web.Response], why: str, capsys: Capture) -> None:
     assert await check(answer()) == 1
     assert why in capsys.readouterr().err
 
 
-def test_nobody_there_fails_and_says_so(capsys: Capture, unused_tcp_port: int) -> None:
+def test_an_unreachable_url_fails_with_a_reason(capsys: Capture, unused_tcp_port: int) -> None:
     assert main(["check", f"http://127.0.0.1:{unused_tcp_port}", "--timeout", "0"]) == 1
     assert "gave no list of models within 0 s" in capsys.readouterr().err
 
 
-def test_a_word_that_is_no_url_is_refused(capsys: Capture) -> None:
+def test_an_invalid_url_is_refused(capsys: Capture) -> None:
     assert main(["check", "gateway"]) == 2
     assert "expected http://HOST" in capsys.readouterr().err

@@ -144,7 +144,7 @@ def test_backend_url_takes_the_container_port_and_brackets_ipv6() -> None:
     assert build_table([service("llama")], [odd]).find("llama").backends[0].url == "http://[fd00::1]:9000"
 
 
-def test_pods_have_the_slots_that_their_services_status_tells() -> None:
+def test_pods_have_the_slots_in_their_services_status() -> None:
     sized = service("llama") | {"status": {"sizing": {"maxNumSeqs": 24}}}
     table = build_table([sized, service("qwen")], [pod("a", "llama"), pod("b", "qwen")])
     assert [backend.slots for name in ("llama", "qwen") for backend in table.find(name).backends] == [24, None]

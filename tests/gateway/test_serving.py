@@ -191,7 +191,7 @@ async def _until_closed(url: str) -> None:
         await asyncio.sleep(0.01)
 
 
-async def test_namespace_flag_narrows_what_is_read(served: tuple[Any, APIServer, Path]) -> None:
+async def test_namespace_flag_limits_the_watched_namespaces(served: tuple[Any, APIServer, Path]) -> None:
     _, api, kubeconfig = served
     process, url = await _gateway(kubeconfig, "--namespace", "default", "--drain-timeout", "1")
     async with asyncio.timeout(30), aiohttp.ClientSession(url) as client:
