@@ -1,20 +1,21 @@
-"""A thin client of any Kubernetes API, for controllers and node: dicts in, dicts out, refusals as `ApiError`."""
+"""A small client of any Kubernetes API for controllers and the node; objects are dicts, errors are `ApiError`."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import yaml
 from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
 
-from llmservice_local.api.errors import ApiError
-from llmservice_local.endpoint import Endpoint
-
-Object = dict[str, Any]
+from llmservice_local.errors import ApiError
+from llmservice_local.objects import Object
 
 REQUEST_TIMEOUT_S = 15.0
 WATCH_S = 300
@@ -24,7 +25,7 @@ _MERGE = "application/merge-patch+json"
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """A collection of the API, by its place in the URL."""
+    """A collection of the API."""
 
     api_version: str
     plural: str
@@ -53,7 +54,7 @@ DEFINITIONS = Resource("apiextensions.k8s.io/v1", "customresourcedefinitions", n
 
 
 class KubeClient:
-    """Requests to one API server over one session. Nothing is retried here: loops retry, requests don't."""
+    """Requests to one API server over one session. Nothing is retried; that is up to the caller's loop."""
 
     def __init__(self, session: ClientSession, endpoint: Endpoint) -> None:
         self._session = session
@@ -70,7 +71,7 @@ class KubeClient:
         return await self.request("POST", resource.path(namespace), obj)
 
     async def bind(self, pod: Mapping[str, Any], node: str) -> None:
-        """Give a pod to a node."""
+        """Assign a pod to a node."""
         metadata = pod["metadata"]
         binding = {
             "apiVersion": "v1",
@@ -83,7 +84,7 @@ class KubeClient:
     async def merge(
         self, resource: Resource, obj: Mapping[str, Any], patch: Object, *, subresource: str = "", locked: bool = False
     ) -> Object:
-        """Merge-patch an object; `locked` makes it a conflict where the object has changed since it was read."""
+        """Merge-patch an object; with `locked`, a conflict is raised if it has changed since it was read."""
         metadata = obj["metadata"]
         if locked:
             guard = {"resourceVersion": metadata["resourceVersion"]}
@@ -94,7 +95,7 @@ class KubeClient:
     async def delete(
         self, resource: Resource, obj: Mapping[str, Any], *, propagation: str = "Background", grace_s: int | None = None
     ) -> Object | None:
-        """Delete exactly this object, by uid; None where it has gone already."""
+        """Delete exactly this object, by uid; None if it no longer exists."""
         metadata = obj["metadata"]
         options: Object = {"propagationPolicy": propagation, "preconditions": {"uid": metadata["uid"]}}
         if grace_s is not None:
@@ -102,7 +103,7 @@ class KubeClient:
         try:
             return await self.request("DELETE", resource.path(metadata.get("namespace"), metadata["name"]), options)
         except ApiError as error:
-            if error.code in {404, 409}:  # gone, or another of the same name by now
+            if error.code in {404, 409}:  # deleted, or replaced by another of the same name
                 return None
             raise
 
@@ -139,7 +140,7 @@ class KubeClient:
         query: Mapping[str, str] | None = None,
         content_type: str = "application/json",
     ) -> Object:
-        """One request; raises `ApiError` for a refusal and for a server that can't be reached (code 503)."""
+        """Send one request; raises `ApiError` for an error response or an unreachable server (code 503)."""
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": content_type} if data is not None else {}
         try:
@@ -148,7 +149,7 @@ class KubeClient:
             ) as response:
                 raw = await response.read()
         except (ClientError, TimeoutError) as error:
-            message = f"the API server at {self._endpoint.url} can't be reached: {error}"
+            message = f"the API server at {self._endpoint.url} cannot be reached: {error}"
             raise ApiError(503, "ServiceUnavailable", message) from error
         if response.status >= 400:
             raise _refusal(response.status, raw)
@@ -158,17 +159,17 @@ class KubeClient:
 
 @asynccontextmanager
 async def connect(endpoint: Endpoint, user_agent: str) -> AsyncIterator[KubeClient]:
-    """A client for as long as the block lasts; `user_agent` names who it is in `managedFields`."""
+    """A client until the block ends; `user_agent` becomes the manager in `managedFields`."""
     headers = {**endpoint.headers(), "User-Agent": user_agent}
     connector = TCPConnector(ssl=endpoint.ssl_context(), limit=0)
     timeout = ClientTimeout(total=REQUEST_TIMEOUT_S)
     async with ClientSession(headers=headers, connector=connector, timeout=timeout) as session:
         yield KubeClient(session, endpoint)
-    await asyncio.sleep(0)  # let the transports' close callbacks run before the loop goes
+    await asyncio.sleep(0)  # let the transports' close callbacks run before the loop is closed
 
 
 async def served_resources(client: KubeClient) -> list[tuple[str, Object]]:
-    """What discovery lists, subresources left out: (apiVersion, resource) pairs of each group's preferred version."""
+    """The (apiVersion, resource) pairs of each group's preferred version from discovery, without subresources."""
     groups = (await client.request("GET", "/apis"))["groups"]
     found: list[tuple[str, Object]] = []
     for version in ["v1", *(group["preferredVersion"]["groupVersion"] for group in groups)]:
@@ -176,7 +177,7 @@ async def served_resources(client: KubeClient) -> list[tuple[str, Object]]:
         try:
             listed = await client.request("GET", path)
         except ApiError as error:
-            if error.code == 404:  # its last definition went since the groups were listed
+            if error.code == 404:  # its last CRD was deleted after the groups were listed
                 continue
             raise
         found += [(version, resource) for resource in listed["resources"] if "/" not in resource["name"]]
@@ -189,3 +190,37 @@ def _refusal(code: int, raw: bytes) -> ApiError:
         return ApiError(code, status.get("reason", ""), status.get("message", ""))
     except (ValueError, AttributeError):
         return ApiError(code, "Unknown", raw.decode(errors="replace")[:500])
+
+
+CONTEXT = "llmservice-local"
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """The URL and credentials of an API server. The emulated one needs no token and no certificate."""
+
+    url: str
+    token: str | None = None
+    ca_file: Path | None = None
+
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.token}"} if self.token else {}
+
+    def ssl_context(self) -> ssl.SSLContext | bool:
+        return ssl.create_default_context(cafile=str(self.ca_file)) if self.ca_file else True
+
+    def write_kubeconfig(self, path: Path) -> None:
+        """Write a kubeconfig; only its owner may read it, because it contains the token."""
+        cluster: dict[str, Any] = {"server": self.url}
+        if self.ca_file is not None:
+            cluster["certificate-authority"] = str(self.ca_file)
+        config = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "clusters": [{"name": CONTEXT, "cluster": cluster}],
+            "users": [{"name": CONTEXT, "user": {"token": self.token} if self.token else {}}],
+            "contexts": [{"name": CONTEXT, "context": {"cluster": CONTEXT, "user": CONTEXT, "namespace": "default"}}],
+            "current-context": CONTEXT,
+        }
+        path.touch(mode=0o600)
+        path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")

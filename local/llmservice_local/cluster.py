@@ -15,34 +15,29 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 from urllib.parse import urlsplit
 
 from aiohttp import ClientSession
 
-from llmservice_local.api.errors import ApiError
 from llmservice_local.api.serve import serve_api
-from llmservice_local.client import DEFINITIONS, KubeClient, connect
+from llmservice_local.client import DEFINITIONS, Endpoint, KubeClient, connect
 from llmservice_local.component import Component, ComponentSpec
-from llmservice_local.control.claim_controller import ClaimController
 from llmservice_local.control.controller import Controller
 from llmservice_local.control.deployment_controller import DeploymentController
 from llmservice_local.control.disruption_controller import DisruptionController
 from llmservice_local.control.endpoints_controller import EndpointsController
-from llmservice_local.control.garbage_collector import GarbageCollector
+from llmservice_local.control.garbage_collector import GarbageCollector, NamespaceController
 from llmservice_local.control.informer import Informers
-from llmservice_local.control.namespace_controller import NamespaceController
 from llmservice_local.control.replica_set_controller import ReplicaSetController
-from llmservice_local.control.scheduler import Scheduler
+from llmservice_local.control.scheduler import ClaimController, Scheduler
 from llmservice_local.control_plane import AUDIT_LOG, serve_control_plane
-from llmservice_local.endpoint import Endpoint
-from llmservice_local.node.node import Node, NodeSettings, base_environment
-from llmservice_local.ports import free_port
+from llmservice_local.errors import ApiError
+from llmservice_local.loopback import free_port
+from llmservice_local.manifests import Part, Release, install_grants, install_webhooks, issue_token
+from llmservice_local.node.kubelet import Kubelet, NodeSettings
+from llmservice_local.node.process import base_environment
 from llmservice_local.prometheus import PrometheusTargets, prometheus_spec
-from llmservice_local.release import Part, Release, install_grants, install_webhooks, token
 from llmservice_planner.gpu import find_gpu
-
-Object = dict[str, Any]
 
 CONTROLLERS: tuple[type[Controller], ...] = (
     DeploymentController,
@@ -55,7 +50,7 @@ CONTROLLERS: tuple[type[Controller], ...] = (
     Scheduler,
 )
 CONTROLLERS_OF_REAL_API = tuple(found for found in CONTROLLERS if found is not EndpointsController)
-"""A real API server refuses endpoints on loopback addresses, which is where all pods of the local node are."""
+"""A real API server refuses endpoints with loopback addresses, which all pods of the local nodes have."""
 COMPONENT_START_S = 60.0
 _LOG = logging.getLogger(__name__)
 
@@ -67,16 +62,16 @@ def _assets() -> Path | None:
 
 @dataclass(frozen=True, slots=True)
 class ClusterSettings:
-    """What the cluster consists of. Ports: 0 takes a free one."""
+    """The parts and the size of the cluster. Port 0 selects a free one."""
 
     state_dir: Path
     api_port: int = 0
     gateway_port: int = 0
     nodes: int = 1
-    """Each says that it has the whole machine, or what `cpu`, `memory` and `gpus` say."""
+    """Number of nodes; each has the capacity of the whole machine, or `cpu`, `memory` and `gpus`."""
     gpus: int = 0
     gpu_product: str = "l4"
-    """The card that the node says it has `gpus` of, as the planner's catalogue calls it."""
+    """The GPU of the nodes, by its name in the planner's catalogue."""
     cpu: str = ""
     memory: str = ""
     node_labels: Mapping[str, str] = field(default_factory=dict)
@@ -86,14 +81,14 @@ class ClusterSettings:
     prometheus: bool = False
     operator_arguments: tuple[str, ...] = ()
     release: Release | None = None
-    """Operator and gateway run under its accounts, with its arguments; None: both are the administrator."""
+    """Operator and gateway use its accounts and arguments; None: both have all rights."""
     restart_backoff_s: float = 10.0
     assets: Path | None = field(default_factory=_assets)
-    """Where etcd and kube-apiserver are; None: the emulated API."""
+    """The folder of etcd and kube-apiserver; None: the emulated API."""
 
 
 class LocalCluster:
-    """Enter to start everything, leave to end every process of it."""
+    """Starts every part on entry, ends every process on exit."""
 
     def __init__(self, settings: ClusterSettings) -> None:
         self.settings = settings
@@ -105,14 +100,14 @@ class LocalCluster:
         self._stack = AsyncExitStack()
         self._tasks: list[asyncio.Task[None]] = []
         self._webhook_port = free_port()
-        """Of the first operator, the only one that the API server calls."""
+        """The port of the first operator, the only one that the API server calls."""
 
     @property
     def api_url(self) -> str:
         return self.endpoint.url
 
     async def __aenter__(self) -> LocalCluster:
-        """Raises `ComponentError` where a part does not come up; what was started by then is ended."""
+        """Raises `ComponentError` if a part does not start, after stopping those already started."""
         async with AsyncExitStack() as stack:
             await self._start(stack)
             self._stack = stack.pop_all()
@@ -124,7 +119,7 @@ class LocalCluster:
         await self._stack.aclose()
 
     async def failed(self) -> None:
-        """Wait until a controller or the node ends, which they never should; raises what ended it."""
+        """Wait until a controller or a node ends unexpectedly; raises its exception."""
         done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
@@ -161,21 +156,21 @@ class LocalCluster:
         await self._start_components(stack, session)
 
     async def _identify(self, client: KubeClient, release: Release) -> None:
-        """Give operator and gateway the accounts that the release gives them."""
+        """Create the accounts of the release, and a kubeconfig for operator and gateway each."""
         await install_grants(client, release)
         await install_webhooks(client, release, self._webhook_port)
         for name, part in release.parts.items():
-            own = replace(self.endpoint, token=await token(client, part))
+            own = replace(self.endpoint, token=await issue_token(client, part))
             own.write_kubeconfig(self._kubeconfig_of(name))
 
     def _kubeconfig_of(self, part: str) -> Path:
         return self.kubeconfig if self.settings.release is None else self.settings.state_dir / f"{part}.kubeconfig"
 
     async def _start_nodes(self, client: KubeClient, informers: Informers) -> None:
-        """Returns once all nodes are registered, or one of the cluster's parts has failed."""
+        """Wait until all nodes are registered; raises the exception of a part that failed."""
         count = self.settings.nodes
         names = ["local"] if count == 1 else [f"local-{number}" for number in range(1, count + 1)]
-        nodes = {name: Node(client, informers, self._node_settings(name)) for name in names}
+        nodes = {name: Kubelet(client, informers, self._node_settings(name)) for name in names}
         self._tasks += [asyncio.create_task(node.run(), name=f"node {name}") for name, node in nodes.items()]
         for node in nodes.values():
             registered = asyncio.create_task(node.registered.wait())
@@ -190,7 +185,7 @@ class LocalCluster:
             gpus=settings.gpus,
             cpu=settings.cpu,
             memory=settings.memory,
-            labels={**_card_labels(settings), **settings.node_labels},
+            labels={**_gpu_labels(settings), **settings.node_labels},
             restart_backoff_s=settings.restart_backoff_s,
             secure=settings.assets is not None,
         )
@@ -221,7 +216,7 @@ class LocalCluster:
         return self.settings.state_dir / "prometheus-targets.json"
 
     def _operator_specs(self) -> list[ComponentSpec]:
-        """As many as the release wants; they share a Lease."""
+        """As many operators as the release has replicas; they elect a leader."""
         part = self._part("operator")
         others = range(2, part.replicas + 1 if part is not None else 2)
         return [self._operator_spec(name) for name in ("operator", *(f"operator-{number}" for number in others))]
@@ -252,7 +247,7 @@ class LocalCluster:
         return None if self.settings.release is None else self.settings.release.parts[command]
 
     def _own_command(self, name: str, command: str, flags: list[str], health: str, metrics_port: int) -> ComponentSpec:
-        """What the release says comes first, so that this machine's flags win."""
+        """The arguments of the release come first, so that local flags override them."""
         part = self._part(command)
         env = {**base_environment(), "KUBECONFIG": str(self._kubeconfig_of(command))}
         if part is not None:
@@ -276,16 +271,16 @@ class LocalCluster:
                 _LOG.error("%s failed", task.get_name(), exc_info=result)
 
 
-def _card_labels(settings: ClusterSettings) -> dict[str, str]:
-    """What GPU feature discovery would write; raises UnknownGPU."""
+def _gpu_labels(settings: ClusterSettings) -> dict[str, str]:
+    """The labels that GPU feature discovery would set; raises UnknownGPU."""
     if not settings.gpus:
         return {}
-    card = find_gpu(settings.gpu_product)
-    return {card.label_key: card.node_labels[0]}
+    gpu = find_gpu(settings.gpu_product)
+    return {gpu.label_key: gpu.node_labels[0]}
 
 
 async def _until_served(client: KubeClient) -> None:
-    """Wait until the API serves LLMServices and describes them: a real one takes a moment, and kubectl asks at once."""
+    """Wait until the API serves LLMServices and their OpenAPI document, which kubectl reads."""
     from llmservice_operator.api.resource import GROUP, VERSION
 
     async with asyncio.timeout(COMPONENT_START_S):
@@ -300,12 +295,12 @@ async def _until_answered(client: KubeClient, path: str) -> None:
             return
         except ApiError as error:
             if error.code == 404 and path == "/openapi/v2":
-                return  # the emulated API has no v2, and kubectl does without
+                return  # the emulated API has no v2, which kubectl does not need
         await asyncio.sleep(0.1)
 
 
 async def _install_definition(client: KubeClient) -> None:
-    """Install the LLMService CRD, in the version of the operator that is installed beside us."""
+    """Install the LLMService CRD of the installed operator package."""
     from llmservice_operator.api.crd import crd
 
     definition = crd()

@@ -1,4 +1,4 @@
-"""A part of the cluster that is a process of its own (the operator, the gateway, etcd …), kept running."""
+"""A part of the cluster with its own process (operator, gateway, etcd …), which is restarted when it ends."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from pathlib import Path
 
 from aiohttp import ClientError, ClientSession, ClientTimeout
 
-from llmservice_local.node.backoff import BackOff
 from llmservice_local.node.logs import termination_message
-from llmservice_local.node.process import Process
+from llmservice_local.node.process import BackOff, Process
 
 _LOG = logging.getLogger(__name__)
 _POLL_S = 0.1
@@ -21,25 +20,25 @@ _RESTART_S = 1.0
 
 
 class ComponentError(Exception):
-    """A component that did not come up; the message carries the end of its log."""
+    """A component did not start; the message contains the end of its log."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComponentSpec:
-    """What to run, and how to know that it works."""
+    """The command of a component and its health endpoint."""
 
     name: str
     command: Sequence[str]
     log: Path
     health_url: str
     metrics: str = ""
-    """Host and port of /metrics; empty: it has none of ours."""
+    """Host and port of /metrics, empty if it is not scraped."""
     env: Mapping[str, str] = field(default_factory=dict)
     stop_grace_s: float = 5.0
 
 
 class Component:
-    """`start` returns when it is healthy; from then on it is kept running until `stop`."""
+    """`start` returns when the component is healthy; from then on it is restarted until `stop`."""
 
     def __init__(self, spec: ComponentSpec) -> None:
         self.spec = spec
@@ -67,7 +66,7 @@ class Component:
         self._keeping = asyncio.create_task(self._keep())
 
     async def stop(self) -> None:
-        """End it: SIGTERM, and SIGKILL to all that is left after its grace."""
+        """Send SIGTERM, and SIGKILL to the remaining processes after the grace period."""
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.gather(self._keeping, return_exceptions=True)

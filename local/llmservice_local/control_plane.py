@@ -1,4 +1,4 @@
-"""The real etcd and kube-apiserver, where `KUBEBUILDER_ASSETS` names a folder with them, as envtest runs them."""
+"""Runs a real etcd and kube-apiserver from the folder `KUBEBUILDER_ASSETS`, as envtest does."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 
 from aiohttp import ClientSession
 
+from llmservice_local.client import Endpoint
 from llmservice_local.component import Component, ComponentError, ComponentSpec
-from llmservice_local.endpoint import Endpoint
-from llmservice_local.node.node import base_environment
-from llmservice_local.ports import free_port
+from llmservice_local.loopback import free_port
+from llmservice_local.node.process import base_environment
 
 START_S = 60.0
 AUDIT_LOG = "audit.log"
-"""In the state folder: a line for each request of a service account, with its verb, its URI and the answer's code."""
+"""In the state folder: a line per request of a service account, with its verb, URI and status code."""
 
 _AUDIT_POLICY = """
 apiVersion: audit.k8s.io/v1
@@ -34,10 +34,10 @@ rules:
 async def serve_control_plane(
     assets: Path, state_dir: Path, port: int, session: ClientSession
 ) -> AsyncIterator[Endpoint]:
-    """Start both on loopback ports with fresh data; raises `ComponentError` where one is missing or fails."""
+    """Start both on loopback ports with an empty data folder; raises `ComponentError` if one is missing or fails."""
     for program in ("etcd", "kube-apiserver"):
         if not (assets / program).is_file():
-            raise ComponentError(f"KUBEBUILDER_ASSETS is {assets}, and there is no {program} in it")
+            raise ComponentError(f"KUBEBUILDER_ASSETS is {assets}, but that folder has no {program}")
     folder = state_dir / "control-plane"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, mode=0o700)
@@ -71,7 +71,7 @@ def _etcd(assets: Path, folder: Path, state_dir: Path, port: int) -> ComponentSp
             f"--listen-peer-urls={peer_url}",
             f"--initial-advertise-peer-urls={peer_url}",
             f"--initial-cluster=default={peer_url}",
-            "--unsafe-no-fsync",  # the data does not outlive the cluster
+            "--unsafe-no-fsync",  # the data is deleted with the cluster
         ],
         log=state_dir / "components" / "etcd.log",
         health_url=f"{url}/health",
@@ -100,7 +100,7 @@ def _apiserver(
             "--authorization-mode=RBAC",
             f"--audit-policy-file={folder / 'audit-policy.yaml'}",
             f"--audit-log-path={state_dir / AUDIT_LOG}",
-            "--disable-admission-plugins=ServiceAccount",  # nothing here would make the default accounts
+            "--disable-admission-plugins=ServiceAccount",  # no controller here creates the default accounts
             "--allow-privileged=true",
             "--kubelet-preferred-address-types=InternalIP",
         ],
@@ -112,7 +112,7 @@ def _apiserver(
 
 
 async def _signing_key(folder: Path) -> Path:
-    """A fresh key for service account tokens, which the API server insists on."""
+    """Generate the key for service account tokens, which the API server requires."""
     openssl = shutil.which("openssl")
     if openssl is None:
         raise ComponentError("KUBEBUILDER_ASSETS needs openssl on the PATH, for a service account key")

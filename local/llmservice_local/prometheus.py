@@ -1,8 +1,8 @@
-"""A Prometheus beside the cluster, and the list of pods that it scrapes.
+"""A Prometheus that scrapes the pods and components of the cluster.
 
-The list goes through a file, as Debian's Prometheus is built without service discovery by the Kubernetes API. Series
-get the labels that the Prometheus Operator gives them by PodMonitors (servers, gateway) and a ServiceMonitor
-(operator), so that the alerts and dashboards of the chart work here as they stand.
+Its targets are in a file, because Debian's Prometheus is built without Kubernetes service discovery. Series get the
+labels that the Prometheus Operator would set for PodMonitors (servers, gateway) and a ServiceMonitor (operator), so
+that the alerts and dashboards of the chart work unchanged.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -19,27 +18,25 @@ from llmservice_local.client import PODS, KubeClient
 from llmservice_local.component import ComponentError, ComponentSpec
 from llmservice_local.control.controller import Controller
 from llmservice_local.control.informer import Informers
-from llmservice_local.node.node import base_environment
-
-Object = dict[str, Any]
+from llmservice_local.node.process import base_environment
+from llmservice_local.objects import Object
 
 SCRAPE_INTERVAL_S = 2
 RULES = "alerts.yaml"
 NAMESPACE = "llmservice-system"
-"""Where operator and gateway would be installed; here they are processes outside of the cluster."""
+"""The namespace label of operator and gateway, which run outside the cluster here."""
 
 
 def prometheus_spec(folder: Path, targets: Path, own: Mapping[str, str], log: Path, port: int) -> ComponentSpec:
-    """The component, with its configuration and the alerts written.
+    """Write the configuration and the alerts, and return the component; raises `ComponentError` without prometheus.
 
-    Raises `ComponentError` where there is no prometheus.
-    `own` names the cluster's own components that are scraped besides the pods, with their host:port.
+    `own` is the host:port of each of the cluster's components, which are scraped besides the pods.
     """
     from llmservice_operator.alerts_command import alerts_yaml
 
     program = shutil.which("prometheus")
     if program is None:
-        raise ComponentError("there is no prometheus on the PATH: install it (Debian: apt-get install prometheus)")
+        raise ComponentError("prometheus is not on the PATH: install it (Debian: apt-get install prometheus)")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / RULES).write_text(alerts_yaml(), encoding="utf-8")
     config = folder / "prometheus.yml"
@@ -60,7 +57,7 @@ def prometheus_spec(folder: Path, targets: Path, own: Mapping[str, str], log: Pa
 
 
 def configuration(targets: Path, own: Mapping[str, str], scrape_interval_s: int = SCRAPE_INTERVAL_S) -> Object:
-    """prometheus.yml: whatever stands in the file of targets, the cluster's own components, and the alerts."""
+    """prometheus.yml: the file of targets, the cluster's components, and the alerts."""
     interval = f"{scrape_interval_s}s"
     return {
         "global": {"scrape_interval": interval, "scrape_timeout": interval, "evaluation_interval": interval},
@@ -109,7 +106,7 @@ def _target(pod: Object) -> Object | None:
 
 
 class PrometheusTargets(Controller):
-    """Keeps the file of targets true."""
+    """Keeps the file of targets up to date."""
 
     name = "prometheus-targets"
     watches = (PODS,)

@@ -1,4 +1,4 @@
-"""`llmservice up`: a cluster on this machine, for as long as the command runs."""
+"""`llmservice up`: a cluster on this machine until the command ends."""
 
 from __future__ import annotations
 
@@ -15,33 +15,39 @@ from llmservice_planner.command import Command, CommandError
 
 if TYPE_CHECKING:
     from llmservice_local.cluster import ClusterSettings, LocalCluster
-    from llmservice_local.release import Release
+    from llmservice_local.manifests import Release
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "-f", "--filename", action="append", type=Path, default=[], metavar="MANIFEST", help="apply this; repeatable"
+        "-f",
+        "--filename",
+        action="append",
+        type=Path,
+        default=[],
+        metavar="MANIFEST",
+        help="manifest to apply; repeatable",
     )
     parser.add_argument(
-        "--nodes", type=int, default=1, metavar="N", help="nodes, each with what the flags below say (default: 1)"
+        "--nodes", type=int, default=1, metavar="N", help="nodes, each with the capacity below (default: 1)"
     )
-    parser.add_argument("--gpus", type=int, default=0, metavar="N", help="nvidia.com/gpu that the node says it has")
+    parser.add_argument("--gpus", type=int, default=0, metavar="N", help="nvidia.com/gpu capacity of a node")
     parser.add_argument(
-        "--gpu-product", default="l4", metavar="NAME", help="the card that they are, for the node's label (default: l4)"
+        "--gpu-product", default="l4", metavar="NAME", help="the GPU, for the node's label (default: l4)"
     )
     parser.add_argument("--cpu", default="", metavar="QUANTITY", help="CPU of the node (default: the machine's)")
     parser.add_argument("--memory", default="", metavar="QUANTITY", help="memory of the node (default: the machine's)")
     parser.add_argument(
         "--node-label", action="append", default=[], metavar="KEY=VALUE", help="label of the node; repeatable"
     )
-    parser.add_argument("--models-root", type=Path, metavar="DIR", help="file:///x in a manifest means DIR/x")
-    parser.add_argument("--api-port", type=int, default=0, metavar="PORT", help="0 takes a free one")
-    parser.add_argument("--gateway-port", type=int, default=0, metavar="PORT", help="0 takes a free one")
+    parser.add_argument("--models-root", type=Path, metavar="DIR", help="folder of file:/// models: file:///x is DIR/x")
+    parser.add_argument("--api-port", type=int, default=0, metavar="PORT", help="0 selects a free one")
+    parser.add_argument("--gateway-port", type=int, default=0, metavar="PORT", help="0 selects a free one")
     parser.add_argument(
         "--state-dir", type=Path, metavar="DIR", help="kubeconfig and logs (default: a temporary folder)"
     )
-    parser.add_argument("--no-operator", action="store_true", help="start no operator: run your own")
-    parser.add_argument("--no-gateway", action="store_true", help="start no gateway")
+    parser.add_argument("--no-operator", action="store_true", help="do not start an operator")
+    parser.add_argument("--no-gateway", action="store_true", help="do not start a gateway")
     parser.add_argument("--prometheus", action="store_true", help="start a Prometheus; the operator reads from it")
     parser.add_argument(
         "--operator-arg",
@@ -54,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--release",
         type=Path,
         metavar="FILE",
-        help="what `helm template` printed: operator and gateway run under its accounts and roles, with its arguments",
+        help="output of `helm template`: operator and gateway use its accounts, roles and arguments",
     )
     parser.add_argument("--log-level", default="warning", choices=["debug", "info", "warning", "error"])
 
@@ -71,13 +77,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _settings(args: argparse.Namespace, state_dir: Path, labels: dict[str, str]) -> ClusterSettings:
     from llmservice_local.cluster import ClusterSettings
-    from llmservice_local.quantity import parse
+    from llmservice_operator.api.units import amount
     from llmservice_planner.gpu import UnknownGPU, find_gpu
 
     for name in ("cpu", "memory"):
         if value := getattr(args, name):
             try:
-                parse(value)
+                amount(value)
             except ValueError as error:
                 raise CommandError(f"--{name}: {error}") from error
     if not 1 <= args.nodes <= 16:
@@ -87,10 +93,10 @@ def _settings(args: argparse.Namespace, state_dir: Path, labels: dict[str, str])
     except UnknownGPU as error:
         raise CommandError(f"--gpu-product: {error}") from error
     if args.models_root is not None and not args.models_root.is_dir():
-        raise CommandError(f"--models-root {args.models_root}: there is no such folder")
+        raise CommandError(f"--models-root {args.models_root} does not exist")
     for path in args.filename:
         if not path.is_file():
-            raise CommandError(f"-f {path}: there is no such file")
+            raise CommandError(f"-f {path} does not exist")
     return ClusterSettings(
         state_dir=state_dir,
         api_port=args.api_port,
@@ -111,13 +117,13 @@ def _settings(args: argparse.Namespace, state_dir: Path, labels: dict[str, str])
 
 
 def _release(path: Path | None) -> Release | None:
-    from llmservice_local.api.errors import ApiError
-    from llmservice_local.release import read_release
+    from llmservice_local.errors import ApiError
+    from llmservice_local.manifests import read_release
 
     if path is None:
         return None
     if not path.is_file():
-        raise CommandError(f"--release {path}: there is no such file")
+        raise CommandError(f"--release {path} does not exist")
     try:
         return read_release(path)
     except ApiError as error:
@@ -125,9 +131,9 @@ def _release(path: Path | None) -> Release | None:
 
 
 async def _up(settings: ClusterSettings, manifests: list[Path]) -> int:
-    from llmservice_local.api.errors import ApiError
     from llmservice_local.cluster import LocalCluster
     from llmservice_local.component import ComponentError
+    from llmservice_local.errors import ApiError
 
     interrupted = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -155,7 +161,7 @@ async def _until(cluster: LocalCluster, interrupted: asyncio.Event) -> None:
 
 
 async def _apply(cluster: LocalCluster, path: Path) -> None:
-    from llmservice_local.manifest import apply_manifest
+    from llmservice_local.manifests import apply_manifest
 
     for applied in await apply_manifest(cluster.endpoint, path):
         print(f"{applied} applied", flush=True)

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
 
-from llmservice_local.api.errors import ApiError
 from llmservice_local.client import (
     CLAIMS,
     CONFIG_MAPS,
@@ -30,7 +29,10 @@ from llmservice_local.client import (
     connect,
 )
 from llmservice_local.cluster import ClusterSettings, LocalCluster
-from llmservice_local.control.condition import condition_of
+from llmservice_local.errors import ApiError
+from llmservice_local.objects import condition_of
+
+pytestmark = pytest.mark.slow
 
 WAIT_S = 40.0
 SERVE = """
@@ -172,7 +174,7 @@ async def test_deployment_is_served_on_one_address_per_pod(cluster: LocalCluster
     await until(endpoints)
 
 
-async def test_rollout_keeps_answering_and_takes_the_old_pods_away(cluster: LocalCluster, kube: KubeClient) -> None:
+async def test_rollout_keeps_serving_and_removes_the_old_pods(cluster: LocalCluster, kube: KubeClient) -> None:
     created = await kube.create(DEPLOYMENTS, "default", deployment())
     await until_ready(kube, 1)
     answers: list[str] = []
@@ -244,7 +246,7 @@ async def _count(kube: KubeClient, reason: str) -> int:
     return sum(event["reason"] == reason for event in (await kube.list(EVENTS, "default"))["items"])
 
 
-async def test_crashing_container_backs_off_and_its_last_words_are_its_message(
+async def test_crashing_container_backs_off_and_its_last_output_is_its_message(
     cluster: LocalCluster, kube: KubeClient
 ) -> None:
     body = pod("crash", "sh", "-c", "echo out of luck >&2; exit 3")
@@ -303,9 +305,7 @@ async def test_init_containers_run_in_order_before_the_others(cluster: LocalClus
     assert await logs_of(cluster, "ordered", container="c") == "one\ntwo\n"
 
 
-async def test_pods_share_what_is_behind_a_claim_and_wait_for_one_that_is_missing(
-    cluster: LocalCluster, kube: KubeClient
-) -> None:
+async def test_pods_share_a_claim_and_wait_for_a_missing_one(cluster: LocalCluster, kube: KubeClient) -> None:
     volume = {"name": "v", "persistentVolumeClaim": {"claimName": "shared"}}
     commands = {"writer": "echo kept > $FILE", "reader": "until cat $FILE; do sleep 0.1; done"}
     for name, command in commands.items():
@@ -362,7 +362,7 @@ async def test_container_waits_for_its_config_map(cluster: LocalCluster, kube: K
     await until(running)
 
 
-async def test_pod_drains_before_it_goes(cluster: LocalCluster, kube: KubeClient) -> None:
+async def test_pod_drains_before_it_is_removed(cluster: LocalCluster, kube: KubeClient) -> None:
     words = "trap 'sleep 0.5; exit 0' TERM; echo up; while :; do sleep 0.05; done"
     created = await kube.create(PODS, "default", pod("slow", "sh", "-c", words))
 
@@ -378,7 +378,7 @@ async def test_pod_drains_before_it_goes(cluster: LocalCluster, kube: KubeClient
         await kube.get(PODS, "default", "slow")
 
 
-async def test_owner_takes_its_dependents_along(cluster: LocalCluster, kube: KubeClient) -> None:
+async def test_dependents_are_deleted_with_their_owner(cluster: LocalCluster, kube: KubeClient) -> None:
     created = await kube.create(DEPLOYMENTS, "default", deployment(replicas=2))
     await until_ready(kube, 2)
     await kube.delete(DEPLOYMENTS, created)
@@ -423,7 +423,7 @@ async def test_orphans_outlive_their_owner(cluster: LocalCluster, kube: KubeClie
     assert len(await ready_pods(kube)) == 1
 
 
-async def test_namespace_goes_with_everything_in_it(cluster: LocalCluster, kube: KubeClient) -> None:
+async def test_namespace_is_deleted_with_its_objects(cluster: LocalCluster, kube: KubeClient) -> None:
     namespace = await kube.create(NAMESPACES, None, {"metadata": {"name": "team"}})
     await kube.create(PODS, "team", pod("p", "sleep", "60", terminationGracePeriodSeconds=1))
     await kube.create(CONFIG_MAPS, "team", {"metadata": {"name": "c"}})
@@ -436,7 +436,7 @@ async def test_namespace_goes_with_everything_in_it(cluster: LocalCluster, kube:
     assert (await kube.list(PODS, "team"))["items"] == []
 
 
-async def test_node_says_what_it_has(cluster: LocalCluster, kube: KubeClient) -> None:
+async def test_node_reports_its_capacity(cluster: LocalCluster, kube: KubeClient) -> None:
     async def registered() -> list[dict[str, Any]]:
         return list((await kube.list(NODES))["items"])
 

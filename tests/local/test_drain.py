@@ -12,10 +12,13 @@ import pytest
 
 from llmservice_local.client import DEPLOYMENTS, DISRUPTION_BUDGETS, NODES, PODS, connect
 from llmservice_local.cluster import ClusterSettings, LocalCluster
-from llmservice_local.control.condition import condition_of
+from llmservice_local.objects import condition_of
 
 KUBECTL = shutil.which("kubectl")
-pytestmark = pytest.mark.skipif(KUBECTL is None, reason="there is no kubectl on the PATH: this test drives it")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(KUBECTL is None, reason="there is no kubectl on the PATH: this test drives it"),
+]
 
 REPLICAS = 3
 LABELS = {"matchLabels": {"app": "web"}}

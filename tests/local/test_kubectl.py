@@ -14,7 +14,10 @@ import pytest
 from llmservice_local.cluster import ClusterSettings, LocalCluster
 
 KUBECTL = shutil.which("kubectl")
-pytestmark = pytest.mark.skipif(KUBECTL is None, reason="there is no kubectl on the PATH: these tests drive it")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(KUBECTL is None, reason="there is no kubectl on the PATH: these tests drive it"),
+]
 
 SERVICE = """
 apiVersion: serving.llmservice.io/v1alpha1
@@ -108,7 +111,7 @@ async def test_bad_manifest_is_refused_with_the_fields_path(kubectl: Kubectl, ol
     assert message in output
 
 
-async def test_explain_teaches_the_fields(kubectl: Kubectl) -> None:
+async def test_explain_shows_the_fields(kubectl: Kubectl) -> None:
     assert "-required-" in await kubectl("explain", "llm.spec.model")
     assert "maxReplicas" in await kubectl("explain", "llm.spec.autoscaling", "--recursive")
     assert "FIELD: replicas <integer>" in await kubectl("explain", "deployment.spec.replicas")

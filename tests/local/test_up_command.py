@@ -117,15 +117,15 @@ def _operator_below(root: int) -> int:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--cpu", "many"), "--cpu: 'many' is no quantity"),
+        (("--cpu", "many"), "--cpu: 'many' is not a quantity"),
         (("--nodes", "0"), "--nodes is 0, expected 1 to 16"),
         (("--gpu-product", "h9000"), "--gpu-product: GPU 'h9000' is not in the catalogue"),
-        (("--models-root", "/no/such/folder"), "--models-root /no/such/folder: there is no such folder"),
-        (("-f", "/no/such/file"), "-f /no/such/file: there is no such file"),
+        (("--models-root", "/no/such/folder"), "--models-root /no/such/folder does not exist"),
+        (("-f", "/no/such/file"), "-f /no/such/file does not exist"),
         (("--node-label", "novalue"), "--node-label 'novalue': expected KEY=VALUE"),
     ],
 )
-async def test_flag_that_makes_no_sense_is_refused_before_anything_starts(flags: tuple[str, ...], message: str) -> None:
+async def test_invalid_flag_is_refused_before_anything_starts(flags: tuple[str, ...], message: str) -> None:
     process = await start(*flags)
     output, _ = await process.communicate()
     assert process.returncode == 2

@@ -1,21 +1,23 @@
-"""Who asks, and whether roles let them: service account tokens and RBAC, as the real API server judges them.
+"""Authentication by service account tokens, authorization by RBAC, and an audit log, as in kube-apiserver.
 
-A request without a token is the administrator's, as everything on this machine is; one with a token is held to the
-roles that are bound to its account.
+A request without a token has all rights; a request with a token has those of the roles bound to its account.
 """
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from llmservice_local.api.errors import ApiError
-from llmservice_local.api.registry import Registry
-from llmservice_local.api.request import Target
+from aiohttp import web
 
-Object = dict[str, Any]
+from llmservice_local.api.registry import APPLY_PATCH, Registry
+from llmservice_local.api.request import Target, is_watch
+from llmservice_local.errors import ApiError
+from llmservice_local.objects import Object
 
 _RBAC = ("rbac.authorization.k8s.io", "v1")
 _VERBS = {"POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}
@@ -46,7 +48,7 @@ class Account:
 
 
 def user_info(account: Account | None) -> Object:
-    """Who asks, as a UserInfo of authentication.k8s.io."""
+    """The sender of a request as a UserInfo of authentication.k8s.io; None is the administrator."""
     if account is None:
         return {"username": "admin", "groups": ["system:masters", "system:authenticated"]}
     return {"username": account.user, "groups": sorted(account.groups)}
@@ -54,7 +56,7 @@ def user_info(account: Account | None) -> Object:
 
 @dataclass(slots=True)
 class Tokens:
-    """The tokens that were given out; they last as long as the server."""
+    """The issued tokens; they do not expire while the server runs."""
 
     _accounts: dict[str, Account] = field(default_factory=dict)
 
@@ -64,7 +66,7 @@ class Tokens:
         return token
 
     def bearer(self, authorization: str | None) -> Account | None:
-        """Whose token the header carries; None for the administrator. Raises `ApiError` 401 for an unknown one."""
+        """The account of an Authorization header; None (the administrator) without one. Raises `ApiError` 401."""
         if authorization is None:
             return None
         scheme, _, token = authorization.partition(" ")
@@ -74,7 +76,7 @@ class Tokens:
 
 
 def verb(method: str, target: Target, *, is_watch: bool) -> str:
-    """What RBAC calls a request."""
+    """The RBAC verb of a request."""
     if method in {"GET", "HEAD"}:
         return "watch" if is_watch else "get" if target.name else "list"
     if method == "DELETE" and not target.name:
@@ -83,13 +85,13 @@ def verb(method: str, target: Target, *, is_watch: bool) -> str:
 
 
 def authorize(registry: Registry, account: Account, verb: str, target: Target) -> None:
-    """Raises `ApiError` 403 where no role of the account's has a rule for it."""
+    """Raises `ApiError` 403 unless a role of the account has a rule for the request."""
     if not any(_covers(rule, verb, target) for rule in _rules(registry, account, target.namespace)):
         raise _forbidden(account, verb, target)
 
 
 def _rules(registry: Registry, account: Account, namespace: str | None) -> Iterator[Object]:
-    """Those that hold everywhere, then those of the namespace."""
+    """The rules of the account's cluster roles, then those of its roles in the namespace."""
     places: list[tuple[str, str | None]] = [("clusterrolebindings", None)]
     if namespace is not None:
         places.append(("rolebindings", namespace))
@@ -100,7 +102,7 @@ def _rules(registry: Registry, account: Account, namespace: str | None) -> Itera
 
 
 def _role(registry: Registry, reference: Mapping[str, Any], namespace: str | None) -> Object:
-    """The role that a binding names; one that is not there grants nothing."""
+    """The role that a binding names; a missing role grants nothing."""
     cluster = reference["kind"] == "ClusterRole"
     kind = registry.kinds.find(*_RBAC, "clusterroles" if cluster else "roles")
     try:
@@ -130,3 +132,77 @@ def _forbidden(account: Account, verb: str, target: Target) -> ApiError:
         f'in API group "{kind.group}" {where}'
     )
     return ApiError(403, "Forbidden", message, {"name": target.name, "group": kind.group, "kind": kind.plural})
+
+
+class AuditLog:
+    """Appends one line, in the format of kube-apiserver's audit log, per authorized or refused request.
+
+    It contains no bodies and no tokens.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8")
+
+    def record(self, account: Account, verb: str, uri: str, refusal: ApiError | None) -> None:
+        event = {
+            "kind": "Event",
+            "apiVersion": "audit.k8s.io/v1",
+            "level": "Metadata",
+            "verb": verb,
+            "user": {"username": account.user},
+            "requestURI": uri,
+            "responseStatus": {} if refusal is None else {"code": refusal.code, "message": str(refusal)},
+        }
+        self._file.write(json.dumps(event, separators=(",", ":")) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Guard:
+    """Authenticates, authorizes and audits the requests of service accounts."""
+
+    def __init__(self, registry: Registry, audit: AuditLog | None) -> None:
+        self._registry = registry
+        self._audit = audit
+        self._tokens = Tokens()
+
+    def account(self, request: web.Request) -> Account | None:
+        """The account that sends the request; None for the administrator. Raises `ApiError` 401."""
+        return self._tokens.bearer(request.headers.get("Authorization"))
+
+    def admit(self, account: Account, request: web.Request, target: Target) -> None:
+        """Raises `ApiError` 403. An apply of an object that does not exist needs the verb `create` as well."""
+        requested = verb(request.method, target, is_watch=is_watch(request.query))
+        verbs = [requested]
+        if requested == "patch" and request.content_type == APPLY_PATCH and not self._exists(target):
+            verbs.append("create")
+        refusal: ApiError | None = None
+        try:
+            for one in verbs:
+                authorize(self._registry, account, one, target)
+        except ApiError as error:
+            refusal = error
+            raise
+        finally:
+            if self._audit is not None:
+                self._audit.record(account, requested, request.path_qs, refusal)
+
+    def token_request(self, target: Target) -> Object:
+        """Issue a token for an existing service account; raises `ApiError` 404."""
+        namespace = target.namespace or ""
+        self._registry.get(target.kind, namespace, target.name)
+        return {
+            "kind": "TokenRequest",
+            "apiVersion": "authentication.k8s.io/v1",
+            "metadata": {"name": target.name, "namespace": namespace},
+            "status": {"token": self._tokens.issue(Account(namespace, target.name)), "expirationTimestamp": None},
+        }
+
+    def _exists(self, target: Target) -> bool:
+        try:
+            self._registry.get(target.kind, target.namespace or "", target.name)
+        except ApiError:
+            return False
+        return True

@@ -1,13 +1,14 @@
-"""Discovery: which groups, versions and resources the API serves."""
+"""Discovery (served groups, versions and resources) and the OpenAPI v3 documents that kubectl reads."""
 
 from __future__ import annotations
 
-from typing import Any
+import hashlib
+import json
 
-from llmservice_local.api.errors import ApiError
-from llmservice_local.api.kinds import Kind, Kinds
-
-Object = dict[str, Any]
+from llmservice_local.api.registry import Registry
+from llmservice_local.errors import ApiError
+from llmservice_local.kinds.catalogue import Kind, Kinds
+from llmservice_local.objects import Object
 
 VERSION = {
     "major": "1",
@@ -91,3 +92,84 @@ def _resources_of(kind: Kind) -> list[Object]:
     if kind.name == "Namespace":
         found.append({**common, "name": "namespaces/finalize", "kind": "Namespace", "verbs": ["update"]})
     return found
+
+
+_FIELD_VALIDATION = {
+    "name": "fieldValidation",
+    "in": "query",
+    "description": "What to do with unknown or duplicate fields: Ignore, Warn or Strict.",
+    "schema": {"type": "string", "uniqueItems": True},
+}
+_DRY_RUN = {"name": "dryRun", "in": "query", "schema": {"type": "string", "uniqueItems": True}}
+
+
+def openapi_index(kinds: Kinds) -> Object:
+    """The URLs of the documents by group version; each contains a hash of the served kinds, for clients that cache."""
+    paths: Object = {}
+    for name, versions in kinds.group_versions().items():
+        for version in versions:
+            root = f"apis/{name}/{version}" if name else f"api/{version}"
+            served = sorted(repr(kind) for kind in kinds if (kind.group, kind.version) == (name, version))
+            digest = hashlib.sha256(json.dumps(served).encode()).hexdigest()[:32]
+            paths[root] = {"serverRelativeURL": f"/openapi/v3/{root}?hash={digest.upper()}"}
+    return {"paths": paths}
+
+
+def openapi_document(registry: Registry, root: str) -> Object:
+    """The document of a group version; `root` is `api/v1` or `apis/GROUP/VERSION`. Raises `ApiError` 404."""
+    paths: Object = {}
+    schemas: Object = {}
+    for kind in registry.kinds:
+        if (f"apis/{kind.group}/{kind.version}" if kind.group else f"api/{kind.version}") != root:
+            continue
+        name = _schema_name(kind)
+        schemas[name] = {**registry.strategy(kind).schema, "x-kubernetes-group-version-kind": [_gvk(kind)]}
+        scope = "/namespaces/{namespace}" if kind.namespaced else ""
+        paths[f"/{root}{scope}/{kind.plural}"] = _collection_path(kind, name)
+        paths[f"/{root}{scope}/{kind.plural}/{{name}}"] = _item_path(kind, name)
+    if not paths:
+        raise ApiError(404, "NotFound", "the server could not find the requested resource")
+    return {
+        "openapi": "3.0.0",
+        "info": {"title": "Kubernetes", "version": "v1.32.0"},
+        "paths": paths,
+        "components": {"schemas": schemas},
+    }
+
+
+def _gvk(kind: Kind) -> Object:
+    return {"group": kind.group, "version": kind.version, "kind": kind.name}
+
+
+def _schema_name(kind: Kind) -> str:
+    group = kind.group or "core"
+    return ".".join([*reversed(group.split(".")), kind.version, kind.name])
+
+
+def _operation(kind: Kind, action: str, schema: str, *, body: str = "") -> Object:
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{schema}"}}}
+    operation: Object = {
+        "x-kubernetes-action": action,
+        "x-kubernetes-group-version-kind": _gvk(kind),
+        "parameters": [_DRY_RUN, _FIELD_VALIDATION],
+        "responses": {"200": {"description": "OK", "content": content}},
+    }
+    if body:
+        operation["requestBody"] = {"content": {body: {"schema": {"type": "object"}}}}
+    return operation
+
+
+def _collection_path(kind: Kind, schema: str) -> Object:
+    return {
+        "get": _operation(kind, "list", schema),
+        "post": _operation(kind, "post", schema, body="application/json"),
+    }
+
+
+def _item_path(kind: Kind, schema: str) -> Object:
+    return {
+        "get": _operation(kind, "get", schema),
+        "put": _operation(kind, "put", schema, body="application/json"),
+        "patch": _operation(kind, "patch", schema, body="application/apply-patch+yaml"),
+        "delete": _operation(kind, "delete", schema),
+    }

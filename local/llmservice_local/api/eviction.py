@@ -1,35 +1,33 @@
-"""`POST pods/NAME/eviction`: a deletion that asks the disruption budgets first. It is what `kubectl drain` sends.
+"""`POST pods/NAME/eviction`, which `kubectl drain` sends: a deletion that a PodDisruptionBudget may refuse.
 
-The rules are upstream's (k8s.io/kubernetes/pkg/registry/core/pod/storage/eviction.go).
+The rules are those of k8s.io/kubernetes/pkg/registry/core/pod/storage/eviction.go.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from llmservice_local.api.errors import ApiError, bad_request
 from llmservice_local.api.registry import Registry, WriteOptions
 from llmservice_local.api.request import delete_options
-from llmservice_local.api.selector import matches_labels
-from llmservice_local.control.condition import condition_of
-
-Object = dict[str, Any]
+from llmservice_local.errors import ApiError, bad_request
+from llmservice_local.objects import Object, has_ended, is_ready
+from llmservice_local.selector import matches_labels
 
 _REFUSED = "Cannot evict pod as it would violate the pod's disruption budget."
 
 
 def evict(registry: Registry, namespace: str, name: str, eviction: Any) -> None:
-    """Delete the pod where its budget allows it; raises `ApiError` 429 where it does not."""
+    """Delete the pod if its budget allows it; raises `ApiError` 429 otherwise."""
     if not isinstance(eviction, dict):
         raise bad_request(f"an Eviction is an object, not {type(eviction).__name__}")
     pods = registry.kinds.find("", "v1", "pods")
     pod = registry.get(pods, namespace, name)
     options = delete_options({}, eviction.get("deleteOptions") or {})
-    budgets = [] if _counts_for_nobody(pod) else _budgets_of(registry, pod)
+    budgets = [] if _is_exempt(pod) else _budgets_of(registry, pod)
     if len(budgets) > 1:
         message = "This pod has more than one PodDisruptionBudget, which the eviction subresource does not support."
         raise ApiError(500, "InternalError", message)
-    if budgets and not _may_go_unhealthy(pod, budgets[0]):
+    if budgets and not _is_evictable_unready(pod, budgets[0]):
         charged = _charged(budgets[0], name, registry.now())
         if not options.dry_run:
             kind = registry.kinds.find("policy", "v1", "poddisruptionbudgets")
@@ -39,10 +37,10 @@ def evict(registry: Registry, namespace: str, name: str, eviction: Any) -> None:
     registry.delete(pods, namespace, name, options)
 
 
-def _counts_for_nobody(pod: Object) -> bool:
-    """Pods that have ended, have not begun or are going already disrupt nothing when they go."""
-    phase = (pod.get("status") or {}).get("phase")
-    return phase in {"Succeeded", "Failed", "Pending"} or "deletionTimestamp" in pod["metadata"]
+def _is_exempt(pod: Object) -> bool:
+    """Whether no budget applies: the pod has ended, has not started or is being deleted."""
+    pending = (pod.get("status") or {}).get("phase") == "Pending"
+    return pending or has_ended(pod) or "deletionTimestamp" in pod["metadata"]
 
 
 def _budgets_of(registry: Registry, pod: Object) -> list[Object]:
@@ -55,9 +53,9 @@ def _budgets_of(registry: Registry, pod: Object) -> list[Object]:
     ]
 
 
-def _may_go_unhealthy(pod: Object, budget: Object) -> bool:
-    """A pod that is not ready may go always, or, by default, while the others are enough."""
-    if condition_of(pod, "Ready").get("status") == "True":
+def _is_evictable_unready(pod: Object, budget: Object) -> bool:
+    """Whether the budget allows the eviction of this pod because it is not ready (`unhealthyPodEvictionPolicy`)."""
+    if is_ready(pod):
         return False
     status = budget.get("status") or {}
     if budget["spec"].get("unhealthyPodEvictionPolicy") == "AlwaysAllow":
@@ -67,7 +65,7 @@ def _may_go_unhealthy(pod: Object, budget: Object) -> bool:
 
 
 def _charged(budget: Object, pod: str, now: str) -> Object:
-    """The budget with one disruption less to give; raises `ApiError` 429 where it has none."""
+    """The budget with one allowed disruption fewer; raises `ApiError` 429 if none is left."""
     status, name = budget.get("status") or {}, budget["metadata"]["name"]
     if status.get("observedGeneration", 0) < budget["metadata"]["generation"]:
         raise _too_many(f"The disruption budget {name} is still being processed by the server.", retry_s=10)

@@ -2,12 +2,12 @@
 
 https://kubernetes.io/docs/reference/access-authn-authz/validating-admission-policy/
 Differences from a real API server: parameters, selectors, audit annotations and message expressions are not evaluated,
-and of a binding's actions only Deny does something.
+and Deny is the only supported validation action.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -15,19 +15,17 @@ from celpy import celtypes
 from celpy.adapter import json_to_cel
 from celpy.evaluation import CELEvalError
 
-from llmservice_local.api.cel import Evaluate, program
-from llmservice_local.api.errors import ApiError
-from llmservice_local.api.kinds import Kind
 from llmservice_local.api.store import Store
-from llmservice_local.api.webhook_rules import rule_matches
-
-Object = dict[str, Any]
+from llmservice_local.errors import ApiError
+from llmservice_local.kinds.catalogue import Kind
+from llmservice_local.kinds.cel import Evaluate, program
+from llmservice_local.objects import Object
 
 _GROUP = "admissionregistration.k8s.io"
 
 
 def matching_policies(store: Store, kind: Kind, subresource: str, operation: str) -> list[tuple[str, Object]]:
-    """The policies that a binding puts in force for such a request, each with its binding's name."""
+    """The bound policies that match a request, each with the name of its binding."""
     if kind.group == _GROUP:
         return []
     found = []
@@ -74,3 +72,14 @@ def _violations(spec: Object, request: Object) -> Iterator[str]:
 @lru_cache(maxsize=64)
 def _compiled(expression: str) -> Evaluate:
     return program(expression, "")
+
+
+def rule_matches(rule: Mapping[str, Any], kind: Kind, subresource: str, operation: str) -> bool:
+    """Whether a rule of a policy or webhook matches; a resource without a slash does not match subresources."""
+    if rule["scope"] not in {"*", "Namespaced" if kind.namespaced else "Cluster"}:
+        return False
+    fields = (("operations", operation), ("apiGroups", kind.group), ("apiVersions", kind.version))
+    if not all({"*", value} & set(rule[field]) for field, value in fields):
+        return False
+    resources = (resource.partition("/") for resource in rule["resources"])
+    return any(name in {"*", kind.plural} and sub in {"*", subresource} for name, _, sub in resources)

@@ -1,4 +1,4 @@
-"""Reading the few protobuf bodies that clients insist on sending: `kubectl create namespace|secret|configmap|…`, Helm.
+"""Decodes protobuf bodies, which `kubectl create namespace|secret|configmap|…` and Helm send.
 
 A body is the magic `k8s\\0` and a `runtime.Unknown`; field numbers are those of k8s.io/api/core/v1/generated.proto and
 k8s.io/apimachinery/pkg/apis/meta/v1/generated.proto.
@@ -10,9 +10,9 @@ import base64
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from llmservice_local.api.errors import ApiError, bad_request
+from llmservice_local.errors import ApiError, bad_request
+from llmservice_local.objects import Object
 
-Object = dict[str, Any]
 _Decode = Callable[[bytes], Any]
 _Fields = Mapping[int, tuple[str, _Decode]]
 
@@ -21,7 +21,7 @@ MAGIC = b"k8s\x00"
 
 
 def decode(body: bytes) -> Object:
-    """The object of a protobuf body; raises `ApiError` 415 for kinds that are not known in this form."""
+    """The object of a protobuf body; raises `ApiError` 415 for kinds that have no decoder here."""
     if not body.startswith(MAGIC):
         raise bad_request("a protobuf body begins with k8s and a zero byte")
     try:

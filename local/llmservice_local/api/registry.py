@@ -1,4 +1,4 @@
-"""The verbs of the API over the store: create, update, patch, apply and delete, with the rules of every kind."""
+"""The verbs of the API: create, update, patch, apply and delete, with defaulting, validation and preconditions."""
 
 from __future__ import annotations
 
@@ -9,49 +9,40 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from llmservice_local.api import apply, managed_fields, patch, scale
-from llmservice_local.api.crd import CLEANUP_FINALIZER, established, kinds_of
-from llmservice_local.api.errors import (
-    ApiError,
-    FieldError,
-    already_exists,
-    bad_request,
-    conflict,
-    invalid,
-    not_found,
-)
-from llmservice_local.api.event import from_core, to_core
-from llmservice_local.api.kinds import Kind, Kinds
-from llmservice_local.api.managed_fields import Manager
-from llmservice_local.api.object_rules import (
+from llmservice_local.api.store import Store
+from llmservice_local.errors import ApiError, FieldError, already_exists, bad_request, conflict, invalid, not_found
+from llmservice_local.kinds.apply import Manager, apply, owners_after_update, read_owners, with_owners
+from llmservice_local.kinds.builtin_rules import exceeded_quota
+from llmservice_local.kinds.catalogue import Kind, Kinds, scale_of, scaled
+from llmservice_local.kinds.crd import CLEANUP_FINALIZER, established, kinds_of
+from llmservice_local.kinds.patch import json_patch, merge_patch, strategic_merge_patch
+from llmservice_local.kinds.strategy import (
+    Strategy,
     carried_over,
     check_preconditions,
+    event_from_core,
+    event_to_core,
     grace_s,
     identified,
-    may_go,
+    is_removable,
     refuse_unknown,
     without,
 )
-from llmservice_local.api.quota import exceeded
-from llmservice_local.api.selector import Predicate
-from llmservice_local.api.store import Store
-from llmservice_local.api.strategy import Strategy
-from llmservice_local.control.condition import with_condition
-
-Object = dict[str, Any]
+from llmservice_local.objects import Object, timestamp, with_condition
+from llmservice_local.selector import Predicate
 
 APPLY_PATCH = "application/apply-patch+yaml"
 JSON_PATCH = "application/json-patch+json"
 MERGE_PATCH = "application/merge-patch+json"
 STRATEGIC_PATCH = "application/strategic-merge-patch+json"
 
-_SUFFIX_ALPHABET = "bcdfghjklmnpqrstvwxz2456789"  # no vowels, no look-alikes: as Kubernetes names its pods
+_SUFFIX_ALPHABET = "bcdfghjklmnpqrstvwxz2456789"  # the alphabet of generated pod names
 _PROPAGATION_FINALIZERS = {"Foreground": "foregroundDeletion", "Orphan": "orphan"}
 
 
 @dataclass(frozen=True, slots=True)
 class WriteOptions:
-    """What a writer says beside the object: who it is, how strict to be, whether it only asks."""
+    """The query parameters of a write."""
 
     manager: str = "unknown"
     force: bool = False
@@ -94,7 +85,7 @@ def random_uid() -> str:
 
 
 class Registry:
-    """All kinds over one store. Everything is synchronous: one event loop, so every verb is a transaction."""
+    """The objects of all kinds. Every verb is synchronous, and so a transaction of the one event loop."""
 
     def __init__(self, clock: Callable[[], datetime] = utc_now, new_uid: Callable[[], str] = random_uid) -> None:
         self.kinds = Kinds()
@@ -113,9 +104,9 @@ class Registry:
         return self._strategies[key]
 
     def present(self, kind: Kind, obj: Mapping[str, Any]) -> Object:
-        """A stored object as this kind's API shows it."""
+        """A stored object as the API of this kind returns it."""
         if kind.group == "events.k8s.io":
-            return from_core(obj)
+            return event_from_core(obj)
         return {**obj, "apiVersion": kind.api_version, "kind": kind.name}
 
     def get(self, kind: Kind, namespace: str, name: str) -> Object:
@@ -124,7 +115,7 @@ class Registry:
     def select(
         self, kind: Kind, namespace: str | None, labels: Predicate | None = None, fields: Predicate | None = None
     ) -> list[Object]:
-        """The objects that both selectors choose; of all namespaces where `namespace` is None."""
+        """The objects that both selectors match, of all namespaces if `namespace` is None."""
         return [
             self.present(kind, obj)
             for obj in self.store.list(kind.collection, namespace)
@@ -132,7 +123,7 @@ class Registry:
         ]
 
     def create(self, kind: Kind, namespace: str, obj: Object, options: WriteOptions) -> Written:
-        """Create an object; raises `ApiError` 409 where the name is taken, 422 where it is invalid."""
+        """Create an object; raises `ApiError` 409 if the name exists, 422 if the object is invalid."""
         obj, warnings = self._decode(kind, namespace, "", obj, options)
         metadata = obj["metadata"]
         if not metadata.get("name"):
@@ -148,8 +139,8 @@ class Registry:
         self._check_namespace(kind, namespace)
         obj = self._new(kind, obj)
         manager = Manager(options.manager, "Update", kind.api_version)
-        owners = managed_fields.after_update(None, obj, self.strategy(kind).schema, {}, manager)
-        return self._written(kind, None, managed_fields.write(obj, owners, self.now()), options, warnings)
+        owners = owners_after_update(None, obj, self.strategy(kind).schema, {}, manager)
+        return self._written(kind, None, with_owners(obj, owners, self.now()), options, warnings)
 
     def update(
         self, kind: Kind, namespace: str, name: str, obj: Object, options: WriteOptions, subresource: str = ""
@@ -157,7 +148,7 @@ class Registry:
         """Replace an object (or its status, or its scale); a stale resourceVersion is a conflict."""
         old = self._stored(kind, namespace, name)
         if subresource == "scale":
-            obj = scale.scaled(kind, old, obj)
+            obj = scaled(kind, old, obj)
         obj, warnings = self._decode(kind, namespace, name, obj, options)
         return self._update(kind, old, obj, options, subresource, warnings)
 
@@ -171,28 +162,28 @@ class Registry:
         options: WriteOptions,
         subresource: str = "",
     ) -> Written:
-        """Patch an object in any of the four ways; server-side apply creates what is not there."""
+        """Patch an object with any of the four patch types; server-side apply creates a missing object."""
         if content_type == APPLY_PATCH:
             return self._apply(kind, namespace, name, body, options, subresource)
         old = self._stored(kind, namespace, name)
-        target = scale.scale_of(kind, old) if subresource == "scale" else self.present(kind, old)
+        target = scale_of(kind, old) if subresource == "scale" else self.present(kind, old)
         if content_type == JSON_PATCH:
-            patched = patch.json_patch(target, body)
+            patched = json_patch(target, body)
         elif content_type == MERGE_PATCH:
-            patched = patch.merge_patch(target, body)
+            patched = merge_patch(target, body)
         elif content_type == STRATEGIC_PATCH and not kind.custom:
-            patched = patch.strategic_merge_patch(target, body, self.strategy(kind).schema)
+            patched = strategic_merge_patch(target, body, self.strategy(kind).schema)
         else:
             accepted = ", ".join([JSON_PATCH, MERGE_PATCH, APPLY_PATCH] + ([] if kind.custom else [STRATEGIC_PATCH]))
             message = f"the body of the request was in an unknown format - accepted media types include: {accepted}"
             raise ApiError(415, "UnsupportedMediaType", message)
         if subresource == "scale":
-            patched = scale.scaled(kind, old, patched)
+            patched = scaled(kind, old, patched)
         patched, warnings = self._decode(kind, namespace, name, patched, options)
         return self._update(kind, old, patched, options, subresource, warnings)
 
     def commit(self, kind: Kind, dry: Written) -> Written | None:
-        """Store what a dry run came to; None where the object has been written or deleted since."""
+        """Store the result of a dry run; None if the object has been written or deleted since."""
         metadata = dry.new["metadata"]
         namespace = metadata.get("namespace", "")
         if self.store.get(kind.collection, namespace, metadata["name"]) is not dry.old:
@@ -202,7 +193,7 @@ class Registry:
         return self._written(kind, dry.old, dry.new, WriteOptions(), dry.warnings)
 
     def delete(self, kind: Kind, namespace: str, name: str, options: DeleteOptions) -> tuple[Object, bool]:
-        """Delete an object, or mark it where finalizers or a pod's grace keep it; returns it and whether it is gone."""
+        """Delete an object, or only mark it if it has finalizers or a grace period; returns (object, is removed)."""
         old = self._stored(kind, namespace, name)
         check_preconditions(kind, old, options.uid, options.resource_version)
         if options.dry_run:
@@ -213,7 +204,7 @@ class Registry:
         allowed_s = grace_s(kind, old, options.grace_period_s)
         marked: Object = {**old, "metadata": metadata}
         if "deletionTimestamp" not in metadata or allowed_s < metadata.get("deletionGracePeriodSeconds", 0):
-            metadata["deletionTimestamp"] = _timestamp(self._clock() + timedelta(seconds=allowed_s))
+            metadata["deletionTimestamp"] = timestamp(self._clock() + timedelta(seconds=allowed_s))
             metadata["deletionGracePeriodSeconds"] = allowed_s
             if self.strategy(kind).has_generation:
                 metadata["generation"] = metadata.get("generation", 0) + 1
@@ -221,12 +212,12 @@ class Registry:
             marked["status"] = {**(old.get("status") or {}), "phase": "Terminating"}
         if kind.name == "CustomResourceDefinition":
             return self._delete_definition(kind, marked)
-        if may_go(kind, marked):
+        if is_removable(kind, marked):
             return self._remove(kind, namespace, name), True
         return (self.store.put(kind.collection, marked) if marked != old else old), False
 
     def bind(self, namespace: str, name: str, binding: Mapping[str, Any]) -> None:
-        """Give a pod to a node: what the scheduler does with a Binding."""
+        """Assign a pod to a node by a Binding, as the scheduler does."""
         pods = self.kinds.find("", "v1", "pods")
         pod = self._stored(pods, namespace, name)
         node = (binding.get("target") or {}).get("name")
@@ -238,7 +229,7 @@ class Registry:
         status = with_condition(pod.get("status") or {}, {"type": "PodScheduled", "status": "True"}, self.now())
         self.store.put(pods.collection, {**pod, "spec": {**pod["spec"], "nodeName": node}, "status": status})
 
-    # -- the way into the store ------------------------------------------------------------------------------------
+    # -- writing ---------------------------------------------------------------------------------------------------
 
     def _apply(
         self, kind: Kind, namespace: str, name: str, body: Any, options: WriteOptions, subresource: str
@@ -258,15 +249,15 @@ class Registry:
             reserved = set(body) - {"status", "metadata", "apiVersion", "kind"}
         applied = {key: value for key, value in body.items() if key not in reserved}
         manager = Manager(options.manager, "Apply", kind.api_version, subresource)
-        owners = managed_fields.read(live) if live is not None else {}
-        merged, owners = apply.apply(live, applied, strategy.schema, owners, manager, force=options.force)
+        owners = read_owners(live) if live is not None else {}
+        merged, owners = apply(live, applied, strategy.schema, owners, manager, force=options.force)
         if live is None:
             self._check_namespace(kind, namespace)
             created = self._new(kind, strategy.decode(merged)[0])
-            return self._written(kind, None, managed_fields.write(created, owners, self.now()), options, [])
+            return self._written(kind, None, with_owners(created, owners, self.now()), options, [])
         merged = strategy.decode(merged)[0]
         new = carried_over(kind, live, merged, subresource, has_generation=strategy.has_generation)
-        return self._written(kind, live, managed_fields.write(new, owners, self.now()), options, [])
+        return self._written(kind, live, with_owners(new, owners, self.now()), options, [])
 
     def _update(
         self, kind: Kind, old: Object, obj: Object, options: WriteOptions, subresource: str, warnings: list[str]
@@ -276,9 +267,9 @@ class Registry:
         new = carried_over(kind, old, obj, subresource, has_generation=self.strategy(kind).has_generation)
         manager = Manager(options.manager, "Update", kind.api_version, subresource)
         schema = self.strategy(kind).schema
-        owners = managed_fields.after_update(old, new, schema, managed_fields.read(old), manager)
-        if owners != managed_fields.read(old):
-            new = managed_fields.write(new, owners, self.now())
+        owners = owners_after_update(old, new, schema, read_owners(old), manager)
+        if owners != read_owners(old):
+            new = with_owners(new, owners, self.now())
         return self._written(kind, old, new, options, warnings)
 
     def _new(self, kind: Kind, obj: Object) -> Object:
@@ -313,7 +304,7 @@ class Registry:
             new = established(new, self.now())
         if options.dry_run:
             return self.present(kind, new)
-        if old is not None and may_go(kind, new) and "deletionTimestamp" in new["metadata"]:
+        if old is not None and is_removable(kind, new) and "deletionTimestamp" in new["metadata"]:
             self.store.put(kind.collection, new)
             return self.present(kind, self._remove(kind, new["metadata"].get("namespace", ""), new["metadata"]["name"]))
         stored = self.store.put(kind.collection, new)
@@ -328,13 +319,13 @@ class Registry:
         decoded, unknown = self.strategy(kind).decode(obj)
         warnings = refuse_unknown(kind, unknown, options.field_validation)
         if kind.group == "events.k8s.io":
-            decoded = to_core(decoded)
+            decoded = event_to_core(decoded)
         return decoded, warnings
 
-    # -- the way out ------------------------------------------------------------------------------------------------
+    # -- removing ---------------------------------------------------------------------------------------------------
 
     def finalize(self, kind: Kind, name: str, obj: Object, options: WriteOptions) -> Written:
-        """A namespace's `finalize`: the namespace controller takes its finalizer away once the namespace is empty."""
+        """`namespaces/NAME/finalize`: the namespace controller removes the finalizer of an empty namespace."""
         return self.update(kind, "", name, obj, replace(options, field_validation="Ignore"))
 
     def _remove(self, kind: Kind, namespace: str, name: str) -> Object:
@@ -355,7 +346,7 @@ class Registry:
             self.store.convert(kind.collection, self.strategy(kind).read)
 
     def _delete_definition(self, kind: Kind, marked: Object) -> tuple[Object, bool]:
-        """A definition goes after its objects: they are deleted now, and the last to go takes it along."""
+        """Delete the objects of a definition; it is removed with the last of them."""
         self.store.put(kind.collection, marked)
         name = marked["metadata"]["name"]
         for served in kinds_of(marked)[:1]:
@@ -395,20 +386,16 @@ class Registry:
             raise ApiError(403, "Forbidden", message)
 
     def _check_quota(self, kind: Kind, obj: Object) -> None:
-        """Raise `ApiError` 403 for a pod that a ResourceQuota has no room for."""
+        """Raise `ApiError` 403 for a pod that would exceed a ResourceQuota."""
         if kind.collection != ("", "pods"):
             return
         namespace = obj["metadata"]["namespace"]
         quotas = self.store.list(("", "resourcequotas"), namespace)
-        why = exceeded(obj, self.store.list(kind.collection, namespace), quotas)
+        why = exceeded_quota(obj, self.store.list(kind.collection, namespace), quotas)
         if why is not None:
             name = obj["metadata"]["name"]
             raise ApiError(403, "Forbidden", f'pods "{name}" is forbidden: {why}', {"name": name, "kind": "pods"})
 
     def now(self) -> str:
-        """The server's time, as objects carry it."""
-        return _timestamp(self._clock())
-
-
-def _timestamp(moment: datetime) -> str:
-    return moment.strftime("%Y-%m-%dT%H:%M:%SZ")
+        """The server's time in the format of object timestamps."""
+        return timestamp(self._clock())

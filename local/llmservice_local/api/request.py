@@ -1,4 +1,4 @@
-"""What an API request means: its place in the URL and its query parameters, parsed and checked."""
+"""Parses the path and the query parameters of an API request."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llmservice_local.api.errors import ApiError, bad_request
-from llmservice_local.api.kinds import Kind, Kinds
 from llmservice_local.api.registry import DeleteOptions, WriteOptions
+from llmservice_local.errors import ApiError, bad_request
+from llmservice_local.kinds.catalogue import Kind, Kinds
 
 _SUBRESOURCES = {
     "Pod": frozenset({"log", "binding", "eviction"}),
@@ -28,7 +28,7 @@ class Target:
 
 
 def parse_path(kinds: Kinds, path: str) -> Target:
-    """`/apis/apps/v1/namespaces/default/deployments/web/scale` → its target; raises `ApiError` 404."""
+    """The target of a path such as `/apis/apps/v1/namespaces/default/deployments/web/scale`; raises `ApiError` 404."""
     steps = [step for step in path.split("/") if step]
     if len(steps) >= 3 and steps[0] == "api":
         group, version, rest = "", steps[1], steps[2:]
@@ -51,7 +51,7 @@ def parse_path(kinds: Kinds, path: str) -> Target:
 
 
 def write_options(query: Mapping[str, str], user_agent: str, *, apply: bool = False) -> WriteOptions:
-    """Who writes and how strictly. Without a `fieldManager` the user agent up to its slash is the manager."""
+    """The options of a write. Without `fieldManager`, the manager is the user agent up to its slash."""
     validation = query.get("fieldValidation") or "Warn"
     if validation not in {"Ignore", "Warn", "Strict"}:
         raise bad_request(f"fieldValidation {validation!r} is unknown: expected Ignore, Warn or Strict")
@@ -68,7 +68,7 @@ def write_options(query: Mapping[str, str], user_agent: str, *, apply: bool = Fa
 
 
 def delete_options(query: Mapping[str, str], body: Mapping[str, Any]) -> DeleteOptions:
-    """Options come in the body (`DeleteOptions`), or in the query where there is no body."""
+    """The options of a delete: from the body (`DeleteOptions`), else from the query."""
     propagation = body.get("propagationPolicy") or query.get("propagationPolicy") or "Background"
     if propagation not in {"Background", "Foreground", "Orphan"}:
         raise bad_request(f"propagationPolicy {propagation!r} is unknown: expected Background, Foreground or Orphan")
@@ -76,7 +76,7 @@ def delete_options(query: Mapping[str, str], body: Mapping[str, Any]) -> DeleteO
     try:
         grace_s = None if grace is None else max(0, int(grace))
     except ValueError as error:
-        raise bad_request(f"gracePeriodSeconds {grace!r} is no number of seconds") from error
+        raise bad_request(f"gracePeriodSeconds {grace!r} is not a number of seconds") from error
     preconditions = body.get("preconditions") or {}
     dry_run = body.get("dryRun") or query.get("dryRun")
     return DeleteOptions(
@@ -89,7 +89,7 @@ def delete_options(query: Mapping[str, str], body: Mapping[str, Any]) -> DeleteO
 
 
 def resource_version(query: Mapping[str, str]) -> int | None:
-    """The revision to start from; None where the client takes any (`0` or absent)."""
+    """The revision to start from; None if the client accepts any (`0` or absent)."""
     value = query.get("resourceVersion") or "0"
     if not value.isdigit():
         raise bad_request(f"resourceVersion {value!r} is invalid: expected one that this server gave")

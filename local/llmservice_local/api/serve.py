@@ -1,7 +1,7 @@
-"""The emulated Kubernetes API over HTTP: enough of it for controllers, the Python client and kubectl.
+"""The emulated Kubernetes API over HTTP, as far as controllers, the Python client and kubectl use it.
 
-`async with serve_api() as api:` serves on a free loopback port; `api.url` is what a kubeconfig names, `api.registry`
-holds the objects. Install a CRD as on any cluster: POST it.
+`async with serve_api() as api:` serves on a free loopback port; `api.url` is the server of a kubeconfig, `api.registry`
+holds the objects. A CRD is installed by a POST, as on any cluster.
 """
 
 from __future__ import annotations
@@ -19,12 +19,9 @@ import yaml
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
 from aiohttp.typedefs import Middleware
 
-from llmservice_local.api import discovery, openapi, protobuf, scale
-from llmservice_local.api.access import Account
-from llmservice_local.api.audit import AuditLog
-from llmservice_local.api.errors import ApiError, bad_request
+from llmservice_local.api import discovery, protobuf
+from llmservice_local.api.access import Account, AuditLog, Guard
 from llmservice_local.api.eviction import evict
-from llmservice_local.api.guard import Guard
 from llmservice_local.api.registry import APPLY_PATCH, DeleteOptions, Registry, Written, utc_now
 from llmservice_local.api.request import (
     Target,
@@ -35,14 +32,16 @@ from llmservice_local.api.request import (
     wants,
     write_options,
 )
-from llmservice_local.api.selector import Predicate, field_predicate, label_predicate
 from llmservice_local.api.table import table
 from llmservice_local.api.watch import WatchRequest, watch
 from llmservice_local.api.webhooks import Webhooks
+from llmservice_local.errors import ApiError, bad_request
+from llmservice_local.kinds.catalogue import read_scale, scale_of
+from llmservice_local.objects import Object
+from llmservice_local.selector import Predicate, field_predicate, label_predicate
 
-Object = dict[str, Any]
 _SHOWN_WHEN_DELETED = frozenset({"PersistentVolumeClaim", "Pod", "ResourceQuota", "Service", "ServiceAccount"})
-"""A delete answers with the object itself for these (ReturnDeletedObject upstream), with a Status for others."""
+"""A delete returns the object for these kinds (ReturnDeletedObject upstream), a Status for the others."""
 
 MAX_BODY_BYTES = 3 * 1024 * 1024  # etcd's own limit on a request is 1.5 MiB, the API server's 3 MiB
 WATCH_TIMEOUT_S = 1800.0
@@ -61,9 +60,9 @@ class Api:
 async def serve_api(
     registry: Registry | None = None, host: str = "127.0.0.1", port: int = 0, audit: Path | None = None
 ) -> AsyncIterator[Api]:
-    """Serve the emulated API on a loopback address until the block ends; port 0 takes a free one.
+    """Serve the emulated API on a loopback address until the block ends; port 0 selects a free one.
 
-    `audit` is a file that gets a line for each request of a service account.
+    `audit` is the file of the audit log.
     """
     registry = registry or Registry()
     with ExitStack() as stack:
@@ -90,7 +89,7 @@ async def _served(application: web.Application, host: str, port: int) -> AsyncIt
 def api_application(
     registry: Registry, session: ClientSession, middlewares: Sequence[Middleware] = ()
 ) -> web.Application:
-    """The API over whatever sockets it is served on; the session asks nodes for logs and webhooks for reviews."""
+    """The API as an aiohttp application; `session` is used to call nodes (logs) and webhooks."""
     return _application(_Handler(registry, session, Guard(registry, None)), middlewares)
 
 
@@ -111,7 +110,7 @@ class _Handler:
         try:
             return await self._route(request)
         except ApiError as error:
-            return _warned(_json(error.status(), error.code), error.warnings)
+            return _with_warnings(_json(error.status(), error.code), error.warnings)
         except web.HTTPRequestEntityTooLarge:
             message = f"the request is larger than {MAX_BODY_BYTES} bytes"
             return _json(ApiError(413, "RequestEntityTooLarge", message).status(), 413)
@@ -131,7 +130,7 @@ class _Handler:
         return await self._object(request, target, account)
 
     def _document(self, path: str, request: web.Request) -> web.Response | None:
-        """Everything that describes the API instead of being part of it."""
+        """Health, version, discovery and OpenAPI documents; None for other paths."""
         registry, kinds = self._registry, self._registry.kinds
         body: Object | None = None
         match path.strip("/").split("/"):
@@ -150,9 +149,9 @@ class _Handler:
             case ["apis", group, version]:
                 body = discovery.resources(kinds, group, version)
             case ["openapi", "v3"]:
-                body = openapi.index(kinds)
+                body = discovery.openapi_index(kinds)
             case ["openapi", "v3", *root]:
-                body = openapi.document(registry, "/".join(root))
+                body = discovery.openapi_document(registry, "/".join(root))
         return None if body is None else _json(body)
 
     # -- collections ------------------------------------------------------------------------------------------------
@@ -164,26 +163,26 @@ class _Handler:
                 return await self._watch(request, target)
             labels, fields = _selectors(request.query)
             objects = registry.select(kind, target.namespace, labels, fields)
-            return self._listed(request, target, objects)
+            return self._list_response(request, target, objects)
         if request.method == "POST":
             options = write_options(request.query, request.headers.get("User-Agent", ""))
             if kind.namespaced and target.namespace is None:
                 raise _method_not_allowed()
             create = partial(registry.create, kind, target.namespace or "", await _body(request))
-            return self._written(request, target, await self._webhooks.write(target, account, options, create))
+            return self._write_response(request, target, await self._webhooks.write(target, account, options, create))
         if request.method == "DELETE":
             labels, fields = _selectors(request.query)
             options_ = delete_options(request.query, await _optional_body(request))
-            doomed = registry.select(kind, target.namespace, labels, fields)
-            warnings = await self._delete_all(target, account, doomed, options_)
-            return _warned(self._listed(request, target, doomed), warnings)
+            selected = registry.select(kind, target.namespace, labels, fields)
+            warnings = await self._delete_all(target, account, selected, options_)
+            return _with_warnings(self._list_response(request, target, selected), warnings)
         raise _method_not_allowed()
 
     async def _delete_all(
-        self, target: Target, account: Account | None, doomed: list[Object], options: DeleteOptions
+        self, target: Target, account: Account | None, selected: list[Object], options: DeleteOptions
     ) -> list[str]:
         warnings: list[str] = []
-        for obj in doomed:
+        for obj in selected:
             namespace, name = obj["metadata"].get("namespace", ""), obj["metadata"]["name"]
             try:
                 one = replace(target, namespace=namespace, name=name)
@@ -193,7 +192,7 @@ class _Handler:
                     raise
         return warnings
 
-    def _listed(self, request: web.Request, target: Target, objects: list[Object]) -> web.Response:
+    def _list_response(self, request: web.Request, target: Target, objects: list[Object]) -> web.Response:
         kind, revision = target.kind, str(self._registry.store.revision)
         if include := _table_wanted(request):
             printed = table(kind, objects, utc_now(), include)
@@ -231,7 +230,7 @@ class _Handler:
                     event["object"] = table(kind, [event["object"]], utc_now(), include)
                 await response.write(json.dumps(event, separators=(",", ":")).encode() + b"\n")
         except ConnectionError:
-            pass  # the watcher has gone
+            pass  # the client has disconnected
         return response
 
     # -- objects ----------------------------------------------------------------------------------------------------
@@ -243,17 +242,17 @@ class _Handler:
             case "GET":
                 obj = self._registry.get(target.kind, target.namespace or "", target.name)
                 scaled = target.subresource == "scale"
-                return _json(scale.read_scale(target.kind, obj)) if scaled else self._shown(request, target, obj)
+                return _json(read_scale(target.kind, obj)) if scaled else self._object_response(request, target, obj)
             case "DELETE" if not target.subresource:
                 return await self._delete(request, target, account)
             case "PUT" | "PATCH":
-                return self._written(request, target, await self._write(request, target, account))
+                return self._write_response(request, target, await self._write(request, target, account))
             case "POST":
-                return _json(await self._posted(request, target), 201)
+                return _json(await self._post(request, target), 201)
         raise _method_not_allowed()
 
-    async def _posted(self, request: web.Request, target: Target) -> Object:
-        """The actions that are subresources."""
+    async def _post(self, request: web.Request, target: Target) -> Object:
+        """The subresources that are actions: binding, eviction, token."""
         match target.subresource:
             case "binding":
                 self._registry.bind(target.namespace or "", target.name, await _body(request))
@@ -286,27 +285,27 @@ class _Handler:
         kind = target.kind
         obj, is_gone, warnings = await self._webhooks.delete(target, account, options)
         if not is_gone or (not kind.group and kind.name in _SHOWN_WHEN_DELETED):
-            return _warned(_json(obj), warnings)
+            return _with_warnings(_json(obj), warnings)
         details = {"name": target.name, "group": kind.group, "kind": kind.plural, "uid": obj["metadata"]["uid"]}
         status = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "details": details}
-        return _warned(_json(status), warnings)
+        return _with_warnings(_json(status), warnings)
 
-    def _shown(self, request: web.Request, target: Target, obj: Object) -> web.Response:
+    def _object_response(self, request: web.Request, target: Target, obj: Object) -> web.Response:
         if include := _table_wanted(request):
             return _json(table(target.kind, [obj], utc_now(), include))
         return _json(obj)
 
-    def _written(self, request: web.Request, target: Target, written: Written) -> web.Response:
+    def _write_response(self, request: web.Request, target: Target, written: Written) -> web.Response:
         obj = written.obj
         if target.subresource == "scale":
-            response = _json(scale.scale_of(target.kind, obj))
+            response = _json(scale_of(target.kind, obj))
         else:
-            response = self._shown(request, target, obj)
+            response = self._object_response(request, target, obj)
         response.set_status(201 if written.created else 200)
-        return _warned(response, written.warnings)
+        return _with_warnings(response, written.warnings)
 
     async def _logs(self, request: web.Request, target: Target) -> web.StreamResponse:
-        """A pod's logs are its node's to give: pass the question on to the node's own server, and its answer back."""
+        """Forward a request for logs to the server of the pod's node."""
         if request.method != "GET":
             raise _method_not_allowed()
         pod = self._registry.get(target.kind, target.namespace or "", target.name)
@@ -329,7 +328,7 @@ class _Handler:
                     await response.write(chunk)
                 return response
         except ClientError as error:
-            raise ApiError(500, "InternalError", f"the node of pod {target.name} does not answer: {error}") from error
+            raise ApiError(500, "InternalError", f"the node of pod {target.name} does not respond: {error}") from error
 
     def _node_url(self, pod: Object) -> str:
         name = pod["spec"].get("nodeName")
@@ -346,7 +345,7 @@ def _selectors(query: Mapping[str, str]) -> tuple[Predicate, Predicate]:
 
 
 def _table_wanted(request: web.Request) -> str:
-    """What each row is to carry where the client asks for a table, else ''."""
+    """The `includeObject` parameter if the client accepts a table, else ''."""
     accepted = request.headers.get("Accept", "").split(",")[0]
     return request.query.get("includeObject", "Metadata") if "as=Table" in accepted else ""
 
@@ -361,7 +360,7 @@ async def _body(request: web.Request) -> Any:
         except ValueError:
             if "yaml" not in request.content_type:
                 raise
-            return yaml.safe_load(raw)  # of which JSON, which is what most clients send for it, is a part
+            return yaml.safe_load(raw)  # most clients send JSON, which is YAML
     except (ValueError, yaml.YAMLError) as error:
         raise bad_request(f"the object provided is unrecognized: {error}") from error
 
@@ -377,7 +376,7 @@ def _json(body: Any, status: int = 200) -> web.Response:
     )
 
 
-def _warned(response: web.Response, warnings: Iterable[str]) -> web.Response:
+def _with_warnings(response: web.Response, warnings: Iterable[str]) -> web.Response:
     for warning in dict.fromkeys(warnings):
         response.headers.add("Warning", f"299 - {json.dumps(warning, ensure_ascii=False)}")
     return response

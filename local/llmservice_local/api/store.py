@@ -1,4 +1,4 @@
-"""The objects themselves, their revisions and their history: what etcd is to a real API server."""
+"""The stored objects with their revisions and their history; it takes the place of etcd."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
 
-from llmservice_local.api.errors import gone
+from llmservice_local.errors import gone
+from llmservice_local.objects import Object
 
-Object = dict[str, Any]
 Collection = tuple[str, str]
 HISTORY = 10_000
-"""Changes that a watch can be resumed from; older resource versions answer 410, as after etcd's compaction."""
+"""Number of changes that a watch can resume from; older resource versions get 410, as after etcd's compaction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,7 @@ class Change:
 
 
 class Store:
-    """Objects by collection, namespace and name. An object handed in or out is never changed afterwards: copy first."""
+    """Objects by collection, namespace and name. Stored objects are immutable: callers copy before they change one."""
 
     def __init__(self, history: int = HISTORY) -> None:
         self._objects: dict[Collection, dict[tuple[str, str], Object]] = {}
@@ -41,7 +40,7 @@ class Store:
         return self._objects.get(collection, {}).get((namespace, name))
 
     def list(self, collection: Collection, namespace: str | None = None) -> Iterator[Object]:
-        """The collection's objects by namespace and name; all namespaces where `namespace` is None."""
+        """The collection's objects, sorted by namespace and name; of all namespaces if `namespace` is None."""
         objects = self._objects.get(collection, {})
         for key in sorted(objects):
             if namespace is None or key[0] == namespace:
@@ -57,19 +56,19 @@ class Store:
         return stored
 
     def remove(self, collection: Collection, namespace: str, name: str) -> Object:
-        """Delete an object; its last state gets a resourceVersion of its own, for those who watch."""
+        """Delete an object; watchers receive its last state with a new resourceVersion."""
         before = self._objects[collection].pop((namespace, name))
         final = self._stamped(before)
         self._publish(Change(self.revision, collection, before, None, final))
         return final
 
     def convert(self, collection: Collection, decode: Callable[[Object], Object]) -> None:
-        """Read every object by another schema from now on; that is no change that a watch reports."""
+        """Convert every object to a new schema; watches report no change."""
         objects = self._objects.get(collection, {})
         objects.update({key: decode(obj) for key, obj in objects.items()})
 
     def copy(self) -> Store:
-        """The same objects at the same revision, from where both go their own way; nobody watches the copy yet."""
+        """An independent copy of objects, history and revision, without watchers."""
         copied = Store(self._history.maxlen or HISTORY)
         copied._objects = {collection: dict(objects) for collection, objects in self._objects.items()}
         copied._history.extend(self._history)
@@ -78,10 +77,7 @@ class Store:
 
     @asynccontextmanager
     async def changes(self, since: int) -> AsyncIterator[asyncio.Queue[Change]]:
-        """The changes after revision `since`, then those to come.
-
-        Raises `ApiError` 410 where the history no longer reaches back that far.
-        """
+        """A queue of all changes after revision `since`; raises `ApiError` 410 if the history is shorter."""
         if self._history and since < self._history[0].revision - 1 and len(self._history) == self._history.maxlen:
             raise gone(f"too old resource version: {since} ({self._history[0].revision})")
         queue: asyncio.Queue[Change] = asyncio.Queue()

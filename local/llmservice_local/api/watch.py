@@ -1,26 +1,25 @@
-"""Watching a collection: the changes since a resource version as the events that one watcher is to see."""
+"""Watches of a collection: the changes since a resource version as watch events."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Any
 
-from llmservice_local.api.errors import ApiError
-from llmservice_local.api.kinds import Kind
 from llmservice_local.api.registry import Registry
-from llmservice_local.api.selector import Predicate
 from llmservice_local.api.store import Change
+from llmservice_local.errors import ApiError
+from llmservice_local.kinds.catalogue import Kind
+from llmservice_local.objects import Object
+from llmservice_local.selector import Predicate
 
-Object = dict[str, Any]
 BOOKMARK_S = 30.0
 _DEFINITIONS = ("apiextensions.k8s.io", "customresourcedefinitions")
 
 
 @dataclass(frozen=True, slots=True)
 class WatchRequest:
-    """What to watch. `since` None: begin with what exists, as ADDED events."""
+    """The parameters of a watch; with `since` None it starts with ADDED events for the existing objects."""
 
     kind: Kind
     namespace: str | None
@@ -32,9 +31,9 @@ class WatchRequest:
 
 
 async def watch(registry: Registry, request: WatchRequest, now: Callable[[], float]) -> AsyncIterator[Object]:
-    """The events, until `timeout_s` has passed or the kind's CRD has changed or gone.
+    """The events, until `timeout_s` has passed or the CRD of the kind has changed or been deleted.
 
-    What leaves the selector is DELETED for this watcher, as upstream.
+    An object that the selector no longer matches gets a DELETED event, as upstream.
     """
     kind = request.kind
     since = registry.store.revision if request.since is None else request.since

@@ -1,16 +1,16 @@
 """Validating admission webhooks: a write that a rule matches is reviewed before it is stored.
 
-The verbs of the registry are synchronous and a review is not. A matching write runs as a dry run first, which validates
-it and shows its outcome; the webhooks review that outcome; then it is stored, unless the object has changed meanwhile,
-in which case everything is repeated. The wire format is AdmissionReview v1:
+The verbs of the registry are synchronous and a review is not. A matching write therefore runs as a dry run first; the
+webhooks review its result, which is then stored. If the object has changed during the review, everything is repeated.
+The wire format is AdmissionReview v1:
 https://kubernetes.io/docs/reference/access-authn-authz/extensible-admission-controllers/
 
-Policies (policies.py) are checked before.
+Policies (policies.py) are checked before webhooks are called.
 
 Differences from a real API server: webhooks are called one after the other and the first denial ends the request;
-`matchPolicy` is always Exact; `clientConfig.service` is unreachable, so that the failure policy decides, because the
-emulated cluster has no service network (its Endpoints are not consulted); creations of `pods/binding`, `pods/eviction`
-and `serviceaccounts/token` are not reviewed.
+`matchPolicy` is always Exact; `clientConfig.service` is unreachable, because the emulated cluster has no service
+network, so that the failure policy decides; creations of `pods/binding`, `pods/eviction` and `serviceaccounts/token`
+are not reviewed.
 """
 
 from __future__ import annotations
@@ -26,22 +26,20 @@ from typing import Any
 
 from aiohttp import ClientError, ClientSession, ClientTimeout
 
-from llmservice_local.api import schema, structure
 from llmservice_local.api.access import Account, user_info
-from llmservice_local.api.errors import ApiError, bad_request, denied
-from llmservice_local.api.policies import check_policies, matching_policies
+from llmservice_local.api.policies import check_policies, matching_policies, rule_matches
 from llmservice_local.api.registry import DeleteOptions, Registry, WriteOptions, Written
 from llmservice_local.api.request import Target
-from llmservice_local.api.scale import scale_of
-from llmservice_local.api.selector import matches_labels
-from llmservice_local.api.webhook_rules import rule_matches
-
-Object = dict[str, Any]
+from llmservice_local.errors import ApiError, bad_request, denied
+from llmservice_local.kinds.catalogue import scale_of
+from llmservice_local.kinds.schema import ANY, pruned, validate
+from llmservice_local.objects import Object
+from llmservice_local.selector import matches_labels
 
 _GROUP = "admissionregistration.k8s.io"
 _REVIEW = {"kind": "AdmissionReview", "apiVersion": "admission.k8s.io/v1"}
 _STRING = {"type": "string"}
-_OBJECT = {"type": "object", **structure.ANY}
+_OBJECT = {"type": "object", **ANY}
 _STATUS = {"code": {"type": "integer"}, "message": _STRING, "reason": _STRING, "details": _OBJECT}
 _RESPONSE = {
     "type": "object",
@@ -55,11 +53,11 @@ _RESPONSE = {
 
 
 class WebhookError(Exception):
-    """A webhook that cannot be reached, or whose answer is not a review of the request."""
+    """A webhook cannot be reached, or its response is not a valid review of the request."""
 
 
 class Webhooks:
-    """Runs the verbs of a registry with the reviews that its ValidatingWebhookConfigurations ask for."""
+    """Calls the verbs of a registry after the reviews that its ValidatingWebhookConfigurations require."""
 
     def __init__(self, registry: Registry, session: ClientSession) -> None:
         self._registry = registry
@@ -68,7 +66,7 @@ class Webhooks:
     async def write(
         self, target: Target, account: Account | None, options: WriteOptions, verb: Callable[[WriteOptions], Written]
     ) -> Written:
-        """Create, update or patch by calling `verb`; raises `ApiError` where a webhook denies or fails."""
+        """Create, update or patch by calling `verb`; raises `ApiError` if a webhook denies the request or fails."""
         while True:
             operation = "CREATE" if self._stored(target) is None else "UPDATE"
             hooks = self._matching(target, operation)
@@ -102,7 +100,7 @@ class Webhooks:
         return self._registry.store.get(target.kind.collection, target.namespace or "", target.name)
 
     def _matching(self, target: Target, operation: str) -> list[Object]:
-        """The webhooks with a rule for the request, by name. Webhook configurations themselves are never reviewed."""
+        """The webhooks with a matching rule, sorted by name. Webhook configurations themselves are never reviewed."""
         if target.kind.group == _GROUP:
             return []
         hooks = [
@@ -151,7 +149,7 @@ class Webhooks:
         return request
 
     async def _review(self, hooks: list[Object], request: Object, warnings: list[str]) -> list[str]:
-        """Call the webhooks whose selectors match, one by one; returns the warnings with theirs added."""
+        """Call the webhooks whose selectors match, in order; returns `warnings` and those of the webhooks."""
         warnings = list(warnings)
         for hook in hooks:
             name = hook["name"]
@@ -184,7 +182,7 @@ class Webhooks:
         return matches_labels(hook["namespaceSelector"], _labels(namespace) if namespace is not None else {})
 
     async def _call(self, hook: Object, request: Object) -> Object:
-        """The `response` of a webhook's review; raises `WebhookError` where there is none that is valid."""
+        """The `response` of a webhook's review; raises `WebhookError` if there is no valid one."""
         if "v1" not in hook["admissionReviewVersions"]:
             raise WebhookError("could not create admission objects: webhook does not accept AdmissionReview v1")
         config, timeout_s, uid = hook["clientConfig"], hook["timeoutSeconds"], str(uuid.uuid4())
@@ -222,8 +220,8 @@ def _options(operation: str, options: WriteOptions | DeleteOptions) -> Object:
 def _response(review: Any, uid: str) -> Object:
     if not isinstance(review, dict) or any(review.get(name) != value for name, value in _REVIEW.items()):
         raise WebhookError("received invalid webhook response: expected an AdmissionReview of admission.k8s.io/v1")
-    response, _unknown = schema.pruned(review.get("response"), _RESPONSE)
-    if wrong := next(schema.validate(response, _RESPONSE, "response"), None):
+    response, _unknown = pruned(review.get("response"), _RESPONSE)
+    if wrong := next(validate(response, _RESPONSE, "response"), None):
         raise WebhookError(f"received invalid webhook response: {wrong}")
     if response.get("uid") != uid:
         why = f'expected response.uid="{uid}", got "{response.get("uid", "")}"'
@@ -238,7 +236,7 @@ def _labels(obj: Object) -> dict[str, str]:
 
 @lru_cache(maxsize=16)
 def _tls(ca_bundle: str) -> ssl.SSLContext:
-    """A context that trusts a base64 PEM bundle, or the system's roots; one per bundle keeps connections alive."""
+    """A context that trusts a base64 PEM bundle, else the system's roots; cached, so that connections are reused."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.hostname_checks_common_name = False  # a real API server takes names from subjectAltName only
     if ca_bundle:

@@ -1,28 +1,28 @@
-"""The loop of every cluster controller: wake on a change of what it watches, look at everything, set it right."""
+"""The reconcile loop of every cluster controller, and the recorder of its Events."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from abc import ABC, abstractmethod
-from datetime import UTC, datetime
+from collections.abc import Mapping
 from typing import Any
 
-from llmservice_local.api.errors import ApiError
-from llmservice_local.client import KubeClient, Resource
-from llmservice_local.control.events import Recorder
+from llmservice_local.client import EVENTS, KubeClient, Resource
 from llmservice_local.control.informer import Informer, Informers
+from llmservice_local.errors import ApiError
+from llmservice_local.objects import Object, timestamp
 
-Object = dict[str, Any]
 RETRY_S = 0.2
 LONGEST_RETRY_S = 10.0
 RESYNC_S = 30.0
-GATHER_S = 0.02  # changes come in bursts: one pass for all of them
+GATHER_S = 0.02  # one pass for a burst of changes
 _LOG = logging.getLogger(__name__)
 
 
 class Controller(ABC):
-    """A full pass over a small cluster costs less than the bookkeeping of partial ones: passes are always full."""
+    """Reconciles all objects whenever a watched collection changes; the cluster is small enough for full passes."""
 
     name: str
     watches: tuple[Resource, ...]
@@ -35,13 +35,13 @@ class Controller(ABC):
 
     @abstractmethod
     async def reconcile(self) -> float | None:
-        """One pass; returns after how many seconds to look again even if nothing changes, None for the usual."""
+        """Reconcile all objects; returns the seconds until the next pass without changes, None for `RESYNC_S`."""
 
     def informer(self, resource: Resource) -> Informer:
         return self.informers[resource]
 
     async def run(self) -> None:
-        """Run until cancelled. A refused write (a conflict, an unreachable server) is tried again with fresh eyes."""
+        """Run until cancelled. After a failed request (a conflict, an unreachable server) the whole pass is retried."""
         for resource in self.watches:
             informer = self.informer(resource)
             informer.listeners.append(self._wake.set)
@@ -65,31 +65,46 @@ class Controller(ABC):
             await asyncio.sleep(GATHER_S)
 
 
-def controller_of(obj: Object) -> Object | None:
-    """The owner reference that controls an object."""
-    references = obj["metadata"].get("ownerReferences") or []
-    return next((reference for reference in references if reference.get("controller")), None)
+class Recorder:
+    """Posts Events of one component; repetitions increase the count of the first. A failure is only logged."""
 
+    def __init__(self, client: KubeClient, component: str, host: str = "") -> None:
+        self._client = client
+        self._source = {"component": component} | ({"host": host} if host else {})
+        self._posted: dict[tuple[str, str, str], Object] = {}
 
-def owned_by(obj: Object, owner: Object) -> bool:
-    reference = controller_of(obj)
-    return reference is not None and reference["uid"] == owner["metadata"]["uid"]
-
-
-def controller_reference(owner: Object) -> Object:
-    return {
-        "apiVersion": owner["apiVersion"],
-        "kind": owner["kind"],
-        "name": owner["metadata"]["name"],
-        "uid": owner["metadata"]["uid"],
-        "controller": True,
-        "blockOwnerDeletion": True,
-    }
-
-
-def timestamp(moment: datetime | None = None) -> str:
-    return (moment or datetime.now(UTC)).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def seconds_since(stamp: str, now: datetime) -> float:
-    return (now - datetime.fromisoformat(stamp.replace("Z", "+00:00"))).total_seconds()
+    async def post(self, about: Mapping[str, Any], kind: str, reason: str, message: str) -> None:
+        """Post an Event of `kind` Normal or Warning about an object."""
+        metadata = about["metadata"]
+        key = (metadata["uid"], reason, message)
+        now = timestamp()
+        try:
+            if (known := self._posted.get(key)) is not None:
+                patch = {"count": known["count"] + 1, "lastTimestamp": now}
+                self._posted[key] = await self._client.merge(EVENTS, known, patch)
+                return
+            namespace = metadata.get("namespace") or "default"
+            event = {
+                "apiVersion": "v1",
+                "kind": "Event",
+                "metadata": {"name": f"{metadata['name']}.{time.time_ns():x}", "namespace": namespace},
+                "involvedObject": {
+                    "apiVersion": about.get("apiVersion"),
+                    "kind": about.get("kind"),
+                    "name": metadata["name"],
+                    "namespace": metadata.get("namespace"),
+                    "uid": metadata["uid"],
+                },
+                "type": kind,
+                "reason": reason,
+                "message": message,
+                "source": self._source,
+                "reportingComponent": self._source["component"],
+                "count": 1,
+                "firstTimestamp": now,
+                "lastTimestamp": now,
+            }
+            self._posted[key] = await self._client.create(EVENTS, namespace, event)
+        except ApiError as error:
+            self._posted.pop(key, None)
+            _LOG.debug("event %s about %s is lost: %s", reason, metadata["name"], error)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from llmservice_local.client import ENDPOINT_SLICES, ENDPOINTS, PODS, SERVICES, Resource
-from llmservice_local.control.controller import Controller, controller_reference
-from llmservice_local.control.replica_set_controller import is_ready
-
-Object = dict[str, Any]
+from llmservice_local.control.controller import Controller
+from llmservice_local.objects import Object, controller_reference, is_ready
 
 
 class EndpointsController(Controller):
@@ -56,7 +53,7 @@ class EndpointsController(Controller):
 
 
 def subsets(service: Object, pods: Sequence[Object]) -> list[Object]:
-    """The subsets of an Endpoints object; a pod on its way out is in none."""
+    """The subsets of an Endpoints object, without pods that are being deleted."""
     live = [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
     if not live:
         return []
@@ -74,14 +71,14 @@ def subsets(service: Object, pods: Sequence[Object]) -> list[Object]:
 
 
 def endpoint_slice(service: Object, pods: Sequence[Object]) -> Object:
-    """The content of the Service's one EndpointSlice, with serving and terminating told apart."""
+    """The content of the Service's only EndpointSlice, with the conditions ready, serving and terminating."""
     endpoints = []
     for pod in pods:
-        ready, leaving = is_ready(pod), "deletionTimestamp" in pod["metadata"]
+        ready, terminating = is_ready(pod), "deletionTimestamp" in pod["metadata"]
         endpoints.append(
             {
                 "addresses": [pod["status"]["podIP"]],
-                "conditions": {"ready": ready and not leaving, "serving": ready, "terminating": leaving},
+                "conditions": {"ready": ready and not terminating, "serving": ready, "terminating": terminating},
                 "nodeName": pod["spec"].get("nodeName"),
                 "targetRef": _target(pod),
             }

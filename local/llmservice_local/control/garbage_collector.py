@@ -1,22 +1,18 @@
-"""Garbage collection: what an owner leaves behind goes with it, in the background, the foreground, or not at all.
+"""Cascading deletion: the dependents of deleted owners, and the contents of deleted namespaces.
 
 Behaviour: https://kubernetes.io/docs/concepts/architecture/garbage-collection/
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-from llmservice_local.api.errors import ApiError
-from llmservice_local.client import DEFINITIONS, KubeClient, Resource, served_resources
-from llmservice_local.control.condition import condition_of
+from llmservice_local.client import DEFINITIONS, NAMESPACES, KubeClient, Resource, served_resources
 from llmservice_local.control.controller import Controller
 from llmservice_local.control.informer import Informers
-
-Object = dict[str, Any]
+from llmservice_local.errors import ApiError
+from llmservice_local.objects import Object, condition_of
 
 _UNOWNED = {"events", "nodes", "customresourcedefinitions", "leases", "namespaces"}
-"""Collections without owners and full of changes, or with a cleanup of their own."""
+"""Collections that have no owners and change often, or have their own cleanup."""
 
 
 class GarbageCollector(Controller):
@@ -40,7 +36,7 @@ class GarbageCollector(Controller):
         return None
 
     async def _watched(self) -> list[Resource]:
-        """Every collection that can have owners or be one; looked up again whenever a definition comes or goes."""
+        """Every collection whose objects can be owners or have one; listed again when a CRD is added or removed."""
         served = {
             (d["metadata"]["name"], condition_of(d, "Established").get("status")) for d in self.informer(DEFINITIONS)
         }
@@ -63,24 +59,24 @@ class GarbageCollector(Controller):
         ]
 
     async def _collect(self, resource: Resource, obj: Object, owners: dict[str, Object]) -> None:
-        """Delete an object whose owners are all gone, or going in the foreground and waiting for it."""
+        """Delete an object whose owners are all deleted, or wait for it in a foreground deletion."""
         references = obj["metadata"].get("ownerReferences") or []
         if not references or "deletionTimestamp" in obj["metadata"]:
             return
         present = [owners[reference["uid"]] for reference in references if reference["uid"] in owners]
         if not present:
-            if await self._really_gone(obj, references):
+            if await self._are_deleted(obj, references):
                 await self.client.delete(resource, obj)
         elif all(_waits_for_dependents(owner) for owner in present):
             blocking = any(reference.get("blockOwnerDeletion") for reference in references)
             await self.client.delete(resource, obj, propagation="Foreground" if blocking else "Background")
 
-    async def _really_gone(self, obj: Object, references: list[Object]) -> bool:
-        """Ask the server itself: an owner may be of a kind, or so new, that no informer has it yet."""
+    async def _are_deleted(self, obj: Object, references: list[Object]) -> bool:
+        """Check with the API server: an owner may be too new for the informers, or of a kind without one."""
         for reference in references:
             resource = await self._resource_of(reference)
             if resource is None:
-                continue  # its kind is not served any more, so it can't be there either
+                continue  # its kind is no longer served, so it does not exist
             try:
                 owner = await self.client.get(resource, obj["metadata"].get("namespace"), reference["name"])
             except ApiError as error:
@@ -98,7 +94,7 @@ class GarbageCollector(Controller):
         return None
 
     async def _finish(self, resource: Resource, obj: Object, watched: list[Resource]) -> None:
-        """Take away the `foregroundDeletion` and `orphan` finalizers once what they wait for is done."""
+        """Remove the `foregroundDeletion` and `orphan` finalizers once the dependents are deleted or orphaned."""
         finalizers = obj["metadata"].get("finalizers") or []
         if "deletionTimestamp" not in obj["metadata"]:
             return
@@ -127,3 +123,43 @@ class GarbageCollector(Controller):
 def _waits_for_dependents(owner: Object) -> bool:
     metadata = owner["metadata"]
     return "deletionTimestamp" in metadata and "foregroundDeletion" in (metadata.get("finalizers") or [])
+
+
+_POLL_S = 0.5
+
+
+class NamespaceController(Controller):
+    """Deletes the objects of a deleted namespace, then removes its finalizer."""
+
+    name = "namespace-controller"
+    watches = (NAMESPACES,)
+
+    async def reconcile(self) -> float | None:
+        leaving = [namespace for namespace in self.informer(NAMESPACES) if "deletionTimestamp" in namespace["metadata"]]
+        for namespace in leaving:
+            name = namespace["metadata"]["name"]
+            if await self._empty(name):
+                await self._finalize(namespace)
+        return _POLL_S if leaving else None
+
+    async def _empty(self, namespace: str) -> bool:
+        """Delete the objects of a namespace; returns whether there were none."""
+        left = 0
+        for resource in await self._namespaced():
+            for obj in (await self.client.list(resource, namespace))["items"]:
+                left += 1
+                if "deletionTimestamp" not in obj["metadata"]:
+                    await self.client.delete(resource, obj)
+        return left == 0
+
+    async def _namespaced(self) -> list[Resource]:
+        return [
+            Resource(version, resource["name"])
+            for version, resource in await served_resources(self.client)
+            if resource["namespaced"] and {"list", "delete"} <= set(resource["verbs"])
+        ]
+
+    async def _finalize(self, namespace: Object) -> None:
+        finalizers = [name for name in namespace["spec"].get("finalizers") or [] if name != "kubernetes"]
+        body = {**namespace, "spec": {**namespace["spec"], "finalizers": finalizers}}
+        await self.client.request("PUT", NAMESPACES.path(None, namespace["metadata"]["name"], "finalize"), body)

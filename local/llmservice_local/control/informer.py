@@ -1,4 +1,4 @@
-"""A local copy of a collection, kept true by list and watch, as client-go's informers are."""
+"""Cached collections, kept in sync by list and watch, as client-go's informers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 from aiohttp import ClientError
 
-from llmservice_local.api.errors import ApiError
 from llmservice_local.client import KubeClient, Resource
+from llmservice_local.errors import ApiError
+from llmservice_local.objects import Object
 
-Object = dict[str, Any]
 RETRY_S = 0.5
 _LOG = logging.getLogger(__name__)
 
@@ -29,14 +29,14 @@ class Informer:
         self._deleted: set[str] = set()
 
     def __iter__(self) -> Iterator[Object]:
-        """Of a snapshot: the collection may change while somebody awaits between two objects."""
+        """Iterate over a snapshot, as the collection may change at any `await` of the loop."""
         return iter(list(self._objects.values()))
 
     def get(self, namespace: str, name: str) -> Object | None:
         return self._objects.get((namespace, name))
 
     def observe(self, obj: Object) -> None:
-        """Take in the answer to our own write, ahead of the watch: the next pass must see what this one did."""
+        """Store the response to our own write before the watch delivers it, so that the next pass sees it."""
         known = self._objects.get(_key(obj))
         if obj["metadata"]["uid"] in self._deleted or obj.get("kind") == "Status":
             return
@@ -45,7 +45,7 @@ class Informer:
             self._notify()
 
     async def run(self) -> None:
-        """List and watch until cancelled; a server that goes away is waited for."""
+        """List and watch until cancelled; retries when the server is unreachable."""
         while True:
             try:
                 since = await self._list()
@@ -92,7 +92,7 @@ class Informer:
 
 
 class Informers:
-    """The informers of one process, one per collection, shared by all who watch it."""
+    """The informers of one process, one per collection, shared by the controllers."""
 
     def __init__(self, client: KubeClient) -> None:
         self._client = client
@@ -105,7 +105,7 @@ class Informers:
         return self._informers[resource][0]
 
     async def drop(self, resource: Resource) -> None:
-        """Stop watching a collection, as when its definition has gone."""
+        """Stop watching a collection, for example after its CRD was deleted."""
         found = self._informers.pop(resource, None)
         if found is not None:
             found[1].cancel()

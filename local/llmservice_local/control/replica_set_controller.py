@@ -1,4 +1,4 @@
-"""ReplicaSets: as many pods as wanted; where there are too many, the cheapest to lose go first."""
+"""ReplicaSets: creates missing pods and deletes surplus ones, those that serve least first."""
 
 from __future__ import annotations
 
@@ -6,17 +6,25 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from llmservice_local.api.errors import ApiError
 from llmservice_local.client import PODS, REPLICA_SETS
-from llmservice_local.control.condition import condition_of, with_condition
-from llmservice_local.control.controller import Controller, controller_reference, owned_by, seconds_since, timestamp
-
-Object = dict[str, Any]
+from llmservice_local.control.controller import Controller
+from llmservice_local.errors import ApiError
+from llmservice_local.objects import (
+    Object,
+    condition_of,
+    controller_reference,
+    has_ended,
+    is_ready,
+    owned_by,
+    seconds_since,
+    timestamp,
+    with_condition,
+)
 
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 _REFUSED = frozenset({403, 422})
 _REFUSED_RETRY_S = 2.0
-"""A quota is raised without an event on anything that is watched here."""
+"""No watched object changes when a quota is raised, so a refused creation is retried."""
 _PHASES = {"Pending": 0, "Unknown": 1, "Running": 2}
 
 
@@ -42,7 +50,7 @@ class ReplicaSetController(Controller):
         if "deletionTimestamp" not in replica_set["metadata"]:
             missing = replica_set["spec"]["replicas"] - len(active)
             refused = await self._create_missing(replica_set, missing)
-            for pod in doomed(active, -missing):
+            for pod in pods_to_delete(active, -missing):
                 await self._delete(replica_set, pod)
         active = [pod for pod in self.informer(PODS) if is_active(pod) and owned_by(pod, replica_set)]
         now = datetime.now(UTC)
@@ -53,7 +61,7 @@ class ReplicaSetController(Controller):
         return _REFUSED_RETRY_S if refused else again_s
 
     async def _create_missing(self, replica_set: Object, missing: int) -> str:
-        """Create pods until one is refused; returns what the API server said then (a quota, an admission policy)."""
+        """Create pods until one is refused; returns the API server's message then (a quota, an admission policy)."""
         for _ in range(missing):
             try:
                 await self._create(replica_set)
@@ -91,12 +99,11 @@ class ReplicaSetController(Controller):
 
 
 def is_active(pod: Object) -> bool:
-    """Whether a pod counts as one of its ReplicaSet's: neither ended nor on its way out."""
-    phase = (pod.get("status") or {}).get("phase")
-    return phase not in {"Succeeded", "Failed"} and "deletionTimestamp" not in pod["metadata"]
+    """Whether a pod counts as a replica: it has not ended and is not being deleted."""
+    return not has_ended(pod) and "deletionTimestamp" not in pod["metadata"]
 
 
-def doomed(pods: Iterable[Object], count: int) -> list[Object]:
+def pods_to_delete(pods: Iterable[Object], count: int) -> list[Object]:
     """The `count` pods to delete first.
 
     The order is upstream's (controller_utils.go, ActivePodsWithRanks): not scheduled, then not running, then not ready,
@@ -110,7 +117,7 @@ def replica_set_status(
 ) -> tuple[Object, float | None]:
     """The counts, and in how many seconds `minReadySeconds` makes the next pod available.
 
-    `refused` is what the API server said when it would not create a pod; it becomes the condition ReplicaFailure.
+    `refused` is the API server's message when it refused to create a pod; it becomes the condition ReplicaFailure.
     """
     least_s = replica_set["spec"].get("minReadySeconds", 0)
     ready = [pod for pod in active if is_ready(pod)]
@@ -129,10 +136,6 @@ def replica_set_status(
         status |= {"conditions": with_condition(replica_set.get("status") or {}, failure, timestamp(now))["conditions"]}
     status |= {name: None for name in replica_set.get("status") or {} if name not in status}
     return status, min((least_s - age for age in ages if age < least_s), default=None)
-
-
-def is_ready(pod: Object) -> bool:
-    return condition_of(pod, "Ready").get("status") == "True"
 
 
 def _rank(pod: Object) -> tuple[Any, ...]:
@@ -159,5 +162,5 @@ def _cost(metadata: Object) -> int:
 
 
 def _reversed(stamp: str) -> float:
-    """A time that sorts the later first."""
+    """A sort key that puts later times first."""
     return -datetime.fromisoformat(stamp.replace("Z", "+00:00")).timestamp() if stamp else 0.0

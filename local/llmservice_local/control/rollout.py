@@ -1,4 +1,4 @@
-"""How far a rolling update may go now: a pure function of what is wanted and what is available."""
+"""The next step of a rolling update, as a pure function of the desired and the available replicas."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """What a Deployment asks for, with surge and unavailability as numbers of pods."""
+    """The desired scale of a Deployment, with surge and unavailability as numbers of pods."""
 
     replicas: int
     max_surge: int
@@ -20,7 +20,7 @@ class Scaling:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSetState:
-    """One ReplicaSet: how many pods it was told to have, has, and has available."""
+    """One ReplicaSet: its desired, actual and available pods."""
 
     name: str
     wanted: int
@@ -29,18 +29,18 @@ class ReplicaSetState:
 
 
 def resolve(max_surge: int | str, max_unavailable: int | str, replicas: int) -> tuple[int, int]:
-    """Percentages as pods: surge rounds up, unavailability down; both zero would never move, so one may be missing."""
+    """Percentages as pods: surge is rounded up, unavailability down; if both are zero, one pod may be unavailable."""
     surge = _pods(max_surge, replicas, up=True)
     unavailable = _pods(max_unavailable, replicas, up=False)
     return (surge, unavailable) if surge or unavailable else (0, 1)
 
 
 def plan_rollout(scaling: Scaling, current: str, states: Sequence[ReplicaSetState]) -> dict[str, int]:
-    """The replicas that each ReplicaSet, oldest first, is to have now; `current` is the one of today's template."""
+    """The desired replicas of each ReplicaSet (oldest first); `current` is the one with the current template."""
     new = next(state for state in states if state.name == current)
     old = [state for state in states if state.name != current]
     wanted = {state.name: state.wanted for state in states}
-    if scaling.paused:  # a paused rollout does not move, but it can still be scaled where only one set has pods
+    if scaling.paused:  # a paused rollout can only be scaled, if one ReplicaSet has all pods
         active = [state for state in states if state.wanted] or [new]
         return {**wanted, active[0].name: scaling.replicas} if len(active) == 1 else wanted
     if scaling.recreate:
@@ -57,7 +57,7 @@ def plan_rollout(scaling: Scaling, current: str, states: Sequence[ReplicaSetStat
 
 
 def _shrink_old(scaling: Scaling, new: ReplicaSetState, old: Sequence[ReplicaSetState]) -> dict[str, int]:
-    """Old pods that may go: the unhealthy first, as nobody misses them, then as many as availability allows."""
+    """Scale the old ReplicaSets down: unhealthy pods first, then as many as availability allows."""
     least_available = scaling.replicas - scaling.max_unavailable
     wanted = {state.name: state.wanted for state in old}
     new_unavailable = max(0, new.wanted - new.available)

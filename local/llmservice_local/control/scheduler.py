@@ -1,16 +1,17 @@
-"""The scheduler: gives pods that have no node to one that they fit on, and says so where there is none."""
+"""Scheduling: assigns pods to nodes, and binds PersistentVolumeClaims to folders of the node."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from fractions import Fraction
 from typing import Any
 
 from llmservice_local.client import CLAIMS, NODES, PODS
-from llmservice_local.control.condition import condition_of, with_condition
-from llmservice_local.control.controller import Controller, timestamp
-from llmservice_local.control.scheduling import choose_node, claim_missing, claims_of
-
-Object = dict[str, Any]
+from llmservice_local.control.controller import Controller
+from llmservice_local.objects import Object, condition_of, has_ended, timestamp, with_condition
+from llmservice_operator.api.units import amount
 
 
 class Scheduler(Controller):
@@ -36,7 +37,7 @@ class Scheduler(Controller):
         return None
 
     def _choose(self, pod: Object) -> tuple[str | None, str]:
-        """A node, or why there is none; a claim that is not there yet keeps a pod from every node."""
+        """A node, or None and the reason; a pod with a missing claim fits on no node."""
         namespace = pod["metadata"]["namespace"]
         for name in claims_of(pod):
             if self.informer(CLAIMS).get(namespace, name) is None:
@@ -59,3 +60,166 @@ class Scheduler(Controller):
         patch: Object = {"status": {"conditions": status["conditions"]}}
         self.informer(PODS).observe(await self.client.merge(PODS, pod, patch, subresource="status"))
         await self.recorder.post(pod, "Warning", "FailedScheduling", why)
+
+
+def requests_of(pod: Object) -> dict[str, Fraction]:
+    """A pod's effective requests: the sum over its containers, or the largest init container if that is more."""
+    total: dict[str, Fraction] = {"pods": Fraction(1)}
+    for container in pod["spec"].get("containers") or []:
+        for name, quantity in _requests(container).items():
+            total[name] = total.get(name, Fraction(0)) + quantity
+    for container in pod["spec"].get("initContainers") or []:
+        for name, quantity in _requests(container).items():
+            total[name] = max(total.get(name, Fraction(0)), quantity)
+    return total
+
+
+def claims_of(pod: Object) -> list[str]:
+    """The PersistentVolumeClaims that a pod mounts."""
+    volumes = pod["spec"].get("volumes") or []
+    return [volume["persistentVolumeClaim"]["claimName"] for volume in volumes if "persistentVolumeClaim" in volume]
+
+
+def claim_missing(name: str) -> str:
+    """The message of the real scheduler."""
+    return f'persistentvolumeclaim "{name}" not found. preemption: not helpful for scheduling.'
+
+
+def choose_node(pod: Object, nodes: Iterable[Object], pods: Iterable[Object]) -> tuple[str | None, str]:
+    """The node with the fewest pods that the pod fits on, or None and the real scheduler's message."""
+    nodes, placed = list(nodes), list(pods)
+    reasons: Counter[str] = Counter()
+    fitting: list[tuple[int, str]] = []
+    for node in nodes:
+        name = node["metadata"]["name"]
+        on_node = [other for other in placed if _occupies(other, name)]
+        if why := misfits(pod, node, on_node):
+            reasons.update(why)
+        else:
+            fitting.append((len(on_node), name))
+    if fitting:
+        return min(fitting)[1], ""
+    if not nodes:
+        return None, "no nodes available to schedule pods"
+    listed = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
+    blocked = f"preemption: 0/{len(nodes)} nodes are available: "
+    if any(not reason.startswith("Insufficient") for reason in reasons):
+        blocked += f"{len(nodes)} Preemption is not helpful for scheduling."
+    else:
+        blocked += f"{len(nodes)} No preemption victims found for incoming pod."
+    return None, f"0/{len(nodes)} nodes are available: {listed}. {blocked}"
+
+
+def misfits(pod: Object, node: Object, on_node: Sequence[Object]) -> list[str]:
+    """Every reason why a pod does not fit on a node with these pods."""
+    spec = node.get("spec") or {}
+    if spec.get("unschedulable"):
+        return ["node(s) were unschedulable"]
+    if condition_of(node, "Ready").get("status") != "True":
+        return ["node(s) had untolerated taint {node.kubernetes.io/not-ready: }"]
+    for taint in spec.get("taints") or []:
+        hard = taint["effect"] in {"NoSchedule", "NoExecute"}
+        if hard and not any(_tolerates(toleration, taint) for toleration in pod["spec"].get("tolerations") or []):
+            return [f"node(s) had untolerated taint {{{taint['key']}: {taint.get('value', '')}}}"]
+    if not _selected(pod, node):
+        return ["node(s) didn't match Pod's node affinity/selector"]
+    allocatable = {name: amount(value) for name, value in node["status"].get("allocatable", {}).items()}
+    used: dict[str, Fraction] = {}
+    for other in on_node:
+        for name, quantity in requests_of(other).items():
+            used[name] = used.get(name, Fraction(0)) + quantity
+    insufficient = []
+    for name, needed in requests_of(pod).items():
+        if needed and needed + used.get(name, Fraction(0)) > allocatable.get(name, Fraction(0)):
+            insufficient.append("Too many pods" if name == "pods" else f"Insufficient {name}")
+    return insufficient
+
+
+def _requests(container: Object) -> dict[str, Fraction]:
+    resources = container.get("resources") or {}
+    wanted = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
+    return {name: amount(quantity) for name, quantity in wanted.items()}
+
+
+def _occupies(pod: Object, node: str) -> bool:
+    """Whether a pod uses resources of the node: it does until it has ended, also while it is being deleted."""
+    return pod["spec"].get("nodeName") == node and not has_ended(pod)
+
+
+def _tolerates(toleration: Mapping[str, Any], taint: Mapping[str, Any]) -> bool:
+    if toleration.get("effect") and toleration["effect"] != taint["effect"]:
+        return False
+    if toleration.get("operator", "Equal") == "Exists":
+        return not toleration.get("key") or toleration["key"] == taint["key"]
+    return bool(toleration.get("key") == taint["key"] and toleration.get("value", "") == taint.get("value", ""))
+
+
+def _selected(pod: Object, node: Object) -> bool:
+    labels = node["metadata"].get("labels") or {}
+    if not (pod["spec"].get("nodeSelector") or {}).items() <= labels.items():
+        return False
+    affinity = ((pod["spec"].get("affinity") or {}).get("nodeAffinity") or {}).get(
+        "requiredDuringSchedulingIgnoredDuringExecution"
+    )
+    if not affinity:
+        return True
+    names = {"metadata.name": node["metadata"]["name"]}
+    return any(
+        all(_matches(expression, labels) for expression in term.get("matchExpressions") or [])
+        and all(_matches(expression, names) for expression in term.get("matchFields") or [])
+        for term in affinity.get("nodeSelectorTerms") or []
+    )
+
+
+def _matches(expression: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
+    value, values = labels.get(expression["key"]), expression.get("values") or []
+    match expression["operator"]:
+        case "In":
+            return value in values
+        case "NotIn":
+            return value not in values
+        case "Exists":
+            return value is not None
+        case "DoesNotExist":
+            return value is None
+        case "Gt" | "Lt" if value is not None and value.isdigit():
+            above = int(value) > int(values[0])
+            return above if expression["operator"] == "Gt" else int(value) < int(values[0])
+    return False
+
+
+_PROTECTION = "kubernetes.io/pvc-protection"
+
+
+class ClaimController(Controller):
+    """Binds claims, and protects those that a pod mounts from deletion."""
+
+    name = "persistentvolume-binder"
+    watches = (CLAIMS, PODS)
+
+    async def reconcile(self) -> float | None:
+        for claim in self.informer(CLAIMS):
+            if "deletionTimestamp" in claim["metadata"]:
+                await self._release(claim)
+            elif (claim.get("status") or {}).get("phase") != "Bound":
+                await self._bind(claim)
+        return None
+
+    async def _bind(self, claim: Object) -> None:
+        spec = claim["spec"]
+        capacity = (spec.get("resources") or {}).get("requests") or {}
+        status = {"phase": "Bound", "accessModes": spec.get("accessModes") or [], "capacity": capacity}
+        self.informer(CLAIMS).observe(await self.client.merge(CLAIMS, claim, {"status": status}, subresource="status"))
+
+    async def _release(self, claim: Object) -> None:
+        """Remove the finalizer of a deleted claim that no pod mounts."""
+        metadata = claim["metadata"]
+        finalizers = metadata.get("finalizers") or []
+        used = any(
+            metadata["name"] in claims_of(pod)
+            for pod in self.informer(PODS)
+            if pod["metadata"]["namespace"] == metadata["namespace"]
+        )
+        if _PROTECTION in finalizers and not used:
+            rest = [name for name in finalizers if name != _PROTECTION]
+            await self.client.merge(CLAIMS, claim, {"metadata": {"finalizers": rest}})

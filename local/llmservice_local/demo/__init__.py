@@ -1,1 +1,1 @@
-"""`llmservice demo`: the whole path, shown."""
+"""`llmservice demo`: manifest, tokens, scale-up and scale-down on this machine."""

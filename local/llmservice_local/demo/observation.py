@@ -1,4 +1,4 @@
-"""What the demo sees of its service, second by second."""
+"""Observations of the demo's service: status, metrics of its pods, and progress of the load."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ TTFT_WINDOW_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """One moment. `time_s` counts from the start of the traffic; it is negative before."""
+    """The state at one time; `time_s` is relative to the start of the traffic."""
 
     time_s: float
     replicas: int
     ready: int
     desired: int
     waiting: float
-    """Requests that wait in the queues of all pods."""
+    """Requests in the waiting queues of all pods."""
     kv_usage: float
     """Share of KV blocks in use on the fullest pod, 0 to 1."""
     ttft_p99_s: float | None
-    """Of the requests that ended in the last 10 s, as their clients felt it; None without any."""
+    """Measured by the clients, over the requests that ended in the last 10 s; None without any."""
     pieces: int
-    """Pieces of output received so far: tokens, but for those sent together."""
+    """Chunks of output received so far; a chunk may have several tokens."""
     in_flight: int
     completed: int
     failed: int
 
 
 class Observer:
-    """Looks at the LLMService, its pods' metrics and the load generator, and remembers."""
+    """Collects observations and scaling decisions of one LLMService."""
 
     def __init__(
         self, kube: KubeClient, session: aiohttp.ClientSession, namespace: str, name: str, progress: Progress
@@ -54,17 +54,17 @@ class Observer:
         self._started = time.perf_counter()
         self.observations: list[Observation] = []
         self.decisions: dict[str, dict[str, Any]] = {}
-        """Every decision seen in the status, by its time: the status itself keeps the last five."""
+        """Every decision seen in the status, by its time; the status only has the last five."""
 
     def start_clock(self) -> None:
-        """The traffic starts now."""
+        """Set time zero, the start of the traffic."""
         self._started = time.perf_counter()
 
-    async def look(self) -> Observation:
+    async def observe(self) -> Observation:
         """One observation, also added to `observations`.
 
         Raises:
-            llmservice_operator.cluster.kube_client.KubeError: the API server is away.
+            llmservice_operator.cluster.kube_client.KubeError: the API server is unreachable.
         """
         service = await self._kube.get_service(self._namespace, self._name) or {}
         status = service.get("status", {})
@@ -96,7 +96,7 @@ class Observer:
         return [scrape for scrape in scrapes if scrape is not None]
 
     async def _scrape(self, pod: Pod) -> Scrape | None:
-        """None for a pod that starts or ends just now."""
+        """None for a pod that is starting or ending."""
         timeout = aiohttp.ClientTimeout(total=SCRAPE_TIMEOUT_S)
         try:
             async with self._session.get(pod.metrics_url, timeout=timeout) as response:
@@ -107,7 +107,7 @@ class Observer:
 
 def _recent_ttft_p99(progress: Progress, now: float) -> float | None:
     recent: list[float] = []
-    for record in reversed(progress.records):  # in the order of their ends: stop at the first that is too old
+    for record in reversed(progress.records):  # sorted by their end
         if record.ended_s < now - TTFT_WINDOW_S:
             break
         if record.error is None:

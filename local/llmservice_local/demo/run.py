@@ -1,4 +1,4 @@
-"""The demo: from a manifest to tokens to three replicas and back to one, on this machine."""
+"""The demo: from a manifest to tokens, to three replicas and back to one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from llmservice_local.demo.up import UpProcess, run_command
 from llmservice_local.demo.view import LiveTable
 from llmservice_operator.cluster.kube_client import KubeClient, KubeError
 
-LOOK_EVERY_S = 1.0
+OBSERVE_EVERY_S = 1.0
 READY_TIMEOUT_S = 90.0
 CALIBRATION_S = 5.0
 QUESTION = "What does a paged KV cache save?"
@@ -34,24 +34,24 @@ QUESTION = "What does a paged KV cache save?"
 
 @dataclass(frozen=True, slots=True)
 class DemoConfig:
-    """What can be set."""
+    """The options of the demo."""
 
     folder: Path
-    """Where the model, the log and the cluster's state go."""
+    """The folder of the model, the log and the cluster's state."""
     manifest: Path
     duration_s: float
     overload: float
-    """The traffic's rate, in multiples of what one replica was measured to deliver."""
+    """The rate of the traffic as a multiple of one replica's measured throughput."""
     scale: float
-    """Of the trace's lengths."""
+    """Factor of the trace's prompt and output lengths."""
     scale_down_timeout_s: float
 
 
 async def run_demo(config: DemoConfig, console: Console) -> Outcome:
-    """Run the whole of it; everything started here is ended here, however it ends.
+    """Run the demo; every process started here has ended when it returns or raises.
 
     Raises:
-        CommandError: a step failed; its text says which and why.
+        CommandError: a step failed.
     """
     manifest = read_manifest(config.manifest)
     config.folder.mkdir(parents=True, exist_ok=True)
@@ -71,8 +71,8 @@ async def run_demo(config: DemoConfig, console: Console) -> Outcome:
         await apply(
             config.manifest, manifest, cluster.kubeconfig, kube, lambda text: console.print(text, highlight=False)
         )
-        stage = _Stage(config, console, session, kube, cluster.gateway_url, manifest["metadata"])
-        return await stage.play()
+        run = _Run(config, console, session, kube, cluster.gateway_url, manifest["metadata"])
+        return await run.run()
 
 
 async def _connect(kubeconfig: str) -> kubernetes_client.ApiClient:
@@ -83,8 +83,8 @@ async def _connect(kubeconfig: str) -> kubernetes_client.ApiClient:
     return kubernetes_client.ApiClient(configuration)
 
 
-class _Stage:
-    """The part that happens while the cluster runs."""
+class _Run:
+    """The steps after the manifest was applied."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class _Stage:
         self._progress = Progress()
         self._observer = Observer(kube, session, self._namespace, self._name, self._progress)
 
-    async def play(self) -> Outcome:
+    async def run(self) -> Outcome:
         say = self._console.print
         started = time.monotonic()
         service = await wait_ready(
@@ -121,10 +121,10 @@ class _Stage:
         self._console.rule("4. tokens")
         say(f"> {QUESTION}", highlight=False)
         await chat(self._session, self._gateway_url, model, QUESTION, self._write)
-        say("\n(the model is random: what counts is that its tokens come one by one)", highlight=False)
-        self._console.rule("5. more than one replica can hold")
+        say("\n(the model has random weights; the demo shows that tokens are streamed)", highlight=False)
+        self._console.rule("5. more load than one replica can serve")
         records, failed = await self._drive(model, sizing["maxNumSeqs"], sizing["maxModelLen"])
-        self._console.rule("6. what it showed")
+        self._console.rule("6. results")
         outcome = summarise(
             self._observer.observations, records, self._observer.decisions, self._config.duration_s, failed
         )
@@ -133,7 +133,7 @@ class _Stage:
         return outcome
 
     async def _drive(self, model: str, max_num_seqs: int, max_model_len: int) -> tuple[list[RequestRecord], int]:
-        """Calibrate, overload, and watch until the replicas are back; the traffic's records and earlier failures."""
+        """Calibrate, overload, and watch until the service is scaled down; returns (records, failures before them)."""
         config, target = self._config, Target(self._gateway_url, model)
         lengths = trace_lengths(config.scale, max_model_len)
         word_rate = await measure_word_rate(self._session, target, np.random.default_rng(0))
@@ -172,18 +172,18 @@ class _Stage:
         done: Callable[[], bool],
         timeout_s: float | None = None,
     ) -> None:
-        """Look every second and show it, until `done`, or for `timeout_s` at most."""
+        """Show an observation every second until `done`, for at most `timeout_s`."""
         deadline = time.monotonic() + timeout_s if timeout_s else float("inf")
         while time.monotonic() < deadline:
             try:
-                seen = await self._observer.look()
+                seen = await self._observer.observe()
             except KubeError as error:
-                self._console.print(f"the API server is away: {error}", highlight=False)
+                self._console.print(f"the API server is unreachable: {error}", highlight=False)
             else:
                 table.show(phase(seen), seen)
             if done():
                 return
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(OBSERVE_EVERY_S)
 
     def _write(self, text: str) -> None:
         sys.stdout.write(text)

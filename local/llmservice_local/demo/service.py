@@ -1,4 +1,4 @@
-"""The demo's LLMService: applied as a user would, awaited, and asked something."""
+"""Applies the demo's LLMService, waits until it is ready, and sends a chat request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """The LLMService in a manifest file.
 
     Raises:
-        CommandError: there is no such file, or no LLMService in it.
+        CommandError: the file cannot be read or has no LLMService.
     """
     try:
         documents = list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
@@ -35,26 +35,26 @@ def read_manifest(path: Path) -> dict[str, Any]:
     for document in documents:
         if isinstance(document, dict) and document.get("kind") == "LLMService":
             return document
-    raise CommandError(f"{path} holds no LLMService")
+    raise CommandError(f"{path} contains no LLMService")
 
 
 async def apply(
-    path: Path, manifest: dict[str, Any], kubeconfig: str, kube: KubeClient, tell: Callable[[str], None]
+    path: Path, manifest: dict[str, Any], kubeconfig: str, kube: KubeClient, report: Callable[[str], None]
 ) -> None:
-    """Apply by kubectl where there is one, else by a server-side apply of our own.
+    """Apply with kubectl if it is installed, else by our own server-side apply.
 
     Raises:
-        CommandError: it was refused, and why.
+        CommandError: the apply failed.
     """
     if kubectl := shutil.which("kubectl"):
-        tell(f"$ kubectl apply -f {path}")
+        report(f"$ kubectl apply -f {path}")
         process = await asyncio.create_subprocess_exec(
             kubectl, "apply", "-f", str(path), env=os.environ | {"KUBECONFIG": kubeconfig}
         )
         if status := await process.wait():
             raise CommandError(f"kubectl apply -f {path} ended with status {status}", status=1)
         return
-    tell(f"server-side apply of {path} (no kubectl on the PATH)")
+    report(f"server-side apply of {path} (no kubectl on the PATH)")
     metadata = manifest["metadata"]
     where = f"/apis/{manifest['apiVersion']}/namespaces/{metadata.get('namespace', 'default')}/llmservices"
     try:
@@ -70,12 +70,12 @@ async def apply(
 
 
 async def wait_ready(
-    kube: KubeClient, namespace: str, name: str, timeout_s: float, tell: Callable[[str], None]
+    kube: KubeClient, namespace: str, name: str, timeout_s: float, report: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Wait for the condition Ready and tell of each new reason on the way; returns the LLMService.
+    """Wait for the condition Ready and report every new reason; returns the LLMService.
 
     Raises:
-        CommandError: it did not become ready in time; with the operator's last reason.
+        CommandError: it did not become ready in time; contains the operator's last reason.
     """
     last = "the operator has not looked at it yet"
     try:
@@ -89,7 +89,7 @@ async def wait_ready(
                         return service
                     message = f"{ready['reason']}: {ready['message']}"
                     if message != last:
-                        tell(message)
+                        report(message)
                     last = message
                 await asyncio.sleep(POLL_S)
     except TimeoutError as error:
@@ -99,10 +99,10 @@ async def wait_ready(
 async def chat(
     session: aiohttp.ClientSession, gateway_url: str, model: str, question: str, write: Callable[[str], None]
 ) -> None:
-    """Stream one answer, piece by piece as it comes.
+    """Stream one response.
 
     Raises:
-        CommandError: there was none.
+        CommandError: the request failed.
     """
     body = {
         "model": model,

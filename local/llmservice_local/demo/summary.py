@@ -1,4 +1,4 @@
-"""What the demo proved, or failed to: figures before and after scaling, decisions, and the verdict."""
+"""The summary of the demo: figures before and after scaling, decisions, and whether it succeeded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NEEDED_FINAL = 1
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A stretch of the traffic. Throughput is what arrived in it; latencies are those of the requests sent in it."""
+    """An interval of the traffic: throughput of what was received in it, latencies of the requests sent in it."""
 
     name: str
     start_s: float
@@ -56,7 +56,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The verdict. Replicas are ready ones: a pod that only starts serves nobody."""
+    """The result. Replicas are those that were ready."""
 
     peak: int
     final: int
@@ -69,7 +69,7 @@ class Outcome:
         return self.peak >= NEEDED_PEAK and self.final == NEEDED_FINAL and self.failed == 0
 
     def lines(self) -> list[str]:
-        """The summary, ending with the three figures that decide."""
+        """The lines of the summary; the last ones are the three figures that decide about success."""
         return [
             *_phase_lines(self.phases),
             "",
@@ -89,9 +89,9 @@ def summarise(
     traffic_s: float,
     failed_elsewhere: int = 0,
 ) -> Outcome:
-    """Split the traffic (0 to `traffic_s`) at its scaling.
+    """Summarise the traffic (0 to `traffic_s`) before and after scaling.
 
-    Before: until a second replica was ready. After: from when the most replicas were first ready.
+    Before: until a second replica was ready. After: from the time when the maximum of replicas was ready.
     """
     under_load = [seen for seen in observations if 0 <= seen.time_s <= traffic_s]
     peak = max((seen.ready for seen in observations), default=0)
@@ -108,7 +108,7 @@ def summarise(
 
 
 def _changes(decisions: Iterable[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
-    """The decisions that set another number than the one before; those between only say why it stayed."""
+    """The decisions that changed the number of replicas."""
     kept: list[Mapping[str, Any]] = []
     for decision in decisions:
         if not kept or decision["replicas"] != kept[-1]["replicas"]:

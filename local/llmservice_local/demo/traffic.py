@@ -1,4 +1,4 @@
-"""The demo's load: first how much one replica holds, then more than that."""
+"""The demo's load: measures the throughput of one replica, then sends more than that."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from llmservice_bench.client import Target
+from llmservice_bench.client import Target, WordRate
 from llmservice_bench.drive import Load, Progress, drive
-from llmservice_bench.lengths import Lengths, read_trace
-from llmservice_bench.prompt import WordRate
 from llmservice_bench.record import RequestRecord
+from llmservice_bench.trace import Lengths, read_trace
 from llmservice_planner.command import CommandError
 
 CALIBRATION_SHARE = 0.75
-"""Of a replica's slots, while its capacity is measured: below the share at which the operator would add another."""
+"""Share of a replica's slots in use during calibration; the operator adds a replica at a higher share."""
 WARM_UP_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What one replica delivered with most of its slots busy and nothing waiting."""
+    """The throughput of one replica with most of its slots in use and an empty waiting queue."""
 
     requests_per_s: float
     output_tokens_per_s: float
@@ -30,13 +29,13 @@ class Calibration:
 
 
 def trace_lengths(scale: float, max_model_len: int) -> list[Lengths]:
-    """The bundled trace's lengths, scaled down; the few that would still not fit the model's context are left out.
+    """The bundled trace's lengths, scaled, without those that do not fit the model's context.
 
     Raises:
-        CommandError: none is left.
+        CommandError: no length fits.
     """
     scaled = [lengths.scaled(scale) for lengths in read_trace()]
-    # A tenth is left free: lengths are asked for in words, which is only nearly right in tokens.
+    # A margin of 10 %, because prompts are made of words, whose number of tokens is estimated.
     fitting = [each for each in scaled if (each.prompt_tokens + each.output_tokens) * 1.1 <= max_model_len]
     if not fitting:
         raise CommandError(f"no request of the trace fits {max_model_len} tokens at --scale {scale}: lower it")
@@ -51,13 +50,13 @@ async def calibrate(
     max_num_seqs: int,
     duration_s: float,
 ) -> Calibration:
-    """Keep most of one replica's slots busy (a closed loop) and count the tokens that come out in `duration_s`.
+    """Measure one replica's throughput for `duration_s` in a closed loop that uses most of its slots.
 
-    Tokens, not requests: with heavy-tailed lengths a few seconds hold too few requests to count. The trace's mean
-    length makes requests of them.
+    Requests per second are tokens per second over the trace's mean output length, because with heavy-tailed lengths too
+    few requests end in a few seconds.
 
     Raises:
-        CommandError: nothing came out.
+        CommandError: no token was received.
     """
     concurrency = max(1, int(max_num_seqs * CALIBRATION_SHARE))
     load = Load(lengths, max_concurrency=concurrency, duration_s=WARM_UP_S + duration_s, seed=1)
@@ -69,7 +68,7 @@ async def calibrate(
     pieces, seconds = progress.pieces - before, time.perf_counter() - started
     await driving
     if not pieces:
-        raise CommandError("no token came out while the capacity was measured", status=1)
+        raise CommandError("no token was received during calibration", status=1)
     output_tokens_per_s = pieces / seconds
     mean_output_tokens = sum(each.output_tokens for each in lengths) / len(lengths)
     return Calibration(output_tokens_per_s / mean_output_tokens, output_tokens_per_s, progress.failed)
@@ -84,6 +83,6 @@ async def overload(
     duration_s: float,
     progress: Progress,
 ) -> list[RequestRecord]:
-    """An open loop of Poisson arrivals at `rate` requests a second; returns once the last has been answered."""
+    """Send Poisson arrivals at `rate` requests per second; returns after the last response."""
     load = Load(lengths, rate=rate, duration_s=duration_s, seed=2)
     return await drive(session, target, load, word_rate, progress)

@@ -1,4 +1,4 @@
-"""The demo's cluster: `llmservice up` as a process of its own, as a user would start it."""
+"""The demo's cluster: a process of `llmservice up`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GATEWAY_LINE = re.compile(r"gateway\S*\s.*?(http://[\w.:\[\]]+)", re.IGNORECASE)
 
 
 class UpProcess:
-    """A running `llmservice up`; a context manager that ends it, and with it every process it started."""
+    """A context manager that runs `llmservice up` and ends it with every process that it started."""
 
     def __init__(self, log: Path, flags: tuple[str, ...]) -> None:
         self._log = log
@@ -40,14 +40,14 @@ class UpProcess:
         """Start it and wait for its API and gateway.
 
         Raises:
-            CommandError: it ended, or said nothing of them in time; with the last lines that it wrote.
+            CommandError: it ended or timed out; contains its last lines.
         """
         self._process = await asyncio.create_subprocess_exec(
             *command("up", *self._flags),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C is ours to pass on: it gets one signal, once, when we are done with it
+            start_new_session=True,  # so that Ctrl-C does not reach it: it gets one SIGINT at the end
             limit=2**20,
         )
         self._reading = asyncio.create_task(self._read())
@@ -58,7 +58,7 @@ class UpProcess:
             await self.__aexit__(None, None, None)
             if isinstance(error, TimeoutError):
                 raise CommandError(
-                    f"llmservice up did not come up in {READY_TIMEOUT_S:g} s:\n{self._tail()}"
+                    f"llmservice up did not start within {READY_TIMEOUT_S:g} s:\n{self._tail()}"
                 ) from error
             raise
         if not self.gateway_url:
@@ -81,7 +81,7 @@ class UpProcess:
         await self._reading
 
     async def _read(self) -> None:
-        """Keep its output as a log, and take from it where the API and the gateway are."""
+        """Write its output to the log, and parse the kubeconfig and the gateway's URL from it."""
         if self._process is None or self._process.stdout is None:
             raise RuntimeError("llmservice up was not started")
         with self._log.open("w", encoding="utf-8") as log:
@@ -102,13 +102,13 @@ class UpProcess:
 
 
 def command(*arguments: str) -> tuple[str, ...]:
-    """The `llmservice` of this environment, whatever the PATH says."""
+    """A command line with the `llmservice` of this Python environment."""
     beside = Path(sys.executable).with_name("llmservice")
     return (str(beside) if beside.exists() else shutil.which("llmservice") or "llmservice", *arguments)
 
 
 async def run_command(*arguments: str) -> None:
-    """Run a subcommand to its end; its output is the user's.
+    """Run a subcommand with its output on the terminal.
 
     Raises:
         CommandError: it failed.

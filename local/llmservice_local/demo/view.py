@@ -1,4 +1,4 @@
-"""The demo's live table: in place on a terminal, one plain line a row elsewhere."""
+"""The demo's live table: updated in place on a terminal, else printed as lines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROWS_SHOWN = 16
 
 
 class LiveTable:
-    """A row every `every_s` seconds; a context manager that leaves the last rows on the terminal."""
+    """A context manager that shows a row every `every_s` seconds."""
 
     def __init__(self, console: Console, every_s: float = 3.0) -> None:
         self._console = console
@@ -40,7 +40,7 @@ class LiveTable:
             self._live.stop()
 
     def show(self, phase: str, observation: Observation) -> None:
-        """Add a row, unless the last one is younger than `every_s`."""
+        """Add a row if the last one is at least `every_s` old."""
         previous = self._previous
         if previous is not None and observation.time_s - previous.time_s < self._every_s:
             return
@@ -60,7 +60,7 @@ class LiveTable:
 
 
 def cells(phase: str, now: Observation, previous: Observation | None) -> tuple[str, ...]:
-    """A row's text; tokens/s is the rate since the previous row."""
+    """The cells of a row; tokens/s is the rate since the previous row."""
     replicas = (
         f"{now.ready} ready"
         if now.ready == now.replicas == now.desired

@@ -10,25 +10,21 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from aiohttp import ClientSession
 
-from llmservice_local.control.controller import timestamp
 from llmservice_local.node import probe
-from llmservice_local.node.backoff import BackOff
 from llmservice_local.node.container_spec import ConfigError, cpu_limit
 from llmservice_local.node.logs import PodLogs, termination_message
-from llmservice_local.node.process import Process
-
-Object = dict[str, Any]
+from llmservice_local.node.process import BackOff, Process
+from llmservice_local.objects import Object, timestamp
 
 CONFIG_RETRY_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What it takes to start a run."""
+    """The command line, environment and working directory of a container."""
 
     command: list[str]
     env: dict[str, str]
@@ -37,22 +33,22 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class ContainerHost:
-    """What a container needs of its pod and its node."""
+    """The pod and node of a container, as far as the container uses them."""
 
     pod_ip: str
     pod_name: str
     logs: PodLogs
     session: ClientSession
     prepare: Callable[[Object], Launch]
-    """A container's spec -> how to start it now; raises `ConfigError`."""
+    """Returns how to start a container of this spec; raises `ConfigError`."""
     changed: Callable[[], None]
     """Called whenever the status has changed."""
     report: Callable[[str, str, str], Awaitable[None]]
-    """(type, reason, message) -> an Event about the pod."""
+    """Posts an Event (type, reason, message) about the pod."""
 
 
 class Container:
-    """A container's life. `run` returns when it is over: it ended for good, or was stopped."""
+    """Runs and restarts one container. `run` returns when it was stopped or is not restarted any more."""
 
     def __init__(self, spec: Object, host: ContainerHost, restart_policy: str, backoff_s: float) -> None:
         self.spec = spec
@@ -78,7 +74,7 @@ class Container:
         return code
 
     def log_path(self, *, previous: bool = False) -> Path | None:
-        """The log of the last run, or of the one before the running one; None where there is no such run."""
+        """The log of the last run, or (`previous`) of the run before it; None if there is no such run."""
         if previous and "waiting" not in self.state:
             return self._previous_log
         return self._log
@@ -101,8 +97,8 @@ class Container:
             began = time.monotonic()
             code = await self._run_once()
             if code is None:
-                continue  # it could not be started; `_run_once` has waited
-            if self._stopping.is_set() or not self._again(code):
+                continue  # it could not be started, and `_run_once` has waited
+            if self._stopping.is_set() or not self._restarts(code):
                 return
             delay_s = self._backoff.next_delay(time.monotonic() - began)
             self.last_state = self.state
@@ -115,7 +111,7 @@ class Container:
             self.restarts += 1
 
     async def stop(self, grace_s: float) -> None:
-        """Run the preStop hook, ask the process to end, and kill what is left of it after `grace_s` seconds."""
+        """Run the preStop hook, send SIGTERM, and kill the remaining processes after `grace_s` seconds."""
         deadline = time.monotonic() + grace_s
         self._stopping.set()
         process = self._process
@@ -138,7 +134,7 @@ class Container:
                 *command, env=env, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
             )
         except OSError as error:
-            return probe.Outcome(False, f"command {command[0]!r} can't be run: {error.strerror}")
+            return probe.Outcome(False, f"command {command[0]!r} cannot be run: {error.strerror}")
         try:
             async with asyncio.timeout(timeout_s):
                 code = await process.wait()
@@ -151,7 +147,7 @@ class Container:
     # -- one run ----------------------------------------------------------------------------------------------------
 
     async def _run_once(self) -> int | None:
-        """Start the process and wait for its end; None where its configuration does not let it start yet."""
+        """Start the process and wait for its exit code; None if its configuration is not valid yet."""
         try:
             launch = self._host.prepare(self.spec)
         except ConfigError as error:
@@ -245,7 +241,7 @@ class Container:
     def _ports(self) -> dict[str, int]:
         return {port["name"]: port["containerPort"] for port in self.spec.get("ports") or [] if port.get("name")}
 
-    def _again(self, code: int) -> bool:
+    def _restarts(self, code: int) -> bool:
         return self._policy == "Always" or (self._policy == "OnFailure" and code != 0)
 
     async def _stopped_within(self, seconds: float) -> bool:

@@ -1,4 +1,4 @@
-"""From a container's spec to a command line and an environment: pure functions, with the outside world passed in."""
+"""The command line, environment and mounts of a container spec, as pure functions."""
 
 from __future__ import annotations
 
@@ -6,23 +6,22 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
-from llmservice_local.quantity import parse
+from llmservice_local.objects import Object
+from llmservice_operator.api.units import amount
 
-Object = dict[str, Any]
 Lookup = Callable[[str, str], Mapping[str, str] | None]
-"""(`configmap` or `secret`, name) -> its data, or None where it does not exist."""
+"""(`configmap` or `secret`, name) -> its data, or None if it does not exist."""
 
 Claims = Callable[[str], Path | None]
-"""A PersistentVolumeClaim's name -> the folder behind it, or None where there is no such claim."""
+"""The name of a PersistentVolumeClaim -> its folder, or None if the claim does not exist."""
 
 _REFERENCE = re.compile(r"\$\$|\$\(([A-Za-z_][A-Za-z0-9_.-]*)\)")
 _SUBSCRIPT = re.compile(r"^metadata\.(labels|annotations)\['(.+)'\]$")
 
 
 class ConfigError(Exception):
-    """A container that can't be started as its spec stands; the message becomes its waiting message."""
+    """A container that cannot be started with its spec; the error is the message of its waiting state."""
 
 
 def environment(container: Object, pod: Object, lookup: Lookup) -> dict[str, str]:
@@ -42,9 +41,9 @@ def environment(container: Object, pod: Object, lookup: Lookup) -> dict[str, str
 
 
 def command_line(container: Object, env: Mapping[str, str], mounts: Mapping[str, Path]) -> list[str]:
-    """`command` and `args` with `$(NAME)` expanded and mount paths replaced by where the volumes really are.
+    """`command` and `args` with `$(NAME)` expanded and mount paths replaced by the volumes' folders.
 
-    A process without a mount namespace sees the machine's own files: a path below a mount is rewritten instead.
+    Paths below a mount are rewritten because the processes have no mount namespace.
     """
     if not container.get("command"):
         message = f"the local node runs commands, not images: container {container['name']} needs `command`"
@@ -54,7 +53,7 @@ def command_line(container: Object, env: Mapping[str, str], mounts: Mapping[str,
 
 
 def expand(text: str, env: Mapping[str, str]) -> str:
-    """`$(NAME)` where NAME is known; unknown ones stay, and `$$` is a dollar sign, as in Kubernetes."""
+    """Expands `$(NAME)` if NAME is defined; others stay, and `$$` is a dollar sign, as in Kubernetes."""
 
     def replaced(match: re.Match[str]) -> str:
         if match[0] == "$$":
@@ -65,9 +64,9 @@ def expand(text: str, env: Mapping[str, str]) -> str:
 
 
 def translate(word: str, mounts: Mapping[str, Path]) -> str:
-    """A word that is a path below a mount, or an option `--name=PATH` with one, with the volume's real path.
+    """A word that is a path below a mount, or an option `--name=PATH` with one, with the path of the volume's folder.
 
-    A path that exists on this machine is left as it is: `file://` models may lie below a path that is also a mount.
+    A path that exists on this machine stays, because the path of a `file://` model may be below a mount path, too.
     """
     option, equals, path = word.partition("=")
     prefix, path = (f"{option}=", path) if equals and option.startswith("-") else ("", word)
@@ -79,7 +78,7 @@ def translate(word: str, mounts: Mapping[str, Path]) -> str:
 
 
 def volume_paths(pod: Object, root: Path, claims: Claims) -> dict[str, Path]:
-    """Where each of the pod's volumes lies: hostPath where it says, emptyDir below `root`. Raises `ConfigError`."""
+    """The folder of each of the pod's volumes (emptyDir below `root`). Raises `ConfigError`."""
     found = {}
     for volume in pod["spec"].get("volumes") or []:
         if "persistentVolumeClaim" in volume:
@@ -99,7 +98,7 @@ def volume_paths(pod: Object, root: Path, claims: Claims) -> dict[str, Path]:
 
 
 def container_mounts(container: Object, volumes: Mapping[str, Path]) -> dict[str, Path]:
-    """Mount path → real path of a container's mounts. /dev/shm is the machine's own anyway."""
+    """The folder of each of a container's mount paths, except /dev/shm, which is the machine's."""
     return {
         mount["mountPath"]: volumes[mount["name"]] / mount.get("subPath", "")
         for mount in container.get("volumeMounts") or []
@@ -108,17 +107,17 @@ def container_mounts(container: Object, volumes: Mapping[str, Path]) -> dict[str
 
 
 def cpu_limit(container: Object) -> float:
-    """The limit in cores, 0 where there is none."""
+    """The CPU limit in cores, 0 without one."""
     limit = ((container.get("resources") or {}).get("limits") or {}).get("cpu")
-    return float(parse(limit)) if limit is not None else 0.0
+    return float(amount(limit)) if limit is not None else 0.0
 
 
 def gpu_count(pod: Object) -> int:
-    """How many GPUs the pod's containers ask for together."""
+    """The number of GPUs that the pod's containers request."""
     total = Fraction(0)
     for container in pod["spec"]["containers"]:
         resources = container.get("resources") or {}
-        total += parse(
+        total += amount(
             {**(resources.get("requests") or {}), **(resources.get("limits") or {})}.get("nvidia.com/gpu", 0)
         )
     return int(total)
@@ -181,5 +180,5 @@ def _resource_field(reference: Object, container: Object, pod: Object) -> str:
     quantity = ((chosen.get("resources") or {}).get(side) or {}).get(resource)
     if quantity is None:
         raise ConfigError(f"resourceFieldRef {reference['resource']}: container {name} sets no such figure")
-    divisor = parse(reference.get("divisor") or 1) or Fraction(1)
-    return str(-(-parse(quantity) // divisor))  # rounded up, as Kubernetes does
+    divisor = amount(reference.get("divisor") or 1) or Fraction(1)
+    return str(-(-amount(quantity) // divisor))  # rounded up, as Kubernetes does

@@ -1,4 +1,4 @@
-"""Containers' logs: where they lie, and reading them from the end, up to the end, or for as long as they grow."""
+"""Container logs: their paths, and reading the tail, the whole, or the log as it grows."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import asyncio
 import shutil
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
 
-Object = dict[str, Any]
+from llmservice_local.objects import Object
 
 CHUNK_BYTES = 64 * 1024
 POLL_S = 0.1
@@ -62,7 +61,7 @@ def termination_message(path: Path) -> str:
 
 
 async def read(path: Path, offset: int, limit: int | None, growing: Callable[[], bool]) -> AsyncIterator[bytes]:
-    """A log from an offset, at most `limit` bytes, and on while `growing()`: the last write is never missed."""
+    """The chunks of a log from an offset, at most `limit` bytes; follows the log while `growing()` is true."""
     left = limit
     with path.open("rb") as log:
         log.seek(offset)

@@ -1,13 +1,10 @@
-"""A pod's status from its containers': phase, conditions, and what Kubernetes says in them. Pure functions."""
+"""A pod's phase, conditions and status, as pure functions of its containers' statuses."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from llmservice_local.control.condition import condition_of, with_condition
-
-Object = dict[str, Any]
+from llmservice_local.objects import Object, condition_of, with_condition
 
 
 def phase(init: Sequence[Object], containers: Sequence[Object], restart_policy: str) -> str:

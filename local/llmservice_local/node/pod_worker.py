@@ -1,4 +1,4 @@
-"""One pod on the node: its containers in order, its status, and its end."""
+"""Runs one pod on the node: its containers in order, its status, its deletion."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from aiohttp import ClientSession
 
-from llmservice_local.api.errors import ApiError
 from llmservice_local.client import PODS, KubeClient
-from llmservice_local.control.controller import timestamp
-from llmservice_local.control.events import Recorder
+from llmservice_local.control.controller import Recorder
+from llmservice_local.errors import ApiError
 from llmservice_local.node.container import Container, ContainerHost, Launch
 from llmservice_local.node.container_spec import (
     Claims,
@@ -28,15 +26,15 @@ from llmservice_local.node.container_spec import (
 )
 from llmservice_local.node.logs import PodLogs
 from llmservice_local.node.pod_status import pod_status
+from llmservice_local.objects import Object, timestamp
 
-Object = dict[str, Any]
 RETRY_S = 0.5
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class PodHost:
-    """What a pod needs of its node."""
+    """The node of a pod, as far as the pod uses it."""
 
     client: KubeClient
     session: ClientSession
@@ -53,7 +51,7 @@ class PodHost:
 
 
 class PodWorker:
-    """Runs a pod from the moment it is bound to the node until it has been deleted from the API."""
+    """Runs a pod until it has been deleted from the API."""
 
     def __init__(self, pod: Object, host: PodHost) -> None:
         self.pod = pod
@@ -86,14 +84,14 @@ class PodWorker:
         self._dirty.set()
 
     def update(self, pod: Object) -> None:
-        """Take in a newer state of the pod; a deletion timestamp begins its end."""
+        """Set a newer state of the pod; a deletion timestamp starts its termination."""
         self.pod = pod
         if "deletionTimestamp" in pod["metadata"] and not self._ending.is_set():
             self._grace_s = float(pod["metadata"].get("deletionGracePeriodSeconds", 30))
             self._ending.set()
 
     def forget(self) -> None:
-        """The pod is not in the API any more: end everything at once."""
+        """Kill all containers of a pod that no longer exists in the API."""
         self._gone.set()
         self._ending.set()
         for container in self._all():
@@ -103,7 +101,7 @@ class PodWorker:
         return next((container for container in self._all() if container.name == name), None)
 
     async def run(self) -> None:
-        """Returns when every process has ended and the pod has been taken out of the API."""
+        """Returns when every process has ended and the pod has been deleted from the API."""
         reporting = asyncio.create_task(self._report_status())
         living = asyncio.create_task(self._live())
         try:
@@ -120,7 +118,7 @@ class PodWorker:
             self.logs.remove()
             shutil.rmtree(self._host.volumes_root / self.pod["metadata"]["uid"], ignore_errors=True)
 
-    # -- its life ---------------------------------------------------------------------------------------------------
+    # -- containers -------------------------------------------------------------------------------------------------
 
     async def _live(self) -> None:
         for container in self.init:
@@ -154,7 +152,7 @@ class PodWorker:
             elif not path.exists():
                 _LOG.info("volume %s of pod %s: %s does not exist", name, metadata["name"], path)
         mounts = container_mounts(spec, volumes)
-        for mount in spec.get("volumeMounts") or []:  # a subPath that is missing is made, as the kubelet does
+        for mount in spec.get("volumeMounts") or []:  # a missing subPath is created, as by the kubelet
             if mount.get("subPath") and mount["mountPath"] in mounts and volumes[mount["name"]].is_dir():
                 mounts[mount["mountPath"]].mkdir(parents=True, exist_ok=True)
         given = environment(spec, pod, lambda kind, name: self._host.lookup(kind, metadata["namespace"], name))
@@ -166,13 +164,13 @@ class PodWorker:
     def _all(self) -> list[Container]:
         return [*self.init, *self.containers]
 
-    # -- what it says -----------------------------------------------------------------------------------------------
+    # -- status and Events ------------------------------------------------------------------------------------------
 
     async def _report(self, kind: str, reason: str, message: str) -> None:
         await self._host.recorder.post(self.pod, kind, reason, message)
 
     async def _report_status(self) -> None:
-        """Write the status whenever it has changed; one writer, so that no older state overwrites a newer one."""
+        """Write the status after every change; a single writer, so that no older state overwrites a newer one."""
         reported: Object | None = None
         while not self._gone.is_set():
             await self._dirty.wait()

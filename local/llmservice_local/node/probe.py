@@ -1,20 +1,19 @@
-"""Probes: asking a container whether it has started, lives, and is ready."""
+"""Startup, liveness and readiness probes of a container."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from aiohttp import ClientError, ClientSession, ClientTimeout
 
-Object = dict[str, Any]
+from llmservice_local.objects import Object
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The answer to one question."""
+    """The result of one probe."""
 
     success: bool
     message: str = ""
@@ -22,7 +21,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class Tally:
-    """Turns answers into a verdict: it flips after `failureThreshold` failures or `successThreshold` successes."""
+    """The verdict over a series of results, by `failureThreshold` and `successThreshold`."""
 
     probe: Object
     verdict: bool | None = None
@@ -30,7 +29,7 @@ class Tally:
     _last: bool | None = field(default=None)
 
     def add(self, success: bool) -> bool:
-        """Count an answer; returns whether the verdict has changed."""
+        """Count a result; returns whether the verdict has changed."""
         self._streak = self._streak + 1 if success == self._last else 1
         self._last = success
         needed = self.probe.get("successThreshold", 1) if success else self.probe.get("failureThreshold", 3)
@@ -42,7 +41,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class ProbeTarget:
-    """Whom to ask: the pod's address, the container's named ports, and how to run a command in its environment."""
+    """The target of a probe: the pod's address, the named ports, and how to run a command in the container."""
 
     host: str
     ports: Mapping[str, int]
@@ -50,7 +49,7 @@ class ProbeTarget:
 
 
 async def ask(session: ClientSession, probe: Object, target: ProbeTarget) -> Outcome:
-    """Ask once, within the probe's `timeoutSeconds`."""
+    """Probe once, within `timeoutSeconds`."""
     timeout_s = float(probe.get("timeoutSeconds", 1))
     try:
         if "httpGet" in probe:
@@ -68,7 +67,7 @@ async def ask(session: ClientSession, probe: Object, target: ProbeTarget) -> Out
 async def watch(
     probe: Object, question: Callable[[], Awaitable[Outcome]], changed: Callable[[Tally, Outcome], Awaitable[None]]
 ) -> None:
-    """Ask at the probe's pace for ever; `changed` hears of every failure and of every new verdict."""
+    """Probe every `periodSeconds` until cancelled; `changed` is called after a failure or a change of the verdict."""
     tally = Tally(probe)
     await asyncio.sleep(probe.get("initialDelaySeconds", 0))
     while True:

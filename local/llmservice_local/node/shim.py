@@ -1,15 +1,15 @@
-"""Runs one command and answers for everything that it starts; a script of its own, on the standard library alone.
+"""Runs one command and controls its process tree; a standalone script that needs only the standard library.
 
     python -I -S shim.py CPU_LIMIT COMMAND [ARGUMENT …]
 
-Whoever starts it holds the other end of its standard input: `T` asks the command to end (SIGTERM), `K` kills its
-whole tree, and the end of the file, which also comes when the holder dies in whatever way, kills the tree too. The shim
-is its descendants' subreaper, so that none can escape by being orphaned. It ends with the command's exit status, or 128
-plus the number of the signal that ended it.
+The parent process writes to its standard input: `T` sends SIGTERM to the command, `K` kills its whole process tree, as
+does the end of the file, which also occurs when the parent ends for any reason. The shim is the subreaper of its
+descendants, so that orphaned processes remain in the tree. It exits with the command's exit status, or 128 plus the
+number of the signal that ended it.
 
-CPU_LIMIT is a number of cores, 0 for no limit. A limit is kept as the kernel's CFS bandwidth control keeps it: a quota
-per period of 100 ms; the tree is stopped when it has used its quota and goes on at the next period, and what it took
-too much is taken off the next quota.
+CPU_LIMIT is a number of cores, 0 for no limit. The limit works like the kernel's CFS bandwidth control: a quota per
+period of 100 ms; the tree is stopped when it has used its quota and continues in the next period, whose quota is
+reduced by the time used in excess.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SCHED_CLOCK = 2  # the kernel's CPUCLOCK_SCHED: the process's CPU time in nanos
 
 
 class Throttle:
-    """Holds a tree of processes to a number of cores."""
+    """Limits a process tree to a number of cores."""
 
     def __init__(self, cores: float, now: float) -> None:
         self.cores = cores
@@ -43,7 +43,7 @@ class Throttle:
         self._used: dict[int, float] = {}
 
     def step(self, now: float) -> float:
-        """Account for what was used, stop or continue the tree, and return how many seconds may pass until the next."""
+        """Account for the CPU time used, stop or continue the tree; returns the seconds until the next step."""
         if now >= self._refresh_at:
             self._refresh_at = now + TREE_REFRESH_S
             self._refresh()
@@ -88,7 +88,7 @@ class Throttle:
 
 
 def descendants(root: int) -> list[int]:
-    """Every living process below `root`, by the parents that /proc names; zombies are left out."""
+    """The pids of all running descendants of `root`, without zombies, from /proc."""
     children: dict[int, list[int]] = {}
     for pid, parent, state in _processes():
         if state != "Z":
@@ -120,7 +120,7 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGTERM, lambda *_: None)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until the child has its own handlers, not ours
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until the child has replaced the handlers of the shim
     child = os.fork()
     if child == 0:
         _run(libc, command)
@@ -145,7 +145,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _run(libc: ctypes.CDLL, command: list[str]) -> None:
-    """In the child: a session of its own, no standard input, and death with the shim."""
+    """In the child: start a new session, close standard input, and end with the shim."""
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGPIPE):
         signal.signal(number, signal.SIG_DFL)
@@ -174,7 +174,7 @@ def _processes() -> Iterator[tuple[int, int, str]]:
 
 
 def _reap() -> dict[int, int]:
-    """The wait statuses of the children that have ended."""
+    """Reap the children that have ended; returns their wait statuses."""
     statuses: dict[int, int] = {}
     while True:
         try:

@@ -64,12 +64,12 @@ def rule(resources: str, *verbs: str, group: str = "", names: list[str] | None =
     return found | ({"resourceNames": names} if names else {})
 
 
-async def test_without_a_role_an_account_finds_its_way_and_touches_nothing(cluster: Cluster) -> None:
+async def test_without_a_role_an_account_can_read_discovery_only(cluster: Cluster) -> None:
     assert await cluster.ask("GET", "/apis") == 200
     assert await cluster.ask("GET", CONFIG_MAPS.format("default")) == 403
 
 
-async def test_an_unknown_token_is_nobodys(cluster: Cluster) -> None:
+async def test_an_unknown_token_is_unauthorized(cluster: Cluster) -> None:
     cluster.token = "made-up"
 
     assert await cluster.ask("GET", "/apis") == 401
@@ -88,7 +88,7 @@ async def test_an_unknown_token_is_nobodys(cluster: Cluster) -> None:
         ("deletecollection", "DELETE", ""),
     ],
 )
-async def test_each_verb_needs_a_rule_of_its_own(cluster: Cluster, verb: str, method: str, path: str) -> None:
+async def test_each_verb_needs_a_rule(cluster: Cluster, verb: str, method: str, path: str) -> None:
     await cluster.create(CONFIG_MAPS.format("default"), {"metadata": {"name": "one"}})
     body = {"metadata": {"name": "two" if method == "POST" else "one"}} if method in {"POST", "PUT", "PATCH"} else None
     content_type = "application/merge-patch+json" if method == "PATCH" else "application/json"
@@ -99,7 +99,7 @@ async def test_each_verb_needs_a_rule_of_its_own(cluster: Cluster, verb: str, me
     assert await cluster.ask(method, CONFIG_MAPS.format("default") + path, body, content_type) in {200, 201}
 
 
-async def test_a_role_ends_at_its_namespace_and_a_cluster_role_does_not(cluster: Cluster) -> None:
+async def test_a_role_applies_to_its_namespace_and_a_cluster_role_to_all(cluster: Cluster) -> None:
     await cluster.create("/api/v1/namespaces", {"metadata": {"name": "other"}})
     await cluster.grant("default", rule("configmaps", "list"))
     assert await cluster.ask("GET", CONFIG_MAPS.format("default")) == 200
@@ -146,13 +146,13 @@ async def test_an_apply_that_creates_needs_both_rights(cluster: Cluster) -> None
         ({"kind": "Group", "name": "system:serviceaccounts:other"}, 403),
     ],
 )
-async def test_whom_a_binding_means(cluster: Cluster, subject: dict[str, Any], status: int) -> None:
+async def test_subjects_of_a_binding(cluster: Cluster, subject: dict[str, Any], status: int) -> None:
     await cluster.grant(None, rule("configmaps", "list"), subject=subject)
 
     assert await cluster.ask("GET", "/api/v1/configmaps") == status
 
 
-async def test_the_audit_log_says_who_was_refused_what_and_carries_no_token(cluster: Cluster) -> None:
+async def test_the_audit_log_contains_refusals_and_no_token(cluster: Cluster) -> None:
     await cluster.ask("GET", "/api/v1/secrets")
 
     (event,) = map(json.loads, cluster.audit.read_text(encoding="utf-8").splitlines())

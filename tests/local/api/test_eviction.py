@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from llmservice_local.api.errors import ApiError
 from llmservice_local.api.eviction import evict
 from llmservice_local.api.registry import Registry, WriteOptions
+from llmservice_local.errors import ApiError
 
 LABELS = {"app": "web"}
 
@@ -40,13 +40,13 @@ def there(registry: Registry) -> list[str]:
     return [pod["metadata"]["name"] for pod in registry.select(kind(registry, "Pod"), "default")]
 
 
-def test_a_pod_without_a_budget_goes(registry: Registry) -> None:
+def test_a_pod_without_a_budget_is_evicted(registry: Registry) -> None:
     run_pod(registry)
     evict(registry, "default", "p", {})
     assert there(registry) == []
 
 
-def test_a_budget_gives_what_it_has_and_then_refuses(registry: Registry) -> None:
+def test_a_budget_allows_its_disruptions_and_then_refuses(registry: Registry) -> None:
     run_pod(registry, "p")
     run_pod(registry, "q")
     protect(registry, 1)
@@ -62,7 +62,7 @@ def test_a_budget_gives_what_it_has_and_then_refuses(registry: Registry) -> None
     assert status["disruptedPods"].keys() == {"p"}
 
 
-def test_a_dry_run_takes_nothing(registry: Registry) -> None:
+def test_a_dry_run_changes_nothing(registry: Registry) -> None:
     run_pod(registry)
     protect(registry, 1)
 
@@ -83,7 +83,7 @@ def test_a_dry_run_takes_nothing(registry: Registry) -> None:
         ("Succeeded", False, None, 1, True),
     ],
 )
-def test_pods_that_serve_nobody_may_go_without_asking(
+def test_pods_that_do_not_serve_are_evicted_without_a_budget(
     registry: Registry, phase: str, ready: bool, policy: str | None, healthy: int, goes: bool
 ) -> None:
     run_pod(registry, phase=phase, ready=ready)
@@ -98,7 +98,7 @@ def test_pods_that_serve_nobody_may_go_without_asking(
     assert there(registry) == ([] if goes else ["p"])
 
 
-def test_a_budget_that_nobody_has_looked_at_is_waited_for(registry: Registry) -> None:
+def test_a_budget_that_was_not_observed_yet_refuses(registry: Registry) -> None:
     run_pod(registry)
     protect(registry, 1, observedGeneration=0)
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from llmservice_local.api.errors import ApiError
 from llmservice_local.api.protobuf import MAGIC, decode
+from llmservice_local.errors import ApiError
 
 
 def field(number: int, value: bytes | int) -> bytes:

@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 
-from llmservice_local.api.errors import ApiError
-from llmservice_local.api.kinds import Kind
 from llmservice_local.api.registry import (
     APPLY_PATCH,
     JSON_PATCH,
@@ -16,7 +14,8 @@ from llmservice_local.api.registry import (
     Registry,
     WriteOptions,
 )
-from llmservice_local.api.scale import read_scale
+from llmservice_local.errors import ApiError
+from llmservice_local.kinds.catalogue import Kind, read_scale
 from llmservice_operator.api.crd import crd
 
 OPTIONS = WriteOptions(manager="test")
@@ -216,7 +215,7 @@ def test_custom_kinds_take_no_strategic_merge_patch(registry: Registry, services
     assert refused.value.code == 415
 
 
-def test_object_with_finalizers_goes_when_the_last_is_taken_away(registry: Registry, services: Kind) -> None:
+def test_object_with_finalizers_is_removed_with_the_last_of_them(registry: Registry, services: Kind) -> None:
     body = llm()
     body["metadata"]["finalizers"] = ["a/one"]
     registry.create(services, "default", body, OPTIONS)
@@ -230,7 +229,7 @@ def test_object_with_finalizers_goes_when_the_last_is_taken_away(registry: Regis
         registry.get(services, "default", "m")
 
 
-def test_running_pod_is_marked_and_goes_when_its_node_says_so(registry: Registry) -> None:
+def test_running_pod_is_marked_and_removed_by_its_node(registry: Registry) -> None:
     kind = pods(registry)
     registry.create(kind, "default", pod(), OPTIONS)
     registry.bind("default", "p", {"target": {"name": "n"}})
@@ -240,7 +239,7 @@ def test_running_pod_is_marked_and_goes_when_its_node_says_so(registry: Registry
     assert registry.delete(kind, "default", "p", DeleteOptions(grace_period_s=0))[1]
 
 
-def test_pod_without_a_node_goes_at_once(registry: Registry) -> None:
+def test_pod_without_a_node_is_removed_at_once(registry: Registry) -> None:
     registry.create(pods(registry), "default", pod(), OPTIONS)
     assert registry.delete(pods(registry), "default", "p", DeleteOptions())[1]
 
@@ -258,7 +257,7 @@ def test_delete_of_another_uid_is_a_conflict(registry: Registry) -> None:
         registry.delete(pods(registry), "default", "p", DeleteOptions(uid="other"))
 
 
-def test_definition_goes_after_its_objects_and_its_kind_with_it(registry: Registry, services: Kind) -> None:
+def test_definition_and_its_kind_are_removed_after_its_objects(registry: Registry, services: Kind) -> None:
     body = llm()
     body["metadata"]["finalizers"] = ["a/one"]
     registry.create(services, "default", body, OPTIONS)

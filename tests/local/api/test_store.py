@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from llmservice_local.api.errors import ApiError
 from llmservice_local.api.store import Store
+from llmservice_local.errors import ApiError
 
 PODS = ("", "pods")
 
@@ -32,7 +32,7 @@ def test_objects_are_listed_by_namespace_and_name() -> None:
     assert [found["metadata"]["name"] for found in store.list(PODS, "y")] == ["a", "b"]
 
 
-async def test_watcher_gets_what_it_missed_and_then_what_comes() -> None:
+async def test_watcher_gets_past_and_future_changes() -> None:
     store = Store()
     seen = int(store.put(PODS, obj("a"))["metadata"]["resourceVersion"])
     store.put(PODS, obj("b"))
@@ -46,7 +46,7 @@ async def test_watcher_gets_what_it_missed_and_then_what_comes() -> None:
     assert new.before["metadata"]["name"] == "a"
 
 
-async def test_history_that_was_forgotten_is_gone() -> None:
+async def test_changes_older_than_the_history_are_expired() -> None:
     store = Store(history=2)
     for name in "abcd":
         store.put(PODS, obj(name))

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from llmservice_local.api.registry import MERGE_PATCH, DeleteOptions, Registry, WriteOptions
-from llmservice_local.api.selector import label_predicate
 from llmservice_local.api.watch import WatchRequest, watch
+from llmservice_local.selector import label_predicate
 from llmservice_operator.api.crd import crd
 
 OPTIONS = WriteOptions()

@@ -3,7 +3,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from llmservice_local.control.replica_set_controller import doomed, replica_set_status
+from llmservice_local.control.replica_set_controller import pods_to_delete, replica_set_status
 
 NOW = datetime(2026, 1, 1, 12, 0, 0, tzinfo=UTC)
 
@@ -19,10 +19,10 @@ def pod(name: str, *, node: str = "n", ready: bool = True, cost: str = "", since
 
 
 def names(pods: list[Any], count: int) -> list[str]:
-    return [chosen["metadata"]["name"] for chosen in doomed(pods, count)]
+    return [chosen["metadata"]["name"] for chosen in pods_to_delete(pods, count)]
 
 
-def test_pods_nobody_would_miss_go_first_and_then_the_cheap_ones() -> None:
+def test_pods_that_do_not_serve_are_deleted_first_and_then_the_cheap_ones() -> None:
     pods = [
         pod("dear", cost="9"),
         pod("cheap", cost="-5"),
@@ -34,7 +34,7 @@ def test_pods_nobody_would_miss_go_first_and_then_the_cheap_ones() -> None:
     assert names(pods, 0) == []
 
 
-def test_of_equals_the_younger_goes() -> None:
+def test_of_equal_pods_the_younger_is_deleted() -> None:
     old, young = pod("old", since="2026-01-01T10:00:00Z"), pod("young", since="2026-01-01T11:00:00Z")
     assert names([old, young], 1) == ["young"]
 
@@ -63,7 +63,7 @@ def test_counts_that_fell_to_zero_are_taken_out_of_the_status() -> None:
     assert (status["readyReplicas"], status["availableReplicas"]) == (None, None)
 
 
-def test_a_refused_pod_is_told_in_the_status_and_forgotten_with_its_cause() -> None:
+def test_a_refused_pod_is_a_condition_until_it_is_created() -> None:
     replica_set: Any = {"metadata": {"generation": 1}, "spec": {"replicas": 1}}
 
     refused, _ = replica_set_status(replica_set, [], NOW, "exceeded quota: q")

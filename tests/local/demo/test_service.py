@@ -65,7 +65,7 @@ async def test_manifest_is_applied_through_the_api_where_there_is_no_kubectl(kub
 
 
 @pytest.mark.usefixtures("no_kubectl")
-async def test_refused_manifest_is_told_with_the_apis_reason(kube: KubeClient) -> None:
+async def test_refused_manifest_is_reported_with_the_apis_reason(kube: KubeClient) -> None:
     manifest = read_manifest(EXAMPLE)
     manifest["spec"]["autoscaling"]["maxReplicas"] = 0
     with pytest.raises(CommandError, match="maxReplicas"):
@@ -84,7 +84,7 @@ def test_file_without_an_llmservice_is_refused(tmp_path: Path, text: str | None,
 
 
 @pytest.mark.usefixtures("no_kubectl")
-async def test_waiting_tells_each_reason_once_and_ends_when_ready(kube: KubeClient) -> None:
+async def test_waiting_reports_each_reason_once_and_ends_when_ready(kube: KubeClient) -> None:
     told: list[str] = []
     await applied(kube, conditions=[ready("False", "Starting", "0 of 1 replicas are ready")])
     waiting = asyncio.create_task(wait_ready(kube, "default", "tiny-llama", 30, told.append))
@@ -99,7 +99,7 @@ async def test_waiting_tells_each_reason_once_and_ends_when_ready(kube: KubeClie
 
 
 @pytest.mark.usefixtures("no_kubectl")
-async def test_waiting_in_vain_ends_with_the_last_reason(kube: KubeClient) -> None:
+async def test_waiting_times_out_with_the_last_reason(kube: KubeClient) -> None:
     await applied(kube, conditions=[ready("False", "ModelDoesNotFit", "lower maxModelLen")])
     with pytest.raises(CommandError, match="ModelDoesNotFit: lower maxModelLen"):
         await wait_ready(kube, "default", "tiny-llama", 0.2, lambda text: None)
@@ -116,7 +116,7 @@ async def test_observer_reads_the_status_and_keeps_every_decision(kube: KubeClie
             decision = {"time": moment, "wanted": replicas, "replicas": replicas, "reasons": ["queue"]}
             scaling = {"desiredReplicas": replicas, "decisions": [decision]}
             await applied(kube, replicas=replicas, readyReplicas=1, autoscaling=scaling)
-            seen = await observer.look()
+            seen = await observer.observe()
     assert (seen.replicas, seen.ready, seen.desired, seen.pieces) == (3, 1, 3, 7)
     assert seen.ttft_p99_s == 0.25
     assert [decision["replicas"] for decision in observer.decisions.values()] == [1, 3]

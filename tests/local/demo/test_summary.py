@@ -109,7 +109,7 @@ def test_replicas_that_never_became_ready_do_not_count() -> None:
     assert summary(observations=[seen(0, 1), seen(10, 1, replicas=4)]).peak == 1
 
 
-def test_decisions_are_told_in_order_with_every_reason() -> None:
+def test_decisions_are_listed_in_order_with_every_reason() -> None:
     decisions = {
         "2026-01-01T00:00:09Z": {"time": "2026-01-01T00:00:09Z", "replicas": 3, "reasons": ["queue: 9 waiting -> 3"]},
         "2026-01-01T00:00:05Z": {"time": "2026-01-01T00:00:05Z", "replicas": 2, "reasons": ["slots -> 2", "bounds"]},

@@ -10,12 +10,12 @@ from llmservice_local.demo.up import UpProcess, run_command
 from llmservice_planner.command import CommandError
 
 
-async def test_cluster_that_cannot_start_is_told_with_its_last_lines(tmp_path: Path) -> None:
+async def test_cluster_that_cannot_start_is_reported_with_its_last_lines(tmp_path: Path) -> None:
     log = tmp_path / "up.log"
-    with pytest.raises(CommandError, match="there is no such folder"):
+    with pytest.raises(CommandError, match="does not exist"):
         async with UpProcess(log, ("--models-root", str(tmp_path / "absent"))):
             pass
-    assert "there is no such folder" in log.read_text()
+    assert "does not exist" in log.read_text()
 
 
 async def test_cluster_is_found_by_what_it_prints_and_ends_with_the_block(tmp_path: Path) -> None:

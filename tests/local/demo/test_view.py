@@ -26,7 +26,7 @@ FIRST = Observation(
 SECOND = replace(FIRST, time_s=14.0, pieces=3000, replicas=3, desired=4, ttft_p99_s=None)
 
 
-def test_row_tells_what_there_is_and_what_is_wanted() -> None:
+def test_row_shows_actual_and_desired_replicas() -> None:
     assert cells("load", FIRST, None) == ("10s", "load", "1 ready", "12", "1250 ms", "50%", "0", "40", "0")
     assert cells("load", SECOND, FIRST) == ("14s", "load", "1/3→4", "12", "–", "50%", "500", "40", "0")
 

@@ -74,7 +74,7 @@ def test_sources_come_before_single_variables() -> None:
         ({"fileKeyRef": {}}, "is not known to the local node"),
     ],
 )
-def test_variable_that_cannot_be_had_keeps_the_container_waiting(source: dict[str, Any], message: str) -> None:
+def test_missing_source_of_a_variable_keeps_the_container_waiting(source: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")) as refused:
         environment({"name": "c", "env": [{"name": "A", "valueFrom": source}]}, POD, lookup)
     assert "hush" not in str(refused.value)
@@ -126,14 +126,14 @@ def test_volume_that_the_node_does_not_have_is_named() -> None:
         volume_paths(pod, Path("/x"), no_claims)
 
 
-def test_claim_is_a_folder_that_pods_share_once_it_is_there() -> None:
+def test_existing_claim_is_a_folder_that_pods_share() -> None:
     pod = {"spec": {"volumes": [{"name": "v", "persistentVolumeClaim": {"claimName": "models"}}]}}
     assert volume_paths(pod, Path("/x"), {"models": Path("/claims/models")}.get) == {"v": Path("/claims/models")}
     with pytest.raises(ConfigError, match='persistentvolumeclaim "models" not found'):
         volume_paths(pod, Path("/x"), no_claims)
 
 
-def test_figures_of_a_container_are_numbers() -> None:
+def test_limits_of_a_container_as_numbers() -> None:
     assert cpu_limit({"resources": {"limits": {"cpu": "400m"}}}) == 0.4
     assert cpu_limit({}) == 0.0
     containers = [{"resources": {"limits": {"nvidia.com/gpu": "2"}}}, {}]

@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator
 import pytest
 from aiohttp import ClientSession, web
 
+from llmservice_local.loopback import free_port
 from llmservice_local.node.probe import Outcome, ProbeTarget, Tally, ask
-from llmservice_local.ports import free_port
 
 
 async def execute(command: list[str], timeout_s: float) -> Outcome:
@@ -48,7 +48,7 @@ async def test_answer_to_a_probe(target: ProbeTarget, probe: dict[str, object], 
     assert outcome.message.startswith(message)
 
 
-async def test_port_that_nobody_listens_on_is_a_failure(target: ProbeTarget) -> None:
+async def test_closed_port_is_a_failure(target: ProbeTarget) -> None:
     async with ClientSession() as session:
         for probe in ({"httpGet": {"port": free_port()}}, {"tcpSocket": {"port": free_port()}}):
             outcome = await ask(session, probe, target)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llmservice_local.node.process import Process
+from llmservice_local.node.process import BackOff, Process
 
 PYTHON = sys.executable
 ESCAPE = (
@@ -58,7 +58,7 @@ async def test_exit_status_and_output_are_the_commands(
     assert log.read_text(encoding="utf-8") == said
 
 
-async def test_stop_is_a_sigterm_that_the_command_may_answer(tmp_path: Path) -> None:
+async def test_stop_sends_a_sigterm_that_the_command_can_handle(tmp_path: Path) -> None:
     log = tmp_path / "log"
     process = await start(log, "sh", "-c", "trap 'echo bye; exit 0' TERM; echo up; while :; do sleep 0.05; done")
     await until_logged(log)
@@ -66,7 +66,7 @@ async def test_stop_is_a_sigterm_that_the_command_may_answer(tmp_path: Path) -> 
     assert log.read_text(encoding="utf-8") == "up\nbye\n"
 
 
-async def test_command_that_does_not_listen_is_killed_after_its_grace(tmp_path: Path) -> None:
+async def test_command_that_ignores_sigterm_is_killed_after_the_grace_period(tmp_path: Path) -> None:
     log = tmp_path / "log"
     process = await start(log, "sh", "-c", "trap '' TERM; echo up; while :; do sleep 0.05; done")
     await until_logged(log)
@@ -82,7 +82,7 @@ async def test_orphan_in_a_session_of_its_own_ends_with_the_command(tmp_path: Pa
     assert not alive(int(pid))
 
 
-async def test_nothing_outlives_a_holder_that_is_killed(tmp_path: Path) -> None:
+async def test_no_process_outlives_a_parent_that_is_killed(tmp_path: Path) -> None:
     log = tmp_path / "log"
     holder = f"""
 import asyncio, os
@@ -109,3 +109,14 @@ async def test_limited_command_still_ends_when_asked_while_it_is_stopped(tmp_pat
     process = await start(log, PYTHON, "-c", "print('up', flush=True)\nwhile True: pass", cpu_limit=0.05)
     await until_logged(log)
     assert await process.stop(10) == 143
+
+
+def test_waits_double_up_to_five_minutes() -> None:
+    backoff = BackOff()
+    assert [backoff.next_delay(1) for _ in range(8)] == [0, 10, 20, 40, 80, 160, 300, 300]
+
+
+def test_a_run_of_ten_minutes_resets_the_delay() -> None:
+    backoff = BackOff(1.0)
+    waits = [backoff.next_delay(ran_s) for ran_s in (1, 1, 1, 600, 1)]
+    assert waits == [0, 1, 2, 0, 1]

@@ -52,7 +52,7 @@ def test_tree_is_stopped_when_its_quota_is_used_and_goes_on_at_the_next_period()
     assert not meter.stopped
 
 
-def test_what_was_taken_too_much_is_taken_off_the_next_quota() -> None:
+def test_time_used_in_excess_reduces_the_next_quota() -> None:
     meter = Meter(0.5)
     meter.used_s = 0.12  # 70 ms over the quota of 50 ms: the next period's quota does not cover it
     meter.step(0.09)

@@ -1,0 +1,1 @@
+"""The kinds that the emulated API serves: schemas, defaults, validation, and how writes to them merge."""

@@ -1,0 +1,270 @@
+"""Defaults, validation, QoS class and quotas of the built-in kinds that this project uses.
+
+Defaults: https://kubernetes.io/docs/reference/kubernetes-api/ and k8s.io/kubernetes/pkg/apis/*/v1/defaults.go.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from llmservice_local.errors import FieldError
+from llmservice_local.kinds.policy_rules import (
+    check_disruption_budget,
+    check_network_policy,
+    check_webhooks,
+    default_network_policy,
+    default_webhooks,
+)
+from llmservice_local.objects import Object, has_ended
+from llmservice_local.selector import matches_labels
+from llmservice_operator.api.units import amount
+
+
+def default_builtin(kind: str, obj: Object) -> Object:
+    """The object with the defaults of its kind, if that has any."""
+    fill = _DEFAULTS.get(kind)
+    return fill(obj) if fill else obj
+
+
+def validate_builtin(kind: str, obj: Object, old: Object | None) -> Iterator[FieldError]:
+    """The violations of the rules of a built-in kind that its schema does not contain."""
+    check = _CHECKS.get(kind)
+    if check:
+        yield from check(obj, old)
+
+
+def _with_defaults(obj: Object | None, **defaults: Any) -> Object:
+    """The object with these values for absent fields; a nested dict has the defaults of a nested object."""
+    result = dict(obj or {})
+    for name, value in defaults.items():
+        if isinstance(value, dict) and value:
+            result[name] = _with_defaults(result.get(name), **value)
+        elif result.get(name) is None:
+            result[name] = value
+    return result
+
+
+def _deployment(obj: Object) -> Object:
+    spec = _with_defaults(obj.get("spec"), replicas=1, revisionHistoryLimit=10, progressDeadlineSeconds=600)
+    strategy = _with_defaults(spec.get("strategy"), type="RollingUpdate")
+    if strategy["type"] == "RollingUpdate":
+        strategy = _with_defaults(strategy, rollingUpdate={"maxSurge": "25%", "maxUnavailable": "25%"})
+    return {**obj, "spec": {**spec, "strategy": strategy, "template": _template(spec.get("template") or {})}}
+
+
+def _replica_set(obj: Object) -> Object:
+    spec = _with_defaults(obj.get("spec"), replicas=1)
+    return {**obj, "spec": {**spec, "template": _template(spec.get("template") or {})}}
+
+
+def _template(template: Object) -> Object:
+    return {**template, "spec": _pod_spec(template.get("spec") or {})}
+
+
+def _pod(obj: Object) -> Object:
+    spec = _pod_spec(obj.get("spec") or {})
+    for field in ("containers", "initContainers"):
+        if field in spec:
+            spec[field] = [_with_requests(container) for container in spec[field]]
+    obj = {**obj, "spec": spec}
+    return obj if obj.get("status") else {**obj, "status": {"phase": "Pending", "qosClass": qos_class(spec)}}
+
+
+def _pod_spec(spec: Object) -> Object:
+    spec = _with_defaults(
+        spec,
+        restartPolicy="Always",
+        dnsPolicy="ClusterFirst",
+        terminationGracePeriodSeconds=30,
+        schedulerName="default-scheduler",
+        securityContext={},
+        enableServiceLinks=True,
+    )
+    if name := spec.get("serviceAccountName"):
+        spec["serviceAccount"] = name
+    for field in ("containers", "initContainers"):
+        if field in spec:
+            spec[field] = [_container(container) for container in spec[field]]
+    return spec
+
+
+def _container(container: Object) -> Object:
+    tag = (container.get("image") or "").rpartition("/")[2].partition(":")[2]
+    container = _with_defaults(
+        container,
+        terminationMessagePath="/dev/termination-log",
+        terminationMessagePolicy="File",
+        imagePullPolicy="Always" if tag in {"", "latest"} else "IfNotPresent",
+        resources={},
+    )
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        if probe in container:
+            container[probe] = _probe(container[probe])
+    if "ports" in container:
+        container["ports"] = [_with_defaults(port, protocol="TCP") for port in container["ports"]]
+    return container
+
+
+def _with_requests(container: Object) -> Object:
+    """A container of a pod (not of a template) whose limits are the default of its requests."""
+    resources = container["resources"]
+    if limits := resources.get("limits"):
+        return {**container, "resources": {**resources, "requests": {**limits, **(resources.get("requests") or {})}}}
+    return container
+
+
+def _probe(probe: Object) -> Object:
+    probe = _with_defaults(probe, timeoutSeconds=1, periodSeconds=10, successThreshold=1, failureThreshold=3)
+    if "httpGet" in probe:
+        probe["httpGet"] = _with_defaults(probe["httpGet"], path="/", scheme="HTTP")
+    return probe
+
+
+def _service(obj: Object) -> Object:
+    spec = _with_defaults(obj.get("spec"), type="ClusterIP", sessionAffinity="None", internalTrafficPolicy="Cluster")
+    if "ports" in spec:
+        ports = [_with_defaults(port, protocol="TCP") for port in spec["ports"]]
+        spec["ports"] = [_with_defaults(port, targetPort=port["port"]) for port in ports]
+    return {**obj, "spec": spec}
+
+
+def _secret(obj: Object) -> Object:
+    obj = _with_defaults(obj, type="Opaque")
+    plain = obj.pop("stringData", None)
+    if plain:
+        encoded = {key: base64.b64encode(value.encode()).decode() for key, value in plain.items()}
+        obj["data"] = {**(obj.get("data") or {}), **encoded}
+    return obj
+
+
+def _namespace(obj: Object) -> Object:
+    obj = {**obj, "spec": _with_defaults(obj.get("spec"), finalizers=["kubernetes"])}
+    name, labels = obj["metadata"].get("name"), obj["metadata"].get("labels") or {}
+    if name and isinstance(labels, dict):
+        obj["metadata"] = {**obj["metadata"], "labels": {**labels, "kubernetes.io/metadata.name": name}}
+    return obj if obj.get("status") else {**obj, "status": {"phase": "Active"}}
+
+
+def _check_workload(obj: Object, old: Object | None) -> Iterator[FieldError]:
+    spec = obj["spec"]
+    labels = (spec["template"].get("metadata") or {}).get("labels") or {}
+    selector = spec.get("selector") or {}
+    if not selector:
+        yield FieldError("spec.selector", "FieldValueRequired", "Required value")
+    elif not matches_labels(selector, labels):
+        yield FieldError(
+            "spec.template.metadata.labels",
+            "FieldValueInvalid",
+            "Invalid value: `selector` does not match template `labels`",
+        )
+    if old is not None and old["spec"].get("selector") != selector:
+        yield FieldError("spec.selector", "FieldValueInvalid", "Invalid value: field is immutable")
+    if spec["replicas"] < 0:
+        why = f"Invalid value: {spec['replicas']}: must be greater than or equal to 0"
+        yield FieldError("spec.replicas", "FieldValueInvalid", why)
+    yield from _check_pod_spec(spec["template"]["spec"], "spec.template.spec")
+
+
+def _check_pod(obj: Object, old: Object | None) -> Iterator[FieldError]:
+    if old is None:
+        yield from _check_pod_spec(obj["spec"], "spec")
+
+
+def _check_pod_spec(spec: Object, path: str) -> Iterator[FieldError]:
+    if not spec.get("containers"):
+        yield FieldError(f"{path}.containers", "FieldValueRequired", "Required value")
+    names: set[str] = set()
+    for field in ("initContainers", "containers"):
+        for index, container in enumerate(spec.get(field) or []):
+            at = f"{path}.{field}[{index}]"
+            if not container.get("image"):
+                yield FieldError(f"{at}.image", "FieldValueRequired", "Required value")
+            if container.get("name") in names:
+                duplicate = f'Duplicate value: "{container["name"]}"'
+                yield FieldError(f"{at}.name", "FieldValueDuplicate", duplicate)
+            names.add(container.get("name", ""))
+
+
+def _check_service(obj: Object, old: Object | None) -> Iterator[FieldError]:
+    del old
+    if (
+        not obj["spec"].get("ports")
+        and obj["spec"].get("type") != "ExternalName"
+        and obj["spec"].get("clusterIP") != "None"
+    ):
+        yield FieldError("spec.ports", "FieldValueRequired", "Required value")
+
+
+_DEFAULTS: dict[str, Callable[[Object], Object]] = {
+    "Deployment": _deployment,
+    "ReplicaSet": _replica_set,
+    "Pod": _pod,
+    "Service": _service,
+    "Namespace": _namespace,
+    "NetworkPolicy": default_network_policy,
+    "Secret": _secret,
+    "ValidatingWebhookConfiguration": default_webhooks,
+}
+_CHECKS: dict[str, Callable[[Object, Object | None], Iterator[FieldError]]] = {
+    "Deployment": _check_workload,
+    "NetworkPolicy": check_network_policy,
+    "PodDisruptionBudget": check_disruption_budget,
+    "ReplicaSet": _check_workload,
+    "Pod": _check_pod,
+    "Service": _check_service,
+    "ValidatingWebhookConfiguration": check_webhooks,
+}
+
+
+_COUNTED = ("cpu", "memory")
+
+
+def qos_class(spec: Object) -> str:
+    """A pod's QoS class (Guaranteed, Burstable or BestEffort), by the CPU and memory of all containers."""
+    requested: list[Object] = []
+    limited: list[Object] = []
+    for container in [*spec.get("containers", ()), *(spec.get("initContainers") or ())]:
+        resources = container.get("resources") or {}
+        requested.append(
+            {name: amount for name, amount in (resources.get("requests") or {}).items() if name in _COUNTED}
+        )
+        limited.append({name: amount for name, amount in (resources.get("limits") or {}).items() if name in _COUNTED})
+    if not any(requested) and not any(limited):
+        return "BestEffort"
+    for requests, limits in zip(requested, limited, strict=True):
+        if any(name not in limits or requests.get(name, limits[name]) != limits[name] for name in _COUNTED):
+            return "Burstable"
+    return "Guaranteed"
+
+
+def exceeded_quota(pod: Object, pods: Iterable[Object], quotas: Iterable[Object]) -> str | None:
+    """The message of the first ResourceQuota that `pod` would exceed, or None.
+
+    A quota counts the pods that have not ended and their requests (`pods`, `requests.cpu` …):
+    https://kubernetes.io/docs/concepts/policy/resource-quotas/
+    """
+    counted = [other for other in pods if not has_ended(other)]
+    for quota in quotas:
+        for resource, hard in ((quota.get("spec") or {}).get("hard") or {}).items():
+            requested = _amount(pod, resource)
+            used = sum(_amount(other, resource) for other in counted)
+            if requested and used + requested > amount(str(hard)):
+                name = quota["metadata"]["name"]
+                figures = f"requested: {resource}={requested:g}, used: {resource}={used:g}, limited: {resource}={hard}"
+                return f"exceeded quota: {name}, {figures}"
+    return None
+
+
+def _amount(pod: Object, resource: str) -> float:
+    if resource in {"pods", "count/pods"}:
+        return 1.0
+    what = resource.removeprefix("requests.")
+    return float(sum(_requested(container, what) for container in pod["spec"].get("containers") or []))
+
+
+def _requested(container: Mapping[str, Any], resource: str) -> float:
+    resources = container.get("resources") or {}
+    found = (resources.get("requests") or {}).get(resource) or (resources.get("limits") or {}).get(resource)
+    return float(amount(str(found))) if found is not None else 0.0

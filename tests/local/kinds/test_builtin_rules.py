@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from llmservice_local.api.registry import Registry, WriteOptions
+from llmservice_local.errors import ApiError
+from llmservice_local.kinds.builtin_rules import default_builtin, exceeded_quota, qos_class, validate_builtin
+
+
+def template(**container: Any) -> dict[str, Any]:
+    return {"metadata": {"labels": {"app": "web"}}, "spec": {"containers": [{"name": "c", "image": "x", **container}]}}
+
+
+def deployment(**spec: Any) -> dict[str, Any]:
+    return {"spec": {"selector": {"matchLabels": {"app": "web"}}, "template": template(), **spec}}
+
+
+def test_deployment_rolls_by_a_quarter_unless_it_says_otherwise() -> None:
+    spec = default_builtin("Deployment", deployment())["spec"]
+    assert (spec["replicas"], spec["strategy"]["rollingUpdate"]) == (1, {"maxSurge": "25%", "maxUnavailable": "25%"})
+    kept = {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}}
+    assert default_builtin("Deployment", deployment(strategy=kept))["spec"]["strategy"] == kept
+    assert (
+        "rollingUpdate"
+        not in default_builtin("Deployment", deployment(strategy={"type": "Recreate"}))["spec"]["strategy"]
+    )
+
+
+def test_limits_become_requests_in_a_pod_but_not_in_a_template() -> None:
+    limits = {"limits": {"nvidia.com/gpu": "1"}}
+    made = default_builtin("Deployment", deployment(template=template(resources=limits)))
+    assert made["spec"]["template"]["spec"]["containers"][0]["resources"] == limits
+    pod = default_builtin("Pod", {"spec": template(resources=limits)["spec"]})
+    assert pod["spec"]["containers"][0]["resources"]["requests"] == {"nvidia.com/gpu": "1"}
+
+
+@pytest.mark.parametrize(
+    ("image", "policy"),
+    [("a", "Always"), ("a:latest", "Always"), ("h:5000/a:1", "IfNotPresent"), ("h:5000/a", "Always")],
+)
+def test_images_without_a_fixed_tag_are_always_pulled(image: str, policy: str) -> None:
+    pod = default_builtin("Pod", {"spec": {"containers": [{"name": "c", "image": image}]}})
+    assert pod["spec"]["containers"][0]["imagePullPolicy"] == policy
+
+
+def test_service_targets_its_own_port_unless_it_names_another() -> None:
+    ports = [{"port": 80}, {"port": 81, "targetPort": "http", "protocol": "UDP"}]
+    assert default_builtin("Service", {"spec": {"ports": ports}})["spec"]["ports"] == [
+        {"port": 80, "protocol": "TCP", "targetPort": 80},
+        {"port": 81, "protocol": "UDP", "targetPort": "http"},
+    ]
+
+
+def test_plain_text_of_a_secret_is_stored_as_data() -> None:
+    made = default_builtin("Secret", {"stringData": {"token": "hush"}, "data": {"other": "eA=="}})
+    assert made == {"type": "Opaque", "data": {"token": "aHVzaA==", "other": "eA=="}}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"selector": {}}, "spec.selector: Required value"),
+        ({"selector": {"matchLabels": {"app": "db"}}}, "`selector` does not match template `labels`"),
+        ({"replicas": -1}, "spec.replicas: Invalid value: -1: must be greater than or equal to 0"),
+        ({"template": {**template(), "spec": {"containers": []}}}, "spec.template.spec.containers: Required value"),
+        ({"template": template(image="")}, "spec.template.spec.containers[0].image: Required value"),
+    ],
+)
+def test_workload_that_could_not_run_is_refused(change: dict[str, Any], message: str) -> None:
+    made = default_builtin("Deployment", deployment(**change))
+    assert any(message in str(error) for error in validate_builtin("Deployment", made, None))
+
+
+def test_selector_of_a_deployment_never_changes() -> None:
+    old = default_builtin("Deployment", deployment())
+    new = default_builtin("Deployment", deployment(selector={"matchLabels": {}, "matchExpressions": []}))
+    assert "spec.selector: Invalid value: field is immutable" in [
+        str(e) for e in validate_builtin("Deployment", new, old)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("resources", "expected"),
+    [
+        ({}, "BestEffort"),
+        ({"limits": {"nvidia.com/gpu": "1"}, "requests": {"nvidia.com/gpu": "1"}}, "BestEffort"),
+        ({"requests": {"cpu": "1"}}, "Burstable"),
+        ({"limits": {"cpu": "1", "memory": "1Gi"}}, "Guaranteed"),
+        ({"limits": {"cpu": "1", "memory": "1Gi"}, "requests": {"cpu": "500m"}}, "Burstable"),
+    ],
+)
+def test_quality_of_service(resources: dict[str, Any], expected: str) -> None:
+    assert qos_class({"containers": [{"name": "c", "resources": resources}]}) == expected
+
+
+def test_one_unlimited_container_makes_the_pod_burstable() -> None:
+    limited = {"resources": {"limits": {"cpu": "1", "memory": "1Gi"}}}
+    assert qos_class({"containers": [limited], "initContainers": [{}]}) == "Burstable"
+
+
+def pod(phase: str = "Running", **requests: str) -> dict[str, Any]:
+    named = {resource.replace("_", "."): amount for resource, amount in requests.items()}
+    container = {"name": "c", "image": "i", "resources": {"requests": named}}
+    return {"metadata": {"name": "p"}, "spec": {"containers": [container]}, "status": {"phase": phase}}
+
+
+def quota(**hard: str) -> dict[str, Any]:
+    named = {resource.replace("_", "."): amount for resource, amount in hard.items()}
+    return {"metadata": {"name": "q"}, "spec": {"hard": named}}
+
+
+@pytest.mark.parametrize(
+    ("hard", "there", "says"),
+    [
+        pytest.param(quota(pods="2"), [pod()], None, id="room for one"),
+        pytest.param(quota(pods="1"), [pod()], "requested: pods=1, used: pods=1, limited: pods=1", id="no room"),
+        pytest.param(quota(pods="1"), [pod("Succeeded")], None, id="what ended does not count"),
+        pytest.param(quota(requests_cpu="1"), [pod(cpu="600m")], "limited: requests.cpu=1", id="cores"),
+        pytest.param(quota(requests_memory="1Gi"), [pod(cpu="600m")], None, id="nothing of that is asked for"),
+    ],
+)
+def test_a_quota_bounds_pods_and_what_they_request(hard: dict[str, Any], there: list[Any], says: str | None) -> None:
+    said = exceeded_quota(pod(cpu="500m"), there, [hard])
+
+    assert said is None if says is None else says in str(said)
+
+
+def test_a_pod_beyond_the_quota_is_forbidden() -> None:
+    registry, options = Registry(), WriteOptions()
+    registry.create(registry.kinds.find("", "v1", "resourcequotas"), "default", quota(pods="0"), options)
+
+    with pytest.raises(ApiError, match='pods "p" is forbidden: exceeded quota: q') as refused:
+        registry.create(registry.kinds.find("", "v1", "pods"), "default", pod(), options)
+
+    assert refused.value.code == 403
