@@ -1,4 +1,4 @@
-"""What a start takes, phase by phase, in a process of its own: `python benchmarks/cold_start.py MODEL` prints JSON."""
+"""The time of a start by phase, in a new process: `python benchmarks/cold_start.py MODEL` prints JSON."""
 
 from __future__ import annotations
 
@@ -9,28 +9,30 @@ from pathlib import Path
 
 
 def phases(model: Path) -> dict[str, float]:
-    """Seconds. The weights are read twice, and `rest_of_start_s` is the second time without them."""
+    """Seconds by phase. The weights are read twice; `rest_of_start_s` is the second start without reading them."""
     begun_s = time.perf_counter()
-    from llmservice_server.engine.engine import Engine
+    from llmservice_server.runtime.startup import load_engine
 
     imported_s = time.perf_counter()
     import torch
 
     from llmservice_server.engine.config import EngineConfig
-    from llmservice_server.engine.loader import Checkpoint
-    from llmservice_server.messages import Generate, SamplingParams
+    from llmservice_server.runtime.loader import Checkpoint
     from llmservice_server.text.tokenizer import Tokenizer
+    from llmservice_server.types.messages import GenerateRequest, SamplingParams
 
     checkpoint = Checkpoint.open(model)
     checkpoint.load(checkpoint.dtype("auto"), torch.device("cpu"))
     loaded_s = time.perf_counter()
     tokenizer = Tokenizer.load(model)
     tokenized_s = time.perf_counter()
-    engine = Engine(EngineConfig(model=model, kv_cache_memory_bytes=1 << 28))
+    engine = load_engine(EngineConfig(model=model, kv_cache_memory_bytes=1 << 28))
     started_s = time.perf_counter()
     sampling = SamplingParams(max_tokens=1)
-    prompt = tokenizer.encode("The first words that anybody says to it.")
-    engine.add(Generate(request_id="first", prompt_token_ids=prompt, sampling=sampling, arrival_s=time.monotonic()))
+    prompt = tokenizer.encode("The first words of a prompt.")
+    engine.add(
+        GenerateRequest(request_id="first", prompt_token_ids=prompt, sampling=sampling, arrival_s=time.monotonic())
+    )
     while not engine.step().outputs:
         pass
     first_s = time.perf_counter()

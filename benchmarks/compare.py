@@ -1,11 +1,10 @@
-"""This project's engine against what people would use instead: same weights, same requests, same cores.
+"""This project's engine compared with llama.cpp and transformers: same weights, requests and cores.
 
-Each peer runs in a process of its own, one after the other, warmed up, and is driven there without HTTP. Lengths are
-those of the Azure conversation trace, scaled to a model of 12 layers, 768 wide; every answer that ends brings the next
-request, so that 32 are always in flight, and only tokens that somebody asked for count. Then single requests, which
-the peers take in turns, and the best of them and ours for some more turns: a memory that is slower for a minute, as on
-shared machines, is so for all of them.
-Needs the extra `bench-peers`; llama.cpp is compiled for the machine that it runs on, which takes minutes.
+Each engine runs in its own process, warmed up and without HTTP. Request lengths are those of the Azure conversation
+trace, scaled to a model with 12 layers and hidden size 768; 32 requests are always in flight, and only requested tokens
+count. Then single requests, for which the engines alternate; ours and the best of the others are measured more often,
+so that temporary slowness of a shared machine affects both.
+Needs the extra `bench-peers`; llama.cpp is compiled for this machine, which takes minutes.
 """
 
 from __future__ import annotations
@@ -23,99 +22,99 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from llmservice_bench.lengths import Lengths, read_trace, scaled_to
 from llmservice_bench.models import SHAPES, checkpoint
 from llmservice_bench.report import Report
 from llmservice_bench.results import Check, Results
+from llmservice_bench.trace import Lengths, read_trace, scaled_to
 from peers.process import PeerProcess
-from peers.workload import Answer, Job, agreement, draw_asks, in_turns, records
+from peers.workload import Answer, Job, agreement, draw_requests, in_turns, records
 
 OURS, LLAMA_CPP = "ours", "llama.cpp"
 CONTINUOUS, STATIC = "transformers continuous", "transformers static"
 CLASSES = {
     OURS: "peers.ours:peer",
     LLAMA_CPP: "peers.llama_cpp:peer",
-    CONTINUOUS: "peers.transformers_continuous:ContinuousPeer",
-    STATIC: "peers.transformers_static:StaticPeer",
+    CONTINUOUS: "peers.transformers_peers:ContinuousPeer",
+    STATIC: "peers.transformers_peers:StaticPeer",
 }
 DTYPES = ("float32", "bfloat16")
 MODEL = "small"
 IN_FLIGHT = 32
 SINGLE, TURNS, FINAL_TURNS = Lengths(64, 64), 5, 26
-"""What each peer is asked alone, how often, and how often ours and the best of them are asked again: where their
-memory is what both wait for they are close to each other, and one turn says little."""
+"""Single requests: their number, the turns of every peer, and the additional turns of ours and the best other
+peer, whose figures are close to each other."""
 LONGEST = Lengths(400, 256)
 TARGETS = {
     LLAMA_CPP: {"float32": 1.3, "bfloat16": 1.6},
     CONTINUOUS: dict.fromkeys(DTYPES, 3.0),
     STATIC: dict.fromkeys(DTYPES, 4.0),
 }
-"""How many times a peer's useful tokens per second ours must reach; beside llama.cpp, with no worse a p99 TTFT."""
+"""Target ratio of our useful tokens per second to a peer's; with llama.cpp, our p99 TTFT must not be worse."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What one peer showed in one dtype."""
+    """The measurements of one peer in one dtype."""
 
     batch: list[Answer]
     single: list[Answer]
-    """One a turn; more of those who had more turns."""
+    """One per turn."""
 
 
 def measure(peers: Sequence[str], batch: Job, single: Job) -> dict[str, Shown]:
-    """Everybody serves the batch, one after the other; then they serve the single requests in turns."""
+    """Run the batch with each peer, then the single requests alternately."""
     with ExitStack() as stack:
         processes = {peer: stack.enter_context(PeerProcess(CLASSES[peer])) for peer in peers}
         together: dict[str, list[Answer]] = {}
         for peer, process in processes.items():
             process.load(batch)
-            together[peer] = process.serve(batch.asks)
+            together[peer] = process.serve(batch.requests)
             process.load(single)
         alone: dict[str, list[Answer]] = {peer: [] for peer in peers}
         taking_turns = peers
-        for turn, ask in enumerate(single.asks):
+        for turn, request in enumerate(single.requests):
             if turn == TURNS:
                 taking_turns = finalists({peer: median(speeds(single, answers)) for peer, answers in alone.items()})
             for peer in rotated(taking_turns, turn):
-                alone[peer] += processes[peer].serve([ask])
+                alone[peer] += processes[peer].serve([request])
     return {peer: Shown(together[peer], alone[peer]) for peer in peers}
 
 
 def finalists(tokens_per_s: dict[str, float]) -> list[str]:
-    """Ours and the best of the others."""
+    """Our engine and the best of the others."""
     others = [peer for peer in tokens_per_s if peer != OURS]
     return [OURS, *sorted(others, key=tokens_per_s.__getitem__)[-1:]]
 
 
 def speeds(single: Job, answers: Sequence[Answer]) -> list[float]:
-    """Tokens per second of each single request that was answered."""
-    laid = in_turns(single.asks[: len(answers)], answers)
+    """Tokens per second of each single request."""
+    laid = in_turns(single.requests[: len(answers)], answers)
     return [Report.of([record]).output_tokens_per_s for record in laid]
 
 
 def rotated(peers: Sequence[str], turn: int) -> list[str]:
-    """Everybody once, another first at each turn: nobody always comes after the same one."""
+    """All peers once, in an order that changes with each turn."""
     first = turn % len(peers)
     return [*peers[first:], *peers[:first]]
 
 
 def jobs(dtype: str, count: int, in_flight: int, gguf: Path) -> tuple[Job, Job]:
-    """The same for every peer: many at a time, and one at a time."""
+    """The batched and the single requests, which are the same for every peer."""
     lengths = scaled_to(read_trace(), LONGEST)
     vocab_size = SHAPES[MODEL].vocab_size
     batch = Job(
         model=checkpoint(MODEL, dtype),
         gguf=gguf,
         dtype=dtype,
-        asks=draw_asks(lengths, count, vocab_size, seed=0),
+        requests=draw_requests(lengths, count, vocab_size, seed=0),
         in_flight=in_flight,
         threads=len(os.sched_getaffinity(0)),
     )
-    return batch, replace(batch, asks=draw_asks([SINGLE], TURNS + FINAL_TURNS, vocab_size, seed=1), in_flight=1)
+    return batch, replace(batch, requests=draw_requests([SINGLE], TURNS + FINAL_TURNS, vocab_size, seed=1), in_flight=1)
 
 
 def checks(batches: dict[str, Report], turns: dict[str, list[float]], dtype: str) -> list[Check]:
-    """Of the peers that ran; `turns` are everybody's tokens per second of each single request."""
+    """The targets for the peers that ran; `turns` are the tokens per second of each peer's single requests."""
     ours = batches[OURS]
     found = []
     for peer, other in batches.items():
@@ -148,12 +147,12 @@ def compare(peers: Sequence[str], dtype: str, count: int) -> tuple[list[dict[str
         batch, single = jobs(dtype, count, IN_FLIGHT, gguf)
         shown = measure(peers, batch, single)
     for peer, answers in shown.items():
-        alone = in_turns(single.asks[: len(answers.single)], answers.single)
-        batches[peer] = Report.of(records(batch.asks, answers.batch))
+        alone = in_turns(single.requests[: len(answers.single)], answers.single)
+        batches[peer] = Report.of(records(batch.requests, answers.batch))
         turns[peer] = speeds(single, answers.single)
         for in_flight, report in ((IN_FLIGHT, batches[peer]), (1, Report.of(alone))):
             about = {"peer": peer, "dtype": dtype, "in_flight": in_flight}
-            same = agreement(batch.asks, shown[peers[0]].batch, answers.batch)
+            same = agreement(batch.requests, shown[peers[0]].batch, answers.batch)
             rows.append({**about, **report.row(), "same_tokens_as_ours": same})
             print(_line(rows[-1]), flush=True)
     return rows, checks(batches, turns, dtype)

@@ -1,11 +1,10 @@
-"""What operator_scale.py runs the operator against: an API server, and pods that are ready without a node.
+"""The cluster of operator_scale.py: an API server, and ready pods without a node.
 
-The API is the emulator in a process of its own, or the kube-apiserver that KUBEBUILDER_ASSETS names. Instead of
-controllers and nodes, `FakeFleet` gives every Deployment its ready pods and a settled status. The pods share one
-loopback address where a process answers /metrics as an idle server does: the operator scrapes as many times as there
-are pods.
+The API is the emulator in its own process, or the kube-apiserver of KUBEBUILDER_ASSETS. Instead of controllers and
+nodes, `FakeFleet` creates the ready pods of every Deployment and sets its status. All pods share one loopback address,
+where a process serves the /metrics of an idle server.
 
-    python benchmarks/fake_fleet.py api|pods        what the benchmark starts; each prints where it listens
+    python benchmarks/fake_fleet.py api|pods        started by the benchmark; each prints its address
 """
 
 from __future__ import annotations
@@ -24,9 +23,8 @@ from typing import Any
 
 from aiohttp import ClientSession, web
 
-from llmservice_local.api.errors import ApiError
-from llmservice_local.client import DEPLOYMENTS, PODS, KubeClient
-from llmservice_local.endpoint import Endpoint
+from llmservice_local.client import DEPLOYMENTS, PODS, Endpoint, KubeClient
+from llmservice_local.errors import ApiError
 
 Object = dict[str, Any]
 Key = tuple[str, str]
@@ -37,12 +35,12 @@ METRICS_PORT = 8001
 
 @dataclass
 class FakeFleet:
-    """Controllers, scheduler and kubelets in one watch; also the stopwatch of Deployment changes."""
+    """Replaces controllers, scheduler and kubelets, and measures when Deployments change."""
 
     client: KubeClient
     deployments: dict[Key, Object] = field(default_factory=dict)
     awaited: dict[Key, tuple[str, asyncio.Future[float]]] = field(default_factory=dict)
-    """By Deployment: an argument that its container is to get, and the moment at which it did."""
+    """By Deployment: an expected argument of its container, and the time when it was set."""
     _pods: set[Key] = field(default_factory=set)
     _work: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -56,7 +54,7 @@ class FakeFleet:
                     self._changed(event["object"])
 
     def expect(self, key: Key, argument: str) -> asyncio.Future[float]:
-        """The moment (monotonic) at which this Deployment's server gets this argument."""
+        """A future of the time (monotonic) when this Deployment's server gets this argument."""
         moment: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self.awaited[key] = (argument, moment)
         return moment
@@ -108,9 +106,9 @@ class FakeFleet:
 
 
 async def serve_pods() -> None:
-    """One server's /metrics page, as an idle one with some history shows it, on the address of all pods."""
-    from llmservice_server.messages import Ready
-    from llmservice_server.metrics import Metrics
+    """Serve the /metrics page of an idle server on the address of all pods."""
+    from llmservice_server.ipc.metrics import Metrics
+    from llmservice_server.types.messages import Ready
 
     metrics = Metrics("llmservice_", "model")
     figures = {"max_model_len": 512, "max_num_seqs": 8, "block_size": 16, "max_request_tokens": 512}
@@ -132,7 +130,7 @@ async def serve_pods() -> None:
     await runner.setup()
     await web.TCPSite(runner, POD_ADDRESS, METRICS_PORT).start()
     print(f"{POD_ADDRESS}:{METRICS_PORT}, {len(page)} bytes", flush=True)
-    await asyncio.to_thread(sys.stdin.read)  # until whoever started us has gone
+    await asyncio.to_thread(sys.stdin.read)  # until the parent process has ended
 
 
 async def serve_emulator() -> None:
@@ -145,7 +143,7 @@ async def serve_emulator() -> None:
 
 @asynccontextmanager
 async def beside(what: str) -> AsyncIterator[str]:
-    """Run a part of this file as a process of its own; yields the line that it prints once it listens."""
+    """Run a part of this file in its own process; yields the line that it prints when it listens."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, __file__, what, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
     )
@@ -162,7 +160,7 @@ async def beside(what: str) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def api_server(folder: Path) -> AsyncIterator[tuple[Endpoint, str]]:
-    """The API to measure against, and what it is."""
+    """The endpoint of the API server, and its kind."""
     from llmservice_local.control_plane import serve_control_plane
 
     async with AsyncExitStack() as stack:
@@ -178,5 +176,5 @@ async def api_server(folder: Path) -> AsyncIterator[tuple[Endpoint, str]]:
 
 
 if __name__ == "__main__":
-    gc.disable()  # a full collection takes half a second here, which would be counted as the operator's
+    gc.disable()  # a full garbage collection takes 0.5 s here, which would be attributed to the operator
     asyncio.run(serve_emulator() if sys.argv[1:] == ["api"] else serve_pods())

@@ -1,6 +1,6 @@
-"""The pieces around the model, each alone: a step on the host, the block pool, the sampler, the HTTP path, a start.
+"""Components around the model: host time per step, block pool, sampler, HTTP path, start-up.
 
-A model that computes nothing stands in where the model is not what is measured; everything else is what a pod runs.
+Where the model is not measured, a model that computes nothing replaces it; everything else is as in a pod.
 """
 
 from __future__ import annotations
@@ -18,22 +18,21 @@ from typing import Any
 import torch
 
 from llmservice_bench.results import Check, Results
-from pieces import real_step
 from pieces.block_pool import measure_block_pool
 from pieces.embeddings import NUM_STREAMS as NUM_EMBEDDING_STREAMS
 from pieces.embeddings import measure_embeddings
 from pieces.http_path import LONGEST_ITL_MS, NUM_STREAMS, measure_http, sustained_tokens_per_s
 from pieces.sampler import KINDS, NUM_ROWS, measure_sampler
 from pieces.start import measure_phases, measure_serving
-from pieces.step import measure_step
+from pieces.step import measure_real_step, measure_step
 from pieces.stream_chunks import measure_stream_chunks
 
 Row = dict[str, Any]
 
 NUM_RUNNING = (16, 64, 256, 1024)
 STEP_ROUNDS = 5
-"""Of all sizes by turns; the median one counts. Two hundred steps are over in a tenth of a second, in which a shared
-machine may be half as fast again, or not, for reasons of its own."""
+"""Rounds over all sizes, of which the median counts, because a round takes 0.1 s and the speed of a shared machine
+varies."""
 OFFERED = (10_000, 15_000, 20_000, 25_000, 30_000)  # tokens/s
 EMBEDDED = ((16, 32), (4, 512))  # inputs of a request, tokens of each
 START_MODEL = "toy"
@@ -41,7 +40,7 @@ START_MODEL = "toy"
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What one part leaves behind."""
+    """The results of one part."""
 
     rows: Sequence[Row]
     checks: Sequence[Check] = ()
@@ -70,7 +69,7 @@ def step() -> Found:
         Check(f"scheduling and bookkeeping per step at 256 running, {name}", "<= 0.5", host_ms[name, 256], "ms")
         for name in temperatures
     ]
-    step_ms = real_step.measure_real_step("small", 256) * 1000
+    step_ms = measure_real_step("small", 256) * 1000
     share = 100 * host_ms["greedy", 256] / step_ms
     rows.append({"running": 256, "sampling": "greedy", "step_of_12x768_p50_ms": step_ms, "host_share_percent": share})
     checks.append(Check("the same, of the step on the 12×768 model", "<= 5", share, "%"))

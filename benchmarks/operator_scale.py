@@ -1,12 +1,12 @@
-"""The operator with 1,000 LLMServices: what it asks and writes when nothing changes, how fast it follows, its memory.
+"""The operator with 1,000 LLMServices: requests and writes without changes, reaction time, memory.
 
-All services are autoscaled and have one ready pod that is scraped in every pass; see fake_fleet.py for what is real and
-what is not. Four rounds: a spec changes here and there, a hundred change at once, the operator starts anew beside
-services that need nothing, and, with two replicas, one stops and one is killed. Figures and targets go to
-benchmarks/results/operator_scale.json (operator_scale_kube-apiserver.json where KUBEBUILDER_ASSETS names one).
+All services are autoscaled and have one ready pod that is scraped in every pass; fake_fleet.py describes what is
+simulated. Four rounds: single spec changes, a hundred changes at once, a restart of the operator without changes, and,
+with two replicas, the loss of the leader by SIGTERM and by SIGKILL. The results are in
+benchmarks/results/operator_scale.json (operator_scale_kube-apiserver.json with KUBEBUILDER_ASSETS).
 
     python benchmarks/operator_scale.py                              1,000 services, ten minutes at most
-    python benchmarks/operator_scale.py --services 100 --steady 20   for a quick look
+    python benchmarks/operator_scale.py --services 100 --steady 20   a quick run
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from fake_fleet import FakeFleet, api_server, beside
 from llmservice_bench.report import machine
 from llmservice_bench.results import Check, Results
-from llmservice_local.api.errors import ApiError
 from llmservice_local.client import DEFINITIONS, NAMESPACES, KubeClient, Resource, connect
-from llmservice_local.ports import free_port
+from llmservice_local.errors import ApiError
+from llmservice_local.loopback import free_port
 from llmservice_operator.api.crd import crd
 
 SERVICES = Resource("serving.llmservice.io/v1alpha1", "llmservices")
@@ -50,12 +50,12 @@ WRITES = frozenset({"create", "update", "patch", "delete"})
 LIMIT_S = 600.0
 LEASE_S = 30.0
 AFTERMATH_S = 20.0
-"""Longer than a restarted operator keeps back what it finds: whatever it wants to write is written by then."""
+"""Longer than a restarted operator delays its status writes."""
 
 
 @dataclass
 class Operator:
-    """One process; what it tells of itself is read from its /metrics."""
+    """An operator process, with figures from its /metrics."""
 
     process: asyncio.subprocess.Process
     port: int
@@ -72,7 +72,7 @@ class Operator:
         return [(sample.name, sample.labels, sample.value) for family in families for sample in family.samples]
 
     async def calls(self) -> dict[str, float]:
-        """Requests to the API server so far, renewals of the lease apart."""
+        """Requests to the API server so far, without those for the Lease."""
         counted = {"reads": 0.0, "writes": 0.0}
         for name, labels, value in await self.samples():
             if name == "llmservice_operator_api_requests_total" and labels["resource"] != "leases":
@@ -96,7 +96,7 @@ class Operator:
 
 @dataclass
 class Bench:
-    """What is measured, printed as it is found."""
+    """The measurements, which are printed immediately."""
 
     client: KubeClient
     fleet: FakeFleet
@@ -108,7 +108,7 @@ class Bench:
     checks: list[Check] = field(default_factory=list)
 
     def note(self, name: str, value: float, text: str, bound: str = "") -> None:
-        """One line of the table; a bound, as a `Check` has it, makes it a promise."""
+        """Add a row; with a bound (as of `Check`) it is also a target."""
         self.rows.append({"name": name, "what": text, "value": value})
         if bound:
             self.checks.append(Check(f"operator, {self.count} services: {text}", bound, value))
@@ -120,7 +120,7 @@ class Bench:
 
     @asynccontextmanager
     async def operator(self, *flags: str) -> AsyncIterator[Operator]:
-        """Start one; what still runs at the end is killed."""
+        """Start an operator, which is killed at the end of the block if it still runs."""
         port = free_port()
         command = ["operator", "--host", "127.0.0.1", "--port", str(port), "--server-image", "img:1"]
         command += ["--health-port", str(free_port())]
@@ -160,7 +160,7 @@ class Bench:
 
 
 async def prepare(bench: Bench) -> None:
-    """The CRD, the namespaces, and all services before any operator."""
+    """Create the CRD, the namespaces and all services, before an operator runs."""
     await bench.client.create(DEFINITIONS, None, crd())
     for number in range(NAMESPACE_COUNT):
         namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": f"team-{number}"}}
@@ -186,7 +186,7 @@ async def _served(client: KubeClient) -> bool:
 
 
 async def until(check: Callable[[], Awaitable[bool]], every_s: float = 0.2) -> float:
-    """Seconds until it holds."""
+    """Seconds until the condition is true."""
     started_s = time.monotonic()
     async with asyncio.timeout(LIMIT_S):
         while not await check():  # noqa: ASYNC110 - what another process does has no event here
@@ -238,12 +238,12 @@ def note_latencies(bench: Bench, name: str, latencies: list[float], what: str) -
 
 
 async def measure_restart(bench: Bench, operator: Operator) -> None:
-    """All services are as they should be: how long until each was looked at, and is anything written?"""
+    """A restart without changes: seconds until each service was reconciled, and the number of writes."""
 
     async def all_seen() -> bool:
         return await operator.value("llmservice_operator_pass_seconds_count") >= bench.count
 
-    await until(all_seen, 1.0)  # the exposition of a thousand services takes a tenth of a second
+    await until(all_seen, 1.0)  # /metrics of a thousand services takes 0.1 s
     took_s = time.monotonic() - operator.started_s
     bench.note("restart_s", took_s, "restart: every service looked at, s after the start", "< 30")
     busy = await operator.value("llmservice_operator_process_cpu_seconds_total")
@@ -256,7 +256,7 @@ async def measure_restart(bench: Bench, operator: Operator) -> None:
 
 
 async def measure_handover(bench: Bench, name: str, number: signal.Signals, target: str) -> None:
-    """Two replicas; from the signal until the other one has changed a Deployment."""
+    """With two replicas: seconds from the signal until the other one has changed a Deployment."""
     flags = ("--leader-elect", f"--lease-name={name}")
     async with bench.operator(*flags) as first:
         await until(lambda: _leads(first))
@@ -275,7 +275,7 @@ async def measure_handover(bench: Bench, name: str, number: signal.Signals, targ
 
 
 async def measure_rest(bench: Bench, *operators: Operator) -> None:
-    """What two replicas ask of the Lease while nothing happens."""
+    """Requests of two replicas for the Lease without changes."""
     before = sum([await one.lease_calls() for one in operators])
     await asyncio.sleep(LEASE_S)
     calls = sum([await one.lease_calls() for one in operators]) - before
@@ -291,7 +291,7 @@ async def _filled(operator: Operator, count: int) -> bool:
 
 
 async def run(count: int, steady_s: float, changes: int, limit_s: float) -> int:
-    """All rounds, or as many as there is time for: 1 where some are missing."""
+    """Run all rounds that fit the time limit; returns 1 if some are missing."""
     where = machine()
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

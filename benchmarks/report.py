@@ -1,4 +1,4 @@
-"""docs/benchmarks.md and its plots, made from benchmarks/results/*.json: every figure in it is in one of these files.
+"""Writes docs/benchmarks.md and its plots from benchmarks/results/*.json.
 
 python benchmarks/report.py
 """
@@ -13,25 +13,55 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from catalogue import BENCHMARKS, Benchmark
 from llmservice_bench.plots import draw
-from llmservice_bench.results import FOLDER
-from llmservice_bench.rows_table import cell, figure, rows_tables
+from llmservice_bench.results import FOLDER, cell, figure, rows_tables
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """A script <name>.py that writes results/<name>.json or several <name>_<part>.json."""
+
+    name: str
+    title: str
+    minutes: float
+    """Expected time on two cores; the script is stopped after twice that."""
+    in_make_bench: bool = True
+
+    @property
+    def script(self) -> Path:
+        return Path(__file__).resolve().parent / f"{self.name}.py"
+
+    def wrote(self, results_name: str) -> bool:
+        return results_name == self.name or results_name.startswith(f"{self.name}_")
+
+
+BENCHMARKS = (
+    Benchmark("compare", "Compared with other engines", 8),
+    Benchmark("strategies", "Static, dynamic and continuous batching", 5),
+    Benchmark("roofline", "Roofline of this machine", 1.5),
+    Benchmark("serve", "Throughput and latency over HTTP", 2),
+    Benchmark("micro", "Components around the model", 3),
+    Benchmark("operator_scale", "The operator with 1,000 services", 8, in_make_bench=False),
+    Benchmark("gpu", "On a GPU", 9, in_make_bench=False),
+    Benchmark("soak", "Soak test", 10, in_make_bench=False),
+)
+"""In the order of the report."""
+
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PLOT_FOLDER = "benchmarks"
 INTRODUCTION = """\
-Made by `make bench`; every figure is in one of the files in `benchmarks/results/`. Ratios are of one run.
-Lengths of requests are those of the Azure LLM inference trace 2023, conversation (Microsoft, CC-BY 4.0; Patel et al.,
+Written by `make bench`; every figure is in a file in `benchmarks/results/`. Ratios are of one run.
+Request lengths are those of the Azure LLM inference trace 2023, conversation (Microsoft, CC-BY 4.0; Patel et al.,
 "Splitwise", ISCA 2024), scaled to the model."""
 
 Content = Mapping[str, Any]
-"""Of a results file."""
+"""A results file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A benchmark and what it left behind, in one file or in several."""
+    """A benchmark and its results files."""
 
     benchmark: Benchmark
     contents: Sequence[Content]
@@ -44,19 +74,19 @@ class Section:
 
 
 def about(script: Path) -> str:
-    """What a benchmark says of itself: its docstring, without examples of how to call it."""
+    """The docstring of a benchmark, without indented examples."""
     docstring = ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or ""
     paragraphs = docstring.split("\n\n")
-    told = [" ".join(paragraph.split()) for paragraph in paragraphs if not paragraph.startswith("    ")]
-    return "\n\n".join([*told, f"`python benchmarks/{script.name}`"])
+    texts = [" ".join(paragraph.split()) for paragraph in paragraphs if not paragraph.startswith("    ")]
+    return "\n\n".join([*texts, f"`python benchmarks/{script.name}`"])
 
 
 def read_sections(results: Path) -> list[Section]:
-    """In the order of the catalogue; a benchmark that has left nothing has no section."""
+    """The sections in the order of `BENCHMARKS`, without benchmarks that have no results."""
     contents = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("*.json"))}
     for name in [name for name, content in contents.items() if "rows" not in content]:
         print(
-            f"{results / name}.json is left out: an earlier version wrote it, run its benchmark again", file=sys.stderr
+            f"{results / name}.json is ignored: an earlier version wrote it, run its benchmark again", file=sys.stderr
         )
         del contents[name]
     sections = [Section(each, [contents[name] for name in contents if each.wrote(name)]) for each in BENCHMARKS]
@@ -71,7 +101,7 @@ def report(sections: Sequence[Section]) -> str:
     parts = [
         "# Benchmarks",
         INTRODUCTION,
-        "\n".join(_places(contents)),
+        "\n".join(_environments(contents)),
         "## Targets",
         f"{met} of {len(checks)} are met.",
         targets(checks),
@@ -80,8 +110,8 @@ def report(sections: Sequence[Section]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _places(contents: Sequence[Content]) -> list[str]:
-    """Each machine, with the benchmarks that ran there."""
+def _environments(contents: Sequence[Content]) -> list[str]:
+    """A line per machine, commit and versions, with the benchmarks that ran there."""
     names: dict[str, list[str]] = {}
     for content in contents:
         names.setdefault(where(content), []).append(content["name"])
@@ -89,7 +119,7 @@ def _places(contents: Sequence[Content]) -> list[str]:
 
 
 def where(content: Content) -> str:
-    """The machine, the commit and the versions that figures belong to."""
+    """The machine, the commit and the versions of the figures."""
     machine = content["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items() if name != "llmservice")
     place = f"{machine['processor']}, {machine['cpus']} CPUs, {machine['platform']}, Python {machine['python']}"
@@ -97,7 +127,7 @@ def where(content: Content) -> str:
 
 
 def targets(checks: Sequence[Content]) -> str:
-    """The table of promises."""
+    """The table of targets."""
     lines = ["| what | target | measured | |", "| --- | ---: | ---: | --- |"]
     for check in checks:
         measured = f"{figure(check['measured'])} {check['unit']}".rstrip()
@@ -115,7 +145,7 @@ def _content(content: Content, *, with_name: bool) -> list[str]:
 
 
 def write(results: Path = FOLDER, docs: Path = DOCS) -> Path:
-    """Write benchmarks.md and a plot for each benchmark that has one; plots of earlier runs go."""
+    """Write benchmarks.md and the plots; plots of earlier runs are deleted."""
     sections = read_sections(results)
     plots = docs / PLOT_FOLDER
     plots.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""How far decode, prefill and attention on this CPU are from what its memory and its arithmetic allow.
+"""Decode, prefill and attention on this CPU compared with its memory bandwidth and arithmetic.
 
-Ceilings are measured on the spot, by reading a large array and by a large product, before each phase; the best counts.
-A 12-layer model of 768 runs in float32 and in bfloat16, as the server would run it. JSON goes to benchmarks/results/.
+The ceilings are measured before each phase by reading a large array and by a large matrix product; the best counts. A
+model with 12 layers and hidden size 768 runs in float32 and in bfloat16 with the server's settings.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from llmservice_server.environment import for_computing
+from llmservice_server.ipc.environment import for_computing
 
-os.environ.update(for_computing(os.environ))  # before torch: threads wait as those of a server do
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch.profiler tells of each of its starts otherwise
+os.environ.update(for_computing(os.environ))  # before torch is imported, so that threads wait as in a server
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise torch.profiler logs each start
 
 import torch
 
@@ -46,8 +46,8 @@ def profile_model(folder: Path, name: DType) -> tuple[list[dict[str, Any]], list
     check = Check(
         f"decode at 32 in flight ÷ its matrix products alone, {name}", MOST_BY_PRODUCTS, at_32["step_by_products"]
     )
-    told = [{"kind": phase.kind, **row} for phase, row in zip(PHASES, rows, strict=True)]
-    return [{"kind": "ceilings", **ceilings.as_dict()}, *told], [check]
+    named = [{"kind": phase.kind, **row} for phase, row in zip(PHASES, rows, strict=True)]
+    return [{"kind": "ceilings", **ceilings.as_dict()}, *named], [check]
 
 
 def compare_attention(name: DType) -> tuple[list[dict[str, Any]], list[Check]]:

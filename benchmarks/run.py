@@ -1,6 +1,6 @@
-"""`make bench`: every benchmark, one after the other, then what all of them promised and what was measured of it.
+"""`make bench`: runs the benchmarks one after the other, prints their targets, and writes docs/benchmarks.md.
 
-python benchmarks/run.py                   those of `make bench`, in less than 20 minutes, and docs/benchmarks.md
+python benchmarks/run.py                   those of `make bench`, in less than 20 minutes
 python benchmarks/run.py serve strategies  some of them
 """
 
@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import report
-from catalogue import BENCHMARKS, Benchmark
 from llmservice_bench.results import FOLDER, Check
+from report import BENCHMARKS, Benchmark
 
 
 def run(benchmarks: Sequence[Benchmark]) -> list[str]:
-    """Run them one after the other; the names of those that failed."""
+    """Run benchmarks one after the other; returns the names of those that failed."""
     failed = []
     for benchmark in benchmarks:
         print(f"\n{benchmark.title} ({benchmark.name}.py, about {benchmark.minutes:g} minutes)", flush=True)
@@ -38,18 +38,18 @@ def run(benchmarks: Sequence[Benchmark]) -> list[str]:
 
 
 def checks(benchmarks: Sequence[Benchmark], results: Path = FOLDER) -> list[Check]:
-    """What these benchmarks left behind of promises."""
+    """The checks in the results of these benchmarks."""
     found = []
     for benchmark in benchmarks:
         for path in sorted(results.glob("*.json")):
             if benchmark.wrote(path.stem):
-                told = json.loads(path.read_text(encoding="utf-8")).get("checks", ())
-                found += [Check(check["what"], check["bound"], check["measured"], check["unit"]) for check in told]
+                checked = json.loads(path.read_text(encoding="utf-8")).get("checks", ())
+                found += [Check(check["what"], check["bound"], check["measured"], check["unit"]) for check in checked]
     return found
 
 
 def main(names: Sequence[str]) -> int:
-    """1 where a benchmark failed; a target that is missed is a result."""
+    """Returns 1 if a benchmark failed; a missed target is a valid result."""
     chosen = [each for each in BENCHMARKS if (each.name in names if names else each.in_make_bench)]
     failed = run(chosen)
     print("\n" + "\n".join(check.line() for check in checks(chosen)))

@@ -1,8 +1,8 @@
-"""How throughput and latency of this machine go together over HTTP, from an idle server to a flooded one.
+"""Throughput and latency over HTTP on this machine, from an idle to an overloaded server.
 
-A toy Llama (4 layers, 256 wide) is served on loopback, by the same processes that a pod runs; the load generator has a
-share of the same cores. Closed loops of growing concurrency find what the server can deliver, open loops of Poisson
-arrivals send shares of that, and a bisection finds the highest rate at which 99 % of the requests get what is promised.
+A toy Llama (4 layers, hidden size 256) is served on loopback by the same processes as in a pod; the load generator uses
+the same cores. Closed loops of growing concurrency measure the capacity, open loops of Poisson arrivals send shares of
+it, and a bisection finds the highest rate at which 99 % of the requests keep the promised latencies.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import asyncio
 import sys
 
 from llmservice_bench.client import Target
-from llmservice_bench.goodput import Promises
-from llmservice_bench.lengths import read_trace
+from llmservice_bench.models import MODEL, serving
+from llmservice_bench.record import Promises
 from llmservice_bench.results import Results
 from llmservice_bench.sweep import SweepPlan
 from llmservice_bench.sweep_benchmark import HEADER, sweep_server
-from llmservice_bench.toy_server import MODEL, serving
+from llmservice_bench.trace import read_trace
 
 PROMISES = Promises(ttft_s=0.25, itl_s=0.05)
 
 
 async def run(scale: float, seconds: float, limit_s: float) -> int:
-    """1 where a request failed."""
+    """Returns 1 if a request failed."""
     plan = SweepPlan(
         lengths=[each.scaled(scale) for each in read_trace()],
         seconds=seconds,

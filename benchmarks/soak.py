@@ -1,8 +1,8 @@
-"""Minutes of full load: 500 streams at once, a third of them cut at random moments. Does anything break, leak or grow?
+"""A soak test for errors and leaks: minutes of 500 concurrent streams, of which a third is cut at random.
 
-A toy Llama is served on loopback. Every ten seconds a row: streams ended, tokens/s, memory of the server's processes.
-At the end the verdict, by the exit status too: an error of a stream that was to finish, a block still held, or memory
-that grew by more than `--most-growth` MiB after the first quarter.
+A toy Llama is served on loopback. Every ten seconds a row: ended streams, tokens/s, memory of the server's processes.
+It fails, also by the exit status, if a stream that was not cut had an error, a block is still held, or memory grew by
+more than `--most-growth` MiB after the first quarter.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import time
 
 import aiohttp
 
+from llmservice_bench.models import MODEL, ToyServer, serving
 from llmservice_bench.report import machine
 from llmservice_bench.results import Check, Results
 from llmservice_bench.soak import SoakConfig, SoakCounts, resident_bytes, soak
-from llmservice_bench.toy_server import MODEL, ToyServer, serving
 
 ROW_S = 10.0
 IDLE_S = 10.0
 MIB = 1 << 20
-FLAGS = ("--kv-cache-memory", "64MiB")  # a CPU's cache takes memory only as it fills: a small one is soon full
+FLAGS = ("--kv-cache-memory", "64MiB")  # on a CPU, memory is used as the cache fills; a small one is full soon
 
 
 async def run(minutes: float, streams: int, most_growth: int) -> int:
@@ -66,7 +66,7 @@ async def _load(server: ToyServer, seconds: float, streams: int) -> tuple[list[d
 
 
 async def _held_when_idle(server: ToyServer) -> float:
-    """Blocks held once nothing is under way any more."""
+    """Blocks held after all requests have ended."""
     deadline = time.monotonic() + IDLE_S
     async with aiohttp.ClientSession() as session:
         while True:

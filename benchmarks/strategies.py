@@ -1,15 +1,14 @@
-"""What the scheduler's ideas are worth on this machine: batching, chunked prefill, paging and the prefix cache.
+"""The effect of continuous batching, chunked prefill, paging and the prefix cache on this machine.
 
-The engine runs in this process, without HTTP, on a small model. Requests come from the Azure conversation trace,
-scaled, and arrive as a Poisson process. A strategy's capacity is the highest rate at which its p99 TTFT keeps one and
-the same promise, a strict and a relaxed one: 5 and 25 times that of requests which have the engine to themselves. A run
-lasts ten times the promise, or the time in which all places are taken anew ten times, so that a rate which is not
-sustained breaks it.
+The engine runs in this process, without HTTP, on a small model. Requests have the scaled lengths of the Azure
+conversation trace and arrive as a Poisson process. The capacity of a strategy is the highest rate at which its p99 TTFT
+keeps a promise: 5 (strict) or 25 (relaxed) times the p99 TTFT on an idle engine. A run lasts ten times the promise or
+ten turnovers of the batch, so that a rate which is not sustained breaks the promise.
 
-Who comes to a batch on its way waits for its end. A promise shorter than that leaves static and dynamic batching next
-to nothing; the longer it is, the nearer the ratios come to those with all requests there at once, where nobody minds
-waiting. The sequences of a step and its time tell why these are low: a batch that drains has fewer sequences, but
-where a step takes the longer the more are in it, as here, a step of few is cheap.
+With static and dynamic batching, a request that arrives during a batch waits for its end. With a shorter promise their
+capacity is almost zero; with a longer one, the ratios approach those of requests that all arrive at once. The number of
+sequences per step and the time of a step explain the latter: a draining batch has fewer sequences, but on this machine
+such a step is also faster.
 """
 
 from __future__ import annotations
@@ -22,29 +21,29 @@ from typing import Any
 
 import numpy as np
 
-from llmservice_bench.lengths import Lengths, draw, read_trace, scaled_to
 from llmservice_bench.models import SHAPES, checkpoint
 from llmservice_bench.results import Check, Results
-from scheduling import batching, chunked_prefill, paging, prefix_cache, saturation
+from llmservice_bench.trace import Lengths, draw, read_trace, scaled_to
+from scheduling import batching, chunked_prefill, kv_cache, saturation
 from scheduling.findings import HEADER, Findings, Setup
 
 MODEL = "toy"
 REQUESTS = 200
-"""Of every run, at most."""
+"""Maximum number of requests of a run."""
 
 
 def chatting() -> Setup:
-    """Short prompts and long answers: the trace's two lengths, each scaled to what the model bears."""
+    """Short prompts and long outputs: both lengths of the trace, scaled to the model's context."""
     return _setup(scaled_to(read_trace(), Lengths(400, 256)))
 
 
 def chatting_with_small() -> Setup:
-    """The same at half the length, with 12 layers of 768, whose steps are nothing but the model."""
+    """Half of these lengths, for the model with 12 layers and hidden size 768, whose steps have little host time."""
     return _setup(scaled_to(read_trace(), Lengths(200, 128)), "small", "bfloat16")
 
 
 def reading() -> Setup:
-    """Prompts several times as long as answers: the trace at a quarter of its size."""
+    """Prompts several times as long as outputs: the trace at a quarter of its lengths."""
     return _setup([each.scaled(0.25) for each in read_trace()])
 
 
@@ -56,9 +55,9 @@ def _setup(lengths: Sequence[Lengths], model: str = MODEL, dtype: str = "float32
 PARTS: dict[str, tuple[Callable[[], Setup], Callable[[Setup], Findings]]] = {
     "batching": (chatting, batching.measure),
     "saturation": (chatting_with_small, saturation.measure),
-    "paging": (reading, paging.measure),
+    "paging": (reading, kv_cache.paging),
     "chunks": (reading, chunked_prefill.measure),
-    "prefix": (reading, prefix_cache.measure),
+    "prefix": (reading, kv_cache.prefix_cache),
 }
 
 

@@ -1,8 +1,8 @@
-"""Many streaming clients in one process that costs little, so that it is the server that is measured.
+"""Many streaming clients in one process with little overhead, to measure the server.
 
-Bare sockets and a selector; events are counted, not parsed. Each client sends its next request as soon as one is
-answered, on the same connection. How busy this process was is told with the figures: the clients are not the limit
-while that is well below 1.
+They use plain sockets and a selector; events are counted, not parsed. Each client sends its next request after a
+response, on the same connection. The figures include the CPU usage of this process: below 1, the clients are not the
+bottleneck.
 
     python benchmarks/stream_clients.py HOST:PORT MODEL NUM_STREAMS SECONDS      prints a line of JSON
 """
@@ -20,21 +20,21 @@ from dataclasses import dataclass, field
 from llmservice_bench.report import Distribution
 
 WARM_UP_S = 2.0
-MAX_TOKENS = (64, 192)  # of an answer: spread, so that requests come and go all the time
+MAX_TOKENS = (64, 192)  # of a response; different lengths, so that requests do not end at the same time
 _EVENT, _DONE = b"data: {", b"data: [DONE]"
 _READ_BYTES = 65536
 
 
 @dataclass(slots=True)
 class Figures:
-    """What was seen between the warm-up and the end."""
+    """The measurements between the warm-up and the end."""
 
     events: int = 0
-    tokens: int = 0  # of the requests that ended
+    tokens: int = 0  # of completed requests
     events_of_ended: int = 0
     requests: int = 0
     ttft_s: list[float] = field(default_factory=list)
-    itl_s: list[float] = field(default_factory=list)  # 0 for an event that came together with the one before it
+    itl_s: list[float] = field(default_factory=list)  # 0 for events received together
 
 
 class Stream:
@@ -66,7 +66,7 @@ class Stream:
         self.socket.sendall(head % len(body) + b"\r\n\r\n" + body)
 
     def receive(self, figures: Figures | None) -> None:
-        """Take what has come; `figures` is None while nothing counts. Raises ConnectionError at an early end."""
+        """Read available data; `figures` is None during warm-up. Raises ConnectionError if the stream ends early."""
         data = self.socket.recv(_READ_BYTES)
         if not data:
             raise ConnectionError("the server closed a stream: its log says why")
@@ -93,7 +93,7 @@ class Stream:
 
 
 def run(address: tuple[str, int], model: str, num_streams: int, seconds: float) -> dict[str, object]:
-    """The figures of `seconds` under full load, after a warm-up that does not count."""
+    """The figures of `seconds` under full load, after a warm-up."""
     selector = selectors.DefaultSelector()
     for number in range(num_streams):
         stream = Stream(address, model, number)

@@ -1,6 +1,6 @@
-"""An engine process whose model computes nothing, at a pace: what the HTTP path is measured with.
+"""An engine process with a model that computes nothing and steps at a given pace, to measure the HTTP process.
 
-python benchmarks/stub_engine.py PERIOD_S NUM_SEQS      started by the HTTP process, as the engine is
+python benchmarks/stub_engine.py PERIOD_S NUM_SEQS      started by the HTTP process
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.engine import Engine
-from llmservice_server.engine_process import main
+from llmservice_server.ipc.engine_process import main
 from llmservice_server.tiny.tokenizer import printable_ids
 from pieces.empty_engine import EmptyModel, empty_engine
 
@@ -20,7 +20,7 @@ NUM_TOKENS_EACH = 1024
 
 
 def stub_engine(config: EngineConfig) -> Engine:
-    """Speaks in words of the tokenizer in the folder `config.model`, one token for each sequence every PERIOD_S."""
+    """An engine that generates printable tokens of the model's tokenizer, one per sequence every PERIOD_S."""
     torch.set_num_threads(1)
     tokenizer = Tokenizer.from_file(str(config.model / "tokenizer.json"))
     model = EmptyModel(tokenizer.get_vocab_size(), printable_ids(tokenizer), period_s=float(sys.argv[1]))

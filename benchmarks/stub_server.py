@@ -1,6 +1,6 @@
-"""The real HTTP process in front of a stub engine (stub_engine.py), on loopback.
+"""The HTTP process with a stub engine (stub_engine.py), on loopback.
 
-python benchmarks/stub_server.py MODEL PERIOD_S NUM_SEQS      logs where it listens, as `llmservice serve` does
+python benchmarks/stub_server.py MODEL PERIOD_S NUM_SEQS      logs its ports as `llmservice serve` does
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from pathlib import Path
 
 import uvloop
 
-from llmservice_server import json_log
-from llmservice_server.api.backlog import QueueBound
-from llmservice_server.api.state import ServeConfig
 from llmservice_server.engine.config import EngineConfig
-from llmservice_server.http_process import HttpProcess, ListenConfig
+from llmservice_server.http.admission_queue import QueueBound
+from llmservice_server.http.server import HttpProcess, ListenConfig
+from llmservice_server.http.state import ServeConfig
+from llmservice_server.ipc import json_log
 
 STUB_ENGINE = str(Path(__file__).with_name("stub_engine.py"))
 MODEL_NAME = "stub"

@@ -1,4 +1,8 @@
-"""One streaming request, timed as its user feels it."""
+"""A client that sends one streaming request and measures its latencies, with prompts of a given number of tokens.
+
+The tokenizer is the server's: `usage` reports the tokens of two prompts with known numbers of words, which gives the
+tokens per word and of the template; prompts are then made of words.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +10,58 @@ import json
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy as np
 
-from llmservice_bench.prompt import PROBE_WORDS, WordRate, make_prompt
 from llmservice_bench.record import RequestRecord
+
+WORDS = tuple(Path(__file__).with_name("prompt_words.txt").read_text(encoding="utf-8").split())
+PROBE_WORDS = (32, 160)
+
+
+@dataclass(frozen=True, slots=True)
+class WordRate:
+    """`tokens = fixed + per_word · words`, as measured on the server's own tokenizer."""
+
+    fixed: float
+    per_word: float
+
+    @classmethod
+    def fitted(cls, few: int, many: int) -> WordRate:
+        """From the token counts of prompts of `PROBE_WORDS` words.
+
+        Raises:
+            ValueError: the longer prompt has no more tokens than the shorter one.
+        """
+        if many <= few:
+            raise ValueError(
+                f"the server counted {few} and {many} tokens for {PROBE_WORDS[0]} and {PROBE_WORDS[1]} words"
+            )
+        per_word = (many - few) / (PROBE_WORDS[1] - PROBE_WORDS[0])
+        return cls(max(0.0, few - per_word * PROBE_WORDS[0]), per_word)
+
+    def words(self, tokens: int) -> int:
+        return max(1, round((tokens - self.fixed) / self.per_word))
+
+
+def make_prompt(num_words: int, rng: np.random.Generator) -> str:
+    """Random words, so that prompts share no prefix."""
+    return " ".join(WORDS[index] for index in rng.integers(len(WORDS), size=num_words))
+
 
 DATA = b"data:"
 DONE = b"[DONE]"
 
 
 class TargetError(Exception):
-    """The server under test does not answer as needed; the text says what it said instead."""
+    """The server under test is unusable; the message contains its response."""
 
 
 class _StreamError(Exception):
-    """A stream that will not become an answer; the text is the reason that its failure is counted under."""
+    """A stream that failed; the message is the reason under which the failure is counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +72,7 @@ class Target:
     model: str
     chat: bool = False
     ignore_eos: bool = False
-    """Ask for exactly the planned output (`ignore_eos`, an extension of vLLM's that not every server takes)."""
+    """Send `ignore_eos`, an extension of vLLM, to get exactly the planned number of output tokens."""
     headers: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -59,7 +98,7 @@ async def send(
     on_piece: Callable[[], None],
     clock: Callable[[], float] = time.perf_counter,
 ) -> None:
-    """Send one request and fill in `record`; `on_piece` is called for each piece of output. Failures go there too."""
+    """Send one request and fill in `record`, also after a failure; `on_piece` is called for each chunk of output."""
     started = clock()
     try:
         async with session.post(
@@ -85,15 +124,15 @@ async def _follow(
     on_piece: Callable[[], None],
     clock: Callable[[], float],
 ) -> None:
-    """Time the pieces of output. A piece without text (the role that opens a chat, the usage) is no output."""
+    """Record the times of the chunks of output; chunks without text (role, usage) do not count."""
     previous = 0.0
     pieces = 0
     usage: dict[str, Any] | None = None
     async for event in events(lines):
         if event == DONE:
             break
-        told, is_output = _chunk(event)
-        usage = told or usage
+        found, is_output = _chunk(event)
+        usage = found or usage
         if not is_output:
             continue
         now = clock()
@@ -115,7 +154,7 @@ async def _follow(
 
 
 def _chunk(event: bytes) -> tuple[dict[str, Any] | None, bool]:
-    """The usage that it tells, and whether it has output; raises _StreamError where it tells of an error or nothing."""
+    """The usage of an event, if any, and whether it has output; raises _StreamError for errors and invalid events."""
     try:
         chunk = json.loads(event)
         if "error" in chunk:
@@ -137,7 +176,7 @@ async def events(lines: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
 
 
 async def measure_word_rate(session: aiohttp.ClientSession, target: Target, rng: Any) -> WordRate:
-    """Learn how many tokens the target's tokenizer makes of our words.
+    """Measure the tokens per word of the target's tokenizer.
 
     Raises:
         TargetError: the target cannot be reached, refuses, or reports no usable `usage`.

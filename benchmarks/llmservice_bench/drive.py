@@ -1,4 +1,4 @@
-"""Sending a load and collecting what came of it."""
+"""Sends a load of requests and collects their records, with a progress bar on a terminal."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from itertools import islice, takewhile
 
 import aiohttp
 import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
 
-from llmservice_bench.arrivals import arrival_times
-from llmservice_bench.client import Target, send
-from llmservice_bench.lengths import Lengths, draw
-from llmservice_bench.prompt import WordRate, make_prompt
+from llmservice_bench.client import Target, WordRate, make_prompt, send
 from llmservice_bench.record import RequestRecord
+from llmservice_bench.trace import Lengths, arrival_times, draw
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """`at_s` counts from the run's start."""
+    """A request to send `at_s` seconds after the start of the run."""
 
     at_s: float
     prompt: str
@@ -30,13 +31,13 @@ class PlannedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What to send. `num_requests`, `duration_s` or the end of `arrivals` bounds it: whichever comes first."""
+    """A load, bounded by `num_requests`, `duration_s` or the end of `arrivals`, whichever comes first."""
 
     lengths: Sequence[Lengths]
     rate: float = float("inf")
     burstiness: float = 1.0
     arrivals: Sequence[float] | None = None
-    """A trace's own times (s): request i has `lengths[i]` and leaves at `arrivals[i]`. Otherwise lengths are drawn."""
+    """Times in seconds of a trace, whose request i has `lengths[i]`; without them lengths are drawn."""
     max_concurrency: int | None = None
     num_requests: int | None = None
     duration_s: float | None = None
@@ -55,12 +56,12 @@ class Load:
 
     @property
     def is_open(self) -> bool:
-        """Has each request a time of its own at which it leaves?"""
+        """Whether each request has its own time to be sent."""
         return self.arrivals is not None or self.rate != float("inf")
 
     @property
     def total(self) -> int | None:
-        """How many requests there will be; None where the clock ends the load."""
+        """The number of requests; None if the duration bounds the load."""
         if self.duration_s is not None:
             return None
         bounds = (self.num_requests, None if self.arrivals is None else len(self.arrivals))
@@ -83,21 +84,21 @@ class Load:
 
 @dataclass(slots=True)
 class Progress:
-    """Live figures of a run, for whoever watches."""
+    """Live figures of a run."""
 
     sent: int = 0
     in_flight: int = 0
     completed: int = 0
     failed: int = 0
     pieces: int = 0
-    """Pieces of output received: tokens, but for those that the server sent together."""
+    """Chunks of output received; a chunk may have several tokens."""
     records: list[RequestRecord] = field(default_factory=list)
-    """Of the requests that ended, in the order of their ends."""
+    """Of the completed and failed requests, sorted by their end."""
 
 
 @asynccontextmanager
 async def open_session(timeout_s: float = 600.0) -> AsyncIterator[aiohttp.ClientSession]:
-    """A session without a limit of its own on connections; a request may take `timeout_s` in all."""
+    """A session without a limit on connections, with `timeout_s` per request."""
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=timeout_s)
     ) as session:
@@ -114,11 +115,11 @@ async def drive(
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> list[RequestRecord]:
-    """Send `load` to `target`; returns one record a request, once the last has ended.
+    """Send `load` to `target`; returns one record per request after the last has ended.
 
-    Each request leaves at its planned time whatever became of those before it, unless `max_concurrency` holds it back.
-    Its latency counts from when it is sent; how late that was is in its record. `progress` and `on_record` tell of the
-    run while it lasts.
+    Each request is sent at its planned time, independent of the responses, unless `max_concurrency` delays it. Its
+    latency counts from when it is sent; the delay is in its record. `progress` is updated and `on_record` called
+    during the run.
     """
     progress = Progress() if progress is None else progress
     slots = asyncio.Semaphore(load.max_concurrency) if load.max_concurrency else None
@@ -145,7 +146,7 @@ async def drive(
 
     async with asyncio.TaskGroup() as group:
         for planned in load.plan(word_rate):
-            await sleep(max(0.0, start + planned.at_s - clock()))  # also where late: those under way need their turn
+            await sleep(max(0.0, start + planned.at_s - clock()))  # also if late, so that running requests can proceed
             if slots:
                 await slots.acquire()
             if load.duration_s is not None and clock() - start >= load.duration_s:
@@ -153,3 +154,37 @@ async def drive(
             progress.sent += 1
             group.create_task(one(planned))
     return progress.records
+
+
+REDRAW_S = 0.2
+
+
+@asynccontextmanager
+async def progress_bar(load: Load, name: str) -> AsyncIterator[Progress]:
+    """The progress for `drive`, shown on standard error until the block ends if that is a terminal."""
+    progress, console = Progress(), Console(stderr=True)
+    if not console.is_terminal:
+        yield progress
+        return
+    text = TextColumn("{task.fields[figures]}", style="dim")
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), text)
+    with Bar(*columns, console=console, transient=True, auto_refresh=False) as bar:
+        task = bar.add_task(name, total=load.total, figures="")
+
+        async def draw() -> None:
+            while True:
+                await asyncio.sleep(REDRAW_S)
+                ended, elapsed_s = progress.completed + progress.failed, bar.tasks[task].elapsed or 0.0
+                bar.update(task, completed=ended, figures=figures(progress, elapsed_s), refresh=True)
+
+        drawing = asyncio.create_task(draw())
+        try:
+            yield progress
+        finally:
+            drawing.cancel()
+
+
+def figures(progress: Progress, elapsed_s: float) -> str:
+    """The progress as one line."""
+    failed = f", {progress.failed} failed" if progress.failed else ""
+    return f"{progress.in_flight} in flight, {progress.pieces / max(elapsed_s, REDRAW_S):,.0f} tok/s{failed}"

@@ -1,19 +1,26 @@
-"""The checkpoints that are measured: random weights in real shapes, for what weights say does not change the speed."""
+"""The benchmarks' checkpoints, with random weights, and a server of one of them on loopback."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import re
 import shutil
+import sys
 import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import aiohttp
 
 FOLDER = Path(tempfile.gettempdir()) / "llmservice-bench"
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a Llama with untied embeddings; its inner size is 8/3 of the hidden one."""
+    """The shape of a Llama with untied embeddings; its intermediate size is 8/3 of the hidden size."""
 
     layers: int
     hidden_size: int
@@ -27,18 +34,17 @@ SHAPES = {
     "toy": Shape(layers=4, hidden_size=256, heads=8, kv_heads=4, vocab_size=1024),
     "small": Shape(layers=12, hidden_size=768, heads=12, kv_heads=4, vocab_size=32_000),
 }
-"""`small` has 125 M parameters, an inner size of 2048 and heads of 64; `toy` is small enough to measure all but it."""
+"""`small` has 125 M parameters, intermediate size 2048 and head dimension 64; `toy` takes almost no time per step."""
 
 
 def checkpoint(name: str, dtype: str = "float32", folder: Path = FOLDER) -> Path:
-    """The folder of the model of that shape, in Hugging Face's format; written on the first call of this machine.
+    """The folder of the model of that shape, in Hugging Face's format; written on the first call on this machine.
 
-    A later call, by another process as well, finds it there: what shape and writer are is part of the folder's name,
-    and it gets that name once it is complete.
+    The name of a complete folder contains a hash of the shape and of the code that writes it.
 
     Raises:
         KeyError: no shape has that name.
-        ValueError: `dtype` is none of float32, bfloat16 and float16.
+        ValueError: `dtype` is not float32, bfloat16 or float16.
     """
     from llmservice_server.tiny import model as tiny
 
@@ -51,6 +57,73 @@ def checkpoint(name: str, dtype: str = "float32", folder: Path = FOLDER) -> Path
         tiny.write_tiny_model(part, spec)
         try:
             part.rename(finished)
-        except OSError:  # somebody else's was ready first
+        except OSError:  # another process has written it
             shutil.rmtree(part)
     return finished
+
+
+LLMSERVICE = str(Path(sys.executable).with_name("llmservice"))
+MODEL = "toy"
+START_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class ToyServer:
+    """A running server."""
+
+    url: str
+    metrics_url: str
+    process_id: int
+
+
+@asynccontextmanager
+async def serving(*flags: str) -> AsyncIterator[ToyServer]:
+    """A server of the toy model with additional `flags` of `llmservice serve`; it ends with the block."""
+    model = await asyncio.to_thread(checkpoint, MODEL)
+    command = (
+        LLMSERVICE, "serve", "--model", str(model), "--served-model-name", MODEL, "--host", "127.0.0.1", "--port", "0",
+        "--metrics-port", "0", "--kv-cache-memory", "512MiB", *flags,
+    )  # fmt: skip
+    async with started(*command) as server:
+        yield server
+
+
+@asynccontextmanager
+async def started(*command: str) -> AsyncIterator[ToyServer]:
+    """The server started by `command`, which logs its ports as `llmservice serve` does; it ends with the block."""
+    server = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    try:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            port, metrics_port, reading = await _ports(server)
+            await _ready(f"http://127.0.0.1:{port}")
+        yield ToyServer(f"http://127.0.0.1:{port}", f"http://127.0.0.1:{metrics_port}/metrics", server.pid)
+    finally:
+        if server.returncode is None:
+            server.terminate()
+        await server.wait()
+        await reading
+
+
+async def _ports(server: asyncio.subprocess.Process) -> tuple[int, int, asyncio.Task[None]]:
+    """The ports of the API and of /metrics from the server's log; a task discards the rest of the log."""
+    if server.stdout is None:
+        raise RuntimeError("the server was started without a pipe")
+    stdout = server.stdout
+
+    async def drain() -> None:
+        while await stdout.readline():
+            pass
+
+    async for line in stdout:
+        if found := re.search(rb'"message":"listening".*"port":(\d+),"metrics_port":(\d+)', line):
+            return int(found[1]), int(found[2]), asyncio.create_task(drain())
+    raise SystemExit(f"the server ended with status {await server.wait()}")
+
+
+async def _ready(url: str) -> None:
+    async with aiohttp.ClientSession() as session:
+        while True:
+            async with session.get(f"{url}/ready") as response:
+                if response.status == 200:
+                    return
+            await asyncio.sleep(0.1)

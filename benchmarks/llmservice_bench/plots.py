@@ -1,17 +1,55 @@
-"""Which benchmark's rows are drawn, and how."""
+"""The plots of benchmark results as SVG, drawn with matplotlib. The same rows give the same file."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from io import StringIO
+from itertools import accumulate
 from typing import Any
 
-from llmservice_bench.bar_chart import Group, bar_chart
-from llmservice_bench.capacity_curve import draw_capacities
-from llmservice_bench.curve import draw_curve
-from llmservice_bench.goodput import Promises
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
+from llmservice_bench.record import Promises
+from llmservice_bench.results import figure as number
+
+Row = Mapping[str, Any]
 Content = Mapping[str, Any]
-"""Of a results file."""
+"""A results file."""
+Point = tuple[float, float]
+"""Output tokens per second, p99 TTFT in milliseconds."""
+
+METRICS = {"ttft": "Time to first token, ms", "itl": "Inter-token latency, ms"}
+COLOURS = ("#2563a8", "#d9722b", "#2f8f5b", "#8a4fa3", "#b8a12b", "#6b7785")
+"""One a series; distinguishable with colour blindness."""
+INK, GREY, RULE, PALE = "#1f2933", "#66727f", "#e4e8ec", "#aebac6"
+STYLE: dict[Any, Any] = {
+    "svg.hashsalt": "llmservice",  # without it, ids are random
+    "svg.fonttype": "none",
+    "font.size": 9,
+    "text.color": INK,
+    "axes.edgecolor": GREY,
+    "axes.labelcolor": GREY,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": RULE,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
+    "ytick.left": False,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 6,
+    "lines.markeredgecolor": "white",
+    "lines.marker": "o",
+    "legend.frameon": False,
+}
 
 
 def draw(content: Content) -> str | None:
@@ -20,7 +58,101 @@ def draw(content: Content) -> str | None:
     return plot(content) if plot and content["rows"] else None
 
 
-def _where(content: Content) -> str:
+def draw_sweep(rows: Sequence[Row], subtitle: str, promises: Promises | None = None) -> str:
+    """Latency over throughput, a panel per metric: closed loops by their concurrency, open loops by their rate."""
+    closed = [row for row in rows if row["concurrency"] is not None]
+    opened = sorted((row for row in rows if row["rate"] is not None), key=lambda row: float(row["rate"]))
+    with mpl.rc_context(STYLE):
+        figure = Figure((10, 4.4), layout="constrained")
+        for axes, (metric, title) in zip(figure.subplots(1, 2), METRICS.items(), strict=True):
+            axes.set_title(title)
+            for loops, name, colour in ((closed, "closed loops", COLOURS[0]), (opened, "open loops", COLOURS[1])):
+                _sweep_lines(axes, loops, metric, name, colour)
+            bound_s: float | None = getattr(promises, f"{metric}_s", None)
+            _latency_over_throughput(axes, [bound_s * 1000] if bound_s else [])
+        handles, labels = axes.get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=4)
+        legend = "Closed loops are labelled with their concurrency; open loops are Poisson arrivals."
+        return _svg(figure, "Throughput and latency", f"{subtitle}. {legend}")
+
+
+def _sweep_lines(axes: Axes, rows: Sequence[Row], metric: str, name: str, colour: str) -> None:
+    throughput = [row["output_tokens_per_s"] for row in rows]
+    for percentile, style in (("p99", "-"), ("p50", "--")):
+        latencies = [row[f"{metric}_{percentile}_ms"] for row in rows]
+        axes.plot(throughput, latencies, linestyle=style, color=colour, label=f"{name}, {percentile}")
+    for row in rows:
+        if row["concurrency"] is not None:
+            at = (row["output_tokens_per_s"], row[f"{metric}_p99_ms"])
+            axes.annotate(str(row["concurrency"]), at, (0, 6), textcoords="offset points", ha="center", color=colour)
+
+
+def draw_capacities(rows: Sequence[Row], subtitle: str) -> str:
+    """A line per strategy (`load`) through the best of the runs that searched its capacity within `promise_ms`."""
+    with mpl.rc_context(STYLE):
+        figure = Figure((7.5, 4.4), layout="constrained")
+        axes = figure.subplots()
+        for name, colour in zip(dict.fromkeys(row["load"] for row in rows), COLOURS, strict=False):
+            points = frontier([(row["output_tokens_per_s"], row["ttft_p99_ms"]) for row in rows if row["load"] == name])
+            axes.plot(*zip(*points, strict=True), color=colour, label=name)
+        axes.set_title("p99 time to first token, ms")
+        _latency_over_throughput(axes, list(dict.fromkeys(row["promise_ms"] for row in rows)), 0.55)
+        figure.legend(loc="outside lower center", ncols=len(COLOURS))
+        return _svg(figure, "Throughput within a promised latency", subtitle)
+
+
+def frontier(points: Sequence[Point]) -> list[Point]:
+    """The points that no other one beats in both throughput and latency, sorted by latency."""
+    by_latency = sorted(points, key=lambda point: (point[1], -point[0]))
+    best = accumulate((tokens for tokens, _ in by_latency), max, initial=0.0)
+    return [point for point, before in zip(by_latency, best, strict=False) if point[0] > before]
+
+
+def _latency_over_throughput(axes: Axes, promises_ms: Sequence[float], labels_at: float = 0.01) -> None:
+    """The scales, the labels, and a dotted line at each promised latency with its label at that share of the axis."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlim(left=0)
+    axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.set_xlabel("output tokens per second")
+    axes.grid(axis="x", visible=False)
+    for bound in promises_ms:
+        axes.axhline(bound, color=INK, linestyle=":", linewidth=1, marker="")
+        label, at = f"promised: {bound:.0f} ms", (labels_at, bound)
+        axes.annotate(label, at, (0, 3), axes.get_yaxis_transform(), "offset points", color=GREY, fontsize=8)
+
+
+def draw_bars(title: str, subtitle: str, groups: Mapping[str, Mapping[str, float]], highlight: str) -> str:
+    """Groups of bars (name → value) on one scale; bars whose name starts with `highlight` are coloured."""
+    height = sum(len(bars) + 1 for bars in groups.values())
+    with mpl.rc_context(STYLE):
+        figure = Figure((8, 0.9 + 0.27 * height), layout="constrained")
+        panels = figure.subplots(len(groups), sharex=True, height_ratios=[len(bars) + 1 for bars in groups.values()])
+        for axes, (name, bars) in zip(panels if len(groups) > 1 else [panels], groups.items(), strict=True):
+            colours = [COLOURS[0] if bar.startswith(highlight) else PALE for bar in bars]
+            drawn = axes.barh(list(bars), list(bars.values()), 0.78, color=colours)
+            axes.bar_label(drawn, [number(value) for value in bars.values()], padding=4)
+            axes.invert_yaxis()
+            axes.set_title(name)
+            axes.grid(visible=False)
+            axes.tick_params(bottom=False, labelbottom=False)
+            axes.spines["bottom"].set_visible(False)
+        axes.margins(x=0.1)
+        return _svg(figure, title, subtitle)
+
+
+def _svg(figure: Figure, title: str, subtitle: str) -> str:
+    figure.suptitle(f"{title}\n\n", x=0.01, ha="left", weight="bold", size=12)
+    figure.text(0.01, 1 - 0.36 / figure.get_figheight(), subtitle, ha="left", va="top", color=GREY, size=8)
+    text = StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Title": title})
+    return text.getvalue()
+
+
+def _machine(content: Content) -> str:
     machine = content["machine"]
     return f"{machine['processor']}, {machine['cpus']} CPUs"
 
@@ -28,22 +160,21 @@ def _where(content: Content) -> str:
 def _serve(content: Content) -> str:
     promised = content["settings"].get("goodput")
     promises = Promises.parse(promised.split()) if promised else None
-    return draw_curve(content["rows"], f"{content['settings']['model']} over HTTP, {_where(content)}", promises)
+    return draw_sweep(content["rows"], f"{content['settings']['model']} over HTTP, {_machine(content)}", promises)
 
 
 def _compare(content: Content) -> str:
-    rows: Sequence[Mapping[str, Any]] = content["rows"]
     groups: dict[str, dict[str, float]] = {}
-    for row in rows:
+    for row in content["rows"]:
         title = f"{row['dtype']}, {row['in_flight']} in flight" if row["in_flight"] > 1 else f"{row['dtype']}, alone"
         groups.setdefault(title, {})[row["peer"]] = row["output_tokens_per_s"]
     title = "Useful output tokens per second, same weights and requests"
-    return bar_chart(title, _where(content), [Group(*group) for group in sorted(groups.items())], "ours")
+    return draw_bars(title, _machine(content), dict(sorted(groups.items())), "ours")
 
 
 def _strategies(content: Content) -> str | None:
     rows = [row for row in content["rows"] if "promise_ms" in row]
-    return draw_capacities(rows, f"{content['settings']['model']}, {_where(content)}") if rows else None
+    return draw_capacities(rows, f"{content['settings']['model']}, {_machine(content)}") if rows else None
 
 
 PLOTS: dict[str, Callable[[Content], str | None]] = {"serve": _serve, "compare": _compare, "strategies": _strategies}

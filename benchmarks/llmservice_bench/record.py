@@ -1,33 +1,113 @@
-"""What one request showed its user."""
+"""The measurements of one request, promised latencies, and goodput."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request's life. Times are seconds; `started_s` counts from the run's start, the rest from the request's.
+    """One request. Times are seconds; `started_s` counts from the run's start, the others from the request's.
 
-    A request failed when `error` says why; its latencies are then in no percentile, and it is counted apart.
+    A request with an `error` failed; it is counted separately, and its latencies are in no percentile.
     """
 
     started_s: float
     prompt_tokens: int
     late_s: float = 0.0
-    """Sent so much later than planned: a concurrency cap held it back, or this machine is too slow to send in time."""
+    """The delay after the planned time, by the concurrency limit or a slow load generator."""
     output_tokens: int = 0
     ttft_s: float = 0.0
     itl_s: list[float] = field(default_factory=list)
-    """Gaps between one piece of output and the next."""
+    """Gaps between consecutive chunks of output."""
     e2e_s: float = 0.0
     error: str | None = None
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per output token after the first; None for an answer of one token."""
+        """Mean time per output token after the first; None for a response of one token."""
         return (self.e2e_s - self.ttft_s) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
     @property
     def ended_s(self) -> float:
         return self.started_s + self.e2e_s
+
+
+FORM = "NAME:MILLISECONDS, such as ttft:500 itl:80; the names are ttft, tpot, itl and e2e"
+
+
+@dataclass(frozen=True, slots=True)
+class Promises:
+    """Latencies in seconds promised to every request; None is not promised, and at least one is.
+
+    `tpot_s` is a request's mean time per output token after the first, `itl_s` the 99th percentile of the gaps between
+    its chunks of output, and `e2e_s` what vLLM calls e2el.
+    """
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    itl_s: float | None = None
+    e2e_s: float | None = None
+
+    @classmethod
+    def parse(cls, pairs: Sequence[str]) -> Promises:
+        """From `ttft:500 itl:80`, in milliseconds, as `vllm bench serve --goodput` takes them.
+
+        Raises:
+            ValueError: a pair has another form, or a name comes twice.
+        """
+        promised: dict[str, float] = {}
+        for pair in pairs:
+            name, _, text = pair.partition(":")
+            field = f"{name}_s"
+            if field not in cls.__dataclass_fields__ or field in promised:
+                raise ValueError(f"cannot read the promise {pair!r}: expected each once, as {FORM}")
+            try:
+                promised[field] = float(text) / 1000
+            except ValueError as error:
+                raise ValueError(f"cannot read the promise {pair!r}: expected {FORM}") from error
+            if not 0 < promised[field] < float("inf"):
+                raise ValueError(f"the promise {pair!r} must be above 0 milliseconds")
+        if not promised:
+            raise ValueError(f"nothing is promised: expected {FORM}")
+        return cls(**promised)
+
+    def kept_by(self, record: RequestRecord) -> bool:
+        """Whether a request kept all promises: a failed one did not; a latency that it does not have breaks none."""
+        measured = (
+            (self.ttft_s, record.ttft_s),
+            (self.tpot_s, record.tpot_s),
+            (self.itl_s, _p99(record.itl_s) if record.itl_s else None),
+            (self.e2e_s, record.e2e_s),
+        )
+        within = (value is None or promise is None or value <= promise for promise, value in measured)
+        return record.error is None and all(within)
+
+    def __str__(self) -> str:
+        given = {name.removesuffix("_s"): value for name, value in asdict(self).items() if value is not None}
+        return " ".join(f"{name}:{value * 1000:g}" for name, value in given.items())
+
+
+def _p99(values: Sequence[float]) -> float:
+    """The 99th percentile by nearest rank, which is the maximum of up to 100 values."""
+    return sorted(values)[math.ceil(0.99 * len(values)) - 1]
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """The requests that kept all promises, not only on average."""
+
+    promises: str
+    kept: int
+    share: float
+    """Share of all requests, including failed ones."""
+    requests_per_s: float
+
+    @classmethod
+    def of(cls, records: Iterable[RequestRecord], promises: Promises, duration_s: float) -> Goodput:
+        kept = [promises.kept_by(record) for record in records]
+        number = sum(kept)
+        per_s = number / duration_s if duration_s > 0 else 0.0
+        return cls(str(promises), number, number / len(kept) if kept else 0.0, per_s)

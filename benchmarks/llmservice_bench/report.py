@@ -1,4 +1,4 @@
-"""A run in figures: throughput and latency, always both, and the failures beside them."""
+"""The report of a run: throughput, latencies and failures."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from llmservice_bench.goodput import Goodput, Promises
-from llmservice_bench.record import RequestRecord
+from llmservice_bench.record import Goodput, Promises, RequestRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,7 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a set of requests showed. Latencies are those of completed requests; failed ones are counted by reason."""
+    """The figures of a set of requests. Latencies are of completed requests; failures are counted by reason."""
 
     duration_s: float
     """From the first request's start to the last one's end."""
@@ -50,12 +49,12 @@ class Report:
     ttft_s: Distribution
     tpot_s: Distribution
     itl_s: Distribution
-    """Pooled: every gap of every request counts once."""
+    """Over all gaps of all requests."""
     e2e_s: Distribution
     late_s: Distribution
-    """How late requests were sent. Above a few ms, the concurrency cap or the load generator itself shaped the load."""
+    """The delay of sending; above a few ms, the concurrency limit or the load generator affected the load."""
     goodput: Goodput | None = None
-    """None where nothing was promised."""
+    """None without promises."""
 
     @classmethod
     def of(cls, records: Iterable[RequestRecord], promises: Promises | None = None) -> Report:
@@ -91,7 +90,7 @@ class Report:
         return {**asdict(self), "machine": machine()}
 
     def row(self) -> dict[str, float | int]:
-        """As a benchmark's results keep it: flat, latencies in milliseconds."""
+        """The report as a flat row of a results file, with latencies in milliseconds."""
         latencies = {"ttft": self.ttft_s, "itl": self.itl_s, "e2e": self.e2e_s}
         return {
             "requests_per_s": self.requests_per_s,
@@ -103,7 +102,7 @@ class Report:
         }
 
     def lines(self) -> list[str]:
-        """The table that a terminal shows."""
+        """The report as lines for a terminal."""
         lines = [
             f"{'requests completed':<28}{self.completed:>12}",
             f"{'requests failed':<28}{self.failed:>12}{_reasons(self.failures)}",
@@ -123,7 +122,7 @@ class Report:
             )
         if self.late_s.p99 > 0.01:
             lines.append(
-                f"sent late: p99 {self.late_s.p99 * 1000:.0f} ms, by the concurrency cap or this machine's own load"
+                f"sent late: p99 {self.late_s.p99 * 1000:.0f} ms, by the concurrency limit or the load of this machine"
             )
         return lines
 
@@ -133,7 +132,7 @@ def _reasons(failures: dict[str, int]) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Where the load was sent from: figures without their machine mean little."""
+    """The machine that sent the load."""
     return {
         "platform": platform.platform(),
         "processor": _processor(),
@@ -143,12 +142,12 @@ def machine() -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """Its model's name and widest vector instructions where Linux tells them, else its architecture."""
+    """The processor's model and widest vector instructions on Linux, else the architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
-    told = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    flags = told.get("flags", "").split()
+    info = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    flags = info.get("flags", "").split()
     instructions = next((each for each in ("amx_tile", "avx512f", "avx2") if each in flags), None)
-    return told.get("model name", platform.machine()) + (f" with {instructions}" if instructions else "")
+    return info.get("model name", platform.machine()) + (f" with {instructions}" if instructions else "")

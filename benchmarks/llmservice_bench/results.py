@@ -1,4 +1,4 @@
-"""What a benchmark leaves behind: its rows, its targets with their verdicts, and where they were measured."""
+"""The results of a benchmark: rows, targets, machine and versions, as JSON and as Markdown tables."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One promise and what was measured of it. `bound` reads `>= 4`, `<= 1.5`, `< 30` or `= 0`, in `unit`."""
+    """One target and its measurement; `bound` is such as `>= 4`, `<= 1.5`, `< 30` or `= 0`, in `unit`."""
 
     what: str
     bound: str
@@ -40,25 +41,25 @@ class Check:
         return _COMPARISONS[comparison](self.measured, float(value))
 
     def line(self) -> str:
-        """As a terminal shows it."""
+        """The check as a line for a terminal."""
         measured = f"{self.measured:,.4g} {self.unit}".rstrip()
         return f"{self.what:<88}{measured:>16}   {self.bound:<8} {'met' if self.met else 'MISSED'}"
 
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """One benchmark's run. Each row is flat: a throughput never stands without the latencies of the same run."""
+    """The results of one benchmark. Rows are flat; a row with a throughput also has the latencies of the same run."""
 
     name: str
     rows: Sequence[Mapping[str, Any]]
     checks: Sequence[Check] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """What of the command line shaped the figures."""
+    """The options that affect the figures."""
     notes: Sequence[str] = ()
-    """What the rows say, or why a target is missed: sentences for the report."""
+    """Sentences for the report about the rows or missed targets."""
 
     def write(self, folder: Path = FOLDER) -> Path:
-        """Write `<name>.json`, replacing that of an earlier run, and say so on the terminal."""
+        """Write `<name>.json`, replacing an earlier one."""
         folder.mkdir(exist_ok=True)
         written = folder / f"{self.name}.json"
         replace(written, json.dumps(self.as_dict(), indent=2) + "\n")
@@ -79,21 +80,21 @@ class Results:
 
 
 def replace(path: Path, text: str) -> None:
-    """Write a file so that whoever reads it, and whatever ends us, finds the old one or the new one whole."""
+    """Replace a file atomically."""
     beside = path.with_name(path.name + ".new")
     beside.write_text(text, encoding="utf-8")
     beside.replace(path)
 
 
 def commit() -> str | None:
-    """Of the code measured, with `+` where a Python file differs from it; None outside a checkout."""
+    """The commit of the measured code, with `+` if a Python file differs from it; None outside a checkout."""
     git = shutil.which("git")
     if git is None:
         return None
 
     def ask(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [git, *arguments]
-        return subprocess.run(command, cwd=FOLDER.parents[1], capture_output=True, text=True, check=False)  # noqa: S603 - all ours
+        return subprocess.run(command, cwd=FOLDER.parents[1], capture_output=True, text=True, check=False)  # noqa: S603 - our own command
 
     revision = ask("rev-parse", "--short=12", "HEAD")
     if revision.returncode:
@@ -102,7 +103,7 @@ def commit() -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that figures depend on, as far as they are installed."""
+    """The versions of the installed packages that affect the figures."""
     found = {}
     for package in ("llmservice", "torch", "triton", "numba", "numpy", "transformers", "llama-cpp-python"):
         try:
@@ -110,3 +111,72 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+Row = Mapping[str, Any]
+
+ACRONYMS = {"ttft": "TTFT", "itl": "ITL", "tpot": "TPOT", "e2e": "E2E", "kv": "KV", "http": "HTTP", "cpu": "CPU"}
+UNITS = {"ms": "ms", "us": "µs", "s": "s", "mib": "MiB", "gib": "GiB", "bytes": "bytes", "share": "share"}
+
+
+def rows_tables(rows: Sequence[Row]) -> str:
+    """A Markdown table for each sequence of rows with the same columns."""
+    tables = [_table(list(alike)) for _, alike in groupby(rows, key=_columns)]
+    return "\n\n".join(tables)
+
+
+def _columns(row: Row) -> tuple[str, ...]:
+    return tuple(row)
+
+
+def _table(rows: Sequence[Row]) -> str:
+    """A table without columns that are empty in every row; a p50 and its p99 share a column."""
+    names = [name for name in rows[0] if any(row[name] is not None for row in rows)]
+    merged = {name: name.replace("_p50", "_p99") for name in names if "_p50" in name}
+    merged = {p50: p99 for p50, p99 in merged.items() if p99 in names}
+    columns = [name for name in names if name not in merged.values()]
+    titles = [
+        column_title(name.replace("_p50", "_p50 / p99")) if name in merged else column_title(name) for name in columns
+    ]
+    lines = [_line(titles), _line(["---" if _is_text(rows, name) else "---:" for name in columns])]
+    for row in rows:
+        cells = [cell(row[name]) for name in columns]
+        for number, name in enumerate(columns):
+            if name in merged:
+                cells[number] += f" / {cell(row[merged[name]])}"
+        lines.append(_line(cells))
+    return "\n".join(lines)
+
+
+def _is_text(rows: Sequence[Row], name: str) -> bool:
+    return any(isinstance(row[name], str) for row in rows)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def column_title(name: str) -> str:
+    """`ttft_p99_ms` → `TTFT p99, ms`; `output_tokens_per_s` → `output tokens/s`."""
+    words = name.replace("_per_", "/").split("_")
+    unit = UNITS.get(words[-1]) if len(words) > 1 else None
+    title = " ".join(ACRONYMS.get(word, word) for word in (words[:-1] if unit else words))
+    return f"{title}, {unit}" if unit else title
+
+
+def cell(value: Any) -> str:
+    """A value as the text of a cell; None is empty."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return figure(value)
+    return f"{value:,}" if isinstance(value, int) else str(value).replace("|", "\\|")
+
+
+def figure(value: float) -> str:
+    """A number with three significant digits, or all before the point: `1,234`, `98.7`, `0.0123`."""
+    if value == 0 or abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"

@@ -11,24 +11,21 @@ from typing import Any
 
 import numpy as np
 
-from llmservice_bench.arrivals import read_arrivals
 from llmservice_bench.client import Target, TargetError, measure_word_rate
-from llmservice_bench.drive import Load, drive, open_session
-from llmservice_bench.goodput import Promises
-from llmservice_bench.lengths import Lengths, read_trace
-from llmservice_bench.progress_bar import progress_bar
+from llmservice_bench.drive import Load, drive, open_session, progress_bar
+from llmservice_bench.record import Promises
 from llmservice_bench.report import Report, machine
-from llmservice_bench.trace import SAMPLE
+from llmservice_bench.trace import SAMPLE, Lengths, read_arrivals, read_trace
 from llmservice_planner.command import CommandError
 
 DEFAULT_NUM_PROMPTS = 200
 
 
 def run_serve_benchmark(args: argparse.Namespace) -> int:
-    """Exit status 0 when every request completed, 1 when some failed.
+    """Returns 0 if every request completed, else 1.
 
     Raises:
-        CommandError: an argument, the trace or the server cannot be used, or the result not be written.
+        CommandError: an argument, the trace or the server is unusable, or the result cannot be written.
     """
     try:
         load = load_of(args)
@@ -36,19 +33,19 @@ def run_serve_benchmark(args: argparse.Namespace) -> int:
         report = asyncio.run(_measure(args, load, promises))
     except (TargetError, ValueError) as error:
         raise CommandError(str(error)) from error
-    told = json.dumps(_settings(args, load) | report.as_dict(), indent=2)
+    result = json.dumps(_settings(args, load) | report.as_dict(), indent=2)
     if args.output == "json":
-        print(told)
+        print(result)
     else:
         print(f"{args.model} at {args.url}, from {from_where()}")
         print("\n".join(report.lines()))
     if args.result:
-        write_file(args.result, told + "\n")
+        write_file(args.result, result + "\n")
     return 1 if report.failed else 0
 
 
 def load_of(args: argparse.Namespace) -> Load:
-    """The load that the arguments describe; raises ValueError where they contradict each other."""
+    """The load of the arguments; raises ValueError if they contradict each other."""
     replayed = args.trace is not None and args.request_rate is None and args.concurrency is None
     if args.time_scale is not None and not replayed:
         raise ValueError(
@@ -76,14 +73,14 @@ def lengths_of(args: argparse.Namespace) -> list[Lengths]:
 
 
 def target_of(args: argparse.Namespace) -> Target:
-    """The key comes from the environment, not from a flag: flags show in the process list."""
+    """The target; the API key comes from the environment, as flags are visible in the process list."""
     key = os.environ.get(args.api_key_env)
     headers = (("Authorization", f"Bearer {key}"),) if key else ()
     return Target(args.url, args.model, chat=args.chat, ignore_eos=args.ignore_eos, headers=headers)
 
 
 def write_file(path: Path, text: str) -> None:
-    """Raises CommandError where it cannot be written."""
+    """Write a file; raises CommandError if that fails."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

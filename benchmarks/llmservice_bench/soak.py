@@ -1,4 +1,4 @@
-"""Many streams at once, a share of them cut at random moments: what became of each, and of the server's memory."""
+"""A soak test: many concurrent streams, of which some are cut at random, and the server's memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import aiohttp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoakConfig:
-    """`streams` at once against `url`, each of up to `max_tokens` tokens, a `cut_share` of them left early."""
+    """`streams` concurrent streams from `url` of up to `max_tokens` tokens each; a `cut_share` of them is cut."""
 
     url: str
     model: str
@@ -28,16 +28,16 @@ class SoakConfig:
 
 @dataclass(slots=True)
 class SoakCounts:
-    """How the streams ended. `errors` says what went wrong for those that were to finish: it should be empty."""
+    """The number of streams by outcome; `errors` are those of streams that were not cut."""
 
     finished: int = 0
     cut: int = 0
-    tokens: int = 0  # events that carried one
+    tokens: int = 0  # events with a token
     errors: list[str] = field(default_factory=list)
 
 
 async def soak(config: SoakConfig, is_over: Callable[[SoakCounts], bool]) -> SoakCounts:
-    """Keep `streams` of them going until `is_over`, and then until the last has ended."""
+    """Keep `streams` streams running until `is_over`, then wait for the last."""
     counts = SoakCounts()
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as session:
@@ -77,7 +77,7 @@ def _body(config: SoakConfig, chance: random.Random, max_tokens: int) -> dict[st
 
 
 async def _read(response: aiohttp.ClientResponse, cut_after: int | None, counts: SoakCounts) -> None:
-    """Read to the end, or leave after `cut_after` events."""
+    """Read a stream to the end, or disconnect after `cut_after` events."""
     events = 0
     while cut_after is None or events < cut_after:
         event = await response.content.readuntil(b"\n\n") if not response.content.at_eof() else b""
@@ -95,7 +95,7 @@ async def _read(response: aiohttp.ClientResponse, cut_after: int | None, counts:
 
 
 def resident_bytes(process_id: int) -> int:
-    """Memory of a process and its children that is its own: anonymous pages, not mapped files."""
+    """Anonymous memory of a process and its children, without mapped files."""
     total = 0
     for line in Path(f"/proc/{process_id}/status").read_text().splitlines():
         if line.startswith("RssAnon:"):

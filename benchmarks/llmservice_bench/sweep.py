@@ -1,44 +1,90 @@
-"""How throughput and latency go together, from an idle server to a flooded one, and the most that keeps promises."""
+"""A sweep from low to high load, and the search for the highest request rate that keeps the promises."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from llmservice_bench.client import TargetError
 from llmservice_bench.drive import Load
-from llmservice_bench.goodput import Promises
-from llmservice_bench.lengths import Lengths
-from llmservice_bench.rate_search import RateSearch
-from llmservice_bench.record import RequestRecord
+from llmservice_bench.record import Promises, RequestRecord
 from llmservice_bench.report import Report
+from llmservice_bench.trace import Lengths
+
+GROWTH = 1.5
+"""The factor to the next rate while no rate has broken the promise."""
+
+
+@dataclass(frozen=True, slots=True)
+class RateSearch:
+    """The state of a bisection over request rates (per second).
+
+    The caller measures `next_rate` and continues with `with_result`, until `next_rate` is None or its time is over. The
+    result is `kept`, which is always below `broken`.
+    """
+
+    start: float
+    """The first rate; it need not be accurate."""
+    tolerance: float = 0.05
+    """The search ends when `broken` exceeds `kept` by at most this share."""
+    floor: float = 0.0
+    """No rate below this one is tried, because its run would have too few requests."""
+    kept: float = 0.0
+    """The highest rate that kept the promise, or 0."""
+    broken: float = float("inf")
+    """The lowest rate that broke it."""
+
+    def __post_init__(self) -> None:
+        if not self.start > 0 or not self.tolerance > 0:
+            raise ValueError(f"start and tolerance must be above 0, found {self.start} and {self.tolerance}")
+
+    @property
+    def next_rate(self) -> float | None:
+        """The next rate to measure; None if the search has ended."""
+        if self.broken == float("inf"):
+            return self.kept * GROWTH or self.start
+        if self.kept == 0:
+            return self.broken / 2 if self.broken / 2 >= self.floor else None
+        return None if self.is_settled else (self.kept + self.broken) / 2
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the result is within the tolerance."""
+        return 0 < self.broken - self.kept <= self.tolerance * self.kept
+
+    def with_result(self, rate: float, kept: bool) -> RateSearch:
+        """The state after a run at `rate`. If runs contradict each other, the worse result counts."""
+        if not kept:
+            return replace(self, broken=min(self.broken, rate), kept=self.kept if self.kept < rate else 0.0)
+        return replace(self, kept=max(self.kept, rate)) if rate < self.broken else self
+
 
 FEWEST_REQUESTS = 10
-"""A run of fewer says nothing about a promise, so no lower rate is tried."""
+"""A run with fewer requests does not show whether a promise is kept, so no lower rate is tried."""
 
 Measure = Callable[[Load, str], Awaitable[Sequence[RequestRecord]]]
-"""Sends a load, which has that name on a progress bar."""
+"""Sends a load; the second argument is its name on the progress bar."""
 
 
 @dataclass(frozen=True, slots=True)
 class SweepPlan:
-    """Every run sends requests for `seconds` and waits for the last answer; equal seeds send equal requests."""
+    """The runs of a sweep. Each sends requests for `seconds`; equal seeds send equal requests."""
 
     lengths: Sequence[Lengths]
     seconds: float
     concurrencies: Sequence[int]
-    """Closed loops: what the server can deliver, and how latency grows with the batch."""
+    """Concurrencies of the closed loops, which measure capacity and latency by batch size."""
     shares: Sequence[float]
-    """Open loops at these shares of the most requests a second that the closed loops saw: how waits explode."""
+    """Rates of the open loops, as shares of the closed loops' highest request rate."""
     promises: Promises | None = None
-    """Without them no highest rate is searched, and no goodput told."""
+    """Without promises, no highest rate is searched and no goodput reported."""
     kept_share: float = 0.99
-    """A rate keeps the promises when so many of its requests did."""
+    """The share of requests that must keep the promises."""
     tolerance: float = 0.05
     limit_s: float = float("inf")
-    """No run of the search begins after so long; those of the curve are always made."""
+    """No run of the search starts after this time; those of the curve are always made."""
     seed: int = 0
 
     def load(self, *, concurrency: int | None = None, rate: float = float("inf")) -> Load:
@@ -70,7 +116,7 @@ def name_of(concurrency: int | None, rate: float | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class HighestRate:
-    """What the search found: `requests_per_s` kept the promises (0: none did), `broken_at` did not (None: all did)."""
+    """The search's result: `requests_per_s` kept the promises (0: none did), `broken_at` did not (None: all did)."""
 
     promises: str
     kept_share: float
@@ -78,19 +124,19 @@ class HighestRate:
     broken_at: float | None
     tolerance: float
     is_settled: bool
-    """False where the time was over first, or no rate keeps the promises."""
+    """False if the time was over first, or no rate keeps the promises."""
     runs: int
 
     def line(self) -> str:
         kept = f"{self.requests_per_s:.2f} req/s" if self.requests_per_s else "none that was tried"
         broken = f"; {self.broken_at:.2f} is too many" if self.broken_at else ""
-        settled = "" if self.is_settled else " (not settled: more time would tell more)" if self.requests_per_s else ""
+        settled = "" if self.is_settled else " (not settled: the time was over)" if self.requests_per_s else ""
         return f"highest rate at which {self.kept_share:.0%} keep {self.promises} (ms): {kept}{broken}{settled}"
 
 
 @dataclass(slots=True)
 class Sweep:
-    """The runs in the order in which they were made."""
+    """A sweep; `points` are its runs in order."""
 
     plan: SweepPlan
     measure: Measure
@@ -100,7 +146,7 @@ class Sweep:
     highest_rate: HighestRate | None = None
 
     async def run(self) -> None:
-        """The curve, then the search where something is promised.
+        """Run the curve, then the search if there are promises.
 
         Raises:
             TargetError: no request of the closed loops completed.
@@ -124,14 +170,14 @@ class Sweep:
         return self.points[-1]
 
     async def _search(self, capacity: float, deadline_s: float) -> HighestRate:
-        """Begin with what the curve's open loops told."""
+        """Search for the highest rate, starting with the results of the curve's open loops."""
         search = RateSearch(capacity, self.plan.tolerance, floor=FEWEST_REQUESTS / self.plan.seconds)
         for point in self.points:
             if point.rate is not None:
-                search = search.told(point.rate, self._kept(point))
+                search = search.with_result(point.rate, self._kept(point))
         runs = 0
         while (rate := search.next_rate) is not None and self.clock() < deadline_s:
-            search = search.told(rate, self._kept(await self._add(rate=rate)))
+            search = search.with_result(rate, self._kept(await self._add(rate=rate)))
             runs += 1
         broken = None if search.broken == float("inf") else search.broken
         promised = (str(self.plan.promises), self.plan.kept_share)

@@ -11,11 +11,8 @@ import aiohttp
 import numpy as np
 
 from llmservice_bench.client import Target, TargetError, measure_word_rate
-from llmservice_bench.curve import draw_curve
-from llmservice_bench.drive import Load, drive, open_session
-from llmservice_bench.goodput import Promises
-from llmservice_bench.progress_bar import progress_bar
-from llmservice_bench.record import RequestRecord
+from llmservice_bench.drive import Load, drive, open_session, progress_bar
+from llmservice_bench.record import Promises, RequestRecord
 from llmservice_bench.report import Report, machine
 from llmservice_bench.serve_benchmark import from_where, lengths_of, target_of, write_file
 from llmservice_bench.sweep import Measure, Point, Sweep, SweepPlan
@@ -26,10 +23,10 @@ WARM_UP_REQUESTS = 16
 
 
 def run_sweep_benchmark(args: argparse.Namespace) -> int:
-    """Exit status 0 when every request of every run completed, 1 when some failed.
+    """Returns 0 if every request of every run completed, else 1.
 
     Raises:
-        CommandError: an argument, the trace or the server cannot be used, or a file not be written.
+        CommandError: an argument, the trace or the server is unusable, or a file cannot be written.
     """
     shown = args.output == "table"
     try:
@@ -39,15 +36,17 @@ def run_sweep_benchmark(args: argparse.Namespace) -> int:
         sweep = asyncio.run(sweep_server(target_of(args), plan, args.timeout, quiet=not shown))
     except (TargetError, ValueError) as error:
         raise CommandError(str(error)) from error
-    told = json.dumps({**_settings(args, plan), "machine": machine(), **sweep.as_dict()}, indent=2)
+    result = json.dumps({**_settings(args, plan), "machine": machine(), **sweep.as_dict()}, indent=2)
     if not shown:
-        print(told)
+        print(result)
     elif sweep.highest_rate:
         print(sweep.highest_rate.line())
     if args.result:
-        write_file(args.result, told + "\n")
+        write_file(args.result, result + "\n")
     if args.plot:
-        write_file(args.plot, draw_curve(sweep.as_dict()["rows"], f"{args.model}, {from_where()}", plan.promises))
+        from llmservice_bench.plots import draw_sweep
+
+        write_file(args.plot, draw_sweep(sweep.as_dict()["rows"], f"{args.model}, {from_where()}", plan.promises))
     return 1 if any(point.report.failed for point in sweep.points) else 0
 
 
@@ -61,7 +60,7 @@ async def sweep_server(target: Target, plan: SweepPlan, timeout_s: float = 600.0
 
 
 async def _measuring(session: aiohttp.ClientSession, target: Target, plan: SweepPlan) -> Measure:
-    """What sends a load; the server is warm by then."""
+    """Warm the server up; returns a function that sends a load."""
     word_rate = await measure_word_rate(session, target, np.random.default_rng(plan.seed))
     longest = max(plan.lengths, key=lambda each: each.prompt_tokens)
     for lengths, number in (([longest], 1), (plan.lengths, WARM_UP_REQUESTS)):
@@ -80,7 +79,7 @@ HEADER = f"{'load':<16}{'req/s':>8}{'out tok/s':>11}" + "".join(
 
 
 def line(point: Point) -> str:
-    """One run, under `HEADER`."""
+    """One run as a line under `HEADER`."""
     report = point.report
     kept = f"{report.goodput.share:>8.1%} kept" if report.goodput else ""
     failed = f"  {report.failed} failed" if report.failed else ""

@@ -1,4 +1,4 @@
-"""A Llama checkpoint of Hugging Face's as llama.cpp reads it: one GGUF file, without a tokenizer."""
+"""Converts a Llama checkpoint from Hugging Face's format to a GGUF file without a tokenizer for llama.cpp."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TYPES = {"float32": gguf.GGMLQuantizationType.F32, "bfloat16": gguf.GGMLQuantiz
 
 
 def write_gguf(model: Path, path: Path, dtype: str) -> None:
-    """Write the weights of the folder `model` to `path` in `dtype`; vectors stay float32, as llama.cpp wants them."""
+    """Write the weights of the folder `model` to `path` in `dtype`; vectors stay float32, as llama.cpp requires."""
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     writer = gguf.GGUFWriter(path, "llama")
     _add_shape(writer, config)
@@ -69,7 +69,7 @@ def _gguf_name(name: str) -> str:
 
 
 def _interleaved(name: str, values: npt.NDArray[np.float32], config: dict[str, Any]) -> npt.NDArray[np.float32]:
-    """Queries' and keys' rows: Hugging Face rotates a head's first half against its second, llama.cpp neighbours."""
+    """Permute the rows of queries and keys: Hugging Face rotates the halves of a head, llama.cpp adjacent rows."""
     if "q_proj" in name:
         heads = config["num_attention_heads"]
     elif "k_proj" in name:

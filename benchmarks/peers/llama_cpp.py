@@ -1,4 +1,4 @@
-"""llama.cpp through its C interface: all sequences decoded together, in a continuous loop as its own server has it."""
+"""llama.cpp through its C interface, with continuous batching as in its server."""
 
 from __future__ import annotations
 
@@ -10,30 +10,29 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
-from peers.closed_loop import SteppedPeer
-from peers.workload import Ask, Job
+from peers.workload import Job, PeerRequest, SteppedPeer
 
 _BATCH_TOKENS = 512
 _CACHE_TYPES = {"float32": llama_cpp.GGML_TYPE_F32, "bfloat16": llama_cpp.GGML_TYPE_F16}
-"""Of keys and values, as wide as the weights; for 16 bits llama.cpp's own default, which its kernels are made for."""
+"""The KV cache type, as wide as the weights; with 16 bits llama.cpp's default."""
 
 
 @dataclass(slots=True)
 class _Sequence:
     index: int
-    ask: Ask
+    request: PeerRequest
     following: list[int]
-    """Tokens that are to be computed: what is left of the prompt, later the last one drawn."""
+    """Tokens to compute: the rest of the prompt, later the last sampled one."""
     num_computed: int = 0
     num_drawn: int = 0
 
 
 class LlamaServer:
-    """A step is one `llama_decode`: a token for everybody who writes, and prompts as far as the batch has room."""
+    """A step is one `llama_decode`: a token of each decoding sequence, and prompts that fit into the batch."""
 
     def __init__(self, job: Job) -> None:
         llama_cpp.llama_backend_init()
-        self._log = llama_cpp.llama_log_callback(lambda *_: None)  # kept, since the library calls it
+        self._log = llama_cpp.llama_log_callback(lambda *_: None)  # kept alive, because the library calls it
         llama_cpp.llama_log_set(self._log, ctypes.c_void_p(0))
         model = llama_cpp.llama_model_load_from_file(bytes(job.gguf), llama_cpp.llama_model_default_params())
         context = llama_cpp.llama_init_from_model(model, self._settings(job)) if model else None
@@ -48,17 +47,17 @@ class LlamaServer:
     @staticmethod
     def _settings(job: Job) -> Any:
         settings = llama_cpp.llama_context_default_params()
-        each = -(-job.longest // 256) * 256  # llama.cpp rounds a sequence's cells up likewise
+        each = -(-job.longest // 256) * 256  # llama.cpp rounds the cells of a sequence up in the same way
         settings.n_ctx = job.in_flight * each
         settings.n_seq_max = job.in_flight
         settings.n_batch = settings.n_ubatch = _BATCH_TOKENS
         settings.n_threads = settings.n_threads_batch = job.threads
         settings.type_k = settings.type_v = _CACHE_TYPES[job.dtype]
-        settings.kv_unified = True  # else a prompt and the others' next tokens are computed one after the other
+        settings.kv_unified = True  # otherwise prompts and decodes are computed separately
         return settings
 
-    def add(self, index: int, ask: Ask) -> None:
-        self._running[self._free.pop()] = _Sequence(index, ask, list(ask.prompt_token_ids))
+    def add(self, index: int, request: PeerRequest) -> None:
+        self._running[self._free.pop()] = _Sequence(index, request, list(request.prompt_token_ids))
 
     def step(self) -> Sequence[tuple[int, int]]:
         rows = dict(self._fill())
@@ -68,7 +67,7 @@ class LlamaServer:
         return [self._draw(place, row) for place, row in rows.items()]
 
     def _fill(self) -> Iterator[tuple[int, int]]:
-        """Lay out the batch; yields (sequence, row of the batch) of everybody whose next token it yields."""
+        """Fill the batch; yields (sequence, row of the batch) of each sequence that gets a token."""
         self._batch.n_tokens = 0
         room = _BATCH_TOKENS
         for place, sequence in sorted(self._running.items(), key=lambda item: len(item[1].following)):
@@ -93,13 +92,13 @@ class LlamaServer:
         self._batch.n_tokens = row + 1
 
     def _draw(self, place: int, row: int) -> tuple[int, int]:
-        """The likeliest token; who has all of its own leaves its cells."""
+        """The most likely token of each row; finished sequences release their cells."""
         sequence = self._running[place]
         logits = llama_cpp.llama_get_logits_ith(self._context, row)
         token = int(np.ctypeslib.as_array(logits, (self._vocab_size,)).argmax())
         sequence.following = [token]
         sequence.num_drawn += 1
-        if sequence.num_drawn == sequence.ask.output_tokens:
+        if sequence.num_drawn == sequence.request.output_tokens:
             llama_cpp.llama_memory_seq_rm(llama_cpp.llama_get_memory(self._context), place, -1, -1)
             del self._running[place]
             self._free.append(place)

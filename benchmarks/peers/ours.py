@@ -1,13 +1,12 @@
-"""This project's engine, in the caller's process and with its default settings."""
+"""This project's engine with default settings, in the caller's process."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from llmservice_server import LLM
-from llmservice_server.messages import Generate, SamplingParams
-from peers.closed_loop import SteppedPeer
-from peers.workload import Ask, Job
+from llmservice_server.types.messages import GenerateRequest, SamplingParams
+from peers.workload import Job, PeerRequest, SteppedPeer
 
 
 class OurEngine:
@@ -21,10 +20,12 @@ class OurEngine:
             threads=job.threads,
         )
 
-    def add(self, index: int, ask: Ask) -> None:
-        sampling = SamplingParams(max_tokens=ask.output_tokens, temperature=0.0, ignore_eos=True)
+    def add(self, index: int, request: PeerRequest) -> None:
+        sampling = SamplingParams(max_tokens=request.output_tokens, temperature=0.0, ignore_eos=True)
         self._llm.engine.add(
-            Generate(request_id=str(index), prompt_token_ids=ask.prompt_token_ids, sampling=sampling, arrival_s=0.0)
+            GenerateRequest(
+                request_id=str(index), prompt_token_ids=request.prompt_token_ids, sampling=sampling, arrival_s=0.0
+            )
         )
 
     def step(self) -> Sequence[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""A peer in a process of its own that stays, so that peers can be asked in turns."""
+"""Runs a peer (an engine that is compared with ours) in its own process, so that peers can alternate."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any, Protocol, Self
 
-from peers.workload import Answer, Ask, Job
+from peers.workload import Answer, Job, PeerRequest
 
 
 class Peer(Protocol):
-    """Something that serves: made of a Job, which warms it up."""
+    """An engine, created and warmed up with a Job."""
 
-    def serve(self, asks: Sequence[Ask]) -> list[Answer]:
-        """Answers in the order of `asks`, with the job's number of them in flight."""
+    def serve(self, requests: Sequence[PeerRequest]) -> list[Answer]:
+        """The answers in the order of `requests`, with the job's number of requests in flight."""
 
     def close(self) -> None:
-        """Give back its memory and threads."""
+        """Release memory and threads."""
 
 
 class PeerProcess:
-    """One peer, named as `module:what makes it of a Job`. It serves one job after the other, and is idle in between."""
+    """The process of the peer `module:factory`, whose factory takes a Job. It serves jobs one after the other."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         context = get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_obey, args=(name, theirs), daemon=True)
+        self._process = context.Process(target=_serve_orders, args=(name, theirs), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -40,23 +40,23 @@ class PeerProcess:
         self._process.join()
 
     def load(self, job: Job) -> None:
-        """Make ready for a job, in place of the one before."""
+        """Replace the job."""
         self._ask(job)
 
-    def serve(self, asks: Sequence[Ask]) -> list[Answer]:
-        answers: list[Answer] = self._ask(list(asks))
+    def serve(self, requests: Sequence[PeerRequest]) -> list[Answer]:
+        answers: list[Answer] = self._ask(list(requests))
         return answers
 
-    def _ask(self, order: Job | list[Ask]) -> Any:
+    def _ask(self, order: Job | list[PeerRequest]) -> Any:
         try:
             self._pipe.send(order)
             return self._pipe.recv()
         except (EOFError, OSError) as error:
-            raise RuntimeError(f"{self._name} has died: its process says above of what") from error
+            raise RuntimeError(f"{self._name} has died: see its output above") from error
 
 
-def _obey(name: str, orders: Connection) -> None:
-    """In the peer's process, until nobody is left to give orders."""
+def _serve_orders(name: str, orders: Connection) -> None:
+    """The main loop of the peer's process, until the pipe is closed."""
     module, _, made = name.partition(":")
     make = getattr(import_module(module), made)
     peer: Peer | None = None

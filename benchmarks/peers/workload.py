@@ -1,21 +1,23 @@
-"""What every peer is asked, and what it answered when: the same requests, the same number of them in flight."""
+"""The workload of a comparison: requests, answers with token times, and the closed loop that sends them."""
 
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
-from llmservice_bench.lengths import Lengths, draw
 from llmservice_bench.record import RequestRecord
+from llmservice_bench.trace import Lengths, draw
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """One request: greedy, and exactly `output_tokens` long whatever the model says of an end."""
+class PeerRequest:
+    """One greedy request for exactly `output_tokens`."""
 
     prompt_token_ids: list[int]
     output_tokens: int
@@ -27,34 +29,34 @@ class Ask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Work for one peer. Whoever gets an answer sends the next request at once, so `in_flight` are always there."""
+    """The settings of a run of one peer, which always has `in_flight` requests."""
 
     model: Path
-    """A Hugging Face folder."""
+    """A folder in Hugging Face's format."""
     gguf: Path
     """The same weights for llama.cpp."""
     dtype: str
     """`float32` or `bfloat16`: of weights, activations and KV cache."""
-    asks: tuple[Ask, ...]
+    requests: tuple[PeerRequest, ...]
     in_flight: int
     threads: int
 
     @property
     def longest(self) -> int:
-        return max(ask.num_tokens for ask in self.asks)
+        return max(request.num_tokens for request in self.requests)
 
-    def warm_up(self) -> list[Ask]:
-        """A few requests of the same sizes, cut to three tokens: for what a peer does once per shape or at first.
+    def warm_up(self) -> list[PeerRequest]:
+        """A few requests of the same prompt lengths with three output tokens, for work that a peer does once per shape.
 
-        Their prompts are turned round, so that no prefix cache knows the real ones afterwards.
+        Their prompts are reversed, so that the prefix cache does not contain the measured ones.
         """
-        few = self.asks[: min(8, self.in_flight)]
-        return [Ask(ask.prompt_token_ids[::-1], min(3, ask.output_tokens)) for ask in few]
+        few = self.requests[: min(8, self.in_flight)]
+        return [PeerRequest(request.prompt_token_ids[::-1], min(3, request.output_tokens)) for request in few]
 
 
 @dataclass(slots=True)
 class Answer:
-    """What came back, on the peer's own clock (`time.perf_counter`)."""
+    """The tokens of a request and their times on the peer's clock (`time.perf_counter`)."""
 
     sent_s: float
     token_ids: list[int] = field(default_factory=list)
@@ -64,48 +66,107 @@ class Answer:
         self.token_ids.append(token_id)
         self.token_times_s.append(now)
 
-    def record(self, ask: Ask, started_s: float) -> RequestRecord:
-        """As a load generator's report wants it; an answer of the wrong length is a failure."""
+    def record(self, request: PeerRequest, started_s: float) -> RequestRecord:
+        """The record for a report; an answer of the wrong length is a failure."""
         times = self.token_times_s
-        wrong = len(times) != ask.output_tokens
+        wrong = len(times) != request.output_tokens
         return RequestRecord(
             started_s=self.sent_s - started_s,
-            prompt_tokens=len(ask.prompt_token_ids),
+            prompt_tokens=len(request.prompt_token_ids),
             output_tokens=len(times),
             ttft_s=times[0] - self.sent_s if times else 0.0,
             itl_s=[later - earlier for earlier, later in itertools.pairwise(times)],
             e2e_s=times[-1] - self.sent_s if times else 0.0,
-            error=f"{len(times)} tokens, expected {ask.output_tokens}" if wrong else None,
+            error=f"{len(times)} tokens, expected {request.output_tokens}" if wrong else None,
         )
 
 
-def records(asks: Sequence[Ask], answers: Sequence[Answer], began_s: float = 0.0) -> list[RequestRecord]:
-    """With times from the first that was sent, which began at `began_s`."""
+def records(requests: Sequence[PeerRequest], answers: Sequence[Answer], began_s: float = 0.0) -> list[RequestRecord]:
+    """The records, with the first request sent at `began_s`."""
     started_s = min(answer.sent_s for answer in answers) - began_s
-    return [answer.record(ask, started_s) for ask, answer in zip(asks, answers, strict=True)]
+    return [answer.record(request, started_s) for request, answer in zip(requests, answers, strict=True)]
 
 
-def in_turns(asks: Sequence[Ask], answers: Sequence[Answer]) -> list[RequestRecord]:
-    """Of requests that were served one by one, as if no time had passed between one and the next."""
+def in_turns(requests: Sequence[PeerRequest], answers: Sequence[Answer]) -> list[RequestRecord]:
+    """The records of single requests, as if each had started when the one before ended."""
     laid: list[RequestRecord] = []
-    for ask, answer in zip(asks, answers, strict=True):
-        laid += records([ask], [answer], laid[-1].ended_s if laid else 0.0)
+    for request, answer in zip(requests, answers, strict=True):
+        laid += records([request], [answer], laid[-1].ended_s if laid else 0.0)
     return laid
 
 
-def draw_asks(lengths: Sequence[Lengths], count: int, vocab_size: int, seed: int) -> tuple[Ask, ...]:
+def draw_requests(lengths: Sequence[Lengths], count: int, vocab_size: int, seed: int) -> tuple[PeerRequest, ...]:
     """`count` requests of random tokens, with lengths drawn from `lengths`."""
     rng = np.random.default_rng(seed)
     return tuple(
-        Ask(rng.integers(0, vocab_size, each.prompt_tokens).tolist(), each.output_tokens)
+        PeerRequest(rng.integers(0, vocab_size, each.prompt_tokens).tolist(), each.output_tokens)
         for each in itertools.islice(draw(lengths, rng), count)
     )
 
 
-def agreement(asks: Sequence[Ask], left: Sequence[Answer], right: Sequence[Answer]) -> float:
-    """Share of the output tokens before the first that differs, over all requests: 1 where all are equal."""
+def agreement(requests: Sequence[PeerRequest], left: Sequence[Answer], right: Sequence[Answer]) -> float:
+    """Share of the output tokens before the first difference, over all requests: 1 if all are equal."""
     equal = 0
     for one, other in zip(left, right, strict=True):
         pairs = zip(one.token_ids, other.token_ids, strict=False)
         equal += sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-    return equal / sum(ask.output_tokens for ask in asks)
+    return equal / sum(request.output_tokens for request in requests)
+
+
+class StepServer(Protocol):
+    """An engine whose steps the caller calls."""
+
+    def add(self, index: int, request: PeerRequest) -> None:
+        """Add a request for exactly `request.output_tokens` tokens."""
+
+    def step(self) -> Sequence[tuple[int, int]]:
+        """Compute one step; returns the (index, token) pairs."""
+
+
+class OwnedServer(StepServer, Protocol):
+    """A `StepServer` that is closed with its peer."""
+
+    def close(self) -> None:
+        """Release memory and threads."""
+
+
+class SteppedPeer:
+    """A peer that is called step by step; warmed up on construction."""
+
+    def __init__(self, server: OwnedServer, job: Job) -> None:
+        self._server = server
+        self._in_flight = job.in_flight
+        self.serve(job.warm_up())
+
+    def serve(self, requests: Sequence[PeerRequest]) -> list[Answer]:
+        return closed_loop(self._server, requests, self._in_flight)
+
+    def close(self) -> None:
+        self._server.close()
+
+
+def closed_loop(server: StepServer, requests: Sequence[PeerRequest], in_flight: int) -> list[Answer]:
+    """Send all requests with `in_flight` at a time; returns the answers in their order."""
+    coming = iter(enumerate(requests))
+    answers: dict[int, Answer] = {}
+    running = 0
+
+    def send() -> int:
+        following = next(coming, None)
+        if following is None:
+            return 0
+        index, request = following
+        answers[index] = Answer(time.perf_counter())
+        server.add(index, request)
+        return 1
+
+    for _ in range(in_flight):
+        running += send()
+    while running:
+        tokens = server.step()
+        now = time.perf_counter()
+        for index, token_id in tokens:
+            answers[index].take(token_id, now)
+            if len(answers[index].token_ids) == requests[index].output_tokens:
+                running += send() - 1
+    return [answers[index] for index in range(len(requests))]

@@ -1,11 +1,10 @@
-"""What the block pool's operations cost: they are on the path of every admission and of every sixteenth token."""
+"""Time of the block pool's operations, which run at every admission and after every 16 tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from llmservice_server.engine.block_hash import BlockHashes
-from llmservice_server.engine.block_pool import BlockPool
+from llmservice_server.engine.block_pool import BlockHashes, BlockPool
 from pieces.timing import Timing, measure
 
 NUM_BLOCKS = 50_000
@@ -14,7 +13,7 @@ BLOCK_SIZE = 16
 
 
 def measure_block_pool(count: int = 2000) -> dict[str, Timing]:
-    """By operation; each leaves the pool as it found it."""
+    """The time by operation; none changes the state of the pool."""
     pool = BlockPool(NUM_BLOCKS)
     tokens = list(range(CHAIN * BLOCK_SIZE))
     chain = BlockHashes(BLOCK_SIZE, None).first(CHAIN, tokens)

@@ -1,6 +1,6 @@
-"""What embeddings cost those who generate: the time between two tokens with and without embeddings beside them.
+"""Inter-token latency with and without concurrent embedding requests.
 
-The engine alone, as its process drives it: on a small machine the clients of a server would be most of what is seen.
+Only the engine is measured, because on a small machine the clients of a server would dominate.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from typing import Any
 from llmservice_bench.models import SHAPES, checkpoint
 from llmservice_bench.report import Distribution
 from llmservice_server.engine.config import EngineConfig
-from llmservice_server.engine.engine import Engine
-from llmservice_server.messages import Embed, Generate, SamplingParams
-from pieces.decoding import decode_together
+from llmservice_server.runtime.startup import load_engine
+from llmservice_server.types.messages import Embed, GenerateRequest, SamplingParams
+from pieces.step import decode_together
 
 MODEL = "small"
 NUM_STREAMS = 8
 PHASES = 10
-"""Of each kind, by turns: a machine that is slow for a while is slow for both."""
+"""Phases of each kind, which alternate."""
 STEPS = 50
-"""Of a phase."""
+"""Steps of a phase."""
 _PROMPT_TOKENS = 8
 
 
 @dataclass(slots=True)
 class _Phase:
-    """What one kind of phase showed so far."""
+    """The measurements of one kind of phase."""
 
     itl_s: list[float] = field(default_factory=list)
     embedded_tokens: int = 0
@@ -39,12 +39,12 @@ class _Phase:
 
 
 def measure_embeddings(num_inputs: int, input_tokens: int) -> dict[str, Any]:
-    """`NUM_STREAMS` decode; in every other phase requests of `num_inputs` texts are embedded, one after the other."""
-    engine = Engine(EngineConfig(model=checkpoint(MODEL), max_num_seqs=NUM_STREAMS, kv_cache_memory_bytes=1 << 29))
+    """Decode `NUM_STREAMS` streams; in every other phase, also embed requests of `num_inputs` texts."""
+    engine = load_engine(EngineConfig(model=checkpoint(MODEL), max_num_seqs=NUM_STREAMS, kv_cache_memory_bytes=1 << 29))
     sampling = SamplingParams(max_tokens=2 * (PHASES + 1) * STEPS, temperature=0.0, ignore_eos=True)
     for number in range(NUM_STREAMS):
         prompt = [(number * place) % SHAPES[MODEL].vocab_size for place in range(_PROMPT_TOKENS)]
-        engine.add(Generate(request_id=str(number), prompt_token_ids=prompt, sampling=sampling, arrival_s=0.0))
+        engine.add(GenerateRequest(request_id=str(number), prompt_token_ids=prompt, sampling=sampling, arrival_s=0.0))
     decode_together(engine, NUM_STREAMS)
     phases, requests = {False: _Phase(), True: _Phase()}, itertools.count()
     inputs, step_s = [[5] * input_tokens] * num_inputs, None

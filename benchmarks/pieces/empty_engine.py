@@ -1,31 +1,32 @@
-"""An engine around a model that computes nothing: what is left is what a step costs on the host."""
+"""An engine with a model that computes nothing, to measure the host's part of a step."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from llmservice_server.attention.base import Attend, KVCacheShape
-from llmservice_server.attention.choice import choose_attention
+from llmservice_server.backend.base import Attend, KVCacheShape
+from llmservice_server.backend.choice import choose_backend
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.engine import Engine
-from llmservice_server.engine.memory import KVCachePlan
-from llmservice_server.engine.runner import ModelRunner
-from llmservice_server.engine.startup import Started
+from llmservice_server.engine.runner import KVCachePlan, Started
+from llmservice_server.models.config import ModelConfig
 from llmservice_server.models.llama import LlamaModel
-from llmservice_server.models.model_config import ModelConfig
 from llmservice_server.models.rope import RopeConfig
+from llmservice_server.runtime.embedding_model import EmbeddingModel
+from llmservice_server.runtime.embeddings import BatchEmbedder
+from llmservice_server.runtime.runner import ModelRunner
+from llmservice_server.sampling.grammar import GrammarCompiler
 
 BLOCK_SIZE = 16
 
 
 class EmptyModel(LlamaModel):
-    """A Llama without layers: each token leads to another, always the same, in words where `printable` names them.
+    """A Llama without layers, in which each token determines the next; `printable` are the tokens that it uses.
 
-    Its steps begin `period_s` apart, or later where the rest takes longer; `spent_s` is what its own products took.
+    Its steps start at least `period_s` apart; `spent_s` is the time of its own operations.
     """
 
     def __init__(self, vocab_size: int, printable: list[int], period_s: float) -> None:
@@ -57,26 +58,35 @@ class EmptyModel(LlamaModel):
 
 
 def empty_engine(model: EmptyModel, num_seqs: int, num_tokens_each: int) -> Engine:
-    """Everything but the model is real, and there is room for `num_seqs` sequences of `num_tokens_each`."""
+    """An engine with this model and room for `num_seqs` sequences of `num_tokens_each`."""
     config = EngineConfig(model=Path("empty"), max_num_seqs=num_seqs, max_num_batched_tokens=max(2048, num_seqs))
-    return Engine(config, start=_started(model, num_seqs, num_tokens_each))
+    return Engine(config, _started(model, config, num_seqs, num_tokens_each))
 
 
-def _started(model: EmptyModel, num_seqs: int, num_tokens_each: int) -> Callable[[EngineConfig], Started]:
+def _started(model: EmptyModel, config: EngineConfig, num_seqs: int, num_tokens_each: int) -> Started:
     num_blocks = 1 + num_seqs * -(-num_tokens_each // BLOCK_SIZE)
     heads = (model.config.num_heads, model.config.num_kv_heads, model.config.head_dim)
     shape = KVCacheShape(*heads, windows=(), block_size=BLOCK_SIZE, dtype=torch.float32)
-    choice = choose_attention("auto", shape, model.dtype, model.device, max_num_batched_tokens=num_seqs)
-    started = Started(
-        runner=ModelRunner(model, choice.backend(num_blocks, model.device)),
+    backend = choose_backend("auto", shape, model.dtype, model.device, max_num_batched_tokens=num_seqs)
+    backend.prepare(model)
+    runner = ModelRunner(model, backend.attention(num_blocks), backend)
+    return Started(
+        runner=runner,
+        embedder=BatchEmbedder(
+            EmbeddingModel(model, config.pooling),
+            runner.recover,
+            vocab_size=model.config.vocab_size,
+            max_tokens=num_tokens_each,
+            max_batch_tokens=config.max_num_batched_tokens,
+            window_s=config.embedding_window_s,
+        ),
+        grammars=GrammarCompiler(config.model, model.config.vocab_size, frozenset()),
         kv_cache=KVCachePlan(num_blocks, num_tokens_each),
         max_num_seqs=num_seqs,
         memory_bytes={},
         vocab_size=model.config.vocab_size,
         eos_token_ids=frozenset(),
-        swap=None,
     )
-    return lambda _: started
 
 
 def _shape(vocab_size: int) -> ModelConfig:

@@ -1,4 +1,4 @@
-"""Tokens a second through the HTTP path: the real HTTP process between a stub engine and clients on bare sockets."""
+"""Tokens per second through the HTTP process, between a stub engine and clients on plain sockets."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmservice_bench.models import checkpoint
-from llmservice_bench.toy_server import started
+from llmservice_bench.models import checkpoint, started
 from pieces.start import children
 
 STUB_SERVER, CLIENTS = (
@@ -20,14 +19,14 @@ STUB_SERVER, CLIENTS = (
 )
 NUM_STREAMS = 256
 LONGEST_ITL_MS = 100.0
-"""Of 99 % of the tokens where a pace counts as borne. The share of the offered tokens that arrives says less: a stream
-that begins anew misses the steps of its TTFT, which are the more the faster the steps are."""
+"""The p99 ITL below which a pace counts as sustained. The share of the offered tokens that arrives is less meaningful:
+a new stream misses the steps of its TTFT, which are more at a faster pace."""
 _TICK = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
 class HttpRun:
-    """The clients' figures at one pace, and how busy each process was: 1 is a whole core."""
+    """The clients' figures at one pace, and the CPU usage of each process in cores."""
 
     offered_tokens_per_s: float
     figures: dict[str, Any]
@@ -35,7 +34,7 @@ class HttpRun:
     engine_busy: float
 
     @property
-    def is_borne(self) -> bool:
+    def is_sustained(self) -> bool:
         return bool(self.figures["itl_p99_ms"] <= LONGEST_ITL_MS)
 
     @property
@@ -50,7 +49,7 @@ class HttpRun:
 
 
 async def measure_http(num_streams: int, period_s: float, seconds: float) -> HttpRun:
-    """`num_streams` at once, from an engine that gives each a token every `period_s`."""
+    """Run `num_streams` streams from an engine that generates a token for each every `period_s`."""
     model = str(checkpoint("toy"))
     async with started(sys.executable, STUB_SERVER, model, str(period_s), str(num_streams)) as server:
         engine_id = children(server.process_id)[0]
@@ -58,7 +57,7 @@ async def measure_http(num_streams: int, period_s: float, seconds: float) -> Htt
             *(sys.executable, CLIENTS, server.url.removeprefix("http://"), "stub", str(num_streams), str(seconds)),
             stdout=asyncio.subprocess.PIPE,
         )
-        assert clients.stdout is not None  # noqa: S101  # asked for above
+        assert clients.stdout is not None  # noqa: S101 - the process has a pipe
         await clients.stdout.readline()
         before = _cpu_s(server.process_id), _cpu_s(engine_id)
         line = await clients.stdout.readline()
@@ -75,5 +74,5 @@ def _cpu_s(process_id: int) -> float:
 
 
 def sustained_tokens_per_s(runs: Sequence[HttpRun]) -> float:
-    """The most that arrived where tokens came evenly; 0 where they did at no pace."""
-    return max((run.figures["output_tokens_per_s"] for run in runs if run.is_borne), default=0.0)
+    """The highest throughput at a sustained pace, or 0."""
+    return max((run.figures["output_tokens_per_s"] for run in runs if run.is_sustained), default=0.0)

@@ -1,4 +1,4 @@
-"""What it costs to draw the next token of each row of logits, by what the rows ask for."""
+"""Time to sample the next token of each row of logits, by sampling parameters."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from llmservice_server.engine.request import Request
-from llmservice_server.messages import Generate, SamplingParams
 from llmservice_server.sampling.sampler import Sampler
+from llmservice_server.types.messages import GenerateRequest, SamplingParams
 from pieces.timing import Timing
 
 VOCAB = 32_000
@@ -24,25 +24,25 @@ KINDS: dict[str, dict[str, Any]] = {
     "min-p 0.05": {"min_p": 0.05},
     "penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
 }
-_MODEL_SPREAD = 3.0  # of the logits: some hundreds of tokens are likely, more than from a trained model
+_MODEL_SPREAD = 3.0  # of the logits: hundreds of tokens are likely, more than from a trained model
 
 
 def measure_sampler(kind: str, num_rows: int, count: int = 15) -> Timing:
-    """One batch in which every row asks for the same, drawn again and again from fresh logits."""
+    """Sample one batch, in which every row has the same parameters, repeatedly from new logits."""
     requests = [_request(number, KINDS[kind]) for number in range(num_rows)]
     logits = torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(0)) * _MODEL_SPREAD
     sampler, scratch = Sampler(), torch.empty_like(logits)
     seconds = []
     for _ in range(count + 3):
-        scratch.copy_(logits)  # drawing overwrites them
+        scratch.copy_(logits)  # sampling overwrites them
         started_s = time.perf_counter()
-        sampler.draw(scratch, requests).wait({})
+        sampler.draw(scratch, requests).wait()
         seconds.append(time.perf_counter() - started_s)
     return Timing.of(seconds[3:])
 
 
 def _request(number: int, sampling: dict[str, Any]) -> Request:
-    message = Generate(
+    message = GenerateRequest(
         request_id=str(number),
         prompt_token_ids=list(range(number, number + 256)),
         sampling=SamplingParams(max_tokens=512, **sampling),

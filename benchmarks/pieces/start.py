@@ -1,4 +1,4 @@
-"""A start from nothing to the first token: its phases in one process, the whole over HTTP, and the memory then."""
+"""Start-up until the first token: phases in one process, the total over HTTP, and the memory used then."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from typing import Any
 import aiohttp
 
 from llmservice_bench.client import Target
-from llmservice_bench.models import checkpoint
-from llmservice_bench.toy_server import LLMSERVICE, started
+from llmservice_bench.models import LLMSERVICE, checkpoint, started
 
 COLD_START = str(Path(__file__).resolve().parents[1] / "cold_start.py")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -23,9 +22,9 @@ _MIB = 1 << 20
 
 
 def measure_phases(model: str, runs: int = 3, kernels: Path | None = None) -> dict[str, float]:
-    """Medians over fresh processes: files are in the page cache, and compiled kernels where they are kept.
+    """Medians over new processes, with files in the page cache and compiled kernels in their cache or in `kernels`.
 
-    Or in the folder `kernels`: a first start finds it empty, as a new pod's does.
+    An empty folder `kernels` measures the first start of a pod.
     """
     command = [sys.executable, COLD_START, str(checkpoint(model))]
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(kernels)} if kernels else None
@@ -34,7 +33,7 @@ def measure_phases(model: str, runs: int = 3, kernels: Path | None = None) -> di
 
 
 async def measure_serving(model: str) -> dict[str, Any]:
-    """From `llmservice serve` to ready and to the first token, in seconds, and both processes' memory then."""
+    """Seconds from `llmservice serve` to ready and to the first token, and the memory of both processes then."""
     command = (LLMSERVICE, "serve", "--model", str(checkpoint(model)), "--host", "127.0.0.1", "--port", "0")
     flags = ("--metrics-port", "0", "--served-model-name", model, "--kv-cache-memory", "256MiB")
     begun_s = time.perf_counter()

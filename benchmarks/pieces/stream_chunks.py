@@ -1,7 +1,7 @@
-"""How evenly tokens reach the client, and how fast `/health` answers meanwhile, with a stub engine that never pauses.
+"""The number of chunks per stream, and the latency of `/health` meanwhile, with a stub engine that never pauses.
 
-A chunk is what one read of a client's socket brings. A stream whose tokens come step by step has about as many chunks
-as tokens; one whose event loop gets no turn while steps are queued has a few.
+A chunk is the result of one read of a client's socket. If tokens are sent step by step, a stream has about as many
+chunks as tokens; if the event loop is blocked while steps are queued, it has few.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import time
 from statistics import median
 from typing import Any
 
-from llmservice_bench.models import checkpoint
+from llmservice_bench.models import checkpoint, started
 from llmservice_bench.report import Distribution
-from llmservice_bench.toy_server import started
 from pieces.http_path import STUB_SERVER
 
 NUM_STREAMS = 16
@@ -26,11 +25,11 @@ _READ_BYTES = 1 << 20
 
 
 async def measure_stream_chunks() -> dict[str, Any]:
-    """`ROUNDS` of `NUM_STREAMS` streams at once; `/health` is asked for every 10 ms on a connection of its own."""
+    """Run `ROUNDS` of `NUM_STREAMS` streams; `/health` is requested every 10 ms on its own connection."""
     model = str(await asyncio.to_thread(checkpoint, "toy"))
     async with started(sys.executable, STUB_SERVER, model, "0", str(NUM_STREAMS)) as server:
         host, _, port = server.url.removeprefix("http://").rpartition(":")
-        await _stream(host, int(port))  # the first request pays for what is made when it is first used
+        await _stream(host, int(port))  # the first request includes lazy initialisation
         latencies: list[float] = []
         probing = asyncio.create_task(_probe(host, int(port), latencies))
         chunks: list[int] = []
@@ -53,7 +52,7 @@ async def measure_stream_chunks() -> dict[str, Any]:
 
 
 async def _stream(host: str, port: int) -> int:
-    """The chunks that one answer comes in, its head apart."""
+    """The number of chunks of one response, without its head."""
     body = {"model": "stub", "prompt": "Say", "max_tokens": NUM_TOKENS, "ignore_eos": True, "stream": True}
     content = json.dumps(body).encode()
     reader, writer = await asyncio.open_connection(host, port)

@@ -1,4 +1,4 @@
-"""Medians and tails of a piece of work that is done again and again."""
+"""Repeated measurement of a function."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of one piece of work, over `count` runs."""
+    """Seconds per call, over `count` calls."""
 
     count: int
     p50_s: float
@@ -25,7 +25,7 @@ class Timing:
 
 
 def measure(work: Callable[[], object], count: int, warm_up: int = 3) -> Timing:
-    """Time `work`, `count` times after `warm_up` runs that do not count; the collector's pauses count elsewhere."""
+    """Time `count` calls of `work` after `warm_up` calls, without garbage collection."""
     for _ in range(warm_up):
         work()
     seconds = []

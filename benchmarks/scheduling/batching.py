@@ -17,29 +17,29 @@ from scheduling.saturation import saturate
 THROUGHPUT_TARGETS = {STATIC: 4, DYNAMIC: 3}
 ALONE = 60
 WINDOW = 0.1
-"""Of the promise: how long static and dynamic batching may wait for company."""
+"""Share of the promised latency that static and dynamic batching may wait to fill a batch."""
 LOAD = 0.8
-"""Of continuous batching's capacity."""
+"""Rate of the comparison of latencies, as a share of continuous batching's capacity."""
 
 
 @dataclass(frozen=True, slots=True)
 class Promise:
     times: int
-    """The p99 TTFT of requests that have the engine to themselves."""
+    """The promised p99 TTFT as a multiple of that on an idle engine."""
     start: float
-    """Where the search for those who form batches begins, as a share of their rate without a promise."""
+    """Start of the search for static and dynamic batching, as a share of their rate without a promise."""
     tolerance: float
-    """Of that search. What a hundred slow requests tell of a p99 is no more exact than the strict one's."""
+    """Tolerance of that search; the p99 of a hundred requests is not more accurate."""
 
 
 STRICT = Promise(5, start=1 / 40, tolerance=0.6)
 RELAXED = Promise(25, start=1.0, tolerance=0.1)
 TOLERANCE = 0.1
-"""Of the search for continuous batching's capacity, which begins at its rate without a promise."""
+"""Tolerance of the search for continuous batching's capacity, which starts at its rate without a promise."""
 
 
 def measure(setup: Setup) -> Findings:
-    """Each strategy's rate without a promise, its capacity at equal p99 TTFT, its waits near continuous' capacity."""
+    """Each strategy's rate without a promise, its capacity at equal p99 TTFT, and its latency at one rate."""
     findings = Findings()
     continuous = setup.engine(scheduler=CONTINUOUS, prefix_caching=False)
     alone_s = ttft_alone_s(setup, continuous)
@@ -52,7 +52,7 @@ def measure(setup: Setup) -> Findings:
 
 
 def ttft_alone_s(setup: Setup, engine: Engine) -> float:
-    """p99, of requests that come when nobody else is there."""
+    """The p99 TTFT of requests on an idle engine."""
     alone = [Run(engine, [arrival]).complete().ttft_s.p50 for arrival in setup.arrivals(AT_ONCE, ALONE)]
     return float(np.percentile(alone, 99))
 
@@ -69,7 +69,7 @@ class Contest:
         self.engines = {CONTINUOUS: continuous} | others
 
     def capacities(self, at_once: Mapping[str, float], findings: Findings) -> dict[str, Report]:
-        """By strategy; `at_once` are their rates without a promise."""
+        """The capacity of each strategy; `at_once` are their rates without a promise."""
         turnover_s = self._setup.max_num_seqs / at_once[CONTINUOUS]
         searches = {}
         for name, engine in self.engines.items():
@@ -89,7 +89,7 @@ class Contest:
         return capacity
 
     def near_capacity(self, rate: float, findings: Findings) -> None:
-        """Everybody's waits at `rate`."""
+        """The latencies of every strategy at `rate`."""
         waits: dict[str, float] = {}
         for name, engine in self.engines.items():
             run = Run(engine, self._setup.arrivals(rate))
@@ -101,7 +101,7 @@ class Contest:
         findings.add_check(what, ">= 20", waits[STATIC] / waits[CONTINUOUS])
 
     def _add_ratios(self, capacity: Mapping[str, Report], findings: Findings) -> None:
-        """The looser the promise, the less the strategy matters."""
+        """The effect of a relaxed promise, with which the strategies differ less."""
         for name, target in THROUGHPUT_TARGETS.items():
             promise = f"output tokens/s at equal p99 TTFT, {self._promise.times} times that of one alone"
             ratio = capacity[CONTINUOUS].output_tokens_per_s / capacity[name].output_tokens_per_s

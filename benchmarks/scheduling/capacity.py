@@ -6,40 +6,40 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from llmservice_bench.rate_search import RateSearch
 from llmservice_bench.report import Report
+from llmservice_bench.sweep import RateSearch
 from llmservice_server.engine.engine import Engine
 from scheduling.findings import Setup
 from scheduling.load import Arrival, Run
 
 SUSTAINED = 10
-"""Promises that a searched run lasts: at a rate a tenth too high, who comes last then waits longer than promised.
+"""Duration of a run, in promised latencies or in turnovers if these are longer.
 
-Turnovers, where these are longer: within the first nobody waits, whatever the rate, for places are still empty.
+At a rate 10 % too high, the last requests of such a run wait longer than promised; during the first turnover no request
+waits, as the batch is not full.
 """
 FEWEST = 100
-"""Requests of a searched run: fewer have no p99."""
+"""Minimum number of requests of a run, for a p99."""
 FLOOR = 1 / 20
-"""Of where a search begins, which ends there. Who keeps the promise at no rate is credited with it all the same, or
-there would be no ratio."""
+"""Lowest rate as a share of the first one; it is the result if no rate keeps the promise, so that a ratio exists."""
 
 
 def rate_search(start: float, tolerance: float) -> RateSearch:
-    """From `start` on: a wrong guess only takes longer."""
+    """A search that starts at `start`; a wrong guess only takes longer."""
     return RateSearch(start, tolerance, floor=start * FLOOR)
 
 
 def num_requests(rate: float, promise_s: float, turnover_s: float) -> int:
-    """Of a run at `rate` (requests per second) that is long enough to show whether the rate is sustained.
+    """The number of requests of a run at `rate` (per second) that shows whether the rate is sustained.
 
-    `turnover_s` is the time in which as many requests are served as there are places.
+    `turnover_s` is the time to serve as many requests as the batch has places.
     """
     return max(FEWEST, math.ceil(rate * SUSTAINED * max(promise_s, turnover_s)))
 
 
 @dataclass(slots=True)
 class CapacitySearch:
-    """Goes on run by run, so that several may take turns on a machine that is slower now and then."""
+    """The search for one strategy's capacity, run by run, so that several searches can alternate."""
 
     setup: Setup
     engine: Engine
@@ -47,24 +47,24 @@ class CapacitySearch:
     turnover_s: float
     search: RateSearch
     served: list[tuple[float, Report]] = field(default_factory=list)
-    """Every rate whose run was not given up, and what it showed."""
+    """The reports by rate, without stopped runs."""
 
     @property
     def is_over(self) -> bool:
         return self.search.next_rate is None
 
     def advance(self) -> None:
-        """Try one rate more."""
+        """Measure the next rate."""
         rate = self.search.next_rate
         if rate is None:
             return
         report = served(self.engine, self._arrivals(rate), self.promise_s)
         if report is not None:
             self.served.append((rate, report))
-        self.search = self.search.told(rate, report is not None and report.ttft_s.p99 <= self.promise_s)
+        self.search = self.search.with_result(rate, report is not None and report.ttft_s.p99 <= self.promise_s)
 
     def capacity(self) -> Report:
-        """The run at the highest rate that kept the promise, when the search is over."""
+        """The report of the highest rate that kept the promise, after the search has ended."""
         best = [report for rate, report in self.served if rate == self.search.kept]
         return best[-1] if best else Run(self.engine, self._arrivals(self.search.floor)).complete()
 
@@ -73,7 +73,7 @@ class CapacitySearch:
 
 
 def search_by_turns(searches: Iterable[CapacitySearch]) -> None:
-    """A run of each, then the next of each, until all are over: what is slow for a while is so for all of them."""
+    """Complete several searches alternately, so that temporary slowness of the machine affects all of them."""
     going = list(searches)
     while going := [search for search in going if not search.is_over]:
         for search in going:
@@ -81,11 +81,9 @@ def search_by_turns(searches: Iterable[CapacitySearch]) -> None:
 
 
 def served(engine: Engine, arrivals: Sequence[Arrival], promise_s: float) -> Report | None:
-    """Each request as the better of two runs serves it, or as one does that keeps the promise; None where both are
-    given up.
+    """The better of two results of each request, or one run that keeps the promise; None if both runs are stopped.
 
-    A machine that stalls now and then seldom stalls the same request twice, and says nothing about the rate; slow
-    rates, whose runs take longest, would suffer most.
+    A stall of the machine seldom affects the same request twice; low rates, whose runs are long, would suffer most.
     """
     complete: list[Run] = []
     report = None

@@ -1,4 +1,4 @@
-"""Long prompts beside a steady load: whole, or in chunks that ride along with everybody's decode steps."""
+"""Long prompts during a steady load, computed at once or in chunks together with decode steps."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
-from llmservice_bench.lengths import Lengths
+from llmservice_bench.trace import Lengths
 from llmservice_server.engine.engine import Engine
 from scheduling.findings import AT_ONCE, Findings, Setup
 from scheduling.load import Arrival, Run, complete_by_turns, with_long_prompts
@@ -14,14 +14,14 @@ from scheduling.load import Arrival, Run, complete_by_turns, with_long_prompts
 LONG = Lengths(1600, 8)
 EVERY_S = 1.0
 LOAD = 0.5
-"""Of the requests per second that the engine finishes when all are there at once."""
+"""Rate of the steady load, as a share of the rate when all requests arrive at once."""
 OPEN_LOOPS, FLOODS = 3, 5
-"""How many pairs of runs, of which the median counts."""
+"""Number of pairs of runs, of which the median counts."""
 WHOLE = {"max_prefill_tokens": 4096, "prefill_chunk_tokens": 2048, "long_prefill_tokens": 2048}
 
 
 def measure(setup: Setup) -> Findings:
-    """ITL of the others with and without long prompts, and what chunks cost when there is no slack at all."""
+    """The ITL of the other requests with and without long prompts, and the cost of chunks under full load."""
     findings = Findings()
     chunked = setup.engine(prefix_caching=False)
     whole = setup.engine(prefix_caching=False, **WHOLE)
@@ -42,8 +42,7 @@ def measure(setup: Setup) -> Findings:
 
 
 def _add_cost(findings: Findings, chunked: Engine, whole: Engine, flood: Sequence[Arrival]) -> None:
-    """The same requests all at once, a step of one engine after a step of the other: what chunks cost when every
-    moment counts."""
+    """The cost of chunks when all requests arrive at once; the two engines make steps alternately."""
     costs = []
     for _ in range(FLOODS):
         in_chunks, at_a_time = Run(chunked, flood), Run(whole, flood)

@@ -1,4 +1,4 @@
-"""What the parts of one benchmark have in common: the model and the requests that they use, and what they find."""
+"""The set-up (model and requests) and the findings of the parts of the scheduling benchmark."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmservice_bench.lengths import Lengths
 from llmservice_bench.report import Report
 from llmservice_bench.results import Check
+from llmservice_bench.trace import Lengths
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.engine import Engine
+from llmservice_server.runtime.startup import load_engine
 from scheduling.load import Arrival, Run, arrivals_of
 
 CONTINUOUS, DYNAMIC, STATIC = "continuous", "dynamic", "static"
 """The engine's schedulers."""
 AT_ONCE = float("inf")
-"""The rate at which all requests are there from the beginning."""
+"""The rate at which all requests arrive at the start."""
 
 HEADER = f"{'':<50}{'req/s':>8}{'tok/s':>8}" + "".join(f"{f'{name} p50/p99 ms':>20}" for name in ("TTFT", "ITL", "E2E"))
 
@@ -32,14 +33,14 @@ class Setup:
     kv_cache_bytes: int = 512 << 20
 
     def engine(self, **settings: Any) -> Engine:
-        """Warmed up, with the defaults of `llmservice serve` where `settings` say nothing else."""
+        """A warmed-up engine with the defaults of `llmservice serve`, except for `settings`."""
         common = {"max_num_seqs": self.max_num_seqs, "kv_cache_memory_bytes": self.kv_cache_bytes}
-        engine = Engine(EngineConfig(model=self.model, **common | settings))
+        engine = load_engine(EngineConfig(model=self.model, **common | settings))
         Run(engine, self.arrivals(AT_ONCE, self.max_num_seqs, seed=99)).complete()
         return engine
 
     def arrivals(self, rate: float, count: int | None = None, seed: int = 0) -> list[Arrival]:
-        """The same requests at every rate: one of each of `lengths`, or `count`, for which these begin anew."""
+        """The same requests at every rate: one per item of `lengths`, or `count`, repeating them."""
         lengths = list(itertools.islice(itertools.cycle(self.lengths), len(self.lengths) if count is None else count))
         return arrivals_of(lengths, rate, self.vocab_size, seed)
 
@@ -51,7 +52,7 @@ class Findings:
     notes: list[str] = field(default_factory=list)
 
     def add_row(self, load: str, report: Report, **more: Any) -> None:
-        """Printed at once: what follows may take a while."""
+        """Add a row and print it."""
         self.rows.append({"load": load, **report.row(), **more})
         latencies = "".join(
             f"{f'{values.p50 * 1000:.1f} / {values.p99 * 1000:.1f}':>20}"
@@ -66,6 +67,6 @@ class Findings:
         self.checks.append(Check(what, bound, measured, unit))
 
     def add_note(self, note: str) -> None:
-        """What rows say, in a sentence for the report."""
+        """Add and print a sentence for the report."""
         self.notes.append(note)
         print(note, flush=True)

@@ -1,4 +1,4 @@
-"""Open-loop load on an engine in this process, without HTTP: what its users see, and what its memory holds."""
+"""Open-loop load on an engine in this process, without HTTP: latencies, throughput and memory use."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from llmservice_bench.arrivals import arrival_times
-from llmservice_bench.lengths import Lengths
+from llmservice_bench.batch_scheduler import padding_tokens
 from llmservice_bench.record import RequestRecord
 from llmservice_bench.report import Report
+from llmservice_bench.trace import Lengths, arrival_times
 from llmservice_server.engine.engine import Engine
-from llmservice_server.messages import Generate, Output, SamplingParams
+from llmservice_server.types.messages import GenerateRequest, Output, SamplingParams
 
 HOPELESS = 0.1
-"""Share of the requests that are late when a run is given up: a stalled machine delays fewer."""
+"""A run is stopped when this share of the requests is late; a short stall of the machine delays fewer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,59 +28,61 @@ class Arrival:
     prompt_token_ids: list[int]
     output_tokens: int
     is_measured: bool = True
-    """False: it is part of the load, and of no figure."""
+    """False: the request is part of the load, but not of the figures."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     took_s: float
     num_outputs: int
-    """Sequences that got a token."""
+    """Sequences that generated a token."""
     num_waiting: int
-    """Requests that had no place in it."""
+    """Requests in the waiting queue."""
 
 
 @dataclass(slots=True)
 class Waste:
     """Sums over the steps of a run."""
 
-    tokens: int = 0
+    tokens: int = 0  # computed, padding included
     padding: int = 0
-    block_tokens: int = 0  # what the held blocks have room for
-    cached_tokens: int = 0  # and what of it holds keys and values
+    block_tokens: int = 0  # capacity of the held blocks, in tokens
+    cached_tokens: int = 0  # used slots of them
 
     def observe(self, engine: Engine, block_size: int) -> None:
         plan = engine.last_plan
         self.tokens += plan.num_tokens
-        self.padding += plan.num_padding
+        self.padding += padding_tokens(plan)
         self.block_tokens += engine.pool.num_held * block_size
         self.cached_tokens += sum(request.num_computed_tokens for request in engine.scheduler.running)
 
     @property
     def of_padding(self) -> float:
-        """Share of the computed tokens that meant nothing."""
-        return self.padding / max(1, self.tokens + self.padding)
+        """Share of padding among the computed tokens."""
+        return self.padding / max(1, self.tokens)
 
     @property
     def of_kv_cache(self) -> float:
-        """Share of the held memory that held nothing of use."""
+        """Share of unused slots in the held blocks."""
         return 1 - self.cached_tokens / max(1, self.block_tokens)
 
 
 @dataclass(slots=True)
 class Run:
-    """Drives one engine through arrivals, in real time while it has work; it has none again afterwards."""
+    """Runs one engine with arrivals, in real time while it has work, until it is idle again."""
 
     engine: Engine
     arrivals: Sequence[Arrival]
     ttft_bound_s: float = math.inf
-    """The run is given up once more than a tenth of the requests have waited longer for their first token."""
+    """The run is stopped when more than a tenth of the requests have waited longer for their first token."""
     records: dict[str, RequestRecord] = field(default_factory=dict)
     waste: Waste = field(default_factory=Waste)
     steps: list[Step] = field(default_factory=list)
     _coming: deque[tuple[int, Arrival]] = field(init=False)
-    _waiting: dict[str, float] = field(default_factory=dict)  # for their first token, since when; oldest first
-    _num_late: int = 0  # of those who have it
+    _waiting: dict[str, float] = field(
+        default_factory=dict
+    )  # arrival times of requests without a first token, oldest first
+    _num_late: int = 0  # of requests with a first token
     _started_s: float = 0.0
     _last_s: dict[str, float] = field(default_factory=dict)
 
@@ -88,14 +90,14 @@ class Run:
         self._coming = deque(enumerate(self.arrivals))
 
     def complete(self) -> Report:
-        """Raises ValueError where the run was given up."""
+        """The report; raises ValueError if the run was stopped."""
         report = self.run()
         if report is None:
             raise ValueError(f"p99 TTFT went beyond {self.ttft_bound_s} s, expected a run without a bound")
         return report
 
     def run(self) -> Report | None:
-        """None where it was given up."""
+        """The report, or None if the run was stopped."""
         self.begin()
         while not self.is_over:
             self.advance()
@@ -106,7 +108,7 @@ class Run:
         return self.report()
 
     def begin(self) -> None:
-        """From now on its time counts."""
+        """Start the clock of the run."""
         self._started_s = time.monotonic()
 
     @property
@@ -118,9 +120,9 @@ class Run:
         return time.monotonic() - self._started_s
 
     def advance(self) -> None:
-        """Send what has come by now; then a step of the engine, or a rest until there is something to do.
+        """Add the requests that have arrived, then make a step of the engine.
 
-        Nobody waits while the engine has nothing at all to do: its clock is put forward to the next arrival.
+        If the engine is idle, the clock is advanced to the next arrival.
         """
         if self._coming and not self.engine.has_work:
             self.stand_still(min(0.0, self.elapsed_s - self._coming[0][1].at_s))
@@ -135,11 +137,11 @@ class Run:
             self._step()
 
     def stand_still(self, for_s: float) -> None:
-        """Put the clock back by so many seconds: they count neither as the run's nor as any request's."""
+        """Set the clock back by `seconds`, so that they count neither for the run nor for a request."""
         self._started_s += for_s
 
     def report(self) -> Report:
-        """Of a run that is over."""
+        """The report of a completed run."""
         pairs = zip(self.records.values(), self.arrivals, strict=True)
         return Report.of(record for record, arrival in pairs if arrival.is_measured)
 
@@ -161,7 +163,7 @@ class Run:
         request_id = str(number)
         sampling = SamplingParams(max_tokens=arrival.output_tokens, temperature=0.0, ignore_eos=True)
         self.engine.add(
-            Generate(
+            GenerateRequest(
                 request_id=request_id,
                 prompt_token_ids=arrival.prompt_token_ids,
                 sampling=sampling,
@@ -186,10 +188,10 @@ class Run:
 
 
 def complete_by_turns(runs: Sequence[Run], turn_s: float = 0.0) -> list[float]:
-    """Complete several runs, always with a turn of the one that has had the least time; the seconds of each.
+    """Complete several runs alternately, next the one with the least time so far; returns the seconds of each.
 
-    What slows the machine down for a while so slows all of them down. Each one's clock stands still while another
-    steps. A turn is one step, or as many as begin within `turn_s`: those find their weights in the cache again.
+    Temporary slowness of the machine thus affects all of them. The clock of a run stops during the turns of the others.
+    A turn is one step, or all steps that start within `turn_s` and find their weights in the CPU cache.
     """
     spent_s = [0.0] * len(runs)
     for run in runs:
@@ -209,7 +211,7 @@ def complete_by_turns(runs: Sequence[Run], turn_s: float = 0.0) -> list[float]:
 
 
 def arrivals_of(lengths: Sequence[Lengths], rate: float, vocab_size: int, seed: int = 0) -> list[Arrival]:
-    """The same requests at every rate; an infinite one brings all at once."""
+    """The same requests at every rate; at an infinite rate all arrive at once."""
     rng, times = np.random.default_rng(seed), arrival_times(rate, 1.0, np.random.default_rng(seed + 1))
     return [
         Arrival(at_s, rng.integers(0, vocab_size, each.prompt_tokens).tolist(), each.output_tokens)
@@ -218,7 +220,7 @@ def arrivals_of(lengths: Sequence[Lengths], rate: float, vocab_size: int, seed: 
 
 
 def with_long_prompts(arrivals: Sequence[Arrival], long: Lengths, every_s: float, vocab_size: int) -> list[Arrival]:
-    """A long prompt every so often as well, as long as others arrive; the figures stay those of the others."""
+    """The arrivals with an additional long prompt at regular times, which does not count in the figures."""
     rng = np.random.default_rng(len(arrivals))
     times = np.arange(every_s / 2, arrivals[-1].at_s, every_s).tolist()
     extra = [

@@ -1,4 +1,4 @@
-"""What each strategy yields when everybody is there at once and nobody minds waiting: its steps, and what they cost."""
+"""The throughput of each strategy when all requests arrive at once, explained by its steps."""
 
 from __future__ import annotations
 
@@ -12,23 +12,21 @@ from scheduling.findings import AT_ONCE, CONTINUOUS, DYNAMIC, STATIC, Findings, 
 from scheduling.load import Run, complete_by_turns
 
 BATCHES = 5
-"""So many full ones; with a last one that is not full, those who form batches would do worse than they have to."""
+"""Number of full batches; a partial last one would be a disadvantage of static and dynamic batching."""
 TURN_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class Saturated:
-    """A strategy's run, and its steps from the second batch to the last but one: neither when all places are filled at
-    once nor when they empty.
-    """
+    """A strategy's run, and its steps from the second to the last but one batch, without ramp-up and drain."""
 
     report: Report
     sequences_per_step: float
-    """That got a token, on average."""
+    """Mean number of sequences per step that generated a token."""
     step_mean_s: float
     step_p50_s: float
     padding_waste: float
-    """Share of the computed tokens that meant nothing."""
+    """Share of padding among the computed tokens."""
 
     @classmethod
     def of(cls, run: Run) -> Saturated:
@@ -44,7 +42,7 @@ class Saturated:
 
 
 def measure(setup: Setup) -> Findings:
-    """Of a model too large for the rest."""
+    """Requests for the larger model, which only this part measures."""
     findings = Findings()
     names = (CONTINUOUS, DYNAMIC, STATIC)
     engines = {name: setup.engine(scheduler=name, prefix_caching=False) for name in names}
@@ -53,7 +51,7 @@ def measure(setup: Setup) -> Findings:
 
 
 def saturate(setup: Setup, engines: Mapping[str, Engine], findings: Findings) -> dict[str, Saturated]:
-    """Each strategy on the same requests, by turns; a row each, and a note on what they say."""
+    """Run each strategy on the same requests, alternately; adds a row each and a note."""
     arrivals = setup.arrivals(AT_ONCE, BATCHES * setup.max_num_seqs)
     runs = {name: Run(engine, arrivals) for name, engine in engines.items()}
     complete_by_turns(list(runs.values()), TURN_S)
@@ -72,7 +70,7 @@ def saturate(setup: Setup, engines: Mapping[str, Engine], findings: Findings) ->
 
 
 def explanation(saturated: Mapping[str, Saturated]) -> str:
-    """Why the ratios are what they are where no promise binds."""
+    """Explain the ratios without a promise."""
     ours, dynamic, static = (saturated[name] for name in (CONTINUOUS, DYNAMIC, STATIC))
     batch = ours.sequences_per_step / dynamic.sequences_per_step
     time = ours.step_mean_s / dynamic.step_mean_s

@@ -1,4 +1,4 @@
-"""A server that speaks enough of OpenAI's API to be measured: one token a word, as many as asked for."""
+"""A server with a part of OpenAI's API, which generates one word per token and as many as requested."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ TEMPLATE_TOKENS = 3
 
 @dataclass
 class WordServer:
-    """Counts what it sees. `status`, `cut_after`, `cut_every`, `usage` and `garbage` make it misbehave."""
+    """Records its requests. `status`, `cut_after`, `cut_every`, `usage` and `garbage` configure failures."""
 
     url: str = ""
     status: int = 200
     cut_after: int | None = None
     """Tokens after which a stream breaks off."""
     cut_every: int | None = None
-    """One stream in so many breaks off at once."""
+    """One of this many streams breaks off at its start."""
     usage: bool = True
     garbage: bytes | None = None
     """Sent as the first event of each stream."""
@@ -53,7 +53,7 @@ class WordServer:
     async def _stream(self, request: web.Request, chat: bool, tokens: int, usage: dict[str, int]) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        if chat:  # the role comes first, and is no token
+        if chat:  # the role comes first and is not a token
             await _event(response, {"choices": [{"delta": {"role": "assistant", "content": ""}}]})
         cut_after = 0 if self.cut_every and len(self.bodies) % self.cut_every == 0 else self.cut_after
         if self.garbage is not None:
@@ -69,7 +69,7 @@ class WordServer:
 
 async def _event(response: web.StreamResponse, chunk: dict[str, Any]) -> None:
     await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
-    await asyncio.sleep(0)  # the others' turn, so that requests overlap
+    await asyncio.sleep(0)  # let other requests run, so that they overlap
 
 
 @pytest.fixture

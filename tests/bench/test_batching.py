@@ -1,8 +1,8 @@
-"""The contest of the strategies, on a model so small that it takes a moment."""
+"""The comparison of the strategies with a tiny model."""
 
 import pytest
 
-from llmservice_bench.lengths import Lengths
+from llmservice_bench.trace import Lengths
 from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
 from scheduling.batching import Contest, Promise, ttft_alone_s
 from scheduling.findings import CONTINUOUS, DYNAMIC, STATIC, Findings, Setup
@@ -19,7 +19,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Setup:
     return Setup(folder, spec.vocab_size, lengths, "tiny", max_num_seqs=2, kv_cache_bytes=4 << 20)
 
 
-def test_promise_begins_with_what_requests_wait_that_have_the_engine_to_themselves(setup: Setup) -> None:
+def test_promise_is_a_multiple_of_the_latency_on_an_idle_engine(setup: Setup) -> None:
     engine = setup.engine(scheduler=CONTINUOUS)
     assert 0 < ttft_alone_s(setup, engine) < 60
     assert not engine.has_work
@@ -42,7 +42,7 @@ def test_every_strategy_has_its_capacity_its_searched_runs_and_its_ratio(setup: 
     ]
 
 
-def test_waits_of_all_are_measured_on_the_same_requests_near_capacity(setup: Setup) -> None:
+def test_latencies_of_all_strategies_are_measured_on_the_same_requests(setup: Setup) -> None:
     contest = Contest(setup, setup.engine(scheduler=CONTINUOUS, prefix_caching=False), COARSE, alone_s=0.002)
     findings = Findings()
     contest.near_capacity(50.0, findings)

@@ -1,9 +1,9 @@
-"""The search for what a strategy bears, on a model so small that it takes a moment."""
+"""The search for a strategy's capacity with a tiny model."""
 
 import pytest
 
-from llmservice_bench.lengths import Lengths
-from llmservice_bench.rate_search import RateSearch
+from llmservice_bench.sweep import RateSearch
+from llmservice_bench.trace import Lengths
 from llmservice_server.engine.engine import Engine
 from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
 from scheduling.capacity import FEWEST, CapacitySearch, num_requests, rate_search, search_by_turns, served
@@ -45,7 +45,7 @@ def test_search_ends_where_more_requests_come_than_the_engine_can_serve(setup: S
     assert not engine.has_work
 
 
-def test_who_keeps_the_promise_at_no_rate_is_credited_with_the_lowest(setup: Setup, engine: Engine) -> None:
+def test_the_lowest_rate_is_the_result_if_none_keeps_the_promise(setup: Setup, engine: Engine) -> None:
     search = CapacitySearch(setup, engine, 0.0, TURNOVER_S, rate_search(400.0, tolerance=0.5))
     search_by_turns([search])
     assert search.search.kept == 0
@@ -63,13 +63,13 @@ def test_capacity_is_the_run_at_the_highest_rate_kept_not_that_of_a_higher_one(s
     assert search.capacity() is calm
 
 
-def test_searches_take_turns_until_each_is_over(setup: Setup, engine: Engine) -> None:
+def test_searches_alternate_until_all_have_ended(setup: Setup, engine: Engine) -> None:
     searches = [CapacitySearch(setup, engine, 0.0, TURNOVER_S, rate_search(start, 0.5)) for start in (100.0, 400.0)]
     search_by_turns(searches)
     assert all(search.is_over for search in searches)
 
 
-def test_run_that_is_late_is_told_all_the_same_and_one_that_was_given_up_is_not(setup: Setup, engine: Engine) -> None:
+def test_late_runs_are_reported_and_stopped_ones_are_not(setup: Setup, engine: Engine) -> None:
     arrivals = setup.arrivals(AT_ONCE, 4)
     assert served(engine, arrivals, promise_s=0.0) is None
     report = served(engine, arrivals, promise_s=60.0)

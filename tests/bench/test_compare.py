@@ -1,4 +1,4 @@
-"""The comparison with other engines: its users, its bookkeeping, and the peers that every checkout can run."""
+"""The comparison with other engines: closed loop, records, and the peers that need no extra."""
 
 from __future__ import annotations
 
@@ -10,26 +10,25 @@ from importlib import import_module
 import pytest
 
 from compare import CLASSES, CONTINUOUS, LLAMA_CPP, OURS, STATIC, checks, finalists, rotated, speeds
-from llmservice_bench.lengths import Lengths
 from llmservice_bench.report import Report
+from llmservice_bench.trace import Lengths
 from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
-from peers.closed_loop import closed_loop
 from peers.process import PeerProcess
-from peers.workload import Answer, Ask, Job, agreement, draw_asks, in_turns, records
+from peers.workload import Answer, Job, PeerRequest, agreement, closed_loop, draw_requests, in_turns, records
 
 SPEC = TinyModelSpec(layers=2, hidden_size=32, heads=4, kv_heads=2)
 
 
 class Counting:
-    """Gives everybody the tokens 0, 1, 2 … and knows how many were there at once."""
+    """Generates the tokens 0, 1, 2 … for each request and records the most requests at once."""
 
     def __init__(self) -> None:
-        self.left: dict[int, Ask] = {}
+        self.left: dict[int, PeerRequest] = {}
         self.drawn: dict[int, int] = {}
         self.most = 0
 
-    def add(self, index: int, ask: Ask) -> None:
-        self.left[index], self.drawn[index] = ask, 0
+    def add(self, index: int, request: PeerRequest) -> None:
+        self.left[index], self.drawn[index] = request, 0
         self.most = max(self.most, len(self.left))
 
     def step(self) -> Sequence[tuple[int, int]]:
@@ -41,31 +40,31 @@ class Counting:
         return tokens
 
 
-def test_answer_that_ends_brings_the_next_request_and_never_more_are_in_flight() -> None:
-    asks = [Ask([1], count) for count in (3, 1, 2, 5, 1)]
+def test_each_finished_answer_starts_the_next_request_within_the_limit() -> None:
+    requests = [PeerRequest([1], count) for count in (3, 1, 2, 5, 1)]
     server = Counting()
-    answers = closed_loop(server, asks, in_flight=2)
-    assert [answer.token_ids for answer in answers] == [list(range(ask.output_tokens)) for ask in asks]
+    answers = closed_loop(server, requests, in_flight=2)
+    assert [answer.token_ids for answer in answers] == [list(range(request.output_tokens)) for request in requests]
     assert server.most == 2
     assert answers[2].sent_s >= answers[1].token_times_s[-1]
 
 
-def test_record_tells_latencies_from_the_moment_of_sending() -> None:
-    [record] = records([Ask([1, 2], 3)], [Answer(10.0, [7, 8, 9], [10.5, 10.75, 11.25])])
+def test_latencies_of_a_record_count_from_sending() -> None:
+    [record] = records([PeerRequest([1, 2], 3)], [Answer(10.0, [7, 8, 9], [10.5, 10.75, 11.25])])
     assert (record.prompt_tokens, record.output_tokens, record.error) == (2, 3, None)
     assert (record.ttft_s, record.itl_s, record.e2e_s) == (0.5, [0.25, 0.5], 1.25)
 
 
 def test_answer_of_the_wrong_length_is_a_failure() -> None:
-    [record] = records([Ask([1], 2)], [Answer(0.0, [7], [0.5])])
+    [record] = records([PeerRequest([1], 2)], [Answer(0.0, [7], [0.5])])
     assert record.error == "1 tokens, expected 2"
 
 
 def test_agreement_ends_with_the_first_token_that_differs() -> None:
-    asks = [Ask([1], 3), Ask([1], 1)]
+    requests = [PeerRequest([1], 3), PeerRequest([1], 1)]
     left = [Answer(0.0, [1, 2, 3]), Answer(0.0, [4])]
-    assert agreement(asks, left, left) == 1
-    assert agreement(asks, left, [Answer(0.0, [1, 9, 3]), Answer(0.0, [4])]) == 0.5
+    assert agreement(requests, left, left) == 1
+    assert agreement(requests, left, [Answer(0.0, [1, 9, 3]), Answer(0.0, [4])]) == 0.5
 
 
 @pytest.fixture(scope="module")
@@ -73,20 +72,24 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     folder = tmp_path_factory.mktemp("tiny")
     write_tiny_model(folder, SPEC)
     lengths = [Lengths(5, 3), Lengths(40, 12), Lengths(9, 1), Lengths(20, 6)]
-    asks = draw_asks(lengths, 6, SPEC.vocab_size, seed=0)
-    return Job(model=folder, gguf=folder / "model.gguf", dtype="float32", asks=asks, in_flight=3, threads=1)
+    requests = draw_requests(lengths, 6, SPEC.vocab_size, seed=0)
+    return Job(model=folder, gguf=folder / "model.gguf", dtype="float32", requests=requests, in_flight=3, threads=1)
 
 
 def test_warm_up_asks_for_as_long_prompts_but_none_of_the_same(job: Job) -> None:
     warm_up = job.warm_up()
-    assert [len(ask.prompt_token_ids) for ask in warm_up] == [len(ask.prompt_token_ids) for ask in job.asks[:3]]
-    assert all(one.prompt_token_ids != other.prompt_token_ids for one, other in zip(warm_up, job.asks, strict=False))
+    assert [len(request.prompt_token_ids) for request in warm_up] == [
+        len(request.prompt_token_ids) for request in job.requests[:3]
+    ]
+    assert all(
+        one.prompt_token_ids != other.prompt_token_ids for one, other in zip(warm_up, job.requests, strict=False)
+    )
 
 
 def answers_of(peer: str, job: Job) -> list[Answer]:
     module, _, made = CLASSES[peer].partition(":")
     server = getattr(import_module(module), made)(job)
-    answers: list[Answer] = server.serve(job.asks)
+    answers: list[Answer] = server.serve(job.requests)
     server.close()
     return answers
 
@@ -97,7 +100,7 @@ def our_answers(job: Job) -> list[Answer]:
 
 
 def test_ours_answers_in_full_and_in_order(job: Job, our_answers: list[Answer]) -> None:
-    assert [len(answer.token_ids) for answer in our_answers] == [ask.output_tokens for ask in job.asks]
+    assert [len(answer.token_ids) for answer in our_answers] == [request.output_tokens for request in job.requests]
     for answer in our_answers:
         times = [answer.sent_s, *answer.token_times_s]
         assert all(earlier <= later for earlier, later in itertools.pairwise(times))
@@ -105,13 +108,13 @@ def test_ours_answers_in_full_and_in_order(job: Job, our_answers: list[Answer]) 
 
 def test_static_generate_gives_the_same_tokens(job: Job, our_answers: list[Answer]) -> None:
     answers = answers_of(STATIC, job)
-    assert agreement(job.asks, our_answers, answers) == 1
+    assert agreement(job.requests, our_answers, answers) == 1
     first, second = answers[:3], answers[3:]
     assert min(answer.token_times_s[0] for answer in second) >= max(answer.token_times_s[-1] for answer in first)
 
 
 def test_transformers_continuous_batching_gives_the_same_tokens(job: Job, our_answers: list[Answer]) -> None:
-    assert agreement(job.asks, our_answers, answers_of(CONTINUOUS, job)) == 1
+    assert agreement(job.requests, our_answers, answers_of(CONTINUOUS, job)) == 1
 
 
 def test_llama_cpp_gives_the_same_tokens_from_the_file_that_we_write(job: Job, our_answers: list[Answer]) -> None:
@@ -119,7 +122,7 @@ def test_llama_cpp_gives_the_same_tokens_from_the_file_that_we_write(job: Job, o
     from peers import gguf_file
 
     gguf_file.write_gguf(job.model, job.gguf, "float32")
-    assert agreement(job.asks, our_answers, answers_of(LLAMA_CPP, job)) == 1
+    assert agreement(job.requests, our_answers, answers_of(LLAMA_CPP, job)) == 1
 
 
 def test_peer_in_its_own_process_serves_again_and_again_and_takes_another_job(
@@ -127,13 +130,13 @@ def test_peer_in_its_own_process_serves_again_and_again_and_takes_another_job(
 ) -> None:
     with PeerProcess(CLASSES[OURS]) as process:
         process.load(job)
-        first = process.serve(job.asks)
+        first = process.serve(job.requests)
         process.load(replace(job, in_flight=1))
-        second = [answer for ask in job.asks for answer in process.serve([ask])]
-    assert agreement(job.asks, our_answers, first) == agreement(job.asks, our_answers, second) == 1
+        second = [answer for request in job.requests for answer in process.serve([request])]
+    assert agreement(job.requests, our_answers, first) == agreement(job.requests, our_answers, second) == 1
 
 
-def test_peer_that_dies_is_told_and_not_waited_for(job: Job) -> None:
+def test_peer_that_dies_is_an_error(job: Job) -> None:
     with (
         PeerProcess(CLASSES[OURS]) as process,
         pytest.raises(RuntimeError, match=r"ours:peer has died"),
@@ -141,28 +144,28 @@ def test_peer_that_dies_is_told_and_not_waited_for(job: Job) -> None:
         process.load(replace(job, model=job.model / "missing"))
 
 
-def test_everybody_is_first_once_in_as_many_turns_as_there_are_peers() -> None:
+def test_each_peer_is_first_in_one_of_as_many_turns() -> None:
     turns = [rotated(["a", "b", "c"], turn) for turn in range(3)]
     assert turns == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"]]
 
 
 def test_single_requests_that_were_served_in_turns_are_laid_end_to_end() -> None:
-    asks = [Ask([1], 2), Ask([1], 1)]
+    requests = [PeerRequest([1], 2), PeerRequest([1], 1)]
     answers = [Answer(10.0, [7, 8], [10.5, 11.0]), Answer(90.0, [9], [90.25])]
-    assert [(one.started_s, one.ended_s) for one in in_turns(asks, answers)] == [(0.0, 1.0), (1.0, 1.25)]
+    assert [(one.started_s, one.ended_s) for one in in_turns(requests, answers)] == [(0.0, 1.0), (1.0, 1.25)]
 
 
 def test_ours_and_the_best_of_the_others_take_more_turns(job: Job) -> None:
     answers = [Answer(0.0, [7], [0.5]), Answer(9.0, [7], [9.25])]
-    asked = replace(job, asks=(Ask([1], 1), Ask([1], 1), Ask([1], 1)))
+    asked = replace(job, requests=(PeerRequest([1], 1), PeerRequest([1], 1), PeerRequest([1], 1)))
     assert speeds(asked, answers) == [2.0, 4.0]
     assert finalists({STATIC: 4.0, OURS: 3.0, LLAMA_CPP: 5.0}) == [OURS, LLAMA_CPP]
     assert finalists({OURS: 3.0}) == [OURS]
 
 
-def test_single_stream_is_judged_turn_by_turn_against_the_best_peer() -> None:
-    """A slow minute, which all of them met, must not decide."""
-    answered = Report.of(records([Ask([1], 1)], [Answer(0.0, [7], [0.5])]))
+def test_single_stream_is_compared_per_turn_with_the_best_peer() -> None:
+    """A slow period that affects all peers must not decide."""
+    answered = Report.of(records([PeerRequest([1], 1)], [Answer(0.0, [7], [0.5])]))
     batches = dict.fromkeys((OURS, STATIC, CONTINUOUS), answered)
     turns = {OURS: [100.0, 10.0, 120.0], STATIC: [20.0, 5.0, 20.0], CONTINUOUS: [80.0, 20.0, 100.0]}
     [*_, check] = checks(batches, turns, "float32")

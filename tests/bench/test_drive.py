@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmservice_bench.client import Target, TargetError, measure_word_rate
-from llmservice_bench.drive import Load, Progress, drive, open_session
-from llmservice_bench.lengths import Lengths
-from llmservice_bench.prompt import WordRate
+from llmservice_bench.client import Target, TargetError, WordRate, measure_word_rate
+from llmservice_bench.drive import Load, Progress, drive, figures, open_session, progress_bar
+from llmservice_bench.trace import Lengths
 
 LENGTHS = [Lengths(20, 4), Lengths(50, 1), Lengths(9, 12)]
 ONE_A_WORD = WordRate(fixed=3.0, per_word=1.0)
@@ -34,7 +33,7 @@ async def test_each_request_asks_for_and_gets_its_lengths(server: Any, chat: boo
         assert 0 < record.ttft_s <= record.e2e_s
 
 
-async def test_requests_leave_at_their_planned_times_however_slow_the_answers(server: Any) -> None:
+async def test_requests_are_sent_at_their_planned_times_with_slow_responses(server: Any) -> None:
     now = 0.0
 
     async def sleep(seconds: float) -> None:
@@ -126,7 +125,7 @@ def test_replayed_trace_keeps_its_times_and_the_length_that_came_at_each() -> No
     assert Load(LENGTHS, arrivals=[0.0, 2.0, 7.0], num_requests=2).total == 2
 
 
-async def test_replayed_requests_that_leave_late_say_so(server: Any) -> None:
+async def test_replayed_requests_that_are_sent_late_record_it(server: Any) -> None:
     now = 0.0
 
     async def oversleep(seconds: float) -> None:
@@ -159,3 +158,26 @@ def test_same_seed_gives_the_same_requests() -> None:
 def test_load_that_contradicts_itself_or_has_no_end_is_refused(fields: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         Load(LENGTHS, **fields)
+
+
+LOAD = Load([Lengths(8, 4)], num_requests=5)
+
+
+def test_progress_line_has_requests_rate_and_failures() -> None:
+    assert figures(Progress(in_flight=3, pieces=5000), 2.5) == "3 in flight, 2,000 tok/s"
+    assert figures(Progress(failed=2), 0.0) == "0 in flight, 0 tok/s, 2 failed"
+
+
+async def test_progress_bar_is_shown_on_terminals_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with progress_bar(LOAD, "m"):
+        pass
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes it for a terminal
+    monkeypatch.setenv("TERM", "xterm")
+    async with progress_bar(LOAD, "m"):
+        pass
+    captured = capsys.readouterr()
+    assert "0/5" in captured.err
+    assert captured.out == ""

@@ -1,4 +1,4 @@
-"""What of the GPU benchmark needs no GPU: one part's failure does not cost the others, and the report says so."""
+"""The parts of the GPU benchmark that need no GPU: failures, time limits, logs and the report."""
 
 import subprocess
 import sys
@@ -9,11 +9,10 @@ import pytest
 import torch
 
 import harness.triton_interpreter  # noqa: F401 - what the sections import is not compiled
-from card import worker
-from card.relay import Attempt, State, Watch, Worker, relay
-from card.section import Findings, run_in_turn
-from card.section_log import SectionLog, SectionWriter
 from gpu import table
+from gpu_bench import worker
+from gpu_bench.relay import Attempt, State, Watch, Worker, relay
+from gpu_bench.sections import Findings, SectionLog, SectionWriter, run_in_turn
 from llmservice_bench.results import Check
 
 EXPECTED_S = {"first": 10.0, "second": 10.0}
@@ -31,17 +30,17 @@ def of(part: str) -> Findings:
     return Findings(rows=[{"part": part}], checks=[Check(part, "= 1", 1.0)], notes=[f"{part} is fine"])
 
 
-def test_a_part_that_fails_is_told_and_the_next_one_runs() -> None:
+def test_a_failed_section_is_reported_and_the_next_one_runs() -> None:
     def fails() -> Findings:
         raise ValueError("no such kernel")
 
     found = dict(run_in_turn({"first": fails, "second": lambda: of("second")}, EXPECTED_S, 60, clock=Clock()))
     assert found["first"].notes == ["first failed: ValueError: no such kernel"]
-    assert [(check.what, check.met) for check in found["first"].checks] == [("first ran to its end", False)]
+    assert [(check.what, check.met) for check in found["first"].checks] == [("first completed", False)]
     assert found["second"].rows[0] == {"part": "second"}
 
 
-def test_what_would_not_end_in_time_is_not_begun_and_what_would_is() -> None:
+def test_only_sections_that_fit_the_time_limit_are_started() -> None:
     clock, begun = Clock(), list[str]()
 
     def takes(seconds: float) -> Callable[[], Findings]:
@@ -56,15 +55,15 @@ def test_what_would_not_end_in_time_is_not_begun_and_what_would_is() -> None:
     found = dict(run_in_turn(there, expected_s, 60, begun.append, clock))
     assert begun == ["first", "short"]
     assert found["first"].rows == [{"part": "time", "section": "first", "s": 30, "expected s": 25}]
-    assert found["long"].notes == ["long was not run: time was over"]
+    assert found["long"].notes == ["long was not run: no time was left"]
     assert not found["late"].checks[0].met
 
 
-def test_what_a_process_wrote_is_read_again_and_a_torn_line_is_not(tmp_path: Path) -> None:
+def test_a_log_is_read_without_its_incomplete_line(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.touch()
     writer = SectionWriter(path)
-    writer.card("NVIDIA H200")
+    writer.gpu("NVIDIA H200")
     writer.begun("start")
     writer.done("start", of("start"))
     writer.begun("steps")
@@ -75,7 +74,7 @@ def test_what_a_process_wrote_is_read_again_and_a_torn_line_is_not(tmp_path: Pat
 
 
 class Processes:
-    """Each does what it is told to: sections by name that it ends, then perhaps one in which it dies."""
+    """Each follows its script: the sections that it completes, then the one in which it crashes, if any."""
 
     def __init__(self, clock: Clock, *scripts: tuple[Sequence[str], str | None], takes_s: float = 10.0) -> None:
         self.clock, self.scripts, self.takes_s = clock, list(scripts), takes_s
@@ -94,42 +93,42 @@ class Processes:
         return Attempt(log, "its process ended with status 1")
 
 
-def test_where_a_process_dies_the_next_one_does_what_is_left() -> None:
+def test_after_a_crash_the_next_process_runs_the_remaining_sections() -> None:
     clock = Clock()
     processes = Processes(clock, (["a"], "b"), (["c", "d"], None))
-    told: list[State] = []
-    state = relay(["a", "b", "c", "d"], processes, 100, told.append, clock)
+    on_progress: list[State] = []
+    state = relay(["a", "b", "c", "d"], processes, 100, on_progress.append, clock)
     found = state.found
-    assert (state.card, state.left) == ("H200", ())
+    assert (state.gpu, state.left) == ("H200", ())
     assert processes.asked == [(["a", "b", "c", "d"], 100), (["c", "d"], 90)]
     assert [row["part"] for row in found.rows] == ["a", "c", "d"]
     assert "b failed: its process ended with status 1" in found.notes
-    assert [check.what for check in found.checks if not check.met] == ["b ran to its end"]
-    assert [([row["part"] for row in each.found.rows], each.left) for each in told] == [
+    assert [check.what for check in found.checks if not check.met] == ["b completed"]
+    assert [([row["part"] for row in each.found.rows], each.left) for each in on_progress] == [
         (["a"], ("b", "c", "d")), (["a", "c"], ("d",)), (["a", "c", "d"], ()),
     ]  # fmt: skip
 
 
-def test_where_a_process_ends_between_two_sections_nobody_is_blamed() -> None:
+def test_an_end_between_two_sections_fails_none_of_them() -> None:
     clock = Clock()
     found = relay(["a", "b"], Processes(clock, (["a"], None), (["b"], None)), 100, clock=clock).found
     assert [row["part"] for row in found.rows] == ["a", "b"]
     assert all(check.met for check in found.checks)
 
 
-def test_no_process_is_started_for_the_last_seconds_and_what_is_missing_is_told() -> None:
+def test_no_process_is_started_in_the_last_seconds_and_missing_sections_are_reported() -> None:
     clock = Clock()
     found = relay(["a", "b", "c"], Processes(clock, (["a"], "b"), takes_s=85), 100, clock=clock).found
-    assert "c was not run: time was over" in found.notes
-    assert [check.what for check in found.checks if not check.met] == ["b ran to its end", "c was begun in time"]
+    assert "c was not run: no time was left" in found.notes
+    assert [check.what for check in found.checks if not check.met] == ["b completed", "c was started in time"]
 
 
-def test_a_process_that_begins_nothing_is_not_started_again() -> None:
+def test_a_process_that_starts_no_section_is_not_started_again() -> None:
     clock = Clock()
     processes = Processes(clock, ([], None))
     found = relay(["a", "b"], processes, 100, clock=clock).found
     assert len(processes.asked) == 1
-    assert found.notes == ["the run failed: its process ended with status 1 before it began a section"]
+    assert found.notes == ["the run failed: its process ended with status 1 before it started a section"]
 
 
 SCRIPT = """
@@ -145,47 +144,47 @@ with open(log, "a") as file:
 
 
 def ignore(_: SectionLog) -> None:
-    """Of a process that nobody watches."""
+    """Ignores the log."""
 
 
-def test_a_real_process_that_dies_leaves_what_it_had_done(tmp_path: Path) -> None:
+def test_a_crashed_process_leaves_its_findings(tmp_path: Path) -> None:
     attempt = Worker([sys.executable, "-c", SCRIPT], {}, tmp_path / "log")(["good", "dies", "never"], 60.0, ignore)
     assert attempt.log.done["good"].rows == [{"part": "good"}]
     assert (attempt.log.begun, attempt.end) == ("dies", "its process ended with status 9")
 
 
-def test_a_real_process_that_hangs_is_ended_when_the_time_is_over(tmp_path: Path) -> None:
+def test_a_hung_process_is_killed_at_the_time_limit(tmp_path: Path) -> None:
     attempt = Worker([sys.executable, "-c", SCRIPT], {}, tmp_path / "log")(["hangs"], 0.2, ignore)
-    assert attempt.end == "the time was over while it ran"
+    assert attempt.end == "the time limit was reached while it ran"
 
 
 WITHOUT = """
 import sys
 for absent in (
     "aiohttp fastapi httpx httpx2 huggingface_hub kubernetes llguidance llvmlite numba opentelemetry prometheus_client "
-    "pydantic rich starlette uvicorn uvloop yaml zmq"
+    "rich starlette uvicorn uvloop yaml zmq"
 ).split():
     sys.modules[absent] = None
-sys.path[:0] = [f"{sys.argv[1]}/{house}" for house in ("planner", "server", "benchmarks")]
-from card import cuda_card, worker
+sys.path[:0] = [f"{sys.argv[1]}/{package}" for package in ("planner", "server", "benchmarks")]
+from gpu_bench import device, worker
 worker.sections()
 """
 
 
-def test_no_more_is_needed_than_torch_and_three_more_packages() -> None:
-    """A machine with a card may have neither an HTTP server nor the compiler that a CPU's kernels want."""
+def test_the_worker_imports_few_packages() -> None:
+    """A machine with a GPU may have neither an HTTP server nor numba."""
     root = str(Path(__file__).parents[2])
     done = subprocess.run([sys.executable, "-c", WITHOUT, root], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
-def test_without_a_card_the_worker_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert worker.main(["ceilings"], 1.0, tmp_path, SectionWriter(tmp_path / "log"), rehearse=False) == worker.NO_CARD
-    assert "torch sees none here" in capsys.readouterr().err
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_worker_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert worker.main(["ceilings"], 1.0, tmp_path, SectionWriter(tmp_path / "log"), rehearse=False) == worker.NO_GPU
+    assert "torch finds none" in capsys.readouterr().err
 
 
-def test_the_report_names_the_card_and_what_was_missed() -> None:
+def test_the_report_names_the_gpu_and_missed_targets() -> None:
     found = Findings([{"part": "step", "ms": 1.23456}], [Check("share", ">= 0.75", 0.5)], ["late was not run"])
     text = table("NVIDIA H200", found)
     assert text.startswith("# On NVIDIA H200\n")

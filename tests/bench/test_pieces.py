@@ -1,8 +1,8 @@
-"""What is measured is what runs: every piece does its work around a model that computes nothing."""
+"""The measured components, with a model that computes nothing."""
 
 from typing import Any
 
-from llmservice_server.messages import Generate, SamplingParams
+from llmservice_server.types.messages import GenerateRequest, SamplingParams
 from pieces.block_pool import measure_block_pool
 from pieces.empty_engine import EmptyModel, empty_engine
 from pieces.http_path import HttpRun, measure_http, sustained_tokens_per_s
@@ -10,13 +10,13 @@ from pieces.sampler import KINDS, measure_sampler
 from pieces.step import measure_step
 
 
-def test_the_empty_model_speaks_printable_tokens_only_as_many_as_asked_for() -> None:
+def test_the_empty_model_generates_the_requested_number_of_printable_tokens() -> None:
     printable = [3, 5, 8, 13]
     engine = empty_engine(EmptyModel(20, printable, period_s=0.0), num_seqs=2, num_tokens_each=64)
     tokens: dict[str, list[int]] = {"a": [], "b": []}
     for request_id in tokens:
         sampling = SamplingParams(max_tokens=12, temperature=0.0)
-        engine.add(Generate(request_id=request_id, prompt_token_ids=[1, 2, 3], sampling=sampling, arrival_s=0.0))
+        engine.add(GenerateRequest(request_id=request_id, prompt_token_ids=[1, 2, 3], sampling=sampling, arrival_s=0.0))
     while engine.has_work:
         for output in engine.step().outputs:
             tokens[output.request_id] += output.token_ids
@@ -24,14 +24,14 @@ def test_the_empty_model_speaks_printable_tokens_only_as_many_as_asked_for() -> 
     assert {token for ids in tokens.values() for token in ids} <= set(printable)
 
 
-def test_a_steps_cost_is_of_a_step_in_which_everybody_decodes() -> None:
+def test_a_steps_cost_is_of_a_step_in_which_all_sequences_decode() -> None:
     cost = measure_step(3, temperature=0.0, steps=10)
     assert cost.host.count == 10
     assert 0 < cost.host.p50_s <= cost.host.p99_s
     assert cost.message_bytes > 3 * 32  # three request ids at least
 
 
-def test_the_block_pools_operations_leave_it_as_they_found_it() -> None:
+def test_the_block_pools_operations_do_not_change_it() -> None:
     assert all(timing.count == 5 for timing in measure_block_pool(count=5).values())
 
 
@@ -47,7 +47,7 @@ async def test_the_stub_engine_serves_words_through_the_real_http_process() -> N
     assert run.http_process_busy > 0
 
 
-def test_only_a_pace_that_was_borne_counts_as_sustained() -> None:
+def test_only_a_pace_with_even_tokens_counts_as_sustained() -> None:
     def run(arrived: float, itl_p99_ms: float) -> HttpRun:
         figures: dict[str, Any] = {"output_tokens_per_s": arrived, "itl_p99_ms": itl_p99_ms}
         return HttpRun(400.0, figures, http_process_busy=0.5, engine_busy=0.1)

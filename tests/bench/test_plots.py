@@ -1,16 +1,23 @@
 from __future__ import annotations
 
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
-from llmservice_bench.plots import draw
+from llmservice_bench.plots import Point, draw, draw_sweep, frontier
+from llmservice_bench.record import Promises
 
 MACHINE = {"processor": "EPYC", "cpus": 2}
 
 
 def results(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {"name": name, "machine": MACHINE, "settings": {"model": "toy"}, "rows": rows}
+
+
+def sweep_row(concurrency: int | None, rate: float | None, tokens: float, ttft: float) -> dict[str, Any]:
+    latencies = {f"{name}_{p}_ms": ttft * (2 if p == "p99" else 1) for name in ("ttft", "itl") for p in ("p50", "p99")}
+    return {"concurrency": concurrency, "rate": rate, "output_tokens_per_s": tokens, **latencies}
 
 
 PEERS = [
@@ -24,29 +31,62 @@ STRATEGIES = [
     {"load": "continuous", "output_tokens_per_s": 800.0, "ttft_p99_ms": 90.0, "promise_ms": 250.0},
     {"load": "static", "output_tokens_per_s": 150.0, "ttft_p99_ms": 240.0, "promise_ms": 250.0},
 ]
+SWEEP = [sweep_row(1, None, 50.0, 5.0), sweep_row(64, None, 900.0, 80.0), sweep_row(None, 9.0, 800.0, 300.0)]
+
+
+def texts(svg: str) -> list[str]:
+    root = ElementTree.fromstring(svg)  # noqa: S314 - our own
+    return [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
 
 
 @pytest.mark.parametrize(
-    ("content", "texts"),
+    ("content", "expected"),
     [
-        (results("compare", PEERS), ["bfloat16, 32 in flight", "float32, alone", "llama.cpp", "320", "10"]),
-        (results("strategies", STRATEGIES), ["promised: 250 ms", "continuous", "static"]),
+        (results("compare", PEERS), {"bfloat16, 32 in flight", "float32, alone", "llama.cpp", "320", "10"}),
+        (results("strategies", STRATEGIES), {"promised: 250 ms", "continuous", "static"}),
     ],
     ids=["compare", "strategies"],
 )
-def test_plot_shows_each_name_with_its_figures(content: dict[str, Any], texts: list[str]) -> None:
+def test_plot_shows_names_and_figures(content: dict[str, Any], expected: set[str]) -> None:
     svg = draw(content)
     assert svg is not None
-    assert [text for text in texts if f">{text}</text>" not in svg] == []
+    assert expected <= set(texts(svg))
 
 
-def test_what_came_all_at_once_is_no_point_of_a_strategys_line() -> None:
+def test_runs_without_a_promise_are_no_series_of_the_capacity_plot() -> None:
     svg = draw(results("strategies", STRATEGIES))
     assert svg is not None
-    assert (svg.count("<polyline"), svg.count("<circle")) == (2, 2)
+    assert "continuous, all at once" not in texts(svg)
+
+
+def test_sweep_has_both_metrics_percentiles_and_kinds_of_load() -> None:
+    shown = texts(draw_sweep(SWEEP, "a <machine> & more", Promises(ttft_s=0.25)))
+    series = {f"{loops} loops, {percentile}" for loops in ("closed", "open") for percentile in ("p50", "p99")}
+    assert {"Time to first token, ms", "Inter-token latency, ms", "promised: 250 ms", *series} <= set(shown)
+    assert any(text.startswith("a <machine> & more.") for text in shown)
+    assert shown.count("64") == 2, "each panel labels the closed loops with their concurrency"
+
+
+def test_same_rows_give_the_same_file() -> None:
+    assert draw(results("compare", PEERS)) == draw(results("compare", PEERS))
 
 
 def test_benchmark_without_a_plot_or_without_rows_has_none() -> None:
     assert draw(results("micro_step", [{"a": 1}])) is None
     assert draw(results("compare", [])) is None
     assert draw(results("strategies", STRATEGIES[:1])) is None
+
+
+@pytest.mark.parametrize(
+    ("points", "best"),
+    [
+        ([(80.0, 90.0), (20.0, 30.0)], [(20.0, 30.0), (80.0, 90.0)]),
+        ([(80.0, 30.0), (20.0, 90.0)], [(80.0, 30.0)]),
+        ([(20.0, 30.0), (20.0, 90.0)], [(20.0, 30.0)]),
+        ([(20.0, 30.0), (25.0, 30.0)], [(25.0, 30.0)]),
+        ([], []),
+    ],
+    ids=["both", "less at a higher latency", "the same at a higher one", "more at the same one", "none"],
+)
+def test_capacity_line_has_the_runs_that_no_other_beats_in_both(points: list[Point], best: list[Point]) -> None:
+    assert frontier(points) == best

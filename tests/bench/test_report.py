@@ -43,7 +43,7 @@ def test_answer_of_one_token_has_no_tpot() -> None:
     assert Report.of([record(0.0, 0.5, [])]).tpot_s.count == 0
 
 
-def test_failures_are_counted_apart_and_touch_no_percentile() -> None:
+def test_failures_are_counted_separately_and_in_no_percentile() -> None:
     failed = RequestRecord(started_s=0.0, prompt_tokens=10, e2e_s=99.0, error="HTTP 503")
     report = Report.of([record(0.0, 0.5, [0.1]), failed, failed])
     assert (report.completed, report.failed, report.failures) == (1, 2, {"HTTP 503": 2})
@@ -57,7 +57,7 @@ def test_percentiles_are_those_of_the_values() -> None:
     assert (report.ttft_s.p50, report.ttft_s.p99) == (pytest.approx(0.5), pytest.approx(0.99))
 
 
-def test_report_of_nothing_is_all_zeros() -> None:
+def test_report_without_requests_is_all_zeros() -> None:
     report = Report.of([])
     assert (report.completed, report.failed, report.output_tokens_per_s) == (0, 0, 0.0)
     assert report.lines()

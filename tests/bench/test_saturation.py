@@ -1,9 +1,9 @@
-"""What strategies yield without a promise, on a model so small that it takes a moment, and of figures made by hand."""
+"""The throughput of strategies without a promise, with a tiny model and with given figures."""
 
 import pytest
 
-from llmservice_bench.lengths import Lengths
 from llmservice_bench.report import Report
+from llmservice_bench.trace import Lengths
 from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
 from scheduling.findings import CONTINUOUS, DYNAMIC, STATIC, Setup
 from scheduling.saturation import BATCHES, Saturated, explanation, measure

@@ -93,7 +93,7 @@ async def test_key_may_have_another_name(server: Any, monkeypatch: pytest.Monkey
         (("--goodput", "speed:5"), "cannot read the promise 'speed:5'"),
     ],
 )
-async def test_users_errors_are_one_sentence(
+async def test_user_errors_are_one_message(
     flags: tuple[str, ...], complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert await bench(*flags) == 2

@@ -1,10 +1,10 @@
-"""What the scheduling benchmark measures, on a model so small that it takes a moment."""
+"""The parts of the scheduling benchmark with a tiny model."""
 
 import time
 
 import pytest
 
-from llmservice_bench.lengths import Lengths
+from llmservice_bench.trace import Lengths
 from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
 from scheduling.findings import AT_ONCE, CONTINUOUS, DYNAMIC, STATIC, Setup
 from scheduling.load import Arrival, Run, complete_by_turns, with_long_prompts
@@ -48,7 +48,7 @@ def test_requests_begin_anew_where_a_run_has_more_than_there_are_lengths(setup: 
     assert setup.arrivals(2.0)[:3] == setup.arrivals(2.0, 3)
 
 
-def test_steps_of_a_run_tell_who_got_a_token_and_who_had_no_place(setup: Setup) -> None:
+def test_steps_count_sequences_with_a_token_and_waiting_requests(setup: Setup) -> None:
     run = Run(setup.engine(prefix_caching=False), setup.arrivals(AT_ONCE))
     report = run.complete()
     assert sum(step.num_outputs for step in run.steps) == report.output_tokens
@@ -58,7 +58,7 @@ def test_steps_of_a_run_tell_who_got_a_token_and_who_had_no_place(setup: Setup) 
     assert 0 < sum(step.took_s for step in run.steps) <= report.duration_s
 
 
-def test_run_that_keeps_its_bound_no_longer_is_given_up_and_leaves_the_engine_idle(setup: Setup) -> None:
+def test_run_that_breaks_its_bound_is_stopped_and_leaves_the_engine_idle(setup: Setup) -> None:
     engine = setup.engine()
     assert Run(engine, setup.arrivals(AT_ONCE), ttft_bound_s=0.0).run() is None
     assert not engine.has_work
@@ -76,7 +76,7 @@ def test_long_prompts_come_at_their_own_pace_and_are_in_no_figure(setup: Setup) 
     assert (report.completed, report.prompt_tokens) == (3, 6)
 
 
-def test_runs_by_turns_are_all_completed_and_each_is_told_its_own_seconds(setup: Setup) -> None:
+def test_alternate_runs_are_all_completed_with_their_own_seconds(setup: Setup) -> None:
     engines = [setup.engine(prefix_caching=False) for _ in range(2)]
     runs = [Run(engine, setup.arrivals(AT_ONCE)) for engine in engines]
     began_s = time.monotonic()
@@ -92,7 +92,7 @@ def test_turn_of_many_steps_changes_no_answer(setup: Setup) -> None:
     assert [run.report().output_tokens for run in runs] == [31, 31]
 
 
-def test_time_in_which_a_run_stands_still_is_in_no_latency_of_its_requests(setup: Setup) -> None:
+def test_time_in_which_a_run_is_paused_is_in_no_latency(setup: Setup) -> None:
     run = Run(setup.engine(), setup.arrivals(AT_ONCE))
     run.begin()
     run.advance()

@@ -1,24 +1,26 @@
-"""A sweep of a server that is a formula: latency grows with what is in flight, and without bound past its capacity."""
+"""A sweep of a simulated server, whose latency grows with the requests in flight and without bound above capacity."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from llmservice_bench.client import TargetError
 from llmservice_bench.drive import Load
-from llmservice_bench.goodput import Promises
-from llmservice_bench.lengths import Lengths
-from llmservice_bench.record import RequestRecord
-from llmservice_bench.sweep import Sweep, SweepPlan
+from llmservice_bench.record import Promises, RequestRecord
+from llmservice_bench.sweep import RateSearch, Sweep, SweepPlan
+from llmservice_bench.trace import Lengths
 
 CAPACITY = 20.0
 PLAN = SweepPlan([Lengths(8, 4)], seconds=10.0, concurrencies=(1, 8), shares=(0.5, 1.5), promises=Promises(ttft_s=0.2))
 
 
 async def serve(load: Load, name: str) -> list[RequestRecord]:
-    """Everybody waits for a tenth of a second below 90 % of the capacity, and ever longer above it."""
+    """Requests wait for 0.1 s below 90 % of the capacity, and increasingly longer above it."""
     if load.max_concurrency:
         rate, ttft_s = min(CAPACITY, 5.0 * load.max_concurrency), 0.1
     else:
@@ -41,7 +43,7 @@ async def test_open_loops_are_shares_of_what_the_closed_ones_delivered() -> None
     assert sweep.highest_rate is None
 
 
-async def test_highest_rate_is_found_from_what_the_curve_told_already() -> None:
+async def test_search_uses_the_results_of_the_curve() -> None:
     sweep = await swept(PLAN)
     found = sweep.highest_rate
     assert found is not None
@@ -54,7 +56,7 @@ async def test_highest_rate_is_found_from_what_the_curve_told_already() -> None:
     assert found.line().startswith("highest rate at which 99% keep ttft:200 (ms): 17.")
 
 
-async def test_search_begins_no_run_once_its_time_is_over() -> None:
+async def test_search_starts_no_run_after_its_time_limit() -> None:
     times = iter(range(0, 1000, 10))
     sweep = Sweep(replace(PLAN, limit_s=25.0), serve, clock=lambda: float(next(times)))
     await sweep.run()
@@ -63,7 +65,7 @@ async def test_search_begins_no_run_once_its_time_is_over() -> None:
     assert "not settled" in sweep.highest_rate.line()
 
 
-async def test_promise_that_no_rate_keeps_is_said_so() -> None:
+async def test_promise_that_no_rate_keeps_is_reported() -> None:
     sweep = await swept(replace(PLAN, promises=Promises(ttft_s=0.01)))
     assert sweep.highest_rate is not None
     assert (sweep.highest_rate.requests_per_s, sweep.highest_rate.is_settled) == (0.0, False)
@@ -77,9 +79,65 @@ async def test_row_has_throughput_latency_and_the_share_that_was_served_as_promi
     assert row["output_tokens_per_s"] == pytest.approx(80.0, rel=0.02)
 
 
-async def test_server_that_answers_nobody_ends_the_sweep_with_its_reason() -> None:
+async def test_server_without_responses_ends_the_sweep_with_the_reason() -> None:
     async def refuse(load: Load, name: str) -> list[RequestRecord]:
         return [RequestRecord(0.0, 8, error="HTTP 503")]
 
     with pytest.raises(TargetError, match="HTTP 503"):
         await Sweep(PLAN, refuse).run()
+
+
+def found(search: RateSearch, capacity: float) -> tuple[RateSearch, list[float]]:
+    """Run the search against a server that keeps its promise up to `capacity`."""
+    tried = []
+    while (rate := search.next_rate) is not None:
+        tried.append(rate)
+        search = search.with_result(rate, rate <= capacity)
+    return search, tried
+
+
+@given(capacity=st.floats(0.1, 1000.0), start=st.floats(0.1, 1000.0), tolerance=st.floats(0.01, 0.5))
+def test_search_ends_within_its_tolerance_of_the_truth(capacity: float, start: float, tolerance: float) -> None:
+    search, tried = found(RateSearch(start, tolerance), capacity)
+    assert search.is_settled
+    assert search.kept <= capacity < search.broken
+    assert search.broken <= search.kept * (1 + tolerance) * (1 + 1e-9)
+    assert len(tried) < 40
+
+
+@given(capacity=st.floats(0.1, 1000.0), start=st.floats(0.1, 1000.0))
+def test_no_rate_with_a_known_result_is_tried(capacity: float, start: float) -> None:
+    search = RateSearch(start)
+    while (rate := search.next_rate) is not None:
+        assert search.kept < rate < search.broken
+        search = search.with_result(rate, rate <= capacity)
+
+
+@given(runs=st.lists(st.tuples(st.floats(0.1, 100.0), st.booleans()), max_size=8), answers=st.randoms())
+def test_search_ends_however_runs_contradict_each_other(runs: list[tuple[float, bool]], answers: random.Random) -> None:
+    search = RateSearch(5.0, floor=0.01)
+    for rate, kept in runs:
+        search = search.with_result(rate, kept)
+        assert 0 <= search.kept < search.broken
+    for _ in range(60):
+        if (rate := search.next_rate) is None or rate > 1e6:
+            break
+        search = search.with_result(rate, answers.random() < 0.5)
+    else:
+        pytest.fail(f"still searching: {search}")
+
+
+def test_good_guess_is_quickly_confirmed() -> None:
+    assert found(RateSearch(10.0, 0.1), 10.5)[1] == [10.0, 15.0, 12.5, 11.25, 10.625]
+
+
+def test_server_that_keeps_no_promise_ends_the_search_at_the_floor() -> None:
+    search, tried = found(RateSearch(8.0, floor=1.0), capacity=0.0)
+    assert tried == [8.0, 4.0, 2.0, 1.0]
+    assert (search.kept, search.is_settled) == (0.0, False)
+
+
+@pytest.mark.parametrize("fields", [{"start": 0.0}, {"start": 1.0, "tolerance": 0.0}])
+def test_search_that_cannot_end_is_refused(fields: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="above 0"):
+        RateSearch(**fields)

@@ -1,1 +1,1 @@
-"""What a model's steps spend their time on, and what this machine would allow."""
+"""Profiles of a model's steps, compared with the roofline of this machine."""

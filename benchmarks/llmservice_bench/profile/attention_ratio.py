@@ -1,4 +1,4 @@
-"""Attention over the paged cache beside torch's over keys and values that lie in one piece."""
+"""Our attention over the paged cache compared with torch's over contiguous keys and values."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
 from llmservice_bench.profile.ceilings import best_seconds, seconds
-from llmservice_server.attention.base import KVCacheShape, SequenceSlice
-from llmservice_server.attention.cpu_backend import CpuAttention
+from llmservice_server.backend.base import KVCacheShape, StepInput
+from llmservice_server.backend.cpu.attention import CpuAttention
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 12, 4, 64, 16
 _ROUNDS = 15
@@ -20,7 +20,7 @@ _ROUNDS = 15
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """`num_seqs` sequences, each with `new` tokens behind `cached` ones."""
+    """`num_seqs` sequences, each with `new` tokens after `cached` ones."""
 
     num_seqs: int
     cached: int
@@ -42,7 +42,7 @@ SHAPES = (
 
 
 def compare(shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
-    """Medians of runs in turns; ours stores the new keys and values as well, torch's has them there already."""
+    """Median seconds of alternate runs; ours includes storing the new keys and values."""
     with torch.inference_mode():
         paged, contiguous = _paged(shape, dtype), _contiguous(shape, dtype)
         pairs = [(seconds(paged), seconds(contiguous)) for _ in range(_ROUNDS + 1)][1:]
@@ -56,14 +56,14 @@ def compare(shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _paged(shape: Shape, dtype: torch.dtype) -> Callable[[], object]:
-    """One layer's attention over blocks that lie anywhere."""
+    """One layer's attention over fragmented blocks."""
     total = shape.cached + shape.new
     blocks_each = -(-total // BLOCK_SIZE)
     cache = KVCacheShape(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, (None,), BLOCK_SIZE, dtype)
     attention = CpuAttention(cache, 1 + shape.num_seqs * blocks_each, tiled=True)
     attention.caches[0].normal_()
     places = (1 + torch.randperm(shape.num_seqs * blocks_each)).view(shape.num_seqs, blocks_each).tolist()
-    step = attention.prepare([SequenceSlice(shape.cached, shape.new, table) for table in places])
+    step = attention.prepare(StepInput.of((shape.cached, shape.new, table) for table in places))
     num_rows = shape.num_seqs * shape.new
     query = torch.randn(num_rows, NUM_HEADS, HEAD_DIM).to(dtype)
     key_value = torch.randn(num_rows, 2 * NUM_KV_HEADS, HEAD_DIM).to(dtype)
@@ -71,7 +71,7 @@ def _paged(shape: Shape, dtype: torch.dtype) -> Callable[[], object]:
 
 
 def _contiguous(shape: Shape, dtype: torch.dtype) -> Callable[[], object]:
-    """The faster of the ways to tell torch that several query heads share a key head."""
+    """torch's attention with the faster way to handle grouped heads."""
     total, group = shape.cached + shape.new, NUM_HEADS // NUM_KV_HEADS
     keys, values = torch.randn(2, shape.num_seqs, NUM_KV_HEADS, total, HEAD_DIM).to(dtype)
     query = torch.randn(shape.num_seqs, NUM_HEADS, shape.new, HEAD_DIM).to(dtype)

@@ -1,4 +1,4 @@
-"""`llmservice bench profile`: what prefill and decode spend their time on, and how far the machine's limits are."""
+"""`llmservice bench profile`: the time of prefill and decode by kind of operation, compared with the roofline."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from llmservice_bench.report import machine
 from llmservice_planner.command import CommandError
 from llmservice_server.engine.config import DType, EngineConfig
 from llmservice_server.engine.engine import Engine
-from llmservice_server.engine.errors import StartError
 from llmservice_server.models.llama import LlamaModel
+from llmservice_server.runtime.startup import load_engine, model_runner
+from llmservice_server.types.errors import StartError
 
 _TIMED_STEPS = {"prefill": 5, "decode": 20}
 _PROFILED_STEPS = 3
 
 
 def run_profile_benchmark(args: argparse.Namespace) -> int:
-    """Exit status 0.
+    """Returns 0.
 
     Raises:
-        CommandError: the model cannot be served, or not with contexts of that length.
+        CommandError: the model cannot be served, or not with such contexts.
     """
     phases = [Phase("prefill", 1, length) for length in args.prompts]
     phases += [Phase("decode", batch, args.context) for batch in args.batches]
@@ -47,7 +48,7 @@ def run_profile_benchmark(args: argparse.Namespace) -> int:
 
 
 def open_engine(model: Path, phases: Sequence[Phase], dtype: DType = "auto", threads: int | None = None) -> Engine:
-    """An engine with room for each of the phases, in which a prompt is one step. Raises `StartError`."""
+    """An engine with room for every phase, without chunked prefill. Raises `StartError`."""
     longest = max(phase.context for phase in phases)
     most_seqs = max(phase.num_seqs for phase in phases)
     max_model_len = longest + _TIMED_STEPS["decode"] + _PROFILED_STEPS + most_seqs + 1
@@ -63,15 +64,15 @@ def open_engine(model: Path, phases: Sequence[Phase], dtype: DType = "auto", thr
         prefill_chunk_tokens=longest,
         prefix_caching=False,
     )
-    return Engine(config)
+    return load_engine(config)
 
 
 def profile_phases(engine: Engine, phases: Sequence[Phase]) -> tuple[Ceilings, list[dict[str, Any]]]:
-    """The machine's ceilings, and a row for each phase beside them.
+    """The machine's ceilings, and a row for each phase.
 
-    They are measured again between the phases: one moment of a shared machine would put them below what it does next.
+    The ceilings are also measured between the phases, because the speed of a shared machine varies.
     """
-    model = engine.runner.model
+    model = model_runner(engine).model
     ceilings, rows = Ceilings.measure(model.dtype), []
     for phase in phases:
         rows.append(profile_phase(engine, phase))
@@ -80,7 +81,7 @@ def profile_phases(engine: Engine, phases: Sequence[Phase]) -> tuple[Ceilings, l
 
 
 def least(phase: Phase, model: LlamaModel, ceilings: Ceilings, row: dict[str, Any]) -> dict[str, Any]:
-    """What a phase has to read and to compute, and how near its `row` comes to the time that this takes at least."""
+    """The bytes and operations of a phase, and its minimum time as a share of the measured one."""
     num_bytes, operations = phase.least_bytes(model), phase.least_operations(model)
     least_s, bound = ceilings.seconds(num_bytes, operations)
     return {
@@ -93,8 +94,8 @@ def least(phase: Phase, model: LlamaModel, ceilings: Ceilings, row: dict[str, An
 
 
 def profile_phase(engine: Engine, phase: Phase) -> dict[str, Any]:
-    """A step's time, once as it is and once by kind; and that of its matrix products alone, taken in turns with it."""
-    model = engine.runner.model
+    """The time of a step, in total and by kind, and of its matrix products alone, measured alternately."""
+    model = model_runner(engine).model
     num_steps = _TIMED_STEPS[phase.kind]
     load = PhaseLoad(engine, phase, num_steps + _PROFILED_STEPS + 1)
     multiply = multiply_alone(model, phase.num_rows, phase.num_seqs)
@@ -102,7 +103,7 @@ def profile_phase(engine: Engine, phase: Phase) -> dict[str, Any]:
     for number in range(num_steps + 1):
         load.before_step()
         step_s, alone_s = seconds(engine.step), seconds(multiply)
-        if number > 0:  # the first pays for what is made once
+        if number > 0:  # the first includes one-time work
             steps_s.append(step_s)
             products_s.append(alone_s)
     by_kind = profile_steps(engine, _PROFILED_STEPS, load.before_step)
@@ -124,7 +125,7 @@ def profile_phase(engine: Engine, phase: Phase) -> dict[str, Any]:
 
 
 def table(ceilings: Ceilings, rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Lines for a terminal."""
+    """The results as lines for a terminal."""
     kinds = ("layers", "products", "attention", "between", "sampling", "host")
     lines = [
         (

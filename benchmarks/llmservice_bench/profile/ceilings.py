@@ -1,4 +1,4 @@
-"""What this machine can do at best, measured on the spot: bytes read from memory and multiplications, a second."""
+"""The measured ceilings of this machine: memory bandwidth and operations per second."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from llmservice_server.cpu.compiled import compiled, compiled_inner, use_threads
-from llmservice_server.cpu.parallel import for_each
-from llmservice_server.models.linear import Linear
+from llmservice_server.backend.cpu.compiled import compiled, compiled_inner, for_each, use_threads
+from llmservice_server.backend.cpu.linear import pack
+from llmservice_server.backend.torch.layer_ops import TorchLinear
 
-_READ_BYTES = 512 << 20  # many times what caches hold
+_READ_BYTES = 512 << 20  # much larger than the caches
 _MATMUL_ROWS = 512
 _MATMUL_WIDTH = 2048
 _REPEATS = 7
@@ -22,7 +22,7 @@ _REPEATS = 7
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """The best of the repeats: what holds the others up is others on this machine."""
+    """Number of repetitions, of which the best counts."""
 
     bandwidth_bytes_per_s: float
     flops: float  # of a large packed matrix product in `dtype`
@@ -33,18 +33,18 @@ class Ceilings:
         return cls(read_bandwidth(), matmul_flops(dtype, _MATMUL_ROWS), dtype)
 
     def or_better(self, others: Ceilings) -> Ceilings:
-        """The higher of each: what was reached once is possible."""
+        """The higher of each ceiling."""
         bandwidth = max(self.bandwidth_bytes_per_s, others.bandwidth_bytes_per_s)
         return Ceilings(bandwidth, max(self.flops, others.flops), self.dtype)
 
     @property
     def ridge(self) -> float:
-        """Operations for each byte read from which on arithmetic takes longer than reading."""
+        """The operations per byte above which arithmetic takes longer than reading."""
         return self.flops / self.bandwidth_bytes_per_s
 
     @property
     def ridge_rows(self) -> float:
-        """Rows that a product of weights needs for that: each weight is two operations a row."""
+        """The rows of a matrix product above which arithmetic takes longer: each weight is two operations per row."""
         return self.ridge * self.dtype.itemsize / 2
 
     def as_dict(self) -> dict[str, Any]:
@@ -57,13 +57,13 @@ class Ceilings:
         }
 
     def seconds(self, num_bytes: float, num_operations: float) -> tuple[float, str]:
-        """The least time for both at once, and which of the two it is: the roofline."""
+        """The roofline: the minimum time for both, and which of them determines it."""
         read_s, compute_s = num_bytes / self.bandwidth_bytes_per_s, num_operations / self.flops
         return (read_s, "memory") if read_s > compute_s else (compute_s, "compute")
 
 
 def read_bandwidth() -> float:
-    """Bytes a second that all cores read of one large array together."""
+    """Bytes per second that all cores read from one large array."""
     use_threads(torch.get_num_threads())
     rows = np.ones((_READ_BYTES >> 14, 4096), np.float32)
     sums = np.empty(len(rows), np.float32)
@@ -71,16 +71,15 @@ def read_bandwidth() -> float:
 
 
 def matmul_flops(dtype: torch.dtype, num_rows: int) -> float:
-    """Operations a second of `num_rows` rows times a square matrix, packed as the server packs its weights."""
-    linear = Linear(torch.randn(_MATMUL_WIDTH, _MATMUL_WIDTH).to(dtype))
-    linear.pack()
+    """Operations per second of `num_rows` rows times a square matrix, packed like the server's weights."""
+    linear = pack(TorchLinear(torch.randn(_MATMUL_WIDTH, _MATMUL_WIDTH).to(dtype)))
     rows = torch.randn(num_rows, _MATMUL_WIDTH).to(dtype)
     with torch.inference_mode():
         return 2 * num_rows * _MATMUL_WIDTH**2 / best_seconds(lambda: linear(rows))
 
 
 def best_seconds(work: Callable[[], object], repeats: int = _REPEATS) -> float:
-    """The shortest of several runs, after one that is not counted."""
+    """The shortest of several runs, after a warm-up."""
     work()
     return min(seconds(work) for _ in range(repeats))
 

@@ -1,18 +1,20 @@
-"""A phase of serving to be profiled, and the least that it has to read and to compute."""
+"""A phase of serving, with the bytes and operations that it needs at least."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
 
+from llmservice_server.backend.base import linears_of
 from llmservice_server.engine.engine import Engine
-from llmservice_server.messages import Generate, SamplingParams
 from llmservice_server.models.llama import LlamaModel
+from llmservice_server.runtime.startup import model_runner
+from llmservice_server.types.messages import GenerateRequest, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """`num_seqs` sequences of `context` tokens: a step computes them all (prefill), or one more of each (decode)."""
+    """`num_seqs` sequences of `context` tokens: a step computes all of them (prefill) or one more of each (decode)."""
 
     kind: str  # prefill, decode
     num_seqs: int
@@ -28,26 +30,29 @@ class Phase:
         return self.num_seqs * (self.context if self.kind == "prefill" else 1)
 
     def least_bytes(self, model: LlamaModel) -> int:
-        """Each weight once, and on decoding the keys and values of each sequence."""
-        weights = sum(linear.nbytes for linear in model.linears)
+        """Bytes read: each weight once and, when decoding, the keys and values of each sequence."""
+        weights = _layer_bytes(model) + model.lm_head.nbytes
         config = model.config
         kv_bytes_per_token = config.num_layers * 2 * config.num_kv_heads * config.head_dim * model.dtype.itemsize
         return weights + (self.num_seqs * self.context * kv_bytes_per_token if self.kind == "decode" else 0)
 
     def least_operations(self, model: LlamaModel) -> int:
-        """Two for each weight and row, and those of attention over what each row sees."""
+        """Operations: two per weight and row, and those of attention."""
         config, size = model.config, model.dtype.itemsize
-        head = model.lm_head.nbytes // size
-        layers = sum(linear.nbytes for linear in model.linears) // size - head
+        layers, head = _layer_bytes(model) // size, model.lm_head.nbytes // size
         seen = self.num_seqs * (self.context * (self.context + 1) // 2 if self.kind == "prefill" else self.context)
         attention = 4 * config.num_layers * config.num_heads * config.head_dim * seen
         return 2 * (layers * self.num_rows + head * self.num_seqs) + attention
 
 
-class PhaseLoad:
-    """Gives an idle engine a phase's work, one step after the other.
+def _layer_bytes(model: LlamaModel) -> int:
+    return sum(linear.nbytes for layer in model.layers for linear in linears_of(layer))
 
-    Raises ValueError where the engine has no room for it: empty steps would be very fast.
+
+class PhaseLoad:
+    """Gives an idle engine the work of a phase, step by step.
+
+    Raises ValueError if the engine has too little memory, because empty steps would be measured.
     """
 
     def __init__(self, engine: Engine, phase: Phase, most_steps: int) -> None:
@@ -55,7 +60,7 @@ class PhaseLoad:
         self.phase = phase
         self._ids: list[str] = []
         if phase.kind == "decode":
-            slack = phase.num_seqs  # steps that the first may have done before the last has begun
+            slack = phase.num_seqs  # steps that the first sequence may be ahead of the last
             for _ in range(phase.num_seqs):
                 self._add(most_steps + slack)
             begun: set[str] = set()
@@ -66,7 +71,7 @@ class PhaseLoad:
                 begun.update(output.request_id for output in outputs)
 
     def before_step(self) -> None:
-        """To be called before each step that is measured."""
+        """Prepare the next step; called before each measured step."""
         if self.phase.kind == "prefill":
             for _ in range(self.phase.num_seqs):
                 self._add(1)
@@ -78,10 +83,10 @@ class PhaseLoad:
     def _add(self, max_tokens: int) -> None:
         request_id = f"{self.phase.name}, number {len(self._ids)}"
         dice = random.Random(request_id)  # noqa: S311 - a prompt, no secret
-        vocabulary = range(self.engine.runner.model.config.vocab_size)
+        vocabulary = range(model_runner(self.engine).model.config.vocab_size)
         self._ids.append(request_id)
         self.engine.add(
-            Generate(
+            GenerateRequest(
                 request_id=request_id,
                 prompt_token_ids=dice.choices(vocabulary, k=self.phase.context),
                 sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),

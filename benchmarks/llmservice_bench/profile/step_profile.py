@@ -1,8 +1,8 @@
-"""Where an engine's step spends its time, as torch.profiler sees it."""
+"""The time of an engine's step by kind of operation, measured with torch.profiler."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -10,28 +10,29 @@ from typing import Any, cast
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from llmservice_server.attention.base import Attend, SequenceSlice, rotates
+from llmservice_server.backend.base import Attend, StepInput, rotates
 from llmservice_server.engine.engine import Engine
 from llmservice_server.models.llama import LlamaModel
+from llmservice_server.runtime.startup import model_runner
 
 
 @dataclass(frozen=True, slots=True)
 class StepProfile:
-    """Milliseconds of one step by kind, a mean over several.
+    """Mean milliseconds of one step by kind.
 
-    Where a step of decodes is computed by compiled calls that do a layer's every part, `layers_ms` is all of them.
+    If compiled calls compute whole layers of a decode step, `layers_ms` is their sum.
     """
 
     layers_ms: float
-    products_ms: float  # of hidden states and weights; the head's with the norm before it
-    attention_ms: float  # storing keys and values included
-    between_ms: float  # the model's rest: norms, rotary embedding, activation, residuals, embedding
+    products_ms: float  # of hidden states and weights; the head includes its norm
+    attention_ms: float  # including storing keys and values
+    between_ms: float  # norms, rotary embedding, activation, residuals, embedding
     sampling_ms: float
-    host_ms: float  # scheduling, laying out the step, bookkeeping
+    host_ms: float  # scheduling, inputs, bookkeeping
 
 
 def profile_steps(engine: Engine, num_steps: int, before_step: Callable[[], None]) -> StepProfile:
-    """Let `engine` do so many steps; `before_step` sees to it that it has work."""
+    """Profile a number of steps of `engine`; `before_step` gives it work."""
     with _labelled(engine), profile(activities=[ProfilerActivity.CPU]) as profiler:
         for _ in range(num_steps):
             before_step()
@@ -58,7 +59,7 @@ def profile_steps(engine: Engine, num_steps: int, before_step: Callable[[], None
 
 
 def _after_logits_ms(executions: list[tuple[float, float]], logits: list[tuple[float, float]]) -> float:
-    """What follows the logits within the runner's calls; spans are microseconds, from and to."""
+    """The time after the logits within the runner's calls; spans are (start, end) in microseconds."""
     total_us = 0.0
     for started, ended in executions:
         total_us += sum(ended - end for start, end in logits if started <= start and end <= ended)
@@ -67,7 +68,7 @@ def _after_logits_ms(executions: list[tuple[float, float]], logits: list[tuple[f
 
 @dataclass(slots=True)
 class _Labelled:
-    """A callable whose calls show in the profile."""
+    """Wraps a callable so that its calls are in the profile."""
 
     wrapped: Callable[..., Any]
     label: str
@@ -78,7 +79,7 @@ class _Labelled:
 
 
 class _LabelledAttend(_Labelled):
-    """One step's attention, with whatever else the backend's has."""
+    """Wraps the attention of a step so that it is in the profile."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.wrapped, name)
@@ -92,11 +93,11 @@ class _LabelledRotatingAttend(_LabelledAttend):
 
 @contextmanager
 def _labelled(engine: Engine) -> Iterator[None]:
-    runner, model = engine.runner, engine.runner.model
-    prepare = runner.attention.prepare
+    runner = model_runner(engine)
+    model, prepare = runner.model, runner.attention.prepare
 
-    def prepare_labelled(slices: Sequence[SequenceSlice]) -> Attend:
-        attend = prepare(slices)
+    def prepare_labelled(step: StepInput) -> Attend:
+        attend = prepare(step)
         labelled = _LabelledRotatingAttend if rotates(attend) else _LabelledAttend
         return cast("Attend", labelled(attend, "attention"))
 
@@ -123,7 +124,7 @@ def _labelled(engine: Engine) -> Iterator[None]:
 
 
 def multiply_alone(model: LlamaModel, num_rows: int, num_sampled: int) -> Callable[[], None]:
-    """A call that does a step's products with weights, the very packed ones, and nothing else."""
+    """A function that computes only a step's matrix products, with the same packed weights."""
     config = model.config
     rows = {
         width: torch.randn(num_rows, width).to(model.dtype)

@@ -10,9 +10,11 @@ from llmservice_bench.profile.benchmark import least, open_engine, profile_phase
 from llmservice_bench.profile.ceilings import Ceilings
 from llmservice_bench.profile.phase import Phase, PhaseLoad
 from llmservice_planner.command import main
-from llmservice_server.engine import startup
 from llmservice_server.engine.engine import Engine
+from llmservice_server.runtime import startup
 from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
+
+pytestmark = pytest.mark.slow
 
 PHASES = (Phase("prefill", 1, 24), Phase("decode", 1, 8), Phase("decode", 3, 8))
 CEILINGS = Ceilings(bandwidth_bytes_per_s=1e9, flops=1e9, dtype=torch.float32)
@@ -31,7 +33,7 @@ def engine(folder: Path) -> Engine:
 
 
 @pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.name)
-def test_a_phase_is_told_by_kind_with_latency_beside_throughput(engine: Engine, phase: Phase) -> None:
+def test_a_phase_has_times_by_kind_latency_and_throughput(engine: Engine, phase: Phase) -> None:
     row = profile_phase(engine, phase)
     assert row["tokens_per_s"] > 0
     latency = "ttft" if phase.kind == "prefill" else "itl"
@@ -43,7 +45,7 @@ def test_a_phase_is_told_by_kind_with_latency_beside_throughput(engine: Engine, 
     assert not engine.has_work
 
 
-def test_layers_that_are_computed_in_compiled_calls_are_told_as_one_kind(
+def test_layers_computed_in_compiled_calls_are_one_kind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(startup, "_WORTH_COMPILING_BYTES", 0)
@@ -68,7 +70,7 @@ def test_the_least_work_is_counted_from_the_shape(engine: Engine) -> None:
     assert PHASES[0].least_operations(model) == 2 * (24 * weights + head) + attention * 24 * 25 // 2
 
 
-def test_a_step_is_set_beside_the_least_that_it_could_take(engine: Engine) -> None:
+def test_a_step_is_compared_with_its_minimum_time(engine: Engine) -> None:
     model, phase = engine.runner.model, PHASES[2]
     told = least(phase, model, CEILINGS, {"tokens_per_s": 300.0})  # 10 ms a step
     assert told["bound"] == "compute"
@@ -76,7 +78,7 @@ def test_a_step_is_set_beside_the_least_that_it_could_take(engine: Engine) -> No
     assert told["ceiling_share"] == pytest.approx(told["least_ms"] / 10)
 
 
-def test_ceilings_are_the_best_that_was_seen(engine: Engine) -> None:
+def test_ceilings_are_the_highest_measured(engine: Engine) -> None:
     ceilings, rows = profile_phases(engine, PHASES)
     assert [row["phase"] for row in rows] == [phase.name for phase in PHASES]
     assert all(row["least_ms"] > 0 for row in rows)

@@ -1,0 +1,236 @@
+"""Damaged request bodies against a real server.
+
+python benchmarks/fuzz_api.py [--bodies 20000]      fails where a status is 5xx, /health is slow, or memory grows
+
+Bodies are valid ones with parts replaced: integers of 1 to 100 digits, NaN, deep nesting, huge strings, duplicate keys,
+wrong types, and bytes that are no JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
+
+SEEDS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"model": "tiny", "prompt": "Hello you", "max_tokens": 2, "temperature": 0.5, "stop": ["x"]}),
+    ("/v1/completions", {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 2, "n": 2, "seed": 3, "stream": True}),
+    ("/v1/completions", {"model": "tiny", "prompt": [[5], [6, 7]], "max_tokens": 1, "top_k": 5, "logprobs": 2}),
+    (
+        "/v1/completions",
+        {"model": "tiny", "prompt": "a", "max_tokens": 2, "logit_bias": {"7": -5}, "echo": True, "min_p": 0.1},
+    ),
+    (
+        "/v1/completions",
+        {
+            "model": "tiny",
+            "prompt": "a b c",
+            "max_tokens": 2,
+            "best_of": 2,
+            "bad_words": ["the", "a b"],
+            "allowed_token_ids": [5, 6, 7],
+            "truncate_prompt_tokens": 2,
+            "prompt_logprobs": 1,
+            "priority": 3,
+        },
+    ),
+    (
+        "/v1/chat/completions",
+        {
+            "model": "tiny",
+            "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}],
+            "max_tokens": 2,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "metadata": {"run": "7"},
+        },
+    ),
+    (
+        "/v1/chat/completions",
+        {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}],
+            "max_completion_tokens": 2,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "integer"}}},
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+        },
+    ),
+    ("/v1/embeddings", {"model": "tiny", "input": ["one", "two"], "dimensions": 8, "encoding_format": "base64"}),
+    ("/v1/embeddings", {"model": "tiny", "input": [[5, 6], [7]]}),
+    ("/tokenize", {"model": "tiny", "prompt": "Hello", "add_special_tokens": False}),
+    ("/detokenize", {"model": "tiny", "tokens": [5, 6, 7]}),
+]
+VALUES: list[Any] = [
+    *(None, True, False, 0, -1, 1.5, 2**31, 2**63, 2**64, -(2**70), 10**400, 1e308, -0.0, float("nan"), float("inf")),
+    *("", "\x00", "\ufeff", "\ud800", "🙂" * 50, "a" * 3000, "NaN", "-1", "<|user|>", "{{7*7}}"),
+    *([], {}, [[]], [None], [[[]]], {"": {}}, {"type": "text"}, {"$ref": "#"}, [1, "a"], [-1], [2**40]),
+]
+FRAGMENTS = [b"", b"{", b"}", b"[", b'"', b"\\", b"\\u", b"\xff", b"\x00", b"1e999", b"NaN", b"-", b",", b"null"]
+FRAGMENTS += [b"[" * 3000, b'{"a":' * 3000, b"9" * 3000]
+UNKNOWN = ["x", "n", "logprobs", "tools", "top_p", "", "ünbekannt\n", "k" * 500]
+MAX_HUGE = 200_000  # characters
+CONCURRENCY = 48
+MAX_HEALTH_P99_S = 0.1
+MAX_GROWTH_BYTES = 20 * 2**20
+
+
+def body(chance: random.Random) -> tuple[str, bytes]:
+    """A path and what to send to it."""
+    path, value = chance.choice(SEEDS)
+    damaged: Any = value
+    for _ in range(chance.randrange(3)):
+        damaged = _damage_value(damaged, chance)
+    sent = json.dumps(damaged).encode()
+    if chance.random() < 0.1 and sent.startswith(b'{"'):
+        sent = sent[:-1] + b"," + sent[1:]  # every key twice
+    for _ in range(chance.choice([0, 0, 1, 2])):
+        sent = _damage_bytes(sent, chance) if sent else sent
+    return path, sent
+
+
+def _damage_value(value: Any, chance: random.Random) -> Any:
+    """The value with one of its parts, however deep, replaced, dropped, repeated or joined by another."""
+    if isinstance(value, dict) and value and chance.random() < 0.8:
+        key = chance.choice(list(value))
+        match chance.randrange(5):
+            case 0:
+                return {name: part for name, part in value.items() if name != key}
+            case 1:
+                return value | {chance.choice(UNKNOWN): _value(chance)}
+            case _:
+                return value | {key: _damage_value(value[key], chance)}
+    if isinstance(value, list) and value and chance.random() < 0.6:
+        place = chance.randrange(len(value))
+        return [*value[:place], _damage_value(value[place], chance), *value[place + chance.randrange(2) :]]
+    return _value(chance)
+
+
+def _value(chance: random.Random) -> Any:
+    match chance.randrange(8):
+        case 0:
+            return int("9" * chance.randint(1, 100)) * chance.choice([1, -1])
+        case 1:
+            nested: Any = 1
+            for _ in range(chance.randint(1, 400)):
+                nested = [nested] if chance.random() < 0.5 else {"a": nested}
+            return nested
+        case 2:
+            return chance.choice(["a", "é", "🙂", '"', "word "]) * chance.randint(1, MAX_HUGE // 5)
+        case _:
+            return chance.choice(VALUES)
+
+
+def _damage_bytes(sent: bytes, chance: random.Random) -> bytes:
+    start = chance.randrange(len(sent))
+    end = min(len(sent), start + chance.choice([0, 1, 1, 4, 40]))
+    return sent[:start] + chance.choice(FRAGMENTS) + sent[end:]
+
+
+async def send(url: str, bodies: list[tuple[str, bytes]]) -> Counter[int]:
+    """Send all bodies; returns the number of answers by status. Raises AssertionError for a status of 5xx."""
+    statuses: Counter[int] = Counter()
+    pending = list(reversed(bodies))
+
+    async def worker(session: aiohttp.ClientSession) -> None:
+        while pending:
+            path, sent = pending.pop()
+            async with session.post(url + path, data=sent, headers={"content-type": "application/json"}) as response:
+                await response.read()
+                if response.status >= 500:
+                    raise AssertionError(f"{response.status} for {path}: {sent[:2000]!r}")
+                statuses[response.status] += 1
+
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_read=300)) as session:
+        await asyncio.gather(*(worker(session) for _ in range(CONCURRENCY)))
+    return statuses
+
+
+async def _probe(url: str, seconds: list[float]) -> None:
+    async with aiohttp.ClientSession() as session:
+        while True:
+            started_s = time.perf_counter()
+            async with session.get(f"{url}/health") as response:
+                await response.read()
+            seconds.append(time.perf_counter() - started_s)
+            await asyncio.sleep(0.02)
+
+
+def _resident_bytes(pid: int) -> int:
+    """Of the server's process and its children."""
+    pids = [pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split())]
+    return sum(int(Path(f"/proc/{each}/statm").read_text(encoding="utf-8").split()[1]) * 4096 for each in pids)
+
+
+async def _run(url: str, pid: int, num_bodies: int, stuck_timeout_s: float) -> int:
+    chance, seconds = random.Random(11), list[float]()  # noqa: S311  # a load, no secret
+    probe = asyncio.create_task(_probe(url, seconds))
+    resident, statuses = list[int](), Counter[int]()
+    for _ in range(2):
+        statuses += await send(url, [body(chance) for _ in range(num_bodies // 2)])
+        resident.append(_resident_bytes(pid))
+    await asyncio.sleep(stuck_timeout_s + 1)
+    probe.cancel()
+    served = await send(url, [("/v1/completions", json.dumps(SEEDS[0][1]).encode())])
+    p99_s = sorted(seconds)[int(0.99 * len(seconds))]
+    growth = resident[1] - resident[0]
+    result = {
+        "statuses": dict(sorted(statuses.items())),
+        "health_p99_ms": round(p99_s * 1000, 1),
+        "resident_growth_mib": round(growth / 2**20, 1),
+        "serves_afterwards": served[200] == 1,
+    }
+    sys.stdout.write(json.dumps(result, indent=2) + "\n")
+    return int(p99_s > MAX_HEALTH_P99_S or growth > MAX_GROWTH_BYTES or served[200] != 1)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bodies", type=int, default=20_000)
+    parser.add_argument("--stuck-timeout", type=float, default=60.0, metavar="SECONDS")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "tiny"
+        write_tiny_model(
+            model, TinyModelSpec(layers=2, hidden_size=64, heads=4, kv_heads=2, max_position_embeddings=512)
+        )
+        command: list[str | Path] = [
+            Path(sys.executable).with_name("llmservice"),
+            "serve",
+            "--model",
+            model,
+            "--host",
+            "127.0.0.1",
+        ]
+        command += ["--port", "0", "--metrics-port", "0", "--kv-cache-memory", "32MiB", "--max-num-seqs", "32"]
+        command += ["--threads", "1", "--stuck-timeout", str(args.stuck_timeout)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:  # noqa: S603  # our own command
+            assert server.stdout is not None  # noqa: S101  # asked for above
+            url = ""
+            for line in server.stdout:
+                logged = json.loads(line)
+                if logged["message"] == "listening":
+                    url = f"http://127.0.0.1:{logged['port']}"
+                if logged["message"] == "the engine is ready":
+                    break
+            threading.Thread(target=server.stdout.read, daemon=True).start()  # so that logging never waits
+            try:
+                return asyncio.run(_run(url, server.pid, args.bodies, args.stuck_timeout))
+            finally:
+                server.terminate()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""The sections of `make bench-gpu`: ceilings, kernels, steps, throughput and faults on a GPU."""
