@@ -6,12 +6,14 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PEERS  := $(VENV)/.peers
+IMAGES ?= operator gateway server
+VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
 # pip compiles every module that it installs, which takes longer than all else it does. A tenth of them are ever imported, and
 # Python compiles these when they first are, where nothing keeps it from writing.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup tools demo test e2e lint style types imports format peers bench bench-operator bench-gpu docs crds chart clean
+.PHONY: help setup tools demo test test-fast test-soak images e2e lint style types imports format peers bench bench-operator bench-gpu docs crds chart clean
 
 help:           ## show this
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## *' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -35,6 +37,18 @@ demo: setup     ## the whole path on this machine: manifest, tokens, scale up, s
 
 test: setup tools ## every test: unit, property, parity, chart, end to end
 	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
+
+test-fast: setup ## the tests that start no process and compute for less than seconds (under 90 s on two cores)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests --fast
+
+test-soak: setup ## the long versions of some tests: every fault at every call, tens of thousands of requests
+	$(BIN)/python -m pytest -q -m soak
+
+images:         ## build the images with docker, podman or buildah (IMAGES="gateway …", BUILD_ARGS="--build-arg TORCH_CPU_INDEX_URL=…")
+	@for builder in docker podman buildah none; do $$builder info >/dev/null 2>&1 && break; done; \
+	test $$builder != none || { echo "make images needs docker, podman or buildah, and none of them works here"; exit 1; }; \
+	for image in $(IMAGES); do \
+	  $$builder build --target $$image --tag llmservice-$$image:$(VERSION) $(BUILD_ARGS) . || exit 1; done
 
 e2e: setup tools ## end to end only (KUBEBUILDER_ASSETS or KUBECONFIG choose another API server)
 	$(BIN)/python -m pytest -q e2e
@@ -79,7 +93,7 @@ bench: peers    ## benchmarks of this machine: benchmarks/results/*.json and doc
 bench-operator: setup ## the operator with 1,000 services (10 minutes), then docs/benchmarks.md
 	$(BIN)/python benchmarks/run.py operator_scale
 
-bench-gpu: setup ## what only a CUDA card can show: kernels, steps, throughput, memory (ends within 9 minutes; rehearsed by benchmarks/gpu.py --rehearse)
+bench-gpu: setup ## what needs a CUDA GPU: kernels, steps, throughput, memory (within 9 minutes; benchmarks/gpu.py --rehearse needs none)
 	$(BIN)/python benchmarks/gpu.py
 
 clean:

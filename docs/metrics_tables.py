@@ -10,7 +10,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from llmservice_gateway.metrics import GatewayMetrics
 from llmservice_operator.monitoring.metrics import OperatorMetrics
-from llmservice_server.metrics import Metrics
+from llmservice_server.ipc.metrics import Metrics
 
 PAGE = Path(__file__).with_name("metrics.md")
 _TABLE = r"(<!-- {house} -->\n).*?(<!-- end -->)"

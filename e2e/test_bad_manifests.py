@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Without the webhook, which would deny what is to become a condition; test_admission.py is about it."""
     off = {"admission": {"enabled": False}}
-    with running_cluster(tmp_path_factory.mktemp("bad"), "--gpus", "4", values=off) as running:
+    with running_cluster(tmp_path_factory.mktemp("bad"), "--gpus", "1", values=off) as running:
         yield running
 
 
@@ -72,7 +72,7 @@ def test_what_passes_the_schema_but_cannot_work_becomes_a_condition(
 @pytest.mark.parametrize("what", LITERAL)
 def test_what_looks_dangerous_reaches_the_pod_as_text(kube: Kube, cluster: Cluster, what: str) -> None:
     """An argument vector, never a shell's line."""
-    kube.create(tiny_service("literal", cluster.model_uri, **LITERAL[what]))
+    kube.create(tiny_service("literal", cluster.model_uri, replicas=0, **LITERAL[what]))
     deployment = wait_for(lambda: kube.deployment("literal"), 30)
     template = deployment["spec"]["template"]
     (server,) = template["spec"]["containers"]
@@ -106,7 +106,7 @@ def test_a_service_without_a_free_card_says_what_the_scheduler_said(kube: Kube, 
     if not cluster.is_local:
         pytest.skip("needs the local node's known number of cards")
     card = {"gpu": {"count": 1, "product": "l4"}, "requests": {"cpu": "100m", "memory": "512Mi"}}
-    kube.create(tiny_service("crowd", cluster.model_uri, resources=card, replicas=5))
+    kube.create(tiny_service("crowd", cluster.model_uri, resources=card, replicas=2))
 
     def unschedulable() -> bool:
         return kube.condition("crowd", "Ready").get("reason") == "Unschedulable"

@@ -60,7 +60,7 @@ def test_describe_shows_the_working_the_conditions_and_the_events(cluster: Clust
 def test_explain_teaches_the_fields(cluster: Cluster, applied: str) -> None:
     if not cluster.is_described:
         pytest.skip("this build of kube-apiserver serves an OpenAPI that kubectl can't read")
-    assert "works it out from model and card" in cluster.kubectl("explain", "llmservice.spec.engine.maxNumSeqs").stdout
+    assert "computes it from model and GPU" in cluster.kubectl("explain", "llmservice.spec.engine.maxNumSeqs").stdout
 
 
 def test_llm_explain_tells_the_sizing_the_signals_and_the_pods(cluster: Cluster, applied: str) -> None:

@@ -1,14 +1,14 @@
-"""The whole path, once per source of signals: apply, ready, stream, overload, scale, edit, delete, nothing left."""
+"""The whole path: apply, ready, stream, overload, scale, edit, delete, nothing left.
+
+The signals come from the pods; test_faults.py has a service that is scaled by Prometheus.
+"""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from openai import OpenAI
 
-from harness.cluster import Cluster, running_cluster
+from harness.cluster import Cluster
 from harness.kube import Kube, Object, is_ready, tiny_service
 from harness.traffic import traffic
 from harness.wait import wait_for
@@ -20,30 +20,10 @@ AUTOSCALING = {
     "queueDepth": 2,
     "scaleUp": {"stabilization": "1s"},
     "scaleDown": {"stabilization": "10s"},
+    "metrics": {"source": "pods", "window": "10s"},
 }
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
-
-
-@pytest.fixture(scope="module", params=["pods", "prometheus"])
-def signals(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture(scope="module")
-def cluster(signals: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A cluster whose operator reads a real Prometheus, or knows of none."""
-    directory: Path = tmp_path_factory.mktemp(signals)
-    with running_cluster(directory, *(("--prometheus",) if signals == "prometheus" else ())) as running:
-        if signals == "prometheus" and not running.is_local:
-            pytest.skip("whether the operator of another cluster has a Prometheus is not known here")
-        yield running
-
-
-@pytest.fixture(scope="module")
-def service(cluster: Cluster, signals: str) -> Object:
-    autoscaling = AUTOSCALING | {"metrics": {"source": signals, "window": "10s"}}
-    return tiny_service(NAME, cluster.model_uri, autoscaling=autoscaling, slo={"ttftP99": "2s"})
 
 
 @pytest.fixture
@@ -51,8 +31,8 @@ def client(cluster: Cluster) -> OpenAI:
     return OpenAI(base_url=f"{cluster.gateway_url}/v1", api_key="unused", max_retries=0)
 
 
-def test_an_applied_manifest_becomes_ready_with_its_sizing_in_status(kube: Kube, service: Object) -> None:
-    kube.create(service)
+def test_an_applied_manifest_becomes_ready_with_its_sizing_in_status(cluster: Cluster, kube: Kube) -> None:
+    kube.create(tiny_service(NAME, cluster.model_uri, autoscaling=AUTOSCALING, slo={"ttftP99": "2s"}))
     kube.wait_condition(NAME, "Ready", "True", timeout_s=90)
     status = kube.get(NAME)["status"]
     assert status["sizing"]["maxNumSeqs"] == 4
@@ -84,9 +64,7 @@ def test_what_was_measured_appears_beside_the_prediction(kube: Kube) -> None:
     assert abs(sizing["errorPercent"]) < 5
 
 
-def test_overload_scales_up_and_idleness_scales_down_without_a_failed_request(
-    cluster: Cluster, kube: Kube, signals: str
-) -> None:
+def test_overload_scales_up_and_idleness_scales_down_without_a_failed_request(cluster: Cluster, kube: Kube) -> None:
     with traffic(cluster.gateway_url, NAME, rate=40, output_tokens=60) as load:
         wait_for(
             lambda: kube.get(NAME)["status"].get("readyReplicas", 0) >= 2, 120, lambda: kube.get(NAME).get("status")

@@ -13,10 +13,10 @@ from harness.traffic import traffic
 from harness.wait import wait_for
 
 NAME = "steady"
-RATE = 40.0
+RATE = 20.0
 """Requests a second: little enough for one replica on a slow core."""
 
-WARM, LEAST = 200, 2000
+WARM, LEAST = 50, 400
 """Requests that are answered before anything changes, and by the end."""
 
 

@@ -19,8 +19,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
 @pytest.fixture
 def manifest(cluster: Cluster, kube: Kube) -> Iterator[Object]:
-    """The smallest manifest, with neither replicas nor autoscaling."""
-    yield tiny_service(NAME, cluster.model_uri)
+    """Neither replicas nor autoscaling, and pods that no node has room for: only their number is looked at."""
+    too_large = {"gpu": {"count": 0}, "requests": {"cpu": "9000", "memory": "1Gi"}}
+    yield tiny_service(NAME, cluster.model_uri, resources=too_large)
     cluster.kubectl("delete", "llm", NAME, "--wait=true")
 
 

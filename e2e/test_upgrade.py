@@ -23,7 +23,7 @@ from harness.cluster import LLMSERVICE, Cluster
 from harness.kube import Kube, tiny_service
 from harness.traffic import traffic
 from harness.wait import wait_for
-from llmservice_local.ports import free_port
+from llmservice_local.loopback import free_port
 
 ROOT = Path(__file__).parents[1]
 PREVIOUS = "f72ee64ad2a0405642d542ed1ca68727aa9ffebf"

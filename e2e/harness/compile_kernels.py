@@ -1,7 +1,8 @@
 """Compiles every kernel for a GPU that is not there, and prints what each takes of it: Triton needs a card only to run.
 
-`python -m harness.compile_kernels [CAPABILITY [all]]` (90: Hopper) prints a row of a table for each kernel and shape:
-those that are most used, or all that the kernels are made for. `--json` prints a line of JSON for each instead.
+`python -m harness.compile_kernels [CAPABILITY [one | all]]` (90: Hopper) prints a row of a table for each kernel and
+shape: those that are most used, one of them, or all that the kernels are made for. `--json` prints a line of JSON for
+each instead.
 """
 
 from __future__ import annotations
@@ -18,19 +19,18 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaDriver
 
 from harness.kernel_resources import KernelResources
-from llmservice_server.attention.base import KVCacheShape, Rotation, SequenceSlice
-from llmservice_server.attention.triton_backend import TritonAttention
-from llmservice_server.kernels.activation import silu_mul
-from llmservice_server.kernels.heaviest import heaviest
-from llmservice_server.kernels.jit import FP8
-from llmservice_server.kernels.norm import add_rms_norm
+from llmservice_server.backend.base import KVCacheShape, Rotation, StepInput
+from llmservice_server.backend.cuda.attention import TritonAttention
+from llmservice_server.backend.cuda.kernels.elementwise import add_rms_norm, silu_mul
+from llmservice_server.backend.cuda.kernels.jit import FP8
+from llmservice_server.backend.cuda.kernels.top_k_top_p import top_k_top_p
 
 KV_HEADS = 2
 FP8_CAPABILITY = 89
 STEPS = {
-    "few decodes": [SequenceSlice(20, 1, [1, 2])],
-    "many decodes": [SequenceSlice(20, 1, [1, 2])] * 400,
-    "prompts": [SequenceSlice(0, 20, [1, 2])],
+    "few decodes": StepInput.of([(20, 1, [1, 2])]),
+    "many decodes": StepInput.of([(20, 1, [1, 2])] * 400),
+    "prompts": StepInput.of([(0, 20, [1, 2])]),
 }
 
 
@@ -55,6 +55,7 @@ SHAPES = (
     Shape(torch.bfloat16, FP8, 128, 16, 4),
     Shape(torch.bfloat16, torch.bfloat16, 256, 16, 8),  # the most registers
 )
+ONE_SHAPE = SHAPES[1:2]
 OTHER_SHAPES = (
     Shape(torch.bfloat16, torch.bfloat16, 64, 16, 7),
     Shape(torch.bfloat16, torch.bfloat16, 128, 256, 8),
@@ -109,12 +110,12 @@ def launch_all(shape: Shape) -> None:
     heads = shape.group * KV_HEADS
     cache = KVCacheShape(heads, KV_HEADS, shape.head_dim, (None,), shape.block_size, shape.cache_dtype)
     backend = TritonAttention(cache, 64, torch.device("cpu"))
-    for slices in STEPS.values():
-        num_tokens = sum(part.num_tokens for part in slices)
+    for given in STEPS.values():
+        num_tokens = len(given.token_ids)
         fused = torch.zeros(num_tokens, heads + 2 * KV_HEADS, shape.head_dim, dtype=shape.dtype)
         cos = torch.zeros(num_tokens, 1, shape.head_dim, dtype=shape.dtype)
         norm = torch.zeros(heads + KV_HEADS, shape.head_dim, dtype=shape.dtype)
-        step = backend.prepare(slices)
+        step = backend.prepare(given)
         step(0, fused[:, :heads], fused[:, heads:])
         for qk_norm in (None, (norm, 1e-5)):
             step.rotate_and_attend(0, fused, Rotation(cos, cos, qk_norm))
@@ -123,7 +124,7 @@ def launch_all(shape: Shape) -> None:
         add_rms_norm(hidden, delta, hidden[0], 1e-5)
     silu_mul(hidden)
     for by_mass in (False, True):
-        heaviest(torch.zeros(4, 128_256), torch.zeros(4, dtype=torch.float64), by_mass)
+        top_k_top_p(torch.zeros(4, 128_256), torch.zeros(4, dtype=torch.float64), by_mass)
 
 
 def compile_all(capability: int, shapes: tuple[Shape, ...]) -> Iterator[tuple[str, Shape, KernelResources]]:
@@ -149,13 +150,14 @@ def compile_all(capability: int, shapes: tuple[Shape, ...]) -> Iterator[tuple[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("capability", type=int, nargs="?", default=90)
-    parser.add_argument("shapes", choices=("usual", "all"), nargs="?", default="usual")
+    parser.add_argument("shapes", choices=("one", "usual", "all"), nargs="?", default="usual")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if not args.json:
         print("| kernel | shape |", " | ".join(COLUMNS.values()), "|")
         print("| --- | --- |" + " --- |" * len(COLUMNS))
-    for name, shape, resources in compile_all(args.capability, SHAPES + (OTHER_SHAPES if args.shapes == "all" else ())):
+    shapes = {"one": ONE_SHAPE, "usual": SHAPES, "all": SHAPES + OTHER_SHAPES}[args.shapes]
+    for name, shape, resources in compile_all(args.capability, shapes):
         figures = asdict(resources)
         if args.json:
             print(json.dumps({"kernel": name, "shape": str(shape), "dtype": str(shape.dtype), **figures}), flush=True)

@@ -1,8 +1,9 @@
-"""An HTTP server of files on the loopback that can misbehave as networks and stores do."""
+"""An HTTP server of files on the loopback that injects the faults of networks and stores."""
 
 from __future__ import annotations
 
 import re
+import ssl
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -17,9 +18,9 @@ from urllib.parse import unquote, urlsplit
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What goes wrong with one answer: a status instead of the file, a cut after so many bytes, a flipped byte.
+    """The fault of one response: a status instead of the file, a cut after so many bytes, a flipped bit.
 
-    With `silent` the connection stays open after the cut, as over a network that went away.
+    With `silent` the connection stays open after the cut, as in a network partition.
     """
 
     status: int = 0
@@ -30,7 +31,7 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Request:
     method: str
     path: str
     query: str
@@ -41,8 +42,8 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
-    """`content` is a file's where ranges of it may be asked for."""
+class Response:
+    """With `file`, ranges of `content` may be requested."""
 
     status: int = 200
     content: bytes = b""
@@ -51,32 +52,34 @@ class Reply:
 
 
 class FileServer(ABC):
-    """Subclasses say what is where. `faults[name]` are used up one answer each, from the first on."""
+    """Subclasses find the files. Each response for a file takes the first of `faults[name]`."""
 
     def __init__(self) -> None:
         self.faults: dict[str, list[Fault]] = defaultdict(list)
-        self.seen: list[Asked] = []
+        self.seen: list[Request] = []
         self.sent: dict[str, int] = defaultdict(int)
-        """Bytes of each file that went out."""
+        """Bytes sent of each file."""
         self.bytes_per_s: float | None = None
         self.ranges = True
-        """Whether parts of files are given away."""
+        """Whether ranges are supported."""
         self.url = ""
         self._lock = threading.Lock()
         self._over = threading.Event()
 
     @abstractmethod
-    def find(self, asked: Asked) -> Reply:
-        """The file that is meant, or the refusal."""
+    def find(self, request: Request) -> Response:
+        """The requested file, or an error."""
 
     @contextmanager
-    def serving(self) -> Iterator[Self]:
+    def serving(self, tls: ssl.SSLContext | None = None) -> Iterator[Self]:
         server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+        if tls is not None:
+            server.socket = tls.wrap_socket(server.socket, server_side=True)
         server.files = self  # type: ignore[attr-defined]
         server.daemon_threads = True
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
-        self.url = f"http://127.0.0.1:{server.server_port}"
+        self.url = f"{'https' if tls else 'http'}://127.0.0.1:{server.server_port}"
         try:
             yield self
         finally:
@@ -86,7 +89,7 @@ class FileServer(ABC):
             server.server_close()
 
     def wait(self) -> None:
-        """Until the server is to end, which it must not have to wait for."""
+        """Block until the server stops."""
         self._over.wait()
 
     def take_fault(self, name: str | None) -> Fault | None:
@@ -107,31 +110,31 @@ class _Handler(BaseHTTPRequestHandler):
         return self.server.files  # type: ignore[attr-defined,no-any-return]
 
     def do_GET(self) -> None:
-        self._answer("GET")
+        self._respond("GET")
 
     def do_HEAD(self) -> None:
-        self._answer("HEAD")
+        self._respond("HEAD")
 
-    def _answer(self, method: str) -> None:
+    def _respond(self, method: str) -> None:
         parts = urlsplit(self.path)
         given = self.headers.get
-        asked = Asked(method, unquote(parts.path), parts.query, given("authorization"), given("range"), parts.path)
-        self._files.seen.append(asked)
-        reply = self._files.find(asked)
-        fault = self._files.take_fault(reply.file) if method == "GET" else None
+        request = Request(method, unquote(parts.path), parts.query, given("authorization"), given("range"), parts.path)
+        self._files.seen.append(request)
+        response = self._files.find(request)
+        fault = self._files.take_fault(response.file) if method == "GET" else None
         if fault is not None and fault.status:
             self._head(fault.status, {**dict(fault.headers), "Content-Length": "0"})
             return
-        content, start = reply.content, 0
-        wanted = re.fullmatch(r"bytes=(\d+)-", asked.range or "")
-        headers = dict(reply.headers)
-        status = reply.status
-        if reply.file is not None and wanted and self._files.ranges:
+        content, start = response.content, 0
+        wanted = re.fullmatch(r"bytes=(\d+)-", request.range or "")
+        headers = dict(response.headers)
+        status = response.status
+        if response.file is not None and wanted and self._files.ranges:
             start, status = int(wanted[1]), 206
             headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
         self._head(status, {"Content-Length": str(len(content) - start), **headers})
         if method == "GET":
-            self._send(reply.file, content[start:], fault)
+            self._send(response.file, content[start:], fault)
 
     def _head(self, status: int, headers: dict[str, str]) -> None:
         self.send_response(status)

@@ -1,4 +1,4 @@
-"""A model hub on the loopback: what its client asks of the Hugging Face hub, for a handful of files."""
+"""The part of the Hugging Face hub's API that downloads use, on the loopback."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import json
 import re
 from pathlib import Path
 
-from harness.file_server import Asked, FileServer, Reply
+from harness.file_server import FileServer, Request, Response
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 _JSON = {"Content-Type": "application/json"}
 
 
 class ModelHub(FileServer):
-    """`org/open` at main and v1; `org/gated` for those who bring `token`. Nothing else exists."""
+    """`org/open` at main and v1, and `org/gated`, which needs `token`. Nothing else exists."""
 
     def __init__(self, files: dict[str, bytes]) -> None:
         super().__init__()
@@ -25,22 +25,22 @@ class ModelHub(FileServer):
     def of_folder(cls, folder: Path) -> ModelHub:
         return cls({path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()})
 
-    def find(self, asked: Asked) -> Reply:
+    def find(self, request: Request) -> Response:
         match = re.fullmatch(
             r"/(?:api/models/)?org/(?P<name>open|gated)/(?P<what>revision|resolve)/(?P<revision>[^/]+)(/(?P<file>.+))?",
-            asked.path,
+            request.path,
         )
         if match is None:
-            return Reply(401 if asked.path.startswith("/api/") else 404, headers={"X-Error-Code": "RepoNotFound"})
-        if match["name"] == "gated" and asked.authorization != f"Bearer {self.token}":
-            return Reply(403, headers={"X-Error-Code": "GatedRepo"})
+            return Response(401 if request.path.startswith("/api/") else 404, headers={"X-Error-Code": "RepoNotFound"})
+        if match["name"] == "gated" and request.authorization != f"Bearer {self.token}":
+            return Response(403, headers={"X-Error-Code": "GatedRepo"})
         if match["revision"] not in {"main", "v1", COMMIT}:
-            return Reply(404, headers={"X-Error-Code": "RevisionNotFound"})
+            return Response(404, headers={"X-Error-Code": "RevisionNotFound"})
         if match["what"] == "revision":
-            return Reply(content=json.dumps(self._listing(f"org/{match['name']}")).encode(), headers=_JSON)
+            return Response(content=json.dumps(self._listing(f"org/{match['name']}")).encode(), headers=_JSON)
         if match["file"] not in self.files:
-            return Reply(404, headers={"X-Error-Code": "EntryNotFound"})
-        return Reply(content=self.files[match["file"]], file=match["file"], headers={"X-Repo-Commit": COMMIT})
+            return Response(404, headers={"X-Error-Code": "EntryNotFound"})
+        return Response(content=self.files[match["file"]], file=match["file"], headers={"X-Repo-Commit": COMMIT})
 
     def _listing(self, name: str) -> dict[str, object]:
         return {"id": name, "sha": COMMIT, "siblings": [self._sibling(file) for file in self.files]}

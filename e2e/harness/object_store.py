@@ -1,4 +1,4 @@
-"""A store on the loopback that speaks as much S3 as listing and reading takes, by path."""
+"""An S3 API on the loopback for listing and reading, with path-style addresses."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import hashlib
 from urllib.parse import parse_qs
 from xml.sax.saxutils import escape
 
-from harness.file_server import Asked, FileServer, Reply
+from harness.file_server import FileServer, Request, Response
 
 _PAGE = 2
-"""Keys an answer, so that a few files take several pages."""
+"""Keys in a response, so that a few files take several pages."""
 
 
 class ObjectStore(FileServer):
-    """One bucket, `models`, for the holder of `key_id`; None: for everybody."""
+    """One bucket, `models`, readable with `key_id`; None: public."""
 
     def __init__(self, objects: dict[str, bytes], key_id: str | None = "AKIDEXAMPLE") -> None:
         super().__init__()
@@ -21,23 +21,23 @@ class ObjectStore(FileServer):
         self.key_id = key_id
         self.region = "eu-test-1"
 
-    def find(self, asked: Asked) -> Reply:
-        if self.key_id is not None and f"Credential={self.key_id}/" not in (asked.authorization or ""):
-            return _error(403, "InvalidAccessKeyId" if asked.authorization else "AccessDenied")
-        if self.key_id is not None and f"/{self.region}/s3/aws4_request" not in (asked.authorization or ""):
-            return _error(400, "AuthorizationHeaderMalformed", {"x-amz-bucket-region": self.region})
-        if asked.path == "/models/":
-            return self._listing({name: values[0] for name, values in parse_qs(asked.query).items()})
-        if not asked.path.startswith("/models/"):
+    def find(self, request: Request) -> Response:
+        if self.key_id is not None and f"Credential={self.key_id}/" not in (request.authorization or ""):
+            return _error(403, "InvalidAccessKeyId" if request.authorization else "AccessDenied")
+        if self.key_id is not None and f"/{self.region}/s3/aws4_request" not in (request.authorization or ""):
+            return _error(400, "AuthorizationHeaderMalformed", f"<Region>{self.region}</Region>")
+        if request.path in {"/models", "/models/"}:
+            return self._listing({name: values[0] for name, values in parse_qs(request.query).items()})
+        if not request.path.startswith("/models/"):
             return _error(404, "NoSuchBucket")
-        key = asked.path.removeprefix("/models/")
+        key = request.path.removeprefix("/models/")
         if key not in self.objects:
             return _error(404, "NoSuchKey")
         content = self.objects[key]
         etag = hashlib.md5(content).hexdigest()  # noqa: S324 - S3's
-        return Reply(content=content, file=key, headers={"ETag": f'"{etag}"'})
+        return Response(content=content, file=key, headers={"ETag": f'"{etag}"'})
 
-    def _listing(self, query: dict[str, str]) -> Reply:
+    def _listing(self, query: dict[str, str]) -> Response:
         prefix = query.get("prefix", "")
         keys = sorted(key for key in self.objects if key.startswith(prefix) and "/" not in key[len(prefix) :])
         begin = int(query.get("continuation-token", "0"))
@@ -51,9 +51,9 @@ class ObjectStore(FileServer):
         )
 
 
-def _error(status: int, code: str, headers: dict[str, str] | None = None) -> Reply:
-    return _xml(status, f"<Error><Code>{code}</Code><Message>no</Message></Error>", headers)
+def _error(status: int, code: str, more: str = "") -> Response:
+    return _xml(status, f"<Error><Code>{code}</Code><Message>no</Message>{more}</Error>")
 
 
-def _xml(status: int, text: str, headers: dict[str, str] | None = None) -> Reply:
-    return Reply(status, text.encode(), {"Content-Type": "application/xml", **(headers or {})})
+def _xml(status: int, text: str) -> Response:
+    return Response(status, text.encode(), {"Content-Type": "application/xml"})

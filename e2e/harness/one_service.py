@@ -10,12 +10,12 @@ from typing import Any
 from harness.talking_pods import TalkingPods
 from harness.whole_cache import fill
 from llmservice_operator.api.kinds import CHILD_KINDS
-from llmservice_operator.apply.applier import Applier
+from llmservice_operator.cluster.applier import Applier
 from llmservice_operator.cluster.kube_client import KubeClient
 from llmservice_operator.cluster.object_cache import ObjectCache
 from llmservice_operator.monitoring.metrics import OperatorMetrics
 from llmservice_operator.reconcile import Reconciler
-from llmservice_operator.signals.signals import Signals
+from llmservice_operator.signals.sources import Signals
 
 NS = "/api/v1/namespaces/team-a"
 APPS = "/apis/apps/v1/namespaces/team-a"

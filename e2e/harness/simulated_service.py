@@ -11,17 +11,12 @@ from itertools import accumulate
 from typing import Any
 
 from llmservice_operator.api.resource import LLMService
-from llmservice_operator.memory import Memory
-from llmservice_operator.observation import Observation
 from llmservice_operator.pods.pod import Pod, Trouble
-from llmservice_operator.replicas import decide_replicas
-from llmservice_operator.scaling.scaling import Decision
-from llmservice_operator.scaling.startup import StartupTimes
+from llmservice_operator.scaling.decision import Decision, ScalingState, decide_replicas
+from llmservice_operator.scaling.supply import StartupTimes, supply_of
 from llmservice_operator.signals.load import Load, load_of
 from llmservice_operator.signals.scrape import Scrape
-from llmservice_operator.sizing.sizer import Sizer
-from llmservice_operator.sizing.sizing import Sized
-from llmservice_operator.status.note_times import NoteTimes
+from llmservice_operator.sizing import Sized
 
 _BEGAN_S = 1_700_000_000.0
 _BUCKETS = (0.5, 1.0, 2.0, 2.5, 3.0, 4.0, 5.0, 10.0, 30.0, 60.0, math.inf)
@@ -128,10 +123,6 @@ class _Pod:
         )
 
 
-async def _no_model(*_: Any) -> Any:
-    raise AssertionError("no model is read to decide")
-
-
 class SimulatedService:
     """One service with its Deployment; `replicas` are there, ready, in the beginning.
 
@@ -148,8 +139,8 @@ class SimulatedService:
         self._replicas = replicas
         self._pods = [_Pod(number, _BEGAN_S - 60, _BEGAN_S) for number in range(replicas)]
         self._born = replicas
-        notes = NoteTimes(0.0, resumed=False)
-        self._memory = Memory(Sizer(_no_model), StartupTimes(learned_s), notes)
+        self._startup = StartupTimes(learned_s)
+        self._state: ScalingState | None = None
 
     def run(self, duration_s: float, moment_at: Callable[[float], Moment]) -> list[Sample]:
         """Tick for `duration_s`; `moment_at` is given the seconds since the beginning."""
@@ -166,10 +157,10 @@ class SimulatedService:
         seen = [pod.seen(self._now, moment) for pod in self._pods]
         load = None if moment.blind else self._measure(moment)
         wall_s, steady_s = self._now + moment.set_by_s, self._now - _BEGAN_S
-        self._memory.startup.observe(seen, wall_s, steady_s)
+        self._startup.observe(seen, wall_s, steady_s)
         deployment = {"spec": {"replicas": self._replicas}, "status": self._denied(moment)}
-        observation = Observation(self._service, {}, deployment, seen, wall_s, steady_s=steady_s)
-        decision = decide_replicas(observation, self._memory, load, self._sized)
+        supply = supply_of(deployment, seen, self._startup)
+        decision, self._state = decide_replicas(self._service, self._sized, load, supply, self._state, wall_s, steady_s)
         self._scale(decision.replicas, moment)
         waiting = sum(max(0.0, pod.in_flight - _SLOTS) for pod in self._pods)
         ready = sum(pod.ready for pod in seen)

@@ -12,8 +12,8 @@ from typing import Any
 
 from aiohttp import web
 
-from llmservice_local.api.kinds import Kind
 from llmservice_local.api.registry import MERGE_PATCH, DeleteOptions, Registry, WriteOptions
+from llmservice_local.kinds.catalogue import Kind
 from llmservice_operator.api.kinds import CHILD_KINDS
 from llmservice_operator.api.labels import DELETION_COST
 from llmservice_operator.api.resource import GROUP, PLURAL, VERSION

@@ -11,7 +11,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 try:
     import triton
 
-    from llmservice_server.kernels.jit import INTERPRETED
+    from llmservice_server.backend.cuda.kernels.jit import INTERPRETED
 finally:
     if _BEFORE is None:
         del os.environ["TRITON_INTERPRET"]

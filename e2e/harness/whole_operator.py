@@ -11,25 +11,24 @@ from typing import Any
 
 import aiohttp
 
-from llmservice_local.api.errors import ApiError
 from llmservice_local.api.registry import Registry
-from llmservice_local.api.selector import label_predicate
 from llmservice_local.api.watch import WatchRequest, watch
+from llmservice_local.errors import ApiError
+from llmservice_local.selector import label_predicate
 from llmservice_operator.api.kinds import FOLLOWED, Followed
-from llmservice_operator.apply.applier import Applier
+from llmservice_operator.cluster.applier import Applier
 from llmservice_operator.cluster.kube_client import WATCH_S, KubeClient
 from llmservice_operator.cluster.object_cache import ObjectCache
 from llmservice_operator.framework.handlers import Handlers
 from llmservice_operator.framework.operator import Work
 from llmservice_operator.framework.resync import Resync
 from llmservice_operator.grants import Grants
+from llmservice_operator.locations import ModelReader
 from llmservice_operator.loops import ServiceLoops
-from llmservice_operator.models.source import ModelReader
 from llmservice_operator.monitoring.metrics import OperatorMetrics
 from llmservice_operator.pods.pod_model import PodModels
 from llmservice_operator.reconcile import Reconciler
-from llmservice_operator.signals.pods import PodSignals
-from llmservice_operator.signals.signals import Signals
+from llmservice_operator.signals.sources import PodSignals, Signals
 
 TICK_S = 30.0
 RESYNC_S = 600.0

@@ -20,11 +20,20 @@ import pytest
 import yaml
 from aiohttp import web
 
-from llmservice_local.api.errors import ApiError
 from llmservice_local.api.serve import serve_api
-from llmservice_local.client import DEFINITIONS, DEPLOYMENTS, NAMESPACES, PODS, SECRETS, KubeClient, Resource, connect
+from llmservice_local.client import (
+    DEFINITIONS,
+    DEPLOYMENTS,
+    NAMESPACES,
+    PODS,
+    SECRETS,
+    Endpoint,
+    KubeClient,
+    Resource,
+    connect,
+)
 from llmservice_local.control_plane import serve_control_plane
-from llmservice_local.endpoint import Endpoint
+from llmservice_local.errors import ApiError
 
 CHART = Path(__file__).parents[2] / "charts" / "llmservice"
 CRD = "llmservices.serving.llmservice.io"
@@ -35,7 +44,7 @@ VALUES: dict[str, dict[str, Any]] = {
 }
 ASSETS = os.environ.get("KUBEBUILDER_ASSETS")
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 
 class Cluster:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -20,23 +21,24 @@ VALUES: dict[str, dict[str, Any]] = {
     path.stem: yaml.safe_load(path.read_text(encoding="utf-8"))
     for path in sorted((Path(__file__).parent / "values").iterdir())
 }
+RENDERED: dict[str, list[dict[str, Any]]] = {}
 
 
 @pytest.fixture(scope="module")
 def chart() -> Iterator[helm.Chart]:
     with helm.Chart.load(CHART) as loaded:
         yield loaded
+    RENDERED.clear()
 
 
 def render(chart: helm.Chart, values: dict[str, Any]) -> list[dict[str, Any]]:
-    files = chart.render(values, name="release", namespace="system")
-    return [
-        manifest
-        for path, text in files.items()
-        if path.endswith(".yaml")
-        for manifest in yaml.safe_load_all(text)
-        if manifest
-    ]
+    """Rendered once for all tests that ask for these values."""
+    key = json.dumps(values)
+    if key not in RENDERED:
+        files = chart.render(values, name="release", namespace="system")
+        manifests = [yaml.load_all(text, yaml.CSafeLoader) for path, text in files.items() if path.endswith(".yaml")]
+        RENDERED[key] = [manifest for file in manifests for manifest in file if manifest]
+    return RENDERED[key]
 
 
 @pytest.fixture(params=VALUES)

@@ -17,12 +17,14 @@ import pytest
 import yaml
 
 from harness.release import assert_nothing_was_forbidden, write_release
-from llmservice_local.api.errors import ApiError
 from llmservice_local.client import DEPLOYMENTS, EVENTS, NAMESPACES, PODS, KubeClient, Resource, connect
 from llmservice_local.cluster import ClusterSettings, LocalCluster
-from llmservice_local.release import read_release
+from llmservice_local.errors import ApiError
+from llmservice_local.manifests import read_release
 from llmservice_operator.api.kinds import CHILD_KINDS
 from llmservice_operator.api.resource import API_VERSION, PLURAL
+
+pytestmark = pytest.mark.slow
 
 Object = dict[str, Any]
 SERVICES = Resource(API_VERSION, PLURAL)

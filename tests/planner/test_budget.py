@@ -1,4 +1,4 @@
-"""Properties of the memory arithmetic that hold for any model on any card."""
+"""Properties of the memory arithmetic that hold for any model on any GPU."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def shapes(draw: st.DrawFn) -> ModelShape:
 
 @st.composite
 def requests(draw: st.DrawFn) -> SizingRequest:
-    """Requests on one to eight cards or on a CPU, from hopeless to roomy."""
+    """Requests on one to eight GPUs or a CPU, with too little to ample memory."""
     memory = draw(st.integers(GIB // 2, 200 * GIB))
     on_cpu = draw(st.booleans())
     length = draw(st.integers(1, 65536))
     return SizingRequest(
         shape=draw(shapes()),
-        device=cpu_device(memory) if on_cpu else GPU("card", memory, 2e12, 3e14),
+        device=cpu_device(memory) if on_cpu else GPU("test-gpu", memory, 2e12, 3e14),
         device_count=1 if on_cpu else draw(st.sampled_from([1, 2, 4, 8])),
         max_model_len=length,
         kv_dtype=draw(st.sampled_from(["auto", "fp8", "float32"])),

@@ -1,4 +1,4 @@
-"""Bytes of real safetensors files, and of files that only claim to be."""
+"""The size of valid and of invalid safetensors files."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_file_that_the_index_does_not_name_is_not_counted(tmp_path: Path) -> N
     assert weights_bytes(tmp_path) == _STORED
 
 
-def test_a_folder_without_safetensors_has_no_bytes_to_tell(tmp_path: Path) -> None:
+def test_a_folder_without_safetensors_has_no_size(tmp_path: Path) -> None:
     assert weights_bytes(tmp_path) is None
 
 

@@ -1,4 +1,4 @@
-"""The frame of the `llmservice` command, with commands that a test installs."""
+"""The `llmservice` command with commands that a test registers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_commands_result_is_the_exit_status(install: Callable[..., None]) -> N
     assert main(["ask", "--answer", "1"]) == 1
 
 
-def test_a_users_error_is_one_sentence_without_a_traceback(install: Callable[..., None], capsys: Capture) -> None:
+def test_a_user_error_is_printed_without_a_traceback(install: Callable[..., None], capsys: Capture) -> None:
     install(fail="FAIL")
     assert main(["fail"]) == 2
     assert capsys.readouterr().err == "llmservice fail: the answer is wrong: expected 42\n"
@@ -83,7 +83,7 @@ def test_help_lists_only_what_is_installed_and_defaults_that_say_something(
     assert "None" not in shown
 
 
-def test_a_command_that_nobody_knows_is_a_users_error(install: Callable[..., None], capsys: Capture) -> None:
+def test_an_unknown_command_is_a_user_error(install: Callable[..., None], capsys: Capture) -> None:
     install(ask="ASK")
     with pytest.raises(SystemExit) as stopped:
         main(["tell"])

@@ -1,4 +1,4 @@
-"""The working in words: every figure that the answer rests on appears, and caveats appear where they apply."""
+"""The lines of the explanation contain every figure and the caveats that apply."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _labels(request: SizingRequest) -> list[str]:
     return [line.split(": ", 1)[0] for line in plan(request).explanation]
 
 
-def test_the_working_goes_from_the_model_to_the_answer(shape_of: ShapeOf) -> None:
+def test_the_explanation_goes_from_the_model_to_the_answer(shape_of: ShapeOf) -> None:
     labels = _labels(_request(shape_of("llama-3-8b"), "h100"))
     in_order = ["model", "weights", "kv per token", "memory", "overhead", "kv pool", "blocks", "sequence", "answer"]
     assert [label for label in dict.fromkeys(labels) if label in in_order] == in_order
@@ -38,7 +38,7 @@ def test_the_working_goes_from_the_model_to_the_answer(shape_of: ShapeOf) -> Non
     [
         ("llama-3-8b", 1, "weights", "8.030 billion parameters x 2 bytes (bfloat16) = 14.96 GiB"),
         ("llama-3-8b", 1, "kv per token", "2 x 32 layers x 8 KV heads x 128 x 2 bytes (bfloat16) = 128.00 KiB"),
-        ("llama-3-8b", 16, "kv per token", "2 x 32 layers x 16 KV heads (8 repeated over 16 cards) x 128"),
+        ("llama-3-8b", 16, "kv per token", "2 x 32 layers x 16 KV heads (8 repeated over 16 GPUs) x 128"),
         ("qwen3-30b-a3b", 1, "model", "8 of 128 experts a token, 3.35 billion active"),
         ("mistral-7b", 1, "sequence", "32 of 32 layers slide over 4096 tokens and give back what is behind"),
         ("llama-3-8b", 1, "memory", "1 x h200-141gb, 139.72 GiB seen by a process, 90% of it usable = 125.75 GiB"),
@@ -48,24 +48,24 @@ def test_a_line_shows_its_figures(shape_of: ShapeOf, model: str, count: int, lab
     assert text in _line(_request(shape_of(model), "h200", count), label)
 
 
-def test_a_latent_is_written_out(shape_of: ShapeOf) -> None:
+def test_a_latent_is_in_the_explanation(shape_of: ShapeOf) -> None:
     request = _request(replace(shape_of("deepseek-v3"), quantization=None), "b200", 8)
     assert _line(request, "kv per token").startswith(
-        "61 layers x (512 latent + 64 rope) x 2 bytes (bfloat16) x 8 cards (every card keeps the latent) = "
+        "61 layers x (512 latent + 64 rope) x 2 bytes (bfloat16) x 8 GPUs (every GPU keeps the latent) = "
     )
 
 
-def test_bytes_that_were_read_are_said_to_be_read(shape_of: ShapeOf) -> None:
+def test_weights_read_from_headers_are_marked(shape_of: ShapeOf) -> None:
     request = replace(_request(shape_of("llama-3-8b"), "h100"), weights_bytes=2**30)
     assert _line(request, "weights") == "1.00 GiB, read from the checkpoint's headers"
 
 
-def test_blocks_that_are_kept_are_said_to_be_kept(shape_of: ShapeOf) -> None:
+def test_kept_blocks_are_mentioned(shape_of: ShapeOf) -> None:
     request = replace(_request(shape_of("mistral-7b"), "h100"), frees_slid_blocks=False)
     assert "slide over 4096 tokens but keep what is behind = 256 blocks" in _line(request, "sequence")
 
 
-def test_a_card_without_bfloat16_is_pointed_out(shape_of: ShapeOf) -> None:
+def test_a_gpu_without_bfloat16_is_pointed_out(shape_of: ShapeOf) -> None:
     request = _request(shape_of("llama-3.2-1b"), "t4")
     assert _line(request, "caution") == "t4 has no bfloat16 units: use dtype float16"
     assert "caution" not in _labels(replace(request, dtype="float16"))
@@ -88,5 +88,5 @@ def test_what_does_not_fit_says_what_is_missing(shape_of: ShapeOf) -> None:
     ("count", "text"),
     [(0, "0 bytes"), (1023, "1023 bytes"), (1536, "1.50 KiB"), (-(2**30), "-1.00 GiB"), (2**40, "1024.00 GiB")],
 )
-def test_bytes_are_written_in_the_unit_that_reads_best(count: int, text: str) -> None:
+def test_bytes_have_a_suitable_unit(count: int, text: str) -> None:
     assert format_bytes(count) == text

@@ -11,8 +11,8 @@ from llmservice_planner.shape import ModelShape
 ShapeOf = Callable[[str], ModelShape]
 
 
-def _names(shape: ModelShape, cards: int) -> list[str]:
-    return [term.name for term in fixed_terms(shape, find_gpu("h100"), cards, "bfloat16", 2048)]
+def _names(shape: ModelShape, device_count: int) -> list[str]:
+    return [term.name for term in fixed_terms(shape, find_gpu("h100"), device_count, "bfloat16", 2048)]
 
 
 def test_activations_of_a_step_are_the_wider_half_of_a_layer(shape_of: ShapeOf) -> None:
@@ -21,7 +21,7 @@ def test_activations_of_a_step_are_the_wider_half_of_a_layer(shape_of: ShapeOf) 
     assert activation_bytes(shape_of("llama-3-8b"), 1, "bfloat16", 2048) == 2048 * per_token
 
 
-def test_activations_split_over_cards_but_for_the_residual(shape_of: ShapeOf) -> None:
+def test_activations_split_over_gpus_but_for_the_residual(shape_of: ShapeOf) -> None:
     per_token = 2 * 4096 * 2 + 4096 * 4 + 3 * 14336 * 2 // 4
     assert activation_bytes(shape_of("llama-3-8b"), 4, "bfloat16", 1) == per_token
 
@@ -31,14 +31,14 @@ def test_a_token_of_a_mixture_passes_the_mlp_of_its_experts(shape_of: ShapeOf) -
     assert activation_bytes(shape_of("qwen3-30b-a3b"), 1, "bfloat16", 1) == per_token
 
 
-def test_one_card_talks_to_nobody(shape_of: ShapeOf) -> None:
+def test_one_gpu_needs_no_nccl_buffers(shape_of: ShapeOf) -> None:
     assert "NCCL buffers" not in _names(shape_of("llama-3-8b"), 1)
     assert "NCCL buffers" in _names(shape_of("llama-3-8b"), 2)
 
 
-def test_latents_are_repeated_on_every_card(shape_of: ShapeOf) -> None:
+def test_latents_are_repeated_on_every_gpu(shape_of: ShapeOf) -> None:
     terms = fixed_terms(shape_of("deepseek-v3"), find_gpu("h200"), 8, "bfloat16", 2048)
-    repeated = next(term.total_bytes for term in terms if term.name.startswith("weights that every card repeats"))
+    repeated = next(term.total_bytes for term in terms if term.name.startswith("weights that every GPU repeats"))
     assert 6 * GIB < repeated < 20 * GIB
 
 

@@ -71,7 +71,7 @@ def test_the_table_shows_the_answer_and_every_line_of_the_working(capsys: Captur
     assert max(map(len, table.splitlines())) <= 100
 
 
-def test_what_does_not_fit_ends_with_1_and_what_would_make_it_fit(capsys: Capture) -> None:
+def test_a_model_that_does_not_fit_exits_with_1_and_remedies(capsys: Capture) -> None:
     assert _plan("--shape", SHAPE_8B, "--gpu", "l4", "--max-model-len", "32768") == 1
     out = capsys.readouterr().out
     assert out.startswith("DOES NOT FIT on l4: ")
@@ -113,7 +113,7 @@ def test_every_option_reaches_the_plan(capsys: Capture) -> None:
     assert [key for key, other in changed.items() if other[key] == plain[key]] == []
 
 
-def test_a_container_without_a_card(model: Path, capsys: Capture) -> None:
+def test_a_container_without_a_gpu(model: Path, capsys: Capture) -> None:
     assert _plan("--model", model, "--cpu-memory", "1Gi") == 0
     assert capsys.readouterr().out.startswith("FITS on cpu: ")
 
@@ -130,11 +130,11 @@ def test_the_catalogue_is_printed_without_a_model(capsys: Capture) -> None:
         (["--shape", SHAPE_8B], "which memory? give either --gpu PRODUCT"),
         (["--shape", SHAPE_8B, "--gpu", "l4", "--cpu-memory", "8Gi"], "which memory?"),
         (["--shape", SHAPE_8B, "--gpu", "l40"], "GPU 'l40' is not in the catalogue: did you mean l40s"),
-        (["--shape", "layers", "--gpu", "l4"], "'layers' is no KEY=VALUE; the keys are layers, hiddenSize"),
+        (["--shape", "layers", "--gpu", "l4"], "'layers' is not KEY=VALUE; the keys are layers, hiddenSize"),
         (["--shape", f"{SHAPE_8B},layers=3", "--gpu", "l4"], "--shape: layers is given twice"),
         (["--shape", f"{SHAPE_8B},depth=3", "--gpu", "l4"], "unknown shape key depth: the keys are layers, hiddenSize"),
         (["--shape", SHAPE_8B, "--gpu", "l4"], "max_model_len is missing"),
-        (["--shape", SHAPE_8B, "--gpu", "l4", "--gpu-count", "3"], "cannot be split over 3 cards: use 1, 2, 4, 8"),
+        (["--shape", SHAPE_8B, "--gpu", "l4", "--gpu-count", "3"], "cannot be split over 3 GPUs: use 1, 2, 4, 8"),
         (["--model", "/nowhere", "--gpu", "l4"], "/nowhere/config.json does not exist"),
     ],
 )

@@ -21,7 +21,7 @@ _KINDS = {
     "length": r"lower max_model_len from \d+ to (\d+)",
     "fp8": r"use kvCacheDtype: fp8",
     "count": r"share the model between (\d+) x ",
-    "card": r"use a larger card: (?:\d+ x )?(\S+) ",
+    "gpu": r"use a larger GPU: (?:\d+ x )?(\S+) ",
     "container": r"give the container at least (\d+)Mi of memory",
 }
 
@@ -35,7 +35,7 @@ def _applied(request: SizingRequest, remedy: str) -> tuple[str, SizingRequest]:
         return kind, replace(request, kv_dtype="fp8")
     if kind == "count":
         return kind, replace(request, device_count=int(figure))
-    if kind == "card":
+    if kind == "gpu":
         return kind, replace(request, device=GPUS[figure])
     return kind, replace(request, device=cpu_device(int(figure) * 2**20))
 
@@ -48,13 +48,13 @@ def _request(shape: ModelShape, gpu: str, length: int, count: int = 1) -> Sizing
 @pytest.mark.parametrize(
     ("model", "gpu", "count", "length", "kinds"),
     [
-        ("llama-3-8b", "l4", 1, 32768, {"length", "fp8", "count", "card"}),
-        ("llama-3-8b", "a10g", 1, 32768, {"length", "count", "card"}),  # no fp8 units
-        ("llama-3-8b", "l4", 1, 131072, {"length", "count", "card"}),  # too long even in fp8
-        ("llama-3-70b", "h100-80gb", 1, 8192, {"count", "card"}),  # the weights alone are too large
-        ("llama-3-70b", "h100-80gb", 2, 32768, {"length", "fp8", "count", "card"}),
+        ("llama-3-8b", "l4", 1, 32768, {"length", "fp8", "count", "gpu"}),
+        ("llama-3-8b", "a10g", 1, 32768, {"length", "count", "gpu"}),  # no fp8 units
+        ("llama-3-8b", "l4", 1, 131072, {"length", "count", "gpu"}),  # too long even in fp8
+        ("llama-3-70b", "h100-80gb", 1, 8192, {"count", "gpu"}),  # the weights alone are too large
+        ("llama-3-70b", "h100-80gb", 2, 32768, {"length", "fp8", "count", "gpu"}),
         ("llama-3-70b", "b200-180gb", 1, 131072, {"length", "fp8", "count"}),  # the largest of its vendor
-        ("mistral-7b", "t4", 1, 4096, {"count", "card"}),
+        ("mistral-7b", "t4", 1, 4096, {"count", "gpu"}),
     ],
 )
 def test_remedies_make_it_fit(
@@ -78,15 +78,15 @@ def test_a_smaller_count_than_the_proposed_one_does_not_fit(shape_of: ShapeOf) -
     assert not plan(replace(changed, device_count=2)).fits
 
 
-def test_a_smaller_card_than_the_proposed_one_does_not_fit(shape_of: ShapeOf) -> None:
+def test_a_smaller_gpu_than_the_proposed_one_does_not_fit(shape_of: ShapeOf) -> None:
     request = _request(shape_of("llama-3-8b"), "t4", 8192)
-    proposed = dict(_applied(request, remedy) for remedy in plan(request).remedies)["card"].device
-    for card in GPUS.values():
-        if card.resource_name == "nvidia.com/gpu" and card.memory_bytes < proposed.memory_bytes:
-            assert not plan(replace(request, device=card)).fits
+    proposed = dict(_applied(request, remedy) for remedy in plan(request).remedies)["gpu"].device
+    for gpu in GPUS.values():
+        if gpu.resource_name == "nvidia.com/gpu" and gpu.memory_bytes < proposed.memory_bytes:
+            assert not plan(replace(request, device=gpu)).fits
 
 
-def test_a_container_is_told_its_memory(shape_of: ShapeOf) -> None:
+def test_a_container_gets_its_required_memory(shape_of: ShapeOf) -> None:
     request = SizingRequest(shape=shape_of("qwen3-0.6b"), device=cpu_device(GIB), max_model_len=4096)
     (remedy,) = plan(request).remedies
     kind, changed = _applied(request, remedy)

@@ -15,10 +15,10 @@ ShapeOf = Callable[[str], ModelShape]
 A100_AT_2_TB_S = replace(find_gpu("a100-80gb"), bandwidth_bytes_per_s=2e12)
 
 
-def _roofline(shape: ModelShape, cards: int = 1, dtype: str = "bfloat16") -> Roofline:
+def _roofline(shape: ModelShape, device_count: int = 1, dtype: str = "bfloat16") -> Roofline:
     weights = shape.num_parameters * (4 if dtype == "float32" else 2)
-    kv_bytes = shape.kv_bytes_per_token(dtype, cards)
-    roofline = Roofline.of(shape, A100_AT_2_TB_S, cards, dtype, weights, kv_bytes)
+    kv_bytes = shape.kv_bytes_per_token(dtype, device_count)
+    roofline = Roofline.of(shape, A100_AT_2_TB_S, device_count, dtype, weights, kv_bytes)
     assert roofline is not None
     return roofline
 
@@ -27,8 +27,8 @@ def test_the_ridge_of_an_a100_is_156_tokens(shape_of: ShapeOf) -> None:
     assert _roofline(shape_of("llama-3-70b")).ridge_tokens == 156
 
 
-def test_the_ridge_does_not_move_with_the_number_of_cards(shape_of: ShapeOf) -> None:
-    assert _roofline(shape_of("llama-3-70b"), cards=4).ridge_tokens == 156
+def test_the_ridge_does_not_move_with_the_number_of_gpus(shape_of: ShapeOf) -> None:
+    assert _roofline(shape_of("llama-3-70b"), device_count=4).ridge_tokens == 156
 
 
 def test_a_70b_step_is_one_read_of_its_weights_for_one_user_or_for_64(shape_of: ShapeOf) -> None:
@@ -54,7 +54,7 @@ def test_prefill_is_bound_by_arithmetic(shape_of: ShapeOf) -> None:
     assert roofline.prefill_s(4096) == pytest.approx(2 * 8.03e9 * 4096 / (312e12 * ATTAINABLE), rel=0.01)
 
 
-def test_few_tokens_wake_few_experts(shape_of: ShapeOf) -> None:
+def test_few_tokens_read_few_experts(shape_of: ShapeOf) -> None:
     roofline = _roofline(shape_of("qwen3-30b-a3b"))
     active_share = shape_of("qwen3-30b-a3b").active_parameters / shape_of("qwen3-30b-a3b").num_parameters
     alone = roofline.decode_step_s(1, 0) * roofline.bandwidth_bytes_per_s / roofline.weights_bytes

@@ -58,23 +58,26 @@ def test_weights_in_bf16(shape_of: ShapeOf, model: str, gib: float) -> None:
     assert shape_of(model).num_parameters * 2 / 2**30 == pytest.approx(gib, abs=0.02)
 
 
-@pytest.mark.parametrize(("cards", "heads_over_all_cards"), [(1, 8), (2, 8), (8, 8), (16, 16), (32, 32)], ids=str)
-def test_kv_heads_are_split_until_there_are_more_cards_than_heads(
-    shape_of: ShapeOf, cards: int, heads_over_all_cards: int
+@pytest.mark.parametrize(("device_count", "heads_over_all_gpus"), [(1, 8), (2, 8), (8, 8), (16, 16), (32, 32)], ids=str)
+def test_kv_heads_are_split_until_there_are_more_gpus_than_heads(
+    shape_of: ShapeOf, device_count: int, heads_over_all_gpus: int
 ) -> None:
-    assert shape_of("llama-3-8b").kv_elements_per_layer(cards) == 2 * heads_over_all_cards * 128
+    assert shape_of("llama-3-8b").kv_elements_per_layer(device_count) == 2 * heads_over_all_gpus * 128
 
 
-def test_every_card_keeps_the_whole_latent(shape_of: ShapeOf) -> None:
+def test_every_gpu_keeps_the_whole_latent(shape_of: ShapeOf) -> None:
     shape = shape_of("deepseek-v3")
-    assert shape.kv_bytes_per_token("bfloat16", cards=8) == 8 * shape.kv_bytes_per_token("bfloat16")
+    assert shape.kv_bytes_per_token("bfloat16", device_count=8) == 8 * shape.kv_bytes_per_token("bfloat16")
 
 
 def test_fp8_halves_the_kv_cache_but_for_a_scale_beside_each_key_and_value(shape_of: ShapeOf) -> None:
     shape = shape_of("llama-3-8b")
     scales = 32 * 2 * 8 * 4
     assert shape.kv_bytes_per_token("fp8") == shape.kv_bytes_per_token("bfloat16") // 2 + scales
-    assert shape.kv_bytes_per_token("fp8", cards=16) == shape.kv_bytes_per_token("bfloat16", cards=16) // 2 + 2 * scales
+    assert (
+        shape.kv_bytes_per_token("fp8", device_count=16)
+        == shape.kv_bytes_per_token("bfloat16", device_count=16) // 2 + 2 * scales
+    )
 
 
 def test_a_latent_has_no_scales(shape_of: ShapeOf) -> None:
@@ -139,5 +142,5 @@ def test_contradictory_figures_are_refused(change: dict[str, object], message: s
 
 
 @pytest.mark.parametrize("model", ["llama-3-8b", "qwen2.5-7b", "mistral-7b", "deepseek-v3", "gemma-3-1b"])
-def test_fields_told_are_fields_understood(shape_of: ShapeOf, model: str) -> None:
+def test_fields_survive_a_round_trip(shape_of: ShapeOf, model: str) -> None:
     assert ModelShape.from_fields(shape_of(model).to_fields()) == shape_of(model)

@@ -1,4 +1,4 @@
-"""Plans for known models on known cards: the design's check values, each bound, each policy."""
+"""Plans for known models on known GPUs, for each bound and each policy."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def _tokens(answer: Plan) -> int:
     return (answer.num_blocks - 1) * answer.block_size
 
 
-def _measured(shape: ModelShape, cards: int, overhead_gib: float) -> SizingRequest:
+def _measured(shape: ModelShape, device_count: int, overhead_gib: float) -> SizingRequest:
     return SizingRequest(
         shape=shape,
         device=SEEN_79_2,
-        device_count=cards,
+        device_count=device_count,
         max_model_len=8192,
         gpu_memory_utilization=0.92,
         overhead_bytes_per_device=int(overhead_gib * GIB),
     )
 
 
-def test_llama_3_8b_on_an_80_gb_card_holds_458k_tokens(shape_of: ShapeOf) -> None:
+def test_llama_3_8b_on_an_80_gb_gpu_holds_458k_tokens(shape_of: ShapeOf) -> None:
     assert _tokens(plan(_measured(shape_of("llama-3-8b"), 1, 2.0))) == pytest.approx(458_000, rel=0.001)
 
 
@@ -44,7 +44,7 @@ def test_llama_3_70b_on_four_of_them_holds_492k_tokens_once_nccl_has_its_half_gi
     assert _tokens(plan(_measured(shape_of("llama-3-70b"), 4, overhead_gib))) == pytest.approx(tokens, rel=0.001)
 
 
-def test_a_70b_over_four_cards_costs_320_kib_a_token(shape_of: ShapeOf) -> None:
+def test_a_70b_over_four_gpus_costs_320_kib_a_token(shape_of: ShapeOf) -> None:
     answer = plan(SizingRequest(shape=shape_of("llama-3-70b"), device=H100, device_count=4, max_model_len=8192))
     assert answer.kv_bytes_per_token == 327_680
     assert answer.weights_bytes == 2 * 70_553_706_496
@@ -140,14 +140,14 @@ def test_the_promise_holds_at_max_num_seqs_and_breaks_one_above(shape_of: ShapeO
     assert answer.decode_step_s <= promise_s < above.decode_step_s
 
 
-def test_a_model_too_large_for_its_card_has_no_sequences(shape_of: ShapeOf) -> None:
+def test_a_model_too_large_for_its_gpu_has_no_sequences(shape_of: ShapeOf) -> None:
     answer = plan(SizingRequest(shape=shape_of("llama-3-70b"), device=H100, max_model_len=8192))
     assert (answer.fits, answer.max_num_seqs, answer.num_blocks, answer.decode_step_s) == (False, 0, 0, None)
     assert answer.shortfall_bytes > 60 * GIB
     assert answer.remedies
 
 
-def test_a_container_without_a_card_is_sized_by_its_memory(shape_of: ShapeOf) -> None:
+def test_a_container_without_a_gpu_is_sized_by_its_memory(shape_of: ShapeOf) -> None:
     request = SizingRequest(shape=shape_of("qwen3-0.6b"), device=cpu_device(8 * GIB), max_model_len=1024)
     assert plan(request).fits
     assert not plan(replace(request, device=cpu_device(3 * GIB // 2))).fits
@@ -193,7 +193,7 @@ def test_the_json_keys_are_those_that_users_read(shape_of: ShapeOf) -> None:
         ({"max_num_batched_tokens": -1}, r"max_num_batched_tokens is -1, expected at least 1"),
         ({"gpu_memory_utilization": 1.1}, r"gpu_memory_utilization is 1.1, expected above 0, at most 1"),
         ({"gpu_memory_utilization": float("nan")}, r"gpu_memory_utilization is nan"),
-        ({"device_count": 3}, r"32 heads \(8 of them KV\) cannot be split over 3 cards: use 1, 2, 4, 8, 16"),
+        ({"device_count": 3}, r"32 heads \(8 of them KV\) cannot be split over 3 GPUs: use 1, 2, 4, 8, 16"),
         ({"device_count": 0}, r"device_count is 0, expected at least 1"),
         ({"device": cpu_device(GIB), "device_count": 2}, r"device_count is 2, expected 1 on a CPU"),
         ({"overhead_bytes_per_device": -1}, r"overhead_bytes_per_device is -1, expected no negative number"),
