@@ -7,66 +7,37 @@ from typing import ClassVar, Literal
 
 import msgspec
 
-from llmservice_server.http.protocol.chat import ChatRequest
+from llmservice_server.http.protocol.chat import (
+    AnsweredFunction,
+    AnsweredMessage,
+    AnsweredToolCall,
+    ChatChoice,
+    ChatCompletion,
+    ChatLogprobs,
+    ChatRequest,
+    TokenLogprob,
+    TopLogprob,
+)
 from llmservice_server.http.protocol.tools import NamedTool
-from llmservice_server.http.response import Choice
+from llmservice_server.http.response import Choice, prompt_logprobs, usage
 from llmservice_server.text.output_processor import CompletionOutput, OutputProcessor
 from llmservice_server.text.token_bytes import TokenBytes
 from llmservice_server.text.tool_calls import Call, Parsed, ToolCallParser, merge
 from llmservice_server.types.messages import TokenLogprobs
 
 
-class TopLogprob(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int] | None
-
-
-class ContentLogprob(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int] | None
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(msgspec.Struct):
-    """One object for each token."""
-
-    content: list[ContentLogprob]
-    refusal: None = None
-
-
-class CalledFunction(msgspec.Struct, omit_defaults=True):
+class FunctionDelta(msgspec.Struct, omit_defaults=True):
     name: str | None = None
     arguments: str | None = None
-
-
-class ToolCall(msgspec.Struct):
-    id: str
-    function: CalledFunction
-    type: Literal["function"] = "function"
 
 
 class ToolCallDelta(msgspec.Struct, omit_defaults=True):
     """The first piece of a call has its id and name, the others have more of its arguments."""
 
     index: int
-    function: CalledFunction
+    function: FunctionDelta
     id: str | None = None
     type: Literal["function"] | None = None
-
-
-class Message(msgspec.Struct):
-    content: str | None
-    role: Literal["assistant"] = "assistant"
-    refusal: None = None
-    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
-
-
-class ChatChoice(Choice):
-    message: Message
-    finish_reason: str | None
-    logprobs: ChatLogprobs | None = None
 
 
 class Delta(msgspec.Struct, omit_defaults=True):
@@ -85,27 +56,45 @@ class ChatFormat:
     """In a stream the finish reason has an event of its own, after the last text."""
 
     id_prefix: ClassVar[str] = "chatcmpl"
-    whole: ClassVar[str] = "chat.completion"
     chunk: ClassVar[str] = "chat.completion.chunk"
 
     def __init__(self, request: ChatRequest, processor: OutputProcessor) -> None:
         tokenizer = processor.tokenizer
+        self._processor = processor
         self._token_bytes = tokenizer.token_bytes
         self._with_logprobs = request.logprobs
+        self._with_prompt_logprobs = request.prompt_logprobs is not None
         self._tool_format = tokenizer.tool_format if request.callable_tools else None
         self._has_named_tool = isinstance(request.tool_choice, NamedTool)
         self._parsers: dict[int, ToolCallParser] = {}  # by choice
 
+    def answer(self, identity: str, created: int, model: str, outputs: Sequence[CompletionOutput]) -> ChatCompletion:
+        choices = [self._choice(index, output) for index, output in enumerate(outputs)]
+        answer = ChatCompletion(
+            id=identity, created=created, model=model, choices=choices, usage=usage(self._processor)
+        )
+        if self._with_prompt_logprobs:
+            answer.prompt_logprobs = prompt_logprobs(self._processor.states[0].prompt_logprobs, self._token_bytes)
+        return answer
+
     def opening(self, index: int) -> Sequence[Choice]:
         return [ChatDelta(index, Delta(role="assistant", content=""))]
 
-    def choice(self, output: CompletionOutput) -> ChatChoice:
+    def _choice(self, index: int, output: CompletionOutput) -> ChatChoice:
         parsed = self._parse(output)
-        message = Message(parsed.content)
-        if calls := merge(parsed.calls):
-            message.content = parsed.content if parsed.content.strip() else None
-            message.tool_calls = [ToolCall(call.id or "", CalledFunction(call.name, call.arguments)) for call in calls]
-        return ChatChoice(output.index, message, self._finish_reason(output), self._logprobs(output))
+        calls = [
+            AnsweredToolCall(
+                id=call.id or "", function=AnsweredFunction(name=call.name or "", arguments=call.arguments)
+            )
+            for call in merge(parsed.calls)
+        ]
+        content = parsed.content if not calls or parsed.content.strip() else None
+        return ChatChoice(
+            index=index,
+            message=AnsweredMessage(content=content, tool_calls=calls),
+            finish_reason=self._finish_reason(output),
+            logprobs=self._logprobs(output),
+        )
 
     def delta(self, output: CompletionOutput) -> Sequence[Choice]:
         parts: list[Choice] = []
@@ -139,23 +128,20 @@ class ChatFormat:
 
 
 def _call_delta(call: Call) -> ToolCallDelta:
-    function = CalledFunction(call.name, call.arguments)
+    function = FunctionDelta(call.name, call.arguments)
     return ToolCallDelta(call.index, function, call.id, None if call.id is None else "function")
 
 
 def chat_logprobs(entries: Sequence[TokenLogprobs], tokens: TokenBytes) -> ChatLogprobs:
+    def of(token_id: int, logprob: float) -> TopLogprob:
+        return TopLogprob(token=tokens.text(token_id), logprob=logprob, bytes=list(tokens[token_id]) or None)
+
     return ChatLogprobs(
-        [
-            ContentLogprob(
-                tokens.text(entry.token_id),
-                entry.logprob,
-                _bytes(entry.token_id, tokens),
-                [TopLogprob(tokens.text(top), logprob, _bytes(top, tokens)) for top, logprob in entry.top],
+        content=[
+            TokenLogprob(
+                **dict(of(entry.token_id, entry.logprob)),
+                top_logprobs=[of(token_id, logprob) for token_id, logprob in entry.top],
             )
             for entry in entries
         ]
     )
-
-
-def _bytes(token_id: int, tokens: TokenBytes) -> list[int] | None:
-    return list(tokens[token_id]) or None

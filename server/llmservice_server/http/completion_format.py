@@ -6,38 +6,28 @@ import codecs
 from collections.abc import Sequence
 from typing import ClassVar
 
-import msgspec
-
-from llmservice_server.http.protocol.completions import CompletionRequest
-from llmservice_server.http.response import Choice, PromptLogprobs, prompt_logprobs
+from llmservice_server.http.protocol.completions import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+)
+from llmservice_server.http.response import Choice, prompt_logprobs, usage
 from llmservice_server.text.output_processor import CompletionOutput, OutputProcessor, RequestState
 from llmservice_server.text.token_bytes import TokenBytes
 from llmservice_server.types.messages import TokenLogprobs
 
 
-class CompletionLogprobs(msgspec.Struct):
-    """Parallel lists. `text_offset` counts characters from the start of the choice's text."""
-
-    tokens: list[str] = []
-    token_logprobs: list[float | None] = []
-    top_logprobs: list[dict[str, float] | None] = []
-    text_offset: list[int] = []
-
-
-class Text(Choice):
-    """A completion's choice, whole or a piece."""
-
+class TextDelta(Choice):
     text: str
     finish_reason: str | None
-    logprobs: CompletionLogprobs | None = None
-    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+    logprobs: CompletionLogprobs | None
 
 
 class CompletionFormat:
-    """Whole choices and pieces have the same shape; the first piece begins with the prompt where `echo` is set."""
+    """The first piece of a choice begins with the prompt where `echo` is set."""
 
     id_prefix: ClassVar[str] = "cmpl"
-    whole: ClassVar[str] = "text_completion"
     chunk: ClassVar[str] = "text_completion"
 
     def __init__(self, request: CompletionRequest, processor: OutputProcessor) -> None:
@@ -52,23 +42,30 @@ class CompletionFormat:
     def opening(self, index: int) -> Sequence[Choice]:
         return []
 
-    def choice(self, output: CompletionOutput) -> Text:
-        text, logprobs = output.text, None
-        state = self._processor.states[output.index]
+    def answer(self, identity: str, created: int, model: str, outputs: Sequence[CompletionOutput]) -> Completion:
+        choices = [self._choice(index, output) for index, output in enumerate(outputs)]
+        return Completion(id=identity, created=created, model=model, choices=choices, usage=usage(self._processor))
+
+    def delta(self, output: CompletionOutput) -> Sequence[Choice]:
+        text, logprobs = self._text(output)
+        return [TextDelta(output.index, text, output.finish_reason, logprobs)]
+
+    def _choice(self, index: int, output: CompletionOutput) -> CompletionChoice:
+        text, logprobs = self._text(output)
+        choice = CompletionChoice(index=index, text=text, finish_reason=output.finish_reason, logprobs=logprobs)
+        if self._with_prompt_logprobs:
+            entries = self._processor.states[output.index].prompt_logprobs
+            choice.prompt_logprobs = prompt_logprobs(entries, self._processor.tokenizer.token_bytes)
+        return choice
+
+    def _text(self, output: CompletionOutput) -> tuple[str, CompletionLogprobs | None]:
+        text, state = output.text, self._processor.states[output.index]
         echoed = state if self._echo and output.index not in self._echoed else None
         if echoed is not None:
             self._echoed.add(output.index)
             prompt = self._prompts[echoed.prompt_index]
             text = (prompt if isinstance(prompt, str) else self._processor.tokenizer.decode(prompt)) + text
-        if self._with_logprobs:
-            logprobs = self._logprobs(output, echoed)
-        choice = Text(output.index, text, output.finish_reason, logprobs)
-        if self._with_prompt_logprobs:
-            choice.prompt_logprobs = prompt_logprobs(state.prompt_logprobs, self._processor.tokenizer.token_bytes)
-        return choice
-
-    def delta(self, output: CompletionOutput) -> Sequence[Choice]:
-        return [self.choice(output)]
+        return text, self._logprobs(output, echoed) if self._with_logprobs else None
 
     def _logprobs(self, output: CompletionOutput, echoed: RequestState | None) -> CompletionLogprobs:
         writer = self._writers.get(output.index)

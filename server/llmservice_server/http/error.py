@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 ENGINE_DEAD, ENGINE_ERROR = BROKE_OFF = ("engine_dead", "engine_error")
 MAX_ECHO = 200  # characters of a client's input in an error
@@ -53,14 +53,7 @@ class ApiError(Exception):
         headers = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
         if self.closes:
             headers["Connection"] = "close"
-        return JsonResponse(self.body, self.status, headers)
-
-
-class JsonResponse(Response):
-    """Anything that msgspec can encode."""
-
-    def __init__(self, content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
-        super().__init__(msgspec.json.encode(content), status, dict(headers or {}), media_type="application/json")
+        return JSONResponse(self.body, self.status, headers)
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -135,4 +128,4 @@ def _describe(value: Any) -> str:
         return "a list"
     if isinstance(value, str):
         return repr(value[:MAX_ECHO])
-    return echo(msgspec.json.encode(value).decode() if isinstance(value, bool | None) else value)
+    return echo(json.dumps(value) if isinstance(value, bool | None) else value)

@@ -1,73 +1,49 @@
-"""The responses of the two generating endpoints, whole or as server-sent events, in OpenAI's shapes."""
+"""What the answers of the two generating endpoints have in common, whole or as server-sent events."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import msgspec
+from pydantic import BaseModel
 
+from llmservice_server.http.protocol.generation import PromptLogprob, PromptLogprobs, PromptTokensDetails, Usage
 from llmservice_server.text.output_processor import CompletionOutput, OutputProcessor
 from llmservice_server.text.token_bytes import TokenBytes
 from llmservice_server.types.messages import TokenLogprobs
 
 DONE = b"data: [DONE]\n\n"
-_encoder = msgspec.json.Encoder()
-
-
-class PromptTokensDetails(msgspec.Struct):
-    cached_tokens: int
-
-
-class Usage(msgspec.Struct):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-
-
-class PromptLogprob(msgspec.Struct):
-    """In vLLM's shape."""
-
-    logprob: float
-    rank: int | None  # None: not among the tokens that were requested
-    decoded_token: str
-
-
-PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""By token id, for each token of a prompt; null for the first, which has no context before it."""
 
 
 class Choice(msgspec.Struct):
-    """One of a response's choices, whole or a piece; each endpoint has its own type."""
+    """A piece of one of the choices; each endpoint has its own type."""
 
     index: int
 
 
-class Answer(msgspec.Struct):
-    """A whole response, or one event of a stream, where a requested `usage` is null in all events but the last."""
+class Chunk(msgspec.Struct):
+    """One event of a stream. A requested `usage` is null in all events but the last."""
 
     id: str
     object: str
     created: int  # seconds since 1970
     model: str
-    choices: Sequence[Choice]
+    choices: Sequence[Choice] = ()
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
-    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class Layout(Protocol):
-    """An endpoint's choices, for one request."""
+    """An endpoint's answers, for one request."""
 
     id_prefix: ClassVar[str]
-    whole: ClassVar[str]
     chunk: ClassVar[str]
+
+    def answer(self, identity: str, created: int, model: str, outputs: Sequence[CompletionOutput]) -> BaseModel:
+        """The whole answer; its choices are `outputs` in order."""
 
     def opening(self, index: int) -> Sequence[Choice]:
         """The first event of a choice."""
-
-    def choice(self, output: CompletionOutput) -> Choice:
-        """A whole answer."""
 
     def delta(self, output: CompletionOutput) -> Sequence[Choice]:
         """A piece of an answer, one event each."""
@@ -76,7 +52,12 @@ class Layout(Protocol):
 def usage(processor: OutputProcessor, num_tokens: int | None = None) -> Usage:
     """Of all choices; a prompt counts once, however many choices it has. `num_tokens`: generated, if not all count."""
     prompt, completion = processor.num_prompt_tokens, processor.num_tokens if num_tokens is None else num_tokens
-    return Usage(prompt, completion, prompt + completion, PromptTokensDetails(processor.num_cached_tokens))
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        total_tokens=prompt + completion,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=processor.num_cached_tokens),
+    )
 
 
 def prompt_logprobs(entries: Sequence[TokenLogprobs], tokens: TokenBytes) -> PromptLogprobs:
@@ -84,10 +65,12 @@ def prompt_logprobs(entries: Sequence[TokenLogprobs], tokens: TokenBytes) -> Pro
     listed: PromptLogprobs = [None]
     for entry in entries:
         by_id = {
-            str(token_id): PromptLogprob(logprob, rank, tokens.text(token_id))
+            str(token_id): PromptLogprob(logprob=logprob, rank=rank, decoded_token=tokens.text(token_id))
             for rank, (token_id, logprob) in enumerate(entry.top, 1)
         }
-        by_id.setdefault(str(entry.token_id), PromptLogprob(entry.logprob, None, tokens.text(entry.token_id)))
+        if str(entry.token_id) not in by_id:
+            text = tokens.text(entry.token_id)
+            by_id[str(entry.token_id)] = PromptLogprob(logprob=entry.logprob, rank=None, decoded_token=text)
         listed.append(by_id)
     return listed
 
@@ -95,3 +78,13 @@ def prompt_logprobs(entries: Sequence[TokenLogprobs], tokens: TokenBytes) -> Pro
 def event(content: object) -> bytes:
     """One server-sent event."""
     return b"data: " + _encoder.encode(content) + b"\n\n"
+
+
+def _encode(part: Any) -> Any:
+    """The parts that events share with whole answers: usage and log-probabilities."""
+    if isinstance(part, BaseModel):
+        return part.model_dump()
+    raise TypeError(f"no JSON of {type(part).__name__}")
+
+
+_encoder = msgspec.json.Encoder(enc_hook=_encode)

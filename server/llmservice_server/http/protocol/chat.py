@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from llmservice_server.http.error import invalid
 from llmservice_server.http.protocol.base import JsonObject, LogprobsCount, Part, TokenCount, without_nulls
-from llmservice_server.http.protocol.generation import GenerationRequest, PromptLogprobs, Usage
+from llmservice_server.http.protocol.generation import GenerationRequest, RequestedPromptLogprobs, Usage
 from llmservice_server.http.protocol.tools import ToolChoice, Tools, callable_tools
 from llmservice_server.text.tool_calls import ToolSchema
 
@@ -162,14 +162,17 @@ class AnsweredFunction(BaseModel):
 class AnsweredToolCall(BaseModel):
     id: str
     function: AnsweredFunction
-    type: Literal["function"]
+    type: Literal["function"] = "function"
 
 
 class AnsweredMessage(BaseModel):
-    role: Literal["assistant"]
+    role: Literal["assistant"] = "assistant"
     content: str | None
-    refusal: None
-    tool_calls: Annotated[list[AnsweredToolCall], Field(description="absent where there are none")] = []
+    refusal: None = None
+    tool_calls: Annotated[
+        list[AnsweredToolCall],
+        Field(description="absent where there are none", exclude_if=lambda calls: not calls),
+    ] = []
 
 
 class TopLogprob(BaseModel):
@@ -183,8 +186,8 @@ class TokenLogprob(TopLogprob):
 
 
 class ChatLogprobs(BaseModel):
-    content: list[TokenLogprob]
-    refusal: None
+    content: Annotated[list[TokenLogprob], Field(description="one for each token")]
+    refusal: None = None
 
 
 class ChatChoice(BaseModel):
@@ -196,9 +199,9 @@ class ChatChoice(BaseModel):
 
 class ChatCompletion(BaseModel):
     id: str
-    object: Literal["chat.completion"]
+    object: Literal["chat.completion"] = "chat.completion"
     created: Annotated[int, Field(description="seconds since 1970")]
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    prompt_logprobs: PromptLogprobs = []
+    prompt_logprobs: RequestedPromptLogprobs = None

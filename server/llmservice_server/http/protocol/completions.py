@@ -13,7 +13,7 @@ from llmservice_server.http.protocol.generation import (
     MAX_CHOICES,
     MAX_SEQUENCES,
     GenerationRequest,
-    PromptLogprobs,
+    RequestedPromptLogprobs,
     Usage,
 )
 
@@ -92,10 +92,10 @@ class CompletionRequest(GenerationRequest):
 class CompletionLogprobs(BaseModel):
     """Parallel lists. `text_offset` counts characters from the start of the choice's text."""
 
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
+    tokens: list[str] = []
+    token_logprobs: list[float | None] = []
+    top_logprobs: list[dict[str, float] | None] = []
+    text_offset: list[int] = []
 
 
 class CompletionChoice(BaseModel):
@@ -103,12 +103,12 @@ class CompletionChoice(BaseModel):
     text: str
     finish_reason: str | None
     logprobs: CompletionLogprobs | None
-    prompt_logprobs: PromptLogprobs = []
+    prompt_logprobs: RequestedPromptLogprobs = None
 
 
 class Completion(BaseModel):
     id: str
-    object: Literal["text_completion"]
+    object: Literal["text_completion"] = "text_completion"
     created: Annotated[int, Field(description="seconds since 1970")]
     model: str
     choices: list[CompletionChoice]

@@ -150,9 +150,13 @@ class PromptLogprob(BaseModel):
     decoded_token: str
 
 
-PromptLogprobs = Annotated[
-    list[dict[str, PromptLogprob] | None],
-    Field(description="by token id, for each token of the prompt; null for the first; absent unless asked for"),
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+RequestedPromptLogprobs = Annotated[
+    PromptLogprobs | None,
+    Field(
+        description="by token id, for each token of the prompt; null for the first; absent unless asked for",
+        exclude_if=lambda entries: entries is None,
+    ),
 ]
 
 

@@ -38,7 +38,7 @@ class SizingReport(BaseModel):
 
 class Health(BaseModel):
     status: str
-    reason: str | None = None
+    reason: Annotated[str | None, Field(exclude_if=lambda reason: reason is None)] = None
 
 
 class Version(BaseModel):

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from fastapi import APIRouter, Request
@@ -40,7 +41,7 @@ router = APIRouter(route_class=EmbeddingRoute)
     responses=error_responses(*REFUSALS, 500, 504),
     summary="Embed texts",
 )
-async def embeddings(body: EmbeddingRequest, request: Request, state: StateDep, serving: ServingDep) -> Response:
+async def embeddings(body: EmbeddingRequest, request: Request, state: StateDep, serving: ServingDep) -> Any:
     state.require_model(body.model)
     ready, tokenizer = serving
     longest = ready.max_embedding_tokens if body.truncate_prompt_tokens is None else None
@@ -55,13 +56,12 @@ async def embeddings(body: EmbeddingRequest, request: Request, state: StateDep, 
     num_tokens = sum(map(len, inputs))
     state.metrics.observe_embedding(len(inputs), num_tokens, time.monotonic() - request.scope["arrival_s"])
     request.scope["access_log"] |= {"inputs": len(inputs), "prompt_tokens": num_tokens}
-    data = [
+    data = [  # without validating every number
         Embedding.model_construct(index=index, embedding=_encode(vector, body.dimensions, body.encoding_format))
         for index, vector in enumerate(answer.vectors)
     ]
     usage = EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
-    listed = EmbeddingList.model_construct(model=state.config.served_model_names[0], data=data, usage=usage)
-    return Response(listed.model_dump_json(), media_type="application/json")  # FastAPI would validate every number
+    return EmbeddingList.model_construct(model=state.config.served_model_names[0], data=data, usage=usage)
 
 
 def _check(body: EmbeddingRequest, inputs: Sequence[list[int]], ready: Ready, tokenizer: Tokenizer) -> None:

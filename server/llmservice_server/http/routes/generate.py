@@ -9,13 +9,14 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
+from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from llmservice_server.http.body import BodyRoute, num_body_bytes, run
 from llmservice_server.http.chat_format import ChatFormat
 from llmservice_server.http.completion_format import CompletionFormat
-from llmservice_server.http.error import ApiError, JsonResponse
+from llmservice_server.http.error import ApiError
 from llmservice_server.http.generation import ClientGoneError, generate, output_processor
 from llmservice_server.http.prompts import answer_grammar, chat_token_ids, token_ids, truncated
 from llmservice_server.http.protocol.chat import ChatCompletion, ChatRequest
@@ -23,7 +24,7 @@ from llmservice_server.http.protocol.completions import Completion, CompletionRe
 from llmservice_server.http.protocol.generation import GenerationRequest, StreamOptions
 from llmservice_server.http.protocol.models import REFUSALS, error_responses
 from llmservice_server.http.request_options import apply_defaults, request_options
-from llmservice_server.http.response import DONE, Answer, Choice, Layout, event, prompt_logprobs, usage
+from llmservice_server.http.response import DONE, Choice, Chunk, Layout, event, usage
 from llmservice_server.http.state import ServerState, Serving, ServingDep, StateDep
 from llmservice_server.http.tracing import describe
 from llmservice_server.text.output_processor import CompletionOutput, OutputProcessor
@@ -53,7 +54,7 @@ router = APIRouter(route_class=GenerationRoute)
 
 
 @router.post("/v1/completions", response_model=Completion, responses=_RESPONSES, summary="Complete prompts")
-async def completions(body: CompletionRequest, request: Request, state: StateDep, serving: ServingDep) -> Response:
+async def completions(body: CompletionRequest, request: Request, state: StateDep, serving: ServingDep) -> Any:
     processor = await _processor(request, state, serving, body, _completion_prompts, _DEFAULT_COMPLETION_TOKENS)
     return await _respond(request, state, serving, body, processor, CompletionFormat(body, processor))
 
@@ -61,7 +62,7 @@ async def completions(body: CompletionRequest, request: Request, state: StateDep
 @router.post(
     "/v1/chat/completions", response_model=ChatCompletion, responses=_RESPONSES, summary="Answer a conversation"
 )
-async def chat_completions(body: ChatRequest, request: Request, state: StateDep, serving: ServingDep) -> Response:
+async def chat_completions(body: ChatRequest, request: Request, state: StateDep, serving: ServingDep) -> Any:
     processor = await _processor(request, state, serving, body, _chat_prompts, None)
     return await _respond(request, state, serving, body, processor, ChatFormat(body, processor))
 
@@ -119,25 +120,20 @@ async def _respond(
     body: GenerationRequest,
     processor: OutputProcessor,
     layout: Layout,
-) -> Response:
+) -> Response | BaseModel:
     model = state.config.served_model_names[0]
     identity = f"{layout.id_prefix}-{processor.request_id}"
-    answer = Answer(id=identity, object=layout.whole, created=int(time.time()), model=model, choices=[])
+    created = int(time.time())
     if body.stream:
-        return EventStream(state, serving, processor, answer, layout, body.stream_options or StreamOptions())
+        chunk = Chunk(identity, layout.chunk, created, model)
+        return EventStream(state, serving, processor, chunk, layout, body.stream_options or StreamOptions())
     steps = generate(state, serving, processor, request.receive, request.scope["access_log"])
     try:
         async with aclosing(steps):
             outputs = [output async for step in steps for output in step]
     except ClientGoneError:
         return Response(status_code=_CLIENT_GONE)
-    answer.choices = [layout.choice(output) for output in _chosen(outputs, body)]
-    for index, choice in enumerate(answer.choices):
-        choice.index = index
-    if isinstance(body, ChatRequest) and body.prompt_logprobs is not None:
-        answer.prompt_logprobs = prompt_logprobs(processor.states[0].prompt_logprobs, serving.tokenizer.token_bytes)
-    answer.usage = usage(processor)
-    return JsonResponse(answer)
+    return layout.answer(identity, created, model, _chosen(outputs, body))
 
 
 def _chosen(outputs: Sequence[CompletionOutput], body: GenerationRequest) -> list[CompletionOutput]:
@@ -169,7 +165,7 @@ class EventStream(Response):
         state: ServerState,
         serving: Serving,
         processor: OutputProcessor,
-        answer: Answer,
+        chunk: Chunk,
         layout: Layout,
         options: StreamOptions,
     ) -> None:
@@ -180,11 +176,10 @@ class EventStream(Response):
         self._processor = processor
         self._layout = layout
         self._options = options
-        self._answer = answer
+        self._chunk = chunk  # written anew for each event
         self._num_tokens = 0  # in the events so far
-        answer.object = layout.chunk
         if options.include_usage:
-            answer.usage = None
+            chunk.usage = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
@@ -223,14 +218,14 @@ class EventStream(Response):
     def _closing(self) -> bytes:
         if not self._options.include_usage:
             return DONE
-        self._answer.choices = []
-        self._answer.usage = usage(self._processor)
-        return event(self._answer) + DONE
+        self._chunk.choices = []
+        self._chunk.usage = usage(self._processor)
+        return event(self._chunk) + DONE
 
     def _event(self, choices: Sequence[Choice]) -> bytes:
         if not choices:
             return b""
-        self._answer.choices = choices
+        self._chunk.choices = choices
         if self._options.continuous_usage_stats:
-            self._answer.usage = usage(self._processor, self._num_tokens)
-        return event(self._answer)
+            self._chunk.usage = usage(self._processor, self._num_tokens)
+        return event(self._chunk)

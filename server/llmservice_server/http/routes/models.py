@@ -9,7 +9,6 @@ from importlib.metadata import version
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from llmservice_server.http.error import JsonResponse
 from llmservice_server.http.protocol.models import (
     Health,
     Model,
@@ -52,23 +51,24 @@ async def show_version() -> Version:
 
 @probe_router.head("/health", include_in_schema=False)
 @probe_router.get("/health", response_model=Health, responses=_UNHEALTHY, summary="Whether the process is healthy")
-async def health(state: StateDep) -> Response:
+async def health(state: StateDep, response: Response) -> Health:
     """200 while the model loads, 503 once the engine has died or is stuck."""
     if (illness := state.ill) is not None:
         log.error("unhealthy", extra={"fields": {"reason": illness}})
-        return JsonResponse({"status": "failed", "reason": illness}, 503)
-    return JsonResponse({"status": "ok"})
+        response.status_code = 503
+        return Health(status="failed", reason=illness)
+    return Health(status="ok")
 
 
 @probe_router.head("/ready", include_in_schema=False)
 @probe_router.get(
     "/ready", response_model=Health, responses=_UNHEALTHY, summary="Whether a request sent now would be served"
 )
-async def ready(state: StateDep) -> Response:
-    reason = state.unready
-    if reason is not None:
-        return JsonResponse({"status": "unready", "reason": reason}, 503)
-    return JsonResponse({"status": "ready"})
+async def ready(state: StateDep, response: Response) -> Health:
+    if (reason := state.unready) is not None:
+        response.status_code = 503
+        return Health(status="unready", reason=reason)
+    return Health(status="ready")
 
 
 @probe_router.head("/sizing", include_in_schema=False)

@@ -8,7 +8,7 @@ from typing import Any
 from llmservice_server.http.completion_format import CompletionFormat
 from llmservice_server.http.protocol.completions import CompletionRequest
 from llmservice_server.http.protocol.generation import StreamOptions
-from llmservice_server.http.response import Answer
+from llmservice_server.http.response import Chunk
 from llmservice_server.http.routes.generate import EventStream
 from llmservice_server.ipc.metrics import Metrics
 from llmservice_server.text.output_processor import OutputProcessor
@@ -27,9 +27,9 @@ def test_each_event_counts_the_tokens_up_to_it() -> None:
     )
     processor = OutputProcessor([request], tokenizer, Metrics("llmservice_", "tiny"))
     body = CompletionRequest.model_validate({"model": "tiny", "prompt": [5, 6], "stream": True})
-    answer = Answer(id="cmpl-r", object="text_completion", created=0, model="tiny", choices=[])
+    chunk = Chunk("cmpl-r", "text_completion", 0, "tiny")
     options = StreamOptions(continuous_usage_stats=True)
-    stream = EventStream(NOT_USED, NOT_USED, processor, answer, CompletionFormat(body, processor), options)
+    stream = EventStream(NOT_USED, NOT_USED, processor, chunk, CompletionFormat(body, processor), options)
     steps = [Output(request_id="r-0", token_ids=[token_id]) for token_id in library.encode("abc").ids[1:4]]
     events = [json.loads(line) for line in stream._events(processor.process(steps, 101.0)).split(b"data: ")[1:]]
     assert [event["usage"]["completion_tokens"] for event in events] == [*range(1, len(events) + 1)]
