@@ -6,6 +6,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PEERS  := $(VENV)/.peers
+CLIENTS := $(VENV)/clients
 IMAGES ?= operator gateway server
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
@@ -13,7 +14,7 @@ VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 # Python compiles these when they first are, where nothing keeps it from writing.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup tools demo test test-fast test-soak images e2e lint style types imports format peers bench bench-operator bench-gpu docs crds chart clean
+.PHONY: help setup tools demo test test-fast test-soak test-clients images e2e lint style types imports format peers bench bench-operator bench-gpu docs crds chart clean
 
 help:           ## show this
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## *' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -43,6 +44,12 @@ test-fast: setup ## the tests that start no process and compute for less than se
 
 test-soak: setup ## the long versions of some tests: every fault at every call, tens of thousands of requests
 	$(BIN)/python -m pytest -q -m soak
+
+test-clients: setup ## the clients of examples/clients with their real packages (wants node and npm)
+	@test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile instructor langchain-openai litellm mcp llama-index-llms-openai-like
+	npm install --silent --no-fund --no-audit --prefix $(CLIENTS) openai
+	$(BIN)/python -m pytest -q -m clients
 
 images:         ## build the images with docker, podman or buildah (IMAGES="gateway …", BUILD_ARGS="--build-arg TORCH_CPU_INDEX_URL=…")
 	@for builder in docker podman buildah none; do $$builder info >/dev/null 2>&1 && break; done; \
