@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from itertools import groupby
 from pathlib import Path
 
@@ -22,31 +21,20 @@ LONGEST = (TESTS / "operator" / "test_recovery.py", TESTS / "server")
 """What computes longest comes first: short files fill the workers best at the end."""
 FILES_BETWEEN = 9
 """Other files between two of `e2e`, which mostly wait: all at once they leave the cores idle."""
-STARTS = {"subprocess.Popen", "os.posix_spawn", "os.fork", "os.forkpty"}
-"""Audit events of a process that is started."""
+PROCESSES = {"server", "start_server", "shared_server"}
+"""Fixtures that start a server of its own process."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--fast", action="store_true", help="leave out the tests that are marked slow, skip those that start a process"
-    )
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--fast"):
-        sys.addaudithook(_skip_processes)
-
-
-def _skip_processes(event: str, _: object) -> None:
-    if event in STARTS and "PYTEST_CURRENT_TEST" in os.environ:
-        pytest.skip("starts a process")
+    parser.addoption("--fast", action="store_true", help="leave out the tests that are marked slow or start a server")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """So that no core is idle from the first test to the last. Reorders files, never what is in one."""
     if config.getoption("--fast"):
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("slow")])
-        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+        slow = [item for item in items if item.get_closest_marker("slow") or not PROCESSES.isdisjoint(_fixtures(item))]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in set(slow)]
     files = [list(tests) for _, tests in groupby(items, key=lambda item: item.path)]
     waiting = [tests for tests in files if tests[0].path.is_relative_to(E2E)]
     others = [tests for tests in files if not tests[0].path.is_relative_to(E2E)]
@@ -54,3 +42,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for number, tests in enumerate(waiting):
         others.insert(number * (FILES_BETWEEN + 1), tests)
     items[:] = [item for tests in others for item in tests]
+
+
+def _fixtures(item: pytest.Item) -> list[str]:
+    return item.fixturenames if isinstance(item, pytest.Function) else []

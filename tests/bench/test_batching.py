@@ -7,6 +7,8 @@ from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
 from scheduling.batching import Contest, Promise, ttft_alone_s
 from scheduling.findings import CONTINUOUS, DYNAMIC, STATIC, Findings, Setup
 
+pytestmark = pytest.mark.slow
+
 COARSE = Promise(10, start=1.0, tolerance=1.0)
 
 

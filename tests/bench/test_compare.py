@@ -16,6 +16,8 @@ from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
 from peers.process import PeerProcess
 from peers.workload import Answer, Job, PeerRequest, agreement, closed_loop, draw_requests, in_turns, records
 
+pytestmark = pytest.mark.slow
+
 SPEC = TinyModelSpec(layers=2, hidden_size=32, heads=4, kv_heads=2)
 
 

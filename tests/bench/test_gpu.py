@@ -15,6 +15,8 @@ from gpu_bench.relay import Attempt, State, Watch, Worker, relay
 from gpu_bench.sections import Findings, SectionLog, SectionWriter, run_in_turn
 from llmservice_bench.results import Check
 
+pytestmark = pytest.mark.slow
+
 EXPECTED_S = {"first": 10.0, "second": 10.0}
 
 

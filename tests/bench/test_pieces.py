@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pytest
+
 from llmservice_server.types.messages import GenerateRequest, SamplingParams
 from pieces.block_pool import measure_block_pool
 from pieces.empty_engine import EmptyModel, empty_engine
@@ -39,6 +41,7 @@ def test_every_kind_of_sampling_can_be_measured() -> None:
     assert all(measure_sampler(kind, 2, count=1).count == 1 for kind in KINDS)
 
 
+@pytest.mark.slow
 async def test_the_stub_engine_serves_words_through_the_real_http_process() -> None:
     run = await measure_http(num_streams=4, period_s=0.005, seconds=0.5)
     assert run.figures["requests_per_s"] > 0

@@ -54,6 +54,7 @@ def test_alerts_fire_when_they_should_and_only_then(tmp_path: Path) -> None:
     promtool("test", "rules", UNIT_TESTS.name, folder=tmp_path)
 
 
+@pytest.mark.slow
 @needs_promtool
 def test_rules_of_single_services_say_the_same_as_those_of_the_cluster(tmp_path: Path) -> None:
     """The same unit tests, with a PrometheusRule's groups for every service in them instead of the cluster's rules."""

@@ -18,6 +18,8 @@ import pytest
 import yaml
 from aiohttp import web
 
+pytestmark = pytest.mark.slow
+
 LLMSERVICE = Path(sys.executable).with_name("llmservice")
 TOKEN = "loopback-token"
 

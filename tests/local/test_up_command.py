@@ -14,6 +14,8 @@ from aiohttp import ClientSession
 
 from llmservice_local.node.shim import descendants
 
+pytestmark = pytest.mark.slow
+
 POD = """
 apiVersion: v1
 kind: Pod

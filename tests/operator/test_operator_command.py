@@ -29,6 +29,8 @@ from llmservice_operator.api.kinds import CHILD_KINDS
 from llmservice_operator.cluster.kube_client import JSON, KubeClient
 from llmservice_planner.command import main
 
+pytestmark = pytest.mark.slow
+
 DEPLOYMENT = CHILD_KINDS["Deployment"]
 RBAC = "rbac.authorization.k8s.io/v1"
 

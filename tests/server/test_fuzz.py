@@ -13,6 +13,8 @@ import pytest
 
 import fuzz_api
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("num_bodies", [600, pytest.param(20_000, marks=[pytest.mark.soak, pytest.mark.timeout(1200)])])
 async def test_damaged_bodies_neither_break_nor_leak_anything(

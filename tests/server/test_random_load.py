@@ -9,6 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import aiohttp
+import pytest
+
+pytestmark = pytest.mark.slow
 
 NUM_REQUESTS = 2000
 CONCURRENCY = 64

@@ -20,6 +20,8 @@ from aiohttp import ClientSession, web
 
 from llmservice_local.api.serve import Api, serve_api
 
+pytestmark = pytest.mark.slow
+
 Object = dict[str, Any]
 
 HOOKS = "/apis/admissionregistration.k8s.io/v1/validatingwebhookconfigurations"

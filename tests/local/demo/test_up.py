@@ -9,6 +9,8 @@ import pytest
 from llmservice_local.demo.up import UpProcess, run_command
 from llmservice_planner.command import CommandError
 
+pytestmark = pytest.mark.slow
+
 
 async def test_cluster_that_cannot_start_is_reported_with_its_last_lines(tmp_path: Path) -> None:
     log = tmp_path / "up.log"

@@ -208,6 +208,7 @@ class World:
     rates=st.lists(st.floats(0.9, 1.1), min_size=3, max_size=3),
     turns=st.lists(turn(), min_size=20, max_size=120),
 )
+@pytest.mark.slow
 def test_two_processes_never_write_at_once(offsets: list[float], rates: list[float], turns: list[Turn]) -> None:
     processes = [
         Process(Candidate(f"process-{number}", TIMING), offset_s, rates[number])

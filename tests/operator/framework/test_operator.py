@@ -29,6 +29,8 @@ from llmservice_operator.api.crd import crd
 from llmservice_operator.api.kinds import CHILD_KINDS, FOLLOWED, LLMSERVICES, Kind
 from llmservice_operator.cluster.kube_client import KubeClient, KubeError
 
+pytestmark = pytest.mark.slow
+
 LEASE = "/apis/coordination.k8s.io/v1/namespaces/team-a/leases/llmservice-operator"
 BUDGET = CHILD_KINDS["PodDisruptionBudget"]
 WATCHED = sum(one.kind.group != "monitoring.coreos.com" for one in FOLLOWED)

@@ -11,6 +11,8 @@ import pytest
 
 import llmservice_server
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import json, sys
 import llmservice_server

@@ -31,6 +31,7 @@ def _wait_for_part(cache: Path, at_least: int) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_ten_processes_download_once_although_the_first_is_killed(hub: ModelHub, tmp_path: Path) -> None:
     hub.bytes_per_s = 100_000
     cache = tmp_path / "cache"
@@ -53,6 +54,7 @@ def test_ten_processes_download_once_although_the_first_is_killed(hub: ModelHub,
     assert completed(cache, "hf://org/open") is not None
 
 
+@pytest.mark.slow
 def test_a_terminated_process_releases_the_lock(hub: ModelHub, tmp_path: Path) -> None:
     hub.bytes_per_s = 100_000
     cache = tmp_path / "cache"

@@ -15,6 +15,8 @@ from llmservice_server.engine.config import EngineConfig
 from llmservice_server.ipc.client import EngineClient, OutputStream
 from llmservice_server.types.messages import GenerateRequest, Ready, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 STUB_ENGINE = str(Path(__file__).with_name("stub_engine.py"))
 
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import msgspec
+import pytest
 import zmq
 
 from llmservice_server.engine.config import EngineConfig
@@ -20,6 +21,8 @@ from llmservice_server.types.messages import (
     Shutdown,
     StepOutputs,
 )
+
+pytestmark = pytest.mark.slow
 
 COMMAND = [sys.executable, "-m", "llmservice_server.ipc.engine_process"]
 

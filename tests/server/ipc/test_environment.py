@@ -11,6 +11,8 @@ import pytest
 
 from llmservice_server.ipc.environment import for_computing
 
+pytestmark = pytest.mark.slow
+
 ASK = """
 import os, sys, llmservice_server
 assert "torch" not in sys.modules

@@ -17,7 +17,7 @@ SETTINGS = {"kv_cache_memory_bytes": 2**22, "threads": 1, "max_num_seqs": 4}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 
 @pytest_asyncio.fixture(params=[False, True], ids=["apart", "overlapped"], scope="module", loop_scope="module")
