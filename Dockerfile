@@ -1,14 +1,12 @@
 # syntax=docker/dockerfile:1.7
 #
 #   make images                                                                        operator, gateway and server
-#   make images IMAGES=server BUILD_ARGS="--build-arg TORCH_CPU_INDEX_URL=…"           a server for CPUs, smaller
-#   docker build --target server -t llmservice-server:0.1.0-cuda --build-arg TORCH=cuda .
+#   make images IMAGES=server BUILD_ARGS="--build-arg TORCH_CPU_INDEX_URL=…"           a server for CPUs, gigabytes smaller
 #
 # Each image holds what its extra needs and no more: the operator's no torch, the server's no Kubernetes client. What builds wheels
 # stays in the build stages; the final ones get a finished environment and run as a numeric, unprivileged user.
 
 ARG PYTHON=3.11.14-slim-bookworm
-ARG TORCH=cpu
 
 FROM python:${PYTHON} AS wheel
 ARG PIP_INDEX_URL
@@ -36,18 +34,12 @@ RUN pip install --constraint /constraints.txt "$(echo /wheels/*.whl)[operator]"
 FROM environment AS gateway-environment
 RUN pip install --constraint /constraints.txt "$(echo /wheels/*.whl)[gateway]"
 
-FROM environment AS server-cpu-environment
-# The index of torch's CPU builds (torch's own install page names it). Without it pip takes the CUDA build, which runs
-# on a CPU as well but is gigabytes larger.
+# The index of torch's CPU builds (torch's own install page names it). Without it pip takes the default build for Linux, which brings
+# the CUDA libraries and runs on a CPU as well; the GPU's driver is the node's.
+FROM environment AS server-environment
 ARG TORCH_CPU_INDEX_URL=
 RUN PIP_EXTRA_INDEX_URL="$TORCH_CPU_INDEX_URL" \
     pip install --constraint /constraints.txt "$(echo /wheels/*.whl)[server,otel]"
-
-# torch's default build for Linux brings the CUDA libraries; the driver is the node's.
-FROM environment AS server-cuda-environment
-RUN pip install --constraint /constraints.txt "$(echo /wheels/*.whl)[server,otel]"
-
-FROM server-${TORCH}-environment AS server-environment
 
 FROM python:${PYTHON} AS runtime
 ENV PATH=/opt/llmservice/bin:$PATH HOME=/tmp PYTHONUNBUFFERED=1
@@ -66,15 +58,13 @@ COPY --from=gateway-environment /opt/llmservice /opt/llmservice
 EXPOSE 8080 8001
 CMD ["gateway"]
 
-# Triton builds its launchers with a C compiler when a kernel is first used; torch's CUDA build brings Triton.
-FROM runtime AS server-cpu-runtime
-
-FROM runtime AS server-cuda-runtime
+# Triton, which torch's CUDA build brings, builds its launchers with a C compiler when a kernel is first used.
+FROM runtime AS server
+ARG TORCH_CPU_INDEX_URL=
 USER 0:0
-RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
+RUN test -n "$TORCH_CPU_INDEX_URL" || { \
+    apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*; }
 USER 65532:65532
-
-FROM server-${TORCH}-runtime AS server
 COPY --from=server-environment /opt/llmservice /opt/llmservice
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 EXPOSE 8000 8001
