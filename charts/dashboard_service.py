@@ -80,7 +80,7 @@ ROWS = (
             ),
             Panel(
                 "Prompt and answer lengths",
-                "Means in tokens. Longer ones need more KV cache than the sizing may have been told (expectedTokens).",
+                "Means in tokens. Longer ones need more KV cache than the sizing may assume (expectedTokens).",
                 "short",
                 tuple(
                     Query(

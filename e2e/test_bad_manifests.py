@@ -104,9 +104,9 @@ def test_none_of_it_harmed_the_operator_or_the_neighbour(kube: Kube, cluster: Cl
 
 def test_a_service_without_a_free_card_says_what_the_scheduler_said(kube: Kube, cluster: Cluster) -> None:
     if not cluster.is_local:
-        pytest.skip("needs the local node's known number of cards")
-    card = {"gpu": {"count": 1, "product": "l4"}, "requests": {"cpu": "100m", "memory": "512Mi"}}
-    kube.create(tiny_service("crowd", cluster.model_uri, resources=card, replicas=2))
+        pytest.skip("needs the local node's known number of GPUs")
+    gpu = {"gpu": {"count": 1, "product": "l4"}, "requests": {"cpu": "100m", "memory": "512Mi"}}
+    kube.create(tiny_service("crowd", cluster.model_uri, resources=gpu, replicas=2))
 
     def unschedulable() -> bool:
         return kube.condition("crowd", "Ready").get("reason") == "Unschedulable"

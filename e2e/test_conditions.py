@@ -1,4 +1,4 @@
-"""What the conditions say of a rollout that can't succeed, and of a server that somebody kills."""
+"""What the conditions say of a rollout that can't succeed, and of a server that is killed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from harness.cluster import Cluster
 from harness.kube import Kube, Object, tiny_service
 from harness.wait import wait_for
 
-NAME = "told"
+NAME = "conditions"
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 

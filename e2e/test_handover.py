@@ -35,7 +35,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def holder(kube: Kube) -> str:
-    """Who holds the Lease, as HOST_PID_ID; empty while nobody does."""
+    """Who holds the Lease, as HOST_PID_ID; empty while it is free."""
     return kube.coordination.read_namespaced_lease(LEASE, NAMESPACE).spec.holder_identity or ""
 
 

@@ -62,7 +62,7 @@ def _answer(cluster: Cluster, model: str) -> str:
 
 
 class Watched:
-    """Everything that a service's status said about its download, as somebody who watches it sees it."""
+    """Everything that a service's status said about its download, as a watch sees it."""
 
     def __init__(self, kube: Kube, name: str) -> None:
         self.fetches: list[Object] = []
@@ -113,7 +113,7 @@ def test_a_gated_model_is_fetched_from_a_hub_with_its_progress_in_the_status_and
 
 
 def _is_sized_by_its_server(kube: Kube, name: str) -> None:
-    """The figures are in the status, and the pod that told them is still the one that was started."""
+    """The figures are in the status, and the pod that reported them is still the one that was started."""
     wait_for(lambda: kube.get(name)["status"].get("sizing"), 30, lambda: kube.get(name)["status"])
     status = kube.get(name)["status"]
     assert (status["model"]["figuresFrom"], status["sizing"]["source"]) == ("pod", "pod")
@@ -157,11 +157,11 @@ def test_a_token_that_is_refused_names_its_secret_and_a_right_one_heals_it(
     service["spec"]["model"]["secretRef"] = {"name": "stale-access"}
     kube.create(service)
 
-    def told() -> Object | None:
+    def refusal() -> Object | None:
         condition = kube.condition(name, "Ready")
         return condition if condition.get("reason") == "ModelFetchFailed" else None
 
-    message = wait_for(told, 60, lambda: kube.get(name).get("status"))["message"]
+    message = wait_for(refusal, 60, lambda: kube.get(name).get("status"))["message"]
     assert "Secret stale-access" in message
     assert "hf_stale" not in message
     kube.core.patch_namespaced_secret("stale-access", kube.namespace, {"stringData": {"token": hub.token}})

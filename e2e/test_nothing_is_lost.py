@@ -24,7 +24,7 @@ WARM, LEAST = 50, 400
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with running_cluster(tmp_path_factory.mktemp("nodes"), "--nodes", "2") as running:
         if not running.is_local:
-            pytest.skip("draining a node of somebody's cluster is theirs to decide")
+            pytest.skip("draining a node of a cluster that is not ours is its owner's decision")
         running_kube = Kube(running)
         running_kube.create(tiny_service(NAME, running.model_uri, replicas=2))
         wait_for(lambda: len(nodes_of(running_kube)) == 2, 90, lambda: running_kube.pods(NAME))

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with running_cluster(tmp_path_factory.mktemp("namespace"), values={"namespaces": [NAMESPACE]}) as running:
         if not running.is_local:
-            pytest.skip("what somebody's cluster follows is theirs to decide")
+            pytest.skip("what a cluster that is not ours follows is its owner's decision")
         yield running
 
 

@@ -31,7 +31,7 @@ VALUES: dict[str, Any] = {
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.timeout(240),
-    pytest.mark.skipif("KUBECONFIG" in os.environ, reason="brings CRDs, which somebody's cluster may have already"),
+    pytest.mark.skipif("KUBECONFIG" in os.environ, reason="brings CRDs, which a given cluster may have already"),
 ]
 
 

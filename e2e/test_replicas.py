@@ -78,7 +78,7 @@ def test_autoscaling_comes_and_goes_and_leaves_the_default(cluster: Cluster, kub
 
 
 def test_autoscaling_is_not_added_to_more_than_one_replica(cluster: Cluster, kube: Kube, manifest: Object) -> None:
-    """Nobody loses replicas without being told: the number is ignored from then on."""
+    """Replicas are never removed silently: the number is ignored from then on."""
     manifest["spec"]["replicas"] = 3
     apply(cluster, manifest)
 

@@ -171,7 +171,7 @@ def test_a_client_gets_no_better_lane_than_the_service_s_own(way: str, cluster: 
 
 
 def test_the_pods_policy_lets_in_the_platform_and_out_to_dns_alone(cluster: Cluster) -> None:
-    """The local node enforces no policies: this is what a network plugin is told."""
+    """The local node enforces no policies: this is what a network plugin would enforce."""
     found = cluster.kubectl("get", "networkpolicy", "llama", "-n", OURS, "-o", "yaml").stdout
     spec = yaml.safe_load(found)["spec"]
 

@@ -83,7 +83,7 @@ def search_by_turns(searches: Iterable[CapacitySearch]) -> None:
 def served(engine: Engine, arrivals: Sequence[Arrival], promise_s: float) -> Report | None:
     """The better of two results of each request, or one run that keeps the promise; None if both runs are stopped.
 
-    A stall of the machine seldom affects the same request twice; low rates, whose runs are long, would suffer most.
+    A stall of the machine rarely affects the same request twice; low rates, whose runs are long, would suffer most.
     """
     complete: list[Run] = []
     report = None

@@ -92,9 +92,9 @@ REFUSED: dict[str, tuple[Spec, str]] = {
     "none of the memory": (engine(gpuMemoryUtilization=0), "gpuMemoryUtilization"),
     "swap of less than nothing": (engine(swapSpaceGiB=-1), "spec.engine.swapSpaceGiB"),
     "a budget below a block": (engine(maxNumBatchedTokens=1), "spec.engine.maxNumBatchedTokens"),
-    "cards below zero": (gpu(count=-1, product="l4"), "spec.resources.gpu.count"),
-    "more cards than a node has": (gpu(count=17, product="l4"), "spec.resources.gpu.count"),
-    "a card without memory": (gpu(count=1, product="l4", memoryGiB=0), "spec.resources.gpu.memoryGiB"),
+    "GPUs below zero": (gpu(count=-1, product="l4"), "spec.resources.gpu.count"),
+    "more GPUs than a node has": (gpu(count=17, product="l4"), "spec.resources.gpu.count"),
+    "a GPU without memory": (gpu(count=1, product="l4", memoryGiB=0), "spec.resources.gpu.memoryGiB"),
     # words that mean nothing
     "an unknown dtype": (model(dtype="int3"), "spec.model.dtype"),
     "an unknown KV dtype": (engine(kvCacheDtype="fp2"), "spec.engine.kvCacheDtype"),
@@ -116,8 +116,8 @@ REFUSED: dict[str, tuple[Spec, str]] = {
     "replicas and autoscaling": ({"replicas": 2, "autoscaling": {"maxReplicas": 2}}, "spec"),
     "min above max": (autoscaling(minReplicas=4), "spec.autoscaling"),
     "no surge and nothing unavailable": ({"rollout": {"maxSurge": 0, "maxUnavailable": 0}}, "spec.rollout"),
-    "a card of no product": (gpu(count=1), "spec.resources"),
-    "more cards than one": (gpu(count=2, product="l4"), "spec.resources"),
+    "a GPU of no product": (gpu(count=1), "spec.resources"),
+    "more GPUs than one": (gpu(count=2, product="l4"), "spec.resources"),
     "memory of nothing": (amounts(memory="0"), "spec.resources"),
     "memory for no server": (amounts(memory="64Mi"), "spec.resources"),
     "more memory than allowed": ({"resources": {"limits": {"memory": "1Gi"}}}, "spec.resources"),
@@ -172,7 +172,7 @@ BAD_NAMES: dict[str, str] = {
 CONDITIONED: dict[str, tuple[Spec, str, str]] = {
     "no such folder": (uri("file:///no-such-model"), "SizingValid", "no-such-model"),
     "out of the folder": (uri("file:///../etc"), "SizingValid", "leaves the folder of file:// models"),
-    "no such card": (gpu(count=1, product="h1000"), "SizingValid", "h1000"),
+    "no such GPU": (gpu(count=1, product="h1000"), "SizingValid", "h1000"),
     "more than there is": (
         {"engine": {"maxModelLen": 2048}, "resources": {"requests": {"memory": "520Mi"}}},
         "SizingValid",

@@ -1,4 +1,4 @@
-"""Compiles every kernel for a GPU that is not there, and prints what each takes of it: Triton needs a card only to run.
+"""Compiles every kernel for a GPU that is not there, and prints what each takes of it: Triton needs a GPU only to run.
 
 `python -m harness.compile_kernels [CAPABILITY [one | all]]` (90: Hopper) prints a row of a table for each kernel and
 shape: those that are most used, one of them, or all that the kernels are made for. `--json` prints a line of JSON for
@@ -95,13 +95,13 @@ class AbsentCard(CudaDriver):
         return GPUTarget("cuda", self.capability, 32)
 
 
-def compile_only(capability: int, told: Callable[[str, Any], None]) -> None:
+def compile_only(capability: int, reported: Callable[[str, Any], None]) -> None:
     """From here on a launch compiles, tells of what it compiled, and launches nothing."""
     triton.runtime.driver.set_active(AbsentCard(capability))
     run = triton.runtime.jit.JITFunction.run
 
     def run_never(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        told(self.__name__, run(self, *args, grid=grid, warmup=True, **options))
+        reported(self.__name__, run(self, *args, grid=grid, warmup=True, **options))
 
     triton.runtime.jit.JITFunction.run = run_never
 
@@ -132,12 +132,12 @@ def compile_all(capability: int, shapes: tuple[Shape, ...]) -> Iterator[tuple[st
     seen = set()
     compiled: list[tuple[str, Any]] = []
 
-    def told(name: str, kernel: Any) -> None:
+    def reported(name: str, kernel: Any) -> None:
         if kernel.hash not in seen:
             seen.add(kernel.hash)
             compiled.append((name, kernel))
 
-    compile_only(capability, told)
+    compile_only(capability, reported)
     for shape in shapes:
         if shape.cache_dtype == FP8 and capability < FP8_CAPABILITY:
             continue

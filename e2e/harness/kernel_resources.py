@@ -1,4 +1,4 @@
-"""What a kernel takes of a card's processor, and what its inner loop is made of: read from what the compilers wrote."""
+"""What a kernel takes of a GPU's processor, and what its inner loop is made of: read from what the compilers wrote."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ TINY_SHAPE: Object = {
     "layers": 4, "heads": 8, "kvHeads": 4, "headDim": 32, "hiddenSize": 256, "intermediateSize": 688,
     "vocabSize": 1024, "maxPositionEmbeddings": 2048, "dtype": "float32",
 }  # fmt: skip
-"""What `llmservice make-tiny-model` writes; the operator reads it from a file:// model, and is told of another."""
+"""What `llmservice make-tiny-model` writes; the operator reads a file:// model itself."""
 
 
 def is_ready(pod: Object) -> bool:

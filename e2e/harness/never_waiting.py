@@ -1,4 +1,4 @@
-"""A GPU's place is taken by torch's `meta` device, which computes shapes only: nobody can read a number from it.
+"""A GPU's place is taken by torch's `meta` device, which computes shapes only: no number can be read from it.
 
 So what runs on it asks the device for nothing. What is left to see is how the host's numbers get there: only copies
 that are marked as not blocking let the host go on.

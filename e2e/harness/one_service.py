@@ -54,7 +54,7 @@ class World:
         await self.kube.request("POST", SERVICES, body=manifest, content_type="application/json")
 
     async def run_pass(self, after_s: float = 0.0) -> bool:
-        """Everything that watches would have told of by now is in the cache."""
+        """Everything that watches would have reported by now is in the cache."""
         self.now += after_s
         await fill(self.kube, self.reconciler.cache)
         return await self.reconciler.run_pass("team-a", "tiny")

@@ -25,7 +25,7 @@ def write_release(path: Path, values: Mapping[str, Any]) -> Path:
 
 
 def assert_nothing_was_forbidden(state_dir: Path, *accounts: str) -> None:
-    """By the API server's audit log, which outlives whoever was killed, and which must tell of each account."""
+    """By the API server's audit log, which outlives killed processes, and which must mention each account."""
     lines = (state_dir / "audit.log").read_text(encoding="utf-8").splitlines()
     events = [json.loads(line) for line in lines]
     users = {event["user"]["username"].rpartition(":")[2] for event in events}

@@ -1,6 +1,6 @@
 """What a cluster's controllers and its node do: pods for Deployments, and no children without owners.
 
-Controllers are done at once, and pods start slowly: so whoever watches sees the same steps, late as they may look.
+Controllers are done at once, and pods start slowly: so every watcher sees the same steps, however late it looks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Object = dict[str, Any]
 _AS = WriteOptions(manager="controllers")
 _NOW = DeleteOptions(grace_period_s=0)
 COLLECTED_AFTER_S = 80.0
-"""So long do children outlive their owner: somebody may create it anew meanwhile."""
+"""So long do children outlive their owner: it may be created anew meanwhile."""
 
 
 STARTED_AFTER_S = 80.0

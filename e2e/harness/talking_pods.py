@@ -21,7 +21,7 @@ class TalkingPods:
     """What a server that sized itself tells."""
     progress: dict[str, Any] | None = None
 
-    async def told(self, request: web.Request) -> web.Response:
+    async def report(self, request: web.Request) -> web.Response:
         answer = self.sizing if request.path == "/sizing" else self.progress
         return web.Response(status=503) if answer is None else web.json_response(answer)
 

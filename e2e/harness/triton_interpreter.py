@@ -1,7 +1,7 @@
-"""Our GPU kernels in Triton's interpreter: they run in numpy, on tensors in CPU memory, with no card at hand.
+"""Our GPU kernels in Triton's interpreter: they run in numpy, on tensors in CPU memory, without a GPU.
 
 Triton decides when a kernel is defined, so this must be imported before anything else imports the kernels. Other
-processes are not told: the environment is left as it was.
+processes do not inherit it: the environment is left as it was.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The operator's cache, as if watches had told it of everything by now."""
+"""The operator's cache, as if watches had reported everything by now."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class World:
         self.registry.delete(kind, NAMESPACE, "tiny", DeleteOptions())
 
     def install(self, kind: str) -> None:
-        """A CRD that takes everything, for a kind that comes with somebody else's."""
+        """A CRD that takes everything, for a kind of another project."""
         child = CHILD_KINDS[kind]
         schema = {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}}
         names = {"kind": kind, "listKind": f"{kind}List", "plural": child.plural, "singular": kind.lower()}

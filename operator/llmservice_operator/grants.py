@@ -78,7 +78,7 @@ class Grants:
         remedy = (
             f"kubectl annotate namespace {namespace} --overwrite {labels.USABLE_SECRETS}={names}"
             if self.reads_namespaces
-            else f"whoever installs the operator can set operator.usableSecrets.{namespace} to [{names}]"
+            else f"the administrator of the operator can set operator.usableSecrets.{namespace} to [{names}]"
         )
         return Trouble(
             "SecretNotAllowed", f"{which}, which LLMServices of the namespace {namespace} may not use: {remedy}"
@@ -106,7 +106,7 @@ def refused_environment(spec: LLMServiceSpec, allowed: Collection[str]) -> Troub
     return Trouble(
         "EnvNotAllowed",
         f"spec.podTemplate.env sets {', '.join(refused)}, which decides what code the server runs or whom it talks to:"
-        " leave it out, or ask whoever installs the operator to add it to operator.allowedEnv",
+        " leave it out, or ask the administrator of the operator to add it to operator.allowedEnv",
     )
 
 

@@ -27,7 +27,7 @@ SERVED_ARCHITECTURES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 _NOT_SERVED = ("fp8", "--gpu-count")
 """Remedies of the planner that the server does not support."""
 _KEEP_S = 600.0
-"""A checkpoint seldom changes under its name; a changed spec is sized at once."""
+"""A checkpoint rarely changes under its name; a changed spec is sized at once."""
 _RETRY_S = 15.0
 
 

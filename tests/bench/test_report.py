@@ -64,10 +64,10 @@ def test_report_without_requests_is_all_zeros() -> None:
 
 
 def test_json_has_throughput_beside_latency_and_names_the_machine() -> None:
-    told = json.loads(json.dumps(Report.of([record(0.0, 0.5, [0.1])]).as_dict()))
-    assert told["output_tokens_per_s"] > 0
-    assert told["ttft_s"]["p99"] == pytest.approx(0.5)
-    assert told["machine"]["cpus"] >= 1
+    result = json.loads(json.dumps(Report.of([record(0.0, 0.5, [0.1])]).as_dict()))
+    assert result["output_tokens_per_s"] > 0
+    assert result["ttft_s"]["p99"] == pytest.approx(0.5)
+    assert result["machine"]["cpus"] >= 1
 
 
 def test_row_is_flat_and_has_latencies_in_milliseconds_beside_throughput() -> None:

@@ -32,12 +32,12 @@ def test_steps_in_between_are_full_of_sequences_only_where_batching_is_continuou
 
 def test_ratio_is_explained_by_sequences_per_step_and_by_what_the_larger_step_takes() -> None:
     nothing = Report.of([])
-    told = explanation(
+    result = explanation(
         {
             CONTINUOUS: Saturated(nothing, 30.0, 0.004, 0.004, 0.0),
             DYNAMIC: Saturated(nothing, 12.0, 0.002, 0.002, 0.0),
             STATIC: Saturated(nothing, 12.0, 0.004, 0.004, 0.6),
         }
     )
-    assert "continuous 30.0 in 4.00 ms, dynamic 12.0 in 2.00 ms, static 12.0 in 4.00 ms, where 60% " in told
-    assert "2.50 times dynamic's sequences in steps that take 2.00 times as long: 1.25 times its tokens" in told
+    assert "continuous 30.0 in 4.00 ms, dynamic 12.0 in 2.00 ms, static 12.0 in 4.00 ms, where 60% " in result
+    assert "2.50 times dynamic's sequences in steps that take 2.00 times as long: 1.25 times its tokens" in result

@@ -21,11 +21,11 @@ async def test_json_names_the_settings_and_both_kinds_of_figures(
 ) -> None:
     flags = ("--num-prompts", "6", "--request-rate", "200", "--scale", "0.01", "--seed", "5", "-o", "json")
     assert await bench("--url", server.url, *flags) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["completed"], told["failed"], told["request_rate"], told["seed"]) == (6, 0, 200.0, 5)
-    assert told["output_tokens_per_s"] > 0
-    assert told["itl_s"]["p99"] >= 0
-    assert told["ttft_s"]["count"] == 6
+    result = json.loads(capsys.readouterr().out)
+    assert (result["completed"], result["failed"], result["request_rate"], result["seed"]) == (6, 0, 200.0, 5)
+    assert result["output_tokens_per_s"] > 0
+    assert result["itl_s"]["p99"] >= 0
+    assert result["ttft_s"]["count"] == 6
 
 
 async def test_failed_requests_make_the_exit_status_1(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,9 +49,14 @@ async def test_trace_alone_is_replayed_with_its_times_and_lengths(
     trace = tmp_path / "trace.csv"
     trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n10,20,2\n11,30,3\n12,40,4\n")
     assert await bench("--url", server.url, "--trace", str(trace), "--time-scale", "0.1", "-o", "json") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["arrivals"], told["completed"], told["prompt_tokens"], told["output_tokens"]) == ("replayed", 3, 90, 9)
-    assert 0.1 < told["duration_s"] < 5
+    result = json.loads(capsys.readouterr().out)
+    assert (result["arrivals"], result["completed"], result["prompt_tokens"], result["output_tokens"]) == (
+        "replayed",
+        3,
+        90,
+        9,
+    )
+    assert 0.1 < result["duration_s"] < 5
     assert [body["max_tokens"] for body in server.bodies if body["stream"]] == [2, 3, 4]
 
 

@@ -254,7 +254,7 @@ async def test_helm_test_runs_the_check_and_believes_its_pod(cluster: Cluster, p
 async def _described_by(description: str, endpoint: Endpoint) -> AsyncIterator[Endpoint]:
     """The API behind a front that takes the answers about /openapi from another one.
 
-    Some builds of kube-apiserver describe themselves in a way that Helm can't read, and it can't be told not to ask.
+    Some builds of kube-apiserver describe themselves in a way that Helm can't read, and it has no option not to ask.
     What it would check is checked by the API server itself.
     """
 

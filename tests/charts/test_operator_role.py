@@ -1,4 +1,4 @@
-"""The operator's role grants what the operator's code asks for, and nothing else; nobody reads tenants' Secrets."""
+"""The operator's role grants what the operator's code asks for, and nothing else; no role reads tenants' Secrets."""
 
 from __future__ import annotations
 

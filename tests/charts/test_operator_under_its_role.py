@@ -98,13 +98,13 @@ async def test_its_roles_are_all_that_it_needs_and_its_pods_are_admitted(install
 
     assert await until(rolled)
 
-    async def told() -> bool:
+    async def is_reported() -> bool:
         status = (await kube.get(SERVICES, "team-a", "tiny")).get("status") or {}
         events = (await kube.list(EVENTS, "team-a"))["items"]
         reported = any(event["involvedObject"]["kind"] == "LLMService" for event in events)
         return status.get("observedGeneration") == 2 and reported
 
-    assert await until(told)
+    assert await until(is_reported)
     assert_nothing_was_forbidden(installed.state_dir, "llmservice-operator")
     assert "forbidden" not in (installed.state_dir / "components" / "operator.log").read_text().lower()
 

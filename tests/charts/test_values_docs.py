@@ -20,7 +20,7 @@ def test_every_value_is_explained() -> None:
 
 def test_types_come_from_the_defaults_and_the_rest_from_the_comment() -> None:
     text = """
-# A head that belongs to nobody.
+# A head without values.
 
 # How many,
 # at least one.

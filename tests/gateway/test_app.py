@@ -375,8 +375,8 @@ async def test_models_are_listed_with_their_readiness(front: Any, serve: Any) ->
     await serve("llama", "a", "b")
     await serve("qwen")
     async with front.client.get("/v1/models") as response:
-        cards = (await response.json())["data"]
-    assert [(card["id"], card["ready"], card["ready_replicas"]) for card in cards] == [
+        models = (await response.json())["data"]
+    assert [(model["id"], model["ready"], model["ready_replicas"]) for model in models] == [
         ("llama", True, 2),
         ("qwen", False, 0),
     ]

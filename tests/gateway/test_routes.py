@@ -88,7 +88,7 @@ def test_a_qualified_name_always_means_its_namespace() -> None:
 
 
 def test_a_pod_claims_no_name_that_its_service_does_not() -> None:
-    """Whoever may create pods may annotate them."""
+    """A user who may create pods may annotate them."""
     table = build_table(
         [service("llama", "a"), service("other", "b")],
         [pod("p", "llama", "a"), pod("q", "other", "b", served_name="llama")],

@@ -200,7 +200,7 @@ async def test_namespace_flag_limits_the_watched_namespaces(served: tuple[Any, A
         while (await client.get("/ready")).status != 200:
             await asyncio.sleep(0.01)
         async with client.get("/v1/models") as response:
-            assert [card["id"] for card in (await response.json())["data"]] == ["llama"]
+            assert [model["id"] for model in (await response.json())["data"]] == ["llama"]
         process.terminate()
         assert await process.wait() == 0
     assert api.refused == 0

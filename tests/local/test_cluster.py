@@ -316,8 +316,8 @@ async def test_pods_share_a_claim_and_wait_for_a_missing_one(cluster: LocalClust
         await kube.create(PODS, "default", body)
 
     async def refused() -> bool:
-        told = condition_of(await kube.get(PODS, "default", "reader"), "PodScheduled").get("message", "")
-        return 'persistentvolumeclaim "shared" not found' in told
+        message = condition_of(await kube.get(PODS, "default", "reader"), "PodScheduled").get("message", "")
+        return 'persistentvolumeclaim "shared" not found' in message
 
     await until(refused)
     spec = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}}

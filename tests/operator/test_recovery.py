@@ -213,11 +213,11 @@ def differences(expected: Any, found: Any, path: str = "") -> list[str]:
 
 def check(undisturbed: End, end: End) -> list[str]:
     wrong = differences(undisturbed.objects, end.objects)
-    expected, told = (
+    expected, reported = (
         {event[:3] for event in one.events} for one in (undisturbed, end)
     )  # the figures are of the moment
-    wrong += [f"no event {event}" for event in expected - told]
-    wrong += [f"event {event}" for event in told - expected]
+    wrong += [f"no event {event}" for event in expected - reported]
+    wrong += [f"event {event}" for event in reported - expected]
     late = [call for call in end.calls if call.writes and call.time_s > end.ended_s - QUIET_S]
     return wrong + [f"still writes: {call}" for call in late]
 

@@ -111,7 +111,7 @@ def test_no_remedy_is_proposed_that_the_server_would_refuse(service_of: Any, mod
 
 
 MIB = 2**20
-TOLD: dict[str, Any] = {
+REPORT: dict[str, Any] = {
     "max_num_seqs": 7,
     "max_model_len": 256,
     "block_size": 16,
@@ -129,7 +129,7 @@ def test_an_invalid_report_is_refused(text: bytes) -> None:
 
 def test_a_shape_that_contradicts_itself_is_refused() -> None:
     with pytest.raises(ValueError, match="no answer of llmservice serve: ShapeError"):
-        parse_report(json.dumps({**TOLD, "shape": {"layers": 2}}).encode())
+        parse_report(json.dumps({**REPORT, "shape": {"layers": 2}}).encode())
 
 
 NOW = 1000.0

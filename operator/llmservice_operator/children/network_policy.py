@@ -117,7 +117,7 @@ def parse_peer(text: str) -> Manifest:
     namespace, _, selector = text.partition(":")
     pods = dict(_label(part, text) for part in selector.split(",") if part)
     if not namespace or (namespace == "*" and not pods):
-        raise PeerError(f"{text!r} admits nobody in particular: expected NAMESPACE[:KEY=VALUE,…] or *:KEY=VALUE,…")
+        raise PeerError(f"{text!r} names no peer: expected NAMESPACE[:KEY=VALUE,…] or *:KEY=VALUE,…")
     return _peer(namespace, pods)
 
 

@@ -115,7 +115,7 @@ class Candidate:
         if lease is None:
             return Step("lost", "the lease was deleted")
         if lease.holder != self.identity:
-            return Step("lost", f"{lease.holder or 'nobody'} holds the lease")
+            return Step("lost", f"{lease.holder or 'no operator'} holds the lease")
         return Step("renew", f"{self.left_s(now_s):.1f}s are left")
 
 

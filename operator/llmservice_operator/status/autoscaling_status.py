@@ -1,4 +1,4 @@
-"""`status.autoscaling`: load, signals, capacity and the last decisions, written seldom however the traffic moves."""
+"""`status.autoscaling`: load, signals, capacity and the last decisions, written rarely however the traffic moves."""
 
 from __future__ import annotations
 

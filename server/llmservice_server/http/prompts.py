@@ -134,7 +134,7 @@ def _tool_grammar(request: ChatRequest, tokenizer: Tokenizer) -> str:
         raise invalid("structured_outputs beside tools must be json", param="structured_outputs")
     if request.answer_schema is not None and request.tool_choice == "auto" and not layout.trigger:
         raise invalid(
-            "response_format and tools cannot be told apart with this model, which writes both as bare JSON: "
+            "response_format and tools cannot be distinguished with this model, which writes both as bare JSON: "
             "leave one out, or set tool_choice",
             param="response_format",
         )

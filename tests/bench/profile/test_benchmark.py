@@ -72,10 +72,10 @@ def test_the_least_work_is_counted_from_the_shape(engine: Engine) -> None:
 
 def test_a_step_is_compared_with_its_minimum_time(engine: Engine) -> None:
     model, phase = engine.runner.model, PHASES[2]
-    told = least(phase, model, CEILINGS, {"tokens_per_s": 300.0})  # 10 ms a step
-    assert told["bound"] == "compute"
-    assert told["least_ms"] == pytest.approx(phase.least_operations(model) / 1e9 * 1000)
-    assert told["ceiling_share"] == pytest.approx(told["least_ms"] / 10)
+    result = least(phase, model, CEILINGS, {"tokens_per_s": 300.0})  # 10 ms a step
+    assert result["bound"] == "compute"
+    assert result["least_ms"] == pytest.approx(phase.least_operations(model) / 1e9 * 1000)
+    assert result["ceiling_share"] == pytest.approx(result["least_ms"] / 10)
 
 
 def test_ceilings_are_the_highest_measured(engine: Engine) -> None:
@@ -96,9 +96,9 @@ def test_a_load_that_the_engine_refuses_is_not_timed_as_empty_steps(engine: Engi
 def test_the_command_prints_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["--batches", "1", "--prompts", "16", "--context", "8", "-o", "json"]
     assert main(["bench", "profile", str(folder), *asked]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert [row["phase"] for row in told["rows"]] == ["prefill 1 x 16", "decode 1 x 8"]
-    assert told["ceilings"]["ridge_rows"] > 0
+    result = json.loads(capsys.readouterr().out)
+    assert [row["phase"] for row in result["rows"]] == ["prefill 1 x 16", "decode 1 x 8"]
+    assert result["ceilings"]["ridge_rows"] > 0
 
 
 def test_a_folder_without_a_model_is_refused_with_what_is_missing(

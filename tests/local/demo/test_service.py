@@ -55,13 +55,13 @@ def ready(status: str, reason: str, message: str) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("no_kubectl")
 async def test_manifest_is_applied_through_the_api_where_there_is_no_kubectl(kube: KubeClient) -> None:
-    told: list[str] = []
+    reported: list[str] = []
     for _ in range(2):
-        await apply(EXAMPLE, read_manifest(EXAMPLE), "unused", kube, told.append)
+        await apply(EXAMPLE, read_manifest(EXAMPLE), "unused", kube, reported.append)
     service = await kube.get_service("default", "tiny-llama")
     assert service is not None
     assert service["spec"]["model"]["servedName"] == "tiny-llama"
-    assert "no kubectl" in told[0]
+    assert "no kubectl" in reported[0]
 
 
 @pytest.mark.usefixtures("no_kubectl")
@@ -85,17 +85,17 @@ def test_file_without_an_llmservice_is_refused(tmp_path: Path, text: str | None,
 
 @pytest.mark.usefixtures("no_kubectl")
 async def test_waiting_reports_each_reason_once_and_ends_when_ready(kube: KubeClient) -> None:
-    told: list[str] = []
+    reported: list[str] = []
     await applied(kube, conditions=[ready("False", "Starting", "0 of 1 replicas are ready")])
-    waiting = asyncio.create_task(wait_ready(kube, "default", "tiny-llama", 30, told.append))
-    while not told:
+    waiting = asyncio.create_task(wait_ready(kube, "default", "tiny-llama", 30, reported.append))
+    while not reported:
         await asyncio.sleep(0.01)
     await kube.patch_status(
         "default", "tiny-llama", {"conditions": [ready("True", "Serving", "all replicas are ready")]}
     )
     service = await waiting
     assert service["status"]["conditions"][0]["reason"] == "Serving"
-    assert told == ["Starting: 0 of 1 replicas are ready"]
+    assert reported == ["Starting: 0 of 1 replicas are ready"]
 
 
 @pytest.mark.usefixtures("no_kubectl")

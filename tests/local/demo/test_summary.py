@@ -115,8 +115,8 @@ def test_decisions_are_listed_in_order_with_every_reason() -> None:
         "2026-01-01T00:00:05Z": {"time": "2026-01-01T00:00:05Z", "replicas": 2, "reasons": ["slots -> 2", "bounds"]},
     }
     lines = [line.strip() for line in summary(decisions=decisions).lines()]
-    told = lines[lines.index("What the operator decided, and why:") + 1 :]
-    assert told[:3] == [
+    reported = lines[lines.index("What the operator decided, and why:") + 1 :]
+    assert reported[:3] == [
         "2026-01-01T00:00:05Z  2 replicas: slots -> 2",
         "bounds",
         "2026-01-01T00:00:09Z  3 replicas: queue: 9 waiting -> 3",
@@ -124,8 +124,8 @@ def test_decisions_are_listed_in_order_with_every_reason() -> None:
 
 
 def test_decisions_that_changed_nothing_are_left_out() -> None:
-    told = [(1, "min"), (3, "queue"), (3, "stabilization"), (1, "idle")]
-    decisions = {f"t{n}": {"time": f"t{n}", "replicas": r, "reasons": [why]} for n, (r, why) in enumerate(told)}
+    reported = [(1, "min"), (3, "queue"), (3, "stabilization"), (1, "idle")]
+    decisions = {f"t{n}": {"time": f"t{n}", "replicas": r, "reasons": [why]} for n, (r, why) in enumerate(reported)}
     assert [decision["reasons"] for decision in summary(decisions=decisions).decisions] == [
         ["min"],
         ["queue"],

@@ -174,25 +174,25 @@ async def test_a_kind_whose_crd_is_missing_is_left_out(kube: KubeClient, childre
 
 
 async def test_a_refused_child_is_reported_with_the_servers_message(kube: KubeClient, children_of: ChildrenOf) -> None:
-    nobody = children_of(networkPolicy={"from": [{}]})
+    refused = children_of(networkPolicy={"from": [{}]})
 
-    (refusal,) = await SyncedApplier(kube).apply(nobody, UID)
+    (refusal,) = await SyncedApplier(kube).apply(refused, UID)
 
     assert (refusal.kind, refusal.trouble.reason) == ("NetworkPolicy", "ApplyFailed")
     assert "must specify a peer" in refusal.trouble.message
 
 
 async def test_a_refused_child_is_not_applied_at_every_tick(kube: KubeClient, children_of: ChildrenOf) -> None:
-    nobody = children_of(networkPolicy={"from": [{}]})
+    refused = children_of(networkPolicy={"from": [{}]})
     synced = SyncedApplier(kube)
-    (told,) = await synced.apply(nobody, UID)
+    (reported,) = await synced.apply(refused, UID)
     asked: list[str] = []
     kube.answered = lambda method, path, *_: asked.append(f"{method} {path}")
 
-    assert await synced.applier.apply(nobody, UID) == [told]
+    assert await synced.applier.apply(refused, UID) == [reported]
     assert asked == []
 
-    await synced.applier.apply(nobody, UID, generation=2)
+    await synced.applier.apply(refused, UID, generation=2)
     assert [line for line in asked if line.startswith("PATCH")] == [
         "PATCH /apis/networking.k8s.io/v1/namespaces/team-a/networkpolicies/tiny"
     ]

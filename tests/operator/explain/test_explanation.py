@@ -123,7 +123,7 @@ def troubled() -> Explanation:
         pytest.param(
             [condition("Ready"), condition("SLOFeasible", "False", "ITLUnreachable", "too slow")],
             ["ITLUnreachable"],
-            id="a promise that nobody could keep",
+            id="a promise that cannot be kept",
         ),
         pytest.param(
             [condition("Ready", "False", "DoesNotFit", "big"), condition("SizingValid", "False", "DoesNotFit", "big")],

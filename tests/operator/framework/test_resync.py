@@ -23,15 +23,15 @@ PODS = "/api/v1/namespaces/team-a/pods"
 KEY = ("team-a", "tiny")
 
 
-Told = list[tuple[str, str]]
+Reported = list[tuple[str, str]]
 
 
-def resync_of(kube: KubeClient, cache: ObjectCache, told: Told, *namespaces: str, **more: Any) -> Resync:
+def resync_of(kube: KubeClient, cache: ObjectCache, reported: Reported, *namespaces: str, **more: Any) -> Resync:
     """One that notes the kinds and names of what is new."""
 
     def changed(kind: str, obj: dict[str, Any], *, news: bool) -> None:
         assert news
-        told.append((kind, obj["metadata"]["name"]))
+        reported.append((kind, obj["metadata"]["name"]))
 
     return Resync(kube, cache, changed, OperatorMetrics().process, namespaces, **{"interval_s": 300.0, **more})
 
@@ -71,18 +71,20 @@ async def test_the_first_list_fills_the_cache_and_later_ones_find_each_differenc
 ) -> None:
     await create(kube, SERVICES, manifest_of())
     await create(kube, PODS, pod("tiny-1"))
-    cache, told = ObjectCache(), Told()
+    cache, reported = ObjectCache(), Reported()
     settled: list[int] = []
-    async with running(resync_of(kube, cache, told, interval_s=0.05, on_complete=lambda: settled.append(len(cache)))):
+    async with running(
+        resync_of(kube, cache, reported, interval_s=0.05, on_complete=lambda: settled.append(len(cache)))
+    ):
         assert cache.services() == [KEY]
         assert settled[0] == 2
         assert all(cache.follows(followed.kind.name) for followed in FOLLOWED)
 
         await kube.request("PATCH", f"{SERVICES}/tiny", body={"spec": {"replicas": 3}})
         await kube.request("DELETE", f"{PODS}/tiny-1", query={"gracePeriodSeconds": "0"})
-        await until(lambda: len(told) >= 4)
+        await until(lambda: len(reported) >= 4)
 
-    assert sorted(told) == [("LLMService", "tiny")] * 2 + [("Pod", "tiny-1")] * 2
+    assert sorted(reported) == [("LLMService", "tiny")] * 2 + [("Pod", "tiny-1")] * 2
     assert cache.pods(*KEY) == []
     service = cache.service(*KEY)
     assert service is not None
@@ -91,8 +93,8 @@ async def test_the_first_list_fills_the_cache_and_later_ones_find_each_differenc
 
 async def test_a_kind_that_kopf_lists_anew_is_listed_at_once_and_not_the_first_time(kube: KubeClient) -> None:
     await create(kube, PODS, pod("tiny-1"))
-    cache, told = ObjectCache(), Told()
-    resync = resync_of(kube, cache, told)
+    cache, reported = ObjectCache(), Reported()
+    resync = resync_of(kube, cache, reported)
     async with running(resync):
         resync.listed("Pod", "/api/v1/pods")
         await kube.request("DELETE", f"{PODS}/tiny-1", query={"gracePeriodSeconds": "0"})
@@ -108,7 +110,7 @@ async def test_a_collection_of_several_pages_is_read_to_its_end(kube: KubeClient
         await create(kube, SERVICES, manifest_of(f"tiny-{number}"))
     cache = ObjectCache()
 
-    async with running(resync_of(kube, cache, Told())):
+    async with running(resync_of(kube, cache, Reported())):
         assert len(cache.services()) == 201
 
 
@@ -120,7 +122,7 @@ async def test_other_namespaces_than_those_named_are_not_listed(kube: KubeClient
     cache, paths = ObjectCache(), []
     kube.answered = lambda _, path, *__: paths.append(path)
 
-    async with running(resync_of(kube, cache, Told(), "default")):
+    async with running(resync_of(kube, cache, Reported(), "default")):
         assert cache.services() == [("default", "tiny")]
     assert all("/namespaces/default/" in path for path in paths)
 

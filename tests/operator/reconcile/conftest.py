@@ -40,7 +40,7 @@ async def pods() -> AsyncIterator[TalkingPods]:
     app = web.Application()
     state = TalkingPods(0)
     app.router.add_get("/metrics", state.metrics)
-    app.router.add_get("/{path:sizing|progress}", state.told)
+    app.router.add_get("/{path:sizing|progress}", state.report)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "0.0.0.0", 0).start()

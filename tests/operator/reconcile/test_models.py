@@ -150,13 +150,13 @@ async def test_a_download_is_shown_in_the_status_until_it_ends(world: World, man
 
 async def test_a_download_is_written_in_steps_of_five_percent_with_one_event(world: World, manifest_of: Any) -> None:
     await fetching_service(world, manifest_of)
-    told, versions = [], set()
+    reported, versions = [], set()
     for percent in range(101):
         world.pods.progress = {"phase": "downloading", "done_bytes": percent * 2**20, "total_bytes": 100 * 2**20}
         await world.run_pass(after_s=1)
-        told.append((await world.status())["model"]["fetch"]["percent"])
+        reported.append((await world.status())["model"]["fetch"]["percent"])
         versions.add((await world.service())["metadata"]["resourceVersion"])
 
-    assert told == [percent - percent % 5 for percent in range(101)]
+    assert reported == [percent - percent % 5 for percent in range(101)]
     assert len(versions) == 21
     assert (await world.events()).count("FetchingModel") == 1

@@ -380,7 +380,9 @@ def test_a_slow_start_asks_for_replicas_that_finish_the_queue_in_that_time(
     [
         pytest.param(Moment(7.8, crashing=True), 10, id="pods crash: more of them would crash as well"),
         pytest.param(Moment(14.0, quota=10), 18, id="the quota is used up: the load asks for 18, the queue for none"),
-        pytest.param(Moment(7.8, hanging=True), 16, id="pods hang, nobody knows why: one step more than the queue's"),
+        pytest.param(
+            Moment(7.8, hanging=True), 16, id="pods hang for an unknown reason: one step more than the queue's"
+        ),
     ],
 )
 def test_pods_that_do_not_start_are_not_replaced_without_end(fault: Moment, expected: int, simulate: Simulate) -> None:
@@ -430,10 +432,10 @@ def test_an_endless_batch_backlog_adds_replicas_only_where_it_is_to(
     batch: str | None, expected: int, lanes: bool, simulate: Simulate
 ) -> None:
     """With and without servers that report running requests by lane."""
-    backlog = Moment(arrivals_per_s=0.5, batch_waiting=500, lanes=lanes)
+    queue = Moment(arrivals_per_s=0.5, batch_waiting=500, lanes=lanes)
     mode = {} if batch is None else {"batch": batch}
 
-    assert most(simulate(backlog, maxReplicas=12, duration_s=1200, **mode)) == expected
+    assert most(simulate(queue, maxReplicas=12, duration_s=1200, **mode)) == expected
 
 
 def test_interactive_requests_scale_beside_a_batch_backlog(simulate: Simulate) -> None:

@@ -44,7 +44,7 @@ def test_replicas_are_added_in_steps(allowed: ScalingRules, current: int, change
         pytest.param(step(percent=100), 5, (), 0, id="all at once"),
         pytest.param(step(replicas=9), 5, (), 0, id="never below none"),
         pytest.param(step(replicas=2), 3, ((NOW - 30, -2),), 3, id="what the period removed counts"),
-        pytest.param(step(replicas=1), 3, ((NOW - 30, -2),), 3, id="a step that was narrowed takes nothing back"),
+        pytest.param(step(replicas=1), 3, ((NOW - 30, -2),), 3, id="a step that was limited takes nothing back"),
         pytest.param(step(replicas=9, cooldown_s=90), 5, ((NOW - 80, 1),), 5, id="nothing while cooling down"),
     ],
 )

@@ -51,7 +51,7 @@ def test_the_transition_time_moves_only_when_the_status_flips() -> None:
         pytest.param(3, 1, STUCK, None, None, ("False", "Unschedulable"), id="one serves, one is stuck"),
         pytest.param(1, 1, STUCK, None, None, ("True", "Serving"), id="enough serve, one too many is stuck"),
         pytest.param(1, 0, STUCK, None, None, ("False", "Unschedulable"), id="the pod's trouble is lifted"),
-        pytest.param(0, 0, None, None, None, ("True", "ScaledToZero"), id="nobody asked for a replica"),
+        pytest.param(0, 0, None, None, None, ("True", "ScaledToZero"), id="no replica is wanted"),
         pytest.param(1, 0, None, TOO_BIG, None, ("False", "DoesNotFit"), id="the spec can't be served"),
         pytest.param(1, 1, None, TOO_BIG, None, ("False", "ServingEarlierSpec"), id="earlier pods still serve"),
         pytest.param(1, 1, None, None, DENIED, ("False", "ServingEarlierSpec"), id="the change was denied"),
@@ -216,9 +216,9 @@ def test_stalled_means_that_a_user_has_to_act(
 ) -> None:
     deadline = {"type": "Progressing", "reason": "ProgressDeadlineExceeded", "message": "timed out"}
     manifest = deployment(conditions=[deadline] if late else [])
-    told = (manifest, 1, [], sizing or sized, blocked)
+    reported = (manifest, 1, [], sizing or sized, blocked)
 
-    verdict = stalled_verdict(ready_verdict(*told), progressing_verdict(*told))
+    verdict = stalled_verdict(ready_verdict(*reported), progressing_verdict(*reported))
 
     assert (verdict.status, verdict.reason) == expected
 

@@ -187,12 +187,14 @@ def test_there_are_events_for_changes_alone(history: list[dict[str, Any]]) -> No
     for step, world in enumerate(history):
         before = {one["type"]: (one["status"], one["reason"]) for one in status.get("conditions", [])}
         report = after(world, status, NOW + 60 * step)
-        told = {event["message"].split(" is ")[0] for event in transition_events(service(world, status), report, NOW)}
+        reported = {
+            event["message"].split(" is ")[0] for event in transition_events(service(world, status), report, NOW)
+        }
         status = stored(report)
         changed = {one.type for one in report.conditions if before.get(one.type) != (one.status, one.reason)}
 
-        assert told <= changed
-        assert not before or told == changed
+        assert reported <= changed
+        assert not before or reported == changed
 
 
 leaves = st.one_of(st.booleans(), st.integers(), st.text(max_size=3), st.lists(st.integers(), max_size=2))
