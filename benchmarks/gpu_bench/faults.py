@@ -10,8 +10,8 @@ from gpu_bench.bench import Bench, add, run_until_idle, unique_prompt
 from gpu_bench.device import seconds
 from gpu_bench.sections import Findings
 from llmservice_bench.results import Check
-from llmservice_server.engine.plan import BlockCopy
-from llmservice_server.runtime.swapped_blocks import SwappedBlocks
+from llmservice_server.engine.interfaces import BlockCopy
+from llmservice_server.runtime.runner import SwappedBlocks
 
 
 def swapping(bench: Bench) -> Findings:

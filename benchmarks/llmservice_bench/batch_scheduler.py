@@ -15,7 +15,7 @@ from operator import attrgetter
 
 from llmservice_server.engine.block_pool import BlockPool
 from llmservice_server.engine.config import EngineConfig
-from llmservice_server.engine.plan import Plan, Scheduled
+from llmservice_server.engine.interfaces import Plan, Scheduled
 from llmservice_server.engine.request import LANES, Request, Status, new_block_table
 
 _PRIORITY = attrgetter("priority")

@@ -11,12 +11,11 @@ from llmservice_server.backend.base import Attend, KVCacheShape
 from llmservice_server.backend.choice import choose_backend
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.engine import Engine
-from llmservice_server.engine.runner import KVCachePlan, Started
+from llmservice_server.engine.interfaces import KVCachePlan, Started
 from llmservice_server.models.config import ModelConfig
 from llmservice_server.models.llama import LlamaModel
 from llmservice_server.models.rope import RopeConfig
-from llmservice_server.runtime.embedding_model import EmbeddingModel
-from llmservice_server.runtime.embeddings import BatchEmbedder
+from llmservice_server.runtime.embeddings import BatchEmbedder, EmbeddingModel
 from llmservice_server.runtime.runner import ModelRunner
 from llmservice_server.sampling.grammar import GrammarCompiler
 

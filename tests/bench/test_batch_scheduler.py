@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from llmservice_bench.batch_scheduler import PADDING, BatchConfig, BatchScheduler, padding_tokens
 from llmservice_server.engine.block_pool import BlockPool
-from llmservice_server.engine.plan import Plan
+from llmservice_server.engine.interfaces import Plan
 from llmservice_server.engine.request import Request, Status
 from llmservice_server.types.messages import GenerateRequest, SamplingParams
 

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from llmservice_server.engine.block_pool import BlockPool, PreemptionCost, SwapSpace
-from llmservice_server.engine.lanes import LaneConfig
-from llmservice_server.engine.plan import Plan
-from llmservice_server.engine.request import Request, Status
+from llmservice_server.engine.interfaces import Plan
+from llmservice_server.engine.request import LaneConfig, Request, Status
 from llmservice_server.engine.scheduler import ContinuousScheduler, SchedulerConfig
 from llmservice_server.types.messages import GenerateRequest, SamplingParams
 

@@ -1,4 +1,4 @@
-"""Where preempted sequences' blocks wait in CPU memory, and when that is worth the copies."""
+"""Blocks of the KV cache: the pool, the hashes of the prefix cache, and the swap space in CPU memory."""
 
 from __future__ import annotations
 
@@ -78,9 +78,6 @@ class BlockPool:
     def num_available(self) -> int:
         """Blocks that `allocate` can hand out: those that are free, and those that are only cached."""
         return self._num_free + self._num_cached
-
-    def is_free(self, block: int) -> bool:
-        return NULL_BLOCK < block < self.num_blocks and self._next[block] != _HELD and self._hashes[block] is None
 
     def num_holders(self, block: int) -> int:
         return self._num_holders[block]

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import logging
 import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from hashlib import blake2b
+from typing import Any, TypeVar
 
-from llmservice_server.engine.admission import why_refused
 from llmservice_server.engine.block_pool import BlockPool
 from llmservice_server.engine.config import EngineConfig
-from llmservice_server.engine.grammar_queue import GrammarQueue
-from llmservice_server.engine.isolation import attempt, execute_isolated
-from llmservice_server.engine.plan import Plan
-from llmservice_server.engine.request import Request, Status
-from llmservice_server.engine.runner import Started, StepInFlight, StepResult
+from llmservice_server.engine.interfaces import GrammarCompiler, Plan, Started, StepInFlight, StepResult
+from llmservice_server.engine.request import Request, Status, why_refused
 from llmservice_server.engine.scheduler import make_scheduler
-from llmservice_server.types.errors import request_failure
+from llmservice_server.types.errors import GrammarError, failure_sentence, request_failure
 from llmservice_server.types.messages import (
     FinishReason,
     GenerateRequest,
@@ -31,7 +30,12 @@ from llmservice_server.types.messages import (
     TokenLogprobs,
 )
 
+_LOG = logging.getLogger(__name__)
+_IDLE_WAIT_S = 0.05  # for a grammar where there is nothing else to do; messages wait as long
 _UNKNOWN = 0  # stands for a token that only the device knows; any of the vocabulary, since it is never read
+
+S = TypeVar("S")
+T = TypeVar("T")
 
 
 class Engine:
@@ -299,3 +303,74 @@ def _expecting(requests: Collection[Request]) -> Iterator[None]:
 def _seed_of(seed: int, order: int) -> int:
     """The seed of the request that arrived as number `order` and brings none of its own: 64 bits."""
     return int.from_bytes(blake2b(f"{seed} {order}".encode(), digest_size=8).digest(), "little")
+
+
+def execute_isolated(
+    execute: Callable[[list[S]], T], recover: Callable[[], None], batch: list[S]
+) -> tuple[list[T], list[tuple[S, str]]]:
+    """The results of `execute`, in the batch's order, and the items that failed, with a sentence each.
+
+    Computing a batch again is harmless: a step writes the same keys and values to the same places. After an exception
+    each half is tried alone, down to single items; where memory was short, the halves may all succeed. `recover` is
+    called after each exception; it raises where the device itself is lost, and with it the engine.
+    """
+    try:
+        return [execute(batch)], []
+    except Exception as error:
+        _log(len(batch), error)
+        failure = failure_sentence(error)
+    recover()
+    if len(batch) == 1:
+        return [], [(batch[0], failure)]
+    middle = len(batch) // 2
+    results, failed = execute_isolated(execute, recover, batch[:middle])
+    more_results, more_failed = execute_isolated(execute, recover, batch[middle:])
+    return results + more_results, failed + more_failed
+
+
+def attempt(work: Callable[[], T], num_sequences: int) -> T | None:
+    """The result of a step's `work`; None after an exception, which is logged."""
+    try:
+        return work()
+    except Exception as error:
+        _log(num_sequences, error)
+        return None
+
+
+def _log(num_sequences: int, error: Exception) -> None:
+    _LOG.warning("a step of %d sequences failed", num_sequences, exc_info=error)
+
+
+class GrammarQueue:
+    """The requests whose grammar is being compiled."""
+
+    def __init__(self, compiler: GrammarCompiler) -> None:
+        self._compiler = compiler
+        self._futures: dict[Request, Future[Any]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._futures)
+
+    def add(self, request: Request, grammar: str) -> None:
+        self._futures[request] = self._compiler.compile(grammar)
+
+    def discard(self, request: Request) -> bool:
+        """Forget a request that has ended; False where it was not here."""
+        return self._futures.pop(request, None) is not None
+
+    def take_ready(self, *, idle: bool) -> list[tuple[Request, str | None]]:
+        """Requests that have their grammar by now, or can have none, and why; `idle`: wait a moment for the first."""
+        if idle and self._futures:
+            wait(self._futures.values(), _IDLE_WAIT_S, FIRST_COMPLETED)
+        done = [request for request, future in self._futures.items() if future.done()]
+        return [(request, _resolve(request, self._futures.pop(request))) for request in done]
+
+
+def _resolve(request: Request, future: Future[Any]) -> str | None:
+    if (fault := future.exception()) is not None:  # an error inside the library must not reach other requests
+        return f"the grammar could not be compiled: {type(fault).__name__} in its compiler; try a simpler one"
+    outcome = future.result()
+    if isinstance(outcome, GrammarError):
+        return str(outcome)
+    request.grammar = outcome.start()
+    return None

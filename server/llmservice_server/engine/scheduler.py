@@ -14,9 +14,8 @@ import msgspec
 
 from llmservice_server.engine.block_pool import BlockHashes, BlockPool, SwapSpace
 from llmservice_server.engine.config import EngineConfig
-from llmservice_server.engine.lanes import Lane, LaneConfig
-from llmservice_server.engine.plan import BlockCopy, Plan, Scheduled, Scheduler
-from llmservice_server.engine.request import LANES, Request, Status, new_block_table
+from llmservice_server.engine.interfaces import BlockCopy, Plan, Scheduled, Scheduler
+from llmservice_server.engine.request import LANES, Lane, LaneConfig, Request, Status, new_block_table
 from llmservice_server.types.errors import ConfigError
 
 INTERACTIVE, BATCH = LANES

@@ -20,8 +20,8 @@ from llmservice_server.http.protocol.chat import (
 )
 from llmservice_server.http.protocol.tools import NamedTool
 from llmservice_server.http.response import Choice, prompt_logprobs, usage
+from llmservice_server.text.detokenizer import TokenBytes
 from llmservice_server.text.output_processor import CompletionOutput, OutputProcessor
-from llmservice_server.text.token_bytes import TokenBytes
 from llmservice_server.text.tool_calls import Call, Parsed, ToolCallParser, merge
 from llmservice_server.types.messages import TokenLogprobs
 

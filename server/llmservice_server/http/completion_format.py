@@ -13,8 +13,8 @@ from llmservice_server.http.protocol.completions import (
     CompletionRequest,
 )
 from llmservice_server.http.response import Choice, prompt_logprobs, usage
+from llmservice_server.text.detokenizer import TokenBytes
 from llmservice_server.text.output_processor import CompletionOutput, OutputProcessor, RequestState
-from llmservice_server.text.token_bytes import TokenBytes
 from llmservice_server.types.messages import TokenLogprobs
 
 

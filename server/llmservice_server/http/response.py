@@ -9,8 +9,8 @@ import msgspec
 from pydantic import BaseModel
 
 from llmservice_server.http.protocol.generation import PromptLogprob, PromptLogprobs, PromptTokensDetails, Usage
+from llmservice_server.text.detokenizer import TokenBytes
 from llmservice_server.text.output_processor import CompletionOutput, OutputProcessor
-from llmservice_server.text.token_bytes import TokenBytes
 from llmservice_server.types.messages import TokenLogprobs
 
 DONE = b"data: [DONE]\n\n"

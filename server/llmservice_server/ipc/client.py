@@ -137,11 +137,6 @@ class EngineClient:
         self._from_engine.bind(self._settings.from_engine)
 
     @property
-    def num_in_flight(self) -> int:
-        """Requests sent to the engine and not finished."""
-        return len(self._streams)
-
-    @property
     def silent_s(self) -> float:
         """For how long the engine has had work and finished no step; 0 where it has none."""
         return 0.0 if self._unanswered_s is None else time.monotonic() - self._unanswered_s

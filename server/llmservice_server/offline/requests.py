@@ -9,7 +9,7 @@ from typing import TypeGuard
 
 import msgspec
 
-from llmservice_server.engine.admission import why_refused
+from llmservice_server.engine.request import why_refused
 from llmservice_server.text.output_processor import CompletionOutput, OutputProcessor
 from llmservice_server.text.tokenizer import Tokenizer
 from llmservice_server.types.messages import GenerateRequest, Ready, SamplingParams, TokenLogprobs

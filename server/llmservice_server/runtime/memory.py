@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from llmservice_server.backend.base import Backend
 from llmservice_server.engine.config import EngineConfig
-from llmservice_server.engine.runner import KVCachePlan
+from llmservice_server.engine.interfaces import KVCachePlan
 from llmservice_server.models.llama import LlamaModel
 from llmservice_server.runtime.runner import ModelRunner
 from llmservice_server.types.errors import OutOfMemoryError

@@ -12,24 +12,33 @@ all work is in the order of one stream, so that a request that is given them wri
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import islice
+from typing import Self
 
 import numpy as np
 import torch
 
 from llmservice_server.backend.base import Attention, Backend, DecodePath, Int64Array, LateTokens, StepInput
 from llmservice_server.backend.sampling_batch import SamplingBatch
-from llmservice_server.backend.transfer import to_device
-from llmservice_server.engine.plan import Plan, Scheduled
+from llmservice_server.backend.transfer import HostCopy, to_device
+from llmservice_server.engine.interfaces import BlockCopy, Plan, Scheduled, StepResult
 from llmservice_server.engine.request import Request
-from llmservice_server.engine.runner import StepResult
 from llmservice_server.models.llama import LlamaModel
-from llmservice_server.runtime.prompt_logprobs import PromptLogprobs
-from llmservice_server.runtime.swapped_blocks import SwappedBlocks
 from llmservice_server.sampling.grammar import Grammar
 from llmservice_server.sampling.logit_adjustments import TokenMasks
-from llmservice_server.sampling.sampler import Drawn, Draws, Sampler
+from llmservice_server.sampling.sampler import Drawn, Draws, Logprobs, Sampler
+from llmservice_server.types.errors import request_failure
+from llmservice_server.types.messages import TokenLogprobs
+
+_ROWS_AT_ONCE = 64  # float32 logits of a whole chunk over a large vocabulary would take hundreds of MB
+_STAGED = 16
+"""Blocks that are gathered on the device at a time: some tens of megabytes of a large model's."""
+_PIECE_BYTES = 1 << 28
+"""Of pinned memory at a time: torch rounds what it pins up to a power of two, so 5 GiB in one piece would take 8."""
 
 
 class DeviceStep:
@@ -188,3 +197,110 @@ def _last_rows(scheduled: Sequence[Scheduled]) -> Int64Array:
 
 def _is_decode(scheduled: Sequence[Scheduled]) -> bool:
     return all([share.samples and share.num_tokens == 1 for share in scheduled])  # noqa: C419 - a list is faster
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Some successive tokens of one prompt."""
+
+    request: Request
+    token_ids: list[int]
+    copy: HostCopy
+
+    @classmethod
+    def of(cls, model: LlamaModel, request: Request, token_ids: list[int], hidden: torch.Tensor) -> Self:
+        """`hidden` are the states that predict them."""
+        wanted = to_device(np.array(token_ids, np.int64), hidden.device)
+        return cls(request, token_ids, HostCopy(Logprobs.of(model.logits(hidden), wanted, _num_top(request))))
+
+    def as_messages(self, logprobs: Logprobs) -> list[TokenLogprobs]:
+        return logprobs.as_messages(self.token_ids, [_num_top(self.request)] * len(self.token_ids))
+
+
+class PromptLogprobs:
+    """What a step's states `[num_tokens, hidden_size]` say about the prompts' next tokens, for requests that ask."""
+
+    def __init__(self, model: LlamaModel, plan: Plan, hidden: torch.Tensor) -> None:
+        self._pieces: list[_Piece] = []
+        row = 0
+        for share in plan.scheduled:
+            if share.request.sampling.prompt_logprobs is not None:
+                self._score(model, share, hidden[row : row + share.num_tokens])
+            row += share.num_tokens
+
+    def _score(self, model: LlamaModel, share: Scheduled, hidden: torch.Tensor) -> None:
+        """The state of token `i` predicts token `i + 1`; what a preempted request has received is not sent again."""
+        request = share.request
+        first = max(share.start, len(request.prompt_logprobs))
+        last = min(share.start + share.num_tokens, request.num_prompt_tokens - 1)
+        for start in range(first, last, _ROWS_AT_ONCE):
+            end = min(start + _ROWS_AT_ONCE, last)
+            states = hidden[start - share.start : end - share.start]
+            self._pieces.append(_Piece.of(model, request, request.token_ids[start + 1 : end + 1], states))
+
+    def wait(self, failed: dict[Request, str]) -> dict[Request, list[TokenLogprobs]]:
+        """Waits for the device. Requests that the host fails to compute are added to `failed`."""
+        by_request: defaultdict[Request, list[TokenLogprobs]] = defaultdict(list)
+        for piece in self._pieces:
+            logprobs = Logprobs(*piece.copy.wait())
+            try:
+                by_request[piece.request] += piece.as_messages(logprobs)
+            except Exception as error:
+                failed[piece.request] = request_failure(error)
+        return by_request
+
+
+def _num_top(request: Request) -> int:
+    return request.sampling.prompt_logprobs or 0
+
+
+class SwappedBlocks:
+    """`num_blocks` blocks, each with what all the caches hold of it in one row; pinned where the caches are on a GPU.
+
+    `caches` are `[num_blocks, ...]` each. There a block is one copy that the host starts and does not wait for; all
+    copies are in the order of the device's other work, so that a block is read before it is overwritten.
+    """
+
+    def __init__(self, caches: Sequence[torch.Tensor], num_blocks: int, piece_bytes: int = _PIECE_BYTES) -> None:
+        self.num_blocks = num_blocks
+        self._device = caches[0].device
+        self._caches = [cache.flatten(1).view(torch.int32) for cache in caches]
+        self._sizes = [cache.shape[1] for cache in self._caches]
+        self._blocks_each = max(1, piece_bytes // (4 * sum(self._sizes)))
+        self._pieces = [
+            torch.empty(
+                (min(self._blocks_each, num_blocks - first), sum(self._sizes)),
+                dtype=torch.int32,
+                pin_memory=self._device.type == "cuda",
+            )
+            for first in range(0, num_blocks, self._blocks_each)
+        ]
+
+    def swap_out(self, copies: Sequence[BlockCopy]) -> None:
+        for batch in _batches(copies):
+            sources = self._indices([copy.source for copy in batch])
+            staged = torch.cat([cache.index_select(0, sources) for cache in self._caches], dim=1)
+            for row, copy in zip(staged, batch, strict=True):
+                self._row(copy.target).copy_(row, non_blocking=True)
+
+    def swap_in(self, copies: Sequence[BlockCopy]) -> None:
+        for batch in _batches(copies):
+            staged = torch.empty((len(batch), sum(self._sizes)), dtype=torch.int32, device=self._device)
+            for row, copy in zip(staged, batch, strict=True):
+                row.copy_(self._row(copy.source), non_blocking=True)
+            targets = self._indices([copy.target for copy in batch])
+            for cache, part in zip(self._caches, torch.split(staged, self._sizes, dim=1), strict=True):
+                cache.index_copy_(0, targets, part)
+
+    def _row(self, block: int) -> torch.Tensor:
+        return self._pieces[block // self._blocks_each][block % self._blocks_each]
+
+    def _indices(self, blocks: list[int]) -> torch.Tensor:
+        indices = torch.tensor(blocks, pin_memory=self._device.type == "cuda")
+        return indices.to(self._device, non_blocking=True)
+
+
+def _batches(copies: Sequence[BlockCopy]) -> Iterator[list[BlockCopy]]:
+    remaining = iter(copies)
+    while batch := list(islice(remaining, _STAGED)):
+        yield batch

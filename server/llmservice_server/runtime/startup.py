@@ -17,16 +17,13 @@ from llmservice_server.backend.torch.memory import available_cpu_bytes
 from llmservice_server.engine.block_pool import PreemptionCost, SwapSpace
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.engine import Engine
-from llmservice_server.engine.plan import BlockCopy, Plan
-from llmservice_server.engine.runner import KVCachePlan, Started
+from llmservice_server.engine.interfaces import BlockCopy, KVCachePlan, Plan, Started
 from llmservice_server.models.llama import LlamaModel
-from llmservice_server.runtime.embedding_model import EmbeddingModel
-from llmservice_server.runtime.embeddings import BatchEmbedder
+from llmservice_server.runtime.embeddings import BatchEmbedder, EmbeddingModel
 from llmservice_server.runtime.loader import Checkpoint
 from llmservice_server.runtime.memory import GIB, Memory, measure_activations, plan_kv_cache, seconds, sequences_held
-from llmservice_server.runtime.runner import ModelRunner
+from llmservice_server.runtime.runner import ModelRunner, SwappedBlocks
 from llmservice_server.runtime.start_record import StartPhases, StartRecord
-from llmservice_server.runtime.swapped_blocks import SwappedBlocks
 from llmservice_server.sampling.grammar import GrammarCompiler
 from llmservice_server.types.errors import ConfigError, ModelLoadError, OutOfMemoryError
 

@@ -13,8 +13,7 @@ import msgspec
 import tokenizers
 
 from llmservice_server.text.chat_template import ChatTemplate, ChatTemplateError, TemplateOptions
-from llmservice_server.text.detokenizer import ByteDetokenizer, Detokenizer
-from llmservice_server.text.token_bytes import TokenBytes, byte_of_letter
+from llmservice_server.text.detokenizer import ByteDetokenizer, Detokenizer, TokenBytes, byte_of_letter
 from llmservice_server.text.tool_calls import ToolFormat
 
 _SHRINKS_BY = {"NFC": 3, "NFKC": 4, "NFD": 3, "NFKD": 4}

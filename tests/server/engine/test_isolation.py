@@ -5,7 +5,7 @@ from itertools import chain
 
 import pytest
 
-from llmservice_server.engine.isolation import execute_isolated
+from llmservice_server.engine.engine import execute_isolated
 
 
 class Device:

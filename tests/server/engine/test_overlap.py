@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from llmservice_server.engine.block_pool import PreemptionCost, SwapSpace
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.engine import Engine
+from llmservice_server.engine.interfaces import Started
 from llmservice_server.engine.request import TokenHistory
-from llmservice_server.engine.runner import Started
 from llmservice_server.engine.scheduler import ContinuousScheduler
 from llmservice_server.runtime.startup import start
 from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model

@@ -1,7 +1,12 @@
+import math
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmservice_server.engine.request import TokenHistory
+from llmservice_server.engine.request import Lane, LaneConfig, Request, TokenHistory, why_refused
+from llmservice_server.types.messages import GenerateRequest, SamplingParams
 
 TOKENS = st.lists(st.integers(0, 30), max_size=40)
 
@@ -15,3 +20,118 @@ def test_the_prompts_tokens_stand_there_once_and_the_answers_as_often_as_they_ca
         history.append(token)
     assert history.answer.tolist() == answer
     assert sorted(history.everything.tolist()) == sorted([*set(prompt), *answer])
+
+
+def refusal(prompt: list[int], **sampling: Any) -> str | None:
+    settings = {"max_tokens": 10} | sampling
+    message = GenerateRequest(
+        request_id="r", prompt_token_ids=prompt, sampling=SamplingParams(**settings), arrival_s=0.0, lane="interactive"
+    )
+    return why_refused(message, vocab_size=50, max_request_tokens=20)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling"),
+    [
+        ([0, 49], {}),
+        ([1] * 10, {"max_tokens": 10}),
+        ([1], {"temperature": 0.0, "top_p": 0.0, "top_k": 0}),
+        ([1], {"temperature": 2.0, "top_p": 1.0, "top_k": 10_000}),
+        ([1], {"allowed_token_ids": (0, 49), "bad_words": ((3,), (4, 5))}),
+    ],
+)
+def test_what_can_be_served_is_admitted(prompt: list[int], sampling: dict[str, Any]) -> None:
+    assert refusal(prompt, **sampling) is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "message"),
+    [
+        ([], {}, "no tokens, expected at least one"),
+        ([50], {}, "expected 0 to 49"),
+        ([-1], {}, "expected 0 to 49"),
+        ([1] * 11, {}, "11 prompt tokens and max_tokens 10 make 21, expected at most 20: shorten"),
+        ([1], {"max_tokens": 0}, "max_tokens is 0, expected at least 1"),
+        ([1], {"temperature": -0.1}, "temperature is -0.1"),
+        ([1], {"temperature": math.nan}, "temperature is nan"),
+        ([1], {"temperature": math.inf}, "temperature is inf"),
+        ([1], {"top_p": 1.5}, "top_p is 1.5"),
+        ([1], {"top_p": math.nan}, "top_p is nan"),
+        ([1], {"top_k": -1}, "top_k is -1"),
+        ([1], {"min_p": 1.1}, "min_p is 1.1"),
+        ([1], {"min_p": math.nan}, "min_p is nan"),
+        ([1], {"logit_bias": {50: 1.0}}, "logit_bias names a token id outside"),
+        ([1], {"logit_bias": {5: math.inf}}, "expected -100 to 100"),
+        ([1], {"presence_penalty": math.nan}, "presence_penalty is nan"),
+        ([1], {"frequency_penalty": 2.5}, "frequency_penalty is 2.5"),
+        ([1], {"repetition_penalty": 1e-300}, "repetition_penalty is 1e-300"),
+        ([1], {"min_tokens": -1}, "min_tokens is -1"),
+        ([1], {"min_tokens": 2, "grammar": "{}"}, "0 beside a grammar"),
+        ([1], {"allowed_token_ids": (1, 50)}, "allowed_token_ids or bad_words"),
+        ([1], {"bad_words": ((1, -1),)}, "allowed_token_ids or bad_words"),
+        ([1], {"bad_words": ((),)}, "allowed_token_ids or bad_words"),
+        ([1], {"bad_words": ((1,),), "grammar": "{}"}, "cannot be combined with a grammar"),
+        ([1], {"logprobs": 21}, "expected 0 to 20"),
+        ([1], {"prompt_logprobs": -1}, "expected 0 to 20"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_with_the_reason(
+    prompt: list[int], sampling: dict[str, Any], message: str
+) -> None:
+    assert message in str(refusal(prompt, **sampling))
+
+
+def request_of(order: int, prompt: int = 1, max_tokens: int = 1, arrival_s: float = 0.0, priority: int = 0) -> Request:
+    sampling = SamplingParams(max_tokens=max_tokens)
+    message = GenerateRequest(
+        request_id=f"r{order}",
+        prompt_token_ids=[1] * prompt,
+        sampling=sampling,
+        arrival_s=arrival_s,
+        priority=priority,
+    )
+    return Request.of(message, order, seed=0, eos_token_ids=frozenset())
+
+
+def lane_of(*requests: Request, **config: object) -> Lane:
+    lane = Lane(LaneConfig(**config), max_num_seqs=64, max_num_batched_tokens=2048)  # type: ignore[arg-type]
+    for request in requests:
+        lane.enter(request)
+    return lane
+
+
+def test_fcfs_serves_in_order_of_arrival_and_a_preempted_request_comes_back_to_its_place() -> None:
+    first, second, third = (request_of(order, prompt=50 - order) for order in range(3))
+    lane = lane_of(first, second, third)
+    lane.remove(first)
+    lane.remove(second)
+    lane.enqueue(second)
+    assert lane.waiting == [second, third]
+
+
+def test_sjf_serves_the_shortest_first_and_equals_in_order_of_arrival() -> None:
+    long, short, equal = request_of(0, 90, 10), request_of(1, 5, 10), request_of(2, 10, 5)
+    assert lane_of(long, short, equal, policy="sjf").waiting == [short, equal, long]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "sjf"])
+def test_the_smallest_priority_is_served_first_whatever_the_policy(policy: str) -> None:
+    usual, last, first = request_of(0), request_of(1, priority=7), request_of(2, prompt=90, priority=-1)
+    assert lane_of(usual, last, first, policy=policy).waiting == [first, usual, last]
+
+
+@pytest.mark.parametrize(("later_s", "overtaken"), [(8.9, True), (9.1, False)])
+def test_under_sjf_nobody_is_overtaken_beyond_the_ageing_bound(later_s: float, overtaken: bool) -> None:
+    long, late = request_of(0, 90, 10), request_of(1, 5, 5, arrival_s=later_s)  # 90 tokens more, 10 a second
+    lane = lane_of(long, late, policy="sjf", ageing_tokens_per_s=10.0)
+    assert (lane.waiting[0] is late) is overtaken
+
+
+def test_the_share_is_of_sequences_and_of_tokens() -> None:
+    lane = lane_of(share=0.1)
+    assert (lane.own_seqs, lane.own_tokens) == (6, 204)
+
+
+def test_removing_who_does_not_wait_is_refused() -> None:
+    with pytest.raises(ValueError, match="request r7 is not in the queue"):
+        lane_of(request_of(1)).remove(request_of(7))

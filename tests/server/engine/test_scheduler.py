@@ -1,15 +1,17 @@
 """The scheduler alone: no model, tokens are made up, every step's plan is read."""
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from llmservice_bench.batch_scheduler import BatchScheduler
 from llmservice_server.engine.block_pool import BlockPool, PreemptionCost, SwapSpace
-from llmservice_server.engine.lanes import LaneConfig
-from llmservice_server.engine.plan import Plan
-from llmservice_server.engine.request import Request, Status
-from llmservice_server.engine.scheduler import ContinuousScheduler, SchedulerConfig
+from llmservice_server.engine.config import EngineConfig
+from llmservice_server.engine.interfaces import Plan
+from llmservice_server.engine.request import LaneConfig, Request, Status
+from llmservice_server.engine.scheduler import ContinuousScheduler, SchedulerConfig, continuous_config, make_scheduler
 from llmservice_server.types.messages import GenerateRequest, SamplingParams
 
 BLOCK_SIZE = 4
@@ -408,3 +410,35 @@ def test_a_step_leaves_the_batch_lanes_share_or_what_of_it_batch_requests_and_th
     for _ in range(3):
         bench.add(prompt=8, lane="batch")
     assert bench.scheduler.tokens_left(bench.step()) == 1  # both are used up
+
+
+@pytest.mark.parametrize(
+    ("settings", "on_cpu", "step", "chunk"),
+    [
+        ({}, False, 2048, 512),  # a GPU needs many rows to be at its best
+        ({}, True, 32 + 512, 256),  # a CPU does not, and a long step is a long wait
+        ({"max_prefill_tokens": 64}, True, 32 + 64, 32),
+        ({"max_prefill_tokens": 64}, False, 32 + 64, 32),
+        ({"max_prefill_tokens": 4096}, True, 2048, 512),
+        ({"max_num_batched_tokens": 64, "prefill_chunk_tokens": 7}, True, 64, 7),  # both are bounds
+        ({"max_prefill_tokens": 1}, True, 33, 1),
+    ],
+)
+def test_step_has_room_for_every_sequence_and_some_prompt_tokens(
+    settings: dict[str, Any], on_cpu: bool, step: int, chunk: int
+) -> None:
+    config = continuous_config(EngineConfig(model=Path("model"), **settings), 32, 512 if on_cpu else None)
+    assert (config.max_num_batched_tokens, config.prefill_chunk_tokens) == (step, chunk)
+
+
+def test_long_prompt_leaves_room_for_others_on_a_cpu() -> None:
+    config = continuous_config(EngineConfig(model=Path("model")), 32, 512)
+    assert config.max_long_tokens < config.max_num_batched_tokens - config.max_num_seqs
+
+
+@pytest.mark.parametrize(("name", "padded"), [("static", True), ("dynamic", False)])
+def test_request_level_batching_takes_its_whole_budget_on_any_device(name: Any, padded: bool) -> None:
+    config = EngineConfig(model=Path("model"), scheduler=name)
+    scheduler = make_scheduler(config, 32, BlockPool(10), None, 512)
+    assert isinstance(scheduler, BatchScheduler)
+    assert (scheduler.config.max_num_batched_tokens, scheduler.config.padded) == (2048, padded)

@@ -15,8 +15,7 @@ from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen3Conf
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from llmservice_server.engine.config import EngineConfig, Pooling
-from llmservice_server.runtime.embedding_model import EmbeddingModel
-from llmservice_server.runtime.embeddings import BatchEmbedder, Batcher, Item, Pace
+from llmservice_server.runtime.embeddings import BatchEmbedder, Batcher, EmbeddingModel, Item, Pace
 from llmservice_server.runtime.startup import start
 from llmservice_server.types.messages import Embed
 

@@ -1,6 +1,6 @@
 import pytest
 
-from llmservice_server.engine.runner import KVCachePlan
+from llmservice_server.engine.interfaces import KVCachePlan
 from llmservice_server.runtime.memory import plan_kv_cache, sequences_held
 from llmservice_server.types.errors import OutOfMemoryError
 

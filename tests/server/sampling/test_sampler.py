@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -10,7 +12,7 @@ from llmservice_server.backend.cpu import sampler as cpu_sampler
 from llmservice_server.backend.sampling_batch import SamplingBatch
 from llmservice_server.backend.torch import sampler as torch_sampler
 from llmservice_server.engine.request import Request
-from llmservice_server.sampling.sampler import Sampler
+from llmservice_server.sampling.sampler import Logprobs, Sampler
 from llmservice_server.types.messages import GenerateRequest, SamplingParams
 
 pytestmark = pytest.mark.slow
@@ -238,3 +240,23 @@ def test_both_samplers_draw_the_same_tokens(sampling: dict[str, Any]) -> None:
     ties = torch.randint(-4, 4, (100, VOCAB), generator=torch.Generator().manual_seed(1)).float()  # as bfloat16 has
     for logits in (random_logits(100), random_logits(100, spread=0.1), ties):
         assert torch.equal(cpu_sampler.choose(logits.clone(), batch), torch_sampler.choose(logits.clone(), batch))
+
+
+def test_each_row_tells_its_token_and_its_own_number_of_likeliest() -> None:
+    logits = torch.randn(3, 20, generator=torch.Generator().manual_seed(0))
+    told = Logprobs.of(logits, torch.tensor([4, 0, 19]), 20).as_messages([4, 0, 19], [0, 3, 20])
+    reference = logits.double() - logits.double().exp().sum(-1, keepdim=True).log()
+    for row, entry in enumerate(told):
+        assert entry.logprob == pytest.approx(float(reference[row, entry.token_id]), abs=1e-5)
+        ranked = reference[row].argsort(descending=True).tolist()
+        assert [token for token, _ in entry.top] == ranked[: len(entry.top)]
+        assert [value for _, value in entry.top] == pytest.approx(
+            [float(reference[row, token]) for token, _ in entry.top], abs=1e-5
+        )
+    assert [entry.token_id for entry in told] == [4, 0, 19]
+    assert [len(entry.top) for entry in told] == [0, 3, 20]
+
+
+def test_no_more_are_told_than_the_vocabulary_has() -> None:
+    [entry] = Logprobs.of(torch.zeros(1, 3), torch.tensor([1]), 20).as_messages([1], [20])
+    assert len(entry.top) == 3
