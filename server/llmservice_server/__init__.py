@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from llmservice_server.offline.async_llm import AsyncLLM
-    from llmservice_server.offline.llm import LLM
+    from llmservice_server.offline import LLM, AsyncLLM
     from llmservice_server.types.messages import SamplingParams
 
 __all__ = ["LLM", "AsyncLLM", "SamplingParams"]
 
-_MODULES = {"LLM": "offline.llm", "AsyncLLM": "offline.async_llm", "SamplingParams": "types.messages"}
+_MODULES = {"LLM": "offline", "AsyncLLM": "offline", "SamplingParams": "types.messages"}
 
 
 def __getattr__(name: str) -> Any:

@@ -4,33 +4,42 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import os
+import re
+from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from llmservice_planner.command import Command, CommandError
 from llmservice_planner.shape import ModelShape, ShapeError
-from llmservice_server.commands.flags import (
-    add_engine_arguments,
-    count,
-    duration,
-    engine_settings,
-    memory,
-    port,
-    positive,
-    prefix,
-)
+from llmservice_server.engine.config import EngineConfig, Flag
+from llmservice_server.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from llmservice_server.http.admission_queue import QueueBound
 
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+_METAVARS = {
+    **dict.fromkeys(("tokens", "len", "size"), "TOKENS"),
+    **dict.fromkeys(("share", "utilization"), "SHARE"),
+    "bytes": "BYTES",
+    "s": "SECONDS",
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_http_arguments(parser)
-    add_engine_arguments(parser)
+    _add_listen_arguments(parser)
+    _add_protocol_arguments(parser)
+    _add_queue_arguments(parser)
+    _add_limit_arguments(parser)
+    _add_observability_arguments(parser)
+    _add_engine_arguments(parser)
 
 
-def _add_http_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_listen_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", type=Path, required=True, metavar="DIR", help="folder of a checkpoint in Hugging Face's format")
     add(
@@ -41,69 +50,19 @@ def _add_http_arguments(parser: argparse.ArgumentParser) -> None:
         help="what clients put in `model`; several are aliases (default: the folder's name)",
     )
     add("--host", default=os.environ.get("LLMSERVICE_HOST", "0.0.0.0"), help="address to listen on, $LLMSERVICE_HOST")
-    add("--port", type=port, default=8000, help="port to listen on; 0 takes a free one and logs it")
+    add("--port", type=_port, default=8000, help="port to listen on; 0 takes a free one and logs it")
     add(
         "--metrics-port",
-        type=port,
+        type=_port,
         default=8001,
         metavar="PORT",
         help="port of /metrics; the same as --port serves both there, 0 takes a free one and logs it",
-    )
-    _add_protocol_arguments(parser)
-    _add_queue_arguments(parser)
-    add("--max-queued-embeddings", type=count, default=4096, help="inputs of /v1/embeddings that may wait, likewise")
-    add("--request-timeout", type=duration, default=600.0, metavar="SECONDS", help="deadline of a request; 0 for none")
-    add(
-        "--queue-timeout",
-        type=duration,
-        default=0.0,
-        metavar="SECONDS",
-        help="of it, at most before the request is first computed; 0 for all of it",
-    )
-    add(
-        "--drain-timeout",
-        type=duration,
-        default=60.0,
-        metavar="SECONDS",
-        help="time after SIGTERM to finish what runs",
-    )
-    add(
-        "--otlp-endpoint",
-        metavar="URL",
-        help="collector to send traces to, such as http://otel:4318 (default: $OTEL_EXPORTER_OTLP_ENDPOINT, if any)",
-    )
-    add(
-        "--stuck-timeout",
-        type=duration,
-        default=300.0,
-        metavar="SECONDS",
-        help="an engine that has work and finishes no step for so long is killed, and the server ends; 0 for never",
     )
     add(
         "--api-key-file",
         type=Path,
         metavar="FILE",
         help="one KEY, KEY:LANE or KEY:LANE:NAME a line, the lane being the highest it may choose (default: no keys)",
-    )
-    add(
-        "--body-timeout",
-        type=duration,
-        default=60.0,
-        metavar="SECONDS",
-        help="for a request's body to be complete, else 408; 0 for none",
-    )
-    add(
-        "--max-body-size",
-        type=memory,
-        metavar="BYTES",
-        help="larger requests get 413 (default: 1 MiB and 64 bytes for each token of --max-model-len)",
-    )
-    add("--metrics-prefix", type=prefix, default="llmservice_", help='of the names in /metrics; "vllm:" for vLLM\'s')
-    add(
-        "--log-level",
-        choices=("debug", "info", "warning", "error"),
-        default="info",
-        help="JSON lines on standard output",
     )
 
 
@@ -141,29 +100,159 @@ def _add_queue_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--max-queued-requests",
-        type=count,
+        type=_count,
         default=512,
         metavar="N",
         help="bound of the interactive lane's queue, in sequences; from 80%% of it on more are refused with 429",
     )
     add(
         "--max-queued-tokens",
-        type=positive,
+        type=_positive,
         default=2**20,
         metavar="TOKENS",
         help="bound of the same queue in tokens of prompts",
     )
-    add("--max-queued-batch-requests", type=count, metavar="N", help="likewise for the batch lane (default: the same)")
+    add("--max-queued-batch-requests", type=_count, metavar="N", help="likewise for the batch lane (default: the same)")
     add(
         "--max-queued-batch-tokens",
-        type=positive,
+        type=_positive,
         metavar="TOKENS",
         help="likewise for the batch lane (default: the same)",
     )
+    add("--max-queued-embeddings", type=_count, default=4096, help="inputs of /v1/embeddings that may wait, likewise")
+
+
+def _add_limit_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--request-timeout", type=_duration, default=600.0, metavar="SECONDS", help="deadline of a request; 0 for none")
+    add(
+        "--queue-timeout",
+        type=_duration,
+        default=0.0,
+        metavar="SECONDS",
+        help="of it, at most before the request is first computed; 0 for all of it",
+    )
+    add(
+        "--drain-timeout",
+        type=_duration,
+        default=60.0,
+        metavar="SECONDS",
+        help="time after SIGTERM to finish what runs",
+    )
+    add(
+        "--stuck-timeout",
+        type=_duration,
+        default=300.0,
+        metavar="SECONDS",
+        help="an engine that has work and finishes no step for so long is killed, and the server ends; 0 for never",
+    )
+    add(
+        "--body-timeout",
+        type=_duration,
+        default=60.0,
+        metavar="SECONDS",
+        help="for a request's body to be complete, else 408; 0 for none",
+    )
+    add(
+        "--max-body-size",
+        type=_memory,
+        metavar="BYTES",
+        help="larger requests get 413 (default: 1 MiB and 64 bytes for each token of --max-model-len)",
+    )
+
+
+def _add_observability_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--otlp-endpoint",
+        metavar="URL",
+        help="collector to send traces to, such as http://otel:4318 (default: $OTEL_EXPORTER_OTLP_ENDPOINT, if any)",
+    )
+    add("--metrics-prefix", type=_prefix, default="llmservice_", help='of the names in /metrics; "vllm:" for vLLM\'s')
+    add(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="JSON lines on standard output",
+    )
+
+
+def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """A flag for each setting of `EngineConfig` that names one, called as the setting without its unit.
+
+    A setting that is on by default, or left open, gets a flag that turns it off.
+    """
+    defaults = {each.name: each.default for each in fields(EngineConfig)}
+    for name, kind, flag in _settings():
+        option, default = re.sub(r"_(bytes|s)$", "", name).replace("_", "-"), defaults[name]
+        add = functools.partial(parser.add_argument, dest=name, default=default, help=flag.help)
+        if kind is bool:
+            turns_off = default is not False
+            add(f"--no-{option}" if turns_off else f"--{option}", action="store_const", const=not turns_off)
+        elif get_origin(kind) is Literal:
+            add(f"--{option}", choices=get_args(kind))
+        else:
+            unit = name.rpartition("_")[2]
+            add(f"--{option}", type=flag.parse or _parser(unit, kind), metavar=flag.metavar or _METAVARS.get(unit, "N"))
+
+
+def _settings() -> Iterator[tuple[str, Any, Flag]]:
+    """Name, type (of `type | None` the type) and flag."""
+    for name, hint in get_type_hints(EngineConfig, include_extras=True).items():
+        if get_origin(hint) is Annotated:
+            kind, flag = get_args(hint)
+            yield name, get_args(kind)[0] if get_origin(kind) in (Union, UnionType) else kind, flag
+
+
+def _parser(unit: str, kind: Any) -> Any:
+    return {"bytes": _memory, "s": _duration}.get(unit) or (_positive if kind is int else kind)
+
+
+def _memory(text: str) -> int:
+    """Bytes: 536870912, 512MiB, 0.5Gi, 2GB."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]I?)?B?", text.strip().upper())
+    if match is None or (num_bytes := int(float(match[1]) * _UNITS[match[2] or ""])) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no amount of memory, expected bytes or something like 512MiB")
+    return num_bytes
+
+
+def _positive(text: str) -> int:
+    return _integer(text, 1)
+
+
+def _count(text: str) -> int:
+    return _integer(text, 0)
+
+
+def _port(text: str) -> int:
+    if (number := _integer(text, 0)) > 65535:
+        raise argparse.ArgumentTypeError(f"{text} is no port, expected 0 to 65535")
+    return number
+
+
+def _integer(text: str, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of {least} or more")
+    return int(text)
+
+
+def _duration(text: str) -> float:
+    """Seconds, also as 90s or 2m."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m|h)?", text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no duration, expected seconds, or something like 90s or 2m")
+    return float(match[1]) * {"ms": 0.001, "s": 1, "m": 60, "h": 3600}[match[2] or "s"]
+
+
+def _prefix(text: str) -> str:
+    """The prefix of metric names."""
+    if not re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot begin a metric's name: letters, digits, _ and : only")
+    return text
 
 
 def _queue_bounds(args: argparse.Namespace) -> dict[str, QueueBound]:
-    """By lane."""
+    """The bound of each lane's queue."""
     from llmservice_server.http.admission_queue import QueueBound
 
     requests, tokens = args.max_queued_requests, args.max_queued_tokens
@@ -179,11 +268,9 @@ def _queue_bounds(args: argparse.Namespace) -> dict[str, QueueBound]:
 def run(args: argparse.Namespace) -> int:
     import uvloop
 
-    from llmservice_server.engine.config import EngineConfig
     from llmservice_server.http.server import HttpProcess, ListenConfig, ServeError
     from llmservice_server.http.state import ServeConfig
     from llmservice_server.ipc import json_log
-    from llmservice_server.types.errors import ConfigError
 
     model: Path = args.model
     if not (model / "config.json").is_file():
@@ -191,7 +278,7 @@ def run(args: argparse.Namespace) -> int:
             f"{model} holds no config.json: --model expects a checkpoint in Hugging Face's format", status=1
         )
     try:
-        engine = EngineConfig(model=model, **engine_settings(args))
+        engine = EngineConfig(model=model, **{name: getattr(args, name) for name, _, _ in _settings()})
     except ConfigError as error:
         raise CommandError(str(error)) from error
     serve = ServeConfig(
@@ -233,7 +320,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _shape(model: Path) -> dict[str, Any] | None:
-    """What an operator would size by; the engine says itself what it cannot run."""
+    """The figures that an operator sizes a service by; None where the engine will report what is wrong."""
     try:
         return ModelShape.from_folder(model).to_fields()
     except ShapeError:

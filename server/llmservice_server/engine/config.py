@@ -34,7 +34,7 @@ MAX_AUTO_SEQS = 256  # more rarely add throughput, and each costs a row of logit
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """Makes a setting a flag of `llmservice serve` as well; see `commands/flags.py`."""
+    """Makes a setting a flag of `llmservice serve` as well; see `commands/serve.py`."""
 
     help: str
     metavar: str | None = None

@@ -1,14 +1,17 @@
-"""Offline use in this process: prompts in, answers out, in order, and the engine idle afterwards."""
+"""Offline use: prompts in, answers out, in order, and the engine idle afterwards."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
-from llmservice_server import LLM, SamplingParams
+from llmservice_server import LLM, AsyncLLM, SamplingParams
+from llmservice_server.ipc.client import EngineDeadError
 
 SETTINGS = {"kv_cache_memory_bytes": 2**22, "threads": 1, "max_num_seqs": 4}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -103,7 +106,50 @@ def test_the_metrics_count_what_was_generated(tiny_model: Path) -> None:
     assert llm.metrics.registry.get_sample_value("llmservice_num_requests_running", {"lane": "interactive"}) == 0
 
 
-def test_importing_the_package_imports_no_torch() -> None:
-    program = "import sys, llmservice_server; assert 'torch' not in sys.modules; llmservice_server.SamplingParams()"
-    program += "; assert 'torch' not in sys.modules; llmservice_server.LLM; assert 'fastapi' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], check=True)
+@pytest_asyncio.fixture(params=[False, True], ids=["apart", "overlapped"], scope="module", loop_scope="module")
+async def async_llm(tiny_model: Path, request: pytest.FixtureRequest) -> AsyncIterator[AsyncLLM]:
+    async with AsyncLLM(tiny_model, overlap=request.param, **SETTINGS) as llm:
+        yield llm
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_answers_are_those_of_the_engine_in_this_process(tiny_model: Path, async_llm: AsyncLLM) -> None:
+    prompts = ["one", "two and", "three", "four", "five", "six"]
+    assert await async_llm.generate(prompts, GREEDY) == LLM(tiny_model, **SETTINGS).generate(
+        prompts, GREEDY, use_tqdm=False
+    )
+    whole = (await async_llm.generate("Hello", GREEDY))[0].outputs[0]
+    deltas = [delta async for delta in async_llm.stream("Hello", GREEDY)]
+    assert "".join(delta.text for delta in deltas) == whole.text
+    assert deltas[-1].finish_reason == whole.finish_reason == "length"
+    assert [token for delta in deltas for token in delta.token_ids] == list(whole.token_ids)
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio(loop_scope="module")
+async def test_leaving_a_stream_early_frees_its_blocks(async_llm: AsyncLLM) -> None:
+    async with aclosing(async_llm.stream("Hello", SamplingParams(max_tokens=400, ignore_eos=True))) as stream:
+        async for delta in stream:
+            assert delta.finish_reason is None
+            break
+    async with asyncio.timeout(20):
+        while async_llm.metrics.registry.get_sample_value("llmservice_kv_cache_blocks", {"state": "held"}) != 0:
+            await asyncio.sleep(0.01)
+    aborted = {"finished_reason": "abort"}
+    assert async_llm.metrics.registry.get_sample_value("llmservice_request_success_total", aborted) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_prompt_that_can_never_fit_is_refused_with_the_numbers(async_llm: AsyncLLM) -> None:
+    with pytest.raises(ValueError, match="600 prompt tokens"):
+        await async_llm.generate([[5] * 600], GREEDY)
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio(loop_scope="module")
+async def test_an_engine_that_cannot_start_says_why(tiny_model: Path) -> None:
+    with pytest.raises(EngineDeadError, match="beyond the model's context"):
+        async with AsyncLLM(tiny_model, max_model_len=10**6, **SETTINGS):
+            pass

@@ -1,0 +1,245 @@
+"""The engine without HTTP: `LLM` in the caller's process, `AsyncLLM` in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeGuard
+
+import msgspec
+from tqdm import tqdm
+
+from llmservice_server.engine.config import EngineConfig
+from llmservice_server.engine.request import why_refused
+from llmservice_server.ipc.client import EngineClient, EngineDeadError
+from llmservice_server.ipc.metrics import Metrics
+from llmservice_server.text.output_processor import CompletionOutput, OutputProcessor
+from llmservice_server.text.tokenizer import Tokenizer
+from llmservice_server.types.messages import GenerateRequest, Ready, SamplingParams, TokenLogprobs
+
+Prompt = str | Sequence[int]  # text, or token ids
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A prompt and its `n` answers."""
+
+    prompt: str | None  # None where token ids were given
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the second token and those after it, where requested
+
+
+def make_requests(
+    request_id: str,
+    prompts: Sequence[Prompt],
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    tokenizer: Tokenizer,
+    ready: Ready,
+) -> list[GenerateRequest]:
+    """One for each prompt. Raises ValueError where the engine could never serve one, with the numbers."""
+    arrival_s = time.monotonic()
+    requests = []
+    for index, (prompt, params) in enumerate(zip(prompts, _params_list(sampling_params, len(prompts)), strict=True)):
+        token_ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        request = GenerateRequest(
+            request_id=request_id, prompt_token_ids=token_ids, sampling=params, arrival_s=arrival_s
+        )
+        if problem := why_refused(request, tokenizer.vocab_size, ready.max_request_tokens):
+            raise ValueError(f"prompt {index}: {problem}")
+        requests.append(request)
+    return requests
+
+
+def request_outputs(
+    prompts: Sequence[Prompt], processor: OutputProcessor, outputs: Iterable[CompletionOutput]
+) -> list[RequestOutput]:
+    """The results in the order of the prompts; `outputs` are the whole answers to all of them."""
+    answers: list[list[CompletionOutput]] = [[] for _ in prompts]
+    prompt_logprobs: list[tuple[TokenLogprobs, ...]] = [()] * len(prompts)
+    for output in sorted(outputs, key=lambda output: output.index):
+        state = processor.states[output.index]
+        of_prompt = answers[state.prompt_index]
+        prompt_logprobs[state.prompt_index] = prompt_logprobs[state.prompt_index] or state.prompt_logprobs
+        of_prompt.append(msgspec.structs.replace(output, index=len(of_prompt)))
+    token_ids = {state.prompt_index: tuple(state.request.prompt_token_ids) for state in processor.states}
+    return [
+        RequestOutput(prompt if isinstance(prompt, str) else None, token_ids[index], tuple(of_prompt), logprobs)
+        for index, (prompt, of_prompt, logprobs) in enumerate(zip(prompts, answers, prompt_logprobs, strict=True))
+    ]
+
+
+def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several, as a list. An empty list holds no prompt."""
+    if isinstance(prompts, str) or (prompts and _is_token_ids(prompts)):
+        return [prompts]
+    return [prompt for prompt in prompts if not isinstance(prompt, int)]
+
+
+def _is_token_ids(prompts: Sequence[int] | Sequence[Prompt]) -> TypeGuard[Sequence[int]]:
+    ids = sum(isinstance(prompt, int) for prompt in prompts)
+    if 0 < ids < len(prompts):
+        raise ValueError("prompts mixes token ids with texts or lists: expected one kind")
+    return ids > 0
+
+
+def _params_list(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
+    """One for each prompt."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * num_prompts
+    if len(params) != num_prompts:
+        raise ValueError(f"{len(params)} sampling parameters for {num_prompts} prompts: expected one, or one for each")
+    return list(params)
+
+
+class LLM:
+    """A loaded model. `settings` are those of `EngineConfig`. Not thread-safe.
+
+    Raises StartError where the engine cannot start, TokenizerLoadError where there is no usable tokenizer.
+    """
+
+    def __init__(self, model: str | Path, **settings: Any) -> None:
+        from llmservice_server.runtime.startup import load_engine  # imports torch, which `AsyncLLM` does not need here
+
+        config = EngineConfig(model=Path(model), **settings)
+        self.tokenizer = Tokenizer.load(config.model, tokenizer_folder=config.tokenizer)
+        self.engine = load_engine(config)
+        self.metrics = Metrics("llmservice_", config.model.name)
+        self.metrics.set_ready(self.engine.ready)
+        self._ids = itertools.count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete texts or lists of token ids; the results are in the order of the prompts.
+
+        An answer that fails has an `error`, and the others continue. Raises ValueError, before anything is computed,
+        where a prompt can never be served.
+        """
+        given = prompt_list(prompts)
+        requests = make_requests(str(next(self._ids)), given, sampling_params, self.tokenizer, self.engine.ready)
+        processor = OutputProcessor(requests, self.tokenizer, self.metrics, final_only=True)
+        try:
+            outputs = self._run(processor, use_tqdm)
+        finally:  # an interrupted run leaves an idle engine behind
+            self.engine.abort(processor.close())
+        return request_outputs(given, processor, outputs)
+
+    def _run(self, processor: OutputProcessor, use_tqdm: bool) -> list[CompletionOutput]:
+        answers: list[CompletionOutput] = []
+        for request in processor.requests:
+            self.engine.add(request)
+        with tqdm(total=len(processor.states), desc="prompts", unit="seq", disable=not use_tqdm) as bar:
+            while self.engine.has_work:
+                time.sleep(self.engine.wait_s())
+                step = self.engine.step()
+                self.metrics.set_stats(step.stats)
+                finished = processor.process(step.outputs, time.monotonic())
+                self.engine.abort(processor.take_stopped(), finished=True)
+                answers += finished
+                bar.update(len(finished))
+                if use_tqdm and (elapsed_s := bar.format_dict["elapsed"]) > 0:
+                    bar.set_postfix_str(f"{processor.num_tokens / elapsed_s:.0f} tok/s", refresh=False)
+        return answers
+
+
+class AsyncLLM:
+    """`async with AsyncLLM(path) as llm:`, then any number of concurrent calls of `stream` and `generate`.
+
+    `settings` are those of `EngineConfig`. Entering raises EngineDeadError where the engine cannot start, and
+    TokenizerLoadError where there is no usable tokenizer.
+    """
+
+    def __init__(self, model: str | Path, *, log_level: str = "warning", **settings: Any) -> None:
+        self._config = EngineConfig(model=Path(model), **settings)
+        self._log_level = log_level
+        self.metrics = Metrics("llmservice_", self._config.model.name)
+        self._ids = itertools.count()
+
+    async def __aenter__(self) -> Self:
+        self.tokenizer = await asyncio.to_thread(
+            Tokenizer.load, self._config.model, tokenizer_folder=self._config.tokenizer
+        )
+        ready = asyncio.Event()
+
+        def on_ready(message: Ready) -> None:
+            self.metrics.set_ready(message)
+            ready.set()
+
+        self._client = EngineClient(self._config, self._log_level, on_ready=on_ready, on_stats=self.metrics.set_stats)
+        self._running = asyncio.create_task(self._client.run())
+        started = asyncio.create_task(ready.wait())
+        try:
+            await asyncio.wait([started, self._running], return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            await self._stop()
+            raise
+        finally:
+            started.cancel()
+        if self._client.ready is None:
+            await self._running
+            raise EngineDeadError(self._client.failure or "the engine process has ended")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._stop()
+
+    async def _stop(self) -> None:
+        await self._client.stop()
+        await self._running
+
+    async def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> AsyncIterator[CompletionOutput]:
+        """The pieces of each of the `n` answers, as soon as their text is certain. Leaving early (`aclosing`) aborts.
+
+        Raises ValueError where the prompt can never be served, EngineDeadError where the engine has ended.
+        """
+        processor = self._processor([prompt], sampling_params, final_only=False)
+        async with aclosing(self._outputs(processor)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """As `LLM.generate`: the results in the order of the prompts."""
+        given = prompt_list(prompts)
+        processor = self._processor(given, sampling_params, final_only=True)
+        return request_outputs(given, processor, [output async for output in self._outputs(processor)])
+
+    def _processor(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        final_only: bool,
+    ) -> OutputProcessor:
+        ready = self._client.require_ready()
+        requests = make_requests(str(next(self._ids)), prompts, sampling_params, self.tokenizer, ready)
+        return OutputProcessor(requests, self.tokenizer, self.metrics, final_only=final_only)
+
+    async def _outputs(self, processor: OutputProcessor) -> AsyncGenerator[CompletionOutput]:
+        stream = self._client.generate(processor.requests)
+        try:
+            while processor.num_unfinished:
+                outputs = processor.process(await stream.next(), time.monotonic())
+                self._client.abort(processor.take_stopped(), finished=True)
+                for output in outputs:
+                    yield output
+        finally:
+            self._client.abort(processor.close())
