@@ -26,7 +26,7 @@ sys.path[:0] = PACKAGES  # a machine with a GPU may have this checkout without a
 from gpu_bench.relay import State, Worker, relay  # noqa: E402 - the paths come first
 from gpu_bench.sections import SECTIONS, Findings  # noqa: E402 - likewise
 from llmservice_bench.results import FOLDER, Results, replace  # noqa: E402 - likewise
-from llmservice_server.ipc.environment import for_computing  # noqa: E402 - likewise
+from llmservice_server.ipc.engine_process import for_computing  # noqa: E402 - likewise
 
 
 def table(gpu: str, found: Findings) -> str:

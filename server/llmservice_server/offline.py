@@ -101,7 +101,7 @@ def _params_list(params: SamplingParams | Sequence[SamplingParams] | None, num_p
 class LLM:
     """A loaded model. `settings` are those of `EngineConfig`. Not thread-safe.
 
-    Raises StartError where the engine cannot start, TokenizerLoadError where there is no usable tokenizer.
+    Raises StartError where the engine cannot start or there is no usable tokenizer.
     """
 
     def __init__(self, model: str | Path, **settings: Any) -> None:
@@ -157,7 +157,7 @@ class AsyncLLM:
     """`async with AsyncLLM(path) as llm:`, then any number of concurrent calls of `stream` and `generate`.
 
     `settings` are those of `EngineConfig`. Entering raises EngineDeadError where the engine cannot start, and
-    TokenizerLoadError where there is no usable tokenizer.
+    ModelLoadError where there is no usable tokenizer.
     """
 
     def __init__(self, model: str | Path, *, log_level: str = "warning", **settings: Any) -> None:

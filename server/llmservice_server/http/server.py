@@ -23,7 +23,7 @@ from llmservice_server.http.state import ServeConfig, ServerState
 from llmservice_server.http.tracing import TracingError, tracer_provider
 from llmservice_server.ipc.client import ENGINE_COMMAND, EngineClient
 from llmservice_server.ipc.metrics import Metrics
-from llmservice_server.text.tokenizer import Tokenizer, TokenizerLoadError
+from llmservice_server.text.tokenizer import Tokenizer
 from llmservice_server.types.checkpoint_config import GenerationConfig
 from llmservice_server.types.errors import ModelLoadError
 from llmservice_server.types.messages import Ready
@@ -246,7 +246,7 @@ class HttpProcess:
             self._state.tokenizer = await asyncio.to_thread(
                 Tokenizer.load, engine.model, tokenizer_folder=engine.tokenizer, chat_template=config.chat_template
             )
-        except (ModelLoadError, TokenizerLoadError, OSError) as error:
+        except (ModelLoadError, OSError) as error:
             self._fail(str(error))
 
     def _fail(self, failure: str | None) -> None:

@@ -8,8 +8,6 @@ from datetime import UTC, datetime
 
 import msgspec
 
-LEVELS = ("debug", "info", "warning", "error")
-
 
 class JsonFormatter(logging.Formatter):
     """`time`, `level`, `logger`, `message`, the record's `fields`, and a traceback where there is one."""

@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from llmservice_server.models.config import ModelConfig
 from llmservice_server.models.llama import LlamaModel
-from llmservice_server.types.checkpoint_config import CheckpointConfig, GenerationConfig, read_json_object
+from llmservice_server.types.checkpoint_config import eos_token_ids, read_json_object
 from llmservice_server.types.errors import ModelLoadError
 
 _INDEX = "model.safetensors.index.json"
@@ -36,9 +35,8 @@ class Checkpoint:
         """Raises `ModelLoadError`: no such folder, broken JSON, an architecture that we do not run, a missing shard."""
         if not folder.is_dir():
             raise ModelLoadError(f"{folder} is not a folder: expected one with config.json and *.safetensors")
-        raw = read_json_object(folder / "config.json")
-        config = ModelConfig.from_dict(raw)
-        return cls(folder, config, _shards(folder), _eos_token_ids(folder, raw))
+        config = ModelConfig.from_dict(read_json_object(folder / "config.json"))
+        return cls(folder, config, _shards(folder), eos_token_ids(folder))
 
     def dtype(self, wanted: str) -> torch.dtype:
         """The dtype to run in; `auto` is the checkpoint's own."""
@@ -119,11 +117,3 @@ def _shards(folder: Path) -> tuple[Path, ...]:
             "convert them to safetensors"
         )
     raise ModelLoadError(f"{folder} holds no *.safetensors file")
-
-
-def _eos_token_ids(folder: Path, raw: Mapping[str, Any]) -> frozenset[int]:
-    """generation_config.json overrules config.json, as chat models end their turns with more than one token."""
-    ids = GenerationConfig.of(folder).eos_token_id
-    if ids is None:
-        ids = CheckpointConfig.parse(raw, "config.json").eos_token_id
-    return frozenset([ids] if isinstance(ids, int) else ids or [])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -23,7 +24,7 @@ from llmservice_server.runtime.embeddings import BatchEmbedder, EmbeddingModel
 from llmservice_server.runtime.loader import Checkpoint
 from llmservice_server.runtime.memory import GIB, Memory, measure_activations, plan_kv_cache, seconds, sequences_held
 from llmservice_server.runtime.runner import ModelRunner, SwappedBlocks
-from llmservice_server.runtime.start_record import StartPhases, StartRecord
+from llmservice_server.runtime.start_record import StartRecord
 from llmservice_server.sampling.grammar import GrammarCompiler
 from llmservice_server.types.errors import ConfigError, ModelLoadError, OutOfMemoryError
 
@@ -31,6 +32,27 @@ _LOG = logging.getLogger(__name__)
 _WARM_UP_TOKENS = 16  # the first step pays for lazy initialisation, a request should not
 _WORTH_COMPILING_BYTES = 64 << 20
 """Of weights. What a step of a smaller model saves never makes up for the time in which its kernels are compiled."""
+
+
+class StartPhases:
+    """Seconds by phase, in the order in which they began."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """What runs inside is counted to `name`, also where it raises."""
+        started_s = self._clock()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + self._clock() - started_s
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items())
+        return f"{sum(self.seconds.values()):.1f} s ({parts})"
 
 
 def load_engine(config: EngineConfig, clock: Callable[[], float] = time.monotonic) -> Engine:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,8 @@ import tokenizers
 from llmservice_server.text.chat_template import ChatTemplate, ChatTemplateError, TemplateOptions
 from llmservice_server.text.detokenizer import ByteDetokenizer, Detokenizer, TokenBytes, byte_of_letter
 from llmservice_server.text.tool_calls import ToolFormat
+from llmservice_server.types.checkpoint_config import eos_token_ids, read_json_object
+from llmservice_server.types.errors import ModelLoadError
 
 _SHRINKS_BY = {"NFC": 3, "NFKC": 4, "NFD": 3, "NFKD": 4}
 """At most, in bytes: the Kelvin sign (3 bytes) becomes K, a mathematical letter (4 bytes) a letter."""
@@ -71,10 +72,6 @@ class TextTooLongError(Exception):
     """A text has more tokens than allowed. The message is one sentence for the client."""
 
 
-class TokenizerLoadError(Exception):
-    """The folder's tokenizer cannot be used. The message is one sentence for the user."""
-
-
 class Tokenizer:
     """Thread-safe: the library keeps no state between calls."""
 
@@ -97,30 +94,30 @@ class Tokenizer:
     def load(
         cls, directory: Path, *, tokenizer_folder: Path | None = None, chat_template: Path | None = None
     ) -> Tokenizer:
-        """Read tokenizer.json and, where they exist, template and configurations. Raises TokenizerLoadError.
+        """Read tokenizer.json and, where they exist, template and configurations. Raises ModelLoadError.
 
         `tokenizer_folder` is read instead of the model's `directory`, which still determines the ids that end an
         answer. `chat_template` is a file that replaces the tokenizer's own template.
         """
         folder = tokenizer_folder or directory
         if chat_template is not None and not chat_template.is_file():
-            raise TokenizerLoadError(f"the chat template {chat_template} does not exist: expected a file in Jinja")
+            raise ModelLoadError(f"the chat template {chat_template} does not exist: expected a file in Jinja")
         path = folder / "tokenizer.json"
         if not path.is_file():
-            raise TokenizerLoadError(
-                f"{path} does not exist: a checkpoint needs a fast tokenizer in Hugging Face's format"
-            )
+            raise ModelLoadError(f"{path} does not exist: a checkpoint needs a fast tokenizer in Hugging Face's format")
         try:
             library = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
-            raise TokenizerLoadError(f"{path} cannot be read: {error}") from error
+            raise ModelLoadError(f"{path} cannot be read: {error}") from error
         library.no_truncation()
         library.no_padding()
-        settings = _read_json(folder / "tokenizer_config.json")
+        config = folder / "tokenizer_config.json"
+        settings = read_json_object(config) if config.is_file() else {}
         special_tokens = _special_tokens(settings)
+        ends, own_end = eos_token_ids(directory), library.token_to_id(special_tokens.get("eos_token", ""))
         return cls(
             library,
-            eos_token_ids=_eos_token_ids(directory, library.token_to_id(special_tokens.get("eos_token", ""))),
+            eos_token_ids=ends if own_end is None else ends | {own_end},
             chat=_chat_template(chat_template or folder / "chat_template.jinja", settings, special_tokens),
         )
 
@@ -204,16 +201,6 @@ def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
     return tokens
 
 
-def _eos_token_ids(directory: Path, tokenizer_eos: int | None) -> frozenset[int]:
-    """From generation_config.json, else config.json, together with the tokenizer's own end token."""
-    ids = set() if tokenizer_eos is None else {tokenizer_eos}
-    for name in ("generation_config.json", "config.json"):
-        eos = _read_json(directory / name).get("eos_token_id")
-        if eos is not None:
-            return frozenset(ids.union(eos if isinstance(eos, list) else [eos]))
-    return frozenset(ids)
-
-
 def _chat_template(path: Path, settings: dict[str, Any], special_tokens: dict[str, str]) -> ChatTemplate | None:
     where = path if path.is_file() else path.with_name("tokenizer_config.json")
     try:
@@ -222,16 +209,4 @@ def _chat_template(path: Path, settings: dict[str, Any], special_tokens: dict[st
             source = {entry["name"]: entry["template"] for entry in source}.get("default")
         return None if source is None else ChatTemplate(source, special_tokens)
     except (jinja2.TemplateError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise TokenizerLoadError(f"the chat template in {where} cannot be used: {error}") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise TokenizerLoadError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise TokenizerLoadError(f"{path} holds a {type(content).__name__}, expected an object")
-    return content
+        raise ModelLoadError(f"the chat template in {where} cannot be used: {error}") from error

@@ -67,7 +67,13 @@ class RopeParameters(_File):
         return content
 
 
-class CheckpointConfig(_File):
+class _EndTokens(_File):
+    """The ids that end an answer, which either file may name."""
+
+    eos_token_id: TokenId | list[TokenId] | None = None
+
+
+class CheckpointConfig(_EndTokens):
     """config.json: what the decoders that we run need of it."""
 
     architectures: list[str] = Field(default_factory=list)
@@ -95,16 +101,14 @@ class CheckpointConfig(_File):
     quantization_config: Any = None
     dtype: str | None = None
     torch_dtype: str | None = None  # the older name of dtype
-    eos_token_id: TokenId | list[TokenId] | None = None
 
 
 _SAMPLING_DEFAULTS = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
 
 
-class GenerationConfig(_File):
-    """generation_config.json: when an answer ends, and how the model's makers sample."""
+class GenerationConfig(_EndTokens):
+    """generation_config.json: when an answer ends, and the sampling parameters that the model's authors recommend."""
 
-    eos_token_id: TokenId | list[TokenId] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
@@ -115,7 +119,7 @@ class GenerationConfig(_File):
 
     @classmethod
     def of(cls, folder: Path) -> Self:
-        """That of a checkpoint, which may have none. Raises `ModelLoadError`."""
+        """The one of a checkpoint, which may have none. Raises `ModelLoadError`."""
         path = folder / "generation_config.json"
         return cls.parse(read_json_object(path), path.name) if path.exists() else cls()
 
@@ -123,6 +127,17 @@ class GenerationConfig(_File):
     def sampling_defaults(self) -> dict[str, float]:
         """By name, the sampling parameters of requests that do not set them."""
         return self.model_dump(include=_SAMPLING_DEFAULTS, exclude_none=True)
+
+
+def eos_token_ids(folder: Path) -> frozenset[int]:
+    """The ids that end an answer: generation_config.json's, else config.json's. Raises `ModelLoadError`.
+
+    Chat models end their turns with more than one token, and name them all in generation_config.json only.
+    """
+    ids, config = GenerationConfig.of(folder).eos_token_id, folder / "config.json"
+    if ids is None and config.exists():
+        ids = _EndTokens.parse(read_json_object(config), config.name).eos_token_id
+    return frozenset([ids] if isinstance(ids, int) else ids or [])
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

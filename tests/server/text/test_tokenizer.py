@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
 from llmservice_server.text.chat_template import ChatTemplateError
-from llmservice_server.text.tokenizer import TextTooLongError, Tokenizer, TokenizerLoadError, most_bytes_per_token
+from llmservice_server.text.tokenizer import TextTooLongError, Tokenizer, most_bytes_per_token
 from llmservice_server.text.tool_calls import HERMES, ToolFormat
 from llmservice_server.tiny import tokenizer as tiny_tokenizer
 from llmservice_server.tiny.tokenizer import train
+from llmservice_server.types.errors import ModelLoadError
 
 
 def _tiny(change: Callable[[tokenizers.Tokenizer], None]) -> tokenizers.Tokenizer:
@@ -167,14 +168,14 @@ def test_truncation_and_padding_that_were_saved_with_the_tokenizer_are_off(model
     ("name", "content", "message"),
     [
         ("tokenizer.json", "{", "tokenizer.json cannot be read"),
-        ("tokenizer_config.json", "{", "tokenizer_config.json is not valid JSON"),
-        ("generation_config.json", "[1]", "generation_config.json holds a list"),
+        ("tokenizer_config.json", "{", "tokenizer_config.json cannot be read as JSON"),
+        ("generation_config.json", "[1]", "generation_config.json holds a JSON list"),
         ("chat_template.jinja", "{% for %}", "the chat template in .* cannot be used"),
     ],
 )
 def test_a_broken_file_is_named(model: Path, name: str, content: str, message: str) -> None:
     (model / name).write_text(content)
-    with pytest.raises(TokenizerLoadError, match=message):
+    with pytest.raises(ModelLoadError, match=message):
         Tokenizer.load(model)
 
 
@@ -212,5 +213,5 @@ def test_a_long_text_has_the_ids_of_its_parts_and_leaves_the_interpreter_to_othe
 
 
 def test_a_template_that_is_asked_for_has_to_exist(tiny_model: Path) -> None:
-    with pytest.raises(TokenizerLoadError, match=r"absent\.jinja does not exist"):
+    with pytest.raises(ModelLoadError, match=r"absent\.jinja does not exist"):
         Tokenizer.load(tiny_model, chat_template=tiny_model / "absent.jinja")
