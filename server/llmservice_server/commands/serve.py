@@ -178,7 +178,7 @@ def _add_observability_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """A flag for each setting of `EngineConfig` that names one, called as the setting without its unit.
+    """A flag for each setting of `EngineConfig` that names one, named as the setting without its unit.
 
     A setting that is on by default, or left open, gets a flag that turns it off.
     """

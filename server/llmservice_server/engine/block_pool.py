@@ -101,7 +101,7 @@ class BlockPool:
         return blocks
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Give up one hold on each block. Raises ValueError, and frees nothing more, at a block that is not held."""
+        """Release one hold on each block. Raises ValueError, and frees nothing more, at a block that is not held."""
         for block in reversed(blocks):
             if not NULL_BLOCK < block < self.num_blocks or self._next[block] != _HELD:
                 raise ValueError(f"block {block} is not held, so it cannot be freed")
@@ -116,7 +116,7 @@ class BlockPool:
                 self._num_cached += 1
 
     def register(self, block: int, block_hash: bytes) -> None:
-        """Make a held block, whose keys and values are computed, findable. A second of the same content is not."""
+        """Make a held, computed block findable by its hash; a second block with the same content is not registered."""
         if self._hashes[block] is None and block_hash not in self._by_hash:
             self._hashes[block] = block_hash
             self._by_hash[block_hash] = block

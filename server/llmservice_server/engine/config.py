@@ -29,7 +29,7 @@ _CHOICES = {
 }
 
 
-MAX_AUTO_SEQS = 256  # more rarely add throughput, and each costs a row of logits
+MAX_AUTO_SEQS = 256  # more rarely increase throughput, and each costs a row of logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Flag:
 class EngineConfig:
     """The engine's settings. Raises `ConfigError` when made with values that cannot work.
 
-    The texts are those of the command line. A flag that begins with `no` turns its setting off.
+    The help texts are those of the command line. A flag that begins with `no` turns its setting off.
     """
 
     model: Path
@@ -176,7 +176,7 @@ class EngineConfig:
 
     @property
     def most_seqs(self) -> int:
-        """What memory is set aside for: the sequences asked for, or the most that are taken where none are."""
+        """The number of sequences that memory is reserved for: `max_num_seqs`, or its bound where it is not set."""
         return self.max_num_seqs or min(MAX_AUTO_SEQS, self.max_num_batched_tokens)
 
 

@@ -1,4 +1,4 @@
-"""The engine: requests in, tokens out, one step at a time. It knows no HTTP, no sockets and no text."""
+"""The engine: requests in, tokens out, one step at a time. It imports no HTTP, sockets or text processing."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Engine:
         return self.scheduler.tokens_left(self.last_plan) if self.wait_s() == 0 else None
 
     def wait_s(self) -> float:
-        """How long a step would find nothing to do, unless a message comes: 0 where there is work."""
+        """Seconds until a step has something to do, unless a message arrives; 0 where there is work."""
         if self._pending or self._compiling or self._in_flight:
             return 0.0
         now = self._clock()
@@ -107,7 +107,7 @@ class Engine:
                 heapq.heappush(self._deadlines, (deadline_s, request.request_id))
 
     def abort(self, request_ids: Sequence[str], finished: bool = False) -> None:
-        """End requests now, freeing their blocks; unknown ids (already finished) are passed over.
+        """End requests now, freeing their blocks; unknown ids (already finished) are ignored.
 
         `finished`: a stop string matched, so the request ends with "stop", not "abort".
         """
@@ -167,7 +167,7 @@ class Engine:
         return outputs
 
     def _overlap(self, now: float) -> list[Output]:
-        """Launch the next step behind the one in flight, then return what that one has drawn."""
+        """Launch the next step behind the one in flight, then return the tokens that that one has sampled."""
         before, self._in_flight = self._in_flight, None
         with _expecting(self._continuing(before)):
             plan = self.last_plan = self.scheduler.schedule(now)
@@ -187,7 +187,7 @@ class Engine:
         return outputs
 
     def _continuing(self, step: StepInFlight | None) -> list[Request]:
-        """The requests of a step in flight that need more than the token it draws; the others free their blocks."""
+        """The requests of a step in flight that need more than the token it samples; the others free their blocks."""
         continuing = []
         for request in step.requests if step is not None else ():
             if request.status is Status.FINISHED:
@@ -290,7 +290,7 @@ def _sampled(step: StepInFlight, ended: Collection[Request]) -> StepInFlight:
 
 @contextmanager
 def _expecting(requests: Collection[Request]) -> Iterator[None]:
-    """Within it each of `requests` has the token that the step in flight draws for it, whatever that may be."""
+    """Within it each of `requests` has a placeholder for the token that the step in flight samples for it."""
     for request in requests:
         request.token_ids.append(_UNKNOWN)
     try:
@@ -301,14 +301,14 @@ def _expecting(requests: Collection[Request]) -> Iterator[None]:
 
 
 def _seed_of(seed: int, order: int) -> int:
-    """The seed of the request that arrived as number `order` and brings none of its own: 64 bits."""
+    """The 64-bit seed of request number `order`, where it sets none."""
     return int.from_bytes(blake2b(f"{seed} {order}".encode(), digest_size=8).digest(), "little")
 
 
 def execute_isolated(
     execute: Callable[[list[S]], T], recover: Callable[[], None], batch: list[S]
 ) -> tuple[list[T], list[tuple[S, str]]]:
-    """The results of `execute`, in the batch's order, and the items that failed, with a sentence each.
+    """The results of `execute`, in the batch's order, and the items that failed, each with its error message.
 
     Computing a batch again is harmless: a step writes the same keys and values to the same places. After an exception
     each half is tried alone, down to single items; where memory was short, the halves may all succeed. `recover` is
@@ -355,11 +355,11 @@ class GrammarQueue:
         self._futures[request] = self._compiler.compile(grammar)
 
     def discard(self, request: Request) -> bool:
-        """Forget a request that has ended; False where it was not here."""
+        """Remove a request that has ended; False where it was not in this queue."""
         return self._futures.pop(request, None) is not None
 
     def take_ready(self, *, idle: bool) -> list[tuple[Request, str | None]]:
-        """Requests that have their grammar by now, or can have none, and why; `idle`: wait a moment for the first."""
+        """The requests whose compilation has ended, with None or the error; `idle`: wait up to 50 ms for the first."""
         if idle and self._futures:
             wait(self._futures.values(), _IDLE_WAIT_S, FIRST_COMPLETED)
         done = [request for request, future in self._futures.items() if future.done()]

@@ -1,4 +1,4 @@
-"""What the engine is built on: the plan of a step, and the protocols of what makes plans and what computes them."""
+"""The interfaces of the engine: the plan of a step, the schedulers that make plans, the runner that computes them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from llmservice_server.types.messages import Embed, Embedded, TokenLogprobs
 class Scheduled(msgspec.Struct, frozen=True, gc=False):
     """One request's share of a step: the tokens [start, start + num_tokens) of its `token_ids`.
 
-    There is one per sequence and step: a struct that the garbage collector never sees is made in a fifth of the time
-    that a tuple with names takes.
+    There is one for each request and step: a struct that the garbage collector does not track is created in a fifth of
+    the time of a named tuple.
     """
 
     request: Request
@@ -55,7 +55,7 @@ class Plan:
 
 
 class Scheduler(Protocol):
-    """Decides who computes what in each step, and owns the queues. Deterministic; time is passed in (monotonic)."""
+    """Decides which requests compute which tokens in a step, and owns the queues. Deterministic; time is passed in."""
 
     @property
     def running(self) -> Sequence[Request]: ...
@@ -79,7 +79,7 @@ class Scheduler(Protocol):
     def add(self, request: Request) -> None: ...
 
     def finish(self, request: Request) -> None:
-        """Take a request out of wherever it is, whatever ended it, and give its blocks back; a second time is none."""
+        """Remove a request from its queue, whatever ended it, and free its blocks. Calling it again has no effect."""
 
     def schedule(self, now: float) -> Plan:
         """Plan the next step and take the blocks it needs. `num_computed_tokens` advances here, not after the step."""
@@ -94,7 +94,7 @@ class Scheduler(Protocol):
         """How many prompt tokens a step with this plan leaves to work of the batch lane that no scheduler sees."""
 
     def wait_s(self, now: float) -> float:
-        """How long there is nothing to do, unless a request comes; 0 where a step can be taken."""
+        """Seconds until there is work, unless a request arrives; 0 where a step can be computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class StepResult:
     token_ids: Sequence[int] = ()  # -1: the request's logits are not finite
     logprobs: Sequence[TokenLogprobs | None] = ()
     prompt_logprobs: Mapping[Request, list[TokenLogprobs]] = field(default_factory=dict)
-    failed: Mapping[Request, str] = field(default_factory=dict)  # by the host, with a sentence for the client
+    failed: Mapping[Request, str] = field(default_factory=dict)  # by the host, with the message for the client
 
 
 class StepInFlight(Protocol):
@@ -116,7 +116,7 @@ class StepInFlight(Protocol):
         """Those that are due a token of it."""
 
     def sample(self, ended: Collection[Request] = ()) -> None:
-        """Have the device draw the tokens that are due, except for requests that have ended since the launch.
+        """Sample on the device the tokens that are due, except for requests that have ended since the launch.
 
         The host must have read the step before.
         """
@@ -135,7 +135,7 @@ class Runner(Protocol[S]):
         """Do the plan's copies: to be called once, before the plan is launched or executed."""
 
     def launch(self, plan: Plan, after: S | None = None) -> S:
-        """Have the device run the model on the plan's tokens; some of them are what the step `after` draws."""
+        """Run the model on the plan's tokens; some of them are those that the step `after` samples."""
 
     def execute(self, plan: Plan) -> StepResult:
         """`launch`, `sample` and `wait` in one."""

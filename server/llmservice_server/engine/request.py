@@ -24,14 +24,14 @@ _PLACE = attrgetter("place")
 
 
 class Grammar(Protocol):
-    """Where in its grammar one answer stands."""
+    """The state of one answer in its grammar."""
 
     @property
     def problem(self) -> str | None:
         """Why this answer cannot be continued, in one line for the client; None: it can."""
 
     def take(self, token_id: int) -> bool:
-        """Move on by a token that the grammar allowed; True where the sentence is complete."""
+        """Move on by a token that the grammar allowed; True where the answer is complete."""
 
 
 class TokenHistory:
@@ -78,15 +78,15 @@ class Status(Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A sequence that chases `num_tokens` with `num_computed_tokens`.
+    """A sequence of tokens, of which the first `num_computed_tokens` have keys and values in the cache.
 
         token_ids   | prompt ................ | output ......... |
         computed    | keys and values in the cache ...... |        <- num_computed_tokens
                                                           | to do |
 
-    A token is sampled by the step that computes the last known one. Preemption sets `num_computed_tokens` back to 0 and
-    keeps `token_ids`, so what was generated is computed again as if it were prompt.
-    Where it is swapped out instead, `num_computed_tokens` stays and `swapped_blocks` hold the keys and values.
+    The step that computes the last known token samples the next one. Preemption resets `num_computed_tokens` to 0 and
+    keeps `token_ids`, so generated tokens are computed again like a prompt. Where the request is swapped out instead,
+    `num_computed_tokens` stays and `swapped_blocks` hold the keys and values.
     """
 
     request_id: str
@@ -161,7 +161,7 @@ class Request:
 
 
 def why_refused(message: GenerateRequest, vocab_size: int, max_request_tokens: int) -> str | None:
-    """One sentence for the user, or None. The HTTP process checks as well; the engine does not rely on it."""
+    """The error message for the client, or None. The HTTP process checks as well; the engine does not rely on it."""
     prompt, sampling = message.prompt_token_ids, message.sampling
     if not prompt:
         return "the prompt has no tokens, expected at least one"
@@ -222,15 +222,15 @@ def _why_unadjustable(sampling: SamplingParams) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneConfig:
-    """`sjf` serves the shortest first, with ageing: a request gains on later ones as if it shrank while it waits."""
+    """`sjf` serves the shortest first, with ageing: a waiting request counts as shorter the longer it has waited."""
 
-    share: float = 0.0  # of sequences and tokens, which is the lane's own whatever the other lanes want
+    share: float = 0.0  # of sequences and tokens, reserved for the lane whatever the load of the others
     policy: QueuePolicy = "fcfs"
     ageing_tokens_per_s: float = 100.0  # under sjf none is overtaken by one that arrives tokens/ageing s later
 
 
 class Lane:
-    """Waiting requests in the order in which they are to be served. A preempted one comes back to its old place."""
+    """Waiting requests in the order in which they are to be served. A preempted one returns to its previous place."""
 
     def __init__(self, config: LaneConfig, max_num_seqs: int, max_num_batched_tokens: int) -> None:
         self.config = config

@@ -1,4 +1,4 @@
-"""Continuous batching: who computes how many tokens in the next step."""
+"""Continuous batching: how many tokens each request computes in the next step."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ class SchedulerConfig:
 
 
 class ContinuousScheduler:
-    """Knows no phases: every running request chases `num_tokens` under one token budget per step.
+    """There are no phases: every running request computes tokens up to `num_tokens`, under one token budget per step.
 
-    Running requests come first, then admissions. Interactive requests go before batch requests, which fill what is
-    idle and give it up within a step, but for their lane's share of sequences and tokens. When the blocks run out the
-    running request of least priority (lowest lane, then latest arrival) is preempted: its blocks are copied to the
+    Running requests come first, then admissions. Interactive requests go before batch requests, which use idle
+    capacity and yield it within a step, except for their lane's share of sequences and tokens. When the blocks run out
+    the running request of least priority (lowest lane, then latest arrival) is preempted: its blocks are copied to the
     swap space where that is cheaper than computing them again, and it keeps its place in the queue. A request is
-    admitted only when all the tokens known of it fit beside a small reserve and beside what was promised to prompts
-    that are being computed, because a request let in too early is soon preempted again. It takes its blocks chunk by
-    chunk.
+    admitted only when all its known tokens fit beside a small reserve and beside the blocks that are promised to
+    prompts that are being computed, because a request that is admitted too early is soon preempted again. It takes its
+    blocks chunk by chunk.
     """
 
     def __init__(self, pool: BlockPool, config: SchedulerConfig, swap: SwapSpace | None = None) -> None:
@@ -77,7 +77,7 @@ class ContinuousScheduler:
         self._cut_short: list[int] = []  # places in this step's plan of prompts that are not computed to their end
         self._long_left = 0  # tokens of this step that long prompts may still take
         self._promised_blocks = 0  # to running prompts, which take them chunk by chunk
-        self._admitted_since_turn = 1 << 30  # interactive requests, since a batch request's turn
+        self._admitted_since_batch = 1 << 30  # interactive requests, since the last admission of a batch request
 
     @property
     def waiting(self) -> list[Request]:
@@ -112,7 +112,7 @@ class ContinuousScheduler:
         used = sum(each.num_tokens for each in plan.scheduled if each.request.lane == BATCH)
         return max(1, min(own, max(own - used, self.config.max_num_batched_tokens - plan.num_tokens)))
 
-    def wait_s(self, now: float) -> float:  # other schedulers wait for company
+    def wait_s(self, now: float) -> float:  # other schedulers wait for a full batch
         return 0.0 if self.running or any(lane.waiting for lane in self.lanes.values()) else math.inf
 
     def schedule(self, now: float) -> Plan:
@@ -140,7 +140,7 @@ class ContinuousScheduler:
         return plan
 
     def commit(self, plan: Plan, failed: Collection[Request] = ()) -> None:
-        """Tell the prefix cache of the blocks that the step has filled."""
+        """Register the blocks that the step has filled in the prefix cache."""
         block_size = self.config.block_size
         for request in [
             each.request for each in plan.scheduled if each.start % block_size + each.num_tokens >= block_size
@@ -202,10 +202,10 @@ class ContinuousScheduler:
         return budget + for_admissions
 
     def _decode(self, position: int, end: int, plan: Plan) -> int:
-        """Schedule the one token that most requests are short of in most steps, from `position` on; returns how many.
+        """Schedule one token for each request that needs only one, from `position` on; returns how many there were.
 
         Ends before the first of `running[position:end]` that needs more, or for which another must be preempted.
-        What `_share_of`, `_make_room` and `_schedule` would do as well, at a fraction of their cost.
+        Does what `_share_of`, `_make_room` and `_schedule` would do, at a fraction of their cost.
         """
         scheduled, block_size = plan.scheduled, self.config.block_size
         num_before = len(scheduled)
@@ -222,7 +222,7 @@ class ContinuousScheduler:
         return len(scheduled) - num_before
 
     def _make_room(self, request: Request, num_tokens: int, plan: Plan) -> bool:
-        """Give `request` blocks for its share, preempting from the end of `running`; False if that met itself."""
+        """Give `request` blocks for its share, preempting from the end of `running`; False if it is preempted."""
         table = request.block_table
         missing = self._num_blocks(request.num_computed_tokens + num_tokens) - len(table)
         if missing <= 0:
@@ -238,7 +238,7 @@ class ContinuousScheduler:
     def _admit_next(self, plan: Plan, budget: int, now: float) -> int:
         """Admit the next request; returns the tokens that it takes of the step, 0 where none can be admitted.
 
-        One that does not fit yet holds up those behind it, or the queue's end would starve its head.
+        One that does not fit yet blocks those behind it; otherwise the queue's tail would starve its head.
         """
         batch_head, head = self._head(self.lanes[BATCH]), self._head(self.lanes[INTERACTIVE])
         if batch_head in plan.preempted:  # it has just been preempted for another request
@@ -249,28 +249,28 @@ class ContinuousScheduler:
                 if self._fits(batch_head):
                     if has_aged:  # from now on it is not the first to be preempted
                         batch_head.priority = (0, *batch_head.priority[1:])
-                    self._admitted_since_turn = 0
+                    self._admitted_since_batch = 0
                     return self._admit(batch_head, plan, budget, now)
                 if has_aged:
                     return 0
         head = head or batch_head
         if head is None or not self._fits(head):
             return 0
-        self._admitted_since_turn += head.lane != BATCH
+        self._admitted_since_batch += head.lane != BATCH
         return self._admit(head, plan, budget, now)
 
     def _batch_is_due(self, has_aged: bool) -> bool:
         """Whether a batch request goes before an interactive one: while its lane has less than its share of sequences.
 
-        Where the share is less than one sequence, the turns are shared out instead, among those that have aged.
+        Where the share is less than one sequence, aged batch requests get that share of the admissions instead.
         """
         lane = self.lanes[BATCH]
         if lane.own_seqs > 0 or lane.config.share == 0:
             return lane.num_running < lane.own_seqs
-        return has_aged and lane.num_running == 0 and self._admitted_since_turn >= 1 / lane.config.share - 1
+        return has_aged and lane.num_running == 0 and self._admitted_since_batch >= 1 / lane.config.share - 1
 
     def _head(self, lane: Lane) -> Request | None:
-        """Who is next in a lane. When long prompts have had their part of the step, short ones pass them."""
+        """The next request of a lane. Once long prompts have used their part of the step, short ones overtake them."""
         if self._long_left > 0:
             return lane.waiting[0] if lane.waiting else None
         return next((request for request in lane.waiting if not self._is_long(request)), None)
@@ -408,7 +408,7 @@ def make_scheduler(
 
 def continuous_config(config: EngineConfig, max_num_seqs: int, prefill_tokens: int | None) -> SchedulerConfig:
     """A step has room for a token of every sequence and for `max_prefill_tokens` more, else for the device's
-    `prefill_tokens`. A chunk takes half of these at most, so that a long prompt never holds up all the others.
+    `prefill_tokens`. A chunk takes half of these at most, so that a long prompt never delays all the others.
     """
     most = config.max_prefill_tokens or prefill_tokens or config.max_num_batched_tokens
     return SchedulerConfig(

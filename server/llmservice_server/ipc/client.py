@@ -37,8 +37,8 @@ from llmservice_server.types.messages import (
 # -P: a file named torch.py in the working directory must not be imported.
 ENGINE_COMMAND = (sys.executable, "-P", "-m", "llmservice_server.ipc.engine_process")
 _LAST_MESSAGE_S = 0.2  # how long the last message of an engine that has exited may take to arrive
-_STEPS_PER_TURN = (2, 8)
-"""Steps received between two turns of the event loop, in which streams are written and probes answered: with few
+_STEPS_PER_ITERATION = (2, 8)
+"""Steps received between two iterations of the event loop, in which streams are written and probes answered: with few
 streams, and with many. With more than one, a process that lags behind its engine writes several steps at once, since a
 write costs more than a token (`micro_http` and `micro_stream_chunks` in docs/benchmarks.md)."""
 _MANY_STREAMS = 256
@@ -209,13 +209,13 @@ class EngineClient:
     async def _read(self) -> None:
         """Receiving a queued message does not yield to the event loop, so this does after every few messages."""
         while True:
-            for _ in range(self._steps_per_turn):
+            for _ in range(self._steps_per_iteration):
                 self._take(self._decoder.decode(await self._from_engine.recv()))
             await asyncio.sleep(0)
 
     @property
-    def _steps_per_turn(self) -> int:
-        few, many = _STEPS_PER_TURN
+    def _steps_per_iteration(self) -> int:
+        few, many = _STEPS_PER_ITERATION
         return min(many, few + (many - few) * len(self._streams) // _MANY_STREAMS)
 
     def _take(self, message: FromEngine) -> None:

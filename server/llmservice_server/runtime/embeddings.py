@@ -295,7 +295,7 @@ class BatchEmbedder:
         return None
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Forget requests; unknown ids are passed over."""
+        """Forget requests; unknown ids are ignored."""
         for request_id in request_ids:
             if self._waiting.pop(request_id, None) is not None:
                 self._batcher.remove(request_id)

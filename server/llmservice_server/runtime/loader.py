@@ -86,7 +86,7 @@ class Checkpoint:
             raise ModelLoadError(f"{shard} is not a readable safetensors file ({error}): fetch it again") from error
 
     def _refuse_unknown(self, name: str, shard: Path) -> None:
-        """A weight without a place would be a model computed wrongly; two kinds are known to be superfluous."""
+        """Refuse a weight that the model has no place for: its results would be wrong. Two kinds are superfluous."""
         tied_head = name == "lm_head.weight" and self.config.tied_embeddings
         if not tied_head and not name.endswith("rotary_emb.inv_freq"):
             raise ModelLoadError(

@@ -50,7 +50,7 @@ def measure_activations(model: LlamaModel, backend: Backend, config: EngineConfi
 
 
 def seconds(work: Callable[[], object], backend: Backend) -> float:
-    """That `work` takes on the device."""
+    """The seconds that `work` takes on the device."""
     started_s = time.perf_counter()
     work()
     backend.synchronize()

@@ -1,13 +1,13 @@
-"""One step on the device: lay the plan's tokens end to end, run the model, sample where a request is due a token.
+"""One step on the device: concatenate the plan's tokens, run the model, sample for the requests that are due a token.
 
-A step is launched, then sampled, then read; the host waits at the last alone. Two steps may be on their way at once:
-the second is planned and launched while the first computes, on the assumption that every request will be drawn one more
-token, which the engine lets the scheduler count. Only the device knows that token by then, so the device puts it in
-(`LateTokens`). The second is sampled once the first has been read, which is long before its states are there: so
-whatever sampling needs (penalties, grammars) is known to the host.
+A step is launched, then sampled, then read; the host waits only when it reads. Two steps may be in flight at once: the
+second is planned and launched while the first computes, on the assumption that one more token is sampled for every
+request, which the engine lets the scheduler count. That token is only on the device by then, so it is inserted there
+(`LateTokens`). The second is sampled after the first has been read, long before its states are computed, so the host
+knows whatever sampling needs (penalties, grammars).
 
-A request that the first step ends is computed once more in vain, and its row is dropped. Its blocks are free at once:
-all work is in the order of one stream, so that a request that is given them writes later than whatever is in flight.
+A request that the first step ends is computed once more, and its row is dropped. Its blocks are free at once: all work
+is in the order of one stream, so a request that receives them writes later than whatever is in flight.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class DeviceStep:
         return StepResult(self.requests, draws.token_ids, draws.logprobs, prompt_logprobs, failed)
 
     def late_tokens(self, requests: Sequence[Request], last_rows: Int64Array) -> LateTokens | None:
-        """Which last tokens of the next step's `requests` this one draws; None where it draws none of them."""
+        """Which last tokens of the next step's `requests` this step samples; None where it samples none of them."""
         if self.drawn is None:
             return None
         row_of = {request: row for row, request in enumerate(self.requests)}
@@ -95,7 +95,7 @@ class DeviceStep:
 
 
 class ModelRunner:
-    """Implements `Runner`. Sequences share the weights' products and never see each other."""
+    """Implements `Runner`. Sequences share the matrix products, and nothing else."""
 
     def __init__(
         self, model: LlamaModel, attention: Attention, backend: Backend, swapped_blocks: SwappedBlocks | None = None
@@ -144,7 +144,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def dummy_step(self, num_tokens: int, num_seqs: int, longest: int, block_size: int) -> torch.Tensor:
-        """A step of `num_tokens` tokens, in sequences of `longest`, that draws a token for `num_seqs` of them.
+        """A step of `num_tokens` tokens, in sequences of `longest`, that samples a token for `num_seqs` of them.
 
         Returns the token ids. Writes into the blocks from 1 on, so nothing may be cached yet.
         """
@@ -161,10 +161,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up(self, num_tokens: int, block_size: int) -> bool:
-        """Take a step of each kind, so that no request waits for what is compiled or made when it first runs.
+        """Take a step of each kind, so that no request waits for compilation or lazy initialization.
 
         A prompt of `num_tokens`, a sequence that decodes, and a prompt that follows what is cached. Writes into the
-        first blocks, as `dummy_step`. False where a token could not be drawn, as the logits are not finite.
+        first blocks, as `dummy_step`. False where a token could not be sampled because the logits are not finite.
         """
         prompt = self.dummy_step(num_tokens, 1, num_tokens, block_size)
         decode = self.dummy_step(1, 1, 1, block_size)
@@ -174,7 +174,7 @@ class ModelRunner:
 
 
 def step_input(scheduled: Sequence[Scheduled], late: LateTokens | None = None) -> StepInput:
-    """The plan's tokens, laid end to end."""
+    """The plan's tokens, concatenated."""
     starts = np.array([share.start for share in scheduled], np.int64)
     tables = [share.request.block_table for share in scheduled]
     if _is_decode(scheduled):
@@ -188,7 +188,7 @@ def step_input(scheduled: Sequence[Scheduled], late: LateTokens | None = None) -
 
 
 def _last_rows(scheduled: Sequence[Scheduled]) -> Int64Array:
-    """Where among the step's tokens the last one lies of each request that is due a token."""
+    """The index among the step's tokens of the last token of each request that is due one."""
     if _is_decode(scheduled):
         return np.arange(len(scheduled))
     last = np.cumsum([share.num_tokens for share in scheduled], dtype=np.int64) - 1
@@ -218,7 +218,7 @@ class _Piece:
 
 
 class PromptLogprobs:
-    """What a step's states `[num_tokens, hidden_size]` say about the prompts' next tokens, for requests that ask."""
+    """Log-probabilities of prompt tokens, where requested, from a step's states `[num_tokens, hidden_size]`."""
 
     def __init__(self, model: LlamaModel, plan: Plan, hidden: torch.Tensor) -> None:
         self._pieces: list[_Piece] = []

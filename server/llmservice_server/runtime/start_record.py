@@ -1,4 +1,4 @@
-"""What a container's last start leaves to the next one: how large its KV cache was, and whether it was killed.
+"""A record of a container's last start for the next one: how large its KV cache was, and whether it was killed.
 
 A process that is killed for memory cannot report it. The record lies on a volume that outlives the container, and says
 "running" until the process ends by itself; a start that still finds that value takes a smaller KV cache.
@@ -44,12 +44,12 @@ class StartRecord:
         return pool_bytes
 
     def end(self) -> None:
-        """The process ends by itself, of whatever kind its end is."""
+        """The process ends by itself, in whatever way."""
         if self.path is not None and (bound := self._read()[0]) is not None:
             self._write(bound, running=False)
 
     def _read(self) -> tuple[int | None, bool]:
-        assert self.path is not None  # noqa: S101 - both callers have looked
+        assert self.path is not None  # noqa: S101 - both callers have checked
         try:
             found = json.loads(self.path.read_text())
             return int(found["kv_cache_bytes"]), bool(found["running"])
@@ -57,7 +57,7 @@ class StartRecord:
             return None, False
 
     def _write(self, kv_cache_bytes: int, *, running: bool) -> None:
-        assert self.path is not None  # noqa: S101 - both callers have looked
+        assert self.path is not None  # noqa: S101 - both callers have checked
         try:
             self.path.write_text(json.dumps({"kv_cache_bytes": kv_cache_bytes, "running": running}))
         except OSError as error:

@@ -1,4 +1,4 @@
-"""What happens once: read the checkpoint, load the weights, see what memory is left, allocate the KV cache."""
+"""Start-up: read the checkpoint, load the weights, measure the memory left, allocate the KV cache."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def load_engine(config: EngineConfig, clock: Callable[[], float] = time.monotoni
 
 
 def model_runner(engine: Engine) -> ModelRunner:
-    """What computes the steps of an engine of `load_engine`. Raises TypeError where it is another `Runner`."""
+    """The runner of an engine of `load_engine`. Raises TypeError where it is another `Runner`."""
     if not isinstance(engine.runner, ModelRunner):
         raise TypeError(f"the engine's runner is a {type(engine.runner).__name__}, which has no model")
     return engine.runner
@@ -205,7 +205,7 @@ def _load(
 
 
 def _make_decode_path(runner: ModelRunner, max_num_seqs: int, kv_cache: KVCachePlan, memory: Memory) -> Memory:
-    """Gives the runner its decode path; returns the account with what that really takes instead of the prediction."""
+    """Set the runner's decode path; returns `memory` with the measured size of its graphs, not the predicted one."""
     backend = runner.backend
     before = backend.free_bytes()
     runner.decode_path = backend.decode_path(
@@ -290,7 +290,7 @@ def _plan(config: EngineConfig, context: int, backend: Backend, memory: Memory) 
     if config.kv_cache_memory_bytes is not None:
         pool_bytes = config.kv_cache_memory_bytes
         left = memory.total - memory.besides_kv_cache
-        if pool_bytes > left:  # torch would promise it all the same, and the kernel kill us once it is used
+        if pool_bytes > left:  # torch would allocate it, and the kernel would kill the process once it is used
             raise OutOfMemoryError(
                 f"--kv-cache-memory asks for {format_bytes(pool_bytes)}, the rest leaves {format_bytes(left)} "
                 f"of {format_bytes(memory.total)}: lower it, or give the engine more memory"

@@ -1,4 +1,4 @@
-"""Answers that are sentences of a grammar, in llguidance's JSON: compiling it, and following an answer through it.
+"""Answers that conform to a grammar, in llguidance's JSON: compiling it, and following an answer through it.
 
 The library is loaded with the first request that has a grammar, and so is its tokenizer, which takes it up to a second.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 _REMEMBERED_GRAMMARS = 128  # clients send the same few again and again
-_THREADS = 4  # a grammar that takes seconds holds up no other; the library does its work without the interpreter's lock
+_THREADS = 4  # a grammar that takes seconds delays no other; the library releases the interpreter's lock
 _MAX_MASK_S = 0.025  # that a mask may take: all of a step's sequences wait for it, and a sensible one takes under 1 ms
 TOO_COMPLEX = (
     "the grammar is too complex to follow within the limits of a step: use a smaller schema, fewer tools, or a pattern "
@@ -52,7 +52,7 @@ def choice_grammar(texts: Sequence[str]) -> str:
 
 
 def with_white_space(schema: dict[str, Any]) -> dict[str, Any]:
-    """Room to indent, but not for ever: a model that has lost its way likes to fill a whole answer with spaces."""
+    """`schema` with bounded white space, because a model may otherwise fill a whole answer with spaces."""
     return schema | {"x-guidance": {"whitespace_flexible": True, "whitespace_pattern": r"[ \t\n]{1,24}"}}
 
 
@@ -66,13 +66,13 @@ def check_grammar(grammar: str) -> None:
 
 
 class Grammar:
-    """Where in its grammar one answer stands. It moves with the tokens, so a preemption does not touch it."""
+    """The state of one answer in its grammar. It advances with the tokens, so a preemption does not affect it."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self.matcher = matcher
 
     def take(self, token_id: int) -> bool:
-        """Move on by a token that the mask allowed; True where the sentence is complete and nothing can follow."""
+        """Move on by a token that the mask allowed; True where the answer is complete and nothing can follow."""
         return self.matcher.consume_token(token_id) and self.matcher.is_stopped()
 
     @property
@@ -94,7 +94,7 @@ class CompiledGrammar:
 
 
 class GrammarCompiler:
-    """Turns grammars into what the masks are made from. `vocab_size` is the model's, padding included.
+    """Compiles grammars into matchers. `vocab_size` is the model's, padding included.
 
     Outcomes are cached, refusals as well: a grammar that is requested again gets its outcome at once, as do
     all requests for it while it is compiled.
@@ -129,7 +129,7 @@ class GrammarCompiler:
         matcher = LLMatcher(self._tokenizer(), grammar, log_level=0)
         if matcher.is_error():
             raise GrammarError(matcher.get_error().partition("\n")[0])
-        _work_out_first_mask(matcher)
+        _compute_first_mask(matcher)
         return matcher
 
     def _tokenizer(self) -> LLTokenizer:
@@ -147,10 +147,10 @@ class GrammarCompiler:
             raise GrammarError(f"grammars cannot be used with this model's tokenizer: {error}") from None
 
 
-def _work_out_first_mask(matcher: LLMatcher) -> None:
-    """The first mask costs the most; copies of the matcher remember what was worked out for it.
+def _compute_first_mask(matcher: LLMatcher) -> None:
+    """The first mask costs the most; copies of the matcher share the states that were computed for it.
 
-    Raises GrammarError where even what is remembered takes so long that all other sequences' tokens would wait for it.
+    Raises GrammarError where even later masks take so long that they would delay all other sequences.
     """
     matcher.compute_bitmask()
     taken_s = []

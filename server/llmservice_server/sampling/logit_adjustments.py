@@ -1,4 +1,4 @@
-"""Which tokens a grammar allows next, worked out in a thread while the device computes the logits."""
+"""Changes of logits before sampling: penalties, bias, banned tokens, and the token masks of grammars."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Places:
 
 
 def adjust(logits: torch.Tensor, requests: Sequence[SampledRequest]) -> None:
-    """Change float32 logits `[num_requests, vocab_size]` in place, row by row as its request asks."""
+    """Change float32 logits `[num_requests, vocab_size]` in place, row by row, as its request specifies."""
     numbered = [(row, request) for row, request in enumerate(requests) if not request.is_plain]
     if penalized := [(row, request) for row, request in numbered if request.history is not None]:
         _penalize(logits, penalized)
@@ -108,7 +108,7 @@ def _allow_only(logits: torch.Tensor, limited: Sequence[tuple[int, SampledReques
 
 
 def _bad_next_tokens(request: SampledRequest) -> npt.NDArray[np.int64]:
-    """Tokens that would complete one of the request's `bad_words`, unless these are all that it may draw."""
+    """Tokens that would complete one of the request's `bad_words`, unless no other token would be left."""
     answer = request.token_ids[request.num_prompt_tokens :] if request.sampling.bad_words else []
     bad = {
         word[-1] for word in request.sampling.bad_words if len(word) == 1 or tuple(answer[1 - len(word) :]) == word[:-1]

@@ -30,11 +30,11 @@ class Draws(NamedTuple):
     logprobs: Sequence[TokenLogprobs | None] = ()  # where the request asks for them
     failed: Mapping[int, str] = MappingProxyType(
         {}
-    )  # by row: what the host could not compute, with a sentence for the client
+    )  # by row: what the host could not compute, with the message for the client
 
 
 class Drawn:
-    """A batch's tokens on the device, on their way to the host together with the probabilities that are asked for."""
+    """A batch's tokens on the device, being copied to the host with the log-probabilities that were requested."""
 
     def __init__(self, batch: SamplingBatch, token_ids: torch.Tensor, logprobs: Logprobs | None) -> None:
         self.token_ids = token_ids  # int64 [num_rows]; -1 where the logits are not finite
@@ -73,7 +73,7 @@ class Sampler:
         """The next token of each request, from the model's float32 logits `[num_requests, vocab_size]`.
 
         Overwrites the logits. `masks` is for the requests with a grammar, in their order. Probabilities are of the
-        logits as they come. The host gives a GPU its work, and waits for nothing.
+        logits as they come. On a GPU nothing is waited for.
         """
         if not self._batch.is_of(requests):
             self._batch = SamplingBatch.of(requests)
@@ -95,23 +95,23 @@ class Logprobs(NamedTuple):
     """One row of each for every row of logits; on the device, or copied from there."""
 
     chosen: torch.Tensor  # float32 [num_rows], of the row's token
-    top_ids: torch.Tensor  # [num_rows, most]; the likeliest first
+    top_ids: torch.Tensor  # [num_rows, most], in descending order
     top_values: torch.Tensor  # float32 [num_rows, most]
 
     @classmethod
     def of(cls, logits: torch.Tensor, token_ids: torch.Tensor, most: int) -> Logprobs:
-        """Of float32 logits `[num_rows, vocab_size]`, for the row's token and its `most` likeliest."""
+        """Of float32 logits `[num_rows, vocab_size]`, for the row's token and its top `most` tokens."""
         logprobs = logits.log_softmax(dim=-1)
         top = logprobs.topk(min(most, logits.shape[-1]), dim=-1)
         return cls(logprobs.gather(1, token_ids[:, None])[:, 0], top.indices, top.values)
 
     def as_messages(self, token_ids: Iterable[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
-        """Each row's token, and as many of its likeliest as it asks for. Waits for a device."""
-        likeliest = zip(self.top_ids.tolist(), self.top_values.tolist(), strict=True)
+        """Each row's token with its top `num_top` tokens. Waits for the device."""
+        top = zip(self.top_ids.tolist(), self.top_values.tolist(), strict=True)
         return [
             token_logprobs(token_id, logprob, ids, values, count)
             for token_id, logprob, (ids, values), count in zip(
-                token_ids, self.chosen.tolist(), likeliest, num_top, strict=True
+                token_ids, self.chosen.tolist(), top, num_top, strict=True
             )
         ]
 
@@ -119,5 +119,5 @@ class Logprobs(NamedTuple):
 def token_logprobs(
     token_id: int, logprob: float, ids: Sequence[int], values: Sequence[float], count: int
 ) -> TokenLogprobs:
-    """Of one token, with the `count` likeliest of `ids`."""
+    """Of one token, with the first `count` of `ids`."""
     return TokenLogprobs(token_id, logprob, list(zip(ids[:count], values[:count], strict=True)))

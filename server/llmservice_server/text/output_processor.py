@@ -139,7 +139,7 @@ class RequestState:
 class OutputProcessor:
     """The answers to one request: `sampling.n` for each of its prompts, in the order of the prompts.
 
-    Used in turns: send `requests` to the engine, `process` what it returns, abort what `take_stopped` names; in the end
+    Usage: send `requests` to the engine, `process` what it returns, abort what `take_stopped` names; in the end
     abort what `close` names.
     """
 

@@ -69,7 +69,7 @@ LONG_TEXT_BYTES = 4096
 
 
 class TextTooLongError(Exception):
-    """A text has more tokens than allowed. The message is one sentence for the client."""
+    """A text has more tokens than allowed. The message is for the client."""
 
 
 class Tokenizer:

@@ -1,4 +1,4 @@
-"""Errors that cross layers. Each message is one sentence for the person who caused it or who reads the log."""
+"""Errors that cross layers. Each message is one sentence, for the client or the log."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class GrammarError(ValueError):
 
 
 def request_failure(error: Exception) -> str:
-    """Log an error that the host met while it worked for one request; returns the sentence for its client."""
+    """Log an error of the host that concerns one request; returns the message for its client."""
     _LOG.warning("a request failed on the host", exc_info=error)
     return failure_sentence(error)
 
