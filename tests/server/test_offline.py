@@ -149,7 +149,7 @@ async def test_a_prompt_that_can_never_fit_is_refused_with_the_numbers(async_llm
 
 @pytest.mark.slow
 @pytest.mark.asyncio(loop_scope="module")
-async def test_an_engine_that_cannot_start_says_why(tiny_model: Path) -> None:
+async def test_an_engine_that_cannot_start_reports_why(tiny_model: Path) -> None:
     with pytest.raises(EngineDeadError, match="beyond the model's context"):
         async with AsyncLLM(tiny_model, max_model_len=10**6, **SETTINGS):
             pass

@@ -101,16 +101,16 @@ class SchedulerUnderLoad(RuleBasedStateMachine):
         scheduled = [share.request for share in plan.scheduled]
         assert len(set(map(id, scheduled))) == len(scheduled)
         assert scheduled == list(dict.fromkeys(scheduled))
-        assert set(map(id, scheduled)) == set(map(id, self.scheduler.running))  # nobody who runs is left out
+        assert set(map(id, scheduled)) == set(map(id, self.scheduler.running))  # no running request is left out
         assert all(1 <= share.num_tokens <= self.config.prefill_chunk_tokens for share in plan.scheduled)
-        self.nobody_is_overtaken(never_ran)
+        self.no_request_is_overtaken(never_ran)
         self.compute(plan)
         self.scheduler.commit(plan)
         for share in plan.scheduled:
             if share.samples and share.request.append(self.dice.randrange(3)) is not None:
                 self.scheduler.finish(share.request)
 
-    def nobody_is_overtaken(self, never_ran: list[Request]) -> None:
+    def no_request_is_overtaken(self, never_ran: list[Request]) -> None:
         """First come, first served within a lane; only a long prompt may be passed, and only by short ones."""
         chunk = self.config.prefill_chunk_tokens
         for lane in self.scheduler.lanes:
@@ -123,7 +123,7 @@ class SchedulerUnderLoad(RuleBasedStateMachine):
                 assert admitted == sorted(admitted, reverse=True)
 
     def compute(self, plan: Plan) -> None:
-        """Keeps a model of what every block holds, and sees to it that nobody reads what is not there."""
+        """Keeps a model of what every block holds, and checks that no request reads what is not there."""
         assert not {copy.target for copy in plan.swap_out} & {copy.source for copy in plan.swap_in}
         swapped = {copy.target: self.contents[copy.source] for copy in plan.swap_out}
         self.swapped = {**getattr(self, "swapped", {}), **swapped}
@@ -137,7 +137,7 @@ class SchedulerUnderLoad(RuleBasedStateMachine):
                 assert self.contents[blocks[share.start // BLOCK_SIZE]] == tuple(tokens[: share.start])
             end = share.start + share.num_tokens
             for index in range(share.start // BLOCK_SIZE, -(-end // BLOCK_SIZE)):
-                assert self.pool.num_holders(blocks[index]) == 1  # nobody writes what others read
+                assert self.pool.num_holders(blocks[index]) == 1  # a shared block is not written
                 self.contents[blocks[index]] = tuple(tokens[: min(end, (index + 1) * BLOCK_SIZE)])
 
     @property
@@ -172,7 +172,7 @@ class SchedulerUnderLoad(RuleBasedStateMachine):
             assert pool.num_holders(block) == holders
 
     @invariant()
-    def swap_blocks_are_held_by_those_who_wait(self) -> None:
+    def swap_blocks_are_held_by_waiting_requests(self) -> None:
         if self.swap is not None:
             swapped = [block for request in self.alive for block in request.swapped_blocks]
             assert len(set(swapped)) == len(swapped)

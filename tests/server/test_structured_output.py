@@ -118,7 +118,7 @@ def test_a_sentence_that_nothing_can_follow_ends_without_another_step(tiny_model
     assert driver.last["r"].finish_reason == "stop"
 
 
-def test_a_grammar_that_cannot_be_used_is_refused_and_harms_nobody(tiny_model: Path) -> None:
+def test_a_grammar_that_cannot_be_used_is_refused_and_affects_no_other(tiny_model: Path) -> None:
     driver = Driver(tiny_model)
     driver.add("wrong", grammar=LLMatcher.grammar_from_json_schema({"type": "strin"}))
     driver.add("right", grammar=grammar(CHOICE))

@@ -249,7 +249,7 @@ def test_penalties_hold_over_a_preemption(folder: Path) -> None:
     assert crowded.engine.stats().preemptions["recompute"] > 0
 
 
-def test_the_first_token_says_how_long_the_request_was_queued(folder: Path) -> None:
+def test_the_first_token_reports_how_long_the_request_was_queued(folder: Path) -> None:
     driver = Driver.of(folder)
     driver.add("r", prompt_of(5))
     driver.now += 2.5
@@ -259,7 +259,7 @@ def test_the_first_token_says_how_long_the_request_was_queued(folder: Path) -> N
     assert output.queue_s is None
 
 
-def test_an_aborted_request_frees_its_blocks_at_once_and_says_so_with_the_next_step(folder: Path) -> None:
+def test_an_aborted_request_frees_its_blocks_at_once_and_is_reported_with_the_next_step(folder: Path) -> None:
     driver = Driver.of(folder, max_num_seqs=1)
     driver.add("running", prompt_of(40))
     driver.add("waiting", prompt_of(5))
@@ -294,7 +294,7 @@ def test_a_request_past_its_deadline_ends_with_504_whether_it_ran_or_waited(fold
     assert_idle(driver.engine)
 
 
-def test_what_can_never_be_served_is_refused_with_the_next_step_and_harms_nobody(folder: Path) -> None:
+def test_what_can_never_be_served_is_refused_with_the_next_step_and_affects_no_other(folder: Path) -> None:
     driver = Driver.of(folder)
     driver.add("good", prompt_of(4))
     driver.add("empty", [])
@@ -343,7 +343,7 @@ def test_a_forward_that_fails_fails_only_the_request_that_causes_it(folder: Path
     assert_idle(driver.engine)
 
 
-def test_cached_prefixes_are_told_with_the_first_token_and_counted_in_tokens(folder: Path) -> None:
+def test_cached_prefixes_are_reported_with_the_first_token_and_counted_in_tokens(folder: Path) -> None:
     driver = Driver.of(folder)
     driver.answer("first", prompt_of(40))
     driver.add("second", prompt_of(40))
@@ -405,7 +405,7 @@ def test_a_pool_too_small_for_an_explicit_length_is_refused_with_the_longest_tha
         Driver.of(folder, max_model_len=200, kv_cache_memory_bytes=5 * BLOCK_BYTES)
 
 
-def test_a_pool_too_small_for_the_models_context_lowers_it_and_says_so(
+def test_a_pool_too_small_for_the_models_context_lowers_it_and_logs_it(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     driver = Driver.of(folder, kv_cache_memory_bytes=5 * BLOCK_BYTES)

@@ -1,4 +1,4 @@
-"""A failing batch, with a device that fails for whom it is told to."""
+"""A failing batch, with a device that fails for chosen items."""
 
 import logging
 from itertools import chain
@@ -32,7 +32,7 @@ def test_a_batch_that_succeeds_is_computed_once() -> None:
 
 
 @pytest.mark.parametrize("broken", [(0,), (5,), (1, 2), (0, 3, 6), tuple(range(7))])
-def test_only_those_who_make_a_batch_fail_fail_and_the_others_results_keep_their_order(broken: tuple[int, ...]) -> None:
+def test_only_items_that_make_a_batch_fail_fail_and_the_other_results_keep_their_order(broken: tuple[int, ...]) -> None:
     device = Device(*broken)
     results, failed = execute_isolated(device.execute, device.recover, list(range(7)))
     assert [number for number, _ in failed] == list(broken)
@@ -46,7 +46,7 @@ def test_a_batch_that_is_too_large_is_computed_in_parts() -> None:
     assert (list(chain(*results)), failed) == ([10 * number for number in range(7)], [])
 
 
-def test_the_error_names_its_kind_and_keeps_what_it_said_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_error_names_its_kind_and_its_message_is_only_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         _, failed = execute_isolated(Device(0).execute, Device().recover, [0])
     assert [problem for _, problem in failed] == [

@@ -222,7 +222,7 @@ def test_no_step_is_taken_beyond_the_length_that_was_asked_for(folder: Path) -> 
     assert_idle(driver.engine)
 
 
-def test_a_stop_token_costs_a_row_in_vain_and_says_nothing_more(folder: Path) -> None:
+def test_a_row_computed_after_a_stop_token_is_dropped(folder: Path) -> None:
     whole = Driver.of(folder)
     whole.add("r", prompt_of(9), max_tokens=12)
     whole.run()
@@ -238,7 +238,7 @@ def test_a_stop_token_costs_a_row_in_vain_and_says_nothing_more(folder: Path) ->
     assert_idle(driver.engine)
 
 
-def test_an_abort_and_a_deadline_end_requests_whose_token_is_being_drawn(folder: Path) -> None:
+def test_an_abort_and_a_deadline_end_requests_whose_token_is_being_sampled(folder: Path) -> None:
     driver = Driver.of(folder)
     driver.add("aborted", prompt_of(20))
     driver.add("late", prompt_of(21), deadline_s=110.0)
@@ -262,7 +262,7 @@ def test_an_abort_and_a_deadline_end_requests_whose_token_is_being_drawn(folder:
 
 
 @pytest.mark.parametrize("phase", ["launch", "sampling"])
-def test_a_step_that_fails_fails_only_those_who_make_it_fail(folder: Path, phase: str) -> None:
+def test_a_step_that_fails_fails_only_the_requests_that_cause_it(folder: Path, phase: str) -> None:
     expected = Driver.of(folder, overlap=False)
     driver = Driver.of(folder, prefix_caching=False)
     for seed, name in enumerate("abcd"):

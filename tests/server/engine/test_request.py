@@ -121,7 +121,7 @@ def test_the_smallest_priority_is_served_first_whatever_the_policy(policy: str) 
 
 
 @pytest.mark.parametrize(("later_s", "overtaken"), [(8.9, True), (9.1, False)])
-def test_under_sjf_nobody_is_overtaken_beyond_the_ageing_bound(later_s: float, overtaken: bool) -> None:
+def test_under_sjf_no_request_is_overtaken_beyond_the_ageing_bound(later_s: float, overtaken: bool) -> None:
     long, late = request_of(0, 90, 10), request_of(1, 5, 5, arrival_s=later_s)  # 90 tokens more, 10 a second
     lane = lane_of(long, late, policy="sjf", ageing_tokens_per_s=10.0)
     assert (lane.waiting[0] is late) is overtaken
@@ -132,6 +132,6 @@ def test_the_share_is_of_sequences_and_of_tokens() -> None:
     assert (lane.own_seqs, lane.own_tokens) == (6, 204)
 
 
-def test_removing_who_does_not_wait_is_refused() -> None:
+def test_removing_a_request_that_does_not_wait_is_refused() -> None:
     with pytest.raises(ValueError, match="request r7 is not in the queue"):
         lane_of(request_of(1)).remove(request_of(7))

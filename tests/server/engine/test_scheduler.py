@@ -83,7 +83,7 @@ def test_a_long_prompt_is_computed_in_chunks_and_samples_with_the_last() -> None
 def test_a_long_prompt_leaves_every_running_request_its_token() -> None:
     bench = Bench(max_num_batched_tokens=6, prefill_chunk_tokens=6)
     bench.add(prompt=30, max_tokens=2)
-    assert shares(bench.step()) == {"r1": (0, 6)}  # the budget is used up: nobody is admitted
+    assert shares(bench.step()) == {"r1": (0, 6)}  # the budget is used up: no request is admitted
     bench.scheduler.config = replace(bench.scheduler.config, prefill_chunk_tokens=4)
     bench.add(prompt=2)
     assert shares(bench.step()) == {"r1": (6, 4), "r2": (0, 2)}
@@ -157,7 +157,7 @@ def test_nothing_is_admitted_in_the_step_that_preempts() -> None:
     assert not [share for share in plan.scheduled if share.start == 0]
 
 
-def test_admission_leaves_a_reserve_to_those_who_run_but_not_to_nobody() -> None:
+def test_admission_leaves_a_reserve_where_requests_run_and_none_where_none_runs() -> None:
     bench = Bench(num_blocks=201, max_num_batched_tokens=2048, prefill_chunk_tokens=2048)
     bench.add(prompt=100 * BLOCK_SIZE)
     bench.add(prompt=99 * BLOCK_SIZE)  # would leave 1 block; the reserve is 2
@@ -177,7 +177,7 @@ def test_a_finished_request_frees_its_blocks_at_once() -> None:
     assert not bench.scheduler.running
 
 
-def test_a_prompt_takes_its_blocks_chunk_by_chunk_and_nobody_is_let_in_for_those_it_will_need() -> None:
+def test_a_prompt_takes_its_blocks_chunk_by_chunk_and_no_request_is_admitted_to_those_it_will_need() -> None:
     bench = Bench(num_blocks=9)  # eight that can be used
     bench.add(prompt=28, max_tokens=1)
     bench.add(prompt=5, max_tokens=1)
@@ -347,7 +347,7 @@ def test_where_its_share_is_less_than_a_sequence_an_aged_batch_request_gets_ever
     assert [request for request in served if request in interactive] == interactive[:28]
 
 
-def test_an_aged_batch_request_that_is_due_is_passed_by_nobody_and_not_preempted_first() -> None:
+def test_an_aged_batch_request_that_is_due_is_overtaken_by_none_and_not_preempted_first() -> None:
     bench = Bench(num_blocks=11, max_num_seqs=4, settings={"ageing_s": 10.0, "batch": LaneConfig(share=0.25)})
     bench.add(prompt=12, max_tokens=4)
     bench.step()
@@ -389,7 +389,7 @@ def test_short_prompts_pass_long_ones_that_have_had_their_part_of_the_step() -> 
     assert shares(bench.step()) == {"r1": (8, 8), "r2": (8, 8), "r4": (5, 1)}  # the third still waits for its turn
 
 
-def test_long_prompts_take_what_nobody_else_wants() -> None:
+def test_long_prompts_take_the_tokens_that_no_other_request_needs() -> None:
     bench = Bench(
         num_blocks=200, max_num_batched_tokens=24, prefill_chunk_tokens=8, settings={"long_prefill_tokens": 8}
     )

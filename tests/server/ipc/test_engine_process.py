@@ -98,7 +98,7 @@ def test_a_request_gets_its_tokens_then_the_engine_idles_and_exits_on_shutdown(
         parent.close()
 
 
-def test_an_engine_that_cannot_start_says_why_and_exits(tmp_path: Path) -> None:
+def test_an_engine_that_cannot_start_reports_why_and_exits(tmp_path: Path) -> None:
     parent = Parent(_settings(tmp_path / "nothing", tmp_path))
     try:
         failed = parent.receive()

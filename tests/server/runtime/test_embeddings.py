@@ -119,7 +119,7 @@ def test_a_request_taken_back_leaves_nothing_behind() -> None:
 @pytest.mark.parametrize("max_batch_size", [1, 3, 8])
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 100), st.floats(0, 0.1)), max_size=40))
-def test_everybody_leaves_once_within_bounds_and_never_after_the_window(
+def test_every_item_leaves_once_within_bounds_and_never_after_the_window(
     max_batch_size: int, arrivals: list[tuple[int, float]]
 ) -> None:
     batcher = _batcher(max_batch_size=max_batch_size)
@@ -234,7 +234,7 @@ def test_a_long_input_is_computed_in_pieces_of_what_the_steps_leave(tiny_model: 
     assert np.allclose(np.frombuffer(done[0].vectors[0], "<f4"), alone[0], atol=1e-5)
 
 
-def test_a_vector_does_not_depend_on_who_shares_its_batch(tiny_model: Path) -> None:
+def test_a_vector_does_not_depend_on_the_rest_of_its_batch(tiny_model: Path) -> None:
     embedder, inputs = _embedder(tiny_model), _inputs(20)
     together = _embed(embedder, inputs)
     alone = np.concatenate([_embed(embedder, [ids]) for ids in inputs])
@@ -321,7 +321,7 @@ def test_beside_running_requests_a_batch_is_computed_layer_by_layer_with_the_tok
     embedder.add(Embed(request_id="r", inputs=[[5, 6, 7, 8]]), 0.0)
     assert embedder.step(1.0, 4) == []
     assert embedder.due_s() == 0.0
-    vectors = embedder.step(1.0)[0].vectors  # nobody generates any more
+    vectors = embedder.step(1.0)[0].vectors  # no request generates any more
     assert np.allclose(np.frombuffer(vectors[0], "<f4"), alone, atol=1e-5)
 
 

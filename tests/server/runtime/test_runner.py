@@ -121,7 +121,7 @@ def _no_graph(work: Any) -> tuple[Replay, torch.Tensor]:
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
-def test_the_host_tells_the_device_of_two_steps_and_waits_for_nothing(model: LlamaModel, graphs: bool) -> None:
+def test_the_host_launches_two_steps_without_waiting(model: LlamaModel, graphs: bool) -> None:
     config = model.config
     shape = KVCacheShape(
         config.num_heads, config.num_kv_heads, config.head_dim, config.windows, BLOCK_SIZE, torch.float32

@@ -16,7 +16,7 @@ def record(tmp_path: Path) -> StartRecord:
 
 def test_each_start_after_a_kill_takes_a_smaller_cache_and_keeps_it(record: StartRecord) -> None:
     assert record.begin(400 * MIB, MIB) == 400 * MIB
-    assert record.begin(400 * MIB, MIB) == 300 * MIB, "killed: nobody said that it had ended"
+    assert record.begin(400 * MIB, MIB) == 300 * MIB, "killed: its end was not recorded"
     assert record.begin(400 * MIB, MIB) == 225 * MIB
     record.end()
     assert record.begin(400 * MIB, MIB) == 225 * MIB, "what was found out is not forgotten"
@@ -41,7 +41,7 @@ def test_a_broken_record_is_none(text: str, record: StartRecord) -> None:
     assert record.begin(400 * MIB, MIB) == 400 * MIB
 
 
-def test_a_record_that_cannot_be_written_keeps_nobody_from_starting(tmp_path: Path) -> None:
+def test_a_record_that_cannot_be_written_prevents_no_start(tmp_path: Path) -> None:
     record = StartRecord(tmp_path / "absent" / "start.json")
     assert record.begin(400 * MIB, MIB) == 400 * MIB
     record.end()

@@ -1,4 +1,4 @@
-"""What becomes of grammars: each is worked out once, and a slow one holds up nobody whose grammar is known."""
+"""Each grammar is compiled once, and a slow one delays no other."""
 
 from pathlib import Path
 

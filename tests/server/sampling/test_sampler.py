@@ -71,13 +71,13 @@ def draws(sample: Sample, logits: torch.Tensor, count: int, **sampling: Any) -> 
     return Counter(token for token in drawn if token is not None)
 
 
-def test_temperature_zero_takes_the_likeliest_token(sample: Sample) -> None:
+def test_temperature_zero_takes_the_top_token(sample: Sample) -> None:
     logits = random_logits(5)
     assert sample(logits.clone(), [request(temperature=0.0) for _ in range(5)]) == logits.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_tokens_are_drawn_as_often_as_the_softmax_says(sample: Sample, temperature: float) -> None:
+def test_tokens_are_sampled_as_often_as_the_softmax_says(sample: Sample, temperature: float) -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, -30.0]])
     expected = (logits[0] / temperature).softmax(-1).tolist()
     counts = draws(sample, logits, 5000, temperature=temperature)
@@ -207,7 +207,7 @@ def test_the_place_in_the_answer_changes_the_draw(sample: Sample) -> None:
 @pytest.mark.parametrize(
     ("top_k", "top_p", "min_p"), [(0, 1.0, 0.0), (0, 0.8, 0.0), (12, 1.0, 0.0), (20, 0.7, 0.0), (0, 0.9, 0.05)]
 )
-def test_what_is_allowed_is_drawn_as_often_as_its_share_of_the_rest_says(
+def test_allowed_tokens_are_sampled_as_often_as_its_share_of_the_rest_says(
     sample: Sample, top_k: int, top_p: float, min_p: float
 ) -> None:
     logits = random_logits(1)[:, :40]
@@ -242,21 +242,21 @@ def test_both_samplers_draw_the_same_tokens(sampling: dict[str, Any]) -> None:
         assert torch.equal(cpu_sampler.choose(logits.clone(), batch), torch_sampler.choose(logits.clone(), batch))
 
 
-def test_each_row_tells_its_token_and_its_own_number_of_likeliest() -> None:
+def test_each_row_has_its_token_and_its_own_number_of_top_tokens() -> None:
     logits = torch.randn(3, 20, generator=torch.Generator().manual_seed(0))
-    told = Logprobs.of(logits, torch.tensor([4, 0, 19]), 20).as_messages([4, 0, 19], [0, 3, 20])
+    entries = Logprobs.of(logits, torch.tensor([4, 0, 19]), 20).as_messages([4, 0, 19], [0, 3, 20])
     reference = logits.double() - logits.double().exp().sum(-1, keepdim=True).log()
-    for row, entry in enumerate(told):
+    for row, entry in enumerate(entries):
         assert entry.logprob == pytest.approx(float(reference[row, entry.token_id]), abs=1e-5)
         ranked = reference[row].argsort(descending=True).tolist()
         assert [token for token, _ in entry.top] == ranked[: len(entry.top)]
         assert [value for _, value in entry.top] == pytest.approx(
             [float(reference[row, token]) for token, _ in entry.top], abs=1e-5
         )
-    assert [entry.token_id for entry in told] == [4, 0, 19]
-    assert [len(entry.top) for entry in told] == [0, 3, 20]
+    assert [entry.token_id for entry in entries] == [4, 0, 19]
+    assert [len(entry.top) for entry in entries] == [0, 3, 20]
 
 
-def test_no_more_are_told_than_the_vocabulary_has() -> None:
+def test_there_are_no_more_top_tokens_than_the_vocabulary_has() -> None:
     [entry] = Logprobs.of(torch.zeros(1, 3), torch.tensor([1]), 20).as_messages([1], [20])
     assert len(entry.top) == 3

@@ -77,7 +77,7 @@ def test_a_template_that_hides_the_last_message_cannot_continue_it() -> None:
         )
 
 
-def test_a_client_sets_the_templates_variables_but_not_what_the_server_tells_it() -> None:
+def test_a_client_sets_the_templates_variables_but_not_those_of_the_server() -> None:
     template = ChatTemplate("{{ bos_token }}{% if thinking is defined %}{{ thinking }}{% endif %}", SPECIAL)
     assert template.render(CONVERSATIONS[0], None, TemplateOptions(variables={"thinking": False})) == "<s>False"
     for name in ("messages", "bos_token", "add_generation_prompt"):

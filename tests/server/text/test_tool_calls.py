@@ -126,7 +126,7 @@ LLAMA_31 = "{'{\"name\": \"' + tool_call.name + '\", ' + '\"parameters\": '}"
         (tiny_tokenizer.CHAT_TEMPLATE, HERMES),
     ],
 )
-def test_the_template_tells_how_its_model_writes_calls(template: str, layout: ToolFormat | None) -> None:
+def test_the_template_shows_how_its_model_writes_calls(template: str, layout: ToolFormat | None) -> None:
     assert tool_format(template) == layout
 
 
