@@ -15,10 +15,10 @@ from llmservice_server.http.protocol.chat import (
     ChatCompletion,
     ChatLogprobs,
     ChatRequest,
+    NamedTool,
     TokenLogprob,
     TopLogprob,
 )
-from llmservice_server.http.protocol.tools import NamedTool
 from llmservice_server.http.response import Choice, prompt_logprobs, usage
 from llmservice_server.text.detokenizer import TokenBytes
 from llmservice_server.text.output_processor import CompletionOutput, OutputProcessor

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from llmservice_server.http.error import ApiError, invalid
-from llmservice_server.http.protocol.chat import ChatRequest, Message
+from llmservice_server.http.protocol.chat import ChatRequest, Message, NamedTool, Tool, as_template_input
 from llmservice_server.http.protocol.generation import GenerationRequest
-from llmservice_server.http.protocol.tools import NamedTool, Tool, as_template_input
 from llmservice_server.sampling.grammar import check_grammar, json_grammar
 from llmservice_server.text.chat_template import TemplateOptions
 from llmservice_server.text.tokenizer import TextTooLongError, Tokenizer

@@ -8,8 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from llmservice_server.http.error import invalid
 from llmservice_server.http.protocol.base import Body, JsonObject, TokenId
-from llmservice_server.http.protocol.chat import Messages
-from llmservice_server.http.protocol.tools import Tools
+from llmservice_server.http.protocol.chat import Messages, Tools
 
 
 class TokenizeRequest(Body):

@@ -17,13 +17,18 @@ from llmservice_server.http.body import BodyRoute, num_body_bytes, run
 from llmservice_server.http.chat_format import ChatFormat
 from llmservice_server.http.completion_format import CompletionFormat
 from llmservice_server.http.error import ApiError
-from llmservice_server.http.generation import ClientGoneError, generate, output_processor
+from llmservice_server.http.generation import (
+    ClientGoneError,
+    apply_defaults,
+    generate,
+    output_processor,
+    request_options,
+)
 from llmservice_server.http.prompts import answer_grammar, chat_token_ids, token_ids, truncated
 from llmservice_server.http.protocol.chat import ChatCompletion, ChatRequest
 from llmservice_server.http.protocol.completions import Completion, CompletionRequest
 from llmservice_server.http.protocol.generation import GenerationRequest, StreamOptions
 from llmservice_server.http.protocol.models import REFUSALS, error_responses
-from llmservice_server.http.request_options import apply_defaults, request_options
 from llmservice_server.http.response import DONE, Choice, Chunk, Layout, event, usage
 from llmservice_server.http.state import ServerState, Serving, ServingDep, StateDep
 from llmservice_server.http.tracing import describe

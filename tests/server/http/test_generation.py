@@ -1,7 +1,7 @@
 import pytest
 
 from llmservice_server.http.error import ApiError
-from llmservice_server.http.request_options import RequestOptions, request_options
+from llmservice_server.http.generation import RequestOptions, request_options
 
 
 def options(
