@@ -1,4 +1,4 @@
-"""Our kernels: agreement with torch, share of the GPU's ceilings, the attention race, and sampling."""
+"""Our kernels: agreement with torch, share of the GPU's ceilings, the choice of chunk attention, and sampling."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from llmservice_server.backend.agreement import BOUNDS, Case, relative_error
 from llmservice_server.backend.base import KVCacheShape, StepInput
 from llmservice_server.backend.cuda.attention import TritonAttention
 from llmservice_server.backend.cuda.backend import TritonLayerOps, why_unusable
-from llmservice_server.backend.cuda.chunk_race import race_for_chunks
 from llmservice_server.backend.cuda.kernels.jit import FP8
 from llmservice_server.backend.cuda.kernels.top_k_top_p import top_k_top_p as by_kernel
+from llmservice_server.backend.cuda.varlen import choose_chunk_attention
 from llmservice_server.backend.torch.layer_ops import TorchLayerOps
 from llmservice_server.backend.torch.sampler import choose
 from llmservice_server.backend.torch.sampler import top_k_top_p as by_torch
@@ -140,15 +140,15 @@ def _seconds_per_layer(bench: Bench, shape: KVCacheShape, num_blocks: int, step:
 
 
 def attention_race(bench: Bench) -> Findings:
-    """The race of `--attention auto` for several chunk sizes, with and without a window."""
+    """The choice of `--attention auto` for several chunk sizes, with and without a window."""
     found, sizes = Findings(), bench.sizes
     for window in (None, sizes.context):
         shape = KVCacheShape(*sizes.heads, (window,), 16, sizes.dtype)
         for num_tokens in sizes.race_tokens:
-            verdict = race_for_chunks(shape, sizes.dtype, bench.gpu.device, num_tokens)
+            choice = choose_chunk_attention(shape, sizes.dtype, bench.gpu.device, num_tokens)
             found.rows.append({
                 "part": "attention race", "window": window, "chunk": num_tokens // 2, "after": num_tokens // 2,
-                "winner": verdict.name, "times": verdict.reason,
+                "winner": choice.name, "times": choice.reason,
             })  # fmt: skip
     return found
 
@@ -176,8 +176,8 @@ def sampling(bench: Bench) -> Findings:
         logits = torch.randn(batch, vocab_size, device=gpu.device) * 3
         for kind, options in KINDS.items():
             requests = [_sampling_request(number, options) for number in range(batch)]
-            for name, cut in (("kernel", by_kernel), ("torch", by_torch)):
-                sampler, scratch = Sampler(partial(choose, cut=cut)), torch.empty_like(logits)
+            for name, mask in (("kernel", by_kernel), ("torch", by_torch)):
+                sampler, scratch = Sampler(partial(choose, mask=mask)), torch.empty_like(logits)
 
                 def draw(sampler=sampler, scratch=scratch, logits=logits, requests=requests) -> None:  # type: ignore[no-untyped-def]
                     sampler.draw(scratch.copy_(logits), requests)

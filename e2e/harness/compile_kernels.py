@@ -21,8 +21,8 @@ from triton.backends.nvidia.driver import CudaDriver
 from harness.kernel_resources import KernelResources
 from llmservice_server.backend.base import KVCacheShape, Rotation, StepInput
 from llmservice_server.backend.cuda.attention import TritonAttention
-from llmservice_server.backend.cuda.kernels.elementwise import add_rms_norm, silu_mul
 from llmservice_server.backend.cuda.kernels.jit import FP8
+from llmservice_server.backend.cuda.kernels.layer_ops import add_rms_norm, silu_mul
 from llmservice_server.backend.cuda.kernels.top_k_top_p import top_k_top_p
 
 KV_HEADS = 2

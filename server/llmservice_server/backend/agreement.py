@@ -1,7 +1,7 @@
-"""How far a backend's attention is from the torch backend's in float64, on random input that is hard on it.
+"""Comparison of a backend's attention with the torch backend's in float64, on random input.
 
-Every cache is filled with NaN before, tables are fragmented, sequences are mixed: what is read without having been
-stored, or written where it does not belong, shows.
+Caches are filled with NaN, tables are fragmented and prompts, chunks and decodes are mixed, so that a wrong read or
+write of the cache changes the result.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ FP8_MAX = 448.0
 Spans = Sequence[tuple[int, int]]
 
 BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-"""The relative error (of all numbers together, in the Euclidean norm) by which activations of a dtype may differ."""
+"""The largest relative error (Euclidean norm of all numbers) of activations of a dtype."""
+_FP8_BOUND = 0.1  # the reference rounds to fp8 as torch does; a GPU and Triton's interpreter may round differently
 
 MIXED: Spans = ((0, 37), (5, 1), (0, 1), (48, 19), (130, 1), (63, 1), (64, 2), (15, 1))
-"""Prompts, chunks after the first (or after a cached prefix) and single tokens; (tokens before the step, tokens in it).
-"""
+"""Prompts, later chunks (or chunks after a cached prefix) and decodes: (tokens before the step, tokens in it)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One step, and the model that takes it."""
+    """One step of a model."""
 
     shape: KVCacheShape  # its dtype is the cache's
     dtype: torch.dtype  # of the activations
@@ -37,34 +37,47 @@ class Case:
 
 
 def relative_error(case: Case, backend_of: BackendOf, device: torch.device, seed: int = 0) -> float:
-    """The greatest among the layers; NaN where an answer is. Raises whatever the backend raises."""
+    """The largest of all layers; NaN if an output is NaN. Raises what the backend raises."""
     shape = case.shape
     generator = torch.Generator().manual_seed(seed)
     blocks_each = [-(-(start + count) // shape.block_size) for start, count in case.spans]
     num_blocks = 1 + sum(blocks_each)
     tables = _fragmented(blocks_each, generator)
-    backend = _poisoned(backend_of(shape, num_blocks, device))
-    reference = _poisoned(TorchAttention(replace(shape, dtype=torch.float64), num_blocks, device))
+    backend = _filled_with_nan(backend_of(shape, num_blocks, device))
+    reference = _filled_with_nan(TorchAttention(replace(shape, dtype=torch.float64), num_blocks, device))
     worst = 0.0
     for layer in range(len(shape.windows)):
         queries, key_values = _random(case, generator, device)
-        answer = _answer(backend, layer, case, tables, queries, key_values)
+        output = _output(backend, layer, case, tables, queries, key_values)
         kept = [quantized(part) if shape.dtype.itemsize == 1 else part.to(shape.dtype) for part in key_values]
         exact = [part.double() for part in queries], [part.double() for part in kept]
-        expected = _answer(reference, layer, case, tables, *exact)
-        error = float((answer.double() - expected).norm() / expected.norm())
-        worst = max(worst, error) if error == error else error  # noqa: PLR0124 - NaN is what differs from itself
+        expected = _output(reference, layer, case, tables, *exact)
+        error = float((output.double() - expected).norm() / expected.norm())
+        worst = max(worst, error) if error == error else error  # noqa: PLR0124 - true for NaN only
     return worst
 
 
+def why_wrong(cases: Sequence[Case], backend_of: BackendOf, device: torch.device) -> str | None:
+    """What a backend raised on these cases, or its error if that is too large; None if it is correct."""
+    for case in cases:
+        try:
+            error = relative_error(case, backend_of, device)
+        except Exception as raised:  # of a compiler, a driver or a GPU: another backend is used
+            return f"{type(raised).__name__}: {raised}".splitlines()[0]
+        bound = _FP8_BOUND if case.shape.dtype.itemsize == 1 else BOUNDS[case.dtype]
+        if not error <= bound:
+            return f"its output is off by {error:.2g}, at most {bound:.2g} is right for {case.dtype}"
+    return None
+
+
 def quantized(rows: torch.Tensor) -> torch.Tensor:
-    """What an fp8 cache keeps of `rows` `[..., head_dim]`, in their own dtype: a scale for each row, and e4m3."""
+    """`rows` `[..., head_dim]` as an fp8 cache stores them (e4m3, and a scale for each row), in their own dtype."""
     scale = rows.float().abs().amax(-1, keepdim=True).clamp(min=1e-30) / FP8_MAX
     return ((rows.float() / scale).to(torch.float8_e4m3fn).float() * scale).to(rows.dtype)
 
 
 def _fragmented(blocks_each: Sequence[int], generator: torch.Generator) -> list[list[int]]:
-    """Tables that share out the blocks 1, 2, … in no order."""
+    """Tables of the blocks 1, 2, … in random order."""
     blocks = (1 + torch.randperm(sum(blocks_each), generator=generator)).tolist()
     tables = []
     for count in blocks_each:
@@ -73,7 +86,7 @@ def _fragmented(blocks_each: Sequence[int], generator: torch.Generator) -> list[
     return tables
 
 
-def _poisoned(backend: Attention) -> Attention:
+def _filled_with_nan(backend: Attention) -> Attention:
     for cache in backend.caches:
         cache.copy_(torch.full((), torch.nan))
     return backend
@@ -82,7 +95,7 @@ def _poisoned(backend: Attention) -> Attention:
 def _random(
     case: Case, generator: torch.Generator, device: torch.device
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Each sequence's queries, and its keys and values, from its first token to its last."""
+    """Queries, and keys and values, of all tokens of each sequence."""
     shape = case.shape
     queries, key_values = [], []
     for start, count in case.spans:
@@ -94,7 +107,7 @@ def _random(
     return queries, key_values
 
 
-def _answer(
+def _output(
     backend: Attention,
     layer: int,
     case: Case,
@@ -102,7 +115,7 @@ def _answer(
     queries: Sequence[torch.Tensor],
     key_values: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """Store what comes before the step in a step of its own, then take it."""
+    """Store the tokens before the step in a step of their own, then compute the step."""
     before = [place for place, (start, _) in enumerate(case.spans) if start]
     if before:
         backend.prepare(StepInput.of([(0, case.spans[place][0], tables[place]) for place in before]))(

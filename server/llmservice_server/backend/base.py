@@ -1,4 +1,4 @@
-"""The interface of a backend: what a model and the runner ask of the device that they compute on."""
+"""The interface of a backend: what a model and the runner need of the device that they compute on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class KVCacheShape:
-    """The paged KV cache of a model. A layer's window is None where a query sees every earlier token."""
+    """The paged KV cache of a model. A layer's window is None if a query sees all earlier tokens."""
 
     num_heads: int
     num_kv_heads: int
@@ -32,7 +32,7 @@ class KVCacheShape:
 
     @property
     def bytes_per_block(self) -> int:
-        """Keys and values of `block_size` tokens in every layer, and an fp8 cache's scale for each of them."""
+        """Keys and values of `block_size` tokens in all layers, and in an fp8 cache a scale for each of them."""
         scale_bytes = 4 if self.dtype.itemsize == 1 else 0
         bytes_each = self.head_dim * self.dtype.itemsize + scale_bytes
         return len(self.windows) * self.block_size * 2 * self.num_kv_heads * bytes_each
@@ -40,25 +40,25 @@ class KVCacheShape:
 
 @dataclass(frozen=True, slots=True)
 class LateTokens:
-    """Tokens of a step that the step before it draws: only the device knows them when the step is launched."""
+    """Tokens of a step that the previous step samples: only the device has them when the step is launched."""
 
-    places: Int64Array  # among the step's tokens
-    rows: Int64Array  # among the tokens drawn
-    drawn: torch.Tensor  # [num_rows], on the device
+    positions: Int64Array  # in the step's tokens
+    rows: Int64Array  # in the sampled tokens
+    sampled: torch.Tensor  # [num_rows], on the device
 
     def put(self, token_ids: torch.Tensor) -> None:
-        """Put them into the step's `token_ids` `[num_tokens]`, on the device."""
-        places, rows = to_device(np.stack((self.places, self.rows)), token_ids.device).unbind()
-        known = self.drawn.index_select(0, rows).clamp_min(0)  # -1: its request is about to end with an error
-        token_ids.index_copy_(0, places, known.to(token_ids.dtype))
+        """Write them to the step's `token_ids` `[num_tokens]`, on the device."""
+        positions, rows = to_device(np.stack((self.positions, self.rows)), token_ids.device).unbind()
+        known = self.sampled.index_select(0, rows).clamp_min(0)  # -1: the request will end with an error
+        token_ids.index_copy_(0, positions, known.to(token_ids.dtype))
 
 
 @dataclass(frozen=True, eq=False)
 class StepInput:
-    """What the device computes in one step: runs of tokens of several sequences, laid end to end.
+    """What the device computes in one step: runs of tokens of several sequences, concatenated.
 
-    Run `i` is the tokens [starts[i], starts[i] + counts[i]) of its sequence; all earlier ones are in the cache. It is
-    made column by column, not token by token, because that is done for every sequence of every step.
+    Run `i` is the tokens [starts[i], starts[i] + counts[i]) of its sequence; all earlier ones are in the cache. Arrays
+    of all sequences, not objects of each, because this is built for every sequence of every step.
     """
 
     token_ids: Int64Array  # [num_tokens]
@@ -69,7 +69,7 @@ class StepInput:
 
     @classmethod
     def of(cls, runs: Iterable[tuple[int, int, Sequence[int]]], token_ids: Sequence[int] | None = None) -> Self:
-        """Of each run: its start, its number of tokens and its sequence's block table. No `token_ids`: all are 0."""
+        """runs: start, number of tokens and block table of each. Without `token_ids` all are 0."""
         starts, counts, tables = zip(*runs, strict=True)
         ids = np.zeros(sum(counts), np.int64) if token_ids is None else np.array(token_ids, np.int64)
         return cls(ids, np.array(starts, np.int64), np.array(counts, np.int64), tables)
@@ -80,22 +80,22 @@ class StepInput:
 
     @cached_property
     def is_decode(self) -> bool:
-        """Every run is a single token."""
+        """Whether every run is a single token."""
         return len(self.token_ids) == len(self.block_tables)
 
     @cached_property
     def rows(self) -> Int64Array:
-        """`[num_seqs]`: each run's first token among the step's."""
+        """`[num_seqs]`: the index of each run's first token."""
         return firsts_of(self.counts)
 
     @cached_property
     def blocks(self) -> Int32Array:
-        """The block tables, one behind the other."""
+        """The block tables, concatenated."""
         return joined(self.block_tables)
 
     @cached_property
     def table_firsts(self) -> Int64Array:
-        """`[num_seqs]`: where each table begins in `blocks`."""
+        """`[num_seqs]`: the index of each table's first entry in `blocks`."""
         return firsts_of(np.fromiter(map(len, self.block_tables), np.int64, len(self.block_tables)))
 
     @property
@@ -115,23 +115,23 @@ class StepInput:
 
 
 def joined(tables: Sequence[Sequence[int]]) -> Int32Array:
-    """Block tables, one behind the other."""
+    """The block tables, concatenated."""
     return np.frombuffer(b"".join([each if isinstance(each, array) else array("i", each) for each in tables]), np.int32)
 
 
 def firsts_of(counts: Int64Array) -> Int64Array:
-    """Where each of several runs of `counts` items begins, when they are laid end to end."""
+    """The index of the first item of each of several concatenated runs of `counts` items."""
     return np.cumsum(counts) - counts
 
 
 def positions_of(starts: Int64Array, counts: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """Of each token of the runs [start, start + count), laid end to end: its run's number, and its position."""
+    """The run and the position of each token of the concatenated runs [start, start + count)."""
     run = np.repeat(np.arange(len(counts)), counts)
     return run, np.arange(len(run)) + (starts - firsts_of(counts))[run]
 
 
 class Attend(Protocol):
-    """One step's attention, given to the model's forward pass."""
+    """One step's attention, passed to the model's forward pass."""
 
     def __call__(self, layer: int, query: torch.Tensor, key_value: torch.Tensor) -> torch.Tensor:
         """Store the tokens' keys and values, then attend causally, each sequence to itself.
@@ -144,7 +144,7 @@ class Attend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """What a step's queries and keys go through before they meet."""
+    """The rotary embedding of a step's queries and keys, and the norm before it."""
 
     cos: torch.Tensor  # [num_tokens, 1, head_dim]
     sin: torch.Tensor  # likewise, the first half negated
@@ -153,14 +153,14 @@ class Rotation:
 
 @runtime_checkable
 class RotatingAttend(Attend, Protocol):
-    """One that norms, rotates and stores in one pass."""
+    """An `Attend` that norms, rotates and stores in one pass."""
 
     def rotate_and_attend(self, layer: int, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """`heads` `[num_tokens, num_heads + 2 * num_kv_heads, head_dim]`: the fused product as it comes; changed."""
+        """`heads` `[num_tokens, num_heads + 2 * num_kv_heads, head_dim]`: the fused product, which is overwritten."""
 
 
 def rotates(attend: Attend) -> TypeGuard[RotatingAttend]:
-    """Whether it is a `RotatingAttend`. Decided by its class, since inspecting methods costs as much as a product."""
+    """Whether it is a `RotatingAttend`. Cached by class, because the check takes as long as a matrix product."""
     return _is_rotating(type(attend))
 
 
@@ -172,17 +172,17 @@ def _is_rotating(kind: type[Attend]) -> bool:
 class Attention(Protocol):
     """Owns the KV cache and prepares each step once for all layers."""
 
-    caches: list[torch.Tensor]  # one a layer, and what belongs to them; `[num_blocks, ...]` each
+    caches: list[torch.Tensor]  # of each layer, and their scales; `[num_blocks, ...]` each
     device: torch.device
 
     def prepare(self, step: StepInput) -> Attend:
-        """Every token of the step has its block in its table."""
+        """The block tables must have a block for every token of the step."""
 
 
 class Linear(Protocol):
-    """A matrix that hidden states are multiplied with."""
+    """A weight matrix and its bias."""
 
-    weight: torch.Tensor  # [out, in], in whatever layout
+    weight: torch.Tensor  # [out, in], in any layout
     bias: torch.Tensor | None
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -190,22 +190,22 @@ class Linear(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Of the matrix, whatever its layout, and the bias."""
+        """Of the matrix, in its layout, and the bias."""
 
 
 class LayerOps(Protocol):
-    """What a decoder computes between its matrix products and its attention."""
+    """The operations of a decoder between its matrix products and attention."""
 
     def add_norm(
         self, hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        """Add `delta` to `hidden` `[num_tokens, size]` in place, where there is one; the sum's RMS norm."""
+        """Add `delta` to `hidden` `[num_tokens, size]` in place, if there is one; return the sum's RMS norm."""
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """`silu(gate) * up` `[num_tokens, size]` of `gate_up` `[num_tokens, 2 * size]`, which may be overwritten."""
 
     def logits(self, hidden: torch.Tensor, norm: torch.Tensor, eps: float, head: Linear) -> torch.Tensor:
-        """Float32 `[num_rows, vocab_size]` of the last layer's states `[num_rows, size]`, not yet normed."""
+        """Float32 `[num_rows, vocab_size]` of the last layer's states `[num_rows, size]`, before the final norm."""
 
 
 @dataclass(slots=True)
@@ -227,7 +227,7 @@ def linears_of(layer: DecoderLayer) -> tuple[Linear, Linear, Linear, Linear]:
 
 
 class DecoderShape(Protocol):
-    """The numbers of a model's config that a backend needs."""
+    """The sizes in a model's config that a backend needs."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -268,14 +268,14 @@ class Decoder(Protocol):
     def rotary(self) -> Rotary: ...
 
     def map_linears(self, convert: Callable[[Linear], Linear]) -> None:
-        """Replace every matrix, one after the other."""
+        """Replace every matrix."""
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """The last layer's states `[num_tokens, hidden_size]`, not yet normed."""
+        """The last layer's states `[num_tokens, hidden_size]`, before the final norm."""
 
 
 class DecodePath(Protocol):
-    """A faster way to compute steps that are decodes only."""
+    """A faster implementation of steps of decodes only."""
 
     def takes(self, step: StepInput) -> bool:
         """Whether it can compute such a step."""
@@ -285,7 +285,7 @@ class DecodePath(Protocol):
 
 
 class Backend(Protocol):
-    """How one device computes one model. Start-up and the runner ask it, and never compare its name."""
+    """One device's implementation for one model. Its name is for logs only; no code compares it."""
 
     name: str  # for the log
     reason: str  # why it was chosen
@@ -294,11 +294,11 @@ class Backend(Protocol):
 
     @property
     def overlaps(self) -> bool:
-        """A launch returns before its step is computed, so that planning the next one beside it saves time."""
+        """Whether a launch returns before its step is computed, so that the next one can be planned meanwhile."""
 
     @property
     def prefill_tokens(self) -> int | None:
-        """Of a step, beyond which the device computes no faster; None: no such bound."""
+        """Prompt tokens of a step, beyond which the device computes no faster; None: no bound."""
 
     @property
     def profile_limit_s(self) -> float | None:
@@ -306,18 +306,18 @@ class Backend(Protocol):
 
     @property
     def shares_memory(self) -> bool:
-        """With the processes of this server and with others."""
+        """Whether the device's memory is shared with other processes."""
 
     def prepare(self, model: Decoder) -> None:
-        """Give a loaded model its layer operations, and its matrices the layout that is fastest here."""
+        """Set a loaded model's layer operations, and convert its matrices to the fastest layout."""
 
     def attention(self, num_blocks: int) -> Attention:
-        """With a cache of its own. Raises RuntimeError (torch's) where that cannot be allocated."""
+        """Attention with a new KV cache. Raises RuntimeError (torch's) if it cannot be allocated."""
 
     def decode_path(
         self, model: Decoder, attention: Attention, *, max_num_seqs: int, max_model_len: int
     ) -> DecodePath | None:
-        """Made before anything is cached. None where there is none, or where its check failed, with a warning."""
+        """Called before anything is cached. None if there is none, or, with a warning, if its check failed."""
 
     def decode_path_bytes(self, model: Decoder, *, max_num_seqs: int, max_model_len: int) -> int:
         """The memory that `decode_path` will take."""
@@ -332,13 +332,13 @@ class Backend(Protocol):
         """The memory that can be used."""
 
     def step_bytes(self, step: Callable[[], None], *, cache_bytes: int, weight_bytes: int) -> int | None:
-        """What `step` takes beside weights and cache, with what else uses the device; None: it cannot be measured."""
+        """The memory of `step` and other users of the device, besides weights and cache; None: cannot be measured."""
 
     def synchronize(self) -> None:
-        """Wait until all work is done. Raises RuntimeError where the device is lost."""
+        """Wait until all work is done. Raises RuntimeError if the device is lost."""
 
     def free_bytes(self) -> int:
-        """The device's free memory, once its work is done and torch has given back what it keeps for later use."""
+        """The device's free memory, after its work is done and torch has released its cached memory."""
 
     def release_memory(self) -> None:
-        """Give back what torch keeps for later use."""
+        """Release the memory that torch caches."""

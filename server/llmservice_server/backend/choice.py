@@ -23,10 +23,10 @@ def choose_backend(
     worth_compiling: bool = False,
     enforce_eager: bool = False,
 ) -> Backend:
-    """For activations of `dtype`. Raises ConfigError where what is wanted does not work here.
+    """The backend for activations of `dtype`. Raises ConfigError if the wanted one is unusable here.
 
-    `worth_compiling`: the model is large enough for CPU kernels that take seconds to compile. `auto` times chunks of
-    prompts on a GPU, by our kernel and by torch's, and takes the faster.
+    `worth_compiling`: the model is large enough for CPU kernels that take seconds to compile. On a GPU
+    `auto` times chunks of prompts by our kernel and by torch's, and uses the faster.
     """
     problem = None
     if wanted == "triton" or (wanted == "auto" and device.type == "cuda"):
@@ -49,14 +49,14 @@ def choose_backend(
 
     if wanted != "auto":
         return CudaBackend(shape, device, reason, enforce_eager=enforce_eager)
-    from llmservice_server.backend.cuda.chunk_race import OURS, race_for_chunks
+    from llmservice_server.backend.cuda.varlen import OURS, choose_chunk_attention
 
-    verdict = race_for_chunks(shape, dtype, device, max_num_batched_tokens)
+    chunks = choose_chunk_attention(shape, dtype, device, max_num_batched_tokens)
     return CudaBackend(
         shape,
         device,
-        f"{reason}; chunks of prompts by {verdict.name}: {verdict.reason}",
-        varlen_keys=0 if verdict.name == OURS else max_num_batched_tokens,
+        f"{reason}; chunks of prompts by {chunks.name}: {chunks.reason}",
+        varlen_keys=0 if chunks.name == OURS else max_num_batched_tokens,
         enforce_eager=enforce_eager,
     )
 
@@ -64,13 +64,13 @@ def choose_backend(
 def decide(
     wanted: Literal["auto", "torch", "triton"], device_type: str, problem: str | None
 ) -> tuple[BackendName, str]:
-    """The backend and the reason for it. `problem`: why the device's own kernels are unusable, None where they work."""
+    """The backend and the reason for it. `problem`: why the device's kernels are unusable; None if they are usable."""
     if wanted == "torch":
-        return "torch", "it was asked for"
+        return "torch", "it was requested"
     if wanted == "triton":
         if problem is not None:
             raise ConfigError(f"attention is triton, which is unusable here: {problem}: use --attention auto")
-        return "triton", "it was asked for, and its probe passed"
+        return "triton", "it was requested, and its kernels agreed with torch"
     if device_type == "cpu":
         if problem is not None:
             return "torch", f"the CPU kernels are unusable here: {problem}"
@@ -82,7 +82,7 @@ def decide(
 
 def _why_triton_is_unusable(shape: KVCacheShape, dtype: torch.dtype, device: torch.device) -> str | None:
     try:
-        from llmservice_server.backend.cuda.probe import why_triton_is_unusable
+        from llmservice_server.backend.cuda.backend import why_triton_is_unusable
     except ImportError as error:
         return f"it cannot be imported ({error})"
     return why_triton_is_unusable(shape, dtype, device)

@@ -1,4 +1,4 @@
-"""How the rows of a batch are to be sampled, column by column. Made once, and kept while the same requests run."""
+"""The sampling parameters of a batch as arrays, built once and kept while the same requests run."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _FIRST_FACTOR, _SECOND_FACTOR = np.uint64(0xBF58_476D_1CE4_E5B9), np.uint64(0x94
 
 
 def stream_states(seeds: Sequence[int]) -> UInt64Array:
-    """What all numbers of a seed's stream have in common; of the seeds the lower 64 bits count."""
+    """The state of each seed's random stream; only the lower 64 bits of a seed are used."""
     return mix64(_as_uint64(seeds) ^ GOLDEN_GAMMA) + GOLDEN_GAMMA
 
 
 def uniforms(states: UInt64Array, positions: npt.NDArray[np.int64]) -> Float64Array:
-    """Numbers in [0, 1) for places in streams: SplitMix64 (Steele et al., 2014) over `stream_states` and positions."""
+    """Numbers in [0, 1) at positions of streams: SplitMix64 (Steele et al., 2014) of `stream_states` and positions."""
     mixed = mix64(states + GOLDEN_GAMMA * positions.view(np.uint64))
     numbers: Float64Array = (mixed >> np.uint64(11)) / float(1 << 53)
     return numbers
@@ -36,13 +36,13 @@ def _as_uint64(seeds: Sequence[int]) -> UInt64Array:
 
 
 def mix64(values: UInt64Array) -> UInt64Array:
-    """SplitMix64's output function. As arrays or, compiled, number by number."""
+    """SplitMix64's output function, of arrays or, compiled by numba, of numbers."""
     values = (values ^ (values >> np.uint64(30))) * _FIRST_FACTOR
     values = (values ^ (values >> np.uint64(27))) * _SECOND_FACTOR
     return values ^ (values >> np.uint64(31))
 
 
-_MIN_TEMPERATURE = 1e-6  # as good as greedy, and no division by zero
+_MIN_TEMPERATURE = 1e-6  # equivalent to greedy, without a division by zero
 
 
 class PenaltyHistory(Protocol):
@@ -55,7 +55,7 @@ class PenaltyHistory(Protocol):
 
 
 class SampledRequest(Protocol):
-    """What sampling reads of a request; the engine's `Request` is one."""
+    """What sampling reads of a request; implemented by the engine's `Request`."""
 
     @property
     def sampling(self) -> SamplingParams: ...
@@ -81,16 +81,16 @@ class SampledRequest(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingBatch:
-    """One entry of each column per request."""
+    """Each array and list has one entry per request."""
 
     requests: list[SampledRequest]
-    parameters: Float64Array  # [num_rows, 4]: temperature (0: the likeliest token), top-k (0: off), top-p, min-p
-    token_ids: Sequence[Sequence[int]]  # the requests' own, which grow while they run
+    parameters: Float64Array  # [num_rows, 4]: temperature (0: greedy), top-k (0: off), top-p, min-p
+    token_ids: Sequence[Sequence[int]]  # the requests' own lists, which grow while they run
     num_prompt_tokens: Int64Array
-    streams: UInt64Array  # where the numbers of each request begin
+    streams: UInt64Array  # of `stream_states`
     is_greedy: bool
-    is_plain: bool = True  # the logits are sampled as they are
-    with_logprobs: list[int] = field(default_factory=list)  # the rows whose probabilities are asked for
+    is_plain: bool = True  # no request changes its logits
+    with_logprobs: list[int] = field(default_factory=list)  # the rows with log-probabilities
     masked: list[int] = field(default_factory=list)  # the rows with a grammar
 
     @classmethod
@@ -114,8 +114,8 @@ class SamplingBatch:
         )
 
     @classmethod
-    def alike(cls, num_rows: int, temperature: float = 0.0, top_p: float = 1.0) -> SamplingBatch:
-        """For no requests: what a step is warmed up with."""
+    def identical(cls, num_rows: int, temperature: float = 0.0, top_p: float = 1.0) -> SamplingBatch:
+        """Equal rows without requests, for warm-up and profiling."""
         parameters = np.tile([temperature, 0.0, top_p, 0.0], (num_rows, 1))
         return cls(
             requests=[],
@@ -127,26 +127,26 @@ class SamplingBatch:
         )
 
     @classmethod
-    def widest(cls, num_rows: int) -> SamplingBatch:
-        """What takes the most memory: a greedy row and one that is not cut, so that all others are copied twice."""
-        batch = cls.alike(num_rows, temperature=1.0, top_p=0.9)
+    def largest(cls, num_rows: int) -> SamplingBatch:
+        """The batch that needs most memory: a greedy row and one without top-p, so that all others are copied twice."""
+        batch = cls.identical(num_rows, temperature=1.0, top_p=0.9)
         if num_rows > 2:
             batch.parameters[0, 0] = 0  # greedy
             batch.parameters[1, 2] = 1  # top-p
         return batch
 
     def is_of(self, requests: Sequence[SampledRequest]) -> bool:
-        """Whether these are the requests; they are compared by identity."""
+        """Whether the batch is of these requests, compared by identity."""
         return self.requests == list(requests)
 
     def uniforms(self) -> Float64Array:
-        """The numbers in [0, 1) that choose the rows' next tokens."""
-        return uniforms(self.streams, self.places())
+        """The random number in [0, 1) of each row's next token."""
+        return uniforms(self.streams, self.positions())
 
-    def places(self) -> Int64Array:
-        """Where in their answers the rows' next tokens stand; 0 where all rows are greedy."""
+    def positions(self) -> Int64Array:
+        """The position of each row's next token in its output; 0 if all rows are greedy."""
         if self.is_greedy:
             return np.zeros(len(self.streams), np.int64)
-        # not `num_output_tokens`: this is done for every sequence of every step
+        # faster than `num_output_tokens`, for every sequence of every step
         num_tokens = np.fromiter(map(len, self.token_ids), np.int64, len(self.token_ids))
         return num_tokens - self.num_prompt_tokens

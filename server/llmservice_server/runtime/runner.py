@@ -156,7 +156,7 @@ class ModelRunner:
             runs.append((0, count, range(first_block, first_block + num_blocks)))
             first_block += num_blocks
         logits = self.model.logits(self.forward(StepInput.of(runs))[:num_seqs])
-        kind = SamplingBatch.alike if self.backend.shares_memory else SamplingBatch.widest
+        kind = SamplingBatch.identical if self.backend.shares_memory else SamplingBatch.largest
         return self.sampler.choose(logits, kind(len(logits)))
 
     @torch.inference_mode()

@@ -7,7 +7,7 @@ BLOCK_SIZE = 4
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 9)), min_size=1, max_size=6))
-def test_every_token_has_the_slot_that_its_table_names(runs: list[tuple[int, int]]) -> None:
+def test_every_token_has_the_slot_of_its_table(runs: list[tuple[int, int]]) -> None:
     tables = []
     first = 1
     for start, count in runs:
@@ -23,7 +23,7 @@ def test_every_token_has_the_slot_that_its_table_names(runs: list[tuple[int, int
     assert step.slots(BLOCK_SIZE).tolist() == expected
 
 
-def test_columns_are_the_runs_that_they_were_made_of() -> None:
+def test_arrays_agree_with_the_runs() -> None:
     step = StepInput.of([(3, 1, [5]), (6, 3, [2, 7, 4]), (0, 1, [1])], [9, 8, 7, 6, 5])
     assert len(step) == 3
     assert step.token_ids.tolist() == [9, 8, 7, 6, 5]

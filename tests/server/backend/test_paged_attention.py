@@ -1,4 +1,4 @@
-"""Paged attention against attention written out: any mix of chunks and single tokens, any order of blocks."""
+"""Paged attention agrees with plain attention: any mix of chunks and decodes, any order of blocks."""
 
 import itertools
 import math
@@ -66,12 +66,12 @@ BackendOf = Callable[[KVCacheShape, int], Attention]
 def attention(of: BackendOf, dtype: torch.dtype = torch.float32) -> Attention:
     backend = of(KVCacheShape(HEADS, KV_HEADS, HEAD_DIM, WINDOWS, BLOCK_SIZE, dtype), NUM_BLOCKS)
     for cache in backend.caches:
-        cache.fill_(torch.nan)  # what nobody stored must not be read
+        cache.fill_(torch.nan)  # what was never stored must not be read
     return backend
 
 
 def run(backend: Attention, sequences: list[Sequence], layer: int) -> torch.Tensor:
-    """Two steps: the first stores what comes before, the second is the one in question."""
+    """Two steps: the first stores the cached tokens, the second is tested."""
     before = [sequence for sequence in sequences if sequence.start]
     if before:
         step = backend.prepare(StepInput.of([(0, sequence.start, sequence.block_table) for sequence in before]))
@@ -97,7 +97,7 @@ def run(backend: Attention, sequences: list[Sequence], layer: int) -> torch.Tens
     scattered=st.booleans(),
     layer=st.sampled_from(range(len(WINDOWS))),
 )
-def test_any_mix_of_chunks_and_decodes_equals_attention_written_out(
+def test_any_mix_of_chunks_and_decodes_agrees_with_plain_attention(
     of: BackendOf, spans: list[tuple[int, int]], scatter: object, scattered: bool, layer: int
 ) -> None:
     torch.manual_seed(len(spans))
@@ -116,39 +116,39 @@ def test_any_mix_of_chunks_and_decodes_equals_attention_written_out(
     ("of", "dtype"),
     [
         *itertools.product([CpuAttention, torch_attention], [torch.bfloat16, torch.float16]),
-        (tiled_attention, torch.float16),  # each is a kernel to compile
+        (tiled_attention, torch.float16),  # each compiles a kernel
     ],
 )
 @pytest.mark.parametrize("num_tokens", [1, 3])
-def test_a_narrower_cache_rounds_keys_and_values_and_nothing_else(
+def test_a_cache_of_lower_precision_rounds_only_keys_and_values(
     of: BackendOf, dtype: torch.dtype, num_tokens: int
 ) -> None:
     torch.manual_seed(0)
     sequence = Sequence.random(9, num_tokens, [3, 1, 2])
     sequence.key_value[3] *= 1e-6  # float16's subnormals
     sequence.key_value[4] *= 1e4
-    answer = run(attention(of, dtype), [sequence], layer=0)
+    output = run(attention(of, dtype), [sequence], layer=0)
     sequence.key_value = sequence.key_value.to(dtype).float()
-    torch.testing.assert_close(answer, sequence.expected(None), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(output, sequence.expected(None), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("of", [CpuAttention, torch_attention])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_what_is_not_finite_is_not_hidden(of: BackendOf, dtype: torch.dtype) -> None:
+def test_nan_and_infinity_reach_the_output(of: BackendOf, dtype: torch.dtype) -> None:
     """The engine ends a request whose logits are NaN; attention must not turn them into numbers."""
     for poison in (torch.nan, torch.inf):
         for part in (0, KV_HEADS):
             sequences = [Sequence.random(9, 1, [3, 1, 2]), Sequence.random(6, 1, [4, 5])]
             sequences[0].key_value[5, part] = poison
-            answer = run(attention(of, dtype), sequences, layer=0).view(2, HEADS, HEAD_DIM)
+            output = run(attention(of, dtype), sequences, layer=0).view(2, HEADS, HEAD_DIM)
             group = HEADS // KV_HEADS
-            assert not answer[0, :group].isfinite().all()
-            assert answer[0, group:].isfinite().all()
-            assert answer[1].isfinite().all()
+            assert not output[0, :group].isfinite().all()
+            assert output[0, group:].isfinite().all()
+            assert output[1].isfinite().all()
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_many_heavy_and_light_sequences_share_the_threads(num_threads: int) -> None:
+def test_sequences_of_different_lengths_are_balanced_over_threads(num_threads: int) -> None:
     shape = KVCacheShape(8, 2, 64, (None,), 16, torch.bfloat16)
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
@@ -165,7 +165,7 @@ def test_many_heavy_and_light_sequences_share_the_threads(num_threads: int) -> N
         store(0, torch.randn(sum(lengths), 8, 64).bfloat16(), torch.cat(key_values))
         query = torch.randn(len(lengths), 8, 64).bfloat16()
         step = backend.prepare(StepInput.of([(n - 1, 1, table) for n, table in zip(lengths, tables, strict=True)]))
-        answer = step(0, query, torch.stack([each[-1] for each in key_values]))
+        output = step(0, query, torch.stack([each[-1] for each in key_values]))
         assert torch.get_num_threads() == num_threads  # numba sets OpenMP's number, which may be torch's as well
     finally:
         torch.set_num_threads(before)
@@ -173,11 +173,11 @@ def test_many_heavy_and_light_sequences_share_the_threads(num_threads: int) -> N
         keys, values = key_value.float().transpose(0, 1).repeat_interleave(4, dim=0).chunk(2)
         scores = torch.einsum("hd,hld->hl", query[row].float(), keys) / 8
         expected = torch.einsum("hl,hld->hd", scores.softmax(-1), values).flatten()
-        torch.testing.assert_close(answer[row].float(), expected, rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(output[row].float(), expected, rtol=1e-2, atol=1e-2)
 
 
 @backends
-def test_a_block_costs_keys_and_values_of_every_layer(of: BackendOf) -> None:
+def test_bytes_per_block_is_what_the_tensors_take(of: BackendOf) -> None:
     shape = KVCacheShape(HEADS, KV_HEADS, HEAD_DIM, WINDOWS, BLOCK_SIZE, torch.bfloat16)
     allocated = sum(cache.nbytes for cache in of(shape, NUM_BLOCKS).caches)
     assert shape.bytes_per_block * NUM_BLOCKS == allocated

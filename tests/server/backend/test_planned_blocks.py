@@ -1,4 +1,4 @@
-"""What the planner counts for a block is what a backend's tensors take of the device."""
+"""The planner's size of a block is that of a backend's tensors."""
 
 from collections.abc import Callable
 from typing import Any
@@ -34,7 +34,7 @@ def model_of(layers: int, heads: int, kv_heads: int, head_dim: int) -> ModelShap
     ("backend", "dtype"),
     [(backend, dtype) for backend in BACKENDS for dtype in DTYPES if dtype != "fp8" or backend == "triton"],
 )
-def test_a_block_takes_what_the_planner_counts_for_it(
+def test_a_block_has_the_size_that_the_planner_computes(
     backend: str, dtype: str, layers: int, heads: int, kv_heads: int, head_dim: int, block_size: int
 ) -> None:
     shape = KVCacheShape(heads, kv_heads, head_dim, (None,) * layers, block_size, DTYPES[dtype])

@@ -6,7 +6,7 @@ from llmservice_server.backend.sampling_batch import stream_states, uniforms
 
 
 def splitmix64(seed: int, position: int) -> float:
-    """One number at a time, in whole numbers without end: a seeded answer of an earlier version comes out again."""
+    """In Python integers: seeded outputs stay the same in later versions."""
     mask = (1 << 64) - 1
 
     def mix(value: int) -> int:
@@ -19,7 +19,7 @@ def splitmix64(seed: int, position: int) -> float:
     return (mix((state + gamma * (position + 1)) & mask) >> 11) / (1 << 53)
 
 
-def test_uniforms_are_spread_evenly_and_repeat() -> None:
+def test_uniforms_are_evenly_distributed_and_repeatable() -> None:
     seeds = [seed for seed in range(-50, 50) for _ in range(100)]
     places = np.tile(np.arange(100), 100)
     numbers = uniforms(stream_states(seeds), places).tolist()
@@ -30,7 +30,7 @@ def test_uniforms_are_spread_evenly_and_repeat() -> None:
     assert uniforms(stream_states(seeds), places).tolist() == numbers
 
 
-def test_a_number_depends_on_its_own_seed_and_place_only() -> None:
+def test_a_number_depends_on_its_seed_and_position_only() -> None:
     together = uniforms(stream_states([7, -1, 2**64 - 1, 9]), np.array([0, 5, 5, 1000]))
     assert together[1] == together[2]  # the same 64 bits
     assert together[3] == uniforms(stream_states([9]), np.array([1000]))[0]

@@ -1,10 +1,10 @@
 import numpy as np
 import torch
 
-from llmservice_server.backend.transfer import HostCopy, pack, to_device, unpack
+from llmservice_server.backend.transfer import HostCopy, pack, tables_to_device, to_device, unpack
 
 
-def test_what_is_packed_for_one_copy_comes_out_as_it_went_in() -> None:
+def test_unpack_inverts_pack() -> None:
     tensors = [
         torch.tensor([3, -1, 128_255]),
         torch.tensor([[0.5, -torch.inf], [torch.nan, 1e-30]]),
@@ -17,8 +17,16 @@ def test_what_is_packed_for_one_copy_comes_out_as_it_went_in() -> None:
         torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True, check_dtype=False)
 
 
-def test_on_the_cpu_nothing_is_copied() -> None:
+def test_nothing_is_copied_on_the_cpu() -> None:
     numbers = np.arange(5)
     there = to_device(numbers, torch.device("cpu"))
     [back] = HostCopy([there]).wait()
     assert back.data_ptr() == there.data_ptr() == numbers.ctypes.data
+
+
+def test_tables_of_any_size_are_aligned() -> None:
+    arrays = [np.zeros((0, 16), np.int32), np.array([7], np.int32), np.arange(6, dtype=np.int32).reshape(2, 3)]
+    moved = tables_to_device(arrays, torch.device("cpu"))
+    for array, tensor in zip(arrays, moved, strict=True):
+        assert tensor.tolist() == array.tolist()
+        assert tensor.numel() == 0 or tensor.storage_offset() % 4 == 0

@@ -51,7 +51,7 @@ def sampling_bytes(batch: SamplingBatch) -> int:
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 16, 64, 128, 256, 300])
 def test_the_widest_batch_fits_into_what_the_planner_sets_aside(num_rows: int) -> None:
-    taken = sampling_bytes(SamplingBatch.widest(num_rows))
+    taken = sampling_bytes(SamplingBatch.largest(num_rows))
     planned = VOCAB * (num_rows * LOGITS_BYTES + SUMMED_ROWS_BYTES)
     assert taken <= planned
     if num_rows >= 64:
@@ -68,5 +68,5 @@ def test_masks_of_grammars_take_no_more_however_many_rows_have_one() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.5}])
-def test_no_other_batch_takes_more_than_the_widest(options: dict[str, float]) -> None:
-    assert sampling_bytes(SamplingBatch.alike(128, **options)) <= sampling_bytes(SamplingBatch.widest(128))
+def test_no_other_batch_takes_more_than_the_largest(options: dict[str, float]) -> None:
+    assert sampling_bytes(SamplingBatch.identical(128, **options)) <= sampling_bytes(SamplingBatch.largest(128))

@@ -1,8 +1,8 @@
 """Paged attention on a CPU.
 
-Where it is worth compiling a kernel for chunks of prompts, all of a step's tokens are computed in one call a layer,
-straight from the cache. Elsewhere kernels do what touches the cache, and torch computes the chunks: one has its keys
-and values at hand in one piece if it is the beginning of its prompt, and has them copied together otherwise.
+If the kernel for chunks of prompts is worth compiling, one call per layer computes all tokens of a step on the cache's
+blocks. Otherwise kernels store keys and values and compute decodes, and torch computes the chunks: with the step's own
+keys and values if a chunk begins its prompt, and with a contiguous copy from the cache if not.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from llmservice_server.backend.base import (
     firsts_of,
     joined,
 )
-from llmservice_server.backend.cpu import attention_kernels as cpu_kernels
-from llmservice_server.backend.cpu import prefill_kernels as cpu_prefill
+from llmservice_server.backend.cpu import attention_kernels as kernels
 from llmservice_server.backend.cpu.compiled import use_threads
-from llmservice_server.backend.cpu.element import as_array
-from llmservice_server.backend.cpu.linear import FEW_ROWS
-from llmservice_server.backend.cpu.tile import Constants, constants_of
+from llmservice_server.backend.cpu.layer_ops import rotate_and_store, store
+from llmservice_server.backend.cpu.linear import KERNEL_ROWS
+from llmservice_server.backend.cpu.llvm import as_array
 
-_ROWS = 256
-"""Of a tile, about: each key that is brought to it serves so many, whose scores and sums stay in a core's own cache."""
-_BRINGING = 8
-"""A key's way into a tile costs as much as the products of so many tokens with it."""
+_TILE_ROWS = 256
+"""About the rows of a tile, for all of which a key is gathered once; their scores and sums stay in the core's cache."""
+_GATHER_TOKENS = 8
+"""To gather and pack a key costs as much as the products of this many tokens with it."""
 
 
 def query_tiles(step: StepInput, *, num_kv_heads: int, group: int, num_threads: int) -> Int32Array:
-    """The step's tokens in tiles as `cpu_prefill.attend` takes
-    them, `[num_tiles, 5]`: a tile's first row, number of rows, the position behind its last, where its table
-    begins, and its key head. They are in an order in which equal parts are about equal work.
+    """The step's tokens in tiles `[num_tiles, 5]`, as `kernels.attend_tiles` takes them.
+
+    A tile's columns are its first row, its number of tokens, the end of its last token's keys, the first entry of its
+    block table, and its key head. The order is that of `balanced_order`.
     """
     starts, counts = step.starts, step.counts
-    tiles_each = -(-counts * group // _ROWS)
+    tiles_each = -(-counts * group // _TILE_ROWS)
     sizes = -(-counts // tiles_each)
     tiles_each = -(-counts // sizes)
     sequence = np.repeat(np.arange(len(counts)), tiles_each)
@@ -58,27 +58,27 @@ def query_tiles(step: StepInput, *, num_kv_heads: int, group: int, num_threads: 
     for number, column in enumerate(columns):
         tiles[:, :, number] = column[:, None]
     tiles[:, :, 4] = np.arange(num_kv_heads)
-    work = ends * (num_tokens + _BRINGING)
+    work = ends * (num_tokens + _GATHER_TOKENS)
     return tiles.reshape(-1, 5)[balanced_order(np.repeat(work, num_kv_heads), num_threads)]
 
 
 def balanced_order(work: Int64Array | Int32Array, num_threads: int) -> Int64Array:
     """An order of the items in which `num_threads` equal runs of them have about equal work.
 
-    The items are assigned by falling work to the threads from the first to the last and back again.
+    The items are assigned by decreasing work to the threads from the first to the last, and back again.
     """
     if len(work) <= num_threads:
         return np.arange(len(work))
-    laps = np.full((-(-len(work) // num_threads), num_threads), -1)  # an item of each for every thread, maybe too many
-    laps.ravel()[: len(work)] = np.argsort(-work, kind="stable")
-    laps[1::2] = laps[1::2, ::-1]
-    order = laps.T.ravel()
+    rounds = np.full((-(-len(work) // num_threads), num_threads), -1)  # -1: no item in the last round
+    rounds.ravel()[: len(work)] = np.argsort(-work, kind="stable")
+    rounds[1::2] = rounds[1::2, ::-1]
+    order = rounds.T.ravel()
     return order[order >= 0]
 
 
-_EVERYTHING = 1 << 31  # a window that no sequence fills
-_PIECES_A_THREAD = 4
-"""With fewer sequences than so many for each thread, the heads of a sequence are shared out as well."""
+_NO_WINDOW = 1 << 31  # longer than any sequence
+_PARTS_PER_THREAD = 4
+"""With fewer sequences per thread, the key heads of each sequence are divided among the threads as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +105,15 @@ class _Chunk:
 
 @dataclass(frozen=True, slots=True)
 class _Decodes:
-    """The tokens that stand alone, in an order in which equal parts are equal work: so threads share them."""
+    """The sequences with one token, in `balanced_order`."""
 
-    sequences: Int32Array  # [num_seqs, 3]: row of the step, where its table begins in `blocks`, end of keys
+    sequences: Int32Array  # [num_seqs, 3]: row of the step, first entry of the block table in `blocks`, number of keys
     blocks: Int32Array
-    parts: int  # into which a sequence is divided, by its key heads
+    parts: int  # into which the key heads of a sequence are divided
 
     @classmethod
     def of(cls, step: StepInput, alone: Int64Array, parts: int, num_threads: int) -> _Decodes:
-        """Of the sequences `alone` of a step, each of which has one token."""
+        """Of the sequences `alone` of a step, those with one token."""
         last_keys = step.starts[alone]
         sequences = np.empty((len(alone), 3), np.int32)
         sequences[:, 0], sequences[:, 1], sequences[:, 2] = step.rows[alone], step.table_firsts[alone], last_keys + 1
@@ -121,7 +121,7 @@ class _Decodes:
 
     @classmethod
     def of_all(cls, step: StepInput, parts: int, num_threads: int) -> _Decodes:
-        """Of a step of decodes only. It takes few calls: with one sequence, each of them counts."""
+        """Of a step of decodes only, in few calls, because each counts in a step of one sequence."""
         tables = step.block_tables
         firsts = accumulate(map(len, tables[:-1]), initial=0)
         starts = step.starts.tolist()
@@ -133,22 +133,22 @@ class _Decodes:
 
     @property
     def arguments(self) -> tuple[Int32Array, Int32Array, int]:
-        """As `cpu_kernels.decode` takes them."""
+        """As `kernels.decode` takes them."""
         return self.sequences, self.blocks, self.parts
 
 
-def _is_balanced(pieces: int, num_threads: int) -> bool:
-    """Whether threads that have equal numbers of so many pieces have about equal work."""
-    return pieces % num_threads == 0 or pieces >= _PIECES_A_THREAD * num_threads
+def _is_balanced(num_parts: int, num_threads: int) -> bool:
+    """Whether threads with equal shares of `num_parts` have about equal work."""
+    return num_parts % num_threads == 0 or num_parts >= _PARTS_PER_THREAD * num_threads
 
 
 class CpuAttention:
-    """Implements `Attention`. The caches' memory is touched only as blocks come into use."""
+    """Implements `Attention`. The operating system allocates the caches' memory when blocks are first written."""
 
     device = torch.device("cpu")
 
     def __init__(self, shape: KVCacheShape, num_blocks: int, *, tiled: bool = False) -> None:
-        """`tiled`: whether chunks of prompts have a kernel of our own, which takes seconds to compile."""
+        """`tiled`: chunks of prompts are computed by our kernel, which takes seconds to compile."""
         self.shape = shape
         self._tiled = tiled
         self._num_threads = torch.get_num_threads()
@@ -157,19 +157,23 @@ class CpuAttention:
         caches = torch.empty(size, dtype=shape.dtype)
         self.caches = list(caches.unbind())
         self._array = as_array(caches)
-        self._windows = np.array([_EVERYTHING if window is None else window for window in shape.windows], np.int64)
-        self._constants = constants_of(shape.num_heads // shape.num_kv_heads, shape.head_dim)
+        self._windows = np.array([_NO_WINDOW if window is None else window for window in shape.windows], np.int64)
+        self._head_shape = kernels.head_shape(shape.num_heads // shape.num_kv_heads, shape.head_dim)
 
     def decodes(self, step: StepInput) -> tuple[Any, ...]:
-        """A step of decodes only, for compiled code: caches and windows of all layers, and what else
-        `cpu_kernels.rotate_and_decode` asks for."""
+        """A step of decodes only, for compiled code.
+
+        Caches and windows of all layers, and the arguments `decodes` and `shape` of `kernels.rotate_and_decode`.
+        """
         num_threads = use_threads(self._num_threads)
         decodes = _Decodes.of_all(step, self._parts(len(step), num_threads), num_threads)
-        return self._array, self._windows, decodes.arguments, self._constants
+        return self._array, self._windows, decodes.arguments, self._head_shape
 
     def _parts(self, num_seqs: int, num_threads: int) -> int:
-        """Into which a sequence that decodes is divided, by its key heads, so that no thread is idle: no more of them
-        than that takes, as each costs a microsecond."""
+        """Into how many parts the key heads of each decode are divided.
+
+        The fewest with which no thread is idle, because each costs a microsecond.
+        """
         num_kv_heads = self.shape.num_kv_heads
         parts = (parts for parts in range(1, num_kv_heads) if num_kv_heads % parts == 0)
         enough = (each for each in parts if _is_balanced(num_seqs * each, num_threads))
@@ -179,8 +183,8 @@ class CpuAttention:
         num_threads = use_threads(self._num_threads)
         alone = np.flatnonzero(step.counts == 1)
         slots = step.slots(self.shape.block_size)
-        attend = CpuStep(self.shape, self._constants, self.caches, self._array, self._windows, slots)
-        if self._tiled and (not step.is_decode or len(step) > FEW_ROWS):  # fewer are one compiled call
+        attend = CpuStep(self.shape, self._head_shape, self.caches, self._array, self._windows, slots)
+        if self._tiled and (not step.is_decode or len(step) > KERNEL_ROWS):  # fewer are one compiled call
             num_kv_heads = self.shape.num_kv_heads
             group = self.shape.num_heads // num_kv_heads
             tiles = query_tiles(step, num_kv_heads=num_kv_heads, group=group, num_threads=num_threads)
@@ -205,55 +209,46 @@ class CpuStep:
     """Implements `RotatingAttend` for one step."""
 
     shape: KVCacheShape
-    constants: Constants  # the shape's numbers that are part of the kernels' code
+    head_shape: kernels.HeadShape
     layers: list[torch.Tensor]  # the cache of each
     caches: npt.NDArray[Any]  # the same, for kernels
     windows: Int64Array  # of all layers
     slots: Int64Array
-    tiles: tuple[Int32Array, Int32Array] | None = None  # of all tokens, and all tables: then there is nothing else
+    tiles: tuple[Int32Array, Int32Array] | None = (
+        None  # of all tokens, and the block tables; instead of the fields below
+    )
     decodes: _Decodes | None = None
     chunks: Sequence[_Chunk] = ()
     masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)  # by first row and window
 
     def __call__(self, layer: int, query: torch.Tensor, key_value: torch.Tensor) -> torch.Tensor:
         stored = key_value.to(self.shape.dtype)
-        cpu_kernels.store(as_array(stored), self.slots, self.caches[layer])
+        store(as_array(stored), self.slots, self.caches[layer])
         return self._attend(layer, query.contiguous(), stored)
 
     def rotate_and_attend(self, layer: int, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """As `RotatingAttend` says."""
+        """Implements `RotatingAttend`."""
         num_heads = self.shape.num_heads
-        cpu_kernels.rotate_and_store(
-            as_array(heads), rotation_arrays(rotation), self.slots, num_heads, self.caches[layer]
-        )
+        rotate_and_store(as_array(heads), _rotation_arrays(rotation), self.slots, num_heads, self.caches[layer])
         return self._attend(layer, heads, heads[:, num_heads:].to(self.shape.dtype))
 
     def _attend(self, layer: int, query: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
-        """`query` may have more heads than those of the queries; `stored` are keys and values as the cache has them."""
+        """`query`: `[num_tokens, num_heads or more, head_dim]`. `stored`: keys and values in the cache's dtype."""
         num_heads = self.shape.num_heads
-        answer = query.new_empty(len(query), num_heads, self.shape.head_dim)
+        output = query.new_empty(len(query), num_heads, self.shape.head_dim)
+        rows, cache, window = as_array(query), self.caches[layer], self.windows[layer]
         if self.tiles is not None:
-            rows, cache, (tiles, blocks) = as_array(query), self.caches[layer], self.tiles
-            kinds = cpu_prefill.kinds_of(rows, cache)
-            window = self.windows[layer]
-            cpu_prefill.attend(rows, cache, tiles, blocks, window, as_array(answer), self.constants, kinds)
-            return answer.flatten(1)
-        if (decodes := self.decodes) is not None:
-            cpu_kernels.decode(
-                as_array(query),
-                self.caches[layer],
-                decodes.arguments,
-                self.windows[layer],
-                as_array(answer),
-                self.constants,
-            )
+            dtypes = kernels.product_dtypes(rows, cache)
+            kernels.attend_tiles(rows, cache, *self.tiles, window, as_array(output), self.head_shape, dtypes)
+        elif self.decodes is not None:
+            kernels.decode(rows, cache, self.decodes.arguments, window, as_array(output), self.head_shape)
         for chunk in self.chunks:
             chunk_query = query[chunk.first_row : chunk.end_row, :num_heads]
-            answer[chunk.first_row : chunk.end_row] = self._attend_chunk(layer, chunk, chunk_query, stored)
-        return answer.flatten(1)
+            output[chunk.first_row : chunk.end_row] = self._attend_chunk(layer, chunk, chunk_query, stored)
+        return output.flatten(1)
 
     def _attend_chunk(self, layer: int, chunk: _Chunk, query: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
-        """`[num_queries, num_heads, head_dim]`. The heads of a group see the same keys, which are not repeated."""
+        """`[num_queries, num_heads, head_dim]`. Keys and values are not repeated for the heads that share them."""
         num_kv_heads, head_dim, window = self.shape.num_kv_heads, self.shape.head_dim, self.shape.windows[layer]
         if chunk.start == 0:
             keys, values = stored[chunk.first_row : chunk.end_row].transpose(0, 1).chunk(2)
@@ -264,15 +259,15 @@ class CpuStep:
         group = by_head.shape[1]
         keys, values = (part.to(query.dtype)[:, None].expand(-1, group, -1, -1) for part in (keys, values))
         if chunk.start == 0 and (window is None or chunk.num_queries <= window):
-            answer = F.scaled_dot_product_attention(by_head, keys, values, is_causal=True)
+            output = F.scaled_dot_product_attention(by_head, keys, values, is_causal=True)
         else:
-            answer = F.scaled_dot_product_attention(
+            output = F.scaled_dot_product_attention(
                 by_head, keys, values, attn_mask=self._mask(chunk, window, query.dtype)
             )
-        return answer.permute(2, 0, 1, 3).flatten(1, 2)
+        return output.permute(2, 0, 1, 3).flatten(1, 2)
 
     def _cached(self, layer: int, chunk: _Chunk) -> torch.Tensor:
-        """The keys and values that the chunk sees, copied together: `[2, num_kv_heads, num_keys, head_dim]`."""
+        """A copy of the keys and values that the chunk sees, `[2, num_kv_heads, num_keys, head_dim]`."""
         block_size, first_key = self.shape.block_size, chunk.first_key(self.shape.windows[layer])
         first_block = first_key // block_size
         blocks = torch.from_numpy(chunk.table[first_block : -(-chunk.end // block_size)])
@@ -280,9 +275,9 @@ class CpuStep:
         return copied[:, :, first_key - first_block * block_size : chunk.end - first_block * block_size]
 
     def _mask(self, chunk: _Chunk, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """What is added to the scores, `[num_queries, num_keys]`: made once for all layers, as torch wants it.
+        """What is added to the scores, `[num_queries, num_keys]`, made once for all layers.
 
-        Of one that is true where a query may see a key it would make this anew in each layer.
+        torch would convert a boolean mask to this in each layer.
         """
         mask = self.masks.get((chunk.first_row, window))
         if mask is None:
@@ -292,14 +287,14 @@ class CpuStep:
         return mask
 
 
-def rotation_arrays(rotation: Rotation) -> tuple[npt.NDArray[Any], np.float32, npt.NDArray[Any], npt.NDArray[Any]]:
-    """The weights of the norm of queries and keys, maybe empty; its epsilon; cosines and sines."""
+def _rotation_arrays(rotation: Rotation) -> tuple[npt.NDArray[Any], np.float32, npt.NDArray[Any], npt.NDArray[Any]]:
+    """As `rotate_and_store` takes it."""
     weight, eps = (rotation.cos.new_empty(0, 0), 0.0) if rotation.qk_norm is None else rotation.qk_norm
     return as_array(weight), np.float32(eps), as_array(rotation.cos.flatten(1)), as_array(rotation.sin.flatten(1))
 
 
 def _visible(chunk: _Chunk, window: int | None) -> torch.Tensor:
-    """True where a query may see a key, `[num_queries, num_keys]`."""
+    """True if a query sees a key, `[num_queries, num_keys]`."""
     queries = torch.arange(chunk.start, chunk.end)[:, None]
     keys = torch.arange(chunk.first_key(window), chunk.end)
     return (keys <= queries) if window is None else (keys <= queries) & (keys > queries - window)

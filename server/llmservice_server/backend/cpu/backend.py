@@ -11,8 +11,8 @@ from llmservice_server.backend.base import Attention, DecodePath, Decoder, linea
 from llmservice_server.backend.cpu import sampler
 from llmservice_server.backend.cpu.attention import CpuAttention
 from llmservice_server.backend.cpu.decode import CpuDecode, can_decode
-from llmservice_server.backend.cpu.layer_ops import CpuLayerOps, ThreadedCpuLayerOps
-from llmservice_server.backend.cpu.linear import FEW_ROWS, PackedLinear, pack
+from llmservice_server.backend.cpu.layer_ops import CpuLayerOps
+from llmservice_server.backend.cpu.linear import KERNEL_ROWS, PackedLinear, pack
 from llmservice_server.backend.sampling_batch import SamplingBatch
 from llmservice_server.backend.torch.backend import TorchBackend
 
@@ -26,16 +26,15 @@ class CpuBackend(TorchBackend):
 
     def prepare(self, model: Decoder) -> None:
         model.map_linears(pack)
-        if not isinstance(model.lm_head, PackedLinear):  # beside products that are not packed, the rest is nothing
+        if not isinstance(model.lm_head, PackedLinear):  # products that are not packed dominate everything else
             return
+        model.ops = CpuLayerOps(threaded=self.worth_compiling)
         if not self.worth_compiling:
-            model.ops = CpuLayerOps()
             return
-        model.ops = ThreadedCpuLayerOps()
         layers = itertools.chain.from_iterable(map(linears_of, model.layers))
         for linear in (*layers, model.lm_head):
             if isinstance(linear, PackedLinear):
-                linear.find_panels()
+                linear.use_kernel()
 
     def attention(self, num_blocks: int) -> Attention:
         return CpuAttention(self.shape, num_blocks, tiled=self.worth_compiling)
@@ -45,7 +44,7 @@ class CpuBackend(TorchBackend):
     ) -> DecodePath | None:
         if not isinstance(attention, CpuAttention) or not can_decode(model):
             return None
-        return CpuDecode(model, attention, min(max_num_seqs, FEW_ROWS))
+        return CpuDecode(model, attention, min(max_num_seqs, KERNEL_ROWS))
 
     def choose_tokens(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         return sampler.choose(logits, batch)

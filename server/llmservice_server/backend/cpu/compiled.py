@@ -1,7 +1,7 @@
-"""A loop whose rounds numba's threads share.
+"""Compilation by numba, and a parallel loop.
 
-What `numba.prange` makes of a loop holds the loop's body four times over, one inside the other, and LLVM optimises and
-translates each of them. A call of a function that is compiled already has one, and takes half as long to compile.
+`numba.prange` puts four nested copies of a loop's body into the code, and LLVM compiles each of them. `for_each` calls
+a function that is compiled once, which takes half as long to compile.
 """
 
 from __future__ import annotations
@@ -14,47 +14,52 @@ import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.extending import intrinsic as numba_intrinsic
 
-_FASTMATH = {"reassoc", "contract", "arcp", "nsz"}  # sums in any order; infinity and NaN stay what they are
+_FASTMATH = {"reassoc", "contract", "arcp", "nsz"}  # sums in any order; infinity and NaN are kept
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def compiled(signature: str | None = None, **options: Any) -> Callable[[F], F]:
-    """numba's `njit`; the compiled code is kept on disk where there is a folder for it (NUMBA_CACHE_DIR).
+    """numba's `njit`; the compiled code is cached on disk if there is a folder for it (NUMBA_CACHE_DIR).
 
-    With a signature it is compiled, or found there, at once. numba looks whether the function's own file has changed,
-    not whether one that it calls has: after an edit of what others call, remove the `*.nbi` in `__pycache__`.
+    With a signature it is compiled, or loaded, at once. numba detects changes of the function's own file only: after
+    changing a function that others call, remove the `*.nbi` files in `__pycache__`.
     """
 
     options = {
         "fastmath": _FASTMATH,
         "error_model": "numpy",  # a check for division by zero would keep loops scalar
-        "no_cfunc_wrapper": True,  # their address is never needed
+        "no_cfunc_wrapper": True,  # the function's address is never needed
         **options,
     }
 
     def decorate(function: F) -> F:
         try:
             return numba.njit(signature, cache=True, **options)(function)  # type: ignore[return-value]
-        except RuntimeError:  # nowhere to keep it: compiled anew by each process
+        except RuntimeError:  # no folder for the cache: each process compiles it
             return numba.njit(signature, **options)(function)  # type: ignore[return-value]
 
     return decorate
 
 
 def compiled_inner(signature: str | None = None, **options: Any) -> Callable[[F], F]:
-    """`compiled`, for a function that only compiled ones call: from Python a call of it ends the process.
+    """`compiled`, for a function that only compiled functions call: a call from Python ends the process.
 
-    Without what takes Python's objects apart for it, it compiles in a good fifth less time.
+    Without the wrapper that unboxes Python objects it compiles in a fifth less time.
     """
     return compiled(signature, no_cpython_wrapper=True, **options)
 
 
-def use_threads(number: int) -> int:
-    """Have the kernels that this Python thread calls run in `number` threads, or a core each; returns how many.
+def intrinsic(function: Callable[..., Any]) -> Any:
+    """numba's `intrinsic`, typed: compiled code calls it without the first argument."""
+    return numba_intrinsic(function)
 
-    numba and torch share an OpenMP runtime, and numba sets its number of threads when it starts its own.
+
+def use_threads(number: int) -> int:
+    """Run the kernels that this Python thread calls in `number` threads, at most one per core; returns their number.
+
+    numba and torch share an OpenMP runtime, and numba changes its number of threads when it starts.
     """
     number = min(number, numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
     torchs = torch.get_num_threads()
@@ -67,17 +72,17 @@ def use_threads(number: int) -> int:
 _BYTES, _VOID = ir.IntType(8).as_pointer(), ir.VoidType()
 _INTP = cgutils.intp_t
 _KERNEL = ir.FunctionType(_VOID, [_BYTES.as_pointer(), _INTP.as_pointer(), _INTP.as_pointer(), _BYTES])
-"""What a threading layer calls: addresses, of which the first is the first number; how many; steps; what is shared."""
+"""What numba's threading layer calls: addresses (the first is the first number), counts, steps, shared data."""
 _PARALLEL_FOR = ir.FunctionType(_VOID, [_BYTES] * 5 + [_INTP] * 3)
 
 
 def _for_each(context: Any, body: Any, count: Any, arguments: Any) -> Any:
-    """Call `body(number, *arguments)`, a compiled function, for each number below `count`, in as many threads as
-    `compiled.use_threads` says, each of which has numbers that follow each other.
+    """Call `body(number, *arguments)`, a compiled function, for each number below `count`.
 
-    Raises MemoryError where a call raises anything: nothing else goes wrong in a kernel.
+    The threads of `use_threads` get successive numbers each. Raises MemoryError if a call raises: kernels raise nothing
+    else.
     """
-    numba.get_num_threads()  # starts the threads: the code that calls them finds them
+    numba.get_num_threads()  # starts the threads and loads the symbols that the code calls
     kinds = (types.unliteral(kind) for kind in arguments.types)
     compiled_body = body.dispatcher.get_compile_result(types.none(types.intp, *kinds))
 
@@ -85,15 +90,15 @@ def _for_each(context: Any, body: Any, count: Any, arguments: Any) -> Any:
         _, num_calls, packed = values
         library = context.active_code_library
         library.add_linking_library(compiled_body.library)
-        library._reload_init.add(numba.get_num_threads)  # likewise where the code comes from a cache
+        library._reload_init.add(numba.get_num_threads)  # likewise if the code comes from the cache
         shared = cgutils.alloca_once_value(builder, cgutils.make_anonymous_struct(builder, [packed, cgutils.false_bit]))
         kernel = _kernel(context, builder.module, compiled_body.fndesc, shared.type)
         first = cgutils.alloca_once_value(builder, ir.Constant(_BYTES, None))
-        howmany = cgutils.alloca_once_value(builder, num_calls)
+        counts = cgutils.alloca_once_value(builder, num_calls)
         step = cgutils.alloca_once_value(builder, _INTP(1))
         parallel_for = cgutils.get_or_insert_function(builder.module, _PARALLEL_FOR, "numba_parallel_for")
         num_threads = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_INTP, []), "get_num_threads")
-        addresses = [builder.bitcast(value, _BYTES) for value in (kernel, first, howmany, step, shared)]
+        addresses = [builder.bitcast(value, _BYTES) for value in (kernel, first, counts, step, shared)]
         builder.call(parallel_for, [*addresses, _INTP(0), _INTP(1), builder.call(num_threads, [])])
         with cgutils.if_unlikely(builder, builder.load(_failed(builder, shared))):
             context.call_conv.return_user_exc(builder, MemoryError, ("a kernel's thread has no memory left",))
@@ -103,7 +108,7 @@ def _for_each(context: Any, body: Any, count: Any, arguments: Any) -> Any:
 
 
 def _kernel(context: Any, module: Any, body: Any, shared_kind: Any) -> ir.Function:
-    """What a thread does: calls of `body` with the arguments that lie at `shared_kind`, an address."""
+    """What a thread runs: calls of `body` with the arguments in memory of type `shared_kind`."""
     kernel = ir.Function(module, _KERNEL, module.get_unique_name("kernel"))
     kernel.linkage = "internal"
     builder = ir.IRBuilder(kernel.append_basic_block())

@@ -1,7 +1,7 @@
 """Decode steps on a CPU: one call of a compiled function computes all layers.
 
-With a token of each of a few sequences a layer is rounds of work that are too short to be called one by one from
-Python: between the calls the memory, which is what such a step waits for, would stand idle.
+With a token of each of a few sequences, a layer's operations are too short to be called one by one from Python: memory,
+which bounds such a step, would be idle between the calls.
 """
 
 from __future__ import annotations
@@ -17,19 +17,18 @@ from llmservice_server.backend.base import Decoder, StepInput, linears_of
 from llmservice_server.backend.cpu.attention import CpuAttention
 from llmservice_server.backend.cpu.attention_kernels import rotate_and_decode
 from llmservice_server.backend.cpu.compiled import compiled, compiled_inner, for_each
-from llmservice_server.backend.cpu.element import as_array, narrowed
 from llmservice_server.backend.cpu.layer_ops import add, add_norm, silu_mul_row
-from llmservice_server.backend.cpu.linear import PackedLinear
-from llmservice_server.backend.cpu.panel_product import PANEL, as_lanes, multiply, multiply_into, panels_at
+from llmservice_server.backend.cpu.linear import COLUMNS, PackedLinear, as_operand, linear_columns, multiply, weights_at
+from llmservice_server.backend.cpu.llvm import as_array, from_float32
 
 
 class CpuDecode:
     """Implements `DecodePath`: a model's decode steps of at most `max_num_seqs` sequences."""
 
     def __init__(self, model: Decoder, attention: CpuAttention, max_num_seqs: int) -> None:
-        """Raises ValueError where `can_decode` says no."""
+        """Raises ValueError if `can_decode` is false."""
         if not can_decode(model):
-            raise ValueError("the model's matrices are not packed in panels")
+            raise ValueError("the kernels cannot read the model's packed weights")
         self._attention = attention
         self._max_num_seqs = max_num_seqs
         self._weights = _weights_of(model)
@@ -45,7 +44,7 @@ class CpuDecode:
         by_head = (max_num_seqs, -1, head_dim)
         states = (self._hidden, delta, normed, product, product.view(by_head), attended.view(by_head), gated, cos, sin)
         self._states = [as_array(state) for state in states]
-        self._lanes = [as_lanes(state) for state in (normed, attended, gated)]
+        self._operands = [as_operand(state) for state in (normed, attended, gated)]
 
     def takes(self, step: StepInput) -> bool:
         return step.is_decode and len(step) <= self._max_num_seqs
@@ -59,34 +58,34 @@ class CpuDecode:
             self._weights,
             self._attention.decodes(step),
             tuple(state[:num_seqs] for state in self._states),
-            tuple(lanes[:num_seqs] for lanes in self._lanes),
+            tuple(operand[:num_seqs] for operand in self._operands),
         )
         return self._hidden[:num_seqs]
 
 
 def can_decode(model: Decoder) -> bool:
-    """Whether the layers' matrices are packed so that the kernels here can read them."""
+    """Whether the kernels can read the packed weights of all layers."""
     linears = (linear for layer in model.layers for linear in linears_of(layer))
-    return model.config.intermediate_size % PANEL == 0 and all(
-        isinstance(linear, PackedLinear) and linear.panels is not None for linear in linears
+    return model.config.intermediate_size % COLUMNS == 0 and all(
+        isinstance(linear, PackedLinear) and linear.kernel_weights is not None for linear in linears
     )
 
 
 def _weights_of(model: Decoder) -> tuple[Any, ...]:
-    """As `_decode` takes them: embeddings and rotation, and of all layers norms, where the panels lie, and biases."""
-    layers, none = model.layers, model.embed_tokens.new_empty(0)
+    """As `_decode` takes them: embeddings, rotary embedding, and the norms, weights and biases of all layers."""
+    layers, absent = model.layers, model.embed_tokens.new_empty(0)
     rotary = model.rotary.inverse_frequencies.numpy(), np.float32(model.rotary.scale)
     norms = (
         _stacked([layer.input_norm for layer in layers]),
         _stacked([layer.post_attention_norm for layer in layers]),
-        _stacked([none.view(0, 0) if layer.qk_norm is None else layer.qk_norm for layer in layers]),
+        _stacked([absent.view(0, 0) if layer.qk_norm is None else layer.qk_norm for layer in layers]),
     )
     by_layer = [[linear for linear in linears_of(layer) if isinstance(linear, PackedLinear)] for layer in layers]
-    panels = [[linear.panels for linear in linears] for linears in by_layer]
-    addresses = np.array([[each.memory.ctypes.data for each in of_layer if each is not None] for of_layer in panels])
-    shapes = tuple(each.memory.shape for each in panels[0] if each is not None)
+    weights = [[linear.kernel_weights for linear in linears] for linears in by_layer]
+    addresses = np.array([[each.memory.ctypes.data for each in layer if each is not None] for layer in weights])
+    shapes = tuple(each.memory.shape for each in weights[0] if each is not None)
     biases = tuple(
-        _stacked([none if linear.bias is None else linear.bias for linear in linears])
+        _stacked([absent if linear.bias is None else linear.bias for linear in linears])
         for linears in zip(*by_layer, strict=True)
     )
     embedded = as_array(model.embed_tokens)
@@ -98,44 +97,44 @@ def _stacked(tensors: Sequence[torch.Tensor]) -> npt.NDArray[Any]:
 
 
 @compiled(nogil=True)
-def _decode(token_ids: Any, weights: Any, step: Any, states: Any, lanes: Any) -> None:
-    """Arrays are those of `as_array`; a row is a sequence's.
+def _decode(token_ids: Any, weights: Any, step: Any, states: Any, operands: Any) -> None:
+    """Compute all layers; the result is in `hidden`. Arrays are those of `as_array`, with a row for each sequence.
 
-    weights: as `_weights_of` has them. step: as `CpuAttention.decodes` has it. lanes: `normed`, `attended` and `gated`
-    once more, as products take them. states: `hidden` `[num_seqs, hidden_size]`, where the answer is in the end. All
-    others are scratch: `delta` likewise, what is to be added to it; `normed` likewise; `product` and `heads`, which are
-    the same memory, of queries, keys and values; `answer` `[num_seqs, num_heads, head_dim]`; `gated` `[num_seqs,
-    intermediate_size]`; cosines and signed sines, `[num_seqs, head_dim]`.
+    weights: of `_weights_of`. step: of `CpuAttention.decodes`. states: `hidden` `[num_seqs, hidden_size]`, and scratch:
+    `delta`, which is to be added to it, and `normed`, both of the same shape; queries, keys and values as `product`
+    `[num_seqs, size]` and, the same memory, `heads` `[num_seqs, heads, head_dim]`; `output` `[num_seqs, num_heads,
+    head_dim]`; `gated` `[num_seqs, intermediate_size]`; cosines and signed sines, `[num_seqs, head_dim]`. operands:
+    the memory of `normed`, `output` and `gated`, as `multiply` takes it.
     """
     embeddings, rotary, eps, (input_norms, post_attention_norms, qk_norms), (addresses, shapes), biases = weights
-    caches, windows, decodes, constants = step
-    hidden, delta, normed, product, heads, answer, gated, cos, sin = states
-    normed_lanes, attended_lanes, gated_lanes = lanes
+    caches, windows, decodes, shape = step
+    hidden, delta, normed, product, heads, output, gated, cos, sin = states
+    normed_operand, output_operand, gated_operand = operands
     qkv_biases, o_biases, gate_up_biases, down_biases = biases
     for row in range(len(token_ids)):
-        for index in range(hidden.shape[1]):  # row for row it would compile an error's message too, for two seconds
+        for index in range(hidden.shape[1]):  # copying a row would also compile an error message, for two seconds
             hidden[row, index] = embeddings[token_ids[row], index]
     delta[:] = 0
-    _turn(decodes[0], rotary, cos, sin)
+    _cos_sin(decodes[0], rotary, cos, sin)
     for layer in range(len(addresses)):
-        qkv = panels_at(addresses[layer, 0], shapes[0], normed_lanes)
-        o = panels_at(addresses[layer, 1], shapes[1], normed_lanes)
-        gate_up = panels_at(addresses[layer, 2], shapes[2], normed_lanes)
-        down = panels_at(addresses[layer, 3], shapes[3], normed_lanes)
+        qkv = weights_at(addresses[layer, 0], shapes[0], normed_operand)
+        o = weights_at(addresses[layer, 1], shapes[1], normed_operand)
+        gate_up = weights_at(addresses[layer, 2], shapes[2], normed_operand)
+        down = weights_at(addresses[layer, 3], shapes[3], normed_operand)
         add_norm(delta, hidden, input_norms[layer], eps, normed)
-        multiply(normed_lanes, qkv, qkv_biases[layer], product)
-        turns = (qk_norms[layer], eps, cos, sin)
-        rotate_and_decode(heads, turns, caches[layer], decodes, windows[layer], answer, constants)
-        multiply(attended_lanes, o, o_biases[layer], delta)
+        multiply(normed_operand, qkv, qkv_biases[layer], product)
+        rotation = (qk_norms[layer], eps, cos, sin)
+        rotate_and_decode(heads, rotation, caches[layer], decodes, windows[layer], output, shape)
+        multiply(output_operand, o, o_biases[layer], delta)
         add_norm(delta, hidden, post_attention_norms[layer], eps, normed)
-        _gate_up(normed_lanes, gate_up, gate_up_biases[layer], gated)
-        multiply(gated_lanes, down, down_biases[layer], delta)
+        _gate_up(normed_operand, gate_up, gate_up_biases[layer], gated)
+        multiply(gated_operand, down, down_biases[layer], delta)
     add(delta, hidden)
 
 
 @compiled_inner()
-def _turn(sequences: Any, rotary: Any, cos: Any, sin: Any) -> None:
-    """Cosines and signed sines, as `RotaryEmbedding.at`, which takes a call of torch for each of its operations."""
+def _cos_sin(sequences: Any, rotary: Any, cos: Any, sin: Any) -> None:
+    """Write the cosines and signed sines of `RotaryEmbedding.at`, which takes a call of torch for each operation."""
     inverse_frequencies, scale = rotary
     half = len(inverse_frequencies)
     for place in range(len(sequences)):
@@ -143,26 +142,25 @@ def _turn(sequences: Any, rotary: Any, cos: Any, sin: Any) -> None:
         for index in range(half):
             angle = np.float32(position) * inverse_frequencies[index]
             cosine, sine = np.cos(angle) * scale, np.sin(angle) * scale
-            cos[row, index] = cos[row, half + index] = narrowed(cosine, cos[row, index])
-            sin[row, index] = narrowed(-sine, sin[row, index])
-            sin[row, half + index] = narrowed(sine, sin[row, index])
+            cos[row, index] = cos[row, half + index] = from_float32(cosine, cos[row, index])
+            sin[row, index] = from_float32(-sine, sin[row, index])
+            sin[row, half + index] = from_float32(sine, sin[row, index])
 
 
 @compiled_inner(nogil=True)
-def _gate_up(lanes: Any, gate_up: Any, bias: Any, gated: Any) -> None:
-    """`silu(gate) * up`; the panels of `up` come behind all those of `gate`."""
-    for_each(_gate, len(gate_up) // 2, (lanes, gate_up, bias, gated))
+def _gate_up(hidden: Any, gate_up: Any, bias: Any, gated: Any) -> None:
+    """Write `silu(gate) * up` of the products with `gate_up`, whose first half of outputs is the gate."""
+    for_each(_gate_up_columns, len(gate_up) // 2, (hidden, gate_up, bias, gated))
 
 
 @compiled_inner()
-def _gate(number: int, lanes: Any, gate_up: Any, bias: Any, gated: Any) -> None:
-    """Panel `number` of that."""
+def _gate_up_columns(number: int, hidden: Any, gate_up: Any, bias: Any, gated: Any) -> None:
     width = gated.shape[1]
-    mine = slice(number * PANEL, (number + 1) * PANEL)
-    mine_up = slice(width + number * PANEL, width + (number + 1) * PANEL)
-    sums = np.empty((len(lanes), PANEL), np.float32)
-    gate, up = np.empty((len(lanes), PANEL), gated.dtype), np.empty((len(lanes), PANEL), gated.dtype)
-    multiply_into(lanes, gate_up[number], bias[mine], sums, gate)
-    multiply_into(lanes, gate_up[number + width // PANEL], bias[mine_up], sums, up)
-    for row in range(len(lanes)):
-        silu_mul_row(gate[row], up[row], gated[row, mine])
+    first, num_rows = number * COLUMNS, len(hidden)
+    sums = np.empty((num_rows, COLUMNS), np.float32)
+    gate, up = np.empty((num_rows, COLUMNS), gated.dtype), np.empty((num_rows, COLUMNS), gated.dtype)
+    linear_columns(hidden, gate_up[number], bias[first : first + COLUMNS], sums, gate)
+    up_bias = bias[width + first : width + first + COLUMNS]
+    linear_columns(hidden, gate_up[number + width // COLUMNS], up_bias, sums, up)
+    for row in range(num_rows):
+        silu_mul_row(gate[row], up[row], gated[row, first : first + COLUMNS])

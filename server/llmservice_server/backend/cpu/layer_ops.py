@@ -1,8 +1,9 @@
-"""What a CPU does between a step's products, compiled by numba when it first runs.
+"""The operations of a layer between its matrix products: RMS norm, SiLU, rotary embedding with the KV store.
 
-torch takes several passes for a norm or an activation and a call for each pass: where a step is a token of each
-sequence, calls are what they cost, and where it is prompts, the memory's time. Sums and intermediate values are float32
-whatever the model's dtype.
+Compiled by numba when they first run. torch takes several passes over memory for each of them, and a call for each
+pass: calls dominate a decode step, and memory dominates prompts. Sums and intermediate values are float32 whatever the
+model's dtype. Arrays are those of `as_array`. A layer's KV cache is `[num_blocks, num_kv_heads, 2, block_size,
+head_dim]`, keys before values: what one head reads of a block is one stream of memory.
 """
 
 from __future__ import annotations
@@ -14,69 +15,55 @@ import torch
 
 from llmservice_server.backend.base import Linear
 from llmservice_server.backend.cpu.compiled import compiled, compiled_inner, for_each
-from llmservice_server.backend.cpu.element import as_array, exp, narrowed, widened
-from llmservice_server.backend.cpu.linear import PackedLinear
-from llmservice_server.backend.cpu.panel_product import PANEL, multiply_into
+from llmservice_server.backend.cpu.linear import COLUMNS, PackedLinear, linear_columns
+from llmservice_server.backend.cpu.llvm import as_array, convert, exp, from_float32, to_float32
 from llmservice_server.backend.torch.layer_ops import TorchLayerOps
 
-_MANY = 1 << 18
-"""Elements from which on torch is faster, which has its passes done by all threads."""
+_TORCH_ELEMENTS = 1 << 18
+"""Elements from which on torch, which uses all threads, is faster than one thread."""
 
 
 class CpuLayerOps(TorchLayerOps):
-    """Implements `LayerOps` by one pass of one thread each, and for long prompts as torch does."""
+    """Implements `LayerOps` in one pass each.
+
+    `threaded`: kernels use all threads, and take seconds longer to compile. Otherwise they use one thread, and torch
+    computes long prompts.
+    """
+
+    def __init__(self, *, threaded: bool = False) -> None:
+        self._threaded = threaded
 
     def add_norm(
         self, hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        if hidden.numel() >= _MANY:
+        if not self._threaded and hidden.numel() >= _TORCH_ELEMENTS:
             return super().add_norm(hidden, delta, weight, eps)
         normed = torch.empty_like(hidden)
         arrays = as_array(hidden), as_array(weight), np.float32(eps), as_array(normed)
         if delta is None:
             norm(*arrays)
+        elif self._threaded:
+            _add_norm_threaded(as_array(delta), *arrays)
         else:
             add_norm(as_array(delta), *arrays)
         return normed
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        if gate_up.numel() >= _MANY:
+        if not self._threaded and gate_up.numel() >= _TORCH_ELEMENTS:
             return super().silu_mul(gate_up)
         gated = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-        _silu_mul(as_array(gate_up), as_array(gated))
-        return gated
-
-
-class ThreadedCpuLayerOps:
-    """Implements `LayerOps` by one pass of all threads each. That takes seconds longer to compile."""
-
-    def add_norm(
-        self, hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
-    ) -> torch.Tensor:
-        normed = torch.empty_like(hidden)
-        arrays = as_array(hidden), as_array(weight), np.float32(eps), as_array(normed)
-        if delta is None:
-            norm(*arrays)
-        else:
-            _add_norm_threaded(as_array(delta), *arrays)
-        return normed
-
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        gated = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-        _silu_mul_threaded(as_array(gate_up), as_array(gated))
+        kernel = _silu_mul_threaded if self._threaded else _silu_mul
+        kernel(as_array(gate_up), as_array(gated))
         return gated
 
     def logits(self, hidden: torch.Tensor, norm: torch.Tensor, eps: float, head: Linear) -> torch.Tensor:
-        """One call does it all for a few rows.
-
-        Behind a step that has read all weights nothing of Python and torch is left in the caches: each of several
-        calls takes ten times as long as it seems to.
-        """
-        if not isinstance(head, PackedLinear) or (panels := head.panels_for(hidden)) is None:
-            return head(self.add_norm(hidden, None, norm, eps)).float()
-        logits = torch.empty(len(hidden), len(panels.memory) * panels.memory.shape[2])
+        """A few rows are one call: after a step has read all weights, Python and torch are no longer in the caches,
+        and each of several calls would take ten times as long."""
+        if not isinstance(head, PackedLinear) or (weights := head.weights_for(hidden)) is None:
+            return super().logits(hidden, norm, eps, head)
+        logits = torch.empty(len(hidden), len(weights.memory) * COLUMNS)
         arrays = as_array(hidden.contiguous()), as_array(norm), np.float32(eps)
-        _multiply_norms(*arrays, panels.memory, panels.bias, logits.numpy())
+        _norm_and_multiply(*arrays, weights.memory, weights.bias, logits.numpy())
         return logits
 
 
@@ -84,22 +71,22 @@ class ThreadedCpuLayerOps:
 def _norm_row(row: Any, weight: Any, eps: Any, normed: Any) -> None:
     total = np.float32(0)
     for index in range(len(row)):
-        total += widened(row[index]) * widened(row[index])
+        total += to_float32(row[index]) * to_float32(row[index])
     scale = np.float32(1) / np.sqrt(total / np.float32(len(row)) + eps)
     for index in range(len(row)):
-        normed[index] = narrowed(widened(row[index]) * scale * widened(weight[index]), normed[index])
+        normed[index] = from_float32(to_float32(row[index]) * scale * to_float32(weight[index]), normed[index])
 
 
 @compiled()
 def norm(hidden: Any, weight: Any, eps: Any, normed: Any) -> None:
-    """Write the RMS norm of each row, times `weight`."""
+    """Write the RMS norm of each row of `hidden` `[num_rows, size]`, times `weight` `[size]`, to `normed`."""
     for row in range(len(hidden)):
         _norm_row(hidden[row], weight, eps, normed[row])
 
 
 @compiled_inner()
 def add(delta: Any, hidden: Any) -> None:
-    """Add `delta` to `hidden`, in place."""
+    """Add `delta` to `hidden` `[num_rows, size]`, in place."""
     for row in range(len(hidden)):
         _add_row(delta[row], hidden[row])
 
@@ -107,12 +94,12 @@ def add(delta: Any, hidden: Any) -> None:
 @compiled_inner()
 def _add_row(delta: Any, hidden: Any) -> None:
     for index in range(len(hidden)):
-        hidden[index] = narrowed(widened(hidden[index]) + widened(delta[index]), hidden[index])
+        hidden[index] = from_float32(to_float32(hidden[index]) + to_float32(delta[index]), hidden[index])
 
 
 @compiled()
 def add_norm(delta: Any, hidden: Any, weight: Any, eps: Any, normed: Any) -> None:
-    """Add `delta` to `hidden`, in place, and write the norms of the sum's rows."""
+    """Add `delta` to `hidden`, in place, and write the norm of each row of the sum to `normed`."""
     add(delta, hidden)
     norm(hidden, weight, eps, normed)
 
@@ -132,8 +119,8 @@ def _add_norm_row(row: int, delta: Any, hidden: Any, weight: Any, eps: Any, norm
 def silu_mul_row(gate: Any, up: Any, gated: Any) -> None:
     """Write `silu(gate) * up`."""
     for index in range(len(gated)):
-        value = widened(gate[index])
-        gated[index] = narrowed(value / (np.float32(1) + exp(-value)) * widened(up[index]), gated[index])
+        value = to_float32(gate[index])
+        gated[index] = from_float32(value / (np.float32(1) + exp(-value)) * to_float32(up[index]), gated[index])
 
 
 @compiled()
@@ -154,21 +141,101 @@ def _silu_mul_row(row: int, gate_up: Any, gated: Any) -> None:
 
 
 @compiled(nogil=True)
-def _multiply_norms(hidden: Any, weight: Any, eps: Any, panels: Any, bias: Any, product: Any) -> None:
-    """`norm(hidden) @ panels + bias` into `product`, float32, rounded as the elements of `hidden` are.
+def _norm_and_multiply(hidden: Any, weight: Any, eps: Any, weights: Any, bias: Any, product: Any) -> None:
+    """Write `norm(hidden) @ weights.T + bias` to `product`, float32, rounded to the dtype of `hidden`.
 
-    hidden: an array of `as_array`, `[num_rows, in]`. weight: the norm's. panels and bias: those of `multiply`.
+    hidden: `[num_rows, in]`. weight: the norm's, `[in]`. weights and bias: as in `multiply`.
     """
     normed = np.empty_like(hidden)
     norm(hidden, weight, eps, normed)
-    for_each(_multiply_panel, len(panels), (normed.view(panels.dtype), panels, bias, normed, product))
+    for_each(_rounded_columns, len(weights), (normed.view(weights.dtype), weights, bias, normed, product))
 
 
 @compiled_inner()
-def _multiply_panel(number: int, lanes: Any, panels: Any, bias: Any, like: Any, product: Any) -> None:
-    first = number * PANEL
-    sums, rounded = np.empty((len(lanes), PANEL), np.float32), np.empty((len(lanes), PANEL), like.dtype)
-    multiply_into(lanes, panels[number], bias[first : first + PANEL], sums, rounded)
-    for row in range(len(lanes)):
-        for index in range(PANEL):
-            product[row, first + index] = widened(rounded[row, index])
+def _rounded_columns(number: int, hidden: Any, weights: Any, bias: Any, like: Any, product: Any) -> None:
+    first = number * COLUMNS
+    sums, rounded = np.empty((len(hidden), COLUMNS), np.float32), np.empty((len(hidden), COLUMNS), like.dtype)
+    linear_columns(hidden, weights[number], bias[first : first + COLUMNS], sums, rounded)
+    for row in range(len(hidden)):
+        for index in range(COLUMNS):
+            product[row, first + index] = to_float32(rounded[row, index])
+
+
+@compiled()
+def store(key_value: Any, slots: Any, cache: Any) -> None:
+    """Write `key_value` `[num_tokens, 2 * num_kv_heads, head_dim]` to the `slots` `[num_tokens]` of `cache`."""
+    num_kv_heads, block_size = cache.shape[1], cache.shape[3]
+    for token in range(len(slots)):
+        block, offset = slots[token] // block_size, slots[token] % block_size
+        for head in range(num_kv_heads):
+            for index in range(cache.shape[4]):
+                cache[block, head, 0, offset, index] = key_value[token, head, index]
+                cache[block, head, 1, offset, index] = key_value[token, num_kv_heads + head, index]
+
+
+@compiled(nogil=True)
+def rotate_and_store(heads: Any, rotation: Any, slots: Any, num_heads: int, cache: Any) -> None:
+    """Norm and rotate the queries and keys of `heads` in place, and store keys and values.
+
+    heads: `[num_tokens, num_heads + 2 * num_kv_heads, head_dim]`. rotation: the weights of the norm, `[num_heads +
+    num_kv_heads, head_dim]`, or empty if the model has no such norm; its epsilon; cosines and sines, `[num_tokens,
+    head_dim]`, the first half of the sines negated.
+    """
+    for_each(_rotate_and_store_token, len(heads), (heads, rotation, slots, num_heads, cache))
+
+
+@compiled_inner()
+def _rotate_and_store_token(token: int, heads: Any, rotation: Any, slots: Any, num_heads: int, cache: Any) -> None:
+    weight, eps, cos, sin = rotation
+    all_heads = np.int64(0), cache.shape[1]  # a literal 0 has a type of its own and would be compiled once more
+    rotate_and_store_heads(
+        heads[token], (weight, eps, cos[token], sin[token]), slots[token], num_heads, all_heads, cache
+    )
+
+
+@compiled_inner()
+def rotate_and_store_heads(heads: Any, rotation: Any, slot: int, num_heads: int, head_range: Any, cache: Any) -> None:
+    """`rotate_and_store` of one token and some of its key heads, with the queries that share them.
+
+    head_range: the first key head, and the number of key heads.
+    """
+    weight, eps, cos, sin = rotation
+    first_head, num_kv_heads = head_range
+    block_size = cache.shape[3]
+    block, offset = slot // block_size, slot % block_size
+    group = num_heads // cache.shape[1]
+    for head in range(first_head * group, (first_head + num_kv_heads) * group):
+        _rotate_head(heads[head], weight[head : head + 1], eps, cos, sin)
+    for kv_head in range(first_head, first_head + num_kv_heads):
+        head = num_heads + kv_head
+        _rotate_head(heads[head], weight[head : head + 1], eps, cos, sin)
+        _copy(heads[head], cache[block, kv_head, 0, offset])
+        _copy(heads[head + cache.shape[1]], cache[block, kv_head, 1, offset])
+
+
+@compiled_inner()
+def _copy(source: Any, target: Any) -> None:
+    """The dtypes may differ."""
+    for index in range(len(source)):
+        target[index] = convert(source[index], target[index])
+
+
+@compiled_inner()
+def _rotate_head(head: Any, weight: Any, eps: Any, cos: Any, sin: Any) -> None:
+    """In place. `weight` `[1, head_dim]` is that of an RMS norm that comes first; empty if there is none."""
+    half = len(head) // 2
+    scale = np.float32(1)
+    if len(weight):
+        total = np.float32(0)
+        for index in range(len(head)):
+            total += to_float32(head[index]) * to_float32(head[index])
+        scale /= np.sqrt(total / np.float32(len(head)) + eps)
+    for index in range(half):
+        first, second = to_float32(head[index]) * scale, to_float32(head[half + index]) * scale
+        if len(weight):
+            first *= to_float32(weight[0, index])
+            second *= to_float32(weight[0, half + index])
+        rotated = first * to_float32(cos[index]) + second * to_float32(sin[index])
+        rotated_second = second * to_float32(cos[half + index]) + first * to_float32(sin[half + index])
+        head[index] = from_float32(rotated, head[index])
+        head[half + index] = from_float32(rotated_second, head[half + index])

@@ -1,46 +1,84 @@
-"""A matrix in the layout that oneDNN's product likes best, and products of a few rows by our own kernels."""
+"""Matrix products on a CPU: weights packed for oneDNN, and a kernel of our own for a few rows of the same memory.
+
+With a few rows a product takes as long as its weights take to come from memory. oneDNN packs a matrix `[out, in]` in
+columns, 64 outputs wide: `[out / 64, lines, 64]`, a line for each input, or for each pair of inputs in bfloat16, as the
+CPU's instruction for products of pairs takes them. Each is one stream of memory, and the sums of all rows stay in
+registers while it is read. Nothing documents the layout, so the kernel's result is compared with oneDNN's at load.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import math
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Self
 
+import numba
+import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
+from llvmlite import binding, ir
+from numba import types
+from numba.core import cgutils
 
 from llmservice_server.backend.base import Linear
-from llmservice_server.backend.cpu.compiled import use_threads
-from llmservice_server.backend.cpu.element import as_array
-from llmservice_server.backend.cpu.panel_product import as_lanes, multiply, panels_of
+from llmservice_server.backend.cpu import llvm
+from llmservice_server.backend.cpu.compiled import compiled, compiled_inner, for_each, intrinsic, use_threads
+from llmservice_server.backend.cpu.llvm import as_array, from_float32, to_float32
 from llmservice_server.backend.torch.layer_ops import TorchLinear
 
 _LAYOUT_ROWS = 512
-"""The number of rows that oneDNN picks the layout for. The layout for a full step's rows proved fast for every smaller
+"""The number of rows that oneDNN chooses the layout for. That for a full step's rows proved fast for every smaller
 number as well; those for 1 and for 32 rows are up to ten times slower elsewhere (float32 and bfloat16, AVX-512)."""
 
-_STEPS = ((8, 1), (32, 4), (64, 8), (128, 16), (640, 32), (math.inf, 64))
-"""Up to so many rows, multiples of the second number: finely as far as a step's usual sizes go."""
+_ROW_STEPS = ((8, 1), (32, 4), (64, 8), (128, 16), (640, 32), (math.inf, 64))
+"""Up to the first number of rows, products have a multiple of the second; finer for the usual sizes of a step."""
 
-FEW_ROWS = 64
-"""Up to so many, products by kernels of our own are as fast as oneDNN's, or faster."""
-_AGREEMENT = 0.02  # between two ways of adding up: bfloat16 has three digits
+KERNEL_ROWS = 64
+"""Up to this many rows our kernel is as fast as oneDNN's product, or faster."""
+_TOLERANCE = 0.02  # between two orders of summation: bfloat16 has three significant digits
+
+COLUMNS = 64
+"""Outputs whose weights lie side by side in packed memory."""
+_LANES = 16
+_VECTORS = COLUMNS // _LANES
+_LINE_BYTES = COLUMNS * 4
+_PREFETCH_BYTES = 16384
+"""How far ahead of its use a line is prefetched: what a core reads in about half a microsecond."""
+_KERNEL_ROWS_AT_ONCE = 6  # their sums and a line of weights fill the 32 vector registers
+_LINES_AT_ONCE = 1024
+"""256 KiB of 64 columns, which the next rows find in the core's cache."""
+
+
+class _BFloat16(ir.Type):  # type: ignore[misc]
+    """LLVM's bfloat, which llvmlite does not name."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+
+_FLOATS, _PAIRS = ir.VectorType(llvm.FLOAT, _LANES), ir.VectorType(_BFloat16(), 2 * _LANES)
+_PAIR_PRODUCT = "llvm.x86.avx512bf16.dpbf16ps.512"
+_CPU_FEATURES = binding.get_host_cpu_features()
+_HAS_PAIR_PRODUCT = bool(_CPU_FEATURES.get("avx512bf16"))
+_HAS_TILE_PRODUCT = bool(_CPU_FEATURES.get("amx-bf16"))
+"""oneDNN then multiplies bfloat16 by tiles, many more products a cycle than the instruction for pairs computes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Panels:
-    """A matrix and its bias, as the kernels take them."""
+class PackedWeights:
+    """A matrix and its bias, as the kernel takes them."""
 
-    memory: npt.NDArray[Any]
-    bias: npt.NDArray[Any]  # maybe empty
+    memory: npt.NDArray[Any]  # of `packed_memory`
+    bias: npt.NDArray[Any]  # empty if there is none
 
     @classmethod
     def of(cls, packed: torch.Tensor, bias: torch.Tensor | None) -> Self | None:
-        """None where the memory of what oneDNN has packed is not laid out as the kernels expect."""
+        """None if oneDNN did not pack the matrix as the kernel expects."""
         outputs, inputs = packed.shape
-        memory = panels_of(packed, (outputs, inputs))
+        memory = packed_memory(packed, (outputs, inputs))
         if memory is None:
             return None
         use_threads(torch.get_num_threads())
@@ -48,57 +86,57 @@ class Panels:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[num_rows, in]` to `[num_rows, out]`."""
-        product = hidden.new_empty(len(hidden), len(self.memory) * self.memory.shape[2])
-        multiply(as_lanes(hidden.contiguous()), self.memory, self.bias, as_array(product))
+        product = hidden.new_empty(len(hidden), len(self.memory) * COLUMNS)
+        multiply(as_operand(hidden.contiguous()), self.memory, self.bias, as_array(product))
         return product
 
 
 @dataclass(slots=True)
 class PackedLinear:
-    """Implements `Linear`. `weight` has the shape `[out, in]`, and a layout that only oneDNN knows.
+    """Implements `Linear`. `weight` has the shape `[out, in]` and oneDNN's layout.
 
-    `panels` computes products of a few rows where our own kernels can read that memory.
+    `kernel_weights` is the same memory for our kernel, if the kernel can read it.
     """
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
-    panels: Panels | None = field(default=None, repr=False)
+    kernel_weights: PackedWeights | None = field(default=None, repr=False)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        if (panels := self.panels_for(hidden)) is not None:
-            return panels(hidden)
+        if (weights := self.weights_for(hidden)) is not None:
+            return weights(hidden)
         num_rows = hidden.shape[0]
-        surplus = padded_rows(num_rows) - num_rows
-        rows = F.pad(hidden, (0, 0, 0, surplus)) if surplus else hidden
-        return _packed_product(rows, self.weight, self.bias)[:num_rows]
+        padding = padded_rows(num_rows) - num_rows
+        rows = F.pad(hidden, (0, 0, 0, padding)) if padding else hidden
+        return _onednn_product(rows, self.weight, self.bias)[:num_rows]
 
     @property
     def nbytes(self) -> int:
         bias = 0 if self.bias is None else self.bias.nbytes
         return self.weight.numel() * self.weight.dtype.itemsize + bias
 
-    def panels_for(self, hidden: torch.Tensor) -> Panels | None:
-        """None where oneDNN computes a product with so many rows."""
-        return self.panels if len(hidden) <= FEW_ROWS else None
+    def weights_for(self, hidden: torch.Tensor) -> PackedWeights | None:
+        """The kernel's weights; None if oneDNN computes a product with this number of rows."""
+        return self.kernel_weights if len(hidden) <= KERNEL_ROWS else None
 
-    def find_panels(self) -> None:
-        """Use our own kernel for a few rows, where it reads the packed memory and agrees with oneDNN's product.
+    def use_kernel(self) -> None:
+        """Use our kernel for a few rows, if it can read the packed memory and agrees with oneDNN's product.
 
-        It is compiled when it first runs, which takes seconds.
+        The first call compiles the kernel, which takes seconds.
         """
-        panels = Panels.of(self.weight, self.bias)
-        self.panels = panels if panels is not None and self._agrees(panels) else None
+        weights = PackedWeights.of(self.weight, self.bias)
+        self.kernel_weights = weights if weights is not None and self._agrees(weights) else None
 
-    def _agrees(self, panels: Panels) -> bool:
+    def _agrees(self, weights: PackedWeights) -> bool:
         hidden = torch.linspace(-1, 1, self.weight.shape[1], dtype=self.weight.dtype)[None]
-        expected = _packed_product(hidden, self.weight, self.bias).float()
-        return bool((panels(hidden).float() - expected).norm() <= _AGREEMENT * expected.norm())
+        expected = _onednn_product(hidden, self.weight, self.bias).float()
+        return bool((weights(hidden).float() - expected).norm() <= _TOLERANCE * expected.norm())
 
 
 def pack(linear: Linear) -> Linear:
-    """Lay a matrix out for the product once, where that is possible, instead of anew for every product.
+    """Pack a matrix for oneDNN once, if possible, instead of before every product.
 
-    torch does this itself for compiled models only, by the same operators.
+    torch does this itself for compiled models only, with the same operators.
     """
     if not isinstance(linear, TorchLinear) or not can_pack(linear.weight.dtype):
         return linear
@@ -106,28 +144,188 @@ def pack(linear: Linear) -> Linear:
 
 
 def padded_rows(num_rows: int) -> int:
-    """The number of rows that a packed product of `num_rows` is computed with.
+    """The number of rows that a oneDNN product of `num_rows` is computed with.
 
-    For every other number of rows oneDNN makes another kernel, which takes milliseconds and half a megabyte: there must
-    not be one for every number of tokens that a step may have. At most a third is added, and little to many rows.
+    oneDNN generates a kernel for each number of rows, in milliseconds and half a megabyte, and a step may have any
+    number of tokens. At most a third is added, and less to many rows.
     """
-    step = next(step for most, step in _STEPS if num_rows <= most)
+    step = next(step for most, step in _ROW_STEPS if num_rows <= most)
     return -(-num_rows // step) * step
 
 
 @cache
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this torch and this CPU have the packed product for `dtype`: tried, since nothing documents it."""
+    """Whether this torch and this CPU have the packed product for `dtype`; tried, because nothing documents it."""
     if not torch._C._has_mkldnn:
         return False
     weight, hidden = torch.eye(32, dtype=dtype), torch.arange(64, dtype=dtype).view(2, 32)
     try:
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, _LAYOUT_ROWS)
-        return torch.equal(_packed_product(hidden, packed, None), hidden)
+        return torch.equal(_onednn_product(hidden, packed, None), hidden)
     except (AttributeError, RuntimeError):  # another torch, or a CPU without instructions for this dtype
         return False
 
 
-def _packed_product(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _onednn_product(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(hidden, weight, bias, "none", [], "")
     return product
+
+
+def packed_memory(packed: torch.Tensor, shape: tuple[int, int]) -> npt.NDArray[Any] | None:
+    """The memory of a matrix `[out, in]` that oneDNN packed: `[out / 64, lines, 64]`, valid as long as `packed`.
+
+    A line is an input in float32, or a pair of inputs in bfloat16, as int32. None if the matrix cannot have this
+    layout; the caller has to check that it has. Also None if oneDNN's product has instructions that the kernel lacks.
+    """
+    outputs, inputs = shape
+    if packed.dtype == torch.bfloat16 and _HAS_TILE_PRODUCT:
+        return None
+    if packed.dtype not in (torch.float32, torch.bfloat16) or outputs % COLUMNS or inputs % 2:
+        return None
+    num_bytes, address = torch.ops.mkldnn._nbytes(packed), torch.ops.mkldnn.data_ptr(packed)
+    if num_bytes != outputs * inputs * packed.dtype.itemsize or address % (4 * _LANES):
+        return None
+    memory = (ctypes.c_ubyte * num_bytes).from_address(address)
+    numbers = np.frombuffer(memory, np.float32 if packed.dtype == torch.float32 else np.int32)
+    return numbers.reshape(outputs // COLUMNS, -1, COLUMNS)
+
+
+def as_operand(hidden: torch.Tensor) -> npt.NDArray[Any]:
+    """Contiguous rows `[num_rows, in]` as `multiply` takes them: float32, or pairs of bfloat16 as int32."""
+    return (hidden if hidden.dtype == torch.float32 else hidden.view(torch.int32)).numpy()
+
+
+@intrinsic
+def _pointer(context: Any, address: Any) -> Any:
+    return types.voidptr(address), lambda _, builder, __, values: builder.inttoptr(values[0], llvm.BYTES)
+
+
+@compiled_inner()
+def weights_at(address: int, shape: Any, like: Any) -> Any:
+    """The array of `packed_memory` at `address`, with the dtype of `like`.
+
+    It lets compiled code take the matrices of any number of layers.
+    """
+    return numba.carray(_pointer(address), shape, like.dtype)  # type: ignore[attr-defined]
+
+
+def _emit_product(builder: Any, value: Any, weights: Any, total: Any) -> Any:
+    """Vectors of float32, or of pairs of bfloat16 whose two products are both added to `total`."""
+    if weights.type == _FLOATS:
+        return llvm.fma(builder, value, weights, total)
+    if _HAS_PAIR_PRODUCT:
+        kind = ir.FunctionType(_FLOATS, [_FLOATS, _PAIRS, _PAIRS])
+        product = cgutils.get_or_insert_function(builder.module, kind, _PAIR_PRODUCT)
+        return builder.call(product, [total, builder.bitcast(value, _PAIRS), builder.bitcast(weights, _PAIRS)])
+    upper, shift = llvm.splat(llvm.INT32, -1 << 16, _LANES), llvm.splat(llvm.INT32, 16, _LANES)
+    for emit, operand in ((builder.shl, shift), (builder.and_, upper)):  # first and second elements, in float32
+        left, right = (builder.bitcast(emit(pairs, operand), _FLOATS) for pairs in (value, weights))
+        total = llvm.fma(builder, left, right, total)
+    return total
+
+
+def _product_kernel(num_rows: int) -> Any:
+    """A function `(hidden, columns, first, sums)`: adds the products of rows `first` to `first + num_rows` to `sums`.
+
+    hidden: `[rows, in]` float32, or `[rows, in / 2]` int32 for pairs of bfloat16. columns: `[lines, 64]`. sums: `[rows,
+    64]` float32.
+    """
+
+    def typed(context: Any, hidden: Any, columns: Any, first: Any, sums: Any) -> Any:
+        return types.void(hidden, columns, types.intp, sums), generate
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        def address(argument: int, *index: Any) -> Any:
+            kind, value = signature.args[argument], arguments[argument]
+            return llvm.element_address(context, builder, kind, value, *index)
+
+        dtype, first = signature.args[1].dtype, arguments[2]
+        element = llvm.FLOAT if dtype == types.float32 else llvm.INT32
+        numbers = [builder.add(first, ir.Constant(first.type, row)) for row in range(num_rows)]
+        rows = [builder.bitcast(address(0, number, 0), element.as_pointer()) for number in numbers]
+        sums = [address(3, number, _LANES * part) for number in numbers for part in range(_VECTORS)]
+        totals = [cgutils.alloca_once_value(builder, llvm.load(builder, sum_, types.float32, _LANES)) for sum_ in sums]
+        start = address(1, 0, 0)
+        columns = context.make_array(signature.args[1])(context, builder, value=arguments[1])
+        num_lines = cgutils.unpack_tuple(builder, columns.shape)[0]
+        with cgutils.for_range(builder, num_lines) as loop:
+            line = builder.gep(start, [builder.mul(loop.index, ir.Constant(loop.index.type, _LINE_BYTES))])
+            weights = []
+            for offset in range(0, _LINE_BYTES, 4 * _LANES):
+                llvm.prefetch(builder, builder.gep(line, [ir.Constant(first.type, offset + _PREFETCH_BYTES)]))
+                vector = builder.gep(line, [ir.Constant(first.type, offset)])
+                weights.append(llvm.load(builder, vector, dtype, _LANES))
+            for row, pointer in enumerate(rows):
+                value = llvm.broadcast(builder, builder.load(builder.gep(pointer, [loop.index])), _LANES)
+                for part, total in enumerate(totals[row * _VECTORS : (row + 1) * _VECTORS]):
+                    builder.store(_emit_product(builder, value, weights[part], builder.load(total)), total)
+        for sum_, total in zip(sums, totals, strict=True):
+            llvm.store(builder, builder.load(total), sum_)
+        return context.get_dummy_value()
+
+    return intrinsic(typed)
+
+
+_one, _two, _three, _four, _five, _six = (_product_kernel(number) for number in range(1, _KERNEL_ROWS_AT_ONCE + 1))
+
+
+@compiled_inner()
+def multiply_columns(hidden: Any, columns: Any, sums: Any) -> None:
+    """Write the products of `hidden` with 64 columns of weights to `sums` `[num_rows, 64]`."""
+    sums[:] = 0
+    for first_line in range(0, columns.shape[0], _LINES_AT_ONCE):
+        lines = slice(first_line, first_line + _LINES_AT_ONCE)
+        add_products(hidden[:, lines], columns[lines], sums)
+
+
+@compiled_inner()
+def add_products(hidden: Any, columns: Any, sums: Any) -> None:
+    """Add the products of `hidden` with `columns` to `sums` `[num_rows, 64]`, a few rows at a time, in equal parts."""
+    first, num_rows = 0, hidden.shape[0]
+    while first < num_rows:
+        left = num_rows - first
+        count = -(-left // -(-left // _KERNEL_ROWS_AT_ONCE))
+        if count == 6:
+            _six(hidden, columns, first, sums)
+        elif count == 5:
+            _five(hidden, columns, first, sums)
+        elif count == 4:
+            _four(hidden, columns, first, sums)
+        elif count == 3:
+            _three(hidden, columns, first, sums)
+        elif count == 2:
+            _two(hidden, columns, first, sums)
+        else:
+            _one(hidden, columns, first, sums)
+        first += count
+
+
+@compiled_inner()
+def linear_columns(hidden: Any, columns: Any, bias: Any, sums: Any, product: Any) -> None:
+    """64 columns of `hidden @ weight.T + bias`, `[num_rows, 64]`, in the dtype of `product`.
+
+    bias: 64 elements, or none. sums: scratch of the same shape, float32.
+    """
+    multiply_columns(hidden, columns, sums)
+    for row in range(hidden.shape[0]):
+        for index in range(len(bias)):
+            sums[row, index] += to_float32(bias[index])
+        for index in range(COLUMNS):
+            product[row, index] = from_float32(sums[row, index], product[row, index])
+
+
+@compiled(nogil=True)
+def multiply(hidden: Any, weights: Any, bias: Any, product: Any) -> None:
+    """Write `hidden @ weight.T + bias` to `product` `[num_rows, out]`.
+
+    hidden: as `as_operand` returns it. weights: `[out / 64, lines, 64]`. bias: `[out]`, or empty. bias and product are
+    arrays of `as_array`.
+    """
+    for_each(_linear_columns, len(weights), (hidden, weights, bias, product))
+
+
+@compiled_inner()
+def _linear_columns(number: int, hidden: Any, weights: Any, bias: Any, product: Any) -> None:
+    outputs = slice(number * COLUMNS, (number + 1) * COLUMNS)
+    sums = np.empty((hidden.shape[0], COLUMNS), np.float32)
+    linear_columns(hidden, weights[number], bias[outputs], sums, product[:, outputs])

@@ -1,28 +1,75 @@
-"""Paged attention on a GPU, by kernels of our own (`kernels/`); chunks by torch's where that proved faster."""
+"""Paged attention on a GPU by our kernels (`kernels/`); chunks of prompts by torch's, if that proved faster."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from llmservice_server.backend.base import KVCacheShape, Rotation, StepInput
+from llmservice_server.backend.base import Int32Array, KVCacheShape, Rotation, StepInput
 from llmservice_server.backend.cuda.kernels.jit import FP8
+from llmservice_server.backend.cuda.kernels.layer_ops import rotate_and_store, store
 from llmservice_server.backend.cuda.kernels.paged_decode import DecodeScratch, decode, num_splits
 from llmservice_server.backend.cuda.kernels.paged_prefill import prefill, query_tiles, tokens_per_tile
-from llmservice_server.backend.cuda.kernels.rotary import rotate_and_store, store
-from llmservice_server.backend.cuda.step_tables import StepTables, to_device
-from llmservice_server.backend.cuda.varlen import Varlen
+from llmservice_server.backend.transfer import tables_to_device
+
+if TYPE_CHECKING:
+    from llmservice_server.backend.cuda.varlen import Varlen
 
 _INTERPRETED_PROCESSORS = 2
+_TABLE_STEP = 16  # blocks: Triton compiles other kernels for strides that are not multiples of 16
+
+
+@dataclass(frozen=True, slots=True)
+class StepTables:
+    """A step's integer arguments of the kernels, on the host.
+
+    Sequences with one token (decodes) are separate from those with several (chunks).
+    """
+
+    slots: Int32Array  # [num_tokens]
+    decode_rows: Int32Array  # [num_decodes] index of the token
+    decode_lengths: Int32Array  # [num_decodes] number of keys, its own included
+    decode_tables: Int32Array  # [num_decodes, blocks], padded with the null block
+    chunks: Int32Array  # [num_chunks, 3] first row, position of the first token, tokens
+    chunk_tables: Int32Array  # [num_chunks, blocks], padded with the null block
+
+    @classmethod
+    def of(cls, step: StepInput, block_size: int) -> StepTables:
+        starts, counts, rows = step.starts, step.counts, step.rows
+        tables = padded_tables(step)
+        is_decode = counts == 1
+        return cls(
+            slots=step.slots(block_size).astype(np.int32),
+            decode_rows=rows[is_decode].astype(np.int32),
+            decode_lengths=(starts[is_decode] + 1).astype(np.int32),
+            decode_tables=tables[is_decode],
+            chunks=np.stack([rows, starts, counts], axis=1)[~is_decode].astype(np.int32),
+            chunk_tables=tables[~is_decode],
+        )
+
+
+def table_width(num_blocks: int) -> int:
+    """The width of a table of `num_blocks` blocks."""
+    return -(-num_blocks // _TABLE_STEP) * _TABLE_STEP
+
+
+def padded_tables(step: StepInput) -> Int32Array:
+    """The step's block tables, one per row, padded with the null block to a width that seldom changes."""
+    lengths = np.diff(np.append(step.table_firsts, len(step.blocks)))
+    width = table_width(int(lengths.max(initial=0)))
+    rows = np.zeros((len(lengths), width), np.int32)
+    rows[np.arange(width) < lengths[:, None]] = step.blocks
+    return rows
 
 
 @dataclass(frozen=True, slots=True)
 class Decodes:
-    """The sequences of a step that have one token, on the device: arguments of `decode`."""
+    """The sequences of a step with one token, on the device: arguments of `decode`."""
 
     rows: torch.Tensor
     lengths: torch.Tensor
@@ -32,14 +79,14 @@ class Decodes:
 
 
 ChunkAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, int | None], None]
-"""Attends the sequences of a step that have several tokens; keys and values are in the cache by then. Of the query,
-cache, scales, answer and window of `kernels.prefill`: writes their rows of the answer."""
+"""Attends the sequences of a step with several tokens, whose keys and values are in the cache already. Takes query,
+cache, scales, output and window, as `prefill`, and writes the sequences' rows of the output."""
 
 
 class TritonAttention:
     """Implements `Attention`. An fp8 cache's scales follow the layers' caches in `caches`.
 
-    `varlen` takes the chunks of the steps that it can take.
+    `varlen` computes the chunks of the steps that it supports.
     """
 
     def __init__(
@@ -67,7 +114,7 @@ class TritonAttention:
         shape = self.shape
         tile_tokens = tokens_per_tile(shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.dtype)
         tiles = np.array([*query_tiles(tables.chunks[:, 2].tolist(), tile_tokens)], np.int32).reshape(-1, 2)
-        slots, rows, lengths, decode_tables, tiles_there, chunks, chunk_tables = to_device(
+        slots, rows, lengths, decode_tables, tiles_on_device, chunks, chunk_tables = tables_to_device(
             [
                 tables.slots,
                 tables.decode_rows,
@@ -79,7 +126,7 @@ class TritonAttention:
             ],
             self.device,
         )
-        own = partial(prefill, tiles=tiles_there, sequences=chunks, tables=chunk_tables) if len(chunks) else None
+        own = partial(prefill, tiles=tiles_on_device, sequences=chunks, tables=chunk_tables) if len(chunks) else None
         return self.step(
             slots,
             self.decodes(rows, lengths, decode_tables) if len(rows) else None,
@@ -87,7 +134,7 @@ class TritonAttention:
         )
 
     def decodes(self, rows: torch.Tensor, lengths: torch.Tensor, tables: torch.Tensor) -> Decodes:
-        """How that many sequences are decoded. What is chosen here depends on their number only."""
+        """The arguments of `decode`. The number of splits depends only on the number of sequences."""
         shape = self.shape
         splits = num_splits(len(rows), shape.num_kv_heads, self.max_length, self._num_processors)
         num_parts = len(rows) * splits if splits > 1 else 0
@@ -122,13 +169,13 @@ class TritonStep:
 
     def _attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         cache, scales, window = self.caches[layer], self.scales[layer], self.shape.windows[layer]
-        answer = torch.empty((query.shape[0], query.shape[1] * query.shape[2]), dtype=query.dtype, device=query.device)
+        output = torch.empty((query.shape[0], query.shape[1] * query.shape[2]), dtype=query.dtype, device=query.device)
         if self.decodes is not None:
             parts = self.decodes
             decode(
-                query, cache, scales, parts.rows, parts.lengths, parts.tables, answer, parts.splits, parts.scratch,
+                query, cache, scales, parts.rows, parts.lengths, parts.tables, output, parts.splits, parts.scratch,
                 window,
             )  # fmt: skip
         if self.chunks is not None:
-            self.chunks(query, cache, scales, answer, window)
-        return answer
+            self.chunks(query, cache, scales, output, window)
+        return output

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from llmservice_server.backend.base import Attention, DecodePath, Decoder
+from llmservice_server.backend.agreement import MIXED, Case, why_wrong
+from llmservice_server.backend.base import Attention, DecodePath, Decoder, KVCacheShape
 from llmservice_server.backend.cuda import decode_graphs
 from llmservice_server.backend.cuda.attention import TritonAttention
-from llmservice_server.backend.cuda.kernels.elementwise import add_rms_norm, silu_mul
+from llmservice_server.backend.cuda.kernels.jit import INTERPRETED
+from llmservice_server.backend.cuda.kernels.layer_ops import add_rms_norm, silu_mul
 from llmservice_server.backend.cuda.kernels.top_k_top_p import top_k_top_p as top_k_top_p_kernel
 from llmservice_server.backend.cuda.varlen import Varlen, by_torch
 from llmservice_server.backend.sampling_batch import SamplingBatch
@@ -20,6 +22,9 @@ from llmservice_server.backend.torch.layer_ops import TorchLayerOps
 from llmservice_server.backend.torch.sampler import TopKTopP, top_k_top_p
 
 _LOG = logging.getLogger(__name__)
+
+_MANY_DECODES = ((17, 1),) * 640  # more than any GPU splits among its processors
+_FP8_CAPABILITY = (8, 9)
 
 
 class TritonLayerOps(TorchLayerOps):
@@ -32,7 +37,7 @@ class TritonLayerOps(TorchLayerOps):
 
 @dataclass(slots=True)
 class CudaBackend(TorchBackend):
-    """`varlen_keys`: chunks of steps with up to so many keys are computed by torch's `varlen_attn`."""
+    """`varlen_keys`: chunks of steps with at most this many keys are computed by torch's `varlen_attn`."""
 
     name: str = "triton"
     varlen_keys: int = 0
@@ -68,8 +73,28 @@ class CudaBackend(TorchBackend):
         return sampler.choose(logits, batch, self._top_k_top_p or top_k_top_p)
 
 
+def why_triton_is_unusable(shape: KVCacheShape, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Compile our attention kernels for the model's shape, run them, and compare them with torch.
+
+    A phrase that says what is wrong; None if they are usable. What is compiled here delays no request later.
+    """
+    if device.type != "cuda" and not INTERPRETED:
+        return "there is no CUDA device"
+    if shape.head_dim % 2 or shape.head_dim > 256:
+        return f"its kernels take even head dimensions up to 256, the model's is {shape.head_dim}"
+    if (
+        device.type == "cuda"
+        and shape.dtype.itemsize == 1
+        and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY
+    ):
+        return "this GPU has no fp8 arithmetic (compute capability 8.9 or newer)"
+    spans = [MIXED, _MANY_DECODES] if device.type == "cuda" else [MIXED[:3]]
+    each_window = replace(shape, windows=tuple({*shape.windows}))
+    return why_wrong([Case(each_window, dtype, each) for each in spans], TritonAttention, device)
+
+
 def choose_top_k_top_p(vocab_size: int, device: torch.device) -> TopKTopP:
-    """Our kernel where it compiles for rows of this size and agrees with torch; else torch."""
+    """Our kernel if it compiles for rows of this size and agrees with torch; else torch."""
     problem = why_unusable(top_k_top_p_kernel, vocab_size, device)
     if problem is None:
         return top_k_top_p_kernel
@@ -78,15 +103,15 @@ def choose_top_k_top_p(vocab_size: int, device: torch.device) -> TopKTopP:
 
 
 def why_unusable(kernel: TopKTopP, vocab_size: int, device: torch.device) -> str | None:
-    """A phrase that says what is wrong; None where it cuts as torch does."""
+    """A phrase that says what is wrong; None if it agrees with torch."""
     try:
-        return None if agree(kernel, vocab_size, device) else "its answers differ from torch's"
-    except Exception as error:  # of a compiler, a driver, a GPU: torch serves whatever it is
+        return None if agree(kernel, vocab_size, device) else "its results differ from torch's"
+    except Exception as error:  # of a compiler, a driver or a GPU: torch is used
         return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def agree(kernel: TopKTopP, vocab_size: int, device: torch.device) -> bool:
-    """Whether `kernel` cuts as torch does: rows with and without ties, cut early, late and not at all."""
+    """Whether `kernel` and torch keep the same weights of rows with and without ties, few, many and all of them."""
     generator = torch.Generator().manual_seed(0)
     spread = torch.tensor([[0.1], [2.0], [8.0], [3.0]])
     logits = torch.randn(4, vocab_size, generator=generator) * spread

@@ -1,8 +1,8 @@
-"""Decode steps as CUDA graphs: the same kernels on the same memory every time, launched as one.
+"""Decode steps as CUDA graphs: the same kernels on the same memory in each step, launched together.
 
-A graph is captured for a few batch sizes; a step takes the next larger one, and its surplus rows belong to the null
-block: no key is read for them, none is stored. Everything that differs from step to step is a number in a static
-buffer, so nothing in a graph may depend on the lengths of the sequences at hand. Sampling stays outside.
+Graphs are captured for a few batch sizes; a step uses the next larger one, whose padding rows belong to the null block:
+no key is read or stored for them. Everything that differs from step to step is a number in a static buffer, so nothing
+in a graph may depend on the lengths of a step's sequences. Sampling is not captured.
 """
 
 from __future__ import annotations
@@ -14,31 +14,30 @@ from typing import Any
 import torch
 
 from llmservice_server.backend.base import Decoder, Int32Array, StepInput
-from llmservice_server.backend.cuda.attention import TritonAttention
-from llmservice_server.backend.cuda.step_tables import padded_tables, table_width
+from llmservice_server.backend.cuda.attention import TritonAttention, padded_tables, table_width
 from llmservice_server.backend.torch.memory import cuda_free_bytes
 
 _LOG = logging.getLogger(__name__)
 
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], torch.Tensor]], tuple[Replay, torch.Tensor]]
-"""Records work and returns what repeats it, and the tensor that holds the work's answer after each repetition."""
-_AGREEMENT = 5e-2
-"""Other batch sizes may take other matrix products, whose rounding many layers of bfloat16 enlarge; a single row that
-is wrong, of hundreds, shows all the same."""
+"""Records work; returns a function that repeats it, and the tensor with the result of each repetition."""
+_TOLERANCE = 5e-2
+"""Other batch sizes may use other matrix products, whose rounding errors grow over many layers of bfloat16; a single
+wrong row of hundreds exceeds this as well."""
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:
-    """1, 2, 4, 8, then by 8, up to the first that holds `max_num_seqs`."""
+    """1, 2, 4, 8, then multiples of 8, up to the first that is at least `max_num_seqs`."""
     sizes = [1, 2, 4, *range(8, max_num_seqs + 8, 8)]
     enough = next(place for place, size in enumerate(sizes) if size >= max_num_seqs)
     return sizes[: enough + 1]
 
 
 class DecodeBuffers:
-    """The static tensors that a graph reads: one row for each sequence, int32.
+    """The static tensors that a graph reads: int32, one row for each sequence.
 
-    `block_table_width` is the most blocks that a sequence may have.
+    `block_table_width`: the maximum number of blocks of a sequence.
     """
 
     def __init__(self, max_num_seqs: int, block_table_width: int, block_size: int, device: torch.device) -> None:
@@ -58,13 +57,13 @@ class DecodeBuffers:
         return self._device.nbytes + self._moved_tables.nbytes + self.tables.nbytes + self.rows.nbytes
 
     def fill(self, step: StepInput | None, size: int) -> None:
-        """Put one token of each sequence into the first rows, and the null block's into the others up to `size`.
+        """Write one token of each sequence to the first rows, and the null block to the others up to `size`.
 
-        Of the tables only the columns are written that the step's longest sequence has. What stands behind them is of
-        earlier steps, and no kernel reads it: a sequence's length says how much of its row is its own.
+        Only as many columns of the tables are written as the step's longest sequence has. The others are of earlier
+        steps, and no kernel reads a table beyond the sequence's length.
         """
         if self._copied is not None:
-            self._copied.synchronize()  # the copies of the last step still read the host's side; they are long done
+            self._copied.synchronize()  # the last step's copies read the host's memory; they have usually finished
         count = 0 if step is None else len(step)
         numbers = self._host.numpy()
         numbers[:, count:size] = 0
@@ -79,7 +78,7 @@ class DecodeBuffers:
             self._copied.record()
 
     def _fill_tables(self, tables: Int32Array) -> None:
-        """They go over end to end and are spread out there: rows of a wider matrix would be a copy each."""
+        """In one contiguous copy, which the device writes to the rows of the wider matrix."""
         count, width = tables.shape
         used = slice(tables.size)
         self._host_tables.numpy()[used] = tables.ravel()
@@ -90,7 +89,7 @@ class DecodeBuffers:
 class DecodeGraphs:
     """Implements `DecodePath`: a model's decode step, captured for `sizes`.
 
-    The largest is captured first, so that the others fit into its memory.
+    The largest is captured first, so that the others reuse its memory.
     """
 
     def __init__(
@@ -129,10 +128,10 @@ class DecodeGraphs:
         step = self._attention.step(buffers.slots[:size], decodes, None)
         return self._model.forward(buffers.token_ids[:size], buffers.positions[:size], step)
 
-    def what_is_wrong(self, blocks: Sequence[int]) -> str | None:
-        """Compares graphs with the model run without them, of a sequence in each of `blocks` and of one alone.
+    def why_wrong(self, blocks: Sequence[int]) -> str | None:
+        """Compare graphs with the model run without them, for a sequence in each of `blocks` and for one sequence.
 
-        None where they agree. Writes into the blocks.
+        None if they agree. Writes to the blocks.
         """
         for count in {1, len(blocks)}:
             step = StepInput.of([(0, 1, [block]) for block in blocks[:count]], range(count))
@@ -142,17 +141,17 @@ class DecodeGraphs:
                 torch.from_numpy(step.positions).to(self._model.device),
                 self._attention.prepare(step),
             ).float()
-            off_by = float((replayed - plain).norm() / plain.norm())
-            if not off_by <= _AGREEMENT:
-                return f"a graph of {count} sequences is off by {off_by:.2g} from the same step without it"
+            error = float((replayed - plain).norm() / plain.norm())
+            if not error <= _TOLERANCE:
+                return f"a graph of {count} sequences differs by {error:.2g} from the same step without it"
         return None
 
 
 class CudaCapture:
     """Implements `Capture`; all graphs share one pool of memory.
 
-    What can't be captured (cuBLAS's workspace, Triton's compiler) is done by a first run, on the very stream that is
-    captured then: cuBLAS has a workspace of tens of megabytes for each stream, and never gives it back.
+    What cannot be captured (cuBLAS's workspace, Triton's compiler) is done by a first run, on the same stream: cuBLAS
+    allocates a workspace of tens of megabytes for each stream and never frees it.
     """
 
     def __init__(self) -> None:
@@ -171,13 +170,13 @@ class CudaCapture:
 
 
 def graph_bytes(largest: int, another: int, num_graphs: int) -> int:
-    """Of all graphs, from the bytes that the first, the largest, took and what the next one added to it."""
+    """The memory of all graphs, from that of the first, the largest, and what the next one added."""
     return largest + another * (num_graphs - 1)
 
 
 @torch.inference_mode()
 def predict_graph_bytes(model: Decoder, attention: TritonAttention, max_num_seqs: int, max_model_len: int) -> int:
-    """Captures the two largest graphs on a cache of any size, which is dropped again, and measures them."""
+    """Capture the two largest graphs on a cache of any size, and measure and free them."""
     sizes = capture_sizes(max_num_seqs)
     attention.max_length = max_model_len
     buffers = _buffers(attention, sizes[-1], max_model_len)
@@ -194,16 +193,16 @@ def predict_graph_bytes(model: Decoder, attention: TritonAttention, max_num_seqs
 def capture_graphs(
     model: Decoder, attention: TritonAttention, max_num_seqs: int, max_model_len: int
 ) -> DecodeGraphs | None:
-    """All graphs, compared with the same steps without them; None, and a warning, where they cannot be used.
+    """All graphs, compared with the same steps without them; None, and a warning, if they cannot be used.
 
-    Writes into the blocks from 1 on, so nothing may be cached yet.
+    Writes to the blocks from 1 on, so nothing may be cached yet.
     """
     sizes = capture_sizes(max_num_seqs)
     attention.max_length = max_model_len
     try:
         graphs = DecodeGraphs(model, attention, _buffers(attention, sizes[-1], max_model_len), sizes, CudaCapture())
         num_blocks = len(attention.caches[0])
-        problem = graphs.what_is_wrong(range(1, min(max_num_seqs, num_blocks - 1) + 1))
+        problem = graphs.why_wrong(range(1, min(max_num_seqs, num_blocks - 1) + 1))
     except RuntimeError as error:  # torch's type for CUDA's errors; out of memory is one of them
         problem = str(error).splitlines()[0]
     if problem is not None:

@@ -1,67 +1,77 @@
-"""Prompts and their chunks by torch's own `varlen_attn` (FlashAttention) on keys and values fetched from the cache.
+"""Chunks of prompts by torch's `varlen_attn` (FlashAttention), and the choice between it and our kernel.
 
-Torch's CUDA builds carry FlashAttention 2, whose block tables torch refuses or gets wrong (pytorch/pytorch#175924,
-#194167): those are for FlashAttention 3, which is installed and activated apart from torch. So the blocks are first
-gathered to rows that lie end to end, in one indexed copy a layer.
+Torch's CUDA builds include FlashAttention 2, for which torch refuses block tables or computes wrong results
+(pytorch/pytorch#175924, #194167): they need FlashAttention 3, which is installed separately. So the blocks are first
+gathered to contiguous rows, in one indexed copy per layer.
 
-Bytes: that copy reads and writes `2 * num_kv_heads * head_dim * itemsize` for each token of the chunks' sequences, from
+Bytes: the copy reads and writes `2 * num_kv_heads * head_dim * itemsize` for each token of the chunks' sequences, from
 their first to the chunk's last; the kernel then reads them as ours does. FLOPs: as `kernels/paged_prefill.py`.
 
-Single tokens stay with our kernels: they read each key once, so a copy of them would double their time, and CUDA graphs
-want shapes that do not depend on lengths. So do fp8 caches, and float32, which FlashAttention does not take.
+Decodes are computed by our kernel: it reads each key once, so a copy would double the time, and CUDA graphs need shapes
+that do not depend on lengths. So are fp8 caches, and float32, which FlashAttention does not support.
+
+At start-up `choose_chunk_attention` times both on the GPU, with the model's own shape.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
 import torch
 
-from llmservice_server.backend.base import Int32Array, KVCacheShape, firsts_of, positions_of
-from llmservice_server.backend.cuda.step_tables import StepTables, to_device
+from llmservice_server.backend.agreement import MIXED, Case, why_wrong
+from llmservice_server.backend.base import Int32Array, KVCacheShape, StepInput, firsts_of, positions_of
+from llmservice_server.backend.cuda.attention import StepTables, TritonAttention
+from llmservice_server.backend.transfer import tables_to_device
 
 _DTYPES = (torch.bfloat16, torch.float16)
+OURS, TORCH_VARLEN = "triton", "varlen_attn"
+_MAX_TOKENS = 2048  # of the chunk that is timed: a millisecond or less
+_WARM_UPS, _REPETITIONS = 2, 5
+_MIN_GAIN = 0.05  # of the time: two measurements of one candidate differ by less
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Where sequences that lie end to end begin."""
+    """The bounds of concatenated sequences."""
 
     queries: torch.Tensor  # int32 [num_seqs + 1], the last one's end included
     keys: torch.Tensor  # likewise
-    most_queries: int  # of a sequence
-    most_keys: int
+    max_queries: int  # of a sequence
+    max_keys: int
 
 
 VarlenFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Bounds, int | None], torch.Tensor]
-"""Of queries `[num_queries, num_heads, head_dim]`, keys and values, `[num_keys, num_kv_heads, head_dim]` each, and a
-window: answers like the queries. Causal; the last query of a sequence sees its last key."""
+"""Takes queries `[num_queries, num_heads, head_dim]`, keys and values `[num_keys, num_kv_heads, head_dim]`, bounds and
+window; returns a tensor like the queries. Causal; the last query of a sequence sees its last key."""
 
 
 def by_torch(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: Bounds, window: int | None
 ) -> torch.Tensor:
-    """A `VarlenFunction`. Raises ImportError where torch has none (before 2.10)."""
+    """A `VarlenFunction`. Raises ImportError if torch has none (before 2.10)."""
     from torch.nn.attention.varlen import varlen_attn
 
-    asked = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 takes grouped heads unasked
-    grouped: dict[str, Any] = {"enable_gqa": True} if asked else {}
+    has_option = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 always accepts grouped heads
+    grouped: dict[str, Any] = {"enable_gqa": True} if has_option else {}
     attended = varlen_attn(
         query,
         key,
         value,
         bounds.queries,
         bounds.keys,
-        bounds.most_queries,
-        bounds.most_keys,
+        bounds.max_queries,
+        bounds.max_keys,
         window_size=(-1 if window is None else window - 1, 0),  # keys to the left and the right of the query's own
         **grouped,
     )
-    return cast("torch.Tensor", attended)  # a tuple only where more is asked for
+    return cast("torch.Tensor", attended)  # a tuple only if auxiliary results are requested
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +80,8 @@ class VarlenTables:
 
     query_bounds: Int32Array  # [num_chunks + 1]
     key_bounds: Int32Array  # [num_chunks + 1]
-    query_rows: Int32Array  # [num_queries], among the step's tokens
-    key_rows: Int32Array  # [num_keys]: of the first head's key, in a cache that is a matrix of rows of head_dim
+    query_rows: Int32Array  # [num_queries], of the step's tokens
+    key_rows: Int32Array  # [num_keys]: of the first head's key, in the cache viewed as rows of head_dim
     longest_chunk: int
     longest_sequence: int
 
@@ -99,14 +109,14 @@ class VarlenChunks:
 
     attend: VarlenFunction
     bounds: Bounds
-    query_rows: torch.Tensor  # int64 [num_queries], among the step's tokens
-    rows: torch.Tensor  # int32 [2 * num_keys * num_kv_heads]: keys before values, all heads of a token side by side
+    query_rows: torch.Tensor  # int64 [num_queries], of the step's tokens
+    rows: torch.Tensor  # int32 [2 * num_keys * num_kv_heads]: keys before values, the heads of a token adjacent
 
     @classmethod
     def of(
         cls, attend: VarlenFunction, tables: VarlenTables, shape: KVCacheShape, device: torch.device
     ) -> VarlenChunks:
-        query_bounds, key_bounds, query_rows, key_rows = to_device(
+        query_bounds, key_bounds, query_rows, key_rows = tables_to_device(
             [tables.query_bounds, tables.key_bounds, tables.query_rows, tables.key_rows], device
         )
         kinds = torch.arange(2, dtype=torch.int32, device=device) * shape.block_size
@@ -120,36 +130,36 @@ class VarlenChunks:
         query: torch.Tensor,
         cache: torch.Tensor,
         scales: torch.Tensor | None,
-        answer: torch.Tensor,
+        output: torch.Tensor,
         window: int | None,
     ) -> None:
         """Implements `ChunkAttention`; never with `scales`."""
         num_kv_heads, head_dim = cache.shape[1], cache.shape[-1]
-        fetched = cache.view(-1, head_dim).index_select(0, self.rows)
-        key, value = fetched.view(2, -1, num_kv_heads, head_dim).unbind()
+        gathered = cache.view(-1, head_dim).index_select(0, self.rows)
+        key, value = gathered.view(2, -1, num_kv_heads, head_dim).unbind()
         attended = self.attend(query.index_select(0, self.query_rows), key, value, self.bounds, window)
-        answer.index_copy_(0, self.query_rows, attended.flatten(1))
+        output.index_copy_(0, self.query_rows, attended.flatten(1))
 
 
 @dataclass(frozen=True, slots=True)
 class Varlen:
-    """Which steps' chunks go that way."""
+    """The steps whose chunks `attend` computes."""
 
     attend: VarlenFunction
-    most_keys: int  # of a step; what is gathered takes memory that the profiling pass must have seen
+    max_keys: int  # of a step: the profiling step must have allocated as much memory for the copy
 
     def chunks(self, tables: StepTables, shape: KVCacheShape, device: torch.device) -> VarlenChunks | None:
-        """None where the step has more keys, or no chunk."""
+        """None if the step has more keys, or no chunk."""
         num_keys = int(tables.chunks[:, 1:].sum())
-        if not 0 < num_keys <= self.most_keys:
+        if not 0 < num_keys <= self.max_keys:
             return None
         return VarlenChunks.of(self.attend, VarlenTables.of(tables, shape), shape, device)
 
 
 def why_varlen_cannot_serve(shape: KVCacheShape, dtype: torch.dtype) -> str | None:
-    """What rules it out before anything is run: a phrase, or None."""
+    """What rules it out before anything is run, as a phrase; None if nothing does."""
     if shape.dtype.itemsize == 1:
-        return "an fp8 cache is for our own kernels"
+        return "an fp8 cache is supported by our kernels only"
     if dtype not in _DTYPES or shape.dtype != dtype:
         return f"it takes bfloat16 and float16, and keys of the queries' dtype, not {dtype} with {shape.dtype}"
     return None
@@ -157,3 +167,114 @@ def why_varlen_cannot_serve(shape: KVCacheShape, dtype: torch.dtype) -> str | No
 
 def _bounds(counts: np.typing.NDArray[np.int64]) -> Int32Array:
     return np.append(firsts_of(counts), counts.sum()).astype(np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One implementation."""
+
+    name: str
+    why_unusable: Callable[[], str | None]  # a phrase; None if it is usable
+    seconds: Callable[[], float]  # measured time; called only if it is usable
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    name: str
+    reason: str  # every candidate's time, or why it is unusable
+
+
+def choose_fastest(candidates: Sequence[Candidate]) -> Choice:
+    """The first of the candidates unless another is faster by a twentieth; of several such ones the fastest."""
+    times: dict[str, float] = {}
+    reasons = []
+    for candidate in candidates:
+        problem, taken_s = _timed(candidate)
+        if problem is not None:
+            reasons.append(f"{candidate.name} is unusable: {problem}")
+        else:
+            times[candidate.name] = taken_s
+            reasons.append(f"{candidate.name} {taken_s * 1e3:.3g} ms")
+    first = candidates[0].name
+    if first in times:
+        times[first] *= 1 - _MIN_GAIN
+    chosen = min(times, key=lambda name: times[name], default=first)
+    return Choice(chosen, ", ".join(reasons))
+
+
+def _timed(candidate: Candidate) -> tuple[str | None, float]:
+    """Why it is unusable, or its time."""
+    try:
+        problem = candidate.why_unusable()
+        return problem, candidate.seconds() if problem is None else 0.0
+    except Exception as error:  # of a compiler, a driver or a GPU: another candidate is used
+        return f"{type(error).__name__}: {error}".splitlines()[0], 0.0
+
+
+def choose_chunk_attention(
+    shape: KVCacheShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_num_batched_tokens: int,
+    attend: VarlenFunction = by_torch,
+) -> Choice:
+    """Time our kernel and `attend` on a chunk after as many cached tokens. Takes milliseconds and frees its memory."""
+    count = max(2, min(_MAX_TOKENS, max_num_batched_tokens) // 2)
+
+    def candidate(name: str, varlen: Varlen | None, why_unusable: Callable[[], str | None]) -> Candidate:
+        one_layer = replace(shape, windows=shape.windows[:1])
+        return Candidate(name, why_unusable, lambda: _seconds(one_layer, dtype, device, count, varlen))
+
+    return choose_fastest(
+        [
+            candidate(OURS, None, lambda: None),  # checked before
+            candidate(
+                TORCH_VARLEN,
+                Varlen(attend, max_num_batched_tokens),
+                lambda: _why_varlen_is_unusable(shape, dtype, device, attend),
+            ),
+        ]
+    )
+
+
+def _why_varlen_is_unusable(
+    shape: KVCacheShape, dtype: torch.dtype, device: torch.device, attend: VarlenFunction
+) -> str | None:
+    problem = why_varlen_cannot_serve(shape, dtype)
+    if problem is not None:
+        return problem
+    varlen = Varlen(attend, max_keys=sum(map(sum, MIXED)))
+    case = Case(replace(shape, windows=tuple({*shape.windows})), dtype, MIXED)
+
+    def backend(shape: KVCacheShape, num_blocks: int, device: torch.device) -> TritonAttention:
+        return TritonAttention(shape, num_blocks, device, varlen)
+
+    return why_wrong([case], backend, device)
+
+
+def _seconds(shape: KVCacheShape, dtype: torch.dtype, device: torch.device, count: int, varlen: Varlen | None) -> float:
+    """The median time of one layer's attention, including the host's."""
+    num_blocks = -(-2 * count // shape.block_size)
+    backend = TritonAttention(shape, 1 + num_blocks, device, varlen)
+    for cache in backend.caches:
+        cache.zero_()
+    step = backend.prepare(StepInput.of([(count, count, range(1, 1 + num_blocks))]))
+    heads = torch.randn(count, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim, dtype=dtype, device=device)
+    times = [
+        _elapsed_s(lambda: step(0, heads[:, : shape.num_heads], heads[:, shape.num_heads :]), device)
+        for _ in range(_WARM_UPS + _REPETITIONS)
+    ]
+    return statistics.median(times[_WARM_UPS:])
+
+
+def _elapsed_s(work: Callable[[], object], device: torch.device) -> float:
+    if device.type != "cuda":
+        started_s = time.perf_counter()
+        work()
+        return time.perf_counter() - started_s
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3

@@ -1,4 +1,4 @@
-"""Paged attention in plain torch, on any device: what other backends are measured and checked against.
+"""Paged attention in plain torch, on any device: the reference of the other backends.
 
 A layer's cache is `[num_blocks, block_size, 2 * num_kv_heads, head_dim]`, keys before values: the fused projection
 yields the two side by side, so that storing is one indexed copy, and fetching the step's sequences is one gather of
@@ -18,7 +18,7 @@ from llmservice_server.backend.base import KVCacheShape, StepInput
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Where a sequence's keys and values lie among those gathered, and which of the step's tokens ask for them."""
+    """A sequence's slots in the gathered keys and values, and its tokens in the step."""
 
     first_query: int
     start: int  # position of the first of them
@@ -27,7 +27,7 @@ class _Run:
 
 
 class TorchAttention:
-    """Implements `Attention`. The caches' memory is touched only as blocks come into use."""
+    """Implements `Attention`. The operating system allocates the caches' memory when blocks are first written."""
 
     def __init__(self, shape: KVCacheShape, num_blocks: int, device: torch.device) -> None:
         self.shape = shape
@@ -73,14 +73,14 @@ class TorchStep:
         gathered = _by_head(cache.index_select(0, self.blocks))
         grouped = query.view(query.shape[0], shape.num_kv_heads, -1, shape.head_dim)
         window = shape.windows[layer]
-        answers = []
+        outputs = []
         for run in self.runs:
             attend = self._attend_one if run.num_queries == 1 else self._attend_chunk
-            answers.append(attend(run, grouped[run.first_query : run.first_query + run.num_queries], gathered, window))
-        return torch.cat(answers).flatten(1)
+            outputs.append(attend(run, grouped[run.first_query : run.first_query + run.num_queries], gathered, window))
+        return torch.cat(outputs).flatten(1)
 
     def _attend_one(self, run: _Run, query: torch.Tensor, gathered: torch.Tensor, window: int | None) -> torch.Tensor:
-        """One token, `[1, num_kv_heads, group, head_dim]`: it sees every key, so the group is the rows of one query."""
+        """One token, `[1, num_kv_heads, group, head_dim]`: it sees all keys, so the group is the rows of one query."""
         keys, values = self._keys_values(run, gathered, window, query.dtype)
         return F.scaled_dot_product_attention(query, keys[None], values[None])
 
@@ -91,10 +91,10 @@ class TorchStep:
         keys, values = (part[:, None].expand(-1, group, -1, -1) for part in (keys, values))
         by_head = query.permute(1, 2, 0, 3)  # the heads of a group see the same keys
         if run.start == 0 and (window is None or run.num_queries <= window):
-            answer = F.scaled_dot_product_attention(by_head, keys, values, is_causal=True)
+            output = F.scaled_dot_product_attention(by_head, keys, values, is_causal=True)
         else:
-            answer = F.scaled_dot_product_attention(by_head, keys, values, attn_mask=self._mask(run, window))
-        return answer.permute(2, 0, 1, 3)
+            output = F.scaled_dot_product_attention(by_head, keys, values, attn_mask=self._mask(run, window))
+        return output.permute(2, 0, 1, 3)
 
     def _keys_values(
         self, run: _Run, gathered: torch.Tensor, window: int | None, dtype: torch.dtype
@@ -106,7 +106,7 @@ class TorchStep:
         return keys, values
 
     def _mask(self, run: _Run, window: int | None) -> torch.Tensor:
-        """True where a query may see a key, `[num_queries, num_keys]`."""
+        """True if a query sees a key, `[num_queries, num_keys]`."""
         mask = self._masks.get((run.first_query, window))
         if mask is None:
             end = run.start + run.num_queries
@@ -124,5 +124,5 @@ def _first_key(run: _Run, window: int | None) -> int:
 
 
 def _by_head(blocks: torch.Tensor) -> torch.Tensor:
-    """Blocks as one row of slots, `[2 * num_kv_heads, num_slots, head_dim]`, without a copy."""
+    """Blocks as one row of slots, `[2 * num_kv_heads, num_slots, head_dim]`; a view."""
     return blocks.view(-1, *blocks.shape[2:]).transpose(0, 1)

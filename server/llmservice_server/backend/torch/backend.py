@@ -1,4 +1,4 @@
-"""The backend in plain torch: works on any device, and is what the others fall back to and are checked against."""
+"""The backend in plain torch: works on any device, and is the fallback and the reference of the others."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from llmservice_server.backend.torch.memory import (
 )
 
 _CPU_PREFILL_TOKENS = 512
-"""Of a step. A CPU's matrix products are at their best from about 128 rows on, so that a longer step computes no faster
-and every request waits longer for its end; a GPU needs several times as many. With half of it, chunks cost a tenth of
-the throughput of a small model, whose steps are mostly overhead; with this 3 % (`benchmarks/strategies.py`)."""
+"""Prompt tokens of a step. A CPU's matrix products reach full speed at about 128 rows: a longer step computes no faster
+and delays every request; a GPU needs several times as many. With half of it, chunks cost a tenth of the
+throughput of a small model, whose steps are mostly overhead; with this 3 % (`benchmarks/strategies.py`)."""
 
 _PROFILE_LIMIT_S = 1.0  # of a profiling step on a CPU
 
@@ -56,7 +56,7 @@ class TorchBackend:
         return None if self.on_gpu else _PROFILE_LIMIT_S
 
     def prepare(self, model: Decoder) -> None:
-        """Torch's operations and layout are what a model is made with."""
+        """A model is built with torch's operations and layout."""
 
     def attention(self, num_blocks: int) -> Attention:
         return TorchAttention(self.shape, num_blocks, self.device)

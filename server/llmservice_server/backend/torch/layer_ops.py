@@ -1,4 +1,4 @@
-"""What a decoder layer computes beside attention, in torch's operations on any device."""
+"""The operations of a layer besides attention, in plain torch on any device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory of a device: what there is, and what a piece of work takes of it."""
+"""Memory of a device: how much is available, and how much a function needs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number near 2**63
 
 @dataclass(frozen=True, slots=True)
 class _CgroupFiles:
-    """Where cgroups of one version say what is allowed, what is charged, and what of that the kernel drops first."""
+    """The files of one cgroup version: limit, usage, and the part of usage that the kernel reclaims first."""
 
     limit: str
     usage: str
@@ -32,10 +32,10 @@ _CGROUPS = (
 
 
 def available_cpu_bytes(root: Path = Path("/")) -> int:
-    """What this process may still take: the machine's free memory, or the rest of its cgroup's where that is less.
+    """The memory that this process can allocate: the machine's, or its cgroup's if that is less.
 
-    A model file just downloaded is charged to the cgroup as page cache; it goes when memory is asked for, so it counts
-    as free, as it does for the kubelet's working set.
+    A model file just downloaded is charged to the cgroup as page cache, which the kernel reclaims on demand; it counts
+    as available, as it does for the kubelet's working set.
     """
     machine = _mem_available(root / "proc/meminfo")
     for files in _CGROUPS:
@@ -48,7 +48,7 @@ def available_cpu_bytes(root: Path = Path("/")) -> int:
 
 
 def peak_growth_bytes(work: Callable[[], None], proc: Path = Path("/proc/self")) -> int | None:
-    """How far the process's resident memory rises above today's while `work` runs; None where the kernel can't tell."""
+    """The growth of the process's resident memory while `work` runs; None if the kernel does not report it."""
     try:
         (proc / "clear_refs").write_text("5")  # proc(5): the peak, VmHWM, is from now on
         before = _stat(proc / "status", "VmRSS:")
@@ -59,7 +59,7 @@ def peak_growth_bytes(work: Callable[[], None], proc: Path = Path("/proc/self"))
 
 
 def cuda_step_bytes(step: Callable[[], None], device: torch.device, *, cache_bytes: int, weight_bytes: int) -> int:
-    """What a step takes beside weights and cache, CUDA's context and other users of the GPU included."""
+    """The memory of a step besides weights and cache, including CUDA's context and other users of the GPU."""
     torch.cuda.reset_peak_memory_stats(device)
     step()
     torch.cuda.synchronize(device)
@@ -71,14 +71,14 @@ def cuda_step_bytes(step: Callable[[], None], device: torch.device, *, cache_byt
 
 
 def cuda_free_bytes(device: torch.device) -> int:
-    """What is free on the GPU once its work is done and torch has given back what it keeps for later use."""
+    """The GPU's free memory, after its work is done and torch has released its cached memory."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
 
 
 def _stat(path: Path, name: str) -> int:
-    """One figure of a file of `name value` lines; 0 where it is absent."""
+    """A number in a file of `name value` lines; 0 if it is absent."""
     try:
         lines = path.read_text().splitlines()
     except OSError:
@@ -90,7 +90,7 @@ def _mem_available(meminfo: Path) -> int:
     for line in meminfo.read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    raise OutOfMemoryError(f"{meminfo} does not say what memory is available: give --kv-cache-memory")
+    raise OutOfMemoryError(f"{meminfo} has no line MemAvailable: set --kv-cache-memory")
 
 
 def _number(path: Path) -> int | None:

@@ -1,4 +1,4 @@
-"""Every token has its tile for every key head, once; threads that take equal parts have about equal work."""
+"""Every token is in one tile for each key head; threads have about equal work."""
 
 import numpy as np
 import pytest
@@ -40,14 +40,14 @@ def test_tiles_cover_every_token_and_key_head_once(
     assert sorted(covered) == sorted(expected)
 
 
-def test_a_long_prompt_is_divided_into_tiles_of_like_size() -> None:
+def test_a_long_prompt_is_divided_into_tiles_of_similar_size() -> None:
     sizes = tiles_of([(0, 511)], num_kv_heads=1, group=3)[:, 1]
     assert len(sizes) == 6
     assert sizes.max() - sizes.min() <= 6
 
 
 @pytest.mark.parametrize("num_threads", [2, 3, 4])
-def test_equal_runs_of_the_order_are_about_equal_work(num_threads: int) -> None:
+def test_equal_runs_of_the_order_have_about_equal_work(num_threads: int) -> None:
     work = np.arange(1, 61, dtype=np.int64) ** 2
     parts = work[balanced_order(work, num_threads)].reshape(num_threads, -1).sum(axis=1)
     assert parts.max() <= 1.1 * parts.min()

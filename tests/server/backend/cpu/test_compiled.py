@@ -1,4 +1,4 @@
-"""Rounds of a loop that threads share: each is done once, and none fails unnoticed."""
+"""A parallel loop calls each number once and reports errors."""
 
 from typing import Any
 
@@ -45,5 +45,5 @@ def test_a_call_that_raises_fails_the_loop(refused: int) -> None:
         _refuse_one(10, refused)
 
 
-def test_a_loop_without_such_a_call_ends_well() -> None:
+def test_a_loop_without_errors_raises_nothing() -> None:
     _refuse_one(10, 10)

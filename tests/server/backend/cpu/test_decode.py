@@ -1,4 +1,4 @@
-"""A decode step in one call computes what the model computes operation by operation."""
+"""A decode step in one call agrees with the model computed operation by operation."""
 
 from typing import Any
 
@@ -101,10 +101,10 @@ def decode_both(model: LlamaModel, num_seqs: int, steps: int, cache_dtype: torch
 
 @dtypes
 @pytest.mark.parametrize("family", FAMILIES)
-def test_states_are_those_of_the_model(family: str, dtype: torch.dtype) -> None:
+def test_states_agree_with_the_model(family: str, dtype: torch.dtype) -> None:
     model = random_model(FAMILIES[family], dtype)
     if not can_decode(model):
-        pytest.skip("oneDNN packs otherwise on this CPU")
+        pytest.skip("the kernels cannot read what oneDNN packs on this CPU")
     for num_seqs in (1, 3, 8):
         assert decode_both(model, num_seqs, steps=4) < 40 * torch.finfo(dtype).eps
 
@@ -113,15 +113,15 @@ def test_states_are_those_of_the_model(family: str, dtype: torch.dtype) -> None:
 def test_cache_of_another_dtype(dtype: torch.dtype) -> None:
     model = random_model(LLAMA, dtype)
     if not can_decode(model):
-        pytest.skip("oneDNN packs otherwise on this CPU")
+        pytest.skip("the kernels cannot read what oneDNN packs on this CPU")
     other = torch.bfloat16 if dtype == torch.float32 else torch.float32
     assert decode_both(model, 3, steps=3, cache_dtype=other) < 40 * torch.finfo(torch.bfloat16).eps
 
 
-def test_more_sequences_than_there_is_room_for_are_not_taken() -> None:
+def test_more_than_max_num_seqs_sequences_are_refused() -> None:
     model = random_model(LLAMA, torch.float32)
     if not can_decode(model):
-        pytest.skip("oneDNN packs otherwise on this CPU")
+        pytest.skip("the kernels cannot read what oneDNN packs on this CPU")
     decode = CpuDecode(model, attention_of(model), 2)
     assert decode.takes(StepInput.of([(3, 1, [1]), (2, 1, [2])]))
     assert not decode.takes(StepInput.of([(3, 1, [1])] * 3))
@@ -132,5 +132,5 @@ def test_more_sequences_than_there_is_room_for_are_not_taken() -> None:
 def test_a_model_of_other_widths_is_refused(other: dict[str, int]) -> None:
     model = random_model({**LLAMA, **other}, torch.float32)
     assert not can_decode(model)
-    with pytest.raises(ValueError, match="panels"):
+    with pytest.raises(ValueError, match="packed weights"):
         CpuDecode(model, attention_of(model), 2)

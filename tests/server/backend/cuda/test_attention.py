@@ -1,11 +1,11 @@
-"""The GPU backend, interpreted on a CPU, against the torch backend: poisoned caches, fragmented tables, mixed steps."""
+"""The GPU backend in Triton's interpreter agrees with torch: caches of NaN, fragmented tables, mixed steps."""
 
 import pytest
 import torch
 
 from llmservice_server.backend.agreement import BOUNDS, Case, relative_error
 from llmservice_server.backend.base import KVCacheShape, Rotation, StepInput
-from llmservice_server.backend.cuda.attention import TritonAttention
+from llmservice_server.backend.cuda.attention import StepTables, TritonAttention, padded_tables
 from llmservice_server.backend.cuda.kernels.jit import FP8
 from llmservice_server.backend.torch.attention import TorchAttention
 from llmservice_server.models.rope import rotate
@@ -17,7 +17,7 @@ SPANS = ((0, 19), (17, 2), (33, 1))
 """Tokens before the step, and in it. The interpreter needs seconds for a hundred tokens."""
 ONE_KEY_HEAD = (2, 1)
 INTERPRETED_FP8_BOUND = 8e-2
-"""The interpreter drops the carry when it rounds to e4m3, so that one number in thirty is stored as half of itself."""
+"""The interpreter drops the carry when it rounds to e4m3, so that one number in thirty is halved."""
 
 
 def shape_of(
@@ -60,7 +60,7 @@ def test_an_fp8_cache_agrees_with_rounded_keys_and_values(dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("with_norm", [False, True])
-def test_rotating_on_the_way_into_the_cache_is_rotating_before(with_norm: bool) -> None:
+def test_rotate_and_attend_agrees_with_torch(with_norm: bool) -> None:
     torch.manual_seed(0)
     shape = shape_of(64)
     step = StepInput.of([(0, 5, [3]), (0, 1, [1]), (0, 18, [4, 2])])
@@ -74,12 +74,12 @@ def test_rotating_on_the_way_into_the_cache_is_rotating_before(with_norm: bool) 
     rotate(plain[:, :6], cos, sin)
     expected = TorchAttention(shape, 5, CPU).prepare(step)(0, plain[:, :4], plain[:, 4:])
     rotation = Rotation(cos, sin, None if weight is None else (weight, 1e-5))
-    answer = TritonAttention(shape, 5, CPU).prepare(step).rotate_and_attend(0, heads, rotation)
-    torch.testing.assert_close(answer, expected, rtol=1e-5, atol=1e-5)
+    output = TritonAttention(shape, 5, CPU).prepare(step).rotate_and_attend(0, heads, rotation)
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # what numpy thinks of NaN
-def test_what_is_not_finite_is_not_hidden() -> None:
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy warns about NaN
+def test_nan_reaches_the_output() -> None:
     """The engine ends a request whose logits are NaN; attention must not turn them into numbers."""
     for spans in ([(9, 1), (6, 1)], [(9, 2), (6, 3)]):
         backend = TritonAttention(shape_of(), 4, CPU)
@@ -91,15 +91,33 @@ def test_what_is_not_finite_is_not_hidden() -> None:
         backend.prepare(before)(0, torch.randn(15, 4, 64), torch.cat(rows))
         step = StepInput.of([(*span, table) for span, table in zip(spans, tables, strict=True)])
         count = sum(count for _, count in spans)
-        answer = backend.prepare(step)(0, torch.randn(count, 4, 64), torch.randn(count, 4, 64))
-        first = answer.view(count, 4, 64)[: spans[0][1]]
+        output = backend.prepare(step)(0, torch.randn(count, 4, 64), torch.randn(count, 4, 64))
+        first = output.view(count, 4, 64)[: spans[0][1]]
         assert not first[:, :2].isfinite().any()
         assert first[:, 2:].isfinite().all()
-        assert answer[spans[0][1] :].isfinite().all()
+        assert output[spans[0][1] :].isfinite().all()
 
 
-def test_a_block_costs_what_its_tensors_take() -> None:
+def test_bytes_per_block_is_what_the_tensors_take() -> None:
     for dtype in (torch.bfloat16, FP8):
         shape = shape_of(dtype=dtype)
         caches = TritonAttention(shape, 7, CPU).caches
         assert sum(cache.nbytes for cache in caches) == 7 * shape.bytes_per_block
+
+
+def test_decodes_are_separate_from_chunks_and_all_have_their_slots() -> None:
+    runs = [(3, 1, [5]), (6, 3, [2, 7, 4]), (0, 1, [1])]
+    tables = StepTables.of(StepInput.of(runs), block_size=4)
+    assert tables.slots.tolist() == [5 * 4 + 3, 7 * 4 + 2, 7 * 4 + 3, 4 * 4, 4]
+    assert tables.decode_rows.tolist() == [0, 4]
+    assert tables.decode_lengths.tolist() == [4, 1]
+    assert tables.decode_tables[:, 0].tolist() == [5, 1]
+    assert tables.chunks.tolist() == [[1, 6, 3]]
+    assert tables.chunk_tables[0, :4].tolist() == [2, 7, 4, 0]
+
+
+def test_tables_are_padded_with_the_null_block_to_a_width_that_seldom_changes() -> None:
+    tables = padded_tables(StepInput.of([(0, 1, [3, 1]), (0, 1, range(1, 18))]))
+    assert tables.shape == (2, 32)
+    assert tables[0].tolist() == [3, 1] + [0] * 30
+    assert tables[1].tolist() == [*range(1, 18)] + [0] * 15

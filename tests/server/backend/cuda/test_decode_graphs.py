@@ -1,4 +1,4 @@
-"""What a capture asks of CUDA, and in which order; a double takes its place, as there is no card."""
+"""Captures and replays, with a double of CUDA, because there is no GPU."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,19 +38,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LlamaModel:
 
 
 class Recorder:
-    """Captures by remembering the work; a replay does it again, into the same tensor."""
+    """Captures by storing the work; a replay repeats it into the same tensor."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
 
     def __call__(self, work: Callable[[], torch.Tensor]) -> tuple[Replay, torch.Tensor]:
-        answer = work()
-        self.sizes.append(len(answer))
+        output = work()
+        self.sizes.append(len(output))
 
         def replay() -> None:
-            answer.copy_(work())
+            output.copy_(work())
 
-        return replay, answer
+        return replay, output
 
 
 def attention_of(model: LlamaModel) -> TritonAttention:
@@ -141,10 +141,10 @@ def test_a_graph_that_does_something_else_is_found_out(model: LlamaModel) -> Non
         return lambda: None, torch.zeros_like(work())
 
     buffers = DecodeBuffers(2, 16, BLOCK_SIZE, CPU)
-    assert DecodeGraphs(model, attention, buffers, [1, 2], Recorder()).what_is_wrong([1, 2]) is None
-    problem = DecodeGraphs(model, attention, buffers, [1, 2], forgetful).what_is_wrong([1, 2])
+    assert DecodeGraphs(model, attention, buffers, [1, 2], Recorder()).why_wrong([1, 2]) is None
+    problem = DecodeGraphs(model, attention, buffers, [1, 2], forgetful).why_wrong([1, 2])
     assert problem is not None
-    assert "is off by" in problem
+    assert "differs by" in problem
 
 
 def test_the_parts_of_a_graph_do_not_depend_on_the_lengths(model: LlamaModel) -> None:
@@ -213,11 +213,11 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
 
 def test_what_is_captured_has_run_before_on_the_same_stream_whichever_graph_it_is(cuda: Cuda) -> None:
     """What a library makes when it first runs, and keeps for each stream, is neither captured nor made twice."""
-    answer = torch.zeros(1)
+    output = torch.zeros(1)
 
     def work() -> torch.Tensor:
         cuda.asked.append(("work", cuda.current))
-        return answer
+        return output
 
     capture = CudaCapture()
     each: list[Any] = [
@@ -230,6 +230,6 @@ def test_what_is_captured_has_run_before_on_the_same_stream_whichever_graph_it_i
     ]
     for _ in range(2):
         replay, kept = capture(work)
-        assert kept is answer
+        assert kept is output
         assert callable(replay)
     assert cuda.asked == each * 2

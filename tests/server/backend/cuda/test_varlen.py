@@ -1,9 +1,10 @@
-"""Chunks by `varlen_attn`: everything but torch's kernel itself, which runs on a card only and has never run here.
+"""Chunks by `varlen_attn`, without torch's kernel, which needs a GPU.
 
-Its place is taken by attention written from what its documentation promises.
+A double replaces it, written from its documentation.
 """
 
 import importlib
+import math
 import re
 from typing import Any
 
@@ -16,15 +17,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from harness.never_waiting import META, never_waiting
 from llmservice_server.backend.agreement import BOUNDS, Case, relative_error
 from llmservice_server.backend.base import KVCacheShape, StepInput
-from llmservice_server.backend.cuda.attention import TritonAttention
-from llmservice_server.backend.cuda.chunk_race import OURS, race_for_chunks
-from llmservice_server.backend.cuda.step_tables import StepTables
+from llmservice_server.backend.cuda.attention import StepTables, TritonAttention
 from llmservice_server.backend.cuda.varlen import (
+    OURS,
     Bounds,
+    Candidate,
     Varlen,
     VarlenChunks,
     VarlenTables,
     by_torch,
+    choose_chunk_attention,
+    choose_fastest,
     why_varlen_cannot_serve,
 )
 
@@ -36,7 +39,7 @@ SMALL = KVCacheShape(2, 1, 16, (None, 20), 16, torch.bfloat16)
 
 
 class Documented:
-    """What `varlen_attn`'s documentation promises, one sequence after the other; counts how often it is asked."""
+    """What `varlen_attn`'s documentation specifies, for each sequence; counts its calls."""
 
     def __init__(self) -> None:
         self.num_calls = 0
@@ -47,7 +50,7 @@ class Documented:
         self.num_calls += 1
         query_bounds, key_bounds = bounds.queries.tolist(), bounds.keys.tolist()
         assert (len(query), len(key), len(value)) == (query_bounds[-1], key_bounds[-1], key_bounds[-1])
-        assert (bounds.most_queries, bounds.most_keys) == (max(np.diff(query_bounds)), max(np.diff(key_bounds)))
+        assert (bounds.max_queries, bounds.max_keys) == (max(np.diff(query_bounds)), max(np.diff(key_bounds)))
         answers = []
         for number in range(len(query_bounds) - 1):
             queries = query[query_bounds[number] : query_bounds[number + 1]].transpose(0, 1)
@@ -66,41 +69,45 @@ def visible(num_queries: int, num_keys: int, window: int | None) -> torch.Tensor
     return mask if window is None else mask & (keys > own - window)
 
 
-def off_by(shape: KVCacheShape, dtype: torch.dtype, spans: tuple[tuple[int, int], ...], most_keys: int = 1000) -> float:
+def error_of(
+    shape: KVCacheShape, dtype: torch.dtype, spans: tuple[tuple[int, int], ...], max_keys: int = 1000
+) -> float:
     attend = Documented()
 
     def backend(shape: KVCacheShape, num_blocks: int, device: torch.device) -> TritonAttention:
-        return TritonAttention(shape, num_blocks, device, Varlen(attend, most_keys))
+        return TritonAttention(shape, num_blocks, device, Varlen(attend, max_keys))
 
     error = relative_error(Case(shape, dtype, spans), backend, CPU)
-    assert (attend.num_calls > 0) == (most_keys > 0)
+    assert (attend.num_calls > 0) == (max_keys > 0)
     return error
 
 
 @pytest.mark.parametrize(("heads", "block_size"), [((4, 2, 64), 16), ((3, 1, 96), 64), ((2, 2, 128), 256)])
 def test_chunks_by_varlen_agree_with_torch(heads: tuple[int, int, int], block_size: int) -> None:
     shape = KVCacheShape(*heads, (None, 20), block_size, torch.float32)
-    assert off_by(shape, torch.float32, ((0, 19), (17, 2), (33, 1))) < BOUNDS[torch.float32]
+    assert error_of(shape, torch.float32, ((0, 19), (17, 2), (33, 1))) < BOUNDS[torch.float32]
 
 
 @pytest.mark.parametrize("spans", [((0, 37),), ((33, 2), (5, 1))])
-def test_alone_beside_single_tokens_and_after_cached_prefixes(spans: tuple[tuple[int, int], ...]) -> None:
-    assert off_by(SHAPE, torch.bfloat16, spans) < BOUNDS[torch.bfloat16]
+def test_chunks_alone_with_decodes_and_after_cached_prefixes_agree_with_torch(
+    spans: tuple[tuple[int, int], ...],
+) -> None:
+    assert error_of(SHAPE, torch.bfloat16, spans) < BOUNDS[torch.bfloat16]
 
 
-def test_steps_with_more_keys_than_it_was_given_room_for_go_to_our_kernel() -> None:
+def test_steps_with_more_than_max_keys_are_computed_by_our_kernel() -> None:
     tables = StepTables.of(StepInput.of([(20, 12, [1, 2]), (7, 1, [3])]), SHAPE.block_size)
     assert Varlen(Documented(), 32).chunks(tables, SHAPE, CPU) is not None
     assert Varlen(Documented(), 31).chunks(tables, SHAPE, CPU) is None
-    assert off_by(SHAPE, torch.bfloat16, ((0, 19), (5, 1)), most_keys=0) < BOUNDS[torch.bfloat16]
+    assert error_of(SHAPE, torch.bfloat16, ((0, 19), (5, 1)), max_keys=0) < BOUNDS[torch.bfloat16]
 
 
-def test_a_step_without_chunks_asks_nothing_of_it() -> None:
+def test_a_step_without_chunks_does_not_use_it() -> None:
     tables = StepTables.of(StepInput.of([(7, 1, [3])]), SHAPE.block_size)
     assert Varlen(Documented(), 1000).chunks(tables, SHAPE, CPU) is None
 
 
-def test_where_a_steps_keys_lie_in_the_cache() -> None:
+def test_key_rows_in_the_cache() -> None:
     step = StepInput.of([(7, 1, [5]), (0, 2, [4]), (15, 3, [6, 2])])
     tables = VarlenTables.of(StepTables.of(step, 16), SHAPE)
     assert tables.query_bounds.tolist() == [0, 2, 5]
@@ -113,8 +120,8 @@ def test_where_a_steps_keys_lie_in_the_cache() -> None:
     assert tables.key_rows.dtype == np.int32
 
 
-class Asked(TorchDispatchMode):
-    """What torch's operator is asked for; it computes shapes only."""
+class Recorded(TorchDispatchMode):
+    """The arguments of torch's operator, which computes shapes only."""
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -125,23 +132,23 @@ class Asked(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("window", "causal", "expected"), [(None, True, [-1, 0]), (20, False, [19, 0])])
-def test_torchs_function_takes_what_it_is_given(window: int | None, causal: bool, expected: list[int]) -> None:
+def test_torch_accepts_the_arguments(window: int | None, causal: bool, expected: list[int]) -> None:
     """Its kernel is not run, but torch checks names and numbers of heads."""
-    importlib.import_module("torch.nn.attention.varlen")  # here, as it takes seconds
-    with FakeTensorMode(), Asked() as asked:
+    importlib.import_module("torch.nn.attention.varlen")  # here, because it takes seconds
+    with FakeTensorMode(), Recorded() as recorded:
         cache = torch.empty(4, 2, 2, 16, 64, dtype=torch.bfloat16)
         query = torch.empty(8, 8, 64, dtype=torch.bfloat16)[:, :4]
-        answer = torch.empty(8, 256, dtype=torch.bfloat16)
+        output = torch.empty(8, 256, dtype=torch.bfloat16)
         bounds = Bounds(torch.empty(3, dtype=torch.int32), torch.empty(3, dtype=torch.int32), 5, 19)
         rows = torch.empty(2 * 24 * 2, dtype=torch.int32)
         chunks = VarlenChunks(by_torch, bounds, torch.empty(8, dtype=torch.int64), rows)
-        chunks(query, cache, None, answer, window)
-    assert [tuple(each.shape) for each in asked.args[:5]] == [(8, 4, 64), (24, 2, 64), (24, 2, 64), (3,), (3,)]
-    assert asked.args[5:8] == (5, 19, causal)
-    assert asked.args[9:11] in ((expected, True), (expected,))  # torch 2.11 does not ask whether heads are grouped
+        chunks(query, cache, None, output, window)
+    assert [tuple(each.shape) for each in recorded.args[:5]] == [(8, 4, 64), (24, 2, 64), (24, 2, 64), (3,), (3,)]
+    assert recorded.args[5:8] == (5, 19, causal)
+    assert recorded.args[9:11] in ((expected, True), (expected,))  # torch 2.11 has no option for grouped heads
 
 
-def test_a_torch_that_takes_grouped_heads_unasked_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_without_the_option_for_grouped_heads_works(monkeypatch: pytest.MonkeyPatch) -> None:
     def of_torch_2_11(*args: Any, scale: float | None = None, window_size: tuple[int, int] = (-1, -1)) -> torch.Tensor:
         assert (len(args), scale, window_size) == (7, None, (-1, 0))
         return args[0]
@@ -152,15 +159,15 @@ def test_a_torch_that_takes_grouped_heads_unasked_is_not_asked(monkeypatch: pyte
     assert by_torch(query, key, key, Bounds(bounds, bounds, 3, 3), None) is query
 
 
-def test_the_host_waits_for_nothing_on_the_way() -> None:
+def test_the_host_never_waits_for_the_device() -> None:
     tables = StepTables.of(StepInput.of([(0, 5, [1]), (16, 3, [2, 3])]), 16)
-    query, cache, answer = (
+    query, cache, output = (
         torch.empty(size, dtype=torch.bfloat16, device=META) for size in ((8, 4, 64), (4, 2, 2, 16, 64), (8, 256))
     )
     with never_waiting():
         chunks = Varlen(by_torch, 24).chunks(tables, SHAPE, META)
         assert chunks is not None
-        chunks(query, cache, None, answer, None)
+        chunks(query, cache, None, output, None)
 
 
 @pytest.mark.parametrize(
@@ -173,30 +180,76 @@ def test_the_host_waits_for_nothing_on_the_way() -> None:
         (SHAPE, torch.float16, "takes bfloat16 and float16"),
     ],
 )
-def test_what_it_cannot_serve_is_told_before(shape: KVCacheShape, dtype: torch.dtype, why: str | None) -> None:
+def test_unsupported_dtypes_are_refused(shape: KVCacheShape, dtype: torch.dtype, why: str | None) -> None:
     problem = why_varlen_cannot_serve(shape, dtype)
     assert problem is None if why is None else why in str(problem)
 
 
-def test_both_ways_are_checked_and_timed_on_a_chunk_after_as_many_cached_tokens() -> None:
+def test_both_candidates_are_checked_and_timed() -> None:
     attend = Documented()
-    verdict = race_for_chunks(SMALL, torch.bfloat16, CPU, 8, attend)
-    assert re.fullmatch(r"triton [\d.e+]+ ms, varlen_attn [\d.e+]+ ms", verdict.reason)
+    choice = choose_chunk_attention(SMALL, torch.bfloat16, CPU, 8, attend)
+    assert re.fullmatch(r"triton [\d.e+]+ ms, varlen_attn [\d.e+]+ ms", choice.reason)
     assert attend.num_calls == 2 * 2 + 7  # both windows' layers are compared, in two steps; one layer is timed
 
 
-def test_answers_that_are_wrong_are_not_timed() -> None:
+def test_a_wrong_candidate_is_not_timed() -> None:
     def wrong(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: Bounds, window: int | None
     ) -> torch.Tensor:
         return Documented()(query, key, value, bounds, None)  # forgets the window
 
-    verdict = race_for_chunks(SMALL, torch.bfloat16, CPU, 8, wrong)
-    assert verdict.name == OURS
-    assert "varlen_attn is unusable: its answers are off by" in verdict.reason
+    choice = choose_chunk_attention(SMALL, torch.bfloat16, CPU, 8, wrong)
+    assert choice.name == OURS
+    assert "varlen_attn is unusable: its output is off by" in choice.reason
 
 
-def test_where_torchs_kernel_is_missing_chunks_stay_with_ours() -> None:
-    verdict = race_for_chunks(SMALL, torch.bfloat16, CPU, 8)
-    assert verdict.name == OURS
-    assert re.match(r"triton [\d.e+]+ ms, varlen_attn is unusable: NotImplementedError", verdict.reason)
+def test_without_torchs_kernel_ours_is_chosen() -> None:
+    choice = choose_chunk_attention(SMALL, torch.bfloat16, CPU, 8)
+    assert choice.name == OURS
+    assert re.match(r"triton [\d.e+]+ ms, varlen_attn is unusable: NotImplementedError", choice.reason)
+
+
+def candidate(name: str, seconds: float, problem: str | None = None) -> Candidate:
+    return Candidate(name, lambda: problem, lambda: seconds)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "expected"),
+    [
+        (1.0, 0.5, "theirs"),
+        (1.0, 0.94, "theirs"),
+        (1.0, 0.96, "ours"),  # a measurement may be off by as much
+        (1.0, 2.0, "ours"),
+    ],
+)
+def test_another_candidate_must_be_faster_by_a_twentieth(ours: float, theirs: float, expected: str) -> None:
+    assert choose_fastest([candidate("ours", ours), candidate("theirs", theirs)]).name == expected
+
+
+def test_the_fastest_of_several_faster_candidates_is_chosen() -> None:
+    assert choose_fastest([candidate("ours", 3.0), candidate("good", 2.0), candidate("best", 1.0)]).name == "best"
+
+
+def test_the_reason_has_all_times() -> None:
+    choice = choose_fastest([candidate("ours", 1.5e-3), candidate("theirs", 0.25e-3)])
+    assert choice.reason == "ours 1.5 ms, theirs 0.25 ms"
+
+
+def test_an_unusable_candidate_is_not_timed_and_the_reason_says_why() -> None:
+    untimed = Candidate("theirs", lambda: "there is none in this build", lambda: math.nan)
+    choice = choose_fastest([candidate("ours", 1e-3), untimed])
+    assert choice.name == "ours"
+    assert choice.reason == "ours 1 ms, theirs is unusable: there is none in this build"
+
+
+def test_a_candidate_that_raises_is_unusable() -> None:
+    def raises() -> float:
+        raise RuntimeError("CUDA out of memory\nand a long story")
+
+    choice = choose_fastest([candidate("ours", 1e-3), Candidate("theirs", lambda: None, raises)])
+    assert (choice.name, choice.reason) == ("ours", "ours 1 ms, theirs is unusable: RuntimeError: CUDA out of memory")
+
+
+def test_without_ours_a_usable_candidate_is_chosen_and_without_any_ours() -> None:
+    assert choose_fastest([candidate("ours", 1.0, "broken"), candidate("theirs", 9.0)]).name == "theirs"
+    assert choose_fastest([candidate("ours", 1.0, "broken"), candidate("theirs", 9.0, "broken")]).name == "ours"

@@ -28,7 +28,7 @@ GIB = 1 << 30
         ({"memory/memory.limit_in_bytes": "9223372036854771712", "memory/memory.usage_in_bytes": "5"}, 8 * GIB),
     ],
 )
-def test_available_memory_is_the_machines_or_the_rest_of_the_cgroups(
+def test_available_memory_is_the_smaller_of_machine_and_cgroup(
     tmp_path: Path, cgroup: dict[str, str], expected: int
 ) -> None:
     (tmp_path / "proc").mkdir()
@@ -40,7 +40,7 @@ def test_available_memory_is_the_machines_or_the_rest_of_the_cgroups(
     assert available_cpu_bytes(tmp_path) == expected
 
 
-def test_the_peak_of_work_is_seen_though_its_memory_is_given_back() -> None:
+def test_peak_growth_includes_memory_that_is_freed() -> None:
     def work() -> None:
         with mmap.mmap(-1, 64 << 20) as pages:  # fresh ones: an allocator may have kept some from before
             for place in range(0, len(pages), mmap.PAGESIZE):
@@ -54,5 +54,5 @@ def test_the_peak_of_work_is_seen_though_its_memory_is_given_back() -> None:
     assert small < 8 << 20  # the peak of before counts no longer
 
 
-def test_a_kernel_that_keeps_no_peak_is_no_error(tmp_path: Path) -> None:
+def test_peak_growth_is_none_without_kernel_support(tmp_path: Path) -> None:
     assert peak_growth_bytes(lambda: None, tmp_path / "nowhere") is None

@@ -1,4 +1,4 @@
-"""On a device of which nothing can be read: sampling tells it what to do, and waits for nothing."""
+"""On a device from which nothing can be read: sampling never waits for it."""
 
 from concurrent.futures import Future
 from typing import Any
@@ -38,7 +38,7 @@ def request(sampling: dict[str, Any]) -> Request:
 
 
 @pytest.mark.parametrize("asked", [*([each] for each in ASKED), ASKED], ids=lambda asked: str(asked)[:60])
-def test_drawing_never_waits_for_the_device(asked: list[dict[str, Any]]) -> None:
+def test_sampling_never_waits_for_the_device(asked: list[dict[str, Any]]) -> None:
     requests = [request(each) for each in asked]
     logits = torch.empty(len(requests), VOCAB, device=META)
     with never_waiting():
@@ -46,14 +46,14 @@ def test_drawing_never_waits_for_the_device(asked: list[dict[str, Any]]) -> None
     assert (drawn.token_ids.device, drawn.token_ids.shape) == (META, (len(requests),))
 
 
-def test_a_grammars_mask_is_brought_over_without_waiting() -> None:
+def test_a_grammars_mask_is_copied_without_waiting() -> None:
     masks: Future[torch.Tensor] = Future()
     masks.set_result(torch.zeros(2, (VOCAB + 31) // 32, dtype=torch.int32))
     with never_waiting():
         apply_masks(torch.empty(3, VOCAB, device=META), [0, 2], masks.result())
 
 
-def test_the_device_of_this_test_finds_out_who_waits() -> None:
+def test_the_device_of_this_test_detects_waiting() -> None:
     there = torch.zeros(4, device=META)
     for waits in (there.tolist, there.nonzero, lambda: there[there > 0], lambda: bool(there.sum() > 0)):
         with pytest.raises((RuntimeError, NotImplementedError)):

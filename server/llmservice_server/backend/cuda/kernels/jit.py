@@ -1,4 +1,4 @@
-"""How our kernels are compiled, and what a launch needs to know of the machine."""
+"""How our kernels are compiled, and dtypes and tile sizes of their launches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def jit(kernel: Callable[..., Any]) -> Any:
 
 
 def jit_for_any(*names: str) -> Callable[[Callable[..., Any]], Any]:
-    """`jit`, without a variant compiled for a number that is 1 or divides by 16 among these parameters."""
+    """`jit`, without variants for values of these parameters that are 1 or multiples of 16."""
 
     def compile_later(kernel: Callable[..., Any]) -> Any:
         return triton.jit(kernel, do_not_specialize=names)
@@ -36,18 +36,18 @@ def _probe() -> None:
 
 
 INTERPRETED = isinstance(_probe, InterpretedFunction)
-"""Whether Triton was imported with TRITON_INTERPRET=1: kernels run in numpy, on tensors in CPU memory."""
+"""Whether Triton was imported with TRITON_INTERPRET=1: kernels run in NumPy, on tensors in CPU memory."""
 
 
 def dot_dtype(dtype: torch.dtype) -> Any:
-    """What the operands of a tile's product are rounded to, for activations of `dtype`.
+    """The dtype of the operands of a tile's product, for activations of `dtype`.
 
-    The activations' own, so that the product runs on the tensor cores; the interpreter multiplies the bits of a
-    bfloat16 as if they were an integer, so there it is float32. Raises KeyError for a dtype that no model runs in.
+    The same, so that the product uses the tensor cores; float32 in the interpreter, which multiplies the bits of a
+    bfloat16 as integers. Raises KeyError for a dtype that no model uses.
     """
     return tl.float32 if INTERPRETED else _DTYPES[dtype]
 
 
 def padded(size: int) -> int:
-    """The next power of two, at least the 16 that a product's sides must have: the side of a tile that holds `size`."""
+    """The side of a tile that holds `size`: the next power of two, at least the 16 that a product needs."""
     return max(16, 1 << (size - 1).bit_length())

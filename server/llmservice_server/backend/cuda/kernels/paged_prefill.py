@@ -1,12 +1,11 @@
 """Causal attention of any number of tokens a sequence over the paged cache: prompts, chunks, mixed batches (Flash).
 
-The step's tokens lie end to end. A program takes some successive tokens of one sequence and one key head; the query
-heads that share it are further rows of its tile. All keys, those of the step's own tokens too, are read from the cache
-by the block table, so that a prompt's later chunk, a prompt whose beginning was cached, and a single token that decodes
-are all the same to it.
+The step's tokens are concatenated. A program computes some successive tokens of one sequence and one key head; the
+query heads that share it are further rows of its tile. All keys, including the step's own, are read from the cache
+through the block table, so that later chunks, prompts with a cached prefix and decodes need no special case.
 
-Bytes: each program reads the keys and values that its tokens see; all query tiles of a sequence read them again, from
-the L2 cache for the most part. FLOPs: `4 * num_heads * head_dim` for each pair of a token and a key that it sees.
+Bytes: each program reads the keys and values that its tokens see; all query tiles of a sequence read them again, mostly
+from the L2 cache. FLOPs: `4 * num_heads * head_dim` for each pair of a token and a key that it sees.
 """
 
 from __future__ import annotations
@@ -18,28 +17,28 @@ import torch
 import triton.language as tl
 
 from llmservice_server.backend.cuda.kernels.jit import dot_dtype, jit, jit_for_any, padded
-from llmservice_server.backend.cuda.kernels.paged_decode import key_rows, keys_per_tile, load_rows
+from llmservice_server.backend.cuda.kernels.paged_decode import add_values, key_rows, keys_per_tile, score_keys
 
 _LOG2_E = math.log2(math.e)
 
 
 def tile_rows(group: int, width: int, itemsize: int) -> int:
-    """Rows of a tile, a token and a head each: as many as registers hold beside sums that are `width` wide.
+    """Rows of a tile, each a token and a head: as many as registers hold beside sums that are `width` wide.
 
-    Products of float32, which an exact cache (`itemsize` 4) is for, run without the tensor cores and take more of them.
+    Products of float32 (`itemsize` 4) do not use the tensor cores and need more registers.
     """
     rows = 16 if itemsize == 4 else 64 if width > 128 else 128
     return max(rows, 1 << (group - 1).bit_length())
 
 
 def tokens_per_tile(num_heads: int, num_kv_heads: int, head_dim: int, cache_dtype: torch.dtype) -> int:
-    """How far apart the `query_tiles` are that `prefill` takes for such a cache."""
+    """The tokens of each of the `query_tiles` that `prefill` takes for such a cache."""
     group = num_heads // num_kv_heads
     return tile_rows(group, padded(head_dim), cache_dtype.itemsize) >> (group - 1).bit_length()
 
 
 def query_tiles(num_tokens: Sequence[int], tile_tokens: int) -> Iterator[tuple[int, int]]:
-    """Number of the sequence and first of its tokens, for each tile; the last tiles, which see the most, come first."""
+    """The number of the sequence and the first token of each tile; the last tiles, which see most keys, come first."""
     for sequence, count in enumerate(num_tokens):
         last = (count - 1) // tile_tokens * tile_tokens
         for first in range(last, -1, -tile_tokens):
@@ -49,10 +48,10 @@ def query_tiles(num_tokens: Sequence[int], tile_tokens: int) -> Iterator[tuple[i
 @jit
 def _attend_tile(
     queries: tl.tensor,  # [ROWS, WIDTH]
-    own: tl.tensor,  # [ROWS] their positions
-    highest: tl.tensor,  # [ROWS] of their scores so far, in powers of 2
-    total: tl.tensor,  # [ROWS] of their weights
-    sums: tl.tensor,  # [ROWS, WIDTH] of the values by weight
+    query_position: tl.tensor,  # [ROWS]
+    row_max: tl.tensor,  # as in `add_values`
+    row_sum: tl.tensor,
+    sums: tl.tensor,
     table: tl.tensor,
     cache: tl.tensor,
     scales: tl.tensor,
@@ -69,31 +68,21 @@ def _attend_tile(
     DOT: tl.constexpr,
     KEYS: tl.constexpr,
     WIDTH: tl.constexpr,
-    MASKED: tl.constexpr,  # some row may not see some key: `first_key`, `end` and `window` are only read then
+    MASKED: tl.constexpr,  # a row may not see a key; `first_key`, `end` and `window` are used only then
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """`highest`, `total` and `sums` with what KEYS keys add to them."""
+    """`add_values` of the keys from `begin` on."""
     positions = begin + tl.arange(0, KEYS)
-    there = tl.minimum(tl.maximum(positions, first_key), end - 1) if MASKED else positions
-    slot_row = key_rows(table, there, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
-    keys, key_factor = load_rows(cache, scales, slot_row, HEAD_DIM, WIDTH, QUANTIZED, DOT)
-    scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
-    if QUANTIZED:
-        scores *= key_factor[None, :]
+    existing = tl.minimum(tl.maximum(positions, first_key), end - 1) if MASKED else positions
+    slot_row = key_rows(table, existing, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
+    scores = score_keys(queries, slot_row, cache, scales, HEAD_DIM, WIDTH, QUANTIZED, DOT)
     if MASKED:
-        sees = positions[None, :] <= own[:, None]
-        sees &= (window == 0) | (positions[None, :] > own[:, None] - window)
-        scores = tl.where(sees, scores, float("-inf"))
-    new_highest = tl.maximum(highest, tl.max(scores, axis=1) * scale)
-    finite = new_highest
-    if MASKED:
-        finite = tl.where(new_highest == float("-inf"), 0.0, new_highest)  # a row that has seen no key yet
-    weights = tl.exp2(scores * scale - finite[:, None])
-    shrink = tl.exp2(highest - finite)
-    total = total * shrink + tl.sum(weights, axis=1)
-    values, value_factor = load_rows(cache, scales, slot_row + BLOCK_SIZE, HEAD_DIM, WIDTH, QUANTIZED, DOT)
-    if QUANTIZED:
-        weights *= value_factor[None, :]
-    return new_highest, total, tl.dot(weights.to(DOT), values, sums * shrink[:, None], input_precision="ieee")
+        visible = positions[None, :] <= query_position[:, None]
+        visible &= (window == 0) | (positions[None, :] > query_position[:, None] - window)
+        scores = tl.where(visible, scores, float("-inf"))
+    return add_values(
+        scores, row_max, row_sum, sums, slot_row + BLOCK_SIZE, cache, scales, scale,
+        HEAD_DIM, WIDTH, QUANTIZED, DOT, MASKED,
+    )  # fmt: skip
 
 
 @jit_for_any("window")
@@ -102,9 +91,9 @@ def _prefill(
     cache: tl.tensor,
     scales: tl.tensor,
     tiles: tl.tensor,  # [num_tiles, 2] int32: number of the sequence, first of its tokens
-    sequences: tl.tensor,  # [num_seqs, 3] int32: first row of query and answer, position of the first token, tokens
+    sequences: tl.tensor,  # [num_seqs, 3] int32: first row of query and output, position of the first token, tokens
     tables: tl.tensor,  # [num_seqs, table_stride] int32
-    answer: tl.tensor,
+    output: tl.tensor,
     query_stride: tl.tensor,
     table_stride: tl.tensor,
     window: tl.tensor,
@@ -126,53 +115,55 @@ def _prefill(
     start, num_tokens = tl.load(sequences + 3 * sequence + 1), tl.load(sequences + 3 * sequence + 2)
     lines, columns = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     token, member = first_token + lines // GROUP_ROWS, lines % GROUP_ROWS
-    asks = (token < num_tokens) & (member < GROUP)
-    mask = asks[:, None] & (columns < HEAD_DIM)[None, :]
+    is_query = (token < num_tokens) & (member < GROUP)
+    mask = is_query[:, None] & (columns < HEAD_DIM)[None, :]
     row = (first_row + token).to(tl.int64)
     heads = kv_head * GROUP + member
     source = query + row[:, None] * query_stride + heads[:, None] * HEAD_DIM + columns[None, :]
     queries = tl.load(source, mask=mask, other=0.0).to(DOT)
-    own = start + token  # the query's position
+    query_position = start + token
     first_key = tl.where(window > 0, tl.maximum(start + first_token + 1 - window, 0), 0)
     end = start + tl.minimum(first_token + ROWS // GROUP_ROWS, num_tokens)
-    highest = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, WIDTH], tl.float32)
     table = tables + sequence.to(tl.int64) * table_stride
     first_tile = first_key // KEYS * KEYS
     seen_by_all = tl.where(window > 0, first_tile, (start + first_token + 1) // KEYS * KEYS)
-    for begin in range(first_tile, seen_by_all, KEYS):  # most of a long prompt's tiles: no mask, no comparison
-        highest, total, sums = _attend_tile(
-            queries, own, highest, total, sums, table, cache, scales, kv_head, begin, first_key, end, window, scale,
+    for begin in range(first_tile, seen_by_all, KEYS):  # most tiles of a long prompt need no mask
+        row_max, row_sum, sums = _attend_tile(
+            queries, query_position, row_max, row_sum, sums, table, cache, scales, kv_head, begin, first_key, end,
+            window, scale,
             NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, QUANTIZED, DOT, KEYS, WIDTH, MASKED=False,
         )  # fmt: skip
     for begin in range(seen_by_all, end, KEYS):
-        highest, total, sums = _attend_tile(
-            queries, own, highest, total, sums, table, cache, scales, kv_head, begin, first_key, end, window, scale,
+        row_max, row_sum, sums = _attend_tile(
+            queries, query_position, row_max, row_sum, sums, table, cache, scales, kv_head, begin, first_key, end,
+            window, scale,
             NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, QUANTIZED, DOT, KEYS, WIDTH, MASKED=True,
         )  # fmt: skip
-    sums = sums / tl.where(total == 0, 1.0, total)[:, None]
-    target = answer + (row[:, None] * NUM_KV_HEADS * GROUP + heads[:, None]) * HEAD_DIM + columns[None, :]
-    tl.store(target, sums.to(answer.dtype.element_ty), mask=mask)
+    sums = sums / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
+    target = output + (row[:, None] * NUM_KV_HEADS * GROUP + heads[:, None]) * HEAD_DIM + columns[None, :]
+    tl.store(target, sums.to(output.dtype.element_ty), mask=mask)
 
 
 def prefill(
     query: torch.Tensor,
     cache: torch.Tensor,
     scales: torch.Tensor | None,
-    answer: torch.Tensor,
+    output: torch.Tensor,
     window: int | None = None,
     *,
     tiles: torch.Tensor,
     sequences: torch.Tensor,
     tables: torch.Tensor,
 ) -> None:
-    """Attend the tokens of `sequences` causally, each sequence to itself, and write their rows of `answer`.
+    """Attend the tokens of `sequences` causally, each sequence to itself, and write their rows of `output`.
 
-    query `[num_tokens, num_heads, head_dim]`, heads contiguous; answer `[num_tokens, num_heads * head_dim]`,
-    contiguous. cache and scales as in `kv_store`. tiles `[num_tiles, 2]`: what `query_tiles` yields for
-    `tokens_per_tile`. sequences `[num_seqs, 3]`: first row, position of the first token (all earlier ones are in the
-    cache, and the step's own by now as well), number of tokens. tables `[num_seqs, blocks]`. All int32.
+    query `[num_tokens, num_heads, head_dim]`, heads contiguous; output `[num_tokens, num_heads * head_dim]`,
+    contiguous. cache and scales as in `layer_ops.store`. tiles `[num_tiles, 2]`: of `query_tiles` and
+    `tokens_per_tile`. sequences `[num_seqs, 3]`: first row, position of the first token (all keys up to the
+    step's own are in the cache), number of tokens. tables `[num_seqs, blocks]`. All int32.
     """
     num_heads, head_dim = query.shape[1], query.shape[2]
     num_kv_heads, block_size = cache.shape[1], cache.shape[3]
@@ -185,7 +176,7 @@ def prefill(
         tiles,
         sequences,
         tables,
-        answer,
+        output,
         query.stride(0),
         tables.stride(0),
         window or 0,

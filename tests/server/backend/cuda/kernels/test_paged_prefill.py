@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from llmservice_server.backend.base import KVCacheShape, StepInput
+from llmservice_server.backend.cuda.attention import padded_tables
+from llmservice_server.backend.cuda.kernels.layer_ops import store
 from llmservice_server.backend.cuda.kernels.paged_prefill import prefill, query_tiles, tile_rows, tokens_per_tile
-from llmservice_server.backend.cuda.kernels.rotary import store
-from llmservice_server.backend.cuda.step_tables import padded_tables
 from llmservice_server.backend.torch.attention import TorchAttention
 
 pytestmark = pytest.mark.slow
@@ -43,10 +43,10 @@ def test_one_launch_serves_prompts_later_chunks_cached_prefixes_and_single_token
     sequences = torch.tensor(
         [(row, start, count) for row, (start, count) in zip(first_rows, spans, strict=True)], dtype=torch.int32
     )
-    answer = torch.full((num_tokens, num_heads * 64), torch.nan)
+    output = torch.full((num_tokens, num_heads * 64), torch.nan)
     padded = torch.from_numpy(padded_tables(step))
-    prefill(query, cache, None, answer, window, tiles=tiles, sequences=sequences, tables=padded)
-    torch.testing.assert_close(answer, wanted, rtol=1e-5, atol=1e-5)
+    prefill(query, cache, None, output, window, tiles=tiles, sequences=sequences, tables=padded)
+    torch.testing.assert_close(output, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_every_token_is_in_one_tile_and_the_longest_work_comes_first() -> None:

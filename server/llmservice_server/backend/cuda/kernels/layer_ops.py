@@ -1,7 +1,6 @@
-"""Rotary embedding and the KV store in one pass: queries are rotated in place, keys on their way into the cache.
+"""The operations of a layer between its matrix products: RMS norm, SiLU, rotary embedding with the KV store.
 
-Bytes: reads `num_tokens * (num_heads + 2 * num_kv_heads) * head_dim` elements, and writes as many: the queries' back,
-the others into the cache. Apart they would be three reads and writes of the keys.
+Each is one pass over memory; "Bytes" in a docstring is what it reads and writes.
 """
 
 from __future__ import annotations
@@ -13,18 +12,91 @@ import triton.language as tl
 from llmservice_server.backend.cuda.kernels.jit import FP8_MAX, jit, padded
 
 ROWS_PER_PROGRAM = 8
+_COLUMNS = 1024
+
+
+@jit
+def _add_rms_norm(
+    hidden: tl.tensor,
+    delta: tl.tensor,
+    weight: tl.tensor,
+    normed: tl.tensor,
+    eps: tl.tensor,
+    ADDS: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64) * SIZE
+    columns = tl.arange(0, WIDTH)
+    mask = columns < SIZE
+    states = tl.load(hidden + row + columns, mask=mask, other=0.0)
+    if ADDS:
+        added = states.to(tl.float32) + tl.load(delta + row + columns, mask=mask, other=0.0).to(tl.float32)
+        states = added.to(states.dtype)  # rounded, because the next layer reads the rounded sum
+        tl.store(hidden + row + columns, states, mask=mask)
+    states = states.to(tl.float32)
+    mean_square = tl.sum(states * states, axis=0) / SIZE
+    factor = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    scaled = states * tl.rsqrt(mean_square + eps) * factor
+    tl.store(normed + row + columns, scaled.to(normed.dtype.element_ty), mask=mask)
+
+
+def add_rms_norm(hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Add `delta` to `hidden` in place, if there is one, and return the sum's RMS norm times `weight`.
+
+    All contiguous: hidden, delta and the result `[num_rows, size]`, weight `[size]`. Bytes: 2 reads and 2 writes of
+    `num_rows * size` elements; 1 and 1 without a delta.
+    """
+    normed = torch.empty_like(hidden)
+    size = hidden.shape[1]
+    width = padded(size)
+    _add_rms_norm[(len(hidden),)](
+        hidden,
+        hidden if delta is None else delta,
+        weight,
+        normed,
+        eps,
+        ADDS=delta is not None,
+        SIZE=size,
+        WIDTH=width,
+        num_warps=min(16, max(2, width // 512)),
+    )
+    return normed
+
+
+@jit
+def _silu_mul(gate_up: tl.tensor, product: tl.tensor, SIZE: tl.constexpr, COLUMNS: tl.constexpr) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = columns < SIZE
+    gate = tl.load(gate_up + row * 2 * SIZE + columns, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * SIZE + SIZE + columns, mask=mask, other=0.0).to(tl.float32)
+    decay = tl.exp(-tl.abs(gate))  # at most 1, so that large gates do not overflow
+    activated = gate * tl.where(gate >= 0, 1.0, decay) / (1.0 + decay) * up
+    tl.store(product + row * SIZE + columns, activated.to(product.dtype.element_ty), mask=mask)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """`silu(gate) * up` `[num_rows, size]` of `gate_up` `[num_rows, 2 * size]`, contiguous, the gate's columns first.
+
+    Bytes: reads `num_rows * 2 * size` elements and writes half as many.
+    """
+    num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    product = torch.empty((num_rows, size), dtype=gate_up.dtype, device=gate_up.device)
+    _silu_mul[num_rows, triton.cdiv(size, _COLUMNS)](gate_up, product, SIZE=size, COLUMNS=_COLUMNS, num_warps=4)
+    return product
 
 
 @jit
 def store_rows(
-    tile: tl.tensor,  # [ROWS, WIDTH] float32: rows of one token, part `part` of head `head` each
-    slot: tl.tensor,  # scalar, the token's
+    tile: tl.tensor,  # [ROWS, WIDTH] float32: rows of one token, each part `part` of head `head`
+    slot: tl.tensor,  # scalar: of the token
     head: tl.tensor,  # [ROWS]
     part: tl.tensor,  # [ROWS] 0 for keys, 1 for values
     mask: tl.tensor,  # [ROWS]
-    columns: tl.tensor,  # [WIDTH] where in a row the tile's columns lie
+    columns: tl.tensor,  # [WIDTH] the columns of the row
     column_mask: tl.tensor,  # [WIDTH]
-    scale: tl.tensor,  # [ROWS] float32, read for fp8 only
+    scale: tl.tensor,  # [ROWS] float32, used for fp8 only
     cache: tl.tensor,
     scales: tl.tensor,
     NUM_KV_HEADS: tl.constexpr,
@@ -32,21 +104,21 @@ def store_rows(
     BLOCK_SIZE: tl.constexpr,
     QUANTIZED: tl.constexpr,
 ) -> None:
-    """Write rows into the slot, unless it is of block 0: that is the null block, which never holds a token."""
+    """Write rows to the slot, unless it is in block 0, the null block."""
     block = (slot // BLOCK_SIZE).to(tl.int64)
     row = ((block * NUM_KV_HEADS + head) * 2 + part) * BLOCK_SIZE + slot % BLOCK_SIZE
-    kept = mask & (block > 0)
+    stored = mask & (block > 0)
     if QUANTIZED:
         tile = tile / scale[:, None]
     target = cache + row[:, None] * HEAD_DIM + columns[None, :]
-    tl.store(target, tile.to(cache.dtype.element_ty), mask=kept[:, None] & column_mask[None, :])
+    tl.store(target, tile.to(cache.dtype.element_ty), mask=stored[:, None] & column_mask[None, :])
     if QUANTIZED:
-        tl.store(scales + row, scale, mask=kept)
+        tl.store(scales + row, scale, mask=stored)
 
 
 @jit
 def row_scale(largest: tl.tensor, MAX: tl.constexpr) -> tl.tensor:
-    """What a row is divided by so that the `largest` of its absolute values becomes MAX; never 0."""
+    """The divisor of a row with which the `largest` of its absolute values becomes MAX; never 0."""
     return tl.maximum(largest, 1e-30) / MAX
 
 
@@ -83,9 +155,10 @@ def _store(
 def store(
     key_value: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor, scales: torch.Tensor | None = None
 ) -> None:
-    """Put `key_value` `[num_tokens, 2 * num_kv_heads, head_dim]`, keys first, into the cache's `slots` `[num_tokens]`.
+    """Write `key_value` `[num_tokens, 2 * num_kv_heads, head_dim]`, keys first, to the cache's `slots` `[num_tokens]`.
 
-    A slot is `block * block_size + offset`; slots of the null block are skipped. `scales` belong to an fp8 cache.
+    cache `[num_blocks, num_kv_heads, 2, block_size, head_dim]`, keys before values; scales `[num_blocks, num_kv_heads,
+    2, block_size]` float32, of an fp8 cache. A slot is `block * block_size + offset`; those of block 0 are skipped.
     """
     num_kv_heads, block_size, head_dim = cache.shape[1], cache.shape[3], cache.shape[4]
     _store[len(slots), triton.cdiv(2 * num_kv_heads, ROWS_PER_PROGRAM)](
@@ -135,34 +208,34 @@ def _rotate_and_store(
     source = heads + token.to(tl.int64) * token_stride + rows[:, None] * HEAD_DIM + columns[None, :]
     first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
-    turned = rows < NUM_HEADS + NUM_KV_HEADS  # queries and keys
+    rotated = rows < NUM_HEADS + NUM_KV_HEADS  # queries and keys
     if NORMED:
-        weight_mask = turned[:, None] & column_mask[None, :]
+        weight_mask = rotated[:, None] & column_mask[None, :]
         weights = norm + rows[:, None] * HEAD_DIM + columns[None, :]
         factor = tl.rsqrt(tl.sum(first * first + second * second, axis=1) / HEAD_DIM + eps)[:, None]
         first_weight = tl.load(weights, mask=weight_mask, other=1.0).to(tl.float32)
         second_weight = tl.load(weights + HALF, mask=weight_mask, other=1.0).to(tl.float32)
-        first = tl.where(turned[:, None], first * factor * first_weight, first)
-        second = tl.where(turned[:, None], second * factor * second_weight, second)
+        first = tl.where(rotated[:, None], first * factor * first_weight, first)
+        second = tl.where(rotated[:, None], second * factor * second_weight, second)
     cosine = tl.load(cos + token * HEAD_DIM + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
     sine = tl.load(sin + token * HEAD_DIM + HALF + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
-    left = tl.where(turned[:, None], first * cosine - second * sine, first)
-    right = tl.where(turned[:, None], second * cosine + first * sine, second)
+    left = tl.where(rotated[:, None], first * cosine - second * sine, first)
+    right = tl.where(rotated[:, None], second * cosine + first * sine, second)
     is_query = mask & (rows < NUM_HEADS)[:, None]
     tl.store(source, left.to(heads.dtype.element_ty), mask=is_query)
     tl.store(source + HALF, right.to(heads.dtype.element_ty), mask=is_query)
     kv_row = rows - NUM_HEADS
-    kept = (kv_row >= 0) & (kv_row < 2 * NUM_KV_HEADS)
-    kv_row = tl.where(kept, kv_row, 0)
+    is_kv = (kv_row >= 0) & (kv_row < 2 * NUM_KV_HEADS)
+    kv_row = tl.where(is_kv, kv_row, 0)
     head, part = kv_row % NUM_KV_HEADS, kv_row // NUM_KV_HEADS
     slot = tl.load(slots + token)
     scale = row_scale(tl.maximum(tl.max(tl.abs(left), axis=1), tl.max(tl.abs(right), axis=1)), MAX)
     store_rows(
-        left, slot, head, part, kept, columns, column_mask, scale, cache, scales,
+        left, slot, head, part, is_kv, columns, column_mask, scale, cache, scales,
         NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, QUANTIZED,
     )  # fmt: skip
     store_rows(
-        right, slot, head, part, kept, HALF + columns, column_mask, scale, cache, scales,
+        right, slot, head, part, is_kv, HALF + columns, column_mask, scale, cache, scales,
         NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, QUANTIZED,
     )  # fmt: skip
 
@@ -175,12 +248,13 @@ def rotate_and_store(
     scales: torch.Tensor | None = None,
     qk_norm: tuple[torch.Tensor, float] | None = None,
 ) -> None:
-    """Rotate the queries of `heads` in place, and put the rotated keys and the values into the cache's `slots`.
+    """Rotate the queries of `heads` in place, and write the rotated keys and the values to the cache's `slots`.
 
     heads `[num_tokens, num_heads + 2 * num_kv_heads, head_dim]`: queries, keys, values; contiguous. rotation: cosines
     and sines, `[num_tokens, 1, head_dim]` each, the first half of the sines negated (`RotaryEmbedding.at`). qk_norm:
-    weights `[num_heads + num_kv_heads, head_dim]` and epsilon of the RMS norm that comes first, where there is one.
-    slots, cache and scales as in `kv_store.store`. Keys and values in `heads` stay as they were.
+    weights `[num_heads + num_kv_heads, head_dim]` and epsilon of the RMS norm that comes first, if there is one.
+    slots, cache and scales as in `store`. Keys and values in `heads` are unchanged. Bytes: `heads`, read and written
+    once.
     """
     num_kv_heads, block_size, head_dim = cache.shape[1], cache.shape[3], cache.shape[4]
     num_rows = heads.shape[1]
