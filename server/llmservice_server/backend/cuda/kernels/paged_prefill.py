@@ -69,7 +69,7 @@ def _attend_tile(
     KEYS: tl.constexpr,
     WIDTH: tl.constexpr,
     MASKED: tl.constexpr,  # a row may not see a key; `first_key`, `end` and `window` are used only then
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+) -> tl.tensor:
     """`add_values` of the keys from `begin` on."""
     positions = begin + tl.arange(0, KEYS)
     existing = tl.minimum(tl.maximum(positions, first_key), end - 1) if MASKED else positions
