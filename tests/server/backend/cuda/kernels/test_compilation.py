@@ -1,0 +1,37 @@
+"""What the interpreter cannot show: that every kernel compiles for a GPU, and the resources that it takes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HARNESS = Path(__file__).parents[5] / "e2e"
+SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+"""That a program may have: CUDA C++ Programming Guide, technical specifications by compute capability."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("capability", "shapes"),
+    [(90, "one"), *(pytest.param(each, "usual", marks=pytest.mark.soak) for each in SHARED_BYTES)],
+)
+def test_every_kernel_compiles_and_keeps_to_its_registers(capability: int, shapes: str, tmp_path: Path) -> None:
+    """In a process of its own: this one has Triton as an interpreter."""
+    environment = os.environ | {"PYTHONPATH": str(HARNESS), "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "harness.compile_kernels", str(capability), shapes, "--json"]
+    output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    kernels = [json.loads(line) for line in output.splitlines()]
+    assert {kernel["kernel"] for kernel in kernels} == {
+        "_store", "_rotate_and_store", "_decode", "_reduce", "_prefill", "_add_rms_norm", "_silu_mul", "_top_k_top_p",
+    }  # fmt: skip
+    for kernel in kernels:
+        assert kernel["loop_spills"] == 0, kernel  # beside the loop a few numbers may wait on the stack
+        assert kernel["stack_bytes"] <= 128, kernel
+        assert kernel["shared_bytes"] <= SHARED_BYTES[capability], kernel
+        assert kernel["load_bytes"] == 16, kernel
+        if kernel["kernel"] in {"_decode", "_prefill"}:
+            assert kernel["copy_bytes"] == 16, kernel
+            assert kernel["tensor_cores"] == ("wgmma" if (kernel["kernel"], capability) == ("_prefill", 90) else "mma")
