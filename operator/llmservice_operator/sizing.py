@@ -16,13 +16,12 @@ from llmservice_operator.api.model_spec import ModelSource
 from llmservice_operator.api.spec import LLMServiceSpec
 from llmservice_operator.locations import Figures, Model, ModelSourceError
 from llmservice_planner.explanation import format_bytes
+from llmservice_planner.families import FAMILIES
 from llmservice_planner.gpu import CPU, GPU, UnknownGPU, cpu_device, find_gpu
 from llmservice_planner.shape import ModelShape, ShapeError
 from llmservice_planner.sizing import Plan, SizingError, SizingRequest, plan
 
 GIB = 2**30
-SERVED_ARCHITECTURES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""What the inference server runs; the planner knows more families."""
 
 _NOT_SERVED = ("fp8", "--gpu-count")
 """Remedies of the planner that the server does not support."""
@@ -180,11 +179,12 @@ def _unserved(spec: LLMServiceSpec, shape: ModelShape | None) -> SizingProblem |
         )
     if shape is None:
         return None
-    if shape.architecture not in SERVED_ARCHITECTURES:
+    served = [name for name, family in FAMILIES.items() if family.served_architecture]
+    if shape.architecture not in served:
         return SizingProblem(
             "UnsupportedModel",
-            f"the model's architecture is {shape.architecture}, the server runs"
-            f" {', '.join(sorted(SERVED_ARCHITECTURES))}: choose a model of one of these families",
+            f"the model's architecture is {shape.architecture}, the server runs {', '.join(served)}:"
+            " choose a model of one of these families",
         )
     if shape.quantization:
         return SizingProblem(

@@ -19,8 +19,12 @@ class Family:
 
     name: str
     defaults: Mapping[str, Any]
+    served_architecture: str | None = None
+    """The name in config.json's `architectures` by which the inference server runs the family; None: only sized."""
     qkv_bias: bool | None = None
     """None: the config's `attention_bias`, also for o_proj. A bool: fixed for q, k, v; o_proj has none."""
+    mlp_bias: bool = False
+    """Whether the config's `mlp_bias` has an effect."""
     qk_norm: bool = False
     norms_per_layer: int = 2
     sliding: SlidingRule = "none"
@@ -99,10 +103,10 @@ _DEEPSEEK = {
 }
 
 _ALL = (
-    Family("llama", _LLAMA),
-    Family("mistral", {**_MISTRAL, "sliding_window": 4096}, qkv_bias=False, sliding="all"),
+    Family("llama", _LLAMA, "LlamaForCausalLM", mlp_bias=True),
+    Family("mistral", {**_MISTRAL, "sliding_window": 4096}, "MistralForCausalLM", qkv_bias=False, sliding="all"),
     Family("mixtral", {**_MISTRAL, "num_local_experts": 8, "num_experts_per_tok": 2}, qkv_bias=False, sliding="all"),
-    Family("qwen2", _QWEN, qkv_bias=True, sliding="last"),
+    Family("qwen2", _QWEN, "Qwen2ForCausalLM", qkv_bias=True, sliding="last"),
     Family(
         "qwen2_moe",
         {
@@ -119,7 +123,7 @@ _ALL = (
         sliding="last",
         shared_gate=True,
     ),
-    Family("qwen3", {**_QWEN, "head_dim": 128}, qk_norm=True, sliding="last"),
+    Family("qwen3", {**_QWEN, "head_dim": 128}, "Qwen3ForCausalLM", qk_norm=True, sliding="last"),
     Family(
         "qwen3_moe",
         {
@@ -153,7 +157,7 @@ _ALL = (
         qkv_bias=False,
         sliding="all",
     ),
-    Family("deepseek_v2", _DEEPSEEK),
+    Family("deepseek_v2", _DEEPSEEK, mlp_bias=True),
     Family(
         "deepseek_v3",
         {

@@ -89,7 +89,7 @@ def shape_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         "sliding_layers": sliding_layers,
         "qkv_bias": values.flag("attention_bias") if fixed_bias is None else fixed_bias,
         "o_bias": values.flag("attention_bias") if fixed_bias is None else False,
-        "mlp_bias": values.flag("mlp_bias"),
+        "mlp_bias": family.mlp_bias and values.flag("mlp_bias"),
         "qk_norm": family.qk_norm,
         "norms_per_layer": family.norms_per_layer,
         "dtype": _dtype(values.get("dtype") or values.get("torch_dtype")),

@@ -39,6 +39,7 @@ _VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"attention_bias": True, "mlp_bias": True}),
     ("llama", {"tie_word_embeddings": True, "head_dim": 24}),
     ("mistral", {"head_dim": 16}),
+    ("mistral", {"mlp_bias": True}),
     ("mixtral", {"num_local_experts": 4}),
     ("qwen2", {}),
     ("qwen2_moe", {"num_experts": 6, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 80}),
@@ -61,6 +62,7 @@ def test_parameters_equal_those_of_the_reference_model(family: str, changes: dic
     config = CONFIG_MAPPING[family](**{**_COMMON, **changes})
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
+    assert FAMILIES[family].served_architecture in (None, type(model).__name__)
     stored = {id(parameter): parameter.numel() for parameter in model.parameters()}
     corrections = sum(item.numel() for name, item in model.named_buffers() if "e_score_correction_bias" in name)
     assert ModelShape.from_config(config.to_dict()).num_parameters == sum(stored.values()) + corrections

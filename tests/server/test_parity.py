@@ -10,6 +10,7 @@ import torch
 from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
+from llmservice_planner import families as planner_families
 from llmservice_server.backend.base import StepInput
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.runtime.startup import load_engine, start
@@ -87,6 +88,11 @@ FAMILIES = {
         shard="40KB",
     ),
 }
+
+
+def test_every_family_that_is_served_is_compared() -> None:
+    served = {name for name, family in planner_families.FAMILIES.items() if family.served_architecture}
+    assert {family.config.model_type for family in FAMILIES.values()} == served
 
 
 @pytest.fixture(params=FAMILIES.values(), ids=FAMILIES)

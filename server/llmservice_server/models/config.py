@@ -6,18 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from llmservice_planner.families import FAMILIES, Family
 from llmservice_server.models.rope import RopeConfig
 from llmservice_server.types.checkpoint_config import CheckpointConfig
 from llmservice_server.types.errors import ModelLoadError
 
-# What transformers assumes where a config.json of the architecture leaves a key out.
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "LlamaForCausalLM": {},
-    "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096},
-    "Qwen2ForCausalLM": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
-    "Qwen3ForCausalLM": {"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
-}
-SUPPORTED_ARCHITECTURES = tuple(_DEFAULTS)
+SERVED: dict[str, Family] = {each.served_architecture: each for each in FAMILIES.values() if each.served_architecture}
+"""What the server runs, by the name in config.json's `architectures`."""
+_OPTIONAL_KEYS = {"num_key_value_heads", "head_dim", "sliding_window", "max_window_layers"}
+"""Where config.json leaves one out, it has the family's default; the other sizes have to be there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +48,9 @@ class ModelConfig:
     def from_dict(cls, raw: Mapping[str, Any]) -> ModelConfig:
         """Raises `ModelLoadError` for an architecture that we do not run, or a key that is missing or wrong."""
         architecture = _architecture(raw)
-        keys = CheckpointConfig.parse(_without_nulls({**_DEFAULTS[architecture], **raw}), "config.json")
+        family = SERVED[architecture]
+        defaults = {key: value for key, value in family.defaults.items() if key in _OPTIONAL_KEYS}
+        keys = CheckpointConfig.parse(_without_nulls({**defaults, **raw}), "config.json")
         _refuse_unsupported(keys)
         num_heads, num_kv_heads = keys.num_attention_heads, keys.num_key_value_heads or keys.num_attention_heads
         if num_heads % num_kv_heads:
@@ -61,8 +60,7 @@ class ModelConfig:
         head_dim = keys.head_dim or keys.hidden_size // num_heads
         if head_dim % 2 or head_dim == 0:
             raise ModelLoadError(f"config.json: head_dim is {head_dim}, expected an even number above 0")
-        # `attention_bias` covers q, k, v and o in Llama and Qwen3; Qwen2 always has it on q, k, v; Mistral never.
-        attention_bias = architecture in {"LlamaForCausalLM", "Qwen3ForCausalLM"} and bool(keys.attention_bias)
+        attention_bias = family.qkv_bias is None and bool(keys.attention_bias)
         return cls(
             architecture=architecture,
             vocab_size=keys.vocab_size,
@@ -75,11 +73,11 @@ class ModelConfig:
             rms_norm_eps=keys.rms_norm_eps or 1e-6,
             max_position_embeddings=keys.max_position_embeddings,
             rope=RopeConfig.of(keys),
-            windows=_windows(architecture, keys),
-            qkv_bias=attention_bias or architecture == "Qwen2ForCausalLM",
+            windows=_windows(family, keys),
+            qkv_bias=attention_bias or bool(family.qkv_bias),
             o_bias=attention_bias,
-            mlp_bias=architecture == "LlamaForCausalLM" and bool(keys.mlp_bias),
-            qk_norm=architecture == "Qwen3ForCausalLM",
+            mlp_bias=family.mlp_bias and bool(keys.mlp_bias),
+            qk_norm=family.qk_norm,
             tied_embeddings=bool(keys.tie_word_embeddings),
             dtype=keys.dtype or keys.torch_dtype,
         )
@@ -90,11 +88,11 @@ def _architecture(raw: Mapping[str, Any]) -> str:
     if not isinstance(named, list):
         raise ModelLoadError(f"config.json: architectures is {named!r}, expected a list of names")
     for architecture in named:
-        if isinstance(architecture, str) and architecture in _DEFAULTS:
+        if isinstance(architecture, str) and architecture in SERVED:
             return architecture
     raise ModelLoadError(
         f"config.json names the architecture {', '.join(map(str, named)) or '(none)'}, "
-        f"supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
+        f"supported are {', '.join(SERVED)}"
     )
 
 
@@ -112,12 +110,12 @@ def _refuse_unsupported(keys: CheckpointConfig) -> None:
         raise ModelLoadError(f"config.json: hidden_act is {keys.hidden_act!r}, expected 'silu'")
 
 
-def _windows(architecture: str, keys: CheckpointConfig) -> tuple[int | None, ...]:
-    """Mistral slides in every layer; Qwen, if `use_sliding_window`, in those named or from `max_window_layers` on."""
+def _windows(family: Family, keys: CheckpointConfig) -> tuple[int | None, ...]:
+    """Mistral slides in all layers; Qwen, if `use_sliding_window`, in those named or from `max_window_layers` on."""
     window, num_layers = keys.sliding_window, keys.num_hidden_layers
-    if window is None or architecture == "LlamaForCausalLM":
+    if window is None or family.sliding == "none":
         return (None,) * num_layers
-    if architecture == "MistralForCausalLM":
+    if family.sliding == "all":
         return (window,) * num_layers
     if not keys.use_sliding_window:
         return (None,) * num_layers
