@@ -1,8 +1,9 @@
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from llmservice_server.models.config import ModelConfig
+from llmservice_server.models.config import SERVED, ModelConfig
 from llmservice_server.types.errors import ModelLoadError
 
 SHAPE = {
@@ -102,3 +103,8 @@ def test_a_missing_key_is_named(missing: str) -> None:
 def test_a_senseless_key_is_refused(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelLoadError, match=message):
         parse("Qwen3", **keys)
+
+
+def test_the_page_about_models_names_every_architecture() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text(encoding="utf-8")
+    assert [name for name in SERVED if f"`{name}`" not in page] == []
