@@ -97,12 +97,13 @@ class ResourceClaim(SchemaModel):
     )
 
 
-_MANAGED = (
+MANAGED_FLAGS = (
     "--model", "--served-model-name", "--port", "--metrics-port", "--max-model-len", "--max-num-seqs",
     "--default-lane", "--kv-cache-memory", "--memory-limit", "--gpu-memory-utilization", "--drain-timeout",
-    "--start-record",
+    "--start-record", "--dtype", "--expected-tokens", "--max-num-batched-tokens", "--block-size", "--kv-cache-dtype",
+    "--no-prefix-caching", "--swap-space-gib", "--threads",
 )  # fmt: skip
-"""Flags that other fields of the spec set."""
+"""Flags that the operator sets: `server_args` in children/deployment.py, from other fields of the spec."""
 _SETS = "arg == flag || arg.startsWith(flag + '=')"
 _VOLUMES = "['models', 'tmp', 'cache', 'shm']"
 
@@ -111,7 +112,7 @@ class PodTemplate(SchemaModel):
     model_config = ConfigDict(
         json_schema_extra=rules(
             (
-                f"!has(self.extraArgs) || self.extraArgs.all(arg, !{list(_MANAGED)}.exists(flag, {_SETS}))",
+                f"!has(self.extraArgs) || self.extraArgs.all(arg, !{list(MANAGED_FLAGS)}.exists(flag, {_SETS}))",
                 "extraArgs can't hold a flag that the operator sets: set the field of the spec that it stands for",
             ),
             (

@@ -126,6 +126,7 @@ async def test_defaults_are_filled_in_by_the_api_server(kube: KubeClient, manife
         ({"podTemplate": {"extraArgs": ["--port=1"]}}, "spec.podTemplate", "a flag that the operator sets"),
         ({"podTemplate": {"extraArgs": ["--metrics-port", "1"]}}, "spec.podTemplate", "a flag that the operator sets"),
         ({"podTemplate": {"extraArgs": ["--default-lane=batch"]}}, "spec.podTemplate", "a flag that the operator sets"),
+        ({"podTemplate": {"extraArgs": ["--block-size=32"]}}, "spec.podTemplate", "a flag that the operator sets"),
         ({"lanes": {"default": "urgent"}}, "spec.lanes.default", "Unsupported value"),
         ({"podTemplate": {"extraArgs": ["--model", "x"]}}, "spec.podTemplate", "a flag that the operator sets"),
         ({"podTemplate": {"sidecars": [{"name": "server", "image": "x"}]}}, "spec.podTemplate", "server and fetch are"),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from llmservice_operator.api.pod_spec import MANAGED_FLAGS
 from llmservice_operator.api.resource import LLMService
 from llmservice_operator.api.spec import Engine, LLMServiceSpec
 from llmservice_operator.children.deployment import expected_deployment, server_args, startup_budget
@@ -43,6 +44,20 @@ def test_the_sizing_becomes_the_servers_flags(service_of: Any, sized: Sized) -> 
         "--start-record": "/cache/start.json",
         "--threads": "1",
     }
+
+
+def test_extra_args_can_hold_no_flag_that_the_operator_sets(service_of: Any, sized: Sized, model: Model) -> None:
+    on_cpu = service_of(engine={"prefixCaching": False, "swapSpaceGiB": 1})
+    on_gpu = service_of(resources={"gpu": {"product": "l4"}})
+    sized_on_gpu = size(on_gpu.spec, model)
+    assert isinstance(sized_on_gpu, Sized)
+    self_sized = replace(sized, model=replace(model, figures_from="pod"))
+    unbounded = service_of(engine={"maxNumSeqs": "auto"})
+
+    ways = [(on_cpu, sized), (on_gpu, sized_on_gpu), (unbounded, self_sized)]
+    used = {arg for service, answer in ways for arg in server_args(service, answer) if arg.startswith("--")}
+
+    assert used == set(MANAGED_FLAGS)
 
 
 def test_prefix_caching_is_on_and_swap_space_zero_by_default(service_of: Any, sized: Sized) -> None:
