@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 
 from llmservice_planner.command import Command, CommandError
 from llmservice_planner.shape import ModelShape, ShapeError
-from llmservice_server.engine.config import EngineConfig, Flag
+from llmservice_server.engine.config import EngineConfig, Flag, LaneName
 from llmservice_server.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def _add_queue_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--default-lane",
-        choices=("interactive", "batch"),
+        choices=get_args(LaneName),
         default="interactive",
         help="of requests, and the highest that they may choose, where their API key has no lane of its own",
     )

@@ -16,6 +16,7 @@ Pooling = Literal["last", "mean"]
 Device = Literal["auto", "cpu", "cuda"]
 SchedulerName = Literal["continuous", "dynamic", "static"]
 QueuePolicy = Literal["fcfs", "sjf"]
+LaneName = Literal["interactive", "batch"]  # in the order in which they are served
 
 _CHOICES = {
     "dtype": DType,

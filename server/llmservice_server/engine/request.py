@@ -9,16 +9,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from operator import attrgetter
-from typing import Protocol
+from typing import Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from llmservice_server.engine.block_pool import BlockHashes
-from llmservice_server.engine.config import QueuePolicy
+from llmservice_server.engine.config import LaneName, QueuePolicy
 from llmservice_server.types.messages import FinishReason, GenerateRequest, SamplingParams, TokenLogprobs
 
-LANES = ("interactive", "batch")  # in the order in which they are served
+LANES: tuple[str, ...] = get_args(LaneName)  # in the order in which they are served
 MAX_LOGPROBS = 20  # top tokens returned with each token, as at OpenAI
 _PLACE = attrgetter("place")
 

@@ -9,7 +9,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 from prometheus_client import (
     CollectorRegistry,
@@ -25,7 +25,7 @@ from prometheus_client.registry import Collector
 
 from llmservice_server.engine.request import LANES
 from llmservice_server.text.output_processor import RequestState
-from llmservice_server.types.messages import Ready, Stats
+from llmservice_server.types.messages import FinishReason, Ready, Stats
 
 
 class TokenMetrics(Collector):
@@ -120,7 +120,7 @@ class Metrics:
         self.embedding_tokens = self._counter("embedding_tokens", "Tokens of the inputs turned into embeddings")
         self.embedding_time = self._histogram("embedding_request_seconds", "Arrival to all vectors", _WAIT_BUCKETS)
 
-        for reason in ("stop", "length", "abort", "error"):
+        for reason in get_args(FinishReason):
             self.request_success.labels(**self._constant, finished_reason=reason)  # so that rate() sees the first one
 
     def set_ready(self, ready: Ready) -> None:

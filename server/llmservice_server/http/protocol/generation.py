@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, Field, Strict, model_validator
 
+from llmservice_server.engine.config import LaneName
 from llmservice_server.http.error import invalid
 from llmservice_server.http.protocol.base import (
     MAX_INT,
@@ -161,7 +162,7 @@ class GenerationRequest(Body):
     ) = None
     prompt_logprobs: LogprobsCount | None = None
     priority: (
-        Literal["interactive", "batch"]
+        LaneName
         | Annotated[int, Field(ge=-MAX_INT, le=MAX_INT, description="within the lane; the smallest is served first")]
     ) = 0
     cache_salt: (
