@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from llmservice_server.engine.request import MAX_LOGPROBS
 from llmservice_server.http.error import invalid
 
 MAX_INT = 2**31 - 1  # of every number that is sent to the engine
@@ -14,7 +15,7 @@ MAX_INT64 = 2**63 - 1
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
 TokenCount = Annotated[int, Field(ge=1, le=MAX_INT)]
-LogprobsCount = Annotated[int, Field(ge=0, le=20)]
+LogprobsCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
 def _check_json(value: dict[str, Any]) -> dict[str, Any]:
