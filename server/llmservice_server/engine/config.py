@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from llmservice_server.types.errors import ConfigError
 
@@ -17,18 +18,6 @@ Device = Literal["auto", "cpu", "cuda"]
 SchedulerName = Literal["continuous", "dynamic", "static"]
 QueuePolicy = Literal["fcfs", "sjf"]
 LaneName = Literal["interactive", "batch"]  # in the order in which they are served
-
-_CHOICES = {
-    "dtype": DType,
-    "device": Device,
-    "kv_cache_dtype": KVCacheDType,
-    "attention": Attention,
-    "pooling": Pooling,
-    "scheduler": SchedulerName,
-    "interactive_policy": QueuePolicy,
-    "batch_policy": QueuePolicy,
-}
-
 
 MAX_AUTO_SEQS = 256  # more rarely increase throughput, and each costs a row of logits
 
@@ -133,9 +122,9 @@ class EngineConfig:
         self.validate()
 
     def validate(self) -> None:
-        for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in get_args(allowed):
-                raise ConfigError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(get_args(allowed))}")
+        for name, allowed in _choices().items():
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(allowed)}")
         for name in ("max_num_batched_tokens", "prefill_chunk_tokens", "block_size", "expected_tokens"):
             _require_positive(name, getattr(self, name))
         for name in (
@@ -179,6 +168,13 @@ class EngineConfig:
     def most_seqs(self) -> int:
         """The number of sequences that memory is reserved for: `max_num_seqs`, or its bound where it is not set."""
         return self.max_num_seqs or min(MAX_AUTO_SEQS, self.max_num_batched_tokens)
+
+
+@cache
+def _choices() -> dict[str, tuple[str, ...]]:
+    """The settings that take one of a few names, and these."""
+    hints = get_type_hints(EngineConfig)
+    return {name: get_args(kind) for name, kind in hints.items() if get_origin(kind) is Literal}
 
 
 def _require_positive(name: str, value: int) -> None:
