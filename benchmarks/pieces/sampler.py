@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from llmservice_server.backend.base import Backend, KVCacheShape
+from llmservice_server.backend.choice import choose_backend
 from llmservice_server.engine.request import Request
 from llmservice_server.sampling.sampler import Sampler
 from llmservice_server.types.messages import GenerateRequest, SamplingParams
@@ -31,7 +33,7 @@ def measure_sampler(kind: str, num_rows: int, count: int = 15) -> Timing:
     """Sample one batch, in which every row has the same parameters, repeatedly from new logits."""
     requests = [_request(number, KINDS[kind]) for number in range(num_rows)]
     logits = torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(0)) * _MODEL_SPREAD
-    sampler, scratch = Sampler(), torch.empty_like(logits)
+    sampler, scratch = Sampler(_backend().choose_tokens), torch.empty_like(logits)
     seconds = []
     for _ in range(count + 3):
         scratch.copy_(logits)  # sampling overwrites them
@@ -39,6 +41,12 @@ def measure_sampler(kind: str, num_rows: int, count: int = 15) -> Timing:
         sampler.draw(scratch, requests).wait()
         seconds.append(time.perf_counter() - started_s)
     return Timing.of(seconds[3:])
+
+
+def _backend() -> Backend:
+    """The one that a pod chooses on this CPU; the cache's shape does not matter here."""
+    shape = KVCacheShape(num_heads=4, num_kv_heads=2, head_dim=64, windows=(None,), block_size=16, dtype=torch.float32)
+    return choose_backend("auto", shape, torch.float32, torch.device("cpu"), max_num_batched_tokens=512)
 
 
 def _request(number: int, sampling: dict[str, Any]) -> Request:

@@ -39,7 +39,7 @@ class KVCacheShape:
 
 
 @dataclass(frozen=True, slots=True)
-class LateTokens:
+class PendingTokens:
     """Tokens of a step that the previous step samples: only the device has them when the step is launched."""
 
     positions: Int64Array  # in the step's tokens
@@ -65,7 +65,7 @@ class StepInput:
     starts: Int64Array  # [num_seqs]
     counts: Int64Array  # [num_seqs]
     block_tables: Sequence[Sequence[int]]  # [num_seqs]: token `j` is in block `table[j // block_size]`; array("i")
-    late: LateTokens | None = None
+    pending: PendingTokens | None = None
 
     @classmethod
     def of(cls, runs: Iterable[tuple[int, int, Sequence[int]]], token_ids: Sequence[int] | None = None) -> Self:

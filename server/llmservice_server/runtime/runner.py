@@ -3,7 +3,7 @@
 A step is launched, then sampled, then read; the host waits only when it reads. Two steps may be in flight at once: the
 second is planned and launched while the first computes, on the assumption that one more token is sampled for every
 request, which the engine lets the scheduler count. That token is only on the device by then, so it is inserted there
-(`LateTokens`). The second is sampled after the first has been read, long before its states are computed, so the host
+(`PendingTokens`). The second is sampled after the first has been read, long before its states are computed, so the host
 knows whatever sampling needs (penalties, grammars).
 
 A request that the first step ends is computed once more, and its row is dropped. Its blocks are free at once: all work
@@ -22,7 +22,7 @@ from typing import Self
 import numpy as np
 import torch
 
-from llmservice_server.backend.base import Attention, Backend, DecodePath, Int64Array, LateTokens, StepInput
+from llmservice_server.backend.base import Attention, Backend, DecodePath, Int64Array, PendingTokens, StepInput
 from llmservice_server.backend.sampling_batch import SamplingBatch
 from llmservice_server.backend.transfer import HostCopy, to_device
 from llmservice_server.engine.interfaces import BlockCopy, Plan, Scheduled, StepResult
@@ -49,9 +49,9 @@ class DeviceStep:
         self._runner = runner
         self._plan = plan
         self._last_rows = _last_rows(plan.scheduled)
-        late = None if after is None else after.late_tokens(self.requests, self._last_rows)
+        pending = None if after is None else after.pending_tokens(self.requests, self._last_rows)
         self._masks = runner.begin_masks(self.requests) if after is None else None
-        self._hidden: torch.Tensor | None = runner.forward(step_input(plan.scheduled, late))
+        self._hidden: torch.Tensor | None = runner.forward(step_input(plan.scheduled, pending))
         self.drawn: Drawn | None = None  # a row for each of `requests`
         self._prompt_logprobs: PromptLogprobs | None = None
 
@@ -78,20 +78,20 @@ class DeviceStep:
         prompt_logprobs = self._prompt_logprobs.wait(failed) if self._prompt_logprobs is not None else {}
         return StepResult(self.requests, draws.token_ids, draws.logprobs, prompt_logprobs, failed)
 
-    def late_tokens(self, requests: Sequence[Request], last_rows: Int64Array) -> LateTokens | None:
+    def pending_tokens(self, requests: Sequence[Request], last_rows: Int64Array) -> PendingTokens | None:
         """Which last tokens of the next step's `requests` this step samples; None where it samples none of them."""
         if self.drawn is None:
             return None
         row_of = {request: row for row, request in enumerate(self.requests)}
-        late = [
+        pending = [
             (place, row_of[request])
             for place, request in zip(last_rows.tolist(), requests, strict=True)
             if request in row_of
         ]
-        if not late:
+        if not pending:
             return None
-        places, rows = np.array(late, np.int64).T
-        return LateTokens(places, rows, self.drawn.token_ids)
+        places, rows = np.array(pending, np.int64).T
+        return PendingTokens(places, rows, self.drawn.token_ids)
 
 
 class ModelRunner:
@@ -134,8 +134,8 @@ class ModelRunner:
             return self.decode_path.run(step)
         device = self.model.device
         tokens = to_device(step.token_ids, device)
-        if step.late is not None:
-            step.late.put(tokens)
+        if step.pending is not None:
+            step.pending.put(tokens)
         return self.model.forward(tokens, to_device(step.positions, device), self.attention.prepare(step))
 
     def begin_masks(self, requests: Sequence[Request]) -> Future[torch.Tensor] | None:
@@ -173,18 +173,18 @@ class ModelRunner:
         return bool((prompt >= 0).all() and (decode >= 0).all())
 
 
-def step_input(scheduled: Sequence[Scheduled], late: LateTokens | None = None) -> StepInput:
+def step_input(scheduled: Sequence[Scheduled], pending: PendingTokens | None = None) -> StepInput:
     """The plan's tokens, concatenated."""
     starts = np.array([share.start for share in scheduled], np.int64)
     tables = [share.request.block_table for share in scheduled]
     if _is_decode(scheduled):
         newest = np.array([share.request.token_ids[-1] for share in scheduled], np.int64)
-        return StepInput(newest, starts, np.ones_like(starts), tables, late)
+        return StepInput(newest, starts, np.ones_like(starts), tables, pending)
     token_ids: list[int] = []
     for share in scheduled:
         token_ids += share.request.token_ids[share.start : share.start + share.num_tokens]
     counts = np.array([share.num_tokens for share in scheduled], np.int64)
-    return StepInput(np.array(token_ids, np.int64), starts, counts, tables, late)
+    return StepInput(np.array(token_ids, np.int64), starts, counts, tables, pending)
 
 
 def _last_rows(scheduled: Sequence[Scheduled]) -> Int64Array:

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from llmservice_server.backend.sampling_batch import SampledRequest, SamplingBatch
-from llmservice_server.backend.torch import sampler as torch_sampler
 from llmservice_server.backend.transfer import HostCopy, to_device
 from llmservice_server.sampling.logit_adjustments import adjust, apply_masks
 from llmservice_server.types.errors import request_failure
@@ -63,7 +62,7 @@ class Sampler:
     `choose` is the backend's `choose_tokens`.
     """
 
-    def __init__(self, choose: Callable[[torch.Tensor, SamplingBatch], torch.Tensor] = torch_sampler.choose) -> None:
+    def __init__(self, choose: Callable[[torch.Tensor, SamplingBatch], torch.Tensor]) -> None:
         self._batch = SamplingBatch.of([])
         self.choose = choose
 

@@ -51,8 +51,8 @@ class CpuDecode:
 
     def run(self, step: StepInput) -> torch.Tensor:
         num_seqs = len(step)
-        if step.late is not None:
-            step.late.put(torch.from_numpy(step.token_ids))
+        if step.pending is not None:
+            step.pending.put(torch.from_numpy(step.token_ids))
         _decode(
             step.token_ids,
             self._weights,

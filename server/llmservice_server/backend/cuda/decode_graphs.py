@@ -115,8 +115,8 @@ class DecodeGraphs:
     def run(self, step: StepInput) -> torch.Tensor:
         size = next(size for size in self._sizes if size >= len(step))
         self.buffers.fill(step, size)
-        if step.late is not None:
-            step.late.put(self.buffers.token_ids)
+        if step.pending is not None:
+            step.pending.put(self.buffers.token_ids)
         replay, hidden = self._graphs[size]
         replay()
         return hidden[: len(step)]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import harness.triton_interpreter  # noqa: F401
-from llmservice_server.backend.base import KVCacheShape, LateTokens, StepInput
+from llmservice_server.backend.base import KVCacheShape, PendingTokens, StepInput
 from llmservice_server.backend.cuda.attention import TritonAttention
 from llmservice_server.backend.cuda.decode_graphs import (
     CudaCapture,
@@ -120,10 +120,10 @@ def test_a_graph_reads_the_tokens_that_only_the_device_knows(model: LlamaModel) 
     graphs = DecodeGraphs(model, attention, DecodeBuffers(4, 16, BLOCK_SIZE, CPU), [4], Recorder())
     runs = [(0, 1, [block]) for block in (3, 5, 1)]
     drawn = torch.tensor([8, 5, -1])
-    late = LateTokens(np.array([0, 2]), np.array([1, 0]), drawn)
-    step = replace(StepInput.of(runs, [0, 6, 0]), late=late)
+    pending = PendingTokens(np.array([0, 2]), np.array([1, 0]), drawn)
+    step = replace(StepInput.of(runs, [0, 6, 0]), pending=pending)
     torch.testing.assert_close(graphs.run(step), plain(model, other, StepInput.of(runs, [5, 6, 8])))
-    step = replace(StepInput.of(runs, [5, 0, 8]), late=LateTokens(np.array([1]), np.array([2]), drawn))
+    step = replace(StepInput.of(runs, [5, 0, 8]), pending=PendingTokens(np.array([1]), np.array([2]), drawn))
     torch.testing.assert_close(graphs.run(step), plain(model, other, StepInput.of(runs, [5, 0, 8])))
 
 

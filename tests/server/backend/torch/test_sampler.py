@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from harness.never_waiting import META, WouldWaitError, never_waiting
+from llmservice_server.backend.torch import sampler as torch_sampler
 from llmservice_server.engine.request import Request
 from llmservice_server.sampling.logit_adjustments import apply_masks
 from llmservice_server.sampling.sampler import Sampler
@@ -42,7 +43,7 @@ def test_sampling_never_waits_for_the_device(asked: list[dict[str, Any]]) -> Non
     requests = [request(each) for each in asked]
     logits = torch.empty(len(requests), VOCAB, device=META)
     with never_waiting():
-        drawn = Sampler().draw(logits, requests)
+        drawn = Sampler(torch_sampler.choose).draw(logits, requests)
     assert (drawn.token_ids.device, drawn.token_ids.shape) == (META, (len(requests),))
 
 
