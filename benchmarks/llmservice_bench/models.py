@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import re
 import shutil
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -89,9 +90,14 @@ async def serving(*flags: str) -> AsyncIterator[ToyServer]:
 
 
 @asynccontextmanager
-async def started(*command: str) -> AsyncIterator[ToyServer]:
-    """The server started by `command`, which logs its ports as `llmservice serve` does; it ends with the block."""
-    server = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+async def started(*command: str, environment: Mapping[str, str] | None = None) -> AsyncIterator[ToyServer]:
+    """The server started by `command`, which logs its ports as `llmservice serve` does; it ends with the block.
+
+    `environment` is added to this process's.
+    """
+    server = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, env=os.environ | (environment or {})
+    )
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
             port, metrics_port, reading = await _ports(server)

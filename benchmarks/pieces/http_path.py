@@ -6,10 +6,13 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from aiohttp import web
 
 from llmservice_bench.models import checkpoint, started
 from pieces.start import children
@@ -29,6 +32,7 @@ class HttpRun:
     """The clients' figures at one pace, and the CPU usage of each process in cores."""
 
     offered_tokens_per_s: float
+    traced: bool
     figures: dict[str, Any]
     http_process_busy: float
     engine_busy: float
@@ -40,6 +44,7 @@ class HttpRun:
     @property
     def row(self) -> dict[str, Any]:
         return {
+            "tracing": "on" if self.traced else "off",
             "offered_tokens_per_s": self.offered_tokens_per_s,
             **self.figures,
             "http_process_busy": self.http_process_busy,
@@ -48,10 +53,15 @@ class HttpRun:
         }
 
 
-async def measure_http(num_streams: int, period_s: float, seconds: float) -> HttpRun:
-    """Run `num_streams` streams from an engine that generates a token for each every `period_s`."""
-    model = str(checkpoint("toy"))
-    async with started(sys.executable, STUB_SERVER, model, str(period_s), str(num_streams)) as server:
+async def measure_http(num_streams: int, period_s: float, seconds: float, *, traced: bool = False) -> HttpRun:
+    """Run `num_streams` streams from an engine that generates a token for each every `period_s`.
+
+    `traced`: every request is a span that is sent to a collector on loopback.
+    """
+    command = (sys.executable, STUB_SERVER, str(checkpoint("toy")), str(period_s), str(num_streams))
+    async with AsyncExitStack() as stack:
+        environment = await stack.enter_async_context(_collector()) if traced else {}
+        server = await stack.enter_async_context(started(*command, environment=environment))
         engine_id = children(server.process_id)[0]
         clients = await asyncio.create_subprocess_exec(
             *(sys.executable, CLIENTS, server.url.removeprefix("http://"), "stub", str(num_streams), str(seconds)),
@@ -65,7 +75,32 @@ async def measure_http(num_streams: int, period_s: float, seconds: float) -> Htt
         if await clients.wait():
             raise SystemExit("the clients failed: see above")
     http_s, engine_s = (end - begin for begin, end in zip(before, after, strict=True))
-    return HttpRun(num_streams / period_s, json.loads(line), http_s / seconds, engine_s / seconds)
+    return HttpRun(num_streams / period_s, traced, json.loads(line), http_s / seconds, engine_s / seconds)
+
+
+@asynccontextmanager
+async def _collector() -> AsyncIterator[dict[str, str]]:
+    """A collector that discards spans; yields the environment that names it. Raises SystemExit if it gets none."""
+    num_exports = 0
+
+    async def discard(request: web.Request) -> web.Response:
+        nonlocal num_exports
+        num_exports += 1
+        await request.read()
+        return web.Response()
+
+    app = web.Application(client_max_size=2**28)
+    app.router.add_post("/v1/traces", discard)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{runner.addresses[0][1]}"}
+    finally:
+        await runner.cleanup()
+    if not num_exports:
+        raise SystemExit("the server sent no spans")
 
 
 def _cpu_s(process_id: int) -> float:

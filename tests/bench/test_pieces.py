@@ -43,7 +43,7 @@ def test_every_kind_of_sampling_can_be_measured() -> None:
 
 @pytest.mark.slow
 async def test_the_stub_engine_serves_words_through_the_real_http_process() -> None:
-    run = await measure_http(num_streams=4, period_s=0.005, seconds=0.5)
+    run = await measure_http(num_streams=4, period_s=0.005, seconds=0.5, traced=True)
     assert run.figures["requests_per_s"] > 0
     assert run.figures["events_per_token"] == 1
     assert run.figures["ttft_p50_ms"] > 0
@@ -53,7 +53,7 @@ async def test_the_stub_engine_serves_words_through_the_real_http_process() -> N
 def test_only_a_pace_with_even_tokens_counts_as_sustained() -> None:
     def run(arrived: float, itl_p99_ms: float) -> HttpRun:
         figures: dict[str, Any] = {"output_tokens_per_s": arrived, "itl_p99_ms": itl_p99_ms}
-        return HttpRun(400.0, figures, http_process_busy=0.5, engine_busy=0.1)
+        return HttpRun(400.0, False, figures, http_process_busy=0.5, engine_busy=0.1)
 
     assert sustained_tokens_per_s([run(99, 20), run(192, 90), run(300, 140)]) == 192
     assert sustained_tokens_per_s([run(50, 120)]) == 0
