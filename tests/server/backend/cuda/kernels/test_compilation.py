@@ -16,7 +16,7 @@ SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("capability", "shapes"),
-    [(90, "one"), *(pytest.param(each, "usual", marks=pytest.mark.soak) for each in SHARED_BYTES)],
+    [(89, "one"), (90, "one"), *(pytest.param(each, "usual", marks=pytest.mark.soak) for each in SHARED_BYTES)],
 )
 def test_every_kernel_compiles_and_keeps_to_its_registers(capability: int, shapes: str, tmp_path: Path) -> None:
     """In a process of its own: this one has Triton as an interpreter."""
