@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -12,9 +13,11 @@ from llmservice_server.backend.cpu import sampler
 from llmservice_server.backend.cpu.attention import CpuAttention
 from llmservice_server.backend.cpu.decode import CpuDecode, can_decode
 from llmservice_server.backend.cpu.layer_ops import CpuLayerOps
-from llmservice_server.backend.cpu.linear import KERNEL_ROWS, PackedLinear, pack
-from llmservice_server.backend.sampling_batch import SamplingBatch
+from llmservice_server.backend.cpu.linear import KERNEL_ROWS, ConvertedLinear, PackedLinear, pack
+from llmservice_server.backend.sampling_batch import PenalizedRows, SamplingBatch
 from llmservice_server.backend.torch.backend import TorchBackend
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -26,6 +29,8 @@ class CpuBackend(TorchBackend):
 
     def prepare(self, model: Decoder) -> None:
         model.map_linears(pack)
+        if isinstance(model.lm_head, ConvertedLinear):
+            _LOG.info("this CPU has no instructions for bfloat16: such weights are converted to float32 in products")
         if not isinstance(model.lm_head, PackedLinear):  # products that are not packed dominate everything else
             return
         model.ops = CpuLayerOps(threaded=self.worth_compiling)
@@ -48,3 +53,6 @@ class CpuBackend(TorchBackend):
 
     def choose_tokens(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         return sampler.choose(logits, batch)
+
+    def penalize(self, logits: torch.Tensor, penalized: PenalizedRows) -> None:
+        sampler.penalize(logits, penalized)

@@ -1,15 +1,20 @@
-"""Matrix products on a CPU: weights packed for oneDNN, and a kernel of our own for a few rows of the same memory.
+"""Matrix products on a CPU: weights packed once, and a kernel of our own for a few rows of the same memory.
 
 With a few rows a product takes as long as its weights take to come from memory. oneDNN packs a matrix `[out, in]` in
 columns, 64 outputs wide: `[out / 64, lines, 64]`, a line for each input, or for each pair of inputs in bfloat16, as the
 CPU's instruction for products of pairs takes them. Each is one stream of memory, and the sums of all rows stay in
 registers while it is read. Nothing documents the layout, so the kernel's result is compared with oneDNN's at load.
+
+Where the CPU has no instructions for bfloat16, oneDNN packs no such matrix. Then we pack it in the same layout, and
+weights are converted to float32 inside the product (`ConvertedLinear`): the memory of bfloat16, the arithmetic of
+float32.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
+import time
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Self
@@ -47,7 +52,10 @@ _VECTORS = COLUMNS // _LANES
 _LINE_BYTES = COLUMNS * 4
 _PREFETCH_BYTES = 16384
 """How far ahead of its use a line is prefetched: what a core reads in about half a microsecond."""
-_KERNEL_ROWS_AT_ONCE = 6  # their sums and a line of weights fill the 32 vector registers
+_CONVERTED_BLOCKS = 8
+"""Times 64 columns that are converted to float32 at a time: they stay in the core's cache until they are multiplied."""
+_UPPER_HALF = -1 << 16
+_RACE_SIZE, _RACE_ROWS, _RACE_ROUNDS = 1024, 512, 10  # some milliseconds each
 _LINES_AT_ONCE = 1024
 """256 KiB of 64 columns, which the next rows find in the core's cache."""
 
@@ -61,7 +69,16 @@ class _BFloat16(ir.Type):  # type: ignore[misc]
 
 _FLOATS, _PAIRS = ir.VectorType(llvm.FLOAT, _LANES), ir.VectorType(_BFloat16(), 2 * _LANES)
 _PAIR_PRODUCT = "llvm.x86.avx512bf16.dpbf16ps.512"
-_CPU_FEATURES = binding.get_host_cpu_features()
+_CHOSEN_FEATURES = numba.config.CPU_FEATURES  # type: ignore[attr-defined]
+"""NUMBA_CPU_FEATURES, with NUMBA_CPU_NAME and ONEDNN_MAX_CPU_ISA, stands for another CPU: tests run its paths here."""
+_CPU_FEATURES = (
+    binding.get_host_cpu_features()
+    if _CHOSEN_FEATURES is None
+    else {each[1:]: each.startswith("+") for each in _CHOSEN_FEATURES.split(",")}
+)
+_HAS_WIDE_REGISTERS = bool(_CPU_FEATURES.get("avx512f"))
+_KERNEL_ROWS_AT_ONCE = 6 if _HAS_WIDE_REGISTERS else 3
+"""Their sums and the weights of a line fill the vector registers: 32 of 16 numbers, or 16 of 8."""
 _HAS_PAIR_PRODUCT = bool(_CPU_FEATURES.get("avx512bf16"))
 _HAS_TILE_PRODUCT = bool(_CPU_FEATURES.get("amx-bf16"))
 """oneDNN then multiplies bfloat16 by tiles, many more products a cycle than the instruction for pairs computes."""
@@ -133,14 +150,79 @@ class PackedLinear:
         return bool((weights(hidden).float() - expected).norm() <= _TOLERANCE * expected.norm())
 
 
+@dataclass(slots=True)
+class ConvertedLinear(PackedLinear):
+    """Weights in bfloat16, products in float32. `weight` is int32 `[out / 64, in / 2, 64]`, as of `packed_memory`."""
+
+    @classmethod
+    def of(cls, linear: Linear) -> Self:
+        outputs, inputs = linear.weight.shape
+        pairs = linear.weight.view(outputs // COLUMNS, COLUMNS, inputs // 2, 2).permute(0, 2, 1, 3)
+        return cls(pairs.contiguous().view(torch.int32).squeeze(-1), linear.bias)
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        if (weights := self.weights_for(hidden)) is not None:
+            return weights(hidden)
+        product = hidden.new_empty(len(hidden), len(self.weight), COLUMNS)
+        bias = hidden.new_zeros(len(self.weight) * COLUMNS) if self.bias is None else self.bias
+        biases, rows = bias.float().view(-1, 1, COLUMNS), hidden.float()
+        even, odd = (rows[:, first::2].contiguous().expand(_CONVERTED_BLOCKS, -1, -1) for first in (0, 1))
+        halves = self.weight.new_empty(_CONVERTED_BLOCKS, *self.weight.shape[1:])
+        for first in range(0, len(self.weight), _CONVERTED_BLOCKS):
+            pairs = self.weight[first : first + _CONVERTED_BLOCKS]
+            count = len(pairs)
+            converted = halves[:count].view(torch.float32)
+            torch.bitwise_left_shift(pairs, 16, out=halves[:count])
+            total = torch.baddbmm(biases[first : first + count], even[:count], converted)
+            torch.bitwise_and(pairs, _UPPER_HALF, out=halves[:count])
+            product[:, first : first + count] = total.baddbmm_(odd[:count], converted).transpose(0, 1)
+        return product.flatten(1)
+
+    def use_kernel(self) -> None:
+        bias = torch.empty(0, dtype=torch.bfloat16) if self.bias is None else self.bias
+        use_threads(torch.get_num_threads())
+        self.kernel_weights = PackedWeights(self.weight.numpy(), as_array(bias))
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
 def pack(linear: Linear) -> Linear:
-    """Pack a matrix for oneDNN once, if possible, instead of before every product.
+    """Pack a matrix once, if possible, instead of before every product.
 
     torch does this itself for compiled models only, with the same operators.
     """
-    if not isinstance(linear, TorchLinear) or not can_pack(linear.weight.dtype):
+    if not isinstance(linear, TorchLinear):
         return linear
-    return PackedLinear(torch.ops.mkldnn._reorder_linear_weight(linear.weight, _LAYOUT_ROWS), linear.bias)
+    dtype, (outputs, inputs) = linear.weight.dtype, linear.weight.shape
+    if can_pack(dtype):
+        return PackedLinear(torch.ops.mkldnn._reorder_linear_weight(linear.weight, _LAYOUT_ROWS), linear.bias)
+    if dtype == torch.bfloat16 and outputs % COLUMNS == 0 and inputs % 2 == 0:
+        return ConvertedLinear.of(linear)
+    return linear
+
+
+@cache
+def _pairs_are_slow() -> bool:
+    """Whether our kernel had better convert both numbers of a pair to float32 than use the instruction for pairs.
+
+    Measured by oneDNN's products: the instruction is half as fast as float32 on some CPUs, and twice as fast on others.
+    """
+    operands = [
+        (torch.ones(_RACE_ROWS, _RACE_SIZE, dtype=dtype), torch.ops.mkldnn._reorder_linear_weight(weight, _LAYOUT_ROWS))
+        for dtype in (torch.float32, torch.bfloat16)
+        for weight in [torch.ones(_RACE_SIZE, _RACE_SIZE, dtype=dtype)]
+    ]
+    rounds = [[_product_s(*each) for each in operands] for _ in range(_RACE_ROUNDS)]
+    float32_s, bfloat16_s = map(min, zip(*rounds, strict=True))
+    return bool(float32_s < 0.75 * bfloat16_s)
+
+
+def _product_s(hidden: torch.Tensor, weight: torch.Tensor) -> float:
+    started_s = time.perf_counter()
+    _onednn_product(hidden, weight, None)
+    return time.perf_counter() - started_s
 
 
 def padded_rows(num_rows: int) -> int:
@@ -213,7 +295,7 @@ def _emit_product(builder: Any, value: Any, weights: Any, total: Any) -> Any:
     """Vectors of float32, or of pairs of bfloat16 whose two products are both added to `total`."""
     if weights.type == _FLOATS:
         return llvm.fma(builder, value, weights, total)
-    if _HAS_PAIR_PRODUCT:
+    if _HAS_PAIR_PRODUCT and not _pairs_are_slow():
         kind = ir.FunctionType(_FLOATS, [_FLOATS, _PAIRS, _PAIRS])
         product = cgutils.get_or_insert_function(builder.module, kind, _PAIR_PRODUCT)
         return builder.call(product, [total, builder.bitcast(value, _PAIRS), builder.bitcast(weights, _PAIRS)])
@@ -222,6 +304,12 @@ def _emit_product(builder: Any, value: Any, weights: Any, total: Any) -> Any:
         left, right = (builder.bitcast(emit(pairs, operand), _FLOATS) for pairs in (value, weights))
         total = llvm.fma(builder, left, right, total)
     return total
+
+
+def _groups(num_rows: int) -> list[range]:
+    """The vectors of a line whose sums for `num_rows` are in registers at the same time."""
+    size = _VECTORS if _HAS_WIDE_REGISTERS or num_rows == 1 else _VECTORS // 2
+    return [range(first, first + size) for first in range(0, _VECTORS, size)]
 
 
 def _product_kernel(num_rows: int) -> Any:
@@ -243,30 +331,32 @@ def _product_kernel(num_rows: int) -> Any:
         element = llvm.FLOAT if dtype == types.float32 else llvm.INT32
         numbers = [builder.add(first, ir.Constant(first.type, row)) for row in range(num_rows)]
         rows = [builder.bitcast(address(0, number, 0), element.as_pointer()) for number in numbers]
-        sums = [address(3, number, _LANES * part) for number in numbers for part in range(_VECTORS)]
-        totals = [cgutils.alloca_once_value(builder, llvm.load(builder, sum_, types.float32, _LANES)) for sum_ in sums]
-        start = address(1, 0, 0)
         columns = context.make_array(signature.args[1])(context, builder, value=arguments[1])
         num_lines = cgutils.unpack_tuple(builder, columns.shape)[0]
-        with cgutils.for_range(builder, num_lines) as loop:
-            line = builder.gep(start, [builder.mul(loop.index, ir.Constant(loop.index.type, _LINE_BYTES))])
-            weights = []
-            for offset in range(0, _LINE_BYTES, 4 * _LANES):
-                llvm.prefetch(builder, builder.gep(line, [ir.Constant(first.type, offset + _PREFETCH_BYTES)]))
-                vector = builder.gep(line, [ir.Constant(first.type, offset)])
-                weights.append(llvm.load(builder, vector, dtype, _LANES))
-            for row, pointer in enumerate(rows):
-                value = llvm.broadcast(builder, builder.load(builder.gep(pointer, [loop.index])), _LANES)
-                for part, total in enumerate(totals[row * _VECTORS : (row + 1) * _VECTORS]):
-                    builder.store(_emit_product(builder, value, weights[part], builder.load(total)), total)
-        for sum_, total in zip(sums, totals, strict=True):
-            llvm.store(builder, builder.load(total), sum_)
+        for parts in _groups(num_rows):
+            sums = [address(3, number, _LANES * part) for number in numbers for part in parts]
+            before = [llvm.load(builder, sum_, types.float32, _LANES) for sum_ in sums]
+            totals = [cgutils.alloca_once_value(builder, value) for value in before]
+            start = address(1, 0, _LANES * parts[0])
+            with cgutils.for_range(builder, num_lines) as loop:
+                line = builder.gep(start, [builder.mul(loop.index, ir.Constant(loop.index.type, _LINE_BYTES))])
+                weights = []
+                for offset in range(0, 4 * _LANES * len(parts), 4 * _LANES):
+                    llvm.prefetch(builder, builder.gep(line, [ir.Constant(first.type, offset + _PREFETCH_BYTES)]))
+                    vector = builder.gep(line, [ir.Constant(first.type, offset)])
+                    weights.append(llvm.load(builder, vector, dtype, _LANES))
+                for row, pointer in enumerate(rows):
+                    value = llvm.broadcast(builder, builder.load(builder.gep(pointer, [loop.index])), _LANES)
+                    for vector, total in zip(weights, totals[row * len(parts) :], strict=False):
+                        builder.store(_emit_product(builder, value, vector, builder.load(total)), total)
+            for sum_, total in zip(sums, totals, strict=True):
+                llvm.store(builder, builder.load(total), sum_)
         return context.get_dummy_value()
 
     return intrinsic(typed)
 
 
-_one, _two, _three, _four, _five, _six = (_product_kernel(number) for number in range(1, _KERNEL_ROWS_AT_ONCE + 1))
+_one, _two, _three, _four, _five, _six = (_product_kernel(number) for number in range(1, 7))
 
 
 @compiled_inner()

@@ -8,6 +8,7 @@ from llmservice_server.backend.cpu import linear as cpu_linear
 from llmservice_server.backend.cpu.layer_ops import CpuLayerOps
 from llmservice_server.backend.cpu.linear import (
     KERNEL_ROWS,
+    ConvertedLinear,
     PackedLinear,
     as_operand,
     can_pack,
@@ -29,7 +30,7 @@ def test_a_packed_product_agrees_with_torch(dtype: torch.dtype, with_bias: bool,
     bias = torch.randn(num_out, generator=random).to(dtype) if with_bias else None
     plain = TorchLinear(weight, bias)
     linear = pack(plain)
-    assert isinstance(linear, PackedLinear) == can_pack(dtype)
+    assert isinstance(linear, PackedLinear) or not can_pack(dtype)
     assert linear.nbytes == plain.nbytes
     for num_rows in (1, 2, 7, 32, 130, 600):
         hidden = torch.randn(num_rows, num_in, generator=random).to(dtype)
@@ -37,6 +38,27 @@ def test_a_packed_product_agrees_with_torch(dtype: torch.dtype, with_bias: bool,
         # a float32 sum of num_in products, rounded once to dtype at the end
         tolerance = 4 * max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps * num_in**0.5)
         assert torch.allclose(linear(hidden).double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("uses_kernel", [False, True])
+@pytest.mark.parametrize(("num_out", "num_in"), [(64, 2), (1280, 768)])
+def test_a_product_of_converted_weights_agrees_with_torch(
+    with_bias: bool, uses_kernel: bool, num_out: int, num_in: int
+) -> None:
+    """As on a CPU without instructions for bfloat16, wherever this runs."""
+    random = torch.Generator().manual_seed(0)
+    weight = torch.randn(num_out, num_in, generator=random).div_(num_in**0.5).bfloat16()
+    bias = torch.randn(num_out, generator=random).bfloat16() if with_bias else None
+    linear = ConvertedLinear.of(TorchLinear(weight, bias))
+    assert linear.nbytes == TorchLinear(weight, bias).nbytes
+    if uses_kernel:
+        linear.use_kernel()
+    for num_rows in (1, 2, 7, 32, 130):
+        hidden = torch.randn(num_rows, num_in, generator=random).bfloat16()
+        assert (linear.weights_for(hidden) is not None) == (uses_kernel and num_rows <= KERNEL_ROWS)
+        expected = F.linear(hidden.double(), weight.double(), None if bias is None else bias.double())
+        assert torch.allclose(linear(hidden).double(), expected, rtol=0.03, atol=0.03)
 
 
 def test_rows_may_be_slices_of_wider_rows() -> None:
@@ -72,8 +94,6 @@ dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_rows", [1, 7, KERNEL_ROWS])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_logits_agree_with_torch(dtype: torch.dtype, num_rows: int, with_bias: bool) -> None:
-    if not can_pack(dtype):
-        pytest.skip(f"this CPU has no packed product of {dtype}")
     random = torch.Generator().manual_seed(0)
     weight, norm, bias = (torch.randn(*shape, generator=random).to(dtype) for shape in ((192, 96), (96,), (192,)))
     linear = pack(TorchLinear(weight, bias if with_bias else None))
@@ -110,7 +130,7 @@ def packed(weight: torch.Tensor) -> torch.Tensor:
     return lines.view(torch.float32 if weight.dtype == torch.float32 else torch.int32).squeeze(-1)
 
 
-@packable
+@dtypes
 @pytest.mark.slow
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(("num_out", "num_in"), [(64, 2), (192, 66), (64, 4608)])  # the last: columns in two parts
@@ -130,7 +150,7 @@ def test_kernel_agrees_with_torch_for_any_few_rows(
         assert torch.allclose(product.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-@packable
+@dtypes
 @pytest.mark.slow
 def test_nan_and_infinity_reach_the_product(dtype: torch.dtype) -> None:
     weight = torch.randn(64, 8).to(dtype)
@@ -180,7 +200,7 @@ def test_linear_uses_the_kernel_only_for_the_expected_layout(dtype: torch.dtype)
 @packable
 @pytest.mark.slow
 def test_a_matrix_with_nan_is_computed_by_onednn(dtype: torch.dtype) -> None:
-    linear = pack(TorchLinear(torch.full((64, 64), torch.nan, dtype=dtype)))
-    assert isinstance(linear, PackedLinear)
+    weight = torch.full((64, 64), torch.nan, dtype=dtype)
+    linear = PackedLinear(torch.ops.mkldnn._reorder_linear_weight(weight, 512))
     linear.use_kernel()
     assert linear.kernel_weights is None

@@ -1,0 +1,33 @@
+"""The kernels for CPUs without AVX-512, on whatever CPU the suite runs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+AVX2_ONLY = {
+    "NUMBA_CPU_NAME": "haswell",
+    "NUMBA_CPU_FEATURES": "+avx2,+fma,+f16c,+bmi,+bmi2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "ATEN_CPU_CAPABILITY": "avx2",
+}
+
+
+@pytest.mark.slow
+def test_products_and_decode_steps_agree_with_torch_on_a_cpu_with_avx2_only() -> None:
+    here = Path(__file__).parent
+    chosen = ["-k", "(kernel or states_agree or logits_agree) and not qwen and not biases"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *chosen]
+    run = subprocess.run(
+        [*command, here / "test_linear.py", here / "test_decode.py"],
+        env={**os.environ, **AVX2_ONLY},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout[-4000:]
+    assert " passed" in run.stdout
