@@ -24,7 +24,7 @@ from llmservice_server.backend.cuda.kernels.jit import FP8
 from llmservice_server.backend.cuda.kernels.top_k_top_p import top_k_top_p as by_kernel
 from llmservice_server.backend.cuda.varlen import choose_chunk_attention
 from llmservice_server.backend.torch.layer_ops import TorchLayerOps
-from llmservice_server.backend.torch.sampler import choose
+from llmservice_server.backend.torch.sampler import choose, penalize
 from llmservice_server.backend.torch.sampler import top_k_top_p as by_torch
 from llmservice_server.engine.request import Request
 from llmservice_server.sampling.sampler import Sampler
@@ -177,7 +177,7 @@ def sampling(bench: Bench) -> Findings:
         for kind, options in KINDS.items():
             requests = [_sampling_request(number, options) for number in range(batch)]
             for name, mask in (("kernel", by_kernel), ("torch", by_torch)):
-                sampler, scratch = Sampler(partial(choose, mask=mask)), torch.empty_like(logits)
+                sampler, scratch = Sampler(partial(choose, mask=mask), penalize), torch.empty_like(logits)
 
                 def draw(sampler=sampler, scratch=scratch, logits=logits, requests=requests) -> None:  # type: ignore[no-untyped-def]
                     sampler.draw(scratch.copy_(logits), requests)

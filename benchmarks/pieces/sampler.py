@@ -25,20 +25,26 @@ KINDS: dict[str, dict[str, Any]] = {
     "top-k 50, top-p 0.9": {"top_k": 50, "top_p": 0.9},
     "min-p 0.05": {"min_p": 0.05},
     "penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
+    "penalties, 8k tokens": {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
+    "logprobs 5": {"logprobs": 5},
 }
+PROMPT_TOKENS = {"penalties, 8k tokens": 8000}
 _MODEL_SPREAD = 3.0  # of the logits: hundreds of tokens are likely, more than from a trained model
 
 
 def measure_sampler(kind: str, num_rows: int, count: int = 15) -> Timing:
     """Sample one batch, in which every row has the same parameters, repeatedly from new logits."""
-    requests = [_request(number, KINDS[kind]) for number in range(num_rows)]
+    requests = [_request(number, KINDS[kind], PROMPT_TOKENS.get(kind, 256)) for number in range(num_rows)]
     logits = torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(0)) * _MODEL_SPREAD
-    sampler, scratch = Sampler(_backend().choose_tokens), torch.empty_like(logits)
+    backend, scratch = _backend(), torch.empty_like(logits)
+    sampler = Sampler(backend.choose_tokens, backend.penalize)
     seconds = []
-    for _ in range(count + 3):
+    for step in range(count + 3):
         scratch.copy_(logits)  # sampling overwrites them
         started_s = time.perf_counter()
         sampler.draw(scratch, requests).wait()
+        for number, request in enumerate(requests):
+            request.append((number * 31 + step) % VOCAB)
         seconds.append(time.perf_counter() - started_s)
     return Timing.of(seconds[3:])
 
@@ -49,10 +55,10 @@ def _backend() -> Backend:
     return choose_backend("auto", shape, torch.float32, torch.device("cpu"), max_num_batched_tokens=512)
 
 
-def _request(number: int, sampling: dict[str, Any]) -> Request:
+def _request(number: int, sampling: dict[str, Any], prompt_tokens: int) -> Request:
     message = GenerateRequest(
         request_id=str(number),
-        prompt_token_ids=list(range(number, number + 256)),
+        prompt_token_ids=[place % VOCAB for place in range(number, number + prompt_tokens)],
         sampling=SamplingParams(max_tokens=512, **sampling),
         arrival_s=0.0,
     )

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from llmservice_server.backend.sampling_batch import SamplingBatch
+from llmservice_server.backend.sampling_batch import PenalizedRows, SamplingBatch
 from llmservice_server.backend.transfer import to_device
 
 Int32Array = npt.NDArray[np.int32]
@@ -326,6 +326,13 @@ class Backend(Protocol):
         """The next token of each row of float32 logits `[num_rows, vocab_size]`, overwritten: int64 `[num_rows]`.
 
         -1 where a logit is NaN or infinite, or all are minus infinity.
+        """
+
+    def penalize(self, logits: torch.Tensor, penalized: PenalizedRows) -> None:
+        """Apply repetition, presence and frequency penalties to float32 logits `[num_rows, vocab_size]`, in place.
+
+        Repetition over prompt and answer (CTRL, Keskar et al., 2019): positive logits are divided, negative multiplied.
+        Then over the answer, as OpenAI defines them: minus presence, once; minus frequency, as often as it occurs.
         """
 
     def total_bytes(self) -> int:

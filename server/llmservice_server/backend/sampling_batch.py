@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from llmservice_server.types.messages import SamplingParams
 
@@ -46,12 +47,26 @@ _MIN_TEMPERATURE = 1e-6  # equivalent to greedy, without a division by zero
 
 
 class PenaltyHistory(Protocol):
-    """The token ids that a request's penalties count."""
+    """The distinct tokens that a request's penalties concern, and how often each was generated."""
 
-    @property
-    def everything(self) -> Int64Array: ...
-    @property
-    def answer(self) -> Int64Array: ...
+    ids: Int64Array  # [most_places], of which the first `num_places` are used
+    counts: Int64Array  # likewise
+    num_places: int
+    most_places: int
+    changed: Sequence[int]  # places that the device does not know yet
+
+
+@dataclass(frozen=True, slots=True)
+class PenalizedRows:
+    """Rows of logits with penalties, on the device; a row of `ids` and `counts` for each slot."""
+
+    rows: torch.Tensor  # int64 [num_rows], of the logits
+    slots: torch.Tensor  # int64 [num_rows]
+    parameters: torch.Tensor  # float32 [3, num_rows]: repetition, presence, frequency
+    ids: torch.Tensor  # int32 [num_slots, width]: distinct tokens, of which the first `num_places` are used
+    counts: torch.Tensor  # int32 [num_slots, width]: how often each was generated; 0: it is in the prompt only
+    num_places: torch.Tensor  # int64 [num_rows]
+    most_places: int  # of a row
 
 
 class SampledRequest(Protocol):

@@ -16,6 +16,7 @@ import torch
 from llmservice_server.backend.sampling_batch import SampledRequest
 from llmservice_server.backend.transfer import to_device
 from llmservice_server.sampling.grammar import Grammar
+from llmservice_server.sampling.penalties import Penalties
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
@@ -40,11 +41,11 @@ class Places:
         return cls(to_device(index, logits.device), to_device(values, logits.device))
 
 
-def adjust(logits: torch.Tensor, requests: Sequence[SampledRequest]) -> None:
+def adjust(logits: torch.Tensor, requests: Sequence[SampledRequest], penalties: Penalties) -> None:
     """Change float32 logits `[num_requests, vocab_size]` in place, row by row, as its request specifies."""
     numbered = [(row, request) for row, request in enumerate(requests) if not request.is_plain]
     if penalized := [(row, request) for row, request in numbered if request.history is not None]:
-        _penalize(logits, penalized)
+        penalties.apply(logits, penalized)
     if biased := [(row, request) for row, request in numbered if request.sampling.logit_bias]:
         _add_bias(logits, biased)
     if limited := [(row, request) for row, request in numbered if request.allowed_token_ids is not None]:
@@ -56,34 +57,6 @@ def adjust(logits: torch.Tensor, requests: Sequence[SampledRequest]) -> None:
         (row, request) for row, request in numbered if request.num_output_tokens < request.sampling.min_tokens
     ]:
         _bar_stop_tokens(logits, barred)
-
-
-def _penalize(logits: torch.Tensor, penalized: Sequence[tuple[int, SampledRequest]]) -> None:
-    """Repetition over prompt and answer (CTRL, Keskar et al., 2019): positive logits are divided, negative multiplied.
-
-    Then over the answer, as OpenAI defines them: minus presence, once; minus frequency, as often as the token occurs.
-    """
-    everything, once, each_time = [], [], []
-    for row, request in penalized:
-        sampling, history = request.sampling, request.history
-        assert history is not None  # noqa: S101  # chosen for it
-        if sampling.repetition_penalty != 1:
-            everything.append((row, history.everything, sampling.repetition_penalty))
-        if sampling.presence_penalty != 0:
-            once.append((row, history.answer, sampling.presence_penalty))
-        if sampling.frequency_penalty != 0:
-            each_time.append((row, history.answer, -sampling.frequency_penalty))
-    flat = logits.view(-1)
-    if everything:
-        places = Places.of(everything, logits)
-        before = flat[places.index]
-        flat[places.index] = torch.where(before > 0, before / places.values, before * places.values)
-    if once:
-        places = Places.of(once, logits)
-        flat[places.index] = flat[places.index] - places.values  # not -=: a place named twice is changed once
-    if each_time:
-        places = Places.of(each_time, logits)
-        flat.scatter_add_(0, places.index, places.values)
 
 
 def _add_bias(logits: torch.Tensor, biased: Sequence[tuple[int, SampledRequest]]) -> None:

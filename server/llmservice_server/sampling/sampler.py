@@ -15,9 +15,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from llmservice_server.backend.sampling_batch import SampledRequest, SamplingBatch
+from llmservice_server.backend.sampling_batch import PenalizedRows, SampledRequest, SamplingBatch
 from llmservice_server.backend.transfer import HostCopy, to_device
 from llmservice_server.sampling.logit_adjustments import adjust, apply_masks
+from llmservice_server.sampling.penalties import Penalties
 from llmservice_server.types.errors import request_failure
 from llmservice_server.types.messages import TokenLogprobs
 
@@ -59,12 +60,17 @@ class Drawn:
 class Sampler:
     """Keeps the last batch's columns, as most batches are of the same requests as the one before.
 
-    `choose` is the backend's `choose_tokens`.
+    `choose` and `penalize` are the backend's.
     """
 
-    def __init__(self, choose: Callable[[torch.Tensor, SamplingBatch], torch.Tensor]) -> None:
+    def __init__(
+        self,
+        choose: Callable[[torch.Tensor, SamplingBatch], torch.Tensor],
+        penalize: Callable[[torch.Tensor, PenalizedRows], None],
+    ) -> None:
         self._batch = SamplingBatch.of([])
         self.choose = choose
+        self._penalties = Penalties(penalize)
 
     def draw(
         self, logits: torch.Tensor, requests: Sequence[SampledRequest], masks: Future[torch.Tensor] | None = None
@@ -80,7 +86,7 @@ class Sampler:
         rows = to_device(np.array(batch.with_logprobs), logits.device) if batch.with_logprobs else None
         raw = None if rows is None else logits.index_select(0, rows)
         if not batch.is_plain:
-            adjust(logits, requests)
+            adjust(logits, requests, self._penalties)
         if masks is not None:
             apply_masks(logits, batch.masked, masks.result())
         token_ids = self.choose(logits, batch)

@@ -87,8 +87,8 @@ def test_a_section_returns_its_rows_and_checks(name: str, bench: Bench) -> None:
     assert parts == PARTS[name]
     json.dumps(found.rows)
     whats = [check.what for check in found.checks]
-    for promised in TARGETS.get(name, ()):
-        assert any(promised in what for what in whats), (promised, whats)
+    for target in TARGETS.get(name, ()):
+        assert any(target in what for what in whats), (target, whats)
     for kept in KEPT.get(name, ()):
         there = [check for check in found.checks if kept in check.what]
         assert there

@@ -10,11 +10,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmservice_server.backend.cpu.sampler import penalize as cpu_penalize
+from llmservice_server.backend.torch.sampler import penalize as torch_penalize
 from llmservice_server.engine.request import Request
-from llmservice_server.sampling.logit_adjustments import adjust
+from llmservice_server.sampling import logit_adjustments
+from llmservice_server.sampling.penalties import Penalties
 from llmservice_server.types.messages import GenerateRequest, SamplingParams
 
 VOCAB = 12
+PENALIZE = {"torch": torch_penalize, "cpu": cpu_penalize}
+
+
+def adjust(logits: torch.Tensor, requests: list[Request], penalties: Penalties | None = None) -> None:
+    logit_adjustments.adjust(logits, requests, penalties or Penalties(torch_penalize))
 
 
 def request(prompt: list[int], answer: list[int], **sampling: Any) -> Request:
@@ -71,14 +79,38 @@ REQUEST = st.builds(
 
 
 @settings(deadline=None)  # torch's first call is slow
-@given(requests=st.lists(REQUEST, min_size=1, max_size=5), seed=st.integers(0, 1000))
+@given(
+    requests=st.lists(REQUEST, min_size=1, max_size=5),
+    seed=st.integers(0, 1000),
+    backend=st.sampled_from(sorted(PENALIZE)),
+)
 def test_every_row_is_changed_by_its_own_requests_formula_and_by_nothing_else(
-    requests: list[Request], seed: int
+    requests: list[Request], seed: int, backend: str
 ) -> None:
     logits = torch.randn(len(requests), VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
     wanted = [expected(row, asked) for row, asked in zip(logits.tolist(), requests, strict=True)]
-    adjust(logits, requests)
+    adjust(logits, requests, Penalties(PENALIZE[backend]))
     torch.testing.assert_close(logits, torch.tensor(wanted), rtol=1e-5, atol=1e-5)
+
+
+@settings(deadline=None)
+@given(
+    requests=st.lists(REQUEST, min_size=1, max_size=12),
+    steps=st.lists(st.tuples(st.sets(st.integers(0, 11), min_size=1), TOKEN), min_size=1, max_size=12),
+    backend=st.sampled_from(sorted(PENALIZE)),
+)
+def test_counts_follow_requests_that_grow_leave_and_return(
+    requests: list[Request], steps: list[tuple[set[int], int]], backend: str
+) -> None:
+    penalties = Penalties(PENALIZE[backend])
+    for present, token in steps:
+        batch = [request for number, request in enumerate(requests) if number in present]
+        logits = torch.linspace(-3, 3, len(batch) * VOCAB).view(len(batch), VOCAB)
+        wanted = [expected(row, asked) for row, asked in zip(logits.tolist(), batch, strict=True)]
+        adjust(logits, batch, penalties)
+        torch.testing.assert_close(logits, torch.tensor(wanted).view(len(batch), VOCAB), rtol=1e-5, atol=1e-5)
+        for request in batch:
+            request.append(token)
 
 
 @settings(deadline=None)  # torch's first call is slow

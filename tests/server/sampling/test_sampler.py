@@ -141,7 +141,9 @@ def test_logprobs_are_of_the_models_logits_whatever_changes_the_draw() -> None:
         request(temperature=1.0),
     ]
     reference = logits.log_softmax(-1)
-    token_ids, logprobs, failed = Sampler(torch_sampler.choose).draw(logits.clone(), asked).wait()
+    token_ids, logprobs, failed = (
+        Sampler(torch_sampler.choose, torch_sampler.penalize).draw(logits.clone(), asked).wait()
+    )
     assert not failed
     assert token_ids[:2] == [likeliest, 7]
     assert logprobs[0] is not None
@@ -166,9 +168,12 @@ def test_a_row_is_drawn_alike_alone_and_among_rows_with_other_parameters() -> No
         request(9, temperature=1.0, min_p=0.02, top_p=0.9),
         request(10, temperature=1.2, presence_penalty=1.0, repetition_penalty=1.3, place=4),
     ]
-    together = Sampler(torch_sampler.choose).draw(logits.clone(), rows).wait().token_ids
+    together = Sampler(torch_sampler.choose, torch_sampler.penalize).draw(logits.clone(), rows).wait().token_ids
     alone = [
-        Sampler(torch_sampler.choose).draw(logits[row : row + 1].clone(), [rows[row]]).wait().token_ids
+        Sampler(torch_sampler.choose, torch_sampler.penalize)
+        .draw(logits[row : row + 1].clone(), [rows[row]])
+        .wait()
+        .token_ids
         for row in range(10)
     ]
     assert together == [token_id for (token_id,) in alone]

@@ -1,4 +1,4 @@
-"""What the sampler allocates on a card, counted on a CPU: the same torch operators, and every allocation of theirs."""
+"""What the sampler allocates on a GPU, counted on a CPU: the same torch operators, and every allocation of theirs."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ HIDDEN = 8
 
 
 def cut_in_place(weights: torch.Tensor, wanted: torch.Tensor, by_mass: bool) -> torch.Tensor:
-    """Allocates what our kernel does on a card: nothing of the vocabulary's size."""
+    """Allocates what our kernel does on a GPU: nothing of the vocabulary's size."""
     return weights
 
 

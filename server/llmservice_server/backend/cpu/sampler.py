@@ -14,7 +14,7 @@ import torch
 
 from llmservice_server.backend.cpu.compiled import compiled, compiled_inner, for_each, use_threads
 from llmservice_server.backend.cpu.llvm import exp2
-from llmservice_server.backend.sampling_batch import GOLDEN_GAMMA, SamplingBatch, mix64
+from llmservice_server.backend.sampling_batch import GOLDEN_GAMMA, PenalizedRows, SamplingBatch, mix64
 
 _LOG2_E = np.float32(math.log2(math.e))
 _BLOCK = 256  # weights that are computed and summed together
@@ -34,6 +34,32 @@ def choose(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     num_threads = use_threads(torch.get_num_threads())
     _choose(rows, batch.parameters, batch.streams, batch.positions(), min(num_threads, len(rows)), token_ids)
     return torch.from_numpy(token_ids)
+
+
+def penalize(logits: torch.Tensor, penalized: PenalizedRows) -> None:
+    """Implements `Backend.penalize`."""
+    numbers = np.stack([each.numpy() for each in (penalized.rows, penalized.slots, penalized.num_places)])
+    use_threads(torch.get_num_threads())
+    _penalize(logits.numpy(), numbers, penalized.parameters.numpy(), penalized.ids.numpy(), penalized.counts.numpy())
+
+
+@compiled_inner()
+def _penalize_row(number: int, logits: Any, numbers: Any, parameters: Any, ids: Any, counts: Any) -> None:
+    repetition, presence, frequency = parameters[0, number], parameters[1, number], parameters[2, number]
+    row, slot = logits[numbers[0, number]], numbers[1, number]
+    for place in range(numbers[2, number]):
+        token, count = ids[slot, place], np.float32(counts[slot, place])
+        if not 0 <= token < len(row):
+            continue
+        value = row[token]
+        value = value / repetition if value > 0 else value * repetition
+        row[token] = value - (presence if count > 0 else np.float32(0)) - frequency * count
+
+
+@compiled("void(float32[:, ::1], int64[:, ::1], float32[:, ::1], int32[:, ::1], int32[:, ::1])", nogil=True)
+def _penalize(logits: Any, numbers: Any, parameters: Any, ids: Any, counts: Any) -> None:
+    """numbers: of each row, its row of logits, its slot and the number of its places."""
+    for_each(_penalize_row, numbers.shape[1], (logits, numbers, parameters, ids, counts))
 
 
 @compiled("int64(int32[::1])")

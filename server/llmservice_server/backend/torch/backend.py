@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from llmservice_server.backend.base import Attention, DecodePath, Decoder, KVCacheShape
-from llmservice_server.backend.sampling_batch import SamplingBatch
+from llmservice_server.backend.sampling_batch import PenalizedRows, SamplingBatch
 from llmservice_server.backend.torch import sampler
 from llmservice_server.backend.torch.attention import TorchAttention
 from llmservice_server.backend.torch.memory import (
@@ -71,6 +71,9 @@ class TorchBackend:
 
     def choose_tokens(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         return sampler.choose(logits, batch)
+
+    def penalize(self, logits: torch.Tensor, penalized: PenalizedRows) -> None:
+        sampler.penalize(logits, penalized)
 
     def total_bytes(self) -> int:
         return torch.cuda.mem_get_info(self.device)[1] if self.on_gpu else available_cpu_bytes()

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from llmservice_server.backend.sampling_batch import SamplingBatch
+from llmservice_server.backend.sampling_batch import PenalizedRows, SamplingBatch
 from llmservice_server.backend.transfer import to_device
 
 WEIGHT_BITS = 30  # of a float from 0 to 1; such floats are ordered as their bits are
@@ -61,6 +61,20 @@ def choose(logits: torch.Tensor, batch: SamplingBatch, mask: TopKTopP = top_k_to
         largest = rows.take(best)
         rows.put(token_ids, _draw(rows.take(logits).sub_(largest[:, None]), sampled, batch, mask))
     return token_ids.masked_fill_(~best.isfinite(), -1)
+
+
+def penalize(logits: torch.Tensor, penalized: PenalizedRows) -> None:
+    """Implements `Backend.penalize`."""
+    width, device = penalized.most_places, logits.device
+    ids, counts = (table[:, :width].index_select(0, penalized.slots) for table in (penalized.ids, penalized.counts))
+    unused = torch.arange(width, device=device) >= penalized.num_places[:, None]
+    ids, counts = (torch.where(unused, part[:, :1], part) for part in (ids, counts))  # the first one is written again
+    index = ids + penalized.rows[:, None] * logits.shape[-1]
+    flat = logits.view(-1)
+    values = flat[index]
+    repetition, presence, frequency = penalized.parameters[:, :, None].unbind()
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    flat[index] = values - presence * (counts > 0) - frequency * counts
 
 
 class _Rows:

@@ -43,7 +43,7 @@ def test_sampling_never_waits_for_the_device(asked: list[dict[str, Any]]) -> Non
     requests = [request(each) for each in asked]
     logits = torch.empty(len(requests), VOCAB, device=META)
     with never_waiting():
-        drawn = Sampler(torch_sampler.choose).draw(logits, requests)
+        drawn = Sampler(torch_sampler.choose, torch_sampler.penalize).draw(logits, requests)
     assert (drawn.token_ids.device, drawn.token_ids.shape) == (META, (len(requests),))
 
 
