@@ -111,10 +111,16 @@ async def serve_pods() -> None:
     from llmservice_server.types.messages import Ready
 
     metrics = Metrics("llmservice_", "model")
-    figures = {"max_model_len": 512, "max_num_seqs": 8, "block_size": 16, "max_request_tokens": 512}
-    memory = {"weights": 10**9, "kv_cache": 10**9}
     ready = Ready(
-        **figures, num_blocks=1000, embedding_size=64, max_embedding_tokens=512, memory_bytes=memory, load_s=20.0
+        max_model_len=512,
+        max_num_seqs=8,
+        block_size=16,
+        num_blocks=1000,
+        max_request_tokens=512,
+        embedding_size=64,
+        max_embedding_tokens=512,
+        memory_bytes={"weights": 10**9, "kv_cache": 10**9},
+        load_s=20.0,
     )
     metrics.set_ready(ready)
     for _ in range(100):

@@ -23,6 +23,8 @@ from pieces.embeddings import NUM_STREAMS as NUM_EMBEDDING_STREAMS
 from pieces.embeddings import measure_embeddings
 from pieces.http_path import LONGEST_ITL_MS, NUM_STREAMS, measure_http, sustained_tokens_per_s
 from pieces.sampler import KINDS, NUM_ROWS, measure_sampler
+from pieces.scheduling import NUM_RUNNING as NUM_SCHEDULED
+from pieces.scheduling import measure_scheduling
 from pieces.start import measure_phases, measure_serving
 from pieces.step import measure_real_step, measure_step
 from pieces.stream_chunks import measure_stream_chunks
@@ -73,6 +75,19 @@ def step() -> Found:
     share = 100 * host_ms["greedy", 256] / step_ms
     rows.append({"running": 256, "sampling": "greedy", "step_of_12x768_p50_ms": step_ms, "host_share_percent": share})
     checks.append(Check("the same, of the step on the 12×768 model", "<= 5", share, "%"))
+    return Found(rows, checks)
+
+
+def scheduling() -> Found:
+    timings = measure_scheduling()
+    rows = [
+        {"situation": name, "scheduling_p50_ms": each.p50_s * 1000, "scheduling_p99_ms": each.p99_s * 1000}
+        for name, each in timings.items()
+    ]
+    checks = [
+        Check(f"scheduling alone at {NUM_SCHEDULED} running, {name}", "<= 0.5", each.p50_s * 1000, "ms")
+        for name, each in timings.items()
+    ]
     return Found(rows, checks)
 
 
@@ -148,6 +163,7 @@ def start() -> Found:
 
 PARTS: dict[str, Callable[[], Found]] = {
     "step": step,
+    "scheduling": scheduling,
     "block_pool": block_pool,
     "sampler": sampler,
     "http": http,

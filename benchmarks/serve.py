@@ -2,7 +2,7 @@
 
 A toy Llama (4 layers, hidden size 256) is served on loopback by the same processes as in a pod; the load generator uses
 the same cores. Closed loops of growing concurrency measure the capacity, open loops of Poisson arrivals send shares of
-it, and a bisection finds the highest rate at which 99 % of the requests keep the promised latencies.
+it, and a bisection finds the highest rate at which 99 % of the requests meet the latency targets.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import sys
 
 from llmservice_bench.client import Target
 from llmservice_bench.models import MODEL, serving
-from llmservice_bench.record import Promises
+from llmservice_bench.record import LatencyTargets
 from llmservice_bench.results import Results
 from llmservice_bench.sweep import SweepPlan
 from llmservice_bench.sweep_benchmark import HEADER, sweep_server
 from llmservice_bench.trace import read_trace
 
-PROMISES = Promises(ttft_s=0.25, itl_s=0.05)
+TARGETS = LatencyTargets(ttft_s=0.25, itl_s=0.05)
 
 
 async def run(scale: float, seconds: float, limit_s: float) -> int:
@@ -29,7 +29,7 @@ async def run(scale: float, seconds: float, limit_s: float) -> int:
         seconds=seconds,
         concurrencies=(1, 4, 16, 64),
         shares=(0.5, 0.8, 0.95, 1.5),
-        promises=PROMISES,
+        targets=TARGETS,
         limit_s=limit_s,
     )
     print(HEADER)
@@ -37,7 +37,7 @@ async def run(scale: float, seconds: float, limit_s: float) -> int:
         sweep = await sweep_server(Target(server.url, MODEL, ignore_eos=True), plan)
     notes = [sweep.highest_rate.line()] if sweep.highest_rate else []
     print(*notes, sep="\n")
-    settings = {"model": MODEL, "scale": scale, "seconds": seconds, "goodput": str(PROMISES)}
+    settings = {"model": MODEL, "scale": scale, "seconds": seconds, "goodput": str(TARGETS)}
     Results("serve", [point.row() for point in sweep.points], settings=settings, notes=notes).write()
     return 1 if any(point.report.failed for point in sweep.points) else 0
 

@@ -60,7 +60,7 @@ ROWS = (
                 (Query(f"{WAITING} / on (namespace, service) ({READY} > 0)", SERVICE),),
             ),
             Panel(
-                "p99 TTFT against the promise",
+                "p99 TTFT against the target",
                 "Near 100 % nothing shrinks, above it one replica is added.",
                 "percentunit",
                 (Query(TTFT_SHARE, SERVICE),),
@@ -90,7 +90,7 @@ ROWS = (
         (
             Panel(
                 "Conditions that do not hold",
-                "1: False, 2: Unknown; nothing to see is good. SLOFeasible: scaling can't keep the promise.",
+                "1: False, 2: Unknown; nothing to see is good. SLOFeasible: scaling can't meet the target.",
                 "none",
                 (
                     Query(

@@ -11,9 +11,12 @@ ROWS = (
         (
             Panel(
                 "Running sequences",
-                "Per pod. The batch grows until memory or maxNumSeqs bounds it.",
+                "Per pod, and how many sequences like those before the KV cache is predicted to hold at once.",
                 "short",
-                (Query(per_pod("llmservice_num_requests_running"), POD),),
+                (
+                    Query(per_pod("llmservice_num_requests_running"), POD),
+                    Query(per_pod("llmservice_admissible_sequences"), f"admissible {POD}"),
+                ),
             ),
             Panel(
                 "Waiting sequences by lane",
@@ -88,7 +91,7 @@ ROWS = (
             ),
             Panel(
                 "Prefill",
-                "From the first step to the first token. Grows with prompts, and bounds what can be promised.",
+                "From the first step to the first token. Grows with prompts, and bounds the target that can be met.",
                 "s",
                 p50_p99("llmservice_request_prefill_time_seconds"),
             ),

@@ -1,4 +1,4 @@
-"""What users get: latency beside throughput, refusals, and the promise."""
+"""What users get: latency and its target beside throughput and refusals."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ ROWS = (
         "Now",
         (
             Panel(
-                "p99 TTFT against the promise",
-                "p99 time to first token as a share of spec.slo.ttftP99; above 100 % the promise is broken.",
+                "p99 TTFT against the target",
+                "p99 time to first token as a share of spec.slo.ttftP99; above 100 % the target is missed.",
                 "percentunit",
                 (Query(TTFT_SHARE, SERVICE),),
                 ((0.8, "orange"), (1, "red")),
@@ -39,9 +39,9 @@ ROWS = (
         (
             Panel(
                 "Time to first token",
-                "From arrival at the server to the first token, queue included, with the promise.",
+                "From arrival at the server to the first token, queue included, with the target.",
                 "s",
-                (*p50_p99(TTFT), Query(TARGET, "promise {{namespace}}/{{service}}")),
+                (*p50_p99(TTFT), Query(TARGET, "target {{namespace}}/{{service}}")),
             ),
             Panel(
                 "Tokens a second",

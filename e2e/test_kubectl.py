@@ -67,7 +67,7 @@ def test_llm_explain_tells_the_sizing_the_signals_and_the_pods(cluster: Cluster,
     """kubectl finds the plugin on the PATH; a healthy service exits 0."""
     text = cluster.kubectl("llm", "explain", NAME).stdout
     predicted = ["predicted"] if cluster.is_local else []  # elsewhere the example's model is known by its pod alone
-    for expected in ("OK  ", "sequences at once", "threshold", *predicted, "Ready, ", "log: "):
+    for expected in ("OK  ", "sequences in a step", "threshold", *predicted, "Ready, ", "log: "):
         assert expected in text
     absent = cluster.kubectl("llm", "explain", "absent", check=False)
     assert absent.returncode == 2

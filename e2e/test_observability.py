@@ -42,7 +42,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """One replica that can't be scaled out of its trouble, with a promise that no request keeps."""
+    """One replica that can't be scaled out of its trouble, with a target that no request meets."""
     directory: Path = tmp_path_factory.mktemp("alerts")
     with running_cluster(directory, "--prometheus") as running:
         kube = Kube(running)
@@ -95,9 +95,9 @@ def test_servers_and_operator_speak_of_the_same_services(cluster: Cluster) -> No
         result = ask(cluster, "query", query=metric)["result"]
         return {(each["metric"]["namespace"], each["metric"][label]): each["value"][1] for each in result}
 
-    promises = {("default", NAME): "0.001", ("default", SCALED): "5"}
-    wait_for(lambda: series("llmservice_operator_ttft_target_seconds", "name") == promises, 30)
-    wait_for(lambda: series("llmservice_num_requests_running", "service").keys() == promises.keys(), 30)
+    targets = {("default", NAME): "0.001", ("default", SCALED): "5"}
+    wait_for(lambda: series("llmservice_operator_ttft_target_seconds", "name") == targets, 30)
+    wait_for(lambda: series("llmservice_num_requests_running", "service").keys() == targets.keys(), 30)
 
 
 def test_check_that_helm_test_runs_names_what_the_gateway_serves(cluster: Cluster) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
+from llmservice_server.engine.admission import Admission
 from llmservice_server.engine.block_pool import BlockPool
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.interfaces import Plan, Scheduled
@@ -29,6 +30,13 @@ class BatchConfig:
     max_wait_s: float  # of the oldest request, after which a smaller batch is run
     padded: bool  # all sequences are as long as the longest: in prompt, in answer and in memory
     max_num_batched_tokens: int  # the budget of a step, padding included
+
+
+class AdmitsAll(Admission):
+    """For the continuous scheduler: predicts nothing, so that a request is admitted when its known tokens fit."""
+
+    def peak_blocks(self, requests: Sequence[Request]) -> float:
+        return 0.0
 
 
 class BatchScheduler:
@@ -101,8 +109,13 @@ class BatchScheduler:
                 self._schedule_decode(request, plan)
         return plan
 
-    def commit(self, plan: Plan, failed: Collection[Request] = ()) -> None:
+    @property
+    def num_admissible(self) -> int:
+        return self.config.batch_size
+
+    def commit(self, plan: Plan, failed: Collection[Request] = ()) -> Collection[Request]:
         """Nothing is shared between requests."""
+        return ()
 
     def _form(self, now: float) -> None:
         """Take as many of the waiting as the batch and the pool hold, but one at least."""

@@ -47,9 +47,7 @@ def _add_requests(parser: argparse.ArgumentParser, trace: str) -> None:
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--goodput", nargs="+", metavar="NAME:MS", help=f"latencies promised to each request, as {FORM}"
-    )
+    parser.add_argument("--goodput", nargs="+", metavar="NAME:MS", help=f"latency targets of each request, as {FORM}")
     parser.add_argument("-o", "--output", choices=["table", "json"], default="table", help="format on the terminal")
     parser.add_argument("--result", type=Path, metavar="FILE", help="also write the JSON to this file")
 
@@ -103,13 +101,13 @@ def _run_serve(args: argparse.Namespace) -> int:
 _SWEEP = """\
 The throughput-latency curve of a running server: closed loops of growing concurrency measure its capacity, then open
 loops send shares of that at random times, independent of the responses. With --goodput, a bisection finds the highest
-request rate at which the promises are kept."""
+request rate at which the targets are met."""
 
 
 def _add_sweep(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "sweep",
-        help="measure a server's throughput-latency curve and the highest rate that keeps the promises",
+        help="measure a server's throughput-latency curve and the highest rate that meets the targets",
         description=_SWEEP,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )

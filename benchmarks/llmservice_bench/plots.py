@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from llmservice_bench.record import Promises
+from llmservice_bench.record import LatencyTargets
 from llmservice_bench.results import figure as number
 
 Row = Mapping[str, Any]
@@ -58,7 +58,7 @@ def draw(content: Content) -> str | None:
     return plot(content) if plot and content["rows"] else None
 
 
-def draw_sweep(rows: Sequence[Row], subtitle: str, promises: Promises | None = None) -> str:
+def draw_sweep(rows: Sequence[Row], subtitle: str, targets: LatencyTargets | None = None) -> str:
     """Latency over throughput, a panel per metric: closed loops by their concurrency, open loops by their rate."""
     closed = [row for row in rows if row["concurrency"] is not None]
     opened = sorted((row for row in rows if row["rate"] is not None), key=lambda row: float(row["rate"]))
@@ -68,7 +68,7 @@ def draw_sweep(rows: Sequence[Row], subtitle: str, promises: Promises | None = N
             axes.set_title(title)
             for loops, name, colour in ((closed, "closed loops", COLOURS[0]), (opened, "open loops", COLOURS[1])):
                 _sweep_lines(axes, loops, metric, name, colour)
-            bound_s: float | None = getattr(promises, f"{metric}_s", None)
+            bound_s: float | None = getattr(targets, f"{metric}_s", None)
             _latency_over_throughput(axes, [bound_s * 1000] if bound_s else [])
         handles, labels = axes.get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=4)
@@ -88,7 +88,7 @@ def _sweep_lines(axes: Axes, rows: Sequence[Row], metric: str, name: str, colour
 
 
 def draw_capacities(rows: Sequence[Row], subtitle: str) -> str:
-    """A line per strategy (`load`) through the best of the runs that searched its capacity within `promise_ms`."""
+    """A line per strategy (`load`) through the best of the runs that searched its capacity within `target_ms`."""
     with mpl.rc_context(STYLE):
         figure = Figure((7.5, 4.4), layout="constrained")
         axes = figure.subplots()
@@ -96,9 +96,9 @@ def draw_capacities(rows: Sequence[Row], subtitle: str) -> str:
             points = frontier([(row["output_tokens_per_s"], row["ttft_p99_ms"]) for row in rows if row["load"] == name])
             axes.plot(*zip(*points, strict=True), color=colour, label=name)
         axes.set_title("p99 time to first token, ms")
-        _latency_over_throughput(axes, list(dict.fromkeys(row["promise_ms"] for row in rows)), 0.55)
+        _latency_over_throughput(axes, list(dict.fromkeys(row["target_ms"] for row in rows)), 0.55)
         figure.legend(loc="outside lower center", ncols=len(COLOURS))
-        return _svg(figure, "Throughput within a promised latency", subtitle)
+        return _svg(figure, "Throughput within a latency target", subtitle)
 
 
 def frontier(points: Sequence[Point]) -> list[Point]:
@@ -108,8 +108,8 @@ def frontier(points: Sequence[Point]) -> list[Point]:
     return [point for point, before in zip(by_latency, best, strict=False) if point[0] > before]
 
 
-def _latency_over_throughput(axes: Axes, promises_ms: Sequence[float], labels_at: float = 0.01) -> None:
-    """The scales, the labels, and a dotted line at each promised latency with its label at that share of the axis."""
+def _latency_over_throughput(axes: Axes, targets_ms: Sequence[float], labels_at: float = 0.01) -> None:
+    """The scales, the labels, and a dotted line at each latency target with its label at that share of the axis."""
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
@@ -119,9 +119,9 @@ def _latency_over_throughput(axes: Axes, promises_ms: Sequence[float], labels_at
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.set_xlabel("output tokens per second")
     axes.grid(axis="x", visible=False)
-    for bound in promises_ms:
+    for bound in targets_ms:
         axes.axhline(bound, color=INK, linestyle=":", linewidth=1, marker="")
-        label, at = f"promised: {bound:.0f} ms", (labels_at, bound)
+        label, at = f"target: {bound:.0f} ms", (labels_at, bound)
         axes.annotate(label, at, (0, 3), axes.get_yaxis_transform(), "offset points", color=GREY, fontsize=8)
 
 
@@ -158,9 +158,9 @@ def _machine(content: Content) -> str:
 
 
 def _serve(content: Content) -> str:
-    promised = content["settings"].get("goodput")
-    promises = Promises.parse(promised.split()) if promised else None
-    return draw_sweep(content["rows"], f"{content['settings']['model']} over HTTP, {_machine(content)}", promises)
+    goodput = content["settings"].get("goodput")
+    targets = LatencyTargets.parse(goodput.split()) if goodput else None
+    return draw_sweep(content["rows"], f"{content['settings']['model']} over HTTP, {_machine(content)}", targets)
 
 
 def _compare(content: Content) -> str:
@@ -173,7 +173,7 @@ def _compare(content: Content) -> str:
 
 
 def _strategies(content: Content) -> str | None:
-    rows = [row for row in content["rows"] if "promise_ms" in row]
+    rows = [row for row in content["rows"] if "target_ms" in row]
     return draw_capacities(rows, f"{content['settings']['model']}, {_machine(content)}") if rows else None
 
 

@@ -1,4 +1,4 @@
-"""The measurements of one request, promised latencies, and goodput."""
+"""The measurements of one request, latency targets, and goodput."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ FORM = "NAME:MILLISECONDS, such as ttft:500 itl:80; the names are ttft, tpot, it
 
 
 @dataclass(frozen=True, slots=True)
-class Promises:
-    """Latencies in seconds promised to every request; None is not promised, and at least one is.
+class LatencyTargets:
+    """Latency targets of every request in seconds. None: no target; at least one is set.
 
     `tpot_s` is a request's mean time per output token after the first, `itl_s` the 99th percentile of the gaps between
     its chunks of output, and `e2e_s` what vLLM calls e2el.
@@ -52,37 +52,37 @@ class Promises:
     e2e_s: float | None = None
 
     @classmethod
-    def parse(cls, pairs: Sequence[str]) -> Promises:
+    def parse(cls, pairs: Sequence[str]) -> LatencyTargets:
         """From `ttft:500 itl:80`, in milliseconds, as `vllm bench serve --goodput` takes them.
 
         Raises:
             ValueError: a pair has another form, or a name comes twice.
         """
-        promised: dict[str, float] = {}
+        targets: dict[str, float] = {}
         for pair in pairs:
             name, _, text = pair.partition(":")
             field = f"{name}_s"
-            if field not in cls.__dataclass_fields__ or field in promised:
-                raise ValueError(f"cannot read the promise {pair!r}: expected each once, as {FORM}")
+            if field not in cls.__dataclass_fields__ or field in targets:
+                raise ValueError(f"cannot read the target {pair!r}: expected each once, as {FORM}")
             try:
-                promised[field] = float(text) / 1000
+                targets[field] = float(text) / 1000
             except ValueError as error:
-                raise ValueError(f"cannot read the promise {pair!r}: expected {FORM}") from error
-            if not 0 < promised[field] < float("inf"):
-                raise ValueError(f"the promise {pair!r} must be above 0 milliseconds")
-        if not promised:
-            raise ValueError(f"nothing is promised: expected {FORM}")
-        return cls(**promised)
+                raise ValueError(f"cannot read the target {pair!r}: expected {FORM}") from error
+            if not 0 < targets[field] < float("inf"):
+                raise ValueError(f"the target {pair!r} must be above 0 milliseconds")
+        if not targets:
+            raise ValueError(f"no target is given: expected {FORM}")
+        return cls(**targets)
 
-    def kept_by(self, record: RequestRecord) -> bool:
-        """Whether a request kept all promises: a failed one did not; a latency that it does not have breaks none."""
+    def met_by(self, record: RequestRecord) -> bool:
+        """Whether a request met all targets: a failed one did not; a latency that it does not have misses none."""
         measured = (
             (self.ttft_s, record.ttft_s),
             (self.tpot_s, record.tpot_s),
             (self.itl_s, _p99(record.itl_s) if record.itl_s else None),
             (self.e2e_s, record.e2e_s),
         )
-        within = (value is None or promise is None or value <= promise for promise, value in measured)
+        within = (value is None or target is None or value <= target for target, value in measured)
         return record.error is None and all(within)
 
     def __str__(self) -> str:
@@ -97,17 +97,17 @@ def _p99(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """The requests that kept all promises, not only on average."""
+    """The requests that met all targets, not only on average."""
 
-    promises: str
+    targets: str
     kept: int
     share: float
     """Share of all requests, including failed ones."""
     requests_per_s: float
 
     @classmethod
-    def of(cls, records: Iterable[RequestRecord], promises: Promises, duration_s: float) -> Goodput:
-        kept = [promises.kept_by(record) for record in records]
+    def of(cls, records: Iterable[RequestRecord], targets: LatencyTargets, duration_s: float) -> Goodput:
+        kept = [targets.met_by(record) for record in records]
         number = sum(kept)
         per_s = number / duration_s if duration_s > 0 else 0.0
-        return cls(str(promises), number, number / len(kept) if kept else 0.0, per_s)
+        return cls(str(targets), number, number / len(kept) if kept else 0.0, per_s)

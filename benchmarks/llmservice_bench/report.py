@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from llmservice_bench.record import Goodput, Promises, RequestRecord
+from llmservice_bench.record import Goodput, LatencyTargets, RequestRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +54,10 @@ class Report:
     late_s: Distribution
     """The delay of sending; above a few ms, the concurrency limit or the load generator affected the load."""
     goodput: Goodput | None = None
-    """None without promises."""
+    """None without targets."""
 
     @classmethod
-    def of(cls, records: Iterable[RequestRecord], promises: Promises | None = None) -> Report:
+    def of(cls, records: Iterable[RequestRecord], targets: LatencyTargets | None = None) -> Report:
         records = list(records)
         good = [record for record in records if record.error is None]
         failures = Counter(record.error for record in records if record.error is not None)
@@ -83,7 +83,7 @@ class Report:
             itl_s=Distribution.of([gap for record in good for gap in record.itl_s]),
             e2e_s=Distribution.of([record.e2e_s for record in good]),
             late_s=Distribution.of([record.late_s for record in records]),
-            goodput=Goodput.of(records, promises, duration_s) if promises else None,
+            goodput=Goodput.of(records, targets, duration_s) if targets else None,
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -117,9 +117,7 @@ class Report:
             lines.append(f"{name:<16}{''.join(figures)}")
         if self.goodput:
             good = self.goodput
-            lines.append(
-                f"{'goodput':<28}{good.requests_per_s:>12.2f} req/s, {good.share:.1%} kept {good.promises} (ms)"
-            )
+            lines.append(f"{'goodput':<28}{good.requests_per_s:>12.2f} req/s, {good.share:.1%} met {good.targets} (ms)")
         if self.late_s.p99 > 0.01:
             lines.append(
                 f"sent late: p99 {self.late_s.p99 * 1000:.0f} ms, by the concurrency limit or the load of this machine"
@@ -149,5 +147,5 @@ def _processor() -> str:
         lines = []
     info = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     flags = info.get("flags", "").split()
-    instructions = next((each for each in ("amx_tile", "avx512f", "avx2") if each in flags), None)
+    instructions = next((each for each in ("amx_tile", "avx512_bf16", "avx512f", "avx2") if each in flags), None)
     return info.get("model name", platform.machine()) + (f" with {instructions}" if instructions else "")

@@ -13,7 +13,7 @@ import numpy as np
 
 from llmservice_bench.client import Target, TargetError, measure_word_rate
 from llmservice_bench.drive import Load, drive, open_session, progress_bar
-from llmservice_bench.record import Promises
+from llmservice_bench.record import LatencyTargets
 from llmservice_bench.report import Report, machine
 from llmservice_bench.trace import SAMPLE, Lengths, read_arrivals, read_trace
 from llmservice_planner.command import CommandError
@@ -29,8 +29,8 @@ def run_serve_benchmark(args: argparse.Namespace) -> int:
     """
     try:
         load = load_of(args)
-        promises = Promises.parse(args.goodput) if args.goodput else None
-        report = asyncio.run(_measure(args, load, promises))
+        targets = LatencyTargets.parse(args.goodput) if args.goodput else None
+        report = asyncio.run(_measure(args, load, targets))
     except (TargetError, ValueError) as error:
         raise CommandError(str(error)) from error
     result = json.dumps(_settings(args, load) | report.as_dict(), indent=2)
@@ -92,12 +92,12 @@ def from_where() -> str:
     return f"{where['platform']} with {where['cpus']} CPUs"
 
 
-async def _measure(args: argparse.Namespace, load: Load, promises: Promises | None) -> Report:
+async def _measure(args: argparse.Namespace, load: Load, targets: LatencyTargets | None) -> Report:
     target = target_of(args)
     async with open_session(args.timeout) as session:
         word_rate = await measure_word_rate(session, target, np.random.default_rng(args.seed))
         async with progress_bar(load, args.model) as progress:
-            return Report.of(await drive(session, target, load, word_rate, progress), promises)
+            return Report.of(await drive(session, target, load, word_rate, progress), targets)
 
 
 def _settings(args: argparse.Namespace, load: Load) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A sweep from low to high load, and the search for the highest request rate that keeps the promises."""
+"""A sweep from low to high load, and the search for the highest request rate that meets the targets."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 from llmservice_bench.client import TargetError
 from llmservice_bench.drive import Load
-from llmservice_bench.record import Promises, RequestRecord
+from llmservice_bench.record import LatencyTargets, RequestRecord
 from llmservice_bench.report import Report
 from llmservice_bench.trace import Lengths
 
 GROWTH = 1.5
-"""The factor to the next rate while no rate has broken the promise."""
+"""The factor to the next rate while no rate has missed the target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class RateSearch:
     floor: float = 0.0
     """No rate below this one is tried, because its run would have too few requests."""
     kept: float = 0.0
-    """The highest rate that kept the promise, or 0."""
+    """The highest rate that met the target, or 0."""
     broken: float = float("inf")
     """The lowest rate that broke it."""
 
@@ -62,7 +62,7 @@ class RateSearch:
 
 
 FEWEST_REQUESTS = 10
-"""A run with fewer requests does not show whether a promise is kept, so no lower rate is tried."""
+"""A run with fewer requests does not show whether a target is met, so no lower rate is tried."""
 
 Measure = Callable[[Load, str], Awaitable[Sequence[RequestRecord]]]
 """Sends a load; the second argument is its name on the progress bar."""
@@ -78,10 +78,10 @@ class SweepPlan:
     """Concurrencies of the closed loops, which measure capacity and latency by batch size."""
     shares: Sequence[float]
     """Rates of the open loops, as shares of the closed loops' highest request rate."""
-    promises: Promises | None = None
-    """Without promises, no highest rate is searched and no goodput reported."""
+    targets: LatencyTargets | None = None
+    """Without targets, no highest rate is searched and no goodput reported."""
     kept_share: float = 0.99
-    """The share of requests that must keep the promises."""
+    """The share of requests that must meet the targets."""
     tolerance: float = 0.05
     limit_s: float = float("inf")
     """No run of the search starts after this time; those of the curve are always made."""
@@ -104,10 +104,10 @@ class Point:
         return name_of(self.concurrency, self.rate)
 
     def row(self) -> dict[str, Any]:
-        promised = {} if self.report.goodput is None else {"goodput_share": self.report.goodput.share}
+        goodput = {} if self.report.goodput is None else {"goodput_share": self.report.goodput.share}
         late = {"late_p99_ms": self.report.late_s.p99 * 1000}
         about = {"load": self.name, "concurrency": self.concurrency, "rate": self.rate}
-        return {**about, **self.report.row(), **promised, **late}
+        return {**about, **self.report.row(), **goodput, **late}
 
 
 def name_of(concurrency: int | None, rate: float | None) -> str:
@@ -116,22 +116,22 @@ def name_of(concurrency: int | None, rate: float | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class HighestRate:
-    """The search's result: `requests_per_s` kept the promises (0: none did), `broken_at` did not (None: all did)."""
+    """The search's result: `requests_per_s` met the targets (0: none did), `broken_at` did not (None: all did)."""
 
-    promises: str
+    targets: str
     kept_share: float
     requests_per_s: float
     broken_at: float | None
     tolerance: float
     is_settled: bool
-    """False if the time was over first, or no rate keeps the promises."""
+    """False if the time was over first, or no rate meets the targets."""
     runs: int
 
     def line(self) -> str:
         kept = f"{self.requests_per_s:.2f} req/s" if self.requests_per_s else "none that was tried"
         broken = f"; {self.broken_at:.2f} is too many" if self.broken_at else ""
         settled = "" if self.is_settled else " (not settled: the time was over)" if self.requests_per_s else ""
-        return f"highest rate at which {self.kept_share:.0%} keep {self.promises} (ms): {kept}{broken}{settled}"
+        return f"highest rate at which {self.kept_share:.0%} meet {self.targets} (ms): {kept}{broken}{settled}"
 
 
 @dataclass(slots=True)
@@ -146,7 +146,7 @@ class Sweep:
     highest_rate: HighestRate | None = None
 
     async def run(self) -> None:
-        """Run the curve, then the search if there are promises.
+        """Run the curve, then the search if there are targets.
 
         Raises:
             TargetError: no request of the closed loops completed.
@@ -159,12 +159,12 @@ class Sweep:
             raise TargetError(f"no request completed: {self.points[-1].report.failures or 'none was sent'}")
         for share in self.plan.shares:
             await self._add(rate=share * capacity)
-        if self.plan.promises is not None:
+        if self.plan.targets is not None:
             self.highest_rate = await self._search(capacity, started_s + self.plan.limit_s)
 
     async def _add(self, *, concurrency: int | None = None, rate: float | None = None) -> Point:
         load = self.plan.load(concurrency=concurrency, rate=rate or float("inf"))
-        report = Report.of(await self.measure(load, name_of(concurrency, rate)), self.plan.promises)
+        report = Report.of(await self.measure(load, name_of(concurrency, rate)), self.plan.targets)
         self.points.append(Point(report, concurrency, rate))
         self.on_point(self.points[-1])
         return self.points[-1]
@@ -180,8 +180,8 @@ class Sweep:
             search = search.with_result(rate, self._kept(await self._add(rate=rate)))
             runs += 1
         broken = None if search.broken == float("inf") else search.broken
-        promised = (str(self.plan.promises), self.plan.kept_share)
-        return HighestRate(*promised, search.kept, broken, self.plan.tolerance, search.is_settled, runs)
+        targets = (str(self.plan.targets), self.plan.kept_share)
+        return HighestRate(*targets, search.kept, broken, self.plan.tolerance, search.is_settled, runs)
 
     def _kept(self, point: Point) -> bool:
         goodput = point.report.goodput

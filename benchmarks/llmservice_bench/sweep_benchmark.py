@@ -12,7 +12,7 @@ import numpy as np
 
 from llmservice_bench.client import Target, TargetError, measure_word_rate
 from llmservice_bench.drive import Load, drive, open_session, progress_bar
-from llmservice_bench.record import Promises, RequestRecord
+from llmservice_bench.record import LatencyTargets, RequestRecord
 from llmservice_bench.report import Report, machine
 from llmservice_bench.serve_benchmark import from_where, lengths_of, target_of, write_file
 from llmservice_bench.sweep import Measure, Point, Sweep, SweepPlan
@@ -46,7 +46,7 @@ def run_sweep_benchmark(args: argparse.Namespace) -> int:
     if args.plot:
         from llmservice_bench.plots import draw_sweep
 
-        write_file(args.plot, draw_sweep(sweep.as_dict()["rows"], f"{args.model}, {from_where()}", plan.promises))
+        write_file(args.plot, draw_sweep(sweep.as_dict()["rows"], f"{args.model}, {from_where()}", plan.targets))
     return 1 if any(point.report.failed for point in sweep.points) else 0
 
 
@@ -98,7 +98,7 @@ def _plan(args: argparse.Namespace) -> SweepPlan:
         seconds=args.seconds,
         concurrencies=args.concurrency,
         shares=args.load,
-        promises=Promises.parse(args.goodput) if args.goodput else None,
+        targets=LatencyTargets.parse(args.goodput) if args.goodput else None,
         kept_share=args.share,
         tolerance=args.tolerance,
         limit_s=args.limit,
@@ -113,6 +113,6 @@ def _settings(args: argparse.Namespace, plan: SweepPlan) -> dict[str, Any]:
         "trace": (args.trace or SAMPLE).name,
         "scale": args.scale,
         "seconds": plan.seconds,
-        "goodput": None if plan.promises is None else str(plan.promises),
+        "goodput": None if plan.targets is None else str(plan.targets),
         "seed": plan.seed,
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from llmservice_server.engine.block_pool import BlockHashes, BlockPool
+from llmservice_server.engine.block_pool import BlockPool, hash_blocks
 from pieces.timing import Timing, measure
 
 NUM_BLOCKS = 50_000
@@ -16,10 +16,9 @@ def measure_block_pool(count: int = 2000) -> dict[str, Timing]:
     """The time by operation; none changes the state of the pool."""
     pool = BlockPool(NUM_BLOCKS)
     tokens = list(range(CHAIN * BLOCK_SIZE))
-    chain = BlockHashes(BLOCK_SIZE, None).first(CHAIN, tokens)
+    chain = hash_blocks(tokens, BLOCK_SIZE, b"")
     held = pool.allocate(CHAIN)
-    for block, block_hash in zip(held, chain, strict=True):
-        pool.register(block, block_hash)
+    pool.register(held, chain)
 
     def share() -> None:
         found = pool.lookup(chain)
@@ -30,6 +29,6 @@ def measure_block_pool(count: int = 2000) -> dict[str, Timing]:
         "allocate and free 1 block": lambda: pool.free(pool.allocate(1)),
         f"allocate and free {CHAIN} blocks": lambda: pool.free(pool.allocate(CHAIN)),
         f"look up, hold and free a prefix of {CHAIN} blocks": share,
-        f"hash {CHAIN} blocks": lambda: BlockHashes(BLOCK_SIZE, None).first(CHAIN, tokens),
+        f"hash {CHAIN} blocks": lambda: hash_blocks(tokens, BLOCK_SIZE, b""),
     }
     return {name: measure(operation, count) for name, operation in operations.items()}

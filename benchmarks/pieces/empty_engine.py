@@ -63,7 +63,7 @@ def empty_engine(model: EmptyModel, num_seqs: int, num_tokens_each: int) -> Engi
 
 
 def _started(model: EmptyModel, config: EngineConfig, num_seqs: int, num_tokens_each: int) -> Started:
-    num_blocks = 1 + num_seqs * -(-num_tokens_each // BLOCK_SIZE)
+    num_blocks = 1 + num_seqs * (1 + -(-num_tokens_each // BLOCK_SIZE))  # one more, or the last might wait
     heads = (model.config.num_heads, model.config.num_kv_heads, model.config.head_dim)
     shape = KVCacheShape(*heads, windows=(), block_size=BLOCK_SIZE, dtype=torch.float32)
     backend = choose_backend("auto", shape, model.dtype, model.device, max_num_batched_tokens=num_seqs)

@@ -70,7 +70,7 @@ def saturate(setup: Setup, engines: Mapping[str, Engine], findings: Findings) ->
 
 
 def explanation(saturated: Mapping[str, Saturated]) -> str:
-    """Explain the ratios without a promise."""
+    """Explain the ratios without a target."""
     ours, dynamic, static = (saturated[name] for name in (CONTINUOUS, DYNAMIC, STATIC))
     batch = ours.sequences_per_step / dynamic.sequences_per_step
     time = ours.step_mean_s / dynamic.step_mean_s
@@ -79,7 +79,7 @@ def explanation(saturated: Mapping[str, Saturated]) -> str:
         f"{_step(dynamic)}, static {_step(static)}, where {static.padding_waste:.0%} of what is computed is padding. "
         f"Continuous batching has {batch:.2f} times dynamic's sequences in steps that take {time:.2f} times as "
         f"long: {batch / time:.2f} times its tokens, and {batch:.2f} would be the most, if a step took the same time "
-        f"whatever its batch. Whatever ratio is higher is what a promise forbids dynamic batching."
+        f"whatever its batch. Where a ratio at a latency target is higher, dynamic batching cannot fill its batches."
     )
 
 

@@ -29,6 +29,8 @@ class _Load:
     """In the order of arrival, in which a pod admits them."""
     last_pick: int = 0
     failed_at: float = float("-inf")
+    slots: int | None = None
+    """What the pod reports, of requests like those before."""
 
     @property
     def in_flight(self) -> int:
@@ -70,12 +72,12 @@ class Balancer:
         So a new pod gets its part of the load at once, though requests wait in the pods' queues, where lanes, deadlines
         and limits apply and the autoscaler sees them. Pods whose slots are unknown are left out.
         """
-        sources = [backend for backend in backends if backend.slots is not None]
+        sources = [backend for backend in backends if self.slots(backend)]
         targets = [backend for backend in sources if not self._is_avoided(backend, now)]
         while sources and targets:
             source, target = min(sources, key=self._free), max(targets, key=self._free)
             free = self._free(target)
-            if self._free(source) >= 0 or (free <= 0 and free - self._free(source) <= (target.slots or 0)):
+            if self._free(source) >= 0 or (free <= 0 and free - self._free(source) <= self.slots(target)):
                 break
             ticket = self._movable(source, ahead=max(0, -free))
             if ticket is None:
@@ -90,12 +92,17 @@ class Balancer:
 
         A pod runs its first requests, as many as it has slots; the others wait, in the order of arrival.
         """
-        waiting = islice(list(self._loads[backend.uid].tickets), (backend.slots or 0) + ahead, None)
+        waiting = islice(list(self._loads[backend.uid].tickets), self.slots(backend) + ahead, None)
         return next((ticket for ticket in waiting if ticket.leave is not None and ticket.leave()), None)
 
     def _free(self, backend: Backend) -> int:
         """Slots without a request; below 0 as many requests wait."""
-        return (backend.slots or 0) - self.in_flight(backend)
+        return self.slots(backend) - self.in_flight(backend)
+
+    def slots(self, backend: Backend) -> int:
+        """0: unknown."""
+        load = self._loads.get(backend.uid)
+        return (load and load.slots) or backend.slots or 0
 
     def _is_avoided(self, backend: Backend, now: float) -> bool:
         load = self._loads.get(backend.uid)
@@ -110,6 +117,10 @@ class Balancer:
     def mark_failed(self, backend: Backend, now: float) -> None:
         """`backend` refused a connection."""
         self._loads.setdefault(backend.uid, _Load()).failed_at = now
+
+    def set_slots(self, backend: Backend, slots: int) -> None:
+        """`backend` reports how many requests like those before it runs at once."""
+        self._loads.setdefault(backend.uid, _Load()).slots = slots
 
     def forget_all_but(self, uids: Collection[str]) -> None:
         """Drop the state of pods that left the table, once nothing is in flight on them."""

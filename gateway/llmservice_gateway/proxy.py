@@ -38,6 +38,8 @@ HOP_BY_HOP = frozenset(
     {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer"}
     | {"transfer-encoding", "upgrade"}
 )
+SLOTS_HEADER = "x-admissible-sequences"
+"""How many requests like those before a pod runs at once, as it reports with each response."""
 NOT_SENT_ON = HOP_BY_HOP | {"host", "content-length", "expect"}
 
 
@@ -137,6 +139,8 @@ class Proxy:
         except aiohttp.ClientError as error:
             self._balancer.mark_failed(ticket.backend, self._clock())
             raise _AnotherPodError(LOST) from error
+        if (slots := upstream.headers.get(SLOTS_HEADER, "")).isdecimal():
+            self._balancer.set_slots(ticket.backend, int(slots))
         async with upstream:
             self._metrics.upstream_latency.labels(model).observe(self._clock() - started)
             if upstream.status in REFUSALS:

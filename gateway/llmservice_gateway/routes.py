@@ -28,7 +28,8 @@ class Backend:
     name: str
     url: str
     slots: int | None = None
-    """Requests that it runs at once (`status.sizing.maxNumSeqs` of its service); more wait there. None: unknown."""
+    """Requests that it runs at once, at most (`status.sizing.maxNumSeqs` of its service); more wait there. None:
+    unknown. A pod reports with each response how many it runs of requests like those before."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,7 +159,6 @@ def sizing_request(spec: LLMServiceSpec, model: Model, shape: ModelShape, device
         block_size=engine.block_size,
         gpu_memory_utilization=engine.gpu_memory_utilization,
         max_num_batched_tokens=engine.max_num_batched_tokens,
-        policy=engine.sizing.policy,
         expected_tokens=engine.sizing.expected_tokens,
         max_num_seqs=None if engine.max_num_seqs == "auto" else engine.max_num_seqs,
         itl_p99_s=spec.slo.itl_p99_s,

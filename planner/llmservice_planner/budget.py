@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from llmservice_planner.overhead import OverheadTerm, fixed_terms, logits_row_bytes
 from llmservice_planner.roofline import Roofline
 from llmservice_planner.shape import DTYPE_BYTES
-from llmservice_planner.sizing_request import SizingRequest
+from llmservice_planner.sizing_request import LEAST_SEQUENCE_TOKENS, SizingRequest
 
 NULL_BLOCKS = 1
 """The null block, to which padding in block tables refers; it holds no token."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Budget:
     """Bytes over all GPUs. A sequence needs its blocks and one row of logits, both from `free_bytes`."""
 
@@ -72,10 +73,29 @@ class Budget:
         layer_blocks = (shape.layers - shape.sliding_layers) * full + shape.sliding_layers * windowed
         return math.ceil(layer_blocks / shape.layers)
 
-    def sequences(self, tokens: int) -> int:
-        """The number of sequences of `tokens` that fit, each with its row of logits."""
+    @property
+    def most_sequences(self) -> int:
+        """As many of `LEAST_SEQUENCE_TOKENS` as fit, each with its row of logits, beside one of the full length."""
         room = self.free_bytes - NULL_BLOCKS * self.block_bytes
-        return max(0, room // (self.sequence_blocks(tokens) * self.block_bytes + self.row_bytes))
+        most = room // (self.sequence_blocks(LEAST_SEQUENCE_TOKENS) * self.block_bytes + self.row_bytes)
+        if self.row_bytes:
+            longest_bytes = self.sequence_blocks(self.request.model_len) * self.block_bytes
+            most = min(most, (room - longest_bytes) // self.row_bytes)
+        return max(0, most)
+
+    def sequences(self, tokens: int, max_num_seqs: int) -> int:
+        """The number of sequences of `tokens` that the pool beside `max_num_seqs` rows of logits holds."""
+        blocks = self.pool_bytes(max_num_seqs) // self.block_bytes - NULL_BLOCKS
+        return max(0, blocks // self.sequence_blocks(tokens))
+
+    def context_tokens(self, num_seqs: int) -> int:
+        """Tokens in the cache of each of `num_seqs` typical sequences; the pool may hold fewer."""
+        pool_tokens = self.pool_bytes(num_seqs) // self.kv_bytes_per_token
+        return min(self.request.typical_tokens, pool_tokens // max(1, num_seqs))
+
+    def decode_step_s(self, num_seqs: int) -> float | None:
+        """Seconds of a step that decodes a token for each of `num_seqs`; None if the rates are unknown."""
+        return self.roofline.decode_step_s(num_seqs, self.context_tokens(num_seqs)) if self.roofline else None
 
     def pool_bytes(self, max_num_seqs: int) -> int:
         """The KV pool with `max_num_seqs` rows of logits."""
@@ -93,7 +113,7 @@ class Budget:
         """Whether a request of max_model_len tokens can be served."""
         return self.shortfall_bytes == 0
 
-    @property
+    @cached_property
     def roofline(self) -> Roofline | None:
         """None if the device's rates are unknown."""
         request = self.request

@@ -9,7 +9,7 @@ from llmservice_planner.gpu import CPU, GIB, GPU
 from llmservice_planner.overhead import OverheadTerm
 from llmservice_planner.roofline import Roofline
 from llmservice_planner.shape import DTYPE_BYTES, KV_SCALE_BYTES
-from llmservice_planner.sizing_request import LimitedBy, SizingRequest
+from llmservice_planner.sizing_request import LEAST_SEQUENCE_TOKENS, LimitedBy, SizingRequest
 
 
 def explain(
@@ -23,7 +23,7 @@ def explain(
     lines = [_model(budget), _weights(budget), _kv(budget), _memory(budget)]
     lines += _overhead(overhead)
     lines += _pool(budget, overhead, max_num_seqs)
-    lines.append(_sequence(budget))
+    lines += _sequences(budget, max_num_seqs)
     if budget.fits:
         lines += _speed(budget, max_num_seqs)
         lines += _answer(budget, max_num_seqs, bounds, limited_by)
@@ -108,14 +108,14 @@ def _pool(budget: Budget, overhead: tuple[OverheadTerm, ...], max_num_seqs: int)
     )
 
 
-def _sequence(budget: Budget) -> str:
+def _sequences(budget: Budget, max_num_seqs: int) -> Iterator[str]:
     request = budget.request
-    tokens = request.tokens_per_sequence
-    blocks = budget.sequence_blocks(tokens)
-    return (
-        f"sequence: policy {request.policy}, {tokens} tokens{_sliding(request)} = {blocks} blocks, "
-        f"{format_bytes(blocks * budget.block_bytes)}"
-    )
+    for label, tokens in (("guaranteed", request.model_len), ("expected", request.typical_tokens)):
+        blocks = budget.sequence_blocks(tokens)
+        yield (
+            f"{label}: {budget.sequences(tokens, max_num_seqs)} sequences of {tokens} tokens{_sliding(request)} fit, "
+            f"each {blocks} blocks, {format_bytes(blocks * budget.block_bytes)}"
+        )
 
 
 def _sliding(request: SizingRequest) -> str:
@@ -131,25 +131,24 @@ def _speed(budget: Budget, max_num_seqs: int) -> Iterator[str]:
     if roofline is None:
         yield f"speed: the rates of {request.device.name} are not known, so latency bounds nothing"
         return
-    tokens = request.tokens_per_sequence
-    alone, full = (roofline.decode_step_s(size, tokens) for size in (1, max_num_seqs))
+    alone, full = (budget.decode_step_s(size) or 0.0 for size in (1, max_num_seqs))
     yield (
         f"speed: a decode step takes {_ms(alone)} for one sequence, {_ms(full)} for {max_num_seqs} "
         f"({max_num_seqs / full:.0f} tokens/s in all); the ridge is at {roofline.ridge_tokens}"
     )
     if request.itl_p99_s is not None:
-        yield from _promise(roofline, request.itl_p99_s, alone, request.max_num_batched_tokens)
+        yield from _itl_target(roofline, request.itl_p99_s, alone, request.max_num_batched_tokens)
 
 
-def _promise(roofline: Roofline, promise_s: float, alone_s: float, budget_tokens: int) -> Iterator[str]:
-    if alone_s > promise_s:
-        yield f"promise: even alone a sequence misses {_ms(promise_s)} a token: use faster or more GPUs"
+def _itl_target(roofline: Roofline, target_s: float, alone_s: float, budget_tokens: int) -> Iterator[str]:
+    if alone_s > target_s:
+        yield f"target: even alone a sequence misses {_ms(target_s)} a token: use faster or more GPUs"
         return
     chunk_s = roofline.prefill_s(budget_tokens)
-    if chunk_s > promise_s:
+    if chunk_s > target_s:
         yield (
-            f"promise: a step that carries a full chunk of {budget_tokens} prompt tokens takes {_ms(chunk_s)}, "
-            f"past {_ms(promise_s)}: lower max_num_batched_tokens to {int(budget_tokens * promise_s / chunk_s)}"
+            f"target: a step that carries a full chunk of {budget_tokens} prompt tokens takes {_ms(chunk_s)}, "
+            f"past {_ms(target_s)}: lower max_num_batched_tokens to {int(budget_tokens * target_s / chunk_s)}"
         )
 
 
@@ -159,8 +158,7 @@ def _answer(budget: Budget, max_num_seqs: int, bounds: Mapping[LimitedBy, int], 
     memory = bounds["kvMemory"]
     if limited_by == "maxNumSeqs" and max_num_seqs > memory:
         yield (
-            f"caution: only {memory} sequences of {budget.request.tokens_per_sequence} tokens fit at once; "
-            "past that the server preempts"
+            f"caution: only {memory} sequences fit at once even if each has {LEAST_SEQUENCE_TOKENS} tokens; others wait"
         )
     device = budget.request.device
     if isinstance(device, GPU) and not device.supports_bf16 and budget.request.resolved_dtype == "bfloat16":

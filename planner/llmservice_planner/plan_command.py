@@ -55,20 +55,16 @@ def _add_engine_arguments(engine: argparse._ArgumentGroup) -> None:
     )
     engine.add_argument("--max-num-seqs", type=int, metavar="N", help="default: the planner's result")
     engine.add_argument(
-        "--policy",
-        choices=("guaranteed", "expected"),
-        default="guaranteed",
-        help="memory for sequences of max-model-len, or of expected-tokens",
-    )
-    engine.add_argument(
-        "--expected-tokens", type=int, metavar="N", help="prompt and answer of a request, for policy expected"
+        "--expected-tokens", type=int, metavar="N", help="prompt and answer of a typical request; default: 1536"
     )
     engine.add_argument(
         "--keep-slid-blocks",
         action="store_true",
         help="count blocks behind a sliding window as held, as in this version of the server",
     )
-    engine.add_argument("--itl-p99", type=_duration, metavar="TIME", help="promised time between tokens, such as 80ms")
+    engine.add_argument(
+        "--itl-p99", type=_duration, metavar="TIME", help="target for the time between tokens, such as 80ms"
+    )
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -97,7 +93,6 @@ def _request(args: argparse.Namespace) -> SizingRequest:
         block_size=args.block_size,
         gpu_memory_utilization=args.gpu_memory_utilization,
         max_num_batched_tokens=args.max_num_batched_tokens,
-        policy=args.policy,
         expected_tokens=args.expected_tokens,
         max_num_seqs=args.max_num_seqs,
         itl_p99_s=args.itl_p99,
@@ -207,7 +202,8 @@ def _headline(request: SizingRequest, answer: Plan) -> str:
     where = f"on {count}{request.device.name}"
     if not answer.fits:
         return f"DOES NOT FIT {where}: {format_bytes(answer.shortfall_bytes)} are missing"
-    return f"FITS {where}: {answer.max_num_seqs} sequences at once, limited by {answer.limited_by}"
+    held = f"{answer.guaranteed_sequences} of {answer.max_model_len} tokens or {answer.expected_sequences} typical ones"
+    return f"FITS {where}: at most {answer.max_num_seqs} sequences in a step, memory for {held}"
 
 
 def _memory_bar(request: SizingRequest, answer: Plan) -> Iterator[str]:

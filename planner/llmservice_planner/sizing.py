@@ -9,11 +9,19 @@ from typing import Any
 
 from llmservice_planner.budget import Budget
 from llmservice_planner.explanation import explain
+from llmservice_planner.gpu import CPU
 from llmservice_planner.overhead import OverheadTerm
 from llmservice_planner.remedies import find_remedies
-from llmservice_planner.sizing_request import MAX_NUM_SEQS_CAP, LimitedBy, Policy, SizingError, SizingRequest
+from llmservice_planner.sizing_request import (
+    CAP_OF_CPU,
+    CAP_OF_UNKNOWN_RATES,
+    MAX_NUM_SEQS_CAP,
+    LimitedBy,
+    SizingError,
+    SizingRequest,
+)
 
-__all__ = ["LimitedBy", "Plan", "Policy", "SizingError", "SizingRequest", "plan"]
+__all__ = ["LimitedBy", "Plan", "SizingError", "SizingRequest", "plan"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +30,12 @@ class Plan:
 
     fits: bool
     max_num_seqs: int
-    """0 if the model does not fit."""
+    """The largest batch that is worth it; the scheduler admits as many as the pool is predicted to hold. 0 if the model
+    does not fit."""
+    guaranteed_sequences: int
+    """Sequences of `max_model_len` tokens that the pool holds: so many are never preempted."""
+    expected_sequences: int
+    """Typical sequences that the pool holds."""
     max_model_len: int
     limited_by: LimitedBy
     weights_bytes: int
@@ -33,8 +46,6 @@ class Plan:
     block_size: int
     num_blocks: int
     """Including the null block, which holds no token."""
-    blocks_per_sequence: int
-    """The blocks that the policy reserves for one sequence."""
     sequence_bytes: int
     """KV cache of one sequence of `max_model_len` tokens."""
     shortfall_bytes: int
@@ -43,7 +54,7 @@ class Plan:
     """Time of a step with `max_num_seqs` sequences; None if it does not fit or the rates are unknown."""
     ridge_tokens: int | None
     itl_feasible: bool | None
-    """Whether a single sequence keeps the promised inter-token latency; None without a promise or rates."""
+    """Whether a single sequence meets the inter-token latency target; None without a target or rates."""
     explanation: tuple[str, ...]
     """The lines of the explanation, each `label: text`."""
     remedies: tuple[str, ...]
@@ -54,6 +65,8 @@ class Plan:
         return {
             "fits": self.fits,
             "max_num_seqs": self.max_num_seqs,
+            "guaranteed_sequences": self.guaranteed_sequences,
+            "expected_sequences": self.expected_sequences,
             "limited_by": self.limited_by,
             "max_model_len": self.max_model_len,
             "weights_bytes": self.weights_bytes,
@@ -63,7 +76,6 @@ class Plan:
             "kv_pool_bytes": self.kv_pool_bytes,
             "block_size": self.block_size,
             "num_blocks": self.num_blocks,
-            "blocks_per_sequence": self.blocks_per_sequence,
             "sequence_bytes": self.sequence_bytes,
             "shortfall_bytes": self.shortfall_bytes,
             "decode_step_seconds": self.decode_step_s,
@@ -87,6 +99,8 @@ def plan(request: SizingRequest) -> Plan:
     return Plan(
         fits=budget.fits,
         max_num_seqs=max_num_seqs,
+        guaranteed_sequences=budget.sequences(request.model_len, max_num_seqs),
+        expected_sequences=budget.sequences(request.typical_tokens, max_num_seqs),
         max_model_len=request.model_len,
         limited_by=limited_by,
         weights_bytes=budget.weights_bytes,
@@ -96,12 +110,9 @@ def plan(request: SizingRequest) -> Plan:
         kv_pool_bytes=pool_bytes,
         block_size=request.block_size,
         num_blocks=pool_bytes // budget.block_bytes,
-        blocks_per_sequence=budget.sequence_blocks(request.tokens_per_sequence),
         sequence_bytes=budget.sequence_blocks(request.model_len) * budget.block_bytes,
         shortfall_bytes=budget.shortfall_bytes,
-        decode_step_s=roofline.decode_step_s(max_num_seqs, request.tokens_per_sequence)
-        if roofline and max_num_seqs
-        else None,
+        decode_step_s=budget.decode_step_s(max_num_seqs) if max_num_seqs else None,
         ridge_tokens=roofline.ridge_tokens if roofline else None,
         itl_feasible=_itl_feasible(budget),
         explanation=explain(budget, overhead, max_num_seqs, bounds, limited_by),
@@ -113,17 +124,21 @@ def _bounds(budget: Budget) -> Mapping[LimitedBy, int]:
     """The bounds on the number of sequences, without those that need unknown rates."""
     request, roofline = budget.request, budget.roofline
     bounds: dict[LimitedBy, int] = {
-        "kvMemory": budget.sequences(request.tokens_per_sequence),
+        "kvMemory": budget.most_sequences,
         "tokenBudget": request.max_num_batched_tokens,
-        "cap": MAX_NUM_SEQS_CAP,
+        "cap": MAX_NUM_SEQS_CAP if roofline else _cap_without_rates(request),
     }
     if request.max_num_seqs is not None:
         bounds["maxNumSeqs"] = request.max_num_seqs
-    if roofline is not None:
+    if roofline is not None and request.itl_p99_s is not None:
+        bounds["itlTarget"] = _itl_bound(budget, request.itl_p99_s)
+    elif roofline is not None:
         bounds["ridge"] = roofline.ridge_tokens
-        if request.itl_p99_s is not None:
-            bounds["itlPromise"] = _itl_bound(budget, request.itl_p99_s)
     return bounds
+
+
+def _cap_without_rates(request: SizingRequest) -> int:
+    return CAP_OF_CPU if isinstance(request.device, CPU) else CAP_OF_UNKNOWN_RATES
 
 
 def _limiting(budget: Budget, bounds: Mapping[LimitedBy, int]) -> LimitedBy:
@@ -134,17 +149,11 @@ def _limiting(budget: Budget, bounds: Mapping[LimitedBy, int]) -> LimitedBy:
 
 
 def _itl_bound(budget: Budget, itl_s: float) -> int:
-    """The largest number of sequences whose decode step keeps the promise, at least 1."""
-    roofline = budget.roofline
-    if roofline is None:
-        return MAX_NUM_SEQS_CAP
-    tokens = budget.request.tokens_per_sequence
+    """The largest number of sequences whose decode step meets the target, at least 1."""
     sizes = range(1, MAX_NUM_SEQS_CAP + 1)
-    return max(1, bisect_right(sizes, itl_s, key=lambda size: roofline.decode_step_s(size, tokens)))
+    return max(1, bisect_right(sizes, itl_s, key=lambda size: budget.decode_step_s(size) or 0.0))
 
 
 def _itl_feasible(budget: Budget) -> bool | None:
-    roofline, promise = budget.roofline, budget.request.itl_p99_s
-    if roofline is None or promise is None:
-        return None
-    return roofline.decode_step_s(1, budget.request.tokens_per_sequence) <= promise
+    alone_s, target_s = budget.decode_step_s(1), budget.request.itl_p99_s
+    return None if alone_s is None or target_s is None else alone_s <= target_s

@@ -8,24 +8,32 @@ from typing import Literal
 from llmservice_planner.gpu import CPU, Device
 from llmservice_planner.shape import ModelShape
 
-Policy = Literal["guaranteed", "expected"]
-"""`guaranteed`: every sequence may reach max_model_len without preemption. `expected`: sized for expected_tokens."""
-
-LimitedBy = Literal["kvMemory", "maxNumSeqs", "itlPromise", "ridge", "tokenBudget", "cap"]
+LimitedBy = Literal["kvMemory", "maxNumSeqs", "itlTarget", "ridge", "tokenBudget", "cap"]
 """Which bound set `max_num_seqs`:
 
-- `kvMemory`: the KV pool, with the policy's tokens per sequence
+- `kvMemory`: the KV pool, with 128 tokens per sequence, or the memory of a sequence's logits
 - `maxNumSeqs`: the user's number
-- `itlPromise`: the decode step would take longer than the promised inter-token latency
-- `ridge`: above it arithmetic takes longer than reading the weights, so a larger batch adds only latency
+- `itlTarget`: the decode step would take longer than the inter-token latency target
+- `ridge`: above it arithmetic takes longer than reading the weights, so a larger batch adds only latency; with a target
+  for the inter-token latency, that is the bound instead
 - `tokenBudget`: `max_num_batched_tokens`, of which a decode step needs one per sequence
-- `cap`: 1024
+- `cap`: 1024; 256 for a GPU whose rates are unknown; 64 for a CPU
 """
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 KV_DTYPES = (*DTYPES, "fp8")
 MAX_NUM_SEQS_CAP = 1024
 """Above this, the scheduler's time per step affects the inter-token latency."""
+CAP_OF_UNKNOWN_RATES = 256
+"""More sequences rarely increase throughput, and each needs a row of logits."""
+CAP_OF_CPU = 64
+"""More sequences add latency and hardly any throughput: the ridge of two cores with AVX-512 is at 13 (`llmservice bench
+profile`), and 64 sequences decode a fifth more tokens a second than 32."""
+LEAST_SEQUENCE_TOKENS = 128
+"""Requests that use less on average are rare; sequences beyond the pool by this measure would only wait for blocks."""
+EXPECTED_TOKENS = 1536
+"""Prompt and answer of a request where nothing else is known; 1,100 and 210 on average in the Azure conversation trace
+2023 (Patel et al., "Splitwise", ISCA 2024)."""
 _TOO_LARGE = 10**12
 
 
@@ -49,9 +57,8 @@ class SizingRequest:
     gpu_memory_utilization: float = 0.9
     """The share of the device's memory (on a CPU: the container's) that the server may use."""
     max_num_batched_tokens: int = 2048
-    policy: Policy = "guaranteed"
     expected_tokens: int | None = None
-    """Tokens of a typical request (prompt and answer), for policy `expected`."""
+    """Tokens of a typical request (prompt and answer); None: 1536, or `max_model_len` if that is less."""
     max_num_seqs: int | None = None
     """The user's number, which overrides the other bounds."""
     itl_p99_s: float | None = None
@@ -77,11 +84,9 @@ class SizingRequest:
         return length
 
     @property
-    def tokens_per_sequence(self) -> int:
-        """The tokens that the policy reserves for one sequence."""
-        if self.policy == "expected" and self.expected_tokens is not None:
-            return self.expected_tokens
-        return self.model_len
+    def typical_tokens(self) -> int:
+        """`expected_tokens`, or its default."""
+        return self.expected_tokens or min(EXPECTED_TOKENS, self.model_len)
 
     @property
     def resolved_dtype(self) -> str:
@@ -92,8 +97,7 @@ class SizingRequest:
         return self.resolved_dtype if self.kv_dtype == "auto" else self.kv_dtype
 
     def _check_choices(self) -> None:
-        choices = (("dtype", DTYPES), ("kv_dtype", KV_DTYPES), ("policy", ("guaranteed", "expected")))
-        for name, allowed in choices:
+        for name, allowed in (("dtype", DTYPES), ("kv_dtype", KV_DTYPES)):
             if getattr(self, name) not in allowed:
                 raise SizingError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(allowed)}")
         if self.shape.quantization and self.weights_bytes is None:
@@ -136,8 +140,6 @@ class SizingRequest:
         longest, length = self.shape.max_position_embeddings, self.model_len
         if longest is not None and length > longest:
             raise SizingError(f"max_model_len {length} is longer than the {longest} positions the model knows")
-        if self.policy == "expected" and self.expected_tokens is None:
-            raise SizingError("policy expected needs expected_tokens: what a request uses, prompt and answer together")
         if self.expected_tokens is not None and not 1 <= self.expected_tokens <= length:
             raise SizingError(f"expected_tokens is {self.expected_tokens}, expected 1 to max_model_len {length}")
 

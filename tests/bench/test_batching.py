@@ -4,12 +4,12 @@ import pytest
 
 from llmservice_bench.trace import Lengths
 from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
-from scheduling.batching import Contest, Promise, ttft_alone_s
+from scheduling.batching import Contest, LatencyTarget, ttft_alone_s
 from scheduling.findings import CONTINUOUS, DYNAMIC, STATIC, Findings, Setup
 
 pytestmark = pytest.mark.slow
 
-COARSE = Promise(10, start=1.0, tolerance=1.0)
+COARSE = LatencyTarget(10, start=1.0, tolerance=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Setup:
     return Setup(folder, spec.vocab_size, lengths, "tiny", max_num_seqs=2, kv_cache_bytes=4 << 20)
 
 
-def test_promise_is_a_multiple_of_the_latency_on_an_idle_engine(setup: Setup) -> None:
+def test_target_is_a_multiple_of_the_latency_on_an_idle_engine(setup: Setup) -> None:
     engine = setup.engine(scheduler=CONTINUOUS)
     assert 0 < ttft_alone_s(setup, engine) < 60
     assert not engine.has_work
@@ -36,7 +36,7 @@ def test_every_strategy_has_its_capacity_its_searched_runs_and_its_ratio(setup: 
         assert report.completed >= 100
         assert report.row().items() <= next(row for row in findings.rows if row["load"].startswith(f"{name}, ")).items()
         searched = [row for row in findings.rows if row["load"] == name]
-        assert {row["promise_ms"] for row in searched} <= {20.0}
+        assert {row["target_ms"] for row in searched} <= {20.0}
         assert [row["rate"] for row in searched] == sorted(row["rate"] for row in searched)
     assert [check.what.partition("of one alone, ")[2] for check in findings.checks] == [
         "continuous ÷ static",

@@ -26,13 +26,13 @@ def engine(setup: Setup) -> Engine:
 
 
 @pytest.mark.parametrize(
-    ("rate", "promise_s", "turnover_s", "requests"),
+    ("rate", "target_s", "turnover_s", "requests"),
     [(80.0, 0.5, 0.1, 400), (200.0, 0.5, 0.1, 1000), (200.0, 0.1, 0.5, 1000), (2.0, 0.5, 0.1, FEWEST)],
 )
-def test_run_lasts_ten_promises_or_turnovers_but_never_has_too_few_requests_for_a_p99(
-    rate: float, promise_s: float, turnover_s: float, requests: int
+def test_run_lasts_ten_targets_or_turnovers_but_never_has_too_few_requests_for_a_p99(
+    rate: float, target_s: float, turnover_s: float, requests: int
 ) -> None:
-    assert num_requests(rate, promise_s, turnover_s) == requests
+    assert num_requests(rate, target_s, turnover_s) == requests
 
 
 def test_search_ends_where_more_requests_come_than_the_engine_can_serve(setup: Setup, engine: Engine) -> None:
@@ -45,7 +45,7 @@ def test_search_ends_where_more_requests_come_than_the_engine_can_serve(setup: S
     assert not engine.has_work
 
 
-def test_the_lowest_rate_is_the_result_if_none_keeps_the_promise(setup: Setup, engine: Engine) -> None:
+def test_the_lowest_rate_is_the_result_if_none_meets_the_target(setup: Setup, engine: Engine) -> None:
     search = CapacitySearch(setup, engine, 0.0, TURNOVER_S, rate_search(400.0, tolerance=0.5))
     search_by_turns([search])
     assert search.search.kept == 0
@@ -71,7 +71,7 @@ def test_searches_alternate_until_all_have_ended(setup: Setup, engine: Engine) -
 
 def test_late_runs_are_reported_and_stopped_ones_are_not(setup: Setup, engine: Engine) -> None:
     arrivals = setup.arrivals(AT_ONCE, 4)
-    assert served(engine, arrivals, promise_s=0.0) is None
-    report = served(engine, arrivals, promise_s=60.0)
+    assert served(engine, arrivals, target_s=0.0) is None
+    report = served(engine, arrivals, target_s=60.0)
     assert report is not None
     assert report.completed == 4

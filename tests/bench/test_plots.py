@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 import pytest
 
 from llmservice_bench.plots import Point, draw, draw_sweep, frontier
-from llmservice_bench.record import Promises
+from llmservice_bench.record import LatencyTargets
 
 MACHINE = {"processor": "EPYC", "cpus": 2}
 
@@ -28,8 +28,8 @@ PEERS = [
 ]
 STRATEGIES = [
     {"load": "continuous, all at once", "output_tokens_per_s": 999.0, "ttft_p99_ms": 1000.0},
-    {"load": "continuous", "output_tokens_per_s": 800.0, "ttft_p99_ms": 90.0, "promise_ms": 250.0},
-    {"load": "static", "output_tokens_per_s": 150.0, "ttft_p99_ms": 240.0, "promise_ms": 250.0},
+    {"load": "continuous", "output_tokens_per_s": 800.0, "ttft_p99_ms": 90.0, "target_ms": 250.0},
+    {"load": "static", "output_tokens_per_s": 150.0, "ttft_p99_ms": 240.0, "target_ms": 250.0},
 ]
 SWEEP = [sweep_row(1, None, 50.0, 5.0), sweep_row(64, None, 900.0, 80.0), sweep_row(None, 9.0, 800.0, 300.0)]
 
@@ -43,7 +43,7 @@ def texts(svg: str) -> list[str]:
     ("content", "expected"),
     [
         (results("compare", PEERS), {"bfloat16, 32 in flight", "float32, alone", "llama.cpp", "320", "10"}),
-        (results("strategies", STRATEGIES), {"promised: 250 ms", "continuous", "static"}),
+        (results("strategies", STRATEGIES), {"target: 250 ms", "continuous", "static"}),
     ],
     ids=["compare", "strategies"],
 )
@@ -53,16 +53,16 @@ def test_plot_shows_names_and_figures(content: dict[str, Any], expected: set[str
     assert expected <= set(texts(svg))
 
 
-def test_runs_without_a_promise_are_no_series_of_the_capacity_plot() -> None:
+def test_runs_without_a_target_are_no_series_of_the_capacity_plot() -> None:
     svg = draw(results("strategies", STRATEGIES))
     assert svg is not None
     assert "continuous, all at once" not in texts(svg)
 
 
 def test_sweep_has_both_metrics_percentiles_and_kinds_of_load() -> None:
-    shown = texts(draw_sweep(SWEEP, "a <machine> & more", Promises(ttft_s=0.25)))
+    shown = texts(draw_sweep(SWEEP, "a <machine> & more", LatencyTargets(ttft_s=0.25)))
     series = {f"{loops} loops, {percentile}" for loops in ("closed", "open") for percentile in ("p50", "p99")}
-    assert {"Time to first token, ms", "Inter-token latency, ms", "promised: 250 ms", *series} <= set(shown)
+    assert {"Time to first token, ms", "Inter-token latency, ms", "target: 250 ms", *series} <= set(shown)
     assert any(text.startswith("a <machine> & more.") for text in shown)
     assert shown.count("64") == 2, "each panel labels the closed loops with their concurrency"
 

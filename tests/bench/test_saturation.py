@@ -1,4 +1,4 @@
-"""The throughput of strategies without a promise, with a tiny model and with given figures."""
+"""The throughput of strategies without a target, with a tiny model and with given figures."""
 
 import pytest
 

@@ -60,10 +60,10 @@ async def test_trace_alone_is_replayed_with_its_times_and_lengths(
     assert [body["max_tokens"] for body in server.bodies if body["stream"]] == [2, 3, 4]
 
 
-async def test_goodput_says_how_many_were_served_as_promised(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_goodput_says_how_many_met_the_targets(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--url", server.url, "--num-prompts", "4", "--scale", "0.01")
     assert await bench(*flags, "--goodput", "ttft:60000", "e2e:60000") == 0
-    assert "100.0% kept ttft:60000 e2e:60000 (ms)" in capsys.readouterr().out
+    assert "100.0% met ttft:60000 e2e:60000 (ms)" in capsys.readouterr().out
     assert await bench(*flags, "--goodput", "ttft:0.000001", "-o", "json") == 0
     assert json.loads(capsys.readouterr().out)["goodput"]["share"] == 0.0
 
@@ -95,7 +95,7 @@ async def test_key_may_have_another_name(server: Any, monkeypatch: pytest.Monkey
         (("--duration", "1"), "needs max_concurrency"),
         (("--time-scale", "2"), "--time-scale stretches the times of --trace"),
         (("--burstiness", "2"), "--burstiness shapes the gaps of --request-rate"),
-        (("--goodput", "speed:5"), "cannot read the promise 'speed:5'"),
+        (("--goodput", "speed:5"), "cannot read the target 'speed:5'"),
     ],
 )
 async def test_user_errors_are_one_message(

@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 
 from llmservice_bench.client import TargetError
 from llmservice_bench.drive import Load
-from llmservice_bench.record import Promises, RequestRecord
+from llmservice_bench.record import LatencyTargets, RequestRecord
 from llmservice_bench.sweep import RateSearch, Sweep, SweepPlan
 from llmservice_bench.trace import Lengths
 
 CAPACITY = 20.0
-PLAN = SweepPlan([Lengths(8, 4)], seconds=10.0, concurrencies=(1, 8), shares=(0.5, 1.5), promises=Promises(ttft_s=0.2))
+PLAN = SweepPlan(
+    [Lengths(8, 4)], seconds=10.0, concurrencies=(1, 8), shares=(0.5, 1.5), targets=LatencyTargets(ttft_s=0.2)
+)
 
 
 async def serve(load: Load, name: str) -> list[RequestRecord]:
@@ -37,7 +39,7 @@ async def swept(plan: SweepPlan) -> Sweep:
 
 
 async def test_open_loops_are_shares_of_what_the_closed_ones_delivered() -> None:
-    sweep = await swept(replace(PLAN, promises=None))
+    sweep = await swept(replace(PLAN, targets=None))
     assert [point.concurrency for point in sweep.points] == [1, 8, None, None]
     assert [point.rate for point in sweep.points][2:] == pytest.approx([10.0, 30.0], rel=0.02)
     assert sweep.highest_rate is None
@@ -53,7 +55,7 @@ async def test_search_uses_the_results_of_the_curve() -> None:
     assert 0.9 * CAPACITY <= found.broken_at <= found.requests_per_s * 1.05
     assert found.runs == len(sweep.points) - 4
     assert all(10.0 < (point.rate or 0) < 30.0 for point in sweep.points[4:]), "the rest was known"
-    assert found.line().startswith("highest rate at which 99% keep ttft:200 (ms): 17.")
+    assert found.line().startswith("highest rate at which 99% meet ttft:200 (ms): 17.")
 
 
 async def test_search_starts_no_run_after_its_time_limit() -> None:
@@ -65,14 +67,14 @@ async def test_search_starts_no_run_after_its_time_limit() -> None:
     assert "not settled" in sweep.highest_rate.line()
 
 
-async def test_promise_that_no_rate_keeps_is_reported() -> None:
-    sweep = await swept(replace(PLAN, promises=Promises(ttft_s=0.01)))
+async def test_target_that_no_rate_meets_is_reported() -> None:
+    sweep = await swept(replace(PLAN, targets=LatencyTargets(ttft_s=0.01)))
     assert sweep.highest_rate is not None
     assert (sweep.highest_rate.requests_per_s, sweep.highest_rate.is_settled) == (0.0, False)
     assert "none that was tried" in sweep.highest_rate.line()
 
 
-async def test_row_has_throughput_latency_and_the_share_that_was_served_as_promised() -> None:
+async def test_row_has_throughput_latency_and_the_share_that_met_the_targets() -> None:
     row = (await swept(PLAN)).as_dict()["rows"][1]
     assert (row["load"], row["concurrency"], row["rate"], row["goodput_share"]) == ("8 at once", 8, None, 1.0)
     assert row["ttft_p99_ms"] == pytest.approx(100.0)
@@ -88,7 +90,7 @@ async def test_server_without_responses_ends_the_sweep_with_the_reason() -> None
 
 
 def found(search: RateSearch, capacity: float) -> tuple[RateSearch, list[float]]:
-    """Run the search against a server that keeps its promise up to `capacity`."""
+    """Run the search against a server that meets its target up to `capacity`."""
     tried = []
     while (rate := search.next_rate) is not None:
         tried.append(rate)
@@ -131,7 +133,7 @@ def test_good_guess_is_quickly_confirmed() -> None:
     assert found(RateSearch(10.0, 0.1), 10.5)[1] == [10.0, 15.0, 12.5, 11.25, 10.625]
 
 
-def test_server_that_keeps_no_promise_ends_the_search_at_the_floor() -> None:
+def test_server_that_meets_no_target_ends_the_search_at_the_floor() -> None:
     search, tried = found(RateSearch(8.0, floor=1.0), capacity=0.0)
     assert tried == [8.0, 4.0, 2.0, 1.0]
     assert (search.kept, search.is_settled) == (0.0, False)

@@ -16,8 +16,8 @@ HERE = Path(__file__).parent
 RULES = HERE.parents[1] / "charts" / "llmservice" / "files" / "alerts.yaml"
 UNIT_TESTS = HERE / "alerts_test.yaml"
 
-PROMISED_S = {"slow": 2.0, "calm": 6.0, "idle": 2.0}
-"""What the unit tests' services promise."""
+TARGETS_S = {"slow": 2.0, "calm": 6.0, "idle": 2.0}
+"""The p99 TTFT targets of the unit tests' services."""
 
 PROMTOOL = shutil.which("promtool")
 needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="needs promtool (Debian: apt-get install prometheus)")
@@ -60,7 +60,7 @@ def test_rules_of_single_services_say_the_same_as_those_of_the_cluster(tmp_path:
     """The same unit tests, with a PrometheusRule's groups for every service in them instead of the cluster's rules."""
     unit_tests = UNIT_TESTS.read_text(encoding="utf-8")
     names = set(re.findall(r'(?:service|name)="(\w+)"', unit_tests)) - {"operator"}
-    groups = [group for name in names for group in service_groups("ns", name, PROMISED_S.get(name))]
+    groups = [group for name in names for group in service_groups("ns", name, TARGETS_S.get(name))]
     groups += [group for group in rule_file()["groups"] if group["name"] == "llmservice-operator"]
     (tmp_path / RULES.name).write_text(yaml.safe_dump({"groups": groups}), encoding="utf-8")
     shutil.copy(UNIT_TESTS, tmp_path)

@@ -230,11 +230,20 @@ async def test_requests_in_flight_spread_over_the_pods(front: Any, serve: Any) -
         response.release()
 
 
+@pytest.mark.parametrize(("slots", "reported"), [(1, None), (8, "1")], ids=["by its service", "as it reports"])
 async def test_new_pod_gets_waiting_requests_of_a_full_one(
-    front: Any, serve: Any, cluster: Any, start_pod: StartPod
+    front: Any, serve: Any, cluster: Any, start_pod: StartPod, slots: int, reported: str | None
 ) -> None:
-    (full,) = await serve("llama", "a", slots=1)
+    (full,) = await serve("llama", "a", slots=slots)
     left: list[str] = []
+
+    async def report(_request: web.Request) -> web.Response:
+        return web.json_response({}, headers={"x-admissible-sequences": reported} if reported else {})
+
+    full.answer = report
+    async with front.client.post(CHAT, json={"model": "llama"}) as response:
+        assert response.status == 200
+    full.requests.clear()
 
     async def never(request: web.Request) -> web.Response:
         try:

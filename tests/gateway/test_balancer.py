@@ -128,6 +128,14 @@ def test_request_whose_answer_has_begun_stays() -> None:
     assert [ticket.backend for ticket in (*running, *begun, *waiting)] == [TWO, TWO, TWO, TWO, NEW]
 
 
+def test_slots_that_a_pod_reports_replace_those_of_its_service() -> None:
+    line = Line()
+    tickets = line.wait(TWO, 6)
+    line.balancer.set_slots(TWO, 5)
+    line.balancer.rebalance((TWO, NEW), now=0)
+    assert [ticket.backend for ticket in tickets] == [TWO] * 5 + [NEW]
+
+
 @pytest.mark.parametrize("pods", [(A, NEW), (TWO, A)], ids=["of the full pod", "of the free pod"])
 def test_nothing_moves_where_slots_are_unknown(pods: tuple[Backend, Backend]) -> None:
     line = Line()

@@ -1,6 +1,6 @@
 """Every call of a pass goes wrong, in one way or another, and the operator is killed before every call: enumerated.
 
-Each scenario is played once undisturbed, which tells its calls and its end; then once for each call and each fault
+Each scenario is played once undisturbed, which records its calls and its end; then once for each call and each fault
 (`make test-soak`), or for each call with a kill and one other fault: these take turns.
 However it was disturbed, it must end with the same objects, the same status and the same Events, repetitions apart,
 and write nothing more once it is there.

@@ -55,7 +55,6 @@ def requests(draw: st.DrawFn) -> SizingRequest:
         block_size=draw(st.sampled_from([1, 8, 16, 32])),
         gpu_memory_utilization=draw(st.sampled_from([0.5, 0.9, 1.0])),
         max_num_batched_tokens=draw(st.integers(1, 8192)),
-        policy=draw(st.sampled_from(["guaranteed", "expected"])),
         expected_tokens=draw(st.integers(1, length)),
         max_num_seqs=draw(st.none() | st.just(1)),
     )
@@ -76,8 +75,10 @@ def test_what_is_planned_fits_into_what_there_is(request: SizingRequest) -> None
 
 @given(requests())
 def test_guaranteed_sequences_never_need_more_blocks_than_there_are(request: SizingRequest) -> None:
-    answer = plan(replace(request, policy="guaranteed", max_num_seqs=None))
-    assert answer.max_num_seqs * answer.blocks_per_sequence <= max(0, answer.num_blocks - 1)
+    answer = plan(replace(request, max_num_seqs=None))
+    blocks_each = Budget.of(request).sequence_blocks(request.model_len)
+    assert answer.guaranteed_sequences * blocks_each <= max(0, answer.num_blocks - 1)
+    assert answer.guaranteed_sequences >= 1 or not answer.fits
 
 
 @given(requests(), st.integers(1, 64 * GIB))
@@ -94,7 +95,7 @@ def test_longer_sequences_never_hold_more_of_them(request: SizingRequest, longer
     before = Budget.of(request)
     after = Budget.of(replace(request, max_model_len=request.model_len + longer))
     assert after.fits <= before.fits
-    assert after.sequences(request.model_len + longer) <= before.sequences(request.model_len)
+    assert after.sequences(request.model_len + longer, 1) <= before.sequences(request.model_len, 1)
 
 
 @given(requests())

@@ -29,7 +29,8 @@ def _labels(request: SizingRequest) -> list[str]:
 
 def test_the_explanation_goes_from_the_model_to_the_answer(shape_of: ShapeOf) -> None:
     labels = _labels(_request(shape_of("llama-3-8b"), "h100"))
-    in_order = ["model", "weights", "kv per token", "memory", "overhead", "kv pool", "blocks", "sequence", "answer"]
+    in_order = ["model", "weights", "kv per token", "memory", "overhead", "kv pool", "blocks", "guaranteed", "expected"]
+    in_order += ["speed", "bounds", "answer"]
     assert [label for label in dict.fromkeys(labels) if label in in_order] == in_order
 
 
@@ -40,7 +41,7 @@ def test_the_explanation_goes_from_the_model_to_the_answer(shape_of: ShapeOf) ->
         ("llama-3-8b", 1, "kv per token", "2 x 32 layers x 8 KV heads x 128 x 2 bytes (bfloat16) = 128.00 KiB"),
         ("llama-3-8b", 16, "kv per token", "2 x 32 layers x 16 KV heads (8 repeated over 16 GPUs) x 128"),
         ("qwen3-30b-a3b", 1, "model", "8 of 128 experts a token, 3.35 billion active"),
-        ("mistral-7b", 1, "sequence", "32 of 32 layers slide over 4096 tokens and give back what is behind"),
+        ("mistral-7b", 1, "guaranteed", "32 of 32 layers slide over 4096 tokens and give back what is behind"),
         ("llama-3-8b", 1, "memory", "1 x h200-141gb, 139.72 GiB seen by a process, 90% of it usable = 125.75 GiB"),
     ],
 )
@@ -62,7 +63,7 @@ def test_weights_read_from_headers_are_marked(shape_of: ShapeOf) -> None:
 
 def test_kept_blocks_are_mentioned(shape_of: ShapeOf) -> None:
     request = replace(_request(shape_of("mistral-7b"), "h100"), frees_slid_blocks=False)
-    assert "slide over 4096 tokens but keep what is behind = 256 blocks" in _line(request, "sequence")
+    assert "slide over 4096 tokens but keep what is behind fit, each 256 blocks" in _line(request, "guaranteed")
 
 
 def test_a_gpu_without_bfloat16_is_pointed_out(shape_of: ShapeOf) -> None:
@@ -71,12 +72,12 @@ def test_a_gpu_without_bfloat16_is_pointed_out(shape_of: ShapeOf) -> None:
     assert "caution" not in _labels(replace(request, dtype="float16"))
 
 
-def test_a_chunk_that_breaks_the_promise_comes_with_the_budget_that_keeps_it(shape_of: ShapeOf) -> None:
+def test_a_chunk_that_misses_the_target_comes_with_the_budget_that_meets_it(shape_of: ShapeOf) -> None:
     request = replace(_request(shape_of("llama-3-8b"), "h100"), itl_p99_s=0.020, max_num_batched_tokens=2048)
-    advice = _line(request, "promise")
+    advice = _line(request, "target")
     assert "past 20.0 ms" in advice
     kept = replace(request, max_num_batched_tokens=int(advice.rsplit(" ", 1)[1]))
-    assert "promise" not in _labels(kept)
+    assert "target" not in _labels(kept)
 
 
 def test_what_does_not_fit_says_what_is_missing(shape_of: ShapeOf) -> None:

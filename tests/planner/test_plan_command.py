@@ -66,7 +66,8 @@ def test_the_table_shows_the_answer_and_every_line_of_the_working(capsys: Captur
     words = " ".join(table.split())
     for line in json.loads(capsys.readouterr().out)["explanation"]:
         assert line.split(": ", 1)[1] in words
-    assert table.startswith("FITS on h100-80gb: 54 sequences at once, limited by kvMemory\n")
+    held = "memory for 54 of 8192 tokens or 289 typical ones"
+    assert table.startswith(f"FITS on h100-80gb: at most 295 sequences in a step, {held}\n")
     assert "2 x 32 layers x 8 KV heads x 128 x 2 bytes (bfloat16) = 128.00 KiB" in table
     assert max(map(len, table.splitlines())) <= 100
 
@@ -102,7 +103,7 @@ def test_every_option_reaches_the_plan(capsys: Capture) -> None:
     plain = answer()
     changed = {
         "kv_bytes_per_token": answer("--kv-dtype", "fp8"),
-        "max_num_seqs": answer("--policy", "expected", "--expected-tokens", "512"),
+        "expected_sequences": answer("--expected-tokens", "512"),
         "num_blocks": answer("--block-size", "32"),
         "overhead_bytes": answer("--max-num-batched-tokens", "8192"),
         "kv_pool_bytes": answer("--gpu-memory-utilization", "0.8"),
@@ -188,7 +189,7 @@ def test_memory_is_a_kubernetes_quantity(text: str, gib: float, capsys: Capture)
 
 
 @pytest.mark.parametrize(("text", "shown"), [("80ms", "80.0 ms"), ("0.08s", "80.0 ms"), ("0.08", "80.0 ms")])
-def test_a_promise_is_a_duration(text: str, shown: str, capsys: Capture) -> None:
+def test_a_target_is_a_duration(text: str, shown: str, capsys: Capture) -> None:
     _plan(
         "--shape",
         SHAPE_70B,

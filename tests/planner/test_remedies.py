@@ -96,7 +96,7 @@ def test_a_container_gets_its_required_memory(shape_of: ShapeOf) -> None:
 
 
 def test_expected_tokens_shrink_with_a_shorter_length(shape_of: ShapeOf) -> None:
-    request = replace(_request(shape_of("llama-3-8b"), "l4", 131072), policy="expected", expected_tokens=100_000)
+    request = replace(_request(shape_of("llama-3-8b"), "l4", 131072), expected_tokens=100_000)
     assert 1 < longest_model_len(request) < 100_000
 
 

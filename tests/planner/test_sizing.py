@@ -1,4 +1,4 @@
-"""Plans for known models on known GPUs, for each bound and each policy."""
+"""Plans for known models on known GPUs, for each bound."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_70b_over_four_gpus_costs_320_kib_a_token(shape_of: ShapeOf) -> None:
     answer = plan(SizingRequest(shape=shape_of("llama-3-70b"), device=H100, device_count=4, max_model_len=8192))
     assert answer.kv_bytes_per_token == 327_680
     assert answer.weights_bytes == 2 * 70_553_706_496
-    assert (answer.fits, answer.limited_by) == (True, "kvMemory")
+    assert (answer.fits, answer.limited_by) == (True, "ridge")
 
 
 def test_every_byte_of_the_usable_memory_is_accounted_for(shape_of: ShapeOf) -> None:
@@ -59,9 +59,23 @@ def test_every_byte_of_the_usable_memory_is_accounted_for(shape_of: ShapeOf) -> 
 
 def test_guaranteed_sequences_all_reach_the_full_length_and_one_more_would_not(shape_of: ShapeOf) -> None:
     answer = plan(SizingRequest(shape=shape_of("llama-3-8b"), device=H100, max_model_len=8192))
+    usable, blocks_each = answer.num_blocks - 1, 8192 // 16
+    assert answer.guaranteed_sequences * blocks_each <= usable < (answer.guaranteed_sequences + 1) * blocks_each
+
+
+def test_three_numbers_of_sequences_are_those_of_long_typical_and_as_many_as_are_worth_it(shape_of: ShapeOf) -> None:
+    answer = plan(SizingRequest(shape=shape_of("llama-3-8b"), device=H100, max_model_len=8192, expected_tokens=1530))
     usable = answer.num_blocks - 1
-    assert answer.max_num_seqs * answer.blocks_per_sequence <= usable
-    assert (answer.max_num_seqs + 1) * answer.blocks_per_sequence > usable
+    assert (answer.guaranteed_sequences, answer.expected_sequences) == (usable // 512, usable // 96)
+    assert (answer.max_num_seqs, answer.limited_by) == (295, "ridge")
+
+
+def test_pool_bounds_the_batch_by_128_tokens_a_sequence(shape_of: ShapeOf) -> None:
+    """On an L4 with little memory left the pool holds fewer than the ridge."""
+    request = SizingRequest(shape=shape_of("llama-3-8b"), device=L4, max_model_len=2048, gpu_memory_utilization=0.82)
+    answer = plan(request)
+    assert answer.limited_by == "kvMemory"
+    assert answer.max_num_seqs * 128 // 16 < answer.num_blocks <= (answer.max_num_seqs + 1) * (128 // 16 + 1)
 
 
 def test_one_block_holds_no_token(shape_of: ShapeOf) -> None:
@@ -73,17 +87,9 @@ def test_one_block_holds_no_token(shape_of: ShapeOf) -> None:
     assert plan(replace(exactly, max_model_len=144)).max_num_seqs == 1
 
 
-def test_expected_tokens_admit_more_sequences_than_the_guarantee(shape_of: ShapeOf) -> None:
-    guaranteed = SizingRequest(shape=shape_of("llama-3-8b"), device=H100, max_model_len=8192)
-    expected = replace(guaranteed, policy="expected", expected_tokens=1530)
-    assert plan(expected).blocks_per_sequence == 96
-    assert plan(expected).max_num_seqs > 5 * plan(guaranteed).max_num_seqs / 1.1
-
-
-def test_expected_still_holds_one_sequence_of_full_length(shape_of: ShapeOf) -> None:
-    request = SizingRequest(
-        shape=shape_of("qwen2.5-7b"), device=L4, max_model_len=32768, policy="expected", expected_tokens=64
-    )
+def test_a_plan_holds_one_sequence_of_full_length_however_short_requests_are(shape_of: ShapeOf) -> None:
+    request = SizingRequest(shape=shape_of("qwen2.5-7b"), device=L4, max_model_len=32768, expected_tokens=64)
+    assert plan(request).guaranteed_sequences >= 1
     tight = replace(request, gpu_memory_utilization=0.75)
     assert plan(request).fits
     assert not plan(tight).fits
@@ -95,7 +101,7 @@ def test_expected_still_holds_one_sequence_of_full_length(shape_of: ShapeOf) -> 
         ({"max_num_seqs": 7}, "maxNumSeqs", 7),
         ({"max_num_batched_tokens": 48}, "tokenBudget", 48),
         ({}, "ridge", 295),
-        ({"itl_p99_s": 0.0065}, "itlPromise", 40),  # (6.5 ms x 2.68 TB/s - 16.06 GB) / 33.55 MB
+        ({"itl_p99_s": 0.0065}, "itlTarget", 40),  # (6.5 ms x 2.68 TB/s - 16.06 GB) / 33.55 MB
     ],
 )
 def test_the_smallest_bound_is_named(
@@ -109,27 +115,32 @@ def test_the_smallest_bound_is_named(
 def test_unknown_rates_leave_the_cap_as_the_bound(shape_of: ShapeOf) -> None:
     device = GPU("mystery", 80 * GIB)
     answer = plan(SizingRequest(shape=shape_of("llama-3-8b"), device=device, max_model_len=256, itl_p99_s=0.01))
-    assert (answer.limited_by, answer.max_num_seqs) == ("cap", 1024)
+    assert (answer.limited_by, answer.max_num_seqs) == ("cap", 256)
     assert (answer.decode_step_s, answer.ridge_tokens, answer.itl_feasible) == (None, None, None)
 
 
-def test_the_users_number_is_taken_even_past_the_guarantee_and_the_working_warns(shape_of: ShapeOf) -> None:
-    request = SizingRequest(shape=shape_of("llama-3-8b"), device=L4, max_model_len=8192)
-    automatic, own = plan(request).max_num_seqs, plan(replace(request, max_num_seqs=64))
-    assert own.max_num_seqs == 64
-    assert f"caution: only {automatic} sequences of 8192 tokens fit" in "\n".join(own.explanation)
+def test_a_cpu_gets_no_larger_batch_than_it_is_faster_with(shape_of: ShapeOf) -> None:
+    answer = plan(SizingRequest(shape=shape_of("qwen3-0.6b"), device=cpu_device(64 * GIB), max_model_len=1024))
+    assert (answer.limited_by, answer.max_num_seqs) == ("cap", 64)
 
 
-def test_a_promise_that_one_sequence_misses_is_infeasible(shape_of: ShapeOf) -> None:
+def test_the_users_number_is_taken_even_past_what_fits_and_the_working_warns(shape_of: ShapeOf) -> None:
+    request = SizingRequest(shape=shape_of("llama-3-8b"), device=L4, max_model_len=2048, gpu_memory_utilization=0.82)
+    automatic, own = plan(request).max_num_seqs, plan(replace(request, max_num_seqs=512))
+    assert own.max_num_seqs == 512
+    assert f"caution: only {automatic} sequences fit at once" in "\n".join(own.explanation)
+
+
+def test_a_target_that_one_sequence_misses_is_infeasible(shape_of: ShapeOf) -> None:
     request = SizingRequest(shape=shape_of("llama-3-8b"), device=L4, max_model_len=2048, itl_p99_s=0.020)
     assert plan(request).itl_feasible is False
     assert plan(request).max_num_seqs == 1
     assert plan(replace(request, itl_p99_s=0.080)).itl_feasible is True
 
 
-def test_the_promise_holds_at_max_num_seqs_and_breaks_one_above(shape_of: ShapeOf) -> None:
-    promise_s = 0.0065
-    answer = plan(SizingRequest(shape=shape_of("llama-3-8b"), device=H100, max_model_len=256, itl_p99_s=promise_s))
+def test_the_target_holds_at_max_num_seqs_and_is_missed_one_above(shape_of: ShapeOf) -> None:
+    target_s = 0.0065
+    answer = plan(SizingRequest(shape=shape_of("llama-3-8b"), device=H100, max_model_len=256, itl_p99_s=target_s))
     above = plan(
         SizingRequest(
             shape=shape_of("llama-3-8b"), device=H100, max_model_len=256, max_num_seqs=answer.max_num_seqs + 1
@@ -137,7 +148,7 @@ def test_the_promise_holds_at_max_num_seqs_and_breaks_one_above(shape_of: ShapeO
     )
     assert answer.decode_step_s is not None
     assert above.decode_step_s is not None
-    assert answer.decode_step_s <= promise_s < above.decode_step_s
+    assert answer.decode_step_s <= target_s < above.decode_step_s
 
 
 def test_a_model_too_large_for_its_gpu_has_no_sequences(shape_of: ShapeOf) -> None:
@@ -178,9 +189,7 @@ def test_the_json_keys_are_those_that_users_read(shape_of: ShapeOf) -> None:
         ({"dtype": "int8"}, r"dtype is 'int8', expected one of auto, bfloat16"),
         ({"dtype": "fp8"}, r"dtype is 'fp8'"),
         ({"kv_dtype": "int4"}, r"kv_dtype is 'int4', expected one of auto, bfloat16, float16, float32, fp8"),
-        ({"policy": "hopeful"}, r"policy is 'hopeful', expected one of guaranteed, expected"),
-        ({"policy": "expected"}, r"policy expected needs expected_tokens"),
-        ({"policy": "expected", "expected_tokens": 8193}, r"expected_tokens is 8193, expected 1 to max_model_len 8192"),
+        ({"expected_tokens": 8193}, r"expected_tokens is 8193, expected 1 to max_model_len 8192"),
         ({"max_model_len": 8193}, r"max_model_len 8193 is longer than the 8192 positions the model knows"),
         (
             {"max_num_batched_tokens": 10**12},

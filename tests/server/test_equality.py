@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from llmservice_bench.batch_scheduler import AdmitsAll
 from llmservice_server.engine.block_pool import PreemptionCost
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.engine import Engine
@@ -57,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def panelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose matrices are of whole panels, as those that are worth compiling for mostly are."""
+    """A model whose matrices are of whole packed panels, as those of real models mostly are."""
     folder = tmp_path_factory.mktemp("panelled")  # a block of it takes six times as much
     spec = TinyModelSpec(layers=2, hidden_size=192, heads=6, kv_heads=3, vocab_size=VOCAB, max_position_embeddings=256)
     write_tiny_model(folder, spec)
@@ -66,7 +67,9 @@ def panelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def engine_of(folder: Path, **settings: Any) -> Engine:
     defaults = {"max_num_seqs": 6, "max_model_len": 160}
-    return load_engine(EngineConfig(model=folder, threads=1, **defaults | settings), clock=lambda: 100.0)
+    engine = load_engine(EngineConfig(model=folder, threads=1, **defaults | settings), clock=lambda: 100.0)
+    engine.scheduler.admission = AdmitsAll(engine.ready.block_size, 1)  # so that too many are admitted
+    return engine
 
 
 def mix(number: int) -> list[GenerateRequest]:

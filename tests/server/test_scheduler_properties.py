@@ -26,8 +26,9 @@ class SchedulerUnderLoad(RuleBasedStateMachine):
         swapping=st.booleans(),
         policy=st.sampled_from(["fcfs", "sjf"]),
         share=st.sampled_from([0.1, 0.4]),
+        expected_tokens=st.sampled_from([1, 1536]),
     )
-    def start(self, caching: bool, swapping: bool, policy: Any, share: float) -> None:
+    def start(self, caching: bool, swapping: bool, policy: Any, share: float, expected_tokens: int) -> None:
         self.pool = BlockPool(14)
         self.swap = SwapSpace(SWAP_BLOCKS, PreemptionCost(0.0, 1.0)) if swapping else None
         self.config = SchedulerConfig(
@@ -36,6 +37,7 @@ class SchedulerUnderLoad(RuleBasedStateMachine):
             max_num_batched_tokens=17,
             prefill_chunk_tokens=5,
             prefix_caching=caching,
+            expected_tokens=expected_tokens,  # the smaller, the more are admitted
             interactive=LaneConfig(policy=policy),
             batch=LaneConfig(share=share),
         )
@@ -82,16 +84,17 @@ class SchedulerUnderLoad(RuleBasedStateMachine):
             if request.deadline_s is not None and request.deadline_s <= self.now:
                 self.scheduler.finish(request)
 
-    @rule()
-    def step(self) -> None:
-        self.take_step()
+    @rule(data=st.data())
+    def step(self, data: st.DataObject) -> None:
+        self.take_step(data)
 
     @rule()
     def several_steps(self) -> None:
         for _ in range(10):
             self.take_step()
 
-    def take_step(self) -> None:
+    def take_step(self, data: st.DataObject | None = None) -> None:
+        """With `data`, some of the scheduled requests may fail."""
         had_work = bool(self.alive)
         never_ran = [request for request in self.alive if request.first_scheduled_s is None]
         plan = self.scheduler.schedule(self.now)
@@ -102,12 +105,19 @@ class SchedulerUnderLoad(RuleBasedStateMachine):
         assert len(set(map(id, scheduled))) == len(scheduled)
         assert scheduled == list(dict.fromkeys(scheduled))
         assert set(map(id, scheduled)) == set(map(id, self.scheduler.running))  # no running request is left out
-        assert all(1 <= share.num_tokens <= self.config.prefill_chunk_tokens for share in plan.scheduled)
+        is_alone = len(scheduled) == 1 and not self.scheduler.waiting
+        chunk = self.config.max_num_batched_tokens if is_alone else self.config.prefill_chunk_tokens
+        assert all(1 <= share.num_tokens <= chunk for share in plan.scheduled)
         self.no_request_is_overtaken(never_ran)
-        self.compute(plan)
-        self.scheduler.commit(plan)
+        failed = data.draw(st.sets(st.sampled_from(scheduled), max_size=2)) if data and scheduled else set()
+        misled = self.compute(plan, failed)
+        assert set(self.scheduler.commit(plan, failed)) == misled  # and no other request is computed again
         for share in plan.scheduled:
-            if share.samples and share.request.append(self.dice.randrange(3)) is not None:
+            if share.request in failed:
+                self.scheduler.finish(share.request)
+            elif share.request in misled or not share.samples:
+                continue
+            elif share.request.append(self.dice.randrange(3)) is not None:
                 self.scheduler.finish(share.request)
 
     def no_request_is_overtaken(self, never_ran: list[Request]) -> None:
@@ -122,23 +132,36 @@ class SchedulerUnderLoad(RuleBasedStateMachine):
                 admitted = [request.first_scheduled_s is not None for request in queue]
                 assert admitted == sorted(admitted, reverse=True)
 
-    def compute(self, plan: Plan) -> None:
-        """Keeps a model of what every block holds, and checks that no request reads what is not there."""
+    def compute(self, plan: Plan, failed: set[Request]) -> set[Request]:
+        """Keeps a model of what every block holds, and checks that no request reads what is not there.
+
+        Returns the requests that read a block which a failed one should have filled, or another one of them.
+        """
         assert not {copy.target for copy in plan.swap_out} & {copy.source for copy in plan.swap_in}
         swapped = {copy.target: self.contents[copy.source] for copy in plan.swap_out}
         self.swapped = {**getattr(self, "swapped", {}), **swapped}
         for copy in plan.swap_in:
             self.contents[copy.target] = self.swapped[copy.source]
+        misled: set[Request] = set()
+        unfilled: set[int] = set()
         for share in plan.scheduled:
-            tokens, blocks = share.request.token_ids, share.block_table
+            request, tokens, blocks = share.request, share.request.token_ids, share.block_table
+            if not unfilled.isdisjoint(blocks[: share.start // BLOCK_SIZE]) and request not in failed:
+                misled.add(request)
             for index in range(share.start // BLOCK_SIZE):  # full ones of before
-                assert self.contents[blocks[index]] == tuple(tokens[: (index + 1) * BLOCK_SIZE])
+                expected = tuple(tokens[: (index + 1) * BLOCK_SIZE])
+                assert self.contents[blocks[index]] == expected or request in misled | failed
             if share.start % BLOCK_SIZE:
                 assert self.contents[blocks[share.start // BLOCK_SIZE]] == tuple(tokens[: share.start])
             end = share.start + share.num_tokens
             for index in range(share.start // BLOCK_SIZE, -(-end // BLOCK_SIZE)):
-                assert self.pool.num_holders(blocks[index]) == 1  # a shared block is not written
+                shared = blocks[index] in plan.registered.get(request, ())  # with later shares of this step
+                assert shared or self.pool.num_holders(blocks[index]) == 1  # another shared block is not written
                 self.contents[blocks[index]] = tuple(tokens[: min(end, (index + 1) * BLOCK_SIZE)])
+                if request in misled | failed:
+                    self.contents[blocks[index]] = ()
+                    unfilled.add(blocks[index])
+        return misled
 
     @property
     def alive(self) -> list[Request]:
@@ -190,7 +213,7 @@ class SchedulerUnderLoad(RuleBasedStateMachine):
             self.take_step()
         assert not self.alive
         for request in unserved:
-            assert request.num_output_tokens == request.sampling.max_tokens
+            assert request.num_output_tokens == request.sampling.max_tokens  # those that failed are not among them
         assert self.pool.num_held == 0
 
 

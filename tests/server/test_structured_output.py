@@ -97,7 +97,7 @@ def test_a_seeded_answer_under_a_grammar_is_the_same_alone_in_a_crowd_and_after_
     alone.add("seeded", **sampling)
     alone.run()
     pool = {"kv_cache_memory_bytes": 18 * 2 * 2 * 16 * 2 * 16 * 4, "swap_space_gib": 0.001 if mode == "swap" else 0}
-    crowd = Driver(tiny_model, max_num_seqs=4, max_model_len=256, overlap=overlap, **pool)
+    crowd = Driver(tiny_model, max_num_seqs=4, max_model_len=256, overlap=overlap, expected_tokens=1, **pool)
     if crowd.engine.swap is not None:
         crowd.engine.swap.cost = PreemptionCost(copy_block_s=0.0, compute_token_s=1.0)  # always
     for number in range(3):

@@ -49,7 +49,8 @@ def crd() -> dict[str, Any]:
             "apiVersion": {"type": "string", "description": f"{GROUP}/{VERSION}."},
             "kind": {"type": "string", "description": f"{KIND}."},
             "metadata": {"type": "object"},
-            "spec": structural_schema(LLMServiceSpec) | {"description": "What is served, how, and with which promise."},
+            "spec": structural_schema(LLMServiceSpec)
+            | {"description": "What is served, how, and with which latency target."},
             "status": structural_schema(LLMServiceStatus),
         },
     } | _NAME_RULES

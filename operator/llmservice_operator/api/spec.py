@@ -86,22 +86,12 @@ class Resources(SchemaModel):
 
 
 class Sizing(SchemaModel):
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            (
-                "self.policy != 'expected' || has(self.expectedTokens)",
-                "policy expected needs expectedTokens: prompt plus answer of a typical request",
-            )
-        )
-    )
-
-    policy: Literal["guaranteed", "expected"] = Field(
-        "guaranteed",
-        description="guaranteed: every running sequence may reach maxModelLen without preemption."
-        " expected: sized for expectedTokens, preempting where requests turn out longer.",
-    )
     expected_tokens: int | None = Field(
-        None, ge=1, le=16777216, description="Tokens (prompt and answer) that a typical request uses."
+        None,
+        ge=1,
+        le=16777216,
+        description="Tokens (prompt and answer) that a typical request uses; the server counts with them until enough"
+        " requests have ended. Default: 1536, or maxModelLen if that is less.",
     )
 
 
@@ -126,9 +116,9 @@ class Engine(SchemaModel):
         None, ge=1, le=16777216, description="Longest sequence, prompt and answer. Default: what the model supports."
     )
     max_num_seqs: AutoOrCount = Field(
-        "auto", description="Sequences that run at once: auto computes it from model and GPU; or 1 to 1024."
+        "auto", description="Sequences in a step, at most: auto computes it from model and GPU; or 1 to 1024."
     )
-    sizing: Sizing = Field(default_factory=Sizing, description="How maxNumSeqs: auto is computed.")
+    sizing: Sizing = Field(default_factory=Sizing, description="What requests are expected to use.")
     gpu_memory_utilization: float = Field(
         0.9, ge=0.1, le=0.99, description="Share of the GPU's memory (of requests.memory on CPU) that may be used."
     )
@@ -151,10 +141,10 @@ class Engine(SchemaModel):
 
 class Slo(SchemaModel):
     ttft_p99: Duration | None = Field(
-        None, description="Promise: 99 % of requests see their first token within this time. Drives scaling."
+        None, description="Target: 99 % of requests see their first token within this time. Drives scaling."
     )
     itl_p99: Duration | None = Field(
-        None, description="Promise on the time between two tokens. Bounds maxNumSeqs: auto."
+        None, description="Target: 99 % of the times between two tokens are at most this. Bounds maxNumSeqs: auto."
     )
 
     @property
@@ -325,7 +315,7 @@ class LLMServiceSpec(SchemaModel):
     )
     resources: Resources = Field(default_factory=Resources, description="What one replica gets.")
     engine: Engine = Field(default_factory=Engine, description="How the inference engine is set up.")
-    slo: Slo = Field(default_factory=Slo, description="The latency that is promised to users.")
+    slo: Slo = Field(default_factory=Slo, description="The latency targets.")
     lanes: Lanes = Field(
         default_factory=Lanes,
         description="Which lane requests are served in: interactive goes first, batch takes what it leaves.",

@@ -41,7 +41,11 @@ class SizingStatus(SchemaModel):
     source: Literal["operator", "pod"] = Field(
         "operator", description="Who computed maxNumSeqs: the operator, or the server itself (pod)."
     )
-    max_num_seqs: int = Field(ge=0, description="Sequences that run at once in one replica.")
+    max_num_seqs: int = Field(ge=0, description="Sequences in a step of one replica, at most.")
+    guaranteed_sequences: int = Field(
+        0, ge=0, description="Sequences of maxModelLen that the KV cache holds: so many are never preempted."
+    )
+    expected_sequences: int = Field(0, ge=0, description="Sequences of expectedTokens that the KV cache holds.")
     max_model_len: int = Field(ge=0, description="Longest sequence that is served, in tokens.")
     kv_bytes_per_token: int = Field(ge=0, description="Bytes of KV cache per token, over all GPUs of a replica.")
     weights_gib: float = Field(alias="weightsGiB", ge=0, description="Predicted memory of the weights.")

@@ -38,8 +38,6 @@ PRE_STOP_S = 5
 _GRACE_MARGIN_S = 5
 """The grace period must be longer than preStop and drain together, else the kubelet kills a pod that still serves."""
 _STARTUP_PERIOD_S = 2
-_LONGEST = 16777216
-"""As expected tokens: every sequence may become as long as the server allows, so that none is preempted."""
 _CONTAINER_SECURITY = {
     "allowPrivilegeEscalation": False,
     "capabilities": {"drop": ["ALL"]},
@@ -138,14 +136,17 @@ def server_args(service: LLMService, sized: Sized) -> list[str]:
 
 def _sizing_args(service: LLMService, sized: Sized) -> list[str]:
     """The planner's numbers; for a model that only a pod can read, the spec's, and the server works out the rest."""
-    if not sized.self_sized and sized.plan is not None:
-        plan = sized.plan
-        return ["--max-model-len", str(plan.max_model_len), "--max-num-seqs", str(plan.max_num_seqs)]
     engine = service.spec.engine
-    args = [] if engine.max_model_len is None else ["--max-model-len", str(engine.max_model_len)]
-    if engine.max_num_seqs != "auto":
-        return [*args, "--max-num-seqs", str(engine.max_num_seqs)]
-    return [*args, "--expected-tokens", str(engine.sizing.expected_tokens or _LONGEST)]
+    max_model_len = engine.max_model_len
+    max_num_seqs = None if engine.max_num_seqs == "auto" else engine.max_num_seqs
+    if not sized.self_sized and sized.plan is not None:
+        max_model_len, max_num_seqs = sized.plan.max_model_len, sized.plan.max_num_seqs
+    numbers = {
+        "--max-model-len": max_model_len,
+        "--max-num-seqs": max_num_seqs,
+        "--expected-tokens": engine.sizing.expected_tokens,
+    }
+    return [text for flag, number in numbers.items() if number is not None for text in (flag, str(number))]
 
 
 def _cpu_memory_args(service: LLMService, sized: Sized) -> list[str]:

@@ -96,7 +96,7 @@ def _http_port() -> Manifest:
 
 
 def expected_prometheus_rule(service: LLMService) -> Manifest:
-    """The service's alerts, with the promise as a number, so that they need no metric of the operator for it.
+    """The service's alerts, with the target as a number, so that they need no metric of the operator for it.
 
     For teams whose Prometheus reads the rules of their own namespaces.
     """

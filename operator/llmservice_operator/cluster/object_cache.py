@@ -161,7 +161,7 @@ class ObjectCache:
 
 
 def version(metadata: Mapping[str, Any]) -> int:
-    """The resource version as a number that grows with every write, as the API promises for every resource since 1.35.
+    """The resource version as a number that grows with every write, as guaranteed for every resource since 1.35.
 
     https://kubernetes.io/docs/reference/using-api/api-concepts/#resource-versions
     """

@@ -303,7 +303,7 @@ _REMEDIES = {
     "ModelUnreadable": "Correct the checkpoint's config.json, or choose another revision.",
     "AwaitingPod": "Wait for the first pod, or give the figures of the model's config.json in spec.model.shape.",
     "ImageVolumesUnsupported": "Turn the feature on in the cluster, or serve the model from hf://, s3:// or pvc://.",
-    # scaling and promises
+    # scaling and targets
     "NoMetrics": "Replicas are held. See that the operator reaches the pods' port 8001 or Prometheus"
     " (its log says which fails).",
     "NoReadyPods": "Replicas are held until a pod is ready.",

@@ -44,8 +44,9 @@ def _head(explanation: Explanation, now: float) -> Iterator[str]:
 def _sizing(sizing: SizingStatus | None) -> Iterator[str]:
     if sizing is None:
         return
-    fits = f"{sizing.max_num_seqs} sequences at once of up to {sizing.max_model_len} tokens"
-    yield f"Sizing: {fits}, limited by {sizing.limited_by}"
+    yield f"Sizing: at most {sizing.max_num_seqs} sequences in a step, limited by {sizing.limited_by}"
+    expected = f"{sizing.expected_sequences} of the expected length"
+    yield f"  the KV cache holds {sizing.guaranteed_sequences} sequences of {sizing.max_model_len} tokens, {expected}"
     spent = f"weights {sizing.weights_gib:g} GiB + overhead {sizing.overhead_gib:g} GiB"
     yield f"  {spent}, KV pool {sizing.kv_pool_gib:g} GiB at {sizing.kv_bytes_per_token:,} B per token"
     yield _measured(sizing)

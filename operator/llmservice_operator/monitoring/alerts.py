@@ -64,7 +64,7 @@ def rule_file() -> Manifest:
 
 
 def service_groups(namespace: str, name: str, ttft_target_s: float | None) -> list[Manifest]:
-    """The rule groups of one service; without a promise there are no latency alerts."""
+    """The rule groups of one service; without a target there are no latency alerts."""
     servers = promql.matchers(namespace=namespace, service=name)
     reports = promql.matchers(namespace=namespace, name=name)
     latency = latency_alerts(servers, f"{ttft_target_s:g}") if ttft_target_s is not None else ()
@@ -73,7 +73,7 @@ def service_groups(namespace: str, name: str, ttft_target_s: float | None) -> li
 
 
 def latency_alerts(servers: str, ttft_target: str) -> tuple[Alert, ...]:
-    """Alerts about the promise. `servers` selects series of servers; `ttft_target` is an expression in seconds."""
+    """Alerts about the target. `servers` selects series of servers; `ttft_target` is an expression in seconds."""
     buckets = promql.selector(promql.TTFT_BUCKET, servers)
     p99 = f"histogram_quantile(0.99, sum by ({_BY_SERVICE}, le) (rate({buckets}[1m])))"
     return (
@@ -82,7 +82,7 @@ def latency_alerts(servers: str, ttft_target: str) -> tuple[Alert, ...]:
             expr=f"{p99} > {ttft_target}",
             lasting="1m",
             severity="critical",
-            summary="{{ $labels.namespace }}/{{ $labels.service }} breaks its promise on the time to first token",
+            summary="{{ $labels.namespace }}/{{ $labels.service }} misses its target for the time to first token",
             description="p99 time to first token is {{ $value | humanizeDuration }} over the last minute,"
             " above spec.slo.ttftP99.",
         ),

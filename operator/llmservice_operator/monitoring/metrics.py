@@ -24,7 +24,7 @@ _SERVICE_GAUGES: Declared = {
         "1 where the condition is True, 0 where it is False, -1 where it is Unknown.",
         (*_SERVICE, "type"),
     ),
-    "ttft_target_seconds": ("The promise spec.slo.ttftP99, for alerts to compare with.", _SERVICE),
+    "ttft_target_seconds": ("The target spec.slo.ttftP99, for alerts to compare with.", _SERVICE),
     "prediction_error_percent": (
         "Predicted KV blocks against measured ones; positive: predicted too many.",
         _SERVICE,

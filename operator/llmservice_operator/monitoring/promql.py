@@ -7,6 +7,7 @@ import re
 RUNNING = "llmservice_num_requests_running"
 WAITING = "llmservice_num_requests_waiting"
 KV_USAGE = "llmservice_kv_cache_usage_perc"
+ADMISSIBLE = "llmservice_admissible_sequences"
 FINISHED = "llmservice_request_success_total"
 REJECTED = "llmservice_request_rejected_total"
 TTFT_BUCKET = "llmservice_time_to_first_token_seconds_bucket"
@@ -34,9 +35,7 @@ def selector(metric: str, *inside: str) -> str:
     return f"{metric}{{{parts}}}" if parts else metric
 
 
-def service_queries(
-    namespace: str, name: str, window_s: float, max_num_seqs: int, *, counts_batch: bool = True
-) -> dict[str, str]:
+def service_queries(namespace: str, name: str, window_s: float, *, counts_batch: bool = True) -> dict[str, str]:
     """The PromQL of a service's scaling signals, by the signal's name, over all of its present pods.
 
     `counts_batch`: whether requests of the batch lane ask for replicas. Series without a lane are counted in any case.
@@ -52,7 +51,7 @@ def service_queries(
     growth = [f"(sum(deriv({selector(gauge, own)}{window})) or vector(0))" for gauge in (RUNNING, WAITING)]
     return {
         "queue": f"sum({selector(WAITING, counted)}) / {replicas}",
-        "utilization": f"sum({selector(RUNNING, counted)}) / {replicas} / {max_num_seqs}",
+        "utilization": f"sum({selector(RUNNING, counted)}) / sum({selector(ADMISSIBLE, own)})",
         "kvCache": f"avg({selector(KV_USAGE, own)})",
         "arrivals": f"({' + '.join([finished, rejected, *growth])}) / {replicas}",
         "ttftP99": f"histogram_quantile(0.99, sum by (le) (rate({selector(TTFT_BUCKET, own)}{window})))",

@@ -1,7 +1,7 @@
 """How many replicas: load → analyse → optimise → limit → a decision with its reasons.
 
 Every step is a pure function; time comes in as seconds of a monotonic clock. The queue and the arrivals set the
-number. p99 TTFT only tilts it, by one more while the promise is broken and never down meanwhile, and only where the
+number. p99 TTFT only tilts it, by one more while the target is missed and never down meanwhile, and only where the
 load explains it: it lags behind the load. Completions alone are never used, since an overload caps them.
 """
 
@@ -19,7 +19,7 @@ from llmservice_operator.signals.load import Load
 from llmservice_operator.sizing import Sized, SizingProblem
 
 TTFT_VETO = 0.8
-"""No replica is removed while p99 TTFT is above this share of the promise."""
+"""No replica is removed while p99 TTFT is above this share of the target."""
 TTFT_ENOUGH = 20
 """Requests in the window from which p99 TTFT can ask for a replica: of fewer it is the slowest one alone."""
 TTFT_EXPLAINED = 0.5
@@ -96,6 +96,7 @@ def decide(
     if load is None:
         return _hold(supply, policy), history.remember(now, None, policy.memory_s)
     history = history.measure(now, load.capacity_per_s, load.finished_per_s)
+    policy = policy.for_load(load)
     counted = policy.counted(load)
     analysis = analyse(counted, _slots(load, policy), supply, policy, history.capacity_per_s(now))
     recommendation = optimise(analysis, counted, supply, policy, history, now, feasible=feasible)
@@ -229,14 +230,14 @@ def _replace_overdue(asked: Recommendation, supply: Supply, policy: ScalePolicy)
 
 
 def _ttft_bias(load: Load, supply: Supply, policy: ScalePolicy, history: History, now: float) -> Recommendation:
-    """One more while the load explains that the promise is broken.
+    """One more while the load explains that the target is missed.
 
     The replica added last first has a window to show its effect, and its start-up time where there is a queue.
     """
     p99, target = load.ttft_p99_s, policy.ttft_p99_s
     if p99 is None or target is None or p99 <= target or not (load.waiting or load.running):
         return Recommendation(0)
-    what = f"ttft: p99 {p99:.2f}s is over the promised {target:.2f}s"
+    what = f"ttft: p99 {p99:.2f}s is above the target of {target:.2f}s"
     if load.ttft_count < TTFT_ENOUGH:
         return Recommendation(0, (f"{what}, of {load.ttft_count:.0f} requests: too few to tell",))
     if not _explains_ttft(load, supply.ready, policy):
@@ -256,12 +257,12 @@ def _explains_ttft(load: Load, replicas: int, policy: ScalePolicy) -> bool:
 
 
 def _veto(asked: Recommendation, load: Load, supply: Supply, policy: ScalePolicy) -> Recommendation:
-    """No replica is removed while the promise is nearly broken and those that stay would be busy."""
+    """No replica is removed while the target is nearly missed and those that stay would be busy."""
     target, p99 = policy.ttft_p99_s, load.ttft_p99_s
     close = target is not None and p99 is not None and p99 > target * TTFT_VETO
     if asked.replicas >= supply.replicas or not close or not _explains_ttft(load, asked.replicas, policy):
         return asked
-    reason = f"hold: p99 TTFT {p99:.2f}s is close to the promised {target:.2f}s, not shrinking"
+    reason = f"hold: p99 TTFT {p99:.2f}s is close to the target of {target:.2f}s, not shrinking"
     return Recommendation(supply.replicas, (*asked.reasons, reason))
 
 

@@ -1,4 +1,4 @@
-"""What bounds the autoscaler: the user's limits, promises and steps, and which lanes ask for replicas."""
+"""What bounds the autoscaler: the user's limits, targets and steps, and which lanes ask for replicas."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class ScalingRules:
 
 @dataclass(frozen=True, slots=True)
 class ScalePolicy:
-    """What the user allows and promises."""
+    """The user's limits and targets."""
 
     min_replicas: int
     max_replicas: int
@@ -96,6 +96,12 @@ class ScalePolicy:
         """How far back a decision looks."""
         times = [(rules.stabilization_s, rules.period_s, rules.cooldown_s) for rules in (self.up, self.down)]
         return max(self.window_s, *times[0], *times[1])
+
+    def for_load(self, load: Load) -> ScalePolicy:
+        """With the slots that the pods report: fewer than `max_num_seqs` where requests fill the KV cache first."""
+        if load.admissible is None:
+            return self
+        return replace(self, max_num_seqs=max(1, min(self.max_num_seqs, round(load.admissible))))
 
     def bounded(self, replicas: int) -> int:
         return min(max(replicas, self.min_replicas), self.max_replicas)

@@ -55,6 +55,8 @@ class Load:
     """The most that any one pod held at any scrape of the window."""
     batch: bool = False
     """Whether the window has requests of the batch lane: rates and quantiles are of all lanes."""
+    admissible: float | None = None
+    """Sequences that a pod runs at once, of lengths like those before, by the pods' own mean; None: not reported."""
     kv_blocks: int | None = None
     """Usable KV blocks of the smallest pod, as it measured them after loading."""
     weights_bytes: float | None = None
@@ -92,9 +94,15 @@ def load_of(histories: Histories, ready_pods: Iterable[str], source: str) -> Loa
         ttft_count=max(buckets.values(), default=0.0),
         peak_in_flight=max(scrape.running + scrape.waiting for scrapes in read.values() for scrape in scrapes),
         batch=any(scrape.batch_waiting or scrape.batch_running for scrapes in read.values() for scrape in scrapes),
+        admissible=_mean([scrapes[-1].admissible for scrapes in read.values()]),
         kv_blocks=min((blocks for one in read.values() if (blocks := one[-1].kv_blocks)), default=None),
         weights_bytes=next((weight for one in read.values() if (weight := one[-1].weights_bytes)), None),
     )
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
 
 
 def _now(name: str, scrape: Scrape) -> PodLoad:

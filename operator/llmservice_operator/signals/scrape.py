@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from llmservice_operator.monitoring.promql import (
+    ADMISSIBLE,
     BATCH,
     FINISHED,
     KV_BLOCKS,
@@ -20,7 +21,7 @@ from llmservice_operator.monitoring.promql import (
     WAITING,
 )
 
-SERIES = (RUNNING, WAITING, KV_USAGE, FINISHED, REJECTED, TTFT_BUCKET, KV_BLOCKS, MEMORY)
+SERIES = (RUNNING, WAITING, KV_USAGE, ADMISSIBLE, FINISHED, REJECTED, TTFT_BUCKET, KV_BLOCKS, MEMORY)
 
 _LABEL = re.compile(r'([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"')
 _LINE = re.compile(
@@ -46,6 +47,8 @@ class Scrape:
     waiting: float
     kv_usage: float = 0.0
     """Share of the KV blocks that requests hold, 0 to 1."""
+    admissible: float | None = None
+    """Sequences like those before that the KV cache holds at once; None before the first step."""
     finished: float = 0.0
     rejected: float = 0.0
     ttft_buckets: tuple[tuple[float, float], ...] = ()
@@ -108,6 +111,7 @@ def scrape_of(samples: Iterable[Sample], time_s: float) -> Scrape:
         running=totals[RUNNING],
         waiting=totals[WAITING],
         kv_usage=totals[KV_USAGE],
+        admissible=totals[ADMISSIBLE] or None,
         finished=totals[FINISHED],
         rejected=totals[REJECTED],
         ttft_buckets=tuple(sorted(buckets.items())),

@@ -81,8 +81,8 @@ def signals_status(
     allowance: WriteAllowance,
 ) -> list[SignalStatus]:
     """What is scaled on, per ready replica. Thresholds and queries are always current, values are throttled."""
-    slots, target = policy.max_num_seqs, TARGET_UTILIZATION
-    queries = service_queries(*service, policy.window_s, slots, counts_batch=policy.batch == "scale")
+    slots, target = (policy.for_load(load) if load else policy).max_num_seqs, TARGET_UTILIZATION
+    queries = service_queries(*service, policy.window_s, counts_batch=policy.batch == "scale")
     values = _per_replica(policy.counted(load), slots) if load else {}
     past = {signal.name: signal.value for signal in before}
     signals = []

@@ -88,7 +88,8 @@ def sizing_verdict(sizing: Sized | SizingProblem) -> Verdict:
     plan = sizing.plan
     assert plan is not None  # noqa: S101 - what the operator sizes has a plan
     message = (
-        f"{plan.max_num_seqs} sequences at once, each up to {plan.max_model_len} tokens, limited by {plan.limited_by}"
+        f"at most {plan.max_num_seqs} sequences in a step, limited by {plan.limited_by}; the KV cache holds"
+        f" {plan.guaranteed_sequences} of {plan.max_model_len} tokens"
     )
     return Verdict(SIZING_VALID, "True", "Fits", message)
 
@@ -101,7 +102,8 @@ def _self_sizing_verdict(report: SizingReport | None) -> Verdict:
         )
         return Verdict(SIZING_VALID, "Unknown", "AwaitingPod", message)
     message = (
-        f"{report.max_num_seqs} sequences at once, each up to {report.max_model_len} tokens, worked out by the server"
+        f"at most {report.max_num_seqs} sequences in a step, each up to {report.max_model_len} tokens, worked out by"
+        " the server"
     )
     return Verdict(SIZING_VALID, "True", "SizedByServer", message)
 
@@ -243,10 +245,10 @@ def name_verdict(name: str, namespace: str, holder: str | None) -> Verdict | Non
 def slo_verdict(
     load: Load | None, ttft_target_s: float | None, *, itl_feasible: bool | None, before: Verdict | None
 ) -> Verdict:
-    """Whether the promise can be kept: if one unloaded request already misses it, no replica helps.
+    """Whether the target can be met: if one unloaded request already misses it, no replica helps.
 
     It is judged by requests that had a replica to themselves; between those the last verdict is kept. `itl_feasible` is
-    the planner's answer on the inter-token latency: None without a promise, or where the GPU's rates are unknown.
+    the planner's answer on the inter-token latency: None without a target, or where the GPU's rates are unknown.
     """
     if itl_feasible is False:
         return Verdict(
@@ -257,7 +259,7 @@ def slo_verdict(
             " raise it, or choose a GPU with more memory bandwidth or a smaller model",
         )
     if ttft_target_s is None:
-        return Verdict(SLO_FEASIBLE, "True", "NoTTFTPromise", "no slo.ttftP99 is promised")
+        return Verdict(SLO_FEASIBLE, "True", "NoTTFTTarget", "slo.ttftP99 is not set")
     known = before if before is not None and before.status != "Unknown" else None
     if load is None or load.ttft_p50_s is None or load.ttft_p99_s is None:
         return known or Verdict(SLO_FEASIBLE, "Unknown", "NoTraffic", "no request was measured lately")
@@ -268,7 +270,7 @@ def slo_verdict(
             "False",
             "UnloadedRequestMissesTarget",
             f"half of the requests that had a replica to themselves took more than {load.ttft_p50_s:.2f}s to the first"
-            f" token, {ttft_target_s:.2f}s is promised: more replicas can't help. Raise slo.ttftP99, shorten prompts,"
+            f" token, the target is {ttft_target_s:.2f}s: more replicas can't help. Raise slo.ttftP99, shorten prompts,"
             " or choose a faster GPU or a smaller model",
         )
     if load.ttft_p99_s <= ttft_target_s or unloaded:
@@ -278,7 +280,7 @@ def slo_verdict(
 
 
 def remembered_slo(service: LLMService) -> Verdict | None:
-    """The verdict on the promise that the status kept, where it is about the present spec."""
+    """The verdict on the target that the status kept, where it is about the present spec."""
     condition = service.status.condition(SLO_FEASIBLE)
     if condition is None or condition.observed_generation != service.metadata.generation:
         return None

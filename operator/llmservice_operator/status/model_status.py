@@ -8,6 +8,7 @@ from llmservice_operator.locations import Figures, Model
 from llmservice_operator.pods.pod_model import Fetching
 from llmservice_operator.sizing import GIB, Sized, SizingReport
 from llmservice_planner.shape import ModelShape, ShapeError
+from llmservice_planner.sizing_request import EXPECTED_TOKENS
 
 _SERVER = "server"
 """What limited a number that the server worked out by itself."""
@@ -72,6 +73,8 @@ def sizing_status(sized: Sized, measured: MeasuredStatus | None) -> SizingStatus
     return SizingStatus(
         source="pod" if report else "operator",
         max_num_seqs=report.max_num_seqs if report else answer.max_num_seqs,
+        guaranteed_sequences=answer.guaranteed_sequences,
+        expected_sequences=answer.expected_sequences,
         max_model_len=report.max_model_len if report else answer.max_model_len,
         kv_bytes_per_token=answer.kv_bytes_per_token,
         weights_gib=_gib(answer.weights_bytes),
@@ -87,9 +90,13 @@ def sizing_status(sized: Sized, measured: MeasuredStatus | None) -> SizingStatus
 def _reported_sizing(report: SizingReport) -> SizingStatus:
     """Without a prediction, the server's figures are all there is."""
     tokens = max(1, (report.num_blocks + 1) * report.block_size)
+    longest_blocks = max(1, -(-report.max_model_len // report.block_size))
+    typical_blocks = max(1, -(-min(EXPECTED_TOKENS, report.max_model_len) // report.block_size))
     return SizingStatus(
         source="pod",
         max_num_seqs=report.max_num_seqs,
+        guaranteed_sequences=report.num_blocks // longest_blocks,
+        expected_sequences=report.num_blocks // typical_blocks,
         max_model_len=report.max_model_len,
         kv_bytes_per_token=report.kv_cache_bytes // tokens,
         weights_gib=_gib(report.weights_bytes),

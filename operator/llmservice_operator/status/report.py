@@ -61,7 +61,7 @@ class Outcome:
     desired: int
     """Replicas that the Deployment is set to after the pass."""
     slo: Verdict
-    """Whether the promise can be kept."""
+    """Whether the target can be met."""
     startup_s: float | None = None
     blocked: Trouble | None = None
     """What kept the children from being applied."""

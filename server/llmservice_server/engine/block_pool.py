@@ -7,27 +7,47 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import takewhile
 
-_SIZE = 16  # bytes; a cryptographic hash, because a collision would show one user another's keys and values
+HASH_BYTES = 16  # of a block; a cryptographic hash, because a collision would show one user another's keys and values
+
+
+def hash_blocks(token_ids: Sequence[int], block_size: int, after: bytes) -> bytes:
+    """The hashes of the full blocks of `token_ids`, concatenated; `after` is the hash of the block before.
+
+    128,000 tokens take about 10 ms, so prompts are hashed by the HTTP processes.
+    """
+    num_bytes = array("q").itemsize * block_size
+    tokens = memoryview(array("q", token_ids)).cast("B")
+    hashes = []
+    for first in range(0, len(token_ids) // block_size * num_bytes, num_bytes):
+        after = blake2b(after + tokens[first : first + num_bytes], digest_size=HASH_BYTES).digest()
+        hashes.append(after)
+    return b"".join(hashes)
+
+
+def chain_start(salt: str | None) -> bytes:
+    """What the first block is hashed after. A salt keeps a chain apart from all others."""
+    return b"" if salt is None else blake2b(salt.encode(), digest_size=HASH_BYTES, person=b"salt").digest()
 
 
 class BlockHashes:
-    """The chain of one sequence's full blocks, each hashed once. A salt keeps its chain apart from all others."""
+    """The chain of one sequence's full blocks, each hashed once, concatenated.
 
-    def __init__(self, block_size: int, salt: str | None) -> None:
+    `prompt` are the hashes of the prompt's blocks where they are known, as `hash_blocks` returns them.
+    """
+
+    def __init__(self, block_size: int, salt: str | None, prompt: bytes = b"") -> None:
         self._block_size = block_size
-        self._last = b"" if salt is None else blake2b(salt.encode(), digest_size=_SIZE, person=b"salt").digest()
-        self._hashes: list[bytes] = []
+        self._hashes = prompt
+        self._start = chain_start(salt)
 
-    def first(self, count: int, token_ids: Sequence[int]) -> list[bytes]:
+    def first(self, count: int, token_ids: Sequence[int]) -> bytes:
         """The hashes of the first `count` blocks of `token_ids`, which only ever grow."""
-        size = self._block_size
-        for block in range(len(self._hashes), count):
-            tokens = array("q", token_ids[block * size : (block + 1) * size]).tobytes()
-            self._last = blake2b(self._last + tokens, digest_size=_SIZE).digest()
-            self._hashes.append(self._last)
-        return self._hashes[:count]
+        known = len(self._hashes) // HASH_BYTES
+        if known < count:
+            tokens = token_ids[known * self._block_size : count * self._block_size]
+            self._hashes += hash_blocks(tokens, self._block_size, self._hashes[-HASH_BYTES:] or self._start)
+        return self._hashes[: count * HASH_BYTES]
 
 
 NULL_BLOCK = 0
@@ -82,14 +102,15 @@ class BlockPool:
     def num_holders(self, block: int) -> int:
         return self._num_holders[block]
 
-    def can_allocate(self, count: int, beside: Sequence[int] = ()) -> bool:
-        """Whether `count` blocks can be had after the blocks `beside`, found by `lookup`, are held."""
-        return count <= self.num_available - sum(self._num_holders[block] == 0 for block in beside)
+    def num_unheld(self, blocks: Sequence[int]) -> int:
+        """How many of the blocks, found by `lookup`, are only cached: to hold them takes from what is available."""
+        num_holders = self._num_holders
+        return sum([num_holders[block] == 0 for block in blocks])
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` blocks: free ones first, then the cached ones that were unused for longest."""
         if count > self.num_available:
-            raise ValueError(f"{count} blocks asked for, {self.num_available} free: call can_allocate first")
+            raise ValueError(f"{count} blocks asked for, {self.num_available} available: see num_available first")
         if count > self._num_free:
             self._evict(count - self._num_free)
         blocks = []
@@ -115,25 +136,46 @@ class BlockPool:
                 self._link(block, behind=self._previous[self._oldest])
                 self._num_cached += 1
 
-    def register(self, block: int, block_hash: bytes) -> None:
-        """Make a held, computed block findable by its hash; a second block with the same content is not registered."""
-        if self._hashes[block] is None and block_hash not in self._by_hash:
-            self._hashes[block] = block_hash
-            self._by_hash[block_hash] = block
+    def register(self, blocks: Sequence[int], hashes: bytes) -> list[int]:
+        """Make held blocks findable by their hashes. Returns those that were not and have no equal one that is."""
+        registered = []
+        for number, block in enumerate(blocks):
+            block_hash = hashes[number * HASH_BYTES : (number + 1) * HASH_BYTES]
+            if self._hashes[block] is None and block_hash not in self._by_hash:
+                self._hashes[block] = block_hash
+                self._by_hash[block_hash] = block
+                registered.append(block)
+        return registered
 
-    def lookup(self, block_hashes: Sequence[bytes]) -> list[int]:
-        """The blocks of the longest known beginning of a chain. They may be evicted until `hold` has them."""
-        found = (self._by_hash.get(block_hash, NULL_BLOCK) for block_hash in block_hashes)
-        return list(takewhile(lambda block: block != NULL_BLOCK, found))
+    def unregister(self, block: int) -> None:
+        """Forget the hash of a held block, whose content was not computed."""
+        block_hash, self._hashes[block] = self._hashes[block], None
+        if block_hash is not None:
+            del self._by_hash[block_hash]
+
+    def lookup(self, hashes: bytes, first: int = 0) -> list[int]:
+        """The blocks of a chain from block `first` on, as far as they are known. They may be evicted until `hold`."""
+        blocks = []
+        by_hash = self._by_hash
+        for at in range(first * HASH_BYTES, len(hashes), HASH_BYTES):
+            block = by_hash.get(hashes[at : at + HASH_BYTES])
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
 
     def hold(self, blocks: Sequence[int]) -> None:
-        """Share blocks that `lookup` has found."""
+        """Share blocks that `lookup` has found; thousands at once for a long prompt."""
+        following, previous, num_holders = self._next, self._previous, self._num_holders
         for block in blocks:
-            if self._next[block] == _HELD:
-                self._num_holders[block] += 1
-            else:
-                self._hold(block)
-                self._num_cached -= 1
+            if following[block] == _HELD:
+                num_holders[block] += 1
+                continue
+            behind, before = following[block], previous[block]
+            following[before], previous[behind] = behind, before
+            following[block] = _HELD
+            num_holders[block] = 1
+            self._num_cached -= 1
 
     def free_blocks(self) -> list[int]:
         """The free list in the order in which it would be handed out. O(n): for tests and integrity checks."""

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
+from llmservice_planner.sizing_request import CAP_OF_UNKNOWN_RATES, EXPECTED_TOKENS
 from llmservice_server.types.errors import ConfigError
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
@@ -18,8 +19,6 @@ Device = Literal["auto", "cpu", "cuda"]
 SchedulerName = Literal["continuous", "dynamic", "static"]
 QueuePolicy = Literal["fcfs", "sjf"]
 LaneName = Literal["interactive", "batch"]  # in the order in which they are served
-
-MAX_AUTO_SEQS = 256  # more rarely increase throughput, and each costs a row of logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +45,11 @@ class EngineConfig:
         int | None,
         Flag("prompt and answer together (default: the model's, or what memory holds)"),
     ] = None
-    max_num_seqs: Annotated[int | None, Flag("that run at once (default: as the KV cache holds)")] = None
+    max_num_seqs: Annotated[int | None, Flag("in a step, at most (default: as the KV cache holds)")] = None
     expected_tokens: Annotated[
         int,
-        Flag("that a request really uses, longer ones may preempt; the default of --max-num-seqs is derived from it"),
-    ] = 1536
+        Flag("that a request uses, prompt and answer, as long as few have ended"),
+    ] = EXPECTED_TOKENS
     max_num_batched_tokens: Annotated[int, Flag("token budget of one step")] = 2048
     max_prefill_tokens: Annotated[
         int | None,
@@ -167,7 +166,7 @@ class EngineConfig:
     @property
     def most_seqs(self) -> int:
         """The number of sequences that memory is reserved for: `max_num_seqs`, or its bound where it is not set."""
-        return self.max_num_seqs or min(MAX_AUTO_SEQS, self.max_num_batched_tokens)
+        return self.max_num_seqs or min(CAP_OF_UNKNOWN_RATES, self.max_num_batched_tokens)
 
 
 @cache

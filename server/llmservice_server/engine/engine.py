@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, TypeVar
 
@@ -43,6 +44,8 @@ class Engine:
 
     def __init__(self, config: EngineConfig, started: Started, clock: Callable[[], float] = time.monotonic) -> None:
         """Raises ConfigError where the scheduler that `config` names is not installed."""
+        longest = started.kv_cache.max_model_len
+        config = replace(config, expected_tokens=min(config.expected_tokens, longest))
         self._clock = clock
         self._seed = config.seed
         self.runner = started.runner
@@ -61,13 +64,14 @@ class Engine:
         self._arrivals = itertools.count()
         self.last_plan = Plan()
         self.ready = Ready(
-            max_model_len=started.kv_cache.max_model_len,
+            max_model_len=longest,
             max_num_seqs=started.max_num_seqs,
             block_size=config.block_size,
             num_blocks=self.pool.num_usable,
-            max_request_tokens=min(started.kv_cache.max_model_len, self.pool.num_usable * config.block_size),
+            max_request_tokens=min(longest, self.pool.num_usable * config.block_size),
             embedding_size=self.embedder.size,
             max_embedding_tokens=self.embedder.max_tokens,
+            prefix_caching=config.prefix_caching,
             memory_bytes=started.memory_bytes,
             load_s=started.load_s,
         )
@@ -146,6 +150,7 @@ class Engine:
             prefix_hits=self.scheduler.prefix_hits,
             batch_size=len(self.last_plan.scheduled),
             iteration_tokens=self.last_plan.num_tokens,
+            num_admissible=self.scheduler.num_admissible,
         )
 
     def _compute(self, plan: Plan) -> list[Output]:
@@ -156,14 +161,14 @@ class Engine:
             lambda shares: self.runner.execute(Plan(scheduled=shares)), self.runner.recover, plan.scheduled
         )
         failed = {share.request: error for share, error in failures}
-        self.scheduler.commit(plan, failed)
+        void = self.scheduler.commit(plan, failed)
         outputs = [
             self._finish(request, "error", error)
             for request, error in failed.items()
             if request.request_id in self._requests  # else it had ended, and was computed as padding
         ]
         for result in results:
-            outputs += self._take(result)
+            outputs += self._take(result, void)
         return outputs
 
     def _overlap(self, now: float) -> list[Output]:
@@ -179,11 +184,11 @@ class Engine:
         if launched is not None:
             self._in_flight = attempt(lambda: _sampled(launched, ended), size)
         if self._in_flight is not None:
-            self.scheduler.commit(plan, ended)
+            self.scheduler.commit(plan)
         elif size:  # it failed, so it is computed again, alone and with every token known
             self.runner.recover()
             rest = [share for share in plan.scheduled if share.request not in ended]
-            outputs += self._compute(Plan(scheduled=rest))
+            outputs += self._compute(Plan(scheduled=rest, registered=plan.registered))
         return outputs
 
     def _continuing(self, step: StepInFlight | None) -> list[Request]:
@@ -198,13 +203,13 @@ class Engine:
                 self.scheduler.finish(request)
         return continuing
 
-    def _take(self, result: StepResult) -> list[Output]:
-        """What a step has computed for each request that has not ended meanwhile."""
+    def _take(self, result: StepResult, void: Collection[Request] = ()) -> list[Output]:
+        """What a step has computed for each request that has not ended meanwhile, but for the `void`."""
         outputs, failed = [], dict(result.failed)
         for request, prompt_logprobs in result.prompt_logprobs.items():
             request.prompt_logprobs += prompt_logprobs
         for request, token_id, logprobs in zip(result.requests, result.token_ids, result.logprobs, strict=True):
-            if request in failed or self._requests.get(request.request_id) is not request:
+            if request in failed or request in void or self._requests.get(request.request_id) is not request:
                 continue
             try:
                 outputs.append(self._advance(request, token_id, logprobs))

@@ -48,6 +48,8 @@ class Plan:
     preempted: list[Request] = field(default_factory=list)
     swap_out: list[BlockCopy] = field(default_factory=list)
     swap_in: list[BlockCopy] = field(default_factory=list)
+    registered: dict[Request, list[int]] = field(default_factory=dict)
+    """Blocks that the step fills and later shares of it may read already, by the request that computes them."""
 
     @property
     def num_tokens(self) -> int:
@@ -84,10 +86,15 @@ class Scheduler(Protocol):
     def schedule(self, now: float) -> Plan:
         """Plan the next step and take the blocks it needs. `num_computed_tokens` advances here, not after the step."""
 
-    def commit(self, plan: Plan, failed: Collection[Request]) -> None:
+    @property
+    def num_admissible(self) -> int:
+        """Requests like those before that can run at once."""
+
+    def commit(self, plan: Plan, failed: Collection[Request] = ()) -> Collection[Request]:
         """The step is computed, or will be before anything that is planned from now on; but for the `failed`.
 
-        Every token that it computes is known by now.
+        Every token that it computes is known by now. Returns the requests that read what a failed one should have
+        computed: their results are void, and they are computed again.
         """
 
     def tokens_left(self, plan: Plan) -> int:
@@ -175,7 +182,7 @@ class GrammarCompiler(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KVCachePlan:
-    """What start-up allocates, and the longest request that is promised with it."""
+    """What start-up allocates, and the longest request that fits into it."""
 
     num_blocks: int  # the null block included
     max_model_len: int

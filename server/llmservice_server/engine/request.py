@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
@@ -19,6 +20,7 @@ from llmservice_server.engine.config import LaneName, QueuePolicy
 from llmservice_server.types.messages import FinishReason, GenerateRequest, SamplingParams, TokenLogprobs
 
 LANES: tuple[str, ...] = get_args(LaneName)  # in the order in which they are served
+NUM_LENGTH_CLASSES = 128  # quarter-octaves, up to 2**32 tokens
 MAX_LOGPROBS = 20  # top tokens returned with each token, as at OpenAI
 _PLACE = attrgetter("place")
 
@@ -35,34 +37,33 @@ class Grammar(Protocol):
 
 
 class TokenHistory:
-    """Ids in one buffer, so that a step gathers them without touching each: the prompt's once each, then the answer's.
-
-    ```
-    ids   | distinct tokens of the prompt | tokens of the answer ... |   room   |
-    ```
-    """
+    """The distinct tokens of a request, those of its prompt first, and how often each was generated."""
 
     def __init__(self, prompt_token_ids: Sequence[int], max_tokens: int) -> None:
         prompt = np.unique(np.array(prompt_token_ids, dtype=np.int64))
-        self._num_prompt = len(prompt)
-        self._num_ids = len(prompt)
-        self._ids = np.empty(len(prompt) + max_tokens, dtype=np.int64)
-        self._ids[: len(prompt)] = prompt
+        self._num_prompt = self.num_places = len(prompt)
+        self.most_places = len(prompt) + max_tokens
+        self.ids = np.empty(self.most_places, np.int64)
+        self.ids[: len(prompt)] = prompt
+        self.counts = np.zeros(self.most_places, np.int64)
+        self.changed: Sequence[int] = []  # places, since this was last emptied
+        self._places: dict[int, int] = {}  # of the tokens that were generated
 
     def append(self, token_id: int) -> None:
         """Count a token of the answer; there may be `max_tokens` of them."""
-        self._ids[self._num_ids] = token_id
-        self._num_ids += 1
+        place = self._places.get(token_id)
+        if place is None:
+            place = self._places[token_id] = self._new_place(token_id)
+        self.counts[place] += 1
+        self.changed = [*self.changed, place]
 
-    @property
-    def everything(self) -> npt.NDArray[np.int64]:
-        """Prompt and answer; a token may stand here more than once."""
-        return self._ids[: self._num_ids]
-
-    @property
-    def answer(self) -> npt.NDArray[np.int64]:
-        """A token stands here as often as it was generated."""
-        return self._ids[self._num_prompt : self._num_ids]
+    def _new_place(self, token_id: int) -> int:
+        place = int(np.searchsorted(self.ids[: self._num_prompt], token_id))
+        if place < self._num_prompt and self.ids[place] == token_id:
+            return place
+        self.ids[self.num_places] = token_id
+        self.num_places += 1
+        return self.num_places - 1
 
 
 def new_block_table(blocks: Iterable[int] = ()) -> array[int]:
@@ -101,6 +102,7 @@ class Request:
     deadline_s: float | None = None
     queue_deadline_s: float | None = None
     cache_salt: str | None = None
+    length_class: int = 0  # of the prompt, in quarter-octaves
     status: Status = Status.WAITING
     num_computed_tokens: int = 0
     block_table: array[int] = field(default_factory=new_block_table)  # token `i`: `block_table[i // block_size]`
@@ -114,6 +116,9 @@ class Request:
     block_hashes: BlockHashes | None = None  # None: nothing of it is found in, or left to, the prefix cache
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache when the request was first admitted
     num_committed_blocks: int = 0  # the first ones of the table, which are registered in the prefix cache
+    num_shared_blocks: int = 0  # the first ones of the table, which were computed for other requests
+    hits: list[int] = field(default_factory=list)  # the blocks found for it when it was last considered for admission
+    prompt_hashes: bytes = b""  # of `hash_blocks`; empty: not computed yet
     swapped_blocks: list[int] = field(default_factory=list)  # in the swap space, in token order
 
     @classmethod
@@ -133,11 +138,13 @@ class Request:
             priority=(rank, message.priority, order),
             allowed_token_ids=np.array(sampling.allowed_token_ids, np.int64) if sampling.allowed_token_ids else None,
             arrival_s=message.arrival_s,
+            length_class=int(4 * math.log2(len(message.prompt_token_ids))),
             deadline_s=message.deadline_s,
             is_plain=sampling.is_plain,
             history=TokenHistory(message.prompt_token_ids, sampling.max_tokens) if sampling.has_penalties else None,
             queue_deadline_s=message.queue_deadline_s,
             cache_salt=message.cache_salt,
+            prompt_hashes=message.block_hashes,
         )
 
     @property

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from operator import attrgetter
 
 import msgspec
 
-from llmservice_server.engine.block_pool import BlockHashes, BlockPool, SwapSpace
+from llmservice_server.engine.admission import Admission
+from llmservice_server.engine.block_pool import HASH_BYTES, BlockHashes, BlockPool, SwapSpace
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.interfaces import BlockCopy, Plan, Scheduled, Scheduler
 from llmservice_server.engine.request import LANES, Lane, LaneConfig, Request, Status, new_block_table
@@ -33,6 +34,7 @@ class SchedulerConfig:
     long_prefill_tokens: int | None = None  # of a step, at most for all long prompts while others wait; None: 3/4
     prefix_caching: bool = True
     interactive: LaneConfig = field(default_factory=LaneConfig)
+    expected_tokens: int = 1536  # of a request, prompt and answer, until enough have ended
     batch: LaneConfig = field(default_factory=lambda: LaneConfig(share=0.1))
     ageing_s: float = 30.0  # after it a batch request that is due its lane's share is overtaken by none
 
@@ -56,9 +58,14 @@ class ContinuousScheduler:
     capacity and yield it within a step, except for their lane's share of sequences and tokens. When the blocks run out
     the running request of least priority (lowest lane, then latest arrival) is preempted: its blocks are copied to the
     swap space where that is cheaper than computing them again, and it keeps its place in the queue. A request is
-    admitted only when all its known tokens fit beside a small reserve and beside the blocks that are promised to
-    prompts that are being computed, because a request that is admitted too early is soon preempted again. It takes its
-    blocks chunk by chunk.
+    admitted only when all its known tokens fit beside a small reserve and beside the blocks that are reserved for
+    prompts that are being computed, and when the cache is predicted to hold it and the running ones until they end,
+    because a request that is admitted too early is preempted again. It takes its blocks chunk by chunk.
+
+    The blocks that a chunk of a prompt fills are findable in the prefix cache from its planning on, so that requests
+    with one beginning compute it once even if they arrive together: in each layer, keys and values of all tokens of a
+    step are stored before any of them are read. A single token's block is not, because steps of decodes alone are
+    computed by kernels that store and read in one pass.
     """
 
     def __init__(self, pool: BlockPool, config: SchedulerConfig, swap: SwapSpace | None = None) -> None:
@@ -71,13 +78,15 @@ class ContinuousScheduler:
             for name, lane in ((INTERACTIVE, config.interactive), (BATCH, config.batch))
         }
         self.running: list[Request] = []  # sorted by priority
+        self.admission = Admission(config.block_size, config.expected_tokens)
         self.num_preemptions = Counter({"recompute": 0, "swap": 0})
         self.prefix_queries = 0  # prompt tokens
         self.prefix_hits = 0
         self._cut_short: list[int] = []  # places in this step's plan of prompts that are not computed to their end
         self._long_left = 0  # tokens of this step that long prompts may still take
-        self._promised_blocks = 0  # to running prompts, which take them chunk by chunk
+        self._reserved_blocks = 0  # to running prompts, which take them chunk by chunk
         self._admitted_since_batch = 1 << 30  # interactive requests, since the last admission of a batch request
+        self._refused: set[Request] = set()  # did not fit, and no request has freed blocks since
 
     @property
     def waiting(self) -> list[Request]:
@@ -88,14 +97,20 @@ class ContinuousScheduler:
     def num_waiting(self) -> dict[str, int]:
         return {name: len(lane.waiting) for name, lane in self.lanes.items()}
 
+    @property
+    def num_admissible(self) -> int:
+        return min(self.config.max_num_seqs, self.admission.capacity(self.pool.num_usable))
+
     def add(self, request: Request) -> None:
         request.status = Status.WAITING
         if self.config.prefix_caching and request.sampling.prompt_logprobs is None:  # these need the whole prompt
-            request.block_hashes = BlockHashes(self.config.block_size, request.cache_salt)
+            request.block_hashes = BlockHashes(self.config.block_size, request.cache_salt, request.prompt_hashes)
         self._lane(request).enter(request)
 
     def finish(self, request: Request) -> None:
         """Take a request out of its queue and free its blocks, whatever ended it."""
+        if request.status is not Status.FINISHED and request.num_output_tokens:
+            self.admission.observe(request)
         if request.status is Status.RUNNING:
             self._stop_running(request)
         elif request.status is Status.WAITING:
@@ -127,7 +142,7 @@ class ContinuousScheduler:
         num_yielded = len(plan.preempted)
         budget = self._schedule_running(plan)
         cut_short = [plan.scheduled[index].request for index in self._cut_short]
-        self._promised_blocks = sum(
+        self._reserved_blocks = sum(
             self._num_blocks(request.num_tokens) - len(request.block_table) for request in cut_short
         )
         if len(plan.preempted) == num_yielded:
@@ -139,40 +154,94 @@ class ContinuousScheduler:
         self._give_rest(plan, budget)
         return plan
 
-    def commit(self, plan: Plan, failed: Collection[Request] = ()) -> None:
-        """Register the blocks that the step has filled in the prefix cache."""
+    def commit(self, plan: Plan, failed: Collection[Request] = ()) -> Collection[Request]:
+        """Register the blocks that the step has filled in the prefix cache; but for the `failed` and those that shared
+        a block which a failed one should have filled: these are returned, and computed again from their beginning.
+        """
+        void = self._revoke(plan, failed) if failed else ()
         block_size = self.config.block_size
         for request in [
             each.request for each in plan.scheduled if each.start % block_size + each.num_tokens >= block_size
         ]:
-            num_full = request.num_computed_tokens // block_size
-            if num_full == request.num_committed_blocks or request.block_hashes is None or request in failed:
+            if request.status is Status.RUNNING and request not in failed:
+                self._register(request, request.num_computed_tokens)
+        return void
+
+    def _register(self, request: Request, num_tokens: int) -> list[int]:
+        """Make the full blocks of its first `num_tokens` findable; returns those that were not."""
+        num_full = num_tokens // self.config.block_size
+        first = request.num_committed_blocks
+        if request.block_hashes is None or num_full <= first:
+            return []
+        request.num_committed_blocks = num_full
+        hashes = request.block_hashes.first(num_full, request.token_ids)
+        return self.pool.register(request.block_table[first:num_full], hashes[first * HASH_BYTES :])
+
+    def _revoke(self, plan: Plan, failed: Collection[Request]) -> list[Request]:
+        """Unregister what `failed` should have computed, and what was computed from it by the requests returned."""
+        invalid: set[int] = set()
+        void = []
+        for share in plan.scheduled:
+            request = share.request
+            if request not in failed and invalid.isdisjoint(request.block_table):
                 continue
-            hashes = request.block_hashes.first(num_full, request.token_ids)
-            for index in range(request.num_committed_blocks, num_full):
-                self.pool.register(request.block_table[index], hashes[index])
-            request.num_committed_blocks = num_full
+            for block in plan.registered.get(request, ()):
+                self.pool.unregister(block)
+                invalid.add(block)
+            if request not in failed:
+                void.append(request)
+        for request in void:
+            self._stop_running(request)
+            self._wait_again(request, num_computed_tokens=0)
+        return void
 
     def _yield_to_interactive(self, plan: Plan) -> None:
         """Preempt batch requests beyond their lane's share, the latest first, for interactive ones that could run."""
-        batch = self.lanes[BATCH]
+        waiting, batch = self.lanes[INTERACTIVE].waiting, self.lanes[BATCH]
         spare = batch.num_running - batch.own_seqs
         seats = self.config.max_num_seqs - len(self.running)
-        blocks = self.pool.num_available - self._promised_blocks - self.watermark_blocks
+        if not waiting or spare <= 0 or (seats > 0 and self._fits(waiting[0])):
+            return
+        first = max(len(self.running) - spare, bisect_left(self.running, 1, key=lambda request: request.priority[0]))
+        for victim in reversed(self._victims(self.running[first:], waiting, seats)):
+            self._preempt(victim, plan)
+
+    def _victims(self, running: Sequence[Request], waiting: Sequence[Request], seats: int) -> Sequence[Request]:
+        """The last of `running`, in whose place the first of `waiting` can run.
+
+        Together they hold, and are predicted to hold in the end, at least as many blocks as the requests that replace
+        them, so that the most that will be held at once does not grow.
+        """
+        now = self.pool.num_available - self._reserved_blocks - self.watermark_blocks
+        later = 0.0  # what is predicted to be held less, in the end
         tokens = self.config.max_num_batched_tokens - len(self.running)
-        for request in self.lanes[INTERACTIVE].waiting:
-            missing = self._num_blocks(request.num_tokens) - len(self._hits(request))
-            victims = [victim for victim in self.running[max(0, len(self.running) - spare) :] if victim.priority[0]]
-            freed = sum(self.pool.num_holders(block) == 1 for victim in victims for block in victim.block_table)
-            if tokens < 1 or seats + len(victims) < 1 or blocks + freed < missing:
-                return
-            while seats < 1 or blocks < missing:
-                available = self.pool.num_available
-                self._preempt(self.running[-1], plan)
-                blocks += self.pool.num_available - available
-                seats, spare = seats + 1, spare - 1
-            seats, blocks = seats - 1, blocks - missing
+        in_the_end = self._predicted_blocks(running)
+        num_victims = num_enough = 0
+        for request in waiting:
+            if tokens < 1:
+                break
+            num_hits = len(self._hits(request))
+            now, seats = now - self._num_blocks(request.num_tokens) + num_hits, seats - 1
+            later += num_hits - self._predicted_blocks([request])[0]
+            while now < 0 or later < 0 or seats < 0:
+                if num_victims == len(self.running) and now + self.watermark_blocks >= 0:
+                    now, later = max(0, now), 0.0  # alone, a request may use the whole pool
+                    break
+                if num_victims == len(running):
+                    return running[len(running) - num_enough :]
+                num_victims += 1
+                victim = running[-num_victims]
+                now, seats = now + len(victim.block_table) - victim.num_shared_blocks, seats + 1
+                later += in_the_end[-num_victims] - victim.num_shared_blocks
+            num_enough = num_victims
             tokens -= min(request.num_tokens - request.num_computed_tokens, self.config.prefill_chunk_tokens)
+        return running[len(running) - num_enough :]
+
+    def _predicted_blocks(self, requests: Sequence[Request]) -> list[float]:
+        """Those that each request will hold when it ends, if its answer is as long as predicted."""
+        remaining = self.admission.remaining(requests).tolist()
+        pairs = zip(requests, remaining, strict=True)
+        return [(request.num_tokens + left) / self.config.block_size for request, left in pairs]
 
     def _schedule_running(self, plan: Plan) -> int:
         """Give every running request its share; returns the rest of the budget."""
@@ -193,6 +262,7 @@ class ContinuousScheduler:
             # The requests behind get a token each, and the batch lane its share: a long prompt stalls no other request.
             kept = num_first - position - 1 + own if position < num_first else len(self.running) - position - 1
             request = self.running[position]
+            self._skip_computed(request)
             num_tokens = self._share_of(request, budget - kept)
             if not self._make_room(request, num_tokens, plan):
                 break
@@ -227,9 +297,10 @@ class ContinuousScheduler:
         missing = self._num_blocks(request.num_computed_tokens + num_tokens) - len(table)
         if missing <= 0:
             return True
-        while not self.pool.can_allocate(missing):
+        while missing > self.pool.num_available:
             victim = self.running[-1]
             self._preempt(victim, plan)
+            self.admission.observe_preemption()
             if victim is request:
                 return False
         table.extend(self.pool.allocate(missing))
@@ -276,14 +347,30 @@ class ContinuousScheduler:
         return next((request for request in lane.waiting if not self._is_long(request)), None)
 
     def _fits(self, request: Request) -> bool:
-        hits = self._hits(request)
-        reserve = self.watermark_blocks if self.running else 0  # alone, a request may use the whole pool
-        missing = self._num_blocks(request.num_tokens) - len(hits)
-        return self.pool.can_allocate(missing + self._promised_blocks + reserve, beside=hits)
+        if request in self._refused:
+            return False
+        hits = request.hits = self._hits(request)
+        request.num_shared_blocks = len(hits)
+        num_unheld = self.pool.num_unheld(hits)
+        missing = self._num_blocks(request.num_tokens) - len(hits) + num_unheld
+        if not self.running:  # alone, a request may use the whole pool
+            return missing <= self.pool.num_available
+        fits = missing + self._reserved_blocks + self.watermark_blocks <= self.pool.num_available
+        if not fits or self._peak(request, num_unheld) > self.pool.num_usable:
+            self._refused.add(request)
+            return False
+        return True
+
+    def _peak(self, request: Request, num_unheld: int) -> float:
+        """The most blocks that will be held at once if the request is admitted."""
+        own = sum([len(each.block_table) - each.num_shared_blocks for each in self.running])
+        shared = max(0, self.pool.num_held - own + num_unheld)
+        return shared + self.admission.peak_blocks([*self.running, request])
 
     def _admit(self, request: Request, plan: Plan, budget: int, now: float) -> int:
+        """It fits, as `_fits` has just found."""
         self._lane(request).remove(request)
-        hits = self._hits(request)
+        hits, request.hits = request.hits, []
         self.pool.hold(hits)
         num_hit_tokens = len(hits) * self.config.block_size
         request.num_computed_tokens = max(request.num_computed_tokens, num_hit_tokens)
@@ -291,7 +378,7 @@ class ContinuousScheduler:
         num_tokens = self._share_of(request, budget)
         num_blocks = self._num_blocks(request.num_computed_tokens + num_tokens)
         table = request.block_table = new_block_table(hits + self.pool.allocate(num_blocks - len(hits)))
-        self._promised_blocks += self._num_blocks(request.num_tokens) - num_blocks
+        self._reserved_blocks += self._num_blocks(request.num_tokens) - num_blocks
         if self.swap is not None and request.swapped_blocks:
             copied = zip(request.swapped_blocks[len(hits) :], table[len(hits) :], strict=False)
             plan.swap_in += [BlockCopy(source, target) for source, target in copied]
@@ -311,10 +398,29 @@ class ContinuousScheduler:
 
     def _hits(self, request: Request) -> list[int]:
         """Cached blocks of the request's beginning; its last token is left out, as computing it yields the next one."""
+        return self._lookup(request, 0)
+
+    def _lookup(self, request: Request, first: int) -> list[int]:
         if request.block_hashes is None:
             return []
         num_full = (request.num_tokens - 1) // self.config.block_size
-        return self.pool.lookup(request.block_hashes.first(num_full, request.token_ids))
+        return self.pool.lookup(request.block_hashes.first(num_full, request.token_ids), first)
+
+    def _skip_computed(self, request: Request) -> None:
+        """Share the next blocks of a prompt where another request has computed them since this one was admitted."""
+        block_size, table = self.config.block_size, request.block_table
+        first = request.num_computed_tokens // block_size
+        found = self._lookup(request, first)
+        if not found:
+            return
+        self.pool.hold(found)
+        self.pool.free(table[first:])  # at most one, which is filled in part
+        table[first:] = new_block_table(found)
+        num_tokens = (first + len(found)) * block_size
+        self.prefix_hits += num_tokens - request.num_computed_tokens
+        request.num_computed_tokens = num_tokens
+        request.num_committed_blocks = first + len(found)
+        request.num_shared_blocks += len(found)
 
     def _share_of(self, request: Request, budget: int) -> int:
         num_tokens = min(
@@ -334,16 +440,29 @@ class ContinuousScheduler:
         if not samples:
             self._cut_short.append(len(plan.scheduled))
         plan.scheduled.append(Scheduled(request, start, num_tokens, samples))
+        if num_tokens > 1:
+            self._register_ahead(request, plan)
+
+    def _register_ahead(self, request: Request, plan: Plan) -> None:
+        """Make what the step computes of a prompt findable; its last token may not be known yet."""
+        blocks = self._register(request, min(request.num_computed_tokens, request.num_tokens - 1))
+        if blocks:
+            plan.registered.setdefault(request, []).extend(blocks)
 
     def _give_rest(self, plan: Plan, budget: int) -> None:
-        """Unused tokens of the budget go to the prompts that were cut short, as far as there are blocks."""
+        """Unused tokens of the budget go to the prompts that were cut short, as far as there are blocks.
+
+        A prompt that is alone takes all of them, since its chunks let no other request wait.
+        """
         if budget <= 0:
             return
         block_size = self.config.block_size
+        is_alone = len(plan.scheduled) == 1 and not any(lane.waiting for lane in self.lanes.values())
+        chunk_tokens = self.config.max_num_batched_tokens if is_alone else self.config.prefill_chunk_tokens
         for index in self._cut_short:
             share = plan.scheduled[index]
             request, start = share.request, share.request.num_computed_tokens
-            room = self.config.prefill_chunk_tokens - share.num_tokens
+            room = chunk_tokens - share.num_tokens
             extra = min(budget, room, request.num_tokens - start)
             if extra <= 0:
                 continue
@@ -354,23 +473,29 @@ class ContinuousScheduler:
             samples = request.num_computed_tokens == request.num_tokens
             plan.scheduled[index] = msgspec.structs.replace(share, num_tokens=share.num_tokens + extra, samples=samples)
             budget -= extra
+            self._register_ahead(request, plan)
 
     def _preempt(self, request: Request, plan: Plan) -> None:
         self._stop_running(request)
-        blocks = request.block_table[: self._num_blocks(request.num_computed_tokens)]
-        if self.swap is not None and self.swap.pays(len(blocks), request.num_computed_tokens):
+        num_computed_tokens = request.num_computed_tokens
+        blocks = request.block_table[: self._num_blocks(num_computed_tokens)]
+        if self.swap is not None and self.swap.pays(len(blocks), num_computed_tokens):
             request.swapped_blocks = self.swap.allocate(len(blocks))
             copied = zip(blocks, request.swapped_blocks, strict=True)
             plan.swap_out += [BlockCopy(source, target) for source, target in copied]
             self.num_preemptions["swap"] += 1
         else:
-            request.num_computed_tokens = 0
+            num_computed_tokens = 0
             self.num_preemptions["recompute"] += 1
+        self._wait_again(request, num_computed_tokens)
+        plan.preempted.append(request)
+
+    def _wait_again(self, request: Request, num_computed_tokens: int) -> None:
         self._release(request)
+        request.num_computed_tokens = num_computed_tokens
         request.status = Status.WAITING
         request.priority = (LANES.index(request.lane), *request.priority[1:])
         self._lane(request).enqueue(request)
-        plan.preempted.append(request)
 
     def _stop_running(self, request: Request) -> None:
         position = bisect_left(self.running, request.priority, key=_PRIORITY)
@@ -378,6 +503,7 @@ class ContinuousScheduler:
             raise ValueError(f"request {request.request_id} is not in the queue that its status names")
         del self.running[position]
         self._lane(request).num_running -= 1
+        self._refused.clear()
 
     def _release(self, request: Request) -> None:
         self.pool.free(request.block_table)
@@ -418,6 +544,7 @@ def continuous_config(config: EngineConfig, max_num_seqs: int, prefill_tokens: i
         prefill_chunk_tokens=min(config.prefill_chunk_tokens, max(1, most // 2)),
         long_prefill_tokens=config.long_prefill_tokens,
         prefix_caching=config.prefix_caching,
+        expected_tokens=config.expected_tokens,
         interactive=LaneConfig(policy=config.interactive_policy),
         batch=LaneConfig(share=config.batch_share, policy=config.batch_policy),
     )

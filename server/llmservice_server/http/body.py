@@ -23,6 +23,8 @@ from llmservice_server.http.state import ServerState, Serving, server_state, ser
 from llmservice_server.text.tokenizer import LONG_TEXT_BYTES
 
 IGNORED_HEADER = "x-ignored-parameters"
+SLOTS_HEADER = "x-admissible-sequences"
+"""How many requests like those before run at once; the gateway reads it."""
 _MAX_IGNORED_NAMES = 8
 _MAX_NAME_LENGTH = 64
 _UNPRINTABLE = re.compile(r"[^!-+\--~]")  # a comma separates the names
@@ -64,6 +66,8 @@ class BodyRoute(APIRoute):
             if unknown and state.config.strict_parameters:
                 raise invalid(f"Unrecognized request argument supplied: {echo(unknown[0])}", echo(unknown[0]))
             response = await handle(_ParsedRequest(request, parsed))
+            if (stats := state.engine.stats) is not None:
+                response.headers[SLOTS_HEADER] = str(stats.num_admissible)
             if unknown:
                 state.metrics.ignored_parameters.inc(len(unknown))
                 response.headers[IGNORED_HEADER] = _header(unknown)

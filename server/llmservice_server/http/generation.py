@@ -109,12 +109,13 @@ def output_processor(
     serving: Serving,
     request: GenerationRequest,
     prompts: Sequence[list[int]],
+    hashes: Sequence[bytes],
     *,
     default_max_tokens: int | None,
     grammar: str | None,
     options: RequestOptions,
 ) -> OutputProcessor:
-    """For the answers to a request. Raises ApiError where a prompt does not fit.
+    """For the answers to a request; `hashes` are of the prompts' blocks. Raises ApiError where a prompt does not fit.
 
     `default_max_tokens` applies to a request without a limit; None: as many as the context has room for.
     """
@@ -135,8 +136,9 @@ def output_processor(
             deadline_s=None if options.timeout_s is None else arrival_s + options.timeout_s,
             queue_deadline_s=None if options.queue_timeout_s is None else arrival_s + options.queue_timeout_s,
             cache_salt=request.cache_salt,
+            block_hashes=prompt_hash,
         )
-        for prompt, max_tokens in zip(prompts, limits, strict=True)
+        for prompt, max_tokens, prompt_hash in zip(prompts, limits, hashes, strict=True)
     ]
     return OutputProcessor(requests, tokenizer, state.metrics, final_only=not request.stream)
 

@@ -89,6 +89,9 @@ class Metrics:
 
         self.num_requests_running = self._gauge("num_requests_running", "Sequences in the running batch", ("lane",))
         self.num_requests_waiting = self._gauge("num_requests_waiting", "Sequences waiting to be run", ("lane",))
+        self.admissible_sequences = self._gauge(
+            "admissible_sequences", "Sequences like those before that the KV cache holds, at most those of a step"
+        )
         self.kv_cache_usage = self._gauge("kv_cache_usage_perc", "Share of the KV cache's blocks that is held, 0 to 1")
         self.kv_cache_blocks = self._gauge(
             "kv_cache_blocks", "Blocks of the KV cache, the null block apart", ("state",)
@@ -145,6 +148,7 @@ class Metrics:
         blocks = {"free": stats.blocks_free, "held": stats.blocks_held, "cached": stats.blocks_cached}
         for state, number in blocks.items():
             self.labels(self.kv_cache_blocks, state=state).set(number)
+        self.admissible_sequences.set(stats.num_admissible)
         self.kv_cache_usage.set(stats.blocks_held / max(1, sum(blocks.values())))
         if stats.iteration_tokens:
             self.iteration_tokens.observe(stats.iteration_tokens)

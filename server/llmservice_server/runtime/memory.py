@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from llmservice_planner.sizing_request import LEAST_SEQUENCE_TOKENS
 from llmservice_server.backend.base import Backend
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.interfaces import KVCachePlan
@@ -61,7 +62,7 @@ def _full_step(
     model: LlamaModel, backend: Backend, config: EngineConfig
 ) -> tuple[ModelRunner, Callable[[], None], int]:
     """The largest step that the scheduler may plan, ready to be taken, and the bytes of the KV cache that it fills."""
-    longest = min(config.max_model_len or model.config.max_context, config.prefill_chunk_tokens)
+    longest = min(config.max_model_len or model.config.max_context, config.max_num_batched_tokens)
     blocks_each = -(-longest // config.block_size)
     num_blocks = 1 + blocks_each * -(-config.max_num_batched_tokens // longest)
     runner = ModelRunner(model, backend.attention(num_blocks), backend)
@@ -107,12 +108,12 @@ def plan_kv_cache(
     )
 
 
-def sequences_held(kv_cache: KVCachePlan, block_size: int, expected_tokens: int, most: int) -> int:
-    """How many sequences of `expected_tokens` the pool holds: 1 to `most`. The planner's policy `expected`.
+def most_sequences(kv_cache: KVCachePlan, block_size: int, most: int) -> int:
+    """How many sequences may run at once: as many short ones as the pool holds, from 1 to `most`.
 
-    Where requests cannot be longer than that anyhow it is the policy `guaranteed`: none is ever preempted.
+    Fewer run where requests are longer: the scheduler admits what the pool is predicted to hold.
     """
-    blocks_each = -(-min(expected_tokens, kv_cache.max_model_len) // block_size)
+    blocks_each = -(-min(LEAST_SEQUENCE_TOKENS, kv_cache.max_model_len) // block_size)
     return max(1, min(most, kv_cache.num_usable_blocks // blocks_each))
 
 

@@ -104,7 +104,7 @@ class ModelRunner:
         self.attention = attention
         self.backend = backend
         self.swapped_blocks = swapped_blocks
-        self.sampler = Sampler(backend.choose_tokens)
+        self.sampler = Sampler(backend.choose_tokens, backend.penalize)
         self.decode_path: DecodePath | None = None
         self._masks = TokenMasks(model.config.vocab_size)
 

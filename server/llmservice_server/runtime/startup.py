@@ -12,6 +12,7 @@ import torch
 
 from llmservice_planner.explanation import format_bytes
 from llmservice_planner.overhead import PROCESS_BYTES
+from llmservice_planner.sizing_request import CAP_OF_CPU
 from llmservice_server.backend.base import Attention, Backend, KVCacheShape
 from llmservice_server.backend.choice import choose_backend
 from llmservice_server.backend.torch.memory import available_cpu_bytes
@@ -22,7 +23,7 @@ from llmservice_server.engine.interfaces import BlockCopy, KVCachePlan, Plan, St
 from llmservice_server.models.llama import LlamaModel
 from llmservice_server.runtime.embeddings import BatchEmbedder, EmbeddingModel
 from llmservice_server.runtime.loader import Checkpoint
-from llmservice_server.runtime.memory import GIB, Memory, measure_activations, plan_kv_cache, seconds, sequences_held
+from llmservice_server.runtime.memory import GIB, Memory, measure_activations, most_sequences, plan_kv_cache, seconds
 from llmservice_server.runtime.runner import ModelRunner, SwappedBlocks
 from llmservice_server.runtime.start_record import StartRecord
 from llmservice_server.sampling.grammar import GrammarCompiler
@@ -78,9 +79,8 @@ def start(config: EngineConfig) -> Started:
     _LOG.info("backend: %s (%s)", backend.name, backend.reason)
     model, memory = _load(checkpoint, config, backend, phases)
     kv_cache = _plan(config, checkpoint.config.max_context, backend, memory)
-    max_num_seqs = config.max_num_seqs or sequences_held(
-        kv_cache, config.block_size, config.expected_tokens, config.most_seqs
-    )
+    most_seqs = min(config.most_seqs, CAP_OF_CPU) if backend.shares_memory else config.most_seqs
+    max_num_seqs = config.max_num_seqs or most_sequences(kv_cache, config.block_size, most_seqs)
     with phases.phase("KV cache"):
         attention = _attention(backend, kv_cache.num_blocks)
         swapped_blocks = _swapped_blocks(config, backend, attention, memory)
@@ -257,7 +257,7 @@ def _swapped_blocks(
     if num_blocks == 0:
         return None
     left = available_cpu_bytes()
-    if backend.shares_memory:  # the KV cache's memory is promised, but not yet touched
+    if backend.shares_memory:  # the KV cache's memory is reserved, but not yet touched
         left -= len(attention.caches) * attention.caches[0].nbytes + memory.activations
     if num_bytes > left:
         raise OutOfMemoryError(

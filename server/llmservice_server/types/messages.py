@@ -88,6 +88,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate",
     deadline_s: float | None = None  # monotonic; past it the request ends with "error"
     queue_deadline_s: float | None = None  # likewise, for a request that has not been scheduled by then
     cache_salt: str | None = None  # the prefix cache shares blocks only between requests with equal salts
+    block_hashes: bytes = b""  # of the prompt's full blocks, where they are known: the engine need not compute them
 
 
 class Embed(msgspec.Struct, frozen=True, kw_only=True, tag="embed"):
@@ -141,6 +142,7 @@ class Stats(msgspec.Struct, kw_only=True, array_like=True):
     prefix_hits: int  # prompt tokens found there
     batch_size: int  # sequences in this step
     iteration_tokens: int  # tokens in this step
+    num_admissible: int  # requests like those before that the KV cache holds at once, at most `max_num_seqs`
 
 
 class StepOutputs(msgspec.Struct, kw_only=True, tag="step"):
@@ -167,6 +169,7 @@ class Ready(msgspec.Struct, kw_only=True, tag="ready"):
     max_request_tokens: int  # min(max_model_len, num_blocks * block_size)
     embedding_size: int  # numbers in a vector
     max_embedding_tokens: int  # of one input: it is computed in one step
+    prefix_caching: bool = True
     memory_bytes: dict[str, int]  # by kind: weights, kv_cache, activations, graphs, total
     load_s: float
 

@@ -81,7 +81,7 @@ async def test_defaults_are_filled_in_by_the_api_server(kube: KubeClient, manife
     spec = (await create(kube, manifest))["spec"]
 
     assert spec["engine"]["maxNumSeqs"] == "auto"
-    assert spec["engine"]["sizing"] == {"policy": "guaranteed"}
+    assert spec["engine"]["sizing"] == {}
     assert spec["autoscaling"]["minReplicas"] == 1
     assert spec["autoscaling"]["scaleDown"]["stabilization"] == "300s"
     assert spec["autoscaling"]["scaleUp"]["stepReplicas"] == 4
@@ -116,9 +116,8 @@ async def test_defaults_are_filled_in_by_the_api_server(kube: KubeClient, manife
         ({"replicas": -1}, "spec.replicas", "0"),
         ({"engine": {"maxNumSeqs": "many"}}, "spec.engine.maxNumSeqs", "auto"),
         ({"engine": {"maxNumSeqs": 4096}}, "spec.engine.maxNumSeqs", "1024"),
-        ({"engine": {"sizing": {"policy": "expected"}}}, "spec.engine.sizing", "needs expectedTokens"),
         (
-            {"engine": {"maxModelLen": 100, "sizing": {"policy": "expected", "expectedTokens": 200}}},
+            {"engine": {"maxModelLen": 100, "sizing": {"expectedTokens": 200}}},
             "spec.engine",
             "must not be above maxModelLen",
         ),

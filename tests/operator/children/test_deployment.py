@@ -52,7 +52,7 @@ def test_extra_args_can_hold_no_flag_that_the_operator_sets(service_of: Any, siz
     sized_on_gpu = size(on_gpu.spec, model)
     assert isinstance(sized_on_gpu, Sized)
     self_sized = replace(sized, model=replace(model, figures_from="pod"))
-    unbounded = service_of(engine={"maxNumSeqs": "auto"})
+    unbounded = service_of(engine={"maxNumSeqs": "auto", "sizing": {"expectedTokens": 100}})
 
     ways = [(on_cpu, sized), (on_gpu, sized_on_gpu), (unbounded, self_sized)]
     used = {arg for service, answer in ways for arg in server_args(service, answer) if arg.startswith("--")}
@@ -212,8 +212,7 @@ BASE: dict[str, Any] = {
 ENGINE_CHANGES: dict[str, dict[str, Any]] = {
     "maxModelLen": {"maxModelLen": 4096},
     "maxNumSeqs": {"maxNumSeqs": 3},
-    "sizing.policy": {"sizing": {"policy": "expected", "expectedTokens": 1000}},
-    "sizing.expectedTokens": {"sizing": {"policy": "expected", "expectedTokens": 2000}},
+    "sizing.expectedTokens": {"sizing": {"expectedTokens": 2000}},
     "gpuMemoryUtilization": {"gpuMemoryUtilization": 0.8},
     "kvCacheDtype": {"kvCacheDtype": "float16"},
     "blockSize": {"blockSize": 32},
@@ -284,12 +283,8 @@ def test_every_field_of_the_engine_is_in_the_table() -> None:
 
 @pytest.mark.parametrize("field", ENGINE_CHANGES)
 def test_a_change_of_any_engine_field_replaces_the_pods(field: str, llama: Model) -> None:
-    """`sizing` speaks through maxNumSeqs: auto, so that with a fixed number it changes nothing."""
     before = {"engine": dict(BASE["engine"])}
     after = {"engine": {**BASE["engine"], **ENGINE_CHANGES[field]}}
-    if field == "sizing.expectedTokens":
-        before["engine"]["sizing"] = {"policy": "expected", "expectedTokens": 1000}
-
     assert template(llama, before) != template(llama, after)
 
 

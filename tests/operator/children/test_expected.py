@@ -110,13 +110,13 @@ def test_the_pod_template_rules_identity_and_disruption_budget(service_of: Any, 
     assert (budget["spec"]["minAvailable"], budget["spec"].get("maxUnavailable")) == ("50%", None)
 
 
-def test_rule_holds_the_services_alerts_with_its_promise(service_of: Any) -> None:
+def test_rule_holds_the_services_alerts_with_its_target(service_of: Any) -> None:
     rule = expected_prometheus_rule(service_of(slo={"ttftP99": "250ms"}))
     assert rule["apiVersion"] == "monitoring.coreos.com/v1"
     assert rule["spec"]["groups"] == service_groups("team-a", "tiny", 0.25)
 
 
-def test_without_a_promise_there_is_no_alert_on_one(service_of: Any) -> None:
+def test_without_a_target_there_is_no_alert_on_one(service_of: Any) -> None:
     assert expected_prometheus_rule(service_of())["spec"]["groups"] == service_groups("team-a", "tiny", None)
 
 

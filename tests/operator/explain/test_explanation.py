@@ -30,14 +30,16 @@ def condition(kind: str, status: str = "True", reason: str = "Serving", message:
 
 STUCK = "1 of 3 replicas are ready; Unschedulable: 0/4 nodes are available: 4 Insufficient nvidia.com/gpu."
 SIZING = {
-    "maxNumSeqs": 56,
+    "maxNumSeqs": 256,
+    "guaranteedSequences": 54,
+    "expectedSequences": 289,
     "maxModelLen": 8192,
     "kvBytesPerToken": 131072,
     "weightsGiB": 14.96,
     "overheadGiB": 2.1,
     "kvPoolGiB": 54.2,
     "blocks": 27750,
-    "limitedBy": "kvMemory",
+    "limitedBy": "ridge",
     "measured": {"blocks": 27410, "errorPercent": 1.2},
     "explanation": "kv per token    2 * 32 layers * 8 heads * 128 * 2 bytes = 128 KiB\nblocks          27750",
 }
@@ -123,12 +125,12 @@ def troubled() -> Explanation:
         pytest.param(
             [condition("Ready"), condition("SLOFeasible", "False", "ITLUnreachable", "too slow")],
             ["ITLUnreachable"],
-            id="a promise that cannot be kept",
+            id="a target that cannot be met",
         ),
         pytest.param(
             [condition("Ready", "False", "DoesNotFit", "big"), condition("SizingValid", "False", "DoesNotFit", "big")],
             ["DoesNotFit"],
-            id="what two conditions say is said once",
+            id="what two conditions state is reported once",
         ),
     ],
 )
@@ -154,7 +156,8 @@ chat in team-a: hf://org/chat, served as chat
       -> Free or add a node with such a GPU, or ask for less in spec.resources and spec.scheduling.
          Details: kubectl describe pods -n team-a -l app.kubernetes.io/instance=chat
 
-Sizing: 56 sequences at once of up to 8192 tokens, limited by kvMemory
+Sizing: at most 256 sequences in a step, limited by ridge
+  the KV cache holds 54 sequences of 8192 tokens, 289 of the expected length
   weights 14.96 GiB + overhead 2.1 GiB, KV pool 54.2 GiB at 131,072 B per token
   blocks: 27,750 predicted, 27,410 measured by the pods (1.2 % too many predicted)
   | kv per token    2 * 32 layers * 8 heads * 128 * 2 bytes = 128 KiB

@@ -49,7 +49,7 @@ def test_the_rule_of_a_service_has_its_target() -> None:
     assert latency["expr"].endswith(" > 0.08")
 
 
-def test_without_a_promise_nothing_is_broken() -> None:
+def test_without_a_target_nothing_is_missed() -> None:
     names = {rule["alert"] for rule in rules(service_groups("ns", "chat", None))}
     assert "LLMServiceTTFTOverTarget" not in names
     assert "LLMServiceNotReady" in names

@@ -9,7 +9,7 @@ import pytest
 
 from llmservice_operator.monitoring import promql
 
-QUERIES = promql.service_queries("ns", "chat", 60, 8)
+QUERIES = promql.service_queries("ns", "chat", 60)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_prometheus_understands_every_query(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("counts_batch", "matcher"), [(True, ""), (False, ',lane!="batch"')])
 def test_the_batch_lane_is_left_out_where_it_adds_no_replicas(counts_batch: bool, matcher: str) -> None:
-    queries = promql.service_queries("ns", "chat", 60, 8, counts_batch=counts_batch)
+    queries = promql.service_queries("ns", "chat", 60, counts_batch=counts_batch)
 
     assert ('lane!="batch"' in queries["utilization"]) == bool(matcher)
     assert f'-[a-z0-9]+(-[a-z0-9]+)?"{matcher}}}) / count(' in queries["queue"]

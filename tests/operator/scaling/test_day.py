@@ -41,7 +41,7 @@ DAY = {
     "recovery": Phase(14, needed=4, most=40, reversals=1),  # 9,000 requests are to be finished within a minute
     "slow start": Phase(16, needed=7, most=12, reversals=1),
     "batch backlog": Phase(19, needed=4, most=12, reversals=0),
-    "one at a time, slower than promised": Phase(21, needed=2, most=8, reversals=0),
+    "one at a time, slower than the target": Phase(21, needed=2, most=8, reversals=0),
     "idle, clock set ahead": Phase(23, needed=2, most=2, reversals=0),
     "end": Phase(24, needed=2, most=2, reversals=0),
 }
@@ -67,7 +67,7 @@ def moment_at(at_s: float) -> Moment:
         "recovery": steady,
         "slow start": Moment(arrivals_per_s=5.4 * swing, startup_s=600),
         "batch backlog": Moment(arrivals_per_s=3.0 * swing, batch_waiting=500),
-        "one at a time, slower than promised": Moment(arrivals_per_s=0.4, service_s=2.5, ttft_s=2.6),
+        "one at a time, slower than the target": Moment(arrivals_per_s=0.4, service_s=2.5, ttft_s=2.6),
         "idle, clock set ahead": Moment(arrivals_per_s=0.1, set_by_s=110.0),
         "end": Moment(),
     }[phase_at(at_s)]

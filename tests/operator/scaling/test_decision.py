@@ -50,6 +50,12 @@ def load(*pods: tuple[float, float], kv_usage: float = 0.0, **signals: object) -
         pytest.param(load((8, 500)), 1, 8, "bounds: 1 to 8 -> 8", id="never above the maximum"),
         pytest.param(load((4, 0), (4, 0)), 2, 2, "slots: 8 running", id="half full is no reason to change"),
         pytest.param(load((8, 16), (0, 0), (0, 0)), 3, 3, "queue: 16 waiting", id="new pods count: no cascade"),
+        pytest.param(
+            load((4, 0), admissible=4.0), 1, 2, "slots: 4 running, 4 per", id="long requests leave fewer slots"
+        ),
+        pytest.param(
+            load((8, 0), admissible=99.0), 1, 2, "slots: 8 running, 8 per", id="short ones no more than there are"
+        ),
         pytest.param(load((3, 9), kv_usage=0.95), 1, 3, "queue: 9 waiting", id="a full KV cache is a full replica"),
         pytest.param(
             load((2, 3), kv_usage=0.1), 1, 1, "queue: 3 waiting", id="a burst not yet admitted is no overload"
@@ -62,7 +68,7 @@ def load(*pods: tuple[float, float], kv_usage: float = 0.0, **signals: object) -
             id="arrivals against the capacity",
         ),
         pytest.param(
-            load((5, 0), ttft_p99_s=3.0, ttft_count=20), 1, 2, "ttft: p99 3.00s", id="a broken promise adds one"
+            load((5, 0), ttft_p99_s=3.0, ttft_count=20), 1, 2, "ttft: p99 3.00s", id="a missed target adds one"
         ),
         pytest.param(load((5, 0), ttft_p99_s=3.0, ttft_count=19), 1, 1, "too few to tell", id="unless of few requests"),
         pytest.param(
@@ -71,7 +77,7 @@ def load(*pods: tuple[float, float], kv_usage: float = 0.0, **signals: object) -
         pytest.param(
             load((1, 3), ttft_p99_s=3.0, ttft_count=20), 1, 2, "ttft: p99 3.00s", id="a queue explains it, too"
         ),
-        pytest.param(load((0, 0), ttft_p99_s=3.0), 1, 1, "slots: 0", id="a broken promise of the past adds none"),
+        pytest.param(load((0, 0), ttft_p99_s=3.0), 1, 1, "slots: 0", id="a missed target of the past adds none"),
     ],
 )
 def test_the_load_sets_the_replicas(now: Load, replicas: int, expected: int, why: str) -> None:
@@ -142,16 +148,16 @@ def test_a_short_burst_is_waited_out_where_scale_up_is_stabilised() -> None:
         pytest.param(((0, 0), (1, 0)), 1, id="it would not: one replica is as fast as two"),
     ],
 )
-def test_a_nearly_broken_promise_keeps_replicas_that_the_load_uses(
+def test_a_nearly_missed_target_keeps_replicas_that_the_load_uses(
     pods: tuple[tuple[float, float], ...], expected: int
 ) -> None:
     decision, _ = decide(load(*pods, ttft_p99_s=1.9), Supply(2, ready=2), POLICY, SETTLED, NOW)
 
     assert decision.replicas == expected
-    assert ("close to the promised 2.00s" in decision.reasons[-1]) == (expected == 2)
+    assert ("close to the target of 2.00s" in decision.reasons[-1]) == (expected == 2)
 
 
-def test_a_promise_that_no_replica_can_keep_adds_and_holds_none() -> None:
+def test_a_target_that_no_replica_can_meet_adds_and_holds_none() -> None:
     slow = load((1, 0), (0, 0), ttft_p99_s=9.0)
 
     decision, _ = decide(slow, Supply(2, ready=2), POLICY, SETTLED, NOW, feasible=False)
@@ -167,7 +173,7 @@ def test_a_promise_that_no_replica_can_keep_adds_and_holds_none() -> None:
         pytest.param(Supply(2, ready=2), NOW - 61, 3, id="the last one had its window"),
     ],
 )
-def test_a_broken_promise_waits_for_the_replica_that_was_just_added(
+def test_a_missed_target_waits_for_the_replica_that_was_just_added(
     supply: Supply, last_up_s: float | None, expected: int
 ) -> None:
     history = replace(SETTLED, changes=() if last_up_s is None else ((last_up_s, 1),))
@@ -349,7 +355,7 @@ def most(samples: list[Sample]) -> int:
     return max(sample.replicas for sample in samples)
 
 
-def test_a_broken_promise_that_the_load_does_not_explain_adds_no_replica(simulate: Simulate) -> None:
+def test_a_missed_target_that_the_load_does_not_explain_adds_no_replica(simulate: Simulate) -> None:
     """One request at a time, whose first token takes three seconds."""
     one_at_a_time = Moment(arrivals_per_s=0.4, service_s=2.5, ttft_s=2.6)
 

@@ -263,10 +263,10 @@ def load(p50_s: float, p99_s: float, *, peak: float = 1, count: float = 10) -> L
         pytest.param(load(0.1, 0.2), None, ("True", "TargetReachable"), id="fast"),
         pytest.param(None, INFEASIBLE, ("False", "UnloadedRequestMissesTarget"), id="silence changes no verdict"),
         pytest.param(load(3.0, 9.0, peak=9), INFEASIBLE, ("False", "UnloadedRequestMissesTarget"), id="nor does load"),
-        pytest.param(load(0.1, 0.2), INFEASIBLE, ("True", "TargetReachable"), id="but a kept promise does"),
+        pytest.param(load(0.1, 0.2), INFEASIBLE, ("True", "TargetReachable"), id="but a met target does"),
     ],
 )
-def test_the_promise_is_judged_by_unloaded_requests(
+def test_the_target_is_judged_by_unloaded_requests(
     now: Load | None, before: Verdict | None, expected: tuple[str, str]
 ) -> None:
     verdict = slo_verdict(now, 2.0, itl_feasible=None, before=before)
@@ -274,14 +274,14 @@ def test_the_promise_is_judged_by_unloaded_requests(
     assert (verdict.status, verdict.reason) == expected
 
 
-def test_an_unreachable_itl_promise_is_reported_without_traffic() -> None:
+def test_an_unreachable_itl_target_is_reported_without_traffic() -> None:
     verdict = slo_verdict(None, None, itl_feasible=False, before=None)
 
     assert (verdict.status, verdict.reason) == ("False", "ITLUnreachable")
     assert "slo.itlP99" in verdict.message
 
 
-def test_without_a_promise_the_slo_is_feasible() -> None:
+def test_without_a_target_the_slo_is_feasible() -> None:
     assert slo_verdict(load(9.0, 9.0), None, itl_feasible=None, before=None).status == "True"
 
 

@@ -80,5 +80,6 @@ def test_a_model_that_the_planner_does_not_know_is_shown_by_its_server_s_report(
     assert status is not None
     assert (status.source, status.limited_by) == ("pod", "server")
     assert (status.max_num_seqs, status.max_model_len, status.blocks) == (7, 256, 1024)
+    assert status.guaranteed_sequences == status.expected_sequences > 0  # no request is longer than 256 tokens
     assert (status.weights_gib, status.overhead_gib, status.kv_pool_gib) == (0.5, 0.25, 0.06)
     assert status.kv_bytes_per_token == 4096

@@ -140,10 +140,10 @@ def test_a_drain_that_times_out_ends_with_an_error_for_the_client_and_success_fo
     for request in requests:
         request.join()
     assert server.wait_for_exit() == 0
-    told = [request.answer["error"]["message"] for request in requests if request.status == 503]
-    assert "the server is shutting down" in told
+    reported = [request.answer["error"]["message"] for request in requests if request.status == 503]
+    assert "the server is shutting down" in reported
     # those who came after the signal were never admitted, and may come again
-    assert set(told) <= {"the server is shutting down", "the server is shutting down: try again"}
+    assert set(reported) <= {"the server is shutting down", "the server is shutting down: try again"}
 
 
 def _child(process_id: int) -> int:
@@ -167,7 +167,7 @@ def test_a_dead_engine_fails_the_waiting_clients_at_once_and_ends_the_server(
         assert request.status == 503
         assert "killed by SIGKILL" in request.answer["error"]["message"]
         assert request.ended_s - killed_s < 1
-    assert server.wait_for_exit() == 3, "what the operator tells from a start that failed"
+    assert server.wait_for_exit() == 3, "the code by which the operator recognises a start that failed"
     assert server.errors == [
         "llmservice serve: the engine process ended unexpectedly, killed by SIGKILL (out of memory?)\n"
     ]
@@ -233,7 +233,7 @@ def test_an_engine_that_has_answered_or_never_got_what_was_refused_is_not_stuck(
 
 
 def _gone(process_id: int) -> bool:
-    """Ended, whether or not somebody has collected it yet."""
+    """Ended, whether or not its parent has collected it yet."""
     try:
         return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:

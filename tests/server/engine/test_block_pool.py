@@ -3,13 +3,25 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from llmservice_server.engine.block_pool import BlockHashes, BlockPool, PreemptionCost, SwapSpace
+from llmservice_server.engine.block_pool import (
+    HASH_BYTES,
+    BlockHashes,
+    BlockPool,
+    PreemptionCost,
+    SwapSpace,
+    chain_start,
+    hash_blocks,
+)
 
 TOKENS = list(range(40))
 
 
 def hashes(tokens: list[int], salt: str | None = None, count: int = 4) -> list[bytes]:
-    return BlockHashes(4, salt).first(count, tokens)
+    return split(BlockHashes(4, salt).first(count, tokens))
+
+
+def split(hashes: bytes) -> list[bytes]:
+    return [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
 
 
 def test_equal_beginnings_have_equal_hashes_and_differ_from_the_first_difference_on() -> None:
@@ -29,8 +41,14 @@ def test_hashes_are_computed_once_and_as_far_as_asked() -> None:
     chain = BlockHashes(4, None)
     first = chain.first(2, TOKENS)
     forgotten = [-1] * 8 + TOKENS[8:]  # what is hashed is not read again
-    assert chain.first(4, forgotten) == hashes(TOKENS)
+    assert split(chain.first(4, forgotten)) == hashes(TOKENS)
     assert chain.first(2, forgotten) == first
+
+
+@pytest.mark.parametrize("salt", [None, "a"])
+def test_hashes_of_a_prompt_that_come_with_it_continue_as_if_computed_here(salt: str | None) -> None:
+    sent = hash_blocks(TOKENS[:11], 4, chain_start(salt))
+    assert split(BlockHashes(4, salt, sent).first(4, TOKENS)) == hashes(TOKENS, salt)
 
 
 class PoolUnderUse(RuleBasedStateMachine):
@@ -81,8 +99,8 @@ def test_freed_blocks_are_taken_again_first_and_in_their_order() -> None:
     assert pool.allocate(3) == first
 
     pool = BlockPool(4)
-    assert not pool.can_allocate(4)
-    with pytest.raises(ValueError, match="4 blocks asked for, 3 free"):
+    assert pool.num_available < 4
+    with pytest.raises(ValueError, match="4 blocks asked for, 3 available"):
         pool.allocate(4)
     assert pool.num_free == 3
 
@@ -101,17 +119,16 @@ def test_a_pool_of_the_null_block_alone_is_refused() -> None:
         BlockPool(1)
 
 
-def name(*tokens: int) -> list[bytes]:
-    return [bytes([token]) for token in tokens]
+def name(*tokens: int) -> bytes:
+    return b"".join(bytes([token]) * HASH_BYTES for token in tokens)
 
 
-def cached_pool(num_blocks: int, *chains: list[bytes]) -> BlockPool:
+def cached_pool(num_blocks: int, *chains: bytes) -> BlockPool:
     """Each chain was the beginning of a sequence that has ended."""
     pool = BlockPool(num_blocks)
-    held = [pool.allocate(len(chain)) for chain in chains]
+    held = [pool.allocate(len(chain) // HASH_BYTES) for chain in chains]
     for blocks, chain in zip(held, chains, strict=True):
-        for block, block_hash in zip(blocks, chain, strict=True):
-            pool.register(block, block_hash)
+        pool.register(blocks, chain)
         pool.free(blocks)
     return pool
 
@@ -159,11 +176,20 @@ def test_of_two_blocks_with_the_same_content_one_is_kept() -> None:
 def test_what_a_found_prefix_takes_from_the_cache_cannot_be_allocated_as_well() -> None:
     pool = cached_pool(5, name(1, 2, 3))
     found = pool.lookup(name(1, 2))
-    assert pool.can_allocate(4)
-    assert pool.can_allocate(2, beside=found)
-    assert not pool.can_allocate(3, beside=found)
+    assert (pool.num_available, pool.num_unheld(found)) == (4, 2)
     pool.hold(found)
-    assert pool.can_allocate(2, beside=found)  # held by now
+    assert (pool.num_available, pool.num_unheld(found)) == (2, 0)
+
+
+def test_a_block_whose_content_was_not_computed_is_forgotten_and_free_once_it_is_released() -> None:
+    pool = BlockPool(6)
+    blocks = pool.allocate(2)
+    assert pool.register(blocks, name(1, 2)) == blocks
+    assert pool.register(pool.allocate(1), name(1)) == []  # its content is there already
+    pool.unregister(blocks[1])
+    assert pool.lookup(name(1, 2)) == blocks[:1]
+    pool.free(blocks)
+    assert (pool.num_cached, pool.num_free) == (1, 3)
 
 
 COST = PreemptionCost(copy_block_s=1.0, compute_token_s=0.25)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from llmservice_bench.batch_scheduler import AdmitsAll
 from llmservice_planner.overhead import PROCESS_BYTES
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.engine import Engine
@@ -102,6 +103,7 @@ def assert_idle(engine: Engine) -> None:
 @pytest.mark.slow
 def test_after_2000_requests_with_a_tenth_cancelled_every_block_is_free_and_the_engine_answers(folder: Path) -> None:
     driver = Driver.of(folder, max_num_seqs=32, kv_cache_memory_bytes=90 * BLOCK_BYTES)
+    driver.engine.scheduler.admission = AdmitsAll(16, 1)  # so that too many are admitted
     expected = driver.answer("before", prompt_of(20))
     dice = random.Random(7)  # noqa: S311 - traffic, not secrets
     cancelled = set()
@@ -137,6 +139,7 @@ def test_preempted_and_chunked_requests_yield_the_same_tokens_as_undisturbed_one
         max_num_seqs=6,
         prefill_chunk_tokens=9,
         kv_cache_memory_bytes=17 * BLOCK_BYTES,
+        expected_tokens=1,  # so that too many are admitted
     )
     for name, prompt in prompts.items():
         crowded.add(name, prompt, max_tokens=60)
@@ -156,6 +159,7 @@ def test_a_seeded_request_gets_the_same_tokens_alone_in_a_crowd_and_after_preemp
         prefill_chunk_tokens=16,
         max_num_seqs=5,
         kv_cache_memory_bytes=13 * BLOCK_BYTES,
+        expected_tokens=1,
     )
     for number in range(3):
         crowded.add(f"r{number}", prompt_of(30, number), temperature=1.0, max_tokens=50)
@@ -207,7 +211,7 @@ def test_before_min_tokens_no_stop_token_ends_the_answer(folder: Path) -> None:
 
 
 def test_the_probabilities_of_prompt_and_answer_are_those_of_transformers(folder: Path) -> None:
-    """In chunks, beside others and with preemption: a step tells what it computes, once."""
+    """In chunks, beside others and with preemption: a step reports what it computes, once."""
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -219,20 +223,21 @@ def test_the_probabilities_of_prompt_and_answer_are_those_of_transformers(folder
         max_num_seqs=6,
         prefill_chunk_tokens=11,
         kv_cache_memory_bytes=11 * BLOCK_BYTES,
+        expected_tokens=1,
     )
     for name, prompt in prompts.items():
         driver.add(name, prompt, temperature=1.0, max_tokens=40, logprobs=3, prompt_logprobs=2)
-    told: dict[str, list[TokenLogprobs]] = defaultdict(list)
+    reported: dict[str, list[TokenLogprobs]] = defaultdict(list)
     while driver.engine.has_work:
         for output in driver.step():
-            told[output.request_id] += output.prompt_logprobs + output.logprobs
+            reported[output.request_id] += output.prompt_logprobs + output.logprobs
     assert driver.engine.stats().preemptions["recompute"] > 0
     for name, prompt in prompts.items():
         tokens = prompt + driver.tokens[name]
         with torch.inference_mode():
             expected = reference(torch.tensor([tokens])).logits[0].log_softmax(-1)
-        assert [entry.token_id for entry in told[name]] == tokens[1:]
-        for place, entry in enumerate(told[name]):
+        assert [entry.token_id for entry in reported[name]] == tokens[1:]
+        for place, entry in enumerate(reported[name]):
             assert entry.logprob == pytest.approx(float(expected[place, tokens[place + 1]]), abs=2e-4)
             top = expected[place].topk(2 if place < len(prompt) - 1 else 3).values.tolist()
             assert [value for _, value in entry.top] == pytest.approx(top, abs=2e-4)
@@ -242,7 +247,9 @@ def test_penalties_hold_over_a_preemption(folder: Path) -> None:
     sampling = {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.2, "max_tokens": 60}
     alone = Driver.of(folder).answer("penalized", prompt_of(40), **sampling)
     assert alone != Driver.of(folder).answer("plain", prompt_of(40), max_tokens=60)
-    crowded = Driver.of(folder, max_model_len=160, max_num_seqs=5, kv_cache_memory_bytes=13 * BLOCK_BYTES)
+    crowded = Driver.of(
+        folder, max_model_len=160, max_num_seqs=5, kv_cache_memory_bytes=13 * BLOCK_BYTES, expected_tokens=1
+    )
     for number in range(3):
         crowded.add(f"r{number}", prompt_of(30, number), temperature=1.0, max_tokens=50)
     assert crowded.answer("penalized", prompt_of(40), **sampling) == alone

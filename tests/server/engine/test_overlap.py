@@ -50,7 +50,7 @@ class Driver:
     engine: Engine
     now: float = 100.0
     tokens: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
-    told: dict[str, list[TokenLogprobs]] = field(default_factory=lambda: defaultdict(list))
+    reported: dict[str, list[TokenLogprobs]] = field(default_factory=lambda: defaultdict(list))
     last: dict[str, Output] = field(default_factory=dict)
 
     @classmethod
@@ -83,7 +83,7 @@ class Driver:
         for output in outputs:
             assert output.request_id not in self.last, "a finished request spoke again"
             self.tokens[output.request_id] += output.token_ids
-            self.told[output.request_id] += output.prompt_logprobs + output.logprobs
+            self.reported[output.request_id] += output.prompt_logprobs + output.logprobs
             if output.finish_reason is not None:
                 self.last[output.request_id] = output
         return outputs
@@ -192,9 +192,9 @@ def test_whatever_comes_and_goes_the_answers_are_those_of_one_step_after_the_oth
             assert mine[: len(theirs)] == theirs[: len(mine)]
             continue
         assert (ahead.last[name].finish_reason, mine) == (expected.finish_reason, theirs)
-        for told, wanted in zip(ahead.told[name], apart.told[name], strict=True):
-            assert told.token_id == wanted.token_id
-            assert told.logprob == pytest.approx(wanted.logprob, abs=1e-4)
+        for reported, wanted in zip(ahead.reported[name], apart.reported[name], strict=True):
+            assert reported.token_id == wanted.token_id
+            assert reported.logprob == pytest.approx(wanted.logprob, abs=1e-4)
 
 
 def test_a_step_hands_out_what_the_one_before_has_drawn(folder: Path) -> None:
@@ -276,7 +276,7 @@ def test_a_step_that_fails_fails_only_the_requests_that_cause_it(folder: Path, p
         broken.token_ids[0] = VOCAB + 7  # no such row in the embedding
         broken.num_computed_tokens = 0
     else:
-        broken.history = TokenHistory([VOCAB * 100], 99)  # nor such a logit
+        broken.sampling = msgspec.structs.replace(broken.sampling, logit_bias={VOCAB * 100: 1.0})  # nor such a logit
     driver.run()
     assert driver.last["c"].finish_reason == "error"
     assert "the engine failed to compute this request" in str(driver.last["c"].error)

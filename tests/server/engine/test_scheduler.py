@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from llmservice_bench.batch_scheduler import BatchScheduler
+from llmservice_bench.batch_scheduler import AdmitsAll, BatchScheduler
 from llmservice_server.engine.block_pool import BlockPool, PreemptionCost, SwapSpace
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.interfaces import Plan
@@ -26,6 +26,7 @@ class Bench:
     max_num_batched_tokens: int = 16
     prefill_chunk_tokens: int = 8
     swap: SwapSpace | None = None
+    predicts: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
     now: float = 0.0
     arrivals: int = 0
@@ -39,9 +40,11 @@ class Bench:
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             prefill_chunk_tokens=self.prefill_chunk_tokens,
-            **{"prefix_caching": False} | self.settings,
+            **{"prefix_caching": False, "expected_tokens": 16} | self.settings,
         )
         self.scheduler = ContinuousScheduler(self.pool, config, self.swap)
+        if not self.predicts:
+            self.scheduler.admission = AdmitsAll(BLOCK_SIZE, 16)
 
     def add(
         self, prompt: int | list[int], max_tokens: int = 8, lane: str = "interactive", salt: str | None = None
@@ -75,9 +78,18 @@ def shares(plan: Plan) -> dict[str, tuple[int, int]]:
 def test_a_long_prompt_is_computed_in_chunks_and_samples_with_the_last() -> None:
     bench = Bench()
     bench.add(prompt=19)
+    bench.add(prompt=1)
     plans = [bench.step() for _ in range(4)]
     assert [shares(plan)["r1"] for plan in plans] == [(0, 8), (8, 8), (16, 3), (19, 1)]
     assert [plan.scheduled[0].samples for plan in plans] == [False, False, True, True]
+
+
+def test_a_long_prompt_that_is_alone_takes_the_whole_step() -> None:
+    bench = Bench()
+    bench.add(prompt=40)
+    assert shares(bench.step()) == {"r1": (0, 16)}
+    bench.add(prompt=3)  # from now on it would let another request wait
+    assert shares(bench.step()) == {"r1": (16, 8), "r2": (0, 3)}
 
 
 def test_a_long_prompt_leaves_every_running_request_its_token() -> None:
@@ -171,7 +183,7 @@ def test_a_finished_request_frees_its_blocks_at_once() -> None:
     bench = Bench()
     request = bench.add(prompt=9)
     bench.step()
-    assert bench.pool.num_held == 2  # of a chunk of 8
+    assert bench.pool.num_held == 3
     bench.scheduler.finish(request)
     assert bench.pool.num_held == 0
     assert not bench.scheduler.running
@@ -192,6 +204,43 @@ def test_a_prompt_takes_its_blocks_chunk_by_chunk_and_no_request_is_admitted_to_
 def test_a_budget_below_one_token_per_sequence_is_refused() -> None:
     with pytest.raises(ValueError, match="3 tokens a step cannot give 4 sequences one each"):
         Bench(max_num_batched_tokens=3)
+
+
+def test_a_request_waits_that_the_pool_is_not_predicted_to_hold() -> None:
+    bench = Bench(num_blocks=11, predicts=True, settings={"expected_tokens": 100})
+    bench.add(prompt=4, max_tokens=20)  # six blocks in the end
+    bench.add(prompt=4, max_tokens=20)
+    assert list(shares(bench.step())) == ["r1"]
+    bench = Bench(num_blocks=14, predicts=True, settings={"expected_tokens": 100})
+    bench.add(prompt=4, max_tokens=20)
+    bench.add(prompt=4, max_tokens=20)
+    assert list(shares(bench.step())) == ["r1", "r2"]
+
+
+def test_answers_that_end_early_admit_more_than_their_max_tokens_would() -> None:
+    bench = Bench(num_blocks=42, max_num_seqs=16, max_num_batched_tokens=64, predicts=True)
+    bench.scheduler.admission.expected_tokens = 160
+    for _ in range(40):
+        bench.add(prompt=4, max_tokens=156)  # one alone would fill the pool
+    num_running = []
+    while bench.scheduler.running or bench.scheduler.waiting:
+        bench.step()
+        for request in [each for each in bench.scheduler.running if each.num_output_tokens >= 8]:
+            bench.scheduler.finish(request)  # as if a stop token had been sampled
+        num_running.append(len(bench.scheduler.running))
+    assert max(num_running[:60]) == 1  # until eight have ended
+    assert max(num_running) > 8
+    assert bench.scheduler.num_admissible > 8
+    assert bench.scheduler.num_preemptions.total() == 0
+
+
+def test_batch_work_yields_to_interactive_work_that_the_pool_is_not_predicted_to_hold_beside_it() -> None:
+    bench = Bench(num_blocks=21, max_num_batched_tokens=64, predicts=True, settings={"expected_tokens": 100})
+    batch = [bench.add(prompt=4, max_tokens=28, lane="batch") for _ in range(2)]  # eight blocks each in the end
+    bench.step()
+    interactive = bench.add(prompt=4, max_tokens=28)
+    assert bench.step().preempted == [batch[1]]
+    assert interactive.status is Status.RUNNING
 
 
 def test_a_prompt_that_begins_like_another_computes_only_the_rest() -> None:

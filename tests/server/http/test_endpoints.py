@@ -144,9 +144,9 @@ def test_a_streams_every_event_can_tell_the_tokens_so_far(server: Any) -> None:
     asked = body | {"ignore_eos": True, "stream_options": options}
     _, answer = server.request("POST", "/v1/completions", json.dumps(asked).encode())
     events = [json.loads(line) for line in answer.decode().split("data: ")[1:-1]]
-    told = [len(choice["logprobs"]["tokens"]) for event in events for choice in event["choices"]]
+    reported = [len(choice["logprobs"]["tokens"]) for event in events for choice in event["choices"]]
     counts = [event["usage"]["completion_tokens"] for event in events]
-    assert counts == [*itertools.accumulate(told), 6]
+    assert counts == [*itertools.accumulate(reported), 6]
     assert {event["usage"]["prompt_tokens"] for event in events} == {3}
 
 
@@ -341,11 +341,11 @@ def test_a_request_id_is_echoed_unless_it_could_not_be_logged(client: openai.Ope
 
 def test_the_server_tells_its_shape_and_its_numbers(server: Any) -> None:
     status, body = server.get("/sizing")
-    told = json.loads(body)
+    reported = json.loads(body)
     assert status == 200
-    assert told["max_num_seqs"] >= 1
-    assert told["num_blocks"] * told["block_size"] >= told["max_model_len"]
-    assert {"layers", "heads", "kvHeads", "hiddenSize", "vocabSize"} <= set(told["shape"])
+    assert reported["max_num_seqs"] >= 1
+    assert reported["num_blocks"] * reported["block_size"] >= reported["max_model_len"]
+    assert {"layers", "heads", "kvHeads", "hiddenSize", "vocabSize"} <= set(reported["shape"])
 
 
 def test_unknown_parameters_are_ignored_named_and_counted(server: Any) -> None:

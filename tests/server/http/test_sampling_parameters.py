@@ -270,9 +270,9 @@ def test_best_of_returns_the_likeliest_answers(server: Any) -> None:
 def test_prompt_logprobs_are_those_of_the_echo(server: Any) -> None:
     body = {"model": "tiny", "prompt": "Hello you", "max_tokens": 1, "temperature": 0}
     echoed = server.post("/v1/completions", body | {"echo": True, "logprobs": 2})[1]["choices"][0]["logprobs"]
-    told = server.post("/v1/completions", body | {"prompt_logprobs": 2})[1]["choices"][0]["prompt_logprobs"]
-    assert told[0] is None
-    for place, entry in enumerate(told[1:], 1):
+    reported = server.post("/v1/completions", body | {"prompt_logprobs": 2})[1]["choices"][0]["prompt_logprobs"]
+    assert reported[0] is None
+    for place, entry in enumerate(reported[1:], 1):
         likely = {each["decoded_token"]: each["logprob"] for each in entry.values()}
         assert likely == pytest.approx(echoed["top_logprobs"][place])
         assert sorted(each["rank"] for each in entry.values() if each["rank"] is not None) == [1, 2]

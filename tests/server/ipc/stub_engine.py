@@ -35,6 +35,7 @@ STATS = Stats(
     prefix_hits=0,
     batch_size=0,
     iteration_tokens=0,
+    num_admissible=16,
 )
 
 

@@ -23,6 +23,7 @@ def _stats(**changes: Any) -> Stats:
         "prefix_hits": 16,
         "batch_size": 3,
         "iteration_tokens": 130,
+        "num_admissible": 12,
     }
     return Stats(**(figures | changes))
 

@@ -291,7 +291,7 @@ def test_states_that_are_not_finite_fail_their_own_request_only(tiny_model: Path
 
 
 def test_an_input_that_breaks_the_computation_fails_its_own_request_only(tiny_model: Path) -> None:
-    embedder = _embedder(tiny_model)  # told of a larger vocabulary than the model has
+    embedder = _embedder(tiny_model)  # configured with a larger vocabulary than the model has
     embedder.add(Embed(request_id="bad", inputs=[[5, 6], [5, 192]]), 0.0)
     embedder.add(Embed(request_id="good", inputs=[[5, 7], [8, 9]]), 0.0)
     embedder._model._model.embed_tokens = embedder._model._model.embed_tokens[:100]

@@ -1,7 +1,7 @@
 import pytest
 
 from llmservice_server.engine.interfaces import KVCachePlan
-from llmservice_server.runtime.memory import plan_kv_cache, sequences_held
+from llmservice_server.runtime.memory import most_sequences, plan_kv_cache
 from llmservice_server.types.errors import OutOfMemoryError
 
 GIB = 1 << 30
@@ -46,18 +46,17 @@ def test_no_room_for_a_single_block_is_refused_even_where_the_length_may_be_lowe
 
 
 @pytest.mark.parametrize(
-    ("num_blocks", "max_model_len", "expected_tokens", "most", "sequences"),
+    ("num_blocks", "max_model_len", "most", "sequences"),
     [
-        (1 + 960, 8192, 1536, 256, 10),
-        (1 + 959, 8192, 1536, 256, 9),
-        (1 + 960, 512, 1536, 256, 30),  # none can be longer than 512: guaranteed
-        (1 + 100_000, 8192, 1536, 256, 256),
-        (1 + 100_000, 8192, 1536, 64, 64),
-        (1 + 90, 1440, 1536, 256, 1),
-        (1 + 95, 1520, 5000, 256, 1),
+        (1 + 960, 8192, 256, 120),
+        (1 + 959, 8192, 256, 119),
+        (1 + 960, 64, 256, 240),  # none can be longer than 64
+        (1 + 100_000, 8192, 256, 256),
+        (1 + 100_000, 8192, 64, 64),
+        (1 + 7, 112, 256, 1),
     ],
 )
-def test_without_a_number_of_their_own_as_many_sequences_run_as_the_pool_holds(
-    num_blocks: int, max_model_len: int, expected_tokens: int, most: int, sequences: int
+def test_without_a_number_of_their_own_as_many_short_sequences_run_as_the_pool_holds(
+    num_blocks: int, max_model_len: int, most: int, sequences: int
 ) -> None:
-    assert sequences_held(KVCachePlan(num_blocks, max_model_len), 16, expected_tokens, most) == sequences
+    assert most_sequences(KVCachePlan(num_blocks, max_model_len), 16, most) == sequences

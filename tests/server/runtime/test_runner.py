@@ -110,7 +110,7 @@ def test_nothing_is_drawn_for_requests_that_have_ended_meanwhile(model: LlamaMod
 
 
 class _Shapes(TritonAttention):
-    """Tells the device all that the kernels need, and leaves the kernels out."""
+    """Copies to the device all that the kernels need, and leaves the kernels out."""
 
     def step(self, *_: Any) -> Attend:  # type: ignore[override]
         return lambda layer, query, key_value: query.flatten(1)

@@ -24,7 +24,7 @@ from llmservice_server.http.generation import (
     output_processor,
     request_options,
 )
-from llmservice_server.http.prompts import answer_grammar, chat_token_ids, token_ids, truncated
+from llmservice_server.http.prompts import answer_grammar, chat_token_ids, prompt_hashes, token_ids, truncated
 from llmservice_server.http.protocol.chat import ChatCompletion, ChatRequest
 from llmservice_server.http.protocol.completions import Completion, CompletionRequest
 from llmservice_server.http.protocol.generation import GenerationRequest, StreamOptions
@@ -98,6 +98,7 @@ async def _processor(
     prompts = await run(num_body_bytes(request), prompts_of, body, tokenizer, longest)
     room = ready.max_request_tokens - (body.token_limit or default_max_tokens or 1)
     prompts = truncated(prompts, body.truncate_prompt_tokens, max(1, room))
+    hashes = await run(num_body_bytes(request), prompt_hashes, prompts, ready, body.cache_salt)
     describe(request.scope, body)
     options = request_options(
         request.headers,
@@ -112,6 +113,7 @@ async def _processor(
         serving,
         body,
         prompts,
+        hashes,
         default_max_tokens=default_max_tokens,
         options=options,
         grammar=grammar,

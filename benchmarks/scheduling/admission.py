@@ -1,0 +1,186 @@
+"""Admission by predicted footprint against fixed numbers of sequences, with the real scheduler in simulated time.
+
+A step takes what the planner's roofline says of an 8B model on an H100, with the prompts that are computed again. The
+pool is small, 48k tokens, so that memory is what bounds the batch. The scheduler does not know where an answer ends.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from llmservice_bench.batch_scheduler import AdmitsAll
+from llmservice_bench.trace import Lengths, draw, read_trace
+from llmservice_planner.gpu import find_gpu
+from llmservice_planner.roofline import Roofline
+from llmservice_planner.shape import ModelShape
+from llmservice_server.engine.admission import Admission
+from llmservice_server.engine.block_pool import BlockPool
+from llmservice_server.engine.interfaces import Plan
+from llmservice_server.engine.request import Request
+from llmservice_server.engine.scheduler import ContinuousScheduler, SchedulerConfig
+from llmservice_server.types.messages import GenerateRequest, SamplingParams
+from scheduling.findings import Findings
+
+BLOCK_SIZE = 16
+POOL_TOKENS = 48_000
+MOST_TOKENS = 4096
+"""The `max_tokens` of requests whose clients set none."""
+MOST_SEQS = 256
+FIXED = (16, 31, 48, 64, 80, 96, 128, 160, 192, 256)
+"""Values of `--max-num-seqs`."""
+BEFORE = 31
+"""The former default: what the pool holds of 1,536 tokens each."""
+REQUESTS = 600
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    name: str
+    lengths: Sequence[Lengths]
+    max_tokens: int = MOST_TOKENS
+    is_synchronous: bool = False
+    """All answers have one length, so that those which start together also end together."""
+
+
+def traffics() -> list[Traffic]:
+    """All requests of each arrive at once, so that throughput is what the scheduler makes of the pool."""
+    rng = np.random.default_rng(0)
+    trace = list(itertools.islice(draw(read_trace(), rng), REQUESTS))
+    short = [Lengths(*pair) for pair in _gamma(rng, (150, 1.0), (120, 1.0))]
+    long = [Lengths(*pair) for pair in _gamma(rng, (1200, 0.5), (1000, 0.5))]
+    return [
+        Traffic("256 x 100 in, 500 out", [Lengths(100, 500)] * 256, 500, is_synchronous=True),
+        Traffic("short", short),
+        Traffic("mixed (Azure)", [replace(each, prompt_tokens=min(each.prompt_tokens, 8000)) for each in trace]),
+        Traffic("long", long[: REQUESTS // 2]),
+        Traffic("shifting", [*short[:200], *long[:200], *short[200:400]]),
+    ]
+
+
+def _gamma(rng: np.random.Generator, *mean_and_spread: tuple[float, float]) -> Iterable[tuple[int, ...]]:
+    """Lengths with these means and squared coefficients of variation, from 1 to 4,000."""
+    columns = [
+        np.clip(rng.gamma(1 / spread, mean * spread, REQUESTS), 1, 4000).astype(int).tolist()
+        for mean, spread in mean_and_spread
+    ]
+    return zip(*columns, strict=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    tokens_per_s: float
+    itl_p99_s: float
+    recomputed: float  # share of the computed tokens
+    mean_batch: float
+    preemptions: int
+
+    def row(self) -> dict[str, float]:
+        return {
+            "output_tokens_per_s": self.tokens_per_s,
+            "itl_p99_ms": self.itl_p99_s * 1000,
+            "recomputed_percent": 100 * self.recomputed,
+            "sequences_per_step": self.mean_batch,
+            "preemptions": self.preemptions,
+        }
+
+
+def simulate(traffic: Traffic, max_num_seqs: int, roofline: Roofline, admission: Admission | None = None) -> Simulated:
+    """Serve the traffic with the present scheduler, `admission` in place of its own."""
+    config = SchedulerConfig(
+        block_size=BLOCK_SIZE, max_num_seqs=max_num_seqs, max_num_batched_tokens=2048, prefill_chunk_tokens=512
+    )
+    scheduler = ContinuousScheduler(BlockPool(1 + POOL_TOKENS // BLOCK_SIZE), config)
+    scheduler.admission = admission or scheduler.admission
+    ends: dict[Request, int] = {}
+    for number, lengths in enumerate(traffic.lengths):
+        message = GenerateRequest(
+            request_id=str(number),
+            prompt_token_ids=np.random.default_rng(number).integers(0, 1 << 30, lengths.prompt_tokens).tolist(),
+            sampling=SamplingParams(max_tokens=traffic.max_tokens),
+            arrival_s=0.0,
+        )
+        request = Request.of(message, number, 0, frozenset())
+        ends[request] = min(lengths.output_tokens, traffic.max_tokens)
+        scheduler.add(request)
+    now, computed, batches = 0.0, 0, []
+    gaps: list[float] = []
+    last_s: dict[Request, float] = {}
+    while ends:
+        plan = scheduler.schedule(now)
+        scheduler.commit(plan)
+        now += step_s(roofline, plan)
+        computed += plan.num_tokens
+        batches.append(len(plan.scheduled))
+        for request in [share.request for share in plan.scheduled if share.samples]:
+            request.append(7)
+            if request in last_s:
+                gaps.append(now - last_s[request])
+            last_s[request] = now
+            if request.num_output_tokens == ends[request]:
+                scheduler.finish(request)
+                del ends[request], last_s[request]
+    outputs = sum(min(each.output_tokens, traffic.max_tokens) for each in traffic.lengths)
+    needed = sum(each.prompt_tokens for each in traffic.lengths) + outputs - len(traffic.lengths)
+    return Simulated(
+        tokens_per_s=outputs / now,
+        itl_p99_s=float(np.quantile(gaps, 0.99)),
+        recomputed=1 - needed / computed,
+        mean_batch=float(np.mean(batches)),
+        preemptions=scheduler.num_preemptions.total(),
+    )
+
+
+def step_s(roofline: Roofline, plan: Plan) -> float:
+    """Seconds of a step: reading weights and contexts, or its arithmetic, whichever takes longer."""
+    context = sum(share.start + share.num_tokens for share in plan.scheduled)
+    return max(roofline.decode_step_s(1, context), roofline.prefill_s(plan.num_tokens))
+
+
+def measure() -> Findings:
+    findings = Findings()
+    for traffic in traffics():
+        _compare(traffic, llama_8b_on_h100(), findings)
+    return findings
+
+
+def llama_8b_on_h100() -> Roofline:
+    shape = ModelShape.from_fields(
+        {
+            "architecture": "LlamaForCausalLM",
+            "layers": 32,
+            "hiddenSize": 4096,
+            "heads": 32,
+            "kvHeads": 8,
+            "headDim": 128,
+            "intermediateSize": 14336,
+            "vocabSize": 128256,
+            "dtype": "bfloat16",
+        }
+    )
+    weights = 2 * shape.num_parameters
+    roofline = Roofline.of(shape, find_gpu("H100"), 1, "bfloat16", weights, shape.kv_bytes_per_token("bfloat16", 1))
+    assert roofline is not None  # noqa: S101 - the catalogue knows its rates
+    return roofline
+
+
+def _compare(traffic: Traffic, roofline: Roofline, findings: Findings) -> None:
+    fixed = {size: simulate(traffic, size, roofline, AdmitsAll(BLOCK_SIZE, 1536)) for size in FIXED}
+    best = max(fixed, key=lambda size: fixed[size].tokens_per_s)
+    shown = {f"at most {size}": fixed[size] for size in sorted({BEFORE, best, MOST_SEQS})}
+    ours = shown["predicted"] = simulate(traffic, MOST_SEQS, roofline)
+    for name, each in shown.items():
+        findings.rows.append({"traffic": traffic.name, "admission": name, **each.row()})
+        print(
+            f"{traffic.name:<36}{name:<14}{each.tokens_per_s:>8.0f} tok/s{each.itl_p99_s * 1e3:>8.1f} ms p99 ITL"
+            f"{each.recomputed:>8.1%} recomputed{each.mean_batch:>7.1f} in a step"
+        )
+    if traffic.is_synchronous:
+        return
+    against = f"{traffic.name} traffic, predicted ÷ the best of {len(FIXED)} fixed numbers ({best})"
+    findings.add_check(f"tokens/s, {against}", ">= 0.95", ours.tokens_per_s / fixed[best].tokens_per_s)
+    findings.add_check(f"p99 ITL, {against}", "<= 1.01", ours.itl_p99_s / fixed[best].itl_p99_s)
+    findings.add_check(f"tokens computed again, {traffic.name} traffic", "< 3", 100 * ours.recomputed, "%")
