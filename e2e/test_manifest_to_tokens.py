@@ -5,6 +5,8 @@ The signals come from the pods; test_faults.py has a service that is scaled by P
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from openai import OpenAI
 
@@ -27,8 +29,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
 
 @pytest.fixture
-def client(cluster: Cluster) -> OpenAI:
-    return OpenAI(base_url=f"{cluster.gateway_url}/v1", api_key="unused", max_retries=0)
+def client(cluster: Cluster) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{cluster.gateway_url}/v1", api_key="unused", max_retries=0) as client:
+        yield client
 
 
 def test_an_applied_manifest_becomes_ready_with_its_sizing_in_status(cluster: Cluster, kube: Kube) -> None:

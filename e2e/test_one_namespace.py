@@ -57,5 +57,5 @@ def test_a_service_elsewhere_is_left_alone(cluster: Cluster, kube: Kube) -> None
     assert "status" not in elsewhere.get("elsewhere")
     assert elsewhere.deployment("elsewhere") is None
     client = OpenAI(base_url=f"{cluster.gateway_url}/v1", api_key="unused", max_retries=0)
-    with pytest.raises(NotFoundError):
+    with client, pytest.raises(NotFoundError):
         client.completions.create(model="elsewhere", prompt="Hello", max_tokens=4)
