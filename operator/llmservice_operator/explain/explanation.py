@@ -25,6 +25,7 @@ _HEALTHY = {
     "Ready": ("True",),
     "Stalled": ("False",),
     "NameTaken": ("False",),
+    "Degraded": ("False",),
     "SizingValid": ("True",),
     "SLOFeasible": ("True", "Unknown"),
 }
@@ -285,6 +286,8 @@ _REMEDIES = {
     "SecretNotAllowed": "Annotate the Namespace as the message says, or leave the Secret out: docs/security.md",
     "EnvNotAllowed": "Leave the variable out, or have it added to the chart's operator.allowedEnv.",
     "NameTaken": "Use the name with the namespace before it, or set another spec.model.servedName.",
+    "KernelFallback": "Read the warning in the pod's log, and report it; engine.extraArgs [--attention, triton] makes"
+    " such a pod fail instead: {logs}",
     "ApplyFailed": "Correct what the API server objects to; for a missing permission see the operator's role.",
     "ServingEarlierSpec": "Correct the spec; what ran before goes on serving meanwhile.",
     # sizing

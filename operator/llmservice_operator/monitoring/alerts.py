@@ -113,6 +113,15 @@ def serving_alerts(servers: str, reports: str) -> tuple[Alert, ...]:
             " its reason and message say why.",
         ),
         Alert(
+            name="LLMServiceKernelFallback",
+            expr=f"max by ({_BY_SERVICE}, pod, part) ({promql.selector(promql.KERNEL_FALLBACK, servers)}) > 0",
+            lasting="1m",
+            severity="warning",
+            summary="{{ $labels.pod }} of {{ $labels.namespace }}/{{ $labels.service }} computes without our kernels",
+            description="{{ $labels.part }} is computed by PyTorch, more slowly, because a kernel failed its check on"
+            " that GPU; the pod's log says why.",
+        ),
+        Alert(
             name="LLMServicePredictionError",
             expr=f"abs({_reported('llmservice_operator_prediction_error_percent', reports)})"
             f" > {PREDICTION_ERROR_PERCENT}",

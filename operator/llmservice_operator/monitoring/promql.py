@@ -13,6 +13,7 @@ REJECTED = "llmservice_request_rejected_total"
 TTFT_BUCKET = "llmservice_time_to_first_token_seconds_bucket"
 KV_BLOCKS = "llmservice_kv_cache_blocks"
 MEMORY = "llmservice_memory_bytes"
+KERNEL_FALLBACK = "llmservice_kernel_fallback"
 
 BATCH = "batch"
 """The lane of work that may wait; every other request is interactive."""

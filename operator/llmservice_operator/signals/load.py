@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from llmservice_operator.signals.scrape import Scrape
@@ -60,6 +60,8 @@ class Load:
     kv_blocks: int | None = None
     """Usable KV blocks of the smallest pod, as it measured them after loading."""
     weights_bytes: float | None = None
+    fallbacks: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """What pods compute without our kernels, by pod; only pods that do."""
 
     @property
     def running(self) -> float:
@@ -97,6 +99,7 @@ def load_of(histories: Histories, ready_pods: Iterable[str], source: str) -> Loa
         admissible=_mean([scrapes[-1].admissible for scrapes in read.values()]),
         kv_blocks=min((blocks for one in read.values() if (blocks := one[-1].kv_blocks)), default=None),
         weights_bytes=next((weight for one in read.values() if (weight := one[-1].weights_bytes)), None),
+        fallbacks={name: scrapes[-1].fallbacks for name, scrapes in read.items() if scrapes[-1].fallbacks},
     )
 
 

@@ -12,6 +12,7 @@ from llmservice_operator.monitoring.promql import (
     ADMISSIBLE,
     BATCH,
     FINISHED,
+    KERNEL_FALLBACK,
     KV_BLOCKS,
     KV_USAGE,
     MEMORY,
@@ -21,7 +22,7 @@ from llmservice_operator.monitoring.promql import (
     WAITING,
 )
 
-SERIES = (RUNNING, WAITING, KV_USAGE, ADMISSIBLE, FINISHED, REJECTED, TTFT_BUCKET, KV_BLOCKS, MEMORY)
+SERIES = (RUNNING, WAITING, KV_USAGE, ADMISSIBLE, FINISHED, REJECTED, TTFT_BUCKET, KV_BLOCKS, MEMORY, KERNEL_FALLBACK)
 
 _LABEL = re.compile(r'([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"')
 _LINE = re.compile(
@@ -56,6 +57,8 @@ class Scrape:
     kv_blocks: int | None = None
     """Usable blocks, the null block apart."""
     weights_bytes: float | None = None
+    fallbacks: tuple[str, ...] = ()
+    """What the pod computes without our kernels because they failed their check there."""
     batch_waiting: float = 0.0
     """How many of `waiting` are in the batch lane."""
     batch_running: float | None = 0.0
@@ -93,6 +96,7 @@ def scrape_of(samples: Iterable[Sample], time_s: float) -> Scrape:
     buckets: dict[float, float] = defaultdict(float)
     lanes: dict[str, float] = defaultdict(float)
     weights: float | None = None
+    fallbacks: list[str] = []
     for name, labels, value in samples:
         if math.isnan(value):
             continue
@@ -100,6 +104,8 @@ def scrape_of(samples: Iterable[Sample], time_s: float) -> Scrape:
             buckets[float(labels["le"])] += value
         elif name == MEMORY:
             weights = value if labels.get("kind") == "weights" else weights
+        elif name == KERNEL_FALLBACK:
+            fallbacks += [labels["part"]] if value else []
         elif name in SERIES:
             totals[name] += value
             if "lane" in labels:
@@ -117,6 +123,7 @@ def scrape_of(samples: Iterable[Sample], time_s: float) -> Scrape:
         ttft_buckets=tuple(sorted(buckets.items())),
         kv_blocks=int(totals[KV_BLOCKS]) if KV_BLOCKS in totals else None,
         weights_bytes=weights,
+        fallbacks=tuple(sorted(fallbacks)),
         batch_waiting=lanes[WAITING],
         batch_running=lanes.get(RUNNING, None if totals[RUNNING] else 0.0),
     )

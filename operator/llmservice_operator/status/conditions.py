@@ -28,13 +28,15 @@ from llmservice_operator.sizing import GIB, Sized, SizingProblem, SizingReport
 READY, PROGRESSING, STALLED, SIZING_VALID = "Ready", "Progressing", "Stalled", "SizingValid"
 SCALING_ACTIVE, SLO_FEASIBLE = "ScalingActive", "SLOFeasible"
 NAME_TAKEN = "NameTaken"
-"""Present only where it is True."""
+"""Present only where it is True, as is the next one."""
+DEGRADED = "Degraded"
 
 UPDATING = "Updating"
 """Reason of a service that would be Ready, had Kubernetes already observed the present spec."""
 
 _MESSAGE_LIMIT = 2048
 _ENOUGH_REQUESTS = 3
+_PODS_NAMED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +242,19 @@ def name_verdict(name: str, namespace: str, holder: str | None) -> Verdict | Non
         f" {namespace}/{name}; or set another model.servedName"
     )
     return Verdict(NAME_TAKEN, "True", "NameTaken", message)
+
+
+def degraded_verdict(load: Load) -> Verdict | None:
+    """Degraded, where pods serve without some of our kernels."""
+    if not load.fallbacks:
+        return None
+    pods = [f"{name} ({', '.join(parts)})" for name, parts in sorted(load.fallbacks.items())]
+    named = ", ".join(pods[:_PODS_NAMED]) + (", …" if len(pods) > _PODS_NAMED else "")
+    message = (
+        f"{len(pods)} of {len(load.pods)} pods compute more slowly, by PyTorch, because kernels failed their check on"
+        f" that GPU: {named}. The pod's log says why; with engine.extraArgs [--attention, triton] it fails instead"
+    )
+    return Verdict(DEGRADED, "True", "KernelFallback", message)
 
 
 def slo_verdict(

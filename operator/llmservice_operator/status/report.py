@@ -31,6 +31,7 @@ from llmservice_operator.status.autoscaling_status import (
     throttled,
 )
 from llmservice_operator.status.conditions import (
+    DEGRADED,
     PROGRESSING,
     READY,
     SCALING_ACTIVE,
@@ -40,6 +41,7 @@ from llmservice_operator.status.conditions import (
     UPDATING,
     Verdict,
     conditions,
+    degraded_verdict,
     name_verdict,
     progressing_verdict,
     ready_verdict,
@@ -126,6 +128,7 @@ def _verdicts(
         _scaling(service, pods, outcome),
         outcome.slo,
         *([taken] if taken else []),
+        *_degraded(service, outcome.load),
     ]
 
 
@@ -137,6 +140,12 @@ def _settled(service: LLMService, ready: Verdict, outcome: Outcome) -> Verdict |
     past = service.status.condition(ready.type)
     keeps = ready.reason == UPDATING and outcome.settling and past is not None and past.status == "True"
     return past if keeps and past is not None else ready
+
+
+def _degraded(service: LLMService, load: Load | None) -> list[Verdict | Condition]:
+    """Nothing where it is not; what the status said where no pod could be read."""
+    known = service.status.condition(DEGRADED) if load is None else degraded_verdict(load)
+    return [known] if known else []
 
 
 def _scaling(service: LLMService, pods: Sequence[Pod], outcome: Outcome) -> Verdict | Condition:

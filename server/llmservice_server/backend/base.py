@@ -14,6 +14,7 @@ import torch
 
 from llmservice_server.backend.sampling_batch import PenalizedRows, SamplingBatch
 from llmservice_server.backend.transfer import to_device
+from llmservice_server.types.messages import Fallback
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -291,6 +292,7 @@ class Backend(Protocol):
     reason: str  # why it was chosen
     device: torch.device
     shape: KVCacheShape
+    fallbacks: dict[Fallback, str]  # what torch computes because our kernels failed their check, and why
 
     @property
     def overlaps(self) -> bool:
@@ -317,7 +319,7 @@ class Backend(Protocol):
     def decode_path(
         self, model: Decoder, attention: Attention, *, max_num_seqs: int, max_model_len: int
     ) -> DecodePath | None:
-        """Called before anything is cached. None if there is none, or, with a warning, if its check failed."""
+        """Called before anything is cached. None if there is none, or if its check failed (`fallbacks`)."""
 
     def decode_path_bytes(self, model: Decoder, *, max_num_seqs: int, max_model_len: int) -> int:
         """The memory that `decode_path` will take."""

@@ -25,6 +25,7 @@ def choose_backend(
 ) -> Backend:
     """The backend for activations of `dtype`. Raises ConfigError if the wanted one is unusable here.
 
+    With `triton` the start fails where any of our kernels does; `auto` serves without it, and says so.
     `worth_compiling`: the model is large enough for CPU kernels that take seconds to compile. On a GPU
     `auto` times chunks of prompts by our kernel and by torch's, and uses the faster.
     """
@@ -44,11 +45,11 @@ def choose_backend(
 
         return CpuBackend(shape, device, reason, worth_compiling=worth_compiling)
     if name == "torch":
-        return TorchBackend(shape, device, reason)
+        return TorchBackend(shape, device, reason, fallbacks={"attention": problem} if problem else {})
     from llmservice_server.backend.cuda.backend import CudaBackend
 
     if wanted != "auto":
-        return CudaBackend(shape, device, reason, enforce_eager=enforce_eager)
+        return CudaBackend(shape, device, reason, enforce_eager=enforce_eager, may_fall_back=False)
     from llmservice_server.backend.cuda.varlen import OURS, choose_chunk_attention
 
     chunks = choose_chunk_attention(shape, dtype, device, max_num_batched_tokens)

@@ -73,6 +73,7 @@ class Engine:
             max_embedding_tokens=self.embedder.max_tokens,
             prefix_caching=config.prefix_caching,
             memory_bytes=started.memory_bytes,
+            fallbacks=started.fallbacks,
             load_s=started.load_s,
         )
 

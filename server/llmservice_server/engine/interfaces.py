@@ -12,7 +12,7 @@ import msgspec
 
 from llmservice_server.engine.block_pool import SwapSpace
 from llmservice_server.engine.request import Request
-from llmservice_server.types.messages import Embed, Embedded, TokenLogprobs
+from llmservice_server.types.messages import Embed, Embedded, Fallback, TokenLogprobs
 
 
 class Scheduled(msgspec.Struct, frozen=True, gc=False):
@@ -208,4 +208,5 @@ class Started:
     overlaps: bool = False  # the next step is planned while one is computed, where the settings leave it open
     prefill_tokens: int | None = None  # of a step, beyond which the device computes no faster; None: no such bound
     load_s: float = 0.0
+    fallbacks: dict[Fallback, str] = field(default_factory=dict)  # what runs without our kernels, and why
     phases_s: dict[str, float] = field(default_factory=dict)  # where the time of starting went, seconds by name

@@ -25,7 +25,7 @@ from prometheus_client.registry import Collector
 
 from llmservice_server.engine.request import LANES
 from llmservice_server.text.output_processor import RequestState
-from llmservice_server.types.messages import FinishReason, Ready, Stats
+from llmservice_server.types.messages import Fallback, FinishReason, Ready, Stats
 
 
 class TokenMetrics(Collector):
@@ -97,6 +97,9 @@ class Metrics:
             "kv_cache_blocks", "Blocks of the KV cache, the null block apart", ("state",)
         )
         self.memory_bytes = self._gauge("memory_bytes", "Memory as measured after loading", ("kind",))
+        self.kernel_fallback = self._gauge(
+            "kernel_fallback", "1 where torch computes a part because our kernels failed their check there", ("part",)
+        )
         self.model_load_seconds = self._gauge("model_load_seconds", "From the engine's start until it could serve")
 
         self.tokens = TokenMetrics(prefix, self._constant, _TOKEN_BUCKETS)
@@ -131,6 +134,8 @@ class Metrics:
         self.model_load_seconds.set(ready.load_s)
         for kind, num_bytes in ready.memory_bytes.items():
             self.labels(self.memory_bytes, kind=kind).set(num_bytes)
+        for part in get_args(Fallback):
+            self.labels(self.kernel_fallback, part=part).set(part in ready.fallbacks)
         for lane in LANES:  # a scaler has to see 0 before the first request, not a gap
             self.labels(self.num_requests_waiting, lane=lane).set(0)
             self.labels(self.num_requests_running, lane=lane).set(0)

@@ -76,7 +76,7 @@ def start(config: EngineConfig) -> Started:
     phases = StartPhases()
     with phases.phase("backend"):
         backend = _backend(checkpoint, config)
-    _LOG.info("backend: %s (%s)", backend.name, backend.reason)
+    _LOG.log(logging.WARNING if backend.fallbacks else logging.INFO, "backend: %s (%s)", backend.name, backend.reason)
     model, memory = _load(checkpoint, config, backend, phases)
     kv_cache = _plan(config, checkpoint.config.max_context, backend, memory)
     most_seqs = min(config.most_seqs, CAP_OF_CPU) if backend.shares_memory else config.most_seqs
@@ -110,6 +110,7 @@ def start(config: EngineConfig) -> Started:
         overlaps=backend.overlaps,
         prefill_tokens=backend.prefill_tokens,
         load_s=time.monotonic() - began_s,
+        fallbacks=dict(backend.fallbacks),
         phases_s=phases.seconds,
     )
     _LOG.info(

@@ -8,6 +8,8 @@ from typing import Literal
 import msgspec
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+Fallback = Literal["attention", "top_k_top_p", "decode_graphs"]
+"""What runs without our kernels where they fail their check."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -172,6 +174,7 @@ class Ready(msgspec.Struct, kw_only=True, tag="ready"):
     prefix_caching: bool = True
     memory_bytes: dict[str, int]  # by kind: weights, kv_cache, activations, graphs, total
     load_s: float
+    fallbacks: dict[Fallback, str] = {}  # what runs without our kernels because they failed their check, and why
 
 
 class Failed(msgspec.Struct, kw_only=True, tag="failed"):

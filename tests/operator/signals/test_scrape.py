@@ -29,6 +29,9 @@ llmservice_kv_cache_blocks{state="cached"} 1
 # TYPE llmservice_memory_bytes gauge
 llmservice_memory_bytes{kind="weights"} 1.5e9
 llmservice_memory_bytes{kind="kv_cache"} 3e9
+# TYPE llmservice_kernel_fallback gauge
+llmservice_kernel_fallback{part="attention"} 0.0
+llmservice_kernel_fallback{part="top_k_top_p"} 1.0
 """
 
 
@@ -37,6 +40,7 @@ def test_lanes_reasons_and_states_are_added_up() -> None:
 
     assert (scrape.time_s, scrape.running, scrape.waiting, scrape.finished) == (100.0, 3, 5, 12)
     assert (scrape.kv_usage, scrape.kv_blocks, scrape.weights_bytes) == (0.5, 100, 1.5e9)
+    assert scrape.fallbacks == ("top_k_top_p",)
     assert scrape.ttft_buckets == ((0.5, 7), (math.inf, 12))
 
 

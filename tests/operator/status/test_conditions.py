@@ -15,6 +15,7 @@ from llmservice_operator.status.conditions import (
     SLO_FEASIBLE,
     Verdict,
     conditions,
+    degraded_verdict,
     name_verdict,
     progressing_verdict,
     ready_verdict,
@@ -235,6 +236,18 @@ def test_a_name_of_an_older_service_is_reported_with_the_alternative() -> None:
     qualified = name_verdict("team-a/llama", "team-b", "team-a")
     assert qualified is not None
     assert "means that namespace: clients reach this service as team-b/team-a/llama" in qualified.message
+
+
+def test_pods_that_compute_without_a_kernel_are_named() -> None:
+    pods = tuple(PodLoad(name, 0, 0, 0) for name in "abcde")
+    assert degraded_verdict(Load("pods", pods)) is None
+
+    verdict = degraded_verdict(Load("pods", pods, fallbacks={name: ["attention"] for name in "bacd"}))
+
+    assert verdict is not None
+    assert (verdict.type, verdict.status, verdict.reason) == ("Degraded", "True", "KernelFallback")
+    assert "4 of 5 pods" in verdict.message
+    assert "a (attention), b (attention), c (attention), …. The pod's log" in verdict.message
 
 
 NO_TRAFFIC = Verdict(SLO_FEASIBLE, "Unknown", "NoTraffic", "…")

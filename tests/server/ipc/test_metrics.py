@@ -80,11 +80,14 @@ def test_what_was_measured_at_start_is_shown_before_the_first_request() -> None:
             max_embedding_tokens=1,
             memory_bytes=memory,
             load_s=1.5,
+            fallbacks={"attention": "it raised"},
         )
     )
     samples = _samples(metrics)
     assert {kind: samples[f"llmservice_memory_bytes{{kind={kind}}}"] for kind in memory} == memory
     assert samples["llmservice_model_load_seconds"] == 1.5
+    assert samples["llmservice_kernel_fallback{part=attention}"] == 1
+    assert samples["llmservice_kernel_fallback{part=decode_graphs}"] == 0
     assert [samples[f"llmservice_kv_cache_blocks{{state={state}}}"] for state in ("free", "held", "cached")] == [
         99,
         0,

@@ -20,6 +20,8 @@ from llmservice_server.backend.torch import sampler
 from llmservice_server.backend.torch.backend import TorchBackend
 from llmservice_server.backend.torch.layer_ops import TorchLayerOps
 from llmservice_server.backend.torch.sampler import TopKTopP, top_k_top_p
+from llmservice_server.types.errors import ConfigError
+from llmservice_server.types.messages import Fallback
 
 _LOG = logging.getLogger(__name__)
 
@@ -37,16 +39,24 @@ class TritonLayerOps(TorchLayerOps):
 
 @dataclass(slots=True)
 class CudaBackend(TorchBackend):
-    """`varlen_keys`: chunks of steps with at most this many keys are computed by torch's `varlen_attn`."""
+    """`varlen_keys`: chunks of steps with at most this many keys are computed by torch's `varlen_attn`.
+
+    Where a kernel fails its check and the backend may not fall back, preparing it raises ConfigError.
+    """
 
     name: str = "triton"
     varlen_keys: int = 0
     enforce_eager: bool = False
+    may_fall_back: bool = True
     _top_k_top_p: TopKTopP | None = None
 
     def prepare(self, model: Decoder) -> None:
         model.ops = TritonLayerOps()
-        self._top_k_top_p = choose_top_k_top_p(model.config.vocab_size, self.device)
+        problem = why_unusable(top_k_top_p_kernel, model.config.vocab_size, self.device)
+        if problem is None:
+            self._top_k_top_p = top_k_top_p_kernel
+        else:
+            self._fall_back("top_k_top_p", f"our kernel for top-k and top-p is unusable here: {problem}")
 
     def attention(self, num_blocks: int) -> Attention:
         varlen = Varlen(by_torch, self.varlen_keys) if self.varlen_keys else None
@@ -61,7 +71,17 @@ class CudaBackend(TorchBackend):
     ) -> DecodePath | None:
         if not self._captures or not isinstance(attention, TritonAttention):
             return None
-        return decode_graphs.capture_graphs(model, attention, max_num_seqs, max_model_len)
+        graphs = decode_graphs.capture_graphs(model, attention, max_num_seqs, max_model_len)
+        if isinstance(graphs, decode_graphs.DecodeGraphs):
+            return graphs
+        self._fall_back("decode_graphs", f"CUDA graphs of decode steps are unusable here: {graphs}")
+        return None
+
+    def _fall_back(self, part: Fallback, problem: str) -> None:
+        if not self.may_fall_back:
+            raise ConfigError(f"attention is triton, but {problem}: use --attention auto to serve without")
+        _LOG.warning("torch computes instead, more slowly: %s", problem)
+        self.fallbacks[part] = problem
 
     def decode_path_bytes(self, model: Decoder, *, max_num_seqs: int, max_model_len: int) -> int:
         if not self._captures:
@@ -91,15 +111,6 @@ def why_triton_is_unusable(shape: KVCacheShape, dtype: torch.dtype, device: torc
     spans = [MIXED, _MANY_DECODES] if device.type == "cuda" else [MIXED[:3]]
     each_window = replace(shape, windows=tuple({*shape.windows}))
     return why_wrong([Case(each_window, dtype, each) for each in spans], TritonAttention, device)
-
-
-def choose_top_k_top_p(vocab_size: int, device: torch.device) -> TopKTopP:
-    """Our kernel if it compiles for rows of this size and agrees with torch; else torch."""
-    problem = why_unusable(top_k_top_p_kernel, vocab_size, device)
-    if problem is None:
-        return top_k_top_p_kernel
-    _LOG.warning("top-k and top-p are computed by torch: our kernel is unusable here: %s", problem)
-    return top_k_top_p
 
 
 def why_unusable(kernel: TopKTopP, vocab_size: int, device: torch.device) -> str | None:

@@ -192,8 +192,8 @@ def predict_graph_bytes(model: Decoder, attention: TritonAttention, max_num_seqs
 @torch.inference_mode()
 def capture_graphs(
     model: Decoder, attention: TritonAttention, max_num_seqs: int, max_model_len: int
-) -> DecodeGraphs | None:
-    """All graphs, compared with the same steps without them; None, and a warning, if they cannot be used.
+) -> DecodeGraphs | str:
+    """All graphs, compared with the same steps without them; a phrase that says why if they cannot be used.
 
     Writes to the blocks from 1 on, so nothing may be cached yet.
     """
@@ -204,10 +204,9 @@ def capture_graphs(
         num_blocks = len(attention.caches[0])
         problem = graphs.why_wrong(range(1, min(max_num_seqs, num_blocks - 1) + 1))
     except RuntimeError as error:  # torch's type for CUDA's errors; out of memory is one of them
-        problem = str(error).splitlines()[0]
+        return str(error).splitlines()[0]
     if problem is not None:
-        _LOG.warning("decoding without CUDA graphs: %s", problem)
-        return None
+        return problem
     _LOG.info("captured %d CUDA graphs for 1 to %d sequences", len(sizes), sizes[-1])
     return graphs
 

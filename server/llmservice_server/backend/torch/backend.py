@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -17,6 +17,7 @@ from llmservice_server.backend.torch.memory import (
     cuda_step_bytes,
     peak_growth_bytes,
 )
+from llmservice_server.types.messages import Fallback
 
 _CPU_PREFILL_TOKENS = 512
 """Prompt tokens of a step. A CPU's matrix products reach full speed at about 128 rows: a longer step computes no faster
@@ -34,6 +35,7 @@ class TorchBackend:
     device: torch.device
     reason: str
     name: str = "torch"
+    fallbacks: dict[Fallback, str] = field(default_factory=dict)
 
     @property
     def on_gpu(self) -> bool:

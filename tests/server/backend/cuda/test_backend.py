@@ -1,13 +1,17 @@
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 
 from llmservice_server.backend.agreement import Case, why_wrong
 from llmservice_server.backend.base import Attention, KVCacheShape, StepInput
+from llmservice_server.backend.cuda import backend as cuda_backend
 from llmservice_server.backend.cuda.attention import TritonAttention
-from llmservice_server.backend.cuda.backend import why_triton_is_unusable
+from llmservice_server.backend.cuda.backend import CudaBackend, why_triton_is_unusable
 from llmservice_server.backend.torch.attention import TorchAttention, TorchStep
+from llmservice_server.types.errors import ConfigError
 
 CPU = torch.device("cpu")
 SHAPE = KVCacheShape(4, 2, 64, (None,), 16, torch.float32)
@@ -47,6 +51,36 @@ def test_a_backend_that_raises_is_refused() -> None:
         raise RuntimeError("no kernel image is available for this device\nand more")
 
     assert why_wrong([CASE], broken, CPU) == "RuntimeError: no kernel image is available for this device"
+
+
+class Model:
+    config = SimpleNamespace(vocab_size=500)
+
+
+def test_a_kernel_that_fails_its_check_is_replaced_by_torch_only_where_the_choice_was_ours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cuda_backend, "top_k_top_p_kernel", lambda weights, wanted, by_mass: weights)
+    lenient = CudaBackend(SHAPE, CPU, "a test")
+    lenient.prepare(Model())  # type: ignore[arg-type]
+    assert lenient.fallbacks == {
+        "top_k_top_p": "our kernel for top-k and top-p is unusable here: its results differ from torch's"
+    }
+    strict = CudaBackend(SHAPE, CPU, "a test", may_fall_back=False)
+    with pytest.raises(ConfigError, match=r"attention is triton, but our kernel .* use --attention auto"):
+        strict.prepare(Model())  # type: ignore[arg-type]
+
+
+def test_graphs_that_fail_their_check_are_left_out_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CudaBackend, "_captures", True)
+    monkeypatch.setattr(cuda_backend.decode_graphs, "capture_graphs", lambda *_: "it differs by 0.3")
+    attention = TritonAttention(SHAPE, 2, CPU)
+    lenient, strict = (CudaBackend(SHAPE, CPU, "a test", may_fall_back=may) for may in (True, False))
+    path = lenient.decode_path(Model(), attention, max_num_seqs=1, max_model_len=16)  # type: ignore[arg-type]
+    assert path is None
+    assert lenient.fallbacks == {"decode_graphs": "CUDA graphs of decode steps are unusable here: it differs by 0.3"}
+    with pytest.raises(ConfigError, match=r"differs by 0\.3: use --attention auto"):
+        strict.decode_path(Model(), attention, max_num_seqs=1, max_model_len=16)  # type: ignore[arg-type]
 
 
 def test_head_dimensions_above_256_are_refused() -> None:
