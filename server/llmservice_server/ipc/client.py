@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
 
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.ipc.engine_process import EngineSettings, for_computing
@@ -36,7 +37,7 @@ from llmservice_server.types.messages import (
 
 # -P: a file named torch.py in the working directory must not be imported.
 ENGINE_COMMAND = (sys.executable, "-P", "-m", "llmservice_server.ipc.engine_process")
-_LAST_MESSAGE_S = 0.2  # how long the last message of an engine that has exited may take to arrive
+_DISCONNECT_S = 0.2  # how long ZeroMQ may take to notice that the engine has exited, if it ever connected
 _STEPS_PER_ITERATION = (2, 8)
 """Steps received between two iterations of the event loop, in which streams are written and probes answered: with few
 streams, and with many. With more than one, a process that lags behind its engine writes several steps at once, since a
@@ -143,13 +144,12 @@ class EngineClient:
     async def run(self) -> None:
         """Start the process and read its messages until it ends. Sets `failure`, unless `stop` ended it."""
         try:
-            status = await self._run_process()
+            self._ended(await self._run_process())
         finally:
             self._to_engine.close(linger=0)  # it belongs to a shadow context, so `destroy` would wait for it
             self._context.destroy(linger=0)
             self._directory.cleanup()
             self._exited.set()
-        self._ended(status)
 
     async def _run_process(self) -> int:
         self._process = process = await asyncio.create_subprocess_exec(
@@ -161,6 +161,9 @@ class EngineClient:
         if self._stopping:  # `stop` was called while the process was starting
             process.kill()
         reader = asyncio.create_task(self._read())
+        disconnected = asyncio.ensure_future(
+            recv_monitor_message(self._from_engine.get_monitor_socket(zmq.EVENT_DISCONNECTED))
+        )
         watchdog = asyncio.create_task(self._kill_when_stuck(process))
         try:
             assert process.stdin is not None  # noqa: S101  # it is a pipe
@@ -168,12 +171,15 @@ class EngineClient:
             exited = asyncio.create_task(process.wait())
             await asyncio.wait([exited, reader], return_when=asyncio.FIRST_COMPLETED)
             if not reader.done():
-                await asyncio.wait([reader], timeout=_LAST_MESSAGE_S)
+                await asyncio.wait([reader, disconnected], timeout=_DISCONNECT_S, return_when=asyncio.FIRST_COMPLETED)
+            while not reader.done() and await self._from_engine.poll(0):  # what it sent before is all here by now
+                await asyncio.sleep(0)
             if reader.done():
                 reader.result()  # raises: reading ends only by an error
             return await exited
         finally:
             reader.cancel()
+            disconnected.cancel()
             watchdog.cancel()
             if process.returncode is None:
                 process.kill()
