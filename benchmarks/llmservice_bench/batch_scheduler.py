@@ -200,5 +200,5 @@ def _batch_config(config: EngineConfig, max_num_seqs: int, *, max_wait_s: float,
         batch_size=max_num_seqs,
         max_wait_s=max_wait_s if wait_s is None else wait_s,
         padded=padded,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=config.step_tokens,
     )

@@ -76,7 +76,7 @@ def _started(model: EmptyModel, config: EngineConfig, num_seqs: int, num_tokens_
             runner.recover,
             vocab_size=model.config.vocab_size,
             max_tokens=num_tokens_each,
-            max_batch_tokens=config.max_num_batched_tokens,
+            max_batch_tokens=config.step_tokens,
             window_s=config.embedding_window_s,
         ),
         grammars=GrammarCompiler(config.model, model.config.vocab_size, frozenset()),

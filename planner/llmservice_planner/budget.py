@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 
+from llmservice_planner.gpu import GPU
 from llmservice_planner.overhead import OverheadTerm, fixed_terms, logits_row_bytes
 from llmservice_planner.roofline import Roofline
 from llmservice_planner.shape import DTYPE_BYTES
 from llmservice_planner.sizing_request import LEAST_SEQUENCE_TOKENS, SizingRequest
+from llmservice_planner.step_tokens import LEAST_TOKENS, StepTokens, step_tokens
 
 NULL_BLOCKS = 1
 """The null block, to which padding in block tables refers; it holds no token."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Budget:
     """Bytes over all GPUs. A sequence needs its blocks and one row of logits, both from `free_bytes`."""
 
@@ -26,28 +27,45 @@ class Budget:
     row_bytes: int
     """Logits of one sequence in a step; 0 if the overhead was measured."""
     kv_bytes_per_token: int
+    roofline: Roofline | None
+    """None if the device's rates are unknown."""
+    step: StepTokens
 
     @classmethod
     def of(cls, request: SizingRequest) -> Budget:
         shape, device_count, dtype = request.shape, request.device_count, request.resolved_dtype
+        weights = request.weights_bytes
+        if weights is None:
+            weights = shape.num_parameters * DTYPE_BYTES[dtype]
+        kv_bytes = shape.kv_bytes_per_token(request.resolved_kv_dtype, device_count)
+        roofline = Roofline.of(shape, request.device, device_count, dtype, weights, kv_bytes)
+        step = _step(request, roofline)
         measured = request.overhead_bytes_per_device
         if measured is None:
-            terms = fixed_terms(shape, request.device, device_count, dtype, request.max_num_batched_tokens)
+            terms = fixed_terms(shape, request.device, device_count, dtype, step.total)
             row = device_count * logits_row_bytes(shape)
         else:
             terms = (OverheadTerm("measured", device_count * measured),)
             row = 0
-        weights = request.weights_bytes
-        if weights is None:
-            weights = shape.num_parameters * DTYPE_BYTES[dtype]
-        return cls(
+        budget = cls(
             request=request,
             usable_bytes=device_count * int(request.device.memory_bytes * request.gpu_memory_utilization),
             weights_bytes=weights,
             fixed_overhead=terms,
             row_bytes=row,
-            kv_bytes_per_token=shape.kv_bytes_per_token(request.resolved_kv_dtype, device_count),
+            kv_bytes_per_token=kv_bytes,
+            roofline=roofline,
+            step=step,
         )
+        return budget if budget.fits else budget.with_short_steps()
+
+    def with_short_steps(self) -> Budget:
+        """With the shortest default step, if the model fits with that; else the same."""
+        if self.request.max_num_batched_tokens is not None or self.step.total <= LEAST_TOKENS:
+            return self
+        short = Budget.of(replace(self.request, max_num_batched_tokens=LEAST_TOKENS))
+        step = replace(short.step, reason="as the activations of longer steps leave no room for the KV cache")
+        return replace(short, request=self.request, step=step) if short.fits else self
 
     @property
     def block_bytes(self) -> int:
@@ -68,7 +86,7 @@ class Budget:
         full = math.ceil(tokens / request.block_size)
         if shape.sliding_window is None or not request.frees_slid_blocks:
             return full
-        in_flight = min(tokens, request.max_num_batched_tokens)
+        in_flight = min(tokens, self.step.total)
         windowed = min(full, math.ceil((shape.sliding_window - 1 + in_flight) / request.block_size) + 1)
         layer_blocks = (shape.layers - shape.sliding_layers) * full + shape.sliding_layers * windowed
         return math.ceil(layer_blocks / shape.layers)
@@ -113,15 +131,14 @@ class Budget:
         """Whether a request of max_model_len tokens can be served."""
         return self.shortfall_bytes == 0
 
-    @cached_property
-    def roofline(self) -> Roofline | None:
-        """None if the device's rates are unknown."""
-        request = self.request
-        return Roofline.of(
-            request.shape,
-            request.device,
-            request.device_count,
-            request.resolved_dtype,
-            self.weights_bytes,
-            self.kv_bytes_per_token,
-        )
+
+def _step(request: SizingRequest, roofline: Roofline | None) -> StepTokens:
+    most = None
+    if roofline is not None and request.itl_p99_s is not None:
+        most = int(request.itl_p99_s / roofline.prefill_s(LEAST_TOKENS) * LEAST_TOKENS)
+    return step_tokens(
+        request.device.memory_bytes if isinstance(request.device, GPU) else None,
+        total=request.max_num_batched_tokens,
+        at_least=request.max_num_seqs or 1,
+        most_for_target=most,
+    )

@@ -20,7 +20,7 @@ def explain(
     limited_by: LimitedBy,
 ) -> tuple[str, ...]:
     """The lines shown by `llmservice plan`, `status.sizing.explanation` and `llmservice explain`."""
-    lines = [_model(budget), _weights(budget), _kv(budget), _memory(budget)]
+    lines = [_model(budget), _weights(budget), _kv(budget), _memory(budget), _step(budget)]
     lines += _overhead(overhead)
     lines += _pool(budget, overhead, max_num_seqs)
     lines += _sequences(budget, max_num_seqs)
@@ -88,6 +88,11 @@ def _memory(budget: Budget) -> str:
     )
 
 
+def _step(budget: Budget) -> str:
+    step = budget.step
+    return f"step: {step.total} tokens, {step.chunk} of one prompt while others wait, {step.reason}"
+
+
 def _overhead(overhead: tuple[OverheadTerm, ...]) -> Iterator[str]:
     for term in overhead:
         yield f"overhead: {term.name} = {format_bytes(term.total_bytes)}"
@@ -137,7 +142,7 @@ def _speed(budget: Budget, max_num_seqs: int) -> Iterator[str]:
         f"({max_num_seqs / full:.0f} tokens/s in all); the ridge is at {roofline.ridge_tokens}"
     )
     if request.itl_p99_s is not None:
-        yield from _itl_target(roofline, request.itl_p99_s, alone, request.max_num_batched_tokens)
+        yield from _itl_target(roofline, request.itl_p99_s, alone, budget.step.total)
 
 
 def _itl_target(roofline: Roofline, target_s: float, alone_s: float, budget_tokens: int) -> Iterator[str]:

@@ -51,7 +51,7 @@ def _add_engine_arguments(engine: argparse._ArgumentGroup) -> None:
     engine.add_argument("--kv-dtype", choices=KV_DTYPES, default="auto", help="of the KV cache; auto: the weights'")
     engine.add_argument("--block-size", type=int, default=16, metavar="TOKENS", help="tokens of one KV block")
     engine.add_argument(
-        "--max-num-batched-tokens", type=int, default=2048, metavar="N", help="token budget of one step"
+        "--max-num-batched-tokens", type=int, metavar="N", help="token budget of one step; default: by the GPU's memory"
     )
     engine.add_argument("--max-num-seqs", type=int, metavar="N", help="default: the planner's result")
     engine.add_argument(

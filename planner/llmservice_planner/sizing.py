@@ -36,6 +36,9 @@ class Plan:
     """Sequences of `max_model_len` tokens that the pool holds: so many are never preempted."""
     expected_sequences: int
     """Typical sequences that the pool holds."""
+    max_num_batched_tokens: int
+    prefill_chunk_tokens: int
+    """Of a step, at most for one prompt while others wait."""
     max_model_len: int
     limited_by: LimitedBy
     weights_bytes: int
@@ -68,6 +71,8 @@ class Plan:
             "guaranteed_sequences": self.guaranteed_sequences,
             "expected_sequences": self.expected_sequences,
             "limited_by": self.limited_by,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "prefill_chunk_tokens": self.prefill_chunk_tokens,
             "max_model_len": self.max_model_len,
             "weights_bytes": self.weights_bytes,
             "kv_bytes_per_token": self.kv_bytes_per_token,
@@ -101,6 +106,8 @@ def plan(request: SizingRequest) -> Plan:
         max_num_seqs=max_num_seqs,
         guaranteed_sequences=budget.sequences(request.model_len, max_num_seqs),
         expected_sequences=budget.sequences(request.typical_tokens, max_num_seqs),
+        max_num_batched_tokens=budget.step.total,
+        prefill_chunk_tokens=budget.step.chunk,
         max_model_len=request.model_len,
         limited_by=limited_by,
         weights_bytes=budget.weights_bytes,
@@ -125,7 +132,7 @@ def _bounds(budget: Budget) -> Mapping[LimitedBy, int]:
     request, roofline = budget.request, budget.roofline
     bounds: dict[LimitedBy, int] = {
         "kvMemory": budget.most_sequences,
-        "tokenBudget": request.max_num_batched_tokens,
+        "tokenBudget": budget.step.total,
         "cap": MAX_NUM_SEQS_CAP if roofline else _cap_without_rates(request),
     }
     if request.max_num_seqs is not None:

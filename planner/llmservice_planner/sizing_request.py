@@ -56,7 +56,8 @@ class SizingRequest:
     block_size: int = 16
     gpu_memory_utilization: float = 0.9
     """The share of the device's memory (on a CPU: the container's) that the server may use."""
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int | None = None
+    """Token budget of a step; None: by the device's memory and the latency target."""
     expected_tokens: int | None = None
     """Tokens of a typical request (prompt and answer); None: 1536, or `max_model_len` if that is less."""
     max_num_seqs: int | None = None
@@ -108,19 +109,20 @@ class SizingRequest:
 
     def _check_counts(self) -> None:
         for name in ("device_count", "block_size", "max_num_batched_tokens"):
-            if not 1 <= getattr(self, name) < _TOO_LARGE:
-                raise SizingError(f"{name} is {getattr(self, name)}, expected at least 1 and less than 10**12")
+            value = getattr(self, name)
+            if value is not None and not 1 <= value < _TOO_LARGE:
+                raise SizingError(f"{name} is {value}, expected at least 1 and less than 10**12")
         for name in ("weights_bytes", "overhead_bytes_per_device", "itl_p99_s"):
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise SizingError(f"{name} is {value}, expected no negative number")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise SizingError(f"gpu_memory_utilization is {self.gpu_memory_utilization}, expected above 0, at most 1")
-        most = min(MAX_NUM_SEQS_CAP, self.max_num_batched_tokens)
+        most = min(MAX_NUM_SEQS_CAP, self.max_num_batched_tokens or MAX_NUM_SEQS_CAP)
         if self.max_num_seqs is not None and not 1 <= self.max_num_seqs <= most:
             raise SizingError(
-                f"max_num_seqs is {self.max_num_seqs}, expected 1 to {most}: "
-                f"a decode step needs one of its {self.max_num_batched_tokens} tokens for every sequence"
+                f"max_num_seqs is {self.max_num_seqs}, expected 1 to {most}: more would only add latency, and a decode "
+                "step needs a token of max_num_batched_tokens for each"
             )
 
     def _check_tensor_parallel(self) -> None:

@@ -125,7 +125,7 @@ def test_the_shortfall_is_exactly_what_is_missing(request: SizingRequest) -> Non
 )
 def test_blocks_of_a_sequence(shape_of: ShapeOf, model: str, tokens: int, blocks: int) -> None:
     shape = replace(shape_of(model), max_position_embeddings=None)
-    request = SizingRequest(shape=shape, device=find_gpu("h100"), max_model_len=tokens)
+    request = SizingRequest(shape=shape, device=find_gpu("h100"), max_model_len=tokens, max_num_batched_tokens=2048)
     assert Budget.of(request).sequence_blocks(tokens) == blocks
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -197,7 +198,7 @@ def test_the_json_keys_are_those_that_users_read(shape_of: ShapeOf) -> None:
         ),
         ({"max_model_len": 0}, r"max_model_len is 0, expected at least 1"),
         ({"max_num_seqs": 0}, r"max_num_seqs is 0, expected 1 to 1024"),
-        ({"max_num_seqs": 65, "max_num_batched_tokens": 64}, r"max_num_seqs is 65, expected 1 to 64: a decode step"),
+        ({"max_num_seqs": 65, "max_num_batched_tokens": 64}, r"max_num_seqs is 65, expected 1 to 64: more would only"),
         ({"block_size": 0}, r"block_size is 0, expected at least 1"),
         ({"max_num_batched_tokens": -1}, r"max_num_batched_tokens is -1, expected at least 1"),
         ({"gpu_memory_utilization": 1.1}, r"gpu_memory_utilization is 1.1, expected above 0, at most 1"),
@@ -222,3 +223,32 @@ def test_a_length_is_needed_where_the_shape_knows_none(shape_of: ShapeOf) -> Non
     shape = replace(shape_of("llama-3-8b"), max_position_embeddings=None)
     with pytest.raises(SizingError, match="max_model_len is missing"):
         SizingRequest(shape=shape, device=H100)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "changes", "tokens", "chunk", "reason"),
+    [
+        ("h100", {}, 8192, 1024, "for a GPU of 79 GiB"),
+        ("l4", {}, 2048, 512, "for a GPU of 22 GiB"),
+        ("h100", {"max_num_batched_tokens": 4096}, 4096, 512, "as set"),
+        ("h100", {"itl_p99_s": 0.05}, 2432, 512, "so that a full step meets the target of the inter-token latency"),
+        ("h100", {"itl_p99_s": 0.008}, 512, 512, "the least worth a step, though a full one misses the target"),
+        ("h100", {"itl_p99_s": 0.008, "max_num_seqs": 700}, 700, 512, "the least worth a step"),
+    ],
+)
+def test_a_step_has_as_many_tokens_as_memory_and_target_suggest(
+    shape_of: ShapeOf, gpu: str, changes: dict[str, Any], tokens: int, chunk: int, reason: str
+) -> None:
+    answer = plan(SizingRequest(shape=shape_of("llama-3-8b"), device=find_gpu(gpu), max_model_len=4096, **changes))
+    assert (answer.max_num_batched_tokens, answer.prefill_chunk_tokens) == (tokens, chunk)
+    assert any(line.startswith("step: ") and reason in line for line in answer.explanation)
+
+
+def test_long_steps_keep_no_model_from_fitting(shape_of: ShapeOf) -> None:
+    endless = replace(shape_of("llama-3-8b"), max_position_embeddings=None)
+    request = SizingRequest(shape=endless, device=H100, max_model_len=4096)
+    held = {tokens: _tokens(plan(replace(request, max_num_batched_tokens=tokens))) for tokens in (2048, 8192)}
+    assert held[2048] > held[8192]
+    answer = plan(replace(request, max_model_len=held[2048]))
+    assert (answer.fits, answer.max_num_batched_tokens) == (True, 2048)
+    assert any("the activations of longer steps leave no room" in line for line in answer.explanation)

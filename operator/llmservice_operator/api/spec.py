@@ -126,8 +126,11 @@ class Engine(SchemaModel):
         "auto", description="Type of the KV cache: auto is the model's."
     )
     block_size: Literal[8, 16, 32, 64, 128] = Field(16, description="Tokens per KV block.")
-    max_num_batched_tokens: int = Field(
-        2048, ge=16, le=1048576, description="Token budget of one engine step; long prompts are cut into such chunks."
+    max_num_batched_tokens: int | None = Field(
+        None,
+        ge=16,
+        le=1048576,
+        description="Token budget of one engine step. Default: by the GPU's memory, 2048 or 8192, and slo.itlP99.",
     )
     prefix_caching: bool = Field(True, description="Reuse the KV cache of equal prompt prefixes.")
     swap_space_gib: float = Field(

@@ -121,7 +121,6 @@ def server_args(service: LLMService, sized: Sized) -> list[str]:
         *("--default-lane", service.spec.lanes.default),
         *("--dtype", service.spec.model.dtype),
         *_sizing_args(service, sized),
-        *("--max-num-batched-tokens", str(engine.max_num_batched_tokens)),
         *("--block-size", str(engine.block_size)),
         *("--kv-cache-dtype", engine.kv_cache_dtype),
         *("--drain-timeout", str(_drain_s(service))),
@@ -137,13 +136,15 @@ def server_args(service: LLMService, sized: Sized) -> list[str]:
 def _sizing_args(service: LLMService, sized: Sized) -> list[str]:
     """The planner's numbers; for a model that only a pod can read, the spec's, and the server works out the rest."""
     engine = service.spec.engine
-    max_model_len = engine.max_model_len
+    max_model_len, step_tokens = engine.max_model_len, engine.max_num_batched_tokens
     max_num_seqs = None if engine.max_num_seqs == "auto" else engine.max_num_seqs
     if not sized.self_sized and sized.plan is not None:
         max_model_len, max_num_seqs = sized.plan.max_model_len, sized.plan.max_num_seqs
+        step_tokens = sized.plan.max_num_batched_tokens
     numbers = {
         "--max-model-len": max_model_len,
         "--max-num-seqs": max_num_seqs,
+        "--max-num-batched-tokens": step_tokens,
         "--expected-tokens": engine.sizing.expected_tokens,
     }
     return [text for flag, number in numbers.items() if number is not None for text in (flag, str(number))]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from llmservice_planner.sizing_request import CAP_OF_UNKNOWN_RATES, EXPECTED_TOKENS
+from llmservice_planner.step_tokens import StepTokens, step_tokens
 from llmservice_server.types.errors import ConfigError
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
@@ -50,15 +51,18 @@ class EngineConfig:
         int,
         Flag("that a request uses, prompt and answer, as long as few have ended"),
     ] = EXPECTED_TOKENS
-    max_num_batched_tokens: Annotated[int, Flag("token budget of one step")] = 2048
+    max_num_batched_tokens: Annotated[
+        int | None,
+        Flag("token budget of one step (default: 8192 on a GPU of 70 GiB or more, else 2048)"),
+    ] = None
     max_prefill_tokens: Annotated[
         int | None,
         Flag("of a step, at most for all prompts together (default: 512 on CPU, where more compute no faster)"),
     ] = None
     prefill_chunk_tokens: Annotated[
-        int,
-        Flag("of a step, at most for one prompt, and half of --max-prefill-tokens"),
-    ] = 512
+        int | None,
+        Flag("of a step, at most for one prompt while others wait (default: an eighth of the budget, 512 or more)"),
+    ] = None
     block_size: Annotated[int, Flag("of the KV cache's blocks")] = 16
     gpu_memory_utilization: Annotated[
         float,
@@ -124,10 +128,12 @@ class EngineConfig:
         for name, allowed in _choices().items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(allowed)}")
-        for name in ("max_num_batched_tokens", "prefill_chunk_tokens", "block_size", "expected_tokens"):
+        for name in ("block_size", "expected_tokens"):
             _require_positive(name, getattr(self, name))
         for name in (
             "max_num_seqs",
+            "max_num_batched_tokens",
+            "prefill_chunk_tokens",
             "max_model_len",
             "kv_cache_memory_bytes",
             "memory_limit_bytes",
@@ -157,16 +163,35 @@ class EngineConfig:
             raise ConfigError("max_batch_wait_s is for the dynamic and static schedulers: continuous never waits")
         if self.swap_space_gib and self.scheduler != "continuous":
             raise ConfigError(f"swap_space_gib is for the continuous scheduler: {self.scheduler} never preempts")
-        if self.max_num_seqs is not None and self.max_num_batched_tokens < self.max_num_seqs:
+        if self.max_num_seqs is not None and self.step_tokens < self.max_num_seqs:
             raise ConfigError(
-                f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs {self.max_num_seqs}: some "
+                f"max_num_batched_tokens {self.step_tokens} is below max_num_seqs {self.max_num_seqs}: some "
                 f"sequences would get no token in a step: raise the first to {self.max_num_seqs} or lower the second"
             )
 
     @property
     def most_seqs(self) -> int:
         """The number of sequences that memory is reserved for: `max_num_seqs`, or its bound where it is not set."""
-        return self.max_num_seqs or min(CAP_OF_UNKNOWN_RATES, self.max_num_batched_tokens)
+        return self.max_num_seqs or min(CAP_OF_UNKNOWN_RATES, self.step_tokens)
+
+    @property
+    def step_tokens(self) -> int:
+        """`max_num_batched_tokens`, or its default for a CPU."""
+        return self._step.total
+
+    @property
+    def chunk_tokens(self) -> int:
+        """`prefill_chunk_tokens`, or its default."""
+        return self.prefill_chunk_tokens or self._step.chunk
+
+    @property
+    def _step(self) -> StepTokens:
+        return step_tokens(None, total=self.max_num_batched_tokens, at_least=self.max_num_seqs or 1)
+
+    def for_gpu(self, memory_bytes: int) -> EngineConfig:
+        """With the defaults of a GPU with so much memory where none are set."""
+        step = step_tokens(memory_bytes, total=self.max_num_batched_tokens, at_least=self.max_num_seqs or 1)
+        return replace(self, max_num_batched_tokens=step.total)
 
 
 @cache

@@ -536,12 +536,12 @@ def continuous_config(config: EngineConfig, max_num_seqs: int, prefill_tokens: i
     """A step has room for a token of every sequence and for `max_prefill_tokens` more, else for the device's
     `prefill_tokens`. A chunk takes half of these at most, so that a long prompt never delays all the others.
     """
-    most = config.max_prefill_tokens or prefill_tokens or config.max_num_batched_tokens
+    most = config.max_prefill_tokens or prefill_tokens or config.step_tokens
     return SchedulerConfig(
         block_size=config.block_size,
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=min(config.max_num_batched_tokens, max_num_seqs + most),
-        prefill_chunk_tokens=min(config.prefill_chunk_tokens, max(1, most // 2)),
+        max_num_batched_tokens=min(config.step_tokens, max_num_seqs + most),
+        prefill_chunk_tokens=min(config.chunk_tokens, max(1, most // 2)),
         long_prefill_tokens=config.long_prefill_tokens,
         prefix_caching=config.prefix_caching,
         expected_tokens=config.expected_tokens,

@@ -172,7 +172,8 @@ class EngineClient:
             await asyncio.wait([exited, reader], return_when=asyncio.FIRST_COMPLETED)
             if not reader.done():
                 await asyncio.wait([reader, disconnected], timeout=_DISCONNECT_S, return_when=asyncio.FIRST_COMPLETED)
-            while not reader.done() and await self._from_engine.poll(0):  # what it sent before is all here by now
+            # What it sent before is all here by now, and gives the reader turns.
+            while not reader.done() and await self._from_engine.poll(0):  # noqa: ASYNC110 - no event says "read"
                 await asyncio.sleep(0)
             if reader.done():
                 reader.result()  # raises: reading ends only by an error

@@ -40,7 +40,7 @@ def measure_activations(model: LlamaModel, backend: Backend, config: EngineConfi
         num_tokens = min(_PROBE_TOKENS, config.block_size)
         for _ in range(2):  # the first pays for lazy initialisation
             probe_s = seconds(lambda: runner.dummy_step(num_tokens, 1, num_tokens, config.block_size), backend)
-        if probe_s / num_tokens * config.max_num_batched_tokens > backend.profile_limit_s:
+        if probe_s / num_tokens * config.step_tokens > backend.profile_limit_s:
             return _estimate(model, config)
     taken = backend.step_bytes(step, cache_bytes=cache_bytes, weight_bytes=model.weight_bytes)
     if taken is None:
@@ -62,13 +62,13 @@ def _full_step(
     model: LlamaModel, backend: Backend, config: EngineConfig
 ) -> tuple[ModelRunner, Callable[[], None], int]:
     """The largest step that the scheduler may plan, ready to be taken, and the bytes of the KV cache that it fills."""
-    longest = min(config.max_model_len or model.config.max_context, config.max_num_batched_tokens)
+    longest = min(config.max_model_len or model.config.max_context, config.step_tokens)
     blocks_each = -(-longest // config.block_size)
-    num_blocks = 1 + blocks_each * -(-config.max_num_batched_tokens // longest)
+    num_blocks = 1 + blocks_each * -(-config.step_tokens // longest)
     runner = ModelRunner(model, backend.attention(num_blocks), backend)
 
     def step() -> None:
-        runner.dummy_step(config.max_num_batched_tokens, config.most_seqs, longest, config.block_size)
+        runner.dummy_step(config.step_tokens, config.most_seqs, longest, config.block_size)
 
     return runner, step, num_blocks * backend.shape.bytes_per_block
 
@@ -76,9 +76,7 @@ def _full_step(
 def _estimate(model: LlamaModel, config: EngineConfig) -> int:
     shape = model.config
     widest = max(2 * shape.intermediate_size, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim)
-    return activation_bytes(
-        config.max_num_batched_tokens, config.most_seqs, widest, shape.vocab_size, model.dtype.itemsize
-    )
+    return activation_bytes(config.step_tokens, config.most_seqs, widest, shape.vocab_size, model.dtype.itemsize)
 
 
 def plan_kv_cache(

@@ -58,7 +58,15 @@ class StartPhases:
 
 def load_engine(config: EngineConfig, clock: Callable[[], float] = time.monotonic) -> Engine:
     """An engine that is ready to serve. Raises `StartError` with what is wrong, expected and to be done."""
+    config = _with_step_tokens(config)
     return Engine(config, start(config), clock)
+
+
+def _with_step_tokens(config: EngineConfig) -> EngineConfig:
+    device = _device(config)
+    if device.type != "cuda":
+        return config
+    return config.for_gpu(torch.cuda.get_device_properties(device).total_memory)
 
 
 def model_runner(engine: Engine) -> ModelRunner:
@@ -151,7 +159,7 @@ def _backend(checkpoint: Checkpoint, config: EngineConfig) -> Backend:
         shape,
         checkpoint.dtype(config.dtype),
         _device(config),
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=config.step_tokens,
         worth_compiling=checkpoint.weight_file_bytes >= _WORTH_COMPILING_BYTES,
         enforce_eager=config.enforce_eager,
     )
@@ -199,7 +207,7 @@ def _load(
             graphs = backend.decode_path_bytes(model, max_num_seqs=config.most_seqs, max_model_len=max_model_len)
     except torch.OutOfMemoryError as error:
         raise OutOfMemoryError(
-            f"the weights and a step of {config.max_num_batched_tokens} tokens do not fit into the device's "
+            f"the weights and a step of {config.step_tokens} tokens do not fit into the device's "
             f"{format_bytes(total)}: use a smaller model or lower max_num_batched_tokens"
         ) from error
     return model, Memory(total, model.weight_bytes, activations, graphs, processes)
@@ -233,8 +241,8 @@ def _embedder(runner: ModelRunner, config: EngineConfig, kv_cache: KVCachePlan) 
         EmbeddingModel(runner.model, config.pooling),
         runner.recover,
         vocab_size=runner.model.config.vocab_size,
-        max_tokens=min(kv_cache.max_model_len, config.max_num_batched_tokens),
-        max_batch_tokens=config.max_num_batched_tokens,
+        max_tokens=min(kv_cache.max_model_len, config.step_tokens),
+        max_batch_tokens=config.step_tokens,
         window_s=config.embedding_window_s,
     )
 
@@ -274,7 +282,7 @@ def _swap_space(runner: ModelRunner, config: EngineConfig, kv_cache: KVCachePlan
         return None
     backend = runner.backend
     num_tokens = min(
-        _WARM_UP_TOKENS if backend.shares_memory else config.prefill_chunk_tokens,
+        _WARM_UP_TOKENS if backend.shares_memory else config.chunk_tokens,
         kv_cache.num_usable_blocks * config.block_size,
     )
     computing_s = seconds(lambda: runner.dummy_step(num_tokens, 1, num_tokens, config.block_size), backend)
