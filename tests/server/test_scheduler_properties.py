@@ -44,6 +44,7 @@ class SchedulerUnderLoad(RuleBasedStateMachine):
         self.scheduler = ContinuousScheduler(self.pool, self.config, self.swap)
         self.requests: list[Request] = []
         self.contents: dict[int, tuple[int, ...]] = {}  # by block: the tokens from the sequence's start to its end
+        self.seen: dict[int, tuple[Any, list[int]]] = {}  # block tables by id: the object, and what was in it
         self.now = 0.0
         self.dice = random.Random(0)  # noqa: S311 - traffic, not secrets
 
@@ -109,6 +110,7 @@ class SchedulerUnderLoad(RuleBasedStateMachine):
         chunk = self.config.max_num_batched_tokens if is_alone else self.config.prefill_chunk_tokens
         assert all(1 <= share.num_tokens <= chunk for share in plan.scheduled)
         self.no_request_is_overtaken(never_ran)
+        self.tables_only_grow(scheduled)
         failed = data.draw(st.sets(st.sampled_from(scheduled), max_size=2)) if data and scheduled else set()
         misled = self.compute(plan, failed)
         assert set(self.scheduler.commit(plan, failed)) == misled  # and no other request is computed again
@@ -119,6 +121,14 @@ class SchedulerUnderLoad(RuleBasedStateMachine):
                 continue
             elif share.request.append(self.dice.randrange(3)) is not None:
                 self.scheduler.finish(share.request)
+
+    def tables_only_grow(self, scheduled: list[Request]) -> None:
+        """Or they are other objects, because devices send only what is new."""
+        for request in scheduled:
+            table = request.block_table
+            _, before = self.seen.get(id(table), (None, []))
+            assert table[: len(before)].tolist() == before
+            self.seen[id(table)] = table, table.tolist()  # kept, so that no other table gets its id
 
     def no_request_is_overtaken(self, never_ran: list[Request]) -> None:
         """First come, first served within a lane; only a long prompt may be passed, and only by short ones."""

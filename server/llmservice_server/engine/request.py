@@ -105,7 +105,9 @@ class Request:
     length_class: int = 0  # of the prompt, in quarter-octaves
     status: Status = Status.WAITING
     num_computed_tokens: int = 0
-    block_table: array[int] = field(default_factory=new_block_table)  # token `i`: `block_table[i // block_size]`
+    block_table: array[int] = field(default_factory=new_block_table)
+    """Token `i` is in `block_table[i // block_size]`. It grows; whatever else changes it makes another array of it, as
+    devices keep copies."""
     first_scheduled_s: float | None = None
     history: TokenHistory | None = None  # what the penalties count; None: there are none
     grammar: Grammar | None = None

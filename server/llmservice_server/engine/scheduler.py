@@ -415,7 +415,7 @@ class ContinuousScheduler:
             return
         self.pool.hold(found)
         self.pool.free(table[first:])  # at most one, which is filled in part
-        table[first:] = new_block_table(found)
+        request.block_table = table[:first] + new_block_table(found)
         num_tokens = (first + len(found)) * block_size
         self.prefix_hits += num_tokens - request.num_computed_tokens
         request.num_computed_tokens = num_tokens

@@ -129,9 +129,7 @@ def test_the_host_launches_two_steps_without_waiting(model: LlamaModel, graphs: 
     there, attention = LlamaModel(config, torch.float32, META), _Shapes(shape, 8, META)
     runner = ModelRunner(there, attention, TorchBackend(shape, META, "a test"))
     if graphs:
-        runner.decode_path = DecodeGraphs(
-            there, attention, DecodeBuffers(4, 16, BLOCK_SIZE, META), [1, 2, 4], _no_graph
-        )
+        runner.decode_path = DecodeGraphs(there, attention, DecodeBuffers(attention, 4, 16), [1, 2, 4], _no_graph)
     requests = [
         request(0),
         request(1, temperature=1.0, top_p=0.9, logprobs=2),

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from llmservice_server.backend.base import Int32Array, KVCacheShape, Rotation, StepInput
+from llmservice_server.backend.base import Int32Array, Int64Array, KVCacheShape, Rotation, StepInput
+from llmservice_server.backend.cuda.block_tables import BlockTables
 from llmservice_server.backend.cuda.kernels.jit import FP8
 from llmservice_server.backend.cuda.kernels.layer_ops import rotate_and_store, store
-from llmservice_server.backend.cuda.kernels.paged_decode import DecodeScratch, decode, num_splits
+from llmservice_server.backend.cuda.kernels.paged_decode import DecodeScratch, WorkList, decode, num_items, split
 from llmservice_server.backend.cuda.kernels.paged_prefill import prefill, query_tiles, tokens_per_tile
 from llmservice_server.backend.transfer import tables_to_device
 
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
     from llmservice_server.backend.cuda.varlen import Varlen
 
 _INTERPRETED_PROCESSORS = 2
-_TABLE_STEP = 16  # blocks: Triton compiles other kernels for strides that are not multiples of 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,48 +34,34 @@ class StepTables:
 
     slots: Int32Array  # [num_tokens]
     decode_rows: Int32Array  # [num_decodes] index of the token
-    decode_lengths: Int32Array  # [num_decodes] number of keys, its own included
-    decode_tables: Int32Array  # [num_decodes, blocks], padded with the null block
+    decode_lengths: Int64Array  # [num_decodes] number of keys, its own included
     chunks: Int32Array  # [num_chunks, 3] first row, position of the first token, tokens
-    chunk_tables: Int32Array  # [num_chunks, blocks], padded with the null block
+    is_decode: npt.NDArray[np.bool_]  # [num_seqs]
+    blocks: Int32Array  # of all sequences
+    chunk_firsts: Int64Array  # [num_chunks] the index of each chunk's first block in `blocks`
 
     @classmethod
     def of(cls, step: StepInput, block_size: int) -> StepTables:
         starts, counts, rows = step.starts, step.counts, step.rows
-        tables = padded_tables(step)
         is_decode = counts == 1
         return cls(
             slots=step.slots(block_size).astype(np.int32),
             decode_rows=rows[is_decode].astype(np.int32),
-            decode_lengths=(starts[is_decode] + 1).astype(np.int32),
-            decode_tables=tables[is_decode],
+            decode_lengths=starts[is_decode] + 1,
             chunks=np.stack([rows, starts, counts], axis=1)[~is_decode].astype(np.int32),
-            chunk_tables=tables[~is_decode],
+            is_decode=is_decode,
+            blocks=step.blocks,
+            chunk_firsts=step.table_firsts[~is_decode],
         )
-
-
-def table_width(num_blocks: int) -> int:
-    """The width of a table of `num_blocks` blocks."""
-    return -(-num_blocks // _TABLE_STEP) * _TABLE_STEP
-
-
-def padded_tables(step: StepInput) -> Int32Array:
-    """The step's block tables, one per row, padded with the null block to a width that seldom changes."""
-    lengths = np.diff(np.append(step.table_firsts, len(step.blocks)))
-    width = table_width(int(lengths.max(initial=0)))
-    rows = np.zeros((len(lengths), width), np.int32)
-    rows[np.arange(width) < lengths[:, None]] = step.blocks
-    return rows
 
 
 @dataclass(frozen=True, slots=True)
 class Decodes:
     """The sequences of a step with one token, on the device: arguments of `decode`."""
 
-    rows: torch.Tensor
-    lengths: torch.Tensor
+    places: torch.Tensor
+    work: dict[int | None, WorkList]  # by window
     tables: torch.Tensor
-    splits: int
     scratch: DecodeScratch
 
 
@@ -95,7 +82,7 @@ class TritonAttention:
         self.shape = shape
         self._varlen = varlen
         self.device = device
-        self.max_length = num_blocks * shape.block_size
+        self.tables = BlockTables(device)
         size = (num_blocks, shape.num_kv_heads, 2, shape.block_size, shape.head_dim)
         self._caches = [torch.empty(size, dtype=shape.dtype, device=device) for _ in shape.windows]
         self._scales: list[torch.Tensor | None] = [
@@ -103,6 +90,7 @@ class TritonAttention:
             for _ in shape.windows
         ]
         self.caches = self._caches + [scales for scales in self._scales if scales is not None]
+        self.windows = sorted({*shape.windows}, key=lambda window: window or 0)
         self._num_processors = (
             torch.cuda.get_device_properties(device).multi_processor_count
             if device.type == "cuda"
@@ -114,32 +102,40 @@ class TritonAttention:
         shape = self.shape
         tile_tokens = tokens_per_tile(shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.dtype)
         tiles = np.array([*query_tiles(tables.chunks[:, 2].tolist(), tile_tokens)], np.int32).reshape(-1, 2)
-        slots, rows, lengths, decode_tables, tiles_on_device, chunks, chunk_tables = tables_to_device(
-            [
-                tables.slots,
-                tables.decode_rows,
-                tables.decode_lengths,
-                tables.decode_tables,
-                tiles,
-                tables.chunks,
-                tables.chunk_tables,
-            ],
-            self.device,
+        table_rows = self.tables.update(step.block_tables)
+        places = np.stack([tables.decode_rows, table_rows[tables.is_decode]], axis=1)
+        chunks = np.column_stack([tables.chunks, table_rows[~tables.is_decode]])
+        slots, places_there, tiles_there, chunks_there, *work = tables_to_device(
+            [tables.slots, places, tiles, chunks, *self.work(tables.decode_lengths)], self.device
         )
-        own = partial(prefill, tiles=tiles_on_device, sequences=chunks, tables=chunk_tables) if len(chunks) else None
+        own = partial(prefill, tiles=tiles_there, sequences=chunks_there, tables=self.tables.matrix)
         return self.step(
             slots,
-            self.decodes(rows, lengths, decode_tables) if len(rows) else None,
-            (self._varlen.chunks(tables, shape, self.device) if self._varlen else None) or own,
+            self.decodes(places_there, work) if len(places) else None,
+            ((self._varlen.chunks(tables, shape, self.device) if self._varlen else None) or own)
+            if len(chunks)
+            else None,
         )
 
-    def decodes(self, rows: torch.Tensor, lengths: torch.Tensor, tables: torch.Tensor) -> Decodes:
-        """The arguments of `decode`. The number of splits depends only on the number of sequences."""
+    def num_items(self, num_decodes: int) -> int:
+        return num_items(num_decodes, self.shape.num_kv_heads, self._num_processors)
+
+    def work(self, lengths: Int64Array) -> list[Int32Array]:
+        """The arrays of the work list of decodes of these lengths, for each window of the model's layers."""
+        if not len(lengths):
+            return []
+        length = self.num_items(len(lengths))
+        return [part for window in self.windows for part in split(lengths, window, length)]
+
+    def decodes(self, places: torch.Tensor, work: Sequence[torch.Tensor]) -> Decodes:
+        """The arguments of `decode`; `work` as its namesake returns it, on the device."""
         shape = self.shape
-        splits = num_splits(len(rows), shape.num_kv_heads, self.max_length, self._num_processors)
-        num_parts = len(rows) * splits if splits > 1 else 0
+        lists = map(WorkList, work[::2], work[1::2])
         return Decodes(
-            rows, lengths, tables, splits, DecodeScratch(num_parts, shape.num_heads, shape.head_dim, self.device)
+            places,
+            dict(zip(self.windows, lists, strict=True)),
+            self.tables.matrix,
+            DecodeScratch(self.num_items(len(places)), shape.num_heads, shape.head_dim, self.device),
         )
 
     def step(self, slots: torch.Tensor, decodes: Decodes | None, chunks: ChunkAttention | None) -> TritonStep:
@@ -172,10 +168,7 @@ class TritonStep:
         output = torch.empty((query.shape[0], query.shape[1] * query.shape[2]), dtype=query.dtype, device=query.device)
         if self.decodes is not None:
             parts = self.decodes
-            decode(
-                query, cache, scales, parts.rows, parts.lengths, parts.tables, output, parts.splits, parts.scratch,
-                window,
-            )  # fmt: skip
+            decode(query, cache, scales, parts.places, parts.work[window], parts.tables, output, parts.scratch)
         if self.chunks is not None:
             self.chunks(query, cache, scales, output, window)
         return output

@@ -1,20 +1,22 @@
 """Decode steps as CUDA graphs: the same kernels on the same memory in each step, launched together.
 
 Graphs are captured for a few batch sizes; a step uses the next larger one, whose padding rows belong to the null block:
-no key is read or stored for them. Everything that differs from step to step is a number in a static buffer, so nothing
-in a graph may depend on the lengths of a step's sequences. Sampling is not captured.
+no key is read or stored for them. Everything that differs from step to step is a number in a static buffer, the list of
+parts that long sequences are split into as well. Sampling is not captured.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
-from llmservice_server.backend.base import Decoder, Int32Array, StepInput
-from llmservice_server.backend.cuda.attention import TritonAttention, padded_tables, table_width
+from llmservice_server.backend.base import Decoder, StepInput
+from llmservice_server.backend.cuda.attention import TritonAttention
 from llmservice_server.backend.torch.memory import cuda_free_bytes
 
 _LOG = logging.getLogger(__name__)
@@ -35,55 +37,58 @@ def capture_sizes(max_num_seqs: int) -> list[int]:
 
 
 class DecodeBuffers:
-    """The static tensors that a graph reads: int32, one row for each sequence.
+    """The static int32 tensors that graphs of up to `max_num_seqs` sequences read, in one piece of memory.
 
-    `block_table_width`: the maximum number of blocks of a sequence.
+    The tables of the sequences, of at most `max_num_blocks` blocks, are beside it: `BlockTables`.
     """
 
-    def __init__(self, max_num_seqs: int, block_table_width: int, block_size: int, device: torch.device) -> None:
-        self.block_size = block_size
-        pinned = device.type == "cuda"
-        self._host = torch.zeros((4, max_num_seqs), dtype=torch.int32, pin_memory=pinned)
-        self._host_tables = torch.zeros(max_num_seqs * block_table_width, dtype=torch.int32, pin_memory=pinned)
-        self._copied: torch.cuda.Event | None = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
-        self._device = self._host.to(device)
-        self.token_ids, self.positions, self.slots, self.lengths = self._device.unbind()
-        self._moved_tables = self._host_tables.to(device)
-        self.tables = torch.zeros((max_num_seqs, block_table_width), dtype=torch.int32, device=device)
-        self.rows = torch.arange(max_num_seqs, dtype=torch.int32, device=device)
+    def __init__(self, attention: TritonAttention, max_num_seqs: int, max_num_blocks: int) -> None:
+        self._attention = attention
+        attention.tables.reserve(max_num_seqs, max_num_blocks)
+        items = (attention.num_items(max_num_seqs), 4)
+        sizes: list[tuple[int, ...]] = [(max_num_seqs,)] * 3 + [(max_num_seqs, 2)]
+        sizes += [items, (max_num_seqs + 1,)] * len(attention.windows)
+        self._memory = torch.zeros(sum(map(_aligned, sizes)), dtype=torch.int32, device=attention.device)
+        self._parts = []
+        first = 0
+        for size in sizes:
+            self._parts.append(self._memory[first : first + math.prod(size)].view(size))
+            first += _aligned(size)
+        self.token_ids, self.positions, self.slots, self.places, *_ = self._parts
 
     @property
     def nbytes(self) -> int:
-        return self._device.nbytes + self._moved_tables.nbytes + self.tables.nbytes + self.rows.nbytes
+        return self._memory.nbytes + self._attention.tables.matrix.nbytes
+
+    def work(self, size: int) -> list[torch.Tensor]:
+        """The work lists of a step of `size` sequences."""
+        return [
+            part[: size + 1] if part.dim() == 1 else part[: self._attention.num_items(size)] for part in self._parts[4:]
+        ]
 
     def fill(self, step: StepInput | None, size: int) -> None:
-        """Write one token of each sequence to the first rows, and the null block to the others up to `size`.
-
-        Only as many columns of the tables are written as the step's longest sequence has. The others are of earlier
-        steps, and no kernel reads a table beyond the sequence's length.
-        """
-        if self._copied is not None:
-            self._copied.synchronize()  # the last step's copies read the host's memory; they have usually finished
+        """Write one token of each sequence to the first rows, and the null block to the others up to `size`."""
         count = 0 if step is None else len(step)
-        numbers = self._host.numpy()
-        numbers[:, count:size] = 0
+        numbers, places = np.zeros((3, size), np.int64), np.zeros((size, 2), np.int32)
+        lengths = np.zeros(size, np.int64)
+        places[:, 0] = np.arange(size)
         if step is not None:
             numbers[0, :count] = step.token_ids
             numbers[1, :count] = step.starts
-            numbers[2, :count] = step.slots(self.block_size)
-            numbers[3, :count] = step.starts + 1
-            self._fill_tables(padded_tables(step)[:, : self.tables.shape[1]])
-        self._device.copy_(self._host, non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
+            numbers[2, :count] = step.slots(self._attention.shape.block_size)
+            places[:count, 1] = self._attention.tables.update(step.block_tables)
+            lengths[:count] = step.starts + 1
+        pinned = torch.empty_like(self._memory, device="cpu", pin_memory=self._memory.device.type == "cuda")
+        host, first = pinned.numpy(), 0
+        for part, values in zip(self._parts, [*numbers, places, *self._attention.work(lengths)], strict=True):
+            host[first : first + values.size] = values.ravel()
+            first += _aligned(part.shape)
+        self._memory.copy_(pinned, non_blocking=True)  # torch reuses pinned memory only after the copy
 
-    def _fill_tables(self, tables: Int32Array) -> None:
-        """In one contiguous copy, which the device writes to the rows of the wider matrix."""
-        count, width = tables.shape
-        used = slice(tables.size)
-        self._host_tables.numpy()[used] = tables.ravel()
-        self._moved_tables[used].copy_(self._host_tables[used], non_blocking=True)
-        self.tables[:count, :width].copy_(self._moved_tables[used].view(count, width))
+
+def _aligned(size: Sequence[int]) -> int:
+    """Numbers that an array takes, so that the next one begins at a multiple of 16 bytes."""
+    return -(-math.prod(size) // 4) * 4
 
 
 class DecodeGraphs:
@@ -104,6 +109,7 @@ class DecodeGraphs:
         self._attention = attention
         self.buffers = buffers
         self._graphs: dict[int, tuple[Replay, torch.Tensor]] = {}
+        attention.tables.capture()
         for size in sorted(sizes, reverse=True):
             buffers.fill(None, size)
             self._graphs[size] = capture(lambda size=size: self.forward(size))  # type: ignore[misc]
@@ -124,7 +130,7 @@ class DecodeGraphs:
     def forward(self, size: int) -> torch.Tensor:
         """The work that is captured: the model on the first `size` rows of the buffers."""
         buffers = self.buffers
-        decodes = self._attention.decodes(buffers.rows[:size], buffers.lengths[:size], buffers.tables[:size])
+        decodes = self._attention.decodes(buffers.places[:size], buffers.work(size))
         step = self._attention.step(buffers.slots[:size], decodes, None)
         return self._model.forward(buffers.token_ids[:size], buffers.positions[:size], step)
 
@@ -178,7 +184,6 @@ def graph_bytes(largest: int, another: int, num_graphs: int) -> int:
 def predict_graph_bytes(model: Decoder, attention: TritonAttention, max_num_seqs: int, max_model_len: int) -> int:
     """Capture the two largest graphs on a cache of any size, and measure and free them."""
     sizes = capture_sizes(max_num_seqs)
-    attention.max_length = max_model_len
     buffers = _buffers(attention, sizes[-1], max_model_len)
     capture = CudaCapture()
     kept, taken = [], []
@@ -198,7 +203,6 @@ def capture_graphs(
     Writes to the blocks from 1 on, so nothing may be cached yet.
     """
     sizes = capture_sizes(max_num_seqs)
-    attention.max_length = max_model_len
     try:
         graphs = DecodeGraphs(model, attention, _buffers(attention, sizes[-1], max_model_len), sizes, CudaCapture())
         num_blocks = len(attention.caches[0])
@@ -212,5 +216,4 @@ def capture_graphs(
 
 
 def _buffers(attention: TritonAttention, max_num_seqs: int, max_model_len: int) -> DecodeBuffers:
-    block_size = attention.shape.block_size
-    return DecodeBuffers(max_num_seqs, table_width(-(-max_model_len // block_size)), block_size, attention.device)
+    return DecodeBuffers(attention, max_num_seqs, -(-max_model_len // attention.shape.block_size))

@@ -91,7 +91,7 @@ class VarlenTables:
         first_rows, starts, counts = tables.chunks.astype(np.int64).T
         lengths = starts + counts
         sequence, position = positions_of(np.zeros_like(lengths), lengths)
-        blocks = tables.chunk_tables[sequence, position // shape.block_size].astype(np.int64)
+        blocks = tables.blocks[tables.chunk_firsts[sequence] + position // shape.block_size].astype(np.int64)
         rows_before = blocks * shape.num_kv_heads * 2 * shape.block_size
         return cls(
             query_bounds=_bounds(counts),

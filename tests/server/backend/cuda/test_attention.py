@@ -5,7 +5,7 @@ import torch
 
 from llmservice_server.backend.agreement import BOUNDS, Case, relative_error
 from llmservice_server.backend.base import KVCacheShape, Rotation, StepInput
-from llmservice_server.backend.cuda.attention import StepTables, TritonAttention, padded_tables
+from llmservice_server.backend.cuda.attention import StepTables, TritonAttention
 from llmservice_server.backend.cuda.kernels.jit import FP8
 from llmservice_server.backend.torch.attention import TorchAttention
 from llmservice_server.models.rope import rotate
@@ -111,13 +111,5 @@ def test_decodes_are_separate_from_chunks_and_all_have_their_slots() -> None:
     assert tables.slots.tolist() == [5 * 4 + 3, 7 * 4 + 2, 7 * 4 + 3, 4 * 4, 4]
     assert tables.decode_rows.tolist() == [0, 4]
     assert tables.decode_lengths.tolist() == [4, 1]
-    assert tables.decode_tables[:, 0].tolist() == [5, 1]
     assert tables.chunks.tolist() == [[1, 6, 3]]
-    assert tables.chunk_tables[0, :4].tolist() == [2, 7, 4, 0]
-
-
-def test_tables_are_padded_with_the_null_block_to_a_width_that_seldom_changes() -> None:
-    tables = padded_tables(StepInput.of([(0, 1, [3, 1]), (0, 1, range(1, 18))]))
-    assert tables.shape == (2, 32)
-    assert tables[0].tolist() == [3, 1] + [0] * 30
-    assert tables[1].tolist() == [*range(1, 18)] + [0] * 15
+    assert tables.blocks[tables.chunk_firsts[0] :].tolist() == [2, 7, 4, 1]

@@ -82,7 +82,7 @@ def test_sizes_are_few_and_hold_every_batch() -> None:
 @torch.inference_mode()
 def test_a_batch_gets_what_it_gets_without_a_graph_whatever_ran_before(model: LlamaModel) -> None:
     attention, recorder = attention_of(model), Recorder()
-    graphs = DecodeGraphs(model, attention, DecodeBuffers(4, 16, BLOCK_SIZE, CPU), [1, 2, 4], recorder)
+    graphs = DecodeGraphs(model, attention, DecodeBuffers(attention, 4, 16), [1, 2, 4], recorder)
     assert recorder.sizes == [4, 2, 1]  # the largest first
     other = attention_of(model)
     steps = [
@@ -100,24 +100,9 @@ def test_a_batch_gets_what_it_gets_without_a_graph_whatever_ran_before(model: Ll
 
 
 @torch.inference_mode()
-def test_only_the_columns_of_the_longest_sequence_are_copied_and_no_kernel_reads_another(model: LlamaModel) -> None:
-    attention, other = attention_of(model), attention_of(model)
-    buffers = DecodeBuffers(4, 32, BLOCK_SIZE, CPU)
-    graphs = DecodeGraphs(model, attention, buffers, [4], Recorder())
-    for backend in (attention, other):
-        for cache in backend.caches:
-            cache[11] = torch.nan
-    buffers.tables.fill_(11)  # a block of NaN which shows if it is read
-    step = StepInput.of([(0, 1, [3]), (33, 1, [5, 1, 9]), (15, 1, [7])], [5, 6, 7])
-    torch.testing.assert_close(graphs.run(step), plain(model, other, step))
-    assert [row[:4] for row in buffers.tables.tolist()] == [[3, 0, 0, 0], [5, 1, 9, 0], [7, 0, 0, 0], [11] * 4]
-    assert (buffers.tables[:, 16:] == 11).all()
-
-
-@torch.inference_mode()
 def test_a_graph_reads_the_tokens_that_only_the_device_knows(model: LlamaModel) -> None:
     attention, other = attention_of(model), attention_of(model)
-    graphs = DecodeGraphs(model, attention, DecodeBuffers(4, 16, BLOCK_SIZE, CPU), [4], Recorder())
+    graphs = DecodeGraphs(model, attention, DecodeBuffers(attention, 4, 16), [4], Recorder())
     runs = [(0, 1, [block]) for block in (3, 5, 1)]
     drawn = torch.tensor([8, 5, -1])
     pending = PendingTokens(np.array([0, 2]), np.array([1, 0]), drawn)
@@ -128,7 +113,8 @@ def test_a_graph_reads_the_tokens_that_only_the_device_knows(model: LlamaModel) 
 
 
 def test_steps_with_chunks_and_too_many_sequences_are_not_taken(model: LlamaModel) -> None:
-    graphs = DecodeGraphs(model, attention_of(model), DecodeBuffers(2, 16, BLOCK_SIZE, CPU), [1, 2], Recorder())
+    attention = attention_of(model)
+    graphs = DecodeGraphs(model, attention, DecodeBuffers(attention, 2, 16), [1, 2], Recorder())
     assert not graphs.takes(StepInput.of([(0, 2, [1])]))
     assert not graphs.takes(StepInput.of([(0, 1, [1])] * 3))
 
@@ -140,19 +126,27 @@ def test_a_graph_that_does_something_else_is_found_out(model: LlamaModel) -> Non
     def forgetful(work: Callable[[], torch.Tensor]) -> tuple[Replay, torch.Tensor]:
         return lambda: None, torch.zeros_like(work())
 
-    buffers = DecodeBuffers(2, 16, BLOCK_SIZE, CPU)
+    buffers = DecodeBuffers(attention, 2, 16)
     assert DecodeGraphs(model, attention, buffers, [1, 2], Recorder()).why_wrong([1, 2]) is None
     problem = DecodeGraphs(model, attention, buffers, [1, 2], forgetful).why_wrong([1, 2])
     assert problem is not None
     assert "differs by" in problem
 
 
-def test_the_parts_of_a_graph_do_not_depend_on_the_lengths(model: LlamaModel) -> None:
-    attention = attention_of(model)
-    buffers = DecodeBuffers(2, 16, BLOCK_SIZE, CPU)
-    before = attention.decodes(buffers.rows, buffers.lengths, buffers.tables).splits
-    buffers.fill(StepInput.of([(40, 1, [1, 2, 3]), (0, 1, [4])], [1, 2]), 2)
-    assert attention.decodes(buffers.rows, buffers.lengths, buffers.tables).splits == before
+@torch.inference_mode()
+def test_a_graph_splits_the_sequences_that_are_long_now(model: LlamaModel) -> None:
+    attention, other = attention_of(model), attention_of(model)
+    graphs = DecodeGraphs(model, attention, DecodeBuffers(attention, 2, 16), [2], Recorder())
+    prompt = StepInput.of([(0, 150, range(1, 11))], [*range(150)])
+    plain(model, attention, prompt)
+    plain(model, other, prompt)
+    table = [*range(1, 11)]
+    for step in (
+        StepInput.of([(150, 1, table), (0, 1, [11])], [7, 8]),
+        StepInput.of([(1, 1, [11]), (151, 1, table)], [5, 6]),
+    ):
+        torch.testing.assert_close(graphs.run(step), plain(model, other, step))
+        assert graphs.buffers.work(2)[1].tolist() in ([0, 3, 4], [0, 1, 4])
 
 
 def test_the_first_graph_takes_the_memory_that_the_others_share() -> None:

@@ -1,24 +1,27 @@
 """Attention of one token a sequence over the paged cache, split over the context (Flash-Decoding).
 
-A program computes one sequence, one key head and one part of the context. The query heads that share the key head are
-the rows of one tile, so that keys and values are read once for all of them. Each part's softmax is partial; a second
-kernel combines the parts. With one part the first kernel writes the output itself.
+A program computes one part of one sequence's context and one key head. The query heads that share the key head are the
+rows of one tile, so that keys and values are read once for all of them. The parts of a step are a list, made from the
+lengths of its sequences, the longest part first: long sequences are split so that all processors end at about the same
+time, short ones are whole. A second kernel combines the parts of a sequence; a whole one is written by the first.
 
 Bytes: keys and values of all visible tokens, once: `sum(lengths) * 2 * num_kv_heads * head_dim` elements (fp8: and four
-bytes of scale for every row of head_dim), which bounds the speed of decoding. The parts add `num_seqs * num_heads *
-num_splits * (head_dim + 2)` float32, written and read.
+bytes of scale for every row of head_dim), which bounds the speed of decoding. The parts of split sequences add
+`num_parts * num_heads * (head_dim + 2)` float32, written and read.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 import triton.language as tl
 
-from llmservice_server.backend.cuda.kernels.jit import dot_dtype, jit, jit_for_any, padded
+from llmservice_server.backend.base import Int32Array, Int64Array, positions_of
+from llmservice_server.backend.cuda.kernels.jit import dot_dtype, jit, padded
 
-MAX_SPLITS = 64
 _MOST_KEYS_PER_TILE = 64
 _MOST_FP8_KEYS_PER_TILE = 128
 """An fp8 tile is read in half the time: with 64 keys the loop has more instructions than a Hopper processor issues
@@ -26,16 +29,42 @@ while it waits for memory."""
 _TILE_BYTES = 1 << 14  # of keys, and of values; two of each are being loaded while one is used
 _PROGRAMS_PER_PROCESSOR = 4
 """So that no processor of the GPU is idle, whichever sequences are long."""
+_PARTS_AT_ONCE = 16  # that the second kernel combines
 _LOG2_E = math.log2(math.e)
 
 
-def num_splits(num_seqs: int, num_kv_heads: int, max_length: int, num_processors: int) -> int:
-    """The number of parts of each sequence's context.
+def num_items(num_seqs: int, num_kv_heads: int, num_processors: int) -> int:
+    """The length of the list of parts. It depends on what is known when a graph is captured, never on lengths."""
+    return num_seqs + -(-_PROGRAMS_PER_PROCESSOR * num_processors // num_kv_heads)
 
-    It depends on what is known when a graph is captured, never on the lengths of a step's sequences.
+
+def split(lengths: Int64Array, window: int | None, num_items: int) -> tuple[Int32Array, Int32Array]:
+    """The parts of a step's sequences: `WorkList`'s arrays. `num_items` is of `num_items`.
+
+    The sum of all visible keys, divided by the number of parts beyond one a sequence, is the longest part: then there
+    are never more parts than `num_items`.
     """
-    wanted = -(-_PROGRAMS_PER_PROCESSOR * num_processors // (num_seqs * num_kv_heads))
-    return max(1, min(wanted, MAX_SPLITS, -(-max_length // _MOST_KEYS_PER_TILE)))
+    seen = lengths if window is None else np.minimum(lengths, window)
+    tile = _MOST_KEYS_PER_TILE
+    longest = tile * max(1, -(-int(seen.sum()) // (tile * (num_items - len(lengths)))))
+    counts = np.maximum(1, -(-seen // longest))
+    sizes = tile * -(-seen // (tile * counts))  # of each sequence's parts: equal ones
+    sequence, number = positions_of(np.zeros_like(counts), counts)
+    begins = (lengths - seen)[sequence] + number * sizes[sequence]
+    ends = np.minimum(begins + sizes[sequence], lengths[sequence])
+    order = np.argsort(begins - ends, kind="stable")
+    items = np.full((num_items, 4), -1, np.int32)
+    items[: len(order)] = np.stack([sequence, begins, ends, np.arange(len(order))], axis=1)[order]
+    return items, np.append(0, np.cumsum(counts)).astype(np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkList:
+    """The parts of the sequences of a step, int32 on the device."""
+
+    items: torch.Tensor
+    """`[num_items, 4]`: number of the sequence (-1: nothing to do), first key, end of the keys, number of the part."""
+    firsts: torch.Tensor  # [num_seqs + 1]: the number of each sequence's first part
 
 
 def keys_per_tile(width: int, itemsize: int) -> int:
@@ -131,41 +160,39 @@ def add_values(
     return new_max, row_sum, tl.dot(weights.to(DOT), values, sums * rescale[:, None], input_precision="ieee")
 
 
-@jit_for_any("num_splits", "window")
+@jit
 def _decode(
     query: tl.tensor,
     cache: tl.tensor,
     scales: tl.tensor,
-    rows: tl.tensor,  # [num_seqs] int32: the row of query and output
-    lengths: tl.tensor,  # [num_seqs] int32: keys, the token's own included; 0: the output is zeros
-    tables: tl.tensor,  # [num_seqs, table_stride] int32
+    places: tl.tensor,  # [num_seqs, 2] int32: the row of query and output, the row of the tables
+    items: tl.tensor,  # as in `WorkList`, like the next
+    firsts: tl.tensor,
+    tables: tl.tensor,  # [num_tables, table_stride] int32
     output: tl.tensor,
-    partial: tl.tensor,  # [num_seqs, NUM_KV_HEADS * GROUP, num_splits, HEAD_DIM] float32
-    partial_max: tl.tensor,  # [num_seqs, NUM_KV_HEADS * GROUP, num_splits] float32, of scores in base 2
+    partial: tl.tensor,  # [num_items, NUM_KV_HEADS * GROUP, HEAD_DIM] float32
+    partial_max: tl.tensor,  # [num_items, NUM_KV_HEADS * GROUP] float32, of scores in base 2
     partial_sum: tl.tensor,
     query_stride: tl.tensor,
     table_stride: tl.tensor,
-    num_splits: tl.tensor,
-    window: tl.tensor,  # keys that the token sees, its own included; 0: all
     scale: tl.tensor,  # of the scores, times log2(e)
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     QUANTIZED: tl.constexpr,
-    WHOLE: tl.constexpr,
     DOT: tl.constexpr,
     KEYS: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
-    sequence, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    length = tl.load(lengths + sequence)
-    row = tl.load(rows + sequence).to(tl.int64)
-    first = tl.where(window > 0, tl.maximum(length - window, 0), 0)
-    span = tl.cdiv(tl.cdiv(length - first, num_splits), KEYS) * KEYS
-    begin = first + split * span
-    end = tl.minimum(begin + span, length)
+    item, kv_head = items + 4 * tl.program_id(0), tl.program_id(1)
+    sequence = tl.load(item)
+    if sequence < 0:
+        return
+    begin, end, part = tl.load(item + 1), tl.load(item + 2), tl.load(item + 3).to(tl.int64)
+    row = tl.load(places + 2 * sequence).to(tl.int64)
+    table = tables + tl.load(places + 2 * sequence + 1).to(tl.int64) * table_stride
     member, columns = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     heads = kv_head * GROUP + member
     mask = (member < GROUP)[:, None] & (columns < HEAD_DIM)[None, :]
@@ -174,7 +201,6 @@ def _decode(
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, WIDTH], tl.float32)
-    table = tables + sequence.to(tl.int64) * table_stride
     for start in range(begin, end, KEYS):
         positions = start + tl.arange(0, KEYS)
         slot_row = key_rows(table, tl.minimum(positions, end - 1), kv_head, NUM_KV_HEADS, BLOCK_SIZE)
@@ -184,90 +210,96 @@ def _decode(
             scores, row_max, row_sum, sums, slot_row + BLOCK_SIZE, cache, scales, scale,
             HEAD_DIM, WIDTH, QUANTIZED, DOT, MASKED=False,
         )  # fmt: skip
-    if WHOLE:
+    if tl.load(firsts + sequence + 1) - tl.load(firsts + sequence) == 1:
         sums = sums / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
         target = output + (row * NUM_KV_HEADS * GROUP + heads[:, None]) * HEAD_DIM + columns[None, :]
         tl.store(target, sums.to(output.dtype.element_ty), mask=mask)
     else:
-        part = (sequence.to(tl.int64) * NUM_KV_HEADS * GROUP + heads) * num_splits + split
-        tl.store(partial_max + part, row_max, mask=member < GROUP)
-        tl.store(partial_sum + part, row_sum, mask=member < GROUP)
-        tl.store(partial + part[:, None] * HEAD_DIM + columns[None, :], sums, mask=mask & (begin < end))
+        place = part * NUM_KV_HEADS * GROUP + heads
+        tl.store(partial_max + place, row_max, mask=member < GROUP)
+        tl.store(partial_sum + place, row_sum, mask=member < GROUP)
+        tl.store(partial + place[:, None] * HEAD_DIM + columns[None, :], sums, mask=mask)
 
 
-@jit_for_any("num_splits")
-def _reduce(
+@jit
+def _combine(
     partial: tl.tensor,
     partial_max: tl.tensor,
     partial_sum: tl.tensor,
-    rows: tl.tensor,
+    places: tl.tensor,
+    firsts: tl.tensor,
     output: tl.tensor,
-    num_splits: tl.tensor,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
+    PARTS: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
-    """Combine the parts of one head of one sequence; a part without keys has a sum of 0 and nothing in `partial`."""
+    """Combine the parts of one head of one sequence, each of which has a key."""
     sequence, head = tl.program_id(0), tl.program_id(1)
-    row = tl.load(rows + sequence).to(tl.int64)
-    splits, columns = tl.arange(0, SPLITS), tl.arange(0, WIDTH)
-    part = (sequence.to(tl.int64) * NUM_HEADS + head) * num_splits + splits
-    exists = splits < num_splits
-    part_sums = tl.load(partial_sum + part, mask=exists, other=0.0)
-    part_max = tl.load(partial_max + part, mask=exists, other=float("-inf"))
-    filled = part_sums != 0  # true for NaN, which reaches the output
-    row_max = tl.max(part_max, axis=0)
-    weights = tl.exp2(part_max - tl.where(row_max == float("-inf"), 0.0, row_max))
-    mask = filled[:, None] & (columns < HEAD_DIM)[None, :]
-    sums = tl.load(partial + part[:, None] * HEAD_DIM + columns[None, :], mask=mask, other=0.0)
-    total = tl.sum(part_sums * weights, axis=0)
-    combined = tl.sum(sums * weights[:, None], axis=0) / tl.where(total == 0, 1.0, total)
+    first, end = tl.load(firsts + sequence), tl.load(firsts + sequence + 1)
+    if end - first == 1:
+        return
+    columns = tl.arange(0, WIDTH)
+    inside = columns < HEAD_DIM
+    row_max = tl.full([], float("-inf"), tl.float32)
+    row_sum = tl.zeros([], tl.float32)
+    sums = tl.zeros([WIDTH], tl.float32)
+    for start in range(first, end, PARTS):
+        parts = start + tl.arange(0, PARTS)
+        place = parts.to(tl.int64) * NUM_HEADS + head
+        part_max = tl.load(partial_max + place, mask=parts < end, other=float("-inf"))
+        part_sum = tl.load(partial_sum + place, mask=parts < end, other=0.0)
+        new_max = tl.maximum(row_max, tl.max(part_max, axis=0))
+        weights = tl.exp2(part_max - new_max)
+        rescale = tl.exp2(row_max - new_max)
+        part_sums = tl.load(
+            partial + place[:, None] * HEAD_DIM + columns[None, :],
+            mask=(parts < end)[:, None] & inside[None, :],
+            other=0.0,
+        )
+        sums = sums * rescale + tl.sum(part_sums * weights[:, None], axis=0)
+        row_sum = row_sum * rescale + tl.sum(part_sum * weights, axis=0)
+        row_max = new_max
+    row = tl.load(places + 2 * sequence).to(tl.int64)
     target = output + (row * NUM_HEADS + head) * HEAD_DIM + columns
-    tl.store(target, combined.to(output.dtype.element_ty), mask=columns < HEAD_DIM)
+    tl.store(target, (sums / row_sum).to(output.dtype.element_ty), mask=inside)
 
 
 class DecodeScratch:
-    """The memory of `num_parts` partial results, sequences times splits."""
+    """The memory of `num_parts` partial results."""
 
     def __init__(self, num_parts: int, num_heads: int, head_dim: int, device: torch.device) -> None:
         self.sums = torch.empty(num_parts * num_heads, head_dim, dtype=torch.float32, device=device)
         self.max = torch.empty(num_parts * num_heads, dtype=torch.float32, device=device)
         self.total = torch.empty_like(self.max)
 
-    @property
-    def nbytes(self) -> int:
-        return self.sums.nbytes + self.max.nbytes + self.total.nbytes
-
 
 def decode(
     query: torch.Tensor,
     cache: torch.Tensor,
     scales: torch.Tensor | None,
-    rows: torch.Tensor,
-    lengths: torch.Tensor,
+    places: torch.Tensor,
+    work: WorkList,
     tables: torch.Tensor,
     output: torch.Tensor,
-    splits: int,
     scratch: DecodeScratch,
-    window: int | None = None,
 ) -> None:
-    """Attend one token of each sequence, and write row `rows[i]` of `output` for sequence `i`.
+    """Attend one token of each sequence, and write its row of `output`; zeros for a sequence without keys.
 
     query `[num_tokens, num_heads, head_dim]`, heads contiguous; output `[num_tokens, num_heads * head_dim]`,
-    contiguous. cache and scales as in `layer_ops.store`. rows, lengths `[num_seqs]`, tables `[num_seqs, blocks]`:
-    int32. Sequence `i` sees the keys before `lengths[i]`, at most `window` of them; if there are none, its output is
-    zeros.
+    contiguous. cache and scales as in `layer_ops.store`. places `[num_seqs, 2]`: the row of query and output, and that
+    of tables `[num_tables, blocks]`; both int32. scratch: of as many parts as `work` has items.
     """
-    num_seqs, num_heads, head_dim = len(rows), query.shape[1], query.shape[2]
+    num_heads, head_dim = query.shape[1], query.shape[2]
     num_kv_heads, block_size = cache.shape[1], cache.shape[3]
     group, width = num_heads // num_kv_heads, padded(head_dim)
-    _decode[num_seqs, num_kv_heads, splits](
+    _decode[len(work.items), num_kv_heads](
         query,
         cache,
         cache if scales is None else scales,
-        rows,
-        lengths,
+        places,
+        work.items,
+        work.firsts,
         tables,
         output,
         scratch.sums,
@@ -275,15 +307,12 @@ def decode(
         scratch.total,
         query.stride(0),
         tables.stride(0),
-        splits,
-        window or 0,
         _LOG2_E / math.sqrt(head_dim),
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
         QUANTIZED=scales is not None,
-        WHOLE=splits == 1,
         DOT=dot_dtype(query.dtype),
         KEYS=keys_per_tile(width, cache.dtype.itemsize),
         ROWS=padded(group),
@@ -291,17 +320,16 @@ def decode(
         num_warps=4,
         num_stages=5,  # a table's entries are loaded before the tiles they point to, of which two are in flight
     )
-    if splits > 1:
-        _reduce[num_seqs, num_heads](
-            scratch.sums,
-            scratch.max,
-            scratch.total,
-            rows,
-            output,
-            splits,
-            NUM_HEADS=num_heads,
-            HEAD_DIM=head_dim,
-            SPLITS=MAX_SPLITS,
-            WIDTH=width,
-            num_warps=4 if width <= 128 else 8,
-        )
+    _combine[len(places), num_heads](
+        scratch.sums,
+        scratch.max,
+        scratch.total,
+        places,
+        work.firsts,
+        output,
+        NUM_HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        PARTS=_PARTS_AT_ONCE,
+        WIDTH=width,
+        num_warps=4,
+    )

@@ -91,8 +91,8 @@ def _prefill(
     cache: tl.tensor,
     scales: tl.tensor,
     tiles: tl.tensor,  # [num_tiles, 2] int32: number of the sequence, first of its tokens
-    sequences: tl.tensor,  # [num_seqs, 3] int32: first row of query and output, position of the first token, tokens
-    tables: tl.tensor,  # [num_seqs, table_stride] int32
+    sequences: tl.tensor,  # [num_seqs, 4] int32: first row of query and output, first position, tokens, row of tables
+    tables: tl.tensor,  # [num_tables, table_stride] int32
     output: tl.tensor,
     query_stride: tl.tensor,
     table_stride: tl.tensor,
@@ -111,8 +111,8 @@ def _prefill(
 ) -> None:
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     sequence, first_token = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
-    first_row = tl.load(sequences + 3 * sequence)
-    start, num_tokens = tl.load(sequences + 3 * sequence + 1), tl.load(sequences + 3 * sequence + 2)
+    first_row, start = tl.load(sequences + 4 * sequence), tl.load(sequences + 4 * sequence + 1)
+    num_tokens = tl.load(sequences + 4 * sequence + 2)
     lines, columns = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     token, member = first_token + lines // GROUP_ROWS, lines % GROUP_ROWS
     is_query = (token < num_tokens) & (member < GROUP)
@@ -127,7 +127,7 @@ def _prefill(
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, WIDTH], tl.float32)
-    table = tables + sequence.to(tl.int64) * table_stride
+    table = tables + tl.load(sequences + 4 * sequence + 3).to(tl.int64) * table_stride
     first_tile = first_key // KEYS * KEYS
     seen_by_all = tl.where(window > 0, first_tile, (start + first_token + 1) // KEYS * KEYS)
     for begin in range(first_tile, seen_by_all, KEYS):  # most tiles of a long prompt need no mask
@@ -162,8 +162,8 @@ def prefill(
 
     query `[num_tokens, num_heads, head_dim]`, heads contiguous; output `[num_tokens, num_heads * head_dim]`,
     contiguous. cache and scales as in `layer_ops.store`. tiles `[num_tiles, 2]`: of `query_tiles` and
-    `tokens_per_tile`. sequences `[num_seqs, 3]`: first row, position of the first token (all keys up to the
-    step's own are in the cache), number of tokens. tables `[num_seqs, blocks]`. All int32.
+    `tokens_per_tile`. sequences `[num_seqs, 4]`: first row, position of the first token (all keys up to the
+    step's own are in the cache), number of tokens, row of tables `[num_tables, blocks]`. All int32.
     """
     num_heads, head_dim = query.shape[1], query.shape[2]
     num_kv_heads, block_size = cache.shape[1], cache.shape[3]

@@ -25,7 +25,7 @@ def test_every_kernel_compiles_and_keeps_to_its_registers(capability: int, shape
     output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
     kernels = [json.loads(line) for line in output.splitlines()]
     assert {kernel["kernel"] for kernel in kernels} == {
-        "_store", "_rotate_and_store", "_decode", "_reduce", "_prefill", "_add_rms_norm", "_silu_mul", "_top_k_top_p",
+        "_store", "_rotate_and_store", "_decode", "_combine", "_prefill", "_add_rms_norm", "_silu_mul", "_top_k_top_p",
     }  # fmt: skip
     for kernel in kernels:
         assert kernel["loop_spills"] == 0, kernel  # beside the loop a few numbers may wait on the stack

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from llmservice_server.backend.base import KVCacheShape, StepInput
-from llmservice_server.backend.cuda.attention import padded_tables
+from llmservice_server.backend.cuda.block_tables import BlockTables
 from llmservice_server.backend.cuda.kernels.layer_ops import store
 from llmservice_server.backend.cuda.kernels.paged_prefill import prefill, query_tiles, tile_rows, tokens_per_tile
 from llmservice_server.backend.torch.attention import TorchAttention
@@ -39,13 +39,15 @@ def test_one_launch_serves_prompts_later_chunks_cached_prefixes_and_single_token
         [*query_tiles([count for _, count in spans], tokens_per_tile(num_heads, num_kv_heads, 64, torch.float32))],
         dtype=torch.int32,
     )
-    first_rows = [0, 50, 51, 81, 82]
+    places = [(row, *span) for row, span in zip([0, 50, 51, 81, 82], spans, strict=True)]
+    block_tables = BlockTables(torch.device("cpu"))
+    block_tables.update([[7], [8]])  # so that no table is in the row of its sequence's number
     sequences = torch.tensor(
-        [(row, start, count) for row, (start, count) in zip(first_rows, spans, strict=True)], dtype=torch.int32
+        [(*place, row) for place, row in zip(places, block_tables.update(step.block_tables), strict=True)],
+        dtype=torch.int32,
     )
     output = torch.full((num_tokens, num_heads * 64), torch.nan)
-    padded = torch.from_numpy(padded_tables(step))
-    prefill(query, cache, None, output, window, tiles=tiles, sequences=sequences, tables=padded)
+    prefill(query, cache, None, output, window, tiles=tiles, sequences=sequences, tables=block_tables.matrix)
     torch.testing.assert_close(output, wanted, rtol=1e-5, atol=1e-5)
 
 
