@@ -20,12 +20,11 @@ from llmservice_server.backend.agreement import BOUNDS, Case, relative_error
 from llmservice_server.backend.base import KVCacheShape, StepInput
 from llmservice_server.backend.cuda.attention import TritonAttention
 from llmservice_server.backend.cuda.backend import TritonLayerOps, why_unusable
+from llmservice_server.backend.cuda.kernels import sampling as by_kernel
 from llmservice_server.backend.cuda.kernels.jit import FP8
-from llmservice_server.backend.cuda.kernels.top_k_top_p import top_k_top_p as by_kernel
 from llmservice_server.backend.cuda.varlen import choose_chunk_attention
+from llmservice_server.backend.torch import sampler as by_torch
 from llmservice_server.backend.torch.layer_ops import TorchLayerOps
-from llmservice_server.backend.torch.sampler import choose, penalize
-from llmservice_server.backend.torch.sampler import top_k_top_p as by_torch
 from llmservice_server.engine.request import Request
 from llmservice_server.sampling.sampler import Sampler
 from llmservice_server.types.messages import GenerateRequest, SamplingParams
@@ -166,24 +165,25 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def sampling(bench: Bench) -> Findings:
-    """GPU and host time of sampling, by sampling parameters, with the top-k/top-p mask of our kernel and of torch."""
+    """GPU and host time of sampling, by sampling parameters, with the mask and the draw of our kernels and of torch."""
     gpu, vocab_size = bench.gpu, bench.sizes.vocab_size
-    problem = why_unusable(by_kernel, vocab_size, gpu.device)
-    found = Findings(checks=[Check("our top-k/top-p kernel agrees with torch", "= 1", problem is None)])
+    problem = why_unusable(by_kernel.top_k_top_p, by_kernel.invert, vocab_size, gpu.device)
+    found = Findings(checks=[Check("our sampling kernels agree with torch", "= 1", problem is None)])
     if problem is not None:
-        found.notes.append(f"the top-k/top-p kernel: {problem}")
+        found.notes.append(f"the sampling kernels: {problem}")
     for batch in bench.sizes.sampling_batches:
         logits = torch.randn(batch, vocab_size, device=gpu.device) * 3
         for kind, options in KINDS.items():
             requests = [_sampling_request(number, options) for number in range(batch)]
-            for name, mask in (("kernel", by_kernel), ("torch", by_torch)):
-                sampler, scratch = Sampler(partial(choose, mask=mask), penalize), torch.empty_like(logits)
+            for name, by in (("kernels", by_kernel), ("torch", by_torch)):
+                choose = partial(by_torch.choose, mask=by.top_k_top_p, pick=by.invert)
+                sampler, scratch = Sampler(choose, by_torch.penalize), torch.empty_like(logits)
 
                 def draw(sampler=sampler, scratch=scratch, logits=logits, requests=requests) -> None:  # type: ignore[no-untyped-def]
                     sampler.draw(scratch.copy_(logits), requests)
 
                 found.rows.append({
-                    "part": "sampling", "kind": kind, "mask by": name, "batch": batch, "vocabulary": vocab_size,
+                    "part": "sampling", "kind": kind, "by": name, "batch": batch, "vocabulary": vocab_size,
                     "GPU ms": seconds(gpu, draw) * 1e3, "host ms": _host_seconds(gpu, draw) * 1e3,
                 })  # fmt: skip
     return found

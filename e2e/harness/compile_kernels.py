@@ -23,9 +23,10 @@ from llmservice_server.backend.base import KVCacheShape, Rotation, StepInput
 from llmservice_server.backend.cuda.attention import TritonAttention
 from llmservice_server.backend.cuda.kernels.jit import FP8
 from llmservice_server.backend.cuda.kernels.layer_ops import add_rms_norm, silu_mul
-from llmservice_server.backend.cuda.kernels.top_k_top_p import top_k_top_p
+from llmservice_server.backend.cuda.kernels.sampling import invert, top_k_top_p
 
 KV_HEADS = 2
+VOCAB_SIZE = 151_936  # Qwen 3
 FP8_CAPABILITY = 89
 STEPS = {
     "few decodes": StepInput.of([(20, 1, [1, 2])]),
@@ -123,8 +124,11 @@ def launch_all(shape: Shape) -> None:
     for delta in (None, hidden):
         add_rms_norm(hidden, delta, hidden[0], 1e-5)
     silu_mul(hidden)
-    for by_mass in (False, True):
-        top_k_top_p(torch.zeros(4, 128_256), torch.zeros(4, dtype=torch.float64), by_mass)
+    for num_rows in (1, 4, 300):
+        weights, numbers = torch.zeros(num_rows, VOCAB_SIZE), torch.zeros(num_rows, dtype=torch.float64)
+        for by_mass in (False, True):
+            top_k_top_p(weights, numbers, by_mass)
+        invert(weights, numbers)
 
 
 def compile_all(capability: int, shapes: tuple[Shape, ...]) -> Iterator[tuple[str, Shape, KernelResources]]:

@@ -14,6 +14,7 @@ _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+([^;]+);")
 _JUMP = re.compile(r"\bBRA\b.*\b0x([0-9a-f]+)")
 _VECTOR = re.compile(r"\bld\.global\S*\.v(\d)\.b(\d+)")
 _COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global \[[^\]]*\], \[[^\]]*\], 0x([0-9a-f]+)")
+_TENSOR_CORES = {"tcgen05": "tcgen05.mma", "wgmma": "wgmma.mma", "mma": "mma.sync"}  # of sm_100, of sm_90, of all
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,7 @@ class KernelResources:
     stack_bytes: int  # of a thread: what does not fit into them
     shared_bytes: int  # of a program
     num_warps: int
-    tensor_cores: str  # the instruction that multiplies tiles: "wgmma", "mma", or "" for none
+    tensor_cores: str  # the instruction that multiplies tiles: of `_TENSOR_CORES`, or "" for none
     load_bytes: int  # the most that a thread loads at once
     copy_bytes: int  # the most that a thread copies at once to shared memory while it goes on; 0: nothing
     loop_instructions: int  # that a warp issues for a turn of the first loop with tensor cores, or of the longest one
@@ -39,7 +40,7 @@ class KernelResources:
             stack_bytes=stack,
             shared_bytes=kernel.metadata.shared,
             num_warps=kernel.metadata.num_warps,
-            tensor_cores="wgmma" if "wgmma.mma" in ptx else "mma" if "mma.sync" in ptx else "",
+            tensor_cores=next((name for name, instruction in _TENSOR_CORES.items() if instruction in ptx), ""),
             load_bytes=max((int(count) * int(bits) // 8 for count, bits in _VECTOR.findall(ptx)), default=4),
             copy_bytes=max((int(size, 16) for size in _COPY.findall(ptx)), default=0),
             loop_instructions=len(loop),

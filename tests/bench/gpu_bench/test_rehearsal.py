@@ -59,7 +59,7 @@ KEPT: dict[str, tuple[str, ...]] = {
     "start": ("attention by our kernels",),
     "host_syncs": ("host synchronisations",),
     "agreement": ("float32", "float16", "bfloat16"),
-    "sampling": ("our top-k/top-p kernel agrees",),
+    "sampling": ("our sampling kernels agree",),
     "swapping": ("with changed content",),
     "out_of_memory": ("other requests that fail", "requests that finish", "blocks held afterwards"),
 }

@@ -13,13 +13,14 @@ from llmservice_server.backend.cuda import decode_graphs
 from llmservice_server.backend.cuda.attention import TritonAttention
 from llmservice_server.backend.cuda.kernels.jit import INTERPRETED
 from llmservice_server.backend.cuda.kernels.layer_ops import add_rms_norm, silu_mul
-from llmservice_server.backend.cuda.kernels.top_k_top_p import top_k_top_p as top_k_top_p_kernel
+from llmservice_server.backend.cuda.kernels.sampling import invert as invert_kernel
+from llmservice_server.backend.cuda.kernels.sampling import top_k_top_p as top_k_top_p_kernel
 from llmservice_server.backend.cuda.varlen import Varlen, by_torch
 from llmservice_server.backend.sampling_batch import SamplingBatch
 from llmservice_server.backend.torch import sampler
 from llmservice_server.backend.torch.backend import TorchBackend
 from llmservice_server.backend.torch.layer_ops import TorchLayerOps
-from llmservice_server.backend.torch.sampler import TopKTopP, top_k_top_p
+from llmservice_server.backend.torch.sampler import Invert, TopKTopP, invert, top_k_top_p
 from llmservice_server.types.errors import ConfigError
 from llmservice_server.types.messages import Fallback
 
@@ -48,15 +49,15 @@ class CudaBackend(TorchBackend):
     varlen_keys: int = 0
     enforce_eager: bool = False
     may_fall_back: bool = True
-    _top_k_top_p: TopKTopP | None = None
+    _sampling: tuple[TopKTopP, Invert] = (top_k_top_p, invert)
 
     def prepare(self, model: Decoder) -> None:
         model.ops = TritonLayerOps()
-        problem = why_unusable(top_k_top_p_kernel, model.config.vocab_size, self.device)
+        problem = why_unusable(top_k_top_p_kernel, invert_kernel, model.config.vocab_size, self.device)
         if problem is None:
-            self._top_k_top_p = top_k_top_p_kernel
+            self._sampling = top_k_top_p_kernel, invert_kernel
         else:
-            self._fall_back("top_k_top_p", f"our kernel for top-k and top-p is unusable here: {problem}")
+            self._fall_back("top_k_top_p", f"our kernels for sampling are unusable here: {problem}")
 
     def attention(self, num_blocks: int) -> Attention:
         varlen = Varlen(by_torch, self.varlen_keys) if self.varlen_keys else None
@@ -90,7 +91,7 @@ class CudaBackend(TorchBackend):
         return decode_graphs.predict_graph_bytes(model, attention, max_num_seqs, max_model_len)
 
     def choose_tokens(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-        return sampler.choose(logits, batch, self._top_k_top_p or top_k_top_p)
+        return sampler.choose(logits, batch, *self._sampling)
 
 
 def why_triton_is_unusable(shape: KVCacheShape, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -113,16 +114,16 @@ def why_triton_is_unusable(shape: KVCacheShape, dtype: torch.dtype, device: torc
     return why_wrong([Case(each_window, dtype, each) for each in spans], TritonAttention, device)
 
 
-def why_unusable(kernel: TopKTopP, vocab_size: int, device: torch.device) -> str | None:
-    """A phrase that says what is wrong; None if it agrees with torch."""
+def why_unusable(mask: TopKTopP, pick: Invert, vocab_size: int, device: torch.device) -> str | None:
+    """A phrase that says what is wrong; None if both agree with torch."""
     try:
-        return None if agree(kernel, vocab_size, device) else "its results differ from torch's"
+        return None if agree(mask, pick, vocab_size, device) else "their results differ from torch's"
     except Exception as error:  # of a compiler, a driver or a GPU: torch is used
         return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def agree(kernel: TopKTopP, vocab_size: int, device: torch.device) -> bool:
-    """Whether `kernel` and torch keep the same weights of rows with and without ties, few, many and all of them."""
+def agree(mask: TopKTopP, pick: Invert, vocab_size: int, device: torch.device) -> bool:
+    """Whether both keep and draw what torch does, of rows with and without ties, where few, many and all are kept."""
     generator = torch.Generator().manual_seed(0)
     spread = torch.tensor([[0.1], [2.0], [8.0], [3.0]])
     logits = torch.randn(4, vocab_size, generator=generator) * spread
@@ -130,7 +131,9 @@ def agree(kernel: TopKTopP, vocab_size: int, device: torch.device) -> bool:
     weights = (logits - logits.amax(dim=-1, keepdim=True)).exp().to(device)
     shares = torch.tensor([0.5, 0.99, 1e-300, 0.9], dtype=torch.float64, device=device)
     wanted = ((shares * weights.sum(dim=-1, dtype=torch.float64), True), ((shares * 100).ceil(), False))
+    masked = [top_k_top_p(weights, each, by_mass) for each, by_mass in wanted]
+    uniforms = torch.rand(4, generator=generator, dtype=torch.float64).to(device)
     return all(
-        torch.equal(kernel(weights.clone(), each, by_mass), top_k_top_p(weights, each, by_mass))
-        for each, by_mass in wanted
-    )
+        torch.equal(mask(weights.clone(), each, by_mass), kept)
+        for (each, by_mass), kept in zip(wanted, masked, strict=True)
+    ) and all(torch.equal(pick(each, uniforms), invert(each, uniforms)) for each in (weights, *masked))

@@ -45,21 +45,47 @@ def top_k_top_p(weights: torch.Tensor, wanted: torch.Tensor, by_mass: bool) -> t
     return weights.masked_fill(~kept, 0)
 
 
+class Invert(Protocol):
+    def __call__(self, weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+        """The first index at which each row's cumulative weight exceeds its uniform number times the sum, int64.
+
+        `weights` float32 `[num_rows, vocab_size]` in [0, 1]; `uniforms` float64 `[num_rows]` in [0, 1). A weight of 0
+        is never chosen.
+        """
+
+
 ROWS_AT_ONCE = 64
 """Twice a vocabulary in float64 each: 130 MB for the largest. A row needs at most 12 more bytes per token: its logits,
 its copy among the sampled rows, and its copy among the masked rows. The planner relies on that."""
 
 
-def choose(logits: torch.Tensor, batch: SamplingBatch, mask: TopKTopP = top_k_top_p) -> torch.Tensor:
+def invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Implements `Invert` in plain torch.
+
+    In float64, because the error of a float32 sum exceeds a rare token's weight; so a few rows at a time.
+    """
+    chosen = []
+    for some, shares in zip(torch.split(weights, ROWS_AT_ONCE), torch.split(uniforms, ROWS_AT_ONCE), strict=True):
+        cumulative = some.cumsum(dim=-1, dtype=torch.float64)
+        total = cumulative[:, -1:].contiguous()
+        index = torch.searchsorted(cumulative, shares[:, None] * total, right=True)
+        last = torch.searchsorted(cumulative, total)  # rounding must not select a weight of zero
+        chosen.append(torch.minimum(index, last)[:, 0])
+    return torch.cat(chosen)
+
+
+def choose(
+    logits: torch.Tensor, batch: SamplingBatch, mask: TopKTopP = top_k_top_p, pick: Invert = invert
+) -> torch.Tensor:
     """The next token of each row of float32 logits `[num_rows, vocab_size]`, which are overwritten: int64 `[num_rows]`.
 
-    -1 if a logit is NaN or infinite, or all are minus infinity. `mask` computes top-k and top-p.
+    -1 if a logit is NaN or infinite, or all are minus infinity. `mask` computes top-k and top-p; `pick` draws.
     """
     best, token_ids = logits.max(dim=-1)  # NaN if any logit is NaN
     if len(sampled := np.flatnonzero(batch.parameters[:, 0])):
         rows = _Rows(sampled, len(logits), logits.device)
         largest = rows.take(best)
-        rows.put(token_ids, _draw(rows.take(logits).sub_(largest[:, None]), sampled, batch, mask))
+        rows.put(token_ids, _draw(rows.take(logits).sub_(largest[:, None]), sampled, batch, mask, pick))
     return token_ids.masked_fill_(~best.isfinite(), -1)
 
 
@@ -93,7 +119,9 @@ class _Rows:
             matrix.index_copy_(0, self._index, rows)
 
 
-def _draw(logits: torch.Tensor, sampled: npt.NDArray[np.int64], batch: SamplingBatch, mask: TopKTopP) -> torch.Tensor:
+def _draw(
+    logits: torch.Tensor, sampled: npt.NDArray[np.int64], batch: SamplingBatch, mask: TopKTopP, pick: Invert
+) -> torch.Tensor:
     """One token for each row of `logits`, of the `sampled` rows of the batch; the largest logit is 0."""
     device, vocab_size = logits.device, logits.shape[-1]
     columns = np.vstack((batch.parameters.T, batch.uniforms()))[:, sampled]
@@ -107,7 +135,7 @@ def _draw(logits: torch.Tensor, sampled: npt.NDArray[np.int64], batch: SamplingB
         rows.put(weights, mask(rows.take(weights), rows.take(most), by_mass=False))
     if len(by_mass := np.flatnonzero(top_p < 1)):
         _mask_top_p(weights, _Rows(by_mass, len(weights), device), mass, mask)
-    return _invert(weights, uniforms)
+    return pick(weights, uniforms)
 
 
 def _mask_top_p(weights: torch.Tensor, rows: _Rows, top_p: torch.Tensor, mask: TopKTopP) -> None:
@@ -116,18 +144,3 @@ def _mask_top_p(weights: torch.Tensor, rows: _Rows, top_p: torch.Tensor, mask: T
     total = torch.cat([some.sum(dim=-1, dtype=torch.float64) for some in torch.split(nuclei, ROWS_AT_ONCE)])
     wanted = (rows.take(top_p) * total).clamp_min(1e-300)  # top_p = 0 keeps the largest
     rows.put(weights, mask(nuclei, wanted, by_mass=True))
-
-
-def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """The first index at which each row's cumulative weight exceeds its uniform number times the sum.
-
-    In float64, because the error of a float32 sum exceeds a rare token's weight; so a few rows at a time.
-    """
-    chosen = []
-    for some, shares in zip(torch.split(weights, ROWS_AT_ONCE), torch.split(uniforms, ROWS_AT_ONCE), strict=True):
-        cumulative = some.cumsum(dim=-1, dtype=torch.float64)
-        total = cumulative[:, -1:].contiguous()
-        index = torch.searchsorted(cumulative, shares[:, None] * total, right=True)
-        last = torch.searchsorted(cumulative, total)  # rounding must not select a weight of zero
-        chosen.append(torch.minimum(index, last)[:, 0])
-    return torch.cat(chosen)

@@ -10,6 +10,8 @@ from llmservice_server.backend.base import Attention, KVCacheShape, StepInput
 from llmservice_server.backend.cuda import backend as cuda_backend
 from llmservice_server.backend.cuda.attention import TritonAttention
 from llmservice_server.backend.cuda.backend import CudaBackend, why_triton_is_unusable
+from llmservice_server.backend.sampling_batch import SamplingBatch, stream_states
+from llmservice_server.backend.torch import sampler
 from llmservice_server.backend.torch.attention import TorchAttention, TorchStep
 from llmservice_server.types.errors import ConfigError
 
@@ -64,11 +66,24 @@ def test_a_kernel_that_fails_its_check_is_replaced_by_torch_only_where_the_choic
     lenient = CudaBackend(SHAPE, CPU, "a test")
     lenient.prepare(Model())  # type: ignore[arg-type]
     assert lenient.fallbacks == {
-        "top_k_top_p": "our kernel for top-k and top-p is unusable here: its results differ from torch's"
+        "top_k_top_p": "our kernels for sampling are unusable here: their results differ from torch's"
     }
     strict = CudaBackend(SHAPE, CPU, "a test", may_fall_back=False)
-    with pytest.raises(ConfigError, match=r"attention is triton, but our kernel .* use --attention auto"):
+    with pytest.raises(ConfigError, match=r"attention is triton, but our kernels .* use --attention auto"):
         strict.prepare(Model())  # type: ignore[arg-type]
+
+
+def test_a_seed_draws_the_tokens_that_torch_draws_each_time() -> None:
+    backend = CudaBackend(SHAPE, CPU, "a test")
+    backend.prepare(Model())  # type: ignore[arg-type]
+    assert not backend.fallbacks
+    logits = 3 * torch.randn(8, 500, generator=torch.Generator().manual_seed(0))
+    batch = replace(SamplingBatch.identical(8, temperature=0.7), streams=stream_states(range(8)))
+    batch.parameters[1::2, 1] = 40  # top-k
+    batch.parameters[2:, 2] = 0.9  # top-p
+    expected = sampler.choose(logits.clone(), batch)
+    assert torch.equal(backend.choose_tokens(logits.clone(), batch), expected)
+    assert torch.equal(backend.choose_tokens(logits.clone(), batch), expected)
 
 
 def test_graphs_that_fail_their_check_are_left_out_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:

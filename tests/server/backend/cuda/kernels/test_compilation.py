@@ -4,13 +4,17 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 HARNESS = Path(__file__).parents[5] / "e2e"
-SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """That a program may have: CUDA C++ Programming Guide, technical specifications by compute capability."""
+PREFILL_CORES = {80: "mma", 89: "mma", 90: "wgmma", 100: "tcgen05"}
+SAMPLING = {"_add_to_histograms": 2, "_count_equal": 2, "_mask": 1, "_sum_tiles": 1, "_find": 1}
+"""How many kernels are compiled: by number and by mass, and the same for any number of rows."""
 
 
 @pytest.mark.slow
@@ -25,8 +29,10 @@ def test_every_kernel_compiles_and_keeps_to_its_registers(capability: int, shape
     output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
     kernels = [json.loads(line) for line in output.splitlines()]
     assert {kernel["kernel"] for kernel in kernels} == {
-        "_store", "_rotate_and_store", "_decode", "_combine", "_prefill", "_add_rms_norm", "_silu_mul", "_top_k_top_p",
+        "_store", "_rotate_and_store", "_decode", "_combine", "_prefill", "_add_rms_norm", "_silu_mul", *SAMPLING,
     }  # fmt: skip
+    counts = Counter(kernel["kernel"] for kernel in kernels)
+    assert {name: counts[name] for name in SAMPLING} == SAMPLING
     for kernel in kernels:
         assert kernel["loop_spills"] == 0, kernel  # beside the loop a few numbers may wait on the stack
         assert kernel["stack_bytes"] <= 128, kernel
@@ -34,4 +40,4 @@ def test_every_kernel_compiles_and_keeps_to_its_registers(capability: int, shape
         assert kernel["load_bytes"] == 16, kernel
         if kernel["kernel"] in {"_decode", "_prefill"}:
             assert kernel["copy_bytes"] == 16, kernel
-            assert kernel["tensor_cores"] == ("wgmma" if (kernel["kernel"], capability) == ("_prefill", 90) else "mma")
+            assert kernel["tensor_cores"] == (PREFILL_CORES[capability] if kernel["kernel"] == "_prefill" else "mma")
