@@ -15,7 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from llmservice_planner.gpu import GPU, Device, UnknownGPU, find_gpu
-from llmservice_server.backend.cuda.decode_graphs import CudaCapture
+from llmservice_server.backend.cuda.capture import CudaCapture
 
 Work = Callable[[], object]
 

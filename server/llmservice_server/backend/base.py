@@ -252,6 +252,9 @@ class Rotary(Protocol):
     @property
     def scale(self) -> float: ...
 
+    def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and signed sines of `positions` `[num_tokens]`, each `[num_tokens, 1, head_dim]`."""
+
 
 class Decoder(Protocol):
     """A model, as a backend sees it."""
@@ -274,9 +277,18 @@ class Decoder(Protocol):
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """The last layer's states `[num_tokens, hidden_size]`, before the final norm."""
 
+    def project(self, index: int, states: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+        """A layer before its attention: queries, keys and values `[num_tokens, heads, head_dim]`, not rotated.
+
+        Of `states` `[num_tokens, hidden_size]`, to which `delta`, the layer before's result, is added in place.
+        """
+
+    def finish(self, index: int, states: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """A layer after its attention: what it adds to `states`, which get the attention's part in place."""
+
 
 class DecodePath(Protocol):
-    """A faster implementation of steps of decodes only."""
+    """A faster implementation of some steps."""
 
     def takes(self, step: StepInput) -> bool:
         """Whether it can compute such a step."""

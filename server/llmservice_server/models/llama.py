@@ -49,7 +49,7 @@ class LlamaModel:
         each layer's keys and values and knows which tokens may see which. A piece is a layer, or where `rows` is given
         so many tokens of one: those before them come first, which `attend` has to remember.
         """
-        eps, ops = self.config.rms_norm_eps, self.ops
+        eps = self.config.rms_norm_eps
         cos, sin = self.rotary.at(positions)
         rotating = attend if rotates(attend) else None
         hidden = F.embedding(token_ids, self.embed_tokens)
@@ -62,20 +62,29 @@ class LlamaModel:
         for index, layer in enumerate(self.layers):
             qk_norm = None if layer.qk_norm is None else (layer.qk_norm, eps)
             for number, (states, cosines, sines) in enumerate(pieces):
-                product = layer.qkv(ops.add_norm(states, deltas[number], layer.input_norm, eps))
-                heads = product.view(len(states), -1, self.config.head_dim)
+                heads = self.project(index, states, deltas[number])
                 rotation = Rotation(cosines, sines, qk_norm)
                 if rotating is not None:
                     attended = rotating.rotate_and_attend(index, heads, rotation)
                 else:
                     attended = self._rotate_and_attend(index, heads, rotation, attend)
-                normed = ops.add_norm(states, layer.o(attended), layer.post_attention_norm, eps)
-                deltas[number] = layer.down(ops.silu_mul(layer.gate_up(normed)))
+                deltas[number] = self.finish(index, states, attended)
                 yield None
         for (states, *_), delta in zip(pieces, deltas, strict=True):
             if delta is not None:
                 states.add_(delta)
         yield hidden
+
+    def project(self, index: int, states: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+        layer = self.layers[index]
+        normed = self.ops.add_norm(states, delta, layer.input_norm, self.config.rms_norm_eps)
+        return layer.qkv(normed).view(len(states), -1, self.config.head_dim)
+
+    def finish(self, index: int, states: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        layer = self.layers[index]
+        delta = layer.o(attended)
+        normed = self.ops.add_norm(states, delta, layer.post_attention_norm, self.config.rms_norm_eps)
+        return layer.down(self.ops.silu_mul(layer.gate_up(normed)))
 
     def _rotate_and_attend(self, index: int, heads: torch.Tensor, rotation: Rotation, attend: Attend) -> torch.Tensor:
         num_heads = self.config.num_heads

@@ -13,7 +13,8 @@ import harness.triton_interpreter  # noqa: F401
 from harness.never_waiting import META, never_waiting
 from llmservice_server.backend.base import Attend, KVCacheShape
 from llmservice_server.backend.cuda.attention import TritonAttention
-from llmservice_server.backend.cuda.decode_graphs import DecodeBuffers, DecodeGraphs, Replay
+from llmservice_server.backend.cuda.capture import Replay
+from llmservice_server.backend.cuda.decode_graphs import DecodeBuffers, DecodeGraphs
 from llmservice_server.backend.torch.attention import TorchAttention
 from llmservice_server.backend.torch.backend import TorchBackend
 from llmservice_server.engine.interfaces import BlockCopy, Plan, Scheduled

@@ -152,6 +152,8 @@ class TritonStep:
     slots: torch.Tensor
     decodes: Decodes | None
     chunks: ChunkAttention | None
+    output: torch.Tensor | None = None
+    """Where each layer's result is written; None: to new memory."""
 
     def __call__(self, layer: int, query: torch.Tensor, key_value: torch.Tensor) -> torch.Tensor:
         store(key_value, self.slots, self.caches[layer], self.scales[layer])
@@ -165,7 +167,9 @@ class TritonStep:
 
     def _attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         cache, scales, window = self.caches[layer], self.scales[layer], self.shape.windows[layer]
-        output = torch.empty((query.shape[0], query.shape[1] * query.shape[2]), dtype=query.dtype, device=query.device)
+        output = self.output
+        if output is None:
+            output = query.new_empty((query.shape[0], query.shape[1] * query.shape[2]))
         if self.decodes is not None:
             parts = self.decodes
             decode(query, cache, scales, parts.places, parts.work[window], parts.tables, output, parts.scratch)

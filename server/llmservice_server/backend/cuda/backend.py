@@ -73,10 +73,10 @@ class CudaBackend(TorchBackend):
         if not self._captures or not isinstance(attention, TritonAttention):
             return None
         graphs = decode_graphs.capture_graphs(model, attention, max_num_seqs, max_model_len)
-        if isinstance(graphs, decode_graphs.DecodeGraphs):
-            return graphs
-        self._fall_back("decode_graphs", f"CUDA graphs of decode steps are unusable here: {graphs}")
-        return None
+        if isinstance(graphs, str):
+            self._fall_back("decode_graphs", f"CUDA graphs of steps are unusable here: {graphs}")
+            return None
+        return graphs
 
     def _fall_back(self, part: Fallback, problem: str) -> None:
         if not self.may_fall_back:

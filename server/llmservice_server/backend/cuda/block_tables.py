@@ -25,6 +25,11 @@ class BlockTables:
         self._captured = False
         self._forget()
 
+    @property
+    def capacity(self) -> int:
+        """Blocks of a table, at most, without another matrix."""
+        return self.matrix.shape[1]
+
     def reserve(self, num_tables: int, num_blocks: int) -> None:
         """Make room for so many tables in a step, each of so many blocks, for good: graphs may read the matrix.
 

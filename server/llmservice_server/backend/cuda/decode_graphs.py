@@ -9,24 +9,24 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from llmservice_server.backend.base import Decoder, StepInput
 from llmservice_server.backend.cuda.attention import TritonAttention
+from llmservice_server.backend.cuda.capture import Capture, CudaCapture, Replay
+from llmservice_server.backend.cuda.mixed_graphs import MIXED_SIZES, MixedGraphs
 from llmservice_server.backend.torch.memory import cuda_free_bytes
 
 _LOG = logging.getLogger(__name__)
 
-Replay = Callable[[], None]
-Capture = Callable[[Callable[[], torch.Tensor]], tuple[Replay, torch.Tensor]]
-"""Records work; returns a function that repeats it, and the tensor with the result of each repetition."""
 _TOLERANCE = 5e-2
 """Other batch sizes may use other matrix products, whose rounding errors grow over many layers of bfloat16; a single
 wrong row of hundreds exceeds this as well."""
+_CHECKED_TOKENS = 4608  # of the longest sequence: more than the window of most models that have one
+_CHUNK = 512  # tokens of a step without graphs
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:
@@ -134,50 +134,58 @@ class DecodeGraphs:
         step = self._attention.step(buffers.slots[:size], decodes, None)
         return self._model.forward(buffers.token_ids[:size], buffers.positions[:size], step)
 
-    def why_wrong(self, blocks: Sequence[int]) -> str | None:
-        """Compare graphs with the model run without them, for a sequence in each of `blocks` and for one sequence.
-
-        None if they agree. Writes to the blocks.
-        """
-        for count in {1, len(blocks)}:
-            step = StepInput.of([(0, 1, [block]) for block in blocks[:count]], range(count))
-            replayed = self.run(step).float().clone()
-            plain = self._model.forward(
-                torch.from_numpy(step.token_ids).to(self._model.device),
-                torch.from_numpy(step.positions).to(self._model.device),
-                self._attention.prepare(step),
-            ).float()
-            error = float((replayed - plain).norm() / plain.norm())
-            if not error <= _TOLERANCE:
-                return f"a graph of {count} sequences differs by {error:.2g} from the same step without it"
-        return None
-
-
-class CudaCapture:
-    """Implements `Capture`; all graphs share one pool of memory.
-
-    What cannot be captured (cuBLAS's workspace, Triton's compiler) is done by a first run, on the same stream: cuBLAS
-    allocates a workspace of tens of megabytes for each stream and never frees it.
-    """
-
-    def __init__(self) -> None:
-        self._pool: Any = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-
-    def __call__(self, work: Callable[[], torch.Tensor]) -> tuple[Replay, torch.Tensor]:
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            work()
-        torch.cuda.current_stream().wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            answer = work()
-        return graph.replay, answer
-
 
 def graph_bytes(largest: int, another: int, num_graphs: int) -> int:
     """The memory of all graphs, from that of the first, the largest, and what the next one added."""
     return largest + another * (num_graphs - 1)
+
+
+class StepGraphs:
+    """Implements `DecodePath`: decode steps as one graph, others of few tokens as several."""
+
+    def __init__(self, model: Decoder, attention: TritonAttention, paths: Sequence[DecodeGraphs | MixedGraphs]) -> None:
+        self._model = model
+        self._attention = attention
+        self._paths = paths
+
+    def takes(self, step: StepInput) -> bool:
+        return any(path.takes(step) for path in self._paths)
+
+    def run(self, step: StepInput) -> torch.Tensor:
+        return next(path for path in self._paths if path.takes(step)).run(step)
+
+    def why_wrong(self, num_blocks: int, max_num_seqs: int) -> str | None:
+        """Compare steps with the model run without graphs: one sequence, as many as there may be, chunks among them.
+
+        One has many blocks, so that it is split and exceeds the windows of most models. None if all agree. Writes to
+        the blocks from 1 on.
+        """
+        block_size = self._attention.shape.block_size
+        count = min(max_num_seqs, num_blocks - 1)
+        longest = min(_CHECKED_TOKENS, (num_blocks - count) * block_size, self._attention.tables.capacity * block_size)
+        long_table = range(1, 1 + -(-longest // block_size))
+        others = [(0, 1, [block]) for block in range(1 + len(long_table), len(long_table) + count)]
+        for start in range(0, longest, _CHUNK):
+            self._plain(StepInput.of([(start, min(_CHUNK, longest - start), long_table)]))
+        decode, chunk = (longest - 1, 1, long_table), (longest // 2, longest - longest // 2, long_table)
+        for runs in ([decode], [decode, *others], [chunk, *others[:8]]):
+            step = StepInput.of(
+                runs, [(7 * place) % self._model.config.vocab_size for place in range(sum(run[1] for run in runs))]
+            )
+            if not self.takes(step):
+                continue
+            replayed, plain = self.run(step).float().clone(), self._plain(step).float()
+            error = float((replayed - plain).norm() / plain.norm())
+            if not error <= _TOLERANCE:
+                return f"a graph of {len(step)} sequences differs by {error:.2g} from the same step without it"
+        return None
+
+    def _plain(self, step: StepInput) -> torch.Tensor:
+        device = self._model.device
+        attend = self._attention.prepare(step)
+        return self._model.forward(
+            torch.from_numpy(step.token_ids).to(device), torch.from_numpy(step.positions).to(device), attend
+        )
 
 
 @torch.inference_mode()
@@ -186,32 +194,46 @@ def predict_graph_bytes(model: Decoder, attention: TritonAttention, max_num_seqs
     sizes = capture_sizes(max_num_seqs)
     buffers = _buffers(attention, sizes[-1], max_model_len)
     capture = CudaCapture()
-    kept, taken = [], []
+    kept: list[object] = []
+    taken = []
     for size in sizes[:-3:-1]:
         before = cuda_free_bytes(model.device)
         kept.append(DecodeGraphs(model, attention, buffers, [size], capture))
         taken.append(before - cuda_free_bytes(model.device))
-    return buffers.nbytes + graph_bytes(taken[0], max(0, taken[-1]), len(sizes))
+    mixed = []
+    for size in MIXED_SIZES[:-3:-1]:
+        before = cuda_free_bytes(model.device)
+        kept.append(MixedGraphs(model, attention, [size], capture))
+        mixed.append(before - cuda_free_bytes(model.device))
+    return (
+        buffers.nbytes
+        + graph_bytes(taken[0], max(0, taken[-1]), len(sizes))
+        + graph_bytes(mixed[0], max(0, mixed[-1]), len(MIXED_SIZES))
+    )
 
 
 @torch.inference_mode()
 def capture_graphs(
     model: Decoder, attention: TritonAttention, max_num_seqs: int, max_model_len: int
-) -> DecodeGraphs | str:
+) -> StepGraphs | str:
     """All graphs, compared with the same steps without them; a phrase that says why if they cannot be used.
 
     Writes to the blocks from 1 on, so nothing may be cached yet.
     """
     sizes = capture_sizes(max_num_seqs)
     try:
-        graphs = DecodeGraphs(model, attention, _buffers(attention, sizes[-1], max_model_len), sizes, CudaCapture())
-        num_blocks = len(attention.caches[0])
-        problem = graphs.why_wrong(range(1, min(max_num_seqs, num_blocks - 1) + 1))
+        capture = CudaCapture()
+        paths = (
+            DecodeGraphs(model, attention, _buffers(attention, sizes[-1], max_model_len), sizes, capture),
+            MixedGraphs(model, attention, MIXED_SIZES, capture),
+        )
+        graphs = StepGraphs(model, attention, paths)
+        problem = graphs.why_wrong(len(attention.caches[0]), max_num_seqs)
     except RuntimeError as error:  # torch's type for CUDA's errors; out of memory is one of them
         return str(error).splitlines()[0]
     if problem is not None:
         return problem
-    _LOG.info("captured %d CUDA graphs for 1 to %d sequences", len(sizes), sizes[-1])
+    _LOG.info("captured CUDA graphs of 1 to %d decodes, and of up to %d tokens", sizes[-1], MIXED_SIZES[-1])
     return graphs
 
 

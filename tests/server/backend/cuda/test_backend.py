@@ -93,7 +93,7 @@ def test_graphs_that_fail_their_check_are_left_out_or_refused(monkeypatch: pytes
     lenient, strict = (CudaBackend(SHAPE, CPU, "a test", may_fall_back=may) for may in (True, False))
     path = lenient.decode_path(Model(), attention, max_num_seqs=1, max_model_len=16)  # type: ignore[arg-type]
     assert path is None
-    assert lenient.fallbacks == {"decode_graphs": "CUDA graphs of decode steps are unusable here: it differs by 0.3"}
+    assert lenient.fallbacks == {"decode_graphs": "CUDA graphs of steps are unusable here: it differs by 0.3"}
     with pytest.raises(ConfigError, match=r"differs by 0\.3: use --attention auto"):
         strict.decode_path(Model(), attention, max_num_seqs=1, max_model_len=16)  # type: ignore[arg-type]
 

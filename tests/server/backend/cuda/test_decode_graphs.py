@@ -8,18 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from triton.runtime.interpreter import InterpretedFunction
 
 import harness.triton_interpreter  # noqa: F401
 from llmservice_server.backend.base import KVCacheShape, PendingTokens, StepInput
 from llmservice_server.backend.cuda.attention import TritonAttention
+from llmservice_server.backend.cuda.capture import CudaCapture, Replay
 from llmservice_server.backend.cuda.decode_graphs import (
-    CudaCapture,
     DecodeBuffers,
     DecodeGraphs,
-    Replay,
+    StepGraphs,
     capture_sizes,
     graph_bytes,
 )
+from llmservice_server.backend.cuda.mixed_graphs import MixedGraphs
 from llmservice_server.models.llama import LlamaModel
 from llmservice_server.runtime.loader import Checkpoint
 from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
@@ -33,7 +35,7 @@ BLOCK_SIZE = 16
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> LlamaModel:
     folder = tmp_path_factory.mktemp("tiny")
-    write_tiny_model(folder, TinyModelSpec(layers=1, hidden_size=32, heads=4, kv_heads=2, vocab_size=512))
+    write_tiny_model(folder, TinyModelSpec(layers=2, hidden_size=32, heads=4, kv_heads=2, vocab_size=512))
     return Checkpoint.open(folder).load(torch.float32, CPU)
 
 
@@ -119,18 +121,65 @@ def test_steps_with_chunks_and_too_many_sequences_are_not_taken(model: LlamaMode
     assert not graphs.takes(StepInput.of([(0, 1, [1])] * 3))
 
 
+def step_graphs(model: LlamaModel, attention: TritonAttention, capture: Any) -> StepGraphs:
+    decode = DecodeGraphs(model, attention, DecodeBuffers(attention, 2, 10), [1, 2], capture)
+    return StepGraphs(model, attention, (decode, MixedGraphs(model, attention, [64, 128], capture)))
+
+
+@pytest.mark.parametrize("forgets", ["nothing", "decodes", "chunks"])
 @torch.inference_mode()
-def test_a_graph_that_does_something_else_is_found_out(model: LlamaModel) -> None:
-    attention = attention_of(model)
+def test_a_graph_that_does_something_else_is_found_out(model: LlamaModel, forgets: str) -> None:
+    attention, right = attention_of(model), Recorder()
 
-    def forgetful(work: Callable[[], torch.Tensor]) -> tuple[Replay, torch.Tensor]:
-        return lambda: None, torch.zeros_like(work())
+    def capture(work: Callable[[], torch.Tensor]) -> tuple[Replay, torch.Tensor]:
+        replay, output = right(work)
+        is_decode = len(output) <= 2
+        return (lambda: None) if forgets == ("decodes" if is_decode else "chunks") else replay, output
 
-    buffers = DecodeBuffers(attention, 2, 16)
-    assert DecodeGraphs(model, attention, buffers, [1, 2], Recorder()).why_wrong([1, 2]) is None
-    problem = DecodeGraphs(model, attention, buffers, [1, 2], forgetful).why_wrong([1, 2])
-    assert problem is not None
-    assert "differs by" in problem
+    problem = step_graphs(model, attention, capture).why_wrong(len(attention.caches[0]), 2)
+    assert problem is None if forgets == "nothing" else problem is not None and "differs by" in problem
+
+
+@torch.inference_mode()
+def test_a_mixed_step_gets_what_it_gets_without_graphs(model: LlamaModel) -> None:
+    attention, other, recorder = attention_of(model), attention_of(model), Recorder()
+    graphs = MixedGraphs(model, attention, [16, 64], recorder)
+    layers = len(model.layers)
+    assert recorder.sizes == [64] * (layers + 1) + [16] * (layers + 1)
+    drawn = torch.tensor([8, 5])
+    steps = [
+        StepInput.of([(0, 20, [3, 4]), (0, 1, [5])], range(21)),
+        replace(
+            StepInput.of([(20, 1, [3, 4]), (0, 9, [7]), (1, 1, [5])], [0, *range(9), 0]),
+            pending=PendingTokens(np.array([0, 10]), np.array([1, 0]), drawn),
+        ),
+    ]
+    known = [steps[0], StepInput.of([(20, 1, [3, 4]), (0, 9, [7]), (1, 1, [5])], [5, *range(9), 8])]
+    for step, same in zip(steps, known, strict=True):
+        assert graphs.takes(step)
+        torch.testing.assert_close(graphs.run(step), plain(model, other, same))
+    assert not graphs.takes(StepInput.of([(0, 65, [1, 2, 3, 4, 5])]))
+
+
+@torch.inference_mode()
+def test_a_layer_of_a_mixed_step_is_at_most_five_launches(model: LlamaModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph, and four kernels of attention."""
+    attention, launches = attention_of(model), list[str]()
+
+    def capture(work: Callable[[], torch.Tensor]) -> tuple[Replay, torch.Tensor]:
+        return lambda: launches.append("graph"), work()
+
+    graphs = MixedGraphs(model, attention, [64], capture)
+    run = InterpretedFunction.run
+
+    def counting(kernel: Any, *arguments: Any, **settings: Any) -> Any:
+        launches.append(kernel.fn.__name__)
+        return run(kernel, *arguments, **settings)
+
+    monkeypatch.setattr(InterpretedFunction, "run", counting)
+    graphs.run(StepInput.of([(0, 20, [3, 4]), (0, 1, [5])], range(21)))
+    layer = ["_rotate_and_store", "_decode", "_combine", "_prefill", "graph"]
+    assert launches == ["graph", *layer * len(model.layers)]
 
 
 @torch.inference_mode()
