@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import itertools
+import re
 import statistics
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -41,6 +43,9 @@ class GPUDevice(Protocol):
     def busy_s(self, work: Work) -> float:
         """Seconds that kernels run during `work`."""
 
+    def launches(self, work: Work) -> int:
+        """How many kernels and graphs the host launches during `work`."""
+
     def host_waits(self, work: Work) -> list[str]:
         """The places (`file:line`) where the host synchronised with the device during `work`, one entry per wait."""
 
@@ -59,7 +64,20 @@ def seconds(gpu: GPUDevice, work: Work, repetitions: int = 5) -> float:
     return statistics.median(gpu.timings_s(work, repetitions))
 
 
+def host_seconds(gpu: GPUDevice, work: Work, repetitions: int = 5) -> float:
+    """The median time until `work` returns, on a device that has nothing else to do."""
+    times = []
+    for _ in range(repetitions):
+        gpu.synchronize()
+        started_s = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - started_s)
+    gpu.synchronize()
+    return statistics.median(times)
+
+
 _LESS_BYTES = 64 << 20
+_LAUNCH = re.compile(r"cu(da)?(Launch(Cooperative)?Kernel|GraphLaunch)")
 
 
 class CudaDevice:
@@ -104,6 +122,12 @@ class CudaDevice:
             work()
             self.synchronize()
         return float(sum(entry.self_device_time_total for entry in watched.key_averages())) * 1e-6
+
+    def launches(self, work: Work) -> int:
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as watched:
+            work()
+            self.synchronize()
+        return sum(entry.count for entry in watched.key_averages() if _LAUNCH.match(entry.key))
 
     def host_waits(self, work: Work) -> list[str]:
         torch.cuda.set_sync_debug_mode("warn")

@@ -9,7 +9,7 @@ import torch
 
 from gpu_bench import llama
 from gpu_bench.bench import Bench, add, run_until_idle, unique_prompt
-from gpu_bench.device import seconds
+from gpu_bench.device import host_seconds, seconds
 from gpu_bench.sections import Findings
 from llmservice_bench.results import Check
 from llmservice_planner.model_config import read_config
@@ -21,6 +21,8 @@ from llmservice_server.backend.cuda.attention import TritonAttention
 from llmservice_server.engine.engine import Engine
 from llmservice_server.runtime import startup
 from llmservice_server.runtime.startup import model_runner
+
+_MIXED_PROMPT, _MIXED_DECODES = 256, 64  # tokens, sequences
 
 
 def checkpoint(bench: Bench) -> Findings:
@@ -81,6 +83,7 @@ def steps(bench: Bench) -> Findings:
         cache.normal_()  # uninitialised memory may contain NaN, and zeros use less power
     found = _decode(bench, bench.engine())
     found.add(_prefill(bench, bench.engine()))
+    found.add(_mixed(bench, bench.engine()))
     return found
 
 
@@ -109,10 +112,32 @@ def _decode(bench: Bench, engine: Engine) -> Findings:
         found.rows.append({
             "part": "decode step", "batch": batch, "context": context, "tokens/s": batch / p50_s,
             "ITL p50 ms": p50_s * 1e3, "ITL p99 ms": p99_s * 1e3, "share of copy bandwidth": shares[-1],
+            "host ms": host_seconds(bench.gpu, step) * 1e3, "launches": bench.gpu.launches(step),
         })  # fmt: skip
     what = f"decode at batch 1-{max(bench.sizes.decode_batches)}, {context} tokens each: least share of copy bandwidth"
     found.checks.append(Check(what, ">= 0.75", min(shares, default=0.0)))
     return found
+
+
+def _mixed(bench: Bench, engine: Engine) -> Findings:
+    """A prompt's chunk beside decodes, as under steady arrivals: bounded by the host's launches in small models."""
+    runner, block_size, sizes = model_runner(engine), engine.ready.block_size, bench.sizes
+    prompt, num_decodes = min(_MIXED_PROMPT, sizes.max_model_len), min(_MIXED_DECODES, sizes.max_num_seqs - 1)
+    first = 1 + -(-prompt // block_size)
+    runs = [(0, prompt, range(1, first)), *((0, 1, [first + place]) for place in range(num_decodes))]
+    step = StepInput.of(runs)
+
+    def launch() -> None:
+        with torch.inference_mode():
+            runner.forward(step)
+
+    launches = bench.gpu.launches(launch)
+    row = {
+        "part": "mixed step", "prompt": prompt, "decodes": num_decodes, "ms": seconds(bench.gpu, launch) * 1e3,
+        "host ms": host_seconds(bench.gpu, launch) * 1e3, "launches": launches,
+    }  # fmt: skip
+    most = 6 * runner.model.config.num_layers + 20
+    return Findings(rows=[row], checks=[Check("launches of a mixed step", f"<= {most}", launches)])
 
 
 def _prefill(bench: Bench, engine: Engine) -> Findings:

@@ -63,6 +63,10 @@ class CPUDevice:
             work()
         return float(sum(entry.self_cpu_time_total for entry in watched.key_averages())) * 1e-6
 
+    def launches(self, work: Work) -> int:
+        work()
+        return 0
+
     def host_waits(self, work: Work) -> list[str]:
         work()
         return []

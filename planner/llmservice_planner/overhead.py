@@ -20,9 +20,9 @@ PROCESS_BYTES = 512 * 2**20
 """The server's processes, which on a CPU use the same memory. Measured with the tiny model under load: 255 MB for the
 engine without weights, cache and activations, 66 MB for the HTTP process; numba's compiler adds 110 MB, a tokenizer of
 128k entries about 100 MB."""
-LOGITS_BYTES = 12
-"""Per vocabulary entry and sequence: the sampler has up to three copies of the float32 logits, because rows of a mixed
-batch are copied before sampling and before the top-k/top-p mask."""
+LOGITS_BYTES = 16
+"""Per vocabulary entry and sequence: the sampler has up to four copies of the float32 logits, because rows of a mixed
+batch are copied before sampling, before the top-k/top-p mask, and for log-probabilities."""
 SUMMED_ROWS_BYTES = 64 * 16
 """Per vocabulary entry: on a GPU the sampler sums 64 rows at a time in float64, with two copies."""
 

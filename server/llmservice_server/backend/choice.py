@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from typing import TYPE_CHECKING, Literal, ParamSpec, TypeVar
 
 import torch
 
@@ -10,6 +14,11 @@ from llmservice_server.backend.base import Backend, KVCacheShape
 from llmservice_server.backend.torch.backend import TorchBackend
 from llmservice_server.types.errors import ConfigError
 
+if TYPE_CHECKING:
+    from llmservice_server.backend.cuda.varlen import Choice
+
+P = ParamSpec("P")
+T = TypeVar("T")
 BackendName = Literal["cpu", "torch", "triton"]
 
 
@@ -50,9 +59,9 @@ def choose_backend(
 
     if wanted != "auto":
         return CudaBackend(shape, device, reason, enforce_eager=enforce_eager, may_fall_back=False)
-    from llmservice_server.backend.cuda.varlen import OURS, choose_chunk_attention
+    from llmservice_server.backend.cuda.varlen import OURS
 
-    chunks = choose_chunk_attention(shape, dtype, device, max_num_batched_tokens)
+    chunks = _choose_chunk_attention(shape, dtype, device, max_num_batched_tokens)
     return CudaBackend(
         shape,
         device,
@@ -86,7 +95,34 @@ def _why_triton_is_unusable(shape: KVCacheShape, dtype: torch.dtype, device: tor
         from llmservice_server.backend.cuda.backend import why_triton_is_unusable
     except ImportError as error:
         return f"it cannot be imported ({error})"
-    return why_triton_is_unusable(shape, dtype, device)
+    if device.type != "cuda":
+        return why_triton_is_unusable(shape, dtype, device)
+    try:
+        return in_child(why_triton_is_unusable, shape, dtype, device)
+    except BrokenProcessPool:
+        return "the process that checked its kernels was killed"
+
+
+def _choose_chunk_attention(
+    shape: KVCacheShape, dtype: torch.dtype, device: torch.device, max_num_batched_tokens: int
+) -> Choice:
+    from llmservice_server.backend.cuda.varlen import OURS, Choice, choose_chunk_attention
+
+    if device.type != "cuda":
+        return choose_chunk_attention(shape, dtype, device, max_num_batched_tokens)
+    try:
+        return in_child(choose_chunk_attention, shape, dtype, device, max_num_batched_tokens)
+    except BrokenProcessPool:
+        return Choice(OURS, "the process that timed them was killed")
+
+
+def in_child(work: Callable[P, T], *arguments: P.args, **settings: P.kwargs) -> T:
+    """`work` in a process of its own, as an illegal access to memory ends the CUDA context of the process it is in.
+
+    Raises what `work` raises, and BrokenProcessPool if it kills its process. Compiled kernels stay in Triton's cache.
+    """
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as child:
+        return child.submit(work, *arguments, **settings).result()
 
 
 def _why_cpu_kernels_are_unusable() -> str | None:

@@ -11,7 +11,8 @@ from llmservice_server.backend.base import Backend
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.interfaces import KVCachePlan
 from llmservice_server.models.llama import LlamaModel
-from llmservice_server.runtime.runner import ModelRunner
+from llmservice_server.runtime.embeddings import EmbeddingModel
+from llmservice_server.runtime.runner import ModelRunner, staging_bytes
 from llmservice_server.types.errors import OutOfMemoryError
 
 GIB = 1 << 30
@@ -47,7 +48,8 @@ def measure_activations(model: LlamaModel, backend: Backend, config: EngineConfi
         return _estimate(model, config)
     if backend.shares_memory:  # the allocator hides what the sampler adds to it
         return max(taken, config.most_seqs * model.config.vocab_size * 4)
-    return taken
+    masks = config.most_seqs * model.config.vocab_size // 8  # of grammars, a bit for each token
+    return taken + masks + (staging_bytes(backend.shape) if config.swap_space_gib else 0)
 
 
 def seconds(work: Callable[[], object], backend: Backend) -> float:
@@ -69,6 +71,8 @@ def _full_step(
 
     def step() -> None:
         runner.dummy_step(config.step_tokens, config.most_seqs, longest, config.block_size)
+        if not backend.shares_memory:  # inputs of /v1/embeddings are computed between steps, without the KV cache
+            EmbeddingModel(model, config.pooling).embed([[0] * longest] * (config.step_tokens // longest))
 
     return runner, step, num_blocks * backend.shape.bytes_per_block
 

@@ -22,11 +22,19 @@ from typing import Self
 import numpy as np
 import torch
 
-from llmservice_server.backend.base import Attention, Backend, DecodePath, Int64Array, PendingTokens, StepInput
+from llmservice_server.backend.base import (
+    Attention,
+    Backend,
+    DecodePath,
+    Int64Array,
+    KVCacheShape,
+    PendingTokens,
+    StepInput,
+)
 from llmservice_server.backend.sampling_batch import SamplingBatch
 from llmservice_server.backend.transfer import HostCopy, to_device
 from llmservice_server.engine.interfaces import BlockCopy, Plan, Scheduled, StepResult
-from llmservice_server.engine.request import Request
+from llmservice_server.engine.request import MAX_LOGPROBS, Request
 from llmservice_server.models.llama import LlamaModel
 from llmservice_server.sampling.grammar import Grammar
 from llmservice_server.sampling.logit_adjustments import TokenMasks
@@ -156,8 +164,12 @@ class ModelRunner:
             runs.append((0, count, range(first_block, first_block + num_blocks)))
             first_block += num_blocks
         logits = self.model.logits(self.forward(StepInput.of(runs))[:num_seqs])
-        kind = SamplingBatch.identical if self.backend.shares_memory else SamplingBatch.largest
-        return self.sampler.choose(logits, kind(len(logits)))
+        if self.backend.shares_memory:
+            return self.sampler.choose(logits, SamplingBatch.identical(len(logits)))
+        raw = logits.clone()  # as where every request wants log-probabilities
+        token_ids = self.sampler.choose(logits, SamplingBatch.largest(len(logits)))
+        Logprobs.of(raw, token_ids.clamp_min(0), MAX_LOGPROBS)
+        return token_ids
 
     @torch.inference_mode()
     def warm_up(self, num_tokens: int, block_size: int) -> bool:
@@ -252,6 +264,11 @@ class PromptLogprobs:
 
 def _num_top(request: Request) -> int:
     return request.sampling.prompt_logprobs or 0
+
+
+def staging_bytes(shape: KVCacheShape) -> int:
+    """What swapping takes on the device: the gathered blocks, and their parts before they are put together."""
+    return 2 * _STAGED * shape.bytes_per_block
 
 
 class SwappedBlocks:

@@ -32,7 +32,7 @@ PARTS: dict[str, dict[str, int]] = {
     "ceilings": {"ceilings": 1},
     "checkpoint": {"checkpoint": 1},
     "start": {"start": 1, "start by phase": 1, "memory": 1},
-    "steps": {"decode step": 2, "prefill step": 1},
+    "steps": {"decode step": 2, "prefill step": 1, "mixed step": 1},
     "host_syncs": {"host waits": 4},
     "throughput": {"2 in flight": 1},
     "transformers": {"2 in flight": 1},

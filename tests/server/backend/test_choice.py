@@ -1,8 +1,12 @@
+import os
+import signal
+
 import pytest
 import torch
 
+from llmservice_server.backend import choice
 from llmservice_server.backend.base import KVCacheShape
-from llmservice_server.backend.choice import choose_backend, decide
+from llmservice_server.backend.choice import choose_backend, decide, in_child
 from llmservice_server.types.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -36,3 +40,20 @@ def test_an_fp8_cache_is_for_our_gpu_kernels_only(wanted: str) -> None:
     with pytest.raises(ConfigError, match="choose another --kv-cache-dtype"):
         choose_backend(wanted, shape, torch.float32, CPU, max_num_batched_tokens=64)  # type: ignore[arg-type]
     assert choose_backend("triton", shape, torch.float32, CPU, max_num_batched_tokens=64).name == "triton"
+
+
+def test_a_check_runs_in_a_process_of_its_own() -> None:
+    assert in_child(os.getpid) != os.getpid()
+    with pytest.raises(ZeroDivisionError):
+        in_child(divmod, 1, 0)
+
+
+def test_a_check_that_kills_its_process_counts_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_a_child = choice.in_child
+    monkeypatch.setattr(choice, "in_child", lambda *_: in_a_child(signal.raise_signal, signal.SIGKILL))
+    shape, gpu = KVCacheShape(4, 2, 64, (None,), 16, torch.float32), torch.device("cuda")
+    problem = "the process that checked its kernels was killed"
+    backend = choose_backend("auto", shape, torch.float32, gpu, max_num_batched_tokens=64)
+    assert (backend.name, backend.fallbacks) == ("torch", {"attention": problem})
+    with pytest.raises(ConfigError, match=f"{problem}: use --attention auto"):
+        choose_backend("triton", shape, torch.float32, gpu, max_num_batched_tokens=64)

@@ -10,6 +10,7 @@ from llmservice_planner.overhead import LOGITS_BYTES, SUMMED_ROWS_BYTES
 from llmservice_server.backend.sampling_batch import SamplingBatch
 from llmservice_server.backend.torch import sampler as torch_sampler
 from llmservice_server.sampling.logit_adjustments import apply_masks
+from llmservice_server.sampling.sampler import Logprobs
 
 VOCAB = 4096
 HIDDEN = 8
@@ -43,7 +44,10 @@ def sampling_bytes(batch: SamplingBatch) -> int:
 
     def work() -> None:
         with torch.inference_mode():
-            torch_sampler.choose(torch.nn.functional.linear(hidden, head).float(), batch, cut_in_place)
+            logits = torch.nn.functional.linear(hidden, head).float()
+            raw = logits.clone()
+            token_ids = torch_sampler.choose(logits, batch, cut_in_place)
+            Logprobs.of(raw, token_ids.clamp_min(0), 20)
 
     work()
     return peak_bytes(work)

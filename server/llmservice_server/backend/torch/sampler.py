@@ -55,7 +55,7 @@ class Invert(Protocol):
 
 
 ROWS_AT_ONCE = 64
-"""Twice a vocabulary in float64 each: 130 MB for the largest. A row needs at most 12 more bytes per token: its logits,
+"""Twice a vocabulary in float64 each: 130 MB for the largest. A row needs at most 16 more bytes per token: its logits,
 its copy among the sampled rows, and its copy among the masked rows. The planner relies on that."""
 
 
