@@ -18,13 +18,14 @@ from typing import Any
 import torch
 
 from llmservice_bench.results import Check, Results
+from llmservice_server.engine.scheduler import ContinuousScheduler
 from pieces.block_pool import measure_block_pool
 from pieces.embeddings import NUM_STREAMS as NUM_EMBEDDING_STREAMS
 from pieces.embeddings import measure_embeddings
 from pieces.http_path import LONGEST_ITL_MS, NUM_STREAMS, measure_http, sustained_tokens_per_s
 from pieces.sampler import KINDS, NUM_ROWS, measure_sampler
 from pieces.scheduling import NUM_RUNNING as NUM_SCHEDULED
-from pieces.scheduling import measure_scheduling
+from pieces.scheduling import SchedulerBefore, measure_prompts, measure_scheduling
 from pieces.start import measure_phases, measure_serving
 from pieces.step import measure_real_step, measure_step
 from pieces.stream_chunks import measure_stream_chunks
@@ -36,6 +37,7 @@ STEP_ROUNDS = 5
 """Rounds over all sizes, of which the median counts, because a round takes 0.1 s and the speed of a shared machine
 varies."""
 OFFERED = (10_000, 15_000, 20_000, 25_000, 30_000)  # tokens/s
+PROMPTS = (("16 requests with one prompt of 1,600 tokens", 16, 1600), ("one of 16,000 tokens, alone", 1, 16_000))
 EMBEDDED = ((16, 32), (4, 512))  # inputs of a request, tokens of each
 START_MODEL = "toy"
 
@@ -80,7 +82,7 @@ def step() -> Found:
 
 def scheduling() -> Found:
     timings = measure_scheduling()
-    rows = [
+    rows: list[Row] = [
         {"situation": name, "scheduling_p50_ms": each.p50_s * 1000, "scheduling_p99_ms": each.p99_s * 1000}
         for name, each in timings.items()
     ]
@@ -88,6 +90,10 @@ def scheduling() -> Found:
         Check(f"scheduling alone at {NUM_SCHEDULED} running, {name}", "<= 0.5", each.p50_s * 1000, "ms")
         for name, each in timings.items()
     ]
+    for prompt, count, tokens in PROMPTS:
+        for name, kind in (("before, as of commit 82f1556", SchedulerBefore), ("now", ContinuousScheduler)):
+            work = measure_prompts(kind, count, tokens)
+            rows.append({"prompt": prompt, "scheduler": name, "steps": work.steps, "tokens_computed": work.tokens})
     return Found(rows, checks)
 
 

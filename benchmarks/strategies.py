@@ -12,7 +12,8 @@ such a step is also faster.
 
 Admission is compared in simulated time, with the real scheduler: all requests arrive at once, a step takes what the
 planner's roofline says of an 8B model on an H100, and a pool of 48k tokens bounds the batch. The scheduler does not
-know where an answer ends.
+know where an answer ends. The same requests go through transformers' own schedulers and paged cache, with our block
+size, tokens and sequences of a step, and with its defaults: pages of 256 tokens, steps of 8,192.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""The scheduler's own time per step with many running requests, alone: no model, no sampling."""
+"""The scheduler alone, without model and sampling: its time per step, and the tokens and steps that prompts take."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, replace
 
 from llmservice_server.engine.block_pool import BlockPool, chain_start, hash_blocks
+from llmservice_server.engine.interfaces import Plan
 from llmservice_server.engine.request import Request
 from llmservice_server.engine.scheduler import ContinuousScheduler, SchedulerConfig
 from llmservice_server.types.messages import GenerateRequest, SamplingParams
@@ -15,6 +17,9 @@ BLOCK_SIZE = 16
 LONG_TOKENS = 128_000
 _PROMPT_TOKENS = 2000
 _STEPS = 200
+_CONFIG = SchedulerConfig(
+    block_size=BLOCK_SIZE, max_num_seqs=NUM_RUNNING + 1, max_num_batched_tokens=2048, prefill_chunk_tokens=512
+)
 
 
 class Load:
@@ -22,9 +27,7 @@ class Load:
 
     def __init__(self, num_batch: int = 0, max_num_seqs: int = NUM_RUNNING + 1, spare_blocks: int = 20_000) -> None:
         blocks = NUM_RUNNING * -(-(_PROMPT_TOKENS + 4 * _STEPS) // BLOCK_SIZE)
-        config = SchedulerConfig(
-            block_size=BLOCK_SIZE, max_num_seqs=max_num_seqs, max_num_batched_tokens=2048, prefill_chunk_tokens=512
-        )
+        config = replace(_CONFIG, max_num_seqs=max_num_seqs)
         self.scheduler = ContinuousScheduler(BlockPool(1 + blocks + spare_blocks), config)
         self._arrivals = 0
         for number in range(NUM_RUNNING):
@@ -77,3 +80,45 @@ def measure_scheduling() -> dict[str, Timing]:
             seconds.append(steady.step())
         timings[name] = Timing.of(seconds)
     return timings
+
+
+class SchedulerBefore(ContinuousScheduler):
+    """With the rules of commit 82f1556 for prompts: blocks are shared from the step after theirs on, by requests that
+    are admitted then, and a prompt that is alone is computed in chunks too.
+    """
+
+    def _register_ahead(self, request: Request, plan: Plan) -> None: ...
+
+    def _skip_computed(self, request: Request) -> None: ...
+
+    def _give_rest(self, plan: Plan, budget: int) -> None:
+        if len(plan.scheduled) > 1:
+            super()._give_rest(plan, budget)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptWork:
+    steps: int
+    tokens: int
+
+
+def measure_prompts(kind: type[ContinuousScheduler], count: int, prompt_tokens: int) -> PromptWork:
+    """What `count` requests with one prompt take until each has its first token."""
+    scheduler = kind(BlockPool(1 + count * prompt_tokens // BLOCK_SIZE * 2), _CONFIG)
+    for number in range(count):
+        message = GenerateRequest(
+            request_id=str(number),
+            prompt_token_ids=list(range(prompt_tokens)),
+            sampling=SamplingParams(max_tokens=1),
+            arrival_s=0.0,
+        )
+        scheduler.add(Request.of(message, number, 0, frozenset()))
+    steps = tokens = 0
+    while scheduler.running or scheduler.waiting:
+        plan = scheduler.schedule(0.0)
+        scheduler.commit(plan)
+        steps, tokens = steps + 1, tokens + plan.num_tokens
+        for share in plan.scheduled:
+            if share.samples:
+                scheduler.finish(share.request)
+    return PromptWork(steps, tokens)

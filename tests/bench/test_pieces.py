@@ -4,11 +4,13 @@ from typing import Any
 
 import pytest
 
+from llmservice_server.engine.scheduler import ContinuousScheduler
 from llmservice_server.types.messages import GenerateRequest, SamplingParams
 from pieces.block_pool import measure_block_pool
 from pieces.empty_engine import EmptyModel, empty_engine
 from pieces.http_path import HttpRun, measure_http, sustained_tokens_per_s
 from pieces.sampler import KINDS, measure_sampler
+from pieces.scheduling import PromptWork, SchedulerBefore, measure_prompts
 from pieces.step import measure_step
 
 
@@ -35,6 +37,13 @@ def test_a_steps_cost_is_of_a_step_in_which_all_sequences_decode() -> None:
 
 def test_the_block_pools_operations_do_not_change_it() -> None:
     assert all(timing.count == 5 for timing in measure_block_pool(count=5).values())
+
+
+def test_a_shared_prompt_is_computed_once_and_a_lone_one_in_whole_steps() -> None:
+    shared = [measure_prompts(kind, 16, 1600) for kind in (SchedulerBefore, ContinuousScheduler)]
+    alone = [measure_prompts(kind, 1, 16_000) for kind in (SchedulerBefore, ContinuousScheduler)]
+    assert shared == [PromptWork(4, 5632), PromptWork(2, 1600 + 15 * 16)]
+    assert alone == [PromptWork(32, 16_000), PromptWork(8, 16_000)]
 
 
 def test_every_kind_of_sampling_can_be_measured() -> None:
