@@ -164,14 +164,12 @@ class StepGraphs:
         count = min(max_num_seqs, num_blocks - 1)
         longest = min(_CHECKED_TOKENS, (num_blocks - count) * block_size, self._attention.tables.capacity * block_size)
         long_table = range(1, 1 + -(-longest // block_size))
-        others = [(0, 1, [block]) for block in range(1 + len(long_table), len(long_table) + count)]
+        others = [(0, 1, range(block, block + 1)) for block in range(1 + len(long_table), len(long_table) + count)]
         for start in range(0, longest, _CHUNK):
-            self._plain(StepInput.of([(start, min(_CHUNK, longest - start), long_table)]))
-        decode, chunk = (longest - 1, 1, long_table), (longest // 2, longest - longest // 2, long_table)
-        for runs in ([decode], [decode, *others], [chunk, *others[:8]]):
-            step = StepInput.of(
-                runs, [(7 * place) % self._model.config.vocab_size for place in range(sum(run[1] for run in runs))]
-            )
+            self._plain(self._step([(start, min(_CHUNK, longest - start), long_table)]))
+        few = min(longest // 2, _CHUNK // 2)
+        decode, chunk = (longest - 1, 1, long_table), (longest - few, few, long_table)
+        for step in map(self._step, ([decode], [decode, *others], [chunk, *others[:8]])):
             if not self.takes(step):
                 continue
             replayed, plain = self.run(step).float().clone(), self._plain(step).float()
@@ -179,6 +177,11 @@ class StepGraphs:
             if not error <= _TOLERANCE:
                 return f"a graph of {len(step)} sequences differs by {error:.2g} from the same step without it"
         return None
+
+    def _step(self, runs: Sequence[tuple[int, int, Sequence[int]]]) -> StepInput:
+        """With tokens that differ from their neighbours, and so do their keys."""
+        tokens = 7 * np.arange(sum(count for _, count, _ in runs)) % self._model.config.vocab_size
+        return StepInput.of(runs, tokens.tolist())
 
     def _plain(self, step: StepInput) -> torch.Tensor:
         device = self._model.device
