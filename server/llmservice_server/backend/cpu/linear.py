@@ -7,7 +7,7 @@ registers while it is read. Nothing documents the layout, so the kernel's result
 
 Where the CPU has no instructions for bfloat16, oneDNN packs no such matrix. Then we pack it in the same layout, and
 weights are converted to float32 inside the product (`ConvertedLinear`): the memory of bfloat16, the arithmetic of
-float32.
+float32. Our kernel then computes any number of rows.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ COLUMNS = 64
 """Outputs whose weights lie side by side in packed memory."""
 _LANES = 16
 _VECTORS = COLUMNS // _LANES
-_LINE_BYTES = COLUMNS * 4
 _PREFETCH_BYTES = 16384
 """How far ahead of its use a line is prefetched: what a core reads in about half a microsecond."""
 _CONVERTED_BLOCKS = 8
@@ -77,8 +76,11 @@ _CPU_FEATURES = (
     else {each[1:]: each.startswith("+") for each in _CHOSEN_FEATURES.split(",")}
 )
 _HAS_WIDE_REGISTERS = bool(_CPU_FEATURES.get("avx512f"))
-_KERNEL_ROWS_AT_ONCE = 6 if _HAS_WIDE_REGISTERS else 3
-"""Their sums and the weights of a line fill the vector registers: 32 of 16 numbers, or 16 of 8."""
+_KERNEL_ROWS_AT_ONCE = 6
+"""Their sums and the weights of a line fill the vector registers: of 64 columns in 32 registers of 16 numbers, or of 16
+columns in 16 registers of 8."""
+_STRIP_LINES = 128
+"""Lines that are converted at a time where registers hold 16 columns: at most 16 KiB of each of them."""
 _HAS_PAIR_PRODUCT = bool(_CPU_FEATURES.get("avx512bf16"))
 _HAS_TILE_PRODUCT = bool(_CPU_FEATURES.get("amx-bf16"))
 """oneDNN then multiplies bfloat16 by tiles, many more products a cycle than the instruction for pairs computes."""
@@ -177,6 +179,10 @@ class ConvertedLinear(PackedLinear):
             torch.bitwise_and(pairs, _UPPER_HALF, out=halves[:count])
             product[:, first : first + count] = total.baddbmm_(odd[:count], converted).transpose(0, 1)
         return product.flatten(1)
+
+    def weights_for(self, hidden: torch.Tensor) -> PackedWeights | None:
+        """Our kernel computes any number of rows, if it is compiled."""
+        return self.kernel_weights
 
     def use_kernel(self) -> None:
         bias = torch.empty(0, dtype=torch.bfloat16) if self.bias is None else self.bias
@@ -291,32 +297,75 @@ def weights_at(address: int, shape: Any, like: Any) -> Any:
     return numba.carray(_pointer(address), shape, like.dtype)  # type: ignore[attr-defined]
 
 
+def _numbers(builder: Any, vector: Any) -> list[Any]:
+    """A vector of float32 itself; or the first and the second elements of a vector of pairs of bfloat16, in float32."""
+    if vector.type == _FLOATS:
+        return [vector]
+    upper, shift = llvm.splat(llvm.INT32, _UPPER_HALF, _LANES), llvm.splat(llvm.INT32, 16, _LANES)
+    return [builder.bitcast(bits, _FLOATS) for bits in (builder.shl(vector, shift), builder.and_(vector, upper))]
+
+
 def _emit_product(builder: Any, value: Any, weights: Any, total: Any) -> Any:
     """Vectors of float32, or of pairs of bfloat16 whose two products are both added to `total`."""
-    if weights.type == _FLOATS:
-        return llvm.fma(builder, value, weights, total)
-    if _HAS_PAIR_PRODUCT and not _pairs_are_slow():
+    if weights.type != _FLOATS and _HAS_PAIR_PRODUCT and not _pairs_are_slow():
         kind = ir.FunctionType(_FLOATS, [_FLOATS, _PAIRS, _PAIRS])
         product = cgutils.get_or_insert_function(builder.module, kind, _PAIR_PRODUCT)
         return builder.call(product, [total, builder.bitcast(value, _PAIRS), builder.bitcast(weights, _PAIRS)])
-    upper, shift = llvm.splat(llvm.INT32, -1 << 16, _LANES), llvm.splat(llvm.INT32, 16, _LANES)
-    for emit, operand in ((builder.shl, shift), (builder.and_, upper)):  # first and second elements, in float32
-        left, right = (builder.bitcast(emit(pairs, operand), _FLOATS) for pairs in (value, weights))
+    for left, right in zip(_numbers(builder, value), _numbers(builder, weights), strict=True):
         total = llvm.fma(builder, left, right, total)
     return total
 
 
-def _groups(num_rows: int) -> list[range]:
-    """The vectors of a line whose sums for `num_rows` are in registers at the same time."""
-    size = _VECTORS if _HAS_WIDE_REGISTERS or num_rows == 1 else _VECTORS // 2
-    return [range(first, first + size) for first in range(0, _VECTORS, size)]
+@intrinsic
+def _expand_columns(context: Any, columns: Any, strips: Any) -> Any:
+    """Write `columns` `[lines, 64]` to `strips` `[4, at least inputs, 16]`, float32; returns the number of inputs."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array = context.make_array(columns)(context, builder, value=arguments[0])
+        num_lines = cgutils.unpack_tuple(builder, array.shape)[0]
+        together = ir.Constant(num_lines.type, 1 if columns.dtype == types.float32 else 2)
+        with cgutils.for_range(builder, num_lines) as loop:
+            for part in range(_VECTORS):
+                source = llvm.element_address(context, builder, columns, arguments[0], loop.index, _LANES * part)
+                llvm.prefetch(builder, builder.gep(source, [ir.Constant(num_lines.type, _PREFETCH_BYTES)]))
+                vector = llvm.load(builder, source, columns.dtype, _LANES)
+                for number, numbers in enumerate(_numbers(builder, vector)):
+                    line = builder.add(builder.mul(loop.index, together), ir.Constant(num_lines.type, number))
+                    target = llvm.element_address(context, builder, strips, arguments[1], part, line, 0)
+                    llvm.store(builder, numbers, target)
+        return builder.mul(num_lines, together)
+
+    return types.intp(columns, strips), generate
 
 
-def _product_kernel(num_rows: int) -> Any:
+@intrinsic
+def _expand_rows(context: Any, hidden: Any, rows: Any) -> Any:
+    """Write `hidden` `[num_rows, lines]` to `rows` `[num_rows, at least inputs]`, float32."""
+    dtype: Any = types.float32 if hidden.dtype == types.float32 else types.uint16
+    element = llvm.FLOAT if dtype == types.float32 else llvm.INT16
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array = context.make_array(hidden)(context, builder, value=arguments[0])
+        num_rows, num_lines = cgutils.unpack_tuple(builder, array.shape)
+        num_inputs = builder.mul(num_lines, ir.Constant(num_lines.type, 32 // dtype.bitwidth))
+        with cgutils.for_range(builder, num_rows) as row:
+            source = llvm.element_address(context, builder, hidden, arguments[0], row.index, 0)
+            source = builder.bitcast(source, element.as_pointer())
+            target = llvm.element_address(context, builder, rows, arguments[1], row.index, 0)
+            target = builder.bitcast(target, llvm.FLOAT.as_pointer())
+            with cgutils.for_range(builder, num_inputs) as place:
+                number = builder.load(builder.gep(source, [place.index]))
+                builder.store(llvm.bits_to_float32(builder, number, dtype), builder.gep(target, [place.index]))
+        return context.get_dummy_value()
+
+    return types.void(hidden, rows), generate
+
+
+def _product_kernel(num_rows: int, num_vectors: int = _VECTORS) -> Any:
     """A function `(hidden, columns, first, sums)`: adds the products of rows `first` to `first + num_rows` to `sums`.
 
-    hidden: `[rows, in]` float32, or `[rows, in / 2]` int32 for pairs of bfloat16. columns: `[lines, 64]`. sums: `[rows,
-    64]` float32.
+    hidden: `[rows, in]` float32, or `[rows, in / 2]` int32 for pairs of bfloat16. columns: `[lines, 16 * num_vectors]`,
+    contiguous. sums: `[rows, 16 * num_vectors]` float32.
     """
 
     def typed(context: Any, hidden: Any, columns: Any, first: Any, sums: Any) -> Any:
@@ -333,30 +382,34 @@ def _product_kernel(num_rows: int) -> Any:
         rows = [builder.bitcast(address(0, number, 0), element.as_pointer()) for number in numbers]
         columns = context.make_array(signature.args[1])(context, builder, value=arguments[1])
         num_lines = cgutils.unpack_tuple(builder, columns.shape)[0]
-        for parts in _groups(num_rows):
-            sums = [address(3, number, _LANES * part) for number in numbers for part in parts]
-            before = [llvm.load(builder, sum_, types.float32, _LANES) for sum_ in sums]
-            totals = [cgutils.alloca_once_value(builder, value) for value in before]
-            start = address(1, 0, _LANES * parts[0])
-            with cgutils.for_range(builder, num_lines) as loop:
-                line = builder.gep(start, [builder.mul(loop.index, ir.Constant(loop.index.type, _LINE_BYTES))])
-                weights = []
-                for offset in range(0, 4 * _LANES * len(parts), 4 * _LANES):
+        sums = [address(3, number, _LANES * part) for number in numbers for part in range(num_vectors)]
+        before = [llvm.load(builder, sum_, types.float32, _LANES) for sum_ in sums]
+        totals = [cgutils.alloca_once_value(builder, value) for value in before]
+        start = address(1, 0, 0)
+        with cgutils.for_range(builder, num_lines) as loop:
+            line_bytes = ir.Constant(loop.index.type, 4 * _LANES * num_vectors)
+            line = builder.gep(start, [builder.mul(loop.index, line_bytes)])
+            weights = []
+            for offset in range(0, 4 * _LANES * num_vectors, 4 * _LANES):
+                if num_vectors == _VECTORS:  # otherwise the columns are in the core's cache
                     llvm.prefetch(builder, builder.gep(line, [ir.Constant(first.type, offset + _PREFETCH_BYTES)]))
-                    vector = builder.gep(line, [ir.Constant(first.type, offset)])
-                    weights.append(llvm.load(builder, vector, dtype, _LANES))
-                for row, pointer in enumerate(rows):
-                    value = llvm.broadcast(builder, builder.load(builder.gep(pointer, [loop.index])), _LANES)
-                    for vector, total in zip(weights, totals[row * len(parts) :], strict=False):
-                        builder.store(_emit_product(builder, value, vector, builder.load(total)), total)
-            for sum_, total in zip(sums, totals, strict=True):
-                llvm.store(builder, builder.load(total), sum_)
+                vector = builder.gep(line, [ir.Constant(first.type, offset)])
+                weights.append(llvm.load(builder, vector, dtype, _LANES))
+            for row, pointer in enumerate(rows):
+                value = llvm.broadcast(builder, builder.load(builder.gep(pointer, [loop.index])), _LANES)
+                for vector, total in zip(weights, totals[row * num_vectors :], strict=False):
+                    builder.store(_emit_product(builder, value, vector, builder.load(total)), total)
+        for sum_, total in zip(sums, totals, strict=True):
+            llvm.store(builder, builder.load(total), sum_)
         return context.get_dummy_value()
 
     return intrinsic(typed)
 
 
-_one, _two, _three, _four, _five, _six = (_product_kernel(number) for number in range(1, 7))
+_single = _product_kernel(1)
+_one, _two, _three, _four, _five, _six = (
+    _product_kernel(number, _VECTORS if _HAS_WIDE_REGISTERS else 1) for number in range(1, 7)
+)
 
 
 @compiled_inner()
@@ -370,7 +423,35 @@ def multiply_columns(hidden: Any, columns: Any, sums: Any) -> None:
 
 @compiled_inner()
 def add_products(hidden: Any, columns: Any, sums: Any) -> None:
-    """Add the products of `hidden` with `columns` to `sums` `[num_rows, 64]`, a few rows at a time, in equal parts."""
+    """Add the products of `hidden` with `columns` to `sums` `[num_rows, 64]`."""
+    if hidden.shape[0] == 1:
+        _single(hidden, columns, 0, sums)
+    elif _HAS_WIDE_REGISTERS:
+        _add_rows(hidden, columns, sums)
+    else:
+        _add_in_strips(hidden, columns, sums)
+
+
+@compiled_inner()
+def _add_in_strips(hidden: Any, columns: Any, sums: Any) -> None:
+    """`add_products`, 16 columns at a time: a few lines are converted once for all rows, and stay in the core's cache.
+
+    16 columns alone, which lie 256 bytes apart, would use a quarter of the cache.
+    """
+    most_lines = min(_STRIP_LINES, columns.shape[0])
+    strips = np.empty((_VECTORS, 2 * most_lines, _LANES), np.float32)
+    rows = np.empty((hidden.shape[0], 2 * most_lines), np.float32)
+    for first in range(0, columns.shape[0], _STRIP_LINES):
+        lines = slice(first, first + _STRIP_LINES)
+        num_inputs = _expand_columns(columns[lines], strips)
+        _expand_rows(hidden[:, lines], rows)
+        for part in range(_VECTORS):
+            _add_rows(rows, strips[part, :num_inputs], sums[:, part * _LANES : (part + 1) * _LANES])
+
+
+@compiled_inner()
+def _add_rows(hidden: Any, columns: Any, sums: Any) -> None:
+    """`add_products`, or that of a strip, a few rows at a time, in equal parts."""
     first, num_rows = 0, hidden.shape[0]
     while first < num_rows:
         left = num_rows - first
