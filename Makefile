@@ -6,6 +6,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PEERS  := $(VENV)/.peers
+AVX2   := $(VENV)/llama-cpp-avx2
+AVX2_ARGS := -DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON -DGGML_AVX512=OFF
 CLIENTS := $(VENV)/clients
 IMAGES ?= operator gateway server
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
@@ -14,7 +16,7 @@ VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 # Python compiles these when they first are, where nothing keeps it from writing.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup tools demo test test-fast test-soak test-clients images e2e lint style types imports format peers bench bench-operator bench-gpu docs crds chart clean
+.PHONY: help setup tools demo test test-fast test-soak test-clients images e2e lint style types imports format peers bench bench-avx2 bench-operator bench-gpu docs crds chart clean
 
 help:           ## show this
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## *' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -96,6 +98,12 @@ peers: setup $(PEERS) ## what `make bench` compares with: compiles llama.cpp for
 
 bench: peers    ## benchmarks of this machine: benchmarks/results/*.json and docs/benchmarks.md (under 20 minutes)
 	$(BIN)/python benchmarks/run.py
+
+bench-avx2: peers ## `compare.py` as on a CPU without AVX-512: compiles another llama.cpp (minutes), writes docs/benchmarks.md
+	test -d $(AVX2) || CMAKE_ARGS="$(AVX2_ARGS)" $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		--no-cache-dir --no-deps --no-binary llama-cpp-python -c constraints.txt --target $(AVX2) llama-cpp-python
+	$(BIN)/python benchmarks/compare.py --avx2 $(AVX2)
+	$(BIN)/python benchmarks/report.py
 
 bench-operator: setup ## the operator with 1,000 services (10 minutes), then docs/benchmarks.md
 	$(BIN)/python benchmarks/run.py operator_scale

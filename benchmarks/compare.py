@@ -4,7 +4,8 @@ Each engine runs in its own process, warmed up and without HTTP. Request lengths
 trace, scaled to a model with 12 layers and hidden size 768; 32 requests are always in flight, and only requested tokens
 count. Then single requests, for which the engines alternate; ours and the best of the others are measured more often,
 so that temporary slowness of a shared machine affects both.
-Needs the extra `bench-peers`; llama.cpp is compiled for this machine, which takes minutes.
+Needs the extra `bench-peers`; llama.cpp is compiled for this machine, which takes minutes. With `--avx2` every engine
+keeps to the instructions of a CPU without AVX-512, llama.cpp by another build (`make bench-avx2`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from statistics import median
 from typing import Any
 
 from llmservice_bench.models import SHAPES, checkpoint
-from llmservice_bench.report import Report
+from llmservice_bench.report import AVX2_ONLY, Report
 from llmservice_bench.results import Check, Results
 from llmservice_bench.trace import Lengths, read_trace, scaled_to
 from peers.process import PeerProcess
@@ -113,8 +114,11 @@ def jobs(dtype: str, count: int, in_flight: int, gguf: Path) -> tuple[Job, Job]:
     return batch, replace(batch, requests=draw_requests([SINGLE], TURNS + FINAL_TURNS, vocab_size, seed=1), in_flight=1)
 
 
-def checks(batches: dict[str, Report], turns: dict[str, list[float]], dtype: str) -> list[Check]:
-    """The targets for the peers that ran; `turns` are the tokens per second of each peer's single requests."""
+def checks(
+    batches: dict[str, Report], turns: dict[str, list[float]], ttft_s: dict[str, list[float]], dtype: str
+) -> list[Check]:
+    """The targets for the peers that ran; `turns` are the tokens per second of each peer's single requests, and
+    `ttft_s` the times to their first tokens."""
     ours = batches[OURS]
     found = []
     for peer, other in batches.items():
@@ -125,6 +129,9 @@ def checks(batches: dict[str, Report], turns: dict[str, list[float]], dtype: str
     if LLAMA_CPP in batches:
         ratio = ours.ttft_s.p99 / batches[LLAMA_CPP].ttft_s.p99
         found.append(Check(f"{dtype}: p99 TTFT at {IN_FLIGHT} in flight, ours ÷ {LLAMA_CPP}", "<= 1", ratio))
+        pairs = zip(ttft_s[OURS], ttft_s[LLAMA_CPP], strict=False)  # the others of `finalists` have more turns
+        ratio = median(mine / theirs for mine, theirs in pairs)
+        found.append(Check(f"{dtype}: TTFT of a prompt alone, ours ÷ {LLAMA_CPP}, median of turns", "<= 1", ratio))
     if len(turns) > 1:
         _, best = finalists({peer: median(of_peer[:TURNS]) for peer, of_peer in turns.items()})
         ratio = median(mine / theirs for mine, theirs in zip(turns[OURS], turns[best], strict=True))
@@ -140,6 +147,7 @@ def compare(peers: Sequence[str], dtype: str, count: int) -> tuple[list[dict[str
     rows: list[dict[str, Any]] = []
     batches: dict[str, Report] = {}
     turns: dict[str, list[float]] = {}
+    ttft_s: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         gguf = Path(folder) / "model.gguf"
         if LLAMA_CPP in peers:
@@ -150,12 +158,13 @@ def compare(peers: Sequence[str], dtype: str, count: int) -> tuple[list[dict[str
         alone = in_turns(single.requests[: len(answers.single)], answers.single)
         batches[peer] = Report.of(records(batch.requests, answers.batch))
         turns[peer] = speeds(single, answers.single)
+        ttft_s[peer] = [record.ttft_s for record in alone]
         for in_flight, report in ((IN_FLIGHT, batches[peer]), (1, Report.of(alone))):
             about = {"peer": peer, "dtype": dtype, "in_flight": in_flight}
             same = agreement(batch.requests, shown[peers[0]].batch, answers.batch)
             rows.append({**about, **report.row(), "same_tokens_as_ours": same})
             print(_line(rows[-1]), flush=True)
-    return rows, checks(batches, turns, dtype)
+    return rows, checks(batches, turns, ttft_s, dtype)
 
 
 HEADER = (
@@ -173,7 +182,14 @@ def _line(row: dict[str, Any]) -> str:
     return f"{beginning}{latencies}{row['same_tokens_as_ours']:>13.1%}{failed}"
 
 
-def main(peers: Sequence[str], dtypes: Sequence[str], count: int) -> int:
+def keep_to_avx2(llama_cpp: Path) -> None:
+    """Every engine, each in a process that this one starts, is one for a CPU without AVX-512."""
+    kernels = Path(tempfile.gettempdir()) / "llmservice-bench" / "avx2-kernels"  # numba's cache of its own
+    os.environ |= {**AVX2_ONLY, "NUMBA_CACHE_DIR": str(kernels)}
+    sys.path.insert(0, str(llama_cpp))
+
+
+def main(peers: Sequence[str], dtypes: Sequence[str], count: int, name: str) -> int:
     if LLAMA_CPP in peers and find_spec("llama_cpp") is None:
         print("llama.cpp is missing: pip install -c constraints.txt -e '.[bench-peers]' compiles it, in minutes")
         return 2
@@ -185,7 +201,7 @@ def main(peers: Sequence[str], dtypes: Sequence[str], count: int) -> int:
         rows += measured
         found += judged
     print(*(check.line() for check in found), sep="\n")
-    Results("compare", rows, found, {"model": MODEL, "requests": count, "in_flight": IN_FLIGHT}).write()
+    Results(name, rows, found, {"model": MODEL, "requests": count, "in_flight": IN_FLIGHT}).write()
     return 1 if any(row["failed"] for row in rows) else 0
 
 
@@ -194,6 +210,9 @@ if __name__ == "__main__":
     parser.add_argument("--only", choices=[peer for peer in CLASSES if peer != OURS], nargs="+", help="peers")
     parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=DTYPES)
     parser.add_argument("--requests", type=int, default=96)
+    parser.add_argument("--avx2", type=Path, metavar="FOLDER", help="emulate AVX2 only; of llama.cpp's package")
     arguments = parser.parse_args()
+    if arguments.avx2:
+        keep_to_avx2(arguments.avx2)
     chosen = [OURS, *(arguments.only or [peer for peer in CLASSES if peer != OURS])]
-    sys.exit(main(chosen, arguments.dtype, arguments.requests))
+    sys.exit(main(chosen, arguments.dtype, arguments.requests, "compare_avx2" if arguments.avx2 else "compare"))

@@ -129,6 +129,16 @@ def _reasons(failures: dict[str, int]) -> str:
     return "  (" + ", ".join(f"{count} × {reason}" for reason, count in failures.items()) + ")" if failures else ""
 
 
+AVX2_ONLY = {
+    "NUMBA_CPU_NAME": "haswell",
+    "NUMBA_CPU_FEATURES": "+avx2,+fma,+f16c,+bmi,+bmi2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+}
+"""The environment of a process that shall use no wider instructions than a CPU without AVX-512 has."""
+
+
 def machine() -> dict[str, Any]:
     """The machine that sent the load."""
     return {
@@ -140,12 +150,14 @@ def machine() -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """The processor's model and widest vector instructions on Linux, else the architecture."""
+    """The processor's model and the widest vector instructions in use on Linux, else the architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
     info = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     flags = info.get("flags", "").split()
+    if AVX2_ONLY.items() <= os.environ.items():
+        flags = ["avx2"]
     instructions = next((each for each in ("amx_tile", "avx512_bf16", "avx512f", "avx2") if each in flags), None)
     return info.get("model name", platform.machine()) + (f" with {instructions}" if instructions else "")

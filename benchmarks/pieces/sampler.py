@@ -26,9 +26,16 @@ KINDS: dict[str, dict[str, Any]] = {
     "min-p 0.05": {"min_p": 0.05},
     "penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
     "penalties, 8k tokens": {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
+    "penalties, 8k tokens, counts sent again": {
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.1,
+    },
     "logprobs 5": {"logprobs": 5},
 }
-PROMPT_TOKENS = {"penalties, 8k tokens": 8000}
+PROMPT_TOKENS = {"penalties, 8k tokens": 8000, "penalties, 8k tokens, counts sent again": 8000}
+SENT_AGAIN = "penalties, 8k tokens, counts sent again"
+"""As before counts were kept on the device: those of every place of every row are sent in each step."""
 _MODEL_SPREAD = 3.0  # of the logits: hundreds of tokens are likely, more than from a trained model
 
 
@@ -41,6 +48,8 @@ def measure_sampler(kind: str, num_rows: int, count: int = 15) -> Timing:
     seconds = []
     for step in range(count + 3):
         scratch.copy_(logits)  # sampling overwrites them
+        if kind == SENT_AGAIN:
+            sampler = Sampler(backend.choose_tokens, backend.penalize)
         started_s = time.perf_counter()
         sampler.draw(scratch, requests).wait()
         for number, request in enumerate(requests):

@@ -168,8 +168,10 @@ def test_ours_and_the_best_of_the_others_take_more_turns(job: Job) -> None:
 def test_single_stream_is_compared_per_turn_with_the_best_peer() -> None:
     """A slow period that affects all peers must not decide."""
     answered = Report.of(records([PeerRequest([1], 1)], [Answer(0.0, [7], [0.5])]))
-    batches = dict.fromkeys((OURS, STATIC, CONTINUOUS), answered)
+    batches = dict.fromkeys((OURS, STATIC, CONTINUOUS, LLAMA_CPP), answered)
     turns = {OURS: [100.0, 10.0, 120.0], STATIC: [20.0, 5.0, 20.0], CONTINUOUS: [80.0, 20.0, 100.0]}
-    [*_, check] = checks(batches, turns, "float32")
+    ttft_s = {OURS: [0.2, 2.0, 0.3], LLAMA_CPP: [0.1, 4.0]}
+    [*_, ttft, check] = checks(batches, turns, ttft_s, "float32")
+    assert ttft.measured == pytest.approx(1.25)
     assert CONTINUOUS in check.what
     assert check.measured == pytest.approx(1.2)

@@ -7,6 +7,9 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import repeat
+
+import numpy as np
 
 HASH_BYTES = 16  # of a block; a cryptographic hash, because a collision would show one user another's keys and values
 
@@ -155,14 +158,12 @@ class BlockPool:
 
     def lookup(self, hashes: bytes, first: int = 0) -> list[int]:
         """The blocks of a chain from block `first` on, as far as they are known. They may be evicted until `hold`."""
-        blocks = []
-        by_hash = self._by_hash
-        for at in range(first * HASH_BYTES, len(hashes), HASH_BYTES):
-            block = by_hash.get(hashes[at : at + HASH_BYTES])
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks
+        rest = hashes[first * HASH_BYTES :]
+        if not rest or rest[:HASH_BYTES] not in self._by_hash:
+            return []
+        each = np.frombuffer(rest, f"V{HASH_BYTES}").tolist()
+        found = list(map(self._by_hash.get, each, repeat(NULL_BLOCK)))
+        return found[: found.index(NULL_BLOCK)] if NULL_BLOCK in found else found
 
     def hold(self, blocks: Sequence[int]) -> None:
         """Share blocks that `lookup` has found; thousands at once for a long prompt."""

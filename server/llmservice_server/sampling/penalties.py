@@ -1,6 +1,6 @@
 """Repetition, presence and frequency penalties, from counts that stay on the device.
 
-A step writes one entry for each request, its newest token's; all entries of a request are written when it first comes.
+A step writes one entry for each request, its newest token's; a request's first step writes its row.
 """
 
 from __future__ import annotations
@@ -64,12 +64,13 @@ class Penalties:
             width = max(_LEAST_WIDTH, 1 << (widest - 1).bit_length())
             self._table = torch.empty(2, num_slots, width, dtype=torch.int32, device=device)
             self._slots, self._free = {}, list(range(num_slots))
-        for history in histories:
-            if history not in self._slots:
-                history.changed = range(history.num_places)
-        self._slots = {
-            history: self._slots[history] if history in self._slots else self._free.pop() for history in histories
-        }
+        new = [history for history in histories if history not in self._slots]
+        for history in new:
+            slot = self._slots[history] = self._free.pop()
+            entries = np.stack([history.ids, history.counts])[:, : history.num_places].astype(np.int32)
+            self._table[:, slot, : history.num_places] = to_device(entries, device)
+            history.changed = []
+        self._slots = {history: self._slots[history] for history in histories}
 
     def _update(self, histories: Sequence[PenaltyHistory]) -> None:
         """Write the entries that have changed since the last step."""

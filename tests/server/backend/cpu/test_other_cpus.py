@@ -9,12 +9,7 @@ from pathlib import Path
 
 import pytest
 
-AVX2_ONLY = {
-    "NUMBA_CPU_NAME": "haswell",
-    "NUMBA_CPU_FEATURES": "+avx2,+fma,+f16c,+bmi,+bmi2",
-    "ONEDNN_MAX_CPU_ISA": "AVX2",
-    "ATEN_CPU_CAPABILITY": "avx2",
-}
+from llmservice_bench.report import AVX2_ONLY
 
 
 @pytest.mark.slow
