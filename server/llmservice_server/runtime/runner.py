@@ -313,8 +313,7 @@ class SwappedBlocks:
         return self._pieces[block // self._blocks_each][block % self._blocks_each]
 
     def _indices(self, blocks: list[int]) -> torch.Tensor:
-        indices = torch.tensor(blocks, pin_memory=self._device.type == "cuda")
-        return indices.to(self._device, non_blocking=True)
+        return to_device(np.array(blocks), self._device)
 
 
 def _batches(copies: Sequence[BlockCopy]) -> Iterator[list[BlockCopy]]:

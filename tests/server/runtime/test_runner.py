@@ -9,16 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import harness.triton_interpreter  # noqa: F401
-from harness.never_waiting import META, never_waiting
-from llmservice_server.backend.base import Attend, KVCacheShape
-from llmservice_server.backend.cuda.attention import TritonAttention
-from llmservice_server.backend.cuda.capture import Replay
-from llmservice_server.backend.cuda.decode_graphs import DecodeBuffers, DecodeGraphs
+from llmservice_server.backend.base import KVCacheShape
 from llmservice_server.backend.torch.attention import TorchAttention
 from llmservice_server.backend.torch.backend import TorchBackend
 from llmservice_server.engine.interfaces import BlockCopy, Plan, Scheduled
-from llmservice_server.engine.request import Request, Status, new_block_table
+from llmservice_server.engine.request import Request, new_block_table
 from llmservice_server.models.llama import LlamaModel
 from llmservice_server.runtime.loader import Checkpoint
 from llmservice_server.runtime.runner import DeviceStep, ModelRunner, SwappedBlocks, step_input
@@ -108,42 +103,6 @@ def test_nothing_is_drawn_for_requests_that_have_ended_meanwhile(model: LlamaMod
     assert step.requests == [requests[0], requests[2]]
     assert step.wait().token_ids == [expected[0], expected[2]]
     assert sampled(runner.launch(prompts(requests)), set(requests)).wait().token_ids == ()
-
-
-class _Shapes(TritonAttention):
-    """Copies to the device all that the kernels need, and leaves the kernels out."""
-
-    def step(self, *_: Any) -> Attend:  # type: ignore[override]
-        return lambda layer, query, key_value: query.flatten(1)
-
-
-def _no_graph(work: Any) -> tuple[Replay, torch.Tensor]:
-    return lambda: None, work()
-
-
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
-def test_the_host_launches_two_steps_without_waiting(model: LlamaModel, graphs: bool) -> None:
-    config = model.config
-    shape = KVCacheShape(
-        config.num_heads, config.num_kv_heads, config.head_dim, config.windows, BLOCK_SIZE, torch.float32
-    )
-    there, attention = LlamaModel(config, torch.float32, META), _Shapes(shape, 8, META)
-    runner = ModelRunner(there, attention, TorchBackend(shape, META, "a test"))
-    if graphs:
-        runner.decode_path = DecodeGraphs(there, attention, DecodeBuffers(attention, 4, 16), [1, 2, 4], _no_graph)
-    requests = [
-        request(0),
-        request(1, temperature=1.0, top_p=0.9, logprobs=2),
-        request(2, top_k=3, temperature=1.0, presence_penalty=1.0, prompt_logprobs=1),
-    ]
-    with never_waiting():
-        before = sampled(runner.launch(prompts(requests)))
-        with expecting(requests):
-            launched = runner.launch(decodes(requests), before)
-        requests[0].status = Status.FINISHED
-        after = sampled(launched, {requests[0]})
-    assert after.drawn is not None
-    assert (after.drawn.token_ids.device, after.drawn.token_ids.shape) == (META, (2,))
 
 
 def request_of(num_tokens: int) -> Request:

@@ -1,7 +1,6 @@
-"""Captures and replays, with a double of CUDA, because there is no GPU."""
+"""Captures and replays, with doubles of CUDA, because there is no GPU."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from triton.runtime.interpreter import InterpretedFunction
 
 import harness.triton_interpreter  # noqa: F401
+from harness.late_device import CUDA, Stream, late_device
 from llmservice_server.backend.base import KVCacheShape, PendingTokens, StepInput
 from llmservice_server.backend.cuda.attention import TritonAttention
 from llmservice_server.backend.cuda.capture import CudaCapture, Replay
@@ -203,76 +203,22 @@ def test_the_first_graph_takes_the_memory_that_the_others_share() -> None:
     assert graph_bytes(largest=1000, another=1000, num_graphs=1) == 1000
 
 
-class Cuda:
-    """Notes down what is asked of it, with the stream that is current then."""
-
-    def __init__(self) -> None:
-        self.current, self.asked, self.num_streams = "main", list[tuple[str, ...]](), 0
-
-    def new_stream(self) -> "Stream":
-        self.num_streams += 1
-        return Stream(self, f"side {self.num_streams}")
-
-    @contextmanager
-    def on(self, stream: "Stream") -> Iterator[None]:
-        before, self.current = self.current, stream.name
-        yield
-        self.current = before
-
-    @contextmanager
-    def capturing(self, graph: "Graph", pool: str, stream: "Stream") -> Iterator[None]:
-        self.asked.append(("begin", pool, stream.name))
-        with self.on(stream):
-            yield
-        self.asked.append(("end", pool, stream.name))
-
-
-class Stream:
-    def __init__(self, cuda: Cuda, name: str) -> None:
-        self.cuda, self.name = cuda, name
-
-    def wait_stream(self, other: "Stream") -> None:
-        self.cuda.asked.append((self.name, "waits for", other.name))
-
-
-class Graph:
-    def replay(self) -> None: ...
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
-    double = Cuda()
-    for name, stands_in in {
-        "Stream": double.new_stream,
-        "stream": double.on,
-        "current_stream": lambda: Stream(double, double.current),
-        "graph_pool_handle": lambda: "pool",
-        "CUDAGraph": Graph,
-        "graph": double.capturing,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, stands_in)
-    return double
-
-
-def test_what_is_captured_has_run_before_on_the_same_stream_whichever_graph_it_is(cuda: Cuda) -> None:
+def test_what_is_captured_has_run_before_on_the_same_stream_whichever_graph_it_is() -> None:
     """What a library makes when it first runs, and keeps for each stream, is neither captured nor made twice."""
-    output = torch.zeros(1)
+    with late_device() as device:
+        main, capture = device.current, CudaCapture()
+        numbers, ran = torch.ones(1, device=CUDA), list[tuple[Stream, bool]]()
 
-    def work() -> torch.Tensor:
-        cuda.asked.append(("work", cuda.current))
-        return output
+        def work() -> torch.Tensor:
+            ran.append((device.current, device.is_capturing))
+            return numbers.add_(1)
 
-    capture = CudaCapture()
-    each: list[Any] = [
-        ("side 1", "waits for", "main"),
-        ("work", "side 1"),
-        ("main", "waits for", "side 1"),
-        ("begin", "pool", "side 1"),
-        ("work", "side 1"),
-        ("end", "pool", "side 1"),
-    ]
-    for _ in range(2):
-        replay, kept = capture(work)
-        assert kept is output
-        assert callable(replay)
-    assert cuda.asked == each * 2
+        for _ in range(2):
+            replay, output = capture(work)
+            numbers.mul_(3)  # on the stream that replays
+            replay()
+            assert output is numbers
+        side = ran[0][0]
+        assert ran == [(side, False), (side, True)] * 2
+        assert side is not main
+        assert numbers.tolist() == [((1 + 1) * 3 + 1 + 1) * 3 + 1]
