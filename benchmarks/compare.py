@@ -189,7 +189,7 @@ def keep_to_avx2(llama_cpp: Path) -> None:
     sys.path.insert(0, str(llama_cpp))
 
 
-def main(peers: Sequence[str], dtypes: Sequence[str], count: int, name: str) -> int:
+def main(peers: Sequence[str], dtypes: Sequence[str], count: int, *, avx2_only: bool) -> int:
     if LLAMA_CPP in peers and find_spec("llama_cpp") is None:
         print("llama.cpp is missing: pip install -c constraints.txt -e '.[bench-peers]' compiles it, in minutes")
         return 2
@@ -200,8 +200,11 @@ def main(peers: Sequence[str], dtypes: Sequence[str], count: int, name: str) -> 
         measured, judged = compare(peers, dtype, count)
         rows += measured
         found += judged
+    if avx2_only:
+        found = [replace(check, what=f"AVX2 only, {check.what}") for check in found]
     print(*(check.line() for check in found), sep="\n")
-    Results(name, rows, found, {"model": MODEL, "requests": count, "in_flight": IN_FLIGHT}).write()
+    settings = {"model": MODEL, "requests": count, "in_flight": IN_FLIGHT}
+    Results("compare_avx2" if avx2_only else "compare", rows, found, settings).write()
     return 1 if any(row["failed"] for row in rows) else 0
 
 
@@ -215,4 +218,4 @@ if __name__ == "__main__":
     if arguments.avx2:
         keep_to_avx2(arguments.avx2)
     chosen = [OURS, *(arguments.only or [peer for peer in CLASSES if peer != OURS])]
-    sys.exit(main(chosen, arguments.dtype, arguments.requests, "compare_avx2" if arguments.avx2 else "compare"))
+    sys.exit(main(chosen, arguments.dtype, arguments.requests, avx2_only=bool(arguments.avx2)))
