@@ -96,7 +96,7 @@ $(PEERS): $(STAMP)
 
 peers: setup $(PEERS) ## what `make bench` compares with: compiles llama.cpp for this machine (minutes, needs a C++ compiler)
 
-bench: peers    ## benchmarks of this machine: benchmarks/results/*.json and docs/benchmarks.md (half an hour)
+bench: peers    ## benchmarks of this machine: benchmarks/results/*.json and docs/benchmarks.md (under 20 minutes)
 	$(BIN)/python benchmarks/run.py
 
 bench-avx2: peers ## `compare.py` as on a CPU without AVX-512: compiles another llama.cpp (minutes), writes docs/benchmarks.md

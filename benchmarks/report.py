@@ -36,11 +36,11 @@ class Benchmark:
 
 
 BENCHMARKS = (
-    Benchmark("compare", "Compared with other engines", 10),
-    Benchmark("strategies", "Static, dynamic and continuous batching", 12),
+    Benchmark("compare", "Compared with other engines", 8),
+    Benchmark("strategies", "Static, dynamic and continuous batching", 5),
     Benchmark("roofline", "Roofline of this machine", 1.5),
     Benchmark("serve", "Throughput and latency over HTTP", 2),
-    Benchmark("micro", "Components around the model", 5),
+    Benchmark("micro", "Components around the model", 3),
     Benchmark("operator_scale", "The operator with 1,000 services", 8, in_make_bench=False),
     Benchmark("gpu", "On a GPU", 9, in_make_bench=False),
     Benchmark("soak", "Soak test", 10, in_make_bench=False),

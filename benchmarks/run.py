@@ -1,6 +1,6 @@
 """`make bench`: runs the benchmarks one after the other, prints their targets, and writes docs/benchmarks.md.
 
-python benchmarks/run.py                   those of `make bench`, in half an hour
+python benchmarks/run.py                   those of `make bench`, in less than 20 minutes
 python benchmarks/run.py serve strategies  some of them
 """
 
