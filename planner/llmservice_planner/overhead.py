@@ -54,8 +54,11 @@ def fixed_terms(
             return (process, activations)
         head = shape.vocab_size * shape.hidden_size * DTYPE_BYTES[dtype]
         return (process, OverheadTerm("the tied output head, packed beside the embedding", head), activations)
+    context = OverheadTerm("CUDA context", device_count * CUDA_CONTEXT_BYTES)
+    if shape.is_encoder:
+        return (context, activations)
     terms = [
-        OverheadTerm("CUDA context", device_count * CUDA_CONTEXT_BYTES),
+        context,
         activations,
         OverheadTerm("sampling, 64 rows in float64", device_count * shape.vocab_size * SUMMED_ROWS_BYTES),
         OverheadTerm("CUDA graphs", device_count * GRAPH_POOL_BYTES),
