@@ -124,7 +124,7 @@ class Budget:
         return min(self.request.typical_tokens, pool_tokens // max(1, num_seqs))
 
     def decode_step_s(self, num_seqs: int) -> float | None:
-        """Seconds of a step that decodes a token for each of `num_seqs`; None for an encoder, and if rates are unknown."""
+        """Seconds of a step that decodes a token for each of `num_seqs`; None for an encoder or unknown rates."""
         if self.request.shape.is_encoder:
             return None
         return self.roofline.decode_step_s(num_seqs, self.context_tokens(num_seqs)) if self.roofline else None

@@ -161,7 +161,7 @@ class ModelShape:
         return device_count * 2 * max(1, self.kv_heads // device_count) * self.head_dim
 
     def kv_bytes_per_token(self, dtype: str, device_count: int = 1) -> int:
-        """KV-cache bytes of one token over all layers and all `device_count`, with fp8's scales. An encoder has none."""
+        """KV-cache bytes of one token over all layers and all `device_count`, with fp8's scales; 0 for an encoder."""
         if self.is_encoder:
             return 0
         row_bytes = self.kv_elements_per_layer(device_count) * DTYPE_BYTES[dtype]
