@@ -77,8 +77,8 @@ def activation_bytes(shape: ModelShape, device_count: int, dtype: str, num_token
     """Peak memory of one GPU's temporaries in one layer, for a step of `num_tokens` tokens.
 
     It consists of the residual, the normed input, the norm's float32 copy, and the larger half of a layer: q, k, v and
-    the attention's output, or gate, up and the activated gate. Only the halves are split over the GPUs. An encoder has masks
-    beside them.
+    the attention's output, or gate, up and the activated gate. Only the halves are split over the GPUs. An encoder
+    has masks beside them.
     """
     width = DTYPE_BYTES[dtype]
     attention = 2 * shape.heads * shape.head_dim + 2 * shape.kv_heads * shape.head_dim
