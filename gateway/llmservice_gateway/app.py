@@ -20,7 +20,7 @@ from llmservice_gateway.routing import Routing
 
 logger = logging.getLogger(__name__)
 
-INFERENCE_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+INFERENCE_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank", "/v1/score")
 LONGEST_REQUEST_ID = 128
 CLIENT_LEFT = "499"
 

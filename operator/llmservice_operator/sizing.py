@@ -15,6 +15,7 @@ from llmservice_operator.api import units
 from llmservice_operator.api.model_spec import ModelSource
 from llmservice_operator.api.spec import LLMServiceSpec
 from llmservice_operator.locations import Figures, Model, ModelSourceError
+from llmservice_planner.encoders import ENCODERS
 from llmservice_planner.explanation import format_bytes
 from llmservice_planner.families import FAMILIES
 from llmservice_planner.gpu import CPU, GPU, UnknownGPU, cpu_device, find_gpu
@@ -178,7 +179,7 @@ def _unserved(spec: LLMServiceSpec, shape: ModelShape | None) -> SizingProblem |
         )
     if shape is None:
         return None
-    served = [name for name, family in FAMILIES.items() if family.served_architecture]
+    served = [*(name for name, family in FAMILIES.items() if family.served_architecture), *ENCODERS]
     if shape.architecture not in served:
         return SizingProblem(
             "UnsupportedModel",

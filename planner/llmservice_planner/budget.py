@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from llmservice_planner.encoders import ENCODER_BATCH
 from llmservice_planner.gpu import GPU
 from llmservice_planner.overhead import OverheadTerm, fixed_terms, logits_row_bytes
 from llmservice_planner.roofline import Roofline
@@ -43,7 +44,7 @@ class Budget:
         measured = request.overhead_bytes_per_device
         if measured is None:
             terms = fixed_terms(shape, request.device, device_count, dtype, step.total)
-            row = device_count * logits_row_bytes(shape)
+            row = 0 if shape.is_encoder else device_count * logits_row_bytes(shape)
         else:
             terms = (OverheadTerm("measured", device_count * measured),)
             row = 0
@@ -64,7 +65,8 @@ class Budget:
         if self.request.max_num_batched_tokens is not None or self.step.total <= LEAST_TOKENS:
             return self
         short = Budget.of(replace(self.request, max_num_batched_tokens=LEAST_TOKENS))
-        step = replace(short.step, reason="as the activations of longer steps leave no room for the KV cache")
+        room = "" if self.request.shape.is_encoder else " for the KV cache"
+        step = replace(short.step, reason=f"as the activations of longer steps leave no room{room}")
         return replace(short, request=self.request, step=step) if short.fits else self
 
     @property
@@ -93,7 +95,12 @@ class Budget:
 
     @property
     def most_sequences(self) -> int:
-        """As many of `LEAST_SEQUENCE_TOKENS` as fit, each with its row of logits, beside one of the full length."""
+        """As many of `LEAST_SEQUENCE_TOKENS` as fit, each with its row of logits, beside one of the full length.
+
+        An encoder's inputs take none of the memory that is left beside a full step.
+        """
+        if self.request.shape.is_encoder:
+            return ENCODER_BATCH
         room = self.free_bytes - NULL_BLOCKS * self.block_bytes
         most = room // (self.sequence_blocks(LEAST_SEQUENCE_TOKENS) * self.block_bytes + self.row_bytes)
         if self.row_bytes:
@@ -102,7 +109,12 @@ class Budget:
         return max(0, most)
 
     def sequences(self, tokens: int, max_num_seqs: int) -> int:
-        """The number of sequences of `tokens` that the pool beside `max_num_seqs` rows of logits holds."""
+        """The number of sequences of `tokens` that the pool beside `max_num_seqs` rows of logits holds.
+
+        Of an encoder, which has no pool, those that a step computes.
+        """
+        if self.request.shape.is_encoder:
+            return min(max_num_seqs, self.step.total // tokens)
         blocks = self.pool_bytes(max_num_seqs) // self.block_bytes - NULL_BLOCKS
         return max(0, blocks // self.sequence_blocks(tokens))
 
@@ -112,11 +124,15 @@ class Budget:
         return min(self.request.typical_tokens, pool_tokens // max(1, num_seqs))
 
     def decode_step_s(self, num_seqs: int) -> float | None:
-        """Seconds of a step that decodes a token for each of `num_seqs`; None if the rates are unknown."""
+        """Seconds of a step that decodes a token for each of `num_seqs`; None for an encoder or unknown rates."""
+        if self.request.shape.is_encoder:
+            return None
         return self.roofline.decode_step_s(num_seqs, self.context_tokens(num_seqs)) if self.roofline else None
 
     def pool_bytes(self, max_num_seqs: int) -> int:
-        """The KV pool with `max_num_seqs` rows of logits."""
+        """The KV pool with `max_num_seqs` rows of logits; 0 for an encoder."""
+        if self.request.shape.is_encoder:
+            return 0
         return max(0, self.free_bytes - max_num_seqs * self.row_bytes)
 
     @property
@@ -136,9 +152,12 @@ def _step(request: SizingRequest, roofline: Roofline | None) -> StepTokens:
     most = None
     if roofline is not None and request.itl_p99_s is not None:
         most = int(request.itl_p99_s / roofline.prefill_s(LEAST_TOKENS) * LEAST_TOKENS)
-    return step_tokens(
+    step = step_tokens(
         request.device.memory_bytes if isinstance(request.device, GPU) else None,
         total=request.max_num_batched_tokens,
         at_least=request.max_num_seqs or 1,
         most_for_target=most,
     )
+    if request.shape.is_encoder and step.total < request.model_len:
+        return replace(step, total=request.model_len, reason="as an encoder reads its longest input at once")
+    return step

@@ -20,6 +20,8 @@ def explain(
     limited_by: LimitedBy,
 ) -> tuple[str, ...]:
     """The lines shown by `llmservice plan`, `status.sizing.explanation` and `llmservice explain`."""
+    if budget.request.shape.is_encoder:
+        return tuple(_encoder(budget, overhead, max_num_seqs, limited_by))
     lines = [_model(budget), _weights(budget), _kv(budget), _memory(budget), _step(budget)]
     lines += _overhead(overhead)
     lines += _pool(budget, overhead, max_num_seqs)
@@ -30,6 +32,23 @@ def explain(
     else:
         lines.append(f"answer: does not fit, {format_bytes(budget.shortfall_bytes)} are missing")
     return tuple(lines)
+
+
+def _encoder(
+    budget: Budget, overhead: tuple[OverheadTerm, ...], max_num_seqs: int, limited_by: LimitedBy
+) -> Iterator[str]:
+    shape, length = budget.request.shape, budget.request.model_len
+    size = f"{shape.layers} layers, hidden {shape.hidden_size}, {shape.heads} heads"
+    yield f"model: {shape.architecture}, an encoder of {size}: it has no KV cache"
+    yield _weights(budget)
+    yield _memory(budget)
+    yield f"step: {budget.step.total} tokens of all inputs together, {budget.step.reason}"
+    yield from _overhead(overhead)
+    if not budget.fits:
+        yield f"answer: does not fit, {format_bytes(budget.shortfall_bytes)} are missing"
+        return
+    yield f"guaranteed: {budget.sequences(length, max_num_seqs)} inputs of {length} tokens in a step"
+    yield f"answer: {max_num_seqs} inputs in a batch, limited by {limited_by}"
 
 
 def format_bytes(count: int) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from llmservice_planner.encoders import ENCODERS, EncoderFamily, EncoderSizes, count_parameters
 from llmservice_planner.families import FAMILIES, Family
 
 
@@ -67,7 +68,10 @@ def shape_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     text = config.get("text_config", config)
     if not isinstance(text, Mapping):
         raise ShapeError(f"config.json: text_config is a {type(text).__name__}, expected an object")
-    family = _family(text.get("model_type", config.get("model_type")))
+    model_type = text.get("model_type", config.get("model_type"))
+    if isinstance(model_type, str) and model_type in ENCODERS:
+        return _encoder_fields(text, ENCODERS[model_type])
+    family = _family(model_type)
     values = _Values({**_inherited(config), **text}, family.defaults)
     heads = values.positive("num_attention_heads")
     hidden_size = values.positive("hidden_size")
@@ -99,16 +103,56 @@ def shape_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _encoder_fields(config: Mapping[str, Any], family: EncoderFamily) -> dict[str, Any]:
+    values = _Values(config, family.defaults)
+    own = family.keys
+    hidden_size = values.positive(own.get("hidden_size", "hidden_size"))
+    heads = values.positive(own.get("num_attention_heads", "num_attention_heads"))
+    positions = values.positive("max_position_embeddings")
+    sizes = EncoderSizes(
+        layers=values.positive(own.get("num_hidden_layers", "num_hidden_layers")),
+        hidden_size=hidden_size,
+        intermediate_size=values.positive(own.get("intermediate_size", "intermediate_size")),
+        vocab_size=values.positive("vocab_size"),
+        positions=positions,
+        token_types=values.count("type_vocab_size") or 0,
+        embedding_size=values.count("embedding_size"),
+        relative_positions=heads * (values.count("relative_attention_num_buckets") or 0),
+    )
+    if family.positions_after_padding:
+        positions -= (values.count("pad_token_id") or 0) + 1
+    if positions < 1:
+        raise ShapeError(f"config.json: max_position_embeddings is {sizes.positions}, expected more than pad_token_id")
+    return {
+        "architecture": family.name,
+        "layers": sizes.layers,
+        "hidden_size": hidden_size,
+        "intermediate_size": sizes.intermediate_size,
+        "heads": heads,
+        "kv_heads": heads,
+        "head_dim": max(1, hidden_size // heads),
+        "vocab_size": sizes.vocab_size,
+        "max_position_embeddings": positions,
+        "dtype": _dtype(values.get("dtype") or values.get("torch_dtype")),
+        "quantization": _quantization(config),
+        "encoder_parameters": count_parameters(family, sizes),
+    }
+
+
 def _family(model_type: object) -> Family:
     if not isinstance(model_type, str):
-        raise ShapeError(f"config.json: model_type is {model_type!r}, expected one of {', '.join(FAMILIES)}")
+        raise ShapeError(f"config.json: model_type is {model_type!r}, expected one of {_known()}")
     family = FAMILIES.get(model_type)
     if family is None:
         raise ShapeError(
-            f"model_type {model_type} is not one whose layout is known ({', '.join(FAMILIES)}): "
+            f"model_type {model_type} is not one whose layout is known ({_known()}): "
             "give the figures themselves with --shape (spec.model.shape)"
         )
     return family
+
+
+def _known() -> str:
+    return ", ".join([*FAMILIES, *ENCODERS])
 
 
 def _inherited(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,9 @@ batch are copied before sampling, before the top-k/top-p mask, and for log-proba
 SUMMED_ROWS_BYTES = 64 * 16
 """Per vocabulary entry: on a GPU the sampler sums 64 rows at a time in float64, with two copies."""
 
+MASK_BYTES = 6
+"""Per query and key of an encoder: two masks in bool (all tokens, a window), and one that attention copies to float."""
+
 
 @dataclass(frozen=True, slots=True)
 class OverheadTerm:
@@ -54,8 +57,11 @@ def fixed_terms(
             return (process, activations)
         head = shape.vocab_size * shape.hidden_size * DTYPE_BYTES[dtype]
         return (process, OverheadTerm("the tied output head, packed beside the embedding", head), activations)
+    context = OverheadTerm("CUDA context", device_count * CUDA_CONTEXT_BYTES)
+    if shape.is_encoder:
+        return (context, activations)
     terms = [
-        OverheadTerm("CUDA context", device_count * CUDA_CONTEXT_BYTES),
+        context,
         activations,
         OverheadTerm("sampling, 64 rows in float64", device_count * shape.vocab_size * SUMMED_ROWS_BYTES),
         OverheadTerm("CUDA graphs", device_count * GRAPH_POOL_BYTES),
@@ -71,7 +77,8 @@ def activation_bytes(shape: ModelShape, device_count: int, dtype: str, num_token
     """Peak memory of one GPU's temporaries in one layer, for a step of `num_tokens` tokens.
 
     It consists of the residual, the normed input, the norm's float32 copy, and the larger half of a layer: q, k, v and
-    the attention's output, or gate, up and the activated gate. Only the halves are split over the GPUs.
+    the attention's output, or gate, up and the activated gate. Only the halves are split over the GPUs. An encoder
+    has masks beside them.
     """
     width = DTYPE_BYTES[dtype]
     attention = 2 * shape.heads * shape.head_dim + 2 * shape.kv_heads * shape.head_dim
@@ -82,4 +89,6 @@ def activation_bytes(shape: ModelShape, device_count: int, dtype: str, num_token
         routed = shape.experts_per_token * shape.moe_intermediate_size + shape.shared_expert_intermediate_size
         mlp = max(mlp * bool(shape.dense_layers), 3 * routed)
     per_token = 2 * shape.hidden_size * width + shape.hidden_size * 4 + max(attention, mlp) * width // device_count
+    if shape.is_encoder:
+        per_token += (shape.max_position_embeddings or 0) * MASK_BYTES
     return num_tokens * per_token

@@ -202,6 +202,9 @@ def _headline(request: SizingRequest, answer: Plan) -> str:
     where = f"on {count}{request.device.name}"
     if not answer.fits:
         return f"DOES NOT FIT {where}: {format_bytes(answer.shortfall_bytes)} are missing"
+    if not answer.kv_bytes_per_token:
+        held = f"{answer.guaranteed_sequences} of {answer.max_model_len} tokens"
+        return f"FITS {where}: at most {answer.max_num_seqs} inputs in a step, {held}; an encoder has no KV cache"
     held = f"{answer.guaranteed_sequences} of {answer.max_model_len} tokens or {answer.expected_sequences} typical ones"
     return f"FITS {where}: at most {answer.max_num_seqs} sequences in a step, memory for {held}"
 

@@ -1,4 +1,4 @@
-"""The shape of a decoder-only model, from which its memory and speed are computed."""
+"""The shape of a decoder-only model or an encoder, from which its memory and speed are computed."""
 
 from __future__ import annotations
 
@@ -60,6 +60,8 @@ class ModelShape:
     qk_nope_head_dim: int = 0
     qk_rope_head_dim: int = 0
     v_head_dim: int = 0
+    encoder_parameters: int = 0
+    """All parameters of an encoder, which has no KV cache and no output head; 0: a decoder."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden_size", "intermediate_size", "heads", "kv_heads", "head_dim", "vocab_size"):
@@ -114,6 +116,10 @@ class ModelShape:
         return bool(getattr(self, item.name) != item.default)
 
     @property
+    def is_encoder(self) -> bool:
+        return self.encoder_parameters > 0
+
+    @property
     def is_mla(self) -> bool:
         return self.kv_lora_rank > 0
 
@@ -155,13 +161,17 @@ class ModelShape:
         return device_count * 2 * max(1, self.kv_heads // device_count) * self.head_dim
 
     def kv_bytes_per_token(self, dtype: str, device_count: int = 1) -> int:
-        """KV-cache bytes of one token over all layers and all `device_count`, with fp8's scales."""
+        """KV-cache bytes of one token over all layers and all `device_count`, with fp8's scales; 0 for an encoder."""
+        if self.is_encoder:
+            return 0
         row_bytes = self.kv_elements_per_layer(device_count) * DTYPE_BYTES[dtype]
         if dtype == "fp8" and not self.is_mla:
             row_bytes += self.kv_elements_per_layer(device_count) // self.head_dim * KV_SCALE_BYTES
         return self.layers * row_bytes
 
     def _parameters(self, experts: int) -> int:
+        if self.is_encoder:
+            return self.encoder_parameters
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         norms = self.layers * self.norms_per_layer * self.hidden_size + self.hidden_size
         dense = (self.layers - self.moe_layers) * self._mlp_parameters()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmservice_planner.budget import Budget
+from llmservice_planner.encoders import ENCODER_BATCH
 from llmservice_planner.explanation import explain
 from llmservice_planner.gpu import CPU
 from llmservice_planner.overhead import OverheadTerm
@@ -116,7 +117,7 @@ def plan(request: SizingRequest) -> Plan:
         overhead=overhead,
         kv_pool_bytes=pool_bytes,
         block_size=request.block_size,
-        num_blocks=pool_bytes // budget.block_bytes,
+        num_blocks=pool_bytes // budget.block_bytes if budget.block_bytes else 0,
         sequence_bytes=budget.sequence_blocks(request.model_len) * budget.block_bytes,
         shortfall_bytes=budget.shortfall_bytes,
         decode_step_s=budget.decode_step_s(max_num_seqs) if max_num_seqs else None,
@@ -130,6 +131,8 @@ def plan(request: SizingRequest) -> Plan:
 def _bounds(budget: Budget) -> Mapping[LimitedBy, int]:
     """The bounds on the number of sequences, without those that need unknown rates."""
     request, roofline = budget.request, budget.roofline
+    if request.shape.is_encoder:
+        return _encoder_bounds(budget)
     bounds: dict[LimitedBy, int] = {
         "kvMemory": budget.most_sequences,
         "tokenBudget": budget.step.total,
@@ -142,6 +145,13 @@ def _bounds(budget: Budget) -> Mapping[LimitedBy, int]:
     elif roofline is not None:
         bounds["ridge"] = roofline.ridge_tokens
     return bounds
+
+
+def _encoder_bounds(budget: Budget) -> Mapping[LimitedBy, int]:
+    """The bounds on the inputs of a batch, which needs no memory but that of a step's activations."""
+    given = budget.request.max_num_seqs
+    bounds: dict[LimitedBy, int] = {"tokenBudget": budget.step.total, "cap": ENCODER_BATCH}
+    return bounds if given is None else {**bounds, "maxNumSeqs": given}
 
 
 def _cap_without_rates(request: SizingRequest) -> int:

@@ -11,6 +11,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from llmservice_gateway.app import INFERENCE_PATHS
+
 StartPod = Callable[[str], Awaitable[Any]]
 
 CHAT = "/v1/chat/completions"
@@ -449,3 +451,11 @@ async def test_credentials_never_reach_the_log(front: Any, serve: Any, caplog: p
     assert "pod a" in caplog.text
     assert "sk-secret" not in caplog.text
     assert "private" not in caplog.text
+
+
+@pytest.mark.parametrize("path", INFERENCE_PATHS)
+async def test_every_endpoint_of_a_model_is_routed_by_its_name(front: Any, serve: Any, path: str) -> None:
+    (pod,) = await serve("bge", "a")
+    async with front.client.post(path, json={"model": "bge", "query": "a", "documents": ["b"]}) as response:
+        assert response.status == 200
+    assert [request.path for request, _ in pod.requests] == [path]

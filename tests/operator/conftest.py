@@ -68,6 +68,13 @@ def model() -> Model:
 
 
 @pytest.fixture
+def encoder() -> Model:
+    """A small BERT in a local folder."""
+    shape = ModelShape.from_config({"model_type": "bert", "num_hidden_layers": 2})
+    return Model(ModelLocation("file", "/srv/models/bert"), shape)
+
+
+@pytest.fixture
 def sized(service_of: ServiceOf, model: Model) -> Sized:
     answer = size(service_of().spec, model)
     assert isinstance(answer, Sized)

@@ -8,6 +8,7 @@ import pytest
 
 from llmservice_operator.api.model_spec import ModelSource
 from llmservice_operator.api.resource import LLMService
+from llmservice_operator.children.deployment import server_args
 from llmservice_operator.locations import Figures, Model, ModelSourceError
 from llmservice_operator.sizing import (
     Sized,
@@ -16,6 +17,8 @@ from llmservice_operator.sizing import (
     parse_report,
     size,
 )
+from llmservice_operator.status.conditions import sizing_verdict
+from llmservice_operator.status.model_status import measured_status, sizing_status
 from llmservice_planner.gpu import GPU
 
 CPU = {"gpu": {"count": 0}, "requests": {"cpu": "1", "memory": "2Gi"}}
@@ -205,3 +208,35 @@ async def test_a_model_that_became_unreadable_is_a_problem(service_of: Any, mode
     reader.error = ModelSourceError("ModelUnreadable", "a shard is missing")
 
     assert isinstance(await sizer.size(service_of().spec, NOW + 10_000), SizingProblem)
+
+
+def test_an_encoder_is_sized_without_a_kv_cache(service_of: Any, encoder: Model) -> None:
+    service: LLMService = service_of(engine={}, resources={"gpu": {"count": 0}, "requests": {"memory": "4Gi"}})
+
+    answer = size(service.spec, encoder)
+
+    assert isinstance(answer, Sized)
+    assert (answer.plan.max_num_seqs, answer.plan.max_model_len, answer.plan.kv_pool_bytes) == (64, 512, 0)
+    verdict = sizing_verdict(answer)
+    assert (verdict.status, verdict.reason) == ("True", "Fits")
+    assert "an encoder has no KV cache, a step holds 4 of 512 tokens" in verdict.message
+    status = sizing_status(answer, measured_status(answer, 0, 2**28))
+    assert status is not None
+    assert (status.blocks, status.kv_bytes_per_token, status.kv_pool_gib) == (0, 0, 0)
+    args = server_args(service, answer)
+    assert "--kv-cache-memory" not in args, "which takes no 0"
+    assert args[args.index("--memory-limit") + 1] == str(4 * 2**30)
+
+
+def test_an_encoder_that_sized_itself_has_no_blocks(service_of: Any, encoder: Model) -> None:
+    fields = {"max_num_seqs": 64, "max_model_len": 512, "block_size": 16, "num_blocks": 0}
+    memory = {"weights": 2**28, "kv_cache": 0, "activations": 2**20, "graphs": 0, "total": 2**32}
+    shape = encoder.shape.to_fields() if encoder.shape else None
+    for known in (shape, None):
+        report = parse_report(json.dumps({**fields, "memory_bytes": memory, "shape": known}).encode())
+        model = replace(encoder, figures_from="pod", shape=report.shape)
+        answer = size(service_of(engine={}).spec, model, report)
+        assert isinstance(answer, Sized)
+        status = sizing_status(answer, None)
+        assert status is not None
+        assert (status.max_num_seqs, status.blocks, status.kv_bytes_per_token) == (64, 0, 0)

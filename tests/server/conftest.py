@@ -177,3 +177,9 @@ def start_server(tiny_model: Path) -> Iterator[Callable[..., ServerProcess]]:
     yield start
     for process in processes:
         process.close()
+
+
+@pytest.fixture(scope="session")
+def server_process() -> type[ServerProcess]:
+    """For servers of other checkpoints; the caller closes them."""
+    return ServerProcess

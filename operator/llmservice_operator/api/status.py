@@ -43,7 +43,10 @@ class SizingStatus(SchemaModel):
     )
     max_num_seqs: int = Field(ge=0, description="Sequences in a step of one replica, at most.")
     guaranteed_sequences: int = Field(
-        0, ge=0, description="Sequences of maxModelLen that the KV cache holds: so many are never preempted."
+        0,
+        ge=0,
+        description="Sequences of maxModelLen that the KV cache holds: so many are never preempted. Of an encoder,"
+        " which has no cache, those that a step holds.",
     )
     expected_sequences: int = Field(0, ge=0, description="Sequences of expectedTokens that the KV cache holds.")
     max_model_len: int = Field(ge=0, description="Longest sequence that is served, in tokens.")

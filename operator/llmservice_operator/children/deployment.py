@@ -151,8 +151,8 @@ def _sizing_args(service: LLMService, sized: Sized) -> list[str]:
 
 
 def _cpu_memory_args(service: LLMService, sized: Sized) -> list[str]:
-    """On a CPU the requested memory is the limit, however much the node has."""
-    if not sized.self_sized and sized.plan is not None:
+    """On a CPU the requested memory is the limit, however much the node has. An encoder has no KV cache."""
+    if not sized.self_sized and sized.plan is not None and sized.plan.kv_pool_bytes:
         return ["--kv-cache-memory", str(sized.plan.kv_pool_bytes)]
     utilization = str(service.spec.engine.gpu_memory_utilization)
     memory = units.whole_bytes(service.spec.resources.requests.memory)

@@ -45,11 +45,20 @@ def _sizing(sizing: SizingStatus | None) -> Iterator[str]:
     if sizing is None:
         return
     yield f"Sizing: at most {sizing.max_num_seqs} sequences in a step, limited by {sizing.limited_by}"
+    if not sizing.kv_bytes_per_token:
+        yield f"  a step holds {sizing.guaranteed_sequences} inputs of {sizing.max_model_len} tokens; no KV cache"
+        yield f"  weights {sizing.weights_gib:g} GiB + overhead {sizing.overhead_gib:g} GiB"
+        yield from _explained(sizing)
+        return
     expected = f"{sizing.expected_sequences} of the expected length"
     yield f"  the KV cache holds {sizing.guaranteed_sequences} sequences of {sizing.max_model_len} tokens, {expected}"
     spent = f"weights {sizing.weights_gib:g} GiB + overhead {sizing.overhead_gib:g} GiB"
     yield f"  {spent}, KV pool {sizing.kv_pool_gib:g} GiB at {sizing.kv_bytes_per_token:,} B per token"
     yield _measured(sizing)
+    yield from _explained(sizing)
+
+
+def _explained(sizing: SizingStatus) -> Iterator[str]:
     for line in sizing.explanation.splitlines():
         yield from _wrapped("  | ", line)
 

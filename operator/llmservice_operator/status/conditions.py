@@ -89,8 +89,9 @@ def sizing_verdict(sizing: Sized | SizingProblem) -> Verdict:
         return _self_sizing_verdict(sizing.report)
     plan = sizing.plan
     assert plan is not None  # noqa: S101 - what the operator sizes has a plan
+    holder = "the KV cache" if plan.kv_bytes_per_token else "an encoder has no KV cache, a step"
     message = (
-        f"at most {plan.max_num_seqs} sequences in a step, limited by {plan.limited_by}; the KV cache holds"
+        f"at most {plan.max_num_seqs} sequences in a step, limited by {plan.limited_by}; {holder} holds"
         f" {plan.guaranteed_sequences} of {plan.max_model_len} tokens"
     )
     return Verdict(SIZING_VALID, "True", "Fits", message)

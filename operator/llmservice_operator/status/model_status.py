@@ -102,7 +102,7 @@ def _reported_sizing(report: SizingReport) -> SizingStatus:
         weights_gib=_gib(report.weights_bytes),
         overhead_gib=_gib(report.activations_bytes),
         kv_pool_gib=_gib(report.kv_cache_bytes),
-        blocks=report.num_blocks + 1,
+        blocks=report.num_blocks + 1 if report.num_blocks else 0,  # an encoder has not even a null block
         limited_by=_SERVER,
         explanation="The server sized itself, for the model's figures could not be read before it ran, nor planned with"
         " after. These are the numbers that it found after loading.",

@@ -15,7 +15,7 @@ from llmservice_server.types.errors import ConfigError
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 KVCacheDType = Literal["auto", "bfloat16", "float16", "float32", "fp8"]
 Attention = Literal["auto", "triton", "torch"]
-Pooling = Literal["last", "mean"]
+Pooling = Literal["auto", "last", "mean", "cls"]
 Device = Literal["auto", "cpu", "cuda"]
 SchedulerName = Literal["continuous", "dynamic", "static"]
 QueuePolicy = Literal["fcfs", "sjf"]
@@ -84,7 +84,10 @@ class EngineConfig:
     ] = "auto"
     enforce_eager: Annotated[bool, Flag("on CUDA: launch a decode step's kernels one by one, without graphs")] = False
     overlap: Annotated[bool | None, Flag("on CUDA: plan no step before the one before it is read")] = None
-    pooling: Annotated[Pooling, Flag("of /v1/embeddings: the last token, or the mean")] = "last"
+    pooling: Annotated[
+        Pooling,
+        Flag("of /v1/embeddings; auto: an encoder's as its checkpoint says, else mean; a decoder's last token"),
+    ] = "auto"
     embedding_window_s: Annotated[
         float,
         Flag("time that an input of /v1/embeddings may wait for others to share its batch"),

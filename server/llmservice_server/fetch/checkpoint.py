@@ -14,6 +14,7 @@ from llmservice_server.fetch.progress import Progress
 from llmservice_server.fetch.source import FetchError, RetryableError, Source, retrying
 
 _PATTERNS = ("*.safetensors", "*.json", "*.jinja")  # weights, configurations and tokenizer, chat template
+_POOLING = "1_Pooling/config.json"  # how sentence-transformers makes an embedding; the only file in a folder
 _ORIGINAL = "consolidated*.safetensors"  # the same weights again, in their authors' own layout
 _SHARD = re.compile(r".*-\d+-of-(?P<of>\d+)\.safetensors")
 
@@ -43,10 +44,12 @@ def fetch(
 
 
 def needed(names: Iterable[str]) -> list[str]:
-    """The names, sorted, of the files that serving needs: not those in folders, hidden ones and pickles."""
+    """The names, sorted, of the files that serving needs: not those in other folders, hidden ones and pickles."""
+    names = set(names)
     found = sorted(name for name in names if _plain(name) and any(fnmatch.fnmatchcase(name, one) for one in _PATTERNS))
     others = [name for name in found if not fnmatch.fnmatchcase(name, _ORIGINAL)]
-    return others if any(name.endswith(".safetensors") for name in others) else found
+    chosen = others if any(name.endswith(".safetensors") for name in others) else found
+    return [_POOLING, *chosen] if _POOLING in names else chosen
 
 
 def _plain(name: str) -> bool:
@@ -127,13 +130,15 @@ def _copy_folder(path: str, directory: Path) -> list[str]:
         raise FetchError(f"file://{path} is not absolute, expected file:///path")
     if not source.is_dir():
         raise FetchError(f"{source} is no folder: expected one that holds a checkpoint")
-    names = needed(file.name for file in source.iterdir() if file.is_file())
+    pooling = [_POOLING] if (source / _POOLING).is_file() else []
+    names = needed([*pooling, *(file.name for file in source.iterdir() if file.is_file())])
     _require_servable(f"file://{path}", names)
     directory.mkdir(parents=True, exist_ok=True)
     for name in names:
         file, target = source / name, directory / name
         if not _same(file, target):
-            unfinished = directory / f".{name}.part"
+            unfinished = target.with_name(f".{target.name}.part")
+            target.parent.mkdir(exist_ok=True)
             shutil.copy2(file, unfinished)
             unfinished.replace(target)  # a file has its final name only once it is complete
     return names

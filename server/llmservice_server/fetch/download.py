@@ -86,6 +86,7 @@ class Downloader:
         target, part = self._directory / file.name, self._part(file)
         if target.is_file() and target.stat().st_size == file.size:
             return
+        target.parent.mkdir(exist_ok=True)
         request = retrying(self._options.attempts, self._options.longest_wait_s, self._stop)
         for corrupt in range(1, _CORRUPT_LIMIT + 1):
             try:
@@ -152,7 +153,8 @@ class Downloader:
 
     def _part(self, file: RemoteFile) -> Path:
         version = hashlib.sha256(file.version.encode()).hexdigest()[:12]
-        return self._directory / f".{file.name}.{version}.part"
+        target = self._directory / file.name
+        return target.with_name(f".{target.name}.{version}.part")
 
     def _present_bytes(self, file: RemoteFile) -> int:
         complete = _size(self._directory / file.name)

@@ -21,7 +21,7 @@ from llmservice_server.http.body import IGNORED_HEADER
 from llmservice_server.http.error import ApiError, validation_error
 from llmservice_server.http.protocol.base import Body
 from llmservice_server.http.protocol.models import error_responses
-from llmservice_server.http.routes import embeddings, generate, models, tokenize
+from llmservice_server.http.routes import embeddings, generate, models, rerank, tokenize
 from llmservice_server.http.state import Activity, ServerState
 from llmservice_server.http.tracing import Tracing
 from llmservice_server.ipc.client import EngineDeadError
@@ -48,7 +48,7 @@ def create_app(
     app = _Api(title="llmservice", version=version("llmservice"), redoc_url=None)
     app.state.server = state
     api = APIRouter()
-    for module in (generate, embeddings, tokenize, models):
+    for module in (generate, embeddings, rerank, tokenize, models):
         api.include_router(module.router)
     needs_key = keys is not None
     app.include_router(

@@ -15,11 +15,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llmservice_server.engine.request import LANES
 from llmservice_server.http.admission_queue import AdmissionQueue, QueueBound, Refusal
-from llmservice_server.http.error import ApiError
+from llmservice_server.http.error import ApiError, invalid
 from llmservice_server.ipc.client import EngineClient
 from llmservice_server.ipc.metrics import Metrics
 from llmservice_server.text.tokenizer import Tokenizer
-from llmservice_server.types.messages import Ready
+from llmservice_server.types.messages import Ready, Task
 
 
 class Activity:
@@ -30,7 +30,7 @@ class Activity:
         self._state = state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
+        if scope["type"] != "http" or not scope["path"].startswith(("/v1/", "/rerank")):
             await self._app(scope, receive, send)
             return
         self._state.enter()
@@ -43,9 +43,17 @@ class Activity:
 _RETRY_LOADING_S = 5
 _RETRY_QUEUE_S = 1
 _BODY_BYTES = 2**20
+_ENCODER_BODY_BYTES = 16 * 2**20  # many short texts
 _BODY_BYTES_PER_TOKEN = 64  # several times what text, ids or escaped JSON take
 
 
+_WHAT_IT_DOES: Mapping[Task, str] = {
+    "generate": "this model generates text and scores no pairs: use /v1/chat/completions, /v1/completions or "
+    "/v1/embeddings, or a cross-encoder (…ForSequenceClassification) for this endpoint",
+    "embed": "this model is an encoder, it embeds texts: use /v1/embeddings, or another model for this endpoint",
+    "score": "this model is a cross-encoder, it scores pairs of texts: use /v1/rerank or /v1/score, or another model "
+    "for this endpoint",
+}
 GenerationConfig = Literal["auto", "vllm"]
 
 
@@ -154,8 +162,11 @@ class ServerState:
 
     def max_body_bytes(self, serving: Serving) -> int:
         """By default room for a prompt that fills the context, however it is written, and for the other fields."""
-        given = self.config.max_body_bytes
-        return _BODY_BYTES + _BODY_BYTES_PER_TOKEN * serving.ready.max_model_len if given is None else given
+        if self.config.max_body_bytes is not None:
+            return self.config.max_body_bytes
+        if serving.ready.task != "generate":
+            return _ENCODER_BODY_BYTES
+        return _BODY_BYTES + _BODY_BYTES_PER_TOKEN * serving.ready.max_model_len
 
     def not_ready(self, reason: str, *, closes: bool = False) -> ApiError:
         message = f"{reason}: try again"
@@ -192,6 +203,12 @@ class ServerState:
                 code="queue_full",
                 retry_after_s=_RETRY_QUEUE_S,
             )
+
+    def require_task(self, serving: Serving, task: Task) -> None:
+        """Raises ApiError (400) where the model does something else. A decoder gives embeddings as well."""
+        does = serving.ready.task
+        if does != task and (does, task) != ("generate", "embed"):
+            raise invalid(_WHAT_IT_DOES[does], param="model", code="unsupported_task")
 
     def require_model(self, name: str) -> None:
         """Raises ApiError (404) where the request means another model."""

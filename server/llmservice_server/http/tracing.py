@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llmservice_server.http.protocol.embeddings import EmbeddingRequest
 from llmservice_server.http.protocol.generation import GenerationRequest
+from llmservice_server.http.protocol.rerank import RerankRequest, ScoreRequest
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -20,6 +21,9 @@ OPERATIONS = {
     "/v1/completions": "text_completion",
     "/v1/chat/completions": "chat",
     "/v1/embeddings": "embeddings",
+    "/v1/rerank": "rerank",
+    "/rerank": "rerank",
+    "/v1/score": "score",
 }
 _OF_FIGURES = {  # the access log's names
     "prompt_tokens": "gen_ai.usage.input_tokens",
@@ -29,20 +33,23 @@ _OF_FIGURES = {  # the access log's names
 }
 
 
-def describe(scope: MutableMapping[str, Any], request: GenerationRequest | EmbeddingRequest) -> None:
+Described = GenerationRequest | EmbeddingRequest | RerankRequest | ScoreRequest
+
+
+def describe(scope: MutableMapping[str, Any], request: Described) -> None:
     """Add what was asked for to the request's span, where it has one."""
     if (span := scope.get("span")) is not None:
-        span.update_name(f"{OPERATIONS[scope['path']]} {request.model}")
+        span.update_name(f"{OPERATIONS[scope['path']]} {request.model or ''}".rstrip())
         span.set_attributes(of_request(request))
 
 
-def of_request(request: GenerationRequest | EmbeddingRequest) -> dict[str, Any]:
+def of_request(request: Described) -> dict[str, Any]:
     """Known once the body has been read."""
     attributes: dict[str, Any] = {"gen_ai.request.model": request.model}
     if isinstance(request, EmbeddingRequest):
         attributes["gen_ai.request.encoding_formats"] = [request.encoding_format]
         attributes["gen_ai.embeddings.dimension.count"] = request.dimensions
-    else:
+    elif isinstance(request, GenerationRequest):
         attributes |= {
             "gen_ai.request.max_tokens": request.token_limit,
             "gen_ai.request.temperature": request.temperature,

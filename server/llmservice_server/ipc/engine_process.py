@@ -39,6 +39,7 @@ from llmservice_server.types.messages import (
 
 if TYPE_CHECKING:
     from llmservice_server.engine.engine import Engine
+    from llmservice_server.runtime.encoders import EncoderEngine
 
 _IDLE_POLL_MS = 10_000  # an upper bound: a message ends the wait at once
 
@@ -90,7 +91,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
 class EngineLoop:
     """Drives one engine from one socket to the other."""
 
-    def __init__(self, engine: Engine, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]) -> None:
+    def __init__(self, engine: Engine | EncoderEngine, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]) -> None:
         self._engine = engine
         self._inbox = inbox
         self._outbox = outbox
@@ -148,7 +149,7 @@ class EngineLoop:
         return math.ceil(min(_IDLE_POLL_MS, embedding_s * 1000, self._engine.wait_s() * 1000))
 
 
-def main(make_engine: Callable[[EngineConfig], Engine] | None = None) -> int:
+def main(make_engine: Callable[[EngineConfig], Engine | EncoderEngine] | None = None) -> int:
     """`make_engine` replaces `Engine`: benchmarks use one that computes nothing."""
     # A signal to the whole control group (systemd) is meant for the parent, which drains and then sends Shutdown.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -174,9 +175,12 @@ def main(make_engine: Callable[[EngineConfig], Engine] | None = None) -> int:
     return _close(context, 0)
 
 
-def _load(config: EngineConfig) -> Engine:
-    from llmservice_server.runtime.startup import load_engine  # imports torch: seconds, in which the parent answers
+def _load(config: EngineConfig) -> Engine | EncoderEngine:
+    from llmservice_server.runtime.encoders import is_encoder, load_encoder  # imports torch, as the next one:
+    from llmservice_server.runtime.startup import load_engine  # seconds, in which the parent answers
 
+    if is_encoder(config.model):
+        return load_encoder(config)
     return load_engine(config)
 
 

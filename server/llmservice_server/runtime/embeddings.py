@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -81,26 +82,65 @@ def _mask(length: int, window: int, device: torch.device) -> torch.Tensor | None
     return (distance >= 0) & (distance < window)
 
 
+class VectorModel(Protocol):
+    """Computes a vector of each input: an embedding, or the logits of a cross-encoder.
+
+    `type_ids` says of each token which text of a pair it belongs to; empty where there are no pairs.
+    """
+
+    @property
+    def size(self) -> int:
+        """Numbers in a vector."""
+
+    @property
+    def takes_pairs(self) -> bool: ...
+
+    def embed(self, inputs: Sequence[Sequence[int]], type_ids: Sequence[Sequence[int]] = ()) -> torch.Tensor:
+        """Float32, `[num_inputs, size]`, on the CPU; inputs are padded to the longest."""
+
+    def embed_by_piece(
+        self, inputs: Sequence[Sequence[int]], rows: int | None = None, type_ids: Sequence[Sequence[int]] = ()
+    ) -> Iterator[torch.Tensor | None]:
+        """Yields None after each piece of the work, `rows` tokens of a single input; then what `embed` returns."""
+
+
+def pool(states: torch.Tensor, lengths: Sequence[int], pooling: Pooling) -> torch.Tensor:
+    """`states`: `[num_inputs, longest, size]`; float32 `[num_inputs, size]`, the padding left out.
+
+    As in sentence-transformers: the state of the first token (`cls`) or of the last one, or the mean of all.
+    """
+    counts = torch.tensor(lengths, device=states.device)
+    if pooling == "cls":
+        return states[:, 0].float()
+    if pooling == "last":
+        return states[torch.arange(len(lengths), device=states.device), counts - 1].float()
+    real = torch.arange(states.shape[1], device=states.device) < counts[:, None]
+    return torch.where(real[..., None], states.float(), 0.0).sum(dim=1) / counts[:, None]
+
+
 class EmbeddingModel:
-    """Shares the generating model's weights. `last` takes the last token's state, `mean` the mean of all."""
+    """Shares the generating model's weights."""
 
     def __init__(self, model: LlamaModel, pooling: Pooling) -> None:
         self._model = model
-        self._pooling = pooling
+        self._pooling: Pooling = "last" if pooling == "auto" else pooling
+        self.takes_pairs = False
 
     @property
     def size(self) -> int:
         """Numbers in a vector."""
         return self._model.config.hidden_size
 
-    def embed(self, inputs: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Float32 vectors of length 1, `[num_inputs, size]`, on the CPU; inputs are padded to the longest."""
+    def embed(self, inputs: Sequence[Sequence[int]], type_ids: Sequence[Sequence[int]] = ()) -> torch.Tensor:
+        """Of length 1."""
         *_, vectors = self.embed_by_piece(inputs)
         assert vectors is not None  # noqa: S101  # the last ones are
         return vectors
 
     @torch.inference_mode()
-    def embed_by_piece(self, inputs: Sequence[Sequence[int]], rows: int | None = None) -> Iterator[torch.Tensor | None]:
+    def embed_by_piece(
+        self, inputs: Sequence[Sequence[int]], rows: int | None = None, type_ids: Sequence[Sequence[int]] = ()
+    ) -> Iterator[torch.Tensor | None]:
         """Yields None after each layer, or of a single input after `rows` tokens of one; then what `embed` returns."""
         model, longest = self._model, max(map(len, inputs))
         padded = [[*ids, *([0] * (longest - len(ids)))] for ids in inputs]
@@ -116,15 +156,7 @@ class EmbeddingModel:
                 yield None
             else:
                 normed = model.norm_states(states).view(len(inputs), longest, -1)
-                yield F.normalize(self._pool(normed, [len(ids) for ids in inputs]), dim=-1).cpu()
-
-    def _pool(self, states: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-        """`states`: `[num_inputs, longest, size]`; float32 `[num_inputs, size]`, the padding left out."""
-        counts = torch.tensor(lengths, device=states.device)
-        if self._pooling == "last":
-            return states[torch.arange(len(lengths), device=states.device), counts - 1].float()
-        real = torch.arange(states.shape[1], device=states.device) < counts[:, None]
-        return torch.where(real[..., None], states.float(), 0.0).sum(dim=1) / counts[:, None]
+                yield F.normalize(pool(normed, [len(ids) for ids in inputs], self._pooling), dim=-1).cpu()
 
 
 class Pace:
@@ -169,6 +201,7 @@ class Item:
     index: int  # of the input in its request
     token_ids: list[int]
     queued_s: float
+    type_ids: list[int] | None = None  # of a pair
 
 
 class Batcher:
@@ -257,13 +290,14 @@ class BatchEmbedder:
 
     def __init__(
         self,
-        model: EmbeddingModel,
+        model: VectorModel,
         recover: Callable[[], None],
         *,
         vocab_size: int,
         max_tokens: int,
         max_batch_tokens: int,
         window_s: float,
+        max_batch_size: int = _MAX_BATCH_SIZE,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`max_tokens`: of one input. `max_batch_tokens`: of one forward pass, padding included.
@@ -274,7 +308,7 @@ class BatchEmbedder:
         self._recover = recover
         self._vocab_size = vocab_size
         self.max_tokens = max_tokens
-        self._batcher = Batcher(window_s=window_s, max_batch_tokens=max_batch_tokens, max_batch_size=_MAX_BATCH_SIZE)
+        self._batcher = Batcher(window_s=window_s, max_batch_tokens=max_batch_tokens, max_batch_size=max_batch_size)
         self._waiting: dict[str, _Waiting] = {}
         self._batch: _Batch | None = None
         self._tokens_left = 0  # by the steps so far, which no piece has used
@@ -286,12 +320,19 @@ class BatchEmbedder:
         """Numbers in a vector."""
         return self._model.size
 
+    @property
+    def num_waiting(self) -> int:
+        """Inputs that are not computed yet."""
+        return sum(waiting.num_missing for waiting in self._waiting.values())
+
     def add(self, message: Embed, now: float) -> Embedded | None:
         """Queue a request; returns the answer to one that is refused."""
         if (problem := self._why_refused(message)) is not None:
             return Embedded(request_id=message.request_id, error=problem, error_status=400)
         self._waiting[message.request_id] = _Waiting([b""] * len(message.inputs), len(message.inputs))
-        self._batcher.add(Item(message.request_id, index, ids, now) for index, ids in enumerate(message.inputs))
+        type_ids: Sequence[list[int] | None] = message.type_ids or [None] * len(message.inputs)
+        inputs = zip(message.inputs, type_ids, strict=True)
+        self._batcher.add(Item(message.request_id, index, ids, now, types) for index, (ids, types) in enumerate(inputs))
         return None
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -326,10 +367,10 @@ class BatchEmbedder:
         inputs = [item.token_ids for item in items]
         num_tokens = len(inputs) * max(map(len, inputs))
         rows = None if rows is None or len(inputs) > 1 else min(num_tokens, rows)
-        return _Batch(items, self._model.embed_by_piece(inputs, rows), rows or num_tokens)
+        return _Batch(items, self._model.embed_by_piece(inputs, rows, _type_ids(items)), rows or num_tokens)
 
     def _embed(self, batch: list[Item]) -> list[tuple[Item, np.ndarray]]:
-        return self._with_vectors(batch, self._model.embed([item.token_ids for item in batch]))
+        return self._with_vectors(batch, self._model.embed([item.token_ids for item in batch], _type_ids(batch)))
 
     def _with_vectors(self, batch: list[Item], vectors: torch.Tensor) -> list[tuple[Item, np.ndarray]]:
         return list(zip(batch, vectors.numpy().astype("<f4", copy=False), strict=True))
@@ -393,4 +434,11 @@ class BatchEmbedder:
             return f"an input has {longest} tokens, expected at most {self.max_tokens}: shorten it"
         if min(map(min, message.inputs)) < 0 or max(map(max, message.inputs)) >= self._vocab_size:
             return f"an input holds a token id outside the model's vocabulary, expected 0 to {self._vocab_size - 1}"
+        if message.type_ids and not self._model.takes_pairs:
+            return "the inputs are pairs of texts, expected single ones: this model is no cross-encoder"
         return None
+
+
+def _type_ids(items: Sequence[Item]) -> list[list[int]]:
+    """Empty where an item is no pair."""
+    return [item.type_ids for item in items if item.type_ids is not None]

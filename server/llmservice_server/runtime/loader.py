@@ -36,7 +36,7 @@ class Checkpoint:
         if not folder.is_dir():
             raise ModelLoadError(f"{folder} is not a folder: expected one with config.json and *.safetensors")
         config = ModelConfig.from_dict(read_json_object(folder / "config.json"))
-        return cls(folder, config, _shards(folder), eos_token_ids(folder))
+        return cls(folder, config, weight_files(folder), eos_token_ids(folder))
 
     def dtype(self, wanted: str) -> torch.dtype:
         """The dtype to run in; `auto` is the checkpoint's own."""
@@ -95,7 +95,8 @@ class Checkpoint:
             )
 
 
-def _shards(folder: Path) -> tuple[Path, ...]:
+def weight_files(folder: Path) -> tuple[Path, ...]:
+    """Raises `ModelLoadError` where there are no safetensors files, or not all that the index names."""
     if (folder / _INDEX).exists():
         weight_map = read_json_object(folder / _INDEX).get("weight_map")
         if not isinstance(weight_map, Mapping) or not weight_map:

@@ -63,7 +63,7 @@ def load_engine(config: EngineConfig, clock: Callable[[], float] = time.monotoni
 
 
 def _with_step_tokens(config: EngineConfig) -> EngineConfig:
-    device = _device(config)
+    device = choose_device(config)
     if device.type != "cuda":
         return config
     return config.for_gpu(torch.cuda.get_device_properties(device).total_memory)
@@ -158,7 +158,7 @@ def _backend(checkpoint: Checkpoint, config: EngineConfig) -> Backend:
         config.attention,
         shape,
         checkpoint.dtype(config.dtype),
-        _device(config),
+        choose_device(config),
         max_num_batched_tokens=config.step_tokens,
         worth_compiling=checkpoint.weight_file_bytes >= _WORTH_COMPILING_BYTES,
         enforce_eager=config.enforce_eager,
@@ -171,7 +171,8 @@ def _kv_cache_dtype(checkpoint: Checkpoint, config: EngineConfig) -> torch.dtype
     return checkpoint.dtype(config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype)
 
 
-def _device(config: EngineConfig) -> torch.device:
+def choose_device(config: EngineConfig) -> torch.device:
+    """Raises `ConfigError` where there is no such device."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             "device is cuda, but this machine has no usable CUDA device: use --device cpu, or check the driver"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 import msgspec
@@ -72,6 +73,13 @@ class TextTooLongError(Exception):
     """A text has more tokens than allowed. The message is for the client."""
 
 
+class EncodedPair(NamedTuple):
+    """Two texts as one input."""
+
+    token_ids: list[int]
+    type_ids: list[int]  # of each token: 0 in the first text, 1 in the second one, where the model distinguishes them
+
+
 class Tokenizer:
     """Thread-safe: the library keeps no state between calls."""
 
@@ -87,6 +95,7 @@ class Tokenizer:
         self.eos_token_ids = eos_token_ids
         self.token_bytes = TokenBytes(library)
         self.tool_format, self.tag_ids = _tools(library, None if chat is None else chat.tool_format)
+        self._truncating_to: tuple[int, tokenizers.Tokenizer] | None = None
         self._most_bytes_per_token = most_bytes_per_token(library)
         self.vocab_size: int = max(library.get_vocab().values(), default=-1) + 1
 
@@ -137,6 +146,24 @@ class Tokenizer:
         if sum(map(len, texts)) > LONG_TEXT_BYTES:
             return [each.ids for each in self._library.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]
         return [self._library.encode(text, add_special_tokens=add_special_tokens).ids for text in texts]
+
+    def encode_truncated(self, texts: Sequence[str], num_tokens: int) -> list[list[int]]:
+        """`encode` for several texts, each cut at its end to `num_tokens`, the special tokens included."""
+        return [each.ids for each in self._truncating(num_tokens).encode_batch_fast(texts)]
+
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]], *, num_tokens: int | None = None) -> list[EncodedPair]:
+        """As the tokenizer's own post-processor joins them. `num_tokens`: the longer text of a pair is cut to fit."""
+        library = self._library if num_tokens is None else self._truncating(num_tokens)
+        return [EncodedPair(each.ids, each.type_ids) for each in library.encode_batch_fast(pairs)]
+
+    def _truncating(self, num_tokens: int) -> tokenizers.Tokenizer:
+        """The library with truncation, which is a setting of the whole object; the last one made is kept."""
+        made = self._truncating_to
+        if made is None or made[0] != num_tokens:
+            made = num_tokens, copy.deepcopy(self._library)
+            made[1].enable_truncation(num_tokens)
+            self._truncating_to = made
+        return made[1]
 
     def _refuse_longer(self, texts: Sequence[str], max_tokens: int) -> None:
         num_bytes = max((len(text.encode()) for text in texts), default=0)

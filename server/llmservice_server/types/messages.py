@@ -10,6 +10,8 @@ import msgspec
 FinishReason = Literal["stop", "length", "abort", "error"]
 Fallback = Literal["attention", "top_k_top_p", "decode_graphs"]
 """What runs without our kernels where they fail their check."""
+Task = Literal["generate", "embed", "score"]
+"""What a model does: a decoder generates (and embeds), an encoder embeds, a cross-encoder scores pairs of texts."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -94,10 +96,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate",
 
 
 class Embed(msgspec.Struct, frozen=True, kw_only=True, tag="embed"):
-    """A request for the vector of each input; `Abort` cancels it."""
+    """A request for the vector of each input, of a cross-encoder for its logits; `Abort` cancels it."""
 
     request_id: str
     inputs: list[list[int]]  # token ids
+    type_ids: list[list[int]] = []  # of each token: which text of a pair it belongs to; empty: the first
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -156,7 +159,7 @@ class Embedded(msgspec.Struct, kw_only=True, tag="embedded", omit_defaults=True)
     """The answer to one `Embed`."""
 
     request_id: str
-    vectors: list[bytes] = []  # little-endian float32, of length 1, in the order of the inputs
+    vectors: list[bytes] = []  # little-endian float32 in the order of the inputs; of a cross-encoder, its logit
     error: str | None = None
     error_status: int = 500  # HTTP status for `error`
 
@@ -174,6 +177,7 @@ class Ready(msgspec.Struct, kw_only=True, tag="ready"):
     prefix_caching: bool = True
     memory_bytes: dict[str, int]  # by kind: weights, kv_cache, activations, graphs, total
     load_s: float
+    task: Task = "generate"
     fallbacks: dict[Fallback, str] = {}  # what runs without our kernels because they failed their check, and why
 
 

@@ -175,7 +175,16 @@ def test_a_target_that_cannot_be_written_is_reported(folder: Path, tmp_path: Pat
         (["consolidated.safetensors", "params.json"], ["consolidated.safetensors", "params.json"]),
         (["original/model.safetensors", "../up.json", "..\\up.json", ".hidden.json", "a\n.json", ""], []),
         (["tokenizer.json", "chat_template.jinja"], ["chat_template.jinja", "tokenizer.json"]),
+        (["modules.json", "2_Dense/config.json", "1_Pooling/config.json"], ["1_Pooling/config.json", "modules.json"]),
     ],
 )
 def test_only_files_that_serving_needs_are_fetched(names: list[str], expected: list[str]) -> None:
     assert needed(names) == expected
+
+
+def test_the_pooling_of_an_encoder_is_fetched_into_its_folder(hub: ModelHub, tmp_path: Path, folder: Path) -> None:
+    hub.files["1_Pooling/config.json"] = b'{"pooling_mode_cls_token": true}'
+    assert "1_Pooling/config.json" in fetch("hf://org/open", tmp_path / "fetched")
+    assert (tmp_path / "fetched/1_Pooling/config.json").read_bytes() == hub.files["1_Pooling/config.json"]
+    assert "1_Pooling/config.json" in fetch(f"file://{tmp_path / 'fetched'}", tmp_path / "copied")
+    assert not list((tmp_path / "copied").glob("**/*.part"))

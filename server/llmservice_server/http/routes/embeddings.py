@@ -24,11 +24,12 @@ from llmservice_server.ipc.client import EngineDeadError
 from llmservice_server.text.tokenizer import Tokenizer
 from llmservice_server.types.messages import Embedded, Ready
 
-_CLIENT_GONE = 499  # nginx's status for it; only the access log shows it
+CLIENT_GONE = 499  # nginx's status for it; only the access log shows it
 
 
 class EmbeddingRoute(BodyRoute):
     def admit(self, state: ServerState, serving: Serving) -> None:
+        state.require_task(serving, "embed")
         state.require_embedding_room(1)
 
 
@@ -44,15 +45,13 @@ router = APIRouter(route_class=EmbeddingRoute)
 async def embeddings(body: EmbeddingRequest, request: Request, state: StateDep, serving: ServingDep) -> Any:
     state.require_model(body.model)
     ready, tokenizer = serving
-    longest = ready.max_embedding_tokens if body.truncate_prompt_tokens is None else None
-    inputs = await run(num_body_bytes(request), token_ids, body.inputs, tokenizer, longest, "input")
-    inputs = truncated(inputs, body.truncate_prompt_tokens, ready.max_embedding_tokens)
+    inputs = await run(num_body_bytes(request), _inputs, body, ready, tokenizer)
     describe(request.scope, body)
     _check(body, inputs, ready, tokenizer)
     state.require_embedding_room(len(inputs))
-    answer = await _embed(state, inputs, request.receive)
+    answer = await embed(state, inputs, request.receive)
     if answer is None:
-        return Response(status_code=_CLIENT_GONE)
+        return Response(status_code=CLIENT_GONE)
     num_tokens = sum(map(len, inputs))
     state.metrics.observe_embedding(len(inputs), num_tokens, time.monotonic() - request.scope["arrival_s"])
     request.scope["access_log"] |= {"inputs": len(inputs), "prompt_tokens": num_tokens}
@@ -64,14 +63,27 @@ async def embeddings(body: EmbeddingRequest, request: Request, state: StateDep, 
     return EmbeddingList.model_construct(model=state.config.served_model_names[0], data=data, usage=usage)
 
 
+def _inputs(body: EmbeddingRequest, ready: Ready, tokenizer: Tokenizer) -> list[list[int]]:
+    """A decoder's inputs are cut at their start, an encoder's at their end, where its tokenizer cuts them."""
+    kept, longest = body.truncate_prompt_tokens, ready.max_embedding_tokens
+    if kept is None:
+        return token_ids(body.inputs, tokenizer, longest, "input")
+    if ready.task == "generate":
+        return truncated(token_ids(body.inputs, tokenizer, None, "input"), kept, longest)
+    kept = longest if kept == -1 else kept
+    texts = [given for given in body.inputs if isinstance(given, str)]
+    encoded = iter(tokenizer.encode_truncated(texts, kept))
+    return [next(encoded) if isinstance(given, str) else given[:kept] for given in body.inputs]
+
+
 def _check(body: EmbeddingRequest, inputs: Sequence[list[int]], ready: Ready, tokenizer: Tokenizer) -> None:
     """Raises ApiError (400) for what the engine would refuse, in the words of the API."""
     if not all(inputs):
         raise invalid("an input is empty: expected at least one token", param="input")
     if (longest := max(map(len, inputs))) > ready.max_embedding_tokens:
         raise invalid(
-            f"an input has {longest} tokens, expected at most {ready.max_embedding_tokens}, which is the smaller of "
-            "--max-model-len and --max-num-batched-tokens: shorten it",
+            f"an input has {longest} tokens, expected at most {ready.max_embedding_tokens}, which is {_bound(ready)}: "
+            "shorten it",
             param="input",
             code="context_length_exceeded",
         )
@@ -85,9 +97,17 @@ def _check(body: EmbeddingRequest, inputs: Sequence[list[int]], ready: Ready, to
         )
 
 
-async def _embed(state: ServerState, inputs: list[list[int]], receive: Receive) -> Embedded | None:
-    """The engine's answer; None where the client has left. Raises ApiError."""
-    answer = asyncio.ensure_future(state.engine.embed(inputs))
+def _bound(ready: Ready) -> str:
+    if ready.task == "generate":
+        return "the smaller of --max-model-len and --max-num-batched-tokens"
+    return "the model's context, or --max-model-len"
+
+
+async def embed(
+    state: ServerState, inputs: list[list[int]], receive: Receive, type_ids: Sequence[list[int]] = ()
+) -> Embedded | None:
+    """The engine's answer; `type_ids` are those of pairs. None where the client has left. Raises ApiError."""
+    answer = asyncio.ensure_future(state.engine.embed(inputs, type_ids))
     gone = asyncio.create_task(_disconnect(receive))
     try:
         await asyncio.wait([answer, gone], timeout=state.config.request_timeout_s, return_when=asyncio.FIRST_COMPLETED)

@@ -52,6 +52,7 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {
 
 class GenerationRoute(BodyRoute):
     def admit(self, state: ServerState, serving: Serving) -> None:
+        state.require_task(serving, "generate")
         state.require_some_room(serving)
 
 

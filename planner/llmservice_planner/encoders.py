@@ -1,0 +1,151 @@
+"""Encoder families: models that read a whole text at once. They have no KV cache and generate nothing.
+
+As in `families.py`, a key missing in config.json means the default of Hugging Face transformers' configuration class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+ENCODER_BATCH = 64
+"""Inputs that the server computes at once, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderFamily:
+    """One `model_type`. The layout is BERT's except for these fields."""
+
+    name: str
+    defaults: Mapping[str, Any]
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """The family's own names of config.json's keys, by the common ones."""
+    positions_after_padding: bool = False
+    """Positions count from the padding token's id + 1 on, so that the model knows fewer than config.json says."""
+    learned_positions: bool = True
+    token_types: bool = True
+    pooler: bool = True
+    qkv_bias: bool = True
+    output_biases: bool = True
+    """Of the attention's output, the MLP and the norms, where config.json says nothing of them."""
+    gated_mlp: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderSizes:
+    """The figures of one config.json that the parameters are counted from."""
+
+    layers: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    positions: int
+    token_types: int
+    embedding_size: int | None
+    relative_positions: int
+    """Entries of the table of relative positions (MPNet)."""
+
+
+_BERT = {
+    "vocab_size": 30522,
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 512,
+    "type_vocab_size": 2,
+    "pad_token_id": 0,
+}
+_ROBERTA = {**_BERT, "pad_token_id": 1}
+_ALL = (
+    EncoderFamily("bert", _BERT),
+    EncoderFamily("roberta", {**_ROBERTA, "vocab_size": 50265}, positions_after_padding=True),
+    EncoderFamily("xlm-roberta", _ROBERTA, positions_after_padding=True),
+    EncoderFamily("camembert", _ROBERTA, positions_after_padding=True),
+    EncoderFamily(
+        "distilbert",
+        {
+            "vocab_size": 30522,
+            "dim": 768,
+            "n_layers": 6,
+            "n_heads": 12,
+            "hidden_dim": 3072,
+            "max_position_embeddings": 512,
+            "pad_token_id": 0,
+        },
+        keys={
+            "hidden_size": "dim",
+            "num_hidden_layers": "n_layers",
+            "num_attention_heads": "n_heads",
+            "intermediate_size": "hidden_dim",
+        },
+        token_types=False,
+        pooler=False,
+    ),
+    EncoderFamily(
+        "electra",
+        {**_BERT, "hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 1024, "embedding_size": 128},
+        pooler=False,
+    ),
+    EncoderFamily(
+        "mpnet",
+        {**_ROBERTA, "vocab_size": 30527, "relative_attention_num_buckets": 32},
+        positions_after_padding=True,
+        token_types=False,
+    ),
+    EncoderFamily(
+        "modernbert",
+        {
+            "vocab_size": 50368,
+            "hidden_size": 768,
+            "num_hidden_layers": 22,
+            "num_attention_heads": 12,
+            "intermediate_size": 1152,
+            "max_position_embeddings": 8192,
+            "pad_token_id": 50283,
+        },
+        learned_positions=False,
+        token_types=False,
+        pooler=False,
+        qkv_bias=False,
+        output_biases=False,
+        gated_mlp=True,
+    ),
+    EncoderFamily(
+        "gte",
+        {
+            **_ROBERTA,
+            "vocab_size": 250048,
+            "max_position_embeddings": 8192,
+            "type_vocab_size": 1,
+        },
+        learned_positions=False,
+        pooler=False,
+        gated_mlp=True,
+    ),
+)
+
+ENCODERS: Mapping[str, EncoderFamily] = {family.name: family for family in _ALL}
+"""By `model_type`."""
+
+
+def count_parameters(family: EncoderFamily, sizes: EncoderSizes) -> int:
+    """All parameters of the encoder and its pooler; a cross-encoder's head is about as large as the pooler."""
+    hidden, inner = sizes.hidden_size, sizes.intermediate_size
+    biases = family.output_biases
+    norm = hidden * (1 + biases)
+    attention = 4 * hidden * hidden + 3 * hidden * family.qkv_bias + hidden * biases
+    mlp = (3 if family.gated_mlp else 2) * hidden * inner + hidden * biases
+    mlp += inner * biases * (not family.gated_mlp)
+    layers = sizes.layers * (attention + mlp + 2 * norm)  # ModernBERT's first layer lacks one, its output has one
+    pooler = (hidden * hidden + hidden) * family.pooler
+    return _embeddings(family, sizes) + layers + pooler
+
+
+def _embeddings(family: EncoderFamily, sizes: EncoderSizes) -> int:
+    width = sizes.embedding_size or sizes.hidden_size
+    rows = sizes.vocab_size + sizes.positions * family.learned_positions + sizes.token_types * family.token_types
+    norm = width * (1 + family.output_biases)
+    projection = (width + 1) * sizes.hidden_size if width != sizes.hidden_size else 0
+    return rows * width + norm + projection + sizes.relative_positions

@@ -1,0 +1,413 @@
+"""Encoders and cross-encoders by transformers' classes: loaded, batched like embeddings, without a KV cache."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
+from safetensors import SafetensorError
+
+from llmservice_planner.encoders import ENCODER_BATCH, ENCODERS
+from llmservice_planner.explanation import format_bytes
+from llmservice_planner.overhead import PROCESS_BYTES, activation_bytes
+from llmservice_planner.shape import ModelShape, ShapeError
+from llmservice_server.backend.torch.memory import available_cpu_bytes
+from llmservice_server.engine.config import EngineConfig, Pooling
+from llmservice_server.engine.interfaces import Embedder
+from llmservice_server.runtime.embeddings import BatchEmbedder, pool
+from llmservice_server.runtime.loader import weight_files
+from llmservice_server.runtime.startup import choose_device
+from llmservice_server.types.checkpoint_config import read_json_object
+from llmservice_server.types.errors import ConfigError, ModelLoadError, OutOfMemoryError
+from llmservice_server.types.messages import GenerateRequest, Output, Ready, Stats, StepOutputs, Task
+
+_LOG = logging.getLogger(__name__)
+_WARM_UP_TOKENS = 16
+_CROSS_ENCODER = "ForSequenceClassification"
+_EMBEDS = ("Model", "ForMaskedLM", "ForPreTraining")
+"""What the names of architectures end with whose encoder gives embeddings; heads of pre-training are left out."""
+_MODULES = {"Transformer", "Pooling", "Normalize"}
+"""Of sentence-transformers; others change the vectors."""
+_POOLINGS: Mapping[str, Pooling] = {
+    "cls": "cls",
+    "cls_token": "cls",
+    "mean": "mean",
+    "mean_tokens": "mean",
+    "lasttoken": "last",
+}
+
+
+def is_encoder(folder: Path) -> bool:
+    """Whether config.json names an encoder family. Raises `ModelLoadError` where it is no JSON object."""
+    path = folder / "config.json"
+    return path.is_file() and read_json_object(path).get("model_type") in ENCODERS
+
+
+def encoder_task(architectures: Sequence[str]) -> Task:
+    """Raises `ModelLoadError` for an architecture whose head computes something else."""
+    name = architectures[0] if architectures else "Model"
+    if name.endswith(_CROSS_ENCODER):
+        return "score"
+    if name.endswith(_EMBEDS) and not name.endswith("LMHeadModel"):
+        return "embed"
+    raise ModelLoadError(
+        f"config.json: architectures is {name}, expected an encoder for embeddings (BertModel, XLMRobertaModel, "
+        f"BertForMaskedLM, …) or a cross-encoder (Bert{_CROSS_ENCODER}, …): choose such a checkpoint"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class VectorFormat:
+    """How an embedding is made from the states of its tokens."""
+
+    pooling: Pooling
+    normalize: bool
+
+    @classmethod
+    def of(cls, folder: Path, wanted: Pooling) -> VectorFormat:
+        """As sentence-transformers' files of the checkpoint say; without them the mean, of length 1.
+
+        Raises `ModelLoadError` for modules and poolings that are not computed here.
+        """
+        modules = _modules(folder)
+        if unknown := sorted(set(modules) - _MODULES):
+            raise ModelLoadError(
+                f"modules.json names {', '.join(unknown)}, expected only {', '.join(sorted(_MODULES))}: "
+                "the server does not compute the others, choose another checkpoint"
+            )
+        pooling = _pooling(folder, required="Pooling" in modules) if wanted == "auto" else wanted
+        return cls(pooling, normalize=not modules or "Normalize" in modules)
+
+
+def _modules(folder: Path) -> list[str]:
+    path = folder / "modules.json"
+    if not path.exists():
+        return []
+    try:
+        return [str(module["type"]).rpartition(".")[2] for module in json.loads(path.read_text(encoding="utf-8"))]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ModelLoadError(
+            f"{path} is no list of sentence-transformers' modules ({error}): fetch it again"
+        ) from error
+
+
+def _pooling(folder: Path, *, required: bool) -> Pooling:
+    path = folder / "1_Pooling" / "config.json"
+    if not path.exists():
+        if required:
+            raise ModelLoadError(
+                f"modules.json names a Pooling, but {path} is missing: fetch it again, or set --pooling"
+            )
+        return "mean"
+    settings = read_json_object(path)
+    modes = [key.removeprefix("pooling_mode_") for key, value in settings.items() if value is True and "_mode_" in key]
+    modes = modes or [str(settings.get("pooling_mode", "mean"))]
+    if len(modes) != 1 or modes[0] not in _POOLINGS:
+        raise ModelLoadError(
+            f"{path}: the pooling is {' and '.join(modes)}, expected cls, mean or lasttoken alone: "
+            "choose one with --pooling, or another checkpoint"
+        )
+    return _POOLINGS[modes[0]]
+
+
+class EncoderModel:
+    """Implements `VectorModel`: pooled states, or the logits of a cross-encoder."""
+
+    def __init__(self, model: Any, vector_format: VectorFormat | None) -> None:
+        """`vector_format`: None for a cross-encoder."""
+        self._model = model
+        self._format = vector_format
+        self._padding = model.config.pad_token_id or 0
+        self._has_token_types = (getattr(model.config, "type_vocab_size", None) or 0) > 1
+        self.takes_pairs = vector_format is None
+
+    @property
+    def size(self) -> int:
+        """Numbers in a vector: the model's width, or 1 for a cross-encoder."""
+        return 1 if self._format is None else int(self._model.config.hidden_size)
+
+    @torch.inference_mode()
+    def embed(self, inputs: Sequence[Sequence[int]], type_ids: Sequence[Sequence[int]] = ()) -> torch.Tensor:
+        lengths = [len(ids) for ids in inputs]
+        given = {"input_ids": self._padded(inputs, self._padding)}
+        given["attention_mask"] = self._padded([[1] * length for length in lengths], 0)
+        if type_ids and self._has_token_types:
+            given["token_type_ids"] = self._padded(type_ids, 0)
+        output = self._model(**given)
+        if self._format is None:
+            logits: torch.Tensor = output.logits.float().cpu()
+            return logits
+        vectors = pool(output.last_hidden_state, lengths, self._format.pooling)
+        return (F.normalize(vectors, dim=-1) if self._format.normalize else vectors).cpu()
+
+    def embed_by_piece(
+        self, inputs: Sequence[Sequence[int]], rows: int | None = None, type_ids: Sequence[Sequence[int]] = ()
+    ) -> Iterator[torch.Tensor | None]:
+        """In one piece: nothing generates beside it."""
+        yield self.embed(inputs, type_ids)
+
+    def _padded(self, rows: Sequence[Sequence[int]], padding: int) -> torch.Tensor:
+        longest = max(map(len, rows))
+        return torch.tensor([[*row, *([padding] * (longest - len(row)))] for row in rows], device=self._model.device)
+
+
+class EncoderEngine:
+    """What the engine process drives for a model that generates nothing: embeddings only."""
+
+    tokens_left: int | None = None
+    """No step of generating requests bounds a batch."""
+
+    def __init__(self, embedder: BatchEmbedder, ready: Ready) -> None:
+        self._embedder = embedder
+        self.ready = ready
+        self._refused: list[Output] = []
+
+    @property
+    def embedder(self) -> Embedder:
+        return self._embedder
+
+    def wait_s(self) -> float:
+        """Seconds until `step` has something to do, unless a message arrives."""
+        return 0.0 if self._refused else math.inf
+
+    def add(self, message: GenerateRequest) -> None:
+        """Answered with an error: the HTTP process refuses such requests before."""
+        problem = "this model is an encoder and generates nothing: use /v1/embeddings or /v1/rerank"
+        self._refused.append(
+            Output(request_id=message.request_id, finish_reason="error", error=problem, error_status=400)
+        )
+
+    def abort(self, request_ids: Sequence[str], finished: bool = False) -> None:
+        """No request runs for longer than a step."""
+
+    def step(self) -> StepOutputs:
+        outputs, self._refused = self._refused, []
+        return StepOutputs(outputs=outputs, stats=self.stats())
+
+    def stats(self) -> Stats:
+        """Inputs that wait count as waiting requests, by which a service is scaled."""
+        return Stats(
+            num_running={},
+            num_waiting={"interactive": self._embedder.num_waiting},
+            blocks_free=0,
+            blocks_held=0,
+            blocks_cached=0,
+            preemptions={},
+            prefix_queries=0,
+            prefix_hits=0,
+            batch_size=0,
+            iteration_tokens=0,
+            num_admissible=self.ready.max_num_seqs,
+        )
+
+
+def load_encoder(config: EngineConfig) -> EncoderEngine:
+    """An encoder that is ready to serve. Raises `StartError` with what is wrong, expected and to be done."""
+    began_s = time.monotonic()
+    folder, shape = config.model, _shape(config.model)
+    longest = _longest(shape, config)
+    task = encoder_task(read_json_object(folder / "config.json").get("architectures") or [])
+    vector_format = VectorFormat.of(folder, config.pooling) if task == "embed" else None
+    device = choose_device(config)
+    dtype = shape.dtype if config.dtype == "auto" else config.dtype
+    batch_tokens = max(longest, _step_tokens(config, device))
+    memory_bytes = _memory_bytes(config, shape, device, dtype, batch_tokens)
+    try:
+        loaded = _load(folder, task, getattr(torch, dtype)).to(device)
+        memory_bytes["weights"] = sum(each.nbytes for each in loaded.parameters())
+        model = EncoderModel(loaded, vector_format)
+        _warm_up(model, longest if device.type == "cuda" else min(_WARM_UP_TOKENS, longest), batch_tokens, device)
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemoryError(
+            f"the weights and a step of {batch_tokens} tokens do not fit into the device's "
+            f"{format_bytes(memory_bytes['total'])}: use a smaller model or lower max_num_batched_tokens"
+        ) from error
+    batch_size = min(config.max_num_seqs or ENCODER_BATCH, batch_tokens)
+    embedder = BatchEmbedder(
+        model,
+        lambda: _recover(device),
+        vocab_size=shape.vocab_size,
+        max_tokens=longest,
+        max_batch_tokens=batch_tokens,
+        window_s=config.embedding_window_s,
+        max_batch_size=batch_size,
+    )
+    ready = Ready(
+        max_model_len=longest,
+        max_num_seqs=batch_size,
+        block_size=config.block_size,
+        num_blocks=0,
+        max_request_tokens=0,
+        embedding_size=model.size,
+        max_embedding_tokens=longest,
+        task=task,
+        prefix_caching=False,
+        memory_bytes=memory_bytes,
+        load_s=time.monotonic() - began_s,
+    )
+    what = "scores of pairs" if vector_format is None else f"embeddings, pooling {vector_format.pooling}"
+    weights = format_bytes(memory_bytes["weights"])
+    _LOG.info(
+        "%s on %s in %s: %s, weights %s, no KV cache, inputs of %d tokens, batches of %d",
+        type(loaded).__name__,
+        device,
+        dtype,
+        what,
+        weights,
+        longest,
+        batch_size,
+    )
+    return EncoderEngine(embedder, ready)
+
+
+def _shape(folder: Path) -> ModelShape:
+    try:
+        shape = ModelShape.from_folder(folder)
+    except ShapeError as error:
+        raise ModelLoadError(str(error)) from error
+    if shape.quantization:
+        raise ModelLoadError(
+            f"config.json: the checkpoint is quantised ({shape.quantization}), expected float32, bfloat16 or float16: "
+            "choose the unquantised checkpoint"
+        )
+    return shape
+
+
+def _longest(shape: ModelShape, config: EngineConfig) -> int:
+    """Tokens of one input."""
+    context = shape.max_position_embeddings or 1
+    if config.max_model_len is not None and config.max_model_len > context:
+        raise ConfigError(
+            f"max_model_len {config.max_model_len} is beyond the model's context of {context} tokens: lower it"
+        )
+    return config.max_model_len or context
+
+
+def _step_tokens(config: EngineConfig, device: torch.device) -> int:
+    if device.type == "cuda":
+        config = config.for_gpu(torch.cuda.get_device_properties(device).total_memory)
+    return config.step_tokens
+
+
+def _memory_bytes(
+    config: EngineConfig, shape: ModelShape, device: torch.device, dtype: str, batch_tokens: int
+) -> dict[str, int]:
+    """By kind, as `Ready` reports it; the activations are the planner's estimate. Raises `OutOfMemoryError`."""
+    if device.type == "cuda":
+        total, processes = torch.cuda.mem_get_info(device)[0], 0
+    else:
+        total, processes = available_cpu_bytes(), 0
+        if config.memory_limit_bytes is not None:  # of the whole pod; what is available was counted without it
+            processes = PROCESS_BYTES
+            total = min(total + processes, config.memory_limit_bytes)
+    weights = sum(file.stat().st_size for file in weight_files(config.model))
+    activations = activation_bytes(shape, 1, dtype, batch_tokens)
+    needed = weights + activations + processes
+    if needed > total:
+        raise OutOfMemoryError(
+            f"the weights of {format_bytes(weights)} and a step of {batch_tokens} tokens need {format_bytes(needed)}, "
+            f"but only {format_bytes(total)} of memory can be used: use a smaller model or more memory"
+        )
+    return {"weights": weights, "kv_cache": 0, "activations": activations, "graphs": 0, "total": total}
+
+
+def _load(folder: Path, task: Task, dtype: torch.dtype) -> Any:
+    """transformers' model with the checkpoint's weights. Raises `ModelLoadError`."""
+    from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
+    from transformers.utils import logging as transformers_logging
+
+    # What is wrong with the weights is reported here, in one sentence.
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    only_here = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        config = AutoConfig.from_pretrained(folder, **only_here)
+    except Exception as error:  # the library validates by exceptions of many kinds
+        raise ModelLoadError(f"{folder / 'config.json'} cannot be used ({_first_line(error)}): correct it") from error
+    if task == "score" and config.num_labels != 1:
+        raise ModelLoadError(
+            f"config.json: the classifier has {config.num_labels} labels, expected 1: a cross-encoder scores a pair of "
+            "texts with one number, choose a checkpoint for reranking"
+        )
+    if getattr(config, "is_decoder", False):
+        raise ModelLoadError("config.json: is_decoder is true, expected an encoder: choose another checkpoint")
+    kind = AutoModelForSequenceClassification if task == "score" else AutoModel
+    try:
+        model, info = kind.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by their names
+            output_loading_info=True,
+            **only_here,
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except SafetensorError as error:
+        raise ModelLoadError(f"{folder} holds an unreadable safetensors file ({error}): fetch it again") from error
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+        raise ModelLoadError(f"{folder} cannot be loaded ({_first_line(error)}): fetch it again") from error
+    _check_weights(folder, model, info)
+    if task == "embed" and hasattr(model, "pooler"):
+        model.pooler = None  # its output is not read
+    return model.eval()
+
+
+def _check_weights(folder: Path, model: Any, info: Mapping[str, Any]) -> None:
+    """Raises `ModelLoadError` where a tensor is missing or has another shape, or the model has no place for it."""
+    name = type(model).__name__
+    for key, found, expected in sorted(info["mismatched_keys"]):
+        raise ModelLoadError(
+            f"{folder}: {key} has the shape {list(found)}, config.json makes it {list(expected)}: they do not belong "
+            "together, fetch both again"
+        )
+    base = model.base_model
+    unread = "pooler." if base is model else ()  # of embeddings
+    missing = sorted(key for key in info["missing_keys"] if not key.startswith(unread))
+    if missing:
+        raise ModelLoadError(
+            f"{folder}: {len(missing)} tensors that {name} needs are in none of its safetensors files, among them "
+            f"{missing[0]}: fetch it again, or correct config.json"
+        )
+    parts = {child for child, _ in base.named_children()} - {"pooler"}
+    unknown = sorted(key for key in info["unexpected_keys"] if _belongs_to(key, base.base_model_prefix, parts))
+    if unknown:
+        raise ModelLoadError(
+            f"{folder} holds {unknown[0]}, which {name} with this config.json has no place for: correct config.json"
+        )
+
+
+def _belongs_to(key: str, prefix: str, parts: set[str]) -> bool:
+    """Whether a tensor is part of the encoder itself, not of another head. Buffers of positions are superfluous."""
+    return key.removeprefix(f"{prefix}.").partition(".")[0] in parts and not key.endswith("position_ids")
+
+
+def _warm_up(model: EncoderModel, length: int, batch_tokens: int, device: torch.device) -> None:
+    """On a GPU a whole step, which shows at once whether it fits. Raises `ModelLoadError`."""
+    rows = max(1, batch_tokens // length) if device.type == "cuda" else 1
+    if not torch.isfinite(model.embed([[0] * length] * rows)).all():
+        raise ModelLoadError(
+            "the model's states are not finite in its first step, so it could answer nothing: look for NaN and "
+            "infinity in the checkpoint's weights, or try another --dtype"
+        )
+
+
+def _recover(device: torch.device) -> None:
+    """Make the device usable after an exception. Raises RuntimeError where it is lost."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,0 +1,67 @@
+"""The encoders' parameters and defaults against the models of transformers, and their plans, which have no KV cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModel
+
+from llmservice_planner.encoders import ENCODERS
+from llmservice_planner.gpu import GIB, Device, cpu_device, find_gpu
+from llmservice_planner.shape import ModelShape
+from llmservice_planner.sizing import Plan, SizingRequest, plan
+
+_COMMON = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 384, "pad_token_id": 1}
+_TOKENS = {"bos_token_id": 0, "eos_token_id": 2, "cls_token_id": 0, "sep_token_id": 2}
+_VARIANTS: dict[str, dict[str, Any]] = {
+    "distilbert": {"hidden_dim": 176},
+    "electra": {"embedding_size": 40, "intermediate_size": 176},
+    "modernbert": {"intermediate_size": 176, **_TOKENS},
+}
+
+
+@pytest.mark.parametrize("family", sorted(ENCODERS))
+def test_parameters_equal_those_of_the_reference_model(family: str) -> None:
+    config = CONFIG_MAPPING[family](**_COMMON, **_VARIANTS.get(family, {"intermediate_size": 176}))
+    with torch.device("meta"):
+        model = AutoModel.from_config(config)
+    assert ModelShape.from_config(config.to_dict()).num_parameters == sum(each.numel() for each in model.parameters())
+
+
+@pytest.mark.parametrize("family", sorted(ENCODERS))
+def test_what_a_config_leaves_out_means_what_it_means_to_transformers(family: str) -> None:
+    written = ModelShape.from_config(CONFIG_MAPPING[family]().to_dict())
+    assert ModelShape.from_config({"model_type": family}) == written
+
+
+def _plan(device: Device, **settings: Any) -> Plan:
+    return plan(SizingRequest(shape=ModelShape.from_config({"model_type": "bert"}), device=device, **settings))
+
+
+@pytest.mark.parametrize("device", [cpu_device(4 * GIB), find_gpu("t4")], ids=["cpu", "gpu"])
+def test_an_encoder_is_sized_without_a_kv_cache(device: Device) -> None:
+    answer = _plan(device)
+    assert answer.fits
+    assert (answer.kv_bytes_per_token, answer.kv_pool_bytes, answer.num_blocks, answer.sequence_bytes) == (0, 0, 0, 0)
+    assert answer.max_num_seqs == 64
+    assert answer.guaranteed_sequences == answer.max_num_batched_tokens // 512
+    assert answer.decode_step_s is None
+    text = "\n".join(answer.explanation)
+    assert "no KV cache" in text
+    assert "answer: 64 inputs in a batch" in text
+
+
+def test_an_encoder_that_does_not_fit_says_what_is_missing_and_helps() -> None:
+    answer = _plan(cpu_device(GIB // 2))
+    assert not answer.fits
+    assert answer.shortfall_bytes > 0
+    assert any("give the container at least" in remedy for remedy in answer.remedies)
+
+
+def test_a_step_is_never_shorter_than_the_longest_input() -> None:
+    shape = ModelShape.from_config({"model_type": "modernbert"})
+    answer = plan(SizingRequest(shape=shape, device=cpu_device(8 * GIB)))
+    assert answer.max_num_batched_tokens == 8192
+    assert answer.guaranteed_sequences == 1
