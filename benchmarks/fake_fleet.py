@@ -120,6 +120,8 @@ async def serve_pods() -> None:
         embedding_size=64,
         max_embedding_tokens=512,
         memory_bytes={"weights": 10**9, "kv_cache": 10**9},
+        architecture="LlamaForCausalLM",
+        model_code="own",
         load_s=20.0,
     )
     metrics.set_ready(ready)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import cast
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from llmservice_planner.sizing_request import SizingRequest
 from llmservice_server.backend.base import StepInput
 from llmservice_server.backend.cuda.attention import TritonAttention
 from llmservice_server.engine.engine import Engine
+from llmservice_server.models.llama import LlamaModel
 from llmservice_server.runtime import startup
 from llmservice_server.runtime.startup import model_runner
 
@@ -106,7 +108,7 @@ def _decode(bench: Bench, engine: Engine) -> Findings:
                 runner.model.logits(runner.forward(decodes))
 
         p50_s, p99_s = np.percentile(bench.gpu.timings_s(step, bench.sizes.step_repetitions), (50, 99)).tolist()
-        embedding_bytes = runner.model.embed_tokens.nbytes  # a step reads only one row per sequence
+        embedding_bytes = cast("LlamaModel", runner.model).embed_tokens.nbytes  # a step reads only one row per sequence
         read = weight_bytes - embedding_bytes + batch * context * kv_bytes_per_token
         shares.append(read / p50_s / bench.ceilings.copy_bytes_per_s)
         found.rows.append({
@@ -136,7 +138,7 @@ def _mixed(bench: Bench, engine: Engine) -> Findings:
         "part": "mixed step", "prompt": prompt, "decodes": num_decodes, "ms": seconds(bench.gpu, launch) * 1e3,
         "host ms": host_seconds(bench.gpu, launch) * 1e3, "launches": launches,
     }  # fmt: skip
-    most = 6 * runner.model.config.num_layers + 20
+    most = 6 * len(runner.model.config.windows) + 20
     return Findings(rows=[row], checks=[Check("launches of a mixed step", f"<= {most}", launches)])
 
 
@@ -151,7 +153,7 @@ def _prefill(bench: Bench, engine: Engine) -> Findings:
             runner.dummy_step(length, 1, length, engine.ready.block_size)
 
         taken_s = seconds(bench.gpu, step)
-        attention = config.num_layers * 4 * config.num_heads * config.head_dim * length * (length + 1) / 2
+        attention = len(config.windows) * 4 * config.num_heads * config.head_dim * length * (length + 1) / 2
         share = (2 * parameters * length + attention) / taken_s / bench.ceilings.matmul_flops
         found.rows.append(
             {"part": "prefill step", "prompt": length, "TTFT ms": taken_s * 1e3, "of the matmul rate": share}

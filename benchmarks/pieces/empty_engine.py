@@ -70,6 +70,8 @@ def _started(model: EmptyModel, config: EngineConfig, num_seqs: int, num_tokens_
     backend.prepare(model)
     runner = ModelRunner(model, backend.attention(num_blocks), backend)
     return Started(
+        architecture="LlamaForCausalLM",
+        model_code="own",
         runner=runner,
         embedder=BatchEmbedder(
             EmbeddingModel(model, config.pooling),

@@ -14,7 +14,7 @@ import aiohttp
 
 from llmservice_operator.api.model_spec import ModelSource
 from llmservice_operator.http_body import read_bounded
-from llmservice_planner.shape import ModelShape, ShapeError, weights_bytes
+from llmservice_planner.shape import DTYPE_BYTES, ModelShape, ShapeError, weights_bytes
 
 MODELS_MOUNT = PurePosixPath("/models")
 """Where a pod mounts the volume that holds its checkpoint."""
@@ -213,7 +213,7 @@ class ModelReader:
                 known = await self._ask(source, location)
         except ShapeError as error:
             raise ModelSourceError("ModelUnreadable", f"{source.uri}: {error}") from error
-        loaded = known.weights_file_bytes if _stored_as_loaded(known, source.dtype) else None
+        loaded = _loaded_bytes(known, source.dtype)
         return Model(location, known.shape, loaded, known.source, known.weights_file_bytes)
 
     async def _ask(self, source: ModelSource, location: ModelLocation) -> Figures:
@@ -226,7 +226,10 @@ class ModelReader:
             if error.reason == "ModelForbidden" and source.secret_ref is not None:
                 return Figures("pod")
             raise
-        return Figures("config", shape, await self._hub_weights_bytes(location))
+        weights_file_bytes = await self._hub_weights_bytes(location)
+        if shape.why_not_counted and weights_file_bytes is None:
+            return Figures("pod")
+        return Figures("config", shape, weights_file_bytes)
 
     async def _hub_config(self, location: ModelLocation) -> dict[str, Any]:
         url = f"{self._hf_endpoint}/{location.repository}/resolve/{location.revision}/config.json"
@@ -292,8 +295,12 @@ def _weights_file_bytes(info: dict[str, Any]) -> int | None:
     return sum((common or sizes).values()) or None
 
 
-def _stored_as_loaded(figures: Figures, dtype: str) -> bool:
-    return figures.shape is not None and dtype in {"auto", figures.shape.dtype}
+def _loaded_bytes(figures: Figures, dtype: str) -> int | None:
+    """Of the weights in `dtype`; None where they are counted from the shape."""
+    shape, stored = figures.shape, figures.weights_file_bytes
+    if shape is None or stored is None or dtype in {"auto", shape.dtype}:
+        return stored if shape is not None else None
+    return stored * DTYPE_BYTES[dtype] // DTYPE_BYTES[shape.dtype] if shape.why_not_counted else None
 
 
 def _read_folder(location: ModelLocation, dtype: str | None) -> Model:

@@ -15,9 +15,7 @@ from llmservice_operator.api import units
 from llmservice_operator.api.model_spec import ModelSource
 from llmservice_operator.api.spec import LLMServiceSpec
 from llmservice_operator.locations import Figures, Model, ModelSourceError
-from llmservice_planner.encoders import ENCODERS
 from llmservice_planner.explanation import format_bytes
-from llmservice_planner.families import FAMILIES
 from llmservice_planner.gpu import CPU, GPU, UnknownGPU, cpu_device, find_gpu
 from llmservice_planner.shape import ModelShape, ShapeError
 from llmservice_planner.sizing import Plan, SizingError, SizingRequest, plan
@@ -179,12 +177,11 @@ def _unserved(spec: LLMServiceSpec, shape: ModelShape | None) -> SizingProblem |
         )
     if shape is None:
         return None
-    served = [*(name for name, family in FAMILIES.items() if family.served_architecture), *ENCODERS]
-    if shape.architecture not in served:
+    if shape.is_mla:
         return SizingProblem(
             "UnsupportedModel",
-            f"the model's architecture is {shape.architecture}, the server runs {', '.join(served)}:"
-            " choose a model of one of these families",
+            f"the model ({shape.architecture}) has multi-head latent attention, which the server does not run so far:"
+            " choose a model whose layers have keys and values by head",
         )
     if shape.quantization:
         return SizingProblem(

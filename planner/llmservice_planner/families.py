@@ -179,5 +179,14 @@ _ALL = (
     ),
 )
 
+UNKNOWN_KEYS: Mapping[str, tuple[str, ...]] = {
+    "hidden_size": ("n_embd", "d_model"),
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "num_attention_heads": ("n_head", "n_heads"),
+    "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size"),
+    "max_position_embeddings": ("n_positions", "max_seq_len"),
+}
+"""Other names that families use for a key."""
+
 FAMILIES: Mapping[str, Family] = {family.name: family for family in _ALL}
 """By `model_type`. Gemma 3's multimodal configs have the text model in `text_config`; only that is counted."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llmservice_planner.encoders import ENCODERS, EncoderFamily, EncoderSizes, count_parameters
-from llmservice_planner.families import FAMILIES, Family
+from llmservice_planner.families import FAMILIES, UNKNOWN_KEYS, Family
 
 
 class ShapeError(ValueError):
@@ -72,6 +72,8 @@ def shape_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(model_type, str) and model_type in ENCODERS:
         return _encoder_fields(text, ENCODERS[model_type])
     family = _family(model_type)
+    if family.name not in FAMILIES:
+        text = _unknown(config, text)
     values = _Values({**_inherited(config), **text}, family.defaults)
     heads = values.positive("num_attention_heads")
     hidden_size = values.positive("hidden_size")
@@ -142,13 +144,32 @@ def _encoder_fields(config: Mapping[str, Any], family: EncoderFamily) -> dict[st
 def _family(model_type: object) -> Family:
     if not isinstance(model_type, str):
         raise ShapeError(f"config.json: model_type is {model_type!r}, expected one of {_known()}")
-    family = FAMILIES.get(model_type)
-    if family is None:
+    return FAMILIES.get(model_type) or Family(model_type, {})
+
+
+def _unknown(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of a family that is not listed, by the usual names. Raises `ShapeError` where it has other state.
+
+    Its KV cache is computed from these keys; its weights are only known from the checkpoint's files.
+    """
+    found = dict(text)
+    for key, others in UNKNOWN_KEYS.items():
+        if found.get(key) is None:
+            found[key] = next((text[other] for other in others if text.get(other) is not None), None)
+    if found["intermediate_size"] is None and isinstance(found["hidden_size"], int):
+        found["intermediate_size"] = 4 * found["hidden_size"]
+    layer_types = text.get("layer_types")
+    kinds = {*map(str, layer_types)} if isinstance(layer_types, list) else set()
+    kinds -= {"full_attention", "sliding_attention"}
+    missing = [key for key in UNKNOWN_KEYS if found[key] is None]
+    if missing or kinds or config.get("is_encoder_decoder"):
+        problem = f"has layers of {', '.join(sorted(kinds))}" if kinds else "is no decoder-only model"
+        problem = f"lacks {', '.join(missing)}" if missing else problem
         raise ShapeError(
-            f"model_type {model_type} is not one whose layout is known ({_known()}): "
-            "give the figures themselves with --shape (spec.model.shape)"
+            f"model_type {text.get('model_type')} is not one whose layout is known ({_known()}), and its config.json "
+            f"{problem}: give the figures themselves with --shape (spec.model.shape)"
         )
-    return family
+    return found
 
 
 def _known() -> str:

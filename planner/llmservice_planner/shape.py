@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llmservice_planner.checkpoint import weights_bytes
+from llmservice_planner.families import FAMILIES
 from llmservice_planner.model_config import ShapeError, read_config, shape_fields
 
 __all__ = ["DTYPE_BYTES", "KV_SCALE_BYTES", "ModelShape", "ShapeError", "weights_bytes"]
@@ -114,6 +115,15 @@ class ModelShape:
 
     def _differs(self, item: Field[Any]) -> bool:
         return bool(getattr(self, item.name) != item.default)
+
+    @property
+    def why_not_counted(self) -> str | None:
+        """Why the weights' bytes have to be read from the files; None: they are counted from the shape."""
+        if self.quantization:
+            return f"the checkpoint is quantised ({self.quantization})"
+        if not self.is_encoder and self.architecture not in FAMILIES:
+            return f"the layout of {self.architecture} is not known"
+        return None
 
     @property
     def is_encoder(self) -> bool:

@@ -101,10 +101,10 @@ class SizingRequest:
         for name, allowed in (("dtype", DTYPES), ("kv_dtype", KV_DTYPES)):
             if getattr(self, name) not in allowed:
                 raise SizingError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(allowed)}")
-        if self.shape.quantization and self.weights_bytes is None:
+        if self.weights_bytes is None and (unknown := self.shape.why_not_counted):
             raise SizingError(
-                f"the checkpoint is quantised ({self.shape.quantization}), so its weights cannot be counted from its "
-                "shape: give their bytes, or the folder with its safetensors files"
+                f"{unknown}, so its weights cannot be counted from its shape: give their bytes, or the folder with its "
+                "safetensors files"
             )
 
     def _check_counts(self) -> None:

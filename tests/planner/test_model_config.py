@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from llmservice_planner.gpu import find_gpu
 from llmservice_planner.model_config import ShapeError
 from llmservice_planner.shape import ModelShape
+from llmservice_planner.sizing_request import SizingError, SizingRequest
 
 ConfigOf = Callable[[str], dict[str, Any]]
 
@@ -85,7 +87,11 @@ def test_a_quantised_checkpoint_is_recognised(config_of: ConfigOf) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mamba"}, r"model_type mamba is not one whose layout is known \(llama, .*--shape"),
+        (
+            {"model_type": "mamba", "num_attention_heads": None},
+            r"model_type mamba is not one whose layout is known \(llama, .* lacks num_attention_heads: .*--shape",
+        ),
+        ({"model_type": "jamba", "layer_types": ["mamba"]}, r"jamba is not .* has layers of mamba: .*--shape"),
         ({"model_type": None}, r"model_type is None, expected one of llama"),
         ({"num_hidden_layers": "32"}, r"num_hidden_layers is '32', expected a whole number"),
         ({"hidden_size": 10**300}, r"hidden_size is 1.00e\+300, expected less than 10\*\*12"),
@@ -127,3 +133,12 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path, content: bytes | No
 def test_a_folder_is_read_like_its_config(tmp_path: Path, config_of: ConfigOf) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config_of("llama-3-8b")))
     assert ModelShape.from_folder(tmp_path) == ModelShape.from_config(config_of("llama-3-8b"))
+
+
+def test_a_family_that_is_not_listed_is_read_by_the_usual_names() -> None:
+    gpt2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocab_size": 50257}
+    shape = _shape(gpt2)
+    assert (shape.layers, shape.kv_heads, shape.head_dim, shape.intermediate_size) == (12, 12, 64, 3072)
+    with pytest.raises(SizingError, match=r"the layout of gpt2 is not known, .* give their bytes, or the folder"):
+        SizingRequest(shape=shape, device=find_gpu("nvidia-l4"))
+    assert SizingRequest(shape=shape, device=find_gpu("nvidia-l4"), weights_bytes=548 * 10**6).weights_bytes

@@ -1,20 +1,29 @@
-"""Every model family against transformers, on small random checkpoints that transformers itself has saved."""
+"""Every model family against transformers, on small random checkpoints that transformers itself has saved.
+
+A new family is a line of `FAMILIES`, where its model is our own, or of `OTHERS`, where its code is transformers'.
+"""
 
 import json
+import random
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
+from llmservice_bench.batch_scheduler import AdmitsAll
 from llmservice_planner import families as planner_families
 from llmservice_server.backend.base import StepInput
+from llmservice_server.engine.block_pool import PreemptionCost
 from llmservice_server.engine.config import EngineConfig
+from llmservice_server.engine.engine import Engine
 from llmservice_server.runtime.startup import load_engine, start
-from llmservice_server.types.messages import GenerateRequest, SamplingParams
+from llmservice_server.types.messages import GenerateRequest, ModelCode, SamplingParams
 
 pytestmark = pytest.mark.slow
 
@@ -33,9 +42,9 @@ SMALL = {
 
 @dataclass(frozen=True)
 class Family:
-    """A configuration of transformers', and keys that are rewritten in the config.json it saves."""
+    """A `model_type` of transformers, and keys that are rewritten in the config.json that it saves."""
 
-    config: type[PreTrainedConfig]
+    model_type: str
     settings: dict[str, Any] = field(default_factory=dict)
     rewrite: dict[str, Any] = field(default_factory=dict)
     shard: str = "1GB"
@@ -51,33 +60,33 @@ LLAMA3_SCALING = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 FAMILIES = {
-    "llama2, all heads with keys of their own": Family(LlamaConfig, {"num_key_value_heads": 6}),
-    "llama3, grouped heads and its rope scaling": Family(LlamaConfig, {"rope_parameters": LLAMA3_SCALING}),
-    "llama3, tied embeddings": Family(LlamaConfig, {"tie_word_embeddings": True, "rope_parameters": LLAMA3_SCALING}),
+    "llama2, all heads with keys of their own": Family("llama", {"num_key_value_heads": 6}),
+    "llama3, grouped heads and its rope scaling": Family("llama", {"rope_parameters": LLAMA3_SCALING}),
+    "llama3, tied embeddings": Family("llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3_SCALING}),
     "llama3, config.json as before transformers 5": Family(
-        LlamaConfig,
+        "llama",
         {"rope_parameters": LLAMA3_SCALING},
         rewrite={"rope_parameters": None, "rope_theta": 500.0, "rope_scaling": LLAMA3_SCALING},
     ),
     "llama, linear rope scaling": Family(
-        LlamaConfig, {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}}
+        "llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}}
     ),
     "llama, dynamic rope scaling within its context": Family(
-        LlamaConfig, {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}
+        "llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}
     ),
-    "llama, biases everywhere": Family(LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
-    "llama, sharded safetensors": Family(LlamaConfig, shard="40KB"),
-    "llama, explicit head_dim": Family(LlamaConfig, {"head_dim": 32}),
-    "mistral, sliding window": Family(MistralConfig, {"sliding_window": 24}),
-    "mistral, no window and explicit head_dim": Family(MistralConfig, {"sliding_window": None, "head_dim": 16}),
-    "qwen2, biases and tied embeddings": Family(Qwen2Config, {"tie_word_embeddings": True}),
-    "qwen2, yarn": Family(Qwen2Config, {"rope_parameters": YARN}),
+    "llama, biases everywhere": Family("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama, sharded safetensors": Family("llama", shard="40KB"),
+    "llama, explicit head_dim": Family("llama", {"head_dim": 32}),
+    "mistral, sliding window": Family("mistral", {"sliding_window": 24}),
+    "mistral, no window and explicit head_dim": Family("mistral", {"sliding_window": None, "head_dim": 16}),
+    "qwen2, biases and tied embeddings": Family("qwen2", {"tie_word_embeddings": True}),
+    "qwen2, yarn": Family("qwen2", {"rope_parameters": YARN}),
     "qwen2, a window from the second layer on": Family(
-        Qwen2Config, {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
+        "qwen2", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
     ),
-    "qwen3, qk-norm and explicit head_dim": Family(Qwen3Config, {"head_dim": 20}),
+    "qwen3, qk-norm and explicit head_dim": Family("qwen3", {"head_dim": 20}),
     "qwen3, windows by layer, tied and sharded": Family(
-        Qwen3Config,
+        "qwen3",
         {
             "use_sliding_window": True,
             "sliding_window": 30,
@@ -88,23 +97,94 @@ FAMILIES = {
         shard="40KB",
     ),
 }
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+SLIDING = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 24}
+PADDING = {"pad_token_id": 0}  # the default is beyond the small vocabulary
+OTHERS = {
+    "gemma": Family("gemma", {"head_dim": 16}),
+    "gemma2, softcaps, four norms and alternating windows": Family(
+        "gemma2", {"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 20}
+    ),
+    "gemma3, two kinds of rope": Family("gemma3_text", {"head_dim": 16, **SLIDING}),
+    "gpt-oss, sinks and experts with biases": Family(
+        "gpt_oss", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24}
+    ),
+    "mixtral": Family("mixtral", {"num_local_experts": 4}),
+    "qwen2-moe, a shared expert with a gate": Family("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 32}),
+    "qwen3-moe": Family("qwen3_moe", {**EXPERTS, "head_dim": 16}),
+    "olmoe": Family("olmoe", EXPERTS),
+    "glm4-moe": Family("glm4_moe", {**EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "head_dim": 16}),
+    "ernie4.5-moe": Family("ernie4_5_moe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24}),
+    "minimax-m2": Family("minimax_m2", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}),
+    "granite-moe": Family("granitemoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt2, learned positions and transposed matrices": Family("gpt2"),
+    "gpt-neox, rotary of a part of the head": Family("gpt_neox"),
+    "gpt-bigcode, one head of keys": Family("gpt_bigcode"),
+    "opt": Family("opt", {"ffn_dim": 80, "word_embed_proj_dim": 48}),
+    "phi": Family("phi"),
+    "phimoe, a window that only its masks have": Family(
+        "phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24}
+    ),
+    "phi3, fused matrices": Family("phi3", PADDING),
+    "starcoder2": Family("starcoder2", {"sliding_window": 24}),
+    "stablelm": Family("stablelm"),
+    "olmo": Family("olmo"),
+    "olmo2, norms after the layers": Family("olmo2"),
+    "glm": Family("glm", {"head_dim": 16, **PADDING}),
+    "glm4": Family("glm4", {"head_dim": 16, **PADDING}),
+    "granite, its own scaling of scores and logits": Family(
+        "granite", {"attention_multiplier": 0.2, "logits_scaling": 3.0, "residual_multiplier": 0.5}
+    ),
+    "cohere, parallel layers": Family("cohere", {"logit_scale": 0.5}),
+    "cohere2, layers without positions": Family("cohere2", SLIDING),
+    "smollm3, layers without positions": Family("smollm3", PADDING),
+    "exaone4": Family("exaone4", SLIDING),
+    "ernie4.5": Family("ernie4_5", {"head_dim": 16}),
+    "seed-oss": Family("seed_oss", {"head_dim": 16}),
+    "apertus": Family("apertus"),
+    "arcee": Family("arcee"),
+    "helium": Family("helium", {"head_dim": 8}),
+    "nemotron": Family("nemotron"),
+    "hunyuan": Family("hunyuan_v1_dense", {"head_dim": 16}),
+}
+_Param = tuple[str, Family, ModelCode]
+CASES: list[_Param] = [
+    *((name, family, "own") for name, family in FAMILIES.items()),
+    *((f"{name}, by transformers", family, "transformers") for name, family in (FAMILIES | OTHERS).items()),
+]
 
 
-def test_every_family_that_is_served_is_compared() -> None:
+def test_every_family_with_a_model_of_our_own_is_compared() -> None:
     served = {name for name, family in planner_families.FAMILIES.items() if family.served_architecture}
-    assert {family.config.model_type for family in FAMILIES.values()} == served
+    assert {family.model_type for family in FAMILIES.values()} == served
 
 
-@pytest.fixture(params=FAMILIES.values(), ids=FAMILIES)
-def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, PreTrainedModel]:
-    family: Family = request.param
-    return tmp_path, _save(family, tmp_path)
+@dataclass(frozen=True)
+class Case:
+    folder: Path
+    reference: PreTrainedModel
+    code: ModelCode
+
+    def config(self, **settings: Any) -> EngineConfig:
+        return EngineConfig(model=self.folder, implementation=self.code, threads=1, **settings)
+
+
+def only(cases: Iterable[_Param]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("case", [pytest.param(case[1:], id=case[0]) for case in cases], indirect=True)
+
+
+@pytest.fixture(params=[pytest.param(case[1:], id=case[0]) for case in CASES])
+def case(request: pytest.FixtureRequest, tmp_path: Path) -> Case:
+    family, code = request.param
+    return Case(tmp_path, _save(family, tmp_path), code)
 
 
 def _save(family: Family, folder: Path) -> PreTrainedModel:
     """Write a checkpoint with weights at which every part matters: norms are not one, biases not zero."""
     torch.manual_seed(1)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(family.config(**{**SMALL, **family.settings}))
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(family.model_type, **SMALL | family.settings)
+    )
     for name, parameter in model.named_parameters():
         with torch.no_grad():
             noise = torch.randn_like(parameter)
@@ -122,30 +202,73 @@ def _prompt(length: int) -> list[int]:
     return torch.randint(SMALL["vocab_size"], (length,), generator=generator).tolist()
 
 
-def _greedy_reference(model: PreTrainedModel, prompt: list[int]) -> list[int]:
-    tokens = model.generate(torch.tensor([prompt]), max_new_tokens=STEPS, do_sample=False, eos_token_id=None)
-    return tokens[0, len(prompt) :].tolist()
+def _is_greedy(model: PreTrainedModel, prompt: list[int], answer: list[int]) -> bool:
+    """Whether the model alone, without a cache, would choose every token of the answer after those before it."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + answer[:-1]]), use_cache=False).logits[0, len(prompt) - 1 :]
+    return logits.argmax(dim=-1).tolist() == answer
 
 
-def test_greedy_tokens_are_the_same_for_64_steps(checkpoint: tuple[Path, PreTrainedModel]) -> None:
-    folder, reference = checkpoint
+def test_greedy_tokens_are_the_same_for_64_steps(case: Case) -> None:
     # Chunks, several requests in a batch and windows shorter than the prompts, all at once.
-    engine = load_engine(EngineConfig(model=folder, max_num_batched_tokens=64, prefill_chunk_tokens=19, threads=1))
+    engine = load_engine(case.config(max_num_batched_tokens=64, prefill_chunk_tokens=19))
     prompts = {f"{length} tokens": _prompt(length) for length in (1, 50, 90)}
-    for request_id, prompt in prompts.items():
-        sampling = SamplingParams(max_tokens=STEPS, temperature=0.0)
-        engine.add(GenerateRequest(request_id=request_id, prompt_token_ids=prompt, sampling=sampling, arrival_s=0.0))
-    answers: dict[str, list[int]] = {request_id: [] for request_id in prompts}
+    answers = _serve(engine, [_request(name, prompt, STEPS) for name, prompt in prompts.items()])
+    for name, prompt in prompts.items():
+        assert len(answers[name]) == STEPS
+        assert _is_greedy(case.reference, prompt, answers[name])
+    assert engine.ready.model_code == case.code
+
+
+@only(case for case in CASES if case[0].startswith(("llama3, g", "qwen3, w")) or case[1] in OTHERS.values())
+def test_64_requests_get_in_a_crowd_what_each_gets_alone(case: Case) -> None:
+    dice = random.Random(7)  # noqa: S311 - traffic, not secrets
+    shared = _prompt(70)
+    requests = [
+        _request(str(number), shared[: dice.choice([0, 30, 70])] + _prompt(dice.randint(1, 20)), dice.randint(1, 12))
+        for number in range(64)
+    ]
+    alone = load_engine(case.config(prefix_caching=False))
+    expected = {request.request_id: _serve(alone, [request])[request.request_id] for request in requests}
+    block_bytes = alone.ready.memory_bytes["kv_cache"] // (alone.ready.num_blocks + 1)
+    crowded = load_engine(
+        case.config(
+            max_model_len=160,
+            max_num_seqs=6,
+            kv_cache_memory_bytes=14 * block_bytes,
+            swap_space_gib=0.002,
+            prefill_chunk_tokens=11,
+            max_num_batched_tokens=32,
+        ),
+    )
+    crowded.scheduler.admission = AdmitsAll(crowded.ready.block_size, 1)  # so that too many are admitted
+    assert crowded.swap is not None
+    crowded.swap.cost = PreemptionCost(copy_block_s=0.0, compute_token_s=1.0)
+    assert _serve(crowded, requests) == expected
+    stats = crowded.stats()
+    assert sum(stats.preemptions.values()) > 0
+    assert stats.prefix_hits > 0
+
+
+def _request(name: str, prompt: list[int], max_tokens: int) -> GenerateRequest:
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    return GenerateRequest(request_id=name, prompt_token_ids=prompt, sampling=sampling, arrival_s=0.0)
+
+
+def _serve(engine: Engine, requests: list[GenerateRequest]) -> dict[str, list[int]]:
+    answers: dict[str, list[int]] = defaultdict(list)
+    for request in requests:
+        engine.add(request)
     while engine.has_work:
         for output in engine.step().outputs:
             assert output.error is None
             answers[output.request_id] += output.token_ids
-    assert answers == {request_id: _greedy_reference(reference, prompt) for request_id, prompt in prompts.items()}
+    return answers
 
 
-def _logits(folder: Path, tokens: list[int], chunks: list[int], dtype: str) -> torch.Tensor:
+def _logits(case: Case, tokens: list[int], chunks: list[int], dtype: str) -> torch.Tensor:
     """Logits of every position, computed chunk by chunk over blocks that lie apart from each other."""
-    started = start(EngineConfig(model=folder, dtype=dtype, max_model_len=256, threads=1))  # type: ignore[arg-type]
+    started = start(case.config(dtype=dtype, max_model_len=256))
     table = [9, 3, 4, 12, 5, 1, 20, 2, 7, 15]
     runner, rows, position = started.runner, [], 0
     with torch.inference_mode():
@@ -163,29 +286,29 @@ def _worst(ours: torch.Tensor, reference: torch.Tensor) -> float:
     return float(((ours - reference).abs().amax(-1) / reference.abs().amax(-1)).max())
 
 
-def test_logits_are_the_same_in_chunks_and_over_scattered_blocks(checkpoint: tuple[Path, PreTrainedModel]) -> None:
-    folder, reference = checkpoint
+def test_logits_are_the_same_in_chunks_and_over_scattered_blocks(case: Case) -> None:
     tokens = _prompt(120)
     with torch.inference_mode():
-        expected = reference(torch.tensor([tokens])).logits[0]
-    ours = _logits(folder, tokens, [40, 1, 1, 33, 25, *[1] * 20], "float32")
+        expected = case.reference(torch.tensor([tokens])).logits[0]
+    ours = _logits(case, tokens, [40, 1, 1, 33, 25, *[1] * 20], "float32")
     assert _worst(ours, expected) < LOGIT_TOLERANCE
 
 
-def test_bfloat16_is_as_close_to_float32_as_transformers_own(checkpoint: tuple[Path, PreTrainedModel]) -> None:
-    check_half_precision(*checkpoint, "bfloat16")
+@only(case for case in CASES if case[2] == "own")
+def test_bfloat16_is_as_close_to_float32_as_transformers_own(case: Case) -> None:
+    check_half_precision(case, "bfloat16")
 
 
 def test_so_is_float16(tmp_path: Path) -> None:
     family = FAMILIES["qwen3, windows by layer, tied and sharded"]
-    check_half_precision(tmp_path, _save(family, tmp_path), "float16")
+    check_half_precision(Case(tmp_path, _save(family, tmp_path), "own"), "float16")
 
 
-def check_half_precision(folder: Path, reference: PreTrainedModel, dtype: str) -> None:
+def check_half_precision(case: Case, dtype: str) -> None:
     tokens = _prompt(60)
     with torch.inference_mode():
-        exact = reference(torch.tensor([tokens])).logits[0]
-        theirs = reference.to(getattr(torch, dtype))(torch.tensor([tokens])).logits[0].float()
-    ours = _logits(folder, tokens, [30, 20, *[1] * 10], dtype)
+        exact = case.reference(torch.tensor([tokens])).logits[0]
+        theirs = case.reference.to(getattr(torch, dtype))(torch.tensor([tokens])).logits[0].float()
+    ours = _logits(case, tokens, [30, 20, *[1] * 10], dtype)
     assert ours.dtype == torch.float32
     assert _worst(ours, exact) < 2 * _worst(theirs, exact)

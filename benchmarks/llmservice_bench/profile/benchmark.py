@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -72,7 +72,7 @@ def profile_phases(engine: Engine, phases: Sequence[Phase]) -> tuple[Ceilings, l
 
     The ceilings are also measured between the phases, because the speed of a shared machine varies.
     """
-    model = model_runner(engine).model
+    model = cast("LlamaModel", model_runner(engine).model)
     ceilings, rows = Ceilings.measure(model.dtype), []
     for phase in phases:
         rows.append(profile_phase(engine, phase))
@@ -95,7 +95,7 @@ def least(phase: Phase, model: LlamaModel, ceilings: Ceilings, row: dict[str, An
 
 def profile_phase(engine: Engine, phase: Phase) -> dict[str, Any]:
     """The time of a step, in total and by kind, and of its matrix products alone, measured alternately."""
-    model = model_runner(engine).model
+    model = cast("LlamaModel", model_runner(engine).model)
     num_steps = _TIMED_STEPS[phase.kind]
     load = PhaseLoad(engine, phase, num_steps + _PROFILED_STEPS + 1)
     multiply = multiply_alone(model, phase.num_rows, phase.num_seqs)

@@ -94,7 +94,7 @@ class _LabelledRotatingAttend(_LabelledAttend):
 @contextmanager
 def _labelled(engine: Engine) -> Iterator[None]:
     runner = model_runner(engine)
-    model, prepare = runner.model, runner.attention.prepare
+    model, prepare = cast("LlamaModel", runner.model), runner.attention.prepare
 
     def prepare_labelled(step: StepInput) -> Attend:
         attend = prepare(step)

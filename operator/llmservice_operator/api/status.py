@@ -73,6 +73,9 @@ class FetchStatus(SchemaModel):
     total_gib: float | None = Field(None, alias="totalGiB", ge=0, description="Size of the files in one pod.")
 
 
+ModelCode = Literal["own", "transformers"]
+
+
 class ModelStatus(SchemaModel):
     uri: str = Field(max_length=1024, description="The model that the rest is about.")
     revision: str | None = Field(None, max_length=128, description="Its revision, where the hub has several.")
@@ -84,6 +87,9 @@ class ModelStatus(SchemaModel):
         description="The model's figures; absent until a pod has reported them. Kept until spec.model changes.",
     )
     weights_file_bytes: int | None = Field(None, ge=0, description="Size of the weights' files, where it is known.")
+    code: ModelCode | None = Field(
+        None, description="Whose code computes it in the pods: the server's own, or transformers'."
+    )
     fetch: FetchStatus | None = Field(None, description="The download, while there is one.")
 
 

@@ -14,6 +14,7 @@ TTFT_BUCKET = "llmservice_time_to_first_token_seconds_bucket"
 KV_BLOCKS = "llmservice_kv_cache_blocks"
 MEMORY = "llmservice_memory_bytes"
 KERNEL_FALLBACK = "llmservice_kernel_fallback"
+MODEL_INFO = "llmservice_model_info"
 
 BATCH = "batch"
 """The lane of work that may wait; every other request is interactive."""

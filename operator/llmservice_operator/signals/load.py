@@ -60,6 +60,8 @@ class Load:
     kv_blocks: int | None = None
     """Usable KV blocks of the smallest pod, as it measured them after loading."""
     weights_bytes: float | None = None
+    model_code: str | None = None
+    """Whose code computes the model in the pods: own or transformers."""
     fallbacks: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """What pods compute without our kernels, by pod; only pods that do."""
 
@@ -99,6 +101,7 @@ def load_of(histories: Histories, ready_pods: Iterable[str], source: str) -> Loa
         admissible=_mean([scrapes[-1].admissible for scrapes in read.values()]),
         kv_blocks=min((blocks for one in read.values() if (blocks := one[-1].kv_blocks)), default=None),
         weights_bytes=next((weight for one in read.values() if (weight := one[-1].weights_bytes)), None),
+        model_code=next((code for one in read.values() if (code := one[-1].model_code)), None),
         fallbacks={name: scrapes[-1].fallbacks for name, scrapes in read.items() if scrapes[-1].fallbacks},
     )
 

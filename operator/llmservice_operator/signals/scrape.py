@@ -16,13 +16,17 @@ from llmservice_operator.monitoring.promql import (
     KV_BLOCKS,
     KV_USAGE,
     MEMORY,
+    MODEL_INFO,
     REJECTED,
     RUNNING,
     TTFT_BUCKET,
     WAITING,
 )
 
-SERIES = (RUNNING, WAITING, KV_USAGE, ADMISSIBLE, FINISHED, REJECTED, TTFT_BUCKET, KV_BLOCKS, MEMORY, KERNEL_FALLBACK)
+SERIES = (
+    *(RUNNING, WAITING, KV_USAGE, ADMISSIBLE, FINISHED, REJECTED),
+    *(TTFT_BUCKET, KV_BLOCKS, MEMORY, KERNEL_FALLBACK, MODEL_INFO),
+)
 
 _LABEL = re.compile(r'([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"')
 _LINE = re.compile(
@@ -57,6 +61,8 @@ class Scrape:
     kv_blocks: int | None = None
     """Usable blocks, the null block apart."""
     weights_bytes: float | None = None
+    model_code: str | None = None
+    """Whose code computes the model: own or transformers."""
     fallbacks: tuple[str, ...] = ()
     """What the pod computes without our kernels because they failed their check there."""
     batch_waiting: float = 0.0
@@ -96,6 +102,7 @@ def scrape_of(samples: Iterable[Sample], time_s: float) -> Scrape:
     buckets: dict[float, float] = defaultdict(float)
     lanes: dict[str, float] = defaultdict(float)
     weights: float | None = None
+    model_code: str | None = None
     fallbacks: list[str] = []
     for name, labels, value in samples:
         if math.isnan(value):
@@ -106,6 +113,8 @@ def scrape_of(samples: Iterable[Sample], time_s: float) -> Scrape:
             weights = value if labels.get("kind") == "weights" else weights
         elif name == KERNEL_FALLBACK:
             fallbacks += [labels["part"]] if value else []
+        elif name == MODEL_INFO:
+            model_code = labels.get("model_code")
         elif name in SERIES:
             totals[name] += value
             if "lane" in labels:
@@ -123,6 +132,7 @@ def scrape_of(samples: Iterable[Sample], time_s: float) -> Scrape:
         ttft_buckets=tuple(sorted(buckets.items())),
         kv_blocks=int(totals[KV_BLOCKS]) if KV_BLOCKS in totals else None,
         weights_bytes=weights,
+        model_code=model_code,
         fallbacks=tuple(sorted(fallbacks)),
         batch_waiting=lanes[WAITING],
         batch_running=lanes.get(RUNNING, None if totals[RUNNING] else 0.0),

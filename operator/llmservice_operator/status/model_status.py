@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 from llmservice_operator.api.model_spec import ModelSource
-from llmservice_operator.api.status import FetchStatus, MeasuredStatus, ModelStatus, SizingStatus
+from llmservice_operator.api.status import FetchStatus, MeasuredStatus, ModelCode, ModelStatus, SizingStatus
 from llmservice_operator.locations import Figures, Model
 from llmservice_operator.pods.pod_model import Fetching
 from llmservice_operator.sizing import GIB, Sized, SizingReport
@@ -30,13 +32,14 @@ def known_figures(status: ModelStatus | None, source: ModelSource) -> Figures | 
     return Figures(status.figures_from, shape, status.weights_file_bytes)
 
 
-def model_status(source: ModelSource, model: Model, fetching: Fetching | None) -> ModelStatus:
+def model_status(source: ModelSource, model: Model, fetching: Fetching | None, code: str | None) -> ModelStatus:
     return ModelStatus(
         uri=source.uri,
         revision=source.revision,
         figures_from=model.figures_from,
         shape=model.shape.to_fields() if model.shape else None,
         weights_file_bytes=model.weights_file_bytes,
+        code=code if code in get_args(ModelCode) else None,
         fetch=None if fetching is None else _fetch_status(fetching),
     )
 

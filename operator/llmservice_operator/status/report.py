@@ -98,7 +98,7 @@ def expected_status(
     if isinstance(sizing, SizingProblem):  # pods that serve an earlier spec keep the figures that they started with
         model, sized = status.model, status.sizing
     else:
-        model = model_status(service.spec.model, sizing.model, outcome.fetching)
+        model = model_status(service.spec.model, sizing.model, outcome.fetching, _model_code(service, outcome.load))
         sized = sizing_status(sizing, _measured(service, sizing, outcome.load))
     return LLMServiceStatus(
         observed_generation=generation,
@@ -164,6 +164,14 @@ def _measured(service: LLMService, sizing: Sized, load: Load | None) -> Measured
     before = service.status.sizing
     unchanged = service.status.observed_generation == service.metadata.generation
     return before.measured if before and unchanged else None
+
+
+def _model_code(service: LLMService, load: Load | None) -> str | None:
+    """As the pods report it; what the status said of the same model where none could be read."""
+    if load is not None and load.model_code:
+        return load.model_code
+    before, source = service.status.model, service.spec.model
+    return before.code if before and (before.uri, before.revision) == (source.uri, source.revision) else None
 
 
 def _autoscaling(service: LLMService, outcome: Outcome, now: float) -> AutoscalingStatus:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Protocol, Self, TypeGuard, runtime_checkable
@@ -30,6 +30,13 @@ class KVCacheShape:
     windows: tuple[int | None, ...]  # one per layer
     block_size: int
     dtype: torch.dtype
+    softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
+    has_sinks: bool = False  # each head has a score of no value, which takes part in the softmax
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its attention is a softmax of the scores and no more."""
+        return self.softcap is None and not self.has_sinks
 
     @property
     def bytes_per_block(self) -> int:
@@ -134,12 +141,14 @@ def positions_of(starts: Int64Array, counts: Int64Array) -> tuple[Int64Array, In
 class Attend(Protocol):
     """One step's attention, passed to the model's forward pass."""
 
-    def __call__(self, layer: int, query: torch.Tensor, key_value: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, layer: int, query: torch.Tensor, key_value: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Store the tokens' keys and values, then attend causally, each sequence to itself.
 
         query: `[num_tokens, num_heads, head_dim]`, rotated. key_value: `[num_tokens, 2 * num_kv_heads, head_dim]`,
-        the rotated keys before the values. Both may be views of one fused product. Returns `[num_tokens, num_heads *
-        head_dim]`.
+        the rotated keys before the values. Both may be views of one fused product. sinks: `[num_heads]`, where
+        the cache's shape says that there are some. Returns `[num_tokens, num_heads * head_dim]`.
         """
 
 
@@ -244,6 +253,12 @@ class DecoderShape(Protocol):
     def head_dim(self) -> int: ...
     @property
     def rms_norm_eps(self) -> float: ...
+    @property
+    def windows(self) -> tuple[int | None, ...]: ...
+    @property
+    def softcap(self) -> float | None: ...
+    @property
+    def max_context(self) -> int: ...
 
 
 class Rotary(Protocol):
@@ -256,26 +271,50 @@ class Rotary(Protocol):
         """Cosines and signed sines of `positions` `[num_tokens]`, each `[num_tokens, 1, head_dim]`."""
 
 
-class Decoder(Protocol):
-    """A model, as a backend sees it."""
+class Model(Protocol):
+    """A causal language model, as a backend and the runner see it."""
 
     device: torch.device
     dtype: torch.dtype
-    ops: LayerOps
+    ops: LayerOps  # a model of other operations does not use it
+
+    @property
+    def config(self) -> DecoderShape: ...
+
+    @property
+    def weight_bytes(self) -> int: ...
+
+    def linears(self) -> Iterator[Linear]:
+        """Every matrix, the head last."""
+
+    def map_linears(self, convert: Callable[[Linear], Linear]) -> None:
+        """Replace every matrix, one after the other, so that only one is held twice."""
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """The states `[num_tokens, hidden_size]` that `logits` and `norm_states` take; may be overwritten by them."""
+
+    def forward_by_piece(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, rows: int | None = None
+    ) -> Iterator[torch.Tensor | None]:
+        """Yields None after each piece of the work, and then what `forward` returns. `rows`: tokens of a piece."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Float32 logits `[num_rows, vocab_size]` of the given rows of `forward`'s result."""
+
+    def norm_states(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The model's last states, `[num_rows, hidden_size]`, of the given rows of `forward`'s result."""
+
+
+@runtime_checkable
+class Decoder(Model, Protocol):
+    """A model whose layers are `DecoderLayer`s, so that a backend can compute or capture them itself."""
+
     embed_tokens: torch.Tensor
     layers: list[DecoderLayer]
     lm_head: Linear
 
     @property
-    def config(self) -> DecoderShape: ...
-    @property
     def rotary(self) -> Rotary: ...
-
-    def map_linears(self, convert: Callable[[Linear], Linear]) -> None:
-        """Replace every matrix."""
-
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """The last layer's states `[num_tokens, hidden_size]`, before the final norm."""
 
     def project(self, index: int, states: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
         """A layer before its attention: queries, keys and values `[num_tokens, heads, head_dim]`, not rotated.
@@ -322,18 +361,18 @@ class Backend(Protocol):
     def shares_memory(self) -> bool:
         """Whether the device's memory is shared with other processes."""
 
-    def prepare(self, model: Decoder) -> None:
+    def prepare(self, model: Model) -> None:
         """Set a loaded model's layer operations, and convert its matrices to the fastest layout."""
 
     def attention(self, num_blocks: int) -> Attention:
         """Attention with a new KV cache. Raises RuntimeError (torch's) if it cannot be allocated."""
 
     def decode_path(
-        self, model: Decoder, attention: Attention, *, max_num_seqs: int, max_model_len: int
+        self, model: Model, attention: Attention, *, max_num_seqs: int, max_model_len: int
     ) -> DecodePath | None:
         """Called before anything is cached. None if there is none, or if its check failed (`fallbacks`)."""
 
-    def decode_path_bytes(self, model: Decoder, *, max_num_seqs: int, max_model_len: int) -> int:
+    def decode_path_bytes(self, model: Model, *, max_num_seqs: int, max_model_len: int) -> int:
         """The memory that `decode_path` will take."""
 
     def choose_tokens(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:

@@ -15,6 +15,7 @@ from llmservice_server.types.errors import ConfigError
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 KVCacheDType = Literal["auto", "bfloat16", "float16", "float32", "fp8"]
 Attention = Literal["auto", "triton", "torch"]
+Implementation = Literal["auto", "own", "transformers"]
 Pooling = Literal["auto", "last", "mean", "cls"]
 Device = Literal["auto", "cpu", "cuda"]
 SchedulerName = Literal["continuous", "dynamic", "static"]
@@ -41,6 +42,10 @@ class EngineConfig:
     model: Path
     tokenizer: Annotated[Path | None, Flag("folder of another tokenizer (default: the model's)", metavar="DIR")] = None
     dtype: Annotated[DType, Flag("of weights and activations; auto: the checkpoint's")] = "auto"
+    implementation: Annotated[
+        Implementation,
+        Flag("own: of this server; transformers: its model on our cache; auto: our own where there is one"),
+    ] = "auto"
     device: Annotated[Device, Flag("auto: cuda where there is one")] = "auto"
     max_model_len: Annotated[
         int | None,

@@ -73,6 +73,8 @@ class Engine:
             max_embedding_tokens=self.embedder.max_tokens,
             prefix_caching=config.prefix_caching,
             memory_bytes=started.memory_bytes,
+            architecture=started.architecture,
+            model_code=started.model_code,
             fallbacks=started.fallbacks,
             load_s=started.load_s,
         )

@@ -12,7 +12,7 @@ import msgspec
 
 from llmservice_server.engine.block_pool import SwapSpace
 from llmservice_server.engine.request import Request
-from llmservice_server.types.messages import Embed, Embedded, Fallback, TokenLogprobs
+from llmservice_server.types.messages import Embed, Embedded, Fallback, ModelCode, TokenLogprobs
 
 
 class Scheduled(msgspec.Struct, frozen=True, gc=False):
@@ -204,6 +204,8 @@ class Started:
     memory_bytes: dict[str, int]  # by kind: weights, kv_cache, activations, graphs, total
     vocab_size: int
     eos_token_ids: frozenset[int]
+    architecture: str
+    model_code: ModelCode
     swap: SwapSpace | None = None
     overlaps: bool = False  # the next step is planned while one is computed, where the settings leave it open
     prefill_tokens: int | None = None  # of a step, beyond which the device computes no faster; None: no such bound

@@ -100,6 +100,9 @@ class Metrics:
         self.kernel_fallback = self._gauge(
             "kernel_fallback", "1 where torch computes a part because our kernels failed their check there", ("part",)
         )
+        self.model_info = self._gauge(
+            "model_info", "1: the architecture, and whose code computes it", ("architecture", "model_code")
+        )
         self.model_load_seconds = self._gauge("model_load_seconds", "From the engine's start until it could serve")
 
         self.tokens = TokenMetrics(prefix, self._constant, _TOKEN_BUCKETS)
@@ -132,6 +135,7 @@ class Metrics:
     def set_ready(self, ready: Ready) -> None:
         """Set what was measured at start, once the engine can serve."""
         self.model_load_seconds.set(ready.load_s)
+        self.labels(self.model_info, architecture=ready.architecture, model_code=ready.model_code).set(1)
         for kind, num_bytes in ready.memory_bytes.items():
             self.labels(self.memory_bytes, kind=kind).set(num_bytes)
         for part in get_args(Fallback):

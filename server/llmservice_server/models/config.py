@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from llmservice_planner.families import FAMILIES, Family
 from llmservice_server.models.rope import RopeConfig
 from llmservice_server.types.checkpoint_config import CheckpointConfig
 from llmservice_server.types.errors import ModelLoadError
+from llmservice_server.types.messages import ModelCode
 
 SERVED: dict[str, Family] = {each.served_architecture: each for each in FAMILIES.values() if each.served_architecture}
 """What the server runs, by the name in config.json's `architectures`."""
@@ -39,6 +40,10 @@ class ModelConfig:
     qk_norm: bool
     tied_embeddings: bool
     dtype: str | None  # of the checkpoint, as config.json names it
+
+    softcap = None  # of the scores: the families of this layout have none
+    has_sinks = False
+    implementation: ClassVar[ModelCode] = "own"
 
     @property
     def max_context(self) -> int:
@@ -81,6 +86,12 @@ class ModelConfig:
             tied_embeddings=bool(keys.tie_word_embeddings),
             dtype=keys.dtype or keys.torch_dtype,
         )
+
+
+def is_own(raw: Mapping[str, Any]) -> bool:
+    """Whether config.json names an architecture that is implemented here, or a value that names none at all."""
+    named = raw.get("architectures") or []
+    return not isinstance(named, list) or not named or any(each in SERVED for each in named if isinstance(each, str))
 
 
 def _architecture(raw: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
-from llmservice_server.backend.base import Attend, DecoderLayer, LayerOps, Linear, Rotation, rotates
+from llmservice_server.backend.base import Attend, DecoderLayer, LayerOps, Linear, Rotation, linears_of, rotates
 from llmservice_server.backend.torch.layer_ops import TorchLayerOps, TorchLinear
 from llmservice_server.models.config import ModelConfig
 from llmservice_server.models.rope import RotaryEmbedding, rotate
@@ -126,6 +126,12 @@ class LlamaModel:
             layer.qkv, layer.o = convert(layer.qkv), convert(layer.o)
             layer.gate_up, layer.down = convert(layer.gate_up), convert(layer.down)
         self.lm_head = convert(self.lm_head)
+
+    def linears(self) -> Iterator[Linear]:
+        """Every matrix, the head last."""
+        for layer in self.layers:
+            yield from linears_of(layer)
+        yield self.lm_head
 
     @property
     def weight_bytes(self) -> int:

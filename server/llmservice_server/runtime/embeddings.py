@@ -13,10 +13,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
-from llmservice_server.backend.base import Attend
+from llmservice_server.backend.base import Attend, Model
+from llmservice_server.backend.torch.attention import attend_otherwise
 from llmservice_server.engine.config import Pooling
 from llmservice_server.engine.engine import execute_isolated
-from llmservice_server.models.llama import LlamaModel
 from llmservice_server.types.messages import Embed, Embedded
 
 _SHARE = 0.12
@@ -34,15 +34,30 @@ class PaddedAttention:
     holds each layer's sliding window, or None.
     """
 
-    def __init__(self, num_sequences: int, length: int, windows: Sequence[int | None], device: torch.device) -> None:
+    def __init__(
+        self,
+        num_sequences: int,
+        length: int,
+        windows: Sequence[int | None],
+        device: torch.device,
+        softcap: float | None = None,
+    ) -> None:
         self._rows = (num_sequences, length)
+        self._softcap = softcap
         masks = {window: _mask(length, window, device) for window in {*windows} if window is not None}
         self._masks = [None if window is None else masks[window] for window in windows]
+        self._causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
 
-    def __call__(self, layer: int, query: torch.Tensor, key_value: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, layer: int, query: torch.Tensor, key_value: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         queries = query.view(*self._rows, *query.shape[1:]).transpose(1, 2)
         keys, values = key_value.view(*self._rows, *key_value.shape[1:]).transpose(1, 2).chunk(2, dim=1)
         mask = self._masks[layer]
+        if self._softcap is not None or sinks is not None:
+            mask = self._causal if mask is None else mask
+            answer = attend_otherwise(queries, keys, values, mask, softcap=self._softcap, sinks=sinks)
+            return answer.transpose(1, 2).flatten(2).flatten(0, 1)
         answer = F.scaled_dot_product_attention(
             queries, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True
         )
@@ -52,12 +67,15 @@ class PaddedAttention:
 class PiecewiseAttention:
     """Implements `Attend` for one sequence of which each layer is computed some tokens at a time, in their order."""
 
-    def __init__(self, windows: Sequence[int | None]) -> None:
+    def __init__(self, windows: Sequence[int | None], softcap: float | None = None) -> None:
         self._windows = windows
+        self._softcap = softcap
         self._layer = -1
         self._stored: list[torch.Tensor] = []  # keys and values of the layer's tokens so far
 
-    def __call__(self, layer: int, query: torch.Tensor, key_value: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, layer: int, query: torch.Tensor, key_value: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         if layer != self._layer:
             self._layer, self._stored = layer, []
         self._stored.append(key_value)
@@ -67,6 +85,10 @@ class PiecewiseAttention:
         distance = places[len(seen) - len(query) :, None] - places
         window = self._windows[layer]
         mask = (distance >= 0) & (distance < (len(seen) if window is None else window))
+        if self._softcap is not None or sinks is not None:
+            queries = query.transpose(0, 1).unsqueeze(0)
+            answer = attend_otherwise(queries, keys, values, mask, softcap=self._softcap, sinks=sinks)
+            return answer.squeeze(0).transpose(0, 1).flatten(1)
         answer = F.scaled_dot_product_attention(
             query.transpose(0, 1).unsqueeze(0), keys, values, attn_mask=mask, enable_gqa=True
         )
@@ -121,7 +143,7 @@ def pool(states: torch.Tensor, lengths: Sequence[int], pooling: Pooling) -> torc
 class EmbeddingModel:
     """Shares the generating model's weights."""
 
-    def __init__(self, model: LlamaModel, pooling: Pooling) -> None:
+    def __init__(self, model: Model, pooling: Pooling) -> None:
         self._model = model
         self._pooling: Pooling = "last" if pooling == "auto" else pooling
         self.takes_pairs = False
@@ -146,9 +168,12 @@ class EmbeddingModel:
         padded = [[*ids, *([0] * (longest - len(ids)))] for ids in inputs]
         attend: Attend
         if rows is None or len(inputs) > 1:
-            rows, attend = None, PaddedAttention(len(inputs), longest, model.config.windows, model.device)
+            rows, attend = (
+                None,
+                PaddedAttention(len(inputs), longest, model.config.windows, model.device, model.config.softcap),
+            )
         else:
-            attend = PiecewiseAttention(model.config.windows)
+            attend = PiecewiseAttention(model.config.windows, model.config.softcap)
         token_ids = torch.tensor(padded, device=model.device).flatten()
         positions = torch.arange(longest, device=model.device).repeat(len(inputs))
         for states in model.forward_by_piece(token_ids, positions, attend, rows):

@@ -249,6 +249,8 @@ def load_encoder(config: EngineConfig) -> EncoderEngine:
         embedding_size=model.size,
         max_embedding_tokens=longest,
         task=task,
+        architecture=type(loaded).__name__,
+        model_code="transformers",
         prefix_caching=False,
         memory_bytes=memory_bytes,
         load_s=time.monotonic() - began_s,
@@ -322,11 +324,10 @@ def _memory_bytes(
 def _load(folder: Path, task: Task, dtype: torch.dtype) -> Any:
     """transformers' model with the checkpoint's weights. Raises `ModelLoadError`."""
     from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
-    from transformers.utils import logging as transformers_logging
 
-    # What is wrong with the weights is reported here, in one sentence.
-    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    from llmservice_server.models.transformers_model import silence_transformers
+
+    silence_transformers()
     only_here = {"local_files_only": True, "trust_remote_code": False}
     try:
         config = AutoConfig.from_pretrained(folder, **only_here)

@@ -6,14 +6,20 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from llmservice_server.models.config import ModelConfig
+from llmservice_server.backend.base import Model
+from llmservice_server.engine.config import Implementation
+from llmservice_server.models.config import ModelConfig, is_own
 from llmservice_server.models.llama import LlamaModel
 from llmservice_server.types.checkpoint_config import eos_token_ids, read_json_object
 from llmservice_server.types.errors import ModelLoadError
+
+if TYPE_CHECKING:
+    from llmservice_server.models.transformers_model import TransformersConfig
 
 _INDEX = "model.safetensors.index.json"
 _PARALLEL_SHARDS = 4
@@ -26,17 +32,22 @@ class Checkpoint:
     """A model folder whose config has been read and whose weight files exist."""
 
     folder: Path
-    config: ModelConfig
+    config: ModelConfig | TransformersConfig
     shards: tuple[Path, ...]
     eos_token_ids: frozenset[int]
 
     @classmethod
-    def open(cls, folder: Path) -> Checkpoint:
+    def open(cls, folder: Path, implementation: Implementation = "auto") -> Checkpoint:
         """Raises `ModelLoadError`: no such folder, broken JSON, an architecture that we do not run, a missing shard."""
         if not folder.is_dir():
             raise ModelLoadError(f"{folder} is not a folder: expected one with config.json and *.safetensors")
-        config = ModelConfig.from_dict(read_json_object(folder / "config.json"))
-        return cls(folder, config, weight_files(folder), eos_token_ids(folder))
+        raw = read_json_object(folder / "config.json")
+        shards = weight_files(folder)
+        if implementation == "own" or (implementation == "auto" and is_own(raw)):
+            return cls(folder, ModelConfig.from_dict(raw), shards, eos_token_ids(folder))
+        from llmservice_server.models.transformers_model import examine  # transformers is imported in seconds
+
+        return cls(folder, examine(folder), shards, eos_token_ids(folder))
 
     def dtype(self, wanted: str) -> torch.dtype:
         """The dtype to run in; `auto` is the checkpoint's own."""
@@ -53,8 +64,12 @@ class Checkpoint:
     def weight_file_bytes(self) -> int:
         return sum(shard.stat().st_size for shard in self.shards)
 
-    def load(self, dtype: torch.dtype, device: torch.device) -> LlamaModel:
+    def load(self, dtype: torch.dtype, device: torch.device) -> Model:
         """Raises `ModelLoadError` for a tensor that is missing, unknown, of the wrong shape, or unreadable."""
+        if not isinstance(self.config, ModelConfig):
+            from llmservice_server.models.transformers_model import TransformersModel
+
+            return TransformersModel.load(self.folder, self.config, dtype, device)
         model = LlamaModel(self.config, dtype, device)
         wanted = model.checkpoint_tensors()
         with ThreadPoolExecutor(_PARALLEL_SHARDS) as readers:  # each reads a file's pages straight into the weights
@@ -87,7 +102,7 @@ class Checkpoint:
 
     def _refuse_unknown(self, name: str, shard: Path) -> None:
         """Refuse a weight that the model has no place for: its results would be wrong. Two kinds are superfluous."""
-        tied_head = name == "lm_head.weight" and self.config.tied_embeddings
+        tied_head = name == "lm_head.weight" and isinstance(self.config, ModelConfig) and self.config.tied_embeddings
         if not tied_head and not name.endswith("rotary_emb.inv_freq"):
             raise ModelLoadError(
                 f"{shard.name} holds {name}, which {self.config.architecture} with this config.json has no place for "

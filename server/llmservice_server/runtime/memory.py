@@ -7,10 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from llmservice_planner.sizing_request import LEAST_SEQUENCE_TOKENS
-from llmservice_server.backend.base import Backend
+from llmservice_server.backend.base import Backend, Model
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.interfaces import KVCachePlan
-from llmservice_server.models.llama import LlamaModel
 from llmservice_server.runtime.embeddings import EmbeddingModel
 from llmservice_server.runtime.runner import ModelRunner, staging_bytes
 from llmservice_server.types.errors import OutOfMemoryError
@@ -34,7 +33,7 @@ class Memory:
         return self.weights + self.activations + self.graphs + self.processes
 
 
-def measure_activations(model: LlamaModel, backend: Backend, config: EngineConfig) -> int:
+def measure_activations(model: Model, backend: Backend, config: EngineConfig) -> int:
     """Bytes that a full step takes beside the weights: measured, or estimated where that would take long."""
     runner, step, cache_bytes = _full_step(model, backend, config)
     if backend.profile_limit_s is not None:
@@ -60,9 +59,7 @@ def seconds(work: Callable[[], object], backend: Backend) -> float:
     return time.perf_counter() - started_s
 
 
-def _full_step(
-    model: LlamaModel, backend: Backend, config: EngineConfig
-) -> tuple[ModelRunner, Callable[[], None], int]:
+def _full_step(model: Model, backend: Backend, config: EngineConfig) -> tuple[ModelRunner, Callable[[], None], int]:
     """The largest step that the scheduler may plan, ready to be taken, and the bytes of the KV cache that it fills."""
     longest = min(config.max_model_len or model.config.max_context, config.step_tokens)
     blocks_each = -(-longest // config.block_size)
@@ -77,7 +74,7 @@ def _full_step(
     return runner, step, num_blocks * backend.shape.bytes_per_block
 
 
-def _estimate(model: LlamaModel, config: EngineConfig) -> int:
+def _estimate(model: Model, config: EngineConfig) -> int:
     shape = model.config
     widest = max(2 * shape.intermediate_size, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim)
     return activation_bytes(config.step_tokens, config.most_seqs, widest, shape.vocab_size, model.dtype.itemsize)

@@ -28,6 +28,7 @@ from llmservice_server.backend.base import (
     DecodePath,
     Int64Array,
     KVCacheShape,
+    Model,
     PendingTokens,
     StepInput,
 )
@@ -35,7 +36,6 @@ from llmservice_server.backend.sampling_batch import SamplingBatch
 from llmservice_server.backend.transfer import HostCopy, to_device
 from llmservice_server.engine.interfaces import BlockCopy, Plan, Scheduled, StepResult
 from llmservice_server.engine.request import MAX_LOGPROBS, Request
-from llmservice_server.models.llama import LlamaModel
 from llmservice_server.sampling.grammar import Grammar
 from llmservice_server.sampling.logit_adjustments import TokenMasks
 from llmservice_server.sampling.sampler import Drawn, Draws, Logprobs, Sampler
@@ -106,7 +106,7 @@ class ModelRunner:
     """Implements `Runner`. Sequences share the matrix products, and nothing else."""
 
     def __init__(
-        self, model: LlamaModel, attention: Attention, backend: Backend, swapped_blocks: SwappedBlocks | None = None
+        self, model: Model, attention: Attention, backend: Backend, swapped_blocks: SwappedBlocks | None = None
     ) -> None:
         self.model = model
         self.attention = attention
@@ -220,7 +220,7 @@ class _Piece:
     copy: HostCopy
 
     @classmethod
-    def of(cls, model: LlamaModel, request: Request, token_ids: list[int], hidden: torch.Tensor) -> Self:
+    def of(cls, model: Model, request: Request, token_ids: list[int], hidden: torch.Tensor) -> Self:
         """`hidden` are the states that predict them."""
         wanted = to_device(np.array(token_ids, np.int64), hidden.device)
         return cls(request, token_ids, HostCopy(Logprobs.of(model.logits(hidden), wanted, _num_top(request))))
@@ -232,7 +232,7 @@ class _Piece:
 class PromptLogprobs:
     """Log-probabilities of prompt tokens, where requested, from a step's states `[num_tokens, hidden_size]`."""
 
-    def __init__(self, model: LlamaModel, plan: Plan, hidden: torch.Tensor) -> None:
+    def __init__(self, model: Model, plan: Plan, hidden: torch.Tensor) -> None:
         self._pieces: list[_Piece] = []
         row = 0
         for share in plan.scheduled:
@@ -240,7 +240,7 @@ class PromptLogprobs:
                 self._score(model, share, hidden[row : row + share.num_tokens])
             row += share.num_tokens
 
-    def _score(self, model: LlamaModel, share: Scheduled, hidden: torch.Tensor) -> None:
+    def _score(self, model: Model, share: Scheduled, hidden: torch.Tensor) -> None:
         """The state of token `i` predicts token `i + 1`; what a preempted request has received is not sent again."""
         request = share.request
         first = max(share.start, len(request.prompt_logprobs))

@@ -13,14 +13,13 @@ import torch
 from llmservice_planner.explanation import format_bytes
 from llmservice_planner.overhead import PROCESS_BYTES
 from llmservice_planner.sizing_request import CAP_OF_CPU
-from llmservice_server.backend.base import Attention, Backend, KVCacheShape
+from llmservice_server.backend.base import Attention, Backend, KVCacheShape, Model
 from llmservice_server.backend.choice import choose_backend
 from llmservice_server.backend.torch.memory import available_cpu_bytes
 from llmservice_server.engine.block_pool import PreemptionCost, SwapSpace
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.engine import Engine
 from llmservice_server.engine.interfaces import BlockCopy, KVCachePlan, Plan, Started
-from llmservice_server.models.llama import LlamaModel
 from llmservice_server.runtime.embeddings import BatchEmbedder, EmbeddingModel
 from llmservice_server.runtime.loader import Checkpoint
 from llmservice_server.runtime.memory import GIB, Memory, measure_activations, most_sequences, plan_kv_cache, seconds
@@ -79,7 +78,7 @@ def model_runner(engine: Engine) -> ModelRunner:
 def start(config: EngineConfig) -> Started:
     """Load a model and allocate its KV cache. Raises `StartError` with what is wrong, expected and to be done."""
     began_s = time.monotonic()
-    checkpoint = Checkpoint.open(config.model)
+    checkpoint = Checkpoint.open(config.model, config.implementation)
     _check_context(checkpoint, config)
     phases = StartPhases()
     with phases.phase("backend"):
@@ -114,6 +113,8 @@ def start(config: EngineConfig) -> Started:
         },
         vocab_size=checkpoint.config.vocab_size,
         eos_token_ids=checkpoint.eos_token_ids,
+        architecture=checkpoint.config.architecture,
+        model_code=checkpoint.config.implementation,
         swap=_swap_space(runner, config, kv_cache),
         overlaps=backend.overlaps,
         prefill_tokens=backend.prefill_tokens,
@@ -122,8 +123,10 @@ def start(config: EngineConfig) -> Started:
         phases_s=phases.seconds,
     )
     _LOG.info(
-        "%s on %s in %s: weights %.2f GiB, KV cache %.2f GiB in %d blocks of %d, max_model_len %d, max_num_seqs %d",
+        "%s (%s) on %s in %s: weights %.2f GiB, KV cache %.2f GiB in %d blocks of %d, max_model_len %d, "
+        "max_num_seqs %d",
         checkpoint.config.architecture,
+        "own implementation" if started.model_code == "own" else "by transformers",
         backend.device,
         model.dtype,
         memory.weights / GIB,
@@ -153,6 +156,8 @@ def _backend(checkpoint: Checkpoint, config: EngineConfig) -> Backend:
         windows=checkpoint.config.windows,
         block_size=config.block_size,
         dtype=_kv_cache_dtype(checkpoint, config),
+        softcap=checkpoint.config.softcap,
+        has_sinks=checkpoint.config.has_sinks,
     )
     return choose_backend(
         config.attention,
@@ -184,9 +189,7 @@ def choose_device(config: EngineConfig) -> torch.device:
     return torch.device("cuda")
 
 
-def _load(
-    checkpoint: Checkpoint, config: EngineConfig, backend: Backend, phases: StartPhases
-) -> tuple[LlamaModel, Memory]:
+def _load(checkpoint: Checkpoint, config: EngineConfig, backend: Backend, phases: StartPhases) -> tuple[Model, Memory]:
     """Load the weights and measure what a full step needs beside them."""
     total, processes = backend.total_bytes(), 0
     if config.memory_limit_bytes is not None:

@@ -12,6 +12,8 @@ Fallback = Literal["attention", "top_k_top_p", "decode_graphs"]
 """What runs without our kernels where they fail their check."""
 Task = Literal["generate", "embed", "score"]
 """What a model does: a decoder generates (and embeds), an encoder embeds, a cross-encoder scores pairs of texts."""
+ModelCode = Literal["own", "transformers"]
+"""Whose code computes the model: ours, or transformers' around our attention, matrices and cache."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -178,6 +180,8 @@ class Ready(msgspec.Struct, kw_only=True, tag="ready"):
     memory_bytes: dict[str, int]  # by kind: weights, kv_cache, activations, graphs, total
     load_s: float
     task: Task = "generate"
+    architecture: str
+    model_code: ModelCode
     fallbacks: dict[Fallback, str] = {}  # what runs without our kernels because they failed their check, and why
 
 

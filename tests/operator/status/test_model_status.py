@@ -25,7 +25,7 @@ def test_the_figures_in_the_status_are_known_after_a_restart(model: Model) -> No
     figures = Figures("config", model.shape, 4000)
     kept = Model(model.location, model.shape, figures_from="config", weights_file_bytes=4000)
 
-    assert known_figures(model_status(SOURCE, kept, None), SOURCE) == figures
+    assert known_figures(model_status(SOURCE, kept, None, None), SOURCE) == figures
 
 
 def test_it_is_remembered_that_only_a_pod_can_read_the_model() -> None:

@@ -22,6 +22,8 @@ READY = Ready(
     embedding_size=64,
     max_embedding_tokens=512,
     memory_bytes={},
+    architecture="LlamaForCausalLM",
+    model_code="own",
     load_s=0.0,
 )
 STATS = Stats(

@@ -79,6 +79,8 @@ def test_what_was_measured_at_start_is_shown_before_the_first_request() -> None:
             embedding_size=8,
             max_embedding_tokens=1,
             memory_bytes=memory,
+            architecture="LlamaForCausalLM",
+            model_code="own",
             load_s=1.5,
             fallbacks={"attention": "it raised"},
         )

@@ -122,8 +122,8 @@ BREAKS: dict[str, tuple[Break, str]] = {
         "holds model.layers.0.self_attn.q_proj.bias, which LlamaForCausalLM with this config.json has no place for",
     ),
     "an unknown architecture": (
-        set_config(architectures=["BloomForCausalLM"]),
-        "BloomForCausalLM, supported are .*Qwen3ForCausalLM",
+        set_config(architectures=["OwnForCausalLM"]),
+        "OwnForCausalLM cannot be served: transformers has no model of this name.*Qwen3ForCausalLM",
     ),
     "no architecture": (set_config(architectures=None), r"the architecture \(none\), supported are"),
     "a missing key": (set_config(intermediate_size=None), "config.json has no intermediate_size"),

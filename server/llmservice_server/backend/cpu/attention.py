@@ -221,7 +221,9 @@ class CpuStep:
     chunks: Sequence[_Chunk] = ()
     masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)  # by first row and window
 
-    def __call__(self, layer: int, query: torch.Tensor, key_value: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, layer: int, query: torch.Tensor, key_value: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         stored = key_value.to(self.shape.dtype)
         store(as_array(stored), self.slots, self.caches[layer])
         return self._attend(layer, query.contiguous(), stored)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from dataclasses import dataclass
 
 import torch
 
-from llmservice_server.backend.base import Attention, DecodePath, Decoder, linears_of
+from llmservice_server.backend.base import Attention, DecodePath, Decoder, Model
 from llmservice_server.backend.cpu import sampler
 from llmservice_server.backend.cpu.attention import CpuAttention
 from llmservice_server.backend.cpu.decode import CpuDecode, can_decode
 from llmservice_server.backend.cpu.layer_ops import CpuLayerOps
 from llmservice_server.backend.cpu.linear import KERNEL_ROWS, ConvertedLinear, PackedLinear, pack
 from llmservice_server.backend.sampling_batch import PenalizedRows, SamplingBatch
+from llmservice_server.backend.torch.attention import TorchAttention
 from llmservice_server.backend.torch.backend import TorchBackend
 
 _LOG = logging.getLogger(__name__)
@@ -27,27 +27,31 @@ class CpuBackend(TorchBackend):
     name: str = "cpu"
     worth_compiling: bool = False
 
-    def prepare(self, model: Decoder) -> None:
+    def prepare(self, model: Model) -> None:
         model.map_linears(pack)
-        if isinstance(model.lm_head, ConvertedLinear):
+        *_, head = model.linears()
+        if isinstance(head, ConvertedLinear):
             _LOG.info("this CPU has no instructions for bfloat16: such weights are converted to float32 in products")
-        if not isinstance(model.lm_head, PackedLinear):  # products that are not packed dominate everything else
+        if not isinstance(head, PackedLinear):  # products that are not packed dominate everything else
             return
         model.ops = CpuLayerOps(threaded=self.worth_compiling)
         if not self.worth_compiling:
             return
-        layers = itertools.chain.from_iterable(map(linears_of, model.layers))
-        for linear in (*layers, model.lm_head):
+        for linear in model.linears():
             if isinstance(linear, PackedLinear):
                 linear.use_kernel()
 
     def attention(self, num_blocks: int) -> Attention:
+        if not self.shape.is_plain:
+            return TorchAttention(self.shape, num_blocks, self.device)
         return CpuAttention(self.shape, num_blocks, tiled=self.worth_compiling)
 
     def decode_path(
-        self, model: Decoder, attention: Attention, *, max_num_seqs: int, max_model_len: int
+        self, model: Model, attention: Attention, *, max_num_seqs: int, max_model_len: int
     ) -> DecodePath | None:
-        if not isinstance(attention, CpuAttention) or not can_decode(model):
+        if not isinstance(attention, CpuAttention) or not isinstance(model, Decoder):
+            return None
+        if not can_decode(model):
             return None
         return CpuDecode(model, attention, min(max_num_seqs, KERNEL_ROWS))
 

@@ -155,7 +155,9 @@ class TritonStep:
     output: torch.Tensor | None = None
     """Where each layer's result is written; None: to new memory."""
 
-    def __call__(self, layer: int, query: torch.Tensor, key_value: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, layer: int, query: torch.Tensor, key_value: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         store(key_value, self.slots, self.caches[layer], self.scales[layer])
         return self._attend(layer, query)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from llmservice_server.backend.agreement import MIXED, Case, why_wrong
-from llmservice_server.backend.base import Attention, DecodePath, Decoder, KVCacheShape
+from llmservice_server.backend.base import Attention, DecodePath, Decoder, KVCacheShape, Model
 from llmservice_server.backend.cuda import decode_graphs
 from llmservice_server.backend.cuda.attention import TritonAttention
 from llmservice_server.backend.cuda.kernels.jit import INTERPRETED
@@ -51,7 +51,7 @@ class CudaBackend(TorchBackend):
     may_fall_back: bool = True
     _sampling: tuple[TopKTopP, Invert] = (top_k_top_p, invert)
 
-    def prepare(self, model: Decoder) -> None:
+    def prepare(self, model: Model) -> None:
         model.ops = TritonLayerOps()
         problem = why_unusable(top_k_top_p_kernel, invert_kernel, model.config.vocab_size, self.device)
         if problem is None:
@@ -68,9 +68,11 @@ class CudaBackend(TorchBackend):
         return self.on_gpu and not self.enforce_eager  # Triton's interpreter has no graphs
 
     def decode_path(
-        self, model: Decoder, attention: Attention, *, max_num_seqs: int, max_model_len: int
+        self, model: Model, attention: Attention, *, max_num_seqs: int, max_model_len: int
     ) -> DecodePath | None:
         if not self._captures or not isinstance(attention, TritonAttention):
+            return None
+        if not isinstance(model, Decoder):
             return None
         graphs = decode_graphs.capture_graphs(model, attention, max_num_seqs, max_model_len)
         if isinstance(graphs, str):
@@ -84,8 +86,8 @@ class CudaBackend(TorchBackend):
         _LOG.warning("torch computes instead, more slowly: %s", problem)
         self.fallbacks[part] = problem
 
-    def decode_path_bytes(self, model: Decoder, *, max_num_seqs: int, max_model_len: int) -> int:
-        if not self._captures:
+    def decode_path_bytes(self, model: Model, *, max_num_seqs: int, max_model_len: int) -> int:
+        if not self._captures or not isinstance(model, Decoder):
             return 0
         attention = TritonAttention(self.shape, 2, self.device)
         return decode_graphs.predict_graph_bytes(model, attention, max_num_seqs, max_model_len)
@@ -101,6 +103,8 @@ def why_triton_is_unusable(shape: KVCacheShape, dtype: torch.dtype, device: torc
     """
     if device.type != "cuda" and not INTERPRETED:
         return "there is no CUDA device"
+    if not shape.is_plain:
+        return "its kernels bound no scores (softcap) and know no attention sinks, which the model has"
     if shape.head_dim % 2 or shape.head_dim > 256:
         return f"its kernels take even head dimensions up to 256, the model's is {shape.head_dim}"
     if (

@@ -66,7 +66,9 @@ class TorchStep:
         self.blocks = blocks
         self._masks: dict[tuple[int, int | None], torch.Tensor] = {}  # by first query and window
 
-    def __call__(self, layer: int, query: torch.Tensor, key_value: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, layer: int, query: torch.Tensor, key_value: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         shape = self.shape
         cache = self.caches[layer]
         cache.view(-1, *cache.shape[2:]).index_copy_(0, self.slots, key_value.to(shape.dtype))
@@ -75,14 +77,32 @@ class TorchStep:
         window = shape.windows[layer]
         outputs = []
         for run in self.runs:
+            queries = grouped[run.first_query : run.first_query + run.num_queries]
+            if not shape.is_plain:
+                outputs.append(self._attend_otherwise(run, queries, gathered, window, sinks))
+                continue
             attend = self._attend_one if run.num_queries == 1 else self._attend_chunk
-            outputs.append(attend(run, grouped[run.first_query : run.first_query + run.num_queries], gathered, window))
+            outputs.append(attend(run, queries, gathered, window))
         return torch.cat(outputs).flatten(1)
 
     def _attend_one(self, run: _Run, query: torch.Tensor, gathered: torch.Tensor, window: int | None) -> torch.Tensor:
         """One token, `[1, num_kv_heads, group, head_dim]`: it sees all keys, so the group is the rows of one query."""
         keys, values = self._keys_values(run, gathered, window, query.dtype)
         return F.scaled_dot_product_attention(query, keys[None], values[None])
+
+    def _attend_otherwise(
+        self, run: _Run, query: torch.Tensor, gathered: torch.Tensor, window: int | None, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        keys, values = self._keys_values(run, gathered, window, query.dtype)
+        output = attend_otherwise(
+            query.permute(1, 2, 0, 3).flatten(0, 1),
+            keys,
+            values,
+            self._mask(run, window),
+            softcap=self.shape.softcap,
+            sinks=sinks,
+        )
+        return output.view(*query.shape[1:3], *query.shape[::3]).permute(2, 0, 1, 3)
 
     def _attend_chunk(self, run: _Run, query: torch.Tensor, gathered: torch.Tensor, window: int | None) -> torch.Tensor:
         """Several tokens, `[num_queries, num_kv_heads, group, head_dim]`."""
@@ -117,6 +137,33 @@ class TorchStep:
                 mask &= keys > queries - window
             self._masks[run.first_query, window] = mask
         return mask
+
+
+def attend_otherwise(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention with a bound on the scores (Gemma 2), or with a score of no value for each head (gpt-oss).
+
+    query: `[..., num_heads, num_queries, head_dim]`, keys and values: `[..., num_kv_heads, num_keys, head_dim]`. mask:
+    true where a query sees a key. sinks: `[num_heads]`.
+    """
+    group = query.shape[-3] // keys.shape[-3]
+    keys, values = (part.repeat_interleave(group, dim=-3) for part in (keys, values))
+    scores = (query @ keys.transpose(-1, -2)).float() * query.shape[-1] ** -0.5
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        of_heads = sinks.float()[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, of_heads), dim=-1)
+    shares = scores.softmax(dim=-1)[..., : keys.shape[-2]]
+    return torch.matmul(shares.to(values.dtype), values)
 
 
 def _first_key(run: _Run, window: int | None) -> int:

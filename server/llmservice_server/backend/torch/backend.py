@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from llmservice_server.backend.base import Attention, DecodePath, Decoder, KVCacheShape
+from llmservice_server.backend.base import Attention, DecodePath, KVCacheShape, Model
 from llmservice_server.backend.sampling_batch import PenalizedRows, SamplingBatch
 from llmservice_server.backend.torch import sampler
 from llmservice_server.backend.torch.attention import TorchAttention
@@ -57,18 +57,18 @@ class TorchBackend:
     def profile_limit_s(self) -> float | None:
         return None if self.on_gpu else _PROFILE_LIMIT_S
 
-    def prepare(self, model: Decoder) -> None:
+    def prepare(self, model: Model) -> None:
         """A model is built with torch's operations and layout."""
 
     def attention(self, num_blocks: int) -> Attention:
         return TorchAttention(self.shape, num_blocks, self.device)
 
     def decode_path(
-        self, model: Decoder, attention: Attention, *, max_num_seqs: int, max_model_len: int
+        self, model: Model, attention: Attention, *, max_num_seqs: int, max_model_len: int
     ) -> DecodePath | None:
         return None
 
-    def decode_path_bytes(self, model: Decoder, *, max_num_seqs: int, max_model_len: int) -> int:
+    def decode_path_bytes(self, model: Model, *, max_num_seqs: int, max_model_len: int) -> int:
         return 0
 
     def choose_tokens(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:

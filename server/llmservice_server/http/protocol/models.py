@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
+from llmservice_server.types.messages import ModelCode
+
 
 class Model(BaseModel):
     id: str
@@ -29,6 +31,8 @@ class SizingReport(BaseModel):
     max_model_len: int
     block_size: int
     num_blocks: Annotated[int, Field(description="usable ones: without the null block")]
+    architecture: str
+    model_code: Annotated[ModelCode, Field(description="own, or transformers: whose code computes the model")]
     memory_bytes: Annotated[dict[str, int], Field(description="by kind: weights, kv_cache, activations, graphs, total")]
     shape: Annotated[
         dict[str, int | str | bool] | None,

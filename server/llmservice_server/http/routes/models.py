@@ -86,6 +86,8 @@ async def show_sizing(state: StateDep, serving: ServingDep) -> SizingReport:
         max_model_len=engine.max_model_len,
         block_size=engine.block_size,
         num_blocks=engine.num_blocks,
+        architecture=engine.architecture,
+        model_code=engine.model_code,
         memory_bytes=engine.memory_bytes,
         shape=dict(state.config.shape) if state.config.shape is not None else None,
     )

@@ -1,12 +1,13 @@
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
 from llmservice_server.backend.agreement import Case, why_wrong
-from llmservice_server.backend.base import Attention, KVCacheShape, StepInput
+from llmservice_server.backend.base import Attention, Decoder, KVCacheShape, StepInput
 from llmservice_server.backend.cuda import backend as cuda_backend
 from llmservice_server.backend.cuda.attention import TritonAttention
 from llmservice_server.backend.cuda.backend import CudaBackend, why_triton_is_unusable
@@ -91,11 +92,11 @@ def test_graphs_that_fail_their_check_are_left_out_or_refused(monkeypatch: pytes
     monkeypatch.setattr(cuda_backend.decode_graphs, "capture_graphs", lambda *_: "it differs by 0.3")
     attention = TritonAttention(SHAPE, 2, CPU)
     lenient, strict = (CudaBackend(SHAPE, CPU, "a test", may_fall_back=may) for may in (True, False))
-    path = lenient.decode_path(Model(), attention, max_num_seqs=1, max_model_len=16)  # type: ignore[arg-type]
+    path = lenient.decode_path(Mock(spec=Decoder), attention, max_num_seqs=1, max_model_len=16)
     assert path is None
     assert lenient.fallbacks == {"decode_graphs": "CUDA graphs of steps are unusable here: it differs by 0.3"}
     with pytest.raises(ConfigError, match=r"differs by 0\.3: use --attention auto"):
-        strict.decode_path(Model(), attention, max_num_seqs=1, max_model_len=16)  # type: ignore[arg-type]
+        strict.decode_path(Mock(spec=Decoder), attention, max_num_seqs=1, max_model_len=16)
 
 
 def test_head_dimensions_above_256_are_refused() -> None:

@@ -1,0 +1,491 @@
+"""Any decoder-only model of transformers, on our paged cache.
+
+Its attention layers call the function that is registered with transformers' `AttentionInterface`, which passes their
+queries, keys and values to the step's `Attend`; its matrices are our `Linear`s. What its attention computes is read off
+a forward pass on the meta device, before any weight is loaded: a model whose attention is something else, or that keeps
+other state between tokens than keys and values, is refused by name.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.pytorch_utils import Conv1D
+from transformers.utils import logging as transformers_logging
+
+from llmservice_server.backend.base import Attend, LayerOps, Linear
+from llmservice_server.backend.torch.layer_ops import TorchLayerOps, TorchLinear
+from llmservice_server.models.config import SERVED
+from llmservice_server.types.errors import ModelLoadError
+from llmservice_server.types.messages import ModelCode
+
+NAME = "llmservice_paged"
+"""Of our attention function. There is no mask function of that name, so that transformers builds no masks."""
+_EXAMINED = "llmservice_examined"
+"""The same function with a mask function, which finds each layer's window."""
+_FAR = 2**40
+"""A position beyond every window."""
+_UNDERSTOOD = {"scaling", "dropout", "sliding_window", "softcap", "s_aux"}
+_WITHOUT_EFFECT = {"position_ids", "cache_position", "layer_idx"}
+_LAYER_KINDS = {"full_attention", "sliding_attention"}
+_GROWING_ROPE = {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
+"""Kinds whose frequencies change with the longest sequence, and up to which position they do not."""
+_TEXT_PARTS = {r"^(model\.)?language_model\.lm_head\.": "lm_head.", r"^(model\.)?language_model\.(model\.)?": "model."}
+"""Where checkpoints of models with images or sound hold their language model, and its names alone."""
+
+_attend: ContextVar[Attend | list[_Call]] = ContextVar("attend")
+"""Of the forward pass that this thread computes; while a model is examined, the calls of its layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransformersConfig:
+    """What the engine needs to know of a model, found by `examine`."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    windows: tuple[int | None, ...]
+    scalings: tuple[float, ...]  # by layer, of the scores
+    softcap: float | None
+    has_sinks: bool
+    max_context: int
+    dtype: str | None
+    rms_norm_eps: float = 1e-6
+
+    implementation: ClassVar[ModelCode] = "transformers"
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What an attention layer passes to its attention function."""
+
+    layer: int | None
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    is_causal: bool
+    window: int | None
+    settings: Mapping[str, Any]
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    is_causal: bool | None = None,
+    **settings: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function of transformers' interface: `[1, heads, num_tokens, head_dim]` each.
+
+    Returns `[1, num_tokens, heads, head_dim]`.
+    """
+    attend = _attend.get()
+    if isinstance(attend, list):
+        attend.append(
+            _Call(
+                layer=getattr(module, "layer_idx", None),
+                num_heads=query.shape[1],
+                num_kv_heads=key.shape[1],
+                head_dim=key.shape[-1],
+                value_dim=value.shape[-1],
+                is_causal=bool(getattr(module, "is_causal", True) if is_causal is None else is_causal),
+                window=settings.get("sliding_window") if attention_mask is None else _window_of(attention_mask),
+                settings={name: each for name, each in settings.items() if each is not None and each is not False},
+            )
+        )
+        return value.new_empty(1, query.shape[2], query.shape[1], value.shape[-1]), None
+    queries, keys, values = (part[0].transpose(0, 1) for part in (query, key, value))
+    head_dim, scaling = query.shape[-1], settings.get("scaling")
+    factor = 1.0 if scaling is None else scaling * head_dim**0.5
+    if abs(factor - 1.0) > 1e-6:
+        queries = queries * factor
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    sinks = settings.get("s_aux")
+    attended = attend(layer, queries.contiguous(), torch.cat((keys, values), dim=1), sinks)
+    return attended.view(1, *queries.shape), None
+
+
+class _Mask(torch.Tensor):
+    """A mask that is causal within the window `shape[-1]`; 0: without one. What a model computes of it is none."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+def _mask(*_: Any, mask_function: Callable[..., torch.Tensor], **__: Any) -> torch.Tensor:
+    """The mask function of `_EXAMINED`: a `_Mask`, or a tensor where it is not one.
+
+    `mask_function` says which keys a query sees; transformers' own masks are built from it.
+    """
+    windows = {_seen(mask_function, query) for query in (_FAR, _FAR + 12345)}  # in chunks it sees another number
+    window = windows.pop()
+    mask = torch.empty(1, 1, 1, window or 0, device="meta")
+    return mask if windows or window is None else mask.as_subclass(_Mask)
+
+
+def _seen(mask_function: Callable[..., torch.Tensor], query: int) -> int | None:
+    """The number of tokens that a query at a far position sees, itself included; 0: all; None: not so."""
+
+    def sees(key: int) -> bool:
+        places = (torch.tensor(each, device="cpu") for each in (0, 0, query, key))
+        return bool(mask_function(*places))
+
+    if not sees(query) or sees(query + 1):
+        return None
+    if sees(0):
+        return 0
+    hidden, seen = 0, query
+    while seen - hidden > 1:
+        middle = (hidden + seen) // 2
+        hidden, seen = (hidden, middle) if sees(middle) else (middle, seen)
+    return query - seen + 1
+
+
+def _window_of(mask: torch.Tensor) -> int | None:
+    if not isinstance(mask, _Mask):
+        raise ModelLoadError("its attention is not causal, or has a mask of its own")
+    return mask.shape[-1] or None
+
+
+def examine(folder: Path) -> TransformersConfig:
+    """Raises `ModelLoadError` for a model that cannot run on the paged cache, and says what of it cannot."""
+    config, text = _read(folder)
+    name = text.architectures[0] if text.architectures else type(text).__name__
+    _refuse_kinds(config, text, name)
+    if not hasattr(transformers, config.architectures[0] if config.architectures else name):
+        raise unserved(name, "transformers has no model of this name, and code of a checkpoint is never executed")
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
+    if model_class is None:
+        raise unserved(name, "transformers has no decoder-only language model for it")
+    if getattr(model_class, "_is_stateful", False):
+        raise unserved(name, "it keeps recurrent state between tokens, not keys and values")
+    calls = _calls(model_class, text, name)
+    first = calls[0]
+    softcaps = {call.settings.get("softcap") for call in calls}
+    if len(softcaps) > 1:
+        raise unserved(name, f"its layers bound their scores differently ({softcaps})")
+    widest = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    return TransformersConfig(
+        architecture=name if model_class.__name__ == name else model_class.__name__,
+        vocab_size=text.vocab_size,
+        hidden_size=text.hidden_size,
+        intermediate_size=max(widest) if isinstance(widest, list) else widest,
+        num_heads=first.num_heads,
+        num_kv_heads=first.num_kv_heads,
+        head_dim=first.head_dim,
+        windows=tuple(call.window for call in calls),
+        scalings=tuple(call.settings.get("scaling", first.head_dim**-0.5) for call in calls),
+        softcap=softcaps.pop(),
+        has_sinks=any("s_aux" in call.settings for call in calls),
+        max_context=_max_context(text, name),
+        dtype=_dtype(config, text),
+    )
+
+
+def _read(folder: Path) -> tuple[Any, Any]:
+    """The checkpoint's configuration, and that of its language model, which is often the same."""
+    silence_transformers()
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        named = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if "auto_map" in named:
+            raise ModelLoadError(
+                f"config.json: {named.get('model_type')} needs code that comes with the checkpoint, which is never "
+                "executed: use a checkpoint of a model that transformers itself implements"
+            ) from error
+        raise ModelLoadError(f"config.json describes no model that transformers knows: {_line(error)}") from error
+    text = config.get_text_config(decoder=True)
+    text.tie_word_embeddings = getattr(config, "tie_word_embeddings", False)  # the whole model's holds
+    object.__setattr__(text, "pad_token_id", None)  # there is no padding, and some models look for it in every step
+    return config, text
+
+
+def _refuse_kinds(config: Any, text: Any, name: str) -> None:
+    if getattr(config, "is_encoder_decoder", False):
+        raise unserved(name, "it is an encoder with a decoder, expected a decoder alone")
+    if getattr(config, "quantization_config", None):
+        raise ModelLoadError(
+            "config.json has a quantization_config, which this architecture is not served with: use the unquantized "
+            "checkpoint (bfloat16, float16, float32)"
+        )
+    others = {*(getattr(text, "layer_types", None) or ())} - _LAYER_KINDS
+    if others:
+        raise unserved(
+            name, f"it has layers of {', '.join(sorted(others))}, whose state is no paged cache of keys and values"
+        )
+
+
+def _calls(model_class: Any, text: Any, name: str) -> list[_Call]:
+    """The calls of its layers in a forward pass without numbers."""
+    transformers.AttentionInterface.register(NAME, attention)
+    transformers.AttentionInterface.register(_EXAMINED, attention)
+    AttentionMaskInterface.register(_EXAMINED, _mask)
+    calls: list[_Call] = []
+    token = _attend.set(calls)
+    try:
+        with torch.device("meta"), torch.inference_mode():
+            model = model_class._from_config(_with_fixed_rope(text), attn_implementation=_EXAMINED).eval()
+            _choose_experts(model, "batched_mm")
+            tokens = torch.zeros(1, 3, dtype=torch.long)
+            places = torch.arange(3)[None]
+            model(input_ids=tokens, attention_mask=torch.ones_like(tokens), position_ids=places, use_cache=False)
+    except ModelLoadError as error:
+        raise unserved(name, str(error)) from error
+    except Exception as error:  # of code that was written for other attention
+        raise unserved(
+            name, f"its attention does not go through transformers' AttentionInterface ({_line(error)})"
+        ) from error
+    finally:
+        _attend.reset(token)
+    _refuse_attention(calls, text, name)
+    return calls
+
+
+def _refuse_attention(calls: list[_Call], text: Any, name: str) -> None:
+    problem = None
+    unknown = {
+        setting
+        for call in calls
+        for setting in call.settings
+        if setting not in _UNDERSTOOD and setting not in _WITHOUT_EFFECT
+    }
+    if [call.layer for call in calls] != list(range(text.num_hidden_layers)):
+        problem = f"{len(calls)} of its {text.num_hidden_layers} layers have attention, expected every layer once"
+    elif len({(call.num_heads, call.num_kv_heads, call.head_dim) for call in calls}) > 1:
+        problem = "its layers differ in heads, which one cache cannot hold"
+    elif any(call.head_dim != call.value_dim for call in calls):
+        problem = f"its keys have {calls[0].head_dim} numbers and its values {calls[0].value_dim} (latent attention)"
+    elif not all(call.is_causal for call in calls):
+        problem = "its attention is not causal"
+    elif unknown:
+        problem = f"its attention takes {', '.join(sorted(unknown))}, which the paged cache does not compute"
+    if problem is not None:
+        raise unserved(name, problem)
+
+
+def unserved(name: str, problem: str) -> ModelLoadError:
+    """A refusal that lists what is supported."""
+    return ModelLoadError(
+        f"{name} cannot be served: {problem}. These can be served: {', '.join(SERVED)}, by our own code; by that of "
+        "transformers, decoders whose every layer has causal attention with keys and values by head (Gemma, gpt-oss, "
+        "Mixtral, Qwen-MoE, Phi, GLM, OLMo, Granite, Cohere and others); and encoders such as BERT and ModernBERT"
+    )
+
+
+def _with_fixed_rope(text: Any) -> Any:
+    """Without the kinds of RoPE that look at the positions, of which the meta device has none."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") in _GROWING_ROPE:
+        text = copy.deepcopy(text)
+        text.rope_parameters = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+    return text
+
+
+def _max_context(text: Any, name: str) -> int:
+    limit = getattr(text, "max_position_embeddings", None)
+    if not isinstance(limit, int):
+        raise unserved(name, "its configuration has no max_position_embeddings")
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = [rope, *(each for each in rope.values() if isinstance(each, dict))]
+    for each in kinds:
+        if (key := _GROWING_ROPE.get(str(each.get("rope_type")))) is not None:
+            limit = min(limit, int(each.get(key) or getattr(text, key, None) or limit))
+    return limit
+
+
+def _dtype(config: Any, text: Any) -> str | None:
+    dtype = getattr(text, "dtype", None) or getattr(config, "dtype", None)
+    return None if dtype is None else str(dtype)
+
+
+def _choose_experts(model: Any, implementation: str) -> None:
+    """On the meta device experts must not depend on which of them are chosen. Other models have no such setting."""
+    if any("Experts" in type(module).__name__ for module in model.modules()):
+        model.set_experts_implementation(implementation)
+
+
+def silence_transformers() -> None:
+    """What is wrong with a checkpoint is reported by an exception, in one sentence."""
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+
+class _Product(torch.nn.Module):
+    """A `Linear` of ours in the place of one of torch's."""
+
+    def __init__(self, linear: Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.linear.weight
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`[..., in]` to `[..., out]`."""
+        return self.linear(hidden.reshape(-1, hidden.shape[-1])).view(*hidden.shape[:-1], -1)
+
+
+class _Given(torch.nn.Module):
+    """In the place of the decoder when only the head is to be computed: returns the states that are set."""
+
+    states: torch.Tensor
+
+    @property
+    def decoder(self) -> _Given:
+        """OPT's head calls a part of it."""
+        return self
+
+    def forward(self, *_: Any, **__: Any) -> BaseModelOutputWithPast:
+        return _States(last_hidden_state=self.states[None])
+
+
+class _States(BaseModelOutputWithPast):
+    """Lacks what some decoders return beside the states, such as the router's logits: it is not read further."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+
+class TransformersModel:
+    """Implements `Model`."""
+
+    def __init__(self, model: Any, config: TransformersConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self.config = config
+        self.dtype = dtype
+        self.device = device
+        self.ops: LayerOps = TorchLayerOps()
+        self._decoder = model.base_model
+        head = model.get_output_embeddings().weight
+        self._given = _Given()
+        setattr(model, model.base_model_prefix, self._given)
+        self._head_only = model
+        self._products: list[_Product] = []
+        for owner in (self._decoder, model):
+            self._replace_linears(owner)
+        self._products.sort(key=lambda product: product.linear.weight is head)  # the head last
+
+    @classmethod
+    def load(
+        cls, folder: Path, config: TransformersConfig, dtype: torch.dtype, device: torch.device
+    ) -> TransformersModel:
+        """Raises `ModelLoadError` for a tensor that is missing, of the wrong shape, or unreadable."""
+        whole, text = _read(folder)
+        model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]
+        try:
+            model, found = model_class.from_pretrained(
+                folder,
+                config=text,
+                dtype=dtype,
+                attn_implementation=NAME,
+                key_mapping=None if text is whole else _TEXT_PARTS,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,  # they are refused below, by their names
+                output_loading_info=True,
+            )
+        except SafetensorError as error:
+            raise ModelLoadError(f"{folder} holds an unreadable safetensors file ({error}): fetch it again") from error
+        except Exception as error:  # transformers raises what its parts raise
+            raise ModelLoadError(f"{folder}: transformers cannot load the weights: {_line(error)}") from error
+        _refuse_incomplete(found, folder, config, is_part=text is not whole)
+        return cls(model.eval().requires_grad_(requires_grad=False).to(device), config, dtype, device)
+
+    def _replace_linears(self, owner: torch.nn.Module) -> None:
+        for parent in list(owner.modules()):
+            for name, child in list(parent.named_children()):
+                if type(child) is torch.nn.Linear:
+                    product = _Product(TorchLinear(child.weight, child.bias))
+                elif isinstance(child, Conv1D):
+                    product = _Product(TorchLinear(child.weight.data.t().contiguous(), child.bias.data))
+                else:
+                    continue
+                self._products.append(product)
+                setattr(parent, name, product)
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """The states after the last norm; otherwise as `Model.forward`."""
+        token = _attend.set(attend)
+        try:
+            output = self._decoder(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
+        finally:
+            _attend.reset(token)
+        states: torch.Tensor = output.last_hidden_state[0]
+        return states
+
+    def forward_by_piece(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, rows: int | None = None
+    ) -> Iterator[torch.Tensor | None]:
+        """One piece: transformers computes all layers in one call."""
+        yield self.forward(token_ids, positions, attend)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """By the model's own code, which may scale or bound what its head computes."""
+        self._given.states = hidden
+        tokens = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
+        logits: torch.Tensor = self._head_only(input_ids=tokens, use_cache=False).logits[0]
+        return logits.float()
+
+    def norm_states(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+    def linears(self) -> Iterator[Linear]:
+        return (product.linear for product in self._products)
+
+    def map_linears(self, convert: Callable[[Linear], Linear]) -> None:
+        for product in self._products:
+            product.linear = convert(product.linear)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Matrices that are not ours, and ours. A tied head that is packed is a second copy of the embedding."""
+        modules = (self._decoder, self._head_only)
+        tensors: dict[int, int] = {
+            id(each): each.nbytes for module in modules for each in (*module.parameters(), *module.buffers())
+        }
+        ours: int = sum(linear.nbytes for linear in self.linears() if id(linear.weight) not in tensors)
+        return sum(tensors.values()) + ours
+
+
+def _refuse_incomplete(found: Mapping[str, Any], folder: Path, config: TransformersConfig, *, is_part: bool) -> None:
+    missing, unknown = sorted(found["missing_keys"]), sorted(found["unexpected_keys"])
+    unknown = [name for name in unknown if not re.search(r"rotary_emb\.inv_freq$|\.masked_bias$|\.attn\.bias$", name)]
+    mismatched = sorted(found["mismatched_keys"])
+    if missing:
+        raise ModelLoadError(
+            f"{folder}: {len(missing)} tensors that {config.architecture} needs are in none of its safetensors files, "
+            f"among them {missing[0]}"
+        )
+    if mismatched:
+        key, given, expected = mismatched[0]
+        raise ModelLoadError(f"{folder}: {key} has the shape {list(given)}, config.json makes it {list(expected)}")
+    if unknown and not is_part:
+        raise ModelLoadError(
+            f"{folder} holds {unknown[0]}, which {config.architecture} with this config.json has no place for"
+        )

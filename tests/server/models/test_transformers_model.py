@@ -1,0 +1,152 @@
+"""Models whose code is transformers': which are refused, and what is loaded of those with images."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from llmservice_server.backend.base import StepInput
+from llmservice_server.engine.config import EngineConfig
+from llmservice_server.models.transformers_model import examine
+from llmservice_server.runtime.startup import start
+from llmservice_server.types.errors import ModelLoadError
+
+pytestmark = pytest.mark.slow
+
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+
+
+def write_config(folder: Path, model_type: str, **settings: Any) -> Path:
+    AutoConfig.for_model(model_type, **{"pad_token_id": 0, **settings}).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "problem"),
+    [
+        ("jamba", {}, "layers of linear_attention"),
+        ("mamba", {}, "layers of linear_attention"),
+        ("rwkv", {}, "recurrent state"),
+        ("qwen3_next", {}, "layers of linear_attention"),
+        ("deepseek_v3", SMALL | LATENT | {"n_routed_experts": 4}, "latent attention"),
+        ("falcon", SMALL, "AttentionInterface"),
+        ("bert", {}, "not causal"),
+        ("doge", SMALL, "cannot be served"),
+        ("llama4_text", SMALL, "layers of chunked_attention"),
+        ("diffllama", SMALL, "expected every layer once"),
+        ("t5", {}, "an encoder with a decoder"),
+        ("clip_vision_model", {}, "no decoder-only language model"),
+    ],
+)
+def test_what_cannot_run_on_the_paged_cache_is_refused_by_name(
+    tmp_path: Path, model_type: str, settings: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ModelLoadError, match=problem) as raised:
+        examine(write_config(tmp_path, model_type, **settings))
+    assert "can be served:" in str(raised.value)  # says what can
+
+
+def test_code_that_comes_with_a_checkpoint_is_never_executed(tmp_path: Path) -> None:
+    (tmp_path / "code.py").write_text("raise SystemExit('executed')")
+    auto_map = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own_kind", "auto_map": auto_map}))
+    with pytest.raises(ModelLoadError, match="never executed"):
+        examine(tmp_path)
+
+
+def test_an_unknown_model_type_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own_kind"}))
+    with pytest.raises(ModelLoadError, match="own_kind"):
+        examine(tmp_path)
+
+
+@pytest.fixture
+def gemma(tmp_path: Path) -> Path:
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma2", pad_token_id=0, head_dim=16, **SMALL))
+    model.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def rewrite(folder: Path, change: Any) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def load(folder: Path) -> None:
+    start(EngineConfig(model=folder, max_model_len=64, threads=1))
+
+
+def test_a_missing_tensor_is_named(gemma: Path) -> None:
+    rewrite(gemma, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(ModelLoadError, match=r"none of its safetensors files, among them .*layers\.1\.mlp\.up_proj"):
+        load(gemma)
+
+
+def test_a_tensor_of_another_shape_is_named(gemma: Path) -> None:
+    rewrite(gemma, lambda tensors: tensors.update({"model.layers.1.mlp.up_proj.weight": torch.zeros(48, 31)}))
+    with pytest.raises(ModelLoadError, match=r"layers\.1\.mlp\.up_proj.* has the shape \[48, 31\]"):
+        load(gemma)
+
+
+def test_a_tensor_without_a_place_is_named(gemma: Path) -> None:
+    rewrite(gemma, lambda tensors: tensors.update({"model.layers.2.mlp.up_proj.weight": torch.zeros(48, 32)}))
+    with pytest.raises(ModelLoadError, match=r"layers\.2\.mlp\.up_proj.* has no place for"):
+        load(gemma)
+
+
+def test_a_truncated_file_is_refused(gemma: Path) -> None:
+    file = gemma / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ModelLoadError, match="fetch it again"):
+        load(gemma)
+
+
+def test_pickled_weights_are_refused(gemma: Path) -> None:
+    (gemma / "model.safetensors").rename(gemma / "pytorch_model.bin")
+    with pytest.raises(ModelLoadError, match="safetensors"):
+        load(gemma)
+
+
+VISION = {
+    "gemma3": {
+        "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    },
+    "mistral3": {"vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}},
+}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "text"),
+    [("gemma3", {"head_dim": 16, "sliding_window": 16}), ("mistral3", {"model_type": "mistral", "head_dim": 8})],
+)
+def test_the_language_model_of_one_with_images_is_served_alone(
+    tmp_path: Path, model_type: str, text: dict[str, Any]
+) -> None:
+    torch.manual_seed(1)
+    config = AutoConfig.for_model(model_type, text_config=SMALL | text | {"pad_token_id": 0}, **VISION[model_type])
+    model = AutoModelForImageTextToText.from_config(config).eval()
+    model.save_pretrained(tmp_path)
+    tokens = list(range(3, 43))
+    started = start(EngineConfig(model=tmp_path, max_model_len=64, threads=1, dtype="float32"))
+    with torch.inference_mode():
+        expected = model(torch.tensor([tokens])).logits[0]
+        attend = started.runner.attention.prepare(StepInput.of([(0, 40, [2, 4, 1])]))
+        ours = started.runner.model.logits(started.runner.model.forward(torch.tensor(tokens), torch.arange(40), attend))
+    assert torch.allclose(ours, expected, rtol=1e-4, atol=1e-5)
+    assert started.model_code == "transformers"
