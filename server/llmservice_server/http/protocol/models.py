@@ -30,6 +30,8 @@ class SizingReport(BaseModel):
     block_size: int
     num_blocks: Annotated[int, Field(description="usable ones: without the null block")]
     memory_bytes: Annotated[dict[str, int], Field(description="by kind: weights, kv_cache, activations, graphs, total")]
+    tool_call_format: Annotated[str, Field(description="in which the model calls tools; none: it cannot")]
+    reasoning_format: Annotated[str, Field(description="none: all text is the answer's content")]
     shape: Annotated[
         dict[str, int | str | bool] | None,
         Field(description="as spec.model.shape of an LLMService; null: a family that the planner does not know"),
