@@ -69,11 +69,21 @@ class ChatFormat:
         beginning = tokenizer.beginning(processor.states[0].request.prompt_token_ids, request.continued)
         tools, formats = request.callable_tools, tokenizer.formats
         self._parsers = [formats.parser(tools, beginning) for _ in processor.states]  # by choice
+        self._reasoning = [tokenizer.reasoning_tokens(beginning) for _ in processor.states]  # likewise
+
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        counters = [counter for counter in self._reasoning if counter is not None]
+        return sum(counter.num_tokens for counter in counters) if counters else None
 
     def answer(self, identity: str, created: int, model: str, outputs: Sequence[CompletionOutput]) -> ChatCompletion:
         choices = [self._choice(index, output) for index, output in enumerate(outputs)]
         answer = ChatCompletion(
-            id=identity, created=created, model=model, choices=choices, usage=usage(self._processor)
+            id=identity,
+            created=created,
+            model=model,
+            choices=choices,
+            usage=usage(self._processor, num_reasoning=self.num_reasoning_tokens),
         )
         if self._with_prompt_logprobs:
             answer.prompt_logprobs = prompt_logprobs(self._processor.states[0].prompt_logprobs, self._token_bytes)
@@ -112,7 +122,9 @@ class ChatFormat:
 
     def _parse(self, output: CompletionOutput) -> Parsed:
         """Separate the content from the reasoning and the tool calls."""
-        parser = self._parsers[output.index]
+        parser, counter = self._parsers[output.index], self._reasoning[output.index]
+        if counter is not None:
+            counter.append(output.token_ids)
         parsed = parser.append(output.text)
         if output.finish_reason is not None:
             parsed.extend(parser.flush())

@@ -10,8 +10,12 @@ from llmservice_server.sampling.grammar import LarkRules, behind, lark_grammar
 from llmservice_server.text import tool_calls
 from llmservice_server.text.reasoning import (
     CALL,
+    CHANNEL,
+    END,
     END_THINK,
     HARMONY_MARKERS,
+    MESSAGE,
+    START,
     STARTS_WITH_THINK,
     THINK,
     THINK_MARKERS,
@@ -113,6 +117,13 @@ class ChatFormats:
         if prompt_end.rstrip().endswith(THINK):
             return "reasoning"
         return "content" if prompt_end.rstrip().endswith(END_THINK) else "open"
+
+    @property
+    def reasoning_marks(self) -> tuple[str, frozenset[int]] | None:
+        """What begins reasoning, and the tokens that end it; None where it cannot be told by tokens."""
+        marks = {"think": (THINK, (END_THINK,)), "harmony": (f"{CHANNEL}analysis{MESSAGE}", (END, CALL, START))}
+        begin, ends = marks.get(self.names.reasoning, ("", ()))
+        return (begin, frozenset(self._kept[end] for end in ends)) if ends and self._kept.keys() >= {*ends} else None
 
     def parser(self, tools: Sequence[ToolSchema], beginning: Beginning) -> AnswerParser:
         """For one answer, which may call `tools`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Literal, Protocol
 
 from llmservice_server.sampling.grammar import LarkRules, with_white_space
@@ -39,6 +39,28 @@ class TextParser:
 
     def flush(self) -> Parsed:
         return Parsed()
+
+
+class ReasoningTokens:
+    """Counts the tokens of an answer's reasoning, without its markers."""
+
+    def __init__(self, begin: Sequence[int], ends: Set[int], beginning: Beginning) -> None:
+        """Reasoning stands behind the tokens `begin`, up to one of `ends`."""
+        self._begin = list(begin)
+        self._ends = ends
+        self._last: list[int] = []  # tokens outside of reasoning, as many as `begin` has
+        self._inside = beginning == "reasoning"
+        self.num_tokens = 0
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        for token_id in token_ids:
+            if not self._inside:
+                self._last = [*self._last, token_id][-len(self._begin) :]
+                self._inside = self._last == self._begin
+            elif token_id in self._ends:
+                self._inside = False
+            else:
+                self.num_tokens += 1
 
 
 THINK, END_THINK = "<think>", "</think>"
@@ -142,7 +164,7 @@ def harmony_rules(
     for tool in tools:
         head = rules.literal(f"{CHANNEL}commentary to=functions.{tool.name} <|constrain|>json{MESSAGE}")
         last.append(f"{head} %json {json.dumps(with_white_space(tool.arguments))}")
-    channel = '"analysis"' if answer is None else '("analysis" | "commentary")'
+    channel = '("analysis" | "commentary")' if answer == "" else '"analysis"'  # commentary is content
     rules.add(
         f"message: {rules.literal(CHANNEL)} {channel} {rules.literal(MESSAGE)} {message} {rules.literal(_ANSWERING)}"
     )

@@ -16,7 +16,7 @@ import tokenizers
 from llmservice_server.text.chat_formats import ChatFormatError, ChatFormats, FormatNames
 from llmservice_server.text.chat_template import ChatTemplate, ChatTemplateError, TemplateOptions
 from llmservice_server.text.detokenizer import ByteDetokenizer, Detokenizer, TokenBytes, byte_of_letter
-from llmservice_server.text.reasoning import Beginning
+from llmservice_server.text.reasoning import Beginning, ReasoningTokens
 from llmservice_server.types.checkpoint_config import eos_token_ids, read_json_object
 from llmservice_server.types.errors import ModelLoadError
 
@@ -237,6 +237,13 @@ class Tokenizer:
         """Where the answer to a prompt begins; `continued` is the message that it continues."""
         end = self.decode(prompt_token_ids[-_PROMPT_END:], skip_special_tokens=False)
         return self.formats.beginning(end, continued)
+
+    def reasoning_tokens(self, beginning: Beginning) -> ReasoningTokens | None:
+        """A counter for one answer; None where the model's reasoning cannot be told by tokens."""
+        marks = self.formats.reasoning_marks
+        if marks is None:
+            return None
+        return ReasoningTokens(self.encode(marks[0], add_special_tokens=False), marks[1], beginning)
 
     def template_variables(self, reasoning_effort: str | None) -> dict[str, Any]:
         """What tells the chat template how much to reason; nothing where it does not know."""

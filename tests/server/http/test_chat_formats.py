@@ -15,6 +15,8 @@ from llmservice_server.text.reasoning import HARMONY_MARKERS, THINK_MARKERS
 from llmservice_server.tiny import tokenizer as tiny_tokenizer
 from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
 
+pytestmark = pytest.mark.slow
+
 WEATHER = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 8}, "days": {"type": "integer", "minimum": 0, "maximum": 9}},
@@ -28,11 +30,8 @@ TOOLS = [
 SCHEMAS = {"get_weather": WEATHER, "now": {"type": "object", "maxProperties": 0}}
 MARKERS = [*THINK_MARKERS, *HARMONY_MARKERS, "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"]
 TURNS = "{% for message in messages %}{{ message.role + ': ' + message.content + '\\n' }}{% endfor %}assistant: "
-THINKS = (
-    "{% if enable_thinking is not defined or enable_thinking %}<think>\n{% else %}<think>\n\n</think>\n\n{% endif %}"
-)
+THINKS = "{% if enable_thinking | default(true) %}<think>\n{% else %}<think>\n\n</think>\n\n{% endif %}"
 TEMPLATES = {
-    "hermes": TURNS + "{# <tool_call> #}",
     "qwen3_coder": TURNS + "{# <tool_call> <function=name> #}",
     "mistral": TURNS + "{# [TOOL_CALLS] [ARGS] #}",
     "llama3_json": TURNS + "{# <|python_tag|> #}",
@@ -40,7 +39,6 @@ TEMPLATES = {
     "hermes think": TURNS + "{# <tool_call> #}" + THINKS,
 }
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "What is the weather?"}]}
-Start = Callable[[str], Any]
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +67,8 @@ def start(tmp_path_factory: pytest.TempPathFactory, server_process: Any) -> Any:
             servers[name] = server_process(folder, *flags)
         return servers[name].wait_until_ready()
 
-    find.ids = {marker: library.token_to_id(marker) for marker in MARKERS}  # type: ignore[attr-defined]
+    ends = {"<|end|>": 31, "</think>": 8}  # so that reasoning ends
+    find.bias = {str(library.token_to_id(marker)): bias for marker, bias in ends.items()}  # type: ignore[attr-defined]
     yield find
     for server in servers.values():
         server.close()
@@ -109,7 +108,7 @@ def _plain(choice: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_every_tool_choice_holds_in_every_format_whole_and_streamed(start: Any, name: str) -> None:
     server = start(name)
-    bias = {str(start.ids["<|end|>"]): 12, str(start.ids["</think>"]): 12}  # so that reasoning ends
+    bias = start.bias
     named = {"type": "function", "function": {"name": "get_weather"}}
     num_complete = 0
     for seed, choice in enumerate([*(["required", named] * 2), "auto", "auto"]):
@@ -132,7 +131,7 @@ def test_every_tool_choice_holds_in_every_format_whole_and_streamed(start: Any, 
 
 @pytest.mark.parametrize("name", ["hermes think", "harmony"])
 def test_reasoning_is_apart_from_an_answer_that_conforms_to_a_schema(start: Any, name: str) -> None:
-    server, bias = start(name), {str(start.ids["<|end|>"]): 12, str(start.ids["</think>"]): 12}
+    server, bias = start(name), start.bias
     schema = {"type": "json_schema", "json_schema": {"name": "w", "schema": WEATHER}}
     num_reasoned = 0
     for seed in range(6):
@@ -157,12 +156,21 @@ def test_an_effort_of_none_turns_the_reasoning_of_a_template_off(start: Any) -> 
     assert kept["message"]["reasoning_content"]
 
 
+def test_usage_counts_the_tokens_of_reasoning(start: Any) -> None:
+    server = start("hermes think")
+    body = CHAT | {"max_tokens": 60, "logit_bias": start.bias, "logprobs": True, "seed": 3}
+    _, answer = server.post("/v1/chat/completions", body)
+    tokens = [entry["token"] for entry in answer["choices"][0]["logprobs"]["content"]]
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": tokens.index("</think>")}
+    streamed = body | {"stream": True, "stream_options": {"include_usage": True}}
+    last = server.request("POST", "/v1/chat/completions", json.dumps(streamed).encode())[1].splitlines()[-4]
+    assert json.loads(last[6:])["usage"] == answer["usage"]
+
+
 def test_the_effort_is_part_of_the_prompt_where_the_template_reads_it(start: Any) -> None:
     server, body = start("harmony"), {"messages": CHAT["messages"], "return_token_strs": True}
-    words = [
-        "".join(server.post("/tokenize", body | more)[1]["token_strs"]) for more in ({}, {"reasoning_effort": "low"})
-    ]
-    assert [word.startswith(start) for word, start in zip(words, ("medium", "low"), strict=True)] == [True, True]
+    for more, effort in (({}, "medium"), ({"reasoning_effort": "low"}, "low")):
+        assert "".join(server.post("/tokenize", body | more)[1]["token_strs"]).startswith(effort)
     status, answer = server.post("/v1/chat/completions", CHAT | {"reasoning_effort": "extreme"})
     assert (status, answer["error"]["param"]) == (400, "reasoning_effort")
 

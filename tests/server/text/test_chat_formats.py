@@ -13,7 +13,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from llmservice_server.sampling.grammar import check_grammar, json_grammar
 from llmservice_server.text.chat_formats import ChatFormatError, ChatFormats, FormatNames
-from llmservice_server.text.reasoning import HARMONY_MARKERS, THINK_MARKERS, Beginning
+from llmservice_server.text.reasoning import HARMONY_MARKERS, THINK_MARKERS, Beginning, ReasoningTokens
 from llmservice_server.text.tool_calls import Parsed, ToolSchema, merge, read_value
 from llmservice_server.tiny import tokenizer as tiny_tokenizer
 
@@ -338,3 +338,26 @@ def test_tokens_of_a_format_are_kept_and_may_end_an_answer() -> None:
     hermes = formats("hermes think", vocabulary)
     assert set(hermes.kept_tokens(calls=False).values()) == set(THINK_MARKERS)
     assert set(hermes.kept_tokens(calls=True).values()) == {*THINK_MARKERS, "<tool_call>", "</tool_call>"}
+
+
+def test_reasoning_is_counted_whatever_pieces_its_tokens_come_in() -> None:
+    for pieces in ([[9, 7, 8, 1, 1, 5, 1, 7, 8, 1]], [[9, 7], [8], [1, 1], [5, 1, 7], [8, 1]]):
+        counter = ReasoningTokens([7, 8], {5, 6}, "open")
+        for piece in pieces:
+            counter.append(piece)
+        assert counter.num_tokens == 3
+    counter = ReasoningTokens([7], {5}, "reasoning")
+    counter.append([1, 2, 5, 3])
+    assert counter.num_tokens == 2
+
+
+def test_nothing_of_the_content_precedes_an_answer_that_is_constrained() -> None:
+    chosen, schema = formats("harmony", TOKENS[1]), json_grammar({"type": "array"})
+    preamble = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+    free = chosen.tool_grammar(TOOLS, "open", required=False, parallel=True)
+    required = chosen.tool_grammar(TOOLS, "open", required=True, parallel=True)
+    either = chosen.tool_grammar(TOOLS, "open", required=False, parallel=True, otherwise=schema)
+    assert allowed(free, f"{preamble}{HARMONY_ADD}", TOKENS[0])
+    assert not allowed(required, f"{preamble}{HARMONY_ADD}", TOKENS[0])
+    assert not allowed(either, f"{preamble}{FINAL}[1]", TOKENS[0])
+    assert not allowed(chosen.behind_reasoning(schema, "open"), f"{preamble}{FINAL}[1]", TOKENS[0])

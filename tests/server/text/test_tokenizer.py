@@ -18,6 +18,7 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
 from llmservice_server.text.chat_formats import FormatNames
 from llmservice_server.text.chat_template import ChatTemplateError
+from llmservice_server.text.reasoning import HARMONY_MARKERS
 from llmservice_server.text.tokenizer import TextTooLongError, Tokenizer, most_bytes_per_token
 from llmservice_server.tiny import tokenizer as tiny_tokenizer
 from llmservice_server.tiny.tokenizer import train
@@ -202,6 +203,19 @@ def test_tokens_that_end_a_call_end_answers_although_the_generation_config_omits
     library.save(str(model / "tokenizer.json"))
     assert Tokenizer.load(model).eos_token_ids == {1}
     assert Tokenizer.load(model, formats=FormatNames("llama3_json")).eos_token_ids == {1, 1024}
+
+
+def test_reasoning_is_counted_where_tokens_mark_it(model: Path) -> None:
+    library = tiny_tokenizer.train(1024)
+    library.add_special_tokens(list(HARMONY_MARKERS))
+    library.save(str(model / "tokenizer.json"))
+    tokenizer = Tokenizer.load(model, formats=FormatNames("harmony"))
+    counter = tokenizer.reasoning_tokens("open")
+    assert counter is not None
+    final = "<|end|><|start|>assistant<|channel|>final<|message|>Hello you<|return|>"
+    counter.append(tokenizer.encode("<|channel|>analysis<|message|>Hello" + final, add_special_tokens=False))
+    assert counter.num_tokens == len(tokenizer.encode("Hello", add_special_tokens=False))
+    assert Tokenizer.load(model, formats=FormatNames("hermes", "think")).reasoning_tokens("open") is None
 
 
 def test_formats_that_do_not_belong_together_are_refused(tiny_model: Path) -> None:

@@ -227,7 +227,7 @@ class EventStream(Response):
         if not self._options.include_usage:
             return DONE
         self._chunk.choices = []
-        self._chunk.usage = usage(self._processor)
+        self._chunk.usage = usage(self._processor, num_reasoning=self._layout.num_reasoning_tokens)
         return event(self._chunk) + DONE
 
     def _event(self, choices: Sequence[Choice]) -> bytes:
@@ -235,5 +235,5 @@ class EventStream(Response):
             return b""
         self._chunk.choices = choices
         if self._options.continuous_usage_stats:
-            self._chunk.usage = usage(self._processor, self._num_tokens)
+            self._chunk.usage = usage(self._processor, self._num_tokens, self._layout.num_reasoning_tokens)
         return event(self._chunk)
