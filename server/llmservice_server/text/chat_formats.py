@@ -88,6 +88,7 @@ class ChatFormats:
         self._tool_format = _tool_format(self.names.tool_calls, chat_template)
         markers: tuple[str, ...] = HARMONY_MARKERS if self._is_harmony else ()
         markers += THINK_MARKERS if self.names.reasoning == "think" else ()
+        self._one_call = "single tool-call" in chat_template  # Llama 3.1's refuses a message with several
         self._kept = _ids(markers, vocabulary)
         self._tool_ids = _ids(self._tool_format.markers, vocabulary) if self._tool_format else {}
         ends = END_TOKENS.get(self.names.tool_calls, ()) + END_TOKENS.get(self.names.reasoning, ())
@@ -166,7 +167,8 @@ class ChatFormats:
             assert self._tool_format is not None  # noqa: S101  # the caller has checked `can_call`
             unless = STARTS_WITH_THINK if beginning == "open" else ""
             reasoning = think_rules(rules, beginning)
-            start = self._tool_format.answer(rules, tools, answer, parallel=parallel, unless=unless)
+            several = parallel and not self._one_call
+            start = self._tool_format.answer(rules, tools, answer, parallel=several, unless=unless)
             start = f"{reasoning} ({start})" if reasoning else start
         text = rules.text(start)
         return lark_grammar(text) if otherwise is None else behind(otherwise, text)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import uuid
 from collections.abc import Sequence, Set
 from typing import Literal, Protocol
 
 from llmservice_server.sampling.grammar import LarkRules, with_white_space
 from llmservice_server.text.detokenizer import StopStrings
-from llmservice_server.text.tool_calls import Call, Parsed, ToolSchema
+from llmservice_server.text.tool_calls import Call, Parsed, ToolSchema, call_id
 
 Beginning = Literal["open", "reasoning", "content"]
 """Where an answer begins. The prompt may have begun its reasoning or its content; open: it has begun neither."""
@@ -74,11 +73,9 @@ def think_rules(rules: LarkRules, beginning: Beginning) -> str:
         return ""
     _, reasoning = rules.text_until(END_THINK)
     rules.add(r"WHITE_SPACE: /[ \n]{1,4}/")
-    return (
-        f"{reasoning} WHITE_SPACE?"
-        if beginning == "reasoning"
-        else (f"({rules.literal(THINK)} {reasoning} WHITE_SPACE?)?")
-    )
+    if beginning == "reasoning":
+        return f"{reasoning} WHITE_SPACE?"
+    return f"({rules.literal(THINK)} {reasoning} WHITE_SPACE?)?"
 
 
 class ThinkParser:
@@ -182,6 +179,7 @@ class HarmonyParser:
 
     _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
     _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+    _ENDS = (END, CALL, "<|return|>", START, CHANNEL)
     _NO_CALL = re.compile(r"(<\|start\|>)?(assistant)?(<\|channel\|>\w*)?\s*")
 
     def __init__(self, beginning: Beginning, *, calls: bool, reasoning: bool) -> None:
@@ -189,7 +187,7 @@ class HarmonyParser:
         self._with_reasoning = reasoning
         self._header: str | None = None if beginning == "content" else ""  # None: within a message
         self._kind: Literal["content", "reasoning", "call"] = "content"
-        self._text = StopStrings([END, CALL, "<|return|>", START, CHANNEL])
+        self._text = StopStrings(self._ENDS)
         self.num_calls = 0
 
     def append(self, text: str) -> Parsed:
@@ -204,9 +202,8 @@ class HarmonyParser:
             self._add(self._text.append(text), parsed)
             text = ""
             if (ended := self._text.matched) is not None:
-                self._header, text = "", self._text.rest
-                text = ended + text if ended in (START, CHANNEL) else text
-                self._text = StopStrings([END, CALL, "<|return|>", START, CHANNEL])
+                self._header, text = "", (ended if ended in (START, CHANNEL) else "") + self._text.rest
+                self._text = StopStrings(self._ENDS)
         return parsed
 
     def flush(self) -> Parsed:
@@ -223,7 +220,7 @@ class HarmonyParser:
         if recipient is not None and self._with_calls:
             self._kind = "call"
             name = recipient[1].removeprefix("functions.")
-            parsed.calls.append(Call(self.num_calls, f"call_{uuid.uuid4().hex[:24]}", name))
+            parsed.calls.append(Call(self.num_calls, call_id(), name))
             self.num_calls += 1
         elif channel is not None and channel[1] == "analysis" and self._with_reasoning:
             self._kind = "reasoning"

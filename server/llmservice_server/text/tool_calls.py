@@ -6,7 +6,7 @@ import json
 import re
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +46,15 @@ class Parsed:
         self.reasoning += other.reasoning
 
 
+def call_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+def _short_id() -> str:
+    """Mistral's chat templates refuse any other length."""
+    return uuid.uuid4().hex[:9]
+
+
 def merge(pieces: Sequence[Call]) -> list[Call]:
     """Join the pieces of calls."""
     calls: list[Call] = []
@@ -67,6 +76,7 @@ class ToolFormat(ABC):
     end: str = ""
     prefix: str = ""  # may stand before an answer's brace
     markers: tuple[str, ...]  # may be single tokens of a vocabulary, special ones too
+    call_id: Callable[[], str] = call_id
 
     @abstractmethod
     def call(self, rules: LarkRules, tool: ToolSchema) -> str:
@@ -229,6 +239,7 @@ MISTRAL = JsonFormat(
     separator=", ",
     end="]",
     markers=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+    call_id=_short_id,
 )
 MISTRAL_ARGS = JsonFormat(
     name="mistral",
@@ -237,6 +248,7 @@ MISTRAL_ARGS = JsonFormat(
     tail="",
     separator="[TOOL_CALLS]",
     markers=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+    call_id=_short_id,
 )
 LLAMA3_JSON = JsonFormat(
     name="llama3_json",
@@ -320,7 +332,7 @@ class ToolCallParser(ABC):
         if not self._syntax.fullmatch(skipped):
             parsed.content += skipped
         self._pending = self._pending[head.end() :]
-        parsed.calls.append(Call(self.num_calls, f"call_{uuid.uuid4().hex[:24]}", name))
+        parsed.calls.append(Call(self.num_calls, self._layout.call_id(), name))
         self.num_calls += 1
 
     def _add_arguments(self, parsed: Parsed, arguments: str) -> None:

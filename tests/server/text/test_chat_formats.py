@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -361,3 +362,15 @@ def test_nothing_of_the_content_precedes_an_answer_that_is_constrained() -> None
     assert not allowed(required, f"{preamble}{HARMONY_ADD}", TOKENS[0])
     assert not allowed(either, f"{preamble}{FINAL}[1]", TOKENS[0])
     assert not allowed(chosen.behind_reasoning(schema, "open"), f"{preamble}{FINAL}[1]", TOKENS[0])
+
+
+def test_what_templates_refuse_to_repeat_is_not_generated() -> None:
+    """Mistral's want ids of nine letters, Llama 3.1's one call in a message."""
+    parser = formats("mistral").parser(TOOLS, "content")
+    [call] = parser.append('[TOOL_CALLS][{"name": "now", "arguments": {').calls[:1]
+    assert call.id is not None
+    assert re.fullmatch("[a-z0-9]{9}", call.id)
+    template = TEMPLATES["llama3_json"] + "{{ raise_exception('This model only supports single tool-calls at once!') }}"
+    for chosen, several in ((ChatFormats(FormatNames(), template, {}), False), (formats("llama3_json"), True)):
+        grammar = chosen.tool_grammar(TOOLS, "content", required=True, parallel=True)
+        assert allowed(grammar, _join("llama3_json", CALLS["llama3_json"]), LETTERS) == several
