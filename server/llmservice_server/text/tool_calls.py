@@ -390,11 +390,11 @@ class JsonCallParser(ToolCallParser):
 
 
 class XmlCallParser(ToolCallParser):
-    """Passes each argument on once it is complete."""
+    """Passes strings on as they arrive, other arguments once they are complete."""
 
     _HEAD = re.compile(r"<function=([^>\s]+)>")
     _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-    _OPEN_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*)", re.DOTALL)
+    _OPENING = re.compile(r"\s*<parameter=([^>\n]+)>(?:\n|(?=[^\n]))")
     _END = re.compile(r"\s*</function>")
 
     def __init__(self, layout: ToolFormat, tools: Sequence[ToolSchema]) -> None:
@@ -402,6 +402,7 @@ class XmlCallParser(ToolCallParser):
         self._schemas = {tool.name: properties(tool.arguments) for tool in tools}
         self._called: Mapping[str, Mapping[str, Any]] | None = None  # the open call's
         self._num_arguments = 0
+        self._string: StopStrings | None = None  # finds the end of the open argument
 
     @property
     def _in_arguments(self) -> bool:
@@ -415,8 +416,20 @@ class XmlCallParser(ToolCallParser):
             self._begin_call(parsed, head[1], head)
             self._called, self._num_arguments = self._schemas.get(head[1], {}), 0
             return True
+        if self._string is not None:
+            return self._take_string(self._string, parsed)
+        return self._take_argument(self._called, parsed)
+
+    def _take_argument(self, schemas: Mapping[str, Any], parsed: Parsed) -> bool:
+        """One argument, the beginning of a string, or the end of the call."""
+        opening = self._OPENING.match(self._pending)
+        if opening is not None and json_types(schemas.get(opening[1], {})) == {"string"}:
+            self._add_argument(parsed, opening[1], '"')
+            self._string = StopStrings([_VALUE_END, _VALUE_END.strip()])
+            self._pending = self._pending[opening.end() :]
+            return True
         if "</parameter>" in self._pending and (parameter := self._PARAMETER.match(self._pending)):
-            self._add_argument(parsed, parameter[1], read_value(parameter[2], self._called.get(parameter[1], {})))
+            self._add_argument(parsed, parameter[1], read_value(parameter[2], schemas.get(parameter[1], {})))
             self._pending = self._pending[parameter.end() :]
             return True
         if ended := self._END.match(self._pending):
@@ -429,11 +442,27 @@ class XmlCallParser(ToolCallParser):
         self._add_arguments(parsed, f"{', ' if self._num_arguments else '{'}{json.dumps(key)}: {value}")
         self._num_arguments += 1
 
+    def _take_string(self, string: StopStrings, parsed: Parsed) -> bool:
+        self._add_arguments(parsed, _escaped_json(string.append(self._pending)))
+        self._pending = string.rest
+        if string.matched is None:
+            return False
+        self._add_arguments(parsed, '"')
+        self._string = None
+        return True
+
     def _flush_arguments(self, rest: str, parsed: Parsed) -> None:
-        if cut := self._OPEN_PARAMETER.match(rest):
-            self._add_argument(parsed, cut[1], json.dumps(cut[2], ensure_ascii=False)[:-1])
+        if self._string is not None:
+            self._add_arguments(parsed, _escaped_json(self._string.flush()))
+        elif opening := self._OPENING.match(rest):
+            self._add_argument(parsed, opening[1], _escaped_json(rest[opening.end() :]))
         elif not self._num_arguments:
             self._add_arguments(parsed, "{")
+
+
+def _escaped_json(text: str) -> str:
+    """A piece of a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 class JsonObject:

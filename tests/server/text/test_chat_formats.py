@@ -61,6 +61,10 @@ ANSWERS: list[tuple[str, Beginning, str, str, str, list[tuple[str, str]]]] = [
      [("say", '{"text": "12 <b>\\n\\"é\\"", "loud": false}'), ("now", "{}")]),
     ("qwen3_coder", "content", "<tool_call>\n<function=say>\n<parameter=text>\ncut of", "", "",
      [("say", '{"text": "cut of')]),
+    ("qwen3_coder", "content", "<tool_call>\n<function=say><parameter=text>\n\n</parameter>\n<parameter=loud>\ntr", "",
+     "", [("say", '{"text": "", "loud": tr')]),
+    ("qwen3_coder", "content", "<tool_call>\n<function=say>\n<parameter=text>a</parameter>\n</function>", "", "",
+     [("say", '{"text": "a"}')]),
     ("qwen3_coder", "content", "<tool_call>\n<function=sa", "<tool_call>\n<function=sa", "", []),
     ("mistral", "content", '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}, {"name": "now", "arguments": {}}]', "",
      "", [("add", '{"a": 1}'), ("now", "{}")]),
@@ -374,3 +378,10 @@ def test_what_templates_refuse_to_repeat_is_not_generated() -> None:
     for chosen, several in ((ChatFormats(FormatNames(), template, {}), False), (formats("llama3_json"), True)):
         grammar = chosen.tool_grammar(TOOLS, "content", required=True, parallel=True)
         assert allowed(grammar, _join("llama3_json", CALLS["llama3_json"]), LETTERS) == several
+
+
+def test_strings_in_xml_are_shown_as_they_arrive() -> None:
+    parser = formats("qwen3_coder").parser(TOOLS, "content")
+    parser.append("<tool_call>\n<function=say>\n<parameter=text>\nfirst")
+    assert [call.arguments for call in parser.append(' "second"\n').calls] == [' \\"second\\"']
+    assert [call.arguments for call in parser.append("third").calls] == ["\\nthird"]
