@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from llmservice_server.engine.config import ReasoningFormatName, ToolCallFormatName
 from llmservice_server.sampling.grammar import LarkRules, behind, lark_grammar
 from llmservice_server.text import tool_calls
+from llmservice_server.text.qwen3_coder import QWEN3_CODER
 from llmservice_server.text.reasoning import (
     CALL,
     CHANNEL,
@@ -178,7 +179,7 @@ def _tool_format(name: ToolCallFormatName, template: str) -> ToolFormat | None:
     """None: none, or harmony, which has no format of calls of its own."""
     if name == "mistral" and "[ARGS]" in template:
         return tool_calls.MISTRAL_ARGS
-    formats = (tool_calls.HERMES, tool_calls.QWEN3_CODER, tool_calls.MISTRAL, tool_calls.LLAMA3_JSON)
+    formats = (tool_calls.HERMES, QWEN3_CODER, tool_calls.MISTRAL, tool_calls.LLAMA3_JSON)
     return {layout.name: layout for layout in formats}.get(name)
 
 

@@ -14,8 +14,9 @@ from llguidance import LLMatcher, LLTokenizer
 
 from llmservice_server.sampling.grammar import check_grammar, json_grammar
 from llmservice_server.text.chat_formats import ChatFormatError, ChatFormats, FormatNames
+from llmservice_server.text.qwen3_coder import read_value
 from llmservice_server.text.reasoning import HARMONY_MARKERS, THINK_MARKERS, Beginning, ReasoningTokens
-from llmservice_server.text.tool_calls import Parsed, ToolSchema, merge, read_value
+from llmservice_server.text.tool_calls import Parsed, ToolSchema, merge
 from llmservice_server.tiny import tokenizer as tiny_tokenizer
 
 TOOLS = [
