@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 
 from llmservice_planner.command import Command, CommandError
 from llmservice_planner.shape import ModelShape, ShapeError
-from llmservice_server.engine.config import EngineConfig, Flag, LaneName
+from llmservice_server.engine.config import EngineConfig, Flag, LaneName, ReasoningFormatName, ToolCallFormatName
 from llmservice_server.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -69,6 +69,18 @@ def _add_listen_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_protocol_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--chat-template", type=Path, metavar="FILE", help="Jinja template of chats (default: the tokenizer's)")
+    add(
+        "--tool-call-format",
+        choices=get_args(ToolCallFormatName),
+        default="auto",
+        help="in which the model calls tools; auto: as its chat template shows; none: requests with tools are refused",
+    )
+    add(
+        "--reasoning-format",
+        choices=get_args(ReasoningFormatName),
+        default="auto",
+        help="of what becomes reasoning_content; auto: as chat template and tokenizer show; none: it stays content",
+    )
     add(
         "--generation-config",
         choices=("auto", "vllm"),
@@ -271,6 +283,7 @@ def run(args: argparse.Namespace) -> int:
     from llmservice_server.http.server import HttpProcess, ListenConfig, ServeError
     from llmservice_server.http.state import ServeConfig
     from llmservice_server.ipc import json_log
+    from llmservice_server.text.chat_formats import FormatNames
 
     model: Path = args.model
     if not (model / "config.json").is_file():
@@ -295,6 +308,7 @@ def run(args: argparse.Namespace) -> int:
         shape=_shape(model),
         generation_config=args.generation_config,
         chat_template=args.chat_template,
+        formats=FormatNames(args.tool_call_format, args.reasoning_format),
         cors_allow_origins=tuple(args.cors_allow_origin),
         strict_parameters=args.strict_parameters,
     )

@@ -21,6 +21,8 @@ Device = Literal["auto", "cpu", "cuda"]
 SchedulerName = Literal["continuous", "dynamic", "static"]
 QueuePolicy = Literal["fcfs", "sjf"]
 LaneName = Literal["interactive", "batch"]  # in the order in which they are served
+ToolCallFormatName = Literal["auto", "none", "hermes", "qwen3_coder", "mistral", "llama3_json", "harmony"]
+ReasoningFormatName = Literal["auto", "none", "think", "harmony"]
 
 
 @dataclass(frozen=True, slots=True)

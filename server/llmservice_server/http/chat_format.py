@@ -1,4 +1,4 @@
-"""The choices of /v1/chat/completions, with their tool calls and log-probabilities."""
+"""The choices of /v1/chat/completions, with their reasoning, tool calls and log-probabilities."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from llmservice_server.http.protocol.chat import (
 from llmservice_server.http.response import Choice, prompt_logprobs, usage
 from llmservice_server.text.detokenizer import TokenBytes
 from llmservice_server.text.output_processor import CompletionOutput, OutputProcessor
-from llmservice_server.text.tool_calls import Call, Parsed, ToolCallParser, merge
+from llmservice_server.text.tool_calls import Call, Parsed, merge
 from llmservice_server.types.messages import TokenLogprobs
 
 
@@ -42,6 +42,7 @@ class ToolCallDelta(msgspec.Struct, omit_defaults=True):
 
 class Delta(msgspec.Struct, omit_defaults=True):
     content: str | None = None
+    reasoning_content: str | None = None
     role: str | None = None
     tool_calls: list[ToolCallDelta] | None = None
 
@@ -64,14 +65,25 @@ class ChatFormat:
         self._token_bytes = tokenizer.token_bytes
         self._with_logprobs = request.logprobs
         self._with_prompt_logprobs = request.prompt_logprobs is not None
-        self._tool_format = tokenizer.tool_format if request.callable_tools else None
         self._has_named_tool = isinstance(request.tool_choice, NamedTool)
-        self._parsers: dict[int, ToolCallParser] = {}  # by choice
+        beginning = tokenizer.beginning(processor.states[0].request.prompt_token_ids, request.continued)
+        tools, formats = request.callable_tools, tokenizer.formats
+        self._parsers = [formats.parser(tools, beginning) for _ in processor.states]  # by choice
+        self._reasoning = [tokenizer.reasoning_tokens(beginning) for _ in processor.states]  # likewise
+
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        counters = [counter for counter in self._reasoning if counter is not None]
+        return sum(counter.num_tokens for counter in counters) if counters else None
 
     def answer(self, identity: str, created: int, model: str, outputs: Sequence[CompletionOutput]) -> ChatCompletion:
         choices = [self._choice(index, output) for index, output in enumerate(outputs)]
         answer = ChatCompletion(
-            id=identity, created=created, model=model, choices=choices, usage=usage(self._processor)
+            id=identity,
+            created=created,
+            model=model,
+            choices=choices,
+            usage=usage(self._processor, num_reasoning=self.num_reasoning_tokens),
         )
         if self._with_prompt_logprobs:
             answer.prompt_logprobs = prompt_logprobs(self._processor.states[0].prompt_logprobs, self._token_bytes)
@@ -88,10 +100,10 @@ class ChatFormat:
             )
             for call in merge(parsed.calls)
         ]
-        content = parsed.content if not calls or parsed.content.strip() else None
+        content = parsed.content if parsed.content.strip() or not (calls or parsed.reasoning) else None
         return ChatChoice(
             index=index,
-            message=AnsweredMessage(content=content, tool_calls=calls),
+            message=AnsweredMessage(content=content, reasoning_content=parsed.reasoning or None, tool_calls=calls),
             finish_reason=self._finish_reason(output),
             logprobs=self._logprobs(output),
         )
@@ -100,27 +112,27 @@ class ChatFormat:
         parts: list[Choice] = []
         index, logprobs, parsed = output.index, self._logprobs(output), self._parse(output)
         calls = [_call_delta(call) for call in parsed.calls] or None
-        if parsed.content or calls or (logprobs is not None and logprobs.content):
-            content = parsed.content if parsed.content or not calls else None
-            parts.append(ChatDelta(index, Delta(content=content, tool_calls=calls), None, logprobs))
+        reasoning = parsed.reasoning or None
+        if parsed.content or calls or reasoning or (logprobs is not None and logprobs.content):
+            content = parsed.content if parsed.content or not (calls or reasoning) else None
+            parts.append(ChatDelta(index, Delta(content, reasoning, tool_calls=calls), None, logprobs))
         if output.finish_reason is not None:
             parts.append(ChatDelta(index, Delta(), self._finish_reason(output)))
         return parts
 
     def _parse(self, output: CompletionOutput) -> Parsed:
-        """Separate the text from the tool calls in it."""
-        if self._tool_format is None:
-            return Parsed(output.text)
-        parser = self._parsers.setdefault(output.index, ToolCallParser(self._tool_format))
+        """Separate the content from the reasoning and the tool calls."""
+        parser, counter = self._parsers[output.index], self._reasoning[output.index]
+        if counter is not None:
+            counter.append(output.token_ids)
         parsed = parser.append(output.text)
         if output.finish_reason is not None:
-            parsed.content += parser.flush().content
+            parsed.extend(parser.flush())
         return parsed
 
     def _finish_reason(self, output: CompletionOutput) -> str | None:
         """As at OpenAI, a call of the tool that the request names ends with "stop"."""
-        parser = self._parsers.get(output.index)
-        called = parser is not None and parser.num_calls > 0 and not self._has_named_tool
+        called = self._parsers[output.index].num_calls > 0 and not self._has_named_tool
         return "tool_calls" if called and output.finish_reason == "stop" else output.finish_reason
 
     def _logprobs(self, output: CompletionOutput) -> ChatLogprobs | None:

@@ -29,6 +29,7 @@ class CompletionFormat:
 
     id_prefix: ClassVar[str] = "cmpl"
     chunk: ClassVar[str] = "text_completion"
+    num_reasoning_tokens: ClassVar[None] = None
 
     def __init__(self, request: CompletionRequest, processor: OutputProcessor) -> None:
         self._processor = processor

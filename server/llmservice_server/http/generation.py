@@ -14,6 +14,7 @@ from typing import Any
 from llmservice_server.engine.request import LANES
 from llmservice_server.http.error import ENGINE_DEAD, ENGINE_ERROR, ApiError, invalid
 from llmservice_server.http.prompts import bad_token_ids
+from llmservice_server.http.protocol.chat import ChatRequest
 from llmservice_server.http.protocol.generation import GenerationRequest
 from llmservice_server.http.state import ServerState, Serving
 from llmservice_server.ipc.client import EngineDeadError, OutputStream
@@ -140,7 +141,10 @@ def output_processor(
         )
         for prompt, max_tokens, prompt_hash in zip(prompts, limits, hashes, strict=True)
     ]
-    return OutputProcessor(requests, tokenizer, state.metrics, final_only=not request.stream)
+    kept = None
+    if isinstance(request, ChatRequest):
+        kept = tokenizer.formats.kept_tokens(calls=bool(request.callable_tools))
+    return OutputProcessor(requests, tokenizer, state.metrics, final_only=not request.stream, kept=kept)
 
 
 async def generate(

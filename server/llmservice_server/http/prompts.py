@@ -70,6 +70,9 @@ class Conversation(Protocol):
     @property
     def chat_template_kwargs(self) -> Mapping[str, Any]: ...
 
+    @property
+    def reasoning_effort(self) -> str | None: ...
+
 
 def chat_token_ids(
     asked: Conversation, tools: Sequence[Tool], tokenizer: Tokenizer, max_tokens: int | None
@@ -92,7 +95,7 @@ def chat_token_ids(
     options = TemplateOptions(
         begin_answer=asked.add_generation_prompt is not False and not asked.continue_final_message,
         continue_last=asked.continue_final_message,
-        variables=asked.chat_template_kwargs,
+        variables=tokenizer.template_variables(asked.reasoning_effort) | dict(asked.chat_template_kwargs),
     )
     try:
         given = [message.as_template_input() for message in messages]
@@ -107,50 +110,57 @@ def _too_long(error: TextTooLongError, param: str) -> ApiError:
     return invalid(str(error), param=param, code="context_length_exceeded")
 
 
-def answer_grammar(request: GenerationRequest, tokenizer: Tokenizer) -> str | None:
+def answer_grammar(request: GenerationRequest, tokenizer: Tokenizer, prompt: Sequence[int]) -> str | None:
     """None where every answer is allowed. Compiles what it returns: milliseconds, up to a second for a huge schema.
 
-    Raises ApiError (400) where no answer can be held to it.
+    `prompt` is the first one: it shows whether the answer begins with reasoning. Raises ApiError (400) where no answer
+    can be held to the grammar.
     """
     param, grammar = "response_format", None
-    if isinstance(request, ChatRequest) and request.callable_tools:
-        param, grammar = "tools", _tool_grammar(request, tokenizer)
-    elif request.structured_outputs is not None:
+    calls_tools = isinstance(request, ChatRequest) and bool(request.callable_tools)
+    if request.structured_outputs is not None:
         param, grammar = "structured_outputs", request.structured_outputs.as_grammar()
     elif request.answer_schema is not None:
         grammar = json_grammar(request.answer_schema)
-    if grammar is None:
+    if calls_tools:
+        param = "tools"
+    elif grammar is None:
         return None
     if request.min_tokens > 0:
         raise invalid(f"min_tokens cannot be combined with {param}, which decides where an answer ends", "min_tokens")
+    if isinstance(request, ChatRequest):
+        grammar = _chat_grammar(request, tokenizer, prompt, grammar)
     try:
-        check_grammar(grammar)
+        check_grammar(grammar or "")
     except GrammarError as error:
         raise invalid(f"{param}: no answer can be held to this: {error}", param=param) from error
     return grammar
 
 
-def _tool_grammar(request: ChatRequest, tokenizer: Tokenizer) -> str:
-    layout = tokenizer.tool_format
-    if layout is None:
+def _chat_grammar(request: ChatRequest, tokenizer: Tokenizer, prompt: Sequence[int], answer: str | None) -> str:
+    """With the reasoning and the tool calls that may stand before an answer, or instead of it."""
+    formats, beginning = tokenizer.formats, tokenizer.beginning(prompt, request.continued)
+    if not request.callable_tools:
+        return formats.behind_reasoning(answer or "", beginning)
+    if not formats.can_call:
         raise invalid(
             "this model's chat template defines no format of tool calls that this server knows: use response_format, "
-            "or a model with tools (Qwen 2.5 and 3, Hermes, Llama 3.1)",
+            "set --tool-call-format, or use a model with tools (Qwen, Hermes, Mistral, Llama 3.1, gpt-oss)",
             param="tools",
         )
     if request.structured_outputs is not None and request.answer_schema is None:
         raise invalid("structured_outputs beside tools must be json", param="structured_outputs")
-    if request.answer_schema is not None and request.tool_choice == "auto" and not layout.trigger:
+    if answer is not None and request.tool_choice == "auto" and not formats.distinguishes_json:
         raise invalid(
             "response_format and tools cannot be distinguished with this model, which writes both as bare JSON: "
             "leave one out, or set tool_choice",
             param="response_format",
         )
-    named = isinstance(request.tool_choice, NamedTool)
-    return layout.grammar(
+    required = request.tool_choice != "auto"
+    return formats.tool_grammar(
         request.callable_tools,
-        tokenizer.tag_ids,
-        required=request.tool_choice != "auto",
-        parallel=request.parallel_tool_calls and not named,
-        otherwise=request.answer_schema,
+        beginning,
+        required=required,
+        parallel=request.parallel_tool_calls and not isinstance(request.tool_choice, NamedTool),
+        otherwise=None if required else answer,
     )

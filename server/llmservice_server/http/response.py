@@ -8,7 +8,13 @@ from typing import Any, ClassVar, Protocol
 import msgspec
 from pydantic import BaseModel
 
-from llmservice_server.http.protocol.generation import PromptLogprob, PromptLogprobs, PromptTokensDetails, Usage
+from llmservice_server.http.protocol.generation import (
+    CompletionTokensDetails,
+    PromptLogprob,
+    PromptLogprobs,
+    PromptTokensDetails,
+    Usage,
+)
 from llmservice_server.text.detokenizer import TokenBytes
 from llmservice_server.text.output_processor import CompletionOutput, OutputProcessor
 from llmservice_server.types.messages import TokenLogprobs
@@ -39,6 +45,10 @@ class Layout(Protocol):
     id_prefix: ClassVar[str]
     chunk: ClassVar[str]
 
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        """In the answers so far; None: the model does not reason."""
+
     def answer(self, identity: str, created: int, model: str, outputs: Sequence[CompletionOutput]) -> BaseModel:
         """The whole answer; its choices are `outputs` in order."""
 
@@ -49,14 +59,20 @@ class Layout(Protocol):
         """A piece of an answer, one event each."""
 
 
-def usage(processor: OutputProcessor, num_tokens: int | None = None) -> Usage:
-    """Of all choices; a prompt counts once, however many choices it has. `num_tokens`: generated, if not all count."""
+def usage(processor: OutputProcessor, num_tokens: int | None = None, num_reasoning: int | None = None) -> Usage:
+    """Of all choices; a prompt counts once, however many choices it has. `num_tokens`: generated, if not all count.
+
+    `num_reasoning`: those of them that are reasoning; None: the model does not reason.
+    """
     prompt, completion = processor.num_prompt_tokens, processor.num_tokens if num_tokens is None else num_tokens
     return Usage(
         prompt_tokens=prompt,
         completion_tokens=completion,
         total_tokens=prompt + completion,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=processor.num_cached_tokens),
+        completion_tokens_details=None
+        if num_reasoning is None
+        else CompletionTokensDetails(reasoning_tokens=num_reasoning),
     )
 
 

@@ -243,9 +243,17 @@ class HttpProcess:
         try:
             if config.generation_config == "auto":
                 self._state.sampling_defaults = GenerationConfig.of(engine.model).sampling_defaults
-            self._state.tokenizer = await asyncio.to_thread(
-                Tokenizer.load, engine.model, tokenizer_folder=engine.tokenizer, chat_template=config.chat_template
+            tokenizer = await asyncio.to_thread(
+                Tokenizer.load,
+                engine.model,
+                tokenizer_folder=engine.tokenizer,
+                chat_template=config.chat_template,
+                formats=config.formats,
             )
+            names = tokenizer.formats.names
+            fields = {"tool_call_format": names.tool_calls, "reasoning_format": names.reasoning}
+            log.info("the tokenizer is loaded", extra={"fields": fields})
+            self._state.tokenizer = tokenizer
         except (ModelLoadError, OSError) as error:
             self._fail(str(error))
 

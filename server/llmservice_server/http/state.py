@@ -18,6 +18,7 @@ from llmservice_server.http.admission_queue import AdmissionQueue, QueueBound, R
 from llmservice_server.http.error import ApiError, invalid
 from llmservice_server.ipc.client import EngineClient
 from llmservice_server.ipc.metrics import Metrics
+from llmservice_server.text.chat_formats import FormatNames
 from llmservice_server.text.tokenizer import Tokenizer
 from llmservice_server.types.messages import Ready, Task
 
@@ -85,6 +86,7 @@ class ServeConfig:
     )
     generation_config: GenerationConfig = "auto"  # auto: sampling defaults from generation_config.json; vllm: none
     chat_template: Path | None = None  # a file; None: the tokenizer's own
+    formats: FormatNames = field(default_factory=FormatNames)  # of tool calls and reasoning
     cors_allow_origins: tuple[str, ...] = ()
     strict_parameters: bool = False  # unknown parameters are refused instead of ignored
 

@@ -6,9 +6,10 @@ The library is loaded with the first request that has a grammar, and so is its t
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -49,6 +50,51 @@ def regex_grammar(pattern: str) -> str:
 def choice_grammar(texts: Sequence[str]) -> str:
     """The grammar of one of some texts, none of them empty."""
     return lark_grammar("start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts))
+
+
+def behind(grammar: str, rules: str) -> str:
+    """The grammar of `rules` in Lark, which refer to `grammar` as `@answer`."""
+    outer, [inner] = json.loads(lark_grammar(rules))["grammars"], json.loads(grammar)["grammars"]
+    return json.dumps({"grammars": [*outer, inner | {"name": "answer"}]})
+
+
+class LarkRules:
+    """Rules of a grammar for llguidance in which markers that are tokens appear as these tokens only."""
+
+    def __init__(self, token_ids: Mapping[str, int]) -> None:
+        """`token_ids`: the markers that are tokens of the model's vocabulary."""
+        self._token_ids = token_ids
+        self._rules: list[str] = []
+
+    def add(self, rule: str) -> None:
+        self._rules.append(rule)
+
+    def text(self, start: str) -> str:
+        """All rules, of which `start` is the right side of the first."""
+        return "\n".join([f"start: {start}", *self._rules])
+
+    def literal(self, text: str) -> str:
+        if not self._token_ids:
+            return json.dumps(text)
+        parts = re.split("(" + "|".join(map(re.escape, self._token_ids)) + ")", text)
+        ids = self._token_ids
+        return " ".join(f"<[{ids[part]}]>" if part in ids else json.dumps(part) for part in parts if part)
+
+    def text_until(self, marker: str, *, pattern: str = "(.|\\n)*", unless: str = "") -> tuple[str, str]:
+        """Text without `marker`, and text with `marker` behind it. It matches `pattern` and not `unless`."""
+        name = f"TEXT_{len(self._rules)}"
+        rule = f"{name}: /{pattern}/" + (f" & ~/{unless}/" if unless else "")
+        if marker in self._token_ids:  # other tokens that spell it would be parsed as the marker as well
+            self.add(f"{rule} & ~/(.|\\n)*{escaped(marker)}(.|\\n)*/")
+            return name, f"{name} {self.literal(marker)}"
+        self.add(rule)
+        self.add(f"until_{name.lower()}[lazy]: {name} {json.dumps(marker)}")
+        return name, f"until_{name.lower()}"
+
+
+def escaped(text: str) -> str:
+    """A pattern that matches `text`, for Lark."""
+    return re.escape(text).replace("/", "\\/")
 
 
 def with_white_space(schema: dict[str, Any]) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Between text and tokens: tokenizer, chat template, output processing, tool calls. Imports no torch."""
+"""Between text and tokens: tokenizer, chat template, output processing, tool calls, reasoning. Imports no torch."""

@@ -17,8 +17,6 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from llmservice_server.text.tool_calls import tool_format
-
 
 class ChatTemplateError(ValueError):
     """The template rejects these messages; the message is the template's."""
@@ -48,7 +46,7 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         self._template = environment.from_string(source)
-        self.tool_format = tool_format(source)
+        self.source = source
         self._special_tokens = dict(special_tokens)
 
     def render(
@@ -58,7 +56,7 @@ class ChatTemplate:
         options: TemplateOptions = _DEFAULTS,
     ) -> str:
         """The prompt for the assistant's next turn. Raises ChatTemplateError, never an exception of Jinja."""
-        given = [dict(message) for message in messages]
+        given = [self._message(message) for message in messages]
         if options.continue_last:
             given[-1]["content"] += _END
         fixed = {
@@ -77,6 +75,14 @@ class ChatTemplate:
         except Exception as error:  # a template is a program and may raise anything
             raise ChatTemplateError(f"the model's chat template failed: {error}") from error
         return _before_end(prompt) if options.continue_last else prompt
+
+    def _message(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """gpt-oss's template calls the reasoning `thinking`, and accepts no content between it and a call."""
+        given = dict(message)
+        hidden = given.get("content") and given.get("tool_calls")
+        if "message.thinking" in self.source and "reasoning_content" in given and not hidden:
+            given["thinking"] = given["reasoning_content"]
+        return given
 
 
 def _before_end(prompt: str) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Callable, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
 import tokenizers
@@ -67,8 +68,13 @@ def byte_of_letter() -> dict[str, int]:
 class ByteDetokenizer:
     """Looks the bytes of each token up, where `TokenBytes.concatenate`. An incomplete character is held back."""
 
-    def __init__(self, token_bytes: TokenBytes, prompt_token_ids: Sequence[int]) -> None:
-        self._bytes_of = token_bytes.__getitem__
+    def __init__(
+        self, token_bytes: TokenBytes, prompt_token_ids: Sequence[int], kept: Mapping[int, str] | None = None
+    ) -> None:
+        """`kept`: special tokens that are part of the text."""
+        self._bytes_of: Callable[[int], bytes] = token_bytes.__getitem__
+        if kept:
+            self._bytes_of = ChainMap({i: text.encode() for i, text in kept.items()}, token_bytes).__getitem__
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.append(prompt_token_ids[-_PROMPT_CONTEXT:])
 

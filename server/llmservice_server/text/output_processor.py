@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -50,6 +50,7 @@ class RequestState:
         recorder: Recorder,
         *,
         final_only: bool,
+        kept: Mapping[int, str],
     ) -> None:
         params = prompt.sampling
         self.request = msgspec.structs.replace(
@@ -69,7 +70,7 @@ class RequestState:
         self._min_tokens = params.min_tokens
         self._scores_prompt = params.max_tokens == 0
         self._detokenizer = tokenizer.detokenizer(
-            prompt.prompt_token_ids, skip_special_tokens=params.skip_special_tokens
+            prompt.prompt_token_ids, skip_special_tokens=params.skip_special_tokens, kept=kept
         )
         self._stops = StopStrings(params.stop_strings, keep=params.include_stop_str_in_output)
         self._recorder = recorder
@@ -144,14 +145,25 @@ class OutputProcessor:
     """
 
     def __init__(
-        self, prompts: Sequence[GenerateRequest], tokenizer: Tokenizer, recorder: Recorder, *, final_only: bool = False
+        self,
+        prompts: Sequence[GenerateRequest],
+        tokenizer: Tokenizer,
+        recorder: Recorder,
+        *,
+        final_only: bool = False,
+        kept: Mapping[int, str] | None = None,
     ) -> None:
-        """`prompts`: one request for each prompt, all with one id. `final_only`: return whole answers, not pieces."""
+        """`prompts`: one request for each prompt, all with one id. `final_only`: return whole answers, not pieces.
+
+        `kept`: special tokens that are part of the text.
+        """
         choices = [(number, choice) for number, prompt in enumerate(prompts) for choice in range(prompt.sampling.n)]
         self._prompts = prompts
         self.tokenizer = tokenizer
         self.states = [
-            RequestState(prompts[number], number, choice, index, tokenizer, recorder, final_only=final_only)
+            RequestState(
+                prompts[number], number, choice, index, tokenizer, recorder, final_only=final_only, kept=kept or {}
+            )
             for index, (number, choice) in enumerate(choices)
         ]
         self.num_unfinished = len(self.states)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,9 +13,10 @@ import jinja2
 import msgspec
 import tokenizers
 
+from llmservice_server.text.chat_formats import ChatFormatError, ChatFormats, FormatNames
 from llmservice_server.text.chat_template import ChatTemplate, ChatTemplateError, TemplateOptions
 from llmservice_server.text.detokenizer import ByteDetokenizer, Detokenizer, TokenBytes, byte_of_letter
-from llmservice_server.text.tool_calls import ToolFormat
+from llmservice_server.text.reasoning import Beginning, ReasoningTokens
 from llmservice_server.types.checkpoint_config import eos_token_ids, read_json_object
 from llmservice_server.types.errors import ModelLoadError
 
@@ -65,6 +67,8 @@ def _drops(part: Mapping[str, Any]) -> bool:
     return (kind not in _KEEPS and kind not in _SHRINKS_BY) or part.get("behavior") == "Removed"
 
 
+_PROMPT_END = 16  # tokens, enough for a tag in letters and white space
+_NONE_KEPT: Mapping[int, str] = {}
 LONG_TEXT_BYTES = 4096
 """Longer texts are tokenized without the interpreter's lock; for shorter ones that costs more than it saves."""
 
@@ -89,19 +93,27 @@ class Tokenizer:
         *,
         eos_token_ids: frozenset[int] = frozenset(),
         chat: ChatTemplate | None = None,
+        formats: FormatNames = FormatNames(),  # noqa: B008  # it is frozen
     ) -> None:
+        """Raises ChatFormatError where the `formats` do not belong together."""
         self._library = library
         self._chat = chat
-        self.eos_token_ids = eos_token_ids
         self.token_bytes = TokenBytes(library)
-        self.tool_format, self.tag_ids = _tools(library, None if chat is None else chat.tool_format)
+        added = {token.content: token_id for token_id, token in library.get_added_tokens_decoder().items()}
+        self.formats = ChatFormats(formats, "" if chat is None else chat.source, added)
+        self.eos_token_ids = eos_token_ids | self.formats.end_token_ids
         self._truncating_to: tuple[int, tokenizers.Tokenizer] | None = None
         self._most_bytes_per_token = most_bytes_per_token(library)
         self.vocab_size: int = max(library.get_vocab().values(), default=-1) + 1
 
     @classmethod
     def load(
-        cls, directory: Path, *, tokenizer_folder: Path | None = None, chat_template: Path | None = None
+        cls,
+        directory: Path,
+        *,
+        tokenizer_folder: Path | None = None,
+        chat_template: Path | None = None,
+        formats: FormatNames = FormatNames(),  # noqa: B008  # it is frozen
     ) -> Tokenizer:
         """Read tokenizer.json and, where they exist, template and configurations. Raises ModelLoadError.
 
@@ -124,11 +136,15 @@ class Tokenizer:
         settings = read_json_object(config) if config.is_file() else {}
         special_tokens = _special_tokens(settings)
         ends, own_end = eos_token_ids(directory), library.token_to_id(special_tokens.get("eos_token", ""))
-        return cls(
-            library,
-            eos_token_ids=ends if own_end is None else ends | {own_end},
-            chat=_chat_template(chat_template or folder / "chat_template.jinja", settings, special_tokens),
-        )
+        try:
+            return cls(
+                library,
+                eos_token_ids=ends if own_end is None else ends | {own_end},
+                chat=_chat_template(chat_template or folder / "chat_template.jinja", settings, special_tokens),
+                formats=formats,
+            )
+        except ChatFormatError as error:
+            raise ModelLoadError(str(error)) from error
 
     def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         """Ids of a prompt, with the special tokens that the model expects around it (Llama: the begin token).
@@ -190,32 +206,57 @@ class Tokenizer:
         prompt = self._chat.render(messages, tools, options)
         return self.encode(prompt, add_special_tokens=False, max_tokens=max_tokens)
 
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text, by default without special tokens. Bytes that are no complete character become U+FFFD."""
+    def decode(
+        self, ids: Sequence[int], *, skip_special_tokens: bool = True, kept: Mapping[int, str] = _NONE_KEPT
+    ) -> str:
+        """Text, by default without special tokens, except those `kept` as a text of their own.
+
+        Bytes that are no complete character become U+FFFD.
+        """
+        if not kept.keys().isdisjoint(ids):
+            runs = ((marker, list(run)) for marker, run in groupby(ids, kept.get))
+            decode = partial(self.decode, skip_special_tokens=skip_special_tokens)
+            return "".join(marker * len(run) if marker else decode(run) for marker, run in runs)
         text: str = self._library.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def detokenizer(
-        self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+        kept: Mapping[int, str] = _NONE_KEPT,
     ) -> Detokenizer | ByteDetokenizer:
         """For one answer to a prompt."""
         if self.token_bytes.concatenate and skip_special_tokens:
-            return ByteDetokenizer(self.token_bytes, prompt_token_ids)
-        return Detokenizer(partial(self.decode, skip_special_tokens=skip_special_tokens), prompt_token_ids)
+            return ByteDetokenizer(self.token_bytes, prompt_token_ids, kept)
+        decode = partial(self.decode, skip_special_tokens=skip_special_tokens, kept=kept)
+        return Detokenizer(decode, prompt_token_ids)
+
+    def beginning(self, prompt_token_ids: Sequence[int], continued: str | None) -> Beginning:
+        """Where the answer to a prompt begins; `continued` is the message that it continues."""
+        end = self.decode(prompt_token_ids[-_PROMPT_END:], skip_special_tokens=False)
+        return self.formats.beginning(end, continued)
+
+    def reasoning_tokens(self, beginning: Beginning) -> ReasoningTokens | None:
+        """A counter for one answer; None where the model's reasoning cannot be told by tokens."""
+        marks = self.formats.reasoning_marks
+        if marks is None:
+            return None
+        return ReasoningTokens(self.encode(marks[0], add_special_tokens=False), marks[1], beginning)
+
+    def template_variables(self, reasoning_effort: str | None) -> dict[str, Any]:
+        """What tells the chat template how much to reason; nothing where it does not know."""
+        source = "" if self._chat is None else self._chat.source
+        if reasoning_effort is None:
+            return {}
+        if "reasoning_effort" in source:
+            return {"reasoning_effort": reasoning_effort}
+        return {"enable_thinking": False} if reasoning_effort == "none" and "enable_thinking" in source else {}
 
     def words(self, ids: Sequence[int]) -> list[str]:
         """The vocabulary's entry for each id, in the tokenizer's own spelling; empty for an id without one."""
         return [self._library.id_to_token(token_id) or "" for token_id in ids]
-
-
-def _tools(library: tokenizers.Tokenizer, layout: ToolFormat | None) -> tuple[ToolFormat | None, dict[str, int]]:
-    """How the model writes tool calls, None where that is unknown, and the ids of those tags that are tokens."""
-    if layout is None:
-        return None, {}
-    tags = {i: token for i, token in library.get_added_tokens_decoder().items() if token.content in layout.tags}
-    if any(token.special for token in tags.values()):
-        return None, {}  # special tokens are not part of the text, so calls would not be seen
-    return layout, {token.content: token_id for token_id, token in tags.items()}
 
 
 def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:

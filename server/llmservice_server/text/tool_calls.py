@@ -1,15 +1,16 @@
-"""Tool calls: the grammar of a model's calls, and an incremental parser that finds them in its answers."""
+"""Tool calls: the grammar of a model's calls in each format, and incremental parsers that find them in its answers."""
 
 from __future__ import annotations
 
 import json
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmservice_server.sampling.grammar import lark_grammar, with_white_space
+from llmservice_server.sampling.grammar import LarkRules, with_white_space
 from llmservice_server.text.detokenizer import StopStrings
 
 
@@ -19,104 +20,6 @@ class ToolSchema:
 
     name: str
     arguments: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class ToolFormat:
-    """A call is `opening`, a JSON object of name and arguments, `closing`.
-
-    Where `opening` is empty, an answer that begins with a brace is a call.
-    """
-
-    opening: str
-    closing: str
-    separator: str  # between two calls
-    arguments_key: str
-
-    def head(self, name: str) -> str:
-        """The part of a call before the arguments."""
-        return f'{self.opening}{{"name": "{name}", "{self.arguments_key}": '
-
-    @property
-    def tail(self) -> str:
-        return "}" + self.closing
-
-    @property
-    def trigger(self) -> str:
-        """The string that begins a call and cannot be text; empty: a brace at the beginning of the answer."""
-        return self.opening.strip()
-
-    @property
-    def tags(self) -> tuple[str, ...]:
-        """Parts of a call that may be single tokens of a vocabulary."""
-        return tuple(tag for tag in (self.opening.strip(), self.closing.strip()) if tag)
-
-    def grammar(
-        self,
-        tools: Sequence[ToolSchema],
-        tag_ids: Mapping[str, int],
-        *,
-        required: bool,
-        parallel: bool,
-        otherwise: dict[str, Any] | None = None,
-    ) -> str:
-        """The grammar of answers that call `tools`, at most one unless `parallel`.
-
-        `tag_ids`: the tags that are tokens of the model's vocabulary; a call contains them as these tokens only. Unless
-        `required`, an answer may also be text, with or without calls after it, or, where `otherwise` is a schema, JSON
-        of that schema.
-        """
-        more = f" ({_literal(self.separator, tag_ids)} call)*" if parallel else ""
-        start, rules = f"call{more}", []
-        if not required and otherwise is not None:
-            start = f"answer | {start}"
-            rules.append(f"answer: %json {json.dumps(with_white_space(otherwise))}")
-        elif not required and self.trigger:
-            start = f"TEXT | text_and_call{more}"
-            rules += self._text_before_a_call(tag_ids)
-        elif not required:
-            start = f"TEXT | {start}"
-            rules.append("TEXT: /([^{](.|\\n)*)?/")
-        bodies = [f"tool_{index}" for index in range(len(tools))]
-        rules += [f"call: {_literal(self.opening, tag_ids)} body", f"body: {' | '.join(bodies)}"]
-        for body, tool in zip(bodies, tools, strict=True):
-            head = _literal(self.head(tool.name).removeprefix(self.opening), tag_ids)
-            schema = json.dumps(with_white_space(tool.arguments))
-            rules.append(f"{body}: {head} %json {schema} {_literal(self.tail, tag_ids)}")
-        return lark_grammar("\n".join([f"start: {start}", *rules]))
-
-    def _text_before_a_call(self, tag_ids: Mapping[str, int]) -> list[str]:
-        rest = _literal(self.opening.removeprefix(self.trigger), tag_ids)
-        if self.trigger in tag_ids:  # other tokens that spell it would be parsed as a call as well
-            spelled = f"/(.|\\n)*{re.escape(self.trigger)}(.|\\n)*/"
-            return [
-                f"TEXT: /(.|\\n)*/ & ~{spelled}",
-                f"text_and_call: TEXT {_literal(self.trigger, tag_ids)} {rest} body",
-            ]
-        return [
-            "TEXT: /(.|\\n)*/",
-            f"trigger[lazy]: TEXT {json.dumps(self.trigger)}",
-            f"text_and_call: trigger {rest} body",
-        ]
-
-
-HERMES = ToolFormat("<tool_call>\n", "\n</tool_call>", "\n", "arguments")  # Hermes, Qwen 2.5 and 3
-LLAMA = ToolFormat("", "", "; ", "parameters")  # Llama 3.1 and later
-
-
-def tool_format(chat_template: str) -> ToolFormat | None:
-    """The format of calls that a template describes to the model; None: no known one."""
-    if "<tool_call>" in chat_template and "<function=" not in chat_template:
-        return HERMES
-    return LLAMA if '"parameters": ' in chat_template else None
-
-
-def _literal(text: str, tag_ids: Mapping[str, int]) -> str:
-    """`text` in a grammar: quoted, with the ids of tags that are tokens."""
-    if not tag_ids:
-        return json.dumps(text)
-    parts = re.split("(" + "|".join(map(re.escape, tag_ids)) + ")", text)
-    return " ".join(f"<[{tag_ids[part]}]>" if part in tag_ids else json.dumps(part) for part in parts if part)
 
 
 @dataclass(slots=True)
@@ -131,75 +34,25 @@ class Call:
 
 @dataclass(slots=True)
 class Parsed:
-    """The content and the pieces of calls in some text."""
+    """What some text of an answer holds."""
 
     content: str = ""
-    calls: list[Call] = field(default_factory=list)  # in order
+    calls: list[Call] = field(default_factory=list)  # pieces, in order
+    reasoning: str = ""
+
+    def extend(self, other: Parsed) -> None:
+        self.content += other.content
+        self.calls += other.calls
+        self.reasoning += other.reasoning
 
 
-class ToolCallParser:
-    """Parses one answer, which conforms to the grammar of its `ToolFormat` but may be cut off by a limit.
+def call_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
 
-    ```
-    text ... <tool_call>\\n{"name": "f", "arguments": {...}}\\n</tool_call>\\n<tool_call>...
-    |- content -|-------- head --------------------|-args-|-- skipped up to the next head
-    ```
-    """
 
-    def __init__(self, layout: ToolFormat) -> None:
-        self._layout = layout
-        self._head = re.compile(rf'\{{"name": "([\w-]+)", "{layout.arguments_key}": ')
-        self._trigger = StopStrings([layout.trigger] if layout.trigger else [])
-        self._in_calls = False
-        self._begun = False
-        self._pending = ""  # text that is not parsed yet
-        self._arguments: JsonObject | None = None  # the open call's
-        self.num_calls = 0
-
-    def append(self, text: str) -> Parsed:
-        """The content and pieces of calls that `text` completes."""
-        parsed = Parsed()
-        if not self._in_calls:
-            text = self._take_content(text, parsed)
-        self._pending += text
-        while self._in_calls and self._step(parsed):
-            pass
-        return parsed
-
-    def flush(self) -> Parsed:
-        """The content held back, at the end of the answer; an incomplete head of a call is dropped."""
-        return Parsed() if self._in_calls else Parsed(self._trigger.flush())
-
-    def _take_content(self, text: str, parsed: Parsed) -> str:
-        """Move the content at the beginning of `text` to `parsed`; returns the rest, which belongs to calls."""
-        if not self._layout.trigger:
-            self._in_calls = not self._begun and text.startswith("{")
-            self._begun = self._begun or bool(text)
-            parsed.content = "" if self._in_calls else text
-            return text if self._in_calls else ""
-        parsed.content = self._trigger.append(text)
-        self._in_calls = self._trigger.matched is not None
-        return self._trigger.rest
-
-    def _step(self, parsed: Parsed) -> bool:
-        """Parse one more piece of the pending text; False where it is incomplete."""
-        if self._arguments is None:
-            head = self._head.search(self._pending)
-            if head is None:
-                return False
-            self._pending = self._pending[head.end() :]
-            self._arguments = JsonObject()
-            parsed.calls.append(Call(self.num_calls, f"call_{uuid.uuid4().hex[:24]}", head[1]))
-            self.num_calls += 1
-            return True
-        length = self._arguments.scan(self._pending)
-        piece, self._pending = self._pending[:length], self._pending[length:]
-        if piece:
-            parsed.calls.append(Call(self.num_calls - 1, arguments=piece))
-        if not self._arguments.complete:
-            return False
-        self._arguments = None
-        return True
+def _short_id() -> str:
+    """Mistral's chat templates refuse any other length."""
+    return uuid.uuid4().hex[:9]
 
 
 def merge(pieces: Sequence[Call]) -> list[Call]:
@@ -210,6 +63,243 @@ def merge(pieces: Sequence[Call]) -> list[Call]:
             calls.append(Call(piece.index, piece.id, piece.name))
         calls[-1].arguments += piece.arguments
     return calls
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolFormat(ABC):
+    """How a model writes calls: `trigger`, `start`, calls with a `separator` between them, `end`."""
+
+    name: str
+    trigger: str  # begins the calls and cannot be text; empty: a brace at the beginning of the answer
+    start: str = ""
+    separator: str = ""
+    end: str = ""
+    prefix: str = ""  # may stand before an answer's brace
+    markers: tuple[str, ...]  # may be single tokens of a vocabulary, special ones too
+    call_id: Callable[[], str] = call_id
+
+    @abstractmethod
+    def call(self, rules: LarkRules, tool: ToolSchema) -> str:
+        """The grammar of one call."""
+
+    @abstractmethod
+    def parser(self, tools: Sequence[ToolSchema]) -> ToolCallParser: ...
+
+    def calls(self, rules: LarkRules, tools: Sequence[ToolSchema], *, parallel: bool) -> str:
+        """The grammar of calls without the trigger: one, or several where `parallel`."""
+        rules.add(f"call: {' | '.join(f'tool_{index}' for index in range(len(tools)))}")
+        for index, tool in enumerate(tools):
+            rules.add(f"tool_{index}: {self.call(rules, tool)}")
+        more = f" ({rules.literal(self.separator)} call)*" if parallel else ""
+        start, end = (rules.literal(part) if part else "" for part in (self.start, self.end))
+        return f"{start} call{more} {end}".strip()
+
+    def answer(
+        self,
+        rules: LarkRules,
+        tools: Sequence[ToolSchema],
+        otherwise: str | None,
+        *,
+        parallel: bool,
+        unless: str = "",
+    ) -> str:
+        """The grammar of answers that call `tools`, or are `otherwise`.
+
+        That is a rule, None: they must call, "": text, with or without calls after it, which does not match `unless`.
+        """
+        calls = self.calls(rules, tools, parallel=parallel)
+        if not self.trigger:
+            calls = f"({rules.literal(self.prefix)})? {calls}"
+            if otherwise == "":
+                text, _ = rules.text_until(self.prefix, pattern=r"(\s*[^{\s](.|\n)*)?", unless=unless)
+                return f"{text} | {calls}"
+        called = f"{rules.literal(self.trigger)} {calls}" if self.trigger else calls
+        if otherwise != "":
+            return called if otherwise is None else f"{otherwise} | {called}"
+        text, until_trigger = rules.text_until(self.trigger, unless=unless)
+        return f"{text} | {until_trigger} {calls}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JsonFormat(ToolFormat):
+    """A call is `head` with the function's name, a JSON object of arguments, `tail`."""
+
+    head: str  # %s: the name
+    tail: str = "}"
+
+    def call(self, rules: LarkRules, tool: ToolSchema) -> str:
+        tail = f" {rules.literal(self.tail)}" if self.tail else ""
+        return f"{rules.literal(self.head % tool.name)} %json {json.dumps(with_white_space(tool.arguments))}{tail}"
+
+    def parser(self, tools: Sequence[ToolSchema]) -> ToolCallParser:
+        return JsonCallParser(self)
+
+
+HERMES = JsonFormat(
+    name="hermes",
+    trigger="<tool_call>",
+    start="\n",
+    head='{"name": "%s", "arguments": ',
+    separator="\n</tool_call>\n<tool_call>\n",
+    end="\n</tool_call>",
+    markers=("<tool_call>", "</tool_call>"),
+)
+MISTRAL = JsonFormat(
+    name="mistral",
+    trigger="[TOOL_CALLS]",
+    start="[",
+    head='{"name": "%s", "arguments": ',
+    separator=", ",
+    end="]",
+    markers=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+    call_id=_short_id,
+)
+MISTRAL_ARGS = JsonFormat(
+    name="mistral",
+    trigger="[TOOL_CALLS]",
+    head="%s[ARGS]",
+    tail="",
+    separator="[TOOL_CALLS]",
+    markers=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+    call_id=_short_id,
+)
+LLAMA3_JSON = JsonFormat(
+    name="llama3_json",
+    trigger="",
+    prefix="<|python_tag|>",
+    head='{"name": "%s", "parameters": ',
+    separator="; ",
+    markers=("<|python_tag|>",),
+)
+
+
+class ToolCallParser(ABC):
+    """Parses one answer, which conforms to the grammar of its format but may be cut off by a limit.
+
+    ```
+    text ... <tool_call>\\n{"name": "f", "arguments": {...}}\\n</tool_call>\\n<tool_call>...
+    |- content -|-------- head --------------------|-args-|-- syntax up to the next head
+    ```
+
+    Where an answer does not conform, what is neither a call nor syntax is content.
+    """
+
+    def __init__(self, layout: ToolFormat) -> None:
+        self._layout = layout
+        self._trigger = StopStrings([layout.trigger] if layout.trigger else [])
+        self._in_calls = False
+        self._is_text = False  # for good
+        self._pending = ""  # text that is not parsed yet
+        marks = "|".join(map(re.escape, (*layout.markers, "</function>")))
+        self._syntax = re.compile(rf"(?:[\s\[\]{{}},;]|{marks})*")
+        self._call_end = re.compile(rf"[\s}},;\]]*(?:{re.escape(layout.end.strip() or '}')})?\s*")
+        self.num_calls = 0
+
+    def append(self, text: str) -> Parsed:
+        """The content and pieces of calls that `text` completes."""
+        parsed = Parsed()
+        self._pending += text
+        if not self._in_calls:
+            self._take_content(parsed)
+        while self._in_calls and self._step(parsed):
+            pass
+        return parsed
+
+    def flush(self) -> Parsed:
+        """What is held back, at the end of the answer. A first call without a complete name is content."""
+        if not self._in_calls:
+            return Parsed(self._trigger.flush() + self._pending)
+        parsed = Parsed()
+        rest, self._pending = self._pending, ""
+        if self._in_arguments:
+            self._flush_arguments(rest, parsed)
+            return parsed
+        if self.num_calls and (ended := self._call_end.match(rest)):
+            rest = rest[ended.end() :]
+        parsed.content = "" if self.num_calls and self._is_cut_off(rest) else rest
+        return parsed
+
+    def _is_cut_off(self, rest: str) -> bool:
+        """Whether `rest` is the beginning of one more call, or of the syntax between calls."""
+        trigger, end = self._layout.trigger, self._layout.end.strip()
+        begins = rest.startswith((trigger, "{") if trigger else "{") and (not end or end not in rest)
+        return begins or trigger.startswith(rest) or end.startswith(rest)
+
+    def _take_content(self, parsed: Parsed) -> None:
+        """Move the content at the beginning of the pending text to `parsed`; the rest belongs to calls."""
+        if self._layout.trigger:
+            parsed.content = self._trigger.append(self._pending)
+            self._in_calls = self._trigger.matched is not None
+            self._pending = self._layout.trigger + self._trigger.rest if self._in_calls else ""
+            return
+        prefix = self._layout.prefix
+        if not self._is_text and prefix.startswith(self._pending):
+            return
+        self._in_calls = not self._is_text and self._pending.startswith(("{", prefix))
+        self._is_text = not self._in_calls
+        if self._is_text:
+            parsed.content, self._pending = self._pending, ""
+
+    def _begin_call(self, parsed: Parsed, name: str, head: re.Match[str]) -> None:
+        skipped = self._pending[: head.start()]
+        if not self._syntax.fullmatch(skipped):
+            parsed.content += skipped
+        self._pending = self._pending[head.end() :]
+        parsed.calls.append(Call(self.num_calls, self._layout.call_id(), name))
+        self.num_calls += 1
+
+    def _add_arguments(self, parsed: Parsed, arguments: str) -> None:
+        if arguments:
+            parsed.calls.append(Call(self.num_calls - 1, arguments=arguments))
+
+    @property
+    @abstractmethod
+    def _in_arguments(self) -> bool: ...
+
+    @abstractmethod
+    def _step(self, parsed: Parsed) -> bool:
+        """Parse one more piece of the pending text; False where it is incomplete."""
+
+    @abstractmethod
+    def _flush_arguments(self, rest: str, parsed: Parsed) -> None:
+        """Parse the last text of an answer that ends within a call's arguments."""
+
+
+class JsonCallParser(ToolCallParser):
+    """Passes arguments on as they arrive."""
+
+    _HEAD = re.compile(
+        r"""(?: \{\s* "name"\s*:\s* "(?P<quoted>[\w.-]+)"\s*,\s* "(?:arguments|parameters)"\s*:
+            | (?P<bare>[\w.-]+) (?:\[CALL_ID\]\w+)? \[ARGS\] ) \s* (?=\{)""",
+        re.VERBOSE,
+    )
+
+    def __init__(self, layout: ToolFormat) -> None:
+        super().__init__(layout)
+        self._arguments: JsonObject | None = None  # the open call's
+
+    @property
+    def _in_arguments(self) -> bool:
+        return self._arguments is not None
+
+    def _step(self, parsed: Parsed) -> bool:
+        if self._arguments is None:
+            head = self._HEAD.search(self._pending)
+            if head is None:
+                return False
+            self._begin_call(parsed, head["quoted"] or head["bare"], head)
+            self._arguments = JsonObject()
+            return True
+        length = self._arguments.scan(self._pending)
+        piece, self._pending = self._pending[:length], self._pending[length:]
+        self._add_arguments(parsed, piece)
+        if not self._arguments.complete:
+            return False
+        self._arguments = None
+        return True
+
+    def _flush_arguments(self, rest: str, parsed: Parsed) -> None:
+        """All that there is has been passed on."""
 
 
 class JsonObject:

@@ -158,6 +158,7 @@ def test_a_value_of_the_wrong_type_or_range_is_refused_by_name(field: str, value
         ([{"role": "user", "content": "a", "tool_call_id": "x"}], "tool_call_id belongs to messages of the role tool"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages[0].content[0]"),
         ([{"role": "user", "content": [{"type": "text"}]}], "you must provide messages[0].content[0].text"),
+        ([{"role": "user", "content": "a", "reasoning_content": "b"}], "reasoning_content is the assistant's"),
         ([{"role": "assistant", "tool_calls": []}], "you must provide messages[0].content"),
         ([{"role": "assistant", "tool_calls": [{}]}], "you must provide messages[0].tool_calls[0].id"),
     ],
@@ -311,6 +312,13 @@ def test_an_answer_of_the_server_can_be_sent_back_as_a_message() -> None:
     answer = {"role": "assistant", "content": "Hi", "refusal": None, "tool_calls": None}
     request = parse_chat(_encode(CHAT | {"messages": [*CHAT["messages"], answer]}))
     assert request.messages[1].as_template_input() == {"role": "assistant", "content": "Hi"}
+
+
+def test_an_answer_that_is_only_reasoning_can_be_sent_back_as_a_message() -> None:
+    answer = {"role": "assistant", "content": None, "reasoning_content": "Hm."}
+    request = parse_chat(_encode(CHAT | {"messages": [*CHAT["messages"], answer]}))
+    expected = {"role": "assistant", "content": "", "reasoning_content": "Hm."}
+    assert request.messages[1].as_template_input() == expected
 
 
 def test_text_parts_are_joined_and_developer_means_system() -> None:

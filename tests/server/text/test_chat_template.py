@@ -114,3 +114,9 @@ def test_a_failing_template_raises_and_has_no_access_to_the_process(source: str,
 def test_an_unknown_role_is_refused_in_the_words_of_the_template() -> None:
     with pytest.raises(ChatTemplateError, match="unknown role robot"):
         ChatTemplate(CHAT_TEMPLATE, SPECIAL).render([{"role": "robot", "content": "a"}])
+
+
+def test_reasoning_of_earlier_turns_has_the_name_that_the_template_reads() -> None:
+    turn = {"role": "assistant", "content": "b", "reasoning_content": "a"}
+    assert ChatTemplate("{{ messages[0].reasoning_content }}", {}).render([turn]) == "a"
+    assert ChatTemplate("{% for message in messages %}{{ message.thinking }}{% endfor %}", {}).render([turn]) == "a"

@@ -16,9 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
+from llmservice_server.text.chat_formats import FormatNames
 from llmservice_server.text.chat_template import ChatTemplateError
+from llmservice_server.text.reasoning import HARMONY_MARKERS
 from llmservice_server.text.tokenizer import TextTooLongError, Tokenizer, most_bytes_per_token
-from llmservice_server.text.tool_calls import HERMES, ToolFormat
 from llmservice_server.tiny import tokenizer as tiny_tokenizer
 from llmservice_server.tiny.tokenizer import train
 from llmservice_server.types.errors import ModelLoadError
@@ -179,18 +180,64 @@ def test_a_broken_file_is_named(model: Path, name: str, content: str, message: s
         Tokenizer.load(model)
 
 
-@pytest.mark.parametrize(
-    ("special", "layout", "tag_ids"), [(None, HERMES, {}), (False, HERMES, {"<tool_call>": 1024}), (True, None, {})]
-)
-def test_tags_of_tool_calls_may_be_tokens_as_long_as_they_can_be_read(
-    model: Path, special: bool | None, layout: ToolFormat | None, tag_ids: dict[str, int]
-) -> None:
+@pytest.mark.parametrize("byte_level", [True, False])
+def test_special_tokens_of_the_models_formats_are_part_of_the_text(model: Path, byte_level: bool) -> None:
     library = tiny_tokenizer.train(1024)
-    if special is not None:
-        library.add_tokens([tokenizers.AddedToken("<tool_call>", special=special, normalized=False)])
+    library.add_tokens([tokenizers.AddedToken("<tool_call>", special=True, normalized=False)])
+    if not byte_level:
+        library.decoder = tokenizers.decoders.Sequence([tokenizers.decoders.ByteLevel(), tokenizers.decoders.Fuse()])
     library.save(str(model / "tokenizer.json"))
     tokenizer = Tokenizer.load(model)
-    assert (tokenizer.tool_format, tokenizer.tag_ids) == (layout, tag_ids)
+    assert tokenizer.token_bytes.concatenate is byte_level
+    assert tokenizer.formats.names.tool_calls == "hermes"
+    ids = tokenizer.encode(f"Grüße<tool_call><tool_call>\nx{tiny_tokenizer.EOS}é")
+    detokenizer = tokenizer.detokenizer([], kept=tokenizer.formats.kept_tokens(calls=True))
+    text = "".join(detokenizer.append([token_id]) for token_id in ids) + detokenizer.flush()
+    assert text == "Grüße<tool_call><tool_call>\nxé"
+    assert tokenizer.decode(ids) == "Grüße\nxé"
+
+
+def test_tokens_that_end_a_call_end_answers_although_the_generation_config_omits_them(model: Path) -> None:
+    library = tiny_tokenizer.train(1024)
+    library.add_special_tokens(["<|eom_id|>"])
+    library.save(str(model / "tokenizer.json"))
+    assert Tokenizer.load(model).eos_token_ids == {1}
+    assert Tokenizer.load(model, formats=FormatNames("llama3_json")).eos_token_ids == {1, 1024}
+
+
+def test_reasoning_is_counted_where_tokens_mark_it(model: Path) -> None:
+    library = tiny_tokenizer.train(1024)
+    library.add_special_tokens(list(HARMONY_MARKERS))
+    library.save(str(model / "tokenizer.json"))
+    tokenizer = Tokenizer.load(model, formats=FormatNames("harmony"))
+    counter = tokenizer.reasoning_tokens("open")
+    assert counter is not None
+    final = "<|end|><|start|>assistant<|channel|>final<|message|>Hello you<|return|>"
+    counter.append(tokenizer.encode("<|channel|>analysis<|message|>Hello" + final, add_special_tokens=False))
+    assert counter.num_tokens == len(tokenizer.encode("Hello", add_special_tokens=False))
+    assert Tokenizer.load(model, formats=FormatNames("hermes", "think")).reasoning_tokens("open") is None
+
+
+def test_formats_that_do_not_belong_together_are_refused(tiny_model: Path) -> None:
+    with pytest.raises(ModelLoadError, match="harmony is one format for both"):
+        Tokenizer.load(tiny_model, formats=FormatNames("hermes", "harmony"))
+
+
+@pytest.mark.parametrize(
+    ("template", "effort", "variables"),
+    [
+        ("{{ reasoning_effort }}{{ enable_thinking }}", "none", {"reasoning_effort": "none"}),
+        ("{{ enable_thinking }}", "none", {"enable_thinking": False}),
+        ("{{ enable_thinking }}", "high", {}),
+        ("{{ reasoning_effort }}", None, {}),
+        ("{{ messages }}", "high", {}),
+    ],
+)
+def test_the_effort_reaches_templates_that_read_it(
+    model: Path, template: str, effort: str | None, variables: dict[str, object]
+) -> None:
+    (model / "chat_template.jinja").write_text(template)
+    assert Tokenizer.load(model).template_variables(effort) == variables
 
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(tiny_model: Path) -> None:

@@ -12,18 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
-from llmservice_server.sampling.grammar import check_grammar
+from llmservice_server.sampling.grammar import LarkRules, check_grammar, lark_grammar
 from llmservice_server.text.chat_template import ChatTemplate
 from llmservice_server.text.tool_calls import (
     HERMES,
-    LLAMA,
+    LLAMA3_JSON,
+    JsonFormat,
     JsonObject,
     Parsed,
-    ToolCallParser,
     ToolFormat,
     ToolSchema,
     merge,
-    tool_format,
 )
 from llmservice_server.tiny import tokenizer as tiny_tokenizer
 
@@ -44,11 +43,16 @@ def whole(grammar: str, text: str, tokenizer: LLTokenizer = TOKENIZER) -> bool:
     return matcher.consume_tokens(tokens) and matcher.is_accepting()
 
 
+def grammar(layout: ToolFormat, tag_ids: dict[str, int], *, required: bool = False, parallel: bool = True) -> str:
+    rules = LarkRules(tag_ids)
+    return lark_grammar(rules.text(layout.answer(rules, TOOLS, None if required else "", parallel=parallel)))
+
+
 def with_tags() -> tuple[LLTokenizer, dict[str, int]]:
     """A vocabulary in which the tags are tokens of their own, as in Qwen's."""
     library = tiny_tokenizer.train(1024)
-    library.add_tokens([tokenizers.AddedToken(tag, normalized=False) for tag in HERMES.tags])
-    return LLTokenizer(library.to_str(), eos_token=1), {tag: library.token_to_id(tag) for tag in HERMES.tags}
+    library.add_tokens([tokenizers.AddedToken(tag, normalized=False) for tag in HERMES.markers])
+    return LLTokenizer(library.to_str(), eos_token=1), {tag: library.token_to_id(tag) for tag in HERMES.markers}
 
 
 @pytest.mark.parametrize(
@@ -73,7 +77,7 @@ def test_hermes_calls_stand_alone_or_behind_words(
 ) -> None:
     for tokenizer, tag_ids in ((TOKENIZER, {}), with_tags()):
         allowed = [
-            whole(HERMES.grammar(TOOLS, tag_ids, required=must, parallel=many), text, tokenizer)
+            whole(grammar(HERMES, tag_ids, required=must, parallel=many), text, tokenizer)
             for must, many in ((False, True), (False, False), (True, True), (True, False))
         ]
         assert allowed == [auto, auto_one, required, required_one]
@@ -81,9 +85,9 @@ def test_hermes_calls_stand_alone_or_behind_words(
 
 def test_a_tag_that_is_a_token_is_not_spelled_in_letters() -> None:
     tokenizer, tag_ids = with_tags()
-    grammar = HERMES.grammar(TOOLS, tag_ids, required=False, parallel=True)
+    rules = grammar(HERMES, tag_ids)
     for text, allowed in (("a <tool", True), ("a <tool_call>", False), ("a </tool_call>", True)):
-        matcher = LLMatcher(tokenizer, grammar, log_level=0)
+        matcher = LLMatcher(tokenizer, rules, log_level=0)
         letters = TOKENIZER.tokenize_str(text)
         assert (matcher.consume_tokens(letters) and matcher.is_accepting()) == allowed
 
@@ -100,34 +104,8 @@ def test_a_tag_that_is_a_token_is_not_spelled_in_letters() -> None:
     ],
 )
 def test_llama_calls_are_answers_that_begin_with_a_brace(text: str, auto: bool, required: bool) -> None:
-    assert whole(LLAMA.grammar(TOOLS, {}, required=False, parallel=True), text) == auto
-    assert whole(LLAMA.grammar(TOOLS, {}, required=True, parallel=True), text) == required
-
-
-def test_beside_a_schema_there_are_no_free_words() -> None:
-    grammar = HERMES.grammar(TOOLS, {}, required=False, parallel=False, otherwise={"type": "array"})
-    assert whole(grammar, "[1, 2]")
-    assert whole(grammar, NOW)
-    assert not whole(grammar, "words")
-
-
-QWEN = "{%- if tools %}return <tool_call>{name, arguments}</tool_call>{% endif %}"
-QWEN_CODER = "<tool_call>\n<function=name>"
-LLAMA_31 = "{'{\"name\": \"' + tool_call.name + '\", ' + '\"parameters\": '}"
-
-
-@pytest.mark.parametrize(
-    ("template", "layout"),
-    [
-        (QWEN, HERMES),
-        (LLAMA_31, LLAMA),
-        (QWEN_CODER, None),
-        ("{{ messages }}", None),
-        (tiny_tokenizer.CHAT_TEMPLATE, HERMES),
-    ],
-)
-def test_the_template_shows_how_its_model_writes_calls(template: str, layout: ToolFormat | None) -> None:
-    assert tool_format(template) == layout
+    assert whole(grammar(LLAMA3_JSON, {}), text) == auto
+    assert whole(grammar(LLAMA3_JSON, {}, required=True), text) == required
 
 
 def test_the_tiny_template_writes_calls_as_the_grammar_does() -> None:
@@ -154,13 +132,14 @@ CALLS = st.lists(st.tuples(st.sampled_from(["add", "now", "get_weather-2"]), OBJ
 CONTENT = st.text(max_size=12).filter(lambda text: "<tool_call>" not in text and not text.startswith("{"))
 
 
-def _write(layout: ToolFormat, text: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
-    written = [layout.head(name) + json.dumps(arguments) + layout.tail for name, arguments in calls]
-    return text + layout.separator.join(written)
+def _write(layout: JsonFormat, text: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
+    written = [layout.head % name + json.dumps(arguments) + layout.tail for name, arguments in calls]
+    begin, end = (layout.trigger + layout.start, layout.end) if calls else ("", "")
+    return text + begin + layout.separator.join(written) + end
 
 
 def _parse(layout: ToolFormat, text: str, cuts: list[int]) -> tuple[str, Parsed]:
-    parser = ToolCallParser(layout)
+    parser = layout.parser(TOOLS)
     borders = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
     content, calls = "", []
     for start, end in itertools.pairwise(borders):
@@ -187,8 +166,8 @@ def test_text_and_calls_do_not_depend_on_the_pieces(
 def test_llamas_answers_are_either_calls_or_text(
     text: str, calls: list[tuple[str, dict[str, Any]]], cuts: list[int]
 ) -> None:
-    assert _parse(LLAMA, text, cuts) == (text, Parsed())
-    content, parsed = _parse(LLAMA, _write(LLAMA, "", calls), cuts)
+    assert _parse(LLAMA3_JSON, text, cuts) == (text, Parsed())
+    content, parsed = _parse(LLAMA3_JSON, _write(LLAMA3_JSON, "", calls), cuts)
     assert content == ""
     assert [(call.name, json.loads(call.arguments)) for call in merge(parsed.calls)] == calls
 
@@ -197,7 +176,7 @@ def test_llamas_answers_are_either_calls_or_text(
     ("text", "content", "names", "arguments"),
     [
         ("Hello <tool", "Hello <tool", [], []),
-        ('Hello <tool_call>\n{"name": "ad', "Hello ", [], []),
+        ('Hello <tool_call>\n{"name": "ad', 'Hello <tool_call>\n{"name": "ad', [], []),
         ('<tool_call>\n{"name": "add", "arguments": {"a": "}', "", ["add"], ['{"a": "}']),
     ],
 )
@@ -214,9 +193,9 @@ def test_an_answer_that_is_cut_off_has_what_is_certain(
 
 
 def test_arguments_are_shown_as_soon_as_they_are_there() -> None:
-    parser = ToolCallParser(HERMES)
-    parser.append(HERMES.head("add"))
-    assert [call.arguments for call in parser.append('{"a": [1').calls] == ['{"a": [1']
+    parser = HERMES.parser(TOOLS)
+    parser.append(HERMES.trigger + HERMES.start + HERMES.head % "add" + "{")
+    assert [call.arguments for call in parser.append('"a": [1').calls] == ['"a": [1']
     assert [call.arguments for call in parser.append(", 2").calls] == [", 2"]
 
 

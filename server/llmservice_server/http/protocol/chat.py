@@ -43,11 +43,12 @@ class ToolCall(Part):
 
 
 class Message(Part):
-    """`content` may be absent only where an assistant has called tools."""
+    """`content` may be absent only where an assistant has called tools, or only reasoned."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
+    reasoning_content: Annotated[str | None, Field(description="the assistant's, for templates that repeat it")] = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] = []
     tool_call_id: Annotated[str | None, Field(description="of the call that a tool's message answers")] = None
 
@@ -58,23 +59,29 @@ class Message(Part):
 
     @model_validator(mode="after")
     def _check_role(self) -> Self:
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+        says_more = self.role == "assistant" and (self.tool_calls or self.reasoning_content)
+        if self.content is None and not says_more:
             raise PydanticCustomError("missing_field", "{field} is missing", {"field": "content"})
         if self.tool_calls and self.role != "assistant":
             raise ValueError(f"tool_calls are the assistant's, not the {self.role}'s")
+        if self.reasoning_content is not None and self.role != "assistant":
+            raise ValueError(f"reasoning_content is the assistant's, not the {self.role}'s")
         if (self.tool_call_id is not None) != (self.role == "tool"):
             raise ValueError("tool_call_id belongs to messages of the role tool, which need it")
         return self
 
+    @property
+    def text(self) -> str:
+        parts = self.content or ""
+        return parts if isinstance(parts, str) else "".join(part.text for part in parts)
+
     def as_template_input(self) -> dict[str, Any]:
         """`developer` is OpenAI's newer name for `system`, and the one that templates know. Raises ValueError."""
-        parts = self.content or ""
-        given: dict[str, Any] = {
-            "role": "system" if self.role == "developer" else self.role,
-            "content": parts if isinstance(parts, str) else "".join(part.text for part in parts),
-        }
+        given: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
         if self.name is not None:
             given["name"] = self.name
+        if self.reasoning_content is not None:
+            given["reasoning_content"] = self.reasoning_content
         if self.tool_calls:
             given["tool_calls"] = [call.as_template_input() for call in self.tool_calls]
         if self.tool_call_id is not None:
@@ -149,6 +156,13 @@ def as_template_input(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     return [tool.model_dump(exclude_unset=True) for tool in tools]
 
 
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+RequestedEffort = Annotated[
+    ReasoningEffort | None,
+    Field(description="for chat templates that read it; none also turns off enable_thinking"),
+]
+
+
 class ChatRequest(GenerationRequest):
     model_config = ConfigDict(
         json_schema_extra={
@@ -183,9 +197,8 @@ class ChatRequest(GenerationRequest):
     chat_template_kwargs: Annotated[
         JsonObject, Field(description="the template's own variables, such as enable_thinking")
     ] = {}
-    # Without effect on the answer while chat templates are not given them, and therefore ignored.
-    reasoning_effort: str | None = None
-    verbosity: str | None = None
+    reasoning_effort: RequestedEffort = None
+    verbosity: str | None = None  # without effect on the answer, and therefore ignored
 
     @model_validator(mode="after")
     def _check_chat(self) -> Self:
@@ -207,6 +220,11 @@ class ChatRequest(GenerationRequest):
     @property
     def is_structured(self) -> bool:
         return super().is_structured or bool(self.callable_tools)
+
+    @property
+    def continued(self) -> str | None:
+        """The text that the answer continues, the assistant's last message; None: it is a new one."""
+        return self.messages[-1].text if self.continue_final_message else None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -231,6 +249,10 @@ class AnsweredToolCall(BaseModel):
 class AnsweredMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
     content: str | None
+    reasoning_content: Annotated[
+        str | None,
+        Field(description="absent where there is none", exclude_if=lambda reasoning: reasoning is None),
+    ] = None
     refusal: None = None
     tool_calls: Annotated[
         list[AnsweredToolCall],

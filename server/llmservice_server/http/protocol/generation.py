@@ -246,6 +246,10 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int
 
 
+class CompletionTokensDetails(BaseModel):
+    reasoning_tokens: int
+
+
 class Usage(BaseModel):
     """Tokens of all choices; a prompt counts once, however many choices it has."""
 
@@ -253,3 +257,7 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: Annotated[
+        CompletionTokensDetails | None,
+        Field(description="absent for models without reasoning", exclude_if=lambda details: details is None),
+    ] = None

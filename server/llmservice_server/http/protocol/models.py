@@ -34,6 +34,8 @@ class SizingReport(BaseModel):
     architecture: str
     model_code: Annotated[ModelCode, Field(description="own, or transformers: whose code computes the model")]
     memory_bytes: Annotated[dict[str, int], Field(description="by kind: weights, kv_cache, activations, graphs, total")]
+    tool_call_format: Annotated[str, Field(description="in which the model calls tools; none: it cannot")]
+    reasoning_format: Annotated[str, Field(description="none: all text is the answer's content")]
     shape: Annotated[
         dict[str, int | str | bool] | None,
         Field(description="as spec.model.shape of an LLMService; null: a family that the planner does not know"),

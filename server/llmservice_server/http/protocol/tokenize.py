@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from llmservice_server.http.error import invalid
 from llmservice_server.http.protocol.base import Body, JsonObject, TokenId
-from llmservice_server.http.protocol.chat import Messages, Tools
+from llmservice_server.http.protocol.chat import Messages, RequestedEffort, Tools
 
 
 class TokenizeRequest(Body):
@@ -23,6 +23,7 @@ class TokenizeRequest(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: JsonObject = {}
+    reasoning_effort: RequestedEffort = None
     add_special_tokens: Annotated[
         bool | None, Field(description="of a prompt (default: true); a template writes its own")
     ] = None

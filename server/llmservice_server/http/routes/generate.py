@@ -94,9 +94,9 @@ async def _processor(
     state.require_model(body.model)
     apply_defaults(body, state.sampling_defaults)
     ready, tokenizer = serving
-    grammar = await asyncio.to_thread(answer_grammar, body, tokenizer) if body.is_structured else None
     longest = ready.max_request_tokens if body.truncate_prompt_tokens is None else None
     prompts = await run(num_body_bytes(request), prompts_of, body, tokenizer, longest)
+    grammar = await asyncio.to_thread(answer_grammar, body, tokenizer, prompts[0]) if body.is_structured else None
     room = ready.max_request_tokens - (body.token_limit or default_max_tokens or 1)
     prompts = truncated(prompts, body.truncate_prompt_tokens, max(1, room))
     hashes = await run(num_body_bytes(request), prompt_hashes, prompts, ready, body.cache_salt)
@@ -227,7 +227,7 @@ class EventStream(Response):
         if not self._options.include_usage:
             return DONE
         self._chunk.choices = []
-        self._chunk.usage = usage(self._processor)
+        self._chunk.usage = usage(self._processor, num_reasoning=self._layout.num_reasoning_tokens)
         return event(self._chunk) + DONE
 
     def _event(self, choices: Sequence[Choice]) -> bytes:
@@ -235,5 +235,5 @@ class EventStream(Response):
             return b""
         self._chunk.choices = choices
         if self._options.continuous_usage_stats:
-            self._chunk.usage = usage(self._processor, self._num_tokens)
+            self._chunk.usage = usage(self._processor, self._num_tokens, self._layout.num_reasoning_tokens)
         return event(self._chunk)

@@ -89,6 +89,8 @@ async def show_sizing(state: StateDep, serving: ServingDep) -> SizingReport:
         architecture=engine.architecture,
         model_code=engine.model_code,
         memory_bytes=engine.memory_bytes,
+        tool_call_format=serving.tokenizer.formats.names.tool_calls,
+        reasoning_format=serving.tokenizer.formats.names.reasoning,
         shape=dict(state.config.shape) if state.config.shape is not None else None,
     )
 

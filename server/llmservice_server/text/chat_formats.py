@@ -1,0 +1,187 @@
+"""The formats of tool calls and reasoning by name, which of them a model uses, and what follows from that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from llmservice_server.engine.config import ReasoningFormatName, ToolCallFormatName
+from llmservice_server.sampling.grammar import LarkRules, behind, lark_grammar
+from llmservice_server.text import tool_calls
+from llmservice_server.text.qwen3_coder import QWEN3_CODER
+from llmservice_server.text.reasoning import (
+    CALL,
+    CHANNEL,
+    END,
+    END_THINK,
+    HARMONY_MARKERS,
+    MESSAGE,
+    START,
+    STARTS_WITH_THINK,
+    THINK,
+    THINK_MARKERS,
+    AnswerParser,
+    Beginning,
+    HarmonyParser,
+    TextParser,
+    ThinkParser,
+    harmony_rules,
+    think_rules,
+)
+from llmservice_server.text.tool_calls import ToolFormat, ToolSchema
+
+END_TOKENS: Mapping[str, tuple[str, ...]] = {"harmony": (CALL, "<|return|>"), "llama3_json": ("<|eom_id|>",)}
+"""Tokens that end an answer in a format, also where generation_config.json does not name them."""
+
+
+class ChatFormatError(ValueError):
+    """The formats that were asked for do not belong together; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class FormatNames:
+    """The formats of a model; `none`: tool calls are refused, and reasoning is part of the content."""
+
+    tool_calls: ToolCallFormatName = "auto"
+    reasoning: ReasoningFormatName = "auto"
+
+    def resolved(self, chat_template: str, vocabulary: Mapping[str, int]) -> FormatNames:
+        """With `auto` replaced by what the template and the added tokens of the `vocabulary` show.
+
+        Raises ChatFormatError where one is harmony and the other is another format.
+        """
+        calls, reasoning = self.tool_calls, self.reasoning
+        if calls == "auto":
+            calls = "harmony" if reasoning == "harmony" else _tool_call_format(chat_template)
+        if reasoning == "auto":
+            reasoning = "harmony" if calls == "harmony" else _reasoning_format(chat_template, vocabulary)
+        if "harmony" in (calls, reasoning) and not {calls, reasoning} <= {"harmony", "none"}:
+            raise ChatFormatError(
+                f"the format of tool calls is {calls} and that of reasoning {reasoning}, but harmony is one format for "
+                "both: set both to harmony, or one of them to none"
+            )
+        return FormatNames(calls, reasoning)
+
+
+def _tool_call_format(template: str) -> ToolCallFormatName:
+    if "<|channel|>" in template:
+        return "harmony"
+    if "<tool_call>" in template and "<arg_key>" not in template:  # GLM's
+        return "qwen3_coder" if "<function=" in template else "hermes"
+    if "[TOOL_CALLS]" in template:
+        return "mistral"
+    return "llama3_json" if '"parameters": ' in template or "<|python_tag|>" in template else "none"
+
+
+def _reasoning_format(template: str, vocabulary: Mapping[str, int]) -> ReasoningFormatName:
+    if "<|channel|>" in template:
+        return "harmony"
+    return "think" if THINK in template or END_THINK in template or THINK in vocabulary else "none"
+
+
+class ChatFormats:
+    """How a model writes tool calls and reasoning."""
+
+    def __init__(self, names: FormatNames, chat_template: str, vocabulary: Mapping[str, int]) -> None:
+        """`vocabulary`: the ids of added tokens, special ones too. Raises ChatFormatError."""
+        self.names = names.resolved(chat_template, vocabulary)
+        self._is_harmony = "harmony" in (self.names.tool_calls, self.names.reasoning)
+        self._tool_format = _tool_format(self.names.tool_calls, chat_template)
+        markers: tuple[str, ...] = HARMONY_MARKERS if self._is_harmony else ()
+        markers += THINK_MARKERS if self.names.reasoning == "think" else ()
+        self._one_call = "single tool-call" in chat_template  # Llama 3.1's refuses a message with several
+        self._kept = _ids(markers, vocabulary)
+        self._tool_ids = _ids(self._tool_format.markers, vocabulary) if self._tool_format else {}
+        ends = END_TOKENS.get(self.names.tool_calls, ()) + END_TOKENS.get(self.names.reasoning, ())
+        self.end_token_ids = frozenset(_ids(ends, vocabulary).values())
+
+    @property
+    def can_call(self) -> bool:
+        return self.names.tool_calls != "none"
+
+    @property
+    def distinguishes_json(self) -> bool:
+        """Whether a call cannot be taken for an answer that is a JSON object."""
+        return self._tool_format is None or bool(self._tool_format.trigger)
+
+    def kept_tokens(self, *, calls: bool) -> dict[int, str]:
+        """The tokens that are part of an answer's text although they may be special, where it may have `calls`."""
+        return {token_id: marker for marker, token_id in (self._kept | (self._tool_ids if calls else {})).items()}
+
+    def beginning(self, prompt_end: str, continued: str | None) -> Beginning:
+        """Where an answer begins. `prompt_end`: the prompt's last words; `continued`: the message that it continues."""
+        if self._is_harmony:
+            return "open" if continued is None else "content"
+        if self.names.reasoning != "think":
+            return "content"
+        if continued is not None:
+            return "reasoning" if continued.rfind(THINK) > continued.rfind(END_THINK) else "content"
+        if prompt_end.rstrip().endswith(THINK):
+            return "reasoning"
+        return "content" if prompt_end.rstrip().endswith(END_THINK) else "open"
+
+    @property
+    def reasoning_marks(self) -> tuple[str, frozenset[int]] | None:
+        """What begins reasoning, and the tokens that end it; None where it cannot be told by tokens."""
+        marks = {"think": (THINK, (END_THINK,)), "harmony": (f"{CHANNEL}analysis{MESSAGE}", (END, CALL, START))}
+        begin, ends = marks.get(self.names.reasoning, ("", ()))
+        return (begin, frozenset(self._kept[end] for end in ends)) if ends and self._kept.keys() >= {*ends} else None
+
+    def parser(self, tools: Sequence[ToolSchema], beginning: Beginning) -> AnswerParser:
+        """For one answer, which may call `tools`."""
+        if self._is_harmony:
+            calls = bool(tools) and self.can_call
+            return HarmonyParser(beginning, calls=calls, reasoning=self.names.reasoning == "harmony")
+        following: AnswerParser = TextParser()
+        if tools and self._tool_format is not None:
+            following = self._tool_format.parser(tools)
+        return ThinkParser(following, beginning) if self.names.reasoning == "think" else following
+
+    def behind_reasoning(self, grammar: str, beginning: Beginning) -> str:
+        """The grammar of answers whose content is in `grammar`, with the reasoning before it."""
+        rules = LarkRules(self._kept)
+        if beginning == "content":
+            return grammar
+        if self._is_harmony:
+            return behind(grammar, rules.text(harmony_rules(rules, "@answer", (), beginning)))
+        return behind(grammar, rules.text(f"{think_rules(rules, beginning)} @answer"))
+
+    def tool_grammar(
+        self,
+        tools: Sequence[ToolSchema],
+        beginning: Beginning,
+        *,
+        required: bool,
+        parallel: bool,
+        otherwise: str | None = None,
+    ) -> str:
+        """The grammar of answers that call `tools`, at most one unless `parallel`, with the reasoning before it.
+
+        Unless `required`, an answer may also be text, with or without calls after it, or, where `otherwise` is a
+        grammar, what that allows.
+        """
+        rules = LarkRules(self._kept | self._tool_ids)
+        answer = None if required else "" if otherwise is None else "@answer"
+        if self._is_harmony:
+            start = harmony_rules(rules, answer, tools, beginning)
+        else:
+            assert self._tool_format is not None  # noqa: S101  # the caller has checked `can_call`
+            unless = STARTS_WITH_THINK if beginning == "open" else ""
+            reasoning = think_rules(rules, beginning)
+            several = parallel and not self._one_call
+            start = self._tool_format.answer(rules, tools, answer, parallel=several, unless=unless)
+            start = f"{reasoning} ({start})" if reasoning else start
+        text = rules.text(start)
+        return lark_grammar(text) if otherwise is None else behind(otherwise, text)
+
+
+def _tool_format(name: ToolCallFormatName, template: str) -> ToolFormat | None:
+    """None: none, or harmony, which has no format of calls of its own."""
+    if name == "mistral" and "[ARGS]" in template:
+        return tool_calls.MISTRAL_ARGS
+    formats = (tool_calls.HERMES, QWEN3_CODER, tool_calls.MISTRAL, tool_calls.LLAMA3_JSON)
+    return {layout.name: layout for layout in formats}.get(name)
+
+
+def _ids(markers: Sequence[str], vocabulary: Mapping[str, int]) -> dict[str, int]:
+    return {marker: vocabulary[marker] for marker in markers if marker in vocabulary}

@@ -1,0 +1,388 @@
+"""Formats of tool calls and reasoning: which one a model has, what is in an answer, and what a grammar allows."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import tokenizers
+from llguidance import LLMatcher, LLTokenizer
+
+from llmservice_server.sampling.grammar import check_grammar, json_grammar
+from llmservice_server.text.chat_formats import ChatFormatError, ChatFormats, FormatNames
+from llmservice_server.text.qwen3_coder import read_value
+from llmservice_server.text.reasoning import HARMONY_MARKERS, THINK_MARKERS, Beginning, ReasoningTokens
+from llmservice_server.text.tool_calls import Parsed, ToolSchema, merge
+from llmservice_server.tiny import tokenizer as tiny_tokenizer
+
+TOOLS = [
+    ToolSchema("add", {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}),
+    ToolSchema("now", {"type": "object", "properties": {}, "additionalProperties": False}),
+    ToolSchema("say", {"type": "object", "properties": {"text": {"type": "string"}, "loud": {"type": "boolean"}}}),
+]
+TEMPLATES = {
+    "hermes": "<tool_call>\n{'name': name, 'arguments': arguments}\n</tool_call>",
+    "qwen3_coder": "<tool_call>\n<function={{ name }}>\n<parameter={{ key }}>",
+    "mistral": "[TOOL_CALLS][{{ call }}]",
+    "mistral_args": "[TOOL_CALLS]{{ name }}[ARGS]{{ arguments }}",
+    "llama3_json": "{'\"parameters\": '}",
+    "harmony": "<|start|>assistant<|channel|>analysis<|message|>",
+    "think": "<think>",
+    "none": "{{ messages }}",
+}
+HERMES_ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+HERMES_NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+CODER_SAY = (
+    '<tool_call>\n<function=say>\n<parameter=text>\n12 <b>\n"é"\n</parameter>\n<parameter=loud>\nfalse\n</parameter>\n'
+    "</function>\n</tool_call>"
+)
+CODER_NOW = "<tool_call>\n<function=now>\n</function>\n</tool_call>"
+ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+HARMONY_ADD = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}'
+
+# format, where the answer begins, text, content, reasoning, calls
+ANSWERS: list[tuple[str, Beginning, str, str, str, list[tuple[str, str]]]] = [
+    ("none", "content", "Just <think> [TOOL_CALLS] {words}", "Just <think> [TOOL_CALLS] {words}", "", []),
+    ("hermes", "content", f"Well.\n{HERMES_ADD}\n{HERMES_NOW}", "Well.\n", "", [("add", '{"a": 1}'), ("now", "{}")]),
+    ("hermes", "content", "a <tool_calls> b", "a <tool_calls> b", "", []),
+    ("hermes", "content", "<tool_call>\nnonsense\n</tool_call>", "<tool_call>\nnonsense\n</tool_call>", "", []),
+    ("hermes", "content", f"<tool_call>x</tool_call>{HERMES_NOW}", "<tool_call>x</tool_call><tool_call>\n", "",
+     [("now", "{}")]),
+    ("hermes", "content", '<tool_call>{"name":"now","arguments":{}}</tool_call> and', "and", "", [("now", "{}")]),
+    ("hermes", "content", f"{HERMES_NOW}{HERMES_ADD[:20]}", "", "", [("now", "{}")]),
+    ("hermes", "content", f"{HERMES_NOW}\n<tool_call>x</tool_call>", "<tool_call>x</tool_call>", "", [("now", "{}")]),
+    ("hermes", "content", HERMES_NOW[:-3], "", "", [("now", "{}")]),
+    ("hermes", "content", '<tool_call>\n{"name": "ad', '<tool_call>\n{"name": "ad', "", []),
+    ("hermes", "content", '<tool_call>\n{"name": "add", "arguments": {"a": "}', "", "", [("add", '{"a": "}')]),
+    ("qwen3_coder", "content", f"Well. {CODER_SAY}\n{CODER_NOW}", "Well. ", "",
+     [("say", '{"text": "12 <b>\\n\\"é\\"", "loud": false}'), ("now", "{}")]),
+    ("qwen3_coder", "content", "<tool_call>\n<function=say>\n<parameter=text>\ncut of", "", "",
+     [("say", '{"text": "cut of')]),
+    ("qwen3_coder", "content", "<tool_call>\n<function=say><parameter=text>\n\n</parameter>\n<parameter=loud>\ntr", "",
+     "", [("say", '{"text": "", "loud": tr')]),
+    ("qwen3_coder", "content", "<tool_call>\n<function=say>\n<parameter=text>a</parameter>\n</function>", "", "",
+     [("say", '{"text": "a"}')]),
+    ("qwen3_coder", "content", "<tool_call>\n<function=sa", "<tool_call>\n<function=sa", "", []),
+    ("mistral", "content", '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}, {"name": "now", "arguments": {}}]', "",
+     "", [("add", '{"a": 1}'), ("now", "{}")]),
+    ("mistral", "content", 'Hi[TOOL_CALLS] [{"name": "now", "arguments": {}}]', "Hi", "", [("now", "{}")]),
+    ("mistral_args", "content", 'Hi[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]now[CALL_ID]12ab[ARGS]{}', "Hi", "",
+     [("add", '{"a": 1}'), ("now", "{}")]),
+    ("mistral_args", "content", "[TOOL_CALLS]ad", "[TOOL_CALLS]ad", "", []),
+    ("llama3_json", "content", '{"name": "add", "parameters": {"a": 1}}; {"name": "now", "parameters": {}}', "", "",
+     [("add", '{"a": 1}'), ("now", "{}")]),
+    ("llama3_json", "content", '<|python_tag|>{"name": "now", "parameters": {}}', "", "", [("now", "{}")]),
+    ("llama3_json", "content", "<|python", "<|python", "", []),
+    ("llama3_json", "content", '{"answer": 42}', '{"answer": 42}', "", []),
+    ("llama3_json", "content", 'a {"name": "now", "parameters": {}}', 'a {"name": "now", "parameters": {}}', "", []),
+    ("harmony", "open", f"{ANALYSIS}<|channel|>final<|message|>Hello.<|return|>", "Hello.", "Hm.", []),
+    ("harmony", "open", f"{ANALYSIS}{HARMONY_ADD}<|call|>", "", "Hm.", [("add", '{"a": 1}')]),
+    ("harmony", "open", f"{ANALYSIS} to=functions.add<|channel|>commentary json<|message|>{{}}", "", "Hm.",
+     [("add", "{}")]),
+    ("harmony", "open", f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{HARMONY_ADD}", "I look.", "",
+     [("add", '{"a": 1}')]),
+    ("harmony", "open", "<|channel|>analysis<|message|>cut <|en", "", "cut <|en", []),
+    ("harmony", "open", "<|channel|>ana", "", "", []),
+    ("harmony", "open", "<|channel|>commentary to=functions.ad", "<|channel|>commentary to=functions.ad", "", []),
+    ("harmony", "open", "no channel", "no channel", "", []),
+    ("harmony", "content", " on it goes", " on it goes", "", []),
+    ("think", "open", "<think>\nHm,\n hm.\n</think>\n\nHello <think>.", "Hello <think>.", "Hm,\n hm.", []),
+    ("think", "open", "\n<think></think>Hello", "Hello", "", []),
+    ("think", "open", "<b> Hello", "<b> Hello", "", []),
+    ("think", "open", " <th", " <th", "", []),
+    ("think", "open", "<think>cut off </th", "", "cut off </th", []),
+    ("think", "reasoning", "\nHm.\n</think>\n\nHello", "Hello", "Hm.", []),
+    ("think", "reasoning", "Hm. \n", "", "Hm.", []),
+    ("think", "content", "Hello </think>", "Hello </think>", "", []),
+    ("hermes think", "reasoning", f"<tool_call>?</think>\n\n{HERMES_ADD}", "", "<tool_call>?", [("add", '{"a": 1}')]),
+    ("hermes think", "open", f"<think>a</think>b\n{HERMES_NOW}", "b\n", "a", [("now", "{}")]),
+]  # fmt: skip
+
+
+def formats(name: str, vocabulary: dict[str, int] | None = None) -> ChatFormats:
+    """Of a model whose template holds those of the names."""
+    return ChatFormats(FormatNames(), "".join(TEMPLATES[each] for each in name.split()), vocabulary or {})
+
+
+def parse(name: str, beginning: Beginning, pieces: Sequence[str]) -> tuple[str, str, list[tuple[str, str]]]:
+    parser = formats(name).parser(TOOLS, beginning)
+    whole = Parsed()
+    for piece in pieces:
+        whole.extend(parser.append(piece))
+    whole.extend(parser.flush())
+    calls = merge(whole.calls)
+    assert [call.index for call in calls] == list(range(parser.num_calls))
+    return whole.content, whole.reasoning, [(call.name or "", call.arguments) for call in calls]
+
+
+def splits(text: str) -> Iterator[list[str]]:
+    yield [text]
+    yield list(text)
+    for place in range(1, len(text)):
+        yield [text[:place], text[place:]]
+    for start, end in itertools.combinations(range(0, len(text), 7), 2):
+        yield [text[:start], text[start:end], text[end:]]
+
+
+@pytest.mark.parametrize(("name", "beginning", "text", "content", "reasoning", "calls"), ANSWERS)
+def test_what_is_in_an_answer_does_not_depend_on_its_pieces(
+    name: str, beginning: Beginning, text: str, content: str, reasoning: str, calls: list[tuple[str, str]]
+) -> None:
+    for pieces in splits(text):
+        assert parse(name, beginning, pieces) == (content, reasoning, calls), pieces
+
+
+@pytest.mark.parametrize(("name", "beginning", "text"), [answer[:3] for answer in ANSWERS])
+def test_an_answer_that_is_cut_off_anywhere_is_the_same_whole_and_letter_by_letter(
+    name: str, beginning: Beginning, text: str
+) -> None:
+    for end in range(len(text)):
+        assert parse(name, beginning, [text[:end]]) == parse(name, beginning, list(text[:end]))
+
+
+@pytest.mark.parametrize(
+    ("text", "schema", "value"),
+    [
+        ("12", {"type": "string"}, '"12"'),
+        ("12", {"type": ["string", "null"]}, '"12"'),
+        ("null", {"type": ["string", "null"]}, "null"),
+        ("12", {"anyOf": [{"type": "number"}, {"type": "string"}]}, "12"),
+        ("True", {"type": "boolean"}, "true"),
+        ('{"a": [1]}', {"$ref": "#/$defs/a"}, '{"a": [1]}'),
+        ("1", {"enum": ["1", "2"]}, '"1"'),
+        ("no number", {"type": "integer"}, '"no number"'),
+        ("", {}, '""'),
+    ],
+)
+def test_an_argument_in_xml_has_the_type_that_its_schema_allows(text: str, schema: dict[str, Any], value: str) -> None:
+    assert read_value(text, schema) == value
+
+
+@pytest.mark.parametrize(
+    ("template", "vocabulary", "calls", "reasoning"),
+    [
+        (TEMPLATES["hermes"], [], "hermes", "none"),
+        (TEMPLATES["hermes"], ["<think>"], "hermes", "think"),
+        (TEMPLATES["hermes"] + "{{ content.split('</think>') }}", [], "hermes", "think"),
+        (TEMPLATES["qwen3_coder"], [], "qwen3_coder", "none"),
+        (TEMPLATES["mistral"], [], "mistral", "none"),
+        (TEMPLATES["llama3_json"], [], "llama3_json", "none"),
+        (TEMPLATES["harmony"], [], "harmony", "harmony"),
+        ("<tool_call>{{ name }}\n<arg_key>", [], "none", "none"),
+        (tiny_tokenizer.CHAT_TEMPLATE, [], "hermes", "none"),
+        ("{{ messages }}", [], "none", "none"),
+    ],
+)
+def test_template_and_tokenizer_show_the_formats(
+    template: str, vocabulary: list[str], calls: str, reasoning: str
+) -> None:
+    found = FormatNames().resolved(template, dict.fromkeys(vocabulary, 7))
+    assert (found.tool_calls, found.reasoning) == (calls, reasoning)
+
+
+def test_formats_that_are_asked_for_replace_those_of_the_template() -> None:
+    chosen = FormatNames("mistral", "none").resolved(TEMPLATES["hermes"], {"<think>": 7})
+    assert (chosen.tool_calls, chosen.reasoning) == ("mistral", "none")
+    assert FormatNames("harmony").resolved("", {}).reasoning == "harmony"
+    with pytest.raises(ChatFormatError, match="harmony is one format for both"):
+        FormatNames("hermes", "harmony").resolved("", {})
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt_end", "continued", "beginning"),
+    [
+        ("think", "<|im_start|>assistant\n<think>\n", None, "reasoning"),
+        ("think", "assistant\n<think>\n\n</think>\n\n", None, "content"),
+        ("think", "assistant\n", None, "open"),
+        ("think", "x", "<think>half a", "reasoning"),
+        ("think", "x", "<think>a</think> half", "content"),
+        ("harmony", "<|start|>assistant", None, "open"),
+        ("harmony", "x", "half", "content"),
+        ("hermes", "<think>", None, "content"),
+    ],
+)
+def test_the_prompt_shows_where_the_answer_begins(
+    name: str, prompt_end: str, continued: str | None, beginning: Beginning
+) -> None:
+    assert formats(name).beginning(prompt_end, continued) == beginning
+
+
+MARKERS = [*THINK_MARKERS, *HARMONY_MARKERS, "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"]
+LETTERS = LLTokenizer(tiny_tokenizer.train(1024).to_str(), eos_token=1)
+
+
+def _with_markers() -> tuple[LLTokenizer, dict[str, int]]:
+    """A vocabulary in which the markers are special tokens."""
+    library = tiny_tokenizer.train(1024)
+    library.add_tokens([tokenizers.AddedToken(marker, special=True, normalized=False) for marker in MARKERS])
+    return LLTokenizer(library.to_str(), eos_token=1), {marker: library.token_to_id(marker) for marker in MARKERS}
+
+
+TOKENS = _with_markers()
+
+
+def allowed(grammar: str, text: str, tokenizer: LLTokenizer) -> bool:
+    check_grammar(grammar)
+    matcher = LLMatcher(tokenizer, grammar, log_level=0)
+    return matcher.consume_tokens(tokenizer.tokenize_str(text, parse_special=True)) and matcher.is_accepting()
+
+
+CALLS = {
+    "hermes": [HERMES_ADD, HERMES_NOW],
+    "qwen3_coder": [
+        "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
+        CODER_NOW,
+    ],
+    "mistral": ['{"name": "add", "arguments": {"a": 1}}', '{"name": "now", "arguments": {}}'],
+    "mistral_args": ['[TOOL_CALLS]add[ARGS]{"a": 1}', "[TOOL_CALLS]now[ARGS]{}"],
+    "llama3_json": ['{"name": "add", "parameters": {"a": 1}}', '{"name": "now", "parameters": {}}'],
+    "harmony": [HARMONY_ADD, HARMONY_ADD.replace("add", "now").replace('{"a": 1}', "{}")],
+}
+FINAL = "<|channel|>final<|message|>"
+
+
+def _join(name: str, calls: Sequence[str]) -> str:
+    separator = {"hermes": "\n", "qwen3_coder": "\n", "mistral": ", ", "llama3_json": "; "}.get(name, "")
+    return f"[TOOL_CALLS][{separator.join(calls)}]" if name == "mistral" else separator.join(calls)
+
+
+@pytest.mark.parametrize(
+    ("name", "thinks", "in_tokens"),
+    [
+        *((name, thinks, True) for name in CALLS for thinks in (True, False)),
+        *((name, thinks, False) for name in CALLS for thinks in (True, False) if name != "harmony"),
+    ],
+)
+def test_every_format_has_a_grammar_for_every_tool_choice(name: str, thinks: bool, in_tokens: bool) -> None:
+    tokenizer, vocabulary = TOKENS if in_tokens else (LETTERS, {})
+    chosen = formats(f"{name} think" if thinks and name != "harmony" else name, vocabulary)
+    beginning = chosen.beginning("assistant", None)
+    reasoning = ANALYSIS if name == "harmony" else "<think>\nA {thought}.\n</think>\n\n" if thinks else ""
+    words = f"{FINAL}Words, [] and {{}}." if name == "harmony" else "Words, [] and {}."
+    one, wrong = _join(name, CALLS[name][:1]), _join(name, CALLS[name][:1]).replace("1", "true")
+    two = _join(name, CALLS[name])
+
+    def whole(text: str, *, required: bool, parallel: bool = True, tools: Sequence[ToolSchema] = TOOLS) -> bool:
+        grammar = chosen.tool_grammar(tools, beginning, required=required, parallel=parallel)
+        return allowed(grammar, text, tokenizer)
+
+    for before in {"", reasoning}:
+        assert whole(before + words, required=False)
+        assert not whole(before + words, required=True)
+        assert whole(before + one, required=False)
+        assert whole(before + one, required=True)
+        assert whole(before + one, required=True, parallel=False)
+        assert not whole(before + wrong, required=True)
+        assert not whole(before + wrong, required=False)
+        assert not whole(before + one, required=True, tools=TOOLS[1:])
+        if name != "harmony":  # a call ends its answers
+            assert whole(before + two, required=True)
+            assert not whole(before + two, required=True, parallel=False)
+        schema = json_grammar({"type": "array"})
+        either = chosen.tool_grammar(TOOLS, beginning, required=False, parallel=False, otherwise=schema)
+        final = FINAL if name == "harmony" else ""
+        for text, expected in ((one, True), (f"{final}[1, 2]", True), (words, False)):
+            assert allowed(either, before + text, tokenizer) == expected
+        assert allowed(chosen.behind_reasoning(schema, beginning), f"{before}{final}[1]", tokenizer)
+        assert not allowed(chosen.behind_reasoning(schema, beginning), before + words, tokenizer)
+
+
+@pytest.mark.parametrize("in_tokens", [True, False], ids=["tokens", "letters"])
+def test_reasoning_that_the_prompt_began_has_to_end_before_what_is_constrained(in_tokens: bool) -> None:
+    tokenizer, vocabulary = TOKENS if in_tokens else (LETTERS, {})
+    chosen = formats("hermes think", vocabulary)
+    for required in (True, False):
+        grammar = chosen.tool_grammar(TOOLS, "reasoning", required=required, parallel=True)
+        assert allowed(grammar, f"Maybe {{}}?</think>\n{HERMES_ADD}", tokenizer)
+        assert not allowed(grammar, HERMES_ADD, tokenizer)
+    assert not allowed(chosen.behind_reasoning(json_grammar({}), "reasoning"), "[1]", tokenizer)
+    assert allowed(chosen.behind_reasoning(json_grammar({}), "reasoning"), "Hm.</think>[1]", tokenizer)
+    assert chosen.behind_reasoning(json_grammar({}), "content") == json_grammar({})
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "expected"),
+    [
+        ({"type": "string"}, "free\n</text> [1]", True),
+        ({"type": "string", "maxLength": 3}, "four", False),
+        ({"enum": ["red", 3]}, "red", True),
+        ({"enum": ["red", 3]}, "3", True),
+        ({"enum": ["red", 3]}, "blue", False),
+        ({"type": "array", "items": {"$ref": "#/$defs/n"}}, "[1, 2]", True),
+        ({"type": "array", "items": {"$ref": "#/$defs/n"}}, '["a"]', False),
+    ],
+)
+def test_qwens_parameters_conform_to_their_schemas(schema: dict[str, Any], value: str, expected: bool) -> None:
+    arguments = {"type": "object", "properties": {"p": schema}, "required": ["p"], "$defs": {"n": {"type": "integer"}}}
+    tools = [ToolSchema("f", arguments)]
+    grammar = formats("qwen3_coder").tool_grammar(tools, "content", required=True, parallel=False)
+    text = f"<tool_call>\n<function=f>\n<parameter=p>\n{value}\n</parameter>\n</function>\n</tool_call>"
+    assert allowed(grammar, text, LETTERS) == expected
+    if expected:
+        parser = formats("qwen3_coder").parser(tools, "content")
+        [call] = merge(parser.append(text).calls)
+        assert json.loads(call.arguments) == {"p": json.loads(read_value(value, schema))}
+
+
+def test_a_function_with_free_arguments_takes_any_parameters() -> None:
+    tools = [ToolSchema("f", {"type": "object"})]
+    grammar = formats("qwen3_coder").tool_grammar(tools, "content", required=True, parallel=False)
+    parameter = "<parameter={}>\nx\n</parameter>\n"
+    body = parameter.format("a") + parameter.format("b")
+    assert allowed(grammar, f"<tool_call>\n<function=f>\n{body}</function>\n</tool_call>", LETTERS)
+
+
+def test_tokens_of_a_format_are_kept_and_may_end_an_answer() -> None:
+    vocabulary = TOKENS[1]
+    chosen = formats("harmony", vocabulary)
+    assert set(chosen.kept_tokens(calls=False).values()) == set(HARMONY_MARKERS)
+    assert chosen.end_token_ids == {vocabulary["<|call|>"], vocabulary["<|return|>"]}
+    hermes = formats("hermes think", vocabulary)
+    assert set(hermes.kept_tokens(calls=False).values()) == set(THINK_MARKERS)
+    assert set(hermes.kept_tokens(calls=True).values()) == {*THINK_MARKERS, "<tool_call>", "</tool_call>"}
+
+
+def test_reasoning_is_counted_whatever_pieces_its_tokens_come_in() -> None:
+    for pieces in ([[9, 7, 8, 1, 1, 5, 1, 7, 8, 1]], [[9, 7], [8], [1, 1], [5, 1, 7], [8, 1]]):
+        counter = ReasoningTokens([7, 8], {5, 6}, "open")
+        for piece in pieces:
+            counter.append(piece)
+        assert counter.num_tokens == 3
+    counter = ReasoningTokens([7], {5}, "reasoning")
+    counter.append([1, 2, 5, 3])
+    assert counter.num_tokens == 2
+
+
+def test_nothing_of_the_content_precedes_an_answer_that_is_constrained() -> None:
+    chosen, schema = formats("harmony", TOKENS[1]), json_grammar({"type": "array"})
+    preamble = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+    free = chosen.tool_grammar(TOOLS, "open", required=False, parallel=True)
+    required = chosen.tool_grammar(TOOLS, "open", required=True, parallel=True)
+    either = chosen.tool_grammar(TOOLS, "open", required=False, parallel=True, otherwise=schema)
+    assert allowed(free, f"{preamble}{HARMONY_ADD}", TOKENS[0])
+    assert not allowed(required, f"{preamble}{HARMONY_ADD}", TOKENS[0])
+    assert not allowed(either, f"{preamble}{FINAL}[1]", TOKENS[0])
+    assert not allowed(chosen.behind_reasoning(schema, "open"), f"{preamble}{FINAL}[1]", TOKENS[0])
+
+
+def test_what_templates_refuse_to_repeat_is_not_generated() -> None:
+    """Mistral's want ids of nine letters, Llama 3.1's one call in a message."""
+    parser = formats("mistral").parser(TOOLS, "content")
+    [call] = parser.append('[TOOL_CALLS][{"name": "now", "arguments": {').calls[:1]
+    assert call.id is not None
+    assert re.fullmatch("[a-z0-9]{9}", call.id)
+    template = TEMPLATES["llama3_json"] + "{{ raise_exception('This model only supports single tool-calls at once!') }}"
+    for chosen, several in ((ChatFormats(FormatNames(), template, {}), False), (formats("llama3_json"), True)):
+        grammar = chosen.tool_grammar(TOOLS, "content", required=True, parallel=True)
+        assert allowed(grammar, _join("llama3_json", CALLS["llama3_json"]), LETTERS) == several
+
+
+def test_strings_in_xml_are_shown_as_they_arrive() -> None:
+    parser = formats("qwen3_coder").parser(TOOLS, "content")
+    parser.append("<tool_call>\n<function=say>\n<parameter=text>\nfirst")
+    assert [call.arguments for call in parser.append(' "second"\n').calls] == [' \\"second\\"']
+    assert [call.arguments for call in parser.append("third").calls] == ["\\nthird"]
