@@ -200,7 +200,8 @@ def _load(
         )
     try:
         with phases.phase("weights"):
-            model = checkpoint.load(checkpoint.dtype(config.dtype), backend.device)
+            dtype = checkpoint.dtype(config.dtype)
+            model = checkpoint.load(dtype, backend.device, config.quantization, backend.keeps)
             backend.prepare(model)
         with phases.phase("profiling"):
             activations = measure_activations(model, backend, config)
