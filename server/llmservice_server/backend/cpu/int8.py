@@ -96,18 +96,33 @@ def multiply_int8(hidden: Any, rows: Any, weights: Any, scaled: Any, product: An
     4, 64]`. scaled: scales and offsets `[out]`, and the bias `[out]`, or empty. hidden, bias and product are arrays of
     `as_array`.
     """
+    quantize_rows(hidden, rows)
+    for_each(_product_columns, len(weights), (rows[0].view(np.int32), rows[1], weights, scaled, product))
+
+
+@compiled_inner(nogil=True)
+def quantize_rows(hidden: Any, rows: Any) -> None:
+    """Write each row of `hidden` `[num_rows, in]`, quantised, to uint8 `[num_rows, in]`, and its scale."""
     quantized, row_scales = rows
     if len(hidden) < _THREADED_ROWS:
         for row in range(len(hidden)):
             _quantize_row(row, hidden, quantized, row_scales)
     else:
         for_each(_quantize_row, len(hidden), (hidden, quantized, row_scales))
-    for_each(int8_columns, len(weights), (quantized.view(np.int32), row_scales, weights, scaled, product))
 
 
 @compiled_inner()
-def int8_columns(number: int, quads: Any, row_scales: Any, weights: Any, scaled: Any, product: Any) -> None:
-    """64 columns of the product, from `64 * number` on."""
+def _product_columns(number: int, quads: Any, row_scales: Any, weights: Any, scaled: Any, product: Any) -> None:
+    int8_columns(number, (quads, row_scales), weights, scaled, number * COLUMNS, product)
+
+
+@compiled_inner()
+def int8_columns(number: int, rows: Any, weights: Any, scaled: Any, first: int, product: Any) -> None:
+    """Write 64 columns of the product, from `64 * number` on, to `product` from its column `first` on.
+
+    rows: of `quantize_rows`, the numbers as int32. weights and scaled: as in `multiply_int8`.
+    """
+    quads, row_scales = rows
     scales, offsets, bias = scaled
     columns = slice(number * COLUMNS, (number + 1) * COLUMNS)
     sums = np.empty((len(quads), COLUMNS), np.int32)
@@ -117,7 +132,7 @@ def int8_columns(number: int, quads: Any, row_scales: Any, weights: Any, scaled:
         lines = slice(first_line, first_line + LINES_AT_ONCE)
         add_products(quads[:, lines], weights[number, lines], sums)
     for row in range(len(sums)):
-        _scale_row(sums[row], row_scales[row], scales[columns], bias[columns], product[row, columns])
+        _scale_row(sums[row], row_scales[row], scales[columns], bias[columns], product[row, first : first + COLUMNS])
 
 
 @compiled_inner()
