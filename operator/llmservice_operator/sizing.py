@@ -157,6 +157,7 @@ def sizing_request(spec: LLMServiceSpec, model: Model, shape: ModelShape, device
         max_model_len=engine.max_model_len,
         dtype=spec.model.dtype,
         kv_dtype=engine.kv_cache_dtype,
+        quantization=spec.model.quantization,
         block_size=engine.block_size,
         gpu_memory_utilization=engine.gpu_memory_utilization,
         max_num_batched_tokens=engine.max_num_batched_tokens,
@@ -164,7 +165,7 @@ def sizing_request(spec: LLMServiceSpec, model: Model, shape: ModelShape, device
         max_num_seqs=None if engine.max_num_seqs == "auto" else engine.max_num_seqs,
         itl_p99_s=spec.slo.itl_p99_s,
         frees_slid_blocks=False,  # the server keeps a request's blocks to its end
-        weights_bytes=model.weights_bytes,
+        weights_bytes=None if shape.quantization or spec.model.quantization == "int8" else model.weights_bytes,
     )
 
 
@@ -186,11 +187,11 @@ def _unserved(spec: LLMServiceSpec, shape: ModelShape | None) -> SizingProblem |
             f"the model's architecture is {shape.architecture}, the server runs {', '.join(served)}:"
             " choose a model of one of these families",
         )
-    if shape.quantization:
+    if shape.is_encoder and shape.quantization:
         return SizingProblem(
             "UnsupportedModel",
-            f"the checkpoint is quantised ({shape.quantization}), the server loads"
-            " float32, bfloat16 and float16: choose the unquantised checkpoint",
+            f"the checkpoint is quantised ({shape.quantization}), the server loads encoders in float32, bfloat16 and"
+            " float16: choose the unquantised checkpoint",
         )
     return None
 

@@ -53,21 +53,89 @@ class WeightFormat:
         return f"{self.method} ({name}{size}{activations})"
 
     @property
-    def is_int8_product(self) -> bool:
-        """Whether it is made for products of 8-bit integers."""
-        return (self.activations == "int8" and self.rows is None) or (self.activations == "int8" and self.group is None)
+    def code(self) -> str:
+        """Of a model's shape, from which `parse` makes the format: `awq/int4/1x128/zeros`."""
+        size = "tensor" if self.rows is None else None if self.group is None else f"{self.rows}x{self.group}"
+        parts = self.method, f"{self.kind}{self.bits}", size, None if self.symmetric else "zeros"
+        activations = self.activations and f"{self.activations}-activations"
+        return "/".join(part for part in (*parts, activations, "reordered" if self.reordered else None) if part)
+
+    @classmethod
+    def parse(cls, code: str) -> WeightFormat:
+        """Of a `code`, or of a method alone with its usual format. Raises `QuantizationError`."""
+        code = _USUAL.get(code, code)
+        match = _CODE.fullmatch(code)
+        if match is None:
+            raise QuantizationError(
+                f"quantization is {code!r}, expected one of {', '.join(_USUAL)}, or as in {_USUAL['awq']}"
+            )
+        group, activations = match["group"], match["activations"]
+        return cls(
+            match["method"],
+            int(match["bits"]),
+            "float" if match["kind"] == "float" else "int",
+            None if match["tensor"] else int(match["rows"] or 1),
+            None if group is None else int(group),
+            symmetric=match["zeros"] is None,
+            activations="int8" if activations == "int8" else "fp8" if activations else None,
+            reordered=match["reordered"] is not None,
+        )
 
     def stored_bytes(self, outputs: int, inputs: int, scale_bytes: int = 2) -> int:
-        """Of a matrix that the server holds as it is stored."""
+        """Of a matrix that the server holds as it is stored; `scale_bytes`: of a scale."""
         groups = 1 if self.group is None else math.ceil(inputs / self.group)
         scales = math.ceil(outputs / (self.rows or 1)) * groups
         order = 4 * inputs if self.reordered else 0
         return outputs * inputs * self.bits // 8 + scales * (scale_bytes + (not self.symmetric)) + order
 
+    @property
+    def is_int8_product(self) -> bool:
+        """Whether it is made for products of 8-bit integers."""
+        return self.activations == "int8" and self.group is None and self.symmetric
 
-def int8_bytes(outputs: int, inputs: int) -> int:
-    """Of a matrix that the server holds for products of 8-bit integers."""
-    return outputs * (inputs + _INT8_BYTES_PER_OUTPUT)
+    def held_as(self, wanted: Quantization, *, on_cpu: bool) -> Quantization:
+        """`wanted`, or what the server chooses on the device: `dense`, `int8` or `stored`.
+
+        A CPU (with AVX-512 VNNI) has fast products of 8-bit integers only, which others are not made for.
+        """
+        if on_cpu and wanted in ("auto", "stored") and self.is_int8_product:
+            return "int8"
+        if wanted == "auto":
+            return "dense" if on_cpu else "stored"
+        return wanted
+
+
+def linear_bytes(
+    outputs: int,
+    inputs: int,
+    form: WeightFormat | None,
+    wanted: Quantization,
+    *,
+    on_cpu: bool,
+    dtype_bytes: int,
+    scale_bytes: int = 2,
+) -> int:
+    """Of a matrix `[out, in]` of a checkpoint in the server's memory; `form`: None, it is not quantised."""
+    held = form.held_as(wanted, on_cpu=on_cpu) if form is not None else wanted
+    if held == "int8" and on_cpu:
+        return outputs * (inputs + _INT8_BYTES_PER_OUTPUT)
+    if held == "int8":
+        return outputs * (inputs + 4)
+    if held == "stored" and form is not None:
+        return form.stored_bytes(outputs, inputs, scale_bytes)
+    return outputs * inputs * dtype_bytes
+
+
+_CODE = re.compile(
+    r"(?P<method>[a-z0-9-]+)/(?P<kind>int|float)(?P<bits>4|8)(/(?P<tensor>tensor)|/(?P<rows>\d{1,6})x(?P<group>\d{1,6}))?"
+    r"(?P<zeros>/zeros)?(/(?P<activations>int8|fp8)-activations)?(?P<reordered>/reordered)?"
+)
+_USUAL = {
+    "awq": "awq/int4/1x128/zeros",
+    "gptq": "gptq/int4/1x128",
+    "fp8": "fp8/float8/128x128/fp8-activations",
+    "compressed-tensors": "compressed-tensors/int8/int8-activations",
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,13 @@ def test_a_gpu_may_have_less_memory_than_in_the_catalogue(service_of: Any, model
             id="too little memory",
         ),
         pytest.param({}, {"architecture": "gemma2"}, "UnsupportedModel", "qwen3", id="a family that is not served"),
-        pytest.param({}, {"quantization": "awq"}, "UnsupportedModel", "unquantised", id="a quantised checkpoint"),
+        pytest.param(
+            {},
+            {"quantization": "awq", "architecture": "bert", "encoder_parameters": 10**8},
+            "UnsupportedModel",
+            "unquantised",
+            id="a quantised encoder",
+        ),
         pytest.param(
             {"engine": {}, "resources": CPU},
             {"max_position_embeddings": None},

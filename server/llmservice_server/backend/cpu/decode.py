@@ -205,7 +205,7 @@ def _gate_up_columns(number: int, hidden: Any, gate_up: Any, bias: Any, gated: A
 def _gate_up_int8_columns(number: int, rows: Any, gate_up: Any, scaled: Any, gated: Any) -> None:
     first, num_rows = number * COLUMNS, len(gated)
     gate, up = np.empty((num_rows, COLUMNS), gated.dtype), np.empty((num_rows, COLUMNS), gated.dtype)
-    int8_columns(number, rows, gate_up, scaled, np.int64(0), gate)
-    int8_columns(number + len(gate_up) // 2, rows, gate_up, scaled, np.int64(0), up)
+    int8_columns(number, rows, gate_up, scaled, 0, gate)
+    int8_columns(number + len(gate_up) // 2, rows, gate_up, scaled, 0, up)
     for row in range(num_rows):
         silu_mul_row(gate[row], up[row], gated[row, first : first + COLUMNS])
