@@ -22,9 +22,11 @@ from llmservice_server.backend.choice import choose_backend
 from llmservice_server.backend.cpu.int8 import Int8Linear
 from llmservice_server.backend.cpu.linear import HAS_QUAD_PRODUCT
 from llmservice_server.backend.quantized import QuantizedWeight, fuse
+from llmservice_server.engine.config import EngineConfig
 from llmservice_server.models.llama import LlamaModel
 from llmservice_server.runtime.loader import Checkpoint
-from llmservice_server.types.errors import ModelLoadError
+from llmservice_server.runtime.startup import start
+from llmservice_server.types.errors import ConfigError, ModelLoadError
 
 pytestmark = pytest.mark.slow
 
@@ -354,6 +356,12 @@ def test_a_plain_checkpoint_is_quantised_at_load(tmp_path: Path, dtype: torch.dt
     sizes = 2 * sum(outputs * inputs for outputs, inputs in SHAPES.values())
     outputs = 2 * sum(outputs for outputs, _ in SHAPES.values())
     assert dense.weight_bytes - model.weight_bytes == sizes * (dtype.itemsize - 1) - 8 * outputs
+
+
+def test_int8_is_refused_where_its_products_are_slow(tmp_path: Path) -> None:
+    plain = write(tmp_path, dense_tensors())
+    with pytest.raises(ConfigError, match="the backend torch has no fast product of 8-bit integers"):
+        start(EngineConfig(model=plain, device="cpu", attention="torch", quantization="int8"))
 
 
 def test_parts_with_blocks_across_their_borders_are_fused() -> None:

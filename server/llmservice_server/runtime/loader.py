@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from llmservice_planner.quantization import Quantization
+from llmservice_planner.shape import ModelShape
 from llmservice_server.backend.base import Linear
 from llmservice_server.backend.quantized import QuantizedLinear, QuantizedWeight, fuse
 from llmservice_server.backend.torch.layer_ops import TorchLinear
@@ -62,6 +63,13 @@ class Checkpoint:
     @property
     def weight_file_bytes(self) -> int:
         return sum(shard.stat().st_size for shard in self.shards)
+
+    def held_bytes(self, dtype: torch.dtype, quantization: Quantization, *, on_cpu: bool) -> int:
+        """The weights in memory, predicted; those of a checkpoint that stays dense are as large as its files."""
+        if quantization != "int8" and self.config.quantization is None:
+            return self.weight_file_bytes
+        shape = ModelShape.from_folder(self.folder)
+        return shape.weights_bytes(str(dtype).removeprefix("torch."), quantization, on_cpu=on_cpu)
 
     def load(
         self,
