@@ -44,17 +44,10 @@ def test_each_module_has_the_first_format_that_names_it_unless_it_is_ignored() -
         },
         ignore=["lm_head", "re:.*layers.0.*"],
     )
-    bits = {
-        name: form and form.bits
-        for name in (
-            "model.layers.1.mlp.down_proj",
-            "model.layers.1.mlp.up_proj",
-            "model.layers.0.mlp.up_proj",
-            "lm_head",
-        )
-        for form in [config.format_of(name)]
-    }
-    assert list(bits.values()) == [8, 4, None, None]
+    mlp = "model.layers.{}.mlp.{}"
+    formats = map(config.format_of, (mlp.format(1, "down_proj"), mlp.format(1, "up_proj"), mlp.format(0, "up_proj")))
+    assert [form and form.bits for form in formats] == [8, 4, None]
+    assert config.format_of("lm_head") is None
 
 
 @pytest.mark.parametrize(
