@@ -23,6 +23,9 @@ from pieces.block_pool import measure_block_pool
 from pieces.embeddings import NUM_STREAMS as NUM_EMBEDDING_STREAMS
 from pieces.embeddings import measure_embeddings
 from pieces.http_path import LONGEST_ITL_MS, NUM_STREAMS, measure_http, sustained_tokens_per_s
+from pieces.quantized_products import NUM_ROWS as PRODUCT_ROWS
+from pieces.quantized_products import SHAPES as PRODUCT_SHAPES
+from pieces.quantized_products import measure_products
 from pieces.sampler import KINDS, NUM_ROWS, measure_sampler
 from pieces.scheduling import NUM_RUNNING as NUM_SCHEDULED
 from pieces.scheduling import SchedulerBefore, measure_prompts, measure_scheduling
@@ -112,6 +115,24 @@ def sampler() -> Found:
     return Found(rows, [Check("top-p of 64 rows, vocabulary 32k", "<= 10", top_p_ms, "ms")])
 
 
+def quantized_products() -> Found:
+    """At the number of rows of a step of 32 sequences, and of one."""
+    rows: list[Row] = []
+    speedups: dict[int, list[float]] = {1: [], 32: []}
+    for outputs, inputs in PRODUCT_SHAPES:
+        for num_rows in PRODUCT_ROWS:
+            measured = measure_products(outputs, inputs, num_rows)
+            if measured is None:
+                return Found([])
+            dense_s, int8_s = measured
+            speedups.setdefault(num_rows, []).append(dense_s / int8_s)
+            row = {"outputs": outputs, "inputs": inputs, "rows": num_rows}
+            rows.append({**row, "bfloat16_us": dense_s * 1e6, "int8_us": int8_s * 1e6, "speedup": dense_s / int8_s})
+    what = "int8 products ÷ bfloat16, the slowest of three shapes"
+    bounds = {1: ">= 1.0", 32: ">= 1.3"}
+    return Found(rows, [Check(f"{what}, {count} rows", bounds[count], min(speedups[count])) for count in bounds])
+
+
 def http() -> Found:
     what = f"HTTP path, stub model, {NUM_STREAMS} streams, one API process, p99 ITL at most {LONGEST_ITL_MS:g} ms"
     rows: list[Row] = []
@@ -172,6 +193,7 @@ PARTS: dict[str, Callable[[], Found]] = {
     "scheduling": scheduling,
     "block_pool": block_pool,
     "sampler": sampler,
+    "quantized_products": quantized_products,
     "http": http,
     "stream_chunks": stream_chunks,
     "embeddings": embeddings,

@@ -23,7 +23,9 @@ from llmservice_server.backend.base import KVCacheShape, Rotation, StepInput
 from llmservice_server.backend.cuda.attention import TritonAttention
 from llmservice_server.backend.cuda.kernels.jit import FP8
 from llmservice_server.backend.cuda.kernels.layer_ops import add_rms_norm, silu_mul
+from llmservice_server.backend.cuda.kernels.quantized_product import quantized_product
 from llmservice_server.backend.cuda.kernels.sampling import invert, top_k_top_p
+from llmservice_server.backend.quantized import QuantizedWeight
 
 KV_HEADS = 2
 VOCAB_SIZE = 151_936  # Qwen 3
@@ -124,6 +126,8 @@ def launch_all(shape: Shape) -> None:
     for delta in (None, hidden):
         add_rms_norm(hidden, delta, hidden[0], 1e-5)
     silu_mul(hidden)
+    values, scales = torch.zeros(4096, 2048, dtype=torch.uint8), torch.zeros(4096, 32, dtype=torch.bfloat16)
+    quantized_product(hidden.to(torch.bfloat16), QuantizedWeight(values, scales, group=128), None)
     for num_rows in (1, 4, 300):
         weights, numbers = torch.zeros(num_rows, VOCAB_SIZE), torch.zeros(num_rows, dtype=torch.float64)
         for by_mass in (False, True):

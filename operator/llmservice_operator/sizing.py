@@ -16,6 +16,7 @@ from llmservice_operator.api.model_spec import ModelSource
 from llmservice_operator.api.spec import LLMServiceSpec
 from llmservice_operator.locations import Figures, Model, ModelSourceError
 from llmservice_planner.explanation import format_bytes
+from llmservice_planner.families import FAMILIES
 from llmservice_planner.gpu import CPU, GPU, UnknownGPU, cpu_device, find_gpu
 from llmservice_planner.shape import ModelShape, ShapeError
 from llmservice_planner.sizing import Plan, SizingError, SizingRequest, plan
@@ -155,6 +156,7 @@ def sizing_request(spec: LLMServiceSpec, model: Model, shape: ModelShape, device
         max_model_len=engine.max_model_len,
         dtype=spec.model.dtype,
         kv_dtype=engine.kv_cache_dtype,
+        quantization=spec.model.quantization,
         block_size=engine.block_size,
         gpu_memory_utilization=engine.gpu_memory_utilization,
         max_num_batched_tokens=engine.max_num_batched_tokens,
@@ -162,7 +164,7 @@ def sizing_request(spec: LLMServiceSpec, model: Model, shape: ModelShape, device
         max_num_seqs=None if engine.max_num_seqs == "auto" else engine.max_num_seqs,
         itl_p99_s=spec.slo.itl_p99_s,
         frees_slid_blocks=False,  # the server keeps a request's blocks to its end
-        weights_bytes=model.weights_bytes,
+        weights_bytes=None if shape.quantization or spec.model.quantization == "int8" else model.weights_bytes,
     )
 
 
@@ -183,11 +185,12 @@ def _unserved(spec: LLMServiceSpec, shape: ModelShape | None) -> SizingProblem |
             f"the model ({shape.architecture}) has multi-head latent attention, which the server does not run so far:"
             " choose a model whose layers have keys and values by head",
         )
-    if shape.quantization:
+    own = [name for name, family in FAMILIES.items() if family.served_architecture]
+    if shape.quantization and shape.architecture not in own:
         return SizingProblem(
             "UnsupportedModel",
-            f"the checkpoint is quantised ({shape.quantization}), the server loads"
-            " float32, bfloat16 and float16: choose the unquantised checkpoint",
+            f"the checkpoint is quantised ({shape.quantization}), which the server loads for {', '.join(own)}, not for"
+            f" {shape.architecture}: choose the unquantised checkpoint",
         )
     return None
 

@@ -9,7 +9,6 @@ from llmservice_planner.encoders import ENCODER_BATCH
 from llmservice_planner.gpu import GPU
 from llmservice_planner.overhead import OverheadTerm, fixed_terms, logits_row_bytes
 from llmservice_planner.roofline import Roofline
-from llmservice_planner.shape import DTYPE_BYTES
 from llmservice_planner.sizing_request import LEAST_SEQUENCE_TOKENS, SizingRequest
 from llmservice_planner.step_tokens import LEAST_TOKENS, StepTokens, step_tokens
 
@@ -37,7 +36,7 @@ class Budget:
         shape, device_count, dtype = request.shape, request.device_count, request.resolved_dtype
         weights = request.weights_bytes
         if weights is None:
-            weights = shape.num_parameters * DTYPE_BYTES[dtype]
+            weights = shape.weights_bytes(dtype, request.quantization, on_cpu=request.on_cpu)
         kv_bytes = shape.kv_bytes_per_token(request.resolved_kv_dtype, device_count)
         roofline = Roofline.of(shape, request.device, device_count, dtype, weights, kv_bytes)
         step = _step(request, roofline)

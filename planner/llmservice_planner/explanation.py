@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from llmservice_planner.budget import NULL_BLOCKS, Budget
 from llmservice_planner.gpu import CPU, GIB, GPU
 from llmservice_planner.overhead import OverheadTerm
+from llmservice_planner.quantization import WeightFormat
 from llmservice_planner.roofline import Roofline
 from llmservice_planner.shape import DTYPE_BYTES, KV_SCALE_BYTES
 from llmservice_planner.sizing_request import LEAST_SEQUENCE_TOKENS, LimitedBy, SizingRequest
@@ -76,7 +77,21 @@ def _weights(budget: Budget) -> str:
         return f"weights: {size}, read from the checkpoint's headers"
     dtype = request.resolved_dtype
     count = request.shape.num_parameters / 1e9
+    if held := _held(request):
+        return f"weights: {count:.3f} billion parameters, {held} = {size}"
     return f"weights: {count:.3f} billion parameters x {DTYPE_BYTES[dtype]} bytes ({dtype}) = {size}"
+
+
+def _held(request: SizingRequest) -> str | None:
+    """How the matrices are held in memory; None if as those of a checkpoint that is not quantised."""
+    dtype, code = request.resolved_dtype, request.shape.quantization
+    if code is None:
+        return f"matrices quantised to int8, the rest in {dtype}" if request.quantization == "int8" else None
+    form = WeightFormat.parse(code)
+    held = form.held_as(request.quantization, on_cpu=request.on_cpu)
+    if held == "dense":
+        return f"of {form}, held in {dtype}"
+    return f"matrices of {form}{' as int8' if held == 'int8' else ''}, the rest in {dtype}"
 
 
 def _kv(budget: Budget) -> str:

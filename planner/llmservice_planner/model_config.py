@@ -9,6 +9,7 @@ from typing import Any
 
 from llmservice_planner.encoders import ENCODERS, EncoderFamily, EncoderSizes, count_parameters
 from llmservice_planner.families import FAMILIES, UNKNOWN_KEYS, Family
+from llmservice_planner.quantization import QuantizationConfig, QuantizationError
 
 
 class ShapeError(ValueError):
@@ -192,12 +193,12 @@ def _dtype(value: object) -> str:
 
 
 def _quantization(config: Mapping[str, Any]) -> str | None:
-    quantization = config.get("quantization_config")
-    if quantization is None:
-        return None
-    if not isinstance(quantization, Mapping):
-        raise ShapeError(f"config.json: quantization_config is {quantization!r}, expected an object")
-    return str(quantization.get("quant_method", "unknown"))
+    """The code of the format of most matrices: where a checkpoint has several, the first."""
+    try:
+        quantization = QuantizationConfig.of(config)
+    except QuantizationError as error:
+        raise ShapeError(str(error)) from error
+    return None if quantization is None else quantization.formats[0][1].code
 
 
 def _sliding(values: _Values, family: Family, layers: int) -> tuple[int | None, int]:

@@ -14,6 +14,7 @@ import yaml
 from llmservice_planner.command import Command, CommandError
 from llmservice_planner.explanation import format_bytes
 from llmservice_planner.gpu import GIB, GPUS, Device, UnknownGPU, cpu_device, find_gpu
+from llmservice_planner.quantization import QUANTIZATIONS
 from llmservice_planner.shape import FIELD_NAMES, ModelShape, ShapeError, weights_bytes
 from llmservice_planner.sizing import Plan, SizingError, SizingRequest, plan
 from llmservice_planner.sizing_request import DTYPES, KV_DTYPES
@@ -28,6 +29,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--shape", metavar="KEY=VALUE,…", help=f"the dimensions without a folder; keys: {', '.join(FIELD_NAMES)}"
     )
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the weights; auto: the checkpoint's")
+    parser.add_argument(
+        "--quantization",
+        choices=QUANTIZATIONS,
+        default="auto",
+        help="of weights in memory: int8 quantises a plain checkpoint at load, dense dequantises a quantised one",
+    )
     memory = parser.add_argument_group("the memory")
     memory.add_argument("--gpu", metavar="PRODUCT", help="a GPU of the catalogue, see --list-gpus")
     memory.add_argument("--gpu-count", type=int, default=1, metavar="N", help="GPUs that share the model")
@@ -83,6 +90,7 @@ def _run(args: argparse.Namespace) -> int:
 def _request(args: argparse.Namespace) -> SizingRequest:
     shape = _shape(args)
     dtype = shape.dtype if args.dtype == "auto" else args.dtype
+    read = args.model is not None and shape.quantization is None and args.quantization != "int8"
     return SizingRequest(
         shape=shape,
         device=_device(args),
@@ -90,6 +98,7 @@ def _request(args: argparse.Namespace) -> SizingRequest:
         max_model_len=args.max_model_len,
         dtype=args.dtype,
         kv_dtype=args.kv_dtype,
+        quantization=args.quantization,
         block_size=args.block_size,
         gpu_memory_utilization=args.gpu_memory_utilization,
         max_num_batched_tokens=args.max_num_batched_tokens,
@@ -97,7 +106,7 @@ def _request(args: argparse.Namespace) -> SizingRequest:
         max_num_seqs=args.max_num_seqs,
         itl_p99_s=args.itl_p99,
         frees_slid_blocks=not args.keep_slid_blocks,
-        weights_bytes=weights_bytes(args.model, dtype) if args.model is not None else None,
+        weights_bytes=weights_bytes(args.model, dtype) if read else None,
     )
 
 

@@ -37,6 +37,7 @@ def _remedies(request: SizingRequest) -> Iterator[str]:
         yield f"lower max_model_len from {request.model_len} to {length}"
     if _supports_fp8(request) and Budget.of(replace(request, kv_dtype="fp8")).fits:
         yield "use kvCacheDtype: fp8 (--kv-dtype fp8): one byte an element, and a scale"
+    yield from _quantized(request)
     if isinstance(request.device, CPU):
         yield f"give the container at least {_memory_needed_mib(request)}Mi of memory"
         return
@@ -45,6 +46,30 @@ def _remedies(request: SizingRequest) -> Iterator[str]:
     if gpu := _smallest_gpu(request):
         count_prefix = f"{request.device_count} x " if request.device_count > 1 else ""
         yield f"use a larger GPU: {count_prefix}{gpu.name} ({gpu.memory_bytes / GIB:.1f} GiB each)"
+
+
+def _quantized(request: SizingRequest) -> Iterator[str]:
+    """8-bit weights; 4-bit ones only where those would be too large, and not on a CPU, which would hold them dense."""
+    if request.shape.quantization or request.shape.is_encoder or request.quantization == "int8":
+        return
+    counted = replace(request, weights_bytes=None)
+    int8 = Budget.of(replace(counted, quantization="int8"))
+    if request.on_cpu:
+        if int8.fits:
+            yield (
+                "quantise the weights with quantization: int8 (--quantization int8): "
+                f"{format_gib(int8.weights_bytes)}, on CPUs with AVX-512 VNNI"
+            )
+        return
+    for bits, code in ((8, "compressed-tensors/int8"), (4, "awq/int4/1x128/zeros")):
+        budget = Budget.of(replace(counted, shape=replace(request.shape, quantization=code), dtype="auto"))
+        if budget.fits:
+            yield f"use a checkpoint quantised to {bits} bits: {format_gib(budget.weights_bytes)} of weights"
+            return
+
+
+def format_gib(size_bytes: int) -> str:
+    return f"{size_bytes / GIB:.2f} GiB"
 
 
 def _supports_fp8(request: SizingRequest) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from llmservice_planner.checkpoint import weights_bytes
 from llmservice_planner.families import FAMILIES
 from llmservice_planner.model_config import ShapeError, read_config, shape_fields
+from llmservice_planner.quantization import Quantization, QuantizationError, WeightFormat, linear_bytes
 
 __all__ = ["DTYPE_BYTES", "KV_SCALE_BYTES", "ModelShape", "ShapeError", "weights_bytes"]
 
@@ -36,7 +37,7 @@ class ModelShape:
     dtype: str = "bfloat16"
     """Element type of the checkpoint, to which `dtype: auto` resolves."""
     quantization: str | None = None
-    """Method of a quantised checkpoint (fp8, awq, gptq …), whose weights must be read, not counted."""
+    """The format of a quantised checkpoint's matrices: a method (fp8, awq, gptq) or a `WeightFormat.code`."""
     sliding_window: int | None = None
     """Tokens that a sliding-window layer attends to, including the current one."""
     sliding_layers: int = 0
@@ -76,6 +77,11 @@ class ModelShape:
             raise ShapeError("sliding_window and sliding_layers go together: give both or neither")
         if self.dtype not in ("float32", "bfloat16", "float16"):
             raise ShapeError(f"dtype {self.dtype} is not known: use float32, bfloat16 or float16")
+        if self.quantization:
+            try:
+                WeightFormat.parse(self.quantization)
+            except QuantizationError as error:
+                raise ShapeError(str(error)) from error
         if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
             raise ShapeError(f"experts_per_token {self.experts_per_token} must be between 1 and {self.num_experts}")
         if self.num_experts and not self.moe_intermediate_size:
@@ -119,8 +125,6 @@ class ModelShape:
     @property
     def why_not_counted(self) -> str | None:
         """Why the weights' bytes have to be read from the files; None: they are counted from the shape."""
-        if self.quantization:
-            return f"the checkpoint is quantised ({self.quantization})"
         if not self.is_encoder and self.architecture not in FAMILIES:
             return f"the layout of {self.architecture} is not known"
         return None
@@ -141,6 +145,46 @@ class ModelShape:
     def num_parameters(self) -> int:
         """All stored parameters including embeddings (a tied head counts once)."""
         return self._parameters(self.num_experts)
+
+    def weights_bytes(self, dtype: str, quantization: Quantization = "auto", *, on_cpu: bool = False) -> int:
+        """The server's weights in memory: matrices as `quantization` says, embeddings and all else in `dtype`.
+
+        The output head is not quantised, as in nearly all checkpoints.
+        """
+        width = DTYPE_BYTES[dtype]
+        form = None if self.quantization is None else WeightFormat.parse(self.quantization)
+        if form is None and quantization != "int8":
+            return self.num_parameters * width
+        scale_bytes = DTYPE_BYTES[self.dtype]
+        if form is not None and form.method != "compressed-tensors":
+            scale_bytes = 4 if form.method == "fp8" else 2
+        quantized = dense = 0
+        for count, outputs, inputs in self._matrices():
+            size = linear_bytes(
+                outputs, inputs, form, quantization, on_cpu=on_cpu, dtype_bytes=width, scale_bytes=scale_bytes
+            )
+            quantized += count * size
+            dense += count * outputs * inputs
+        return quantized + (self.num_parameters - dense) * width
+
+    def _matrices(self) -> Iterator[tuple[int, int, int]]:
+        """How many there are, with so many outputs and inputs; not the head, routers and an encoder's."""
+        if self.is_encoder:
+            return
+        if self.is_mla:  # one of several sizes
+            yield self.layers, self._mla_parameters() // self.hidden_size, self.hidden_size
+        else:
+            yield self.layers, (self.heads + 2 * self.kv_heads) * self.head_dim, self.hidden_size
+            yield self.layers, self.hidden_size, self.heads * self.head_dim
+        experts = self.moe_layers * self.num_experts
+        for layers, width in (
+            (self.layers - self.moe_layers, self.intermediate_size),
+            (experts, self.moe_intermediate_size),
+            (self.moe_layers, self.shared_expert_intermediate_size),
+        ):
+            if layers and width:
+                yield layers, 2 * width, self.hidden_size
+                yield layers, self.hidden_size, width
 
     @property
     def active_parameters(self) -> int:

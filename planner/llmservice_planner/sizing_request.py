@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from llmservice_planner.gpu import CPU, Device
+from llmservice_planner.quantization import QUANTIZATIONS, Quantization
 from llmservice_planner.shape import ModelShape
 
 LimitedBy = Literal["kvMemory", "maxNumSeqs", "itlTarget", "ridge", "tokenBudget", "cap"]
@@ -53,6 +54,8 @@ class SizingRequest:
     """Longest sequence (prompt and answer); None: the model's `max_position_embeddings`."""
     dtype: str = "auto"
     kv_dtype: str = "auto"
+    quantization: Quantization = "auto"
+    """What the server holds of quantised weights, and whether it quantises others."""
     block_size: int = 16
     gpu_memory_utilization: float = 0.9
     """The share of the device's memory (on a CPU: the container's) that the server may use."""
@@ -97,8 +100,12 @@ class SizingRequest:
     def resolved_kv_dtype(self) -> str:
         return self.resolved_dtype if self.kv_dtype == "auto" else self.kv_dtype
 
+    @property
+    def on_cpu(self) -> bool:
+        return isinstance(self.device, CPU)
+
     def _check_choices(self) -> None:
-        for name, allowed in (("dtype", DTYPES), ("kv_dtype", KV_DTYPES)):
+        for name, allowed in (("dtype", DTYPES), ("kv_dtype", KV_DTYPES), ("quantization", QUANTIZATIONS)):
             if getattr(self, name) not in allowed:
                 raise SizingError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(allowed)}")
         if self.weights_bytes is None and (unknown := self.shape.why_not_counted):

@@ -88,7 +88,16 @@ def test_a_gpu_may_have_less_memory_than_in_the_catalogue(service_of: Any, model
             id="too little memory",
         ),
         pytest.param({}, LATENT, "UnsupportedModel", "latent attention", id="a cache that is not served"),
-        pytest.param({}, {"quantization": "awq"}, "UnsupportedModel", "unquantised", id="a quantised checkpoint"),
+        pytest.param(
+            {}, {"quantization": "awq", "architecture": "gemma2"}, "UnsupportedModel", "unquantised", id="quantised"
+        ),
+        pytest.param(
+            {},
+            {"quantization": "awq", "architecture": "bert", "encoder_parameters": 10**8},
+            "UnsupportedModel",
+            "unquantised",
+            id="a quantised encoder",
+        ),
         pytest.param(
             {"engine": {}, "resources": CPU},
             {"max_position_embeddings": None},

@@ -81,7 +81,7 @@ def test_a_multimodal_config_is_sized_by_its_text_model(config_of: ConfigOf) -> 
 
 
 def test_a_quantised_checkpoint_is_recognised(config_of: ConfigOf) -> None:
-    assert _shape(config_of("deepseek-v3")).quantization == "fp8"
+    assert _shape(config_of("deepseek-v3")).quantization == "fp8/float8/tensor/fp8-activations"
 
 
 @pytest.mark.parametrize(
@@ -101,6 +101,11 @@ def test_a_quantised_checkpoint_is_recognised(config_of: ConfigOf) -> None:
         ({"tie_word_embeddings": "no"}, r"tie_word_embeddings is 'no', expected true or false"),
         ({"torch_dtype": "int8"}, r"dtype is 'int8', expected float32"),
         ({"quantization_config": "awq"}, r"quantization_config is 'awq', expected an object"),
+        ({"quantization_config": {"quant_method": "exl2"}}, r"quantised by 'exl2', supported are compressed-tensors"),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 3}},
+            r"bits is 3, expected 4 or 8",
+        ),
         ({"text_config": []}, r"text_config is a list, expected an object"),
         (
             {"model_type": "gemma2", "sliding_window": 4, "layer_types": ["full_attention"]},

@@ -20,24 +20,28 @@ ShapeOf = Callable[[str], ModelShape]
 _KINDS = {
     "length": r"lower max_model_len from \d+ to (\d+)",
     "fp8": r"use kvCacheDtype: fp8",
+    "int8": r"quantise the weights with quantization: int8",
+    "quantised": r"use a checkpoint quantised to (\d) bits",
     "count": r"share the model between (\d+) x ",
     "gpu": r"use a larger GPU: (?:\d+ x )?(\S+) ",
     "container": r"give the container at least (\d+)Mi of memory",
 }
+_CODES = {"8": "compressed-tensors/int8", "4": "awq"}
 
 
 def _applied(request: SizingRequest, remedy: str) -> tuple[str, SizingRequest]:
     kind, match = next((kind, match) for kind, pattern in _KINDS.items() if (match := re.match(pattern, remedy)))
     figure = match[1] if match.groups() else ""
-    if kind == "length":
-        return kind, replace(request, max_model_len=int(figure))
-    if kind == "fp8":
-        return kind, replace(request, kv_dtype="fp8")
-    if kind == "count":
-        return kind, replace(request, device_count=int(figure))
-    if kind == "gpu":
-        return kind, replace(request, device=GPUS[figure])
-    return kind, replace(request, device=cpu_device(int(figure) * 2**20))
+    changes: dict[str, Callable[[], SizingRequest]] = {
+        "length": lambda: replace(request, max_model_len=int(figure)),
+        "fp8": lambda: replace(request, kv_dtype="fp8"),
+        "int8": lambda: replace(request, quantization="int8"),
+        "quantised": lambda: replace(request, shape=replace(request.shape, quantization=_CODES[figure])),
+        "count": lambda: replace(request, device_count=int(figure)),
+        "gpu": lambda: replace(request, device=GPUS[figure]),
+        "container": lambda: replace(request, device=cpu_device(int(figure) * 2**20)),
+    }
+    return kind, changes[kind]()
 
 
 def _request(shape: ModelShape, gpu: str, length: int, count: int = 1) -> SizingRequest:
@@ -48,13 +52,13 @@ def _request(shape: ModelShape, gpu: str, length: int, count: int = 1) -> Sizing
 @pytest.mark.parametrize(
     ("model", "gpu", "count", "length", "kinds"),
     [
-        ("llama-3-8b", "l4", 1, 32768, {"length", "fp8", "count", "gpu"}),
-        ("llama-3-8b", "a10g", 1, 32768, {"length", "count", "gpu"}),  # no fp8 units
+        ("llama-3-8b", "l4", 1, 32768, {"length", "fp8", "quantised", "count", "gpu"}),
+        ("llama-3-8b", "a10g", 1, 32768, {"length", "quantised", "count", "gpu"}),  # no fp8 units
         ("llama-3-8b", "l4", 1, 131072, {"length", "count", "gpu"}),  # too long even in fp8
-        ("llama-3-70b", "h100-80gb", 1, 8192, {"count", "gpu"}),  # the weights alone are too large
-        ("llama-3-70b", "h100-80gb", 2, 32768, {"length", "fp8", "count", "gpu"}),
-        ("llama-3-70b", "b200-180gb", 1, 131072, {"length", "fp8", "count"}),  # the largest of its vendor
-        ("mistral-7b", "t4", 1, 4096, {"count", "gpu"}),
+        ("llama-3-70b", "h100-80gb", 1, 8192, {"quantised", "count", "gpu"}),  # the weights alone are too large
+        ("llama-3-70b", "h100-80gb", 2, 32768, {"length", "fp8", "quantised", "count", "gpu"}),
+        ("llama-3-70b", "b200-180gb", 1, 131072, {"length", "fp8", "quantised", "count"}),  # the largest of its vendor
+        ("mistral-7b", "t4", 1, 4096, {"quantised", "count", "gpu"}),
     ],
 )
 def test_remedies_make_it_fit(

@@ -214,9 +214,14 @@ def test_contradictory_requests_are_refused(shape_of: ShapeOf, change: dict[str,
         SizingRequest(**{"shape": shape_of("llama-3-8b"), "device": H100, **change})  # type: ignore[arg-type]
 
 
-def test_a_quantised_checkpoint_is_not_counted_from_its_shape(shape_of: ShapeOf) -> None:
-    with pytest.raises(SizingError, match=r"the checkpoint is quantised \(fp8\)"):
-        SizingRequest(shape=shape_of("deepseek-v3"), device=find_gpu("h200"), device_count=8, max_model_len=4096)
+def test_quantised_weights_are_counted_as_the_device_holds_them(shape_of: ShapeOf) -> None:
+    quantised = replace(shape_of("llama-3-70b"), quantization="awq")
+    on_gpu = plan(SizingRequest(shape=quantised, device=H100, max_model_len=4096))
+    on_cpu = plan(SizingRequest(shape=quantised, device=cpu_device(80 * GIB), max_model_len=4096))
+    int8 = plan(SizingRequest(shape=quantised, device=cpu_device(80 * GIB), max_model_len=4096, quantization="int8"))
+    assert on_gpu.weights_bytes / GIB == pytest.approx(37.3, abs=0.1)  # 68.5 billion x 0.523 + 2.1 billion x 2
+    assert on_cpu.weights_bytes / GIB == pytest.approx(131.4, abs=0.1)
+    assert int8.weights_bytes / GIB == pytest.approx(67.7, abs=0.2)
 
 
 def test_a_length_is_needed_where_the_shape_knows_none(shape_of: ShapeOf) -> None:

@@ -138,6 +138,11 @@ class ModelSource(SchemaModel):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         "auto", description="Type of weights and activations; auto takes the checkpoint's own."
     )
+    quantization: Literal["auto", "dense", "int8", "stored"] = Field(
+        "auto",
+        description="What the server holds of the weights: as a quantised checkpoint stores them, where that is no"
+        " slower (auto) or always (stored), in the dtype (dense), or int8, to which it quantises any checkpoint.",
+    )
     secret_ref: SecretRef | None = Field(
         None, description="Secret with the token for a gated model; reaches only the init container that downloads."
     )

@@ -120,6 +120,7 @@ def server_args(service: LLMService, sized: Sized) -> list[str]:
         *("--metrics-port", str(METRICS_PORT)),
         *("--default-lane", service.spec.lanes.default),
         *("--dtype", service.spec.model.dtype),
+        *(("--quantization", quantization) if (quantization := service.spec.model.quantization) != "auto" else ()),
         *_sizing_args(service, sized),
         *("--block-size", str(engine.block_size)),
         *("--kv-cache-dtype", engine.kv_cache_dtype),

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from llmservice_server.backend.quantized import QuantizedWeight
 from llmservice_server.backend.sampling_batch import PenalizedRows, SamplingBatch
 from llmservice_server.backend.transfer import to_device
 from llmservice_server.types.messages import Fallback
@@ -192,8 +193,11 @@ class Attention(Protocol):
 class Linear(Protocol):
     """A weight matrix and its bias."""
 
-    weight: torch.Tensor  # [out, in], in any layout
     bias: torch.Tensor | None
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """`[out, in]`, in any layout."""
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[num_rows, in]` to `[num_rows, out]`."""
@@ -360,6 +364,9 @@ class Backend(Protocol):
     @property
     def shares_memory(self) -> bool:
         """Whether the device's memory is shared with other processes."""
+
+    def keeps(self, weight: QuantizedWeight) -> bool:
+        """Whether products with such a matrix are no slower than with a dense one: it is then held as it is."""
 
     def prepare(self, model: Model) -> None:
         """Set a loaded model's layer operations, and convert its matrices to the fastest layout."""

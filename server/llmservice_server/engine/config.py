@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
+from llmservice_planner.quantization import Quantization
 from llmservice_planner.sizing_request import CAP_OF_UNKNOWN_RATES, EXPECTED_TOKENS
 from llmservice_planner.step_tokens import StepTokens, step_tokens
 from llmservice_server.types.errors import ConfigError
@@ -47,6 +48,10 @@ class EngineConfig:
     implementation: Annotated[
         Implementation,
         Flag("own: of this server; transformers: its model on our cache; auto: our own where there is one"),
+    ] = "auto"
+    quantization: Annotated[
+        Quantization,
+        Flag("of weights in memory; auto: as stored where that is no slower; int8: 8-bit products; dense: none"),
     ] = "auto"
     device: Annotated[Device, Flag("auto: cuda where there is one")] = "auto"
     max_model_len: Annotated[

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from llmservice_planner.families import FAMILIES, Family
+from llmservice_planner.quantization import QuantizationConfig, QuantizationError
 from llmservice_server.models.rope import RopeConfig
 from llmservice_server.types.checkpoint_config import CheckpointConfig
 from llmservice_server.types.errors import ModelLoadError
@@ -40,6 +41,7 @@ class ModelConfig:
     qk_norm: bool
     tied_embeddings: bool
     dtype: str | None  # of the checkpoint, as config.json names it
+    quantization: QuantizationConfig | None = None
 
     softcap = None  # of the scores: the families of this layout have none
     has_sinks = False
@@ -85,6 +87,7 @@ class ModelConfig:
             qk_norm=family.qk_norm,
             tied_embeddings=bool(keys.tie_word_embeddings),
             dtype=keys.dtype or keys.torch_dtype,
+            quantization=_quantization(raw),
         )
 
 
@@ -113,12 +116,15 @@ def _without_nulls(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_unsupported(keys: CheckpointConfig) -> None:
-    if keys.quantization_config:
-        raise ModelLoadError(
-            "config.json has a quantization_config: use the unquantized checkpoint (bfloat16, float16, float32)"
-        )
     if keys.hidden_act != "silu":
         raise ModelLoadError(f"config.json: hidden_act is {keys.hidden_act!r}, expected 'silu'")
+
+
+def _quantization(raw: Mapping[str, Any]) -> QuantizationConfig | None:
+    try:
+        return QuantizationConfig.of(raw)
+    except QuantizationError as error:
+        raise ModelLoadError(str(error)) from error
 
 
 def _windows(family: Family, keys: CheckpointConfig) -> tuple[int | None, ...]:

@@ -6,7 +6,8 @@ small.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
@@ -17,10 +18,32 @@ from llmservice_server.models.config import ModelConfig
 from llmservice_server.models.rope import RotaryEmbedding, rotate
 
 
-class LlamaModel:
-    """Weights are allocated uninitialised; `checkpoint_tensors` says which of the checkpoint's tensors go where."""
+@dataclass(frozen=True, slots=True)
+class LinearPlace:
+    """Where a model has a matrix: an attribute of `owner`, fused of modules of the checkpoint."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    owner: LlamaModel | DecoderLayer
+    attribute: str
+    parts: dict[str, int]  # by the module's name, its outputs, in order
+
+    @property
+    def linear(self) -> Linear:
+        linear: Linear = getattr(self.owner, self.attribute)
+        return linear
+
+    def put(self, linear: Linear) -> None:
+        setattr(self.owner, self.attribute, linear)
+
+
+class LlamaModel:
+    """Weights are allocated uninitialised; `checkpoint_tensors` says which of the checkpoint's tensors go where.
+
+    The weights of modules of the checkpoint that are `quantized` get no memory: the loader replaces their matrices.
+    """
+
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, quantized: Collection[str] = ()
+    ) -> None:
         self.config = config
         self.dtype = dtype
         self.device = device
@@ -28,11 +51,16 @@ class LlamaModel:
         frequencies, scale = config.rope.inverse_frequencies(config.head_dim, config.max_position_embeddings)
         self.rotary = RotaryEmbedding(frequencies, scale, dtype, device)
         self.embed_tokens = self._empty(config.vocab_size, config.hidden_size)
-        self.layers = [self._layer() for _ in range(config.num_layers)]
+        self.layers: list[DecoderLayer] = []
+        self.quantized: list[LinearPlace] = []
+        for index in range(config.num_layers):
+            self.layers.append(self._layer())
+            self._release(self._places(index), quantized)
         self.norm = self._empty(config.hidden_size)
         self.lm_head: Linear = TorchLinear(
             self.embed_tokens if config.tied_embeddings else self._empty(config.vocab_size, config.hidden_size)
         )
+        self._release([LinearPlace(self, "lm_head", {"lm_head": config.vocab_size})], quantized)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """The last layer's states `[num_tokens, hidden_size]`, not yet normed; arguments as of `forward_by_piece`."""
@@ -106,10 +134,12 @@ class LlamaModel:
     def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
         """The checkpoint's tensor names, each with the (part of a) weight that it fills."""
         tensors = {"model.embed_tokens.weight": self.embed_tokens, "model.norm.weight": self.norm}
-        if not self.config.tied_embeddings:
+        if not self.config.tied_embeddings and not self.lm_head.weight.is_meta:
             tensors["lm_head.weight"] = self.lm_head.weight
         for index, layer in enumerate(self.layers):
             tensors.update((f"model.layers.{index}.{name}", tensor) for name, tensor in self._layer_tensors(layer))
+            for place in self._places(index):
+                tensors.update(_rows(place.linear, place.parts))
         return tensors
 
     def finish_loading(self) -> None:
@@ -144,23 +174,38 @@ class LlamaModel:
         return sum(part.nbytes for part in parts)
 
     def _layer_tensors(self, layer: DecoderLayer) -> Iterator[tuple[str, torch.Tensor]]:
-        config = self.config
-        query_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        attention = "self_attn"
         yield "input_layernorm.weight", layer.input_norm
         yield "post_attention_layernorm.weight", layer.post_attention_norm
-        yield from _rows(
-            layer.qkv,
-            {f"{attention}.q_proj": query_rows, f"{attention}.k_proj": kv_rows, f"{attention}.v_proj": kv_rows},
-        )
-        yield from _rows(layer.o, {f"{attention}.o_proj": config.hidden_size})
-        yield from _rows(
-            layer.gate_up, {"mlp.gate_proj": config.intermediate_size, "mlp.up_proj": config.intermediate_size}
-        )
-        yield from _rows(layer.down, {"mlp.down_proj": config.hidden_size})
         if layer.qk_norm is not None:
-            yield f"{attention}.q_norm.weight", layer.qk_norm[0]
-            yield f"{attention}.k_norm.weight", layer.qk_norm[config.num_heads]
+            yield "self_attn.q_norm.weight", layer.qk_norm[0]
+            yield "self_attn.k_norm.weight", layer.qk_norm[self.config.num_heads]
+
+    def _places(self, index: int) -> list[LinearPlace]:
+        """The matrices of a layer, in the order in which they are used."""
+        config, layer, prefix = self.config, self.layers[index], f"model.layers.{index}"
+        query_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        return [
+            LinearPlace(
+                layer,
+                "qkv",
+                {f"{attention}.q_proj": query_rows, f"{attention}.k_proj": kv_rows, f"{attention}.v_proj": kv_rows},
+            ),
+            LinearPlace(layer, "o", {f"{attention}.o_proj": config.hidden_size}),
+            LinearPlace(
+                layer,
+                "gate_up",
+                {f"{mlp}.gate_proj": config.intermediate_size, f"{mlp}.up_proj": config.intermediate_size},
+            ),
+            LinearPlace(layer, "down", {f"{mlp}.down_proj": config.hidden_size}),
+        ]
+
+    def _release(self, places: list[LinearPlace], quantized: Collection[str]) -> None:
+        """Free the memory of those that are `quantized`, and note them."""
+        for place in places:
+            if not place.parts.keys().isdisjoint(quantized):
+                place.put(TorchLinear(place.linear.weight.to("meta"), place.linear.bias))
+                self.quantized.append(place)
 
     def _layer(self) -> DecoderLayer:
         config = self.config
@@ -187,8 +232,9 @@ class LlamaModel:
 def _rows(linear: Linear, names: dict[str, int]) -> Iterator[tuple[str, torch.Tensor]]:
     """The rows of a fused matrix under the checkpoint's names; `names` gives each its number of rows, in order."""
     sizes = list(names.values())
-    for name, weight in zip(names, torch.split(linear.weight, sizes), strict=True):
-        yield f"{name}.weight", weight
+    if not linear.weight.is_meta:
+        for name, weight in zip(names, torch.split(linear.weight, sizes), strict=True):
+            yield f"{name}.weight", weight
     if linear.bias is not None:
         for name, bias in zip(names, torch.split(linear.bias, sizes), strict=True):
             yield f"{name}.bias", bias

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from llmservice_server.backend.base import Model
+from llmservice_planner.quantization import Quantization
+from llmservice_planner.shape import ModelShape
+from llmservice_server.backend.base import Linear, Model
+from llmservice_server.backend.quantized import QuantizedLinear, QuantizedWeight, fuse
+from llmservice_server.backend.torch.layer_ops import TorchLinear
 from llmservice_server.engine.config import Implementation
-from llmservice_server.models.config import ModelConfig, is_own
-from llmservice_server.models.llama import LlamaModel
+from llmservice_server.models.config import SERVED, ModelConfig, is_own
+from llmservice_server.models.llama import LinearPlace, LlamaModel
+from llmservice_server.models.quantization import SUFFIXES, is_quantized, read
 from llmservice_server.types.checkpoint_config import eos_token_ids, read_json_object
 from llmservice_server.types.errors import ModelLoadError
 
@@ -24,6 +32,7 @@ if TYPE_CHECKING:
 _INDEX = "model.safetensors.index.json"
 _PARALLEL_SHARDS = 4
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_DENSE = {"F64", "F32", "F16", "BF16"}
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -64,41 +73,122 @@ class Checkpoint:
     def weight_file_bytes(self) -> int:
         return sum(shard.stat().st_size for shard in self.shards)
 
-    def load(self, dtype: torch.dtype, device: torch.device) -> Model:
-        """Raises `ModelLoadError` for a tensor that is missing, unknown, of the wrong shape, or unreadable."""
-        if not isinstance(self.config, ModelConfig):
-            from llmservice_server.models.transformers_model import TransformersModel
+    def held_bytes(self, dtype: torch.dtype, quantization: Quantization, *, on_cpu: bool) -> int:
+        """The weights in memory, predicted; those of a checkpoint that stays dense are as large as its files."""
+        if quantization != "int8" and (not isinstance(self.config, ModelConfig) or self.config.quantization is None):
+            return self.weight_file_bytes
+        shape = ModelShape.from_folder(self.folder)
+        return shape.weights_bytes(str(dtype).removeprefix("torch."), quantization, on_cpu=on_cpu)
 
-            return TransformersModel.load(self.folder, self.config, dtype, device)
-        model = LlamaModel(self.config, dtype, device)
+    def load(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        quantization: Quantization = "auto",
+        keeps: Callable[[QuantizedWeight], bool] = lambda _: False,
+    ) -> Model:
+        """A model with weights as `quantized_linear` makes them.
+
+        Raises `ModelLoadError` for a tensor that is missing, unknown, of the wrong shape or format, or unreadable.
+        """
+        if isinstance(self.config, ModelConfig):
+            return self._load_own(self.config, dtype, device, quantization, keeps)
+        if quantization == "int8":
+            raise ModelLoadError(
+                f"quantization is int8, which is for {', '.join(SERVED)}, not for {self.config.architecture}: use "
+                "--quantization auto"
+            )
+        from llmservice_server.models.transformers_model import TransformersModel
+
+        return TransformersModel.load(self.folder, self.config, dtype, device)
+
+    def _load_own(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        quantization: Quantization,
+        keeps: Callable[[QuantizedWeight], bool],
+    ) -> LlamaModel:
+        modules = self._quantized_modules(every=quantization == "int8")
+        model = LlamaModel(config, dtype, device, modules.keys())
         wanted = model.checkpoint_tensors()
         with ThreadPoolExecutor(_PARALLEL_SHARDS) as readers:  # each reads a file's pages straight into the weights
-            list(readers.map(lambda shard: self._load_shard(shard, wanted), self.shards))
+            list(readers.map(lambda shard: self._load_shard(shard, wanted, modules), self.shards))
         if wanted:
             raise ModelLoadError(
                 f"{self.folder}: {len(wanted)} tensors that {self.config.architecture} needs are in none of its "
                 f"{len(self.shards)} safetensors files, among them {min(wanted)}"
             )
+        for place in model.quantized:
+            weights = self._weights(config, place, modules)
+            place.put(quantized_linear(weights, place.linear.bias, dtype, device, quantization, keeps))
         model.finish_loading()
         return model
 
-    def _load_shard(self, shard: Path, wanted: dict[str, torch.Tensor]) -> None:
-        """Fill the tensors that `shard` holds, and take them out of `wanted`."""
-        try:
-            with safe_open(shard, framework="pt") as tensors:
+    def _quantized_modules(self, every: bool) -> dict[str, dict[str, Path]]:
+        """The modules whose weights are quantised, or those of `every` layer: their tensors, each with its file."""
+        modules: dict[str, dict[str, Path]] = defaultdict(dict)
+        quantized = set()
+        for shard in self.shards:
+            with _opened(shard) as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - a safetensors handle is no mapping
-                    target = wanted.pop(name, None)
-                    if target is None:
+                    module, _, suffix = name.rpartition(".")
+                    if suffix in SUFFIXES:
+                        modules[module][suffix] = shard
+                        if suffix == "weight" and tensors.get_slice(name).get_dtype() not in _DENSE:
+                            quantized.add(module)
+        linear = re.compile(r"model\.layers\.\d+\.\w+\.\w+_proj")
+        return {
+            module: tensors
+            for module, tensors in modules.items()
+            if module in quantized or is_quantized(tensors) or (every and linear.fullmatch(module))
+        }
+
+    def _weights(
+        self, config: ModelConfig, place: LinearPlace, modules: Mapping[str, Mapping[str, Path]]
+    ) -> list[QuantizedWeight | torch.Tensor]:
+        """The parts of a matrix: dense ones in the checkpoint's dtype."""
+        inputs = place.linear.weight.shape[1]
+        weights: list[QuantizedWeight | torch.Tensor] = []
+        for name, outputs in place.parts.items():
+            tensors = {}
+            for suffix, shard in modules.get(name, {}).items():
+                with _opened(shard) as opened:
+                    tensors[suffix] = opened.get_tensor(f"{name}.{suffix}")
+            weight = tensors.get("weight")
+            if weight is not None and weight.dtype in _DTYPES.values():
+                if weight.shape != (outputs, inputs):
+                    raise ModelLoadError(
+                        f"{name}.weight has the shape {list(weight.shape)}, config.json makes it {[outputs, inputs]}"
+                    )
+                weights.append(weight)
+                continue
+            form = None if config.quantization is None else config.quantization.format_of(name)
+            if form is None:
+                raise ModelLoadError(
+                    f"{self.folder}: {name} is quantised ({', '.join(sorted(tensors)) or 'it has no tensors'}), which "
+                    "config.json's quantization_config does not say"
+                )
+            weights.append(read(form, name, tensors, (outputs, inputs)))
+        return weights
+
+    def _load_shard(self, shard: Path, wanted: dict[str, torch.Tensor], besides: Collection[str]) -> None:
+        """Fill the tensors that `shard` holds, and take them out of `wanted`; `besides` are modules read later."""
+        with _opened(shard) as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+                target = wanted.pop(name, None)
+                if target is None:
+                    module, _, suffix = name.rpartition(".")
+                    if module not in besides or suffix not in SUFFIXES:
                         self._refuse_unknown(name, shard)
-                        continue
-                    shape = tensors.get_slice(name).get_shape()
-                    if shape != list(target.shape):
-                        raise ModelLoadError(
-                            f"{shard.name}: {name} has the shape {shape}, config.json makes it {list(target.shape)}"
-                        )
-                    target.copy_(tensors.get_tensor(name))
-        except SafetensorError as error:
-            raise ModelLoadError(f"{shard} is not a readable safetensors file ({error}): fetch it again") from error
+                    continue
+                shape = tensors.get_slice(name).get_shape()
+                if shape != list(target.shape):
+                    raise ModelLoadError(
+                        f"{shard.name}: {name} has the shape {shape}, config.json makes it {list(target.shape)}"
+                    )
+                target.copy_(tensors.get_tensor(name))
 
     def _refuse_unknown(self, name: str, shard: Path) -> None:
         """Refuse a weight that the model has no place for: its results would be wrong. Two kinds are superfluous."""
@@ -108,6 +198,54 @@ class Checkpoint:
                 f"{shard.name} holds {name}, which {self.config.architecture} with this config.json has no place for "
                 "(or which two files hold)"
             )
+
+
+def quantized_linear(
+    parts: Sequence[QuantizedWeight | torch.Tensor],
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: Quantization,
+    keeps: Callable[[QuantizedWeight], bool],
+) -> Linear:
+    """A matrix of several parts, dense or quantised, in the form that is asked for.
+
+    `keeps`: whether the backend multiplies such a weight as fast as a dense one.
+    """
+    weight = _fused(parts)
+    if quantization == "int8" and not (weight is not None and weight.is_int8_per_output):
+        weight = QuantizedWeight.int8(_dense(parts, torch.float32))
+    elif quantization == "int8" and weight is not None:
+        weight = replace(weight, activations="int8")
+    if weight is None or quantization == "dense" or (quantization != "stored" and not keeps(weight)):
+        return TorchLinear(_dense(parts, dtype).to(device), bias)
+    return QuantizedLinear(weight.to(device), dtype, bias)
+
+
+def _fused(parts: Sequence[QuantizedWeight | torch.Tensor]) -> QuantizedWeight | None:
+    """None if some are dense, or of another format: the matrix cannot be held as they are stored."""
+    weights = [part for part in parts if isinstance(part, QuantizedWeight)]
+    if len(weights) < len(parts):
+        return None
+    try:
+        return fuse(weights)
+    except ValueError:
+        return None
+
+
+def _dense(parts: Sequence[QuantizedWeight | torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    dense = [part.dequantize(dtype) if isinstance(part, QuantizedWeight) else part.to(dtype) for part in parts]
+    return torch.cat(dense) if len(dense) > 1 else dense[0]
+
+
+@contextmanager
+def _opened(shard: Path) -> Iterator[Any]:
+    """Raises `ModelLoadError`, also for a tensor that is read."""
+    try:
+        with safe_open(shard, framework="pt") as tensors:
+            yield tensors
+    except SafetensorError as error:
+        raise ModelLoadError(f"{shard} is not a readable safetensors file ({error}): fetch it again") from error
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:

@@ -15,6 +15,7 @@ from llmservice_planner.overhead import PROCESS_BYTES
 from llmservice_planner.sizing_request import CAP_OF_CPU
 from llmservice_server.backend.base import Attention, Backend, KVCacheShape, Model
 from llmservice_server.backend.choice import choose_backend
+from llmservice_server.backend.quantized import QuantizedWeight
 from llmservice_server.backend.torch.memory import available_cpu_bytes
 from llmservice_server.engine.block_pool import PreemptionCost, SwapSpace
 from llmservice_server.engine.config import EngineConfig
@@ -83,6 +84,11 @@ def start(config: EngineConfig) -> Started:
     phases = StartPhases()
     with phases.phase("backend"):
         backend = _backend(checkpoint, config)
+    if config.quantization == "int8" and not backend.keeps(QuantizedWeight.int8(torch.zeros(64, 64))):
+        raise ConfigError(
+            f"quantization is int8, but the backend {backend.name} has no fast product of 8-bit integers here (a CPU "
+            "needs AVX-512 VNNI): use --quantization auto"
+        )
     _LOG.log(logging.WARNING if backend.fallbacks else logging.INFO, "backend: %s (%s)", backend.name, backend.reason)
     model, memory = _load(checkpoint, config, backend, phases)
     kv_cache = _plan(config, checkpoint.config.max_context, backend, memory)
@@ -196,14 +202,16 @@ def _load(checkpoint: Checkpoint, config: EngineConfig, backend: Backend, phases
         # The limit is of the whole pod, its processes included; what is available was counted without them.
         processes = PROCESS_BYTES if backend.shares_memory else 0
         total = min(total + processes, config.memory_limit_bytes)
-    if checkpoint.weight_file_bytes > total:
+    dtype = checkpoint.dtype(config.dtype)
+    held = checkpoint.held_bytes(dtype, config.quantization, on_cpu=backend.shares_memory)
+    if held > total:
         raise OutOfMemoryError(
-            f"the weights are {format_bytes(checkpoint.weight_file_bytes)}, but only {format_bytes(total)} of memory "
+            f"the weights are {format_bytes(held)}, but only {format_bytes(total)} of memory "
             "can be used: use a smaller model or more memory"
         )
     try:
         with phases.phase("weights"):
-            model = checkpoint.load(checkpoint.dtype(config.dtype), backend.device)
+            model = checkpoint.load(dtype, backend.device, config.quantization, backend.keeps)
             backend.prepare(model)
         with phases.phase("profiling"):
             activations = measure_activations(model, backend, config)

@@ -47,7 +47,9 @@ def test_the_sizing_becomes_the_servers_flags(service_of: Any, sized: Sized) -> 
 
 
 def test_extra_args_can_hold_no_flag_that_the_operator_sets(service_of: Any, sized: Sized, model: Model) -> None:
-    on_cpu = service_of(engine={"prefixCaching": False, "swapSpaceGiB": 1})
+    on_cpu = service_of(
+        model={"uri": "file:///tiny", "quantization": "int8"}, engine={"prefixCaching": False, "swapSpaceGiB": 1}
+    )
     on_gpu = service_of(resources={"gpu": {"product": "l4"}})
     sized_on_gpu = size(on_gpu.spec, model)
     assert isinstance(sized_on_gpu, Sized)

@@ -132,7 +132,7 @@ BREAKS: dict[str, tuple[Break, str]] = {
         "num_hidden_layers is 'many', expected a valid integer",
     ),
     "heads that do not divide": (set_config(num_key_value_heads=3), "4 attention heads cannot share 3 key-value heads"),
-    "a quantized checkpoint": (set_config(quantization_config={"bits": 4}), "use the unquantized checkpoint"),
+    "a quantized checkpoint": (set_config(quantization_config={"bits": 4}), "quantised by None, supported are"),
     "another activation": (set_config(hidden_act="gelu"), "hidden_act is 'gelu', expected 'silu'"),
     "a rope that we do not have": (
         set_config(rope_parameters={"rope_type": "longrope", "factor": 4.0}),

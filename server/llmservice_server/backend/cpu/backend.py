@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
-from llmservice_server.backend.base import Attention, DecodePath, Decoder, Model
+from llmservice_server.backend.base import Attention, DecodePath, Decoder, Linear, Model
 from llmservice_server.backend.cpu import sampler
 from llmservice_server.backend.cpu.attention import CpuAttention
 from llmservice_server.backend.cpu.decode import CpuDecode, can_decode
+from llmservice_server.backend.cpu.int8 import Int8Linear, can_multiply
 from llmservice_server.backend.cpu.layer_ops import CpuLayerOps
 from llmservice_server.backend.cpu.linear import KERNEL_ROWS, ConvertedLinear, PackedLinear, pack
+from llmservice_server.backend.quantized import QuantizedLinear, QuantizedWeight
 from llmservice_server.backend.sampling_batch import PenalizedRows, SamplingBatch
 from llmservice_server.backend.torch.attention import TorchAttention
 from llmservice_server.backend.torch.backend import TorchBackend
@@ -27,8 +29,11 @@ class CpuBackend(TorchBackend):
     name: str = "cpu"
     worth_compiling: bool = False
 
+    def keeps(self, weight: QuantizedWeight) -> bool:
+        return weight.activations == "int8" and can_multiply(weight)
+
     def prepare(self, model: Model) -> None:
-        model.map_linears(pack)
+        model.map_linears(_converted)
         *_, head = model.linears()
         if isinstance(head, ConvertedLinear):
             _LOG.info("this CPU has no instructions for bfloat16: such weights are converted to float32 in products")
@@ -60,3 +65,12 @@ class CpuBackend(TorchBackend):
 
     def penalize(self, logits: torch.Tensor, penalized: PenalizedRows) -> None:
         sampler.penalize(logits, penalized)
+
+
+def _converted(linear: Linear) -> Linear:
+    """In the fastest layout for its products; a matrix that is quantised for others stays as it is."""
+    if not isinstance(linear, QuantizedLinear):
+        return pack(linear)
+    weight = linear.quantized
+    made_for_int8 = weight.activations == "int8" and can_multiply(weight)
+    return Int8Linear.of(weight, linear.bias) if made_for_int8 else linear

@@ -13,10 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from llmservice_server.backend.base import Decoder, StepInput, linears_of
+from llmservice_server.backend.base import Decoder, Linear, StepInput, linears_of
 from llmservice_server.backend.cpu.attention import CpuAttention
 from llmservice_server.backend.cpu.attention_kernels import rotate_and_decode
 from llmservice_server.backend.cpu.compiled import compiled, compiled_inner, for_each
+from llmservice_server.backend.cpu.int8 import Int8Linear, int8_columns, multiply_int8, quantize_rows
 from llmservice_server.backend.cpu.layer_ops import add, add_norm, silu_mul_row
 from llmservice_server.backend.cpu.linear import COLUMNS, PackedLinear, as_operand, linear_columns, multiply, weights_at
 from llmservice_server.backend.cpu.llvm import as_array, from_float32
@@ -44,7 +45,10 @@ class CpuDecode:
         by_head = (max_num_seqs, -1, head_dim)
         states = (self._hidden, delta, normed, product, product.view(by_head), attended.view(by_head), gated, cos, sin)
         self._states = [as_array(state) for state in states]
-        self._operands = [as_operand(state) for state in (normed, attended, gated)]
+        self._inputs = [
+            (as_array(state), as_operand(state), np.empty(state.shape, np.uint8), np.empty(max_num_seqs, np.float32))
+            for state in (normed, attended, gated)
+        ]
 
     def takes(self, step: StepInput) -> bool:
         return step.is_decode and len(step) <= self._max_num_seqs
@@ -58,17 +62,23 @@ class CpuDecode:
             self._weights,
             self._attention.decodes(step),
             tuple(state[:num_seqs] for state in self._states),
-            tuple(operand[:num_seqs] for operand in self._operands),
+            tuple(tuple(array[:num_seqs] for array in each) for each in self._inputs),
         )
         return self._hidden[:num_seqs]
 
 
 def can_decode(model: Decoder) -> bool:
-    """Whether the kernels can read the packed weights of all layers."""
-    linears = (linear for layer in model.layers for linear in linears_of(layer))
-    return model.config.intermediate_size % COLUMNS == 0 and all(
-        isinstance(linear, PackedLinear) and linear.kernel_weights is not None for linear in linears
-    )
+    """Whether the kernels can read the packed weights of all layers, each matrix of the same kind in all of them."""
+    if model.config.intermediate_size % COLUMNS or model.dtype not in (torch.float32, torch.bfloat16):
+        return False
+    by_layer = [[_kind(linear) for linear in linears_of(layer)] for layer in model.layers]
+    return None not in by_layer[0] and all(kinds == by_layer[0] for kinds in by_layer)
+
+
+def _kind(linear: Linear) -> type | None:
+    if isinstance(linear, PackedLinear) and linear.kernel_weights is not None:
+        return PackedLinear
+    return Int8Linear if isinstance(linear, Int8Linear) else None
 
 
 def _weights_of(model: Decoder) -> tuple[Any, ...]:
@@ -80,16 +90,25 @@ def _weights_of(model: Decoder) -> tuple[Any, ...]:
         _stacked([layer.post_attention_norm for layer in layers]),
         _stacked([absent.view(0, 0) if layer.qk_norm is None else layer.qk_norm for layer in layers]),
     )
-    by_layer = [[linear for linear in linears_of(layer) if isinstance(linear, PackedLinear)] for layer in layers]
-    weights = [[linear.kernel_weights for linear in linears] for linears in by_layer]
-    addresses = np.array([[each.memory.ctypes.data for each in layer if each is not None] for layer in weights])
-    shapes = tuple(each.memory.shape for each in weights[0] if each is not None)
-    biases = tuple(
-        _stacked([absent if linear.bias is None else linear.bias for linear in linears])
-        for linears in zip(*by_layer, strict=True)
-    )
-    embedded = as_array(model.embed_tokens)
-    return embedded, rotary, np.float32(model.config.rms_norm_eps), norms, (addresses, shapes), biases
+    matrices = tuple(_matrix(linears, absent) for linears in zip(*map(linears_of, layers), strict=True))
+    return as_array(model.embed_tokens), rotary, np.float32(model.config.rms_norm_eps), norms, matrices
+
+
+def _matrix(linears: Sequence[Linear], absent: torch.Tensor) -> tuple[Any, ...]:
+    """A matrix of each layer: the addresses, the shape and dtype of all, biases; scales and offsets if of 8 bits."""
+    memory = [
+        linear.kernel_weights.memory
+        if isinstance(linear, PackedLinear) and linear.kernel_weights is not None
+        else linear.weight.numpy()
+        for linear in linears
+    ]
+    addresses, like = np.array([each.ctypes.data for each in memory]), np.empty(0, memory[0].dtype)
+    biases = _stacked([absent if linear.bias is None else linear.bias for linear in linears])
+    quantized = [linear for linear in linears if isinstance(linear, Int8Linear)]
+    scaled = None
+    if quantized:
+        scaled = tuple(np.stack([getattr(each, name).numpy() for each in quantized]) for name in ("scales", "offsets"))
+    return addresses, memory[0].shape, like, biases, scaled
 
 
 def _stacked(tensors: Sequence[torch.Tensor]) -> npt.NDArray[Any]:
@@ -97,39 +116,47 @@ def _stacked(tensors: Sequence[torch.Tensor]) -> npt.NDArray[Any]:
 
 
 @compiled(nogil=True)
-def _decode(token_ids: Any, weights: Any, step: Any, states: Any, operands: Any) -> None:
+def _decode(token_ids: Any, weights: Any, step: Any, states: Any, inputs: Any) -> None:
     """Compute all layers; the result is in `hidden`. Arrays are those of `as_array`, with a row for each sequence.
 
     weights: of `_weights_of`. step: of `CpuAttention.decodes`. states: `hidden` `[num_seqs, hidden_size]`, and scratch:
     `delta`, which is to be added to it, and `normed`, both of the same shape; queries, keys and values as `product`
     `[num_seqs, size]` and, the same memory, `heads` `[num_seqs, heads, head_dim]`; `output` `[num_seqs, num_heads,
-    head_dim]`; `gated` `[num_seqs, intermediate_size]`; cosines and signed sines, `[num_seqs, head_dim]`. operands:
-    the memory of `normed`, `output` and `gated`, as `multiply` takes it.
+    head_dim]`; `gated` `[num_seqs, intermediate_size]`; cosines and signed sines, `[num_seqs, head_dim]`. inputs:
+    `normed`, `output` and `gated` `[num_seqs, size]`, each as it is, as `multiply` takes it, and `rows` of
+    `multiply_int8`.
     """
-    embeddings, rotary, eps, (input_norms, post_attention_norms, qk_norms), (addresses, shapes), biases = weights
+    embeddings, rotary, eps, (input_norms, post_attention_norms, qk_norms), (qkv, o, gate_up, down) = weights
     caches, windows, decodes, shape = step
     hidden, delta, normed, product, heads, output, gated, cos, sin = states
-    normed_operand, output_operand, gated_operand = operands
-    qkv_biases, o_biases, gate_up_biases, down_biases = biases
+    normed_input, output_input, gated_input = inputs
     for row in range(len(token_ids)):
         for index in range(hidden.shape[1]):  # copying a row would also compile an error message, for two seconds
             hidden[row, index] = embeddings[token_ids[row], index]
     delta[:] = 0
     _cos_sin(decodes[0], rotary, cos, sin)
-    for layer in range(len(addresses)):
-        qkv = weights_at(addresses[layer, 0], shapes[0], normed_operand)
-        o = weights_at(addresses[layer, 1], shapes[1], normed_operand)
-        gate_up = weights_at(addresses[layer, 2], shapes[2], normed_operand)
-        down = weights_at(addresses[layer, 3], shapes[3], normed_operand)
+    for layer in range(len(input_norms)):
         add_norm(delta, hidden, input_norms[layer], eps, normed)
-        multiply(normed_operand, qkv, qkv_biases[layer], product)
+        _multiply(normed_input, layer, qkv, qkv[4], product)
         rotation = (qk_norms[layer], eps, cos, sin)
         rotate_and_decode(heads, rotation, caches[layer], decodes, windows[layer], output, shape)
-        multiply(output_operand, o, o_biases[layer], delta)
+        _multiply(output_input, layer, o, o[4], delta)
         add_norm(delta, hidden, post_attention_norms[layer], eps, normed)
-        _gate_up(normed_operand, gate_up, gate_up_biases[layer], gated)
-        multiply(gated_operand, down, down_biases[layer], delta)
+        _gate_up(normed_input, layer, gate_up, gate_up[4], gated)
+        _multiply(gated_input, layer, down, down[4], delta)
     add(delta, hidden)
+
+
+@compiled_inner(nogil=True)
+def _multiply(inputs: Any, layer: int, matrix: Any, scaled: Any, product: Any) -> None:
+    """The product with a layer's matrix of `_matrix`; numba compiles one of the two, as `scaled` is None or not."""
+    hidden, operand, quantized, row_scales = inputs
+    addresses, shape, like, biases, _ = matrix
+    weights, bias = weights_at(addresses[layer], shape, like), biases[layer]
+    if scaled is None:
+        multiply(operand, weights, bias, product)
+    else:
+        multiply_int8(hidden, (quantized, row_scales), weights, (scaled[0][layer], scaled[1][layer], bias), product)
 
 
 @compiled_inner()
@@ -148,9 +175,17 @@ def _cos_sin(sequences: Any, rotary: Any, cos: Any, sin: Any) -> None:
 
 
 @compiled_inner(nogil=True)
-def _gate_up(hidden: Any, gate_up: Any, bias: Any, gated: Any) -> None:
-    """Write `silu(gate) * up` of the products with `gate_up`, whose first half of outputs is the gate."""
-    for_each(_gate_up_columns, len(gate_up) // 2, (hidden, gate_up, bias, gated))
+def _gate_up(inputs: Any, layer: int, matrix: Any, scaled: Any, gated: Any) -> None:
+    """Write `silu(gate) * up` of the products with a matrix, whose first half of outputs is the gate."""
+    hidden, operand, quantized, row_scales = inputs
+    addresses, shape, like, biases, _ = matrix
+    weights, bias = weights_at(addresses[layer], shape, like), biases[layer]
+    if scaled is None:
+        for_each(_gate_up_columns, len(weights) // 2, (operand, weights, bias, gated))
+    else:
+        quantize_rows(hidden, (quantized, row_scales))
+        rows, scales = (quantized.view(np.int32), row_scales), (scaled[0][layer], scaled[1][layer], bias)
+        for_each(_gate_up_int8_columns, len(weights) // 2, (rows, weights, scales, gated))
 
 
 @compiled_inner()
@@ -162,5 +197,15 @@ def _gate_up_columns(number: int, hidden: Any, gate_up: Any, bias: Any, gated: A
     linear_columns(hidden, gate_up[number], bias[first : first + COLUMNS], sums, gate)
     up_bias = bias[width + first : width + first + COLUMNS]
     linear_columns(hidden, gate_up[number + width // COLUMNS], up_bias, sums, up)
+    for row in range(num_rows):
+        silu_mul_row(gate[row], up[row], gated[row, first : first + COLUMNS])
+
+
+@compiled_inner()
+def _gate_up_int8_columns(number: int, rows: Any, gate_up: Any, scaled: Any, gated: Any) -> None:
+    first, num_rows = number * COLUMNS, len(gated)
+    gate, up = np.empty((num_rows, COLUMNS), gated.dtype), np.empty((num_rows, COLUMNS), gated.dtype)
+    int8_columns(number, rows, gate_up, scaled, 0, gate)
+    int8_columns(number + len(gate_up) // 2, rows, gate_up, scaled, 0, up)
     for row in range(num_rows):
         silu_mul_row(gate[row], up[row], gated[row, first : first + COLUMNS])

@@ -55,7 +55,7 @@ _CONVERTED_BLOCKS = 8
 """Times 64 columns that are converted to float32 at a time: they stay in the core's cache until they are multiplied."""
 _UPPER_HALF = -1 << 16
 _RACE_SIZE, _RACE_ROWS, _RACE_ROUNDS = 1024, 512, 10  # some milliseconds each
-_LINES_AT_ONCE = 1024
+LINES_AT_ONCE = 1024
 """256 KiB of 64 columns, which the next rows find in the core's cache."""
 
 
@@ -68,6 +68,7 @@ class _BFloat16(ir.Type):  # type: ignore[misc]
 
 _FLOATS, _PAIRS = ir.VectorType(llvm.FLOAT, _LANES), ir.VectorType(_BFloat16(), 2 * _LANES)
 _PAIR_PRODUCT = "llvm.x86.avx512bf16.dpbf16ps.512"
+_INTEGERS, _QUAD_PRODUCT = ir.VectorType(llvm.INT32, _LANES), "llvm.x86.avx512.vpdpbusd.512"
 _CHOSEN_FEATURES = numba.config.CPU_FEATURES  # type: ignore[attr-defined]
 """NUMBA_CPU_FEATURES, with NUMBA_CPU_NAME and ONEDNN_MAX_CPU_ISA, stands for another CPU: tests run its paths here."""
 _CPU_FEATURES = (
@@ -83,6 +84,8 @@ _KERNEL_ROWS_AT_ONCE = 6
 columns in 16 registers of 8."""
 _STRIP_LINES = 128
 """Lines that are converted at a time where registers hold 16 columns: at most 16 KiB of each of them."""
+HAS_QUAD_PRODUCT = _HAS_WIDE_REGISTERS and bool(_CPU_FEATURES.get("avx512vnni"))
+"""Whether the CPU multiplies four pairs of 8-bit integers at a time, and adds them to a 32-bit one."""
 _HAS_PAIR_PRODUCT = bool(_CPU_FEATURES.get("avx512bf16"))
 _HAS_TILE_PRODUCT = bool(_CPU_FEATURES.get("amx-bf16"))
 """oneDNN then multiplies bfloat16 by tiles, many more products a cycle than the instruction for pairs computes."""
@@ -308,7 +311,15 @@ def _numbers(builder: Any, vector: Any) -> list[Any]:
 
 
 def _emit_product(builder: Any, value: Any, weights: Any, total: Any) -> Any:
-    """Vectors of float32, or of pairs of bfloat16 whose two products are both added to `total`."""
+    """Vectors of float32, or of pairs of bfloat16 whose two products are both added to `total`.
+
+    With a `total` of integers, vectors of four 8-bit integers, those of `value` unsigned and those of `weights` signed.
+    """
+    if total.type == _INTEGERS:
+        kind = ir.FunctionType(_INTEGERS, [_INTEGERS] * 3)
+        return builder.call(
+            cgutils.get_or_insert_function(builder.module, kind, _QUAD_PRODUCT), [total, value, weights]
+        )
     if weights.type != _FLOATS and _HAS_PAIR_PRODUCT and not _pairs_are_slow():
         kind = ir.FunctionType(_FLOATS, [_FLOATS, _PAIRS, _PAIRS])
         product = cgutils.get_or_insert_function(builder.module, kind, _PAIR_PRODUCT)
@@ -367,7 +378,7 @@ def _product_kernel(num_rows: int, num_vectors: int = _VECTORS) -> Any:
     """A function `(hidden, columns, first, sums)`: adds the products of rows `first` to `first + num_rows` to `sums`.
 
     hidden: `[rows, in]` float32, or `[rows, in / 2]` int32 for pairs of bfloat16. columns: `[lines, 16 * num_vectors]`,
-    contiguous. sums: `[rows, 16 * num_vectors]` float32.
+    contiguous. sums: `[rows, 16 * num_vectors]` float32; or int32, for `[rows, in / 4]` of four 8-bit integers.
     """
 
     def typed(context: Any, hidden: Any, columns: Any, first: Any, sums: Any) -> Any:
@@ -378,14 +389,14 @@ def _product_kernel(num_rows: int, num_vectors: int = _VECTORS) -> Any:
             kind, value = signature.args[argument], arguments[argument]
             return llvm.element_address(context, builder, kind, value, *index)
 
-        dtype, first = signature.args[1].dtype, arguments[2]
+        dtype, sum_dtype, first = signature.args[1].dtype, signature.args[3].dtype, arguments[2]
         element = llvm.FLOAT if dtype == types.float32 else llvm.INT32
         numbers = [builder.add(first, ir.Constant(first.type, row)) for row in range(num_rows)]
         rows = [builder.bitcast(address(0, number, 0), element.as_pointer()) for number in numbers]
         columns = context.make_array(signature.args[1])(context, builder, value=arguments[1])
         num_lines = cgutils.unpack_tuple(builder, columns.shape)[0]
         sums = [address(3, number, _LANES * part) for number in numbers for part in range(num_vectors)]
-        before = [llvm.load(builder, sum_, types.float32, _LANES) for sum_ in sums]
+        before = [llvm.load(builder, sum_, sum_dtype, _LANES) for sum_ in sums]
         totals = [cgutils.alloca_once_value(builder, value) for value in before]
         start = address(1, 0, 0)
         with cgutils.for_range(builder, num_lines) as loop:
@@ -418,8 +429,8 @@ _one, _two, _three, _four, _five, _six = (
 def multiply_columns(hidden: Any, columns: Any, sums: Any) -> None:
     """Write the products of `hidden` with 64 columns of weights to `sums` `[num_rows, 64]`."""
     sums[:] = 0
-    for first_line in range(0, columns.shape[0], _LINES_AT_ONCE):
-        lines = slice(first_line, first_line + _LINES_AT_ONCE)
+    for first_line in range(0, columns.shape[0], LINES_AT_ONCE):
+        lines = slice(first_line, first_line + LINES_AT_ONCE)
         add_products(hidden[:, lines], columns[lines], sums)
 
 

@@ -7,15 +7,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from llmservice_server.backend.agreement import MIXED, Case, why_wrong
-from llmservice_server.backend.base import Attention, DecodePath, Decoder, KVCacheShape, Model
+from llmservice_server.backend.agreement import BOUNDS, MIXED, Case, why_wrong
+from llmservice_server.backend.base import Attention, DecodePath, Decoder, KVCacheShape, Linear, Model
 from llmservice_server.backend.cuda import decode_graphs
 from llmservice_server.backend.cuda.attention import TritonAttention
-from llmservice_server.backend.cuda.kernels.jit import INTERPRETED
+from llmservice_server.backend.cuda.kernels.jit import FP8, INTERPRETED
 from llmservice_server.backend.cuda.kernels.layer_ops import add_rms_norm, silu_mul
+from llmservice_server.backend.cuda.kernels.quantized_product import can_multiply
 from llmservice_server.backend.cuda.kernels.sampling import invert as invert_kernel
 from llmservice_server.backend.cuda.kernels.sampling import top_k_top_p as top_k_top_p_kernel
+from llmservice_server.backend.cuda.linear import CudaQuantizedLinear
 from llmservice_server.backend.cuda.varlen import Varlen, by_torch
+from llmservice_server.backend.quantized import QuantizedLinear, QuantizedWeight
 from llmservice_server.backend.sampling_batch import SamplingBatch
 from llmservice_server.backend.torch import sampler
 from llmservice_server.backend.torch.backend import TorchBackend
@@ -51,13 +54,35 @@ class CudaBackend(TorchBackend):
     may_fall_back: bool = True
     _sampling: tuple[TopKTopP, Invert] = (top_k_top_p, invert)
 
+    def keeps(self, weight: QuantizedWeight) -> bool:
+        if weight.values.dtype == FP8 and self.on_gpu and not _has_fp8(self.device):
+            return False
+        return can_multiply(weight)
+
     def prepare(self, model: Model) -> None:
         model.ops = TritonLayerOps()
+        self._multiply_quantized(model)
         problem = why_unusable(top_k_top_p_kernel, invert_kernel, model.config.vocab_size, self.device)
         if problem is None:
             self._sampling = top_k_top_p_kernel, invert_kernel
         else:
             self._fall_back("top_k_top_p", f"our kernels for sampling are unusable here: {problem}")
+
+    def _multiply_quantized(self, model: Model) -> None:
+        """With our product, if it is right for the first of each size; else with torch's, which is slow."""
+        problems: dict[tuple[int, int], str | None] = {}
+
+        def converted(linear: Linear) -> Linear:
+            if not isinstance(linear, QuantizedLinear) or not can_multiply(linear.quantized):
+                return linear
+            product, shape = CudaQuantizedLinear(linear.quantized, linear.bias), linear.quantized.shape
+            if shape not in problems:
+                problems[shape] = _why_wrong(product, linear)
+            return product if problems[shape] is None else linear
+
+        model.map_linears(converted)
+        if problem := next((each for each in problems.values() if each is not None), None):
+            self._fall_back("quantized_product", f"our product of quantised weights is unusable here: {problem}")
 
     def attention(self, num_blocks: int) -> Attention:
         varlen = Varlen(by_torch, self.varlen_keys) if self.varlen_keys else None
@@ -107,15 +132,27 @@ def why_triton_is_unusable(shape: KVCacheShape, dtype: torch.dtype, device: torc
         return "its kernels bound no scores (softcap) and know no attention sinks, which the model has"
     if shape.head_dim % 2 or shape.head_dim > 256:
         return f"its kernels take even head dimensions up to 256, the model's is {shape.head_dim}"
-    if (
-        device.type == "cuda"
-        and shape.dtype.itemsize == 1
-        and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY
-    ):
+    if device.type == "cuda" and shape.dtype.itemsize == 1 and not _has_fp8(device):
         return "this GPU has no fp8 arithmetic (compute capability 8.9 or newer)"
     spans = [MIXED, _MANY_DECODES] if device.type == "cuda" else [MIXED[:3]]
     each_window = replace(shape, windows=tuple({*shape.windows}))
     return why_wrong([Case(each_window, dtype, each) for each in spans], TritonAttention, device)
+
+
+def _has_fp8(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= _FP8_CAPABILITY
+
+
+def _why_wrong(product: CudaQuantizedLinear, linear: QuantizedLinear) -> str | None:
+    """What the product raises, or its difference from torch's if that is too large; None if it is right."""
+    weight = linear.quantized
+    hidden = torch.linspace(-1, 1, weight.shape[1], dtype=linear.dtype, device=weight.values.device).expand(3, -1)
+    try:
+        expected = linear(hidden).float()
+        error = float((product(hidden).float() - expected).norm() / expected.norm())
+    except Exception as raised:  # of a compiler, a driver or a GPU: torch is used
+        return f"{type(raised).__name__}: {raised}".splitlines()[0]
+    return None if error <= 2 * BOUNDS[linear.dtype] else f"its result is off by {error:.2g}"
 
 
 def why_unusable(mask: TopKTopP, pick: Invert, vocab_size: int, device: torch.device) -> str | None:

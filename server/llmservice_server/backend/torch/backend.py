@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from llmservice_server.backend.base import Attention, DecodePath, KVCacheShape, Model
+from llmservice_server.backend.quantized import QuantizedWeight
 from llmservice_server.backend.sampling_batch import PenalizedRows, SamplingBatch
 from llmservice_server.backend.torch import sampler
 from llmservice_server.backend.torch.attention import TorchAttention
@@ -56,6 +57,10 @@ class TorchBackend:
     @property
     def profile_limit_s(self) -> float | None:
         return None if self.on_gpu else _PROFILE_LIMIT_S
+
+    def keeps(self, weight: QuantizedWeight) -> bool:
+        """torch has no product with quantised weights that is faster on every device."""
+        return False
 
     def prepare(self, model: Model) -> None:
         """A model is built with torch's operations and layout."""

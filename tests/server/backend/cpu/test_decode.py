@@ -9,6 +9,9 @@ from llmservice_server.backend.base import KVCacheShape, Linear, StepInput
 from llmservice_server.backend.cpu.attention import CpuAttention
 from llmservice_server.backend.cpu.backend import CpuBackend
 from llmservice_server.backend.cpu.decode import CpuDecode, can_decode
+from llmservice_server.backend.cpu.linear import HAS_QUAD_PRODUCT
+from llmservice_server.backend.quantized import QuantizedLinear, QuantizedWeight
+from llmservice_server.backend.torch.layer_ops import TorchLinear
 from llmservice_server.models.config import ModelConfig
 from llmservice_server.models.llama import LlamaModel
 
@@ -37,7 +40,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
-def random_model(raw: dict[str, Any], dtype: torch.dtype) -> LlamaModel:
+def random_model(raw: dict[str, Any], dtype: torch.dtype, *, int8: bool = False) -> LlamaModel:
     model = LlamaModel(ModelConfig.from_dict(raw), dtype, torch.device("cpu"))
     random = torch.Generator().manual_seed(0)
 
@@ -55,6 +58,9 @@ def random_model(raw: dict[str, Any], dtype: torch.dtype) -> LlamaModel:
         if layer.qk_norm is not None:
             layer.qk_norm.normal_(1.0, 0.1, generator=random)
     model.finish_loading()
+    if int8:
+        model.map_linears(lambda linear: QuantizedLinear(QuantizedWeight.int8(linear.weight), dtype, linear.bias))
+        model.lm_head = TorchLinear(torch.zeros_like(model.embed_tokens))
     shape = attention_of(model).shape
     CpuBackend(shape, model.device, "a test", worth_compiling=True).prepare(model)
     return model
@@ -106,6 +112,15 @@ def test_states_agree_with_the_model(family: str, dtype: torch.dtype) -> None:
         pytest.skip("the kernels cannot read what oneDNN packs on this CPU")
     for num_seqs in (1, 3, 8):
         assert decode_both(model, num_seqs, steps=4) < 40 * torch.finfo(dtype).eps
+
+
+@pytest.mark.skipif(not HAS_QUAD_PRODUCT, reason="this CPU multiplies no 8-bit integers")
+@pytest.mark.parametrize("family", ["llama", "qwen2, biases"])
+@dtypes
+def test_states_agree_with_the_model_of_8_bit_matrices(family: str, dtype: torch.dtype) -> None:
+    model = random_model(FAMILIES[family], dtype, int8=True)
+    for num_seqs in (1, 3, 8):
+        assert decode_both(model, num_seqs, steps=2) < 0.03  # where a number is rounded otherwise, all others change
 
 
 @dtypes

@@ -59,6 +59,9 @@ def test_a_backend_that_raises_is_refused() -> None:
 class Model:
     config = SimpleNamespace(vocab_size=500)
 
+    def map_linears(self, convert: object) -> None:
+        """It has none."""
+
 
 def test_a_kernel_that_fails_its_check_is_replaced_by_torch_only_where_the_choice_was_ours(
     monkeypatch: pytest.MonkeyPatch,

@@ -1,0 +1,327 @@
+"""How a checkpoint's matrices are quantised, from the `quantization_config` of its config.json, and their size.
+
+Read are compressed-tensors (https://github.com/vllm-project/compressed-tensors), DeepSeek's and AutoFP8's fp8
+(arXiv:2412.19437, section 3.3), GPTQ (arXiv:2210.17323) and AWQ (arXiv:2306.00978).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Quantization = Literal["auto", "dense", "int8", "stored"]
+QUANTIZATIONS: tuple[Quantization, ...] = ("auto", "dense", "int8", "stored")
+"""What the server holds in memory: `dense` weights in the dtype; `int8` with a scale for each output, for products
+with 8-bit activations; as they are `stored`; or what is fastest on the device."""
+
+SUPPORTED = (
+    "compressed-tensors (8-bit integers, fp8, 4-bit integers), fp8 (one scale, or blocks), gptq (4 or 8 bits), "
+    "awq (4 bits, gemm)"
+)
+_INT8_BYTES_PER_OUTPUT = 8  # a float32 scale, and what the zero of the activations adds to its sums
+
+
+class QuantizationError(ValueError):
+    """A `quantization_config` that cannot be read, or of a format that the server does not run."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """The format of one matrix `[out, in]`: a scale for each `rows` outputs and `group` inputs; None: for all."""
+
+    method: str
+    bits: int
+    kind: Literal["int", "float"] = "int"
+    rows: int | None = 1
+    group: int | None = None
+    symmetric: bool = True
+    activations: Literal["int8", "fp8"] | None = None
+    static: bool = False
+    """Whether the checkpoint has the scale of the activations."""
+    version: int = 2
+    """Of GPTQ: in 1 the zeros are stored less one."""
+    reordered: bool = False
+    """Whether a group's inputs are not adjacent (GPTQ's `desc_act`)."""
+
+    def __str__(self) -> str:
+        name = f"{'fp' if self.kind == 'float' else 'int'}{self.bits}"
+        size = "" if self.group is None else f", {'groups' if self.rows == 1 else 'blocks'} of {self.group}"
+        activations = "" if self.activations is None else f", {self.activations} activations"
+        return f"{self.method} ({name}{size}{activations})"
+
+    @property
+    def code(self) -> str:
+        """Of a model's shape, from which `parse` makes the format: `awq/int4/1x128/zeros`."""
+        size = "tensor" if self.rows is None else None if self.group is None else f"{self.rows}x{self.group}"
+        parts = self.method, f"{self.kind}{self.bits}", size, None if self.symmetric else "zeros"
+        activations = self.activations and f"{self.activations}-activations"
+        return "/".join(part for part in (*parts, activations, "reordered" if self.reordered else None) if part)
+
+    @classmethod
+    def parse(cls, code: str) -> WeightFormat:
+        """Of a `code`, or of a method alone with its usual format. Raises `QuantizationError`."""
+        code = _USUAL.get(code, code)
+        match = _CODE.fullmatch(code)
+        if match is None:
+            raise QuantizationError(
+                f"quantization is {code!r}, expected one of {', '.join(_USUAL)}, or as in {_USUAL['awq']}"
+            )
+        group, activations = match["group"], match["activations"]
+        return cls(
+            match["method"],
+            int(match["bits"]),
+            "float" if match["kind"] == "float" else "int",
+            None if match["tensor"] else int(match["rows"] or 1),
+            None if group is None else int(group),
+            symmetric=match["zeros"] is None,
+            activations="int8" if activations == "int8" else "fp8" if activations else None,
+            reordered=match["reordered"] is not None,
+        )
+
+    def stored_bytes(self, outputs: int, inputs: int, scale_bytes: int = 2) -> int:
+        """Of a matrix that the server holds as it is stored; `scale_bytes`: of a scale."""
+        groups = 1 if self.group is None else math.ceil(inputs / self.group)
+        scales = math.ceil(outputs / (self.rows or 1)) * groups
+        order = 4 * inputs if self.reordered else 0
+        return outputs * inputs * self.bits // 8 + scales * (scale_bytes + (not self.symmetric)) + order
+
+    @property
+    def is_int8_product(self) -> bool:
+        """Whether it is made for products of 8-bit integers."""
+        return self.activations == "int8" and self.group is None and self.symmetric
+
+    def held_as(self, wanted: Quantization, *, on_cpu: bool) -> Quantization:
+        """`wanted`, or what the server chooses on the device: `dense`, `int8` or `stored`.
+
+        A CPU (with AVX-512 VNNI) has fast products of 8-bit integers only, which others are not made for.
+        """
+        if on_cpu and wanted in ("auto", "stored") and self.is_int8_product:
+            return "int8"
+        if wanted == "auto":
+            return "dense" if on_cpu else "stored"
+        return wanted
+
+
+def linear_bytes(
+    outputs: int,
+    inputs: int,
+    form: WeightFormat | None,
+    wanted: Quantization,
+    *,
+    on_cpu: bool,
+    dtype_bytes: int,
+    scale_bytes: int = 2,
+) -> int:
+    """Of a matrix `[out, in]` of a checkpoint in the server's memory; `form`: None, it is not quantised."""
+    held = form.held_as(wanted, on_cpu=on_cpu) if form is not None else wanted
+    if held == "int8" and on_cpu:
+        return outputs * (inputs + _INT8_BYTES_PER_OUTPUT)
+    if held == "int8":
+        return outputs * (inputs + 4)
+    if held == "stored" and form is not None:
+        return form.stored_bytes(outputs, inputs, scale_bytes)
+    return outputs * inputs * dtype_bytes
+
+
+_CODE = re.compile(
+    r"(?P<method>[a-z0-9-]+)/(?P<kind>int|float)(?P<bits>4|8)(/(?P<tensor>tensor)|/(?P<rows>\d{1,6})x(?P<group>\d{1,6}))?"
+    r"(?P<zeros>/zeros)?(/(?P<activations>int8|fp8)-activations)?(?P<reordered>/reordered)?"
+)
+_USUAL = {
+    "awq": "awq/int4/1x128/zeros",
+    "gptq": "gptq/int4/1x128",
+    "fp8": "fp8/float8/128x128/fp8-activations",
+    "compressed-tensors": "compressed-tensors/int8/int8-activations",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationConfig:
+    """Which format each matrix has."""
+
+    formats: tuple[tuple[tuple[str, ...], WeightFormat], ...]
+    """Names or `re:` patterns, or `Linear` for all, and the format of these; the first that matches."""
+    ignored: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> QuantizationConfig | None:
+        """From a parsed config.json; None if the checkpoint is not quantised. Raises `QuantizationError`."""
+        raw = config.get("quantization_config", config.get("compression_config"))
+        if not raw:
+            return None
+        if not isinstance(raw, Mapping):
+            raise QuantizationError(f"config.json: quantization_config is {raw!r}, expected an object")
+        method = raw.get("quant_method")
+        parse = _PARSERS.get(str(method))
+        if parse is None:
+            raise QuantizationError(
+                f"config.json: the checkpoint is quantised by {method!r}, supported are {SUPPORTED}: "
+                "choose such a checkpoint, or the unquantised one"
+            )
+        return parse(raw)
+
+    def format_of(self, module: str) -> WeightFormat | None:
+        """The format of the matrix of a module, by its name in the checkpoint; None: it is not quantised."""
+        if any(_matches(module, each) for each in self.ignored):
+            return None
+        for targets, form in self.formats:
+            if any(each == "Linear" or _matches(module, each) for each in targets):
+                return form
+        return None
+
+    def __str__(self) -> str:
+        return "; ".join(str(form) for _, form in self.formats)
+
+
+def _matches(module: str, pattern: str) -> bool:
+    if pattern.startswith("re:"):
+        try:
+            return re.match(pattern.removeprefix("re:"), module) is not None
+        except re.error as error:
+            raise QuantizationError(f"config.json: quantization_config names {pattern!r}: {error}") from error
+    return f".{pattern}." in f".{module}."
+
+
+def _names(raw: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
+    for key in keys:
+        value = raw.get(key)
+        if value:
+            if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+                raise QuantizationError(
+                    f"config.json: quantization_config.{key} is {value!r}, expected a list of names"
+                )
+            return tuple(value)
+    return ()
+
+
+def _number(raw: Mapping[str, Any], key: str, expected: tuple[int, ...] | None = None) -> int:
+    value = raw.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or (expected is not None and value not in expected):
+        wanted = "a whole number" if expected is None else " or ".join(map(str, expected))
+        raise QuantizationError(f"config.json: quantization_config.{key} is {value!r}, expected {wanted}")
+    return value
+
+
+def _group(size: int) -> int | None:
+    if size == -1:
+        return None
+    if size < 1 or size % 8:
+        raise QuantizationError(
+            f"config.json: quantization_config.group_size is {size}, expected a multiple of 8, or -1"
+        )
+    return size
+
+
+def _block(value: Any) -> tuple[int, int]:
+    good = isinstance(value, list) and len(value) == 2 and all(type(size) is int and size >= 1 for size in value)
+    if not good:
+        raise QuantizationError(
+            f"config.json: quantization_config has blocks of {value!r}, expected two sizes such as [128, 128]"
+        )
+    return value[0], value[1]
+
+
+def _gptq(raw: Mapping[str, Any]) -> QuantizationConfig:
+    if raw.get("dynamic"):
+        raise QuantizationError("config.json: quantization_config.dynamic differs by layer, which is not supported")
+    version = raw.get("checkpoint_format", "gptq")
+    if version not in ("gptq", "gptq_v2"):
+        raise QuantizationError(
+            f"config.json: quantization_config.checkpoint_format is {version!r}, expected gptq or gptq_v2"
+        )
+    form = WeightFormat(
+        "gptq",
+        _number(raw, "bits", (4, 8)),
+        group=_group(_number(raw, "group_size")),
+        symmetric=bool(raw.get("sym", True)),
+        version=2 if version == "gptq_v2" else 1,
+        reordered=bool(raw.get("desc_act")),
+    )
+    return QuantizationConfig(((("Linear",), form),), () if raw.get("lm_head") else ("lm_head",))
+
+
+def _awq(raw: Mapping[str, Any]) -> QuantizationConfig:
+    version = str(raw.get("version", "gemm")).lower()
+    if version != "gemm":
+        raise QuantizationError(f"config.json: quantization_config.version is {version!r}, expected gemm")
+    key = "w_bit" if "bits" not in raw else "bits"
+    group = _group(_number(raw, "q_group_size" if "group_size" not in raw else "group_size"))
+    form = WeightFormat("awq", _number(raw, key, (4,)), group=group, symmetric=False)
+    return QuantizationConfig(((("Linear",), form),), ("lm_head", *_names(raw, "modules_to_not_convert")))
+
+
+def _fp8(raw: Mapping[str, Any]) -> QuantizationConfig:
+    if raw.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
+        raise QuantizationError(f"config.json: quantization_config.fmt is {raw['fmt']!r}, expected e4m3")
+    rows, group = None, None
+    if raw.get("weight_block_size") is not None:
+        rows, group = _block(raw["weight_block_size"])
+    static = raw.get("activation_scheme", "dynamic") == "static"
+    form = WeightFormat("fp8", 8, "float", rows, group, activations="fp8", static=static)
+    return QuantizationConfig(
+        ((("Linear",), form),), ("lm_head", *_names(raw, "modules_to_not_convert", "ignored_layers"))
+    )
+
+
+_COMPRESSED = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
+
+
+def _compressed_tensors(raw: Mapping[str, Any]) -> QuantizationConfig:
+    groups = raw.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise QuantizationError("config.json: quantization_config has no config_groups")
+    formats = []
+    for name, group in groups.items():
+        if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
+            raise QuantizationError(f"config.json: quantization_config.config_groups.{name} has no weights")
+        stored = group.get("format") or raw.get("format")
+        if stored not in (*_COMPRESSED, "mixed-precision"):
+            raise QuantizationError(
+                f"config.json: quantization_config.format is {stored!r}, expected one of {', '.join(_COMPRESSED)}"
+            )
+        formats.append((_names(group, "targets") or ("Linear",), _compressed_format(group)))
+    return QuantizationConfig(tuple(formats), _names(raw, "ignore"))
+
+
+def _compressed_format(group: Mapping[str, Any]) -> WeightFormat:
+    weights, inputs = group["weights"], group.get("input_activations")
+    kind, bits = weights.get("type", "int"), _number(weights, "num_bits", (4, 8))
+    if kind not in ("int", "float") or (kind == "float" and bits != 8):
+        raise QuantizationError(
+            f"the checkpoint has weights of type {kind!r} in {bits} bits, supported are {SUPPORTED}"
+        )
+    strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "tensor")
+    rows, size = 1, None
+    if strategy == "group":
+        size = _group(_number(weights, "group_size"))
+    elif strategy == "block":
+        rows, size = _block(weights.get("block_structure"))
+    elif strategy not in ("channel", "tensor"):
+        raise QuantizationError(
+            f"config.json: weights are quantised by the strategy {strategy!r}, expected tensor, channel, group or block"
+        )
+    activations: Literal["int8", "fp8"] | None = None
+    static = False
+    if inputs:
+        if (inputs.get("type", "int"), inputs.get("num_bits")) != (kind, 8) or not inputs.get("symmetric", True):
+            raise QuantizationError(
+                f"config.json: activations are quantised as {inputs!r}, expected symmetric {kind} of 8 bits"
+            )
+        activations, static = "int8" if kind == "int" else "fp8", not inputs.get("dynamic")
+    return WeightFormat(
+        "compressed-tensors",
+        bits,
+        "float" if kind == "float" else "int",
+        None if strategy == "tensor" else rows,
+        size,
+        symmetric=bool(weights.get("symmetric", True)),
+        activations=activations,
+        static=static,
+        reordered=weights.get("actorder") == "group",
+    )
+
+
+_PARSERS = {"compressed-tensors": _compressed_tensors, "fp8": _fp8, "gptq": _gptq, "awq": _awq}

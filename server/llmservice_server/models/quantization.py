@@ -1,0 +1,207 @@
+"""From a checkpoint's tensors of one quantised matrix to a `QuantizedWeight`.
+
+The library `compressed-tensors` reads one of these formats only, and importing it takes as long as the rest of the
+start (5 s), because it imports transformers; the tests compare with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from llmservice_planner.quantization import WeightFormat
+from llmservice_server.backend.quantized import QuantizedWeight
+from llmservice_server.types.errors import ModelLoadError
+
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where the eight numbers of an int32 are: AWQ stores the columns 0 2 4 6 1 3 5 7, the first lowest."""
+SUFFIXES = frozenset({
+    *("weight", "weight_packed", "weight_shape", "weight_scale", "weight_scale_inv", "weight_zero_point"),
+    *("weight_g_idx", "input_scale", "qweight", "qzeros", "scales", "g_idx"),
+})  # fmt: skip
+"""Of the tensors of one matrix, besides its bias."""
+_UNUSED = {"input_zero_point", "k_scale", "v_scale"}
+
+
+def is_quantized(suffixes: Mapping[str, object]) -> bool:
+    """Whether a matrix of these tensors is quantised, whatever config.json says: formats leave some matrices out."""
+    return bool(set(suffixes) - {"weight", "bias", *_UNUSED})
+
+
+def read(form: WeightFormat, name: str, tensors: Mapping[str, torch.Tensor], shape: tuple[int, int]) -> QuantizedWeight:
+    """The matrix `name` of shape `[out, in]`. `tensors`: by their names after the matrix's.
+
+    Raises `ModelLoadError` for a tensor that is missing or of another shape or dtype than the format's.
+    """
+    read_format = {"gptq": _read_gptq, "awq": _read_awq}.get(form.method, _read_values)
+    return read_format(form, _Tensors(form, name, tensors), shape)
+
+
+class _Tensors:
+    """The tensors of one matrix, checked when they are taken."""
+
+    def __init__(self, form: WeightFormat, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._form, self._name, self._tensors = form, name, tensors
+
+    def __contains__(self, suffix: str) -> bool:
+        return suffix in self._tensors
+
+    def take(
+        self, suffix: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = (torch.int32,)
+    ) -> torch.Tensor:
+        if suffix not in self._tensors:
+            raise ModelLoadError(
+                f"the checkpoint has no {self._name}.{suffix}, which {self._form} needs: it has "
+                f"{', '.join(sorted(self._tensors)) or 'none of its tensors'}"
+            )
+        tensor = self._tensors[suffix]
+        if tuple(tensor.shape) != shape and not (tensor.numel() == 1 and shape in ((1,), (1, 1))):
+            raise ModelLoadError(
+                f"{self._name}.{suffix} has the shape {list(tensor.shape)}, {self._form} makes it {list(shape)}"
+            )
+        if tensor.dtype not in dtypes:
+            expected = " or ".join(str(each).removeprefix("torch.") for each in dtypes)
+            raise ModelLoadError(f"{self._name}.{suffix} is {tensor.dtype}, {self._form} makes it {expected}")
+        return tensor.reshape(shape)
+
+    def fail(self, problem: str) -> ModelLoadError:
+        return ModelLoadError(f"{self._name}: {problem} ({self._form})")
+
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _groups(form: WeightFormat, inputs: int, tensors: _Tensors) -> int:
+    if form.group is None:
+        return 1
+    if form.rows == 1 and inputs % form.group:
+        raise tensors.fail(f"its {inputs} inputs are no multiple of a group's {form.group}")
+    return -(-inputs // form.group)
+
+
+def _read_values(form: WeightFormat, tensors: _Tensors, shape: tuple[int, int]) -> QuantizedWeight:
+    """compressed-tensors, and fp8."""
+    outputs, inputs = shape
+    groups = _groups(form, inputs, tensors)
+    if form.method == "fp8":
+        scale_name = "weight_scale_inv" if "weight_scale_inv" in tensors else "weight_scale"
+    else:
+        scale_name = "weight_scale"
+    zeros = order = None
+    if "weight_packed" in tensors:
+        width = -(-inputs * form.bits // 32)
+        packed = tensors.take("weight_packed", (outputs, width))
+        values = _nibbles(packed) if form.bits == 4 else (packed.view(torch.uint8) ^ 128).view(torch.int8)
+        values = values[:, : inputs * form.bits // 8]
+        if not form.symmetric:
+            height = -(-outputs * form.bits // 32)
+            stored = tensors.take("weight_zero_point", (height, groups))
+            zeros = _unpacked(stored, form.bits, 0)[:outputs] - (1 << (form.bits - 1))
+    else:
+        dtype = torch.float8_e4m3fn if form.kind == "float" else torch.int8
+        values = tensors.take("weight", shape, (dtype,))
+        if form.bits == 4:
+            values = _packed_nibbles(values)
+        if not form.symmetric:
+            zeros = tensors.take("weight_zero_point", (outputs, groups), (torch.int8,))
+    rows = form.rows or 1
+    if form.rows is None:
+        scales = tensors.take(scale_name, (1, 1), _FLOATS).expand(outputs, 1)
+    else:
+        scales = tensors.take(scale_name, (-(-outputs // rows), groups), _FLOATS)
+    if form.reordered:
+        order, values = _sorted(tensors.take("weight_g_idx", (inputs,)), values, form, tensors)
+    input_scale = None
+    if form.static and form.activations == "fp8":  # of integers each row gets its own scale, which is more exact
+        input_scale = tensors.take("input_scale", (1,), _FLOATS).float()
+    return QuantizedWeight(
+        values.contiguous(),
+        scales.contiguous(),
+        None if zeros is None else zeros.to(torch.int8).contiguous(),
+        rows,
+        form.group,
+        order,
+        form.activations,
+        input_scale,
+    )
+
+
+def _read_gptq(form: WeightFormat, tensors: _Tensors, shape: tuple[int, int]) -> QuantizedWeight:
+    """`(q - zero) * scale`; inputs are packed in qweight `[in * bits / 32, out]`, outputs in qzeros."""
+    outputs, inputs = shape
+    groups, bits = _groups(form, inputs, tensors), form.bits
+    centre = 1 << (bits - 1)
+    elements = _unpacked(tensors.take("qweight", (inputs * bits // 32, outputs)), bits, 0).T - centre
+    stored = _unpacked(tensors.take("qzeros", (groups, outputs * bits // 32)), bits, 1).T
+    stored = (stored + (form.version == 1)) & ((1 << bits) - 1)
+    zeros = stored - centre
+    values = elements.to(torch.int8).contiguous()
+    values = _packed_nibbles(values) if bits == 4 else values
+    order = None
+    if "g_idx" in tensors:
+        order, values = _sorted(tensors.take("g_idx", (inputs,)), values, form, tensors)
+    return QuantizedWeight(
+        values,
+        tensors.take("scales", (groups, outputs), _FLOATS).T.contiguous(),
+        zeros.to(torch.int8).contiguous() if not form.symmetric or bool(zeros.any()) else None,
+        group=form.group,
+        order=order,
+    )
+
+
+def _read_awq(form: WeightFormat, tensors: _Tensors, shape: tuple[int, int]) -> QuantizedWeight:
+    """`(q - zero) * scale`; eight outputs are packed in an int32 of qweight `[in, out / 8]` and of qzeros."""
+    outputs, inputs = shape
+    groups = _groups(form, inputs, tensors)
+
+    def unpacked(suffix: str, rows: int) -> torch.Tensor:
+        numbers = _unpacked(tensors.take(suffix, (rows, outputs // 8)), 4, 1).view(rows, -1, 8)
+        return numbers[:, :, list(_AWQ_ORDER)].flatten(1).T - 8
+
+    return QuantizedWeight(
+        _packed_nibbles(unpacked("qweight", inputs)),
+        tensors.take("scales", (groups, outputs), _FLOATS).T.contiguous(),
+        unpacked("qzeros", groups).to(torch.int8).contiguous(),
+        group=form.group,
+    )
+
+
+def _sorted(
+    groups: torch.Tensor, values: torch.Tensor, form: WeightFormat, tensors: _Tensors
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """The order in which a group's inputs are adjacent, and the values in it; `groups` `[in]` is each input's group."""
+    inputs, size = len(groups), form.group or len(groups)
+    expected = torch.arange(inputs, dtype=torch.int32) // size
+    if torch.equal(groups, expected):
+        return None, values
+    order = torch.argsort(groups, stable=True)
+    if not torch.equal(groups[order], expected):
+        raise tensors.fail(f"g_idx does not give each group {size} inputs")
+    if form.bits == 4:
+        return order.int(), _packed_nibbles(_nibbles_apart(values)[:, order])
+    return order.int(), values[:, order]
+
+
+def _unpacked(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
+    """The unsigned numbers that are packed in int32 along `dim`, the first lowest, in int16."""
+    turned = packed.T.contiguous() if dim == 0 else packed.contiguous()
+    numbers = turned.view(torch.uint8)
+    if bits == 4:
+        numbers = torch.stack((numbers & 0xF, numbers >> 4), dim=-1).flatten(1)
+    return (numbers.T if dim == 0 else numbers).to(torch.int16)
+
+
+def _nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """The bytes of int32 that hold unsigned numbers of 4 bits along their last dimension: two in each, lowest first."""
+    return packed.contiguous().view(torch.uint8)
+
+
+def _nibbles_apart(values: torch.Tensor) -> torch.Tensor:
+    return torch.stack((values & 0xF, values >> 4), dim=-1).flatten(1).to(torch.int8) - 8
+
+
+def _packed_nibbles(values: torch.Tensor) -> torch.Tensor:
+    """Numbers from -8 to 7 `[out, in]` as uint8 `[out, in / 2]`."""
+    unsigned = (values + 8).to(torch.uint8)
+    return unsigned[:, ::2] | (unsigned[:, 1::2] << 4)

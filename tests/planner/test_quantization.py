@@ -1,0 +1,76 @@
+"""The formats of config.json, and which matrices have them."""
+
+from typing import Any
+
+import pytest
+
+from llmservice_planner.quantization import QuantizationConfig, QuantizationError, WeightFormat
+
+INT4 = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 128}
+INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+
+
+def parsed(**raw: Any) -> QuantizationConfig:
+    config = QuantizationConfig.of({"quantization_config": raw})
+    assert config is not None
+    return config
+
+
+@pytest.mark.parametrize(
+    ("raw", "code"),
+    [
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, "awq/int4/1x128/zeros"),
+        ({"quant_method": "gptq", "bits": 8, "group_size": -1, "desc_act": True}, "gptq/int8/reordered"),
+        (
+            {"quant_method": "fp8", "weight_block_size": [128, 128]},
+            "fp8/float8/128x128/fp8-activations",
+        ),
+        ({"quant_method": "fp8"}, "fp8/float8/tensor/fp8-activations"),
+    ],
+)
+def test_a_code_names_the_format_and_is_read_again(raw: dict[str, Any], code: str) -> None:
+    form = parsed(**raw).formats[0][1]
+    assert form.code == code
+    assert WeightFormat.parse(code).code == code
+
+
+def test_each_module_has_the_first_format_that_names_it_unless_it_is_ignored() -> None:
+    config = parsed(
+        quant_method="compressed-tensors",
+        format="mixed-precision",
+        config_groups={
+            "a": {"targets": ["re:.*down_proj"], "weights": INT8, "format": "int-quantized"},
+            "b": {"targets": ["Linear"], "weights": INT4, "format": "pack-quantized"},
+        },
+        ignore=["lm_head", "re:.*layers.0.*"],
+    )
+    bits = {
+        name: form and form.bits
+        for name in (
+            "model.layers.1.mlp.down_proj",
+            "model.layers.1.mlp.up_proj",
+            "model.layers.0.mlp.up_proj",
+            "lm_head",
+        )
+        for form in [config.format_of(name)]
+    }
+    assert list(bits.values()) == [8, 4, None, None]
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"quant_method": "bitsandbytes"}, "quantised by 'bitsandbytes', supported are"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 100}, "group_size is 100, expected a multiple of 8"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, r"blocks of \[128\], expected two sizes"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt is 'e5m2', expected e4m3"),
+        ({"quant_method": "compressed-tensors"}, "has no config_groups"),
+        (
+            {"quant_method": "compressed-tensors", "format": "marlin-24", "config_groups": {"a": {"weights": INT4}}},
+            "format is 'marlin-24', expected one of int-quantized",
+        ),
+    ],
+)
+def test_what_cannot_be_read_is_refused_in_one_sentence(raw: dict[str, Any], message: str) -> None:
+    with pytest.raises(QuantizationError, match=message):
+        parsed(**raw)

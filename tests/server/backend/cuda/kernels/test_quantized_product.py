@@ -1,0 +1,37 @@
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
+
+from llmservice_server.backend.cuda.kernels.quantized_product import quantized_product
+from llmservice_server.backend.quantized import QuantizedWeight
+
+BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+FORMATS = ["int8", "int8, groups", "int4", "int4, zeros", "fp8", "fp8, blocks"]
+
+
+def weight_of(name: str, outputs: int, inputs: int) -> QuantizedWeight:
+    random = torch.Generator().manual_seed(0)
+    group, rows = (None if name in ("int8", "fp8") else 128 if "blocks" in name else 32), 128 if "blocks" in name else 1
+    size = -(-outputs // rows), 1 if group is None else -(-inputs // group)
+    scales = torch.rand(size, generator=random) + 0.1
+    values = torch.randint(-100, 100, (outputs, inputs), generator=random)
+    if "fp8" in name:
+        return QuantizedWeight(values.float().to(torch.float8_e4m3fn), scales, rows=rows, group=group)
+    zeros = torch.randint(-7, 8, size, generator=random).to(torch.int8) if "zeros" in name else None
+    if "int4" in name:
+        return QuantizedWeight(values[:, ::2].to(torch.uint8), scales, zeros, group=group)
+    return QuantizedWeight(values.to(torch.int8), scales, group=group)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("num_rows", [1, 20])
+@pytest.mark.parametrize("name", FORMATS)
+def test_products_agree_with_those_of_the_dequantised_weight(name: str, num_rows: int, dtype: torch.dtype) -> None:
+    weight = weight_of(name, 160, 192)
+    random = torch.Generator().manual_seed(1)
+    hidden = torch.randn(num_rows, 192, generator=random).to(dtype)
+    bias = torch.randn(160, generator=random).to(dtype)
+    for added in (None, bias):
+        expected = F.linear(hidden.float(), weight.dequantize(dtype).float(), None if added is None else added.float())
+        product = quantized_product(hidden, weight, added).float()
+        assert (product - expected).norm() < BOUNDS[dtype] * expected.norm()

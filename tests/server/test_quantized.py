@@ -1,0 +1,443 @@
+"""Checkpoints of every quantised format: their weights, their logits, their size, and what is refused.
+
+Each is written here by its method's published formula, and those of compressed-tensors by that library.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
+from safetensors.torch import save_file
+
+from llmservice_planner.quantization import QUANTIZATIONS, Quantization
+from llmservice_planner.shape import ModelShape
+from llmservice_server.backend.base import KVCacheShape, Linear, StepInput
+from llmservice_server.backend.choice import choose_backend
+from llmservice_server.backend.cpu.int8 import Int8Linear
+from llmservice_server.backend.cpu.linear import HAS_QUAD_PRODUCT
+from llmservice_server.backend.quantized import QuantizedWeight, fuse
+from llmservice_server.engine.config import EngineConfig
+from llmservice_server.models.llama import LlamaModel
+from llmservice_server.runtime.loader import Checkpoint
+from llmservice_server.runtime.startup import start
+from llmservice_server.types.errors import ConfigError, ModelLoadError
+
+pytestmark = pytest.mark.slow
+
+CPU = torch.device("cpu")
+Tensors = dict[str, torch.Tensor]
+CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],  # biases, which no format quantises
+    "model_type": "qwen2",
+    "vocab_size": 320,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "dtype": "float32",
+}
+SHAPES = {
+    "self_attn.q_proj": (256, 256),
+    "self_attn.k_proj": (128, 256),
+    "self_attn.v_proj": (128, 256),
+    "self_attn.o_proj": (256, 256),
+    "mlp.gate_proj": (384, 256),
+    "mlp.up_proj": (384, 256),
+    "mlp.down_proj": (256, 384),
+}
+Q_PROJ = "model.layers.1.self_attn.q_proj"
+needs_vnni = pytest.mark.skipif(not HAS_QUAD_PRODUCT, reason="this CPU multiplies no 8-bit integers")
+
+
+def dense_tensors() -> Tensors:
+    random = torch.Generator().manual_seed(0)
+    sizes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (320, 256), "lm_head.weight": (320, 256)}
+    tensors = {name: torch.randn(size, generator=random) for name, size in sizes.items()}
+    tensors["model.norm.weight"] = torch.ones(256)
+    for layer in range(2):
+        prefix = f"model.layers.{layer}"
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{prefix}.{norm}.weight"] = 1 + 0.1 * torch.randn(256, generator=random)
+        for name, (outputs, inputs) in SHAPES.items():
+            tensors[f"{prefix}.{name}.weight"] = torch.randn(outputs, inputs, generator=random) * inputs**-0.5
+            if name.split(".")[1] in ("q_proj", "k_proj", "v_proj"):
+                tensors[f"{prefix}.{name}.bias"] = 0.1 * torch.randn(outputs, generator=random)
+    return tensors
+
+
+@dataclass(frozen=True)
+class Format:
+    """`quantize` gives a matrix's tensors and, by the method's formula, the matrix that they stand for."""
+
+    config: dict[str, Any]
+    quantize: Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
+    dtype: torch.dtype = torch.float32  # of the formula's result
+
+    @property
+    def weight_only(self) -> bool:
+        groups = self.config.get("config_groups", {})
+        return self.config["quant_method"] != "fp8" and not any(each["input_activations"] for each in groups.values())
+
+
+def compressed(weights: dict[str, Any], activations: dict[str, Any] | None, stored: str) -> Format:
+    def quantize(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        pytest.importorskip("compressed_tensors")
+        from compressed_tensors.compressors.base import BaseCompressor
+        from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+        from compressed_tensors.quantization.utils import calculate_qparams
+
+        args = QuantizationArgs(**weights)
+        scheme = QuantizationScheme(targets=["Linear"], weights=args)
+        size = {"group": weights.get("group_size"), "channel": weight.shape[1]}.get(weights["strategy"])
+        if weights["strategy"] == "block":
+            tiles = weight.unflatten(0, (-1, 128)).unflatten(2, (-1, 128)).transpose(1, 2).flatten(2)
+        else:
+            tiles = weight.view(1, 1, -1) if size is None else weight.unflatten(1, (-1, size))
+        scale, zero = calculate_qparams(tiles.amin(-1), tiles.amax(-1), args)
+        state = {
+            "weight": weight,
+            "weight_scale": scale.view(-1) if size is None and args.strategy == "tensor" else scale,
+        }
+        if not args.symmetric:
+            state["weight_zero_point"] = zero.to(torch.int8)
+        compressor = BaseCompressor.get_value_from_registry(stored)
+        tensors = compressor.compress(state, scheme)
+        expected = compressor.decompress(tensors, scheme)["weight"]
+        if activations and not activations.get("dynamic"):
+            tensors["input_scale"] = torch.tensor([0.05])
+        return tensors, expected
+
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+    config = {"quant_method": "compressed-tensors", "format": stored, "config_groups": {"group_0": group}}
+    return Format({**config, "ignore": ["lm_head"]}, quantize)
+
+
+def packed(numbers: "np.ndarray[Any, Any]", bits: int, axis: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Unsigned numbers in int32 along `axis`, the first (or `order`'s) lowest."""
+    numbers = np.moveaxis(numbers.astype(np.uint32), axis, -1)
+    parts = numbers.reshape(*numbers.shape[:-1], -1, 32 // bits)
+    words = np.zeros(parts.shape[:-1], np.uint32)
+    for place, column in enumerate(order or range(32 // bits)):
+        words |= parts[..., column] << np.uint32(bits * place)
+    return torch.from_numpy(np.ascontiguousarray(np.moveaxis(words, -1, axis)).view(np.int32))
+
+
+def affine(weight: "np.ndarray[Any, Any]", bits: int, symmetric: bool) -> tuple[Any, Any, Any]:
+    """Groups `[..., group]` as unsigned integers with float16 scales and zeros."""
+    most = 2**bits - 1
+    low, high = np.minimum(weight.min(-1), 0), np.maximum(weight.max(-1), 0)
+    if symmetric:
+        high = np.maximum(-low, high)
+        low = -high
+    scale = ((high - low) / most).astype(np.float16)
+    zero = np.full(scale.shape, 2 ** (bits - 1)) if symmetric else np.clip(np.rint(-low / scale), 1, most)
+    values = np.clip(np.rint(weight / scale[..., None].astype(np.float32)) + zero[..., None], 0, most)
+    return values, scale, zero
+
+
+def gptq(bits: int, group: int, *, symmetric: bool, reordered: bool = False, version: str = "gptq") -> Format:
+    def quantize(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        outputs, inputs = weight.shape
+        size = inputs if group == -1 else group
+        order = np.random.default_rng(inputs).permutation(inputs) if reordered else np.arange(inputs)
+        values, scale, zero = affine(weight.numpy()[:, order].reshape(outputs, -1, size), bits, symmetric)
+        g_idx, columns = np.empty(inputs, np.int32), np.empty((outputs, inputs))
+        g_idx[order] = np.arange(inputs) // size
+        columns[:, order] = values.reshape(outputs, inputs)
+        stored = zero - 1 if version == "gptq" else zero
+        tensors = {
+            "qweight": packed(columns.T, bits, 0),
+            "qzeros": packed(stored.T, bits, 1),
+            "scales": torch.from_numpy(np.ascontiguousarray(scale.T)),
+            "g_idx": torch.from_numpy(g_idx),
+        }
+        return tensors, torch.from_numpy(scale[:, g_idx] * (columns - zero[:, g_idx]).astype(np.float16))
+
+    config = {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": reordered, "sym": symmetric}
+    return Format({**config, "checkpoint_format": version}, quantize, torch.float16)
+
+
+def awq(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    values, scale, zero = affine(weight.numpy().reshape(len(weight), -1, 64), 4, symmetric=False)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    tensors = {
+        "qweight": packed(values.reshape(weight.shape).T, 4, 1, order),
+        "qzeros": packed(zero.T, 4, 1, order),
+        "scales": torch.from_numpy(np.ascontiguousarray(scale.T)),
+    }
+    exact = scale[..., None] * (values - zero[..., None]).astype(np.float16)
+    return tensors, torch.from_numpy(exact.reshape(weight.shape))
+
+
+def block_fp8(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    tiles = weight.unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
+    scale = tiles.abs().amax((1, 3)) / 448
+    values = (tiles / scale[:, None, :, None]).view(weight.shape).to(torch.float8_e4m3fn)
+    exact = values.float().numpy() * np.kron(scale.numpy(), np.ones((128, 128), np.float32))
+    return {"weight": values, "weight_scale_inv": scale}, torch.from_numpy(exact)
+
+
+def tensor_fp8(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    scale = weight.abs().max() / 448
+    values = (weight / scale).to(torch.float8_e4m3fn)
+    return {"weight": values, "weight_scale": scale, "input_scale": torch.tensor(0.05)}, values.float() * scale
+
+
+INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+FP8 = {**INT8, "type": "float"}
+INT4 = {**INT8, "num_bits": 4, "strategy": "group", "group_size": 32}
+TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+FORMATS = {
+    "W8A8 int8": compressed(INT8, TOKEN, "int-quantized"),
+    "W8A16": compressed(INT8, None, "pack-quantized"),
+    "W8A16, groups with zeros": compressed({**INT4, "num_bits": 8, "symmetric": False}, None, "pack-quantized"),
+    "W4A16": compressed(INT4, None, "pack-quantized"),
+    "W4A16, with zeros": compressed({**INT4, "symmetric": False}, None, "pack-quantized"),
+    "fp8 dynamic": compressed(FP8, {**TOKEN, "type": "float"}, "float-quantized"),
+    "fp8 static": compressed(
+        {**FP8, "strategy": "tensor"},
+        {**TOKEN, "type": "float", "strategy": "tensor", "dynamic": False},
+        "float-quantized",
+    ),
+    "fp8 blocks of compressed-tensors": compressed(
+        {**FP8, "strategy": "block", "block_structure": [128, 128]}, None, "float-quantized"
+    ),
+    "fp8 blocks": Format({"quant_method": "fp8", "weight_block_size": [128, 128]}, block_fp8),
+    "fp8, one scale": Format({"quant_method": "fp8", "activation_scheme": "static"}, tensor_fp8),
+    "gptq": gptq(4, 128, symmetric=True),
+    "gptq, with zeros": gptq(4, 32, symmetric=False),
+    "gptq 2, with zeros": gptq(4, 32, symmetric=False, version="gptq_v2"),
+    "gptq, reordered": gptq(4, 64, symmetric=True, reordered=True),
+    "gptq, 8 bits": gptq(8, -1, symmetric=True),
+    "awq": Format(
+        {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}, awq, torch.float16
+    ),
+}
+each_format = pytest.mark.parametrize("name", FORMATS)
+
+
+def write(folder: Path, tensors: Tensors, **config: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **config}))
+    return folder
+
+
+def write_both(folder: Path, form: Format) -> tuple[Path, Path]:
+    """A quantised checkpoint, and a dense one of the weights that it stands for."""
+    stored, exact = {}, {}
+    for name, tensor in dense_tensors().items():
+        exact[name] = stored[name] = tensor
+        module = name.removesuffix(".weight")
+        if module.endswith("_proj"):
+            tensors, exact[name] = form.quantize(tensor)
+            del stored[name]
+            stored.update({f"{module}.{suffix}": each for suffix, each in tensors.items()})
+    quantized = write(folder / "quantized", stored, quantization_config=form.config)
+    return quantized, write(folder / "exact", exact)
+
+
+def loaded(folder: Path, quantization: Quantization, dtype: torch.dtype = torch.float32) -> LlamaModel:
+    backend = choose_backend("auto", kv_cache(dtype), dtype, CPU, max_num_batched_tokens=64)
+    model = Checkpoint.open(folder).load(dtype, CPU, quantization, backend.keeps)
+    backend.prepare(model)
+    return model
+
+
+def kv_cache(dtype: torch.dtype) -> KVCacheShape:
+    return KVCacheShape(4, 2, 64, (None, None), 16, dtype)
+
+
+def logits(model: LlamaModel) -> torch.Tensor:
+    attention = choose_backend("torch", kv_cache(model.dtype), model.dtype, CPU, max_num_batched_tokens=64).attention(4)
+    tokens = torch.arange(40) * 7 % 320
+    with torch.inference_mode():
+        attend = attention.prepare(StepInput.of([(0, 40, [1, 2, 3])], tokens.tolist()))
+        states = model.forward(tokens, torch.arange(40), attend)
+        if model.dtype != torch.float64:
+            return model.logits(states)
+        return F.linear(F.rms_norm(states, (256,), model.norm, model.config.rms_norm_eps), model.lm_head.weight)
+
+
+def relative_error(ours: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((ours - expected).abs().max() / expected.abs().max())
+
+
+@each_format
+def test_dequantised_weights_are_bit_equal_to_the_formulas(tmp_path: Path, name: str) -> None:
+    form = FORMATS[name]
+    quantized, exact = write_both(tmp_path, form)
+    ours, expected = (Checkpoint.open(each).load(form.dtype, CPU, "dense") for each in (quantized, exact))
+    linears: list[list[Linear]] = [[], []]
+    for model, found in zip((ours, expected), linears, strict=True):
+        model.map_linears(lambda linear, found=found: found.append(linear) or linear)  # type: ignore[misc]
+    for linear, reference in zip(*linears, strict=True):
+        assert torch.equal(linear.weight, reference.weight)
+        assert (linear.bias is None) == (reference.bias is None)
+
+
+@pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if form.weight_only])
+@pytest.mark.parametrize("quantization", ["auto", "stored"])
+def test_logits_of_weight_only_formats_are_those_of_the_dequantised_model(
+    tmp_path: Path, name: str, quantization: Quantization
+) -> None:
+    quantized, exact = write_both(tmp_path, FORMATS[name])
+    assert relative_error(logits(loaded(quantized, quantization)), logits(loaded(exact, "dense"))) < 1e-3
+
+
+@dataclass
+class Recorded:
+    """A product whose quantised inputs are noted, as one that is rounded otherwise changes all that follow."""
+
+    linear: Linear
+    inputs: list[torch.Tensor]
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        largest = hidden.abs().amax(-1, keepdim=True)
+        self.inputs.append((hidden.double() * (127 / largest).double()).round() * (largest / 127).double())
+        return self.linear(hidden)
+
+
+@dataclass
+class Replayed:
+    """A product of float64 with the next of the inputs."""
+
+    linear: Linear
+    inputs: list[torch.Tensor]
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.inputs.pop(0))
+
+
+@needs_vnni
+def test_logits_of_8_bit_products_are_those_of_the_same_products_in_float64(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    quantized, exact = write_both(tmp_path, FORMATS["W8A8 int8"])
+    model, reference = loaded(quantized, "auto"), Checkpoint.open(exact).load(torch.float64, CPU)
+    assert isinstance(model.layers[0].qkv, Int8Linear)
+    inputs: list[torch.Tensor] = []
+
+    def recorded(linear: Linear) -> Linear:
+        return linear if linear is model.lm_head else Recorded(linear, inputs)
+
+    def replayed(linear: Linear) -> Linear:
+        return linear if linear is reference.lm_head else Replayed(linear, inputs)
+
+    model.map_linears(recorded)
+    ours = logits(model)
+    reference.map_linears(replayed)
+    assert relative_error(ours.double(), logits(reference)) < 1e-4
+    dense = logits(loaded(exact, "dense"))
+    divergence = F.kl_div(ours.log_softmax(-1), dense.log_softmax(-1), log_target=True, reduction="batchmean")
+    record_property("mean KL against the dequantised model", float(divergence))
+    assert divergence < 0.05
+
+
+@needs_vnni
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_plain_checkpoint_is_quantised_at_load(tmp_path: Path, dtype: torch.dtype) -> None:
+    plain = write(tmp_path, dense_tensors())
+    model, dense = loaded(plain, "int8", dtype), loaded(plain, "auto", dtype)
+    assert isinstance(model.layers[0].down, Int8Linear)
+    assert not isinstance(model.lm_head, Int8Linear)
+    ours, expected = logits(model), logits(dense)
+    assert (ours - expected).norm() < 0.1 * expected.norm()
+    sizes = 2 * sum(outputs * inputs for outputs, inputs in SHAPES.values())
+    outputs = 2 * sum(outputs for outputs, _ in SHAPES.values())
+    assert dense.weight_bytes - model.weight_bytes == sizes * (dtype.itemsize - 1) - 8 * outputs
+
+
+def test_int8_is_refused_where_its_products_are_slow(tmp_path: Path) -> None:
+    plain = write(tmp_path, dense_tensors())
+    with pytest.raises(ConfigError, match="the backend torch has no fast product of 8-bit integers"):
+        start(EngineConfig(model=plain, device="cpu", attention="torch", quantization="int8"))
+
+
+def test_parts_with_blocks_across_their_borders_are_fused() -> None:
+    random = torch.Generator().manual_seed(0)
+    parts = [
+        QuantizedWeight(
+            torch.randn(outputs, 192, generator=random).to(torch.float8_e4m3fn),
+            torch.rand(-(-outputs // 128), 2, generator=random),
+            rows=128,
+            group=128,
+        )
+        for outputs in (192, 64)
+    ]
+    expected = torch.cat([part.dequantize(torch.float32) for part in parts])
+    assert torch.equal(fuse(parts).dequantize(torch.float32), expected)
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@each_format
+def test_the_planner_predicts_the_measured_weights(tmp_path: Path, name: str, quantization: Quantization) -> None:
+    folder, _ = write_both(tmp_path, FORMATS[name])
+    predicted = ModelShape.from_folder(folder).weights_bytes("float32", quantization, on_cpu=True)
+    assert loaded(folder, quantization).weight_bytes == pytest.approx(predicted, rel=0.01)
+
+
+Change = Callable[[Tensors, dict[str, Any]], object]
+
+
+def without(suffix: str) -> Change:
+    return lambda tensors, config: tensors.pop(f"{Q_PROJ}.{suffix}")
+
+
+def reshaped(suffix: str) -> Change:
+    name = f"{Q_PROJ}.{suffix}"
+    return lambda tensors, config: tensors.update({name: tensors[name][:-1]})
+
+
+def changed(**settings: Any) -> Change:
+    return lambda tensors, config: config.update(settings)
+
+
+BROKEN: dict[str, tuple[str, Change, str]] = {
+    "an unknown method": ("awq", changed(quant_method="exl2"), "quantised by 'exl2', supported are compressed-tensors"),
+    "an unknown version": ("awq", changed(version="gemv"), "version is 'gemv', expected gemm"),
+    "3 bits": ("gptq", changed(bits=3), "bits is 3, expected 4 or 8"),
+    "a group that does not fit": ("gptq", changed(group_size=96), "inputs are no multiple of a group's 96"),
+    "groups of another size": (
+        "gptq",
+        changed(group_size=64),
+        r"qzeros has the shape \[2, 32\], .* makes it \[4, 32\]",
+    ),
+    "missing scales": ("gptq", without("scales"), f"has no {Q_PROJ}.scales, which gptq .* needs"),
+    "missing block scales": ("fp8 blocks", without("weight_scale_inv"), f"has no {Q_PROJ}.weight_scale, which fp8"),
+    "a wrong shape": ("awq", reshaped("qweight"), r"qweight has the shape \[255, 32\], .* makes it \[256, 32\]"),
+    "a wrong dtype": (
+        "fp8 blocks",
+        lambda tensors, config: tensors.update({f"{Q_PROJ}.weight": tensors[f"{Q_PROJ}.weight"].view(torch.int8)}),
+        "weight is torch.int8, .* makes it float8_e4m3fn",
+    ),
+    "no format at all": ("gptq", lambda tensors, config: config.clear(), "q_proj is quantised .*does not say"),
+    "a part with another order": (
+        "gptq",
+        lambda tensors, config: tensors.update({f"{Q_PROJ}.g_idx": tensors[f"{Q_PROJ}.g_idx"] * 0}),
+        "g_idx does not give each group 128 inputs",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_checkpoint_is_refused_in_one_sentence(tmp_path: Path, name: str) -> None:
+    form, change, message = BROKEN[name]
+    folder, _ = write_both(tmp_path, FORMATS[form])
+    from safetensors.torch import load_file
+
+    tensors, config = load_file(folder / "model.safetensors"), dict(FORMATS[form].config)
+    change(tensors, config)
+    write(folder, tensors, quantization_config=config)
+    with pytest.raises(ModelLoadError, match=message):
+        Checkpoint.open(folder).load(torch.float32, CPU)
