@@ -15,8 +15,42 @@ from llmservice_server.types.messages import ModelCode
 
 SERVED: dict[str, Family] = {each.served_architecture: each for each in FAMILIES.values() if each.served_architecture}
 """What the server runs, by the name in config.json's `architectures`."""
-_OPTIONAL_KEYS = {"num_key_value_heads", "head_dim", "sliding_window", "max_window_layers"}
+_OPTIONAL_KEYS = {
+    *("num_key_value_heads", "head_dim", "sliding_window", "max_window_layers"),
+    *("num_local_experts", "num_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    *("shared_expert_intermediate_size", "decoder_sparse_step"),
+}
 """Where config.json leaves one out, it has the family's default; the other sizes have to be there."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """The shape of a mixture of experts."""
+
+    count: int
+    per_token: int
+    width: int  # of each, between its two products
+    normalizes: bool  # the weights of a token's experts are scaled to a sum of 1
+    shared_width: int  # of the expert of all tokens; 0: there is none
+    layers: tuple[bool, ...]  # whether each layer has one, or a dense MLP
+
+    @classmethod
+    def of(cls, family: Family, keys: CheckpointConfig) -> ExpertsConfig | None:
+        count = keys.num_local_experts or keys.num_experts
+        if not count:
+            return None
+        per_token = keys.num_experts_per_tok or 0
+        if not 1 <= per_token <= count:
+            raise ModelLoadError(f"config.json: num_experts_per_tok is {per_token}, expected 1 to {count}, the experts")
+        dense, step = keys.mlp_only_layers or (), keys.decoder_sparse_step or 1
+        return cls(
+            count=count,
+            per_token=per_token,
+            width=keys.moe_intermediate_size or keys.intermediate_size,
+            normalizes=family.normalizes_experts or bool(keys.norm_topk_prob),
+            shared_width=keys.shared_expert_intermediate_size or 0,
+            layers=tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(keys.num_hidden_layers)),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +76,7 @@ class ModelConfig:
     tied_embeddings: bool
     dtype: str | None  # of the checkpoint, as config.json names it
     quantization: QuantizationConfig | None = None
+    experts: ExpertsConfig | None = None
 
     softcap = None  # of the scores: the families of this layout have none
     has_sinks = False
@@ -50,6 +85,10 @@ class ModelConfig:
     @property
     def max_context(self) -> int:
         return self.rope.max_context(self.max_position_embeddings)
+
+    def layer_experts(self, index: int) -> ExpertsConfig | None:
+        """None: the layer has a dense MLP."""
+        return self.experts if self.experts is not None and self.experts.layers[index] else None
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> ModelConfig:
@@ -88,6 +127,7 @@ class ModelConfig:
             tied_embeddings=bool(keys.tie_word_embeddings),
             dtype=keys.dtype or keys.torch_dtype,
             quantization=_quantization(raw),
+            experts=ExpertsConfig.of(family, keys),
         )
 
 
@@ -129,7 +169,7 @@ def _quantization(raw: Mapping[str, Any]) -> QuantizationConfig | None:
 
 def _windows(family: Family, keys: CheckpointConfig) -> tuple[int | None, ...]:
     """Mistral slides in all layers; Qwen, if `use_sliding_window`, in those named or from `max_window_layers` on."""
-    window, num_layers = keys.sliding_window, keys.num_hidden_layers
+    window, num_layers = keys.sliding_window or None, keys.num_hidden_layers
     if window is None or family.sliding == "none":
         return (None,) * num_layers
     if family.sliding == "all":
