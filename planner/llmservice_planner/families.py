@@ -31,9 +31,11 @@ class Family:
     """The sliding-window layers without `layer_types`: `even` 0, 2, 4…; `pattern` all but every n-th (Gemma 3);
     `last` those from `max_window_layers` on (Qwen)."""
     router_bias: bool = False
-    """A per-expert correction bias of the router (DeepSeek-V3)."""
+    """A bias of the router, or a correction of its scores (DeepSeek-V3), for each expert."""
     normalizes_experts: bool = False
     """The weights of a token's experts always sum to 1; otherwise the config's `norm_topk_prob` says whether."""
+    has_sinks: bool = False
+    """Each head has a score of no value, which takes part in the softmax."""
     shared_gate: bool = False
     """A sigmoid gate of `hidden_size` weights on the shared expert (Qwen2-MoE)."""
 
@@ -146,6 +148,41 @@ _ALL = (
         "Qwen3MoeForCausalLM",
         qk_norm=True,
         sliding="last",
+    ),
+    Family(
+        "gpt_oss",
+        {
+            **_LLAMA,
+            "vocab_size": 201088,
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "sliding_window": 128,
+            "max_position_embeddings": 131072,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "rope_theta": 150000.0,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+            "torch_dtype": "bfloat16",
+        },
+        "GptOssForCausalLM",
+        mlp_bias=True,
+        sliding="even",
+        router_bias=True,
+        normalizes_experts=True,
+        has_sinks=True,
     ),
     Family("gemma", _GEMMA),
     Family("gemma2", _GEMMA2, norms_per_layer=4, sliding="even"),

@@ -194,7 +194,8 @@ class ModelShape:
     @property
     def expert_parameters(self) -> int:
         """Parameters of one routed expert of one layer."""
-        return 3 * self.hidden_size * self.moe_intermediate_size
+        biases = (2 * self.moe_intermediate_size + self.hidden_size) * self.mlp_bias
+        return 3 * self.hidden_size * self.moe_intermediate_size + biases
 
     @property
     def replicated_parameters(self) -> int:

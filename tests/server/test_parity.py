@@ -97,6 +97,9 @@ FAMILIES = {
         },
         shard="40KB",
     ),
+    "gpt-oss, sinks and experts with biases": Family(
+        "gpt_oss", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24}
+    ),
     "mixtral, sharded": Family("mixtral", {"num_local_experts": 4}, shard="40KB"),
     "qwen2-moe, a shared expert with a gate": Family("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 32}),
     "qwen3-moe": Family("qwen3_moe", {**EXPERTS, "head_dim": 16}),
@@ -112,9 +115,6 @@ OTHERS = {
         "gemma2", {"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 20}
     ),
     "gemma3, two kinds of rope": Family("gemma3_text", {"head_dim": 16, **SLIDING}),
-    "gpt-oss, sinks and experts with biases": Family(
-        "gpt_oss", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24}
-    ),
     "olmoe": Family("olmoe", EXPERTS),
     "glm4-moe": Family("glm4_moe", {**EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "head_dim": 16}),
     "ernie4.5-moe": Family("ernie4_5_moe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24}),

@@ -190,8 +190,10 @@ class Attention(Protocol):
         """The block tables must have a block for every token of the step."""
 
 
-Activation = Literal["silu", "gelu_tanh"]
-"""Of an MLP's gate."""
+Activation = Literal["silu", "gelu_tanh", "clamped_silu"]
+"""Of an MLP's gate. `clamped_silu` bounds gate and up as well, and adds 1 to up (gpt-oss)."""
+CLAMPED_LIMIT, CLAMPED_SLOPE = 7.0, 1.702
+"""The bound, and the factor in the sigmoid, of `clamped_silu`."""
 
 
 class Linear(Protocol):

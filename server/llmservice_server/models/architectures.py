@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from llmservice_server.models.config import ModelConfig
 from llmservice_server.models.decoder import BuildLayer, DecoderModel
+from llmservice_server.models.gpt_oss import gpt_oss_layer
 from llmservice_server.models.llama import llama_layer
 from llmservice_server.models.mixtures import mixtral_layer, qwen_moe_layer
 from llmservice_server.models.weights import Weights
@@ -15,6 +16,7 @@ ARCHITECTURES: Mapping[str, BuildLayer] = {
     "MistralForCausalLM": llama_layer,
     "Qwen2ForCausalLM": llama_layer,
     "Qwen3ForCausalLM": llama_layer,
+    "GptOssForCausalLM": gpt_oss_layer,
     "MixtralForCausalLM": mixtral_layer,
     "Qwen2MoeForCausalLM": qwen_moe_layer,
     "Qwen3MoeForCausalLM": qwen_moe_layer,

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from llmservice_planner.families import FAMILIES, Family
 from llmservice_planner.quantization import QuantizationConfig, QuantizationError
+from llmservice_server.backend.base import CLAMPED_LIMIT, CLAMPED_SLOPE
 from llmservice_server.models.rope import RopeConfig
 from llmservice_server.types.checkpoint_config import CheckpointConfig
 from llmservice_server.types.errors import ModelLoadError
@@ -19,6 +20,7 @@ _OPTIONAL_KEYS = {
     *("num_key_value_heads", "head_dim", "sliding_window", "max_window_layers"),
     *("num_local_experts", "num_experts", "num_experts_per_tok", "moe_intermediate_size"),
     *("shared_expert_intermediate_size", "decoder_sparse_step"),
+    *("attention_bias", "rope_scaling", "rope_theta", "torch_dtype"),
 }
 """Where config.json leaves one out, it has the family's default; the other sizes have to be there."""
 
@@ -77,9 +79,10 @@ class ModelConfig:
     dtype: str | None  # of the checkpoint, as config.json names it
     quantization: QuantizationConfig | None = None
     experts: ExpertsConfig | None = None
+    has_sinks: bool = False
+    is_packed: bool = False  # the checkpoint's matrices, or some of them, are smaller than dense ones
 
     softcap = None  # of the scores: the families of this layout have none
-    has_sinks = False
     implementation: ClassVar[ModelCode] = "own"
 
     @property
@@ -128,6 +131,8 @@ class ModelConfig:
             dtype=keys.dtype or keys.torch_dtype,
             quantization=_quantization(raw),
             experts=ExpertsConfig.of(family, keys),
+            has_sinks=family.has_sinks,
+            is_packed=bool(raw.get("quantization_config") or raw.get("compression_config")),
         )
 
 
@@ -158,6 +163,9 @@ def _without_nulls(raw: Mapping[str, Any]) -> dict[str, Any]:
 def _refuse_unsupported(keys: CheckpointConfig) -> None:
     if keys.hidden_act != "silu":
         raise ModelLoadError(f"config.json: hidden_act is {keys.hidden_act!r}, expected 'silu'")
+    for name, expected in (("swiglu_limit", CLAMPED_LIMIT), ("swiglu_alpha", CLAMPED_SLOPE)):
+        if getattr(keys, name) not in (None, expected):
+            raise ModelLoadError(f"config.json: {name} is {getattr(keys, name)}, expected {expected}")
 
 
 def _quantization(raw: Mapping[str, Any]) -> QuantizationConfig | None:
@@ -168,14 +176,19 @@ def _quantization(raw: Mapping[str, Any]) -> QuantizationConfig | None:
 
 
 def _windows(family: Family, keys: CheckpointConfig) -> tuple[int | None, ...]:
-    """Mistral slides in all layers; Qwen, if `use_sliding_window`, in those named or from `max_window_layers` on."""
+    """Mistral slides in all layers, gpt-oss in every second or those named.
+
+    Qwen slides, if `use_sliding_window`, in those named or from `max_window_layers` on.
+    """
     window, num_layers = keys.sliding_window or None, keys.num_hidden_layers
     if window is None or family.sliding == "none":
         return (None,) * num_layers
     if family.sliding == "all":
         return (window,) * num_layers
-    if not keys.use_sliding_window:
+    if family.sliding == "last" and not keys.use_sliding_window:
         return (None,) * num_layers
+    if keys.layer_types is None and family.sliding == "even":
+        return tuple(None if layer % 2 else window for layer in range(num_layers))
     if keys.layer_types is None:
         first = keys.max_window_layers or 0
         return tuple(window if layer >= first else None for layer in range(num_layers))

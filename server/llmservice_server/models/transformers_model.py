@@ -284,7 +284,7 @@ def unserved(name: str, problem: str) -> ModelLoadError:
     """A refusal that lists what is supported."""
     return ModelLoadError(
         f"{name} cannot be served: {problem}. These can be served: {', '.join(SERVED)}, by our own code; by that of "
-        "transformers, decoders whose every layer has causal attention with keys and values by head (Gemma, gpt-oss, "
+        "transformers, decoders whose every layer has causal attention with keys and values by head (Gemma, "
         "OLMoE, Phi, GLM, OLMo, Granite, Cohere and others); and encoders such as BERT and ModernBERT"
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -21,6 +21,14 @@ class QuantizedPlace:
 
 
 @dataclass(frozen=True, slots=True)
+class ComputedPlace:
+    """Weights that are computed of some of the checkpoint's tensors."""
+
+    shapes: Mapping[str, tuple[int, ...]]  # of the tensors, by their names
+    fill: Callable[..., None]  # takes the tensors, in order
+
+
+@dataclass(frozen=True, slots=True)
 class Weights:
     """Allocates uninitialised weights, and notes them for the loader, under the names of the checkpoint.
 
@@ -35,6 +43,7 @@ class Weights:
     prefix: str = ""
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # to be filled, by the checkpoint's names
     places: list[QuantizedPlace] = field(default_factory=list)
+    computed: list[ComputedPlace] = field(default_factory=list)
     _finishing: list[Callable[[], object]] = field(default_factory=list)
 
     def at(self, name: str) -> Self:
@@ -85,6 +94,10 @@ class Weights:
         return [
             weights.linear(parts, inputs, memory=part) for (weights, parts), part in zip(matrices, stack, strict=True)
         ]
+
+    def compute(self, shapes: Mapping[str, tuple[int, ...]], fill: Callable[..., None]) -> None:
+        """Have the loader call `fill` with the tensors that have these names and shapes, in their order."""
+        self.computed.append(ComputedPlace({self.prefix + name: shape for name, shape in shapes.items()}, fill))
 
     def when_filled(self, change: Callable[[], object]) -> None:
         """Have `finish` call `change`."""

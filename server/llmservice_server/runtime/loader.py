@@ -77,7 +77,7 @@ class Checkpoint:
 
     def held_bytes(self, dtype: torch.dtype, quantization: Quantization, *, on_cpu: bool) -> int:
         """The weights in memory, predicted; those of a checkpoint that stays dense are as large as its files."""
-        if quantization != "int8" and (not isinstance(self.config, ModelConfig) or self.config.quantization is None):
+        if quantization != "int8" and (not isinstance(self.config, ModelConfig) or not self.config.is_packed):
             return self.weight_file_bytes
         shape = ModelShape.from_folder(self.folder)
         return shape.weights_bytes(str(dtype).removeprefix("torch."), quantization, on_cpu=on_cpu)
@@ -115,12 +115,22 @@ class Checkpoint:
         names, modules = self._tensors(every=quantization == "int8")
         weights = Weights(dtype, device, modules.keys(), names)
         model, wanted = build(config, weights), weights.tensors
-        with ThreadPoolExecutor(_PARALLEL_SHARDS) as readers:  # each reads a file's pages straight into the weights
-            list(readers.map(lambda shard: self._load_shard(shard, wanted, modules), self.shards))
-        if wanted:
+        computed = {name for place in weights.computed for name in place.shapes}
+        if computed and quantization == "int8":
             raise ModelLoadError(
-                f"{self.folder}: {len(wanted)} tensors that {self.config.architecture} needs are in none of its "
-                f"{len(self.shards)} safetensors files, among them {min(wanted)}"
+                f"quantization is int8, which is not for {config.architecture}, whose experts are in one tensor: use "
+                "--quantization auto"
+            )
+        with ThreadPoolExecutor(_PARALLEL_SHARDS) as readers:  # each reads a file's pages straight into the weights
+            list(readers.map(lambda shard: self._load_shard(shard, wanted, modules, computed), self.shards))
+        if missing := wanted.keys() | (computed - names.keys()):
+            raise ModelLoadError(
+                f"{self.folder}: {len(missing)} tensors that {self.config.architecture} needs are in none of its "
+                f"{len(self.shards)} safetensors files, among them {min(missing)}"
+            )
+        for computed_place in weights.computed:
+            computed_place.fill(
+                *(self._tensor(name, names[name], shape) for name, shape in computed_place.shapes.items())
             )
         places = {id(place.linear): place for place in weights.places}
 
@@ -134,17 +144,17 @@ class Checkpoint:
         weights.finish()
         return model
 
-    def _tensors(self, every: bool) -> tuple[set[str], dict[str, dict[str, Path]]]:
-        """The names of all tensors, and the modules whose weights are quantised, or those of `every` layer.
+    def _tensors(self, every: bool) -> tuple[dict[str, Path], dict[str, dict[str, Path]]]:
+        """The files of all tensors, by name, and the modules whose weights are quantised, or those of `every` layer.
 
         The tensors of each module have their files.
         """
-        names: set[str] = set()
+        names: dict[str, Path] = {}
         modules: dict[str, dict[str, Path]] = defaultdict(dict)
         quantized = set()
         for shard in self.shards:
             with _opened(shard) as tensors:
-                names.update(tensors.keys())
+                names |= dict.fromkeys(tensors.keys(), shard)
                 for name in tensors.keys():  # noqa: SIM118 - a safetensors handle is no mapping
                     module, _, suffix = name.rpartition(".")
                     if suffix in SUFFIXES:
@@ -186,22 +196,31 @@ class Checkpoint:
             weights.append(read(form, name, tensors, (outputs, inputs)))
         return weights
 
-    def _load_shard(self, shard: Path, wanted: dict[str, torch.Tensor], besides: Collection[str]) -> None:
-        """Fill the tensors that `shard` holds, and take them out of `wanted`; `besides` are modules read later."""
+    def _load_shard(
+        self, shard: Path, wanted: dict[str, torch.Tensor], besides: Collection[str], computed: Collection[str]
+    ) -> None:
+        """Fill the tensors that `shard` holds, and take them out of `wanted`.
+
+        The modules `besides` and the tensors `computed` are read later.
+        """
         with _opened(shard) as tensors:
             for name in tensors.keys():  # noqa: SIM118 - a safetensors handle is no mapping
                 target = wanted.pop(name, None)
+                if name in computed:
+                    continue
                 if target is None:
                     module, _, suffix = name.rpartition(".")
                     if module not in besides or suffix not in SUFFIXES:
                         self._refuse_unknown(name, shard)
                     continue
-                shape = tensors.get_slice(name).get_shape()
-                if shape != list(target.shape):
-                    raise ModelLoadError(
-                        f"{shard.name}: {name} has the shape {shape}, config.json makes it {list(target.shape)}"
-                    )
+                _check_shape(tensors, name, target.shape, shard)
                 target.copy_(tensors.get_tensor(name))
+
+    def _tensor(self, name: str, shard: Path, shape: Sequence[int]) -> torch.Tensor:
+        with _opened(shard) as tensors:
+            _check_shape(tensors, name, shape, shard)
+            tensor: torch.Tensor = tensors.get_tensor(name)
+            return tensor
 
     def _refuse_unknown(self, name: str, shard: Path) -> None:
         """Refuse a weight that the model has no place for: its results would be wrong. Two kinds are superfluous."""
@@ -249,6 +268,12 @@ def _fused(parts: Sequence[QuantizedWeight | torch.Tensor]) -> QuantizedWeight |
 def _dense(parts: Sequence[QuantizedWeight | torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     dense = [part.dequantize(dtype) if isinstance(part, QuantizedWeight) else part.to(dtype) for part in parts]
     return torch.cat(dense) if len(dense) > 1 else dense[0]
+
+
+def _check_shape(tensors: Any, name: str, expected: Sequence[int], shard: Path) -> None:
+    shape = tensors.get_slice(name).get_shape()
+    if shape != list(expected):
+        raise ModelLoadError(f"{shard.name}: {name} has the shape {shape}, config.json makes it {list(expected)}")
 
 
 @contextmanager

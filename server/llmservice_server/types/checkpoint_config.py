@@ -106,6 +106,8 @@ class CheckpointConfig(_EndTokens):
     norm_topk_prob: bool | None = None
     mlp_only_layers: list[Annotated[int, Field(ge=0)]] | None = None
     decoder_sparse_step: Count | None = None
+    swiglu_limit: Number | None = None
+    swiglu_alpha: Number | None = None
     quantization_config: Any = None
     dtype: str | None = None
     torch_dtype: str | None = None  # the older name of dtype

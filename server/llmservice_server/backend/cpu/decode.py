@@ -18,7 +18,7 @@ from llmservice_server.backend.cpu.attention import CpuAttention
 from llmservice_server.backend.cpu.attention_kernels import rotate_and_decode
 from llmservice_server.backend.cpu.compiled import compiled, compiled_inner, for_each
 from llmservice_server.backend.cpu.int8 import Int8Linear, int8_columns, multiply_int8, quantize_rows
-from llmservice_server.backend.cpu.layer_ops import add, add_norm, silu_mul_row
+from llmservice_server.backend.cpu.layer_ops import add, add_norm, clamped_silu_mul_row, silu_mul_row
 from llmservice_server.backend.cpu.linear import COLUMNS, PackedLinear, as_operand, linear_columns, multiply, weights_at
 from llmservice_server.backend.cpu.llvm import as_array, from_float32
 
@@ -187,7 +187,7 @@ def _gate_up(inputs: Any, layer: int, matrix: Any, scaled: Any, gated: Any) -> N
     addresses, shape, like, biases, _ = matrix
     weights, bias = weights_at(addresses[layer], shape, like), biases[layer]
     if scaled is None:
-        for_each(gate_up_columns, len(weights) // 2, (operand, weights, bias, gated))
+        for_each(gate_up_columns, len(weights) // 2, (operand, weights, bias, False, gated))
     else:
         quantize_rows(hidden, (quantized, row_scales))
         rows, scales = (quantized.view(np.int32), row_scales), (scaled[0][layer], scaled[1][layer], bias)
@@ -195,8 +195,8 @@ def _gate_up(inputs: Any, layer: int, matrix: Any, scaled: Any, gated: Any) -> N
 
 
 @compiled_inner()
-def gate_up_columns(number: int, hidden: Any, gate_up: Any, bias: Any, gated: Any) -> None:
-    """`_gate_up` of 64 columns of `gated` `[num_rows, width]`, the `number`th."""
+def gate_up_columns(number: int, hidden: Any, gate_up: Any, bias: Any, clamped: bool, gated: Any) -> None:
+    """`_gate_up` of 64 columns of `gated` `[num_rows, width]`, the `number`th; `clamped`: with `clamped_silu`."""
     width = gated.shape[1]
     first, num_rows = number * COLUMNS, len(hidden)
     sums = np.empty((num_rows, COLUMNS), np.float32)
@@ -205,7 +205,10 @@ def gate_up_columns(number: int, hidden: Any, gate_up: Any, bias: Any, gated: An
     up_bias = bias[width + first : width + first + COLUMNS]
     linear_columns(hidden, gate_up[number + width // COLUMNS], up_bias, sums, up)
     for row in range(num_rows):
-        silu_mul_row(gate[row], up[row], gated[row, first : first + COLUMNS])
+        if clamped:
+            clamped_silu_mul_row(gate[row], up[row], gated[row, first : first + COLUMNS])
+        else:
+            silu_mul_row(gate[row], up[row], gated[row, first : first + COLUMNS])
 
 
 @compiled_inner()

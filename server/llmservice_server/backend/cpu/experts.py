@@ -43,7 +43,7 @@ class CpuExperts(Experts):
             if linear.kernel_weights is None:
                 return None
         gate_up, down = (matrix_of(each, torch.empty(0, dtype=dtype)) for each in (experts.gate_up, experts.down))
-        if experts.activation != "silu" or gate_up[1][0] % 2:
+        if experts.activation not in ("silu", "clamped_silu") or gate_up[1][0] % 2:
             return None
         return cls(experts.gate_up, experts.down, experts.activation, (gate_up, down))
 
@@ -56,15 +56,18 @@ class CpuExperts(Experts):
         rows, products = (hidden.new_empty(chosen.numel(), hidden.shape[1]) for _ in range(2))
         gated = hidden.new_empty(chosen.numel(), gate_up[1][0] * COLUMNS // 2)
         sums = hidden.new_empty(hidden.shape)
-        arrays = as_array(hidden), chosen.numpy(), weights.numpy(), gate_up[:4], down[:4]
+        clamped = self.activation == "clamped_silu"
+        arrays = as_array(hidden), chosen.numpy(), weights.numpy(), gate_up[:4], down[:4], clamped
         scratch = as_array(rows), as_operand(rows), as_array(gated), as_operand(gated), as_array(products)
         _compute(*arrays, scratch, as_array(sums))
         return sums
 
 
 @compiled(nogil=True)
-def _compute(hidden: Any, chosen: Any, weights: Any, gate_up: Any, down: Any, scratch: Any, sums: Any) -> None:
-    """Write `Experts.__call__`'s result to `sums`. gate_up and down: of `matrix_of`.
+def _compute(
+    hidden: Any, chosen: Any, weights: Any, gate_up: Any, down: Any, clamped: bool, scratch: Any, sums: Any
+) -> None:
+    """Write `Experts.__call__`'s result to `sums`. gate_up and down: of `matrix_of`. clamped: with `clamped_silu`.
 
     scratch, with a row for each chosen expert of a token: `rows` `[num_rows, hidden_size]` and `gated` `[num_rows,
     width]`, both also as `multiply` takes them; and `products`, of the shape of rows.
@@ -86,7 +89,7 @@ def _compute(hidden: Any, chosen: Any, weights: Any, gate_up: Any, down: Any, sc
         firsts[expert + 1] += firsts[expert]
     for_each(_gather, len(hidden), (hidden, chosen, firsts, places, rows))
     blocks = num_active * (gated.shape[1] // COLUMNS)
-    for_each(_gated_block, blocks, (active, firsts, gate_up, rows_operand, gated))
+    for_each(_gated_block, blocks, (active, firsts, gate_up, clamped, rows_operand, gated))
     blocks = num_active * (products.shape[1] // COLUMNS)
     for_each(_down_block, blocks, (active, firsts, down, gated_operand, products))
     for_each(_add_up, len(hidden), (products, places, weights, sums))
@@ -103,12 +106,12 @@ def _gather(token: int, hidden: Any, chosen: Any, firsts: Any, places: Any, rows
 
 
 @compiled_inner()
-def _gated_block(number: int, active: Any, firsts: Any, matrices: Any, rows: Any, gated: Any) -> None:
+def _gated_block(number: int, active: Any, firsts: Any, matrices: Any, clamped: bool, rows: Any, gated: Any) -> None:
     num_blocks = gated.shape[1] // COLUMNS
     expert, block = active[number // num_blocks], number % num_blocks
     part = slice(firsts[expert], firsts[expert + 1])
     addresses, shape, like, biases = matrices
-    gate_up_columns(block, rows[part], weights_at(addresses[expert], shape, like), biases[expert], gated[part])
+    gate_up_columns(block, rows[part], weights_at(addresses[expert], shape, like), biases[expert], clamped, gated[part])
 
 
 @compiled_inner()

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from llmservice_server.backend.base import Activation, Linear
+from llmservice_server.backend.base import CLAMPED_LIMIT, CLAMPED_SLOPE, Activation, Linear
 from llmservice_server.backend.cpu.compiled import compiled, compiled_inner, for_each
 from llmservice_server.backend.cpu.linear import COLUMNS, PackedLinear, linear_columns
 from llmservice_server.backend.cpu.llvm import as_array, convert, exp, from_float32, to_float32
@@ -121,6 +121,18 @@ def silu_mul_row(gate: Any, up: Any, gated: Any) -> None:
     for index in range(len(gated)):
         value = to_float32(gate[index])
         gated[index] = from_float32(value / (np.float32(1) + exp(-value)) * to_float32(up[index]), gated[index])
+
+
+@compiled_inner()
+def clamped_silu_mul_row(gate: Any, up: Any, gated: Any) -> None:
+    """Write what `clamped_silu` makes of them. A comparison with NaN is false, so that it is kept."""
+    limit, slope = np.float32(CLAMPED_LIMIT), np.float32(CLAMPED_SLOPE)
+    for index in range(len(gated)):
+        value, other = to_float32(gate[index]), to_float32(up[index])
+        value = limit if value > limit else value
+        other = limit if other > limit else -limit if other < -limit else other
+        value *= (other + np.float32(1)) / (np.float32(1) + exp(-slope * value))
+        gated[index] = from_float32(value, gated[index])
 
 
 @compiled()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
-from llmservice_server.backend.base import Activation, Linear
+from llmservice_server.backend.base import CLAMPED_LIMIT, CLAMPED_SLOPE, Activation, Linear
 
 
 @dataclass(slots=True)
@@ -38,6 +38,9 @@ class TorchLayerOps:
 
     def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
+        if activation == "clamped_silu":
+            gate, up = gate.clamp(max=CLAMPED_LIMIT), up.clamp(-CLAMPED_LIMIT, CLAMPED_LIMIT)
+            return up.add_(1).mul_(gate).mul_(torch.sigmoid(gate * CLAMPED_SLOPE))
         return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")).mul_(up)
 
     def logits(self, hidden: torch.Tensor, norm: torch.Tensor, eps: float, head: Linear) -> torch.Tensor:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from llmservice_server.backend.base import Activation
 from llmservice_server.backend.cpu.experts import CpuExperts
 from llmservice_server.backend.cpu.layer_ops import CpuLayerOps
 from llmservice_server.backend.cpu.linear import FAST_ROWS, can_pack, pack
@@ -15,7 +16,7 @@ NUM_EXPERTS, HIDDEN, WIDTH = 5, 128, 192
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
-def experts(dtype: torch.dtype, *, biases: bool) -> Experts:
+def experts(dtype: torch.dtype, *, biases: bool, activation: Activation = "silu") -> Experts:
     torch.manual_seed(0)
 
     def matrix(outputs: int, inputs: int) -> TorchLinear:
@@ -23,21 +24,23 @@ def experts(dtype: torch.dtype, *, biases: bool) -> Experts:
         return TorchLinear((torch.randn(outputs, inputs) * inputs**-0.5).to(dtype), bias)
 
     gate_up = [matrix(2 * WIDTH, HIDDEN) for _ in range(NUM_EXPERTS)]
-    return Experts(list(gate_up), [matrix(HIDDEN, WIDTH) for _ in range(NUM_EXPERTS)])
+    return Experts(list(gate_up), [matrix(HIDDEN, WIDTH) for _ in range(NUM_EXPERTS)], activation)
 
 
 @dtypes
-@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize(("biases", "activation"), [(False, "silu"), (True, "clamped_silu")])
 @pytest.mark.parametrize("num_tokens", [1, 6, 2 * NUM_EXPERTS * FAST_ROWS])
-def test_the_kernel_agrees_with_the_loop(dtype: torch.dtype, biases: bool, num_tokens: int) -> None:
+def test_the_kernel_agrees_with_the_loop(
+    dtype: torch.dtype, biases: bool, activation: Activation, num_tokens: int
+) -> None:
     if not can_pack(dtype):
         pytest.skip(f"this CPU has no packed product of {dtype}")
-    plain, packed = experts(dtype, biases=biases), experts(dtype, biases=biases)
+    plain, packed = (experts(dtype, biases=biases, activation=activation) for _ in range(2))
     packed.map_linears(pack)
     kernel = CpuExperts.of(packed, dtype)
     if kernel is None:
         pytest.skip("the kernel cannot read what oneDNN packs here")
-    hidden = torch.randn(num_tokens, HIDDEN).to(dtype)
+    hidden = 4 * torch.randn(num_tokens, HIDDEN).to(dtype)  # so that some are bounded
     weights, chosen = torch.rand(num_tokens, NUM_EXPERTS - 1).topk(2)  # the last expert is never chosen
     expected = plain(hidden, chosen, weights, TorchLayerOps()).float()
     ours = kernel(hidden, chosen, weights, CpuLayerOps(threaded=True)).float()

@@ -1,0 +1,145 @@
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+from llmservice_planner.shape import ModelShape
+from llmservice_server.backend.experts import ExpertsMlp
+from llmservice_server.models.decoder import DecoderModel
+from llmservice_server.runtime.loader import Checkpoint
+from llmservice_server.types.errors import ModelLoadError
+
+pytestmark = pytest.mark.slow
+
+CPU = torch.device("cpu")
+LAYERS, EXPERTS, HIDDEN, WIDTH = 2, 4, 64, 96
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose experts have numbers that mxfp4 has."""
+    folder = tmp_path_factory.mktemp("dense")
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "gpt_oss",
+        vocab_size=193,
+        hidden_size=HIDDEN,
+        intermediate_size=WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=EXPERTS,
+        num_experts_per_tok=2,
+    )
+    AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name, (blocks, scales) in packed().items():
+        tensors[name] = convert_moe_packed_tensors(blocks, scales).contiguous()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def packed() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Blocks and scales of the experts' matrices: all elements, small and large scales."""
+    random = torch.Generator().manual_seed(1)
+    found = {}
+    for layer in range(LAYERS):
+        for name, outputs, inputs in (("gate_up_proj", 2 * WIDTH, HIDDEN), ("down_proj", HIDDEN, WIDTH)):
+            groups = (EXPERTS, outputs, inputs // 32)
+            blocks = torch.randint(0, 256, (*groups, 16), generator=random).to(torch.uint8)
+            scales = torch.randint(100, 130, groups, generator=random).to(torch.uint8)
+            found[f"model.layers.{layer}.mlp.experts.{name}"] = blocks, scales
+    return found
+
+
+@pytest.fixture
+def mxfp4(dense: Path, tmp_path: Path) -> Path:
+    """The same in mxfp4."""
+    folder = shutil.copytree(dense, tmp_path / "mxfp4")
+    tensors = load_file(folder / "model.safetensors")
+    for name, (blocks, scales) in packed().items():
+        del tensors[name]
+        tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = blocks, scales
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def load(folder: Path, dtype: torch.dtype) -> DecoderModel:
+    model = Checkpoint.open(folder).load(dtype, CPU)
+    assert isinstance(model, DecoderModel)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_mxfp4_is_dequantised_to_the_numbers_of_transformers(dense: Path, mxfp4: Path, dtype: torch.dtype) -> None:
+    for ours, theirs in zip(load(mxfp4, dtype).layers, load(dense, dtype).layers, strict=True):
+        assert isinstance(ours.mlp, ExpertsMlp)
+        assert isinstance(theirs.mlp, ExpertsMlp)
+        for name in ("gate_up", "down"):
+            matrices = zip(getattr(ours.mlp.experts, name), getattr(theirs.mlp.experts, name), strict=True)
+            assert all(torch.equal(one.weight, other.weight) for one, other in matrices)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gate_and_up_are_apart_and_their_biases_too(mxfp4: Path, dtype: torch.dtype) -> None:
+    mlp = load(mxfp4, dtype).layers[1].mlp
+    assert isinstance(mlp, ExpertsMlp)
+    blocks, scales = packed()["model.layers.1.mlp.experts.gate_up_proj"]
+    stored = convert_moe_packed_tensors(blocks, scales, dtype=dtype).transpose(1, 2)
+    biases = load_file(mxfp4 / "model.safetensors")["model.layers.1.mlp.experts.gate_up_proj_bias"].to(dtype)
+    for expert, linear in enumerate(mlp.experts.gate_up):
+        assert torch.equal(linear.weight, torch.cat((stored[expert, ::2], stored[expert, 1::2])))
+        assert linear.bias is not None
+        assert torch.equal(linear.bias, torch.cat((biases[expert, ::2], biases[expert, 1::2])))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_dequantised_weights_are_predicted(mxfp4: Path, dtype: str) -> None:
+    checkpoint, kind = Checkpoint.open(mxfp4), getattr(torch, dtype)
+    measured = load(mxfp4, kind).weight_bytes
+    assert ModelShape.from_folder(mxfp4).weights_bytes(dtype) == pytest.approx(measured, rel=0.01)
+    assert checkpoint.held_bytes(kind, "auto", on_cpu=True) == pytest.approx(measured, rel=0.01)
+
+
+def change(folder: Path, name: str, tensor: torch.Tensor | None) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors.pop(name)
+    save_file(tensors if tensor is None else tensors | {name: tensor}, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (
+            None,
+            "1 tensors that GptOssForCausalLM needs are in none of its 1 safetensors files, among them .*down_proj_sca",
+        ),
+        (
+            torch.zeros(EXPERTS, HIDDEN, 2, dtype=torch.uint8),
+            r"down_proj_scales has the shape \[4, 64, 2\], config.json",
+        ),
+        (
+            torch.zeros(EXPERTS, HIDDEN, 3),
+            "experts in mxfp4 are torch.uint8 with scales in torch.float32, expected uint8",
+        ),
+    ],
+)
+def test_wrong_tensors_are_refused(mxfp4: Path, tensor: torch.Tensor | None, message: str) -> None:
+    change(mxfp4, "model.layers.0.mlp.experts.down_proj_scales", tensor)
+    with pytest.raises(ModelLoadError, match=message):
+        load(mxfp4, torch.float32)
+
+
+def test_int8_is_refused(mxfp4: Path) -> None:
+    with pytest.raises(ModelLoadError, match="quantization is int8, which is not for GptOssForCausalLM"):
+        Checkpoint.open(mxfp4).load(torch.float32, CPU, "int8")
