@@ -128,6 +128,7 @@ def _decode(token_ids: Any, weights: Any, step: Any, states: Any, inputs: Any) -
     """
     embeddings, rotary, eps, (input_norms, post_attention_norms, qk_norms), (qkv, o, gate_up, down) = weights
     caches, windows, decodes, shape = step
+    no_sinks = np.empty(0, np.float32)
     hidden, delta, normed, product, heads, output, gated, cos, sin = states
     normed_input, output_input, gated_input = inputs
     for row in range(len(token_ids)):
@@ -139,7 +140,8 @@ def _decode(token_ids: Any, weights: Any, step: Any, states: Any, inputs: Any) -
         add_norm(delta, hidden, input_norms[layer], eps, normed)
         _multiply(normed_input, layer, qkv, qkv[4], product)
         rotation = (qk_norms[layer], eps, cos, sin)
-        rotate_and_decode(heads, rotation, caches[layer], decodes, windows[layer], output, shape)
+        rule = windows[layer], np.float32(0), no_sinks
+        rotate_and_decode(heads, rotation, caches[layer], decodes, rule, output, shape)
         _multiply(output_input, layer, o, o[4], delta)
         add_norm(delta, hidden, post_attention_norms[layer], eps, normed)
         _gate_up(normed_input, layer, gate_up, gate_up[4], gated)
