@@ -68,8 +68,10 @@ class CpuDecode:
 
 
 def can_decode(model: Decoder) -> bool:
-    """Whether the kernels can read the packed weights of all layers, each matrix of the same kind in all of them."""
+    """Whether the kernels know all layers and can read their packed weights, each of the same kind in all layers."""
     if model.config.intermediate_size % COLUMNS or model.dtype not in (torch.float32, torch.bfloat16):
+        return False
+    if not all(layer.is_plain for layer in model.layers):
         return False
     by_layer = [[_kind(linear) for linear in linears_of(layer)] for layer in model.layers]
     return None not in by_layer[0] and all(kinds == by_layer[0] for kinds in by_layer)
@@ -84,11 +86,12 @@ def _kind(linear: Linear) -> type | None:
 def _weights_of(model: Decoder) -> tuple[Any, ...]:
     """As `_decode` takes them: embeddings, rotary embedding, and the norms, weights and biases of all layers."""
     layers, absent = model.layers, model.embed_tokens.new_empty(0)
+    qk_norms = [layer.attention.qk_norm for layer in layers]
     rotary = model.rotary.inverse_frequencies.numpy(), np.float32(model.rotary.scale)
     norms = (
         _stacked([layer.input_norm for layer in layers]),
         _stacked([layer.post_attention_norm for layer in layers]),
-        _stacked([absent.view(0, 0) if layer.qk_norm is None else layer.qk_norm for layer in layers]),
+        _stacked([absent.view(0, 0) if norm is None else norm for norm in qk_norms]),
     )
     matrices = tuple(_matrix(linears, absent) for linears in zip(*map(linears_of, layers), strict=True))
     return as_array(model.embed_tokens), rotary, np.float32(model.config.rms_norm_eps), norms, matrices

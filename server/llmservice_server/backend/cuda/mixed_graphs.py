@@ -58,7 +58,8 @@ class MixedGraphs:
         heads, cos, sin = self._heads[:count], self._cos[:count], self._sin[:count]
         begin()
         for index, (layer, replay) in enumerate(zip(self._model.layers, layers, strict=True)):
-            qk_norm = None if layer.qk_norm is None else (layer.qk_norm, self._model.config.rms_norm_eps)
+            norm = layer.attention.qk_norm
+            qk_norm = None if norm is None else (norm, self._model.config.rms_norm_eps)
             attend.rotate_and_attend(index, heads, Rotation(cos, sin, qk_norm))
             replay()
         return self._hidden[:count]
