@@ -62,6 +62,7 @@ LLAMA3_SCALING = {
     "original_max_position_embeddings": 64,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+SLIDING = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 24}
 FAMILIES = {
     "llama2, all heads with keys of their own": Family("llama", {"num_key_value_heads": 6}),
     "llama3, grouped heads and its rope scaling": Family("llama", {"rope_parameters": LLAMA3_SCALING}),
@@ -99,17 +100,16 @@ FAMILIES = {
         },
         shard="40KB",
     ),
-}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-SLIDING = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 24}
-NO_GROUPS = {"num_key_value_heads": None}  # a key that is not theirs
-PADDING = {"pad_token_id": 0}  # the default is beyond the small vocabulary
-OTHERS = {
     "gemma": Family("gemma", {"head_dim": 16}),
     "gemma2, softcaps, four norms and alternating windows": Family(
         "gemma2", {"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 20}
     ),
     "gemma3, two kinds of rope": Family("gemma3_text", {"head_dim": 16, **SLIDING}),
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+NO_GROUPS = {"num_key_value_heads": None}  # a key that is not theirs
+PADDING = {"pad_token_id": 0}  # the default is beyond the small vocabulary
+OTHERS = {
     "gpt-oss, sinks and experts with biases": Family(
         "gpt_oss", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24}
     ),

@@ -6,10 +6,14 @@ from collections.abc import Mapping
 
 from llmservice_server.models.config import ModelConfig
 from llmservice_server.models.decoder import BuildLayer, DecoderModel
+from llmservice_server.models.gemma import gemma_layer
 from llmservice_server.models.llama import llama_layer
 from llmservice_server.models.weights import Weights
 
 ARCHITECTURES: Mapping[str, BuildLayer] = {
+    "Gemma2ForCausalLM": gemma_layer,
+    "Gemma3ForCausalLM": gemma_layer,
+    "GemmaForCausalLM": llama_layer,
     "LlamaForCausalLM": llama_layer,
     "MistralForCausalLM": llama_layer,
     "Qwen2ForCausalLM": llama_layer,

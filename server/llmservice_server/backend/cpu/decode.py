@@ -73,6 +73,8 @@ def can_decode(model: Decoder) -> bool:
         return False
     if not all(layer.is_plain for layer in model.layers):
         return False
+    if len(model.rotaries) > 1 or model.config.embedding_scale != 1.0:
+        return False
     by_layer = [[_kind(linear) for linear in linears_of(layer)] for layer in model.layers]
     return None not in by_layer[0] and all(kinds == by_layer[0] for kinds in by_layer)
 
@@ -87,14 +89,15 @@ def _weights_of(model: Decoder) -> tuple[Any, ...]:
     """As `_decode` takes them: embeddings, rotary embedding, and the norms, weights and biases of all layers."""
     layers, absent = model.layers, model.embed_tokens.new_empty(0)
     qk_norms = [layer.attention.qk_norm for layer in layers]
-    rotary = model.rotary.inverse_frequencies.numpy(), np.float32(model.rotary.scale)
+    [rotary] = model.rotaries
+    rotation = rotary.inverse_frequencies.numpy(), np.float32(rotary.scale)
     norms = (
         _stacked([layer.input_norm for layer in layers]),
         _stacked([layer.post_attention_norm for layer in layers]),
         _stacked([absent.view(0, 0) if norm is None else norm for norm in qk_norms]),
     )
     matrices = tuple(_matrix(linears, absent) for linears in zip(*map(linears_of, layers), strict=True))
-    return as_array(model.embed_tokens), rotary, np.float32(model.config.rms_norm_eps), norms, matrices
+    return as_array(model.embed_tokens), rotation, np.float32(model.config.rms_norm_eps), norms, matrices
 
 
 def _matrix(linears: Sequence[Linear], absent: torch.Tensor) -> tuple[Any, ...]:
