@@ -20,7 +20,7 @@ from llmservice_planner.sizing_request import SizingRequest
 from llmservice_server.backend.base import StepInput
 from llmservice_server.backend.cuda.attention import TritonAttention
 from llmservice_server.engine.engine import Engine
-from llmservice_server.models.llama import LlamaModel
+from llmservice_server.models.decoder import DecoderModel
 from llmservice_server.runtime import startup
 from llmservice_server.runtime.startup import model_runner
 
@@ -108,7 +108,9 @@ def _decode(bench: Bench, engine: Engine) -> Findings:
                 runner.model.logits(runner.forward(decodes))
 
         p50_s, p99_s = np.percentile(bench.gpu.timings_s(step, bench.sizes.step_repetitions), (50, 99)).tolist()
-        embedding_bytes = cast("LlamaModel", runner.model).embed_tokens.nbytes  # a step reads only one row per sequence
+        embedding_bytes = cast(
+            "DecoderModel", runner.model
+        ).embed_tokens.nbytes  # a step reads only one row per sequence
         read = weight_bytes - embedding_bytes + batch * context * kv_bytes_per_token
         shares.append(read / p50_s / bench.ceilings.copy_bytes_per_s)
         found.rows.append({

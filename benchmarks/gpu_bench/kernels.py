@@ -74,7 +74,7 @@ def _layer_ops(dtype: torch.dtype, bench: Bench) -> Check:
         gate_up = torch.randn(rows, 2 * size, device=device).to(dtype)
         pairs = (
             (ours.add_norm(hidden.clone(), delta, weight, 1e-5), theirs.add_norm(hidden.clone(), delta, weight, 1e-5)),
-            (ours.silu_mul(gate_up), theirs.silu_mul(gate_up)),
+            (ours.gated(gate_up, "silu"), theirs.gated(gate_up, "silu")),
         )
         for mine, other in pairs:
             worst = max(worst, float((mine.float() - other.float()).norm() / other.float().norm()))

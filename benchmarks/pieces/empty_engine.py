@@ -13,8 +13,10 @@ from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.engine import Engine
 from llmservice_server.engine.interfaces import KVCachePlan, Started
 from llmservice_server.models.config import ModelConfig
-from llmservice_server.models.llama import LlamaModel
+from llmservice_server.models.decoder import DecoderModel
+from llmservice_server.models.llama import llama_layer
 from llmservice_server.models.rope import RopeConfig
+from llmservice_server.models.weights import Weights
 from llmservice_server.runtime.embeddings import BatchEmbedder, EmbeddingModel
 from llmservice_server.runtime.runner import ModelRunner
 from llmservice_server.sampling.grammar import GrammarCompiler
@@ -22,20 +24,19 @@ from llmservice_server.sampling.grammar import GrammarCompiler
 BLOCK_SIZE = 16
 
 
-class EmptyModel(LlamaModel):
+class EmptyModel(DecoderModel):
     """A Llama without layers, in which each token determines the next; `printable` are the tokens that it uses.
 
     Its steps start at least `period_s` apart; `spent_s` is the time of its own operations.
     """
 
     def __init__(self, vocab_size: int, printable: list[int], period_s: float) -> None:
-        super().__init__(_shape(vocab_size), torch.float32, torch.device("cpu"))
+        super().__init__(_shape(vocab_size), Weights(torch.float32, torch.device("cpu")), llama_layer)
         dice = torch.Generator().manual_seed(0)
         self.embed_tokens.normal_(generator=dice)
         self.norm.fill_(1.0)
         self.lm_head.weight.zero_()
         self.lm_head.weight[printable] = torch.randn(len(printable), self.config.hidden_size, generator=dice)
-        self.finish_loading()
         self.spent_s = 0.0
         self._period_s = period_s
         self._next_s = 0.0

@@ -17,13 +17,13 @@ from safetensors.torch import save_file
 
 from llmservice_planner.quantization import QUANTIZATIONS, Quantization
 from llmservice_planner.shape import ModelShape
-from llmservice_server.backend.base import KVCacheShape, Linear, StepInput
+from llmservice_server.backend.base import KVCacheShape, Linear, StepInput, linears_of
 from llmservice_server.backend.choice import choose_backend
 from llmservice_server.backend.cpu.int8 import Int8Linear
 from llmservice_server.backend.cpu.linear import HAS_QUAD_PRODUCT
 from llmservice_server.backend.quantized import QuantizedWeight, fuse
 from llmservice_server.engine.config import EngineConfig
-from llmservice_server.models.llama import LlamaModel
+from llmservice_server.models.decoder import DecoderModel
 from llmservice_server.runtime.loader import Checkpoint
 from llmservice_server.runtime.startup import start
 from llmservice_server.types.errors import ConfigError, ModelLoadError
@@ -247,7 +247,7 @@ def write_both(folder: Path, form: Format) -> tuple[Path, Path]:
     return quantized, write(folder / "exact", exact)
 
 
-def loaded(folder: Path, quantization: Quantization, dtype: torch.dtype = torch.float32) -> LlamaModel:
+def loaded(folder: Path, quantization: Quantization, dtype: torch.dtype = torch.float32) -> DecoderModel:
     backend = choose_backend("auto", kv_cache(dtype), dtype, CPU, max_num_batched_tokens=64)
     model = Checkpoint.open(folder).load(dtype, CPU, quantization, backend.keeps)
     backend.prepare(model)
@@ -258,7 +258,7 @@ def kv_cache(dtype: torch.dtype) -> KVCacheShape:
     return KVCacheShape(4, 2, 64, (None, None), 16, dtype)
 
 
-def logits(model: LlamaModel) -> torch.Tensor:
+def logits(model: DecoderModel) -> torch.Tensor:
     attention = choose_backend("torch", kv_cache(model.dtype), model.dtype, CPU, max_num_batched_tokens=64).attention(4)
     tokens = torch.arange(40) * 7 % 320
     with torch.inference_mode():
@@ -325,7 +325,7 @@ def test_logits_of_8_bit_products_are_those_of_the_same_products_in_float64(
 ) -> None:
     quantized, exact = write_both(tmp_path, FORMATS["W8A8 int8"])
     model, reference = loaded(quantized, "auto"), Checkpoint.open(exact).load(torch.float64, CPU)
-    assert isinstance(model.layers[0].qkv, Int8Linear)
+    assert isinstance(model.layers[0].attention.qkv, Int8Linear)
     inputs: list[torch.Tensor] = []
 
     def recorded(linear: Linear) -> Linear:
@@ -349,7 +349,7 @@ def test_logits_of_8_bit_products_are_those_of_the_same_products_in_float64(
 def test_a_plain_checkpoint_is_quantised_at_load(tmp_path: Path, dtype: torch.dtype) -> None:
     plain = write(tmp_path, dense_tensors())
     model, dense = loaded(plain, "int8", dtype), loaded(plain, "auto", dtype)
-    assert isinstance(model.layers[0].down, Int8Linear)
+    assert isinstance(linears_of(model.layers[0])[-1], Int8Linear)
     assert not isinstance(model.lm_head, Int8Linear)
     ours, expected = logits(model), logits(dense)
     assert (ours - expected).norm() < 0.1 * expected.norm()

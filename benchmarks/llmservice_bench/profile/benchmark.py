@@ -19,7 +19,7 @@ from llmservice_bench.report import machine
 from llmservice_planner.command import CommandError
 from llmservice_server.engine.config import DType, EngineConfig
 from llmservice_server.engine.engine import Engine
-from llmservice_server.models.llama import LlamaModel
+from llmservice_server.models.decoder import DecoderModel
 from llmservice_server.runtime.startup import load_engine, model_runner
 from llmservice_server.types.errors import StartError
 
@@ -72,7 +72,7 @@ def profile_phases(engine: Engine, phases: Sequence[Phase]) -> tuple[Ceilings, l
 
     The ceilings are also measured between the phases, because the speed of a shared machine varies.
     """
-    model = cast("LlamaModel", model_runner(engine).model)
+    model = cast("DecoderModel", model_runner(engine).model)
     ceilings, rows = Ceilings.measure(model.dtype), []
     for phase in phases:
         rows.append(profile_phase(engine, phase))
@@ -80,7 +80,7 @@ def profile_phases(engine: Engine, phases: Sequence[Phase]) -> tuple[Ceilings, l
     return ceilings, [row | least(phase, model, ceilings, row) for phase, row in zip(phases, rows, strict=True)]
 
 
-def least(phase: Phase, model: LlamaModel, ceilings: Ceilings, row: dict[str, Any]) -> dict[str, Any]:
+def least(phase: Phase, model: DecoderModel, ceilings: Ceilings, row: dict[str, Any]) -> dict[str, Any]:
     """The bytes and operations of a phase, and its minimum time as a share of the measured one."""
     num_bytes, operations = phase.least_bytes(model), phase.least_operations(model)
     least_s, bound = ceilings.seconds(num_bytes, operations)
@@ -95,7 +95,7 @@ def least(phase: Phase, model: LlamaModel, ceilings: Ceilings, row: dict[str, An
 
 def profile_phase(engine: Engine, phase: Phase) -> dict[str, Any]:
     """The time of a step, in total and by kind, and of its matrix products alone, measured alternately."""
-    model = cast("LlamaModel", model_runner(engine).model)
+    model = cast("DecoderModel", model_runner(engine).model)
     num_steps = _TIMED_STEPS[phase.kind]
     load = PhaseLoad(engine, phase, num_steps + _PROFILED_STEPS + 1)
     multiply = multiply_alone(model, phase.num_rows, phase.num_seqs)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from llmservice_server.backend.base import linears_of
 from llmservice_server.engine.engine import Engine
-from llmservice_server.models.llama import LlamaModel
+from llmservice_server.models.decoder import DecoderModel
 from llmservice_server.runtime.startup import model_runner
 from llmservice_server.types.messages import GenerateRequest, SamplingParams
 
@@ -29,14 +29,14 @@ class Phase:
         """Tokens of a step."""
         return self.num_seqs * (self.context if self.kind == "prefill" else 1)
 
-    def least_bytes(self, model: LlamaModel) -> int:
+    def least_bytes(self, model: DecoderModel) -> int:
         """Bytes read: each weight once and, when decoding, the keys and values of each sequence."""
         weights = _layer_bytes(model) + model.lm_head.nbytes
         config = model.config
         kv_bytes_per_token = config.num_layers * 2 * config.num_kv_heads * config.head_dim * model.dtype.itemsize
         return weights + (self.num_seqs * self.context * kv_bytes_per_token if self.kind == "decode" else 0)
 
-    def least_operations(self, model: LlamaModel) -> int:
+    def least_operations(self, model: DecoderModel) -> int:
         """Operations: two per weight and row, and those of attention."""
         config, size = model.config, model.dtype.itemsize
         layers, head = _layer_bytes(model) // size, model.lm_head.nbytes // size
@@ -45,7 +45,7 @@ class Phase:
         return 2 * (layers * self.num_rows + head * self.num_seqs) + attention
 
 
-def _layer_bytes(model: LlamaModel) -> int:
+def _layer_bytes(model: DecoderModel) -> int:
     return sum(linear.nbytes for layer in model.layers for linear in linears_of(layer))
 
 

@@ -10,9 +10,9 @@ from typing import Any, cast
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from llmservice_server.backend.base import Attend, StepInput, rotates
+from llmservice_server.backend.base import Attend, StepInput, linears_of, rotates
 from llmservice_server.engine.engine import Engine
-from llmservice_server.models.llama import LlamaModel
+from llmservice_server.models.decoder import DecoderModel
 from llmservice_server.runtime.startup import model_runner
 
 
@@ -94,7 +94,7 @@ class _LabelledRotatingAttend(_LabelledAttend):
 @contextmanager
 def _labelled(engine: Engine) -> Iterator[None]:
     runner = model_runner(engine)
-    model, prepare = cast("LlamaModel", runner.model), runner.attention.prepare
+    model, prepare = cast("DecoderModel", runner.model), runner.attention.prepare
 
     def prepare_labelled(step: StepInput) -> Attend:
         attend = prepare(step)
@@ -110,9 +110,8 @@ def _labelled(engine: Engine) -> Iterator[None]:
     if path := runner.decode_path:
         labels.append((path, "run", _Labelled(path.run, "layers")))
     for layer in model.layers:
-        labels += [
-            (layer, name, _Labelled(getattr(layer, name), "products")) for name in ("qkv", "o", "gate_up", "down")
-        ]
+        for owner, names in ((layer.attention, ("qkv", "o")), (layer.mlp, ("gate_up", "down"))):
+            labels += [(owner, name, _Labelled(getattr(owner, name), "products")) for name in names]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in labels]
     try:
         for owner, name, labelled in labels:
@@ -123,7 +122,7 @@ def _labelled(engine: Engine) -> Iterator[None]:
             setattr(owner, name, original)
 
 
-def multiply_alone(model: LlamaModel, num_rows: int, num_sampled: int) -> Callable[[], None]:
+def multiply_alone(model: DecoderModel, num_rows: int, num_sampled: int) -> Callable[[], None]:
     """A function that computes only a step's matrix products, with the same packed weights."""
     config = model.config
     rows = {
@@ -135,10 +134,11 @@ def multiply_alone(model: LlamaModel, num_rows: int, num_sampled: int) -> Callab
     @torch.inference_mode()
     def multiply() -> None:
         for layer in model.layers:
-            layer.qkv(hidden)
-            layer.o(attended)
-            layer.gate_up(hidden)
-            layer.down(rows[config.intermediate_size])
+            qkv, o, gate_up, down = linears_of(layer)
+            qkv(hidden)
+            o(attended)
+            gate_up(hidden)
+            down(rows[config.intermediate_size])
         model.lm_head(hidden[:num_sampled])
 
     return multiply

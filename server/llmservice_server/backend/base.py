@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Protocol, Self, TypeGuard, runtime_checkable
+from typing import Literal, Protocol, Self, TypeGuard, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -190,6 +190,10 @@ class Attention(Protocol):
         """The block tables must have a block for every token of the step."""
 
 
+Activation = Literal["silu", "gelu_tanh"]
+"""Of an MLP's gate."""
+
+
 class Linear(Protocol):
     """A weight matrix and its bias."""
 
@@ -215,11 +219,71 @@ class LayerOps(Protocol):
     ) -> torch.Tensor:
         """Add `delta` to `hidden` `[num_tokens, size]` in place, if there is one; return the sum's RMS norm."""
 
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """`silu(gate) * up` `[num_tokens, size]` of `gate_up` `[num_tokens, 2 * size]`, which may be overwritten."""
+    def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+        """`activation(gate) * up` `[num_tokens, size]` of `gate_up` `[num_tokens, 2 * size]`; may overwrite it."""
 
     def logits(self, hidden: torch.Tensor, norm: torch.Tensor, eps: float, head: Linear) -> torch.Tensor:
         """Float32 `[num_rows, vocab_size]` of the last layer's states `[num_rows, size]`, before the final norm."""
+
+
+@dataclass(slots=True)
+class SelfAttention:
+    """A layer's weights around the attention itself."""
+
+    qkv: Linear
+    qk_norm: torch.Tensor | None  # [num_heads + num_kv_heads, head_dim]
+    o: Linear
+    sinks: torch.Tensor | None = None  # [num_heads]
+
+    def linears(self) -> tuple[Linear, ...]:
+        return self.qkv, self.o
+
+    def map_linears(self, convert: Callable[[Linear], Linear]) -> None:
+        self.qkv, self.o = convert(self.qkv), convert(self.o)
+
+    @property
+    def nbytes(self) -> int:
+        others = sum(each.nbytes for each in (self.qk_norm, self.sinks) if each is not None)
+        return self.qkv.nbytes + self.o.nbytes + others
+
+
+class Mlp(Protocol):
+    """What a layer computes of each token by itself."""
+
+    def __call__(self, normed: torch.Tensor, ops: LayerOps) -> torch.Tensor:
+        """What the layer adds to its states, `[num_tokens, hidden_size]`, as is `normed`."""
+
+    def linears(self) -> tuple[Linear, ...]:
+        """Its matrices that every token is multiplied with, in the order in which they are used."""
+
+    def map_linears(self, convert: Callable[[Linear], Linear]) -> None:
+        """Replace them, one after the other."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of all its weights."""
+
+
+@dataclass(slots=True)
+class DenseMlp:
+    """Implements `Mlp`: a gated product, all of it for every token."""
+
+    gate_up: Linear
+    down: Linear
+    activation: Activation = "silu"
+
+    def __call__(self, normed: torch.Tensor, ops: LayerOps) -> torch.Tensor:
+        return self.down(ops.gated(self.gate_up(normed), self.activation))
+
+    def linears(self) -> tuple[Linear, ...]:
+        return self.gate_up, self.down
+
+    def map_linears(self, convert: Callable[[Linear], Linear]) -> None:
+        self.gate_up, self.down = convert(self.gate_up), convert(self.down)
+
+    @property
+    def nbytes(self) -> int:
+        return self.gate_up.nbytes + self.down.nbytes
 
 
 @dataclass(slots=True)
@@ -227,17 +291,27 @@ class DecoderLayer:
     """The weights of one layer, which a fused decode path reads as well as the model."""
 
     input_norm: torch.Tensor
-    qkv: Linear
-    qk_norm: torch.Tensor | None  # [num_heads + num_kv_heads, head_dim]: the query heads' row, then the key heads'
-    o: Linear
-    post_attention_norm: torch.Tensor
-    gate_up: Linear
-    down: Linear
+    attention: SelfAttention
+    post_attention_norm: torch.Tensor  # of the states, before the MLP
+    mlp: Mlp
+    attention_delta_norm: torch.Tensor | None = None  # of what attention adds to the states
+    mlp_delta_norm: torch.Tensor | None = None  # of what the MLP adds to them
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a layer of Llama's: two norms, no sinks, and a dense MLP with SiLU."""
+        others = self.attention_delta_norm, self.mlp_delta_norm, self.attention.sinks
+        return isinstance(self.mlp, DenseMlp) and self.mlp.activation == "silu" and all(each is None for each in others)
+
+    @property
+    def nbytes(self) -> int:
+        norms = self.input_norm, self.post_attention_norm, self.attention_delta_norm, self.mlp_delta_norm
+        return self.attention.nbytes + self.mlp.nbytes + sum(each.nbytes for each in norms if each is not None)
 
 
-def linears_of(layer: DecoderLayer) -> tuple[Linear, Linear, Linear, Linear]:
-    """Its matrices, in the order in which they are used."""
-    return layer.qkv, layer.o, layer.gate_up, layer.down
+def linears_of(layer: DecoderLayer) -> tuple[Linear, ...]:
+    """Its matrices that every token is multiplied with, in the order in which they are used."""
+    return *layer.attention.linears(), *layer.mlp.linears()
 
 
 class CausalShape(Protocol):
@@ -268,6 +342,8 @@ class DecoderShape(CausalShape, Protocol):
 
     @property
     def rms_norm_eps(self) -> float: ...
+    @property
+    def embedding_scale(self) -> float: ...
 
 
 class Rotary(Protocol):
@@ -326,7 +402,16 @@ class Decoder(Model, Protocol):
     def config(self) -> DecoderShape: ...
 
     @property
-    def rotary(self) -> Rotary: ...
+    def rotaries(self) -> Sequence[Rotary]: ...
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The states before the first layer, `[num_tokens, hidden_size]`."""
+
+    def rotations(self, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Cosines and signed sines of `positions` `[num_tokens]`, of each of the `rotaries`."""
+
+    def rotary_of(self, index: int) -> int:
+        """Which of the `rotaries` a layer has."""
 
     def project(self, index: int, states: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
         """A layer before its attention: queries, keys and values `[num_tokens, heads, head_dim]`, not rotated.

@@ -20,9 +20,11 @@ from llmservice_server.backend.base import Linear, Model
 from llmservice_server.backend.quantized import QuantizedLinear, QuantizedWeight, fuse
 from llmservice_server.backend.torch.layer_ops import TorchLinear
 from llmservice_server.engine.config import Implementation
+from llmservice_server.models.architectures import build
 from llmservice_server.models.config import SERVED, ModelConfig, is_own
-from llmservice_server.models.llama import LinearPlace, LlamaModel
+from llmservice_server.models.decoder import DecoderModel
 from llmservice_server.models.quantization import SUFFIXES, is_quantized, read
+from llmservice_server.models.weights import QuantizedPlace, Weights
 from llmservice_server.types.checkpoint_config import eos_token_ids, read_json_object
 from llmservice_server.types.errors import ModelLoadError
 
@@ -109,10 +111,10 @@ class Checkpoint:
         device: torch.device,
         quantization: Quantization,
         keeps: Callable[[QuantizedWeight], bool],
-    ) -> LlamaModel:
+    ) -> DecoderModel:
         modules = self._quantized_modules(every=quantization == "int8")
-        model = LlamaModel(config, dtype, device, modules.keys())
-        wanted = model.checkpoint_tensors()
+        weights = Weights(dtype, device, modules.keys())
+        model, wanted = build(config, weights), weights.tensors
         with ThreadPoolExecutor(_PARALLEL_SHARDS) as readers:  # each reads a file's pages straight into the weights
             list(readers.map(lambda shard: self._load_shard(shard, wanted, modules), self.shards))
         if wanted:
@@ -120,10 +122,16 @@ class Checkpoint:
                 f"{self.folder}: {len(wanted)} tensors that {self.config.architecture} needs are in none of its "
                 f"{len(self.shards)} safetensors files, among them {min(wanted)}"
             )
-        for place in model.quantized:
-            weights = self._weights(config, place, modules)
-            place.put(quantized_linear(weights, place.linear.bias, dtype, device, quantization, keeps))
-        model.finish_loading()
+        places = {id(place.linear): place for place in weights.places}
+
+        def replaced(linear: Linear) -> Linear:
+            if (place := places.get(id(linear))) is None:
+                return linear
+            parts = self._parts(config, place, modules)
+            return quantized_linear(parts, linear.bias, dtype, device, quantization, keeps)
+
+        model.map_linears(replaced)
+        weights.finish()
         return model
 
     def _quantized_modules(self, every: bool) -> dict[str, dict[str, Path]]:
@@ -145,8 +153,8 @@ class Checkpoint:
             if module in quantized or is_quantized(tensors) or (every and linear.fullmatch(module))
         }
 
-    def _weights(
-        self, config: ModelConfig, place: LinearPlace, modules: Mapping[str, Mapping[str, Path]]
+    def _parts(
+        self, config: ModelConfig, place: QuantizedPlace, modules: Mapping[str, Mapping[str, Path]]
     ) -> list[QuantizedWeight | torch.Tensor]:
         """The parts of a matrix: dense ones in the checkpoint's dtype."""
         inputs = place.linear.weight.shape[1]

@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 
+from llmservice_server.models.architectures import ARCHITECTURES
 from llmservice_server.models.config import SERVED, ModelConfig
 from llmservice_server.types.errors import ModelLoadError
 
@@ -103,6 +104,10 @@ def test_a_missing_key_is_named(missing: str) -> None:
 def test_a_senseless_key_is_refused(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelLoadError, match=message):
         parse("Qwen3", **keys)
+
+
+def test_what_the_operator_accepts_has_a_model() -> None:
+    assert ARCHITECTURES.keys() == SERVED.keys()
 
 
 def test_the_page_about_models_names_every_architecture() -> None:

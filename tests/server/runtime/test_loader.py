@@ -43,7 +43,7 @@ def states(folder: Path) -> torch.Tensor:
     model = Checkpoint.open(folder).load(torch.float32, CPU)
     tokens = torch.arange(10, 20)
     with torch.inference_mode():
-        attended = model.forward(tokens, tokens, lambda layer, query, key_value: query.flatten(1) + key_value.mean())
+        attended = model.forward(tokens, tokens, lambda _, query, key_value, *__: query.flatten(1) + key_value.mean())
         return model.logits(attended)
 
 

@@ -14,7 +14,7 @@ from llmservice_server.backend.torch.attention import TorchAttention
 from llmservice_server.backend.torch.backend import TorchBackend
 from llmservice_server.engine.interfaces import BlockCopy, Plan, Scheduled
 from llmservice_server.engine.request import Request, new_block_table
-from llmservice_server.models.llama import LlamaModel
+from llmservice_server.models.decoder import DecoderModel
 from llmservice_server.runtime.loader import Checkpoint
 from llmservice_server.runtime.runner import DeviceStep, ModelRunner, SwappedBlocks, step_input
 from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
@@ -25,7 +25,7 @@ BLOCK_SIZE = 16
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> LlamaModel:
+def model(tmp_path_factory: pytest.TempPathFactory) -> DecoderModel:
     folder = tmp_path_factory.mktemp("tiny")
     write_tiny_model(folder, TinyModelSpec(layers=2, hidden_size=32, heads=4, kv_heads=2, vocab_size=512))
     return Checkpoint.open(folder).load(torch.float32, CPU)
@@ -51,7 +51,7 @@ def decodes(requests: list[Request]) -> Plan:
     return Plan([Scheduled(each, each.num_tokens - 1, 1, samples=True) for each in requests])
 
 
-def runner_of(model: LlamaModel) -> ModelRunner:
+def runner_of(model: DecoderModel) -> ModelRunner:
     config = model.config
     shape = KVCacheShape(
         config.num_heads, config.num_kv_heads, config.head_dim, config.windows, BLOCK_SIZE, torch.float32
@@ -74,7 +74,7 @@ def expecting(requests: list[Request]) -> Iterator[None]:
         each.token_ids.pop()
 
 
-def test_two_steps_on_their_way_draw_what_they_draw_one_after_the_other(model: LlamaModel) -> None:
+def test_two_steps_on_their_way_draw_what_they_draw_one_after_the_other(model: DecoderModel) -> None:
     apart, runner = runner_of(model), runner_of(model)
     expected: list[Sequence[int]] = []
     requests = [request(number) for number in range(4)]
@@ -95,7 +95,7 @@ def test_two_steps_on_their_way_draw_what_they_draw_one_after_the_other(model: L
     assert before.wait().token_ids == expected[2][::-1]
 
 
-def test_nothing_is_drawn_for_requests_that_have_ended_meanwhile(model: LlamaModel) -> None:
+def test_nothing_is_drawn_for_requests_that_have_ended_meanwhile(model: DecoderModel) -> None:
     runner = runner_of(model)
     requests = [request(number) for number in range(3)]
     expected = runner_of(model).execute(prompts(requests)).token_ids

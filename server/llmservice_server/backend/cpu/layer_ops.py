@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from llmservice_server.backend.base import Linear
+from llmservice_server.backend.base import Activation, Linear
 from llmservice_server.backend.cpu.compiled import compiled, compiled_inner, for_each
 from llmservice_server.backend.cpu.linear import COLUMNS, PackedLinear, linear_columns
 from llmservice_server.backend.cpu.llvm import as_array, convert, exp, from_float32, to_float32
@@ -48,9 +48,9 @@ class CpuLayerOps(TorchLayerOps):
             add_norm(as_array(delta), *arrays)
         return normed
 
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        if not self._threaded and gate_up.numel() >= _TORCH_ELEMENTS:
-            return super().silu_mul(gate_up)
+    def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+        if activation != "silu" or (not self._threaded and gate_up.numel() >= _TORCH_ELEMENTS):
+            return super().gated(gate_up, activation)
         gated = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
         kernel = _silu_mul_threaded if self._threaded else _silu_mul
         kernel(as_array(gate_up), as_array(gated))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from llmservice_server.backend.agreement import BOUNDS, MIXED, Case, why_wrong
-from llmservice_server.backend.base import Attention, DecodePath, Decoder, KVCacheShape, Linear, Model
+from llmservice_server.backend.base import Activation, Attention, DecodePath, Decoder, KVCacheShape, Linear, Model
 from llmservice_server.backend.cuda import decode_graphs
 from llmservice_server.backend.cuda.attention import TritonAttention
 from llmservice_server.backend.cuda.kernels.jit import FP8, INTERPRETED
@@ -38,7 +38,9 @@ class TritonLayerOps(TorchLayerOps):
 
     def __init__(self) -> None:
         self.add_norm = add_rms_norm  # type: ignore[method-assign]
-        self.silu_mul = silu_mul  # type: ignore[method-assign]
+
+    def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+        return silu_mul(gate_up) if activation == "silu" else super().gated(gate_up, activation)
 
 
 @dataclass(slots=True)

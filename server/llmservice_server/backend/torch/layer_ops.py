@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
-from llmservice_server.backend.base import Linear
+from llmservice_server.backend.base import Activation, Linear
 
 
 @dataclass(slots=True)
@@ -34,11 +34,12 @@ class TorchLayerOps:
     ) -> torch.Tensor:
         if delta is not None:
             hidden += delta
-        return F.rms_norm(hidden, (hidden.shape[-1],), weight, eps)
+        wide = hidden.to(weight.dtype)  # Gemma's weights are float32
+        return F.rms_norm(wide, (hidden.shape[-1],), weight, eps).to(hidden.dtype)
 
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")).mul_(up)
 
     def logits(self, hidden: torch.Tensor, norm: torch.Tensor, eps: float, head: Linear) -> torch.Tensor:
         return head(self.add_norm(hidden, None, norm, eps)).float()

@@ -5,15 +5,17 @@ from typing import Any
 import pytest
 import torch
 
-from llmservice_server.backend.base import KVCacheShape, Linear, StepInput
+from llmservice_server.backend.base import KVCacheShape, StepInput
 from llmservice_server.backend.cpu.attention import CpuAttention
 from llmservice_server.backend.cpu.backend import CpuBackend
 from llmservice_server.backend.cpu.decode import CpuDecode, can_decode
 from llmservice_server.backend.cpu.linear import HAS_QUAD_PRODUCT
 from llmservice_server.backend.quantized import QuantizedLinear, QuantizedWeight
 from llmservice_server.backend.torch.layer_ops import TorchLinear
+from llmservice_server.models.architectures import build
 from llmservice_server.models.config import ModelConfig
-from llmservice_server.models.llama import LlamaModel
+from llmservice_server.models.decoder import DecoderModel
+from llmservice_server.models.weights import Weights
 
 pytestmark = pytest.mark.slow
 
@@ -40,24 +42,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
-def random_model(raw: dict[str, Any], dtype: torch.dtype, *, int8: bool = False) -> LlamaModel:
-    model = LlamaModel(ModelConfig.from_dict(raw), dtype, torch.device("cpu"))
+def random_model(raw: dict[str, Any], dtype: torch.dtype, *, int8: bool = False) -> DecoderModel:
+    weights = Weights(dtype, torch.device("cpu"))
+    model = build(ModelConfig.from_dict(raw), weights)
     random = torch.Generator().manual_seed(0)
-
-    def fill(linear: Linear) -> Linear:
-        linear.weight.normal_(std=linear.weight.shape[1] ** -0.5, generator=random)
-        if linear.bias is not None:
-            linear.bias.normal_(std=0.1, generator=random)
-        return linear
-
-    model.map_linears(fill)
-    model.embed_tokens.normal_(generator=random)
-    for layer in model.layers:
-        layer.input_norm.normal_(1.0, 0.1, generator=random)
-        layer.post_attention_norm.normal_(1.0, 0.1, generator=random)
-        if layer.qk_norm is not None:
-            layer.qk_norm.normal_(1.0, 0.1, generator=random)
-    model.finish_loading()
+    for name, tensor in weights.tensors.items():
+        if "norm" in name:
+            tensor.normal_(1.0, 0.1, generator=random)
+        elif name.endswith("bias"):
+            tensor.normal_(std=0.1, generator=random)
+        else:
+            tensor.normal_(std=1.0 if "embed" in name else tensor.shape[1] ** -0.5, generator=random)
+    weights.finish()
     if int8:
         model.map_linears(lambda linear: QuantizedLinear(QuantizedWeight.int8(linear.weight), dtype, linear.bias))
         model.lm_head = TorchLinear(torch.zeros_like(model.embed_tokens))
@@ -66,7 +62,7 @@ def random_model(raw: dict[str, Any], dtype: torch.dtype, *, int8: bool = False)
     return model
 
 
-def attention_of(model: LlamaModel, cache_dtype: torch.dtype | None = None) -> CpuAttention:
+def attention_of(model: DecoderModel, cache_dtype: torch.dtype | None = None) -> CpuAttention:
     config = model.config
     shape = KVCacheShape(
         config.num_heads, config.num_kv_heads, config.head_dim, config.windows, BLOCK_SIZE, cache_dtype or model.dtype
@@ -77,7 +73,7 @@ def attention_of(model: LlamaModel, cache_dtype: torch.dtype | None = None) -> C
     return attention
 
 
-def decode_both(model: LlamaModel, num_seqs: int, steps: int, cache_dtype: torch.dtype | None = None) -> float:
+def decode_both(model: DecoderModel, num_seqs: int, steps: int, cache_dtype: torch.dtype | None = None) -> float:
     """Prompts of several lengths, then `steps` tokens of each; the largest relative difference of a step's states."""
     attention, plain = attention_of(model, cache_dtype), attention_of(model, cache_dtype)
     decode = CpuDecode(model, attention, num_seqs)

@@ -22,7 +22,7 @@ from llmservice_server.backend.cuda.decode_graphs import (
     graph_bytes,
 )
 from llmservice_server.backend.cuda.mixed_graphs import MixedGraphs
-from llmservice_server.models.llama import LlamaModel
+from llmservice_server.models.decoder import DecoderModel
 from llmservice_server.runtime.loader import Checkpoint
 from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
 
@@ -33,7 +33,7 @@ BLOCK_SIZE = 16
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> LlamaModel:
+def model(tmp_path_factory: pytest.TempPathFactory) -> DecoderModel:
     folder = tmp_path_factory.mktemp("tiny")
     write_tiny_model(folder, TinyModelSpec(layers=2, hidden_size=32, heads=4, kv_heads=2, vocab_size=512))
     return Checkpoint.open(folder).load(torch.float32, CPU)
@@ -55,7 +55,7 @@ class Recorder:
         return replay, output
 
 
-def attention_of(model: LlamaModel) -> TritonAttention:
+def attention_of(model: DecoderModel) -> TritonAttention:
     config = model.config
     shape = KVCacheShape(
         config.num_heads, config.num_kv_heads, config.head_dim, config.windows, BLOCK_SIZE, torch.float32
@@ -68,7 +68,7 @@ def attention_of(model: LlamaModel) -> TritonAttention:
 
 
 @torch.inference_mode()
-def plain(model: LlamaModel, attention: TritonAttention, step: StepInput) -> torch.Tensor:
+def plain(model: DecoderModel, attention: TritonAttention, step: StepInput) -> torch.Tensor:
     positions = torch.from_numpy(step.positions)
     return model.forward(torch.from_numpy(step.token_ids), positions, attention.prepare(step))
 
@@ -82,7 +82,7 @@ def test_sizes_are_few_and_hold_every_batch() -> None:
 
 
 @torch.inference_mode()
-def test_a_batch_gets_what_it_gets_without_a_graph_whatever_ran_before(model: LlamaModel) -> None:
+def test_a_batch_gets_what_it_gets_without_a_graph_whatever_ran_before(model: DecoderModel) -> None:
     attention, recorder = attention_of(model), Recorder()
     graphs = DecodeGraphs(model, attention, DecodeBuffers(attention, 4, 16), [1, 2, 4], recorder)
     assert recorder.sizes == [4, 2, 1]  # the largest first
@@ -102,7 +102,7 @@ def test_a_batch_gets_what_it_gets_without_a_graph_whatever_ran_before(model: Ll
 
 
 @torch.inference_mode()
-def test_a_graph_reads_the_tokens_that_only_the_device_knows(model: LlamaModel) -> None:
+def test_a_graph_reads_the_tokens_that_only_the_device_knows(model: DecoderModel) -> None:
     attention, other = attention_of(model), attention_of(model)
     graphs = DecodeGraphs(model, attention, DecodeBuffers(attention, 4, 16), [4], Recorder())
     runs = [(0, 1, [block]) for block in (3, 5, 1)]
@@ -114,21 +114,21 @@ def test_a_graph_reads_the_tokens_that_only_the_device_knows(model: LlamaModel) 
     torch.testing.assert_close(graphs.run(step), plain(model, other, StepInput.of(runs, [5, 0, 8])))
 
 
-def test_steps_with_chunks_and_too_many_sequences_are_not_taken(model: LlamaModel) -> None:
+def test_steps_with_chunks_and_too_many_sequences_are_not_taken(model: DecoderModel) -> None:
     attention = attention_of(model)
     graphs = DecodeGraphs(model, attention, DecodeBuffers(attention, 2, 16), [1, 2], Recorder())
     assert not graphs.takes(StepInput.of([(0, 2, [1])]))
     assert not graphs.takes(StepInput.of([(0, 1, [1])] * 3))
 
 
-def step_graphs(model: LlamaModel, attention: TritonAttention, capture: Any) -> StepGraphs:
+def step_graphs(model: DecoderModel, attention: TritonAttention, capture: Any) -> StepGraphs:
     decode = DecodeGraphs(model, attention, DecodeBuffers(attention, 2, 10), [1, 2], capture)
     return StepGraphs(model, attention, (decode, MixedGraphs(model, attention, [64, 128], capture)))
 
 
 @pytest.mark.parametrize("forgets", ["nothing", "decodes", "chunks"])
 @torch.inference_mode()
-def test_a_graph_that_does_something_else_is_found_out(model: LlamaModel, forgets: str) -> None:
+def test_a_graph_that_does_something_else_is_found_out(model: DecoderModel, forgets: str) -> None:
     attention, right = attention_of(model), Recorder()
 
     def capture(work: Callable[[], torch.Tensor]) -> tuple[Replay, torch.Tensor]:
@@ -141,7 +141,7 @@ def test_a_graph_that_does_something_else_is_found_out(model: LlamaModel, forget
 
 
 @torch.inference_mode()
-def test_a_mixed_step_gets_what_it_gets_without_graphs(model: LlamaModel) -> None:
+def test_a_mixed_step_gets_what_it_gets_without_graphs(model: DecoderModel) -> None:
     attention, other, recorder = attention_of(model), attention_of(model), Recorder()
     graphs = MixedGraphs(model, attention, [16, 64], recorder)
     layers = len(model.layers)
@@ -162,7 +162,7 @@ def test_a_mixed_step_gets_what_it_gets_without_graphs(model: LlamaModel) -> Non
 
 
 @torch.inference_mode()
-def test_a_layer_of_a_mixed_step_is_at_most_five_launches(model: LlamaModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_of_a_mixed_step_is_at_most_five_launches(model: DecoderModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph, and four kernels of attention."""
     attention, launches = attention_of(model), list[str]()
 
@@ -183,7 +183,7 @@ def test_a_layer_of_a_mixed_step_is_at_most_five_launches(model: LlamaModel, mon
 
 
 @torch.inference_mode()
-def test_a_graph_splits_the_sequences_that_are_long_now(model: LlamaModel) -> None:
+def test_a_graph_splits_the_sequences_that_are_long_now(model: DecoderModel) -> None:
     attention, other = attention_of(model), attention_of(model)
     graphs = DecodeGraphs(model, attention, DecodeBuffers(attention, 2, 16), [2], Recorder())
     prompt = StepInput.of([(0, 150, range(1, 11))], [*range(150)])

@@ -1,0 +1,27 @@
+"""The architectures that are implemented here, by their names in config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from llmservice_server.models.config import ModelConfig
+from llmservice_server.models.decoder import BuildLayer, DecoderModel
+from llmservice_server.models.gemma import gemma_layer
+from llmservice_server.models.llama import llama_layer
+from llmservice_server.models.weights import Weights
+
+ARCHITECTURES: Mapping[str, BuildLayer] = {
+    "Gemma2ForCausalLM": gemma_layer,
+    "Gemma3ForCausalLM": gemma_layer,
+    "GemmaForCausalLM": llama_layer,
+    "LlamaForCausalLM": llama_layer,
+    "MistralForCausalLM": llama_layer,
+    "Qwen2ForCausalLM": llama_layer,
+    "Qwen3ForCausalLM": llama_layer,
+}
+"""The planner's families name the same ones in `served_architecture`, where the operator, without torch, finds them."""
+
+
+def build(config: ModelConfig, weights: Weights) -> DecoderModel:
+    """A model whose weights are those that `weights` has noted: they have to be filled, and finished."""
+    return DecoderModel(config, weights, ARCHITECTURES[config.architecture])

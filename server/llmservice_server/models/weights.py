@@ -1,0 +1,83 @@
+"""The weights of a model that is being built: allocated, and noted with the tensors that will fill them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+import torch
+
+from llmservice_server.backend.torch.layer_ops import TorchLinear
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedPlace:
+    """A matrix without memory, which the loader replaces."""
+
+    linear: TorchLinear
+    parts: dict[str, int]  # by the name of the checkpoint's module, its outputs, in order
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Allocates uninitialised weights, and notes them for the loader, under the names of the checkpoint.
+
+    Names are relative to `prefix`, and the notes are shared by all prefixes. A matrix of a module that is `quantized`
+    gets no memory. Once all `tensors` are filled, `finish` has to be called.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    quantized: Collection[str] = ()  # modules of the checkpoint
+    prefix: str = ""
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # to be filled, by the checkpoint's names
+    places: list[QuantizedPlace] = field(default_factory=list)
+    _finishing: list[Callable[[], object]] = field(default_factory=list)
+
+    def at(self, name: str) -> Self:
+        """With names relative to the module `name`."""
+        return replace(self, prefix=f"{self.prefix}{name}.")
+
+    def empty(self, *shape: int) -> torch.Tensor:
+        """One that no tensor of the checkpoint fills as a whole."""
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def tensor(self, name: str, *shape: int) -> torch.Tensor:
+        tensor = self.tensors[self.prefix + name] = self.empty(*shape)
+        return tensor
+
+    def norm(self, name: str, size: int, *, less_one: bool = False) -> torch.Tensor:
+        """The weight of an RMS norm. `less_one`: the checkpoint has it less one; it is float32, to lose nothing."""
+        if not less_one:
+            return self.tensor(f"{name}.weight", size)
+        weight = torch.empty(size, dtype=torch.float32, device=self.device)
+        self.tensors[f"{self.prefix}{name}.weight"] = weight
+        self.when_filled(lambda: weight.add_(1))
+        return weight
+
+    def linear(self, parts: dict[str, int], inputs: int, *, bias: bool = False) -> TorchLinear:
+        """A matrix `[sum of outputs, inputs]`, fused of the modules `parts`: the outputs of each, by its name.
+
+        One large product is faster than several small ones.
+        """
+        named = {self.prefix + name: outputs for name, outputs in parts.items()}
+        outputs, sizes = sum(parts.values()), list(parts.values())
+        biases = self.empty(outputs) if bias else None
+        if biases is not None:
+            self.tensors.update(zip((f"{name}.bias" for name in named), torch.split(biases, sizes), strict=True))
+        if not named.keys().isdisjoint(self.quantized):
+            linear = TorchLinear(torch.empty(outputs, inputs, dtype=self.dtype, device="meta"), biases)
+            self.places.append(QuantizedPlace(linear, named))
+            return linear
+        weight = self.empty(outputs, inputs)
+        self.tensors.update(zip((f"{name}.weight" for name in named), torch.split(weight, sizes), strict=True))
+        return TorchLinear(weight, biases)
+
+    def when_filled(self, change: Callable[[], object]) -> None:
+        """Have `finish` call `change`."""
+        self._finishing.append(change)
+
+    def finish(self) -> None:
+        for change in self._finishing:
+            change()
