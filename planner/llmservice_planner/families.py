@@ -32,6 +32,8 @@ class Family:
     `last` those from `max_window_layers` on (Qwen)."""
     router_bias: bool = False
     """A per-expert correction bias of the router (DeepSeek-V3)."""
+    normalizes_experts: bool = False
+    """The weights of a token's experts always sum to 1; otherwise the config's `norm_topk_prob` says whether."""
     shared_gate: bool = False
     """A sigmoid gate of `hidden_size` weights on the shared expert (Qwen2-MoE)."""
 
@@ -107,7 +109,14 @@ _DEEPSEEK = {
 _ALL = (
     Family("llama", _LLAMA, "LlamaForCausalLM", mlp_bias=True),
     Family("mistral", {**_MISTRAL, "sliding_window": 4096}, "MistralForCausalLM", qkv_bias=False, sliding="all"),
-    Family("mixtral", {**_MISTRAL, "num_local_experts": 8, "num_experts_per_tok": 2}, qkv_bias=False, sliding="all"),
+    Family(
+        "mixtral",
+        {**_MISTRAL, "num_local_experts": 8, "num_experts_per_tok": 2},
+        "MixtralForCausalLM",
+        qkv_bias=False,
+        sliding="all",
+        normalizes_experts=True,
+    ),
     Family("qwen2", _QWEN, "Qwen2ForCausalLM", qkv_bias=True, sliding="last"),
     Family(
         "qwen2_moe",
@@ -121,6 +130,7 @@ _ALL = (
             "moe_intermediate_size": 1408,
             "shared_expert_intermediate_size": 5632,
         },
+        "Qwen2MoeForCausalLM",
         qkv_bias=True,
         sliding="last",
         shared_gate=True,
@@ -135,6 +145,7 @@ _ALL = (
             "num_experts": 128,
             "moe_intermediate_size": 768,
         },
+        "Qwen3MoeForCausalLM",
         qk_norm=True,
         sliding="last",
     ),

@@ -8,6 +8,7 @@ from llmservice_server.models.config import ModelConfig
 from llmservice_server.models.decoder import BuildLayer, DecoderModel
 from llmservice_server.models.gemma import gemma_layer
 from llmservice_server.models.llama import llama_layer
+from llmservice_server.models.mixtures import mixtral_layer, qwen_moe_layer
 from llmservice_server.models.weights import Weights
 
 ARCHITECTURES: Mapping[str, BuildLayer] = {
@@ -18,6 +19,9 @@ ARCHITECTURES: Mapping[str, BuildLayer] = {
     "MistralForCausalLM": llama_layer,
     "Qwen2ForCausalLM": llama_layer,
     "Qwen3ForCausalLM": llama_layer,
+    "MixtralForCausalLM": mixtral_layer,
+    "Qwen2MoeForCausalLM": qwen_moe_layer,
+    "Qwen3MoeForCausalLM": qwen_moe_layer,
 }
 """The planner's families name the same ones in `served_architecture`, where the operator, without torch, finds them."""
 

@@ -19,9 +19,40 @@ SERVED: dict[str, Family] = {each.served_architecture: each for each in FAMILIES
 _OPTIONAL_KEYS = {
     *("num_key_value_heads", "head_dim", "sliding_window", "max_window_layers", "tie_word_embeddings"),
     *("hidden_activation", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
-    *("sliding_window_pattern", "rope_theta", "rope_local_base_freq"),
+    *("sliding_window_pattern", "rope_theta", "rope_local_base_freq", "shared_expert_intermediate_size"),
+    *("num_local_experts", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step"),
 }
 """Where config.json leaves one out, it has the family's default; the other sizes have to be there."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """The shape of a mixture of experts."""
+
+    count: int
+    per_token: int
+    width: int  # of each, between its two products
+    normalizes: bool  # the weights of a token's experts are scaled to a sum of 1
+    shared_width: int  # of the expert of all tokens; 0: there is none
+    layers: tuple[bool, ...]  # whether each layer has one, or a dense MLP
+
+    @classmethod
+    def of(cls, family: Family, keys: CheckpointConfig) -> ExpertsConfig | None:
+        count = keys.num_local_experts or keys.num_experts
+        if not count:
+            return None
+        per_token = keys.num_experts_per_tok or 0
+        if not 1 <= per_token <= count:
+            raise ModelLoadError(f"config.json: num_experts_per_tok is {per_token}, expected 1 to {count}, the experts")
+        dense, step = keys.mlp_only_layers or (), keys.decoder_sparse_step or 1
+        return cls(
+            count=count,
+            per_token=per_token,
+            width=keys.moe_intermediate_size or keys.intermediate_size,
+            normalizes=family.normalizes_experts or bool(keys.norm_topk_prob),
+            shared_width=keys.shared_expert_intermediate_size or 0,
+            layers=tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(keys.num_hidden_layers)),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +78,7 @@ class ModelConfig:
     tied_embeddings: bool
     dtype: str | None  # of the checkpoint, as config.json names it
     quantization: QuantizationConfig | None = None
+    experts: ExpertsConfig | None = None
 
     is_gemma: bool = False  # activation, embedding and norms are Gemma's
     softcap: float | None = None  # of the scores
@@ -68,6 +100,10 @@ class ModelConfig:
     @property
     def max_context(self) -> int:
         return self.rope.max_context(self.max_position_embeddings)
+
+    def layer_experts(self, index: int) -> ExpertsConfig | None:
+        """None: the layer has a dense MLP."""
+        return self.experts if self.experts is not None and self.experts.layers[index] else None
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> ModelConfig:
@@ -107,6 +143,7 @@ class ModelConfig:
             tied_embeddings=bool(keys.tie_word_embeddings),
             dtype=keys.dtype or keys.torch_dtype,
             quantization=_quantization(raw),
+            experts=ExpertsConfig.of(family, keys),
             is_gemma=is_gemma,
             softcap=keys.attn_logit_softcapping,
             logit_softcap=keys.final_logit_softcapping,
@@ -156,7 +193,7 @@ def _quantization(raw: Mapping[str, Any]) -> QuantizationConfig | None:
 
 def _windows(family: Family, keys: CheckpointConfig) -> tuple[int | None, ...]:
     """Of the layers that `layer_types` names, or that the family's rule does; Qwen needs `use_sliding_window` too."""
-    window, num_layers = keys.sliding_window, keys.num_hidden_layers
+    window, num_layers = keys.sliding_window or None, keys.num_hidden_layers
     if window is None or family.sliding == "none" or (family.sliding == "last" and not keys.use_sliding_window):
         return (None,) * num_layers
     if family.sliding == "all":

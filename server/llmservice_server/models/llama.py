@@ -6,17 +6,21 @@ from functools import partial
 
 import torch
 
-from llmservice_server.backend.base import DecoderLayer, DenseMlp, SelfAttention
+from llmservice_server.backend.base import DecoderLayer, DenseMlp, Mlp, SelfAttention
 from llmservice_server.models.config import ModelConfig
 from llmservice_server.models.weights import Weights
 
 
 def llama_layer(config: ModelConfig, weights: Weights, index: int) -> DecoderLayer:
+    return layer_with(config, weights, dense_mlp(config, weights.at("mlp"), config.intermediate_size))
+
+
+def layer_with(config: ModelConfig, weights: Weights, mlp: Mlp) -> DecoderLayer:
     return DecoderLayer(
         input_norm=norm(config, weights, "input_layernorm"),
         attention=self_attention(config, weights.at("self_attn")),
         post_attention_norm=norm(config, weights, "post_attention_layernorm"),
-        mlp=dense_mlp(config, weights.at("mlp"), config.intermediate_size),
+        mlp=mlp,
     )
 
 

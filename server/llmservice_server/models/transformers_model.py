@@ -285,7 +285,7 @@ def unserved(name: str, problem: str) -> ModelLoadError:
     return ModelLoadError(
         f"{name} cannot be served: {problem}. These can be served: {', '.join(SERVED)}, by our own code; by that of "
         "transformers, decoders whose every layer has causal attention with keys and values by head (Gemma, gpt-oss, "
-        "Mixtral, Qwen-MoE, Phi, GLM, OLMo, Granite, Cohere and others); and encoders such as BERT and ModernBERT"
+        "OLMoE, Phi, GLM, OLMo, Granite, Cohere and others); and encoders such as BERT and ModernBERT"
     )
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
 import torch
 
+from llmservice_server.backend.base import Linear
 from llmservice_server.backend.torch.layer_ops import TorchLinear
 
 
@@ -30,6 +31,7 @@ class Weights:
     dtype: torch.dtype
     device: torch.device
     quantized: Collection[str] = ()  # modules of the checkpoint
+    names: Collection[str] = ()  # of the checkpoint's tensors, which may have one of several layouts
     prefix: str = ""
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # to be filled, by the checkpoint's names
     places: list[QuantizedPlace] = field(default_factory=list)
@@ -38,6 +40,10 @@ class Weights:
     def at(self, name: str) -> Self:
         """With names relative to the module `name`."""
         return replace(self, prefix=f"{self.prefix}{name}.")
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint has such a tensor."""
+        return self.prefix + name in self.names
 
     def empty(self, *shape: int) -> torch.Tensor:
         """One that no tensor of the checkpoint fills as a whole."""
@@ -56,10 +62,12 @@ class Weights:
         self.when_filled(lambda: weight.add_(1))
         return weight
 
-    def linear(self, parts: dict[str, int], inputs: int, *, bias: bool = False) -> TorchLinear:
+    def linear(
+        self, parts: dict[str, int], inputs: int, *, bias: bool = False, memory: torch.Tensor | None = None
+    ) -> TorchLinear:
         """A matrix `[sum of outputs, inputs]`, fused of the modules `parts`: the outputs of each, by its name.
 
-        One large product is faster than several small ones.
+        One large product is faster than several small ones. It is in `memory`, if that is given.
         """
         named = {self.prefix + name: outputs for name, outputs in parts.items()}
         outputs, sizes = sum(parts.values()), list(parts.values())
@@ -70,9 +78,22 @@ class Weights:
             linear = TorchLinear(torch.empty(outputs, inputs, dtype=self.dtype, device="meta"), biases)
             self.places.append(QuantizedPlace(linear, named))
             return linear
-        weight = self.empty(outputs, inputs)
+        weight = self.empty(outputs, inputs) if memory is None else memory
         self.tensors.update(zip((f"{name}.weight" for name in named), torch.split(weight, sizes), strict=True))
         return TorchLinear(weight, biases)
+
+    def stack(self, matrices: Sequence[tuple[Weights, dict[str, int]]], inputs: int) -> list[Linear]:
+        """Matrices of one size as parts of one tensor: the `parts` of each, and the weights that they are relative to.
+
+        If they are quantised, they are tensors of their own.
+        """
+        weights, parts = matrices[0]
+        if any(weights.prefix + name in self.quantized for name in parts):
+            return [weights.linear(parts, inputs) for weights, parts in matrices]
+        stack = self.empty(len(matrices), sum(parts.values()), inputs)
+        return [
+            weights.linear(parts, inputs, memory=part) for (weights, parts), part in zip(matrices, stack, strict=True)
+        ]
 
     def when_filled(self, change: Callable[[], object]) -> None:
         """Have `finish` call `change`."""

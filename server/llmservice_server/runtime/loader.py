@@ -112,8 +112,8 @@ class Checkpoint:
         quantization: Quantization,
         keeps: Callable[[QuantizedWeight], bool],
     ) -> DecoderModel:
-        modules = self._quantized_modules(every=quantization == "int8")
-        weights = Weights(dtype, device, modules.keys())
+        names, modules = self._tensors(every=quantization == "int8")
+        weights = Weights(dtype, device, modules.keys(), names)
         model, wanted = build(config, weights), weights.tensors
         with ThreadPoolExecutor(_PARALLEL_SHARDS) as readers:  # each reads a file's pages straight into the weights
             list(readers.map(lambda shard: self._load_shard(shard, wanted, modules), self.shards))
@@ -134,20 +134,25 @@ class Checkpoint:
         weights.finish()
         return model
 
-    def _quantized_modules(self, every: bool) -> dict[str, dict[str, Path]]:
-        """The modules whose weights are quantised, or those of `every` layer: their tensors, each with its file."""
+    def _tensors(self, every: bool) -> tuple[set[str], dict[str, dict[str, Path]]]:
+        """The names of all tensors, and the modules whose weights are quantised, or those of `every` layer.
+
+        The tensors of each module have their files.
+        """
+        names: set[str] = set()
         modules: dict[str, dict[str, Path]] = defaultdict(dict)
         quantized = set()
         for shard in self.shards:
             with _opened(shard) as tensors:
+                names.update(tensors.keys())
                 for name in tensors.keys():  # noqa: SIM118 - a safetensors handle is no mapping
                     module, _, suffix = name.rpartition(".")
                     if suffix in SUFFIXES:
                         modules[module][suffix] = shard
                         if suffix == "weight" and tensors.get_slice(name).get_dtype() not in _DENSE:
                             quantized.add(module)
-        linear = re.compile(r"model\.layers\.\d+\.\w+\.\w+_proj")
-        return {
+        linear = re.compile(r"model\.layers\.\d+(\.\w+)+\.(\w+_proj|w[123])")
+        return names, {
             module: tensors
             for module, tensors in modules.items()
             if module in quantized or is_quantized(tensors) or (every and linear.fullmatch(module))

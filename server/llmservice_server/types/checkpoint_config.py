@@ -92,7 +92,7 @@ class CheckpointConfig(_EndTokens):
     rope_local_base_freq: Positive | None = None
     local_rope_parameters: RopeParameters | None = None  # of layers with a window; in `rope_parameters` of the file
     partial_rotary_factor: Number | None = None
-    sliding_window: Annotated[int, Field(ge=1, le=1 << 31)] | None = None
+    sliding_window: Annotated[int, Field(ge=0, le=1 << 31)] | None = None  # 0: none, as Qwen2-MoE writes it
     use_sliding_window: bool | None = None
     max_window_layers: Annotated[int, Field(ge=0)] | None = None
     layer_types: list[str] | None = None
@@ -105,6 +105,14 @@ class CheckpointConfig(_EndTokens):
     attn_logit_softcapping: Positive | None = None
     final_logit_softcapping: Positive | None = None
     sliding_window_pattern: Count | None = None
+    num_local_experts: Count | None = None
+    num_experts: Count | None = None
+    num_experts_per_tok: Count | None = None
+    moe_intermediate_size: Size | None = None
+    shared_expert_intermediate_size: Annotated[int, Field(ge=0, le=1 << 20)] | None = None
+    norm_topk_prob: bool | None = None
+    mlp_only_layers: list[Annotated[int, Field(ge=0)]] | None = None
+    decoder_sparse_step: Count | None = None
     quantization_config: Any = None
     dtype: str | None = None
     torch_dtype: str | None = None  # the older name of dtype

@@ -11,9 +11,11 @@ from llmservice_server.backend.base import Attention, DecodePath, Decoder, Linea
 from llmservice_server.backend.cpu import sampler
 from llmservice_server.backend.cpu.attention import CpuAttention
 from llmservice_server.backend.cpu.decode import CpuDecode, can_decode
+from llmservice_server.backend.cpu.experts import CpuExperts
 from llmservice_server.backend.cpu.int8 import Int8Linear, can_multiply
 from llmservice_server.backend.cpu.layer_ops import CpuLayerOps
 from llmservice_server.backend.cpu.linear import KERNEL_ROWS, ConvertedLinear, PackedLinear, pack
+from llmservice_server.backend.experts import ExpertsMlp
 from llmservice_server.backend.quantized import QuantizedLinear, QuantizedWeight
 from llmservice_server.backend.sampling_batch import PenalizedRows, SamplingBatch
 from llmservice_server.backend.torch.backend import TorchBackend
@@ -44,6 +46,9 @@ class CpuBackend(TorchBackend):
         for linear in model.linears():
             if isinstance(linear, PackedLinear):
                 linear.use_kernel()
+        for layer in model.layers if isinstance(model, Decoder) else ():
+            if isinstance(layer.mlp, ExpertsMlp):
+                layer.mlp.experts = CpuExperts.of(layer.mlp.experts, model.dtype) or layer.mlp.experts
 
     def attention(self, num_blocks: int) -> Attention:
         return CpuAttention(self.shape, num_blocks, tiled=self.worth_compiling)

@@ -96,12 +96,15 @@ def _weights_of(model: Decoder) -> tuple[Any, ...]:
         _stacked([layer.post_attention_norm for layer in layers]),
         _stacked([absent.view(0, 0) if norm is None else norm for norm in qk_norms]),
     )
-    matrices = tuple(_matrix(linears, absent) for linears in zip(*map(linears_of, layers), strict=True))
+    matrices = tuple(matrix_of(linears, absent) for linears in zip(*map(linears_of, layers), strict=True))
     return as_array(model.embed_tokens), rotation, np.float32(model.config.rms_norm_eps), norms, matrices
 
 
-def _matrix(linears: Sequence[Linear], absent: torch.Tensor) -> tuple[Any, ...]:
-    """A matrix of each layer: the addresses, the shape and dtype of all, biases; scales and offsets if of 8 bits."""
+def matrix_of(linears: Sequence[Linear], absent: torch.Tensor) -> tuple[Any, ...]:
+    """Matrices of one size: the addresses, the shape and dtype of all, biases; scales and offsets if of 8 bits.
+
+    absent: what stands for the bias of one that has none, `[0]` in the model's dtype.
+    """
     memory = [
         linear.kernel_weights.memory
         if isinstance(linear, PackedLinear) and linear.kernel_weights is not None
@@ -157,7 +160,7 @@ def _decode(token_ids: Any, weights: Any, step: Any, states: Any, inputs: Any) -
 
 @compiled_inner(nogil=True)
 def _multiply(inputs: Any, layer: int, matrix: Any, scaled: Any, product: Any) -> None:
-    """The product with a layer's matrix of `_matrix`; numba compiles one of the two, as `scaled` is None or not."""
+    """The product with a layer's matrix of `matrix_of`; numba compiles one of the two, as `scaled` is None or not."""
     hidden, operand, quantized, row_scales = inputs
     addresses, shape, like, biases, _ = matrix
     weights, bias = weights_at(addresses[layer], shape, like), biases[layer]
@@ -189,7 +192,7 @@ def _gate_up(inputs: Any, layer: int, matrix: Any, scaled: Any, gated: Any) -> N
     addresses, shape, like, biases, _ = matrix
     weights, bias = weights_at(addresses[layer], shape, like), biases[layer]
     if scaled is None:
-        for_each(_gate_up_columns, len(weights) // 2, (operand, weights, bias, gated))
+        for_each(gate_up_columns, len(weights) // 2, (operand, weights, bias, gated))
     else:
         quantize_rows(hidden, (quantized, row_scales))
         rows, scales = (quantized.view(np.int32), row_scales), (scaled[0][layer], scaled[1][layer], bias)
@@ -197,7 +200,8 @@ def _gate_up(inputs: Any, layer: int, matrix: Any, scaled: Any, gated: Any) -> N
 
 
 @compiled_inner()
-def _gate_up_columns(number: int, hidden: Any, gate_up: Any, bias: Any, gated: Any) -> None:
+def gate_up_columns(number: int, hidden: Any, gate_up: Any, bias: Any, gated: Any) -> None:
+    """`_gate_up` of 64 columns of `gated` `[num_rows, width]`, the `number`th."""
     width = gated.shape[1]
     first, num_rows = number * COLUMNS, len(hidden)
     sums = np.empty((num_rows, COLUMNS), np.float32)

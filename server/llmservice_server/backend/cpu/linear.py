@@ -77,7 +77,7 @@ _CPU_FEATURES = (
     else {each[1:]: each.startswith("+") for each in _CHOSEN_FEATURES.split(",")}
 )
 _HAS_WIDE_REGISTERS = bool(_CPU_FEATURES.get("avx512f"))
-_FAST_ROWS = KERNEL_ROWS if _HAS_WIDE_REGISTERS else KERNEL_ROWS // 2
+FAST_ROWS = KERNEL_ROWS if _HAS_WIDE_REGISTERS else KERNEL_ROWS // 2
 """Up to this many rows a single product is: from 64 on oneDNN's is 1.1 times as fast with registers of 8 numbers."""
 _KERNEL_ROWS_AT_ONCE = 6
 """Their sums and the weights of a line fill the vector registers: of 64 columns in 32 registers of 16 numbers, or of 16
@@ -141,7 +141,7 @@ class PackedLinear:
 
     def weights_for(self, hidden: torch.Tensor) -> PackedWeights | None:
         """The kernel's weights; None if oneDNN computes a product with this number of rows."""
-        return self.kernel_weights if len(hidden) <= _FAST_ROWS else None
+        return self.kernel_weights if len(hidden) <= FAST_ROWS else None
 
     def use_kernel(self) -> None:
         """Use our kernel for a few rows, if it can read the packed memory and agrees with oneDNN's product.
