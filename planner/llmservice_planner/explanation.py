@@ -71,15 +71,17 @@ def _model(budget: Budget) -> str:
 
 
 def _weights(budget: Budget) -> str:
-    request = budget.request
+    request, dtype = budget.request, budget.request.resolved_dtype
     size = format_bytes(budget.weights_bytes)
+    head = ""
+    if request.packs_tied_head:
+        head = f" + {format_bytes(request.shape.head_bytes(dtype))} of the tied output head, packed"
     if request.weights_bytes is not None:
-        return f"weights: {size}, read from the checkpoint's headers"
-    dtype = request.resolved_dtype
+        return f"weights: {size}, read from the checkpoint's headers{head and f' ({head[3:]} included)'}"
     count = request.shape.num_parameters / 1e9
     if held := _held(request):
-        return f"weights: {count:.3f} billion parameters, {held} = {size}"
-    return f"weights: {count:.3f} billion parameters x {DTYPE_BYTES[dtype]} bytes ({dtype}) = {size}"
+        return f"weights: {count:.3f} billion parameters, {held}{head} = {size}"
+    return f"weights: {count:.3f} billion parameters x {DTYPE_BYTES[dtype]} bytes ({dtype}){head} = {size}"
 
 
 def _held(request: SizingRequest) -> str | None:

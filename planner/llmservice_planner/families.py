@@ -81,6 +81,7 @@ _GEMMA = {
     "head_dim": 256,
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh",
 }
 _GEMMA2 = {
     **_GEMMA,
@@ -90,6 +91,7 @@ _GEMMA2 = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "sliding_window": 4096,
+    "query_pre_attn_scalar": 256,
 }
 _DEEPSEEK = {
     **_LLAMA,
@@ -184,11 +186,25 @@ _ALL = (
         normalizes_experts=True,
         has_sinks=True,
     ),
-    Family("gemma", _GEMMA),
-    Family("gemma2", _GEMMA2, norms_per_layer=4, sliding="even"),
+    Family("gemma", _GEMMA, "GemmaForCausalLM"),
+    Family(
+        "gemma2",
+        {**_GEMMA2, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        "Gemma2ForCausalLM",
+        norms_per_layer=4,
+        sliding="even",
+    ),
     Family(
         "gemma3_text",
-        {**_GEMMA2, "vocab_size": 262208, "max_position_embeddings": 131072, "sliding_window_pattern": 6},
+        {
+            **_GEMMA2,
+            "vocab_size": 262208,
+            "max_position_embeddings": 131072,
+            "sliding_window_pattern": 6,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 10000.0,
+        },
+        "Gemma3ForCausalLM",
         qk_norm=True,
         norms_per_layer=4,
         sliding="pattern",

@@ -159,6 +159,8 @@ def _unknown(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, An
             found[key] = next((text[other] for other in others if text.get(other) is not None), None)
     if found["intermediate_size"] is None and isinstance(found["hidden_size"], int):
         found["intermediate_size"] = 4 * found["hidden_size"]
+    if text.get("multi_query"):
+        found["num_key_value_heads"] = 1
     layer_types = text.get("layer_types")
     kinds = {*map(str, layer_types)} if isinstance(layer_types, list) else set()
     kinds -= {"full_attention", "sliding_attention"}

@@ -167,6 +167,9 @@ class ModelShape:
             dense += count * outputs * inputs
         return quantized + (self.num_parameters - dense) * width
 
+    def head_bytes(self, dtype: str) -> int:
+        return self.vocab_size * self.hidden_size * DTYPE_BYTES[dtype]
+
     def _matrices(self) -> Iterator[tuple[int, int, int]]:
         """How many there are, with so many outputs and inputs; not the head, routers and an encoder's."""
         if self.is_encoder:

@@ -104,6 +104,11 @@ class SizingRequest:
     def on_cpu(self) -> bool:
         return isinstance(self.device, CPU)
 
+    @property
+    def packs_tied_head(self) -> bool:
+        """Whether the server holds the embedding a second time, packed for products as the output head."""
+        return self.on_cpu and self.shape.tie_word_embeddings and not self.shape.is_encoder
+
     def _check_choices(self) -> None:
         for name, allowed in (("dtype", DTYPES), ("kv_dtype", KV_DTYPES), ("quantization", QUANTIZATIONS)):
             if getattr(self, name) not in allowed:

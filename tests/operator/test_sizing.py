@@ -89,7 +89,7 @@ def test_a_gpu_may_have_less_memory_than_in_the_catalogue(service_of: Any, model
         ),
         pytest.param({}, LATENT, "UnsupportedModel", "latent attention", id="a cache that is not served"),
         pytest.param(
-            {}, {"quantization": "awq", "architecture": "gemma2"}, "UnsupportedModel", "unquantised", id="quantised"
+            {}, {"quantization": "awq", "architecture": "phi3"}, "UnsupportedModel", "unquantised", id="quantised"
         ),
         pytest.param(
             {},

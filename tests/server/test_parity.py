@@ -18,6 +18,9 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from llmservice_bench.batch_scheduler import AdmitsAll
 from llmservice_planner import families as planner_families
+from llmservice_planner.gpu import cpu_device
+from llmservice_planner.shape import ModelShape, weights_bytes
+from llmservice_planner.sizing import SizingRequest, plan
 from llmservice_server.backend.base import StepInput
 from llmservice_server.engine.block_pool import PreemptionCost
 from llmservice_server.engine.config import EngineConfig
@@ -59,6 +62,7 @@ LLAMA3_SCALING = {
     "original_max_position_embeddings": 64,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+SLIDING = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 24}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 FAMILIES = {
     "llama2, all heads with keys of their own": Family("llama", {"num_key_value_heads": 6}),
@@ -106,24 +110,24 @@ FAMILIES = {
     "qwen3-moe, a dense layer and normalised weights": Family(
         "qwen3_moe", {**EXPERTS, "head_dim": 16, "mlp_only_layers": [1], "norm_topk_prob": True}
     ),
-}
-SLIDING = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 24}
-PADDING = {"pad_token_id": 0}  # the default is beyond the small vocabulary
-OTHERS = {
     "gemma": Family("gemma", {"head_dim": 16}),
     "gemma2, softcaps, four norms and alternating windows": Family(
         "gemma2", {"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 20}
     ),
     "gemma3, two kinds of rope": Family("gemma3_text", {"head_dim": 16, **SLIDING}),
+}
+NO_GROUPS = {"num_key_value_heads": None}  # a key that is not theirs
+PADDING = {"pad_token_id": 0}  # the default is beyond the small vocabulary
+OTHERS = {
     "olmoe": Family("olmoe", EXPERTS),
     "glm4-moe": Family("glm4_moe", {**EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "head_dim": 16}),
     "ernie4.5-moe": Family("ernie4_5_moe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24}),
     "minimax-m2": Family("minimax_m2", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}),
     "granite-moe": Family("granitemoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "gpt2, learned positions and transposed matrices": Family("gpt2"),
-    "gpt-neox, rotary of a part of the head": Family("gpt_neox"),
-    "gpt-bigcode, one head of keys": Family("gpt_bigcode"),
-    "opt": Family("opt", {"ffn_dim": 80, "word_embed_proj_dim": 48}),
+    "gpt2, learned positions and transposed matrices": Family("gpt2", rewrite=NO_GROUPS),
+    "gpt-neox, rotary of a part of the head": Family("gpt_neox", rewrite=NO_GROUPS),
+    "gpt-bigcode, one head of keys": Family("gpt_bigcode", rewrite=NO_GROUPS),
+    "opt": Family("opt", {"ffn_dim": 80, "word_embed_proj_dim": 48}, rewrite=NO_GROUPS),
     "phi": Family("phi"),
     "phimoe, a window that only its masks have": Family(
         "phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24}
@@ -287,6 +291,22 @@ def _logits(case: Case, tokens: list[int], chunks: list[int], dtype: str) -> tor
             position += count
     assert position == len(tokens)
     return torch.cat(rows)
+
+
+def test_the_planner_predicts_weights_and_blocks(case: Case) -> None:
+    shape = ModelShape.from_folder(case.folder)
+    request = SizingRequest(
+        shape=shape,
+        device=cpu_device(1 << 30),
+        max_model_len=256,
+        dtype="float32",
+        weights_bytes=weights_bytes(case.folder) if shape.why_not_counted else None,
+    )
+    predicted = plan(request)
+    config = case.config(dtype="float32", max_model_len=256, kv_cache_memory_bytes=predicted.kv_pool_bytes)
+    started = start(config)
+    assert started.memory_bytes["weights"] == pytest.approx(predicted.weights_bytes, rel=0.01)
+    assert started.kv_cache.num_blocks == pytest.approx(predicted.num_blocks, rel=0.03)
 
 
 def _errors(ours: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:

@@ -344,6 +344,8 @@ class DecoderShape(CausalShape, Protocol):
 
     @property
     def rms_norm_eps(self) -> float: ...
+    @property
+    def embedding_scale(self) -> float: ...
 
 
 class Rotary(Protocol):
@@ -402,7 +404,16 @@ class Decoder(Model, Protocol):
     def config(self) -> DecoderShape: ...
 
     @property
-    def rotary(self) -> Rotary: ...
+    def rotaries(self) -> Sequence[Rotary]: ...
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The states before the first layer, `[num_tokens, hidden_size]`."""
+
+    def rotations(self, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Cosines and signed sines of `positions` `[num_tokens]`, of each of the `rotaries`."""
+
+    def rotary_of(self, index: int) -> int:
+        """Which of the `rotaries` a layer has."""
 
     def project(self, index: int, states: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
         """A layer before its attention: queries, keys and values `[num_tokens, heads, head_dim]`, not rotated.

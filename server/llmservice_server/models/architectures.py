@@ -6,12 +6,16 @@ from collections.abc import Mapping
 
 from llmservice_server.models.config import ModelConfig
 from llmservice_server.models.decoder import BuildLayer, DecoderModel
+from llmservice_server.models.gemma import gemma_layer
 from llmservice_server.models.gpt_oss import gpt_oss_layer
 from llmservice_server.models.llama import llama_layer
 from llmservice_server.models.mixtures import mixtral_layer, qwen_moe_layer
 from llmservice_server.models.weights import Weights
 
 ARCHITECTURES: Mapping[str, BuildLayer] = {
+    "Gemma2ForCausalLM": gemma_layer,
+    "Gemma3ForCausalLM": gemma_layer,
+    "GemmaForCausalLM": llama_layer,
     "LlamaForCausalLM": llama_layer,
     "MistralForCausalLM": llama_layer,
     "Qwen2ForCausalLM": llama_layer,

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from llmservice_planner.families import FAMILIES, Family
 from llmservice_planner.quantization import QuantizationConfig, QuantizationError
-from llmservice_server.backend.base import CLAMPED_LIMIT, CLAMPED_SLOPE
+from llmservice_server.backend.base import CLAMPED_LIMIT, CLAMPED_SLOPE, Activation
 from llmservice_server.models.rope import RopeConfig
 from llmservice_server.types.checkpoint_config import CheckpointConfig
 from llmservice_server.types.errors import ModelLoadError
@@ -17,10 +17,11 @@ from llmservice_server.types.messages import ModelCode
 SERVED: dict[str, Family] = {each.served_architecture: each for each in FAMILIES.values() if each.served_architecture}
 """What the server runs, by the name in config.json's `architectures`."""
 _OPTIONAL_KEYS = {
-    *("num_key_value_heads", "head_dim", "sliding_window", "max_window_layers"),
-    *("num_local_experts", "num_experts", "num_experts_per_tok", "moe_intermediate_size"),
-    *("shared_expert_intermediate_size", "decoder_sparse_step"),
-    *("attention_bias", "rope_scaling", "rope_theta", "torch_dtype"),
+    *("num_key_value_heads", "head_dim", "sliding_window", "max_window_layers", "tie_word_embeddings"),
+    *("hidden_activation", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
+    *("sliding_window_pattern", "rope_theta", "rope_local_base_freq", "shared_expert_intermediate_size"),
+    *("num_local_experts", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step"),
+    *("attention_bias", "rope_scaling", "torch_dtype"),
 }
 """Where config.json leaves one out, it has the family's default; the other sizes have to be there."""
 
@@ -81,9 +82,21 @@ class ModelConfig:
     experts: ExpertsConfig | None = None
     has_sinks: bool = False
     is_packed: bool = False  # the checkpoint's matrices, or some of them, are smaller than dense ones
+    is_gemma: bool = False  # activation, embedding and norms are Gemma's
+    softcap: float | None = None  # of the scores
+    logit_softcap: float | None = None
+    score_scale: float = 1.0  # beside head_dim ** -0.5
+    local_rope: RopeConfig | None = None  # of layers with a window; None: as all others
 
-    softcap = None  # of the scores: the families of this layout have none
     implementation: ClassVar[ModelCode] = "own"
+
+    @property
+    def activation(self) -> Activation:
+        return "gelu_tanh" if self.is_gemma else "silu"
+
+    @property
+    def embedding_scale(self) -> float:
+        return self.hidden_size**0.5 if self.is_gemma else 1.0
 
     @property
     def max_context(self) -> int:
@@ -100,7 +113,8 @@ class ModelConfig:
         family = SERVED[architecture]
         defaults = {key: value for key, value in family.defaults.items() if key in _OPTIONAL_KEYS}
         keys = CheckpointConfig.parse(_without_nulls({**defaults, **raw}), "config.json")
-        _refuse_unsupported(keys)
+        is_gemma = "hidden_activation" in family.defaults
+        _refuse_other_activations(keys, is_gemma=is_gemma)
         num_heads, num_kv_heads = keys.num_attention_heads, keys.num_key_value_heads or keys.num_attention_heads
         if num_heads % num_kv_heads:
             raise ModelLoadError(
@@ -133,6 +147,11 @@ class ModelConfig:
             experts=ExpertsConfig.of(family, keys),
             has_sinks=family.has_sinks,
             is_packed=bool(raw.get("quantization_config") or raw.get("compression_config")),
+            is_gemma=is_gemma,
+            softcap=keys.attn_logit_softcapping,
+            logit_softcap=keys.final_logit_softcapping,
+            score_scale=(head_dim / (keys.query_pre_attn_scalar or head_dim)) ** 0.5,
+            local_rope=RopeConfig.of_windows(keys),
         )
 
 
@@ -160,9 +179,12 @@ def _without_nulls(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in raw.items() if value is not None or key == "sliding_window"}
 
 
-def _refuse_unsupported(keys: CheckpointConfig) -> None:
-    if keys.hidden_act != "silu":
-        raise ModelLoadError(f"config.json: hidden_act is {keys.hidden_act!r}, expected 'silu'")
+def _refuse_other_activations(keys: CheckpointConfig, *, is_gemma: bool) -> None:
+    """Gemma's first checkpoints name gelu, and were trained with its approximation."""
+    known = ("gelu_pytorch_tanh", "gelu") if is_gemma else ("silu",)
+    for name in ("hidden_act", "hidden_activation"):
+        if (given := getattr(keys, name)) not in (None, *known):
+            raise ModelLoadError(f"config.json: {name} is {given!r}, expected {known[0]!r}")
     for name, expected in (("swiglu_limit", CLAMPED_LIMIT), ("swiglu_alpha", CLAMPED_SLOPE)):
         if getattr(keys, name) not in (None, expected):
             raise ModelLoadError(f"config.json: {name} is {getattr(keys, name)}, expected {expected}")
@@ -176,22 +198,21 @@ def _quantization(raw: Mapping[str, Any]) -> QuantizationConfig | None:
 
 
 def _windows(family: Family, keys: CheckpointConfig) -> tuple[int | None, ...]:
-    """Mistral slides in all layers, gpt-oss in every second or those named.
-
-    Qwen slides, if `use_sliding_window`, in those named or from `max_window_layers` on.
-    """
+    """Of the layers that `layer_types` names, or that the family's rule does; Qwen needs `use_sliding_window` too."""
     window, num_layers = keys.sliding_window or None, keys.num_hidden_layers
-    if window is None or family.sliding == "none":
+    if window is None or family.sliding == "none" or (family.sliding == "last" and not keys.use_sliding_window):
         return (None,) * num_layers
     if family.sliding == "all":
         return (window,) * num_layers
-    if family.sliding == "last" and not keys.use_sliding_window:
-        return (None,) * num_layers
-    if keys.layer_types is None and family.sliding == "even":
-        return tuple(None if layer % 2 else window for layer in range(num_layers))
     if keys.layer_types is None:
-        first = keys.max_window_layers or 0
-        return tuple(window if layer >= first else None for layer in range(num_layers))
+        first, pattern = keys.max_window_layers or 0, keys.sliding_window_pattern or 2
+        layers = range(num_layers)
+        slides = {
+            "last": [layer >= first for layer in layers],
+            "even": [layer % 2 == 0 for layer in layers],
+            "pattern": [(layer + 1) % pattern != 0 for layer in layers],
+        }[family.sliding]
+        return tuple(window if each else None for each in slides)
     if len(keys.layer_types) != num_layers or not set(keys.layer_types) <= {"full_attention", "sliding_attention"}:
         raise ModelLoadError(
             f"config.json: layer_types is {keys.layer_types!r}, expected full_attention or sliding_attention per layer"

@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from llmservice_server.backend.base import Attend, DecoderLayer, LayerOps, Linear, Rotation, linears_of, rotates
 from llmservice_server.backend.torch.layer_ops import TorchLayerOps, TorchLinear
 from llmservice_server.models.config import ModelConfig
-from llmservice_server.models.rope import RotaryEmbedding, rotate
+from llmservice_server.models.rope import RopeConfig, RotaryEmbedding, rotate
 from llmservice_server.models.weights import Weights
 
 BuildLayer = Callable[[ModelConfig, Weights, int], DecoderLayer]
@@ -25,13 +25,13 @@ class DecoderModel:
         self.dtype = weights.dtype
         self.device = weights.device
         self.ops: LayerOps = TorchLayerOps()
-        frequencies, scale = config.rope.inverse_frequencies(config.head_dim, config.max_position_embeddings)
-        self.rotary = RotaryEmbedding(frequencies, scale, self.dtype, self.device)
+        ropes = [config.rope] if config.local_rope is None else [config.rope, config.local_rope]
+        self.rotaries = [self._rotary(rope) for rope in ropes]
         self.embed_tokens = weights.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         self.layers = [
             build_layer(config, weights.at(f"model.layers.{index}"), index) for index in range(config.num_layers)
         ]
-        self.norm = weights.tensor("model.norm.weight", config.hidden_size)
+        self.norm = weights.norm("model.norm", config.hidden_size, less_one=config.is_gemma)
         self.lm_head: Linear = (
             TorchLinear(self.embed_tokens)
             if config.tied_embeddings
@@ -54,20 +54,20 @@ class DecoderModel:
         so many tokens of one: those before them come first, which `attend` has to remember.
         """
         eps = self.config.rms_norm_eps
-        cos, sin = self.rotary.at(positions)
+        rotations = self.rotations(positions)
         rotating = attend if rotates(attend) else None
-        hidden = F.embedding(token_ids, self.embed_tokens)
+        hidden = self.embed(token_ids)
         deltas: list[torch.Tensor | None] = [None]
-        pieces = [(hidden, cos, sin)]
+        pieces = [(hidden, rotations)]
         if rows is not None:
             parts = [slice(first, first + rows) for first in range(0, len(token_ids), rows)]
-            pieces = [(hidden[part], cos[part], sin[part]) for part in parts]
+            pieces = [(hidden[part], [(cos[part], sin[part]) for cos, sin in rotations]) for part in parts]
             deltas *= len(parts)
         for index, layer in enumerate(self.layers):
             qk_norm = None if layer.attention.qk_norm is None else (layer.attention.qk_norm, eps)
-            for number, (states, cosines, sines) in enumerate(pieces):
+            for number, (states, rotations) in enumerate(pieces):
                 heads = self.project(index, states, deltas[number])
-                rotation = Rotation(cosines, sines, qk_norm)
+                rotation = Rotation(*rotations[self.rotary_of(index)], qk_norm)
                 if rotating is not None and layer.attention.sinks is None:
                     attended = rotating.rotate_and_attend(index, heads, rotation)
                 else:
@@ -78,6 +78,27 @@ class DecoderModel:
             if delta is not None:
                 states.add_(delta)
         yield hidden
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The states before the first layer, `[num_tokens, hidden_size]`."""
+        states = F.embedding(token_ids, self.embed_tokens)
+        if self.config.embedding_scale != 1.0:
+            states.mul_(torch.tensor(self.config.embedding_scale, dtype=self.dtype))  # rounded, as in training
+        return states
+
+    def rotations(self, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Cosines and signed sines of `positions`, of each of the `rotaries`."""
+        return [rotary.at(positions) for rotary in self.rotaries]
+
+    def rotary_of(self, index: int) -> int:
+        """Which of the `rotaries` a layer has."""
+        return 0 if self.config.windows[index] is None else len(self.rotaries) - 1
+
+    def _rotary(self, rope: RopeConfig) -> RotaryEmbedding:
+        """Queries and keys get half of the scores' scale each."""
+        config = self.config
+        frequencies, scale = rope.inverse_frequencies(config.head_dim, config.max_position_embeddings)
+        return RotaryEmbedding(frequencies, scale * config.score_scale**0.5, self.dtype, self.device)
 
     def project(self, index: int, states: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
         layer = self.layers[index]
@@ -106,7 +127,10 @@ class DecoderModel:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 logits `[num_rows, vocab_size]` of the given rows of `forward`'s result."""
-        return self.ops.logits(hidden, self.norm, self.config.rms_norm_eps, self.lm_head)
+        logits = self.ops.logits(hidden, self.norm, self.config.rms_norm_eps, self.lm_head)
+        if (bound := self.config.logit_softcap) is not None:
+            logits = logits.div_(bound).tanh_().mul_(bound)
+        return logits
 
     def norm_states(self, hidden: torch.Tensor) -> torch.Tensor:
         """The model's last states, `[num_rows, hidden_size]`, of the given rows of `forward`'s result."""

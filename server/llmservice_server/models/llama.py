@@ -25,7 +25,7 @@ def layer_with(config: ModelConfig, weights: Weights, mlp: Mlp) -> DecoderLayer:
 
 
 def norm(config: ModelConfig, weights: Weights, name: str) -> torch.Tensor:
-    return weights.tensor(f"{name}.weight", config.hidden_size)
+    return weights.norm(name, config.hidden_size, less_one=config.is_gemma)
 
 
 def self_attention(config: ModelConfig, weights: Weights) -> SelfAttention:
@@ -40,9 +40,10 @@ def self_attention(config: ModelConfig, weights: Weights) -> SelfAttention:
 
 def _qk_norm(config: ModelConfig, weights: Weights) -> torch.Tensor:
     """`[num_heads + num_kv_heads, head_dim]`: the checkpoint has one row for all queries and one for all keys."""
-    by_head = weights.empty(config.num_heads + config.num_kv_heads, config.head_dim)
-    for name, heads in (("q_norm", by_head[: config.num_heads]), ("k_norm", by_head[config.num_heads :])):
-        row = weights.tensor(f"{name}.weight", config.head_dim)
+    counts = {"q_norm": config.num_heads, "k_norm": config.num_kv_heads}
+    rows = [weights.norm(name, config.head_dim, less_one=config.is_gemma) for name in counts]
+    by_head = rows[0].new_empty(sum(counts.values()), config.head_dim)
+    for row, heads in zip(rows, torch.split(by_head, list(counts.values())), strict=True):
         weights.when_filled(partial(heads.copy_, row))
     return by_head
 
@@ -52,4 +53,5 @@ def dense_mlp(config: ModelConfig, weights: Weights, width: int) -> DenseMlp:
     return DenseMlp(
         gate_up=weights.linear({"gate_proj": width, "up_proj": width}, config.hidden_size, bias=config.mlp_bias),
         down=weights.linear({"down_proj": config.hidden_size}, width, bias=config.mlp_bias),
+        activation=config.activation,
     )

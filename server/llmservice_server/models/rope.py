@@ -27,6 +27,17 @@ class RopeConfig:
     def of(cls, config: CheckpointConfig) -> RopeConfig:
         """Of `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
         parameters = config.rope_parameters or config.rope_scaling or RopeParameters()
+        return cls._of(config, parameters, config.rope_theta)
+
+    @classmethod
+    def of_windows(cls, config: CheckpointConfig) -> RopeConfig | None:
+        """That of layers with a window, where they have their own (Gemma 3)."""
+        if config.local_rope_parameters is None and config.rope_local_base_freq is None:
+            return None
+        return cls._of(config, config.local_rope_parameters or RopeParameters(), config.rope_local_base_freq)
+
+    @classmethod
+    def _of(cls, config: CheckpointConfig, parameters: RopeParameters, theta: float | None) -> RopeConfig:
         kind = parameters.rope_type or parameters.type or "default"
         if kind not in SUPPORTED:
             raise ModelLoadError(
@@ -37,8 +48,9 @@ class RopeConfig:
         numbers = parameters.model_dump(exclude_none=True, exclude={"rope_type", "type", "truncate"})
         scaling = {key: float(value) for key, value in numbers.items()}
         scaling.setdefault("original_max_position_embeddings", float(config.max_position_embeddings))
-        theta = parameters.rope_theta or config.rope_theta or 10000.0
-        rope = cls(theta=theta, kind=kind, scaling=scaling, truncate=parameters.truncate)
+        rope = cls(
+            theta=parameters.rope_theta or theta or 10000.0, kind=kind, scaling=scaling, truncate=parameters.truncate
+        )
         rope._require(
             {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}.get(kind, ())
         )

@@ -378,6 +378,7 @@ class TransformersModel:
         self.device = device
         self.ops: LayerOps = TorchLayerOps()
         self._decoder = model.base_model
+        _drop_masks(self._decoder)
         head = model.get_output_embeddings().weight
         self._given = _Given()
         setattr(model, model.base_model_prefix, self._given)
@@ -468,6 +469,14 @@ class TransformersModel:
         }
         ours: int = sum(linear.nbytes for linear in self.linears() if id(linear.weight) not in tensors)
         return sum(tensors.values()) + ours
+
+
+def _drop_masks(decoder: torch.nn.Module) -> None:
+    """Free the causal masks `[max_context, max_context]` that some models keep and none computes with."""
+    for module in decoder.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.dtype == torch.bool and buffer.ndim >= 2:
+                module.register_buffer(name, buffer.new_empty(0), persistent=False)
 
 
 def _refuse_incomplete(found: Mapping[str, Any], folder: Path, config: TransformersConfig, *, is_part: bool) -> None:

@@ -62,6 +62,15 @@ class Weights:
         tensor = self.tensors[self.prefix + name] = self.empty(*shape)
         return tensor
 
+    def norm(self, name: str, size: int, *, less_one: bool = False) -> torch.Tensor:
+        """The weight of an RMS norm. `less_one`: the checkpoint has it less one; it is float32, to lose nothing."""
+        if not less_one:
+            return self.tensor(f"{name}.weight", size)
+        weight = torch.empty(size, dtype=torch.float32, device=self.device)
+        self.tensors[f"{self.prefix}{name}.weight"] = weight
+        self.when_filled(lambda: weight.add_(1))
+        return weight
+
     def linear(
         self, parts: dict[str, int], inputs: int, *, bias: bool = False, memory: torch.Tensor | None = None
     ) -> TorchLinear:

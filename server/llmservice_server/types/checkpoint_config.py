@@ -63,7 +63,7 @@ class RopeParameters(_File):
     @classmethod
     def _refuse_by_layer_type(cls, content: Any) -> Any:
         if isinstance(content, dict) and any(isinstance(value, dict) for value in content.values()):
-            raise ValueError("one set of numbers, since no supported model family has them by layer type")
+            raise ValueError("one set of numbers, or one for full_attention and one for sliding_attention")
         return content
 
 
@@ -89,6 +89,8 @@ class CheckpointConfig(_EndTokens):
     rope_theta: Positive | None = None
     rope_parameters: RopeParameters | None = None
     rope_scaling: RopeParameters | None = None
+    rope_local_base_freq: Positive | None = None
+    local_rope_parameters: RopeParameters | None = None  # of layers with a window; in `rope_parameters` of the file
     partial_rotary_factor: Number | None = None
     sliding_window: Annotated[int, Field(ge=0, le=1 << 31)] | None = None  # 0: none, as Qwen2-MoE writes it
     use_sliding_window: bool | None = None
@@ -97,7 +99,12 @@ class CheckpointConfig(_EndTokens):
     attention_bias: bool | None = None
     mlp_bias: bool | None = None
     tie_word_embeddings: bool | None = None
-    hidden_act: str = "silu"
+    hidden_act: str | None = None
+    hidden_activation: str | None = None  # Gemma's name of it
+    query_pre_attn_scalar: Positive | None = None
+    attn_logit_softcapping: Positive | None = None
+    final_logit_softcapping: Positive | None = None
+    sliding_window_pattern: Count | None = None
     num_local_experts: Count | None = None
     num_experts: Count | None = None
     num_experts_per_tok: Count | None = None
@@ -111,6 +118,15 @@ class CheckpointConfig(_EndTokens):
     quantization_config: Any = None
     dtype: str | None = None
     torch_dtype: str | None = None  # the older name of dtype
+
+    @model_validator(mode="before")
+    @classmethod
+    def _split_rope_parameters(cls, content: Any) -> Any:
+        rope = content.get("rope_parameters") if isinstance(content, dict) else None
+        if not isinstance(rope, dict) or set(rope) != {"full_attention", "sliding_attention"}:
+            return content
+        full, local = rope["full_attention"], rope["sliding_attention"]
+        return {**content, "rope_parameters": full, "local_rope_parameters": local}
 
 
 _SAMPLING_DEFAULTS = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}

@@ -38,7 +38,9 @@ class Sequence:
         query, key_value = torch.randn(total, HEADS, HEAD_DIM), torch.randn(total, 2 * KV_HEADS, HEAD_DIM)
         return cls(start, num_tokens, query, key_value, table)
 
-    def expected(self, window: int | None) -> torch.Tensor:
+    def expected(
+        self, window: int | None, softcap: float | None = None, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """`[num_tokens, HEADS * HEAD_DIM]`, one query and one head at a time."""
         rows = []
         for position in range(self.start, self.start + self.num_tokens):
@@ -47,7 +49,12 @@ class Sequence:
                 kv_head = head // (HEADS // KV_HEADS)
                 keys = self.key_value[first : position + 1, kv_head]
                 values = self.key_value[first : position + 1, KV_HEADS + kv_head]
-                rows.append((keys @ self.query[position, head] / math.sqrt(HEAD_DIM)).softmax(-1) @ values)
+                scores = keys @ self.query[position, head] / math.sqrt(HEAD_DIM)
+                if softcap is not None:
+                    scores = softcap * torch.tanh(scores / softcap)
+                if sinks is not None:
+                    scores = torch.cat((scores, sinks[head : head + 1]))
+                rows.append(scores.softmax(-1)[: len(values)] @ values)
         return torch.stack(rows).view(self.num_tokens, HEADS * HEAD_DIM)
 
 
@@ -63,14 +70,17 @@ backends = pytest.mark.parametrize("of", [CpuAttention, tiled_attention, torch_a
 BackendOf = Callable[[KVCacheShape, int], Attention]
 
 
-def attention(of: BackendOf, dtype: torch.dtype = torch.float32) -> Attention:
-    backend = of(KVCacheShape(HEADS, KV_HEADS, HEAD_DIM, WINDOWS, BLOCK_SIZE, dtype), NUM_BLOCKS)
+def attention(
+    of: BackendOf, dtype: torch.dtype = torch.float32, *, softcap: float | None = None, has_sinks: bool = False
+) -> Attention:
+    shape = KVCacheShape(HEADS, KV_HEADS, HEAD_DIM, WINDOWS, BLOCK_SIZE, dtype, softcap, has_sinks)
+    backend = of(shape, NUM_BLOCKS)
     for cache in backend.caches:
         cache.fill_(torch.nan)  # what was never stored must not be read
     return backend
 
 
-def run(backend: Attention, sequences: list[Sequence], layer: int) -> torch.Tensor:
+def run(backend: Attention, sequences: list[Sequence], layer: int, sinks: torch.Tensor | None = None) -> torch.Tensor:
     """Two steps: the first stores the cached tokens, the second is tested."""
     before = [sequence for sequence in sequences if sequence.start]
     if before:
@@ -79,6 +89,7 @@ def run(backend: Attention, sequences: list[Sequence], layer: int) -> torch.Tens
             layer,
             torch.cat([sequence.query[: sequence.start] for sequence in before]),
             torch.cat([sequence.key_value[: sequence.start] for sequence in before]),
+            sinks,
         )
     runs = [(sequence.start, sequence.num_tokens, sequence.block_table) for sequence in sequences]
     step = backend.prepare(StepInput.of(runs))
@@ -86,19 +97,28 @@ def run(backend: Attention, sequences: list[Sequence], layer: int) -> torch.Tens
         layer,
         torch.cat([sequence.query[sequence.start :] for sequence in sequences]),
         torch.cat([sequence.key_value[sequence.start :] for sequence in sequences]),
+        sinks,
     )
 
 
 @backends
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     spans=st.lists(st.tuples(st.integers(0, 18), st.sampled_from([1, 1, 2, 7, 16])), min_size=1, max_size=5),
     scatter=st.randoms(use_true_random=False),
     scattered=st.booleans(),
     layer=st.sampled_from(range(len(WINDOWS))),
+    softcap=st.sampled_from([None, None, 1.5]),
+    has_sinks=st.booleans(),
 )
 def test_any_mix_of_chunks_and_decodes_agrees_with_plain_attention(
-    of: BackendOf, spans: list[tuple[int, int]], scatter: object, scattered: bool, layer: int
+    of: BackendOf,
+    spans: list[tuple[int, int]],
+    scatter: object,
+    scattered: bool,
+    layer: int,
+    softcap: float | None,
+    has_sinks: bool,
 ) -> None:
     torch.manual_seed(len(spans))
     blocks = list(range(1, NUM_BLOCKS))
@@ -108,8 +128,10 @@ def test_any_mix_of_chunks_and_decodes_agrees_with_plain_attention(
         Sequence.random(start, num_tokens, blocks[10 * index : 10 * index + 10])
         for index, (start, num_tokens) in enumerate(spans)
     ]
-    expected = torch.cat([sequence.expected(WINDOWS[layer]) for sequence in sequences])
-    torch.testing.assert_close(run(attention(of), sequences, layer), expected, rtol=1e-5, atol=1e-5)
+    sinks = torch.randn(HEADS) if has_sinks else None
+    expected = torch.cat([sequence.expected(WINDOWS[layer], softcap, sinks) for sequence in sequences])
+    backend = attention(of, softcap=softcap, has_sinks=has_sinks)
+    torch.testing.assert_close(run(backend, sequences, layer, sinks), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

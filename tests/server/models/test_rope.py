@@ -103,7 +103,7 @@ def test_the_context_is_what_the_embedding_is_right_for(raw: dict[str, Any], exp
         ({"rope_parameters": ["linear"]}, "rope_parameters is .*, expected"),
         (
             {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
-            "no supported model family has them by layer",
+            "one for full_attention and one for sliding_attention",
         ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not 1"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is not 1"),

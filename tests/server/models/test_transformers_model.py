@@ -75,9 +75,9 @@ def test_an_unknown_model_type_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def gemma(tmp_path: Path) -> Path:
+def olmo(tmp_path: Path) -> Path:
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma2", pad_token_id=0, head_dim=16, **SMALL))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("olmo2", pad_token_id=0, **SMALL))
     model.save_pretrained(tmp_path)
     return tmp_path
 
@@ -92,35 +92,35 @@ def load(folder: Path) -> None:
     start(EngineConfig(model=folder, max_model_len=64, threads=1))
 
 
-def test_a_missing_tensor_is_named(gemma: Path) -> None:
-    rewrite(gemma, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+def test_a_missing_tensor_is_named(olmo: Path) -> None:
+    rewrite(olmo, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
     with pytest.raises(ModelLoadError, match=r"none of its safetensors files, among them .*layers\.1\.mlp\.up_proj"):
-        load(gemma)
+        load(olmo)
 
 
-def test_a_tensor_of_another_shape_is_named(gemma: Path) -> None:
-    rewrite(gemma, lambda tensors: tensors.update({"model.layers.1.mlp.up_proj.weight": torch.zeros(48, 31)}))
+def test_a_tensor_of_another_shape_is_named(olmo: Path) -> None:
+    rewrite(olmo, lambda tensors: tensors.update({"model.layers.1.mlp.up_proj.weight": torch.zeros(48, 31)}))
     with pytest.raises(ModelLoadError, match=r"layers\.1\.mlp\.up_proj.* has the shape \[48, 31\]"):
-        load(gemma)
+        load(olmo)
 
 
-def test_a_tensor_without_a_place_is_named(gemma: Path) -> None:
-    rewrite(gemma, lambda tensors: tensors.update({"model.layers.2.mlp.up_proj.weight": torch.zeros(48, 32)}))
+def test_a_tensor_without_a_place_is_named(olmo: Path) -> None:
+    rewrite(olmo, lambda tensors: tensors.update({"model.layers.2.mlp.up_proj.weight": torch.zeros(48, 32)}))
     with pytest.raises(ModelLoadError, match=r"layers\.2\.mlp\.up_proj.* has no place for"):
-        load(gemma)
+        load(olmo)
 
 
-def test_a_truncated_file_is_refused(gemma: Path) -> None:
-    file = gemma / "model.safetensors"
+def test_a_truncated_file_is_refused(olmo: Path) -> None:
+    file = olmo / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(ModelLoadError, match="fetch it again"):
-        load(gemma)
+        load(olmo)
 
 
-def test_pickled_weights_are_refused(gemma: Path) -> None:
-    (gemma / "model.safetensors").rename(gemma / "pytorch_model.bin")
+def test_pickled_weights_are_refused(olmo: Path) -> None:
+    (olmo / "model.safetensors").rename(olmo / "pytorch_model.bin")
     with pytest.raises(ModelLoadError, match="safetensors"):
-        load(gemma)
+        load(olmo)
 
 
 VISION = {

@@ -32,6 +32,7 @@ from llmservice_server.backend.cpu.compiled import use_threads
 from llmservice_server.backend.cpu.layer_ops import rotate_and_store, store
 from llmservice_server.backend.cpu.linear import KERNEL_ROWS
 from llmservice_server.backend.cpu.llvm import as_array
+from llmservice_server.backend.torch.attention import attend_otherwise
 
 _TILE_ROWS = 256
 """About the rows of a tile, for all of which a key is gathered once; their scores and sums stay in the core's cache."""
@@ -226,7 +227,7 @@ class CpuStep:
     ) -> torch.Tensor:
         stored = key_value.to(self.shape.dtype)
         store(as_array(stored), self.slots, self.caches[layer])
-        return self._attend(layer, query.contiguous(), stored)
+        return self._attend(layer, query.contiguous(), stored, sinks)
 
     def rotate_and_attend(self, layer: int, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         """Implements `RotatingAttend`."""
@@ -234,28 +235,39 @@ class CpuStep:
         rotate_and_store(as_array(heads), _rotation_arrays(rotation), self.slots, num_heads, self.caches[layer])
         return self._attend(layer, heads, heads[:, num_heads:].to(self.shape.dtype))
 
-    def _attend(self, layer: int, query: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
+    def _attend(
+        self, layer: int, query: torch.Tensor, stored: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """`query`: `[num_tokens, num_heads or more, head_dim]`. `stored`: keys and values in the cache's dtype."""
         num_heads = self.shape.num_heads
         output = query.new_empty(len(query), num_heads, self.shape.head_dim)
-        rows, cache, window = as_array(query), self.caches[layer], self.windows[layer]
+        rows, cache = as_array(query), self.caches[layer]
+        scores_of_nothing = np.empty(0, np.float32) if sinks is None else as_array(sinks.float())
+        rule = self.windows[layer], np.float32(self.shape.softcap or 0), scores_of_nothing
         if self.tiles is not None:
             dtypes = kernels.product_dtypes(rows, cache)
-            kernels.attend_tiles(rows, cache, *self.tiles, window, as_array(output), self.head_shape, dtypes)
+            kernels.attend_tiles(rows, cache, *self.tiles, rule, as_array(output), self.head_shape, dtypes)
         elif self.decodes is not None:
-            kernels.decode(rows, cache, self.decodes.arguments, window, as_array(output), self.head_shape)
+            kernels.decode(rows, cache, self.decodes.arguments, rule, as_array(output), self.head_shape)
         for chunk in self.chunks:
             chunk_query = query[chunk.first_row : chunk.end_row, :num_heads]
-            output[chunk.first_row : chunk.end_row] = self._attend_chunk(layer, chunk, chunk_query, stored)
+            output[chunk.first_row : chunk.end_row] = self._attend_chunk(layer, chunk, chunk_query, stored, sinks)
         return output.flatten(1)
 
-    def _attend_chunk(self, layer: int, chunk: _Chunk, query: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
+    def _attend_chunk(
+        self, layer: int, chunk: _Chunk, query: torch.Tensor, stored: torch.Tensor, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
         """`[num_queries, num_heads, head_dim]`. Keys and values are not repeated for the heads that share them."""
         num_kv_heads, head_dim, window = self.shape.num_kv_heads, self.shape.head_dim, self.shape.windows[layer]
         if chunk.start == 0:
             keys, values = stored[chunk.first_row : chunk.end_row].transpose(0, 1).chunk(2)
         else:
             keys, values = self._cached(layer, chunk)
+        if not self.shape.is_plain:
+            keys, values, mask = keys.to(query.dtype), values.to(query.dtype), _visible(chunk, window)
+            softcap = self.shape.softcap
+            otherwise = attend_otherwise(query.transpose(0, 1), keys, values, mask, softcap=softcap, sinks=sinks)
+            return otherwise.transpose(0, 1)
         grouped = query.reshape(chunk.num_queries, num_kv_heads, -1, head_dim)
         by_head = grouped.permute(1, 2, 0, 3)
         group = by_head.shape[1]

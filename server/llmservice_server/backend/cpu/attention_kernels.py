@@ -161,22 +161,25 @@ def add_tile(context: Any, weights: Any, values: Any, next_values: Any, sums: An
 
 
 @compiled(nogil=True)
-def decode(query: Any, cache: Any, decodes: Any, window: int, output: Any, shape: Any) -> None:
+def decode(query: Any, cache: Any, decodes: Any, rule: Any, output: Any, shape: Any) -> None:
     """Attention of one token of each of several sequences, on the blocks of their tables.
 
     query: `[num_tokens, num_heads or more, head_dim]`, of which the first are queries. output: `[num_tokens, num_heads,
     head_dim]`. decodes: `sequences` `[num_seqs, 3]` (row of query and output, first entry of the block table in
-    `blocks`, number of keys); `blocks`; `parts`, into which the key heads of each sequence are divided. A token sees
-    the last `window` keys. shape: of `head_shape`. Threads share sequences times parts.
+    `blocks`, number of keys); `blocks`; `parts`, into which the key heads of each sequence are divided. shape: of
+    `head_shape`. Threads share sequences times parts.
+
+    rule: `window`, `softcap`, `sinks`. A token sees the last `window` keys. A score becomes softcap * tanh(score /
+    softcap), unless that is 0. sinks: `[num_heads]`, scores of no value that take part in the softmax; or empty.
     """
     sequences, _, parts = decodes
-    for_each(_decode_part, len(sequences) * parts, (query, cache, decodes, window, output, shape))
+    for_each(_decode_part, len(sequences) * parts, (query, cache, decodes, rule, output, shape))
 
 
 @compiled_inner()
-def _decode_part(number: int, query: Any, cache: Any, decodes: Any, window: int, output: Any, shape: Any) -> None:
-    row, table, key_range, head_range = _part_of(number, cache, decodes, window)
-    decode_heads(query[row], cache, table, key_range, head_range, output[row], shape)
+def _decode_part(number: int, query: Any, cache: Any, decodes: Any, rule: Any, output: Any, shape: Any) -> None:
+    row, table, key_range, head_range = _part_of(number, cache, decodes, rule[0])
+    decode_heads(query[row], cache, table, key_range, head_range, rule, output[row], shape)
 
 
 @compiled_inner()
@@ -190,34 +193,34 @@ def _part_of(number: int, cache: Any, decodes: Any, window: int) -> Any:
 
 
 @compiled_inner(nogil=True)
-def rotate_and_decode(
-    heads: Any, rotation: Any, cache: Any, decodes: Any, window: int, output: Any, shape: Any
-) -> None:
+def rotate_and_decode(heads: Any, rotation: Any, cache: Any, decodes: Any, rule: Any, output: Any, shape: Any) -> None:
     """`rotate_and_store` and `decode` in one, if every token of `heads` is one of the `decodes`."""
     sequences, _, parts = decodes
-    arguments = heads, rotation, cache, decodes, window, output, shape
+    arguments = heads, rotation, cache, decodes, rule, output, shape
     for_each(_rotate_and_decode_part, len(sequences) * parts, arguments)
 
 
 @compiled_inner()
 def _rotate_and_decode_part(
-    number: int, heads: Any, rotation: Any, cache: Any, decodes: Any, window: int, output: Any, shape: Any
+    number: int, heads: Any, rotation: Any, cache: Any, decodes: Any, rule: Any, output: Any, shape: Any
 ) -> None:
     weight, eps, cos, sin = rotation
-    row, table, key_range, head_range = _part_of(number, cache, decodes, window)
+    row, table, key_range, head_range = _part_of(number, cache, decodes, rule[0])
     position, block_size = key_range[1] - 1, cache.shape[3]
     slot = table[position // block_size] * block_size + position % block_size
     rotate_and_store_heads(heads[row], (weight, eps, cos[row], sin[row]), slot, output.shape[1], head_range, cache)
-    decode_heads(heads[row], cache, table, key_range, head_range, output[row], shape)
+    decode_heads(heads[row], cache, table, key_range, head_range, rule, output[row], shape)
 
 
 @compiled_inner()
-def decode_heads(query: Any, cache: Any, table: Any, key_range: Any, head_range: Any, output: Any, shape: Any) -> None:
+def decode_heads(
+    query: Any, cache: Any, table: Any, key_range: Any, head_range: Any, rule: Any, output: Any, shape: Any
+) -> None:
     """One sequence and some of its key heads, with the queries that share them.
 
     key_range: the first key, and the one after the last. head_range: the first key head, and the number of key heads.
     """
-    (first, end), (first_head, num_kv_heads) = key_range, head_range
+    (first, end), (first_head, num_kv_heads), (_, softcap, sinks) = key_range, head_range, rule
     block_size, head_dim = cache.shape[3], cache.shape[4]
     group, lanes = output.shape[0] // cache.shape[1], shape[0].lanes.size
     num_heads = num_kv_heads * group
@@ -229,6 +232,8 @@ def decode_heads(query: Any, cache: Any, table: Any, key_range: Any, head_range:
     sums = np.zeros((num_heads, head_dim), np.float32)
     weight_sum = np.zeros(num_heads, np.float32)
     score_max = np.full(num_heads, LOWEST, np.float32)
+    if len(sinks):
+        score_max[:], weight_sum[:] = sinks[first_head * group : first_head * group + num_heads], 1
     parts, scores = np.zeros((group, lanes, lanes), np.float32), np.empty((group, lanes), np.float32)
     tile_max = np.empty(group, np.float32)
     last = (end - 1) // block_size
@@ -243,12 +248,31 @@ def decode_heads(query: Any, cache: Any, table: Any, key_range: Any, head_range:
                 tile = slice(place, min(place + lanes, stop))
                 multiply_tile(queries[heads], now[0, tile], later[0, tile], parts, shape)
                 sum_tile(parts, tile.stop - tile.start, scores, tile_max, shape)
+                if softcap > 0:
+                    _bound_lanes(scores, tile_max, softcap)
                 _softmax_lanes(scores, tile_max, score_max[heads], weight_sum[heads], sums[heads], shape)
                 add_tile(scores, now[1, tile], later[1, tile], sums[heads], shape)
     for head in range(num_heads):
         for index in range(head_dim):
             place = first_head * group + head
             output[place, index] = from_float32(sums[head, index] / weight_sum[head], output[place, index])
+
+
+@compiled_inner()
+def _bound(score: Any, softcap: Any) -> Any:
+    """softcap * tanh(score / softcap); NaN stays NaN."""
+    share = exp(np.float32(-2) * abs(score) / softcap)
+    bounded = softcap * (np.float32(1) - share) / (np.float32(1) + share)
+    return -bounded if score < 0 else bounded
+
+
+@compiled_inner()
+def _bound_lanes(scores: Any, tile_max: Any, softcap: Any) -> None:
+    for head in range(scores.shape[0]):
+        tile_max[head] = _bound(tile_max[head], softcap)
+        for place in range(scores.shape[1]):
+            if scores[head, place] != LOWEST:
+                scores[head, place] = _bound(scores[head, place], softcap)
 
 
 @compiled_inner()
@@ -285,39 +309,39 @@ def product_dtypes(query: npt.NDArray[Any], cache: npt.NDArray[Any]) -> Dtypes:
 
 @compiled(nogil=True)
 def attend_tiles(
-    query: Any, cache: Any, tiles: Any, blocks: Any, window: int, output: Any, shape: Any, dtypes: Any
+    query: Any, cache: Any, tiles: Any, blocks: Any, rule: Any, output: Any, shape: Any, dtypes: Any
 ) -> None:
     """Causal attention of each of the `tiles`, whose keys and values are in the cache already.
 
     query: `[num_tokens, num_heads or more, head_dim]`, of which the first are queries. output: `[num_tokens, num_heads,
     head_dim]`. tiles: `[num_tiles, 5]` (first row of query and output, number of tokens, end of the last token's keys,
-    first entry of the block table in `blocks`, key head). A token sees the last `window` keys. shape: of `head_shape`.
-    dtypes: of `product_dtypes`. A tile of a single token is computed as a decode.
+    first entry of the block table in `blocks`, key head). rule: as of `decode`. shape: of `head_shape`. dtypes: of
+    `product_dtypes`. A tile of a single token is computed as a decode.
     """
-    for_each(_attend_tile, len(tiles), (query, cache, (tiles, blocks), window, output, shape, dtypes))
+    for_each(_attend_tile, len(tiles), (query, cache, (tiles, blocks), rule, output, shape, dtypes))
 
 
 @compiled_inner()
 def _attend_tile(
-    number: int, query: Any, cache: Any, tables: Any, window: int, output: Any, shape: Any, dtypes: Any
+    number: int, query: Any, cache: Any, tables: Any, rule: Any, output: Any, shape: Any, dtypes: Any
 ) -> None:
     tiles, blocks = tables
     group = output.shape[1] // cache.shape[1]
     row, num_tokens, end, first_block, kv_head = tiles[number]
     table = blocks[first_block:]
     if num_tokens == 1:
-        key_range, head_range = (max(0, end - window), end), (np.int64(kv_head), np.int64(1))
-        decode_heads(query[row], cache, table, key_range, head_range, output[row], shape)
+        key_range, head_range = (max(0, end - rule[0]), end), (np.int64(kv_head), np.int64(1))
+        decode_heads(query[row], cache, table, key_range, head_range, rule, output[row], shape)
     else:
         rows, heads = slice(row, row + num_tokens), slice(kv_head * group, (kv_head + 1) * group)
-        _attend_tokens(query[rows, heads], cache[:, kv_head], table, (end, window), output[rows, heads], dtypes)
+        _attend_tokens(query[rows, heads], cache[:, kv_head], table, (end, heads, rule), output[rows, heads], dtypes)
 
 
 @compiled_inner()
 def _attend_tokens(query: Any, cache: Any, table: Any, visible: Any, output: Any, dtypes: Any) -> None:
     """query, output: `[num_tokens, group, head_dim]`. cache: `[num_blocks, 2, block_size, head_dim]`. visible: the end
-    of the last token's keys, and the window."""
-    (element, operand), (end, window) = dtypes, visible
+    of the last token's keys, the heads, and the rule."""
+    (element, operand), (end, heads, (window, softcap, sinks)) = dtypes, visible
     num_tokens, group, head_dim = output.shape
     num_rows, position = num_tokens * group, end - num_tokens
     packed = operand.itemsize // element.itemsize
@@ -329,7 +353,11 @@ def _attend_tokens(query: Any, cache: Any, table: Any, visible: Any, output: Any
     scores, weights = np.empty((num_rows, COLUMNS), np.float32), np.empty((num_rows, COLUMNS), element.dtype)
     sums, softmax = np.empty((len(values), num_rows, COLUMNS), np.float32), np.empty((2, num_rows), np.float32)
     sums[:], softmax[0], softmax[1] = 0, LOWEST, 0
+    if len(sinks):
+        for row in range(num_rows):
+            softmax[0, row], softmax[1, row] = sinks[heads.start + row % group] * np.float32(_LOG2_E), 1
     scale = np.float32(_LOG2_E / math.sqrt(head_dim))
+    bound = np.float32(softcap * math.sqrt(head_dim))  # of a score before it is scaled
     for first in range(max(0, position + 1 - window), end, COLUMNS):
         stop = min(first + COLUMNS, end)
         _gather(cache[:, 0], table, first, stop, gathered)
@@ -339,7 +367,7 @@ def _attend_tokens(query: Any, cache: Any, table: Any, visible: Any, output: Any
         # of the tokens that see any of these keys
         rows = slice(max(0, first - position) * group, min(num_tokens, stop - 1 + window - position) * group)
         multiply_columns(queries[rows], keys, scores[rows])
-        _softmax_rows(scores, rows, (position - first, group, window), scale, (softmax, sums), weights)
+        _softmax_rows(scores, rows, (position - first, group, window), (scale, bound), (softmax, sums), weights)
         for part in range(len(values)):
             add_products(weights[rows].view(operand.dtype)[:, :], values[part], sums[part, rows])
     for row in range(num_rows):
@@ -403,16 +431,20 @@ def row_max(context: Any, row: Any) -> Any:
 
 
 @compiled_inner()
-def _softmax_rows(scores: Any, rows: slice, visible: Any, scale: Any, state: Any, weights: Any) -> None:
+def _softmax_rows(scores: Any, rows: slice, visible: Any, scaling: Any, state: Any, weights: Any) -> None:
     """Write the weights of the scores relative to the running maximum, and rescale the sums if that has risen.
 
-    visible: the first token's distance from the first key, the rows of a token, and the window. state: maximum and sum
-    `[2, num_rows]`, and weighted sums. This is one function with loops of constant length, which LLVM vectorizes.
+    visible: the first token's distance from the first key, the rows of a token, and the window. scaling: the scores'
+    factor, and their bound before it, or 0. state: maximum and sum `[2, num_rows]`, and weighted sums. This is one
+    function with loops of constant length, which LLVM vectorizes.
     """
-    (distance, group, window), (softmax, sums) = visible, state
+    (distance, group, window), (scale, bound), (softmax, sums) = visible, scaling, state
     for row in range(rows.start, rows.stop):
         line, weight_line = scores[row], weights[row]
         stop = distance + row // group + 1
+        if bound > 0:
+            for place in range(COLUMNS):
+                line[place] = _bound(line[place], bound)
         if stop < COLUMNS or stop > window:
             for place in range(COLUMNS):
                 if place >= stop or place < stop - window:

@@ -18,7 +18,6 @@ from llmservice_server.backend.cpu.linear import KERNEL_ROWS, ConvertedLinear, P
 from llmservice_server.backend.experts import ExpertsMlp
 from llmservice_server.backend.quantized import QuantizedLinear, QuantizedWeight
 from llmservice_server.backend.sampling_batch import PenalizedRows, SamplingBatch
-from llmservice_server.backend.torch.attention import TorchAttention
 from llmservice_server.backend.torch.backend import TorchBackend
 
 _LOG = logging.getLogger(__name__)
@@ -52,8 +51,6 @@ class CpuBackend(TorchBackend):
                 layer.mlp.experts = CpuExperts.of(layer.mlp.experts, model.dtype) or layer.mlp.experts
 
     def attention(self, num_blocks: int) -> Attention:
-        if not self.shape.is_plain:
-            return TorchAttention(self.shape, num_blocks, self.device)
         return CpuAttention(self.shape, num_blocks, tiled=self.worth_compiling)
 
     def decode_path(

@@ -73,6 +73,8 @@ def can_decode(model: Decoder) -> bool:
         return False
     if not all(layer.is_plain for layer in model.layers):
         return False
+    if len(model.rotaries) > 1 or model.config.embedding_scale != 1.0:
+        return False
     by_layer = [[_kind(linear) for linear in linears_of(layer)] for layer in model.layers]
     return None not in by_layer[0] and all(kinds == by_layer[0] for kinds in by_layer)
 
@@ -87,14 +89,15 @@ def _weights_of(model: Decoder) -> tuple[Any, ...]:
     """As `_decode` takes them: embeddings, rotary embedding, and the norms, weights and biases of all layers."""
     layers, absent = model.layers, model.embed_tokens.new_empty(0)
     qk_norms = [layer.attention.qk_norm for layer in layers]
-    rotary = model.rotary.inverse_frequencies.numpy(), np.float32(model.rotary.scale)
+    [rotary] = model.rotaries
+    rotation = rotary.inverse_frequencies.numpy(), np.float32(rotary.scale)
     norms = (
         _stacked([layer.input_norm for layer in layers]),
         _stacked([layer.post_attention_norm for layer in layers]),
         _stacked([absent.view(0, 0) if norm is None else norm for norm in qk_norms]),
     )
     matrices = tuple(matrix_of(linears, absent) for linears in zip(*map(linears_of, layers), strict=True))
-    return as_array(model.embed_tokens), rotary, np.float32(model.config.rms_norm_eps), norms, matrices
+    return as_array(model.embed_tokens), rotation, np.float32(model.config.rms_norm_eps), norms, matrices
 
 
 def matrix_of(linears: Sequence[Linear], absent: torch.Tensor) -> tuple[Any, ...]:
@@ -134,6 +137,7 @@ def _decode(token_ids: Any, weights: Any, step: Any, states: Any, inputs: Any) -
     """
     embeddings, rotary, eps, (input_norms, post_attention_norms, qk_norms), (qkv, o, gate_up, down) = weights
     caches, windows, decodes, shape = step
+    no_sinks = np.empty(0, np.float32)
     hidden, delta, normed, product, heads, output, gated, cos, sin = states
     normed_input, output_input, gated_input = inputs
     for row in range(len(token_ids)):
@@ -145,7 +149,8 @@ def _decode(token_ids: Any, weights: Any, step: Any, states: Any, inputs: Any) -
         add_norm(delta, hidden, input_norms[layer], eps, normed)
         _multiply(normed_input, layer, qkv, qkv[4], product)
         rotation = (qk_norms[layer], eps, cos, sin)
-        rotate_and_decode(heads, rotation, caches[layer], decodes, windows[layer], output, shape)
+        rule = windows[layer], np.float32(0), no_sinks
+        rotate_and_decode(heads, rotation, caches[layer], decodes, rule, output, shape)
         _multiply(output_input, layer, o, o[4], delta)
         add_norm(delta, hidden, post_attention_norms[layer], eps, normed)
         _gate_up(normed_input, layer, gate_up, gate_up[4], gated)

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
 from llmservice_server.backend.base import Decoder, Rotation, StepInput
 from llmservice_server.backend.cuda.attention import TritonAttention
@@ -37,7 +36,9 @@ class MixedGraphs:
         self._hidden = self._rows(most, config.hidden_size)
         self._heads = self._rows(most, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
         self._attended = self._rows(most, config.num_heads * config.head_dim)
-        self._cos, self._sin = self._rows(most, 1, config.head_dim), self._rows(most, 1, config.head_dim)
+        self._rotations = [
+            (self._rows(most, 1, config.head_dim), self._rows(most, 1, config.head_dim)) for _ in model.rotaries
+        ]
         self._graphs = {size: self._captured(size, capture) for size in self._sizes[::-1]}
 
     def takes(self, step: StepInput) -> bool:
@@ -55,12 +56,13 @@ class MixedGraphs:
             step.pending.put(self._token_ids)
         attend = self._attention.prepare(step)
         attend.output = self._attended[:count]
-        heads, cos, sin = self._heads[:count], self._cos[:count], self._sin[:count]
+        heads = self._heads[:count]
+        rotations = [(cos[:count], sin[:count]) for cos, sin in self._rotations]
         begin()
         for index, (layer, replay) in enumerate(zip(self._model.layers, layers, strict=True)):
             norm = layer.attention.qk_norm
             qk_norm = None if norm is None else (norm, self._model.config.rms_norm_eps)
-            attend.rotate_and_attend(index, heads, Rotation(cos, sin, qk_norm))
+            attend.rotate_and_attend(index, heads, Rotation(*rotations[self._model.rotary_of(index)], qk_norm))
             replay()
         return self._hidden[:count]
 
@@ -72,10 +74,10 @@ class MixedGraphs:
         model, hidden, heads = self._model, self._hidden[:size], self._heads[:size]
 
         def begin() -> torch.Tensor:
-            cos, sin = model.rotary.at(self._positions[:size])
-            self._cos[:size].copy_(cos)
-            self._sin[:size].copy_(sin)
-            hidden.copy_(F.embedding(self._token_ids[:size], model.embed_tokens))
+            for kept, computed in zip(self._rotations, model.rotations(self._positions[:size]), strict=True):
+                for target, source in zip(kept, computed, strict=True):
+                    target[:size].copy_(source)
+            hidden.copy_(model.embed(self._token_ids[:size]))
             return heads.copy_(model.project(0, hidden, None))
 
         def after(index: int) -> torch.Tensor:

@@ -34,7 +34,8 @@ class TorchLayerOps:
     ) -> torch.Tensor:
         if delta is not None:
             hidden += delta
-        return F.rms_norm(hidden, (hidden.shape[-1],), weight, eps)
+        wide = hidden.to(weight.dtype)  # Gemma's weights are float32
+        return F.rms_norm(wide, (hidden.shape[-1],), weight, eps).to(hidden.dtype)
 
     def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
