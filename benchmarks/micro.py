@@ -22,6 +22,7 @@ from llmservice_server.engine.scheduler import ContinuousScheduler
 from pieces.block_pool import measure_block_pool
 from pieces.embeddings import NUM_STREAMS as NUM_EMBEDDING_STREAMS
 from pieces.embeddings import measure_embeddings
+from pieces.experts import measure_experts
 from pieces.http_path import LONGEST_ITL_MS, NUM_STREAMS, measure_http, sustained_tokens_per_s
 from pieces.quantized_products import NUM_ROWS as PRODUCT_ROWS
 from pieces.quantized_products import SHAPES as PRODUCT_SHAPES
@@ -133,6 +134,18 @@ def quantized_products() -> Found:
     return Found(rows, [Check(f"{what}, {count} rows", bounds[count], min(speedups[count])) for count in bounds])
 
 
+def experts() -> Found:
+    """In bfloat16. Reading is bounded by the machine's copy bandwidth, arithmetic by a large matrix product."""
+    rows = list(measure_experts(torch.bfloat16))
+    checks = []
+    for row in rows:
+        what = f"experts of Qwen3-30B-A3B, {row['tokens']} tokens, "
+        bound = "reading their weights" if row["read_ms"] > row["arithmetic_ms"] else "their arithmetic (the longer)"
+        checks.append(Check(f"{what}÷ {bound}", "<= 1.3", row["of_the_longer"]))
+        checks.append(Check(f"{what}÷ a loop over experts", "<= 1.0", row["of_the_loop"]))
+    return Found(rows, checks)
+
+
 def http() -> Found:
     what = f"HTTP path, stub model, {NUM_STREAMS} streams, one API process, p99 ITL at most {LONGEST_ITL_MS:g} ms"
     rows: list[Row] = []
@@ -194,6 +207,7 @@ PARTS: dict[str, Callable[[], Found]] = {
     "block_pool": block_pool,
     "sampler": sampler,
     "quantized_products": quantized_products,
+    "experts": experts,
     "http": http,
     "stream_chunks": stream_chunks,
     "embeddings": embeddings,

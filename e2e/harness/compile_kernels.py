@@ -21,6 +21,7 @@ from triton.backends.nvidia.driver import CudaDriver
 from harness.kernel_resources import KernelResources
 from llmservice_server.backend.base import KVCacheShape, Rotation, StepInput
 from llmservice_server.backend.cuda.attention import TritonAttention
+from llmservice_server.backend.cuda.kernels.grouped_product import grouped_product, tiles_of
 from llmservice_server.backend.cuda.kernels.jit import FP8
 from llmservice_server.backend.cuda.kernels.layer_ops import add_rms_norm, silu_mul
 from llmservice_server.backend.cuda.kernels.quantized_product import quantized_product
@@ -128,6 +129,10 @@ def launch_all(shape: Shape) -> None:
     silu_mul(hidden)
     values, scales = torch.zeros(4096, 2048, dtype=torch.uint8), torch.zeros(4096, 32, dtype=torch.bfloat16)
     quantized_product(hidden.to(torch.bfloat16), QuantizedWeight(values, scales, group=128), None)
+    experts, rows = torch.zeros(4, 256, 512, dtype=shape.dtype), torch.zeros(300, 512, dtype=shape.dtype)
+    for num_rows in (4, 300):
+        tiles = tiles_of(torch.tensor([num_rows, 0, 0, 0]), num_rows)
+        grouped_product(rows[:num_rows], tiles, experts, None)
     for num_rows in (1, 4, 300):
         weights, numbers = torch.zeros(num_rows, VOCAB_SIZE), torch.zeros(num_rows, dtype=torch.float64)
         for by_mass in (False, True):

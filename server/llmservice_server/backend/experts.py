@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from llmservice_server.backend.base import Activation, DenseMlp, LayerOps, Linear
+from llmservice_server.backend.torch.layer_ops import TorchLinear
 
 
 @dataclass(slots=True)
@@ -99,8 +100,11 @@ class ExpertsMlp:
 
 def stack_of(linears: Sequence[Linear]) -> torch.Tensor | None:
     """The tensor `[experts, out, in]` whose parts, in order, are the experts' matrices; None if there is none."""
-    base: torch.Tensor | None = linears[0].weight._base
-    if base is None or base.dim() != 3 or len(base) != len(linears) or not base.is_contiguous():
-        return None
-    is_part = [linear.weight.data_ptr() == part.data_ptr() for linear, part in zip(linears, base, strict=True)]
-    return base if all(is_part) else None
+    first = linears[0].weight
+    for number, linear in enumerate(linears):
+        if not isinstance(linear, TorchLinear) or not linear.weight.is_contiguous():
+            return None
+        shares = linear.weight.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not shares or linear.weight.storage_offset() != first.storage_offset() + number * first.numel():
+            return None
+    return first.as_strided((len(linears), *first.shape), (first.numel(), *first.stride()))

@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-Fallback = Literal["attention", "top_k_top_p", "decode_graphs", "quantized_product"]
+Fallback = Literal["attention", "top_k_top_p", "decode_graphs", "quantized_product", "grouped_product"]
 """What runs without our kernels where they fail their check."""
 Task = Literal["generate", "embed", "score"]
 """What a model does: a decoder generates (and embeds), an encoder embeds, a cross-encoder scores pairs of texts."""

@@ -11,6 +11,7 @@ from llmservice_server.backend.agreement import BOUNDS, MIXED, Case, why_wrong
 from llmservice_server.backend.base import Activation, Attention, DecodePath, Decoder, KVCacheShape, Linear, Model
 from llmservice_server.backend.cuda import decode_graphs
 from llmservice_server.backend.cuda.attention import TritonAttention
+from llmservice_server.backend.cuda.experts import CudaExperts
 from llmservice_server.backend.cuda.kernels.jit import FP8, INTERPRETED
 from llmservice_server.backend.cuda.kernels.layer_ops import add_rms_norm, silu_mul
 from llmservice_server.backend.cuda.kernels.quantized_product import can_multiply
@@ -18,6 +19,7 @@ from llmservice_server.backend.cuda.kernels.sampling import invert as invert_ker
 from llmservice_server.backend.cuda.kernels.sampling import top_k_top_p as top_k_top_p_kernel
 from llmservice_server.backend.cuda.linear import CudaQuantizedLinear
 from llmservice_server.backend.cuda.varlen import Varlen, by_torch
+from llmservice_server.backend.experts import Experts, ExpertsMlp
 from llmservice_server.backend.quantized import QuantizedLinear, QuantizedWeight
 from llmservice_server.backend.sampling_batch import SamplingBatch
 from llmservice_server.backend.torch import sampler
@@ -64,6 +66,7 @@ class CudaBackend(TorchBackend):
     def prepare(self, model: Model) -> None:
         model.ops = TritonLayerOps()
         self._multiply_quantized(model)
+        self._multiply_experts(model)
         problem = why_unusable(top_k_top_p_kernel, invert_kernel, model.config.vocab_size, self.device)
         if problem is None:
             self._sampling = top_k_top_p_kernel, invert_kernel
@@ -85,6 +88,17 @@ class CudaBackend(TorchBackend):
         model.map_linears(converted)
         if problem := next((each for each in problems.values() if each is not None), None):
             self._fall_back("quantized_product", f"our product of quantised weights is unusable here: {problem}")
+
+    def _multiply_experts(self, model: Model) -> None:
+        """With our product of all experts, if it is right for those of the first layer."""
+        checked = False
+        for layer in model.layers if isinstance(model, Decoder) else ():
+            if not isinstance(layer.mlp, ExpertsMlp) or (product := CudaExperts.of(layer.mlp.experts)) is None:
+                continue
+            if not checked and (problem := _why_experts_are_wrong(product, layer.mlp.experts, model)) is not None:
+                self._fall_back("grouped_product", f"our product of experts is unusable here: {problem}")
+                return
+            checked, layer.mlp.experts = True, product
 
     def attention(self, num_blocks: int) -> Attention:
         varlen = Varlen(by_torch, self.varlen_keys) if self.varlen_keys else None
@@ -155,6 +169,20 @@ def _why_wrong(product: CudaQuantizedLinear, linear: QuantizedLinear) -> str | N
     except Exception as raised:  # of a compiler, a driver or a GPU: torch is used
         return f"{type(raised).__name__}: {raised}".splitlines()[0]
     return None if error <= 2 * BOUNDS[linear.dtype] else f"its result is off by {error:.2g}"
+
+
+def _why_experts_are_wrong(product: CudaExperts, experts: Experts, model: Model) -> str | None:
+    """Of three tokens with all experts between them; as `_why_wrong`."""
+    count = len(experts.gate_up)
+    hidden = torch.linspace(-1, 1, 3 * model.config.hidden_size, dtype=model.dtype, device=model.device).view(3, -1)
+    chosen = torch.arange(3 * count, device=model.device).view(3, -1).roll(1, 1) % count
+    weights = torch.full(chosen.shape, 1 / count, device=model.device)
+    try:
+        expected = experts(hidden, chosen, weights, model.ops).float()
+        error = float((product(hidden, chosen, weights, model.ops).float() - expected).norm() / expected.norm())
+    except Exception as raised:  # of a compiler, a driver or a GPU: torch is used
+        return f"{type(raised).__name__}: {raised}".splitlines()[0]
+    return None if error <= 2 * BOUNDS[model.dtype] else f"its result is off by {error:.2g}"
 
 
 def why_unusable(mask: TopKTopP, pick: Invert, vocab_size: int, device: torch.device) -> str | None:

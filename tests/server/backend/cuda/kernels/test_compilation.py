@@ -30,7 +30,7 @@ def test_every_kernel_compiles_and_keeps_to_its_registers(capability: int, shape
     kernels = [json.loads(line) for line in output.splitlines()]
     assert {kernel["kernel"] for kernel in kernels} == {
         "_store", "_rotate_and_store", "_decode", "_combine", "_prefill", "_add_rms_norm", "_silu_mul",
-        "_quantized_product", *SAMPLING,
+        "_quantized_product", "_grouped_product", *SAMPLING,
     }  # fmt: skip
     counts = Counter(kernel["kernel"] for kernel in kernels)
     assert {name: counts[name] for name in SAMPLING} == SAMPLING
@@ -38,9 +38,9 @@ def test_every_kernel_compiles_and_keeps_to_its_registers(capability: int, shape
         assert kernel["loop_spills"] == 0, kernel  # beside the loop a few numbers may wait on the stack
         assert kernel["stack_bytes"] <= 128, kernel
         assert kernel["shared_bytes"] <= SHARED_BYTES[capability], kernel
-        if kernel["kernel"] == "_quantized_product":  # its weights are copied, scales are loaded one by one
-            assert kernel["copy_bytes"] == 16, kernel
-            assert kernel["tensor_cores"] == "mma", kernel
+        if kernel["kernel"] in {"_quantized_product", "_grouped_product"}:
+            assert kernel["copy_bytes"] == 16, kernel  # weights are copied; scales and tiles are loaded one by one
+            assert kernel["tensor_cores"], kernel
             continue
         assert kernel["load_bytes"] == 16, kernel
         if kernel["kernel"] in {"_decode", "_prefill"}:
