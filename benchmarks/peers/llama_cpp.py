@@ -27,13 +27,15 @@ class _Sequence:
     num_drawn: int = 0
 
 
+_NO_LOG = llama_cpp.llama_log_callback(lambda *_: None)
+
+
 class LlamaServer:
     """A step is one `llama_decode`: a token of each decoding sequence, and prompts that fit into the batch."""
 
     def __init__(self, job: Job) -> None:
         llama_cpp.llama_backend_init()
-        self._log = llama_cpp.llama_log_callback(lambda *_: None)  # kept alive, because the library calls it
-        llama_cpp.llama_log_set(self._log, ctypes.c_void_p(0))
+        llama_cpp.llama_log_set(_NO_LOG, ctypes.c_void_p(0))
         model = llama_cpp.llama_model_load_from_file(bytes(job.gguf), llama_cpp.llama_model_default_params())
         context = llama_cpp.llama_init_from_model(model, self._settings(job)) if model else None
         if not model or not context:
@@ -116,9 +118,19 @@ def peer(job: Job) -> SteppedPeer:
 
 def q8_0_peer(job: Job) -> SteppedPeer:
     """With weights of 8 bits in blocks of 32."""
-    quantized = job.gguf.with_suffix(".q8_0.gguf")
+    return _quantized_peer(job, llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0)
+
+
+def q4_k_m_peer(job: Job) -> SteppedPeer:
+    """With most weights of 4 bits in groups of 32, and some of 6."""
+    return _quantized_peer(job, llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M)
+
+
+def _quantized_peer(job: Job, kind: int) -> SteppedPeer:
+    llama_cpp.llama_log_set(_NO_LOG, ctypes.c_void_p(0))
+    quantized = job.gguf.with_suffix(f".{kind}.gguf")
     settings = llama_cpp.llama_model_quantize_default_params()
-    settings.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0
+    settings.ftype = kind
     settings.allow_requantize = True
     if llama_cpp.llama_model_quantize(bytes(job.gguf), bytes(quantized), ctypes.byref(settings)):
         raise RuntimeError(f"llama.cpp cannot quantise {job.gguf}")
