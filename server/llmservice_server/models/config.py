@@ -44,7 +44,9 @@ class ExpertsConfig:
             return None
         per_token = keys.num_experts_per_tok or 0
         if not 1 <= per_token <= count:
-            raise ModelLoadError(f"config.json: num_experts_per_tok is {per_token}, expected 1 to {count}, the experts")
+            raise ModelLoadError(
+                f"config.json: num_experts_per_tok is {per_token}, expected 1 to {count}, the number of experts"
+            )
         dense, step = keys.mlp_only_layers or (), keys.decoder_sparse_step or 1
         return cls(
             count=count,

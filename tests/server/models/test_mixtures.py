@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,11 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from llmservice_planner.shape import ModelShape
 from llmservice_server.backend.base import DecoderLayer
 from llmservice_server.backend.experts import ExpertsMlp, stack_of
+from llmservice_server.backend.quantized import QuantizedLinear
+from llmservice_server.backend.torch.layer_ops import TorchLinear
 from llmservice_server.models.decoder import DecoderModel
 from llmservice_server.runtime.loader import Checkpoint
+from llmservice_server.types.errors import ModelLoadError
 
 pytestmark = pytest.mark.slow
 
@@ -93,3 +97,36 @@ def test_all_experts_in_one_tensor_are_the_same_model(
         assert stack_of(ours) is not None
         assert stack_of(theirs) is not None
     assert torch.equal(fused_mlp.router.weight, expected.router.weight)
+
+
+def test_quantised_experts_are_read_one_by_one(tmp_path: Path) -> None:
+    """As in Qwen3-30B-A3B-FP8: 8-bit floats with a scale for each block; the router is not quantised."""
+    folder = write(tmp_path, "qwen3_moe")
+    tensors = load_file(folder / "model.safetensors")
+    exact = {}
+    for name in [name for name in tensors if ".experts." in name]:
+        values, scale = (100 * tensors.pop(name)).to(torch.float8_e4m3fn), torch.rand(1, 1)
+        tensors[name], tensors[name.replace("weight", "weight_scale_inv")] = values, scale
+        exact[name] = values.float() * scale
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(config))
+    for quantization, kind in (("dense", TorchLinear), ("stored", QuantizedLinear)):
+        model = Checkpoint.open(folder).load(torch.float32, CPU, quantization)  # type: ignore[arg-type]
+        assert isinstance(model, DecoderModel)
+        experts = mlp_of(model.layers[1]).experts
+        for expert, linear in enumerate(experts.down):
+            assert isinstance(linear, kind)
+            weight = (
+                linear.quantized.dequantize(torch.float32) if isinstance(linear, QuantizedLinear) else linear.weight
+            )
+            assert torch.equal(weight, exact[f"model.layers.1.mlp.experts.{expert}.down_proj.weight"])
+
+
+def test_more_experts_for_a_token_than_there_are_is_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path, "mixtral")
+    config = json.loads((folder / "config.json").read_text()) | {"num_experts_per_tok": 5}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError, match="num_experts_per_tok is 5, expected 1 to 4, the number of experts"):
+        Checkpoint.open(folder)
