@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Protocol, Self, TypeGuard, runtime_checkable
@@ -207,6 +207,19 @@ class Linear(Protocol):
         """Of the matrix, in its layout, and the bias."""
 
 
+class Place(Protocol):
+    """Where a model has a matrix."""
+
+    @property
+    def parts(self) -> Mapping[str, int]:
+        """The modules of the checkpoint that it is fused of, each with its outputs, in order."""
+
+    @property
+    def linear(self) -> Linear: ...
+
+    def put(self, linear: Linear) -> None: ...
+
+
 class LayerOps(Protocol):
     """The operations of a decoder between its matrix products and attention."""
 
@@ -293,6 +306,9 @@ class Model(Protocol):
 
     def map_linears(self, convert: Callable[[Linear], Linear]) -> None:
         """Replace every matrix, one after the other, so that only one is held twice."""
+
+    def places(self) -> Iterable[Place]:
+        """Where the layers have their matrices; to be called before these are converted."""
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """The states `[num_tokens, hidden_size]` that `logits` and `norm_states` take; may be overwritten by them."""

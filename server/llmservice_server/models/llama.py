@@ -163,6 +163,11 @@ class LlamaModel:
             yield from linears_of(layer)
         yield self.lm_head
 
+    def places(self) -> Iterator[LinearPlace]:
+        """Where the layers have their matrices."""
+        for index in range(len(self.layers)):
+            yield from self._places(index)
+
     @property
     def weight_bytes(self) -> int:
         """A tied head that is packed is a second copy of the embedding."""

@@ -350,6 +350,21 @@ class _Product(torch.nn.Module):
         return self.linear(hidden.reshape(-1, hidden.shape[-1])).view(*hidden.shape[:-1], -1)
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A module of the checkpoint that is a `_Product` here."""
+
+    product: _Product
+    parts: dict[str, int]
+
+    @property
+    def linear(self) -> Linear:
+        return self.product.linear
+
+    def put(self, linear: Linear) -> None:
+        self.product.linear = linear
+
+
 class _Given(torch.nn.Module):
     """In the place of the decoder when only the head is to be computed: returns the states that are set."""
 
@@ -461,6 +476,13 @@ class TransformersModel:
     def map_linears(self, convert: Callable[[Linear], Linear]) -> None:
         for product in self._products:
             product.linear = convert(product.linear)
+
+    def places(self) -> Iterator[_Place]:
+        """Where the layers have their matrices; to be called before these are converted."""
+        prefix = self._head_only.base_model_prefix
+        for name, module in self._decoder.named_modules():
+            if isinstance(module, _Product):
+                yield _Place(module, {f"{prefix}.{name}": module.weight.shape[0]})
 
     @property
     def weight_bytes(self) -> int:
