@@ -13,6 +13,7 @@ from llmservice_planner.sizing_request import CAP_OF_UNKNOWN_RATES, EXPECTED_TOK
 from llmservice_planner.step_tokens import StepTokens, step_tokens
 from llmservice_server.types.errors import ConfigError
 
+MOST_LORAS = 1024
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 KVCacheDType = Literal["auto", "bfloat16", "float16", "float32", "fp8"]
 Attention = Literal["auto", "triton", "torch"]
@@ -133,6 +134,8 @@ class EngineConfig:
         QueuePolicy,
         Flag("the batch lane serves in order of arrival, or the shortest first with ageing"),
     ] = "fcfs"
+    max_loras: Annotated[int, Flag("LoRA adapters in memory at once (default: none)", parse=int)] = 0
+    max_lora_rank: Annotated[int, Flag("of an adapter, at most: the memory of a slot")] = 16
     seed: Annotated[int, Flag("of requests without a seed of their own", parse=int)] = 0
     threads: Annotated[int | None, Flag("on CPU (default: torch's choice)")] = None
 
@@ -143,7 +146,9 @@ class EngineConfig:
         for name, allowed in _choices().items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(allowed)}")
-        for name in ("block_size", "expected_tokens"):
+        if not 0 <= self.max_loras <= MOST_LORAS:
+            raise ConfigError(f"max_loras is {self.max_loras}, expected 0 (none) to {MOST_LORAS}")
+        for name in ("block_size", "expected_tokens", "max_lora_rank"):
             _require_positive(name, getattr(self, name))
         for name in (
             "max_num_seqs",
