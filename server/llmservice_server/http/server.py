@@ -8,7 +8,7 @@ import gc
 import logging
 import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,7 @@ from llmservice_server.ipc.metrics import Metrics
 from llmservice_server.text.tokenizer import Tokenizer
 from llmservice_server.types.checkpoint_config import GenerationConfig
 from llmservice_server.types.errors import ModelLoadError
-from llmservice_server.types.messages import Ready
+from llmservice_server.types.messages import AdapterInfo, Ready
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -152,6 +152,7 @@ class HttpProcess:
                 log_level,
                 on_ready=self._on_ready,
                 on_stats=metrics.set_stats,
+                on_adapters=self._on_adapters,
                 command=engine_command,
                 stuck_after_s=serve.stuck_after_s,
             ),
@@ -217,6 +218,9 @@ class HttpProcess:
         gc.collect()
         gc.freeze()  # what is loaded now lives as long as the process: the collector need not scan it
         log.info("the engine is ready", extra={"fields": {**fields, "load_s": round(ready.load_s, 3)}})
+
+    def _on_adapters(self, adapters: Mapping[str, AdapterInfo]) -> None:
+        self._state.report_adapters(adapters)
 
     def _on_signal(self) -> None:
         """The first signal begins the drain, a second one ends it."""

@@ -20,7 +20,7 @@ from llmservice_server.ipc.client import EngineClient
 from llmservice_server.ipc.metrics import Metrics
 from llmservice_server.text.chat_formats import FormatNames
 from llmservice_server.text.tokenizer import Tokenizer
-from llmservice_server.types.messages import Ready, Task
+from llmservice_server.types.messages import AdapterInfo, Ready, Task
 
 
 class Activity:
@@ -88,6 +88,8 @@ class ServeConfig:
     chat_template: Path | None = None  # a file; None: the tokenizer's own
     formats: FormatNames = field(default_factory=FormatNames)  # of tool calls and reasoning
     cors_allow_origins: tuple[str, ...] = ()
+    max_loras: int = 0  # adapters in memory at once; their names are models' names, too
+    enable_lora_updates: bool = False  # clients may load and unload adapters
     strict_parameters: bool = False  # unknown parameters are refused instead of ignored
 
 
@@ -99,6 +101,7 @@ class ServerState:
     admission_queue: AdmissionQueue = field(init=False)
     tokenizer: Tokenizer | None = None
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)  # of requests that do not set them
+    adapter_failures: dict[str, str] = field(default_factory=dict)  # by name, of those that should be loaded
     draining: bool = False
     num_active: int = 0  # HTTP requests to the API under way, the sending of their answers included
     body_deadlines: set[asyncio.Timeout] = field(default_factory=set)  # of bodies that are not complete
@@ -212,12 +215,27 @@ class ServerState:
         if does != task and (does, task) != ("generate", "embed"):
             raise invalid(_WHAT_IT_DOES[does], param="model", code="unsupported_task")
 
-    def require_model(self, name: str) -> None:
-        """Raises ApiError (404) where the request means another model."""
+    def report_adapters(self, adapters: Mapping[str, AdapterInfo]) -> None:
+        """Set the metric, after a change of the engine's `adapters` or of `adapter_failures`."""
+        failed = [(name, "", "failed") for name in self.adapter_failures]
+        self.metrics.set_adapters([*((each.name, each.version, each.state) for each in adapters.values()), *failed])
+
+    def require_base_model(self, name: str) -> None:
+        """Raises ApiError: 404 where the request means another model, 400 for an adapter."""
+        if self.require_model(name) is not None:
+            message = f"{name} is a LoRA adapter, which generates text only: use {self.config.served_model_names[0]}"
+            raise invalid(message, param="model", code="unsupported_task")
+
+    def require_model(self, name: str) -> AdapterInfo | None:
+        """The adapter that a request means, None for the model itself. Raises ApiError (404) for other names."""
         names = self.config.served_model_names
-        if name not in names:
+        if name in names:
+            return None
+        if (adapter := self.engine.adapters.get(name)) is None:
+            names = (*names, *self.engine.adapters)
             message = f"The model `{name}` does not exist: this server has {', '.join(names)}"
             raise ApiError(404, message, param="model", code="model_not_found")
+        return adapter
 
 
 def server_state(request: Request) -> ServerState:
