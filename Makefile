@@ -16,7 +16,7 @@ VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 # Python compiles these when they first are, where nothing keeps it from writing.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup tools demo test test-fast test-soak test-clients images e2e lint style types imports format peers bench bench-avx2 bench-operator bench-gpu docs crds chart clean
+.PHONY: help setup tools demo test test-fast test-soak test-clients images e2e lint style types imports format peers bench bench-avx2 bench-formats bench-operator bench-gpu docs crds chart clean
 
 help:           ## show this
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## *' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -103,6 +103,10 @@ bench-avx2: peers ## `compare.py` as on a CPU without AVX-512: compiles another 
 	test -d $(AVX2) || CMAKE_ARGS="$(AVX2_ARGS)" $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 		--no-cache-dir --no-deps --no-binary llama-cpp-python -c constraints.txt --target $(AVX2) llama-cpp-python
 	$(BIN)/python benchmarks/compare.py --avx2 $(AVX2)
+	$(BIN)/python benchmarks/report.py
+
+bench-formats: peers ## `compare.py` of 8-bit weights, and of transformers' code on our cache; writes docs/benchmarks.md
+	$(BIN)/python benchmarks/compare.py --formats
 	$(BIN)/python benchmarks/report.py
 
 bench-operator: setup ## the operator with 1,000 services (10 minutes), then docs/benchmarks.md

@@ -4,6 +4,8 @@ Each engine runs in its own process, warmed up and without HTTP. Request lengths
 trace, scaled to a model with 12 layers and hidden size 768; 32 requests are always in flight, and only requested tokens
 count. Then single requests, for which the engines alternate; ours and the best of the others are measured more often,
 so that temporary slowness of a shared machine affects both.
+`--formats` compares our 8-bit products with bfloat16's and with llama.cpp's Q8_0, and transformers' code on our cache
+with transformers' own (`make bench-formats`).
 Needs the extra `bench-peers`; llama.cpp is compiled for this machine, which takes minutes. With `--avx2` every engine
 keeps to the instructions of a CPU without AVX-512, llama.cpp by another build (`make bench-avx2`).
 """
@@ -14,7 +16,7 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -38,6 +40,20 @@ CLASSES = {
     CONTINUOUS: "peers.transformers_peers:ContinuousPeer",
     STATIC: "peers.transformers_peers:StaticPeer",
 }
+INT8, BY_TRANSFORMERS, Q8_0 = "ours, int8", "ours, by transformers", "llama.cpp Q8_0"
+FORMATS = {
+    OURS: CLASSES[OURS],
+    INT8: "peers.ours:int8_peer",
+    BY_TRANSFORMERS: "peers.ours:peer_by_transformers",
+    Q8_0: "peers.llama_cpp:q8_0_peer",
+    CONTINUOUS: CLASSES[CONTINUOUS],
+}
+FORMAT_TARGETS = (
+    (INT8, OURS, 1.3, 1.0),
+    (INT8, Q8_0, 1.3, 1.0),
+    (BY_TRANSFORMERS, CONTINUOUS, 2.0, None),
+)
+"""Target ratios of the first one's useful tokens per second to the second's: with all in flight, and of one stream."""
 DTYPES = ("float32", "bfloat16")
 MODEL = "small"
 IN_FLIGHT = 32
@@ -62,19 +78,19 @@ class Shown:
     """One per turn."""
 
 
-def measure(peers: Sequence[str], batch: Job, single: Job) -> dict[str, Shown]:
-    """Run the batch with each peer, then the single requests alternately."""
+def measure(peers: Mapping[str, str], batch: Job, single: Job, *, all_turns: bool) -> dict[str, Shown]:
+    """Run the batch with each peer, then the single requests alternately, most of them with the `finalists` only."""
     with ExitStack() as stack:
-        processes = {peer: stack.enter_context(PeerProcess(CLASSES[peer])) for peer in peers}
+        processes = {peer: stack.enter_context(PeerProcess(name)) for peer, name in peers.items()}
         together: dict[str, list[Answer]] = {}
         for peer, process in processes.items():
             process.load(batch)
             together[peer] = process.serve(batch.requests)
             process.load(single)
         alone: dict[str, list[Answer]] = {peer: [] for peer in peers}
-        taking_turns = peers
+        taking_turns = [*peers]
         for turn, request in enumerate(single.requests):
-            if turn == TURNS:
+            if turn == TURNS and not all_turns:
                 taking_turns = finalists({peer: median(speeds(single, answers)) for peer, answers in alone.items()})
             for peer in rotated(taking_turns, turn):
                 alone[peer] += processes[peer].serve([request])
@@ -142,7 +158,20 @@ def checks(
     return found
 
 
-def compare(peers: Sequence[str], dtype: str, count: int) -> tuple[list[dict[str, Any]], list[Check]]:
+def format_checks(batches: Mapping[str, Report], turns: Mapping[str, list[float]], dtype: str) -> list[Check]:
+    found = []
+    for peer, other, together, alone in FORMAT_TARGETS:
+        ratio = batches[peer].output_tokens_per_s / batches[other].output_tokens_per_s
+        what = f"{dtype}: output tokens/s at {IN_FLIGHT} in flight, {peer} ÷ {other}"
+        found.append(Check(what, f">= {together:g}", ratio))
+        if alone is not None:
+            ratio = median(mine / theirs for mine, theirs in zip(turns[peer], turns[other], strict=True))
+            what = f"{dtype}: output tokens/s of a single stream, {peer} ÷ {other}, median of {len(turns[peer])} turns"
+            found.append(Check(what, f">= {alone:g}", ratio))
+    return found
+
+
+def compare(peers: Mapping[str, str], dtype: str, count: int) -> tuple[list[dict[str, Any]], list[Check]]:
     """Rows and checks of one dtype, printed as they are measured."""
     rows: list[dict[str, Any]] = []
     batches: dict[str, Report] = {}
@@ -150,10 +179,10 @@ def compare(peers: Sequence[str], dtype: str, count: int) -> tuple[list[dict[str
     ttft_s: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         gguf = Path(folder) / "model.gguf"
-        if LLAMA_CPP in peers:
+        if {LLAMA_CPP, Q8_0} & peers.keys():
             import_module("peers.gguf_file").write_gguf(checkpoint(MODEL, dtype), gguf, dtype)
         batch, single = jobs(dtype, count, IN_FLIGHT, gguf)
-        shown = measure(peers, batch, single)
+        shown = measure(peers, batch, single, all_turns=INT8 in peers)
     for peer, answers in shown.items():
         alone = in_turns(single.requests[: len(answers.single)], answers.single)
         batches[peer] = Report.of(records(batch.requests, answers.batch))
@@ -161,10 +190,10 @@ def compare(peers: Sequence[str], dtype: str, count: int) -> tuple[list[dict[str
         ttft_s[peer] = [record.ttft_s for record in alone]
         for in_flight, report in ((IN_FLIGHT, batches[peer]), (1, Report.of(alone))):
             about = {"peer": peer, "dtype": dtype, "in_flight": in_flight}
-            same = agreement(batch.requests, shown[peers[0]].batch, answers.batch)
+            same = agreement(batch.requests, shown[OURS].batch, answers.batch)
             rows.append({**about, **report.row(), "same_tokens_as_ours": same})
             print(_line(rows[-1]), flush=True)
-    return rows, checks(batches, turns, ttft_s, dtype)
+    return rows, format_checks(batches, turns, dtype) if INT8 in peers else checks(batches, turns, ttft_s, dtype)
 
 
 HEADER = (
@@ -189,8 +218,8 @@ def keep_to_avx2(llama_cpp: Path) -> None:
     sys.path.insert(0, str(llama_cpp))
 
 
-def main(peers: Sequence[str], dtypes: Sequence[str], count: int, *, avx2_only: bool) -> int:
-    if LLAMA_CPP in peers and find_spec("llama_cpp") is None:
+def main(peers: Mapping[str, str], dtypes: Sequence[str], count: int, *, avx2_only: bool) -> int:
+    if {LLAMA_CPP, Q8_0} & peers.keys() and find_spec("llama_cpp") is None:
         print("llama.cpp is missing: pip install -c constraints.txt -e '.[bench-peers]' compiles it, in minutes")
         return 2
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # of the peers' processes
@@ -204,18 +233,22 @@ def main(peers: Sequence[str], dtypes: Sequence[str], count: int, *, avx2_only: 
         found = [replace(check, what=f"AVX2 only, {check.what}") for check in found]
     print(*(check.line() for check in found), sep="\n")
     settings = {"model": MODEL, "requests": count, "in_flight": IN_FLIGHT}
-    Results("compare_avx2" if avx2_only else "compare", rows, found, settings).write()
+    name = "compare_formats" if INT8 in peers else "compare_avx2" if avx2_only else "compare"
+    Results(name, rows, found, settings).write()
     return 1 if any(row["failed"] for row in rows) else 0
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=[peer for peer in CLASSES if peer != OURS], nargs="+", help="peers")
+    parser.add_argument("--formats", action="store_true", help="8-bit weights, and transformers' code on our cache")
     parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=DTYPES)
     parser.add_argument("--requests", type=int, default=96)
     parser.add_argument("--avx2", type=Path, metavar="FOLDER", help="emulate AVX2 only; of llama.cpp's package")
     arguments = parser.parse_args()
     if arguments.avx2:
         keep_to_avx2(arguments.avx2)
-    chosen = [OURS, *(arguments.only or [peer for peer in CLASSES if peer != OURS])]
+    if arguments.formats:
+        sys.exit(main(FORMATS, ["bfloat16"], arguments.requests, avx2_only=False))
+    chosen = {peer: name for peer, name in CLASSES.items() if peer == OURS or peer in (arguments.only or CLASSES)}
     sys.exit(main(chosen, arguments.dtype, arguments.requests, avx2_only=bool(arguments.avx2)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import llama_cpp
@@ -112,3 +112,14 @@ class LlamaServer:
 
 def peer(job: Job) -> SteppedPeer:
     return SteppedPeer(LlamaServer(job), job)
+
+
+def q8_0_peer(job: Job) -> SteppedPeer:
+    """With weights of 8 bits in blocks of 32."""
+    quantized = job.gguf.with_suffix(".q8_0.gguf")
+    settings = llama_cpp.llama_model_quantize_default_params()
+    settings.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0
+    settings.allow_requantize = True
+    if llama_cpp.llama_model_quantize(bytes(job.gguf), bytes(quantized), ctypes.byref(settings)):
+        raise RuntimeError(f"llama.cpp cannot quantise {job.gguf}")
+    return peer(replace(job, gguf=quantized))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from llmservice_server import LLM
 from llmservice_server.types.messages import GenerateRequest, SamplingParams
@@ -10,7 +11,7 @@ from peers.workload import Job, PeerRequest, SteppedPeer
 
 
 class OurEngine:
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, **settings: Any) -> None:
         self._llm = LLM(
             job.model,
             dtype=job.dtype,
@@ -18,6 +19,7 @@ class OurEngine:
             max_model_len=job.longest,
             expected_tokens=job.longest,
             threads=job.threads,
+            **settings,
         )
 
     def add(self, index: int, request: PeerRequest) -> None:
@@ -38,3 +40,11 @@ class OurEngine:
 
 def peer(job: Job) -> SteppedPeer:
     return SteppedPeer(OurEngine(job), job)
+
+
+def int8_peer(job: Job) -> SteppedPeer:
+    return SteppedPeer(OurEngine(job, quantization="int8"), job)
+
+
+def peer_by_transformers(job: Job) -> SteppedPeer:
+    return SteppedPeer(OurEngine(job, implementation="transformers"), job)

@@ -9,7 +9,22 @@ from importlib import import_module
 
 import pytest
 
-from compare import CLASSES, CONTINUOUS, LLAMA_CPP, OURS, STATIC, checks, finalists, rotated, speeds
+from compare import (
+    BY_TRANSFORMERS,
+    CLASSES,
+    CONTINUOUS,
+    FORMATS,
+    INT8,
+    LLAMA_CPP,
+    OURS,
+    Q8_0,
+    STATIC,
+    checks,
+    finalists,
+    format_checks,
+    rotated,
+    speeds,
+)
 from llmservice_bench.report import Report
 from llmservice_bench.trace import Lengths
 from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
@@ -175,3 +190,14 @@ def test_single_stream_is_compared_per_turn_with_the_best_peer() -> None:
     assert ttft.measured == pytest.approx(1.25)
     assert CONTINUOUS in check.what
     assert check.measured == pytest.approx(1.2)
+
+
+def test_formats_are_compared_with_the_same_bits_and_the_same_code() -> None:
+    def took(seconds: float) -> Report:
+        return Report.of(records([PeerRequest([1], 1)], [Answer(0.0, [7], [seconds])]))
+
+    batches = {OURS: took(1.5), INT8: took(1.0), Q8_0: took(2.0), BY_TRANSFORMERS: took(2.0), CONTINUOUS: took(5.0)}
+    turns = {peer: [10.0 * place] for place, peer in enumerate(FORMATS, start=1)}
+    found = format_checks(batches, turns, "bfloat16")
+    assert [check.measured for check in found] == [1.5, 2.0, 2.0, 0.5, 2.5]
+    assert [check.met for check in found] == [True, True, True, False, True]

@@ -253,7 +253,7 @@ def linears_of(layer: DecoderLayer) -> tuple[Linear, Linear, Linear, Linear]:
     return layer.qkv, layer.o, layer.gate_up, layer.down
 
 
-class DecoderShape(Protocol):
+class CausalShape(Protocol):
     """The sizes in a model's config that a backend needs."""
 
     @property
@@ -269,13 +269,18 @@ class DecoderShape(Protocol):
     @property
     def head_dim(self) -> int: ...
     @property
-    def rms_norm_eps(self) -> float: ...
-    @property
     def windows(self) -> tuple[int | None, ...]: ...
     @property
     def softcap(self) -> float | None: ...
     @property
     def max_context(self) -> int: ...
+
+
+class DecoderShape(CausalShape, Protocol):
+    """The numbers that a `Decoder` has beside them."""
+
+    @property
+    def rms_norm_eps(self) -> float: ...
 
 
 class Rotary(Protocol):
@@ -296,7 +301,7 @@ class Model(Protocol):
     ops: LayerOps  # a model of other operations does not use it
 
     @property
-    def config(self) -> DecoderShape: ...
+    def config(self) -> CausalShape: ...
 
     @property
     def weight_bytes(self) -> int: ...
@@ -332,6 +337,9 @@ class Decoder(Model, Protocol):
     embed_tokens: torch.Tensor
     layers: list[DecoderLayer]
     lm_head: Linear
+
+    @property
+    def config(self) -> DecoderShape: ...
 
     @property
     def rotary(self) -> Rotary: ...

@@ -134,7 +134,7 @@ class LlamaModel:
     def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
         """The checkpoint's tensor names, each with the (part of a) weight that it fills."""
         tensors = {"model.embed_tokens.weight": self.embed_tokens, "model.norm.weight": self.norm}
-        if not self.config.tied_embeddings and not self.lm_head.weight.is_meta:
+        if not self.config.tied_embeddings and self.lm_head.weight.device.type != "meta":
             tensors["lm_head.weight"] = self.lm_head.weight
         for index, layer in enumerate(self.layers):
             tensors.update((f"model.layers.{index}.{name}", tensor) for name, tensor in self._layer_tensors(layer))
@@ -237,7 +237,7 @@ class LlamaModel:
 def _rows(linear: Linear, names: dict[str, int]) -> Iterator[tuple[str, torch.Tensor]]:
     """The rows of a fused matrix under the checkpoint's names; `names` gives each its number of rows, in order."""
     sizes = list(names.values())
-    if not linear.weight.is_meta:
+    if linear.weight.device.type != "meta":
         for name, weight in zip(names, torch.split(linear.weight, sizes), strict=True):
             yield f"{name}.weight", weight
     if linear.bias is not None:

@@ -62,12 +62,10 @@ class TransformersConfig:
     num_kv_heads: int
     head_dim: int
     windows: tuple[int | None, ...]
-    scalings: tuple[float, ...]  # by layer, of the scores
     softcap: float | None
     has_sinks: bool
     max_context: int
     dtype: str | None
-    rms_norm_eps: float = 1e-6
 
     implementation: ClassVar[ModelCode] = "transformers"
 
@@ -193,7 +191,6 @@ def examine(folder: Path) -> TransformersConfig:
         num_kv_heads=first.num_kv_heads,
         head_dim=first.head_dim,
         windows=tuple(call.window for call in calls),
-        scalings=tuple(call.settings.get("scaling", first.head_dim**-0.5) for call in calls),
         softcap=softcaps.pop(),
         has_sinks=any("s_aux" in call.settings for call in calls),
         max_context=_max_context(text, name),
