@@ -90,6 +90,8 @@ class ServeConfig:
     cors_allow_origins: tuple[str, ...] = ()
     max_loras: int = 0  # adapters in memory at once; their names are models' names, too
     enable_lora_updates: bool = False  # clients may load and unload adapters
+    adapters_file: Path | None = None  # a list of adapters that the server follows
+    adapters_dir: Path | None = None  # where it fetches them to
     strict_parameters: bool = False  # unknown parameters are refused instead of ignored
 
 
@@ -102,6 +104,7 @@ class ServerState:
     tokenizer: Tokenizer | None = None
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)  # of requests that do not set them
     adapter_failures: dict[str, str] = field(default_factory=dict)  # by name, of those that should be loaded
+    adapters_pending: bool = False  # those that are listed at the start are not loaded yet
     draining: bool = False
     num_active: int = 0  # HTTP requests to the API under way, the sending of their answers included
     body_deadlines: set[asyncio.Timeout] = field(default_factory=set)  # of bodies that are not complete
@@ -123,6 +126,8 @@ class ServerState:
             return "the server is shutting down"
         if self.engine.ready is None or self.tokenizer is None:
             return "the model is being loaded"
+        if self.adapters_pending:
+            return "the adapters are being loaded"
         return None
 
     def __post_init__(self) -> None:
@@ -215,10 +220,16 @@ class ServerState:
         if does != task and (does, task) != ("generate", "embed"):
             raise invalid(_WHAT_IT_DOES[does], param="model", code="unsupported_task")
 
-    def report_adapters(self, adapters: Mapping[str, AdapterInfo]) -> None:
-        """Set the metric, after a change of the engine's `adapters` or of `adapter_failures`."""
-        failed = [(name, "", "failed") for name in self.adapter_failures]
-        self.metrics.set_adapters([*((each.name, each.version, each.state) for each in adapters.values()), *failed])
+    def report_adapters(self) -> None:
+        """Set the metric, after a change of the engine's adapters or of `adapter_failures`."""
+        loaded = [(each.name, each.version, each.state) for each in self.engine.adapters.values()]
+        self.metrics.set_adapters([*loaded, *((name, "", "failed") for name in self.adapter_failures)])
+
+    def why_not_an_adapter(self, name: str) -> str | None:
+        """Why an adapter cannot have this name."""
+        if name in self.config.served_model_names:
+            return f"the adapter's name is {name}, which is the model's own: choose another"
+        return None
 
     def require_base_model(self, name: str) -> None:
         """Raises ApiError: 404 where the request means another model, 400 for an adapter."""

@@ -8,6 +8,7 @@ from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import PlainTextResponse
 
+from llmservice_server.http.adapter_list import ADAPTER_NAME
 from llmservice_server.http.body import BodyRoute
 from llmservice_server.http.error import ApiError, invalid
 from llmservice_server.http.protocol.base import Body
@@ -17,7 +18,7 @@ from llmservice_server.types.messages import AdapterReport
 
 router = APIRouter(route_class=BodyRoute, responses=error_responses(*REFUSALS))
 
-AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*$", max_length=253)]
+AdapterName = Annotated[str, Field(pattern=ADAPTER_NAME, max_length=128)]
 
 
 class LoadAdapterRequest(Body):
@@ -33,8 +34,8 @@ class UnloadAdapterRequest(Body):
 
 @router.post("/v1/load_lora_adapter", response_class=PlainTextResponse, summary="Load a LoRA adapter")
 async def load_adapter(body: LoadAdapterRequest, state: StateDep) -> Any:
-    if body.lora_name in state.config.served_model_names:
-        raise invalid(f"lora_name is {body.lora_name}, which is the model's own name: choose another", "lora_name")
+    if (problem := state.why_not_an_adapter(body.lora_name)) is not None:
+        raise invalid(problem, "lora_name")
     if body.lora_name in state.engine.adapters and not body.load_inplace:
         raise invalid(
             f"The LoRA adapter `{body.lora_name}` is loaded already: set load_inplace to replace it", "lora_name"

@@ -60,7 +60,7 @@ def test_an_adapter_is_a_model_from_its_load_to_its_unload(shared_server: Start,
 @pytest.mark.parametrize(
     ("name", "path", "message"),
     [
-        ("tiny", "/tmp", b"the model's own name"),
+        ("tiny", "/tmp", b"the model's own"),
         ("other", "/nowhere", b"/nowhere is not a folder"),
         ("a name", "/tmp", b"lora_name"),
     ],
@@ -85,3 +85,31 @@ def test_no_request_fails_while_adapters_are_loaded(shared_server: Start, adapte
 
 def test_adapters_cannot_be_loaded_by_default(server: Any) -> None:
     assert _post(server, "/v1/load_lora_adapter", lora_name="a", lora_path="/tmp")[0] == 404
+
+
+def _list(file: Path, *adapters: dict[str, Any]) -> None:
+    """As the kubelet does it: the file is replaced as a whole."""
+    unfinished = file.with_suffix(".new")
+    unfinished.write_text(json.dumps(adapters))
+    unfinished.replace(file)
+
+
+def test_the_listed_adapters_are_served(start_server: Start, adapter: Path, tiny_model: Path, tmp_path: Path) -> None:
+    file, copies, broken = tmp_path / "adapters.json", tmp_path / "copies", tmp_path / "broken"
+    write_tiny_adapter(broken, tiny_model, rank=16)
+    poet = {"name": "poet", "uri": f"file://{adapter}", "pinned": True}
+    _list(file, poet, {"name": "broken", "uri": f"file://{broken}"}, {"name": "nowhere", "uri": "file:///nowhere"})
+    server = start_server(*FLAGS[:-1], "--adapters-file", str(file), "--adapters-dir", str(copies)).wait_until_ready()
+    assert _ask(server, "poet")[0] == 200
+    assert server.metric("llmservice_lora_adapter", state="failed") == 2
+    reported = {each["name"]: each for each in json.loads(server.get("/sizing")[1])["adapters"]}
+    assert (reported["poet"]["state"], reported["poet"]["pinned"]) == ("loaded", True)
+    assert "rank is 16, expected at most --max-lora-rank 8" in reported["broken"]["error"]
+    assert "/nowhere is no folder" in reported["nowhere"]["error"]
+    assert sum("an adapter cannot be loaded" in str(line) for line in server.log) == 2
+    _list(file, {"name": "bard", "uri": f"file://{adapter}"})
+    server.wait_for(lambda: _ask(server, "bard")[0] == 200)
+    assert _ask(server, "poet")[0] == 404
+    assert server.metric("llmservice_lora_adapter", state="failed") == 0
+    assert len(list(copies.iterdir())) == 1
+    assert server.process.poll() is None
