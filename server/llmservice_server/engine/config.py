@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from llmservice_planner.quantization import Quantization
-from llmservice_planner.sizing_request import CAP_OF_UNKNOWN_RATES, EXPECTED_TOKENS
+from llmservice_planner.sizing_request import CAP_OF_UNKNOWN_RATES, EXPECTED_TOKENS, MOST_LORA_RANK, MOST_LORAS
 from llmservice_planner.step_tokens import StepTokens, step_tokens
 from llmservice_server.types.errors import ConfigError
 
-MOST_LORAS = 1024
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 KVCacheDType = Literal["auto", "bfloat16", "float16", "float32", "fp8"]
 Attention = Literal["auto", "triton", "torch"]
@@ -148,7 +147,9 @@ class EngineConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(allowed)}")
         if not 0 <= self.max_loras <= MOST_LORAS:
             raise ConfigError(f"max_loras is {self.max_loras}, expected 0 (none) to {MOST_LORAS}")
-        for name in ("block_size", "expected_tokens", "max_lora_rank"):
+        if not 1 <= self.max_lora_rank <= MOST_LORA_RANK:
+            raise ConfigError(f"max_lora_rank is {self.max_lora_rank}, expected 1 to {MOST_LORA_RANK}")
+        for name in ("block_size", "expected_tokens"):
             _require_positive(name, getattr(self, name))
         for name in (
             "max_num_seqs",

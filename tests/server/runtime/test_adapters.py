@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from llmservice_bench.batch_scheduler import AdmitsAll
+from llmservice_planner.shape import ModelShape
 from llmservice_server.backend.base import StepInput
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.engine import Engine
@@ -134,6 +135,9 @@ def test_answers_are_those_of_the_merged_models(folder: Path, crowded: bool) -> 
     models = {name: merged(folder, name) for name in (None, *ADAPTERS)}
     for key, (prompt, name) in prompts.items():
         assert is_greedy(models[name], prompt, answers[key]), key
+    slots, shape = model_runner(engine).adapters, ModelShape.from_folder(folder / "base")
+    assert slots is not None
+    assert slots.nbytes == 3 * shape.adapter_slot_bytes(8, "float32")  # as planned
     stats = engine.stats()
     assert stats.prefix_hits > 0
     assert (sum(stats.preemptions.values()) > 0) is crowded
