@@ -96,12 +96,12 @@ class AdapterList:
         for each in listed:
             if self._loaded.get(each.name) == each and each.name in self._state.engine.adapters:
                 continue
-            error = failures.get(each.name)
+            error = failures.get((each.name, each.uri))
             if now_s >= self._retries.get(each, now_s) and (error := await self._load(each)) is not None:
                 self._retries[each] = now_s + _RETRY_S
                 log.error("an adapter cannot be loaded", extra={"fields": {"adapter": each.name, "error": error}})
             if error is not None:
-                self._state.adapter_failures[each.name] = error
+                self._state.adapter_failures[each.name, each.uri] = error
         if failures or self._state.adapter_failures:
             self._state.report_adapters()
 
@@ -121,6 +121,7 @@ class AdapterList:
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)  # its source may be corrected
             return report.error
         self._loaded[adapter.name] = adapter
+        self._state.adapter_uris[adapter.name] = adapter.uri
         if before is not None and self._folder_of(before) != folder:
             await asyncio.to_thread(shutil.rmtree, self._folder_of(before), ignore_errors=True)
         seconds = round(time.monotonic() - began_s, 3)
@@ -132,6 +133,7 @@ class AdapterList:
 
     async def _unload(self, adapter: ListedAdapter) -> None:
         await self._state.engine.unload_adapter(adapter.name)
+        self._state.adapter_uris.pop(adapter.name, None)
         await asyncio.to_thread(shutil.rmtree, self._folder_of(adapter), ignore_errors=True)
         log.info("an adapter is unloaded", extra={"fields": {"adapter": adapter.name}})
 

@@ -103,7 +103,8 @@ class ServerState:
     admission_queue: AdmissionQueue = field(init=False)
     tokenizer: Tokenizer | None = None
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)  # of requests that do not set them
-    adapter_failures: dict[str, str] = field(default_factory=dict)  # by name, of those that should be loaded
+    adapter_failures: dict[tuple[str, str], str] = field(default_factory=dict)  # by name and URI, of those listed
+    adapter_uris: dict[str, str] = field(default_factory=dict)  # by name, of those that a file lists
     adapters_pending: bool = False  # those that are listed at the start are not loaded yet
     draining: bool = False
     num_active: int = 0  # HTTP requests to the API under way, the sending of their answers included
@@ -223,7 +224,7 @@ class ServerState:
     def report_adapters(self) -> None:
         """Set the metric, after a change of the engine's adapters or of `adapter_failures`."""
         loaded = [(each.name, each.version, each.state) for each in self.engine.adapters.values()]
-        self.metrics.set_adapters([*loaded, *((name, "", "failed") for name in self.adapter_failures)])
+        self.metrics.set_adapters([*loaded, *((name, "", "failed") for name, _ in self.adapter_failures)])
 
     def why_not_an_adapter(self, name: str) -> str | None:
         """Why an adapter cannot have this name."""

@@ -37,6 +37,7 @@ class AdapterStatus(BaseModel):
         Field(description="evicted: read again from its folder when a request names it"),
     ]
     pinned: bool = False
+    uri: Annotated[str | None, Field(description="where it was fetched from, if a file lists it")] = None
     error: Annotated[str | None, Field(description="why it could not be loaded")] = None
 
 

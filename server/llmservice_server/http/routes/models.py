@@ -107,12 +107,18 @@ async def metrics(state: StateDep) -> Response:
 
 def _adapters(state: ServerState) -> list[AdapterStatus]:
     loaded = [
-        AdapterStatus(name=each.name, version=each.version, state=each.state, pinned=each.pinned)
+        AdapterStatus(
+            name=each.name,
+            version=each.version,
+            state=each.state,
+            pinned=each.pinned,
+            uri=state.adapter_uris.get(each.name),
+        )
         for each in state.engine.adapters.values()
     ]
     failed = [
-        AdapterStatus(name=name, version="", state="failed", error=error)
-        for name, error in state.adapter_failures.items()
+        AdapterStatus(name=name, version="", state="failed", uri=uri, error=error)
+        for (name, uri), error in state.adapter_failures.items()
     ]
     return [*loaded, *failed]
 
