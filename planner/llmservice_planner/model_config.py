@@ -98,6 +98,7 @@ def shape_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         "o_bias": values.flag("attention_bias") if fixed_bias is None else False,
         "mlp_bias": family.mlp_bias and values.flag("mlp_bias"),
         "qk_norm": family.qk_norm,
+        "has_sinks": family.has_sinks,
         "norms_per_layer": family.norms_per_layer,
         "dtype": _dtype(values.get("dtype") or values.get("torch_dtype")),
         "quantization": _quantization(config),

@@ -46,6 +46,8 @@ class ModelShape:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    has_sinks: bool = False
+    """A parameter of each head in the softmax (gpt-oss)."""
     norms_per_layer: int = 2
     num_experts: int = 0
     experts_per_token: int = 0
@@ -263,7 +265,7 @@ class ModelShape:
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         weights = self.hidden_size * (2 * queries + 2 * keys)
         biases = (queries + 2 * keys) * self.qkv_bias + self.hidden_size * self.o_bias
-        return weights + biases + 2 * self.head_dim * self.qk_norm
+        return weights + biases + 2 * self.head_dim * self.qk_norm + self.heads * self.has_sinks
 
     def _mla_parameters(self) -> int:
         query_dim = self.heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)

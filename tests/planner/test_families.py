@@ -47,6 +47,7 @@ _VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {"head_dim": 16}),
     ("qwen3", {"head_dim": 16, "attention_bias": True}),
     ("qwen3_moe", {"head_dim": 16, "num_experts": 10, "moe_intermediate_size": 40}),
+    ("gpt_oss", {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2}),
     ("gemma", {"head_dim": 16}),
     ("gemma2", {"head_dim": 16}),
     ("gemma3_text", {"head_dim": 16}),
