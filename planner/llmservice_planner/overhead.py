@@ -86,8 +86,8 @@ def activation_bytes(shape: ModelShape, device_count: int, dtype: str, num_token
     """Peak memory of one GPU's temporaries in one layer, for a step of `num_tokens` tokens.
 
     It consists of the residual, the normed input, the norm's float32 copy, and the larger half of a layer: q, k, v and
-    the attention's output, or gate, up and the activated gate. Only the halves are split over the GPUs. An encoder
-    has masks beside them.
+    the attention's output, or gate, up and the activated gate; each expert of a token has rows of its own, before and
+    after. Only the halves are split over the GPUs. An encoder has masks beside them.
     """
     width = DTYPE_BYTES[dtype]
     attention = 2 * shape.heads * shape.head_dim + 2 * shape.kv_heads * shape.head_dim
@@ -95,8 +95,8 @@ def activation_bytes(shape: ModelShape, device_count: int, dtype: str, num_token
         attention = shape.heads * (2 * (shape.qk_nope_head_dim + shape.qk_rope_head_dim) + 2 * shape.v_head_dim)
     mlp = 3 * shape.intermediate_size
     if shape.num_experts:
-        routed = shape.experts_per_token * shape.moe_intermediate_size + shape.shared_expert_intermediate_size
-        mlp = max(mlp * bool(shape.dense_layers), 3 * routed)
+        routed = shape.experts_per_token * (3 * shape.moe_intermediate_size + 2 * shape.hidden_size)
+        mlp = max(mlp * bool(shape.dense_layers), routed + 3 * shape.shared_expert_intermediate_size)
     per_token = 2 * shape.hidden_size * width + shape.hidden_size * 4 + max(attention, mlp) * width // device_count
     if shape.is_encoder:
         per_token += (shape.max_position_embeddings or 0) * MASK_BYTES

@@ -26,8 +26,8 @@ def test_activations_split_over_gpus_but_for_the_residual(shape_of: ShapeOf) -> 
     assert activation_bytes(shape_of("llama-3-8b"), 4, "bfloat16", 1) == per_token
 
 
-def test_a_token_of_a_mixture_passes_the_mlp_of_its_experts(shape_of: ShapeOf) -> None:
-    per_token = 2 * 2048 * 2 + 2048 * 4 + 3 * 8 * 768 * 2
+def test_a_token_of_a_mixture_has_a_row_for_each_of_its_experts(shape_of: ShapeOf) -> None:
+    per_token = 2 * 2048 * 2 + 2048 * 4 + 8 * (3 * 768 + 2 * 2048) * 2
     assert activation_bytes(shape_of("qwen3-30b-a3b"), 1, "bfloat16", 1) == per_token
 
 

@@ -1,5 +1,6 @@
 """On a device that computes as late as CUDA may, the engine gives the tokens that it gives on the CPU."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +11,14 @@ import pytest
 import torch
 
 from harness.late_device import CUDA, POISON, Event, LateDevice, OrderError, Stream, late_device
-from llmservice_server.backend.base import KVCacheShape
+from llmservice_server.backend.base import Decoder, KVCacheShape
 from llmservice_server.backend.cuda.attention import TritonAttention
 from llmservice_server.backend.cuda.backend import CudaBackend
 from llmservice_server.backend.cuda.capture import CudaCapture
 from llmservice_server.backend.cuda.decode_graphs import DecodeBuffers, DecodeGraphs, StepGraphs
+from llmservice_server.backend.cuda.experts import CudaExperts
 from llmservice_server.backend.cuda.mixed_graphs import MixedGraphs
+from llmservice_server.backend.experts import ExpertsMlp
 from llmservice_server.backend.transfer import HostCopy, tables_to_device, to_device
 from llmservice_server.engine.block_pool import PreemptionCost, SwapSpace
 from llmservice_server.engine.config import EngineConfig
@@ -36,11 +39,17 @@ REQUESTS: list[tuple[int, dict[str, Any]]] = [  # tokens of the prompt, and what
 ]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["dense", "experts"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     spec = TinyModelSpec(layers=1, hidden_size=32, heads=4, kv_heads=2, vocab_size=512, max_position_embeddings=128)
     write_tiny_model(folder, spec)
+    if request.param == "experts":
+        from transformers import MixtralConfig, MixtralForCausalLM  # after Triton was made an interpreter
+
+        config = MixtralConfig(**json.loads((folder / "config.json").read_text()), num_local_experts=4)
+        torch.manual_seed(0)
+        MixtralForCausalLM(config).save_pretrained(folder)
     return folder
 
 
@@ -57,6 +66,11 @@ def device() -> Iterator[LateDevice]:
 
 def on_late_device(on_cpu: Started, folder: Path, *, graphs: bool) -> Started:
     model = Checkpoint.open(folder).load(torch.float32, CUDA)
+    for layer in model.layers if isinstance(model, Decoder) else ():
+        if isinstance(layer.mlp, ExpertsMlp):
+            product = CudaExperts.of(layer.mlp.experts)
+            assert product is not None
+            layer.mlp.experts = product
     config = model.config
     shape = KVCacheShape(config.num_heads, config.num_kv_heads, config.head_dim, config.windows, 16, torch.float32)
     attention = TritonAttention(shape, NUM_BLOCKS + 1, CUDA)

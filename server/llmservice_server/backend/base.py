@@ -324,7 +324,9 @@ class CausalShape(Protocol):
     @property
     def hidden_size(self) -> int: ...
     @property
-    def intermediate_size(self) -> int: ...
+    def mlp_width(self) -> int:
+        """The numbers of a token that its MLP holds at a time, at most."""
+
     @property
     def num_heads(self) -> int: ...
     @property
@@ -342,6 +344,8 @@ class CausalShape(Protocol):
 class DecoderShape(CausalShape, Protocol):
     """The numbers that a `Decoder` has beside them."""
 
+    @property
+    def intermediate_size(self) -> int: ...
     @property
     def rms_norm_eps(self) -> float: ...
     @property

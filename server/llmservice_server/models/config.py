@@ -93,6 +93,14 @@ class ModelConfig:
     implementation: ClassVar[ModelCode] = "own"
 
     @property
+    def mlp_width(self) -> int:
+        """Experts have a row of their own for each of their tokens."""
+        dense = 2 * self.intermediate_size
+        if self.experts is None:
+            return dense
+        return max(dense, self.experts.per_token * (self.hidden_size + self.experts.width))
+
+    @property
     def activation(self) -> Activation:
         return "gelu_tanh" if self.is_gemma else "silu"
 

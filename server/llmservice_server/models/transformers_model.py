@@ -57,7 +57,7 @@ class TransformersConfig:
     architecture: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
+    mlp_width: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -186,7 +186,7 @@ def examine(folder: Path) -> TransformersConfig:
         architecture=name if model_class.__name__ == name else model_class.__name__,
         vocab_size=text.vocab_size,
         hidden_size=text.hidden_size,
-        intermediate_size=max(widest) if isinstance(widest, list) else widest,
+        mlp_width=2 * (max(widest) if isinstance(widest, list) else widest),
         num_heads=first.num_heads,
         num_kv_heads=first.num_kv_heads,
         head_dim=first.head_dim,

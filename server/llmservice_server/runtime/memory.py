@@ -77,7 +77,7 @@ def _full_step(model: Model, backend: Backend, config: EngineConfig) -> tuple[Mo
 
 def _estimate(model: Model, config: EngineConfig) -> int:
     shape = model.config
-    widest = max(2 * shape.intermediate_size, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim)
+    widest = max(shape.mlp_width, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim)
     return activation_bytes(config.step_tokens, config.most_seqs, widest, shape.vocab_size, model.dtype.itemsize)
 
 
