@@ -47,10 +47,20 @@ class AdapterPoll:
         try:
             async with session.get(f"{backend.url}/sizing") as response:
                 response.raise_for_status()
-                return _names(await response.content.read(_ANSWER_LIMIT_BYTES))
+                return _names(await _bounded(response))
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             logger.debug("pod %s: no report of its adapters: %s", backend.name, error)
             return self.loaded.get(backend.uid)
+
+
+async def _bounded(response: aiohttp.ClientResponse) -> bytes:
+    """Raises ValueError for a body that no report has."""
+    body = bytearray()
+    async for chunk in response.content.iter_any():
+        body += chunk
+        if len(body) > _ANSWER_LIMIT_BYTES:
+            raise ValueError(f"the answer is longer than {_ANSWER_LIMIT_BYTES} bytes")
+    return bytes(body)
 
 
 def _names(text: bytes) -> frozenset[str]:

@@ -44,7 +44,8 @@ async def test_changes_are_told_and_a_silent_pod_keeps_its_adapters(pod: Pod) ->
     changes: list[object] = []
     poll = AdapterPoll(lambda: backends, lambda: changes.append(poll.loaded))
     async with aiohttp.ClientSession() as session:
-        pod.report = {"adapters": [entry("poet"), entry("bard", "evicted"), entry("broken", "failed")]}
+        long = entry("broken", "failed") | {"error": 100_000 * "x"}
+        pod.report = {"adapters": [entry("poet"), entry("bard", "evicted"), long]}
         await poll.poll(session)
         await poll.poll(session)
         pod.report = {"detail": "no server of ours"}
