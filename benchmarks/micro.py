@@ -19,6 +19,7 @@ import torch
 
 from llmservice_bench.results import Check, Results
 from llmservice_server.engine.scheduler import ContinuousScheduler
+from pieces.adapters import measure_adapter_memory, measure_adapters
 from pieces.block_pool import measure_block_pool
 from pieces.embeddings import NUM_STREAMS as NUM_EMBEDDING_STREAMS
 from pieces.embeddings import measure_embeddings
@@ -43,6 +44,7 @@ varies."""
 OFFERED = (10_000, 15_000, 20_000, 25_000, 30_000)  # tokens/s
 PROMPTS = (("16 requests with one prompt of 1,600 tokens", 16, 1600), ("one of 16,000 tokens, alone", 1, 16_000))
 EMBEDDED = ((16, 32), (4, 512))  # inputs of a request, tokens of each
+ADAPTER_LOADS = 500
 START_MODEL = "toy"
 
 
@@ -187,6 +189,22 @@ def embeddings() -> Found:
     )
 
 
+def adapters() -> Found:
+    row, memory = measure_adapters(), measure_adapter_memory(ADAPTER_LOADS)
+    slower, load = row["slowdown_percent"], row["load_beside_streams_s"]
+    return Found(
+        [row, memory],
+        [
+            Check("requests without an adapter slower with slots for adapters", "<= 3", slower, "%"),
+            Check(
+                f"load of an adapter of {row['adapter_mb']:.0f} MB beside {row['streams']} streams", "<= 1", load, "s"
+            ),
+            Check("requests failed by the loads", "<= 0", row["failed_requests"]),
+            Check(f"memory after {ADAPTER_LOADS} loads and unloads", "< 20", memory["growth_mib"], "MiB more"),
+        ],
+    )
+
+
 def start() -> Found:
     served = {**measure_phases(START_MODEL), **asyncio.run(measure_serving(START_MODEL))}
     with tempfile.TemporaryDirectory() as empty:
@@ -211,6 +229,7 @@ PARTS: dict[str, Callable[[], Found]] = {
     "http": http,
     "stream_chunks": stream_chunks,
     "embeddings": embeddings,
+    "adapters": adapters,
     "start": start,
 }
 

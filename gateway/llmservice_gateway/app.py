@@ -189,6 +189,7 @@ def _model_object(model: str, route: Route) -> dict[str, Any]:
         "namespace": route.namespace,
         "ready": bool(route.backends),
         "ready_replicas": len(route.backends),
+        "parent": route.parent,
     }
 
 

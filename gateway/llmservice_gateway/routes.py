@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -41,6 +41,8 @@ class Route:
     created: int = 0
     """Seconds since the epoch, for OpenAI's `created`."""
     backends: tuple[Backend, ...] = ()
+    parent: str | None = None
+    """Of a LoRA adapter, the served name of its model."""
 
 
 class ModelNotFoundError(LookupError):
@@ -92,15 +94,21 @@ class RouteTable:
             return False
 
 
-def build_table(services: Iterable[Manifest], pods: Iterable[Manifest]) -> RouteTable:
+def build_table(
+    services: Iterable[Manifest], pods: Iterable[Manifest], loaded: Mapping[str, Collection[str]] | None = None
+) -> RouteTable:
     """The table for the cluster as seen now.
 
     A pod serves the name that it was started with (its annotation), not the present one of its service: while a renamed
     service rolls out, the old name works while there is a pod of that name. Services of one namespace with the same
     served name share its requests.
+
+    A LoRA adapter that a service lists has a route of its own, to those pods that have loaded it (`loaded`: names by
+    the pod's uid). A model's name goes before an adapter's.
     """
     created: dict[tuple[str, str], int] = {}
     names: dict[tuple[str, str], str] = {}
+    adapters: dict[tuple[str, str], tuple[int, str]] = {}
     slots: dict[tuple[str, str], int | None] = {}
     for service in services:
         namespace, name = _identity(service)
@@ -109,6 +117,9 @@ def build_table(services: Iterable[Manifest], pods: Iterable[Manifest]) -> Route
         slots[namespace, name] = _slots(service)
         since = _epoch(service["metadata"].get("creationTimestamp"))
         created[namespace, served_name] = min(since, created.get((namespace, served_name), since))
+        for adapter in service.get("spec", {}).get("adapters") or ():
+            key = (namespace, str(adapter["name"]))
+            adapters[key] = min((since, served_name), adapters.get(key, (since, served_name)))
 
     backends: dict[tuple[str, str], list[Backend]] = defaultdict(list)
     for pod in pods:
@@ -120,12 +131,20 @@ def build_table(services: Iterable[Manifest], pods: Iterable[Manifest]) -> Route
         backend = Backend(metadata["uid"], metadata["name"], _url(pod), slots[owner])
         backends[owner[0], served_name].append(backend)
 
+    adapters = {key: claim for key, claim in adapters.items() if key not in created and key not in backends}
+    for (namespace, name), (since, served_name) in adapters.items():
+        created[namespace, name] = since
+        for backend in tuple(backends.get((namespace, served_name), ())):
+            if name in (loaded or {}).get(backend.uid, ()):
+                backends[namespace, name].append(backend)
+
     routes: dict[str, list[Route]] = defaultdict(list)
     claims = {key: (created.get(key, math.inf), key) for key in created.keys() | backends.keys()}
     for key in sorted(claims, key=lambda one: claims[one]):  # names of pods alone come last
         namespace, served_name = key
         ready = tuple(sorted(backends.get(key, ()), key=lambda backend: backend.name))
-        routes[served_name].append(Route(namespace, served_name, created.get(key, 0), ready))
+        parent = adapters[key][1] if key in adapters else None
+        routes[served_name].append(Route(namespace, served_name, created.get(key, 0), ready, parent))
     namespaces = frozenset(namespace for namespace, _ in names)
     return RouteTable({name: tuple(found) for name, found in routes.items()}, namespaces)
 

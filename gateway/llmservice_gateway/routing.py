@@ -7,9 +7,10 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+from llmservice_gateway.adapters import AdapterPoll
 from llmservice_gateway.balancer import Balancer
 from llmservice_gateway.reflector import KubernetesAPI, Reflector
-from llmservice_gateway.routes import RouteTable, build_table
+from llmservice_gateway.routes import Backend, RouteTable, build_table
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +26,7 @@ class Routing:
         self._clock = clock
         self.table = RouteTable()
         self.balancer = Balancer()
+        self._adapters = AdapterPoll(self._with_adapters, self._rebuild)
         self._services = [
             Reflector(api, f"/apis/serving.llmservice.io/v1alpha1{scope}/llmservices", self._rebuild)
             for scope in _scopes(namespaces)
@@ -43,6 +45,7 @@ class Routing:
         async with asyncio.TaskGroup() as group:
             for reflector in self._reflectors:
                 group.create_task(reflector.run())
+            group.create_task(self._adapters.run())
 
     @property
     def _reflectors(self) -> list[Reflector]:
@@ -51,12 +54,18 @@ class Routing:
     def _rebuild(self) -> None:
         services = [item for reflector in self._services for item in reflector.objects()]
         pods = [item for reflector in self._pods for item in reflector.objects()]
-        self.table = build_table(services, pods)
+        self.table = build_table(services, pods, self._adapters.loaded)
         routes = [route for _, route in self.table.models()]
         self.balancer.forget_all_but({backend.uid for route in routes for backend in route.backends})
         for route in routes:
             self.balancer.rebalance(route.backends, self._clock())
         logger.debug("routes: %s", {route.served_name: len(route.backends) for route in routes})
+
+    def _with_adapters(self) -> list[Backend]:
+        """The pods of models that have adapters, each once."""
+        models = {(route.namespace, route.parent) for _, route in self.table.models() if route.parent is not None}
+        routes = (route for _, route in self.table.models() if (route.namespace, route.served_name) in models)
+        return [backend for route in routes for backend in route.backends]
 
 
 def _scopes(namespaces: Sequence[str]) -> list[str]:

@@ -139,6 +139,7 @@ class Reconciler:
         sizing = await self._size(seen, memory)
         load = await self._load(seen, sizing)
         fetching = await self.pod_models.fetching(seen.pods)
+        adapters = await self.pod_models.adapters(seen.pods) if seen.service.spec.adapters else {}
         itl_feasible = sizing.plan.itl_feasible if isinstance(sizing, Sized) and sizing.plan else None
         memory.slo = slo_verdict(load, seen.service.spec.slo.ttft_p99_s, itl_feasible=itl_feasible, before=memory.slo)
         decision = self._decide(seen, memory, sizing, load)
@@ -160,6 +161,7 @@ class Reconciler:
             policy=scale_policy(seen.service, sizing),
             capacity=history.capacity if history else None,
             fetching=fetching,
+            adapters=adapters,
             settling=is_settling(memory.unobserved_s, seen.steady_s),
             name_holder=self.cache.name_holder(seen.service.served_name),
             allowance=allowance,

@@ -162,6 +162,8 @@ def sizing_request(spec: LLMServiceSpec, model: Model, shape: ModelShape, device
         max_num_batched_tokens=engine.max_num_batched_tokens,
         expected_tokens=engine.sizing.expected_tokens,
         max_num_seqs=None if engine.max_num_seqs == "auto" else engine.max_num_seqs,
+        max_loras=spec.max_loras,
+        max_lora_rank=engine.max_lora_rank,
         itl_p99_s=spec.slo.itl_p99_s,
         frees_slid_blocks=False,  # the server keeps a request's blocks to its end
         weights_bytes=None if shape.quantization or spec.model.quantization == "int8" else model.weights_bytes,
@@ -225,7 +227,8 @@ class Sizer:
 
         `known` are the figures that the status kept, `report` is of a server that sized itself.
         """
-        question = (spec.model_dump_json(include={"model", "resources", "engine", "slo"}), known, report)
+        parts = spec.model_dump_json(include={"model", "resources", "engine", "slo"})
+        question = (f"{parts} {spec.max_loras}", known, report)
         before = None
         if self._cached is not None and self._cached[0] == question:
             _, before, until_s = self._cached

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from llmservice_planner.encoders import ENCODER_BATCH
 from llmservice_planner.gpu import GPU
-from llmservice_planner.overhead import OverheadTerm, fixed_terms, logits_row_bytes
+from llmservice_planner.overhead import OverheadTerm, adapter_term, fixed_terms, logits_row_bytes
 from llmservice_planner.roofline import Roofline
 from llmservice_planner.sizing_request import LEAST_SEQUENCE_TOKENS, SizingRequest
 from llmservice_planner.step_tokens import LEAST_TOKENS, StepTokens, step_tokens
@@ -45,6 +45,9 @@ class Budget:
         measured = request.overhead_bytes_per_device
         if measured is None:
             terms = fixed_terms(shape, request.device, device_count, dtype, step.total)
+            if request.max_loras:
+                slots = adapter_term(shape, dtype, request.max_loras, request.max_lora_rank, on_cpu=request.on_cpu)
+                terms = (*terms, slots)
             row = 0 if shape.is_encoder else device_count * logits_row_bytes(shape)
         else:
             terms = (OverheadTerm("measured", device_count * measured),)

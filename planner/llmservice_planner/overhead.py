@@ -73,6 +73,15 @@ def fixed_terms(
     return tuple(terms)
 
 
+def adapter_term(shape: ModelShape, dtype: str, max_loras: int, rank: int, *, on_cpu: bool) -> OverheadTerm:
+    """The slots of LoRA adapters, allocated before the KV cache; on a CPU one more is read at a time."""
+    slots = max_loras + on_cpu
+    return OverheadTerm(
+        f"{max_loras} LoRA adapters of rank {rank}{', and one that is read' if on_cpu else ''}",
+        slots * shape.adapter_slot_bytes(rank, dtype),
+    )
+
+
 def activation_bytes(shape: ModelShape, device_count: int, dtype: str, num_tokens: int) -> int:
     """Peak memory of one GPU's temporaries in one layer, for a step of `num_tokens` tokens.
 

@@ -65,6 +65,10 @@ def _add_engine_arguments(engine: argparse._ArgumentGroup) -> None:
         "--expected-tokens", type=int, metavar="N", help="prompt and answer of a typical request; default: 1536"
     )
     engine.add_argument(
+        "--max-loras", type=int, default=0, metavar="N", help="LoRA adapters in memory at once; default: none"
+    )
+    engine.add_argument("--max-lora-rank", type=int, default=16, metavar="RANK", help="of an adapter, at most")
+    engine.add_argument(
         "--keep-slid-blocks",
         action="store_true",
         help="count blocks behind a sliding window as held, as in this version of the server",
@@ -104,6 +108,8 @@ def _request(args: argparse.Namespace) -> SizingRequest:
         max_num_batched_tokens=args.max_num_batched_tokens,
         expected_tokens=args.expected_tokens,
         max_num_seqs=args.max_num_seqs,
+        max_loras=args.max_loras,
+        max_lora_rank=args.max_lora_rank,
         itl_p99_s=args.itl_p99,
         frees_slid_blocks=not args.keep_slid_blocks,
         weights_bytes=weights_bytes(args.model, dtype) if read else None,

@@ -191,6 +191,16 @@ class ModelShape:
                 yield layers, 2 * width, self.hidden_size
                 yield layers, self.hidden_size, width
 
+    def adapter_slot_bytes(self, rank: int, dtype: str) -> int:
+        """A LoRA adapter of that rank on every linear layer of attention and of dense MLPs.
+
+        Each part of a fused matrix has factors of its own.
+        """
+        queries, keys, mlp = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.intermediate_size
+        attention = 4 * self.hidden_size + 2 * queries + 2 * keys
+        dense = (self.layers - self.moe_layers) * 3 * (self.hidden_size + mlp)
+        return rank * (self.layers * attention + dense) * DTYPE_BYTES[dtype]
+
     @property
     def active_parameters(self) -> int:
         """Parameters used for one token: all except the experts that it is not routed to."""

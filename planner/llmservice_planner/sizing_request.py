@@ -35,6 +35,9 @@ LEAST_SEQUENCE_TOKENS = 128
 EXPECTED_TOKENS = 1536
 """Prompt and answer of a request where nothing else is known; 1,100 and 210 on average in the Azure conversation trace
 2023 (Patel et al., "Splitwise", ISCA 2024)."""
+MOST_LORAS = 64
+"""Slots for LoRA adapters in memory."""
+MOST_LORA_RANK = 512
 _TOO_LARGE = 10**12
 
 
@@ -65,6 +68,9 @@ class SizingRequest:
     """Tokens of a typical request (prompt and answer); None: 1536, or `max_model_len` if that is less."""
     max_num_seqs: int | None = None
     """The user's number, which overrides the other bounds."""
+    max_loras: int = 0
+    """LoRA adapters in memory at once; each takes the memory of one of `max_lora_rank` on every linear layer."""
+    max_lora_rank: int = 16
     itl_p99_s: float | None = None
     frees_slid_blocks: bool = True
     """Whether the engine frees blocks that have left a layer's sliding window."""
@@ -124,6 +130,11 @@ class SizingRequest:
             value = getattr(self, name)
             if value is not None and not 1 <= value < _TOO_LARGE:
                 raise SizingError(f"{name} is {value}, expected at least 1 and less than 10**12")
+        if not 0 <= self.max_loras <= MOST_LORAS or not 1 <= self.max_lora_rank <= MOST_LORA_RANK:
+            raise SizingError(
+                f"max_loras is {self.max_loras} and max_lora_rank {self.max_lora_rank}, expected 0 to {MOST_LORAS} and "
+                f"1 to {MOST_LORA_RANK}"
+            )
         for name in ("weights_bytes", "overhead_bytes_per_device", "itl_p99_s"):
             value = getattr(self, name)
             if value is not None and value < 0:

@@ -32,7 +32,7 @@ SHAPE = {"layers": 2, "heads": 4, "hiddenSize": 64, "intermediateSize": 128, "vo
 SPEC: Object = {
     "model": {"uri": "hf://org/name", "shape": SHAPE},
     "resources": {"gpu": {"product": "l4"}},
-    "engine": {"maxModelLen": 512},
+    "engine": {"maxModelLen": 512, "maxLoras": 1},
     "replicas": 2,
 }
 RESTRICTED: Object = {
@@ -85,7 +85,8 @@ async def test_its_roles_are_all_that_it_needs_and_its_pods_are_admitted(install
     assert await until(pods)
     for kind in CHILD_KINDS.values():
         if kind.built_in:
-            assert await kube.get(Resource(kind.api_version, kind.plural), "team-a", "tiny")
+            name = "tiny-adapters" if kind.name == "ConfigMap" else "tiny"
+            assert await kube.get(Resource(kind.api_version, kind.plural), "team-a", name)
 
     edit = {"spec": {"networkPolicy": {"enabled": False}, "drainTimeout": "30s"}}
     await kube.merge(SERVICES, created, edit)
@@ -113,7 +114,6 @@ async def test_it_may_not_do_what_it_has_no_need_of(installed: Installed) -> Non
     roles = Resource("rbac.authorization.k8s.io/v1", "roles")
     for method, resource, name in (
         ("GET", Resource("v1", "secrets"), ""),
-        ("GET", Resource("v1", "configmaps"), ""),
         ("POST", PODS, ""),
         ("DELETE", PODS, "some"),
         ("DELETE", DEPLOYMENTS, "some"),

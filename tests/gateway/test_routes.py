@@ -148,3 +148,30 @@ def test_pods_have_the_slots_in_their_services_status() -> None:
     sized = service("llama") | {"status": {"sizing": {"maxNumSeqs": 24}}}
     table = build_table([sized, service("qwen")], [pod("a", "llama"), pod("b", "qwen")])
     assert [backend.slots for name in ("llama", "qwen") for backend in table.find(name).backends] == [24, None]
+
+
+def with_adapters(manifest: dict[str, Any], *names: str) -> dict[str, Any]:
+    adapters = [{"name": name, "uri": "hf://org/adapter"} for name in names]
+    return {**manifest, "spec": {**manifest["spec"], "adapters": adapters}}
+
+
+def test_an_adapter_is_routed_to_the_pods_of_its_model_that_report_it() -> None:
+    services = [with_adapters(service("llama"), "poet", "bard"), service("other")]
+    pods = [pod("a", "llama"), pod("b", "llama"), pod("c", "other")]
+    loaded = {"uid-a": {"poet"}, "uid-b": set(), "uid-c": {"poet"}}
+    table = build_table(services, pods, loaded)
+    assert names(table.find("poet")) == names(table.find("default/poet")) == ["a"]
+    assert names(table.find("bard")) == []
+    assert names(table.find("llama")) == ["a", "b"]
+    assert {name: route.parent for name, route in table.models()} == {
+        "bard": "llama", "llama": None, "other": None, "poet": "llama",
+    }  # fmt: skip
+
+
+def test_a_models_name_goes_before_an_adapters() -> None:
+    table = build_table(
+        [with_adapters(service("llama"), "poet"), service("poet")],
+        [pod("a", "llama"), pod("b", "poet")],
+        {"uid-a": {"poet"}},
+    )
+    assert names(table.find("poet")) == ["b"]

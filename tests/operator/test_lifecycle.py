@@ -29,7 +29,7 @@ BUILT_IN = {kind.name: Resource(kind.api_version, kind.plural) for kind in CHILD
 SPEC: Object = {
     "model": {"uri": "hf://org/name", "shape": SHAPE},
     "resources": {"gpu": {"product": "l4"}},
-    "engine": {"maxModelLen": 512},
+    "engine": {"maxModelLen": 512, "maxLoras": 1},
     "replicas": 2,
 }
 WAIT_S = 30.0
@@ -53,7 +53,8 @@ class World:
     async def delete(self) -> None:
         await self.kube.delete(SERVICES, await self.kube.get(SERVICES, "default", "tiny"))
 
-    async def find(self, resource: Resource, name: str = "tiny") -> Object | None:
+    async def find(self, resource: Resource, name: str | None = None) -> Object | None:
+        name = name or ("tiny-adapters" if resource.plural == "configmaps" else "tiny")
         try:
             return await self.kube.get(resource, "default", name)
         except ApiError as error:
@@ -155,7 +156,7 @@ async def test_a_recreated_service_gets_new_children(world: World) -> None:
     old = await world.create()
     await world.running(2)
     await world.delete()
-    new = await world.create(replicas=1, engine={"maxModelLen": 256})
+    new = await world.create(replicas=1, engine={"maxModelLen": 256, "maxLoras": 1})
 
     async def afresh() -> bool:
         children = [await world.find(resource) for resource in BUILT_IN.values()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from llmservice_planner.gpu import GIB, cpu_device, find_gpu
-from llmservice_planner.overhead import activation_bytes, fixed_terms, logits_row_bytes
+from llmservice_planner.overhead import activation_bytes, adapter_term, fixed_terms, logits_row_bytes
 from llmservice_planner.shape import ModelShape
 
 ShapeOf = Callable[[str], ModelShape]
@@ -56,3 +56,11 @@ def test_on_a_cpu_a_tied_head_takes_memory_of_its_own(shape_of: ShapeOf) -> None
 
 def test_a_row_of_logits_is_as_wide_as_the_vocabulary(shape_of: ShapeOf) -> None:
     assert logits_row_bytes(shape_of("llama-3-8b")) == 128256 * 16
+
+
+def test_an_adapter_of_llama_3_8b_takes_its_factors_on_every_layer(shape_of: ShapeOf) -> None:
+    per_layer = 2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336)  # q and o, k and v, gate, up and down
+    assert shape_of("llama-3-8b").adapter_slot_bytes(16, "bfloat16") == 16 * 32 * per_layer * 2
+    on_gpu = adapter_term(shape_of("llama-3-8b"), "bfloat16", 4, 16, on_cpu=False)
+    on_cpu = adapter_term(shape_of("llama-3-8b"), "bfloat16", 4, 16, on_cpu=True)
+    assert on_cpu.total_bytes * 4 == on_gpu.total_bytes * 5

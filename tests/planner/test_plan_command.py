@@ -203,3 +203,15 @@ def test_a_target_is_a_duration(text: str, shown: str, capsys: Capture) -> None:
         "8192",
     )
     assert f"past {shown}" in capsys.readouterr().out
+
+
+def test_adapters_take_memory_before_the_kv_cache(capsys: Capture) -> None:
+    pools = []
+    for flags in ([], ["--max-loras", "4", "--max-lora-rank", "32"]):
+        given = ("--shape", SHAPE_8B, "--max-model-len", "8192", "--max-num-seqs", "8", "--gpu", "l4", "-o", "json")
+        assert _plan(*given, *flags) == 0
+        pools.append(json.loads(capsys.readouterr().out))
+    before, after = pools
+    taken = after["overhead"]["4 LoRA adapters of rank 32"]
+    assert taken > 0
+    assert before["kv_pool_bytes"] - after["kv_pool_bytes"] == taken

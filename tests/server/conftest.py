@@ -108,7 +108,7 @@ class ServerProcess:
         samples = (sample for family in families for sample in family.samples)
         return {(sample.name, frozenset(sample.labels.items())): sample.value for sample in samples}
 
-    def metric(self, name: str, **labels: str) -> float:
+    def metric(self, name: str, /, **labels: str) -> float:
         """The sum of /metrics' samples that have these labels."""
         wanted = labels.items()
         return sum(value for (one, has), value in self.metrics().items() if one == name and wanted <= has)

@@ -110,6 +110,9 @@ capabilities: {drop: [ALL]}
 - apiGroups: [""]
   resources: [services, serviceaccounts]
   verbs: [get, list, watch, create, patch]
+- apiGroups: [""]  # the lists of LoRA adapters; delete: what the spec can turn off
+  resources: [configmaps]
+  verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
   verbs: [get, list, watch, create, patch]

@@ -78,7 +78,7 @@ def translate(word: str, mounts: Mapping[str, Path]) -> str:
 
 
 def volume_paths(pod: Object, root: Path, claims: Claims) -> dict[str, Path]:
-    """The folder of each of the pod's volumes (emptyDir below `root`). Raises `ConfigError`."""
+    """The folder of each of the pod's volumes (emptyDir and configMap below `root`). Raises `ConfigError`."""
     found = {}
     for volume in pod["spec"].get("volumes") or []:
         if "persistentVolumeClaim" in volume:
@@ -89,12 +89,35 @@ def volume_paths(pod: Object, root: Path, claims: Claims) -> dict[str, Path]:
             continue
         if "hostPath" in volume:
             found[volume["name"]] = Path(volume["hostPath"]["path"])
-        elif "emptyDir" in volume:
+        elif "emptyDir" in volume or "configMap" in volume:
             found[volume["name"]] = root / volume["name"]
-        elif "projected" not in volume and "secret" not in volume and "configMap" not in volume:
+        elif "projected" not in volume and "secret" not in volume:
             kind = next((name for name in volume if name != "name"), "nothing")
-            raise ConfigError(f"volume {volume['name']}: the local node has hostPath, emptyDir and claims, not {kind}")
+            raise ConfigError(
+                f"volume {volume['name']}: the local node has hostPath, emptyDir, configMap and claims, not {kind}"
+            )
     return found
+
+
+def write_config_maps(pod: Object, root: Path, lookup: Lookup) -> None:
+    """Write the pod's volumes of ConfigMaps, also while it runs: each file is replaced as a whole.
+
+    Raises `ConfigError` where a ConfigMap is missing.
+    """
+    for volume in pod["spec"].get("volumes") or []:
+        if (source := volume.get("configMap")) is None:
+            continue
+        folder, data = root / volume["name"], lookup("configmap", source["name"])
+        if data is None and not source.get("optional"):
+            raise ConfigError(f'configmap "{source["name"]}" not found')
+        folder.mkdir(parents=True, exist_ok=True)
+        for key, text in (data or {}).items():
+            if not (file := folder / key).exists() or file.read_text(encoding="utf-8") != text:
+                unfinished = folder / f".{key}"
+                unfinished.write_text(text, encoding="utf-8")
+                unfinished.replace(file)
+        for stale in [file for file in folder.iterdir() if file.name not in (data or {})]:
+            stale.unlink()
 
 
 def container_mounts(container: Object, volumes: Mapping[str, Path]) -> dict[str, Path]:

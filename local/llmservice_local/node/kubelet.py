@@ -91,7 +91,8 @@ class Kubelet:
     async def _work(self, session: ClientSession, addresses: AddressBlock) -> None:
         for resource in (PODS, CONFIG_MAPS, SECRETS, CLAIMS):
             await self._informers[resource].synced.wait()
-        self._informers[PODS].listeners.append(self._wake.set)
+        for resource in (PODS, CONFIG_MAPS):  # a change of a ConfigMap is written into the volumes of running pods
+            self._informers[resource].listeners.append(self._wake.set)
         self._wake.set()
         while True:
             await self._wake.wait()

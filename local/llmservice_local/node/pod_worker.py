@@ -18,11 +18,13 @@ from llmservice_local.errors import ApiError
 from llmservice_local.node.container import Container, ContainerHost, Launch
 from llmservice_local.node.container_spec import (
     Claims,
+    ConfigError,
     command_line,
     container_mounts,
     environment,
     translate,
     volume_paths,
+    write_config_maps,
 )
 from llmservice_local.node.logs import PodLogs
 from llmservice_local.node.pod_status import pod_status
@@ -89,6 +91,9 @@ class PodWorker:
         if "deletionTimestamp" in pod["metadata"] and not self._ending.is_set():
             self._grace_s = float(pod["metadata"].get("deletionGracePeriodSeconds", 30))
             self._ending.set()
+        if any(container.state.get("running") for container in self._all()):
+            with contextlib.suppress(ConfigError):  # what was mounted stays
+                self._write_config_maps()
 
     def forget(self) -> None:
         """Kill all containers of a pod that no longer exists in the API."""
@@ -151,15 +156,22 @@ class PodWorker:
                 path.mkdir(parents=True, exist_ok=True)
             elif not path.exists():
                 _LOG.info("volume %s of pod %s: %s does not exist", name, metadata["name"], path)
+        self._write_config_maps()
         mounts = container_mounts(spec, volumes)
         for mount in spec.get("volumeMounts") or []:  # a missing subPath is created, as by the kubelet
             if mount.get("subPath") and mount["mountPath"] in mounts and volumes[mount["name"]].is_dir():
                 mounts[mount["mountPath"]].mkdir(parents=True, exist_ok=True)
-        given = environment(spec, pod, lambda kind, name: self._host.lookup(kind, metadata["namespace"], name))
+        given = environment(spec, pod, self._lookup)
         own = {name: translate(value, mounts) for name, value in given.items()}
         env = {**self._host.base_env, "HOSTNAME": metadata["name"], "LLMSERVICE_HOST": self.address, **own}
         working_dir = Path(spec["workingDir"]) if spec.get("workingDir") else None
         return Launch(command_line(spec, env, mounts), env, working_dir)
+
+    def _write_config_maps(self) -> None:
+        write_config_maps(self.pod, self._host.volumes_root / self.pod["metadata"]["uid"], self._lookup)
+
+    def _lookup(self, kind: str, name: str) -> dict[str, str] | None:
+        return self._host.lookup(kind, self.pod["metadata"]["namespace"], name)
 
     def _all(self) -> list[Container]:
         return [*self.init, *self.containers]

@@ -45,6 +45,7 @@ CHILD_KINDS = {
     for kind in (
         Kind("v1", "ServiceAccount", "serviceaccounts"),
         Kind("v1", "Service", "services"),
+        Kind("v1", "ConfigMap", "configmaps"),
         Kind("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies"),
         Kind("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets"),
         Kind("apps/v1", "Deployment", "deployments"),

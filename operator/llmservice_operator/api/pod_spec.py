@@ -101,11 +101,12 @@ MANAGED_FLAGS = (
     "--model", "--served-model-name", "--port", "--metrics-port", "--max-model-len", "--max-num-seqs",
     "--default-lane", "--kv-cache-memory", "--memory-limit", "--gpu-memory-utilization", "--drain-timeout",
     "--start-record", "--dtype", "--expected-tokens", "--max-num-batched-tokens", "--block-size", "--kv-cache-dtype",
-    "--no-prefix-caching", "--swap-space-gib", "--threads", "--quantization",
+    "--no-prefix-caching", "--swap-space-gib", "--threads", "--quantization", "--max-loras", "--max-lora-rank",
+    "--adapters-file", "--adapters-dir",
 )  # fmt: skip
 """Flags that the operator sets: `server_args` in children/deployment.py, from other fields of the spec."""
 _SETS = "arg == flag || arg.startsWith(flag + '=')"
-_VOLUMES = "['models', 'tmp', 'cache', 'shm']"
+_VOLUMES = "['models', 'tmp', 'cache', 'shm', 'adapter-list', 'adapters']"
 
 
 class PodTemplate(SchemaModel):
@@ -121,7 +122,7 @@ class PodTemplate(SchemaModel):
             ),
             (
                 f"!has(self.volumes) || self.volumes.all(one, has(one.name) && !(one.name in {_VOLUMES}))",
-                "each of volumes needs a name, and models, tmp, cache and shm are taken",
+                "each of volumes needs a name, and models, tmp, cache, shm, adapter-list and adapters are taken",
             ),
         )
     )

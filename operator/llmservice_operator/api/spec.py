@@ -132,6 +132,14 @@ class Engine(SchemaModel):
         le=1048576,
         description="Token budget of one engine step. Default: by the GPU's memory, 2048 or 8192, and slo.itlP99.",
     )
+    max_loras: int | None = Field(
+        None,
+        ge=0,
+        le=64,
+        description="Slots for LoRA adapters in memory, counted before the KV cache; of more adapters those unused for"
+        " longest are evicted. Default: 4 where adapters are listed, else 0. A change replaces the pods.",
+    )
+    max_lora_rank: int = Field(16, ge=1, le=512, description="Rank of an adapter, at most: the size of a slot.")
     prefix_caching: bool = Field(True, description="Reuse the KV cache of equal prompt prefixes.")
     swap_space_gib: float = Field(
         0,
@@ -299,9 +307,50 @@ class NetworkPolicy(SchemaModel):
     )
 
 
+DEFAULT_MAX_LORAS = 4
+
+
+class Adapter(SchemaModel):
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            (
+                r"self.uri.matches('^(hf://[^/]+/[^/]+|s3://[^/]+|file:///[^/])')",
+                "uri must be hf://org/name[@revision], s3://bucket/path or file:///path (in the pod)",
+            ),
+        )
+    )
+
+    name: str = Field(
+        min_length=1,
+        max_length=128,
+        pattern=r"^[A-Za-z0-9]([A-Za-z0-9._/:-]*[A-Za-z0-9])?$",
+        description="The name that clients put in `model`.",
+    )
+    uri: str = Field(
+        min_length=7,
+        max_length=1024,
+        pattern=r"^[^\x00-\x1f\x7f]+$",
+        description="A folder in PEFT's format: hf://org/name[@revision], s3://bucket/path, or file:///path of a volume"
+        " in the pod. It is fetched again when this changes.",
+    )
+    pinned: bool = Field(False, description="Never evict it from memory.")
+
+
+_NO_ADAPTERS = "!has(self.adapters) || size(self.adapters) == 0"
+_OTHER_NAMES = "self.adapters.all(one, one.name != self.model.servedName)"
+
+
 class LLMServiceSpec(SchemaModel):
     model_config = ConfigDict(
         json_schema_extra=rules(
+            (
+                f"{_NO_ADAPTERS} || !has(self.engine.maxLoras) || self.engine.maxLoras > 0",
+                "adapters need engine.maxLoras of at least 1: raise it, or leave it out",
+            ),
+            (
+                f"{_NO_ADAPTERS} || !has(self.model.servedName) || {_OTHER_NAMES}",
+                "adapters can't have the model's own name (model.servedName): choose another",
+            ),
             (
                 "!has(self.autoscaling) || !has(self.replicas) || self.replicas == 1",
                 "replicas is ignored where autoscaling is set: leave it out, and set autoscaling.minReplicas",
@@ -310,6 +359,12 @@ class LLMServiceSpec(SchemaModel):
     )
 
     model: ModelSource = Field(description="Which model is served, and under which name.")
+    adapters: list[Adapter] = Field(
+        default_factory=list,
+        max_length=64,
+        description="LoRA adapters, each a model of its own for clients. Pods load and unload them while they serve.",
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+    )
     replicas: int = Field(
         1,
         ge=0,
@@ -335,6 +390,12 @@ class LLMServiceSpec(SchemaModel):
         description="Who may reach the pods besides the gateway, and what they may reach.",
     )
     monitoring: Monitoring = Field(default_factory=Monitoring, description="How Prometheus finds the pods.")
+
+    @property
+    def max_loras(self) -> int:
+        """`engine.maxLoras`, or its default."""
+        given = self.engine.max_loras
+        return given if given is not None else DEFAULT_MAX_LORAS if self.adapters else 0
 
 
 Manifest = dict[str, Any]

@@ -16,7 +16,9 @@ Figures = Annotated[dict[str, Any], WithJsonSchema(OPEN_OBJECT)]
 
 class Condition(SchemaModel):
     type: str = Field(
-        max_length=64, description="Ready, Progressing, Stalled, SizingValid, ScalingActive or SLOFeasible."
+        max_length=64,
+        description="Ready, Progressing, Stalled, SizingValid, ScalingActive, SLOFeasible, and where they apply"
+        " NameTaken, Degraded or AdaptersReady.",
     )
     status: Literal["True", "False", "Unknown"] = Field(description="Whether the condition holds.")
     reason: str = Field(
@@ -133,6 +135,12 @@ class AutoscalingStatus(SchemaModel):
     )
 
 
+class AdapterStatus(SchemaModel):
+    name: str = Field(max_length=128, description="Its name in spec.adapters.")
+    pods: int = Field(ge=0, description="Ready pods that serve it from its present URI.")
+    version: str | None = Field(None, max_length=64, description="A hash of its files, once a pod has loaded them.")
+
+
 class LLMServiceStatus(SchemaModel):
     model_config = ConfigDict(json_schema_extra={"description": "What the operator observed."})
 
@@ -144,6 +152,9 @@ class LLMServiceStatus(SchemaModel):
     model: ModelStatus | None = Field(None, description="The model's figures, and the progress of its download.")
     sizing: SizingStatus | None = Field(None, description="How many sequences fit, and the working.")
     autoscaling: AutoscalingStatus | None = Field(None, description="The load, and the decisions about it.")
+    adapters: list[AdapterStatus] = Field(
+        default_factory=list, max_length=64, description="The LoRA adapters, as pods report them."
+    )
     conditions: list[Condition] = Field(
         default_factory=list,
         max_length=16,

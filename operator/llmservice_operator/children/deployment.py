@@ -16,6 +16,10 @@ from llmservice_operator.api.spec import Manifest
 from llmservice_operator.children.placement import expected_placement
 from llmservice_operator.children.volumes import (
     CACHE_MOUNT,
+    adapter_args,
+    adapter_environment,
+    adapter_mounts,
+    adapter_volumes,
     fetch_container,
     model_mounts,
     model_volumes,
@@ -95,6 +99,7 @@ def _pod_template(service: LLMService, sized: Sized, image: str) -> Manifest:
             "volumes": [
                 *scratch_volumes(service, sized),
                 *model_volumes(service.spec.model, sized.model),
+                *adapter_volumes(service),
                 *template.volumes,
             ],
             **expected_placement(service, sized),
@@ -127,6 +132,7 @@ def server_args(service: LLMService, sized: Sized) -> list[str]:
         *("--drain-timeout", str(_drain_s(service))),
         *(() if engine.prefix_caching else ("--no-prefix-caching",)),
         *(("--swap-space-gib", f"{engine.swap_space_gib:g}") if engine.swap_space_gib else ()),
+        *adapter_args(service),
     ]
     if isinstance(sized.device, GPU):
         return [*args, "--gpu-memory-utilization", str(engine.gpu_memory_utilization)]
@@ -164,6 +170,7 @@ def _server(service: LLMService, sized: Sized, image: str) -> Manifest:
     template = service.spec.pod_template
     given = [_dumped(variable) for variable in template.env]
     names = {variable["name"] for variable in given}
+    own = [*scratch_environment(), *adapter_environment(service, sized.model.location)]
     return {
         "name": CONTAINER,
         "image": image,
@@ -173,7 +180,7 @@ def _server(service: LLMService, sized: Sized, image: str) -> Manifest:
             {"name": HTTP, "containerPort": PORT, "protocol": "TCP"},
             {"name": METRICS, "containerPort": METRICS_PORT, "protocol": "TCP"},
         ],
-        "env": [*(one for one in scratch_environment() if one["name"] not in names), *given],
+        "env": [*(one for one in own if one["name"] not in names), *given],
         **_filled({"envFrom": template.env_from}),
         "resources": _resources(service, sized),
         "startupProbe": _probe(
@@ -185,7 +192,11 @@ def _server(service: LLMService, sized: Sized, image: str) -> Manifest:
         # The server's last log line, which has the error, becomes the container's termination message.
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": _CONTAINER_SECURITY,
-        "volumeMounts": [*_mounts(service, sized, read_only=True), *template.volume_mounts],
+        "volumeMounts": [
+            *_mounts(service, sized, read_only=True),
+            *adapter_mounts(service),
+            *template.volume_mounts,
+        ],
     }
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 from llmservice_operator.api import labels
 from llmservice_operator.api.kinds import Child, child_manifest
 from llmservice_operator.api.resource import LLMService
 from llmservice_operator.api.spec import Manifest
 from llmservice_operator.children.deployment import HTTP, METRICS, PORT, expected_deployment
 from llmservice_operator.children.network_policy import DEFAULT_PEERS, PlatformPeers, expected_network_policy
+from llmservice_operator.children.volumes import ADAPTER_LIST_KEY, adapter_list_name
 from llmservice_operator.monitoring.alerts import service_groups
 from llmservice_operator.sizing import Sized
 
@@ -23,6 +26,7 @@ def expected_children(
         Child(expected_headless_service(service)),
         Child(expected_network_policy(service, sized.model.location, peers), wanted=spec.network_policy.enabled),
         Child(expected_disruption_budget(service)),
+        Child(expected_adapter_list(service), wanted=spec.max_loras > 0),
         Child(expected_deployment(service, sized, replicas, image)),
         Child(expected_pod_monitor(service), wanted=spec.monitoring.pod_monitor),
         Child(expected_prometheus_rule(service), wanted=spec.monitoring.prometheus_rule),
@@ -79,6 +83,13 @@ def expected_pod_monitor(service: LLMService) -> Manifest:
     manifest = child_manifest(service, "PodMonitor")
     manifest["metadata"]["labels"] = service.spec.monitoring.labels | manifest["metadata"]["labels"]
     return manifest | {"spec": spec}
+
+
+def expected_adapter_list(service: LLMService) -> Manifest:
+    """What the servers load, as `llmservice serve --adapters-file` reads it. A change replaces no pod."""
+    listed = [one.model_dump(by_alias=True) for one in service.spec.adapters]
+    data = {ADAPTER_LIST_KEY: json.dumps(listed, indent=1)}
+    return child_manifest(service, "ConfigMap", adapter_list_name(service)) | {"data": data}
 
 
 def headless_name(service: LLMService) -> str:

@@ -8,7 +8,6 @@ from urllib.parse import urlsplit
 
 from llmservice_operator.api import labels
 from llmservice_operator.api.kinds import child_manifest
-from llmservice_operator.api.model_spec import ModelSource
 from llmservice_operator.api.resource import LLMService
 from llmservice_operator.api.spec import Manifest
 from llmservice_operator.children.deployment import METRICS_PORT, PORT
@@ -69,25 +68,32 @@ def expected_network_policy(service: LLMService, location: ModelLocation, peers:
             {"from": [peers.own, *service.spec.network_policy.peers], "ports": [_tcp(PORT)]},
             {"from": [peers.own, *peers.prometheus], "ports": [_tcp(METRICS_PORT)]},
         ],
-        "egress": [_DNS, *_source_rules(service.spec.model, location), *service.spec.network_policy.to],
+        "egress": [_DNS, *_source_rules(service, location), *service.spec.network_policy.to],
     }
     return child_manifest(service, "NetworkPolicy") | {"spec": spec}
 
 
-def _source_rules(source: ModelSource, location: ModelLocation) -> list[Manifest]:
-    """What a download needs. Volumes and images are mounted by the kubelet: their pods need nothing.
+def _source_rules(service: LLMService, location: ModelLocation) -> list[Manifest]:
+    """What the downloads of model and adapters need. Volumes and images are mounted by the kubelet, and need nothing.
 
     A policy has addresses, not host names. The hub and AWS have public addresses, so port 443 of those is open. A
     mirror or another store may be anywhere, inside the cluster too, so its URL's port is open everywhere; for a
     Service, the network plugin may compare the port of the pods behind it.
     """
-    if location.fetch_uri is None:
-        return []
-    store = source.s3.endpoint if location.kind == "s3" and source.s3 else None
-    if (endpoint := location.hf_endpoint or store) is None:
-        return [{"to": _PUBLIC, "ports": [_tcp(443)]}]
+    uris = [location.fetch_uri or "", *(one.uri for one in service.spec.adapters)]
+    s3 = service.spec.model.s3
+    endpoints = {"hf": location.hf_endpoint, "s3": s3.endpoint if s3 else None}
+    schemes = {uri.partition("://")[0] for uri in uris}
+    rules = [_source_rule(endpoint) for scheme, endpoint in endpoints.items() if scheme in schemes]
+    return [rule for number, rule in enumerate(rules) if rule and rule not in rules[:number]]
+
+
+def _source_rule(endpoint: str | None) -> Manifest:
+    """Empty where nothing can be downloaded from there."""
+    if endpoint is None:
+        return {"to": _PUBLIC, "ports": [_tcp(443)]}
     port = _port(endpoint)
-    return [] if port is None else [{"to": _ANYWHERE, "ports": [_tcp(port)]}]
+    return {} if port is None else {"to": _ANYWHERE, "ports": [_tcp(port)]}
 
 
 def _port(url: str) -> int | None:

@@ -16,6 +16,7 @@ _GIB = 2**30
 _MIB = 2**20
 _AWS_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 _OPTIONAL = "AWS_SESSION_TOKEN"
+_STORES = frozenset({"HF_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_REGION"})
 _EGRESS_ENV = frozenset({"HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "SSL_CERT_FILE", "SSL_CERT_DIR"})
 
 
@@ -100,6 +101,54 @@ def _s3_environment(source: ModelSource) -> list[Manifest]:
             reference = {"name": secret.name, "key": key} | ({"optional": True} if key == _OPTIONAL else {})
             env.append({"name": key, "valueFrom": {"secretKeyRef": reference}})
     return env
+
+
+ADAPTER_LIST_KEY = "adapters.json"
+_ADAPTER_LIST_MOUNT = "/etc/llmservice/adapters"
+_ADAPTERS_MOUNT = "/adapters"
+
+
+def adapter_list_name(service: LLMService) -> str:
+    return f"{service.name}-adapters"
+
+
+def adapter_args(service: LLMService) -> list[str]:
+    """The server's flags; empty without slots for adapters."""
+    spec = service.spec
+    if not spec.max_loras:
+        return []
+    return [
+        *("--max-loras", str(spec.max_loras)),
+        *("--max-lora-rank", str(spec.engine.max_lora_rank)),
+        *("--adapters-file", f"{_ADAPTER_LIST_MOUNT}/{ADAPTER_LIST_KEY}"),
+        *("--adapters-dir", _ADAPTERS_MOUNT),
+    ]
+
+
+def adapter_volumes(service: LLMService) -> list[Manifest]:
+    """The list, which the kubelet updates in running pods, and room for the files that the server fetches."""
+    if not service.spec.max_loras:
+        return []
+    return [
+        {"name": "adapter-list", "configMap": {"name": adapter_list_name(service)}},
+        {"name": "adapters", "emptyDir": {}},
+    ]
+
+
+def adapter_mounts(service: LLMService) -> list[Manifest]:
+    if not service.spec.max_loras:
+        return []
+    return [
+        {"name": "adapter-list", "mountPath": _ADAPTER_LIST_MOUNT, "readOnly": True},
+        {"name": "adapters", "mountPath": _ADAPTERS_MOUNT},
+    ]
+
+
+def adapter_environment(service: LLMService, location: ModelLocation) -> list[Manifest]:
+    """Of the server, which fetches adapters: the model's hub or store, without its credentials."""
+    if not service.spec.max_loras:
+        return []
+    return [one for one in _environment(service.spec.model, location) if one["name"] in _STORES]
 
 
 TMP_MOUNT = "/tmp"  # noqa: S108 - a volume of the pod's own

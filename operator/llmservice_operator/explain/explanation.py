@@ -26,6 +26,7 @@ _HEALTHY = {
     "Stalled": ("False",),
     "NameTaken": ("False",),
     "Degraded": ("False",),
+    "AdaptersReady": ("True", "Unknown"),
     "SizingValid": ("True",),
     "SLOFeasible": ("True", "Unknown"),
 }
@@ -288,6 +289,8 @@ _REMEDIES = {
     "NameTaken": "Use the name with the namespace before it, or set another spec.model.servedName.",
     "KernelFallback": "Read the warning in the pod's log, and report it; engine.extraArgs [--attention, triton] makes"
     " such a pod fail instead: {logs}",
+    "AdapterLoadFailed": "Correct the adapter or spec.adapters as the message says; pods try again every minute.",
+    "AdaptersLoading": "Wait: the kubelet hands the list on within about a minute, then the pods fetch the adapters.",
     "ApplyFailed": "Correct what the API server objects to; for a missing permission see the operator's role.",
     "ServingEarlierSpec": "Correct the spec; what ran before goes on serving meanwhile.",
     # sizing

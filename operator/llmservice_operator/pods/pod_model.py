@@ -1,4 +1,4 @@
-"""What pods report about their model: the progress of its download, and how a server sized itself."""
+"""What pods report about their model: its download, how a server sized itself, and the adapters that it has."""
 
 from __future__ import annotations
 
@@ -66,6 +66,26 @@ def parse_progress(text: bytes) -> Download | None:
     return download
 
 
+@dataclass(frozen=True, slots=True)
+class PodAdapter:
+    """A LoRA adapter as one pod reports it."""
+
+    name: str
+    uri: str | None
+    version: str
+    error: str | None = None
+    """Why it could not be loaded."""
+
+
+def parse_adapters(text: bytes) -> list[PodAdapter]:
+    """Of a server's GET /sizing. Raises ValueError for anything else."""
+    try:
+        found = json.loads(text)["adapters"]
+        return [PodAdapter(str(one["name"]), one["uri"], str(one["version"]), one["error"]) for one in found]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"no adapters of llmservice serve: {type(error).__name__} {error}") from error
+
+
 class PodModels:
     """Queries the pods. A server's report is read once."""
 
@@ -100,6 +120,20 @@ class PodModels:
                     del self._reports[surplus]
                 return report
         return None
+
+    async def adapters(self, pods: Iterable[Pod]) -> dict[str, list[PodAdapter]]:
+        """By pod; a pod that cannot be read has none."""
+        serving = [pod for pod in pods if pod.serves]
+        answers = await asyncio.gather(*(self._adapters(pod) for pod in serving))
+        return {pod.name: answer for pod, answer in zip(serving, answers, strict=True)}
+
+    async def _adapters(self, pod: Pod) -> list[PodAdapter]:
+        text = await self._get(pod, "sizing")
+        try:
+            return [] if text is None else parse_adapters(text)
+        except ValueError as error:
+            logger.debug("pod %s: %s", pod.name, error)
+            return []
 
     async def _progress(self, pod: Pod) -> Download | None:
         text = await self._get(pod, "progress")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Literal
 
 from llmservice_operator.api.resource import LLMService
-from llmservice_operator.api.spec import Manifest
+from llmservice_operator.api.spec import Adapter, Manifest
 from llmservice_operator.api.status import Condition
 from llmservice_operator.pods.pod import (
     OOM_REMEDY,
@@ -20,7 +20,7 @@ from llmservice_operator.pods.pod import (
     rollout_overdue,
     serving_present,
 )
-from llmservice_operator.pods.pod_model import Fetching
+from llmservice_operator.pods.pod_model import Fetching, PodAdapter
 from llmservice_operator.scaling.decision import Decision
 from llmservice_operator.signals.load import Load
 from llmservice_operator.sizing import GIB, Sized, SizingProblem, SizingReport
@@ -30,6 +30,8 @@ SCALING_ACTIVE, SLO_FEASIBLE = "ScalingActive", "SLOFeasible"
 NAME_TAKEN = "NameTaken"
 """Present only where it is True, as is the next one."""
 DEGRADED = "Degraded"
+ADAPTERS_READY = "AdaptersReady"
+"""Present only where the spec lists adapters."""
 
 UPDATING = "Updating"
 """Reason of a service that would be Ready, had Kubernetes already observed the present spec."""
@@ -256,6 +258,47 @@ def degraded_verdict(load: Load) -> Verdict | None:
         f" that GPU: {named}. The pod's log says why; with engine.extraArgs [--attention, triton] it fails instead"
     )
     return Verdict(DEGRADED, "True", "KernelFallback", message)
+
+
+def adapters_verdict(listed: Sequence[Adapter], reports: Mapping[str, Sequence[PodAdapter]]) -> Verdict | None:
+    """AdaptersReady: whether each pod that serves has each adapter as it is listed. `reports` by pod."""
+    if not listed:
+        return None
+    if not reports:
+        return Verdict(ADAPTERS_READY, "Unknown", "NoReadyPods", "no pod is ready that could load the adapters")
+    failed = _failed_adapters(listed, reports)
+    if failed:
+        return Verdict(ADAPTERS_READY, "False", "AdapterLoadFailed", "; ".join(failed))
+    counts = {one.name: pods_with(one, reports) for one in listed}
+    if missing := [f"{name} by {count} of {len(reports)}" for name, count in counts.items() if count < len(reports)]:
+        message = f"adapters are loaded by fewer pods than are ready: {', '.join(missing)}"
+        return Verdict(ADAPTERS_READY, "False", "AdaptersLoading", message)
+    return Verdict(ADAPTERS_READY, "True", "Loaded", f"each of {len(reports)} pods has {', '.join(counts)}")
+
+
+def pods_with(adapter: Adapter, reports: Mapping[str, Sequence[PodAdapter]]) -> int:
+    """How many pods have loaded it from its present URI."""
+    return sum(
+        any(one.name == adapter.name and one.uri == adapter.uri and one.error is None for one in report)
+        for report in reports.values()
+    )
+
+
+def _failed_adapters(listed: Sequence[Adapter], reports: Mapping[str, Sequence[PodAdapter]]) -> list[str]:
+    """A sentence for each."""
+    found = []
+    for adapter in listed:
+        errors = {
+            pod: one.error
+            for pod, report in sorted(reports.items())
+            for one in report
+            if one.error is not None and (one.name, one.uri) == (adapter.name, adapter.uri)
+        }
+        if errors:
+            pod, error = next(iter(errors.items()))
+            others = f" and {len(errors) - 1} more" if len(errors) > 1 else ""
+            found.append(f"{adapter.name} ({pod}{others}): {error}")
+    return found
 
 
 def slo_verdict(

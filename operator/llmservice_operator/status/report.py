@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ValidationError
@@ -12,10 +12,10 @@ from pydantic import ValidationError
 from llmservice_operator.api import labels
 from llmservice_operator.api.resource import LLMService
 from llmservice_operator.api.spec import Manifest
-from llmservice_operator.api.status import AutoscalingStatus, Condition, LLMServiceStatus, MeasuredStatus
+from llmservice_operator.api.status import AdapterStatus, AutoscalingStatus, Condition, LLMServiceStatus, MeasuredStatus
 from llmservice_operator.children.expected import service_url
 from llmservice_operator.pods.pod import Pod, Trouble
-from llmservice_operator.pods.pod_model import Fetching
+from llmservice_operator.pods.pod_model import Fetching, PodAdapter
 from llmservice_operator.scaling.decision import Decision
 from llmservice_operator.scaling.history import Timed
 from llmservice_operator.scaling.policy import ScalePolicy
@@ -40,9 +40,11 @@ from llmservice_operator.status.conditions import (
     STALLED,
     UPDATING,
     Verdict,
+    adapters_verdict,
     conditions,
     degraded_verdict,
     name_verdict,
+    pods_with,
     progressing_verdict,
     ready_verdict,
     scaling_verdict,
@@ -79,6 +81,8 @@ class Outcome:
     """Whether the Deployment was changed a moment ago and Kubernetes has not observed it yet."""
     name_holder: str | None = None
     """The namespace that the gateway routes the served name to."""
+    adapters: Mapping[str, Sequence[PodAdapter]] = field(default_factory=dict)
+    """What the serving pods report, by pod."""
     allowance: WriteAllowance = UNLIMITED
 
     def resumes(self, service: LLMService) -> bool:
@@ -109,6 +113,7 @@ def expected_status(
         model=model,
         sizing=sized,
         autoscaling=_autoscaling(service, outcome, now),
+        adapters=_adapters(service, outcome.adapters),
         conditions=conditions(status.conditions, _verdicts(service, deployment, live, outcome), generation, now),
     )
 
@@ -118,6 +123,7 @@ def _verdicts(
 ) -> list[Verdict | Condition]:
     sizing, blocked = outcome.sizing, outcome.blocked
     ready = ready_verdict(deployment, outcome.desired, pods, sizing, blocked if outcome.unreachable else None)
+    adapters = adapters_verdict(service.spec.adapters, outcome.adapters)
     taken = name_verdict(service.served_name, service.namespace, outcome.name_holder)
     progressing = progressing_verdict(deployment, outcome.desired, pods, sizing, blocked)
     return [
@@ -129,7 +135,25 @@ def _verdicts(
         outcome.slo,
         *([taken] if taken else []),
         *_degraded(service, outcome.load),
+        *([adapters] if adapters else []),
     ]
+
+
+def _adapters(service: LLMService, reports: Mapping[str, Sequence[PodAdapter]]) -> list[AdapterStatus]:
+    found = []
+    for adapter in service.spec.adapters:
+        versions = [
+            one.version
+            for report in reports.values()
+            for one in report
+            if (one.name, one.uri, one.error) == (adapter.name, adapter.uri, None)
+        ]
+        found.append(
+            AdapterStatus(
+                name=adapter.name, pods=pods_with(adapter, reports), version=versions[0] if versions else None
+            )
+        )
+    return found
 
 
 def _settled(service: LLMService, ready: Verdict, outcome: Outcome) -> Verdict | Condition:

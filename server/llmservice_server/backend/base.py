@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Literal, Protocol, Self, TypeGuard, runtime_checkable
@@ -370,6 +370,13 @@ class Model(Protocol):
     ops: LayerOps  # a model of other operations does not use it
 
     @property
+    def modules(self) -> Sequence[Mapping[str, int]]:
+        """Of each matrix, in the order of `map_linears`, the modules of the checkpoint that it is fused of.
+
+        With the outputs of each, in order; none where adapters cannot change the matrix.
+        """
+
+    @property
     def config(self) -> CausalShape: ...
 
     @property
@@ -427,6 +434,18 @@ class Decoder(Model, Protocol):
 
     def finish(self, index: int, states: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """A layer after its attention: what it adds to `states`, which get the attention's part in place."""
+
+
+def each_linear(model: Model) -> list[Linear]:
+    """Every matrix, experts included, in the order of `map_linears`."""
+    found: list[Linear] = []
+
+    def note(linear: Linear) -> Linear:
+        found.append(linear)
+        return linear
+
+    model.map_linears(note)
+    return found
 
 
 class DecodePath(Protocol):

@@ -1,4 +1,4 @@
-"""`llmservice fetch URI DIR`: runs in a pod's init container before the server starts."""
+"""`llmservice fetch URI DIR`: runs in a pod's init container before the server starts, and for adapters beside it."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("directory", type=Path, metavar="DIR", help="where to put the checkpoint; created when missing")
     add("--parallel", type=_parallel, default=4, metavar="N", help="files that are downloaded at once, 1 to 32")
+    add("--adapter", action="store_true", help="fetch a LoRA adapter in PEFT's format")
     add("--shared", action="store_true", help="DIR is shared: one process downloads, the others wait")
     add(
         "--lease",
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
     if not 1 <= args.lease <= 3600:
         raise CommandError(f"--lease is {args.lease}, expected 1 to 3600 seconds")
-    options = FetchOptions(parallel=args.parallel, shared=args.shared, lease_s=args.lease)
+    options = FetchOptions(parallel=args.parallel, shared=args.shared, adapter=args.adapter, lease_s=args.lease)
     signal.signal(signal.SIGTERM, _terminate)
     try:
         names = _fetch(args, options, Progress())
@@ -100,7 +101,7 @@ def _parallel(text: str) -> int:
 
 
 COMMAND = Command(
-    help="download or copy a checkpoint (safetensors only)",
+    help="download or copy a checkpoint or an adapter (safetensors only)",
     add_arguments=add_arguments,
     run=run,
     extra="server",

@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_queue_arguments(parser)
     _add_limit_arguments(parser)
     _add_observability_arguments(parser)
+    _add_adapter_arguments(parser)
     _add_engine_arguments(parser)
 
 
@@ -132,6 +133,24 @@ def _add_queue_arguments(parser: argparse.ArgumentParser) -> None:
         help="likewise for the batch lane (default: the same)",
     )
     add("--max-queued-embeddings", type=_count, default=4096, help="inputs of /v1/embeddings that may wait, likewise")
+
+
+def _add_adapter_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--enable-lora-updates",
+        action="store_true",
+        help="clients may load and unload LoRA adapters from any folder that the server can read",
+    )
+    parser.add_argument(
+        "--adapters-file",
+        type=Path,
+        metavar="FILE",
+        help='a JSON list of the LoRA adapters to serve, [{"name": "poet", "uri": "hf://org/poet", "pinned": false}];'
+        " compared every 5 seconds",
+    )
+    parser.add_argument(
+        "--adapters-dir", type=Path, metavar="DIR", help="where the adapters of --adapters-file are fetched to"
+    )
 
 
 def _add_limit_arguments(parser: argparse.ArgumentParser) -> None:
@@ -294,6 +313,10 @@ def run(args: argparse.Namespace) -> int:
         engine = EngineConfig(model=model, **{name: getattr(args, name) for name, _, _ in _settings()})
     except ConfigError as error:
         raise CommandError(str(error)) from error
+    if args.enable_lora_updates and not engine.max_loras:
+        raise CommandError("--enable-lora-updates needs slots for adapters: set --max-loras")
+    if args.adapters_file is not None and not (engine.max_loras and args.adapters_dir):
+        raise CommandError("--adapters-file needs slots and room for adapters: set --max-loras and --adapters-dir")
     serve = ServeConfig(
         served_model_names=tuple(args.served_model_name or [model.resolve().name]),
         queue_bounds=_queue_bounds(args),
@@ -310,6 +333,10 @@ def run(args: argparse.Namespace) -> int:
         chat_template=args.chat_template,
         formats=FormatNames(args.tool_call_format, args.reasoning_format),
         cors_allow_origins=tuple(args.cors_allow_origin),
+        max_loras=engine.max_loras,
+        enable_lora_updates=args.enable_lora_updates,
+        adapters_file=args.adapters_file,
+        adapters_dir=args.adapters_dir,
         strict_parameters=args.strict_parameters,
     )
     listen = ListenConfig(

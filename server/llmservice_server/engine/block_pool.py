@@ -28,9 +28,12 @@ def hash_blocks(token_ids: Sequence[int], block_size: int, after: bytes) -> byte
     return b"".join(hashes)
 
 
-def chain_start(salt: str | None) -> bytes:
-    """What the first block is hashed after. A salt keeps a chain apart from all others."""
-    return b"" if salt is None else blake2b(salt.encode(), digest_size=HASH_BYTES, person=b"salt").digest()
+def chain_start(salt: str | None, adapter_key: str | None = None) -> bytes:
+    """What the first block is hashed after. A salt or an adapter keeps a chain apart from all others."""
+    start = b"" if salt is None else blake2b(salt.encode(), digest_size=HASH_BYTES, person=b"salt").digest()
+    if adapter_key is None:
+        return start
+    return blake2b(start + adapter_key.encode(), digest_size=HASH_BYTES, person=b"adapter").digest()
 
 
 class BlockHashes:
@@ -39,10 +42,10 @@ class BlockHashes:
     `prompt` are the hashes of the prompt's blocks where they are known, as `hash_blocks` returns them.
     """
 
-    def __init__(self, block_size: int, salt: str | None, prompt: bytes = b"") -> None:
+    def __init__(self, block_size: int, salt: str | None, prompt: bytes = b"", adapter_key: str | None = None) -> None:
         self._block_size = block_size
         self._hashes = prompt
-        self._start = chain_start(salt)
+        self._start = chain_start(salt, adapter_key)
 
     def first(self, count: int, token_ids: Sequence[int]) -> bytes:
         """The hashes of the first `count` blocks of `token_ids`, which only ever grow."""

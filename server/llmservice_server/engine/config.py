@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from llmservice_planner.quantization import Quantization
-from llmservice_planner.sizing_request import CAP_OF_UNKNOWN_RATES, EXPECTED_TOKENS
+from llmservice_planner.sizing_request import CAP_OF_UNKNOWN_RATES, EXPECTED_TOKENS, MOST_LORA_RANK, MOST_LORAS
 from llmservice_planner.step_tokens import StepTokens, step_tokens
 from llmservice_server.types.errors import ConfigError
 
@@ -133,6 +133,8 @@ class EngineConfig:
         QueuePolicy,
         Flag("the batch lane serves in order of arrival, or the shortest first with ageing"),
     ] = "fcfs"
+    max_loras: Annotated[int, Flag("LoRA adapters in memory at once (default: none)", parse=int)] = 0
+    max_lora_rank: Annotated[int, Flag("of an adapter, at most: the memory of a slot")] = 16
     seed: Annotated[int, Flag("of requests without a seed of their own", parse=int)] = 0
     threads: Annotated[int | None, Flag("on CPU (default: torch's choice)")] = None
 
@@ -143,6 +145,10 @@ class EngineConfig:
         for name, allowed in _choices().items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(allowed)}")
+        if not 0 <= self.max_loras <= MOST_LORAS:
+            raise ConfigError(f"max_loras is {self.max_loras}, expected 0 (none) to {MOST_LORAS}")
+        if not 1 <= self.max_lora_rank <= MOST_LORA_RANK:
+            raise ConfigError(f"max_lora_rank is {self.max_lora_rank}, expected 1 to {MOST_LORA_RANK}")
         for name in ("block_size", "expected_tokens"):
             _require_positive(name, getattr(self, name))
         for name in (

@@ -15,6 +15,7 @@ from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, TypeVar
 
+from llmservice_server.engine.adapters import Adapters
 from llmservice_server.engine.block_pool import BlockPool
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.interfaces import GrammarCompiler, Plan, Started, StepInFlight, StepResult
@@ -24,11 +25,13 @@ from llmservice_server.types.errors import GrammarError, failure_sentence, reque
 from llmservice_server.types.messages import (
     FinishReason,
     GenerateRequest,
+    LoadAdapter,
     Output,
     Ready,
     Stats,
     StepOutputs,
     TokenLogprobs,
+    UnloadAdapter,
 )
 
 _LOG = logging.getLogger(__name__)
@@ -58,6 +61,7 @@ class Engine:
         self._in_flight: StepInFlight | None = None  # computed, or about to be, but not read
         self.scheduler = make_scheduler(config, started.max_num_seqs, self.pool, self.swap, started.prefill_tokens)
         self._compiling = GrammarQueue(started.grammars)
+        self._adapters = Adapters(started.adapters)
         self._requests: dict[str, Request] = {}
         self._deadlines: list[tuple[float, str]] = []  # a heap; entries of finished requests stay until they are due
         self._pending: list[Output] = []  # decided between steps, delivered with the next one
@@ -77,11 +81,12 @@ class Engine:
             model_code=started.model_code,
             fallbacks=started.fallbacks,
             load_s=started.load_s,
+            max_loras=0 if started.adapters is None else started.adapters.num_slots,
         )
 
     @property
     def has_work(self) -> bool:
-        return bool(self._requests or self._pending or self._in_flight)
+        return bool(self._requests or self._pending or self._in_flight or self._adapters)
 
     @property
     def tokens_left(self) -> int | None:
@@ -90,7 +95,7 @@ class Engine:
 
     def wait_s(self) -> float:
         """Seconds until a step has something to do, unless a message arrives; 0 where there is work."""
-        if self._pending or self._compiling or self._in_flight:
+        if self._pending or self._compiling or self._in_flight or self._adapters:
             return 0.0
         now = self._clock()
         deadline_s = self._deadlines[0][0] if self._deadlines and self._requests else math.inf
@@ -106,12 +111,16 @@ class Engine:
         request = Request.of(message, order, _seed_of(self._seed, order), self._eos_token_ids)
         self._requests[request.request_id] = request
         if message.sampling.grammar is None:
-            self.scheduler.add(request)
+            self._queue(request)
         else:
             self._compiling.add(request, message.sampling.grammar)
         for deadline_s in (request.deadline_s, request.queue_deadline_s):
             if deadline_s is not None:
                 heapq.heappush(self._deadlines, (deadline_s, request.request_id))
+
+    def change_adapter(self, message: LoadAdapter | UnloadAdapter) -> None:
+        """Begin to load or unload an adapter; a later step reports the result."""
+        self._adapters.change(message)
 
     def abort(self, request_ids: Sequence[str], finished: bool = False) -> None:
         """End requests now, freeing their blocks; unknown ids (already finished) are ignored.
@@ -131,6 +140,7 @@ class Engine:
         now = self._clock()
         self._expire(now)
         self._add_compiled(now)
+        self._add_adapted(now)
         outputs, self._pending = self._pending, []
         if self._overlaps:
             outputs += self._overlap(now)
@@ -138,7 +148,7 @@ class Engine:
             self.last_plan = self.scheduler.schedule(now)
             self.runner.swap(self.last_plan)
             outputs += self._compute(self.last_plan)
-        return StepOutputs(outputs=outputs, stats=self.stats())
+        return StepOutputs(outputs=outputs, stats=self.stats(), adapters=self._adapters.take_reports())
 
     def stats(self) -> Stats:
         """Gauges as of now; `batch_size` and `iteration_tokens` are the last step's."""
@@ -253,6 +263,24 @@ class Engine:
         idle = not self._pending and self.scheduler.wait_s(now) > 0
         for request, problem in self._compiling.take_ready(idle=idle):
             if problem is None:
+                self._queue(request)
+            else:
+                del self._requests[request.request_id]
+                self._refuse(request.request_id, problem)
+
+    def _queue(self, request: Request) -> None:
+        if request.adapter_name is None:
+            self.scheduler.add(request)
+        else:
+            self._adapters.add(request)
+
+    def _add_adapted(self, now: float) -> None:
+        """The requests whose adapter is on the device."""
+        if not self._adapters:
+            return
+        idle = not self._pending and self._in_flight is None and self.scheduler.wait_s(now) > 0
+        for request, problem in self._adapters.take_ready(idle=idle):
+            if problem is None:
                 self.scheduler.add(request)
             else:
                 del self._requests[request.request_id]
@@ -280,7 +308,7 @@ class Engine:
             self._pending.append(output)
 
     def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> Output:
-        if not self._compiling.discard(request):
+        if not self._compiling.discard(request) and not self._adapters.discard(request):
             self.scheduler.finish(request)
         del self._requests[request.request_id]
         return Output(request_id=request.request_id, finish_reason=reason, error=error)
@@ -288,6 +316,8 @@ class Engine:
     def _why_refused(self, message: GenerateRequest) -> str | None:
         if message.request_id in self._requests:
             return f"a request with the id {message.request_id} is being served, expected a new id"
+        if message.adapter is not None and (problem := self._adapters.why_refused(message.adapter)) is not None:
+            return problem
         return why_refused(message, self._vocab_size, self.ready.max_request_tokens)
 
 

@@ -175,6 +175,30 @@ class Embedder(Protocol):
         """Compute what `max_tokens` (None: any number) allow beside a step of `step_s` seconds."""
 
 
+class AdapterWeights(Protocol):
+    """An adapter that has been read and fits the model."""
+
+    @property
+    def version(self) -> str:
+        """A hash of its files."""
+
+
+W = TypeVar("W", bound=AdapterWeights)
+
+
+class AdapterStore(Protocol[W]):
+    """The device's slots for LoRA adapters."""
+
+    @property
+    def num_slots(self) -> int: ...
+
+    def read(self, folder: str) -> Future[W]:
+        """Read an adapter on another thread. Results in the `AdapterError` that refuses it."""
+
+    def put(self, slot: int, weights: W) -> None:
+        """Copy it into a slot, which no step in flight writes to. To be called between steps."""
+
+
 class GrammarCompiler(Protocol):
     def compile(self, grammar: str) -> Future[Any]:
         """Results in an object whose `start()` returns a `Grammar`, or in the `GrammarError` that refuses it."""
@@ -207,6 +231,7 @@ class Started:
     architecture: str
     model_code: ModelCode
     swap: SwapSpace | None = None
+    adapters: AdapterStore[Any] | None = None  # None: there are no slots for adapters
     overlaps: bool = False  # the next step is planned while one is computed, where the settings leave it open
     prefill_tokens: int | None = None  # of a step, beyond which the device computes no faster; None: no such bound
     load_s: float = 0.0

@@ -15,6 +15,7 @@ from typing import Protocol, get_args
 import numpy as np
 import numpy.typing as npt
 
+from llmservice_server.engine.adapters import Adapter
 from llmservice_server.engine.block_pool import BlockHashes
 from llmservice_server.engine.config import LaneName, QueuePolicy
 from llmservice_server.types.messages import FinishReason, GenerateRequest, SamplingParams, TokenLogprobs
@@ -121,6 +122,9 @@ class Request:
     num_shared_blocks: int = 0  # the first ones of the table, which were computed for other requests
     hits: list[int] = field(default_factory=list)  # the blocks found for it when it was last considered for admission
     prompt_hashes: bytes = b""  # of `hash_blocks`; empty: not computed yet
+    adapter_name: str | None = None
+    adapter_version: str = ""  # the one that `prompt_hashes` are of
+    adapter: Adapter | None = None  # that it computes with, from its entry into a queue of the scheduler to its end
     swapped_blocks: list[int] = field(default_factory=list)  # in the swap space, in token order
 
     @classmethod
@@ -147,6 +151,8 @@ class Request:
             queue_deadline_s=message.queue_deadline_s,
             cache_salt=message.cache_salt,
             prompt_hashes=message.block_hashes,
+            adapter_name=message.adapter,
+            adapter_version=message.adapter_version,
         )
 
     @property

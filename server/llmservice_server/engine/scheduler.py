@@ -104,7 +104,12 @@ class ContinuousScheduler:
     def add(self, request: Request) -> None:
         request.status = Status.WAITING
         if self.config.prefix_caching and request.sampling.prompt_logprobs is None:  # these need the whole prompt
-            request.block_hashes = BlockHashes(self.config.block_size, request.cache_salt, request.prompt_hashes)
+            request.block_hashes = BlockHashes(
+                self.config.block_size,
+                request.cache_salt,
+                request.prompt_hashes,
+                None if request.adapter is None else request.adapter.key,
+            )
         self._lane(request).enter(request)
 
     def finish(self, request: Request) -> None:

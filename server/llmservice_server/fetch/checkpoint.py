@@ -1,4 +1,4 @@
-"""Fetch a checkpoint: from a URI to a folder with the files that the server loads. Never a pickle."""
+"""Fetch a checkpoint or a LoRA adapter: from a URI to a folder with the files that the server loads. Never a pickle."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from llmservice_server.fetch.source import FetchError, RetryableError, Source, r
 _PATTERNS = ("*.safetensors", "*.json", "*.jinja")  # weights, configurations and tokenizer, chat template
 _POOLING = "1_Pooling/config.json"  # how sentence-transformers makes an embedding; the only file in a folder
 _ORIGINAL = "consolidated*.safetensors"  # the same weights again, in their authors' own layout
+_ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 _SHARD = re.compile(r".*-\d+-of-(?P<of>\d+)\.safetensors")
 
 
@@ -35,7 +36,7 @@ def fetch(
         )
     try:
         if scheme == "file":
-            return _copy_folder(rest, directory)
+            return _copy_folder(rest, directory, adapter=options.adapter)
         source = _source(scheme, rest, options.silence_s)
         directory.mkdir(parents=True, exist_ok=True)
         return _fetch_remote(uri, source, directory, options, progress)
@@ -43,9 +44,11 @@ def fetch(
         raise FetchError(f"cannot fetch {uri} into {directory}: {error}") from error
 
 
-def needed(names: Iterable[str]) -> list[str]:
+def needed(names: Iterable[str], *, adapter: bool = False) -> list[str]:
     """The names, sorted, of the files that serving needs: not those in other folders, hidden ones and pickles."""
     names = set(names)
+    if adapter:
+        return [name for name in _ADAPTER if name in names]
     found = sorted(name for name in names if _plain(name) and any(fnmatch.fnmatchcase(name, one) for one in _PATTERNS))
     others = [name for name in found if not fnmatch.fnmatchcase(name, _ORIGINAL)]
     chosen = others if any(name.endswith(".safetensors") for name in others) else found
@@ -57,8 +60,16 @@ def _plain(name: str) -> bool:
     return bool(name) and "/" not in name and "\\" not in name and not name.startswith(".") and name.isprintable()
 
 
-def _require_servable(where: str, names: list[str]) -> None:
-    """Raises FetchError, before the download, for a checkpoint that the server cannot load."""
+def _require_servable(where: str, names: list[str], *, adapter: bool) -> None:
+    """Raises FetchError, before the download, for what the server cannot load."""
+    if adapter:
+        for name in _ADAPTER:
+            if name not in names:
+                raise FetchError(
+                    f"{where} holds no {name}: expected a LoRA adapter in PEFT's format, as safetensors (a pickle, "
+                    "adapter_model.bin, is never loaded: convert it)"
+                )
+        return
     if "config.json" not in names:
         raise FetchError(f"{where} holds no config.json: expected a checkpoint in Hugging Face's format")
     if not any(name.endswith(".safetensors") for name in names):
@@ -111,8 +122,8 @@ def _download(
     progress.enter("listing")
     request = retrying(options.attempts, options.longest_wait_s)
     try:
-        names = needed(request(source.names))
-        _require_servable(source.where, names)
+        names = needed(request(source.names), adapter=options.adapter)
+        _require_servable(source.where, names, adapter=options.adapter)
         files = request(source.describe, names)
     except RetryableError as error:
         raise FetchError(f"{source.where}: {error} ({options.attempts} attempts): check network and proxy") from error
@@ -123,16 +134,17 @@ def _download(
     mark_completed(directory, uri, names)
 
 
-def _copy_folder(path: str, directory: Path) -> list[str]:
+def _copy_folder(path: str, directory: Path, *, adapter: bool) -> list[str]:
     """Copy the files that serving needs from a folder of this machine, if they differ in size or time."""
     source = Path(path)
     if not source.is_absolute():
         raise FetchError(f"file://{path} is not absolute, expected file:///path")
     if not source.is_dir():
-        raise FetchError(f"{source} is no folder: expected one that holds a checkpoint")
+        what = "an adapter" if adapter else "a checkpoint"
+        raise FetchError(f"{source} is no folder: expected one that holds {what}")
     pooling = [_POOLING] if (source / _POOLING).is_file() else []
-    names = needed([*pooling, *(file.name for file in source.iterdir() if file.is_file())])
-    _require_servable(f"file://{path}", names)
+    names = needed([*pooling, *(file.name for file in source.iterdir() if file.is_file())], adapter=adapter)
+    _require_servable(f"file://{path}", names, adapter=adapter)
     directory.mkdir(parents=True, exist_ok=True)
     for name in names:
         file, target = source / name, directory / name

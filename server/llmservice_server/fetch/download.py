@@ -34,6 +34,8 @@ class FetchOptions:
     """A connection that receives nothing for so long is closed and the request repeated."""
     shared: bool = False
     """Whether other processes fetch into the same folder: one downloads, the others wait."""
+    adapter: bool = False
+    """Whether a LoRA adapter is fetched instead of a checkpoint."""
     lease_s: float = 30.0
     """After so long without a heartbeat another process takes the lock of a shared folder."""
 

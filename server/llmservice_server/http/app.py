@@ -21,7 +21,7 @@ from llmservice_server.http.body import IGNORED_HEADER
 from llmservice_server.http.error import ApiError, validation_error
 from llmservice_server.http.protocol.base import Body
 from llmservice_server.http.protocol.models import error_responses
-from llmservice_server.http.routes import embeddings, generate, models, rerank, tokenize
+from llmservice_server.http.routes import adapters, embeddings, generate, models, rerank, tokenize
 from llmservice_server.http.state import Activity, ServerState
 from llmservice_server.http.tracing import Tracing
 from llmservice_server.ipc.client import EngineDeadError
@@ -50,6 +50,8 @@ def create_app(
     api = APIRouter()
     for module in (generate, embeddings, rerank, tokenize, models):
         api.include_router(module.router)
+    if state.config.enable_lora_updates:
+        api.include_router(adapters.router)
     needs_key = keys is not None
     app.include_router(
         api,
@@ -99,7 +101,8 @@ class _Api(FastAPI):
             for unused in ("HTTPValidationError", "ValidationError"):
                 schemas.pop(unused, None)
             names = list(self.state.server.config.served_model_names)
-            for kind in _body_kinds(Body):
+            names_are_fixed = not self.state.server.config.max_loras
+            for kind in _body_kinds(Body) if names_are_fixed else ():
                 if "model" in schemas.get(kind, {}).get("properties", {}):
                     schemas[kind]["properties"]["model"] = {"type": "string", "enum": names}
             self.openapi_schema = document

@@ -20,7 +20,7 @@ from llmservice_server.http.state import ServerState, Serving
 from llmservice_server.ipc.client import EngineDeadError, OutputStream
 from llmservice_server.text.output_processor import CompletionOutput, OutputProcessor
 from llmservice_server.text.tokenizer import Tokenizer
-from llmservice_server.types.messages import FinishReason, GenerateRequest, Output, Ready, SamplingParams
+from llmservice_server.types.messages import AdapterInfo, FinishReason, GenerateRequest, Output, Ready, SamplingParams
 
 _LONGEST_TIMER_S = 86_400.0 * 365  # a client may ask for any deadline, but a timer has a range
 
@@ -46,6 +46,7 @@ class RequestOptions:
     priority: int  # within the lane; the smaller is served first
     timeout_s: float | None
     queue_timeout_s: float | None
+    adapter: AdapterInfo | None = None
 
 
 def request_options(
@@ -137,6 +138,8 @@ def output_processor(
             deadline_s=None if options.timeout_s is None else arrival_s + options.timeout_s,
             queue_deadline_s=None if options.queue_timeout_s is None else arrival_s + options.queue_timeout_s,
             cache_salt=request.cache_salt,
+            adapter=None if options.adapter is None else options.adapter.name,
+            adapter_version="" if options.adapter is None else options.adapter.version,
             block_hashes=prompt_hash,
         )
         for prompt, max_tokens, prompt_hash in zip(prompts, limits, hashes, strict=True)

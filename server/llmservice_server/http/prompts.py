@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from llmservice_server.engine.adapters import adapter_key
 from llmservice_server.engine.block_pool import chain_start, hash_blocks
 from llmservice_server.http.error import ApiError, invalid
 from llmservice_server.http.protocol.chat import ChatRequest, Message, NamedTool, Tool, as_template_input
@@ -13,7 +14,7 @@ from llmservice_server.sampling.grammar import check_grammar, json_grammar
 from llmservice_server.text.chat_template import TemplateOptions
 from llmservice_server.text.tokenizer import TextTooLongError, Tokenizer
 from llmservice_server.types.errors import GrammarError
-from llmservice_server.types.messages import Ready
+from llmservice_server.types.messages import AdapterInfo, Ready
 
 
 def token_ids(
@@ -41,11 +42,14 @@ def truncated(prompts: list[list[int]], num_tokens: int | None, room: int) -> li
     return [ids[max(0, len(ids) - kept) :] for ids in prompts]
 
 
-def prompt_hashes(prompts: Sequence[list[int]], ready: Ready, salt: str | None) -> list[bytes]:
+def prompt_hashes(
+    prompts: Sequence[list[int]], ready: Ready, salt: str | None, adapter: AdapterInfo | None
+) -> list[bytes]:
     """The hashes of each prompt's blocks, which the engine thus need not compute between two steps."""
     if not ready.prefix_caching:
         return [b""] * len(prompts)
-    return [hash_blocks(ids[: ready.max_request_tokens], ready.block_size, chain_start(salt)) for ids in prompts]
+    start = chain_start(salt, None if adapter is None else adapter_key(adapter.name, adapter.version))
+    return [hash_blocks(ids[: ready.max_request_tokens], ready.block_size, start) for ids in prompts]
 
 
 def bad_token_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:

@@ -17,6 +17,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from llmservice_server.engine.config import EngineConfig
+from llmservice_server.http.adapter_list import AdapterList
 from llmservice_server.http.app import create_app, create_metrics_app
 from llmservice_server.http.authentication import ApiKeyError, ApiKeys
 from llmservice_server.http.state import ServeConfig, ServerState
@@ -152,11 +153,14 @@ class HttpProcess:
                 log_level,
                 on_ready=self._on_ready,
                 on_stats=metrics.set_stats,
+                on_adapters=lambda _: self._state.report_adapters(),
                 command=engine_command,
                 stuck_after_s=serve.stuck_after_s,
             ),
             metrics=metrics,
         )
+        self._adapters = AdapterList.of(self._state)
+        self._following: asyncio.Task[None] | None = None
         self._stop = asyncio.Event()
         self._failure: str | None = None
         self._was_ready = False
@@ -178,6 +182,8 @@ class HttpProcess:
             await self._drain()
         self._state.drain()
         tokenizer.cancel()
+        if self._following is not None:
+            self._following.cancel()
         await self._state.engine.stop()
         await engine
         with contextlib.suppress(TimeoutError):
@@ -213,6 +219,8 @@ class HttpProcess:
     def _on_ready(self, ready: Ready) -> None:
         self._was_ready = True
         self._state.metrics.set_ready(ready)
+        if self._adapters is not None:
+            self._following = asyncio.create_task(self._adapters.run())
         fields = {name: getattr(ready, name) for name in ("max_model_len", "max_num_seqs", "num_blocks", "block_size")}
         gc.collect()
         gc.freeze()  # what is loaded now lives as long as the process: the collector need not scan it

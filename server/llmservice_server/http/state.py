@@ -20,7 +20,7 @@ from llmservice_server.ipc.client import EngineClient
 from llmservice_server.ipc.metrics import Metrics
 from llmservice_server.text.chat_formats import FormatNames
 from llmservice_server.text.tokenizer import Tokenizer
-from llmservice_server.types.messages import Ready, Task
+from llmservice_server.types.messages import AdapterInfo, Ready, Task
 
 
 class Activity:
@@ -88,6 +88,10 @@ class ServeConfig:
     chat_template: Path | None = None  # a file; None: the tokenizer's own
     formats: FormatNames = field(default_factory=FormatNames)  # of tool calls and reasoning
     cors_allow_origins: tuple[str, ...] = ()
+    max_loras: int = 0  # adapters in memory at once; their names are models' names, too
+    enable_lora_updates: bool = False  # clients may load and unload adapters
+    adapters_file: Path | None = None  # a list of adapters that the server follows
+    adapters_dir: Path | None = None  # where it fetches them to
     strict_parameters: bool = False  # unknown parameters are refused instead of ignored
 
 
@@ -99,6 +103,9 @@ class ServerState:
     admission_queue: AdmissionQueue = field(init=False)
     tokenizer: Tokenizer | None = None
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)  # of requests that do not set them
+    adapter_failures: dict[tuple[str, str], str] = field(default_factory=dict)  # by name and URI, of those listed
+    adapter_uris: dict[str, str] = field(default_factory=dict)  # by name, of those that a file lists
+    adapters_pending: bool = False  # those that are listed at the start are not loaded yet
     draining: bool = False
     num_active: int = 0  # HTTP requests to the API under way, the sending of their answers included
     body_deadlines: set[asyncio.Timeout] = field(default_factory=set)  # of bodies that are not complete
@@ -120,6 +127,8 @@ class ServerState:
             return "the server is shutting down"
         if self.engine.ready is None or self.tokenizer is None:
             return "the model is being loaded"
+        if self.adapters_pending:
+            return "the adapters are being loaded"
         return None
 
     def __post_init__(self) -> None:
@@ -212,12 +221,33 @@ class ServerState:
         if does != task and (does, task) != ("generate", "embed"):
             raise invalid(_WHAT_IT_DOES[does], param="model", code="unsupported_task")
 
-    def require_model(self, name: str) -> None:
-        """Raises ApiError (404) where the request means another model."""
+    def report_adapters(self) -> None:
+        """Set the metric, after a change of the engine's adapters or of `adapter_failures`."""
+        loaded = [(each.name, each.version, each.state) for each in self.engine.adapters.values()]
+        self.metrics.set_adapters([*loaded, *((name, "", "failed") for name, _ in self.adapter_failures)])
+
+    def why_not_an_adapter(self, name: str) -> str | None:
+        """Why an adapter cannot have this name."""
+        if name in self.config.served_model_names:
+            return f"the adapter's name is {name}, which is the model's own: choose another"
+        return None
+
+    def require_base_model(self, name: str) -> None:
+        """Raises ApiError: 404 where the request means another model, 400 for an adapter."""
+        if self.require_model(name) is not None:
+            message = f"{name} is a LoRA adapter, which generates text only: use {self.config.served_model_names[0]}"
+            raise invalid(message, param="model", code="unsupported_task")
+
+    def require_model(self, name: str) -> AdapterInfo | None:
+        """The adapter that a request means, None for the model itself. Raises ApiError (404) for other names."""
         names = self.config.served_model_names
-        if name not in names:
+        if name in names:
+            return None
+        if (adapter := self.engine.adapters.get(name)) is None:
+            names = (*names, *self.engine.adapters)
             message = f"The model `{name}` does not exist: this server has {', '.join(names)}"
             raise ApiError(404, message, param="model", code="model_not_found")
+        return adapter
 
 
 def server_state(request: Request) -> ServerState:

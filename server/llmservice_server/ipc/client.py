@@ -10,7 +10,8 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import zmq
@@ -22,17 +23,21 @@ from llmservice_server.ipc.engine_process import EngineSettings, for_computing
 from llmservice_server.runtime.start_record import StartRecord
 from llmservice_server.types.messages import (
     Abort,
+    AdapterInfo,
+    AdapterReport,
     Embed,
     Embedded,
     Failed,
     FromEngine,
     GenerateRequest,
+    LoadAdapter,
     Output,
     Ready,
     Shutdown,
     Stats,
     StepOutputs,
     ToEngine,
+    UnloadAdapter,
 )
 
 # -P: a file named torch.py in the working directory must not be imported.
@@ -97,6 +102,7 @@ class EngineClient:
         *,
         on_ready: Callable[[Ready], None],
         on_stats: Callable[[Stats], None],
+        on_adapters: Callable[[Mapping[str, AdapterInfo]], None] = lambda _: None,
         command: Sequence[str] = ENGINE_COMMAND,
         stuck_after_s: float | None = None,
     ) -> None:
@@ -108,6 +114,9 @@ class EngineClient:
         self.failure: str | None = None
         self._on_ready = on_ready
         self._on_stats = on_stats
+        self._on_adapters = on_adapters
+        self.adapters: dict[str, AdapterInfo] = {}  # by name
+        self._changes: dict[str, asyncio.Future[AdapterReport]] = {}  # of adapters, not answered
         self._streams: dict[str, OutputStream] = {}
         self._embeds: dict[str, asyncio.Future[Embedded]] = {}
         self.num_embedding_inputs = 0  # sent and not answered
@@ -208,10 +217,12 @@ class EngineClient:
         for stream in set(self._streams.values()):
             stream.fail(EngineDeadError(self.failure or "the server is shutting down"))
         self._streams.clear()
-        for answer in self._embeds.values():
+        unanswered: list[asyncio.Future[Any]] = [*self._embeds.values(), *self._changes.values()]
+        for answer in unanswered:
             if not answer.cancelled():
                 answer.set_exception(EngineDeadError(self.failure or "the server is shutting down"))
         self._embeds.clear()
+        self._changes.clear()
 
     async def _read(self) -> None:
         """Receiving a queued message does not yield to the event loop, so this does after every few messages."""
@@ -227,11 +238,13 @@ class EngineClient:
 
     def _take(self, message: FromEngine) -> None:
         match message:
-            case StepOutputs(outputs=outputs, stats=stats):
+            case StepOutputs(outputs=outputs, stats=stats, adapters=reports):
                 self.stats = stats
                 self._on_stats(stats)
                 for output in outputs:
                     self._route(output)
+                for report in reports:
+                    self._take_report(report)
             case Embedded() as embedded:
                 answer = self._embeds.pop(embedded.request_id, None)
                 if answer is not None and not answer.cancelled():
@@ -242,7 +255,14 @@ class EngineClient:
             case Failed(error=error):
                 self.failure = error
         # after the message is handled: without unfinished requests the engine sends nothing, possibly for hours
-        self._unanswered_s = time.monotonic() if self._streams or self._embeds else None
+        self._unanswered_s = time.monotonic() if self._streams or self._embeds or self._changes else None
+
+    def _take_report(self, report: AdapterReport) -> None:
+        self.adapters = {adapter.name: adapter for adapter in report.adapters}
+        self._on_adapters(self.adapters)
+        answer = self._changes.pop(report.request_id or "", None)
+        if answer is not None and not answer.cancelled():
+            answer.set_result(report)
 
     def _route(self, output: Output) -> None:
         if output.finish_reason is None:
@@ -292,6 +312,21 @@ class EngineClient:
             self.num_embedding_inputs -= len(inputs)
             if self._embeds.pop(request_id, None) is not None:
                 self._send(Abort(request_ids=[request_id]))
+
+    async def load_adapter(self, name: str, folder: str, *, pinned: bool = False) -> AdapterReport:
+        """Load a LoRA adapter, or another version of one. Raises EngineDeadError."""
+        return await self._change(LoadAdapter(request_id=uuid.uuid4().hex, name=name, folder=folder, pinned=pinned))
+
+    async def unload_adapter(self, name: str) -> AdapterReport:
+        """Forget an adapter; requests that use it are computed to their end. Raises EngineDeadError."""
+        return await self._change(UnloadAdapter(request_id=uuid.uuid4().hex, name=name))
+
+    async def _change(self, message: LoadAdapter | UnloadAdapter) -> AdapterReport:
+        self.require_ready()
+        answer: asyncio.Future[AdapterReport] = asyncio.get_running_loop().create_future()
+        self._changes[message.request_id] = answer
+        self._send(message)
+        return await answer
 
     def _send(self, message: ToEngine) -> None:
         self._send_encoded(self._encoder.encode(message))

@@ -32,9 +32,11 @@ from llmservice_server.types.messages import (
     Failed,
     FromEngine,
     GenerateRequest,
+    LoadAdapter,
     Shutdown,
     StepOutputs,
     ToEngine,
+    UnloadAdapter,
 )
 
 if TYPE_CHECKING:
@@ -138,6 +140,8 @@ class EngineLoop:
                 case Abort() as abort:
                     self._engine.embedder.abort(abort.request_ids)
                     self._engine.abort(abort.request_ids, finished=abort.finished)
+                case LoadAdapter() | UnloadAdapter() as change:
+                    self._engine.change_adapter(change)
                 case Shutdown():
                     return False
         return True

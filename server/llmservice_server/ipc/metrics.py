@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TypeVar, get_args
 
@@ -105,6 +105,10 @@ class Metrics:
         )
         self.model_load_seconds = self._gauge("model_load_seconds", "From the engine's start until it could serve")
 
+        self.lora_adapter = self._gauge(
+            "lora_adapter", "1: a LoRA adapter, loaded, evicted or failed", ("name", "version", "state")
+        )
+
         self.tokens = TokenMetrics(prefix, self._constant, _TOKEN_BUCKETS)
         self.registry.register(self.tokens)
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of sequences that produced a token")
@@ -162,6 +166,12 @@ class Metrics:
         if stats.iteration_tokens:
             self.iteration_tokens.observe(stats.iteration_tokens)
             self.batch_size.observe(stats.batch_size)
+
+    def set_adapters(self, adapters: Iterable[tuple[str, str, str]]) -> None:
+        """Name, version and state of all."""
+        self.lora_adapter.clear()
+        for name, version, state in adapters:
+            self.labels(self.lora_adapter, name=name, version=version, state=state).set(1)
 
     def record_first_tokens(self, state: RequestState, num_tokens: int) -> None:
         """Of `Recorder`, like the next two."""

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
-from llmservice_server.backend.base import Attend, DecoderLayer, LayerOps, Linear, Rotation, linears_of, rotates
+from llmservice_server.backend.base import (
+    Attend,
+    DecoderLayer,
+    LayerOps,
+    Linear,
+    Rotation,
+    each_linear,
+    linears_of,
+    rotates,
+)
 from llmservice_server.backend.torch.layer_ops import TorchLayerOps, TorchLinear
 from llmservice_server.models.config import ModelConfig
 from llmservice_server.models.rope import RopeConfig, RotaryEmbedding, rotate
@@ -37,6 +46,7 @@ class DecoderModel:
             if config.tied_embeddings
             else weights.linear({"lm_head": config.vocab_size}, config.hidden_size)
         )
+        self.modules = [_adaptable(weights.modules.get(id(linear), {})) for linear in each_linear(self)]
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """The last layer's states `[num_tokens, hidden_size]`, not yet normed; arguments as of `forward_by_piece`."""
@@ -155,3 +165,8 @@ class DecoderModel:
         own_head = self.lm_head.weight is not self.embed_tokens
         parts = self.embed_tokens, self.norm, *((self.lm_head,) if own_head else ()), *self.layers
         return sum(part.nbytes for part in parts)
+
+
+def _adaptable(modules: Mapping[str, int]) -> Mapping[str, int]:
+    """Those that all tokens of a step are multiplied with: not the head, and no expert."""
+    return {} if any(name == "lm_head" or ".experts." in name for name in modules) else modules

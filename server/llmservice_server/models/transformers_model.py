@@ -387,6 +387,7 @@ class TransformersModel:
         for owner in (self._decoder, model):
             self._replace_linears(owner)
         self._products.sort(key=lambda product: product.linear.weight is head)  # the head last
+        self.modules = self._modules(model.base_model_prefix)
 
     @classmethod
     def load(
@@ -455,6 +456,12 @@ class TransformersModel:
 
     def linears(self) -> Iterator[Linear]:
         return (product.linear for product in self._products)
+
+    def _modules(self, prefix: str) -> list[dict[str, int]]:
+        names = {id(module): f"{prefix}.{name}" for name, module in self._decoder.named_modules()}
+        return [
+            {names[id(product)]: product.weight.shape[0]} if id(product) in names else {} for product in self._products
+        ]
 
     def map_linears(self, convert: Callable[[Linear], Linear]) -> None:
         for product in self._products:

@@ -44,6 +44,7 @@ class Weights:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # to be filled, by the checkpoint's names
     places: list[QuantizedPlace] = field(default_factory=list)
     computed: list[ComputedPlace] = field(default_factory=list)
+    modules: dict[int, dict[str, int]] = field(default_factory=dict)  # by the id of a matrix, what it is fused of
     _finishing: list[Callable[[], object]] = field(default_factory=list)
 
     def at(self, name: str) -> Self:
@@ -83,13 +84,17 @@ class Weights:
         biases = self.empty(outputs) if bias else None
         if biases is not None:
             self.tensors.update(zip((f"{name}.bias" for name in named), torch.split(biases, sizes), strict=True))
-        if not named.keys().isdisjoint(self.quantized):
-            linear = TorchLinear(torch.empty(outputs, inputs, dtype=self.dtype, device="meta"), biases)
+        is_quantized = not named.keys().isdisjoint(self.quantized)
+        if is_quantized:
+            weight = torch.empty(outputs, inputs, dtype=self.dtype, device="meta")
+        else:
+            weight = self.empty(outputs, inputs) if memory is None else memory
+            self.tensors.update(zip((f"{name}.weight" for name in named), torch.split(weight, sizes), strict=True))
+        linear = TorchLinear(weight, biases)
+        self.modules[id(linear)] = named
+        if is_quantized:
             self.places.append(QuantizedPlace(linear, named))
-            return linear
-        weight = self.empty(outputs, inputs) if memory is None else memory
-        self.tensors.update(zip((f"{name}.weight" for name in named), torch.split(weight, sizes), strict=True))
-        return TorchLinear(weight, biases)
+        return linear
 
     def stack(self, matrices: Sequence[tuple[Weights, dict[str, int]]], inputs: int) -> list[Linear]:
         """Matrices of one size as parts of one tensor: the `parts` of each, and the weights that they are relative to.

@@ -27,7 +27,16 @@ from llmservice_server.runtime.loader import weight_files
 from llmservice_server.runtime.startup import choose_device
 from llmservice_server.types.checkpoint_config import read_json_object
 from llmservice_server.types.errors import ConfigError, ModelLoadError, OutOfMemoryError
-from llmservice_server.types.messages import GenerateRequest, Output, Ready, Stats, StepOutputs, Task
+from llmservice_server.types.messages import (
+    GenerateRequest,
+    LoadAdapter,
+    Output,
+    Ready,
+    Stats,
+    StepOutputs,
+    Task,
+    UnloadAdapter,
+)
 
 _LOG = logging.getLogger(__name__)
 _WARM_UP_TOKENS = 16
@@ -185,6 +194,9 @@ class EncoderEngine:
             Output(request_id=message.request_id, finish_reason="error", error=problem, error_status=400)
         )
 
+    def change_adapter(self, message: LoadAdapter | UnloadAdapter) -> None:
+        """Encoders have no adapters, and their servers send none."""
+
     def abort(self, request_ids: Sequence[str], finished: bool = False) -> None:
         """No request runs for longer than a step."""
 
@@ -211,6 +223,8 @@ class EncoderEngine:
 
 def load_encoder(config: EngineConfig) -> EncoderEngine:
     """An encoder that is ready to serve. Raises `StartError` with what is wrong, expected and to be done."""
+    if config.max_loras:
+        raise ConfigError("max_loras is for models that generate, and this one is an encoder: leave it out")
     began_s = time.monotonic()
     folder, shape = config.model, _shape(config.model)
     longest = _longest(shape, config)

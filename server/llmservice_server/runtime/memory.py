@@ -26,11 +26,12 @@ class Memory:
     weights: int
     activations: int
     graphs: int = 0  # CUDA's, of decode steps
+    adapters: int = 0  # slots of LoRA adapters
     processes: int = 0  # Python, PyTorch and the tokenizer, where they live in the same memory
 
     @property
     def besides_kv_cache(self) -> int:
-        return self.weights + self.activations + self.graphs + self.processes
+        return self.weights + self.adapters + self.activations + self.graphs + self.processes
 
 
 def measure_activations(model: Model, backend: Backend, config: EngineConfig) -> int:

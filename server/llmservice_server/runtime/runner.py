@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, replace
+from itertools import groupby, islice
 from typing import Self
 
 import numpy as np
@@ -36,6 +36,7 @@ from llmservice_server.backend.sampling_batch import SamplingBatch
 from llmservice_server.backend.transfer import HostCopy, to_device
 from llmservice_server.engine.interfaces import BlockCopy, Plan, Scheduled, StepResult
 from llmservice_server.engine.request import MAX_LOGPROBS, Request
+from llmservice_server.models.lora import AdapterSlots, SlotRows
 from llmservice_server.sampling.grammar import Grammar
 from llmservice_server.sampling.logit_adjustments import TokenMasks
 from llmservice_server.sampling.sampler import Drawn, Draws, Logprobs, Sampler
@@ -53,13 +54,15 @@ class DeviceStep:
     """Implements `StepInFlight`."""
 
     def __init__(self, runner: ModelRunner, plan: Plan, after: DeviceStep | None) -> None:
-        self.requests = [share.request for share in plan.scheduled if share.samples]
         self._runner = runner
-        self._plan = plan
+        self._plan = plan = runner.by_adapter(plan)
+        self.requests = [share.request for share in plan.scheduled if share.samples]
         self._last_rows = _last_rows(plan.scheduled)
         pending = None if after is None else after.pending_tokens(self.requests, self._last_rows)
         self._masks = runner.begin_masks(self.requests) if after is None else None
-        self._hidden: torch.Tensor | None = runner.forward(step_input(plan.scheduled, pending))
+        self._hidden: torch.Tensor | None = runner.forward(
+            step_input(plan.scheduled, pending), runner.adapter_rows(plan)
+        )
         self.drawn: Drawn | None = None  # a row for each of `requests`
         self._prompt_logprobs: PromptLogprobs | None = None
 
@@ -114,6 +117,7 @@ class ModelRunner:
         self.swapped_blocks = swapped_blocks
         self.sampler = Sampler(backend.choose_tokens, backend.penalize)
         self.decode_path: DecodePath | None = None
+        self.adapters: AdapterSlots | None = None
         self._masks = TokenMasks(model.config.vocab_size)
 
     @torch.inference_mode()
@@ -136,10 +140,37 @@ class ModelRunner:
         return DeviceStep(self, plan, after)
 
     @torch.inference_mode()
-    def forward(self, step: StepInput) -> torch.Tensor:
-        """The model's last states, `[num_tokens, hidden_size]`; valid until the next launch."""
+    def forward(self, step: StepInput, adapter_rows: Sequence[SlotRows] = ()) -> torch.Tensor:
+        """The model's last states, `[num_tokens, hidden_size]`; valid until the next launch.
+
+        The decode path knows no adapters.
+        """
+        if self.adapters is not None and adapter_rows:
+            with self.adapters.applied(adapter_rows):
+                return self._compute(step)
         if self.decode_path is not None and self.decode_path.takes(step):
             return self.decode_path.run(step)
+        return self._compute(step)
+
+    def by_adapter(self, plan: Plan) -> Plan:
+        """The plan with its shares sorted by adapter, those without one first."""
+        if self.adapters is None or all(share.request.adapter is None for share in plan.scheduled):
+            return plan
+        return replace(plan, scheduled=sorted(plan.scheduled, key=_slot))
+
+    def adapter_rows(self, plan: Plan) -> list[SlotRows]:
+        """The rows of each adapter of a plan of `by_adapter`."""
+        if self.adapters is None:
+            return []
+        found, first = [], 0
+        for slot, shares in groupby(plan.scheduled, key=_slot):
+            end = first + sum(share.num_tokens for share in shares)
+            if slot >= 0:
+                found.append(SlotRows(slot, slice(first, end)))
+            first = end
+        return found
+
+    def _compute(self, step: StepInput) -> torch.Tensor:
         device = self.model.device
         tokens = to_device(step.token_ids, device)
         if step.pending is not None:
@@ -183,6 +214,11 @@ class ModelRunner:
         if num_tokens > 2:
             self.forward(StepInput.of([(1, num_tokens - 1, range(1, 1 + -(-num_tokens // block_size)))]))
         return bool((prompt >= 0).all() and (decode >= 0).all())
+
+
+def _slot(share: Scheduled) -> int:
+    adapter = share.request.adapter
+    return -1 if adapter is None or adapter.slot is None else adapter.slot
 
 
 def step_input(scheduled: Sequence[Scheduled], pending: PendingTokens | None = None) -> StepInput:

@@ -21,6 +21,8 @@ from llmservice_server.engine.block_pool import PreemptionCost, SwapSpace
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.engine import Engine
 from llmservice_server.engine.interfaces import BlockCopy, KVCachePlan, Plan, Started
+from llmservice_server.models.lora import Adaptable, AdapterSlots
+from llmservice_server.runtime.adapters import SlotStore
 from llmservice_server.runtime.embeddings import BatchEmbedder, EmbeddingModel
 from llmservice_server.runtime.loader import Checkpoint
 from llmservice_server.runtime.memory import GIB, Memory, measure_activations, most_sequences, plan_kv_cache, seconds
@@ -90,7 +92,7 @@ def start(config: EngineConfig) -> Started:
             "needs AVX-512 VNNI): use --quantization auto"
         )
     _LOG.log(logging.WARNING if backend.fallbacks else logging.INFO, "backend: %s (%s)", backend.name, backend.reason)
-    model, memory = _load(checkpoint, config, backend, phases)
+    model, memory, slots = _load(checkpoint, config, backend, phases)
     kv_cache = _plan(config, checkpoint.config.max_context, backend, memory)
     most_seqs = min(config.most_seqs, CAP_OF_CPU) if backend.shares_memory else config.most_seqs
     max_num_seqs = config.max_num_seqs or most_sequences(kv_cache, config.block_size, most_seqs)
@@ -100,6 +102,9 @@ def start(config: EngineConfig) -> Started:
     runner = ModelRunner(model, attention, backend, swapped_blocks)
     with phases.phase("decode path"):
         memory = _make_decode_path(runner, max_num_seqs, kv_cache, memory)
+    if slots is not None:
+        slots.install(model)
+        runner.adapters = slots
     with phases.phase("warm-up"):
         _warm_up(runner, config, kv_cache)
     started = Started(
@@ -115,6 +120,7 @@ def start(config: EngineConfig) -> Started:
             "kv_cache": sum(cache.nbytes for cache in attention.caches),
             "activations": memory.activations,
             "graphs": memory.graphs,
+            **({} if slots is None else {"adapters": memory.adapters}),
             "total": memory.total,
         },
         vocab_size=checkpoint.config.vocab_size,
@@ -122,6 +128,7 @@ def start(config: EngineConfig) -> Started:
         architecture=checkpoint.config.architecture,
         model_code=checkpoint.config.implementation,
         swap=_swap_space(runner, config, kv_cache),
+        adapters=None if slots is None else SlotStore(slots),
         overlaps=backend.overlaps,
         prefill_tokens=backend.prefill_tokens,
         load_s=time.monotonic() - began_s,
@@ -195,8 +202,10 @@ def choose_device(config: EngineConfig) -> torch.device:
     return torch.device("cuda")
 
 
-def _load(checkpoint: Checkpoint, config: EngineConfig, backend: Backend, phases: StartPhases) -> tuple[Model, Memory]:
-    """Load the weights and measure what a full step needs beside them."""
+def _load(
+    checkpoint: Checkpoint, config: EngineConfig, backend: Backend, phases: StartPhases
+) -> tuple[Model, Memory, AdapterSlots | None]:
+    """Load the weights, measure what a full step needs beside them, and allocate the slots of adapters."""
     total, processes = backend.total_bytes(), 0
     if config.memory_limit_bytes is not None:
         # The limit is of the whole pod, its processes included; what is available was counted without them.
@@ -212,17 +221,25 @@ def _load(checkpoint: Checkpoint, config: EngineConfig, backend: Backend, phases
     try:
         with phases.phase("weights"):
             model = checkpoint.load(dtype, backend.device, config.quantization, backend.keeps)
+            adaptables = Adaptable.all_of(model) if config.max_loras else []
             backend.prepare(model)
         with phases.phase("profiling"):
             activations = measure_activations(model, backend, config)
             max_model_len = config.max_model_len or model.config.max_context
             graphs = backend.decode_path_bytes(model, max_num_seqs=config.most_seqs, max_model_len=max_model_len)
+        slots, adapters = None, 0
+        if config.max_loras:
+            with phases.phase("adapter slots"):
+                slots = AdapterSlots(adaptables, config.max_loras, config.max_lora_rank, model.dtype, model.device)
+            adapters = slots.nbytes
+            if backend.shares_memory:  # one more is read at a time
+                adapters += slots.nbytes // slots.num_slots
     except torch.OutOfMemoryError as error:
         raise OutOfMemoryError(
             f"the weights and a step of {config.step_tokens} tokens do not fit into the device's "
             f"{format_bytes(total)}: use a smaller model or lower max_num_batched_tokens"
         ) from error
-    return model, Memory(total, model.weight_bytes, activations, graphs, processes)
+    return model, Memory(total, model.weight_bytes, activations, graphs, adapters, processes), slots
 
 
 def _make_decode_path(runner: ModelRunner, max_num_seqs: int, kv_cache: KVCachePlan, memory: Memory) -> Memory:

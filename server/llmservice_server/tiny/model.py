@@ -71,7 +71,7 @@ def write_tiny_model(directory: Path, spec: TinyModelSpec) -> None:
         (directory / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     tokenizer.save(str(directory / "tokenizer.json"))
     weights = _weights(spec, tiny_tokenizer.printable_ids(tokenizer))
-    _write_safetensors(directory / "model.safetensors", weights, spec.dtype)
+    write_safetensors(directory / "model.safetensors", weights, spec.dtype)
 
 
 def _weights(spec: TinyModelSpec, printable: list[int]) -> Weights:
@@ -111,7 +111,7 @@ def _weights(spec: TinyModelSpec, printable: list[int]) -> Weights:
     return weights | {"lm_head.weight": lm_head}
 
 
-def _write_safetensors(path: Path, weights: Weights, dtype: str) -> None:
+def write_safetensors(path: Path, weights: Weights, dtype: str) -> None:
     """The format itself, since the library's numpy side has no bfloat16: header length, JSON header, data.
 
     https://huggingface.co/docs/safetensors/index#format

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -153,6 +154,39 @@ class GenerationConfig(_EndTokens):
     def sampling_defaults(self) -> dict[str, float]:
         """By name, the sampling parameters of requests that do not set them."""
         return self.model_dump(include=_SAMPLING_DEFAULTS, exclude_none=True)
+
+
+class AdapterConfig(_File):
+    """adapter_config.json of PEFT, as far as it decides what a LoRA adapter computes."""
+
+    peft_type: str
+    r: Annotated[int, Field(ge=1, le=4096)]
+    lora_alpha: Number
+    use_rslora: bool = False
+    bias: str = "none"
+    lora_bias: bool = False
+    target_modules: list[str] | str | None = None
+    base_model_name_or_path: str | None = None
+    use_dora: bool = False
+    use_qalora: bool = False
+    modules_to_save: list[str] | None = None
+    rank_pattern: dict[str, Any] | None = None
+    alpha_pattern: dict[str, Any] | None = None
+    layer_replication: list[Any] | None = None
+    trainable_token_indices: Any = None
+    target_parameters: list[str] | None = None
+
+    @property
+    def scale(self) -> float:
+        """rsLoRA's (Kalajdzievski, 2023) is by the root of the rank."""
+        return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
+
+    @property
+    def changes_more(self) -> list[str]:
+        """The keys that are set which make it more than two factors of one rank for each module."""
+        names = ["use_dora", "use_qalora", "modules_to_save", "rank_pattern", "alpha_pattern"]
+        names += ["layer_replication", "trainable_token_indices", "target_parameters"]
+        return [name for name in names if getattr(self, name)]
 
 
 def eos_token_ids(folder: Path) -> frozenset[int]:

@@ -23,6 +23,10 @@ class OutOfMemoryError(StartError):
     """Weights and KV cache do not fit into the memory that the engine may use."""
 
 
+class AdapterError(ValueError):
+    """The adapter cannot be used; the message says what is wrong, what was expected and what to do."""
+
+
 class GrammarError(ValueError):
     """The grammar cannot be used; the message says why, in one line."""
 

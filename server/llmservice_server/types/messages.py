@@ -12,6 +12,8 @@ Fallback = Literal["attention", "top_k_top_p", "decode_graphs", "quantized_produ
 """What runs without our kernels where they fail their check."""
 Task = Literal["generate", "embed", "score"]
 """What a model does: a decoder generates (and embeds), an encoder embeds, a cross-encoder scores pairs of texts."""
+AdapterState = Literal["loaded", "evicted"]
+"""Of a LoRA adapter: on the device, or read again from its folder when a request names it."""
 ModelCode = Literal["own", "transformers"]
 """Whose code computes the model: ours, or transformers' around our attention, matrices and cache."""
 
@@ -94,6 +96,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate",
     deadline_s: float | None = None  # monotonic; past it the request ends with "error"
     queue_deadline_s: float | None = None  # likewise, for a request that has not been scheduled by then
     cache_salt: str | None = None  # the prefix cache shares blocks only between requests with equal salts
+    adapter: str | None = None  # the name of a LoRA adapter; None: the model itself
+    adapter_version: str = ""  # the one that `block_hashes` are of
     block_hashes: bytes = b""  # of the prompt's full blocks, where they are known: the engine need not compute them
 
 
@@ -103,6 +107,22 @@ class Embed(msgspec.Struct, frozen=True, kw_only=True, tag="embed"):
     request_id: str
     inputs: list[list[int]]  # token ids
     type_ids: list[list[int]] = []  # of each token: which text of a pair it belongs to; empty: the first
+
+
+class LoadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="load_adapter"):
+    """Load a LoRA adapter, or another version of one; `AdapterReport` answers."""
+
+    request_id: str
+    name: str
+    folder: str
+    pinned: bool = False  # never evicted
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="unload_adapter"):
+    """Forget an adapter; requests that compute with it do so to their end. `AdapterReport` answers."""
+
+    request_id: str
+    name: str
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -136,6 +156,25 @@ class Output(msgspec.Struct, kw_only=True, omit_defaults=True, array_like=True, 
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # from the prompt's second token on; sent with the first token
 
 
+class AdapterInfo(msgspec.Struct, frozen=True, array_like=True):
+    """A LoRA adapter that requests may name."""
+
+    name: str
+    version: str  # a hash of its files
+    state: AdapterState
+    folder: str
+    pinned: bool
+
+
+class AdapterReport(msgspec.Struct, frozen=True, kw_only=True):
+    """All adapters, after a change of one; where `request_id` is set, the answer to that message."""
+
+    adapters: list[AdapterInfo]
+    request_id: str | None = None
+    error: str | None = None
+    error_status: int = 400  # HTTP status for `error`
+
+
 class Stats(msgspec.Struct, kw_only=True, array_like=True):
     """The engine's gauges and counters after a step; counters are totals since start."""
 
@@ -155,6 +194,7 @@ class Stats(msgspec.Struct, kw_only=True, array_like=True):
 class StepOutputs(msgspec.Struct, kw_only=True, tag="step"):
     outputs: list[Output]
     stats: Stats
+    adapters: list[AdapterReport] = []
 
 
 class Embedded(msgspec.Struct, kw_only=True, tag="embedded", omit_defaults=True):
@@ -180,6 +220,7 @@ class Ready(msgspec.Struct, kw_only=True, tag="ready"):
     memory_bytes: dict[str, int]  # by kind: weights, kv_cache, activations, graphs, total
     load_s: float
     task: Task = "generate"
+    max_loras: int = 0  # adapters on the device at once
     architecture: str
     model_code: ModelCode
     fallbacks: dict[Fallback, str] = {}  # what runs without our kernels because they failed their check, and why
@@ -191,5 +232,5 @@ class Failed(msgspec.Struct, kw_only=True, tag="failed"):
     error: str
 
 
-ToEngine = GenerateRequest | Embed | Abort | Shutdown
+ToEngine = GenerateRequest | Embed | Abort | LoadAdapter | UnloadAdapter | Shutdown
 FromEngine = StepOutputs | Embedded | Ready | Failed

@@ -16,6 +16,7 @@ from llmservice_local.node.container_spec import (
     gpu_count,
     translate,
     volume_paths,
+    write_config_maps,
 )
 
 
@@ -122,8 +123,17 @@ def test_file_that_is_really_there_wins_over_a_mount(tmp_path: Path) -> None:
 
 def test_volume_that_the_node_does_not_have_is_named() -> None:
     pod = {"spec": {"volumes": [{"name": "v", "image": {"reference": "registry/model"}}]}}
-    with pytest.raises(ConfigError, match="volume v: the local node has hostPath, emptyDir and claims, not image"):
+    with pytest.raises(ConfigError, match="volume v: the local node has hostPath, emptyDir, configMap and claims"):
         volume_paths(pod, Path("/x"), no_claims)
+
+
+def test_a_changed_config_map_is_written_anew_and_its_stale_files_go(tmp_path: Path) -> None:
+    pod = {"spec": {"volumes": [{"name": "v", "configMap": {"name": "list"}}]}}
+    for data in ({"a": "1", "b": "2"}, {"a": "3"}):
+        write_config_maps(pod, tmp_path, lambda kind, name, data=data: data)
+        assert {file.name: file.read_text() for file in (tmp_path / "v").iterdir()} == data
+    with pytest.raises(ConfigError, match='configmap "list" not found'):
+        write_config_maps(pod, tmp_path, lambda kind, name: None)
 
 
 def test_existing_claim_is_a_folder_that_pods_share() -> None:

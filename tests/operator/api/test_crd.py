@@ -16,6 +16,7 @@ from llmservice_operator.cluster.kube_client import KubeClient, KubeError
 from llmservice_operator.crd_command import CRD_FOLDERS
 
 ROOT = Path(__file__).parents[3]
+POET = {"name": "poet", "uri": "hf://org/poet"}
 SERVICES = "/apis/serving.llmservice.io/v1alpha1/namespaces/team-a/llmservices"
 EXAMPLES = [
     pytest.param(document, id=path.stem)
@@ -126,6 +127,15 @@ async def test_defaults_are_filled_in_by_the_api_server(kube: KubeClient, manife
         ({"podTemplate": {"extraArgs": ["--metrics-port", "1"]}}, "spec.podTemplate", "a flag that the operator sets"),
         ({"podTemplate": {"extraArgs": ["--default-lane=batch"]}}, "spec.podTemplate", "a flag that the operator sets"),
         ({"podTemplate": {"extraArgs": ["--block-size=32"]}}, "spec.podTemplate", "a flag that the operator sets"),
+        ({"engine": {"maxLoras": 0}, "adapters": [POET]}, "spec", "adapters need engine.maxLoras of at least 1"),
+        ({"adapters": [POET, POET]}, "spec.adapters[1]", "Duplicate"),
+        ({"adapters": [{"name": "poet", "uri": "pvc://claim/poet"}]}, "spec.adapters[0]", "uri must be hf://"),
+        ({"adapters": [{"name": "a poet", "uri": "hf://org/poet"}]}, "spec.adapters[0].name", "a poet"),
+        (
+            {"model": {"uri": "hf://o/a", "servedName": "poet"}, "adapters": [POET]},
+            "spec",
+            "adapters can't have the model's own name",
+        ),
         ({"lanes": {"default": "urgent"}}, "spec.lanes.default", "Unsupported value"),
         ({"podTemplate": {"extraArgs": ["--model", "x"]}}, "spec.podTemplate", "a flag that the operator sets"),
         ({"podTemplate": {"sidecars": [{"name": "server", "image": "x"}]}}, "spec.podTemplate", "server and fetch are"),

@@ -48,7 +48,8 @@ def test_the_sizing_becomes_the_servers_flags(service_of: Any, sized: Sized) -> 
 
 def test_extra_args_can_hold_no_flag_that_the_operator_sets(service_of: Any, sized: Sized, model: Model) -> None:
     on_cpu = service_of(
-        model={"uri": "file:///tiny", "quantization": "int8"}, engine={"prefixCaching": False, "swapSpaceGiB": 1}
+        model={"uri": "file:///tiny", "quantization": "int8"},
+        engine={"prefixCaching": False, "swapSpaceGiB": 1, "maxLoras": 1},
     )
     on_gpu = service_of(resources={"gpu": {"product": "l4"}})
     sized_on_gpu = size(on_gpu.spec, model)
@@ -221,7 +222,10 @@ ENGINE_CHANGES: dict[str, dict[str, Any]] = {
     "maxNumBatchedTokens": {"maxNumBatchedTokens": 512},
     "prefixCaching": {"prefixCaching": False},
     "swapSpaceGiB": {"swapSpaceGiB": 1},
+    "maxLoras": {"maxLoras": 2},
+    "maxLoraRank": {"maxLoras": 1, "maxLoraRank": 8},
 }
+POET = {"name": "poet", "uri": "hf://org/poet"}
 ROLLS: list[dict[str, Any]] = [
     {"model": {"uri": "file:///tiny", "servedName": "other"}},
     {"model": {"uri": "file:///tiny", "dtype": "float16"}},
@@ -231,6 +235,7 @@ ROLLS: list[dict[str, Any]] = [
     {"lanes": {"default": "batch"}},
     {"scheduling": {"priorityClassName": "high"}},
     {"podTemplate": {"labels": {"team": "a"}}},
+    {"adapters": [POET]},  # the first: slots and volumes
 ]
 STAYS: list[dict[str, Any]] = [
     {"replicas": 5},
@@ -298,6 +303,13 @@ def test_changes_of_the_pod_template_replace_pods(change: dict[str, Any], llama:
 @pytest.mark.parametrize("change", STAYS, ids=str)
 def test_other_changes_do_not_replace_pods(change: dict[str, Any], llama: Model) -> None:
     assert template(llama, change) == template(llama, {})
+
+
+def test_with_slots_a_change_of_the_adapters_replaces_no_pod(llama: Model) -> None:
+    slots = {**BASE["engine"], "maxLoras": 2}
+    assert template(llama, {"engine": slots, "adapters": [POET]}) == template(llama, {"engine": slots})
+    changed = [{**POET, "uri": "hf://org/poet@v2"}, {"name": "bard", "uri": "s3://models/bard", "pinned": True}]
+    assert template(llama, {"adapters": changed}) == template(llama, {"adapters": [POET]})
 
 
 def test_the_tables_speak_of_every_part_of_the_spec() -> None:

@@ -87,6 +87,12 @@ def test_pods_reach_only_the_source_of_their_model(
     assert rules == expected
 
 
+def test_pods_reach_the_sources_of_their_adapters(service_of: Any) -> None:
+    adapters = [{"name": f"a{number}", "uri": uri} for number, uri in enumerate(["hf://o/a", "hf://o/b", "s3://b/a"])]
+    _dns, *rules = egress(service_of(model={"uri": "pvc://claim/llama"}, adapters=adapters))
+    assert rules == [{"to": PUBLIC, "ports": [{"protocol": "TCP", "port": 443}]}]
+
+
 def test_further_egress_rules_are_passed_unchanged(service_of: Any) -> None:
     proxy = {"to": [{"ipBlock": {"cidr": "10.1.2.3/32"}}], "ports": [{"port": 3128}]}
     metadata = {"to": [{"ipBlock": {"cidr": "169.254.169.254/32"}}]}

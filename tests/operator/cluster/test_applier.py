@@ -18,13 +18,13 @@ from llmservice_operator.pods.pod import Trouble
 from llmservice_operator.sizing import Sized
 
 UID = "uid-of-tiny"
-BUILT_IN = ["ServiceAccount", "Service", "NetworkPolicy", "PodDisruptionBudget", "Deployment"]
+BUILT_IN = ["ServiceAccount", "Service", "ConfigMap", "NetworkPolicy", "PodDisruptionBudget", "Deployment"]
 ChildrenOf = Callable[..., list[Child]]
 
 
 @pytest.fixture
 def children_of(service_of: Callable[..., LLMService], sized: Sized) -> ChildrenOf:
-    return lambda **spec: expected_children(service_of(**spec), sized, 1, "img:1")
+    return lambda **spec: expected_children(service_of(**{"engine": {"maxLoras": 1}} | spec), sized, 1, "img:1")
 
 
 class SyncedApplier:

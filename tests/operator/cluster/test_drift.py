@@ -110,7 +110,7 @@ def stored(child: Child, version: int = 1) -> dict[str, Any]:
 
 @pytest.fixture
 def children(service_of: Callable[..., LLMService], sized: Sized) -> list[Child]:
-    return expected_children(service_of(), sized, 1, "img:1")
+    return expected_children(service_of(engine={"maxLoras": 1}), sized, 1, "img:1")
 
 
 @pytest.fixture

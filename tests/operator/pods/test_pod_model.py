@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from llmservice_operator.pods.pod_model import Download, Fetching, PodModels, parse_progress, together
+from llmservice_operator.pods.pod_model import Download, Fetching, PodAdapter, PodModels, parse_progress, together
 
 GIB = 2**30
 MODEL = "pvc://weights/tiny"
@@ -18,6 +18,7 @@ REPORT: dict[str, Any] = {
     "max_model_len": 256,
     "block_size": 16,
     "num_blocks": 99,
+    "adapters": [{"name": "poet", "uri": "hf://o/p", "version": "abc", "state": "loaded", "error": None}],
     "memory_bytes": {"weights": 10, "kv_cache": 20, "activations": 5, "total": 100},
     "shape": {
         "layers": 2, "heads": 4, "kvHeads": 2, "headDim": 16, "hiddenSize": 64, "intermediateSize": 128, "vocabSize": 9,
@@ -114,3 +115,8 @@ async def test_only_pods_of_the_model_are_queried_for_a_report(
     of_another_model = pod_named("b", ip="127.0.0.1", model="pvc://weights/earlier")
     assert await pod_models.report([starting, of_another_model], MODEL) is None
     assert server.asked == []
+
+
+async def test_each_serving_pod_reports_its_adapters(pod_models: PodModels, pod_named: Any) -> None:
+    pods = [pod_named("a", ip="127.0.0.1"), pod_named("b", ip="127.0.0.2"), pod_named("c", ready=False)]
+    assert await pod_models.adapters(pods) == {"a": [PodAdapter("poet", "hf://o/p", "abc")], "b": []}

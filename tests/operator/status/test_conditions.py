@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from llmservice_operator.api.resource import LLMService
+from llmservice_operator.api.spec import Adapter
 from llmservice_operator.pods.pod import Pod, Trouble
-from llmservice_operator.pods.pod_model import Fetching
+from llmservice_operator.pods.pod_model import Fetching, PodAdapter
 from llmservice_operator.scaling.decision import Decision
 from llmservice_operator.signals.load import Load, PodLoad
 from llmservice_operator.sizing import Sized, SizingProblem
@@ -14,6 +15,7 @@ from llmservice_operator.status.conditions import (
     READY,
     SLO_FEASIBLE,
     Verdict,
+    adapters_verdict,
     conditions,
     degraded_verdict,
     name_verdict,
@@ -326,3 +328,36 @@ def test_a_verdict_about_an_earlier_spec_is_not_remembered(generation: int, know
     service = LLMService.model_validate({**manifest, "status": {"conditions": [condition]}})
 
     assert remembered_slo(service) == (Verdict(SLO_FEASIBLE, "False", "TooSlow", "m") if known else None)
+
+
+POET = PodAdapter("poet", "hf://o/p", "v2")
+EARLIER = PodAdapter("poet", "hf://o/earlier", "v1")
+BROKEN = PodAdapter("poet", "hf://o/p", "", "the adapter's rank is 64, expected at most --max-lora-rank 16: raise it")
+
+
+@pytest.mark.parametrize(
+    ("reports", "status", "reason", "words"),
+    [
+        ({}, "Unknown", "NoReadyPods", "no pod is ready"),
+        ({"a": [POET], "b": [POET]}, "True", "Loaded", "each of 2 pods has poet"),
+        ({"a": [POET], "b": []}, "False", "AdaptersLoading", "poet by 1 of 2"),
+        ({"a": [EARLIER]}, "False", "AdaptersLoading", "poet by 0 of 1"),
+        (
+            {"a": [EARLIER, BROKEN], "b": [BROKEN]},
+            "False",
+            "AdapterLoadFailed",
+            "poet (a and 1 more): the adapter's rank",
+        ),
+    ],
+)
+def test_adapters_are_ready_once_each_pod_has_them_as_listed(
+    reports: dict[str, list[PodAdapter]], status: str, reason: str, words: str
+) -> None:
+    verdict = adapters_verdict([Adapter(name="poet", uri="hf://o/p")], reports)
+    assert verdict is not None
+    assert (verdict.status, verdict.reason) == (status, reason)
+    assert words in verdict.message
+
+
+def test_without_adapters_there_is_no_such_condition() -> None:
+    assert adapters_verdict([], {"a": [POET]}) is None

@@ -13,6 +13,7 @@ import pytest
 from harness.model_hub import COMMIT, ModelHub
 from harness.object_store import ObjectStore
 from llmservice_server.fetch.checkpoint import fetch, needed
+from llmservice_server.fetch.download import FetchOptions
 from llmservice_server.fetch.source import FetchError
 
 LLMSERVICE = Path(sys.executable).with_name("llmservice")
@@ -188,3 +189,15 @@ def test_the_pooling_of_an_encoder_is_fetched_into_its_folder(hub: ModelHub, tmp
     assert (tmp_path / "fetched/1_Pooling/config.json").read_bytes() == hub.files["1_Pooling/config.json"]
     assert "1_Pooling/config.json" in fetch(f"file://{tmp_path / 'fetched'}", tmp_path / "copied")
     assert not list((tmp_path / "copied").glob("**/*.part"))
+
+
+def test_an_adapter_is_fetched_without_other_files(tmp_path: Path) -> None:
+    source, options = tmp_path / "source", FetchOptions(adapter=True)
+    source.mkdir()
+    for name in ("adapter_config.json", "adapter_model.bin", "tokenizer.json"):
+        (source / name).write_bytes(b"{}")
+    with pytest.raises(FetchError, match=r"holds no adapter_model\.safetensors: .*pickle"):
+        fetch(f"file://{source}", tmp_path / "copy", options)
+    (source / "adapter_model.safetensors").write_bytes(b"")
+    assert fetch(f"file://{source}", tmp_path / "copy", options) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert not (tmp_path / "copy" / "tokenizer.json").exists()

@@ -13,7 +13,10 @@ from llmservice_server.types.messages import ModelCode
 class Model(BaseModel):
     id: str
     created: Annotated[int, Field(description="seconds since 1970")]
-    root: Annotated[str, Field(description="the name that answers carry")]
+    root: Annotated[str, Field(description="the name that answers carry; of an adapter, its folder")]
+    parent: Annotated[str | None, Field(description="the model that an adapter is for; null for the model itself")] = (
+        None
+    )
     max_model_len: Annotated[int | None, Field(description="null while the model is being loaded")]
     object: Literal["model"] = "model"
     owned_by: Literal["llmservice"] = "llmservice"
@@ -22,6 +25,20 @@ class Model(BaseModel):
 class ModelList(BaseModel):
     data: list[Model]
     object: Literal["list"] = "list"
+
+
+class AdapterStatus(BaseModel):
+    """A LoRA adapter."""
+
+    name: str
+    version: Annotated[str, Field(description="a hash of its files; empty where it could not be read")]
+    state: Annotated[
+        Literal["loaded", "evicted", "failed"],
+        Field(description="evicted: read again from its folder when a request names it"),
+    ]
+    pinned: bool = False
+    uri: Annotated[str | None, Field(description="where it was fetched from, if a file lists it")] = None
+    error: Annotated[str | None, Field(description="why it could not be loaded")] = None
 
 
 class SizingReport(BaseModel):
@@ -36,6 +53,8 @@ class SizingReport(BaseModel):
     memory_bytes: Annotated[dict[str, int], Field(description="by kind: weights, kv_cache, activations, graphs, total")]
     tool_call_format: Annotated[str, Field(description="in which the model calls tools; none: it cannot")]
     reasoning_format: Annotated[str, Field(description="none: all text is the answer's content")]
+    max_loras: Annotated[int, Field(description="LoRA adapters in memory at once")]
+    adapters: list[AdapterStatus]
     shape: Annotated[
         dict[str, int | str | bool] | None,
         Field(description="as spec.model.shape of an LLMService; null: a family that the planner does not know"),

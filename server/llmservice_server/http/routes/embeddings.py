@@ -43,7 +43,7 @@ router = APIRouter(route_class=EmbeddingRoute)
     summary="Embed texts",
 )
 async def embeddings(body: EmbeddingRequest, request: Request, state: StateDep, serving: ServingDep) -> Any:
-    state.require_model(body.model)
+    state.require_base_model(body.model)
     ready, tokenizer = serving
     inputs = await run(num_body_bytes(request), _inputs, body, ready, tokenizer)
     describe(request.scope, body)

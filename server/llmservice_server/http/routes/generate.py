@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
@@ -91,7 +92,7 @@ async def _processor(
     default_max_tokens: int | None,
 ) -> OutputProcessor:
     """Raises ApiError; what can be refused is refused before work is done for it."""
-    state.require_model(body.model)
+    adapter = state.require_model(body.model)
     apply_defaults(body, state.sampling_defaults)
     ready, tokenizer = serving
     longest = ready.max_request_tokens if body.truncate_prompt_tokens is None else None
@@ -99,7 +100,7 @@ async def _processor(
     grammar = await asyncio.to_thread(answer_grammar, body, tokenizer, prompts[0]) if body.is_structured else None
     room = ready.max_request_tokens - (body.token_limit or default_max_tokens or 1)
     prompts = truncated(prompts, body.truncate_prompt_tokens, max(1, room))
-    hashes = await run(num_body_bytes(request), prompt_hashes, prompts, ready, body.cache_salt)
+    hashes = await run(num_body_bytes(request), prompt_hashes, prompts, ready, body.cache_salt, adapter)
     describe(request.scope, body)
     options = request_options(
         request.headers,
@@ -116,7 +117,7 @@ async def _processor(
         prompts,
         hashes,
         default_max_tokens=default_max_tokens,
-        options=options,
+        options=replace(options, adapter=adapter),
         grammar=grammar,
     )
 
@@ -129,7 +130,7 @@ async def _respond(
     processor: OutputProcessor,
     layout: Layout,
 ) -> Response | BaseModel:
-    model = state.config.served_model_names[0]
+    model = processor.requests[0].adapter or state.config.served_model_names[0]
     identity = f"{layout.id_prefix}-{processor.request_id}"
     created = int(time.time())
     if body.stream:

@@ -10,6 +10,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from llmservice_server.http.protocol.models import (
+    AdapterStatus,
     Health,
     Model,
     ModelList,
@@ -18,6 +19,7 @@ from llmservice_server.http.protocol.models import (
     error_responses,
 )
 from llmservice_server.http.state import ServerState, ServingDep, StateDep
+from llmservice_server.types.messages import AdapterInfo
 
 log = logging.getLogger("llmservice.server")
 
@@ -33,14 +35,14 @@ probe_router = APIRouter()
 @router.head("/v1/models", include_in_schema=False)
 @router.get("/v1/models", response_model=ModelList, summary="The served names")
 async def list_models(state: StateDep) -> ModelList:
-    return ModelList(data=[_model(state, name) for name in state.config.served_model_names])
+    own = [_model(state, name) for name in state.config.served_model_names]
+    return ModelList(data=[*own, *(_model(state, each.name, each) for each in state.engine.adapters.values())])
 
 
 @router.head("/v1/models/{name:path}", include_in_schema=False)
 @router.get("/v1/models/{name:path}", response_model=Model, responses=error_responses(404), summary="One served name")
 async def show_model(name: str, state: StateDep) -> Model:
-    state.require_model(name)
-    return _model(state, name)
+    return _model(state, name, state.require_model(name))
 
 
 @router.head("/version", include_in_schema=False)
@@ -91,6 +93,8 @@ async def show_sizing(state: StateDep, serving: ServingDep) -> SizingReport:
         memory_bytes=engine.memory_bytes,
         tool_call_format=serving.tokenizer.formats.names.tool_calls,
         reasoning_format=serving.tokenizer.formats.names.reasoning,
+        max_loras=engine.max_loras,
+        adapters=_adapters(state),
         shape=dict(state.config.shape) if state.config.shape is not None else None,
     )
 
@@ -101,11 +105,30 @@ async def metrics(state: StateDep) -> Response:
     return Response(state.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def _model(state: ServerState, name: str) -> Model:
-    engine = state.engine.ready
+def _adapters(state: ServerState) -> list[AdapterStatus]:
+    loaded = [
+        AdapterStatus(
+            name=each.name,
+            version=each.version,
+            state=each.state,
+            pinned=each.pinned,
+            uri=state.adapter_uris.get(each.name),
+        )
+        for each in state.engine.adapters.values()
+    ]
+    failed = [
+        AdapterStatus(name=name, version="", state="failed", uri=uri, error=error)
+        for (name, uri), error in state.adapter_failures.items()
+    ]
+    return [*loaded, *failed]
+
+
+def _model(state: ServerState, name: str, adapter: AdapterInfo | None = None) -> Model:
+    engine, own_name = state.engine.ready, state.config.served_model_names[0]
     return Model(
         id=name,
         created=_CREATED,
-        root=state.config.served_model_names[0],
+        root=own_name if adapter is None else adapter.folder,
+        parent=None if adapter is None else own_name,
         max_model_len=None if engine is None else engine.max_model_len,
     )

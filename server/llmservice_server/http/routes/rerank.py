@@ -46,7 +46,7 @@ router = APIRouter(route_class=PairsRoute)
 async def rerank(body: RerankRequest, request: Request, state: StateDep, serving: ServingDep) -> Any:
     """With `documents` in Jina's format, with `texts` in TEI's."""
     if body.model is not None:
-        state.require_model(body.model)
+        state.require_base_model(body.model)
     scored = await _scores(body, request, state, serving)
     if scored is None:
         return Response(status_code=CLIENT_GONE)
@@ -71,7 +71,7 @@ async def rerank(body: RerankRequest, request: Request, state: StateDep, serving
 
 @router.post("/v1/score", response_model=ScoreList, responses=_RESPONSES, summary="Score pairs of texts")
 async def score(body: ScoreRequest, request: Request, state: StateDep, serving: ServingDep) -> Any:
-    state.require_model(body.model)
+    state.require_base_model(body.model)
     scored = await _scores(body, request, state, serving)
     if scored is None:
         return Response(status_code=CLIENT_GONE)

@@ -1,0 +1,291 @@
+"""Adapters in an engine against the same model with merged weights, and those that are refused."""
+
+import json
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+from llmservice_bench.batch_scheduler import AdmitsAll
+from llmservice_planner.shape import ModelShape
+from llmservice_server.backend.base import StepInput
+from llmservice_server.engine.config import EngineConfig
+from llmservice_server.engine.engine import Engine
+from llmservice_server.models.lora import SlotRows
+from llmservice_server.runtime.adapters import read_adapter
+from llmservice_server.runtime.startup import load_engine, model_runner
+from llmservice_server.tiny.adapter import write_tiny_adapter
+from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
+from llmservice_server.types.errors import AdapterError
+from llmservice_server.types.messages import AdapterReport, GenerateRequest, LoadAdapter, SamplingParams, UnloadAdapter
+
+VOCAB = 512
+LOGIT_TOLERANCE = 1e-4  # of the row's largest logit
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "all": {"rank": 8},
+    "attention": {"rank": 4, "targets": ("q_proj", "v_proj", "o_proj")},
+    "mlp": {"rank": 1, "targets": ("up_proj", "down_proj")},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    spec = TinyModelSpec(layers=2, hidden_size=64, heads=4, kv_heads=2, vocab_size=VOCAB, max_position_embeddings=256)
+    write_tiny_model(folder / "base", spec)
+    for seed, (name, settings) in enumerate(ADAPTERS.items()):
+        write_tiny_adapter(folder / name, folder / "base", seed=seed, std=0.3, **settings)
+    return folder
+
+
+def merged(folder: Path, name: str | None) -> PreTrainedModel:
+    """The model with `W + scale * B A` in the place of each `W` that the adapter changes."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder / "base").eval()
+    if name is not None:
+        config = json.loads((folder / name / "adapter_config.json").read_text())
+        tensors = load_file(folder / name / "adapter_model.safetensors")
+        modules = dict(model.named_modules())
+        for key in [key for key in tensors if "lora_A" in key]:
+            change = tensors[key.replace("lora_A", "lora_B")] @ tensors[key] * config["lora_alpha"] / config["r"]
+            with torch.no_grad():
+                modules[key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")].weight += change
+    return model
+
+
+def adapted_engine(folder: Path, **settings: Any) -> Engine:
+    config = {"max_loras": 3, "max_lora_rank": 8} | settings
+    engine = load_engine(EngineConfig(model=folder / "base", threads=1, **config))
+    for name in ADAPTERS:
+        assert load(engine, name, folder / name).error is None
+    return engine
+
+
+def load(engine: Engine, name: str, folder: Path, **settings: Any) -> AdapterReport:
+    return change(engine, LoadAdapter(request_id=f"load {name}", name=name, folder=str(folder), **settings))
+
+
+def change(engine: Engine, message: LoadAdapter | UnloadAdapter) -> AdapterReport:
+    engine.change_adapter(message)
+    while True:
+        for report in engine.step().adapters:
+            if report.request_id == message.request_id:
+                return report
+
+
+def request(name: str, prompt: list[int], adapter: str | None, max_tokens: int = 12) -> GenerateRequest:
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    return GenerateRequest(request_id=name, prompt_token_ids=prompt, sampling=sampling, arrival_s=0.0, adapter=adapter)
+
+
+def serve(engine: Engine, requests: list[GenerateRequest]) -> dict[str, list[int]]:
+    answers: dict[str, list[int]] = defaultdict(list)
+    for each in requests:
+        engine.add(each)
+    while engine.has_work:
+        for output in engine.step().outputs:
+            assert output.error is None
+            answers[output.request_id] += output.token_ids
+    return answers
+
+
+def prompt_of(length: int) -> list[int]:
+    return torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+
+
+def is_greedy(model: PreTrainedModel, prompt: list[int], answer: list[int]) -> bool:
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + answer[:-1]]), use_cache=False).logits[0, len(prompt) - 1 :]
+    return logits.argmax(dim=-1).tolist() == answer
+
+
+@pytest.mark.parametrize("implementation", ["own", "transformers"])
+def test_base_and_three_adapters_in_one_step_are_as_merged(folder: Path, implementation: str) -> None:
+    engine = adapted_engine(folder, implementation=implementation)
+    runner, prompt = model_runner(engine), prompt_of(20)
+    rows = [SlotRows(slot, slice(20 * (slot + 1), 20 * (slot + 2))) for slot in range(3)]
+    step = StepInput.of([(0, 20, [2 * number + 1, 2 * number + 2]) for number in range(4)], prompt * 4)
+    with torch.inference_mode():
+        logits = runner.model.logits(runner.forward(step, rows)).view(4, 20, -1)
+    by_slot = sorted(engine._adapters._by_name.values(), key=lambda each: each.slot or 0)
+    for name, ours in zip([None, *(each.name for each in by_slot)], logits, strict=True):
+        with torch.inference_mode():
+            expected = merged(folder, name)(torch.tensor([prompt])).logits[0]
+        assert float(((ours - expected).abs().amax(-1) / expected.abs().amax(-1)).max()) < LOGIT_TOLERANCE
+
+
+@pytest.mark.parametrize("crowded", [False, True])
+def test_answers_are_those_of_the_merged_models(folder: Path, crowded: bool) -> None:
+    settings: dict[str, Any] = {"prefill_chunk_tokens": 11, "max_num_batched_tokens": 32}
+    if crowded:
+        settings |= {"kv_cache_memory_bytes": 14 * 2 * 2 * 16 * 2 * 16 * 4, "max_model_len": 160, "max_num_seqs": 6}
+    engine = adapted_engine(folder, **settings)
+    if crowded:
+        engine.scheduler.admission = AdmitsAll(engine.ready.block_size, 1)
+    shared = prompt_of(40)
+    prompts = {
+        f"{name} {number}": (shared + prompt_of(3 + number), name) for name in (None, *ADAPTERS) for number in range(4)
+    }
+    answers = serve(engine, [request(key, prompt, name, 40) for key, (prompt, name) in prompts.items()])
+    models = {name: merged(folder, name) for name in (None, *ADAPTERS)}
+    for key, (prompt, name) in prompts.items():
+        assert is_greedy(models[name], prompt, answers[key]), key
+    slots, shape = model_runner(engine).adapters, ModelShape.from_folder(folder / "base")
+    assert slots is not None
+    assert slots.nbytes == 3 * shape.adapter_slot_bytes(8, "float32")  # as planned
+    stats = engine.stats()
+    assert stats.prefix_hits > 0
+    assert (sum(stats.preemptions.values()) > 0) is crowded
+    assert stats.blocks_held == 0
+
+
+def test_a_prefix_is_shared_within_an_adapter_only(folder: Path) -> None:
+    engine = adapted_engine(folder)
+    prompt, hits = prompt_of(64), []
+    for number, name in enumerate([None, "all", "mlp", "all", None]):
+        before = engine.stats().prefix_hits
+        serve(engine, [request(str(number), prompt, name)])
+        hits.append(engine.stats().prefix_hits - before)
+    assert [each > 0 for each in hits] == [False, False, False, True, True]
+
+
+def test_a_new_version_answers_by_its_own_weights(folder: Path, tmp_path: Path) -> None:
+    engine = adapted_engine(folder)
+    before = load(engine, "all", folder / "all").adapters
+    prompt = prompt_of(64)
+    old = serve(engine, [request("old", prompt, "all")])["old"]
+    assert is_greedy(merged(folder, "all"), prompt, old)
+    report = load(engine, "all", folder / "attention")
+    assert {each.name for each in report.adapters} == set(ADAPTERS)
+    assert {each.version for each in report.adapters} != {each.version for each in before}
+    new = serve(engine, [request("new", prompt, "all")])["new"]
+    assert is_greedy(merged(folder, "attention"), prompt, new)
+
+
+def test_with_one_slot_adapters_take_turns(folder: Path) -> None:
+    engine = adapted_engine(folder, max_loras=1)
+    prompt = prompt_of(30)
+    names = [*ADAPTERS] * 3
+    answers = serve(engine, [request(f"{name} {number}", prompt, name) for number, name in enumerate(names)])
+    for number, name in enumerate(names):
+        assert is_greedy(merged(folder, name), prompt, answers[f"{name} {number}"])
+
+
+def test_an_adapter_unloaded_in_use_computes_to_the_end(folder: Path) -> None:
+    engine = adapted_engine(folder)
+    prompt = prompt_of(30)
+    expected = serve(engine, [request("alone", prompt, "all", 20)])["alone"]
+    engine.add(request("running", prompt, "all", 20))
+    tokens = [token for _ in range(3) for output in engine.step().outputs for token in output.token_ids]
+    engine.change_adapter(UnloadAdapter(request_id="unload", name="all"))
+    engine.add(request("late", prompt, "all"))
+    late = None
+    while engine.has_work:
+        for output in engine.step().outputs:
+            if output.request_id == "running":
+                tokens += output.token_ids
+            else:
+                late = output.error
+    assert late == "the adapter all is not loaded"
+    assert tokens == expected
+
+
+def test_a_pinned_adapter_is_never_evicted(folder: Path) -> None:
+    engine = load_engine(EngineConfig(model=folder / "base", threads=1, max_loras=2, max_lora_rank=8))
+    load(engine, "all", folder / "all", pinned=True)
+    load(engine, "mlp", folder / "mlp")
+    report = load(engine, "attention", folder / "attention")
+    assert {each.name: each.state for each in report.adapters} == {
+        "all": "loaded",
+        "mlp": "evicted",
+        "attention": "loaded",
+    }
+    assert "leave no slot of 2" in str(load(engine, "attention", folder / "attention", pinned=True).error)
+
+
+Tensors = dict[str, torch.Tensor]
+DOWN = "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
+
+
+def _replace(tensors: Tensors, tensor: torch.Tensor) -> None:
+    tensors[DOWN] = tensor
+
+
+@pytest.mark.parametrize(
+    ("message", "config", "change_tensors"),
+    [
+        ("the adapter's rank is 16, expected at most --max-lora-rank 8: raise it", {"r": 16}, None),
+        ("lora_A.weight has the rank 8, adapter_config.json has 4", {"r": 4}, None),
+        ("names the target head, of which adapter_model.safetensors holds nothing", {"target_modules": ["head"]}, None),
+        ("use_dora is set, which is not supported", {"use_dora": True}, None),
+        ("the adapter changes biases, expected bias: none", {"bias": "all"}, None),
+        ("peft_type is IA3, expected LORA", {"peft_type": "IA3"}, None),
+        ("adapter_config.json: r is 'eight', expected a valid integer", {"r": "eight"}, None),
+        (
+            "has the shape [8, 96], this model and the rank 8 make it [8, 176]: the adapter is for another model",
+            {},
+            lambda tensors: _replace(tensors, torch.zeros(8, 96)),
+        ),
+        (
+            "has no linear layer model.layers.9.mlp.down_proj",
+            {},
+            lambda tensors: tensors.update({DOWN.replace("0", "9"): tensors.pop(DOWN)}),
+        ),
+        ("holds one of the two factors of model.layers.0.mlp.down_proj", {}, lambda tensors: tensors.pop(DOWN)),
+        ("is I8, expected one of BF16, F16, F32", {}, lambda tensors: _replace(tensors, tensors[DOWN].to(torch.int8))),
+        ("holds numbers that are not finite", {}, lambda tensors: tensors[DOWN].fill_(float("nan"))),
+        (
+            "which is no factor of a linear layer",
+            {},
+            lambda tensors: tensors.update({"head.weight": tensors.pop(DOWN)}),
+        ),
+    ],
+)
+def test_bad_adapters_are_refused(
+    folder: Path,
+    tmp_path: Path,
+    message: str,
+    config: dict[str, Any],
+    change_tensors: Callable[[Tensors], object] | None,
+) -> None:
+    write_tiny_adapter(tmp_path, folder / "base")
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    if change_tensors is not None:
+        tensors = load_file(tmp_path / "adapter_model.safetensors")
+        change_tensors(tensors)
+        save_file(tensors, tmp_path / "adapter_model.safetensors")
+    assert message in refusal(folder, tmp_path)
+
+
+def refusal(folder: Path, adapter: Path) -> str:
+    engine = load_engine(EngineConfig(model=folder / "base", threads=1, max_loras=1, max_lora_rank=8))
+    return str(load(engine, "bad", adapter).error)
+
+
+def test_a_truncated_file_is_refused(folder: Path, tmp_path: Path) -> None:
+    write_tiny_adapter(tmp_path, folder / "base")
+    path = tmp_path / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    assert "is not a readable safetensors file" in refusal(folder, tmp_path)
+
+
+def test_a_pickle_is_refused(folder: Path, tmp_path: Path) -> None:
+    write_tiny_adapter(tmp_path, folder / "base")
+    (tmp_path / "adapter_model.safetensors").rename(tmp_path / "adapter_model.bin")
+    assert "as a pickle (adapter_model.bin), which can run any code when read" in refusal(folder, tmp_path)
+
+
+def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(AdapterError, match="is not a folder"):
+        read_adapter(tmp_path / "none", {}, 8, torch.float32)
+
+
+def test_without_slots_every_adapter_is_refused(folder: Path) -> None:
+    engine = load_engine(EngineConfig(model=folder / "base", threads=1))
+    assert "start it with --max-loras" in str(load(engine, "all", folder / "all").error)
