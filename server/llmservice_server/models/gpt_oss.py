@@ -57,7 +57,11 @@ def _matrices(weights: Weights, name: str, count: int, outputs: int, inputs: int
 def _fill(targets: torch.Tensor, alternates: bool, stored: torch.Tensor) -> None:
     """`[experts, outputs, ...]`, one expert after the other, so that little memory is held twice."""
     for target, rows in zip(targets, stored, strict=True):
-        target.copy_(torch.cat((rows[::2], rows[1::2])) if alternates else rows)
+        if alternates:
+            for half, part in zip(target.chunk(2), (rows[::2], rows[1::2]), strict=True):
+                half.copy_(part)
+        else:
+            target.copy_(rows)
 
 
 def _fill_transposed(stack: torch.Tensor, alternates: bool, stored: torch.Tensor) -> None:
@@ -69,14 +73,14 @@ def _fill_unpacked(stack: torch.Tensor, alternates: bool, blocks: torch.Tensor, 
         raise ModelLoadError(f"experts in mxfp4 are {blocks.dtype} with scales in {scales.dtype}, expected uint8")
     for number in range(len(stack)):
         part = slice(number, number + 1)
-        dense = dequantize(blocks[part].to(stack.device), scales[part].to(stack.device), stack.dtype)
+        dense = dequantize(blocks[part].to(stack.device), scales[part].to(stack.device))
         _fill(stack[part], alternates, dense)
 
 
-def dequantize(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`[..., in]` of blocks `[..., in / 32, 16]`, of which each byte has two elements, the first lowest."""
-    pairs = torch.tensor(
-        [(_FP4[byte & 0xF], _FP4[byte >> 4]) for byte in range(256)], dtype=dtype, device=blocks.device
-    )
-    elements = pairs.index_select(0, blocks.flatten().int()).view(*scales.shape, _BLOCK)
-    return torch.ldexp(elements, scales.int()[..., None] - _EXPONENT_BIAS).to(dtype).flatten(-2)
+def dequantize(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Float32 `[..., in]` of blocks `[..., in / 32, 16]`, of which each byte has two elements, the first lowest."""
+    pairs = torch.tensor([(_FP4[byte & 0xF], _FP4[byte >> 4]) for byte in range(256)], device=blocks.device)
+    # As 64-bit integers, of which torch selects two numbers at a time, ten times as fast as rows.
+    selected = pairs.view(torch.int64).squeeze(1).index_select(0, blocks.flatten().int())
+    powers = torch.ldexp(torch.ones(scales.shape, device=scales.device), scales.int() - _EXPONENT_BIAS)
+    return selected.view(torch.float32).view(*scales.shape, _BLOCK).mul_(powers[..., None]).flatten(-2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmservice_server.backend.base import DecoderLayer
+from llmservice_server.backend.base import DecoderLayer, Linear
 from llmservice_server.backend.experts import Experts, ExpertsMlp
 from llmservice_server.backend.torch.layer_ops import TorchLinear
 from llmservice_server.models.config import ExpertsConfig, ModelConfig
@@ -39,11 +39,16 @@ def _experts(config: ModelConfig, sizes: ExpertsConfig, weights: Weights, names:
     count, width, hidden = sizes.count, sizes.width, config.hidden_size
     gate, up, down = names
     if weights.has("gate_up_proj"):
-        gate_up = weights.tensor("gate_up_proj", count, 2 * width, hidden)
-        down_stack = weights.tensor("down_proj", count, hidden, width)
-        return Experts([TorchLinear(each) for each in gate_up], [TorchLinear(each) for each in down_stack])
+        gate_up = _of_one_tensor(weights, "gate_up_proj", count, 2 * width, hidden)
+        return Experts(gate_up, _of_one_tensor(weights, "down_proj", count, hidden, width))
     parts = [weights.at(str(expert)) for expert in range(count)]
     return Experts(
         weights.stack([(part, {gate: width, up: width}) for part in parts], hidden),
         weights.stack([(part, {down: hidden}) for part in parts], width),
     )
+
+
+def _of_one_tensor(weights: Weights, name: str, *shape: int) -> list[Linear]:
+    stack = weights.empty(*shape)
+    weights.compute({name: shape}, stack.copy_)
+    return [TorchLinear(each) for each in stack]

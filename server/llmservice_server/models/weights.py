@@ -25,7 +25,7 @@ class ComputedPlace:
     """Weights that are computed of some of the checkpoint's tensors."""
 
     shapes: Mapping[str, tuple[int, ...]]  # of the tensors, by their names
-    fill: Callable[..., None]  # takes the tensors, in order
+    fill: Callable[..., object]  # takes the tensors, in order
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class Weights:
             weights.linear(parts, inputs, memory=part) for (weights, parts), part in zip(matrices, stack, strict=True)
         ]
 
-    def compute(self, shapes: Mapping[str, tuple[int, ...]], fill: Callable[..., None]) -> None:
+    def compute(self, shapes: Mapping[str, tuple[int, ...]], fill: Callable[..., object]) -> None:
         """Have the loader call `fill` with the tensors that have these names and shapes, in their order."""
         self.computed.append(ComputedPlace({self.prefix + name: shape for name, shape in shapes.items()}, fill))
 
