@@ -36,6 +36,14 @@ class ListedAdapter(msgspec.Struct, frozen=True):
     pinned: bool = False
 
 
+def parse_list(text: bytes) -> list[ListedAdapter]:
+    """Raises ValueError."""
+    listed = msgspec.json.decode(text, type=list[ListedAdapter])  # its errors are ValueErrors
+    if len({each.name for each in listed}) < len(listed):
+        raise ValueError("a name is listed twice: give each adapter its own")
+    return listed
+
+
 class _FetchError(Exception):
     """The last line that the child process wrote."""
 
@@ -65,7 +73,7 @@ class AdapterList:
         with contextlib.suppress(EngineDeadError):
             while True:
                 if (listed := self._read()) is not None:
-                    await self.compare(listed, time.monotonic())
+                    await self._compare(listed)
                 self._not_pending()
                 await asyncio.sleep(_PERIOD_S)
 
@@ -75,10 +83,10 @@ class AdapterList:
     def _read(self) -> list[ListedAdapter] | None:
         """None where the file is no such list, which is logged once; a missing one lists nothing."""
         try:
-            listed = msgspec.json.decode(self._file.read_bytes(), type=list[ListedAdapter])
+            listed = parse_list(self._file.read_bytes())
         except FileNotFoundError:
             listed = []
-        except (OSError, msgspec.DecodeError) as error:
+        except (OSError, ValueError) as error:
             if self._problem != str(error):
                 self._problem = str(error)
                 log.warning("the list of adapters cannot be read", extra={"fields": {"error": self._problem}})
@@ -86,24 +94,27 @@ class AdapterList:
         self._problem = None
         return listed
 
-    async def compare(self, listed: Sequence[ListedAdapter], now_s: float) -> None:
+    async def _compare(self, listed: Sequence[ListedAdapter]) -> None:
         """Unload what is not listed, and load what is not loaded as listed. Raises EngineDeadError."""
-        names = {each.name for each in listed}
+        names, keys = {each.name for each in listed}, {(each.name, each.uri) for each in listed}
         for name in [name for name in self._loaded if name not in names]:
             await self._unload(self._loaded.pop(name))
-        failures, self._state.adapter_failures = self._state.adapter_failures, {}
+        failures = self._state.adapter_failures
+        for key in failures.keys() - keys:
+            del failures[key]
         self._retries = {each: retry_s for each, retry_s in self._retries.items() if each in listed}
         for each in listed:
-            if self._loaded.get(each.name) == each and each.name in self._state.engine.adapters:
+            is_loaded = self._loaded.get(each.name) == each and each.name in self._state.engine.adapters
+            if is_loaded or time.monotonic() < self._retries.get(each, 0.0):
                 continue
-            error = failures.get((each.name, each.uri))
-            if now_s >= self._retries.get(each, now_s) and (error := await self._load(each)) is not None:
-                self._retries[each] = now_s + _RETRY_S
+            key = each.name, each.uri
+            if (error := await self._load(each)) is None:
+                failures.pop(key, None)
+                continue
+            if failures.get(key) != error:
                 log.error("an adapter cannot be loaded", extra={"fields": {"adapter": each.name, "error": error}})
-            if error is not None:
-                self._state.adapter_failures[each.name, each.uri] = error
-        if failures or self._state.adapter_failures:
-            self._state.report_adapters()
+            failures[key], self._retries[each] = error, time.monotonic() + _RETRY_S
+        self._state.report_adapters()
 
     async def _load(self, adapter: ListedAdapter) -> str | None:
         """Returns why it cannot be loaded."""
@@ -142,13 +153,13 @@ class AdapterList:
 
     async def _fetch(self, uri: str, folder: Path) -> None:
         """In a child process, which needs no memory of this one afterwards. Raises _FetchError."""
-        child = await asyncio.create_subprocess_exec(
-            *self._fetch_command,
-            uri,
-            str(folder),
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.PIPE,
-        )
+        pipe, nowhere = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
+        try:
+            child = await asyncio.create_subprocess_exec(
+                *self._fetch_command, uri, str(folder), stdout=nowhere, stderr=pipe
+            )
+        except OSError as error:
+            raise _FetchError(f"llmservice fetch cannot be started: {error}") from error
         try:
             _, written = await child.communicate()
         except asyncio.CancelledError:

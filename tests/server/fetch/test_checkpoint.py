@@ -191,6 +191,14 @@ def test_the_pooling_of_an_encoder_is_fetched_into_its_folder(hub: ModelHub, tmp
     assert not list((tmp_path / "copied").glob("**/*.part"))
 
 
+def test_an_adapter_is_fetched_from_a_hub(hub: ModelHub, tmp_path: Path) -> None:
+    names = ["adapter_config.json", "adapter_model.safetensors"]
+    hub.files |= dict.fromkeys(names, b"{}")
+    assert fetch("hf://org/open@v1", tmp_path, FetchOptions(adapter=True)) == names
+    assert all((tmp_path / name).read_bytes() == b"{}" for name in names)
+    assert not (tmp_path / "config.json").exists()
+
+
 def test_an_adapter_is_fetched_without_other_files(tmp_path: Path) -> None:
     source, options = tmp_path / "source", FetchOptions(adapter=True)
     source.mkdir()

@@ -112,4 +112,7 @@ def test_the_listed_adapters_are_served(start_server: Start, adapter: Path, tiny
     assert _ask(server, "poet")[0] == 404
     assert server.metric("llmservice_lora_adapter", state="failed") == 0
     assert len(list(copies.iterdir())) == 1
-    assert server.process.poll() is None
+    entry = {"name": "poet", "uri": f"file://{adapter}"}
+    _list(file, entry, entry)
+    server.wait_for(lambda: "a name is listed twice" in str(server.log))
+    assert _ask(server, "bard")[0] == 200, "what was listed before stays"
