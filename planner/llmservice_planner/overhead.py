@@ -52,11 +52,7 @@ def fixed_terms(
         device_count * activation_bytes(shape, device_count, dtype, max_num_batched_tokens),
     )
     if isinstance(device, CPU):
-        process = OverheadTerm("Python, PyTorch and the tokenizer", PROCESS_BYTES)
-        if not shape.tie_word_embeddings:
-            return (process, activations)
-        head = shape.vocab_size * shape.hidden_size * DTYPE_BYTES[dtype]
-        return (process, OverheadTerm("the tied output head, packed beside the embedding", head), activations)
+        return (OverheadTerm("Python, PyTorch and the tokenizer", PROCESS_BYTES), activations)
     context = OverheadTerm("CUDA context", device_count * CUDA_CONTEXT_BYTES)
     if shape.is_encoder:
         return (context, activations)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from llmservice_planner.gpu import GIB, cpu_device, find_gpu
 from llmservice_planner.overhead import activation_bytes, adapter_term, fixed_terms, logits_row_bytes
 from llmservice_planner.shape import ModelShape
+from llmservice_planner.sizing import SizingRequest, plan
 
 ShapeOf = Callable[[str], ModelShape]
 
@@ -48,10 +49,10 @@ def test_a_cpu_has_no_context_and_no_graphs(shape_of: ShapeOf) -> None:
 
 
 def test_on_a_cpu_a_tied_head_takes_memory_of_its_own(shape_of: ShapeOf) -> None:
-    shape = shape_of("llama-3.2-1b")
-    terms = {term.name: term.total_bytes for term in fixed_terms(shape, cpu_device(GIB), 1, "bfloat16", 512)}
-    assert terms["the tied output head, packed beside the embedding"] == 128256 * 2048 * 2
-    assert not any("tied" in term.name for term in fixed_terms(shape, find_gpu("l4"), 1, "bfloat16", 512))
+    shape, bytes_of_head = shape_of("llama-3.2-1b"), 128256 * 2048 * 2
+    on_cpu, on_gpu = (plan(SizingRequest(shape=shape, device=each)) for each in (cpu_device(64 * GIB), find_gpu("l4")))
+    assert on_cpu.weights_bytes - on_gpu.weights_bytes == bytes_of_head
+    assert not any("tied" in term.name for term in (*on_cpu.overhead, *on_gpu.overhead))
 
 
 def test_a_row_of_logits_is_as_wide_as_the_vocabulary(shape_of: ShapeOf) -> None:
