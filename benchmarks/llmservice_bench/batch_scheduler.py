@@ -18,6 +18,7 @@ from llmservice_server.engine.block_pool import BlockPool
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.interfaces import Plan, Scheduled
 from llmservice_server.engine.request import LANES, Request, Status, new_block_table
+from llmservice_server.types.errors import ConfigError
 
 _PRIORITY = attrgetter("priority")
 PADDING = "padding"  # the id of what is computed for no request
@@ -25,7 +26,6 @@ PADDING = "padding"  # the id of what is computed for no request
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchConfig:
-    block_size: int
     batch_size: int
     max_wait_s: float  # of the oldest request, after which a smaller batch is run
     padded: bool  # all sequences are as long as the longest: in prompt, in answer and in memory
@@ -49,6 +49,9 @@ class BatchScheduler:
     prefix_hits = 0
 
     def __init__(self, pool: BlockPool, config: BatchConfig) -> None:
+        """Raises ConfigError for a model whose layers need several block tables."""
+        if len(pool.groups) > 1:
+            raise ConfigError("this scheduler runs no model with windows in some of its layers: use continuous")
         self.pool = pool
         self.config = config
         self.waiting: list[Request] = []  # sorted by priority
@@ -167,7 +170,7 @@ class BatchScheduler:
         request.num_computed_tokens += runs
 
     def _num_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.config.block_size)
+        return -(-num_tokens // self.pool.groups.block_size)
 
 
 def _padding(request: Request, num_tokens: int) -> Scheduled:
@@ -196,7 +199,6 @@ def static(config: EngineConfig, max_num_seqs: int, pool: BlockPool) -> BatchSch
 def _batch_config(config: EngineConfig, max_num_seqs: int, *, max_wait_s: float, padded: bool) -> BatchConfig:
     wait_s = config.max_batch_wait_s
     return BatchConfig(
-        block_size=config.block_size,
         batch_size=max_num_seqs,
         max_wait_s=max_wait_s if wait_s is None else wait_s,
         padded=padded,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from llmservice_planner.block_groups import BlockGroups
 from llmservice_server.engine.block_pool import BlockPool, hash_blocks
 from pieces.timing import Timing, measure
 
@@ -14,14 +15,14 @@ BLOCK_SIZE = 16
 
 def measure_block_pool(count: int = 2000) -> dict[str, Timing]:
     """The time by operation; none changes the state of the pool."""
-    pool = BlockPool(NUM_BLOCKS)
+    pool = BlockPool(NUM_BLOCKS, BlockGroups(BLOCK_SIZE, num_layers=1))
     tokens = list(range(CHAIN * BLOCK_SIZE))
     chain = hash_blocks(tokens, BLOCK_SIZE, b"")
     held = pool.allocate(CHAIN)
     pool.register(held, chain)
 
     def share() -> None:
-        found = pool.lookup(chain)
+        [found] = pool.lookup(chain)
         pool.hold(found)
         pool.free(found)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 
+from llmservice_planner.block_groups import BlockGroups
 from llmservice_server.engine.block_pool import BlockPool, chain_start, hash_blocks
 from llmservice_server.engine.interfaces import Plan
 from llmservice_server.engine.request import Request
@@ -17,9 +18,8 @@ BLOCK_SIZE = 16
 LONG_TOKENS = 128_000
 _PROMPT_TOKENS = 2000
 _STEPS = 200
-_CONFIG = SchedulerConfig(
-    block_size=BLOCK_SIZE, max_num_seqs=NUM_RUNNING + 1, max_num_batched_tokens=2048, prefill_chunk_tokens=512
-)
+_GROUPS = BlockGroups(BLOCK_SIZE, num_layers=1)
+_CONFIG = SchedulerConfig(max_num_seqs=NUM_RUNNING + 1, max_num_batched_tokens=2048, prefill_chunk_tokens=512)
 
 
 class Load:
@@ -28,7 +28,7 @@ class Load:
     def __init__(self, num_batch: int = 0, max_num_seqs: int = NUM_RUNNING + 1, spare_blocks: int = 20_000) -> None:
         blocks = NUM_RUNNING * -(-(_PROMPT_TOKENS + 4 * _STEPS) // BLOCK_SIZE)
         config = replace(_CONFIG, max_num_seqs=max_num_seqs)
-        self.scheduler = ContinuousScheduler(BlockPool(1 + blocks + spare_blocks), config)
+        self.scheduler = ContinuousScheduler(BlockPool(1 + blocks + spare_blocks, _GROUPS), config)
         self._arrivals = 0
         for number in range(NUM_RUNNING):
             lane = "batch" if number >= NUM_RUNNING - num_batch else "interactive"
@@ -104,7 +104,7 @@ class PromptWork:
 
 def measure_prompts(kind: type[ContinuousScheduler], count: int, prompt_tokens: int) -> PromptWork:
     """What `count` requests with one prompt take until each has its first token."""
-    scheduler = kind(BlockPool(1 + count * prompt_tokens // BLOCK_SIZE * 2), _CONFIG)
+    scheduler = kind(BlockPool(1 + count * prompt_tokens // BLOCK_SIZE * 2, _GROUPS), _CONFIG)
     for number in range(count):
         message = GenerateRequest(
             request_id=str(number),

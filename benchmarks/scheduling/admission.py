@@ -15,6 +15,7 @@ import numpy as np
 
 from llmservice_bench.batch_scheduler import AdmitsAll
 from llmservice_bench.trace import Lengths, draw, read_trace
+from llmservice_planner.block_groups import BlockGroups
 from llmservice_planner.gpu import find_gpu
 from llmservice_planner.roofline import Roofline
 from llmservice_planner.shape import ModelShape
@@ -28,6 +29,7 @@ from scheduling.findings import Findings
 from scheduling.transformers_scheduler import TOKEN, Settings, TransformersScheduler
 
 BLOCK_SIZE = 16
+GROUPS = BlockGroups(BLOCK_SIZE, num_layers=1)
 POOL_TOKENS = 48_000
 MOST_TOKENS = 4096
 """The `max_tokens` of requests whose clients set none."""
@@ -104,12 +106,11 @@ class Simulated:
 def continuous(max_num_seqs: int = MOST_SEQS, admission: Admission | None = None) -> ContinuousScheduler:
     """The present scheduler, `admission` in place of its own."""
     config = SchedulerConfig(
-        block_size=BLOCK_SIZE,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=STEP_TOKENS,
         prefill_chunk_tokens=512,
     )
-    scheduler = ContinuousScheduler(BlockPool(1 + POOL_TOKENS // BLOCK_SIZE), config)
+    scheduler = ContinuousScheduler(BlockPool(1 + POOL_TOKENS // BLOCK_SIZE, GROUPS), config)
     scheduler.admission = admission or scheduler.admission
     return scheduler
 
@@ -189,7 +190,7 @@ def llama_8b_on_h100() -> Roofline:
 
 
 def _compare(traffic: Traffic, roofline: Roofline, findings: Findings) -> None:
-    fixed = {size: simulate(traffic, continuous(size, AdmitsAll(BLOCK_SIZE, 1536)), roofline) for size in FIXED}
+    fixed = {size: simulate(traffic, continuous(size, AdmitsAll(GROUPS, 1536)), roofline) for size in FIXED}
     best = max(fixed, key=lambda size: fixed[size].tokens_per_s)
     theirs = {
         name: simulate(traffic, TransformersScheduler(traffic.answers, POOL_TOKENS, settings), roofline)

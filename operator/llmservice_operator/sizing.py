@@ -45,6 +45,8 @@ class SizingReport:
     """Those of CUDA graphs included."""
     shape: ModelShape | None
     """None: a model that the planner does not know."""
+    block_groups: int = 1
+    """Of layers: a sequence takes blocks for each of them."""
 
 
 def parse_report(text: bytes) -> SizingReport:
@@ -57,6 +59,7 @@ def parse_report(text: bytes) -> SizingReport:
             max_model_len=int(report["max_model_len"]),
             block_size=int(report["block_size"]),
             num_blocks=int(report["num_blocks"]),
+            block_groups=max(1, int(report.get("block_groups", 1))),
             weights_bytes=int(memory["weights"]),
             kv_cache_bytes=int(memory["kv_cache"]),
             activations_bytes=int(memory["activations"]) + int(memory.get("graphs", 0)),
@@ -165,7 +168,6 @@ def sizing_request(spec: LLMServiceSpec, model: Model, shape: ModelShape, device
         max_loras=spec.max_loras,
         max_lora_rank=engine.max_lora_rank,
         itl_p99_s=spec.slo.itl_p99_s,
-        frees_slid_blocks=False,  # the server keeps a request's blocks to its end
         weights_bytes=None if shape.quantization or spec.model.quantization == "int8" else model.weights_bytes,
     )
 

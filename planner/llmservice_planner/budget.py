@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 
+from llmservice_planner.block_groups import BlockGroups
 from llmservice_planner.encoders import ENCODER_BATCH
 from llmservice_planner.gpu import GPU
 from llmservice_planner.overhead import OverheadTerm, adapter_term, fixed_terms, logits_row_bytes
@@ -16,7 +17,7 @@ NULL_BLOCKS = 1
 """The null block, to which padding in block tables refers; it holds no token."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Budget:
     """Bytes over all GPUs. A sequence needs its blocks and one row of logits, both from `free_bytes`."""
 
@@ -73,9 +74,18 @@ class Budget:
         step = replace(short.step, reason=f"as the activations of longer steps leave no room{room}")
         return replace(short, request=self.request, step=step) if short.fits else self
 
+    @cached_property
+    def groups(self) -> BlockGroups:
+        """Of the model's layers."""
+        shape = self.request.shape
+        return BlockGroups.of(
+            self.request.block_size, shape.layers, shape.sliding_layers, shape.sliding_window, self.step.total
+        )
+
     @property
     def block_bytes(self) -> int:
-        return self.request.block_size * self.kv_bytes_per_token
+        layer_bytes = self.kv_bytes_per_token // self.request.shape.layers
+        return self.request.block_size * self.groups.num_layers * layer_bytes
 
     @property
     def free_bytes(self) -> int:
@@ -83,19 +93,8 @@ class Budget:
         return self.usable_bytes - self.weights_bytes - sum(term.total_bytes for term in self.fixed_overhead)
 
     def sequence_blocks(self, tokens: int) -> int:
-        """The maximum number of blocks of a sequence of `tokens`.
-
-        A sliding-window layer holds at most `ceil((window - 1 + in flight) / block) + 1` blocks, where a step's tokens
-        are in flight. The result is the mean over the layers, rounded up.
-        """
-        request, shape = self.request, self.request.shape
-        full = math.ceil(tokens / request.block_size)
-        if shape.sliding_window is None or not request.frees_slid_blocks:
-            return full
-        in_flight = min(tokens, self.step.total)
-        windowed = min(full, math.ceil((shape.sliding_window - 1 + in_flight) / request.block_size) + 1)
-        layer_blocks = (shape.layers - shape.sliding_layers) * full + shape.sliding_layers * windowed
-        return math.ceil(layer_blocks / shape.layers)
+        """The maximum number of blocks of a sequence of `tokens`, in all groups of layers."""
+        return self.groups.blocks(tokens)
 
     @property
     def most_sequences(self) -> int:

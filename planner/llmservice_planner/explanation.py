@@ -142,10 +142,14 @@ def _pool(budget: Budget, overhead: tuple[OverheadTerm, ...], max_num_seqs: int)
         f"- {format_bytes(spent)} overhead = {format_bytes(left)}"
     )
     blocks = budget.pool_bytes(max_num_seqs) // budget.block_bytes
-    tokens = max(0, blocks - NULL_BLOCKS) * budget.request.block_size
+    groups = budget.groups
+    tokens = max(0, blocks - NULL_BLOCKS) * groups.block_size // len(groups)
+    of_each = f"of {groups.block_size} tokens"
+    if len(groups) > 1:
+        of_each = f"{of_each} in one of {len(groups)} groups of {groups.num_layers} layers"
     yield (
-        f"blocks: {blocks} of {budget.request.block_size} tokens ({format_bytes(budget.block_bytes)} each), "
-        f"one of them the null block: room for {tokens} tokens"
+        f"blocks: {blocks} {of_each} ({format_bytes(budget.block_bytes)} each), "
+        f"one of them the null block: room for {tokens} tokens{', or more as windows slide' if groups.slides else ''}"
     )
 
 
@@ -163,8 +167,7 @@ def _sliding(request: SizingRequest) -> str:
     shape = request.shape
     if shape.sliding_window is None:
         return ""
-    fate = "and give back what is behind" if request.frees_slid_blocks else "but keep what is behind"
-    return f", {shape.sliding_layers} of {shape.layers} layers slide over {shape.sliding_window} tokens {fate}"
+    return f", {shape.sliding_layers} of {shape.layers} layers slide over {shape.sliding_window} tokens"
 
 
 def _speed(budget: Budget, max_num_seqs: int) -> Iterator[str]:

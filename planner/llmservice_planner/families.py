@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-SlidingRule = Literal["none", "all", "even", "pattern", "last"]
+SlidingRule = Literal["none", "all", "even", "pattern", "last", "listed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Family:
     norms_per_layer: int = 2
     sliding: SlidingRule = "none"
     """The sliding-window layers without `layer_types`: `even` 0, 2, 4…; `pattern` all but every n-th (Gemma 3);
-    `last` those from `max_window_layers` on (Qwen)."""
+    `last` those from `max_window_layers` on (Qwen); `listed` none (families that are not known)."""
     router_bias: bool = False
     """A bias of the router, or a correction of its scores (DeepSeek-V3), for each expert."""
     normalizes_experts: bool = False

@@ -146,7 +146,7 @@ def _encoder_fields(config: Mapping[str, Any], family: EncoderFamily) -> dict[st
 def _family(model_type: object) -> Family:
     if not isinstance(model_type, str):
         raise ShapeError(f"config.json: model_type is {model_type!r}, expected one of {_known()}")
-    return FAMILIES.get(model_type) or Family(model_type, {})
+    return FAMILIES.get(model_type) or Family(model_type, {}, sliding="listed")
 
 
 def _unknown(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
@@ -220,6 +220,8 @@ def _sliding(values: _Values, family: Family, layers: int) -> tuple[int | None, 
         sliding = (layers + 1) // 2
     elif family.sliding == "pattern":
         sliding = layers - layers // values.positive("sliding_window_pattern")
+    elif family.sliding == "listed":
+        sliding = 0
     else:
         sliding = max(0, layers - (values.count("max_window_layers") or 0))
     return (window, sliding) if sliding else (None, 0)

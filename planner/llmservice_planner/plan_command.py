@@ -69,11 +69,6 @@ def _add_engine_arguments(engine: argparse._ArgumentGroup) -> None:
     )
     engine.add_argument("--max-lora-rank", type=int, default=16, metavar="RANK", help="of an adapter, at most")
     engine.add_argument(
-        "--keep-slid-blocks",
-        action="store_true",
-        help="count blocks behind a sliding window as held, as in this version of the server",
-    )
-    engine.add_argument(
         "--itl-p99", type=_duration, metavar="TIME", help="target for the time between tokens, such as 80ms"
     )
 
@@ -111,7 +106,6 @@ def _request(args: argparse.Namespace) -> SizingRequest:
         max_loras=args.max_loras,
         max_lora_rank=args.max_lora_rank,
         itl_p99_s=args.itl_p99,
-        frees_slid_blocks=not args.keep_slid_blocks,
         weights_bytes=weights_bytes(args.model, dtype) if read else None,
     )
 

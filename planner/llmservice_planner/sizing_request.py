@@ -72,8 +72,6 @@ class SizingRequest:
     """LoRA adapters in memory at once; each takes the memory of one of `max_lora_rank` on every linear layer."""
     max_lora_rank: int = 16
     itl_p99_s: float | None = None
-    frees_slid_blocks: bool = True
-    """Whether the engine frees blocks that have left a layer's sliding window."""
     weights_bytes: int | None = None
     """Bytes from the checkpoint; None: computed from the shape."""
     overhead_bytes_per_device: int | None = None

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmservice_bench.batch_scheduler import PADDING, BatchConfig, BatchScheduler, padding_tokens
+from llmservice_planner.block_groups import BlockGroups
 from llmservice_server.engine.block_pool import BlockPool
 from llmservice_server.engine.interfaces import Plan
 from llmservice_server.engine.request import Request, Status
@@ -22,10 +23,8 @@ class Bench:
     requests: list[Request] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.pool = BlockPool(self.num_blocks)
-        config = BatchConfig(
-            block_size=4, batch_size=self.batch_size, max_wait_s=5.0, padded=self.padded, max_num_batched_tokens=16
-        )
+        self.pool = BlockPool(self.num_blocks, BlockGroups(4, num_layers=1))
+        config = BatchConfig(batch_size=self.batch_size, max_wait_s=5.0, padded=self.padded, max_num_batched_tokens=16)
         self.scheduler = BatchScheduler(self.pool, config)
 
     def add(self, prompt: int, max_tokens: int, lane: str = "interactive") -> Request:

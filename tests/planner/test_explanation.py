@@ -41,7 +41,7 @@ def test_the_explanation_goes_from_the_model_to_the_answer(shape_of: ShapeOf) ->
         ("llama-3-8b", 1, "kv per token", "2 x 32 layers x 8 KV heads x 128 x 2 bytes (bfloat16) = 128.00 KiB"),
         ("llama-3-8b", 16, "kv per token", "2 x 32 layers x 16 KV heads (8 repeated over 16 GPUs) x 128"),
         ("qwen3-30b-a3b", 1, "model", "8 of 128 experts a token, 3.35 billion active"),
-        ("mistral-7b", 1, "guaranteed", "32 of 32 layers slide over 4096 tokens and give back what is behind"),
+        ("mistral-7b", 1, "guaranteed", "32 of 32 layers slide over 4096 tokens"),
         ("llama-3-8b", 1, "memory", "1 x h200-141gb, 139.72 GiB seen by a process, 90% of it usable = 125.75 GiB"),
     ],
 )
@@ -61,9 +61,10 @@ def test_weights_read_from_headers_are_marked(shape_of: ShapeOf) -> None:
     assert _line(request, "weights") == "1.00 GiB, read from the checkpoint's headers"
 
 
-def test_kept_blocks_are_mentioned(shape_of: ShapeOf) -> None:
-    request = replace(_request(shape_of("mistral-7b"), "h100"), frees_slid_blocks=False)
-    assert "slide over 4096 tokens but keep what is behind fit, each 256 blocks" in _line(request, "guaranteed")
+def test_groups_of_layers_are_mentioned(shape_of: ShapeOf) -> None:
+    line = _line(_request(shape_of("gemma-2-9b"), "h100"), "blocks")
+    assert "of 16 tokens in one of 2 groups of 21 layers" in line
+    assert line.endswith(" tokens, or more as windows slide")
 
 
 def test_a_gpu_without_bfloat16_is_pointed_out(shape_of: ShapeOf) -> None:

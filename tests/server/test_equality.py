@@ -68,7 +68,7 @@ def panelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine_of(folder: Path, **settings: Any) -> Engine:
     defaults = {"max_num_seqs": 6, "max_model_len": 160}
     engine = load_engine(EngineConfig(model=folder, threads=1, **defaults | settings), clock=lambda: 100.0)
-    engine.scheduler.admission = AdmitsAll(engine.ready.block_size, 1)  # so that too many are admitted
+    engine.scheduler.admission = AdmitsAll(engine.pool.groups, 1)  # so that too many are admitted
     return engine
 
 

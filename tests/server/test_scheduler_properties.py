@@ -7,13 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from llmservice_server.engine.block_pool import BlockPool, PreemptionCost, SwapSpace
-from llmservice_server.engine.interfaces import Plan
+from llmservice_planner.block_groups import BlockGroups
+from llmservice_server.engine.block_pool import NULL_BLOCK, BlockPool, PreemptionCost, SwapSpace
+from llmservice_server.engine.interfaces import Plan, Scheduled
 from llmservice_server.engine.request import LaneConfig, Request, Status
 from llmservice_server.engine.scheduler import ContinuousScheduler, SchedulerConfig
 from llmservice_server.types.messages import GenerateRequest, SamplingParams
 
 BLOCK_SIZE = 4
+STEP_TOKENS = 17
 MAX_TOKENS = 13 * BLOCK_SIZE  # prompt and answer: just what the pool holds
 SWAP_BLOCKS = 9
 
@@ -27,14 +29,23 @@ class SchedulerUnderLoad(RuleBasedStateMachine):
         policy=st.sampled_from(["fcfs", "sjf"]),
         share=st.sampled_from([0.1, 0.4]),
         expected_tokens=st.sampled_from([1, 1536]),
+        windows=st.sampled_from([(None,), (None,), (6,), (None, 6), (None, 9, 9)]),
     )
-    def start(self, caching: bool, swapping: bool, policy: Any, share: float, expected_tokens: int) -> None:
-        self.pool = BlockPool(14)
+    def start(
+        self,
+        caching: bool,
+        swapping: bool,
+        policy: Any,
+        share: float,
+        expected_tokens: int,
+        windows: tuple[int | None, ...],
+    ) -> None:
+        groups = BlockGroups(BLOCK_SIZE, 1, windows, STEP_TOKENS)
+        self.pool = BlockPool(1 + groups.blocks(MAX_TOKENS), groups)
         self.swap = SwapSpace(SWAP_BLOCKS, PreemptionCost(0.0, 1.0)) if swapping else None
         self.config = SchedulerConfig(
-            block_size=BLOCK_SIZE,
             max_num_seqs=5,
-            max_num_batched_tokens=17,
+            max_num_batched_tokens=STEP_TOKENS,
             prefill_chunk_tokens=5,
             prefix_caching=caching,
             expected_tokens=expected_tokens,  # the smaller, the more are admitted
@@ -43,7 +54,7 @@ class SchedulerUnderLoad(RuleBasedStateMachine):
         )
         self.scheduler = ContinuousScheduler(self.pool, self.config, self.swap)
         self.requests: list[Request] = []
-        self.contents: dict[int, tuple[int, ...]] = {}  # by block: the tokens from the sequence's start to its end
+        self.contents: dict[int, Any] = {}  # by block: its group, and the tokens from the sequence's start to its end
         self.seen: dict[int, tuple[Any, list[int]]] = {}  # block tables by id: the object, and what was in it
         self.now = 0.0
         self.dice = random.Random(0)  # noqa: S311 - traffic, not secrets
@@ -125,10 +136,11 @@ class SchedulerUnderLoad(RuleBasedStateMachine):
     def tables_only_grow(self, scheduled: list[Request]) -> None:
         """Or they are other objects, because devices send only what is new."""
         for request in scheduled:
-            table = request.block_table
-            _, before = self.seen.get(id(table), (None, []))
-            assert table[: len(before)].tolist() == before
-            self.seen[id(table)] = table, table.tolist()  # kept, so that no other table gets its id
+            for table in request.block_tables:
+                _, before = self.seen.get(id(table), (None, []))
+                new = table[: len(before)].tolist()
+                assert [block or old for block, old in zip(new, before, strict=True)] == before
+                self.seen[id(table)] = table, table.tolist()  # kept, so that no other table gets its id
 
     def no_request_is_overtaken(self, never_ran: list[Request]) -> None:
         """First come, first served within a lane; only a long prompt may be passed, and only by short ones."""
@@ -155,23 +167,32 @@ class SchedulerUnderLoad(RuleBasedStateMachine):
         misled: set[Request] = set()
         unfilled: set[int] = set()
         for share in plan.scheduled:
-            request, tokens, blocks = share.request, share.request.token_ids, share.block_table
-            if not unfilled.isdisjoint(blocks[: share.start // BLOCK_SIZE]) and request not in failed:
+            request = share.request
+            read = [block for table in request.block_tables for block in table[: share.start // BLOCK_SIZE]]
+            if not unfilled.isdisjoint(read) and request not in failed:
                 misled.add(request)
-            for index in range(share.start // BLOCK_SIZE):  # full ones of before
-                expected = tuple(tokens[: (index + 1) * BLOCK_SIZE])
-                assert self.contents[blocks[index]] == expected or request in misled | failed
-            if share.start % BLOCK_SIZE:
-                assert self.contents[blocks[share.start // BLOCK_SIZE]] == tuple(tokens[: share.start])
-            end = share.start + share.num_tokens
-            for index in range(share.start // BLOCK_SIZE, -(-end // BLOCK_SIZE)):
-                shared = blocks[index] in plan.registered.get(request, ())  # with later shares of this step
-                assert shared or self.pool.num_holders(blocks[index]) == 1  # another shared block is not written
-                self.contents[blocks[index]] = tuple(tokens[: min(end, (index + 1) * BLOCK_SIZE)])
-                if request in misled | failed:
-                    self.contents[blocks[index]] = ()
-                    unfilled.add(blocks[index])
+            for group, table in enumerate(request.block_tables):
+                unfilled |= self.compute_group(share, group, table.tolist(), plan, request in misled | failed)
         return misled
+
+    def compute_group(self, share: Scheduled, group: int, blocks: list[int], plan: Plan, in_vain: bool) -> set[int]:
+        """One request's share in the layers of one group; returns the blocks that it should have filled, if in vain."""
+        request, tokens = share.request, share.request.token_ids
+        first_seen = self.pool.groups.first_seen(group, share.start)
+        if share.start % BLOCK_SIZE == 0 or share.num_tokens > 1:
+            assert not any(blocks[:first_seen])  # given back, before another block is taken
+        for index in range(first_seen, share.start // BLOCK_SIZE):  # full ones of before
+            expected = tuple(tokens[: (index + 1) * BLOCK_SIZE])
+            assert self.contents[blocks[index]] == (group, expected) or in_vain
+        if share.start % BLOCK_SIZE:
+            assert self.contents[blocks[share.start // BLOCK_SIZE]] == (group, tuple(tokens[: share.start]))
+        end = share.start + share.num_tokens
+        for index in range(share.start // BLOCK_SIZE, -(-end // BLOCK_SIZE)):
+            shared = blocks[index] in plan.registered.get(request, ())  # with later shares of this step
+            assert shared or self.pool.num_holders(blocks[index]) == 1  # another shared block is not written
+            filled = tuple(tokens[: min(end, (index + 1) * BLOCK_SIZE)])
+            self.contents[blocks[index]] = () if in_vain else (group, filled)
+        return set(blocks[share.start // BLOCK_SIZE : -(-end // BLOCK_SIZE)]) if in_vain else set()
 
     @property
     def alive(self) -> list[Request]:
@@ -191,7 +212,8 @@ class SchedulerUnderLoad(RuleBasedStateMachine):
     @invariant()
     def free_held_and_cached_make_the_total(self) -> None:
         pool = self.pool
-        held = {block for request in self.requests for block in request.block_table}
+        tables = [table for request in self.requests for table in request.block_tables]
+        held = {block for table in tables for block in table} - {NULL_BLOCK}
         assert sorted([*held, *pool.free_blocks(), *pool.cached_blocks()]) == list(range(1, pool.num_blocks))
         assert (pool.num_held, pool.num_free, pool.num_cached) == (
             len(held),
@@ -199,18 +221,18 @@ class SchedulerUnderLoad(RuleBasedStateMachine):
             len(pool.cached_blocks()),
         )
         for request in self.requests:
-            assert bool(request.block_table) == (request.status is Status.RUNNING)
+            assert all(bool(table) == (request.status is Status.RUNNING) for table in request.block_tables)
+            assert len({len(table) for table in request.block_tables}) == 1
         for block in held:
-            holders = sum(block in request.block_table for request in self.requests)
-            assert pool.num_holders(block) == holders
+            assert pool.num_holders(block) == sum(block in table for table in tables)
 
     @invariant()
     def swap_blocks_are_held_by_waiting_requests(self) -> None:
         if self.swap is not None:
-            swapped = [block for request in self.alive for block in request.swapped_blocks]
+            swapped = [block for request in self.alive for each in request.swapped for block in each.values()]
             assert len(set(swapped)) == len(swapped)
             assert len(swapped) + self.swap.num_free == SWAP_BLOCKS
-            assert all(request.status is Status.WAITING for request in self.alive if request.swapped_blocks)
+            assert all(request.status is Status.WAITING for request in self.alive if any(request.swapped))
 
     def teardown(self) -> None:
         """Everything that is left is served in full, and idle means that no block is held."""
@@ -239,13 +261,12 @@ def test_no_batch_request_starves_beyond_the_ageing_bound_under_constant_interac
     """Once aged and at the head of its lane it runs, and ends, within a bounded number of interactive requests."""
     dice = random.Random(seed)  # noqa: S311 - traffic, not secrets
     config = SchedulerConfig(
-        block_size=BLOCK_SIZE,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=24,
         prefill_chunk_tokens=8,
         ageing_s=30.0,
     )
-    scheduler = ContinuousScheduler(BlockPool(num_blocks), config)
+    scheduler = ContinuousScheduler(BlockPool(num_blocks, BlockGroups(BLOCK_SIZE, num_layers=1)), config)
     order = 0
 
     def add(lane: str, now: float) -> Request:

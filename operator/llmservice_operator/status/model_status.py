@@ -54,13 +54,16 @@ def remembered_report(sizing: SizingStatus | None, known: Figures, block_size: i
     if sizing is None or sizing.source != "pod":
         return None
     num_blocks = sizing.measured.blocks if sizing.measured else max(0, sizing.blocks - 1)
+    of_one_group = sizing.kv_bytes_per_token * (num_blocks + 1) * block_size
+    block_groups = max(1, round(of_one_group / (sizing.kv_pool_gib * GIB))) if sizing.kv_pool_gib else 1
     return SizingReport(
         max_num_seqs=sizing.max_num_seqs,
         max_model_len=sizing.max_model_len,
         block_size=block_size,
         num_blocks=num_blocks,
         weights_bytes=int(sizing.weights_gib * GIB),
-        kv_cache_bytes=sizing.kv_bytes_per_token * (num_blocks + 1) * block_size,
+        block_groups=block_groups,
+        kv_cache_bytes=of_one_group // block_groups,
         activations_bytes=int(sizing.overhead_gib * GIB),
         shape=known.shape,
     )
@@ -93,15 +96,16 @@ def sizing_status(sized: Sized, measured: MeasuredStatus | None) -> SizingStatus
 def _reported_sizing(report: SizingReport) -> SizingStatus:
     """Without a prediction, the server's figures are all there is."""
     tokens = max(1, (report.num_blocks + 1) * report.block_size)
-    longest_blocks = max(1, -(-report.max_model_len // report.block_size))
-    typical_blocks = max(1, -(-min(EXPECTED_TOKENS, report.max_model_len) // report.block_size))
+    groups = report.block_groups  # what windows would save is not known
+    longest_blocks = max(1, groups * -(-report.max_model_len // report.block_size))
+    typical_blocks = max(1, groups * -(-min(EXPECTED_TOKENS, report.max_model_len) // report.block_size))
     return SizingStatus(
         source="pod",
         max_num_seqs=report.max_num_seqs,
         guaranteed_sequences=report.num_blocks // longest_blocks,
         expected_sequences=report.num_blocks // typical_blocks,
         max_model_len=report.max_model_len,
-        kv_bytes_per_token=report.kv_cache_bytes // tokens,
+        kv_bytes_per_token=groups * report.kv_cache_bytes // tokens,
         weights_gib=_gib(report.weights_bytes),
         overhead_gib=_gib(report.activations_bytes),
         kv_pool_gib=_gib(report.kv_cache_bytes),

@@ -115,7 +115,10 @@ def _output(
     queries: Sequence[torch.Tensor],
     key_values: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """Store the tokens before the step in a step of their own, then compute the step."""
+    """Store the tokens before the step in a step of their own, then compute the step.
+
+    Blocks that the layer's window has left are the null block by then.
+    """
     before = [place for place, (start, _) in enumerate(case.spans) if start]
     if before:
         backend.prepare(StepInput.of([(0, case.spans[place][0], tables[place]) for place in before]))(
@@ -123,7 +126,10 @@ def _output(
             torch.cat([queries[place][: case.spans[place][0]] for place in before]),
             torch.cat([key_values[place][: case.spans[place][0]] for place in before]),
         )
-    runs = [(start, count, table) for (start, count), table in zip(case.spans, tables, strict=True)]
+    first_seen = replace(case.shape, windows=(case.shape.windows[layer],)).block_groups(1).first_seen
+    slid = [min(len(table), first_seen(0, start)) for (start, _), table in zip(case.spans, tables, strict=True)]
+    seen = [[0] * count + list(table[count:]) for table, count in zip(tables, slid, strict=True)]
+    runs = [(start, count, table) for (start, count), table in zip(case.spans, seen, strict=True)]
     return backend.prepare(StepInput.of(runs))(
         layer,
         torch.cat([part[start:] for part, (start, _) in zip(queries, case.spans, strict=True)]),

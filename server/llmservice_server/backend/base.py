@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from llmservice_planner.block_groups import BlockGroups
 from llmservice_server.backend.quantized import QuantizedWeight
 from llmservice_server.backend.sampling_batch import PenalizedRows, SamplingBatch
 from llmservice_server.backend.transfer import to_device
@@ -41,10 +42,24 @@ class KVCacheShape:
 
     @property
     def bytes_per_block(self) -> int:
-        """Keys and values of `block_size` tokens in all layers, and in an fp8 cache a scale for each of them."""
+        """Keys and values of `block_size` tokens in a group's layers, and in an fp8 cache a scale for each of them."""
         scale_bytes = 4 if self.dtype.itemsize == 1 else 0
         bytes_each = self.head_dim * self.dtype.itemsize + scale_bytes
-        return len(self.windows) * self.block_size * 2 * self.num_kv_heads * bytes_each
+        return self.block_groups(1).num_layers * self.block_size * 2 * self.num_kv_heads * bytes_each
+
+    def block_groups(self, step_tokens: int) -> BlockGroups:
+        """How many blocks a sequence takes, of which a step computes at most `step_tokens` tokens."""
+        sliding = [window for window in self.windows if window is not None]
+        longest = max(sliding, default=None)
+        return BlockGroups.of(self.block_size, len(self.windows), len(sliding), longest, step_tokens)
+
+    @property
+    def layer_groups(self) -> list[list[int]]:
+        """The layers of each of the `block_groups`."""
+        size = self.block_groups(1).num_layers
+        full = [layer for layer, window in enumerate(self.windows) if window is None]
+        sliding = [layer for layer, window in enumerate(self.windows) if window is not None]
+        return [kind[first : first + size] for kind in (full, sliding) for first in range(0, len(kind), size)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +90,7 @@ class StepInput:
     counts: Int64Array  # [num_seqs]
     block_tables: Sequence[Sequence[int]]  # [num_seqs]: token `j` is in block `table[j // block_size]`; array("i")
     pending: PendingTokens | None = None
+    more_tables: Sequence[Sequence[Sequence[int]]] = ()  # of each further group of layers; none: they share the first's
 
     @classmethod
     def of(cls, runs: Iterable[tuple[int, int, Sequence[int]]], token_ids: Sequence[int] | None = None) -> Self:
@@ -187,7 +203,10 @@ class Attention(Protocol):
     device: torch.device
 
     def prepare(self, step: StepInput) -> Attend:
-        """The block tables must have a block for every token of the step."""
+        """The block tables must have a block for every token of the step, and for every token that these see."""
+
+    def with_windows(self, windows: Sequence[int | None]) -> Attention:
+        """With the same cache, for other layers, of which there are as many or fewer."""
 
 
 Activation = Literal["silu", "gelu_tanh", "clamped_silu"]

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from llmservice_planner.block_groups import BlockGroups
 from llmservice_server.engine.request import NUM_LENGTH_CLASSES, Request
 
 FloatArray = npt.NDArray[np.float64]
@@ -29,8 +30,8 @@ class Admission:
     deviations more than expected are assumed: a preemption raises it, and each request that ends lowers it again.
     """
 
-    def __init__(self, block_size: int, expected_tokens: int) -> None:
-        self.block_size = block_size
+    def __init__(self, groups: BlockGroups, expected_tokens: int) -> None:
+        self.groups = groups
         self.expected_tokens = expected_tokens
         self.caution = 0.0
         self._count, self._mean, self._mean_square = np.zeros((3, NUM_LENGTH_CLASSES + 1))
@@ -48,7 +49,7 @@ class Admission:
             self._spread[row] = max(0.0, self._mean_square[row] / mean**2 - 1)
         if self._count[request.length_class] >= _ENOUGH:
             self._row[request.length_class] = request.length_class
-        own_prompt = request.num_prompt_tokens - request.num_shared_blocks * self.block_size
+        own_prompt = request.num_prompt_tokens - request.num_shared_blocks * self.groups.block_size
         self._mean_prompt += (own_prompt - self._mean_prompt) / self._count[_ALL]
         self.caution = max(_LEAST_CAUTION, self.caution - _LESS_CAUTION)
 
@@ -79,18 +80,29 @@ class Admission:
 
     def peak_blocks(self, requests: Sequence[Request]) -> float:
         """The most blocks that these requests will hold at once, without those that they share with earlier ones."""
-        own = [self._num_blocks(each.num_tokens) - each.num_shared_blocks for each in requests]
-        return peak(np.array(own, np.float64), self.remaining(requests) / self.block_size)
+        tokens = np.array([each.num_tokens for each in requests], np.float64)
+        shared = np.array([each.num_shared for each in requests], np.float64)
+        own = self._held(np.ceil(tokens / self.groups.block_size)) - shared
+        return peak(own, self.predicted_blocks(requests) - self._held(tokens / self.groups.block_size))
+
+    def predicted_blocks(self, requests: Sequence[Request]) -> FloatArray:
+        """Those that each request will hold when it ends, if its answer is as long as predicted."""
+        tokens = np.array([each.num_tokens for each in requests], np.float64) + self.remaining(requests)
+        return self._held(tokens / self.groups.block_size)
 
     def capacity(self, num_blocks: int) -> int:
         """How many requests like those before a pool of this size holds, at random points of their answers."""
         tokens = float(self.expected_tokens)
         if self._count[_ALL] >= _ENOUGH:  # longer answers are met more often: E[L²] / 2 E[L] tokens each
             tokens = self._mean_prompt + self._mean_square[_ALL] / (2 * self._mean[_ALL])
-        return max(1, int(num_blocks / (tokens / self.block_size + 0.5)))
+        return max(1, int(num_blocks / float(self._held(np.array(tokens / self.groups.block_size + 0.5)))))
 
-    def _num_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+    def _held(self, lengths: FloatArray) -> FloatArray:
+        """The blocks of all groups that sequences hold which decode, and whose tables are so long."""
+        held = np.zeros_like(lengths)
+        for window in self.groups.windows:
+            held += lengths if window is None else np.minimum(lengths, self.groups.of_window(window, 1))
+        return held
 
 
 def peak(own: FloatArray, remaining: FloatArray) -> float:

@@ -11,6 +11,8 @@ from itertools import repeat
 
 import numpy as np
 
+from llmservice_planner.block_groups import BlockGroups
+
 HASH_BYTES = 16  # of a block; a cryptographic hash, because a collision would show one user another's keys and values
 
 
@@ -71,16 +73,18 @@ class BlockPool:
     can be taken from the middle as cheaply as from the front. Freed blocks go to the front: their memory is warm.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, groups: BlockGroups) -> None:
         if num_blocks < 2:
             raise ValueError(f"a pool needs the null block and one more, got {num_blocks} blocks")
         self.num_blocks = num_blocks
+        self.groups = groups
         self._oldest = num_blocks  # the two ends of the cached list; the null block is those of the free list
         self._next = [*range(1, num_blocks), NULL_BLOCK, self._oldest]
         self._previous = [num_blocks - 1, *range(num_blocks - 1), self._oldest]
         self._num_holders = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
-        self._by_hash: dict[bytes, int] = {}
+        self._by_hash: list[dict[bytes, int]] = [{} for _ in range(len(groups))]
+        self._group = [0] * num_blocks  # of those with a hash
         self._num_free = num_blocks - 1
         self._num_cached = 0
 
@@ -142,14 +146,18 @@ class BlockPool:
                 self._link(block, behind=self._previous[self._oldest])
                 self._num_cached += 1
 
-    def register(self, blocks: Sequence[int], hashes: bytes) -> list[int]:
-        """Make held blocks findable by their hashes. Returns those that were not and have no equal one that is."""
-        registered = []
+    def register(self, blocks: Sequence[int], hashes: bytes, group: int = 0) -> list[int]:
+        """Make held blocks of a group findable by their hashes; null blocks are left out.
+
+        Returns those that were not, and have no equal one that is.
+        """
+        registered, by_hash = [], self._by_hash[group]
         for number, block in enumerate(blocks):
             block_hash = hashes[number * HASH_BYTES : (number + 1) * HASH_BYTES]
-            if self._hashes[block] is None and block_hash not in self._by_hash:
+            if block != NULL_BLOCK and self._hashes[block] is None and block_hash not in by_hash:
                 self._hashes[block] = block_hash
-                self._by_hash[block_hash] = block
+                self._group[block] = group
+                by_hash[block_hash] = block
                 registered.append(block)
         return registered
 
@@ -157,21 +165,52 @@ class BlockPool:
         """Forget the hash of a held block, whose content was not computed."""
         block_hash, self._hashes[block] = self._hashes[block], None
         if block_hash is not None:
-            del self._by_hash[block_hash]
+            del self._by_hash[self._group[block]][block_hash]
 
-    def lookup(self, hashes: bytes, first: int = 0) -> list[int]:
-        """The blocks of a chain from block `first` on, as far as they are known. They may be evicted until `hold`."""
+    def lookup(self, hashes: bytes, first: int = 0) -> list[list[int]]:
+        """Of each group, the blocks of a chain from block `first` on, as far as a sequence can go on behind them.
+
+        What the next token does not see is not needed: it is the null block. They may be evicted until `hold`.
+        """
         rest = hashes[first * HASH_BYTES :]
-        if not rest or rest[:HASH_BYTES] not in self._by_hash:
-            return []
-        each = np.frombuffer(rest, f"V{HASH_BYTES}").tolist()
-        found = list(map(self._by_hash.get, each, repeat(NULL_BLOCK)))
-        return found[: found.index(NULL_BLOCK)] if NULL_BLOCK in found else found
+        each: list[bytes] = []
+        found, end = [], len(rest) // HASH_BYTES
+        for by_hash, window in zip(self._by_hash, self.groups.windows, strict=True):
+            if window is None and rest[:HASH_BYTES] not in by_hash:
+                end = 0
+            if end == 0:
+                return [[] for _ in self._by_hash]
+            each = each or np.frombuffer(rest, f"V{HASH_BYTES}").tolist()
+            blocks = list(map(by_hash.get, each, repeat(NULL_BLOCK)))
+            if window is None and NULL_BLOCK in blocks:
+                end = min(end, blocks.index(NULL_BLOCK))
+            found.append(blocks)
+        if not self.groups.slides:
+            return [blocks[:end] for blocks in found]
+        begins, end = self._visible(found, first, end)
+        return [[NULL_BLOCK] * begin + blocks[begin:end] for blocks, begin in zip(found, begins, strict=True)]
+
+    def _visible(self, found: list[list[int]], first: int, end: int) -> tuple[list[int], int]:
+        """The most blocks, at most `end`, behind which all that a token sees is there, and where that begins."""
+        groups = self.groups
+        missing = [[place for place, block in enumerate(blocks[:end]) if block == NULL_BLOCK] for blocks in found]
+        while True:
+            start = (first + end) * groups.block_size
+            begins = [max(0, groups.first_seen(group, start) - first) for group in range(len(groups))]
+            gaps = [places[-1] for places, begin in zip(missing, begins, strict=True) if places and places[-1] >= begin]
+            if not gaps:
+                return begins, end
+            end = min(gaps)
+            for places in missing:
+                while places and places[-1] >= end:
+                    places.pop()
 
     def hold(self, blocks: Sequence[int]) -> None:
-        """Share blocks that `lookup` has found; thousands at once for a long prompt."""
+        """Share blocks that `lookup` has found; thousands at once for a long prompt. Null blocks are left out."""
         following, previous, num_holders = self._next, self._previous, self._num_holders
         for block in blocks:
+            if block == NULL_BLOCK:
+                continue
             if following[block] == _HELD:
                 num_holders[block] += 1
                 continue
@@ -204,7 +243,7 @@ class BlockPool:
             block_hash = self._hashes[block]
             assert block_hash is not None  # noqa: S101  # cached means that it has one
             self._unlink(block)
-            del self._by_hash[block_hash]
+            del self._by_hash[self._group[block]][block_hash]
             self._hashes[block] = None
             self._link(block, behind=NULL_BLOCK)
             self._num_cached -= 1

@@ -55,7 +55,7 @@ class Engine:
         self.embedder = started.embedder
         self._vocab_size = started.vocab_size
         self._eos_token_ids = started.eos_token_ids
-        self.pool = BlockPool(started.kv_cache.num_blocks)
+        self.pool = BlockPool(started.kv_cache.num_blocks, started.kv_cache.groups)
         self.swap = started.swap
         self._overlaps = started.overlaps if config.overlap is None else config.overlap
         self._in_flight: StepInFlight | None = None  # computed, or about to be, but not read
@@ -72,7 +72,8 @@ class Engine:
             max_num_seqs=started.max_num_seqs,
             block_size=config.block_size,
             num_blocks=self.pool.num_usable,
-            max_request_tokens=min(longest, self.pool.num_usable * config.block_size),
+            block_groups=len(self.pool.groups),
+            max_request_tokens=self.pool.groups.longest(self.pool.num_usable, longest),
             embedding_size=self.embedder.size,
             max_embedding_tokens=self.embedder.max_tokens,
             prefix_caching=config.prefix_caching,

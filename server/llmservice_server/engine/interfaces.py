@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from llmservice_planner.block_groups import BlockGroups
 from llmservice_server.engine.block_pool import SwapSpace
 from llmservice_server.engine.request import Request
 from llmservice_server.types.messages import Embed, Embedded, Fallback, ModelCode, TokenLogprobs
@@ -210,6 +211,7 @@ class KVCachePlan:
 
     num_blocks: int  # the null block included
     max_model_len: int
+    groups: BlockGroups
 
     @property
     def num_usable_blocks(self) -> int:

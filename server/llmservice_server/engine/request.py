@@ -88,7 +88,7 @@ class Request:
 
     The step that computes the last known token samples the next one. Preemption resets `num_computed_tokens` to 0 and
     keeps `token_ids`, so generated tokens are computed again like a prompt. Where the request is swapped out instead,
-    `num_computed_tokens` stays and `swapped_blocks` hold the keys and values.
+    `num_computed_tokens` stays and the `swapped` blocks hold the keys and values.
     """
 
     request_id: str
@@ -108,7 +108,9 @@ class Request:
     num_computed_tokens: int = 0
     block_table: array[int] = field(default_factory=new_block_table)
     """Token `i` is in `block_table[i // block_size]`. It grows; whatever else changes it makes another array of it, as
-    devices keep copies."""
+    devices keep copies. But blocks that no window reaches any more become null blocks, as no kernel reads them."""
+    more_tables: tuple[array[int], ...] = ()  # of the other groups of layers, all as long
+    num_slid: list[int] = field(default_factory=list)  # of each group: its table's first blocks that are null blocks
     first_scheduled_s: float | None = None
     history: TokenHistory | None = None  # what the penalties count; None: there are none
     grammar: Grammar | None = None
@@ -120,12 +122,12 @@ class Request:
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache when the request was first admitted
     num_committed_blocks: int = 0  # the first ones of the table, which are registered in the prefix cache
     num_shared_blocks: int = 0  # the first ones of the table, which were computed for other requests
-    hits: list[int] = field(default_factory=list)  # the blocks found for it when it was last considered for admission
+    hits: list[list[int]] = field(default_factory=list)  # of each group, found when it was last considered
     prompt_hashes: bytes = b""  # of `hash_blocks`; empty: not computed yet
     adapter_name: str | None = None
     adapter_version: str = ""  # the one that `prompt_hashes` are of
     adapter: Adapter | None = None  # that it computes with, from its entry into a queue of the scheduler to its end
-    swapped_blocks: list[int] = field(default_factory=list)  # in the swap space, in token order
+    swapped: list[dict[int, int]] = field(default_factory=list)  # of each group: blocks in the swap space, by place
 
     @classmethod
     def of(cls, message: GenerateRequest, order: int, seed: int, eos_token_ids: frozenset[int]) -> Request:
@@ -156,8 +158,18 @@ class Request:
         )
 
     @property
+    def block_tables(self) -> tuple[array[int], ...]:
+        """Of each group of layers."""
+        return self.block_table, *self.more_tables
+
+    @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def num_shared(self) -> int:
+        """The blocks of other requests that it holds, or would if it were admitted as it was last considered."""
+        return sum([max(0, self.num_shared_blocks - slid) for slid in self.num_slid])
 
     @property
     def num_output_tokens(self) -> int:

@@ -13,10 +13,11 @@ from operator import attrgetter
 import msgspec
 
 from llmservice_server.engine.admission import Admission
-from llmservice_server.engine.block_pool import HASH_BYTES, BlockHashes, BlockPool, SwapSpace
+from llmservice_server.engine.block_pool import HASH_BYTES, NULL_BLOCK, BlockHashes, BlockPool, SwapSpace
 from llmservice_server.engine.config import EngineConfig
-from llmservice_server.engine.interfaces import BlockCopy, Plan, Scheduled, Scheduler
-from llmservice_server.engine.request import LANES, Lane, LaneConfig, Request, Status, new_block_table
+from llmservice_server.engine.interfaces import Plan, Scheduled, Scheduler
+from llmservice_server.engine.request import LANES, Lane, LaneConfig, Request, Status
+from llmservice_server.engine.sequence_blocks import SequenceBlocks
 from llmservice_server.types.errors import ConfigError
 
 INTERACTIVE, BATCH = LANES
@@ -27,7 +28,6 @@ _PRIORITY = attrgetter("priority")
 class SchedulerConfig:
     """Raises ValueError where a step could not give every sequence a token."""
 
-    block_size: int
     max_num_seqs: int
     max_num_batched_tokens: int  # the budget of a step
     prefill_chunk_tokens: int  # of a step, at most for one prompt; a prompt that needs more is a long one
@@ -60,7 +60,8 @@ class ContinuousScheduler:
     swap space where that is cheaper than computing them again, and it keeps its place in the queue. A request is
     admitted only when all its known tokens fit beside a small reserve and beside the blocks that are reserved for
     prompts that are being computed, and when the cache is predicted to hold it and the running ones until they end,
-    because a request that is admitted too early is preempted again. It takes its blocks chunk by chunk.
+    because a request that is admitted too early is preempted again. It takes its blocks chunk by chunk, and gives those
+    back that its layers' windows have left.
 
     The blocks that a chunk of a prompt fills are findable in the prefix cache from its planning on, so that requests
     with one beginning compute it once even if they arrive together: in each layer, keys and values of all tokens of a
@@ -72,13 +73,14 @@ class ContinuousScheduler:
         self.pool = pool
         self.config = config
         self.swap = swap
+        self.blocks = SequenceBlocks(pool, swap)
         self.watermark_blocks = pool.num_usable // 100
         self.lanes = {
             name: Lane(lane, config.max_num_seqs, config.max_num_batched_tokens)
             for name, lane in ((INTERACTIVE, config.interactive), (BATCH, config.batch))
         }
         self.running: list[Request] = []  # sorted by priority
-        self.admission = Admission(config.block_size, config.expected_tokens)
+        self.admission = Admission(pool.groups, config.expected_tokens)
         self.num_preemptions = Counter({"recompute": 0, "swap": 0})
         self.prefix_queries = 0  # prompt tokens
         self.prefix_hits = 0
@@ -87,6 +89,7 @@ class ContinuousScheduler:
         self._reserved_blocks = 0  # to running prompts, which take them chunk by chunk
         self._admitted_since_batch = 1 << 30  # interactive requests, since the last admission of a batch request
         self._refused: set[Request] = set()  # did not fit, and no request has freed blocks since
+        self._block_size = pool.groups.block_size
 
     @property
     def waiting(self) -> list[Request]:
@@ -105,7 +108,7 @@ class ContinuousScheduler:
         request.status = Status.WAITING
         if self.config.prefix_caching and request.sampling.prompt_logprobs is None:  # these need the whole prompt
             request.block_hashes = BlockHashes(
-                self.config.block_size,
+                self._block_size,
                 request.cache_salt,
                 request.prompt_hashes,
                 None if request.adapter is None else request.adapter.key,
@@ -121,10 +124,8 @@ class ContinuousScheduler:
         elif request.status is Status.WAITING:
             self._lane(request).remove(request)
         request.status = Status.FINISHED
-        self._release(request)
-        if self.swap is not None:
-            self.swap.free(request.swapped_blocks)
-            request.swapped_blocks = []
+        self.blocks.release(request)
+        self.blocks.drop_swapped(request)
 
     def tokens_left(self, plan: Plan) -> int:
         """Of the batch lane's share what its requests leave, or what the step's budget leaves; at least a token."""
@@ -146,10 +147,7 @@ class ContinuousScheduler:
         self._yield_to_interactive(plan)
         num_yielded = len(plan.preempted)
         budget = self._schedule_running(plan)
-        cut_short = [plan.scheduled[index].request for index in self._cut_short]
-        self._reserved_blocks = sum(
-            self._num_blocks(request.num_tokens) - len(request.block_table) for request in cut_short
-        )
+        self._reserved_blocks = sum(self.blocks.to_come(plan.scheduled[index].request) for index in self._cut_short)
         if len(plan.preempted) == num_yielded:
             while budget > 0 and len(self.running) < self.config.max_num_seqs:
                 admitted = self._admit_next(plan, budget, now)
@@ -164,7 +162,7 @@ class ContinuousScheduler:
         a block which a failed one should have filled: these are returned, and computed again from their beginning.
         """
         void = self._revoke(plan, failed) if failed else ()
-        block_size = self.config.block_size
+        block_size = self._block_size
         for request in [
             each.request for each in plan.scheduled if each.start % block_size + each.num_tokens >= block_size
         ]:
@@ -174,13 +172,16 @@ class ContinuousScheduler:
 
     def _register(self, request: Request, num_tokens: int) -> list[int]:
         """Make the full blocks of its first `num_tokens` findable; returns those that were not."""
-        num_full = num_tokens // self.config.block_size
+        num_full = num_tokens // self._block_size
         first = request.num_committed_blocks
         if request.block_hashes is None or num_full <= first:
             return []
         request.num_committed_blocks = num_full
-        hashes = request.block_hashes.first(num_full, request.token_ids)
-        return self.pool.register(request.block_table[first:num_full], hashes[first * HASH_BYTES :])
+        hashes = request.block_hashes.first(num_full, request.token_ids)[first * HASH_BYTES :]
+        registered = []
+        for group, table in enumerate(request.block_tables):
+            registered += self.pool.register(table[first:num_full], hashes, group)
+        return registered
 
     def _revoke(self, plan: Plan, failed: Collection[Request]) -> list[Request]:
         """Unregister what `failed` should have computed, and what was computed from it by the requests returned."""
@@ -188,7 +189,7 @@ class ContinuousScheduler:
         void = []
         for share in plan.scheduled:
             request = share.request
-            if request not in failed and invalid.isdisjoint(request.block_table):
+            if request not in failed and all(map(invalid.isdisjoint, request.block_tables)):
                 continue
             for block in plan.registered.get(request, ()):
                 self.pool.unregister(block)
@@ -220,14 +221,14 @@ class ContinuousScheduler:
         now = self.pool.num_available - self._reserved_blocks - self.watermark_blocks
         later = 0.0  # what is predicted to be held less, in the end
         tokens = self.config.max_num_batched_tokens - len(self.running)
-        in_the_end = self._predicted_blocks(running)
+        in_the_end = self.admission.predicted_blocks(running).tolist()
         num_victims = num_enough = 0
         for request in waiting:
             if tokens < 1:
                 break
-            num_hits = len(self._hits(request))
-            now, seats = now - self._num_blocks(request.num_tokens) + num_hits, seats - 1
-            later += num_hits - self._predicted_blocks([request])[0]
+            num_hits = sum(len(blocks) - blocks.count(NULL_BLOCK) for blocks in self.blocks.find(request))
+            now, seats = now - self.pool.groups.blocks(request.num_tokens) + num_hits, seats - 1
+            later += num_hits - float(self.admission.predicted_blocks([request])[0])
             while now < 0 or later < 0 or seats < 0:
                 if num_victims == len(self.running) and now + self.watermark_blocks >= 0:
                     now, later = max(0, now), 0.0  # alone, a request may use the whole pool
@@ -236,17 +237,11 @@ class ContinuousScheduler:
                     return running[len(running) - num_enough :]
                 num_victims += 1
                 victim = running[-num_victims]
-                now, seats = now + len(victim.block_table) - victim.num_shared_blocks, seats + 1
-                later += in_the_end[-num_victims] - victim.num_shared_blocks
+                now, seats = now + self.blocks.own(victim), seats + 1
+                later += in_the_end[-num_victims] - victim.num_shared
             num_enough = num_victims
             tokens -= min(request.num_tokens - request.num_computed_tokens, self.config.prefill_chunk_tokens)
         return running[len(running) - num_enough :]
-
-    def _predicted_blocks(self, requests: Sequence[Request]) -> list[float]:
-        """Those that each request will hold when it ends, if its answer is as long as predicted."""
-        remaining = self.admission.remaining(requests).tolist()
-        pairs = zip(requests, remaining, strict=True)
-        return [(request.num_tokens + left) / self.config.block_size for request, left in pairs]
 
     def _schedule_running(self, plan: Plan) -> int:
         """Give every running request its share; returns the rest of the budget."""
@@ -282,33 +277,29 @@ class ContinuousScheduler:
         Ends before the first of `running[position:end]` that needs more, or for which another must be preempted.
         Does what `_share_of`, `_make_room` and `_schedule` would do, at a fraction of their cost.
         """
-        scheduled, block_size = plan.scheduled, self.config.block_size
+        scheduled, block_size = plan.scheduled, self._block_size
         num_before = len(scheduled)
         for request in self.running[position:end]:
-            start, table = request.num_computed_tokens, request.block_table
+            start = request.num_computed_tokens
             if len(request.token_ids) - start != 1:
                 break
-            if start == len(table) * block_size:
-                if self.pool.num_available == 0:
+            if start == len(request.block_table) * block_size:
+                self.blocks.slide(request)
+                if not self.blocks.extend(request, start + 1):
                     break
-                table.extend(self.pool.allocate(1))
             request.num_computed_tokens = start + 1
             scheduled.append(Scheduled(request, start, 1, True))  # by name it would cost twice as much
         return len(scheduled) - num_before
 
     def _make_room(self, request: Request, num_tokens: int, plan: Plan) -> bool:
         """Give `request` blocks for its share, preempting from the end of `running`; False if it is preempted."""
-        table = request.block_table
-        missing = self._num_blocks(request.num_computed_tokens + num_tokens) - len(table)
-        if missing <= 0:
-            return True
-        while missing > self.pool.num_available:
+        self.blocks.slide(request)
+        while not self.blocks.extend(request, request.num_computed_tokens + num_tokens):
             victim = self.running[-1]
             self._preempt(victim, plan)
             self.admission.observe_preemption()
             if victim is request:
                 return False
-        table.extend(self.pool.allocate(missing))
         return True
 
     def _admit_next(self, plan: Plan, budget: int, now: float) -> int:
@@ -354,10 +345,7 @@ class ContinuousScheduler:
     def _fits(self, request: Request) -> bool:
         if request in self._refused:
             return False
-        hits = request.hits = self._hits(request)
-        request.num_shared_blocks = len(hits)
-        num_unheld = self.pool.num_unheld(hits)
-        missing = self._num_blocks(request.num_tokens) - len(hits) + num_unheld
+        missing, num_unheld = self.blocks.consider(request)
         if not self.running:  # alone, a request may use the whole pool
             return missing <= self.pool.num_available
         fits = missing + self._reserved_blocks + self.watermark_blocks <= self.pool.num_available
@@ -368,27 +356,19 @@ class ContinuousScheduler:
 
     def _peak(self, request: Request, num_unheld: int) -> float:
         """The most blocks that will be held at once if the request is admitted."""
-        own = sum([len(each.block_table) - each.num_shared_blocks for each in self.running])
+        own = sum(map(self.blocks.own, self.running))
         shared = max(0, self.pool.num_held - own + num_unheld)
         return shared + self.admission.peak_blocks([*self.running, request])
 
     def _admit(self, request: Request, plan: Plan, budget: int, now: float) -> int:
         """It fits, as `_fits` has just found."""
         self._lane(request).remove(request)
-        hits, request.hits = request.hits, []
-        self.pool.hold(hits)
-        num_hit_tokens = len(hits) * self.config.block_size
+        request.num_committed_blocks = request.num_shared_blocks
+        num_hit_tokens = request.num_shared_blocks * self._block_size
         request.num_computed_tokens = max(request.num_computed_tokens, num_hit_tokens)
-        request.num_committed_blocks = len(hits)
         num_tokens = self._share_of(request, budget)
-        num_blocks = self._num_blocks(request.num_computed_tokens + num_tokens)
-        table = request.block_table = new_block_table(hits + self.pool.allocate(num_blocks - len(hits)))
-        self._reserved_blocks += self._num_blocks(request.num_tokens) - num_blocks
-        if self.swap is not None and request.swapped_blocks:
-            copied = zip(request.swapped_blocks[len(hits) :], table[len(hits) :], strict=False)
-            plan.swap_in += [BlockCopy(source, target) for source, target in copied]
-            self.swap.free(request.swapped_blocks)  # no later part of this plan swaps out, into what is still read
-            request.swapped_blocks = []
+        plan.swap_in += self.blocks.admit(request, request.num_computed_tokens + num_tokens)
+        self._reserved_blocks += self.blocks.to_come(request)
         if request.first_scheduled_s is None:
             request.first_scheduled_s = now
             request.num_cached_tokens = num_hit_tokens
@@ -401,31 +381,16 @@ class ContinuousScheduler:
         self._schedule(request, num_tokens, plan)
         return num_tokens
 
-    def _hits(self, request: Request) -> list[int]:
-        """Cached blocks of the request's beginning; its last token is left out, as computing it yields the next one."""
-        return self._lookup(request, 0)
-
-    def _lookup(self, request: Request, first: int) -> list[int]:
-        if request.block_hashes is None:
-            return []
-        num_full = (request.num_tokens - 1) // self.config.block_size
-        return self.pool.lookup(request.block_hashes.first(num_full, request.token_ids), first)
-
     def _skip_computed(self, request: Request) -> None:
         """Share the next blocks of a prompt where another request has computed them since this one was admitted."""
-        block_size, table = self.config.block_size, request.block_table
-        first = request.num_computed_tokens // block_size
-        found = self._lookup(request, first)
-        if not found:
+        before = request.num_computed_tokens
+        first = before // self._block_size
+        found = self.blocks.find(request, first)
+        if not found[0]:
             return
-        self.pool.hold(found)
-        self.pool.free(table[first:])  # at most one, which is filled in part
-        request.block_table = table[:first] + new_block_table(found)
-        num_tokens = (first + len(found)) * block_size
-        self.prefix_hits += num_tokens - request.num_computed_tokens
-        request.num_computed_tokens = num_tokens
-        request.num_committed_blocks = first + len(found)
-        request.num_shared_blocks += len(found)
+        self.blocks.skip(request, first, found)
+        self.prefix_hits += request.num_computed_tokens - before
+        request.num_committed_blocks = len(request.block_table)
 
     def _share_of(self, request: Request, budget: int) -> int:
         num_tokens = min(
@@ -461,7 +426,6 @@ class ContinuousScheduler:
         """
         if budget <= 0:
             return
-        block_size = self.config.block_size
         is_alone = len(plan.scheduled) == 1 and not any(lane.waiting for lane in self.lanes.values())
         chunk_tokens = self.config.max_num_batched_tokens if is_alone else self.config.prefill_chunk_tokens
         for index in self._cut_short:
@@ -471,9 +435,7 @@ class ContinuousScheduler:
             extra = min(budget, room, request.num_tokens - start)
             if extra <= 0:
                 continue
-            missing = max(0, self._num_blocks(start + extra) - len(request.block_table))
-            request.block_table.extend(self.pool.allocate(min(missing, self.pool.num_available)))
-            extra = min(extra, len(request.block_table) * block_size - start)
+            extra = min(extra, self.blocks.extend_at_most(request, start + extra) - start)
             request.num_computed_tokens = start + extra
             samples = request.num_computed_tokens == request.num_tokens
             plan.scheduled[index] = msgspec.structs.replace(share, num_tokens=share.num_tokens + extra, samples=samples)
@@ -482,21 +444,14 @@ class ContinuousScheduler:
 
     def _preempt(self, request: Request, plan: Plan) -> None:
         self._stop_running(request)
-        num_computed_tokens = request.num_computed_tokens
-        blocks = request.block_table[: self._num_blocks(num_computed_tokens)]
-        if self.swap is not None and self.swap.pays(len(blocks), num_computed_tokens):
-            request.swapped_blocks = self.swap.allocate(len(blocks))
-            copied = zip(blocks, request.swapped_blocks, strict=True)
-            plan.swap_out += [BlockCopy(source, target) for source, target in copied]
-            self.num_preemptions["swap"] += 1
-        else:
-            num_computed_tokens = 0
-            self.num_preemptions["recompute"] += 1
-        self._wait_again(request, num_computed_tokens)
+        copies = self.blocks.swap_out(request)
+        plan.swap_out += copies
+        self.num_preemptions["swap" if copies else "recompute"] += 1
+        self._wait_again(request, request.num_computed_tokens if copies else 0)
         plan.preempted.append(request)
 
     def _wait_again(self, request: Request, num_computed_tokens: int) -> None:
-        self._release(request)
+        self.blocks.release(request)
         request.num_computed_tokens = num_computed_tokens
         request.status = Status.WAITING
         request.priority = (LANES.index(request.lane), *request.priority[1:])
@@ -510,15 +465,8 @@ class ContinuousScheduler:
         self._lane(request).num_running -= 1
         self._refused.clear()
 
-    def _release(self, request: Request) -> None:
-        self.pool.free(request.block_table)
-        request.block_table = new_block_table()
-
     def _lane(self, request: Request) -> Lane:
         return self.lanes[request.lane]
-
-    def _num_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.config.block_size)
 
 
 def make_scheduler(
@@ -543,7 +491,6 @@ def continuous_config(config: EngineConfig, max_num_seqs: int, prefill_tokens: i
     """
     most = config.max_prefill_tokens or prefill_tokens or config.step_tokens
     return SchedulerConfig(
-        block_size=config.block_size,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=min(config.step_tokens, max_num_seqs + most),
         prefill_chunk_tokens=min(config.chunk_tokens, max(1, most // 2)),

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from llmservice_planner.block_groups import BlockGroups
 from llmservice_planner.sizing_request import LEAST_SEQUENCE_TOKENS
 from llmservice_server.backend.base import Backend, Model
 from llmservice_server.engine.config import EngineConfig
@@ -82,12 +83,7 @@ def _estimate(model: Model, config: EngineConfig) -> int:
 
 
 def plan_kv_cache(
-    pool_bytes: int,
-    *,
-    bytes_per_block: int,
-    block_size: int,
-    max_model_len: int,
-    may_shorten: bool,
+    pool_bytes: int, *, bytes_per_block: int, groups: BlockGroups, max_model_len: int, may_shorten: bool
 ) -> KVCachePlan:
     """Divide `pool_bytes` into blocks, so that one request of `max_model_len` tokens always fits.
 
@@ -95,12 +91,10 @@ def plan_kv_cache(
     length that would fit.
     """
     num_blocks = max(0, pool_bytes) // bytes_per_block
-    longest = max(0, num_blocks - 1) * block_size
-    if longest >= max_model_len:
-        return KVCachePlan(num_blocks, max_model_len)
-    if may_shorten and longest > 0:
-        return KVCachePlan(num_blocks, longest)
-    need = (-(-max_model_len // block_size) + 1) * bytes_per_block
+    longest = groups.longest(num_blocks - 1, max_model_len)
+    if longest == max_model_len or (may_shorten and longest > 0):
+        return KVCachePlan(num_blocks, longest, groups)
+    need = (groups.blocks(max_model_len) + 1) * bytes_per_block
     remedy = f"lower it to {longest} or" if longest > 0 else "it leaves room for no block at all:"
     raise OutOfMemoryError(
         f"max_model_len {max_model_len} needs {_size(need)} of KV cache, {_size(pool_bytes)} is left: {remedy} give "
@@ -108,12 +102,12 @@ def plan_kv_cache(
     )
 
 
-def most_sequences(kv_cache: KVCachePlan, block_size: int, most: int) -> int:
+def most_sequences(kv_cache: KVCachePlan, most: int) -> int:
     """How many sequences may run at once: as many short ones as the pool holds, from 1 to `most`.
 
     Fewer run where requests are longer: the scheduler admits what the pool is predicted to hold.
     """
-    blocks_each = -(-min(LEAST_SEQUENCE_TOKENS, kv_cache.max_model_len) // block_size)
+    blocks_each = kv_cache.groups.blocks(min(LEAST_SEQUENCE_TOKENS, kv_cache.max_model_len))
     return max(1, min(most, kv_cache.num_usable_blocks // blocks_each))
 
 

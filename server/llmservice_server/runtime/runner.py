@@ -225,14 +225,15 @@ def step_input(scheduled: Sequence[Scheduled], pending: PendingTokens | None = N
     """The plan's tokens, concatenated."""
     starts = np.array([share.start for share in scheduled], np.int64)
     tables = [share.request.block_table for share in scheduled]
+    more = tuple(zip(*(share.request.more_tables for share in scheduled), strict=True))
     if _is_decode(scheduled):
         newest = np.array([share.request.token_ids[-1] for share in scheduled], np.int64)
-        return StepInput(newest, starts, np.ones_like(starts), tables, pending)
+        return StepInput(newest, starts, np.ones_like(starts), tables, pending, more)
     token_ids: list[int] = []
     for share in scheduled:
         token_ids += share.request.token_ids[share.start : share.start + share.num_tokens]
     counts = np.array([share.num_tokens for share in scheduled], np.int64)
-    return StepInput(np.array(token_ids, np.int64), starts, counts, tables, pending)
+    return StepInput(np.array(token_ids, np.int64), starts, counts, tables, pending, more)
 
 
 def _last_rows(scheduled: Sequence[Scheduled]) -> Int64Array:

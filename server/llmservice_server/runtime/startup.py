@@ -95,7 +95,7 @@ def start(config: EngineConfig) -> Started:
     model, memory, slots = _load(checkpoint, config, backend, phases)
     kv_cache = _plan(config, checkpoint.config.max_context, backend, memory)
     most_seqs = min(config.most_seqs, CAP_OF_CPU) if backend.shares_memory else config.most_seqs
-    max_num_seqs = config.max_num_seqs or most_sequences(kv_cache, config.block_size, most_seqs)
+    max_num_seqs = config.max_num_seqs or most_sequences(kv_cache, most_seqs)
     with phases.phase("KV cache"):
         attention = _attention(backend, kv_cache.num_blocks)
         swapped_blocks = _swapped_blocks(config, backend, attention, memory)
@@ -323,8 +323,8 @@ def _swap_space(runner: ModelRunner, config: EngineConfig, kv_cache: KVCachePlan
 
 
 def _plan(config: EngineConfig, context: int, backend: Backend, memory: Memory) -> KVCachePlan:
-    shape = backend.shape
-    wanted = config.max_model_len or context
+    shape, wanted = backend.shape, config.max_model_len or context
+    groups = shape.block_groups(config.step_tokens)
     if config.kv_cache_memory_bytes is not None:
         pool_bytes = config.kv_cache_memory_bytes
         left = memory.total - memory.besides_kv_cache
@@ -336,15 +336,15 @@ def _plan(config: EngineConfig, context: int, backend: Backend, memory: Memory) 
     else:
         pool_bytes = int(memory.total * config.gpu_memory_utilization) - memory.besides_kv_cache
         if backend.shares_memory:  # no more than the sequences can ever use
-            most_blocks = 1 + config.most_seqs * -(-wanted // config.block_size)
+            most_blocks = 1 + config.most_seqs * groups.blocks(wanted)
             pool_bytes = min(pool_bytes, most_blocks * shape.bytes_per_block)
     if backend.shares_memory:
-        least = (1 + -(-wanted // config.block_size)) * shape.bytes_per_block
+        least = (1 + groups.blocks(wanted)) * shape.bytes_per_block
         pool_bytes = StartRecord(config.start_record).begin(pool_bytes, least)
     plan = plan_kv_cache(
         pool_bytes,
         bytes_per_block=shape.bytes_per_block,
-        block_size=config.block_size,
+        groups=groups,
         max_model_len=wanted,
         may_shorten=config.max_model_len is None,
     )

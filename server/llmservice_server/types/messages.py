@@ -213,7 +213,8 @@ class Ready(msgspec.Struct, kw_only=True, tag="ready"):
     max_num_seqs: int
     block_size: int
     num_blocks: int  # without the null block
-    max_request_tokens: int  # min(max_model_len, num_blocks * block_size)
+    block_groups: int = 1  # of layers: a sequence takes blocks for each of them
+    max_request_tokens: int  # of prompt and answer, as far as the blocks go
     embedding_size: int  # numbers in a vector
     max_embedding_tokens: int  # of one input: it is computed in one step
     prefix_caching: bool = True

@@ -9,7 +9,13 @@ from llmservice_operator.api.model_spec import ModelSource
 from llmservice_operator.api.status import ModelStatus
 from llmservice_operator.locations import Figures, Model
 from llmservice_operator.sizing import Sized, SizingReport
-from llmservice_operator.status.model_status import known_figures, measured_status, model_status, sizing_status
+from llmservice_operator.status.model_status import (
+    known_figures,
+    measured_status,
+    model_status,
+    remembered_report,
+    sizing_status,
+)
 
 MIB = 2**20
 SHAPE = {"layers": 2, "heads": 4, "kvHeads": 2, "hiddenSize": 64, "intermediateSize": 128, "vocabSize": 512}
@@ -83,3 +89,15 @@ def test_a_model_that_the_planner_does_not_know_is_shown_by_its_server_s_report(
     assert status.guaranteed_sequences == status.expected_sequences > 0  # no request is longer than 256 tokens
     assert (status.weights_gib, status.overhead_gib, status.kv_pool_gib) == (0.5, 0.25, 0.06)
     assert status.kv_bytes_per_token == 4096
+
+
+def test_blocks_of_groups_of_layers_are_remembered(sized: Sized) -> None:
+    """Each of 1023 blocks holds 16 tokens of a half of the layers, of 4096 bytes each."""
+    report = SizingReport(7, 256, 16, 1023, 512 * MIB, 1024 * 16 * 4096, 256 * MIB, None, block_groups=2)
+    model = replace(sized.model, figures_from="pod", shape=None)
+
+    status = sizing_status(replace(sized, model=model, plan=None, report=report), None)
+
+    assert status is not None
+    assert (status.kv_bytes_per_token, status.guaranteed_sequences) == (8192, 1023 // 32)
+    assert remembered_report(status, Figures("pod"), 16) == report

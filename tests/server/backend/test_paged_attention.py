@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from llmservice_server.backend.base import Attention, KVCacheShape, StepInput
 from llmservice_server.backend.cpu.attention import CpuAttention
+from llmservice_server.backend.grouped import by_group
 from llmservice_server.backend.torch.attention import TorchAttention
 
 pytestmark = pytest.mark.slow
@@ -201,5 +202,6 @@ def test_sequences_of_different_lengths_are_balanced_over_threads(num_threads: i
 @backends
 def test_bytes_per_block_is_what_the_tensors_take(of: BackendOf) -> None:
     shape = KVCacheShape(HEADS, KV_HEADS, HEAD_DIM, WINDOWS, BLOCK_SIZE, torch.bfloat16)
-    allocated = sum(cache.nbytes for cache in of(shape, NUM_BLOCKS).caches)
+    attention = by_group(shape, lambda of_group: of(of_group, NUM_BLOCKS))
+    allocated = sum(cache.nbytes for cache in attention.caches)
     assert shape.bytes_per_block * NUM_BLOCKS == allocated

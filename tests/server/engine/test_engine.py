@@ -103,7 +103,7 @@ def assert_idle(engine: Engine) -> None:
 @pytest.mark.slow
 def test_after_2000_requests_with_a_tenth_cancelled_every_block_is_free_and_the_engine_answers(folder: Path) -> None:
     driver = Driver.of(folder, max_num_seqs=32, kv_cache_memory_bytes=90 * BLOCK_BYTES)
-    driver.engine.scheduler.admission = AdmitsAll(16, 1)  # so that too many are admitted
+    driver.engine.scheduler.admission = AdmitsAll(driver.engine.pool.groups, 1)  # so that too many are admitted
     expected = driver.answer("before", prompt_of(20))
     dice = random.Random(7)  # noqa: S311 - traffic, not secrets
     cancelled = set()

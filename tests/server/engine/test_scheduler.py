@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from llmservice_bench.batch_scheduler import AdmitsAll, BatchScheduler
+from llmservice_planner.block_groups import BlockGroups
 from llmservice_server.engine.block_pool import BlockPool, PreemptionCost, SwapSpace
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.interfaces import Plan
@@ -28,15 +29,15 @@ class Bench:
     swap: SwapSpace | None = None
     predicts: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
+    groups: BlockGroups = field(default_factory=lambda: BlockGroups(BLOCK_SIZE, num_layers=1))
     now: float = 0.0
     arrivals: int = 0
     pool: BlockPool = field(init=False)
     scheduler: ContinuousScheduler = field(init=False)
 
     def __post_init__(self) -> None:
-        self.pool = BlockPool(self.num_blocks)
+        self.pool = BlockPool(self.num_blocks, self.groups)
         config = SchedulerConfig(
-            block_size=BLOCK_SIZE,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             prefill_chunk_tokens=self.prefill_chunk_tokens,
@@ -44,7 +45,7 @@ class Bench:
         )
         self.scheduler = ContinuousScheduler(self.pool, config, self.swap)
         if not self.predicts:
-            self.scheduler.admission = AdmitsAll(BLOCK_SIZE, 16)
+            self.scheduler.admission = AdmitsAll(self.groups, 16)
 
     def add(
         self, prompt: int | list[int], max_tokens: int = 8, lane: str = "interactive", salt: str | None = None
@@ -301,7 +302,7 @@ def test_a_victim_is_swapped_out_and_goes_on_where_it_was() -> None:
     while not (plan := bench.step()).preempted:
         pass
     assert plan.preempted == [victim]
-    assert (len(plan.swap_out), victim.num_computed_tokens, len(victim.swapped_blocks)) == (2, 8, 2)
+    assert (len(plan.swap_out), victim.num_computed_tokens, sum(map(len, victim.swapped))) == (2, 8, 2)
     assert bench.scheduler.num_preemptions == {"recompute": 0, "swap": 1}
     while not (plan := bench.step()).swap_in:
         pass
@@ -488,6 +489,6 @@ def test_long_prompt_leaves_room_for_others_on_a_cpu() -> None:
 @pytest.mark.parametrize(("name", "padded"), [("static", True), ("dynamic", False)])
 def test_request_level_batching_takes_its_whole_budget_on_any_device(name: Any, padded: bool) -> None:
     config = EngineConfig(model=Path("model"), scheduler=name)
-    scheduler = make_scheduler(config, 32, BlockPool(10), None, 512)
+    scheduler = make_scheduler(config, 32, BlockPool(10, BlockGroups(16, num_layers=1)), None, 512)
     assert isinstance(scheduler, BatchScheduler)
     assert (scheduler.config.max_num_batched_tokens, scheduler.config.padded) == (2048, padded)

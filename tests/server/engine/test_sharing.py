@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from llmservice_bench.batch_scheduler import AdmitsAll
+from llmservice_planner.block_groups import BlockGroups
 from llmservice_server.engine.block_pool import BlockPool
 from llmservice_server.engine.request import Request
 from llmservice_server.engine.scheduler import ContinuousScheduler, SchedulerConfig
@@ -12,11 +13,10 @@ BLOCK_SIZE = 4
 
 
 def scheduler(num_blocks: int, budget: int, chunk: int, block_size: int = BLOCK_SIZE) -> ContinuousScheduler:
-    config = SchedulerConfig(
-        block_size=block_size, max_num_seqs=16, max_num_batched_tokens=budget, prefill_chunk_tokens=chunk
-    )
-    made = ContinuousScheduler(BlockPool(num_blocks), config)
-    made.admission = AdmitsAll(block_size, 16)
+    config = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=budget, prefill_chunk_tokens=chunk)
+    groups = BlockGroups(block_size, num_layers=1)
+    made = ContinuousScheduler(BlockPool(num_blocks, groups), config)
+    made.admission = AdmitsAll(groups, 16)
     return made
 
 

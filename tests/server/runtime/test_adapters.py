@@ -126,7 +126,7 @@ def test_answers_are_those_of_the_merged_models(folder: Path, crowded: bool) -> 
         settings |= {"kv_cache_memory_bytes": 14 * 2 * 2 * 16 * 2 * 16 * 4, "max_model_len": 160, "max_num_seqs": 6}
     engine = adapted_engine(folder, **settings)
     if crowded:
-        engine.scheduler.admission = AdmitsAll(engine.ready.block_size, 1)
+        engine.scheduler.admission = AdmitsAll(engine.pool.groups, 1)
     shared = prompt_of(40)
     prompts = {
         f"{name} {number}": (shared + prompt_of(3 + number), name) for name in (None, *ADAPTERS) for number in range(4)

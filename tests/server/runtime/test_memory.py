@@ -1,17 +1,19 @@
 import pytest
 
+from llmservice_planner.block_groups import BlockGroups
 from llmservice_server.engine.interfaces import KVCachePlan
 from llmservice_server.runtime.memory import most_sequences, plan_kv_cache
 from llmservice_server.types.errors import OutOfMemoryError
 
 GIB = 1 << 30
+GROUPS = BlockGroups(16, num_layers=1)
 
 
 def plan(pool_bytes: int, max_model_len: int = 64, may_shorten: bool = False) -> KVCachePlan:
     return plan_kv_cache(
         pool_bytes,
         bytes_per_block=100,
-        block_size=16,
+        groups=GROUPS,
         max_model_len=max_model_len,
         may_shorten=may_shorten,
     )
@@ -20,9 +22,9 @@ def plan(pool_bytes: int, max_model_len: int = 64, may_shorten: bool = False) ->
 @pytest.mark.parametrize(
     ("pool_bytes", "expected"),
     [
-        (500, KVCachePlan(5, 64)),  # the null block and four: exactly one request
-        (599, KVCachePlan(5, 64)),
-        (10_000, KVCachePlan(100, 64)),
+        (500, KVCachePlan(5, 64, GROUPS)),  # the null block and four: exactly one request
+        (599, KVCachePlan(5, 64, GROUPS)),
+        (10_000, KVCachePlan(100, 64, GROUPS)),
     ],
 )
 def test_the_pool_is_divided_into_blocks_that_hold_one_request_at_least(pool_bytes: int, expected: KVCachePlan) -> None:
@@ -36,7 +38,7 @@ def test_one_block_too_few_is_refused_with_need_have_and_the_longest_that_fits()
 
 
 def test_a_length_from_the_model_is_lowered_to_what_fits() -> None:
-    assert plan(599, max_model_len=4096, may_shorten=True) == KVCachePlan(5, 64)
+    assert plan(599, max_model_len=4096, may_shorten=True) == KVCachePlan(5, 64, GROUPS)
 
 
 @pytest.mark.parametrize("pool_bytes", [-10, 0, 199])
@@ -59,4 +61,4 @@ def test_no_room_for_a_single_block_is_refused_even_where_the_length_may_be_lowe
 def test_without_a_number_of_their_own_as_many_short_sequences_run_as_the_pool_holds(
     num_blocks: int, max_model_len: int, most: int, sequences: int
 ) -> None:
-    assert most_sequences(KVCachePlan(num_blocks, max_model_len), 16, most) == sequences
+    assert most_sequences(KVCachePlan(num_blocks, max_model_len, GROUPS), most) == sequences

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
@@ -138,6 +139,10 @@ class _Decodes:
         return self.sequences, self.blocks, self.parts
 
 
+def _windows(shape: KVCacheShape) -> Int64Array:
+    return np.array([_NO_WINDOW if window is None else window for window in shape.windows], np.int64)
+
+
 def _is_balanced(num_parts: int, num_threads: int) -> bool:
     """Whether threads with equal shares of `num_parts` have about equal work."""
     return num_parts % num_threads == 0 or num_parts >= _PARTS_PER_THREAD * num_threads
@@ -158,8 +163,14 @@ class CpuAttention:
         caches = torch.empty(size, dtype=shape.dtype)
         self.caches = list(caches.unbind())
         self._array = as_array(caches)
-        self._windows = np.array([_NO_WINDOW if window is None else window for window in shape.windows], np.int64)
+        self._windows = _windows(shape)
         self._head_shape = kernels.head_shape(shape.num_heads // shape.num_kv_heads, shape.head_dim)
+
+    def with_windows(self, windows: Sequence[int | None]) -> CpuAttention:
+        other = copy(self)
+        other.shape = replace(self.shape, windows=tuple(windows))
+        other._windows = _windows(other.shape)
+        return other
 
     def decodes(self, step: StepInput) -> tuple[Any, ...]:
         """A step of decodes only, for compiled code.

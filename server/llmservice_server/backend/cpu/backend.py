@@ -16,6 +16,7 @@ from llmservice_server.backend.cpu.int8 import Int8Linear, can_multiply
 from llmservice_server.backend.cpu.layer_ops import CpuLayerOps
 from llmservice_server.backend.cpu.linear import KERNEL_ROWS, ConvertedLinear, PackedLinear, pack
 from llmservice_server.backend.experts import ExpertsMlp
+from llmservice_server.backend.grouped import by_group
 from llmservice_server.backend.quantized import QuantizedLinear, QuantizedWeight
 from llmservice_server.backend.sampling_batch import PenalizedRows, SamplingBatch
 from llmservice_server.backend.torch.backend import TorchBackend
@@ -51,7 +52,7 @@ class CpuBackend(TorchBackend):
                 layer.mlp.experts = CpuExperts.of(layer.mlp.experts, model.dtype) or layer.mlp.experts
 
     def attention(self, num_blocks: int) -> Attention:
-        return CpuAttention(self.shape, num_blocks, tiled=self.worth_compiling)
+        return by_group(self.shape, lambda shape: CpuAttention(shape, num_blocks, tiled=self.worth_compiling))
 
     def decode_path(
         self, model: Model, attention: Attention, *, max_num_seqs: int, max_model_len: int

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -70,6 +71,10 @@ ChunkAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torc
 cache, scales, output and window, as `prefill`, and writes the sequences' rows of the output."""
 
 
+def _each_once(windows: Sequence[int | None]) -> list[int | None]:
+    return sorted({*windows}, key=lambda window: window or 0)
+
+
 class TritonAttention:
     """Implements `Attention`. An fp8 cache's scales follow the layers' caches in `caches`.
 
@@ -90,12 +95,19 @@ class TritonAttention:
             for _ in shape.windows
         ]
         self.caches = self._caches + [scales for scales in self._scales if scales is not None]
-        self.windows = sorted({*shape.windows}, key=lambda window: window or 0)
+        self.windows = _each_once(shape.windows)
         self._num_processors = (
             torch.cuda.get_device_properties(device).multi_processor_count
             if device.type == "cuda"
             else _INTERPRETED_PROCESSORS
         )
+
+    def with_windows(self, windows: Sequence[int | None]) -> TritonAttention:
+        other = copy(self)
+        other.shape = replace(self.shape, windows=tuple(windows))
+        other.windows = _each_once(windows)
+        other.tables = BlockTables(self.device)
+        return other
 
     def prepare(self, step: StepInput) -> TritonStep:
         tables = StepTables.of(step, self.shape.block_size)

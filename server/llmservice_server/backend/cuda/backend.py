@@ -20,6 +20,7 @@ from llmservice_server.backend.cuda.kernels.sampling import top_k_top_p as top_k
 from llmservice_server.backend.cuda.linear import CudaQuantizedLinear
 from llmservice_server.backend.cuda.varlen import Varlen, by_torch
 from llmservice_server.backend.experts import Experts, ExpertsMlp
+from llmservice_server.backend.grouped import by_group
 from llmservice_server.backend.quantized import QuantizedLinear, QuantizedWeight
 from llmservice_server.backend.sampling_batch import SamplingBatch
 from llmservice_server.backend.torch import sampler
@@ -102,7 +103,7 @@ class CudaBackend(TorchBackend):
 
     def attention(self, num_blocks: int) -> Attention:
         varlen = Varlen(by_torch, self.varlen_keys) if self.varlen_keys else None
-        return TritonAttention(self.shape, num_blocks, self.device, varlen)
+        return by_group(self.shape, lambda shape: TritonAttention(shape, num_blocks, self.device, varlen))
 
     @property
     def _captures(self) -> bool:

@@ -8,7 +8,9 @@ dimension along which the keys are broadcast; keys and values are never repeated
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
@@ -34,6 +36,11 @@ class TorchAttention:
         self.device = device
         size = (num_blocks, shape.block_size, 2 * shape.num_kv_heads, shape.head_dim)
         self.caches = [torch.empty(size, dtype=shape.dtype, device=device) for _ in shape.windows]
+
+    def with_windows(self, windows: Sequence[int | None]) -> TorchAttention:
+        other = copy(self)
+        other.shape = replace(self.shape, windows=tuple(windows))
+        return other
 
     def prepare(self, step: StepInput) -> TorchStep:
         block_size = self.shape.block_size

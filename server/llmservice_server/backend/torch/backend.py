@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from llmservice_server.backend.base import Attention, DecodePath, KVCacheShape, Model
+from llmservice_server.backend.grouped import by_group
 from llmservice_server.backend.quantized import QuantizedWeight
 from llmservice_server.backend.sampling_batch import PenalizedRows, SamplingBatch
 from llmservice_server.backend.torch import sampler
@@ -66,7 +67,7 @@ class TorchBackend:
         """A model is built with torch's operations and layout."""
 
     def attention(self, num_blocks: int) -> Attention:
-        return TorchAttention(self.shape, num_blocks, self.device)
+        return by_group(self.shape, lambda shape: TorchAttention(shape, num_blocks, self.device))
 
     def decode_path(
         self, model: Model, attention: Attention, *, max_num_seqs: int, max_model_len: int

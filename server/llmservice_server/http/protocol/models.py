@@ -48,6 +48,7 @@ class SizingReport(BaseModel):
     max_model_len: int
     block_size: int
     num_blocks: Annotated[int, Field(description="usable ones: without the null block")]
+    block_groups: Annotated[int, Field(description="of layers: a sequence takes blocks for each of them")]
     architecture: str
     model_code: Annotated[ModelCode, Field(description="own, or transformers: whose code computes the model")]
     memory_bytes: Annotated[dict[str, int], Field(description="by kind: weights, kv_cache, activations, graphs, total")]

@@ -88,6 +88,7 @@ async def show_sizing(state: StateDep, serving: ServingDep) -> SizingReport:
         max_model_len=engine.max_model_len,
         block_size=engine.block_size,
         num_blocks=engine.num_blocks,
+        block_groups=engine.block_groups,
         architecture=engine.architecture,
         model_code=engine.model_code,
         memory_bytes=engine.memory_bytes,
