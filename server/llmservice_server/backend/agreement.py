@@ -89,6 +89,7 @@ def _fragmented(blocks_each: Sequence[int], generator: torch.Generator) -> list[
 def _filled_with_nan(backend: Attention) -> Attention:
     for cache in backend.caches:
         cache.copy_(torch.full((), torch.nan))
+        cache[0].zero_()  # the null block, which may be read and masked
     return backend
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Generic, TypeVar, cast
 
 import torch
 
@@ -18,26 +18,28 @@ from llmservice_server.backend.base import (
     rotates,
 )
 
+A = TypeVar("A", bound=Attention)
 
-def by_group(shape: KVCacheShape, attention_of: Callable[[KVCacheShape], Attention]) -> Attention:
+
+def by_group(shape: KVCacheShape, attention_of: Callable[[KVCacheShape], A]) -> A | GroupedAttention[A]:
     """What `attention_of` makes of a model's layers, or of those of one group."""
     groups = shape.layer_groups
     return attention_of(shape) if len(groups) == 1 else GroupedAttention(shape, groups, attention_of)
 
 
-class GroupedAttention:
+class GroupedAttention(Generic[A]):
     """Implements `Attention`: layers of different groups share a cache, as a block belongs to one group at a time."""
 
     def __init__(
         self,
         shape: KVCacheShape,
         groups: Sequence[Sequence[int]],
-        attention_of: Callable[[KVCacheShape], Attention],
+        attention_of: Callable[[KVCacheShape], A],
     ) -> None:
         size = max(map(len, groups))
         windows = [tuple(shape.windows[layer] for layer in layers) for layers in groups]
         first = attention_of(replace(shape, windows=(windows[0] + windows[0][:1] * size)[:size]))
-        self.parts = [first, *(first.with_windows(each) for each in windows[1:])]
+        self.parts: list[A] = [first, *(cast("A", first.with_windows(each)) for each in windows[1:])]
         self.caches, self.device = first.caches, first.device
         places = {layer: (group, place) for group, layers in enumerate(groups) for place, layer in enumerate(layers)}
         self._places = [places[layer] for layer in range(len(shape.windows))]
@@ -46,11 +48,15 @@ class GroupedAttention:
         raise NotImplementedError("its layers are in groups already")
 
     def prepare(self, step: StepInput) -> GroupedStep:
+        return self.joined([part.prepare(each) for part, each in zip(self.parts, self.split(step), strict=True)])
+
+    def split(self, step: StepInput) -> list[StepInput]:
+        """What each part prepares."""
         tables = (step.block_tables, *step.more_tables) if step.more_tables else (step.block_tables,) * len(self.parts)
-        steps = [
-            part.prepare(replace(step, block_tables=each, more_tables=()))
-            for part, each in zip(self.parts, tables, strict=True)
-        ]
+        return [replace(step, block_tables=each, more_tables=()) for each in tables]
+
+    def joined(self, steps: Sequence[Attend]) -> GroupedStep:
+        """One step of what each part has prepared."""
         return (RotatingGroupedStep if rotates(steps[0]) else GroupedStep)(steps, self._places)
 
 

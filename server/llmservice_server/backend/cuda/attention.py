@@ -18,6 +18,7 @@ from llmservice_server.backend.cuda.kernels.jit import FP8
 from llmservice_server.backend.cuda.kernels.layer_ops import rotate_and_store, store
 from llmservice_server.backend.cuda.kernels.paged_decode import DecodeScratch, WorkList, decode, num_items, split
 from llmservice_server.backend.cuda.kernels.paged_prefill import prefill, query_tiles, tokens_per_tile
+from llmservice_server.backend.grouped import GroupedAttention
 from llmservice_server.backend.transfer import tables_to_device
 
 if TYPE_CHECKING:
@@ -95,6 +96,8 @@ class TritonAttention:
             for _ in shape.windows
         ]
         self.caches = self._caches + [scales for scales in self._scales if scales is not None]
+        for cache in self.caches:
+            cache[0].zero_()  # the null block: torch's kernel reads it and multiplies it by 0
         self.windows = _each_once(shape.windows)
         self._num_processors = (
             torch.cuda.get_device_properties(device).multi_processor_count
@@ -108,6 +111,18 @@ class TritonAttention:
         other.windows = _each_once(windows)
         other.tables = BlockTables(self.device)
         return other
+
+    @property
+    def parts(self) -> list[TritonAttention]:
+        """As `GroupedAttention`, of which graphs know both kinds."""
+        return [self]
+
+    def split(self, step: StepInput) -> list[StepInput]:
+        return [step]
+
+    def joined(self, steps: Sequence[TritonStep]) -> TritonStep:
+        [step] = steps
+        return step
 
     def prepare(self, step: StepInput) -> TritonStep:
         tables = StepTables.of(step, self.shape.block_size)
@@ -152,6 +167,9 @@ class TritonAttention:
 
     def step(self, slots: torch.Tensor, decodes: Decodes | None, chunks: ChunkAttention | None) -> TritonStep:
         return TritonStep(self.shape, self._caches, self._scales, slots, decodes, chunks)
+
+
+GraphAttention = TritonAttention | GroupedAttention[TritonAttention]
 
 
 @dataclass(slots=True)

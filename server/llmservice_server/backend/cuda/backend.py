@@ -20,7 +20,7 @@ from llmservice_server.backend.cuda.kernels.sampling import top_k_top_p as top_k
 from llmservice_server.backend.cuda.linear import CudaQuantizedLinear
 from llmservice_server.backend.cuda.varlen import Varlen, by_torch
 from llmservice_server.backend.experts import Experts, ExpertsMlp
-from llmservice_server.backend.grouped import by_group
+from llmservice_server.backend.grouped import GroupedAttention, by_group
 from llmservice_server.backend.quantized import QuantizedLinear, QuantizedWeight
 from llmservice_server.backend.sampling_batch import SamplingBatch
 from llmservice_server.backend.torch import sampler
@@ -112,7 +112,7 @@ class CudaBackend(TorchBackend):
     def decode_path(
         self, model: Model, attention: Attention, *, max_num_seqs: int, max_model_len: int
     ) -> DecodePath | None:
-        if not self._captures or not isinstance(attention, TritonAttention):
+        if not self._captures or not isinstance(attention, TritonAttention | GroupedAttention):
             return None
         if not isinstance(model, Decoder):
             return None
@@ -131,7 +131,7 @@ class CudaBackend(TorchBackend):
     def decode_path_bytes(self, model: Model, *, max_num_seqs: int, max_model_len: int) -> int:
         if not self._captures or not isinstance(model, Decoder):
             return 0
-        attention = TritonAttention(self.shape, 2, self.device)
+        attention = by_group(self.shape, lambda shape: TritonAttention(shape, 2, self.device))
         return decode_graphs.predict_graph_bytes(model, attention, max_num_seqs, max_model_len)
 
     def choose_tokens(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:

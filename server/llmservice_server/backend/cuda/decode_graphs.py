@@ -10,12 +10,15 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from itertools import islice
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from llmservice_server.backend.base import Decoder, StepInput
-from llmservice_server.backend.cuda.attention import TritonAttention
+from llmservice_server.backend.base import Attend, Decoder, StepInput
+from llmservice_server.backend.cuda.attention import GraphAttention
 from llmservice_server.backend.cuda.capture import Capture, CudaCapture, Replay
 from llmservice_server.backend.cuda.mixed_graphs import MIXED_SIZES, MixedGraphs
 from llmservice_server.backend.torch.memory import cuda_free_bytes
@@ -42,47 +45,59 @@ class DecodeBuffers:
     The tables of the sequences, of at most `max_num_blocks` blocks, are beside it: `BlockTables`.
     """
 
-    def __init__(self, attention: TritonAttention, max_num_seqs: int, max_num_blocks: int) -> None:
+    def __init__(self, attention: GraphAttention, max_num_seqs: int, max_num_blocks: int) -> None:
         self._attention = attention
-        attention.tables.reserve(max_num_seqs, max_num_blocks)
-        items = (attention.num_items(max_num_seqs), 4)
-        sizes: list[tuple[int, ...]] = [(max_num_seqs,)] * 3 + [(max_num_seqs, 2)]
-        sizes += [items, (max_num_seqs + 1,)] * len(attention.windows)
+        sizes: list[tuple[int, ...]] = [(max_num_seqs,)] * 2
+        self._num_parts = []  # of each part of the attention: of the memory
+        for part in attention.parts:
+            part.tables.reserve(max_num_seqs, max_num_blocks)
+            items = (part.num_items(max_num_seqs), 4)
+            own = [(max_num_seqs,), (max_num_seqs, 2), *([items, (max_num_seqs + 1,)] * len(part.windows))]
+            self._num_parts.append(len(own))
+            sizes += own
         self._memory = torch.zeros(sum(map(_aligned, sizes)), dtype=torch.int32, device=attention.device)
         self._parts = []
         first = 0
         for size in sizes:
             self._parts.append(self._memory[first : first + math.prod(size)].view(size))
             first += _aligned(size)
-        self.token_ids, self.positions, self.slots, self.places, *_ = self._parts
+        self.token_ids, self.positions, *_ = self._parts
 
     @property
     def nbytes(self) -> int:
-        return self._memory.nbytes + self._attention.tables.matrix.nbytes
+        return self._memory.nbytes + sum(part.tables.matrix.nbytes for part in self._attention.parts)
 
-    def work(self, size: int) -> list[torch.Tensor]:
-        """The work lists of a step of `size` sequences."""
-        return [
-            part[: size + 1] if part.dim() == 1 else part[: self._attention.num_items(size)] for part in self._parts[4:]
-        ]
+    def step(self, size: int) -> Attend:
+        """The attention of a step of `size` sequences, which reads this memory."""
+        steps, buffers = [], iter(self._parts[2:])
+        for part, count in zip(self._attention.parts, self._num_parts, strict=True):
+            slots, places, *work = islice(buffers, count)
+            cut = [each[: size + 1] if each.dim() == 1 else each[: part.num_items(size)] for each in work]
+            steps.append(part.step(slots[:size], part.decodes(places[:size], cut), None))
+        return self._attention.joined(steps)
 
     def fill(self, step: StepInput | None, size: int) -> None:
         """Write one token of each sequence to the first rows, and the null block to the others up to `size`."""
         count = 0 if step is None else len(step)
-        numbers, places = np.zeros((3, size), np.int64), np.zeros((size, 2), np.int32)
-        lengths = np.zeros(size, np.int64)
-        places[:, 0] = np.arange(size)
+        numbers, lengths = np.zeros((2, size), np.int64), np.zeros(size, np.int64)
         if step is not None:
             numbers[0, :count] = step.token_ids
             numbers[1, :count] = step.starts
-            numbers[2, :count] = step.slots(self._attention.shape.block_size)
-            places[:count, 1] = self._attention.tables.update(step.block_tables)
             lengths[:count] = step.starts + 1
+        filled: list[npt.NDArray[Any]] = [*numbers]
+        inputs = [None] * len(self._num_parts) if step is None else self._attention.split(step)
+        for part, each in zip(self._attention.parts, inputs, strict=True):
+            slots, places = np.zeros(size, np.int64), np.zeros((size, 2), np.int32)
+            places[:, 0] = np.arange(size)
+            if each is not None:
+                slots[:count] = each.slots(part.shape.block_size)
+                places[:count, 1] = part.tables.update(each.block_tables)
+            filled += [slots, places, *part.work(lengths)]
         pinned = torch.empty_like(self._memory, device="cpu", pin_memory=self._memory.device.type == "cuda")
         host, first = pinned.numpy(), 0
-        for part, values in zip(self._parts, [*numbers, places, *self._attention.work(lengths)], strict=True):
+        for target, values in zip(self._parts, filled, strict=True):
             host[first : first + values.size] = values.ravel()
-            first += _aligned(part.shape)
+            first += _aligned(target.shape)
         self._memory.copy_(pinned, non_blocking=True)  # torch reuses pinned memory only after the copy
 
 
@@ -100,7 +115,7 @@ class DecodeGraphs:
     def __init__(
         self,
         model: Decoder,
-        attention: TritonAttention,
+        attention: GraphAttention,
         buffers: DecodeBuffers,
         sizes: Sequence[int],
         capture: Capture,
@@ -109,7 +124,8 @@ class DecodeGraphs:
         self._attention = attention
         self.buffers = buffers
         self._graphs: dict[int, tuple[Replay, torch.Tensor]] = {}
-        attention.tables.capture()
+        for part in attention.parts:
+            part.tables.capture()
         for size in sorted(sizes, reverse=True):
             buffers.fill(None, size)
             self._graphs[size] = capture(lambda size=size: self.forward(size))  # type: ignore[misc]
@@ -130,9 +146,7 @@ class DecodeGraphs:
     def forward(self, size: int) -> torch.Tensor:
         """The work that is captured: the model on the first `size` rows of the buffers."""
         buffers = self.buffers
-        decodes = self._attention.decodes(buffers.places[:size], buffers.work(size))
-        step = self._attention.step(buffers.slots[:size], decodes, None)
-        return self._model.forward(buffers.token_ids[:size], buffers.positions[:size], step)
+        return self._model.forward(buffers.token_ids[:size], buffers.positions[:size], buffers.step(size))
 
 
 def graph_bytes(largest: int, another: int, num_graphs: int) -> int:
@@ -143,7 +157,7 @@ def graph_bytes(largest: int, another: int, num_graphs: int) -> int:
 class StepGraphs:
     """Implements `DecodePath`: decode steps as one graph, others of few tokens as several."""
 
-    def __init__(self, model: Decoder, attention: TritonAttention, paths: Sequence[DecodeGraphs | MixedGraphs]) -> None:
+    def __init__(self, model: Decoder, attention: GraphAttention, paths: Sequence[DecodeGraphs | MixedGraphs]) -> None:
         self._model = model
         self._attention = attention
         self._paths = paths
@@ -160,9 +174,9 @@ class StepGraphs:
         One has many blocks, so that it is split and exceeds the windows of most models. None if all agree. Writes to
         the blocks from 1 on.
         """
-        block_size = self._attention.shape.block_size
-        count = min(max_num_seqs, num_blocks - 1)
-        longest = min(_CHECKED_TOKENS, (num_blocks - count) * block_size, self._attention.tables.capacity * block_size)
+        first, count = self._attention.parts[0], min(max_num_seqs, num_blocks - 1)
+        block_size = first.shape.block_size
+        longest = min(_CHECKED_TOKENS, (num_blocks - count) * block_size, first.tables.capacity * block_size)
         long_table = range(1, 1 + -(-longest // block_size))
         others = [(0, 1, range(block, block + 1)) for block in range(1 + len(long_table), len(long_table) + count)]
         for start in range(0, longest, _CHUNK):
@@ -192,7 +206,7 @@ class StepGraphs:
 
 
 @torch.inference_mode()
-def predict_graph_bytes(model: Decoder, attention: TritonAttention, max_num_seqs: int, max_model_len: int) -> int:
+def predict_graph_bytes(model: Decoder, attention: GraphAttention, max_num_seqs: int, max_model_len: int) -> int:
     """Capture the two largest graphs on a cache of any size, and measure and free them."""
     sizes = capture_sizes(max_num_seqs)
     buffers = _buffers(attention, sizes[-1], max_model_len)
@@ -217,7 +231,7 @@ def predict_graph_bytes(model: Decoder, attention: TritonAttention, max_num_seqs
 
 @torch.inference_mode()
 def capture_graphs(
-    model: Decoder, attention: TritonAttention, max_num_seqs: int, max_model_len: int
+    model: Decoder, attention: GraphAttention, max_num_seqs: int, max_model_len: int
 ) -> StepGraphs | str:
     """All graphs, compared with the same steps without them; a phrase that says why if they cannot be used.
 
@@ -240,5 +254,5 @@ def capture_graphs(
     return graphs
 
 
-def _buffers(attention: TritonAttention, max_num_seqs: int, max_model_len: int) -> DecodeBuffers:
-    return DecodeBuffers(attention, max_num_seqs, -(-max_model_len // attention.shape.block_size))
+def _buffers(attention: GraphAttention, max_num_seqs: int, max_model_len: int) -> DecodeBuffers:
+    return DecodeBuffers(attention, max_num_seqs, -(-max_model_len // attention.parts[0].shape.block_size))

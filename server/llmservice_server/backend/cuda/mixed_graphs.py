@@ -8,12 +8,13 @@ the next larger one. What its other rows compute is read by nobody.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 import torch
 
-from llmservice_server.backend.base import Decoder, Rotation, StepInput
-from llmservice_server.backend.cuda.attention import TritonAttention
+from llmservice_server.backend.base import Decoder, RotatingAttend, Rotation, StepInput
+from llmservice_server.backend.cuda.attention import GraphAttention
 from llmservice_server.backend.cuda.capture import Capture, Replay
 from llmservice_server.backend.transfer import tables_to_device
 
@@ -27,7 +28,7 @@ class MixedGraphs:
     The largest is captured first, so that the others reuse its memory.
     """
 
-    def __init__(self, model: Decoder, attention: TritonAttention, sizes: Sequence[int], capture: Capture) -> None:
+    def __init__(self, model: Decoder, attention: GraphAttention, sizes: Sequence[int], capture: Capture) -> None:
         self._model = model
         self._attention = attention
         self._sizes = sorted(sizes)
@@ -54,8 +55,11 @@ class MixedGraphs:
         self._positions[:count].copy_(positions)
         if step.pending is not None:
             step.pending.put(self._token_ids)
-        attend = self._attention.prepare(step)
-        attend.output = self._attended[:count]
+        parts, inputs = self._attention.parts, self._attention.split(step)
+        steps = [part.prepare(each) for part, each in zip(parts, inputs, strict=True)]
+        for each in steps:
+            each.output = self._attended[:count]
+        attend = cast("RotatingAttend", self._attention.joined(steps))
         heads = self._heads[:count]
         rotations = [(cos[:count], sin[:count]) for cos, sin in self._rotations]
         begin()

@@ -7,6 +7,7 @@ from llmservice_server.backend.agreement import BOUNDS, Case, relative_error
 from llmservice_server.backend.base import KVCacheShape, Rotation, StepInput
 from llmservice_server.backend.cuda.attention import StepTables, TritonAttention
 from llmservice_server.backend.cuda.kernels.jit import FP8
+from llmservice_server.backend.grouped import by_group
 from llmservice_server.backend.torch.attention import TorchAttention
 from llmservice_server.models.rope import rotate
 
@@ -101,7 +102,7 @@ def test_nan_reaches_the_output() -> None:
 def test_bytes_per_block_is_what_the_tensors_take() -> None:
     for dtype in (torch.bfloat16, FP8):
         shape = shape_of(dtype=dtype)
-        caches = TritonAttention(shape, 7, CPU).caches
+        caches = by_group(shape, lambda of_group: TritonAttention(of_group, 7, CPU)).caches
         assert sum(cache.nbytes for cache in caches) == 7 * shape.bytes_per_block
 
 

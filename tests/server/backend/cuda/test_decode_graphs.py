@@ -22,6 +22,7 @@ from llmservice_server.backend.cuda.decode_graphs import (
     graph_bytes,
 )
 from llmservice_server.backend.cuda.mixed_graphs import MixedGraphs
+from llmservice_server.backend.grouped import by_group
 from llmservice_server.models.decoder import DecoderModel
 from llmservice_server.runtime.loader import Checkpoint
 from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
@@ -55,11 +56,9 @@ class Recorder:
         return replay, output
 
 
-def attention_of(model: DecoderModel) -> TritonAttention:
+def attention_of(model: DecoderModel, windows: tuple[int | None, ...] = (None, None)) -> TritonAttention:
     config = model.config
-    shape = KVCacheShape(
-        config.num_heads, config.num_kv_heads, config.head_dim, config.windows, BLOCK_SIZE, torch.float32
-    )
+    shape = KVCacheShape(config.num_heads, config.num_kv_heads, config.head_dim, windows, BLOCK_SIZE, torch.float32)
     backend = TritonAttention(shape, 12, CPU)
     for cache in backend.caches:
         cache.zero_()
@@ -195,7 +194,23 @@ def test_a_graph_splits_the_sequences_that_are_long_now(model: DecoderModel) -> 
         StepInput.of([(1, 1, [11]), (151, 1, table)], [5, 6]),
     ):
         torch.testing.assert_close(graphs.run(step), plain(model, other, step))
-        assert graphs.buffers.work(2)[1].tolist() in ([0, 3, 4], [0, 1, 4])
+        decodes = graphs.buffers.step(2).decodes
+        assert decodes.work[None].firsts.tolist() in ([0, 3, 4], [0, 1, 4])
+
+
+@torch.inference_mode()
+def test_groups_of_layers_have_tables_of_their_own(model: DecoderModel) -> None:
+    """The second layer sees 20 tokens; what is behind them is given back."""
+    other = attention_of(model, windows=(None, 20))
+    attention = by_group(other.shape, lambda of_group: attention_of(model, of_group.windows))
+    capture = Recorder()
+    decodes = DecodeGraphs(model, attention, DecodeBuffers(attention, 2, 16), [2], capture)
+    graphs = StepGraphs(model, attention, (decodes, MixedGraphs(model, attention, [64], capture)))
+    steps = [(0, 40, [1, 2, 3], [4, 5, 6]), (40, 9, [1, 2, 3, 7], [0, 5, 6, 8]), (49, 1, [1, 2, 3, 7], [0, 5, 6, 8])]
+    for start, count, full, sliding in steps:
+        same = StepInput.of([(start, count, full)], range(count))
+        step = replace(same, more_tables=[[sliding]])
+        torch.testing.assert_close(graphs.run(step), plain(model, other, same))
 
 
 def test_the_first_graph_takes_the_memory_that_the_others_share() -> None:
