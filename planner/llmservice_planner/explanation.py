@@ -75,7 +75,8 @@ def _weights(budget: Budget) -> str:
     size = format_bytes(budget.weights_bytes)
     head = ""
     if request.packs_tied_head:
-        head = f" + {format_bytes(request.shape.head_bytes(dtype))} of the tied output head, packed"
+        head_bytes = request.shape.head_bytes(dtype, request.quantization, on_cpu=True)
+        head = f" + {format_bytes(head_bytes)} of the tied output head, packed"
     if request.weights_bytes is not None:
         return f"weights: {size}, read from the checkpoint's headers{head and f' ({head[3:]} included)'}"
     count = request.shape.num_parameters / 1e9

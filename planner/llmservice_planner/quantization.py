@@ -21,6 +21,7 @@ SUPPORTED = (
     "compressed-tensors (8-bit integers, fp8, 4-bit integers), fp8 (one scale, or blocks), gptq (4 or 8 bits), "
     "awq (4 bits, gemm)"
 )
+INT8_COLUMNS = 64  # the server's product of 8-bit integers computes so many outputs at a time
 _INT8_BYTES_PER_OUTPUT = 8  # a float32 scale, and what the zero of the activations adds to its sums
 
 

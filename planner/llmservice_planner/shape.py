@@ -10,7 +10,7 @@ from typing import Any
 from llmservice_planner.checkpoint import weights_bytes
 from llmservice_planner.families import FAMILIES
 from llmservice_planner.model_config import ShapeError, read_config, shape_fields
-from llmservice_planner.quantization import Quantization, QuantizationError, WeightFormat, linear_bytes
+from llmservice_planner.quantization import INT8_COLUMNS, Quantization, QuantizationError, WeightFormat, linear_bytes
 
 __all__ = ["DTYPE_BYTES", "KV_SCALE_BYTES", "ModelShape", "ShapeError", "weights_bytes"]
 
@@ -151,7 +151,7 @@ class ModelShape:
     def weights_bytes(self, dtype: str, quantization: Quantization = "auto", *, on_cpu: bool = False) -> int:
         """The server's weights in memory: matrices as `quantization` says, embeddings and all else in `dtype`.
 
-        The output head is not quantised, as in nearly all checkpoints.
+        Checkpoints do not quantise the output head; `int8` does. A tied one is not counted.
         """
         width = DTYPE_BYTES[dtype]
         form = None if self.quantization is None else WeightFormat.parse(self.quantization)
@@ -167,10 +167,15 @@ class ModelShape:
             )
             quantized += count * size
             dense += count * outputs * inputs
+        if not self.tie_word_embeddings:
+            quantized += self.head_bytes(dtype, quantization, on_cpu=on_cpu)
+            dense += self.vocab_size * self.hidden_size
         return quantized + (self.num_parameters - dense) * width
 
-    def head_bytes(self, dtype: str) -> int:
-        return self.vocab_size * self.hidden_size * DTYPE_BYTES[dtype]
+    def head_bytes(self, dtype: str, quantization: Quantization, *, on_cpu: bool) -> int:
+        width, fits = DTYPE_BYTES[dtype], self.vocab_size % INT8_COLUMNS == 0
+        wanted: Quantization = "int8" if quantization == "int8" and fits else "dense"
+        return linear_bytes(self.vocab_size, self.hidden_size, None, wanted, on_cpu=on_cpu, dtype_bytes=width)
 
     def _matrices(self) -> Iterator[tuple[int, int, int]]:
         """How many there are, with so many outputs and inputs; not the head, routers and an encoder's."""

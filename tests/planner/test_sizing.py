@@ -221,7 +221,7 @@ def test_quantised_weights_are_counted_as_the_device_holds_them(shape_of: ShapeO
     int8 = plan(SizingRequest(shape=quantised, device=cpu_device(80 * GIB), max_model_len=4096, quantization="int8"))
     assert on_gpu.weights_bytes / GIB == pytest.approx(37.3, abs=0.1)  # 68.5 billion x 0.523 + 2.1 billion x 2
     assert on_cpu.weights_bytes / GIB == pytest.approx(131.4, abs=0.1)
-    assert int8.weights_bytes / GIB == pytest.approx(67.7, abs=0.2)
+    assert int8.weights_bytes / GIB == pytest.approx(66.7, abs=0.1)  # the output head, 1.05 billion, in 8 bits as well
 
 
 def test_a_length_is_needed_where_the_shape_knows_none(shape_of: ShapeOf) -> None:

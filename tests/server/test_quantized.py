@@ -345,17 +345,25 @@ def test_logits_of_8_bit_products_are_those_of_the_same_products_in_float64(
 
 
 @needs_vnni
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_plain_checkpoint_is_quantised_at_load(tmp_path: Path, dtype: torch.dtype) -> None:
-    plain = write(tmp_path, dense_tensors())
+@pytest.mark.parametrize(("dtype", "tied"), [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)])
+def test_a_plain_checkpoint_is_quantised_at_load(tmp_path: Path, dtype: torch.dtype, tied: bool) -> None:
+    tensors = dense_tensors()
+    if tied:
+        del tensors["lm_head.weight"]
+    plain = write(tmp_path, tensors, tie_word_embeddings=tied)
     model, dense = loaded(plain, "int8", dtype), loaded(plain, "auto", dtype)
     assert isinstance(linears_of(model.layers[0])[-1], Int8Linear)
-    assert not isinstance(model.lm_head, Int8Linear)
+    assert isinstance(model.lm_head, Int8Linear)  # a tied one beside the embedding, as a packed one is
     ours, expected = logits(model), logits(dense)
+    assert ours.dtype == torch.float32
     assert (ours - expected).norm() < 0.1 * expected.norm()
-    sizes = 2 * sum(outputs * inputs for outputs, inputs in SHAPES.values())
-    outputs = 2 * sum(outputs for outputs, _ in SHAPES.values())
+    sizes = 320 * 256 + 2 * sum(outputs * inputs for outputs, inputs in SHAPES.values())
+    outputs = 320 + 2 * sum(outputs for outputs, _ in SHAPES.values())
     assert dense.weight_bytes - model.weight_bytes == sizes * (dtype.itemsize - 1) - 8 * outputs
+    shape, name = ModelShape.from_folder(plain), str(dtype).removeprefix("torch.")
+    predicted = shape.weights_bytes(name, "int8", on_cpu=True)
+    predicted += shape.head_bytes(name, "int8", on_cpu=True) if tied else 0
+    assert model.weight_bytes == pytest.approx(predicted, rel=0.01)
 
 
 def test_int8_is_refused_where_its_products_are_slow(tmp_path: Path) -> None:

@@ -56,7 +56,9 @@ class KVCacheShape:
     @property
     def layer_groups(self) -> list[list[int]]:
         """The layers of each of the `block_groups`."""
-        size = self.block_groups(1).num_layers
+        if len(groups := self.block_groups(1)) == 1:
+            return [[*range(len(self.windows))]]
+        size = groups.num_layers
         full = [layer for layer, window in enumerate(self.windows) if window is None]
         sliding = [layer for layer, window in enumerate(self.windows) if window is not None]
         return [kind[first : first + size] for kind in (full, sliding) for first in range(0, len(kind), size)]

@@ -141,6 +141,8 @@ class Checkpoint:
             return quantized_linear(parts, linear.bias, dtype, device, quantization, keeps)
 
         model.map_linears(replaced)
+        if quantization == "int8" and config.tied_embeddings:
+            model.lm_head = quantized_linear([model.embed_tokens], None, dtype, device, quantization, keeps)
         weights.finish()
         return model
 
@@ -161,7 +163,7 @@ class Checkpoint:
                         modules[module][suffix] = shard
                         if suffix == "weight" and tensors.get_slice(name).get_dtype() not in _DENSE:
                             quantized.add(module)
-        linear = re.compile(r"model\.layers\.\d+(\.\w+)+\.(\w+_proj|w[123])")
+        linear = re.compile(r"model\.layers\.\d+(\.\w+)+\.(\w+_proj|w[123])|lm_head")
         return names, {
             module: tensors
             for module, tensors in modules.items()

@@ -39,7 +39,7 @@ class CpuBackend(TorchBackend):
         *_, head = model.linears()
         if isinstance(head, ConvertedLinear):
             _LOG.info("this CPU has no instructions for bfloat16: such weights are converted to float32 in products")
-        if not isinstance(head, PackedLinear):  # products that are not packed dominate everything else
+        if not isinstance(head, PackedLinear | Int8Linear):  # products that are not packed dominate everything else
             return
         model.ops = CpuLayerOps(threaded=self.worth_compiling)
         if not self.worth_compiling:

@@ -46,12 +46,13 @@ class Int8Linear:
         use_threads(torch.get_num_threads())
         return cls(quads.contiguous().view(torch.int32).squeeze(-1), scales, offsets, bias)
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+    def __call__(self, hidden: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Implements `Linear`. dtype: of the product; None: that of `hidden`."""
         if self._arrays is None:
             bias = hidden.new_empty(0) if self.bias is None else self.bias
             self._arrays = self.weight.numpy(), (self.scales.numpy(), self.offsets.numpy(), as_array(bias))
         weights, scaled = self._arrays
-        product = hidden.new_empty(len(hidden), len(self.scales))
+        product = hidden.new_empty(len(hidden), len(self.scales), dtype=dtype or hidden.dtype)
         rows = np.empty(hidden.shape, np.uint8), np.empty(len(hidden), np.float32)
         multiply_int8(as_array(hidden.contiguous()), rows, weights, scaled, as_array(product))
         return product

@@ -15,6 +15,7 @@ import torch
 
 from llmservice_server.backend.base import CLAMPED_LIMIT, CLAMPED_SLOPE, Activation, Linear
 from llmservice_server.backend.cpu.compiled import compiled, compiled_inner, for_each
+from llmservice_server.backend.cpu.int8 import Int8Linear
 from llmservice_server.backend.cpu.linear import COLUMNS, PackedLinear, linear_columns
 from llmservice_server.backend.cpu.llvm import as_array, convert, exp, from_float32, to_float32
 from llmservice_server.backend.torch.layer_ops import TorchLayerOps
@@ -59,6 +60,8 @@ class CpuLayerOps(TorchLayerOps):
     def logits(self, hidden: torch.Tensor, norm: torch.Tensor, eps: float, head: Linear) -> torch.Tensor:
         """A few rows are one call: after a step has read all weights, Python and torch are no longer in the caches,
         and each of several calls would take ten times as long."""
+        if isinstance(head, Int8Linear):
+            return head(self.add_norm(hidden, None, norm, eps), torch.float32)
         if not isinstance(head, PackedLinear) or (weights := head.weights_for(hidden)) is None:
             return super().logits(hidden, norm, eps, head)
         logits = torch.empty(len(hidden), len(weights.memory) * COLUMNS)
