@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from llmservice_server.backend.cpu.compiled import compiled, compiled_inner, for_each, use_threads
-from llmservice_server.backend.cpu.linear import COLUMNS, HAS_QUAD_PRODUCT, LINES_AT_ONCE, add_products
-from llmservice_server.backend.cpu.llvm import as_array, from_float32, to_float32
+from llmservice_server.backend.cpu.linear import COLUMNS, HAS_QUAD_PRODUCT, LINES_AT_ONCE, add_products, write_rows
+from llmservice_server.backend.cpu.llvm import as_array, to_float32
 from llmservice_server.backend.quantized import QuantizedWeight
 
 _MOST_INPUTS = 1 << 16
@@ -124,24 +124,13 @@ def int8_columns(number: int, rows: Any, weights: Any, scaled: Any, first: int, 
     rows: of `quantize_rows`, the numbers as int32. weights and scaled: as in `multiply_int8`.
     """
     quads, row_scales = rows
-    scales, offsets, bias = scaled
     columns = slice(number * COLUMNS, (number + 1) * COLUMNS)
+    scales, offsets, bias = scaled[0][columns], scaled[1][columns], scaled[2][columns]
     sums = np.empty((len(quads), COLUMNS), np.int32)
     for row in range(len(sums)):
-        sums[row] = offsets[columns]
+        for index in range(COLUMNS):
+            sums[row, index] = offsets[index]
     for first_line in range(0, weights.shape[1], LINES_AT_ONCE):
         lines = slice(first_line, first_line + LINES_AT_ONCE)
         add_products(quads[:, lines], weights[number, lines], sums)
-    for row in range(len(sums)):
-        _scale_row(sums[row], row_scales[row], scales[columns], bias[columns], product[row, first : first + COLUMNS])
-
-
-@compiled_inner()
-def _scale_row(sums: Any, row_scale: Any, scales: Any, bias: Any, product: Any) -> None:
-    if len(bias):
-        for index in range(COLUMNS):
-            value = np.float32(sums[index]) * (row_scale * scales[index]) + to_float32(bias[index])
-            product[index] = from_float32(value, product[index])
-    else:
-        for index in range(COLUMNS):
-            product[index] = from_float32(np.float32(sums[index]) * (row_scale * scales[index]), product[index])
+    write_rows(sums, row_scales, scales, bias, product[:, first : first + COLUMNS])

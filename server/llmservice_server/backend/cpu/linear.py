@@ -31,7 +31,7 @@ from numba.core import cgutils
 from llmservice_server.backend.base import Linear
 from llmservice_server.backend.cpu import llvm
 from llmservice_server.backend.cpu.compiled import compiled, compiled_inner, for_each, intrinsic, use_threads
-from llmservice_server.backend.cpu.llvm import as_array, from_float32, to_float32
+from llmservice_server.backend.cpu.llvm import as_array
 from llmservice_server.backend.torch.layer_ops import TorchLinear
 
 _LAYOUT_ROWS = 512
@@ -484,6 +484,53 @@ def _add_rows(hidden: Any, columns: Any, sums: Any) -> None:
         first += count
 
 
+def _row_writer(*, biased: bool) -> Any:
+    """A function `(sums, row, scale, scales, bias, product)`: writes 64 sums of a row, in the dtype of `product`.
+
+    sums: `[num_rows, 64]` float32; or int32, which are multiplied with `scale * scales`. product: `[num_rows, 64]`.
+    scales and bias: `[64]`.
+    """
+
+    def typed(context: Any, sums: Any, row: Any, scale: Any, scales: Any, bias: Any, product: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            def address(argument: int, *index: Any) -> Any:
+                return llvm.element_address(context, builder, signature.args[argument], arguments[argument], *index)
+
+            for first in range(0, COLUMNS, _LANES):
+                vector = llvm.load(builder, address(0, arguments[1], first), sums.dtype, _LANES)
+                if sums.dtype == types.int32:
+                    by_row = llvm.broadcast(builder, arguments[2], _LANES)
+                    by_column = llvm.load(builder, address(3, first), scales.dtype, _LANES)
+                    vector = builder.fmul(builder.sitofp(vector, _FLOATS), builder.fmul(by_row, by_column))
+                if biased:
+                    bits = llvm.load(builder, address(4, first), bias.dtype, _LANES)
+                    vector = builder.fadd(vector, llvm.bits_to_float32(builder, bits, bias.dtype))
+                written = llvm.float32_to_bits(builder, vector, product.dtype)
+                llvm.store(builder, written, address(5, arguments[1], first), product.dtype)
+            return context.get_dummy_value()
+
+        return types.void(sums, types.intp, types.float32, scales, bias, product), generate
+
+    return intrinsic(typed)
+
+
+_write, _write_biased = _row_writer(biased=False), _row_writer(biased=True)
+
+
+@compiled_inner()
+def write_rows(sums: Any, row_scales: Any, scales: Any, bias: Any, product: Any) -> None:
+    """Write `sums` `[num_rows, 64]` to `product`, in its dtype; those of integers scaled by row and by column.
+
+    bias: 64 elements, or none.
+    """
+    for row in range(len(sums)):
+        scale = row_scales[row] if len(row_scales) else np.float32(1)
+        if len(bias):
+            _write_biased(sums, row, scale, scales, bias, product)
+        else:
+            _write(sums, row, scale, scales, bias, product)
+
+
 @compiled_inner()
 def linear_columns(hidden: Any, columns: Any, bias: Any, sums: Any, product: Any) -> None:
     """64 columns of `hidden @ weight.T + bias`, `[num_rows, 64]`, in the dtype of `product`.
@@ -491,11 +538,7 @@ def linear_columns(hidden: Any, columns: Any, bias: Any, sums: Any, product: Any
     bias: 64 elements, or none. sums: scratch of the same shape, float32.
     """
     multiply_columns(hidden, columns, sums)
-    for row in range(hidden.shape[0]):
-        for index in range(len(bias)):
-            sums[row, index] += to_float32(bias[index])
-        for index in range(COLUMNS):
-            product[row, index] = from_float32(sums[row, index], product[row, index])
+    write_rows(sums, sums[0, :0], sums[0], bias, product)
 
 
 @compiled(nogil=True)

@@ -55,9 +55,9 @@ def load(builder: Any, address: Any, dtype: Any, lanes: int) -> Any:
     return builder.load(pointer, align=dtype.bitwidth // 8)
 
 
-def store(builder: Any, vector: Any, address: Any) -> None:
-    """Write a vector of float32."""
-    builder.store(vector, builder.bitcast(address, vector.type.as_pointer()), align=4)
+def store(builder: Any, vector: Any, address: Any, dtype: Any = types.float32) -> None:
+    """Write a vector of numba's `dtype`, at any address that is aligned for one element."""
+    builder.store(vector, builder.bitcast(address, vector.type.as_pointer()), align=dtype.bitwidth // 8)
 
 
 def broadcast(builder: Any, number: Any, lanes: int) -> Any:
@@ -120,18 +120,26 @@ def bits_to_float32(builder: Any, bits: Any, dtype: Any) -> Any:
     return builder.bitcast(builder.shl(builder.zext(bits, int_kind), shift), float_kind)
 
 
-def _float32_to_bits(builder: Any, number: Any, dtype: Any) -> Any:
-    """The element of numba's `dtype` nearest to a float32, to even between two."""
+def float32_to_bits(builder: Any, number: Any, dtype: Any) -> Any:
+    """The element of numba's `dtype` nearest to a float32, to even between two; or a vector of them."""
     if dtype == types.float32:
         return number
+
+    def alike(kind: Any) -> Any:
+        return ir.VectorType(kind, number.type.count) if isinstance(number.type, ir.VectorType) else kind
+
+    def constant(value: int) -> Any:
+        kind = alike(INT32)
+        return ir.Constant(kind, value) if kind == INT32 else splat(INT32, value, kind.count)
+
     if dtype == types.int16:
-        return builder.bitcast(builder.fptrunc(number, HALF), INT16)
-    bits = builder.bitcast(number, INT32)
-    odd = builder.and_(builder.lshr(bits, ir.Constant(INT32, 16)), ir.Constant(INT32, 1))
-    rounded = builder.add(builder.add(bits, ir.Constant(INT32, 0x7FFF)), odd)
-    quiet_nan = builder.or_(bits, ir.Constant(INT32, 0x400000))  # rounding might turn NaN into infinity
+        return builder.bitcast(builder.fptrunc(number, alike(HALF)), alike(INT16))
+    bits = builder.bitcast(number, alike(INT32))
+    odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
+    rounded = builder.add(builder.add(bits, constant(0x7FFF)), odd)
+    quiet_nan = builder.or_(bits, constant(0x400000))  # rounding might turn NaN into infinity
     kept = builder.select(builder.fcmp_unordered("uno", number, number), quiet_nan, rounded)
-    return builder.trunc(builder.lshr(kept, ir.Constant(INT32, 16)), INT16)
+    return builder.trunc(builder.lshr(kept, constant(16)), alike(INT16))
 
 
 @intrinsic
@@ -143,7 +151,7 @@ def to_float32(context: Any, value: Any) -> Any:
 @intrinsic
 def from_float32(context: Any, value: Any, like: Any) -> Any:
     """A float32, rounded to an element of the dtype of `like`."""
-    return like(types.float32, like), lambda _, builder, __, values: _float32_to_bits(builder, values[0], like)
+    return like(types.float32, like), lambda _, builder, __, values: float32_to_bits(builder, values[0], like)
 
 
 @intrinsic
@@ -153,7 +161,7 @@ def convert(context: Any, value: Any, like: Any) -> Any:
     def generate(_: Any, builder: Any, __: Any, values: Any) -> Any:
         if value == like:
             return values[0]
-        return _float32_to_bits(builder, bits_to_float32(builder, values[0], value), like)
+        return float32_to_bits(builder, bits_to_float32(builder, values[0], value), like)
 
     return like(value, like), generate
 
