@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from transformers import OlmoeConfig, OlmoeForCausalLM
 
 from llmservice_planner.quantization import QUANTIZATIONS, Quantization
 from llmservice_planner.shape import ModelShape
@@ -22,8 +23,7 @@ from llmservice_server.backend.choice import choose_backend
 from llmservice_server.backend.cpu.int8 import Int8Linear
 from llmservice_server.backend.cpu.linear import HAS_QUAD_PRODUCT
 from llmservice_server.backend.quantized import QuantizedWeight, fuse
-from llmservice_server.engine.config import EngineConfig
-from llmservice_server.models.decoder import DecoderModel
+from llmservice_server.engine.config import EngineConfig, Implementation
 from llmservice_server.runtime.loader import Checkpoint
 from llmservice_server.runtime.startup import start
 from llmservice_server.types.errors import ConfigError, ModelLoadError
@@ -233,23 +233,25 @@ def write(folder: Path, tensors: Tensors, **config: Any) -> Path:
     return folder
 
 
-def write_both(folder: Path, form: Format) -> tuple[Path, Path]:
-    """A quantised checkpoint, and a dense one of the weights that it stands for."""
+def write_both(folder: Path, form: Format, made: Tensors | None = None, **config: Any) -> tuple[Path, Path]:
+    """A quantised checkpoint, and a dense one of the weights that it stands for; of `made`, or random ones."""
     stored, exact = {}, {}
-    for name, tensor in dense_tensors().items():
+    for name, tensor in (made or dense_tensors()).items():
         exact[name] = stored[name] = tensor
         module = name.removesuffix(".weight")
         if module.endswith("_proj"):
             tensors, exact[name] = form.quantize(tensor)
             del stored[name]
             stored.update({f"{module}.{suffix}": each for suffix, each in tensors.items()})
-    quantized = write(folder / "quantized", stored, quantization_config=form.config)
-    return quantized, write(folder / "exact", exact)
+    quantized = write(folder / "quantized", stored, quantization_config=form.config, **config)
+    return quantized, write(folder / "exact", exact, **config)
 
 
-def loaded(folder: Path, quantization: Quantization, dtype: torch.dtype = torch.float32) -> DecoderModel:
+def loaded(
+    folder: Path, quantization: Quantization, dtype: torch.dtype = torch.float32, code: Implementation = "own"
+) -> Any:
     backend = choose_backend("auto", kv_cache(dtype), dtype, CPU, max_num_batched_tokens=64)
-    model = Checkpoint.open(folder).load(dtype, CPU, quantization, backend.keeps)
+    model = Checkpoint.open(folder, code).load(dtype, CPU, quantization, backend.keeps)
     backend.prepare(model)
     return model
 
@@ -258,7 +260,7 @@ def kv_cache(dtype: torch.dtype) -> KVCacheShape:
     return KVCacheShape(4, 2, 64, (None, None), 16, dtype)
 
 
-def logits(model: DecoderModel) -> torch.Tensor:
+def logits(model: Any) -> torch.Tensor:
     attention = choose_backend("torch", kv_cache(model.dtype), model.dtype, CPU, max_num_batched_tokens=64).attention(4)
     tokens = torch.arange(40) * 7 % 320
     with torch.inference_mode():
@@ -269,15 +271,19 @@ def logits(model: DecoderModel) -> torch.Tensor:
         return F.linear(F.rms_norm(states, (256,), model.norm, model.config.rms_norm_eps), model.lm_head.weight)
 
 
+both_codes = pytest.mark.parametrize("code", ["own", "transformers"])
+
+
 def relative_error(ours: torch.Tensor, expected: torch.Tensor) -> float:
     return float((ours - expected).abs().max() / expected.abs().max())
 
 
+@both_codes
 @each_format
-def test_dequantised_weights_are_bit_equal_to_the_formulas(tmp_path: Path, name: str) -> None:
+def test_dequantised_weights_are_bit_equal_to_the_formulas(tmp_path: Path, name: str, code: Implementation) -> None:
     form = FORMATS[name]
     quantized, exact = write_both(tmp_path, form)
-    ours, expected = (Checkpoint.open(each).load(form.dtype, CPU, "dense") for each in (quantized, exact))
+    ours, expected = (Checkpoint.open(each, code).load(form.dtype, CPU, "dense") for each in (quantized, exact))
     linears: list[list[Linear]] = [[], []]
     for model, found in zip((ours, expected), linears, strict=True):
         model.map_linears(lambda linear, found=found: found.append(linear) or linear)  # type: ignore[misc]
@@ -287,12 +293,14 @@ def test_dequantised_weights_are_bit_equal_to_the_formulas(tmp_path: Path, name:
 
 
 @pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if form.weight_only])
-@pytest.mark.parametrize("quantization", ["auto", "stored"])
+@pytest.mark.parametrize(("code", "quantization"), [("own", "auto"), ("own", "stored"), ("transformers", "stored")])
 def test_logits_of_weight_only_formats_are_those_of_the_dequantised_model(
-    tmp_path: Path, name: str, quantization: Quantization
+    tmp_path: Path, name: str, code: Implementation, quantization: Quantization
 ) -> None:
     quantized, exact = write_both(tmp_path, FORMATS[name])
-    assert relative_error(logits(loaded(quantized, quantization)), logits(loaded(exact, "dense"))) < 1e-3
+    ours, expected = loaded(quantized, quantization, code=code), loaded(exact, "dense")
+    assert relative_error(logits(ours), logits(expected)) < 1e-3
+    assert ours.weight_bytes < 0.6 * expected.weight_bytes or quantization == "auto"
 
 
 @dataclass
@@ -364,6 +372,34 @@ def test_a_plain_checkpoint_is_quantised_at_load(tmp_path: Path, dtype: torch.dt
     predicted = shape.weights_bytes(name, "int8", on_cpu=True)
     predicted += shape.head_bytes(name, "int8", on_cpu=True) if tied else 0
     assert model.weight_bytes == pytest.approx(predicted, rel=0.01)
+
+
+def test_experts_of_transformers_models_are_dequantised(tmp_path: Path) -> None:
+    """Their checkpoints have a matrix for each expert, which transformers puts into one tensor."""
+    settings = {key: CONFIG[key] for key in CONFIG if key not in ("architectures", "model_type", "dtype")}
+    settings |= {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128}
+    torch.manual_seed(0)
+    made = OlmoeForCausalLM(OlmoeConfig(**settings))
+    made.save_pretrained(tmp_path / "made")
+    config = json.loads((tmp_path / "made" / "config.json").read_text())
+    tensors = load_file(tmp_path / "made" / "model.safetensors")
+    assert tensors["model.layers.1.mlp.experts.3.down_proj.weight"].shape == (256, 128)
+    both = write_both(tmp_path, FORMATS["gptq"], tensors, **config)
+    ours, expected = (loaded(folder, "auto", code="transformers") for folder in both)
+    assert relative_error(logits(ours), logits(expected)) < 1e-3
+
+
+@needs_vnni
+@pytest.mark.parametrize("name", ["W8A8 int8", None])
+def test_transformers_code_computes_products_of_8_bits(tmp_path: Path, name: str | None) -> None:
+    """Of a checkpoint that is quantised, and of one that is quantised at load."""
+    quantized, exact = write_both(tmp_path, FORMATS["W8A8 int8"])
+    settings = ("int8", torch.float32) if name is None else ("auto", torch.float32)
+    folder = exact if name is None else quantized
+    ours, same = (loaded(folder, *settings, code=code) for code in ("transformers", "own"))
+    kinds = [type(linear) for linear in ours.linears()]
+    assert kinds.count(Int8Linear) == len(kinds) - (name is not None)  # the head of a checkpoint is not quantised
+    assert relative_error(logits(ours), logits(same)) < 0.05
 
 
 def test_int8_is_refused_where_its_products_are_slow(tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ class ModelConfig:
             qk_norm=family.qk_norm,
             tied_embeddings=bool(keys.tie_word_embeddings),
             dtype=keys.dtype or keys.torch_dtype,
-            quantization=_quantization(raw),
+            quantization=quantization_of(raw),
             experts=ExpertsConfig.of(family, keys),
             has_sinks=family.has_sinks,
             is_packed=bool(raw.get("quantization_config") or raw.get("compression_config")),
@@ -200,7 +200,7 @@ def _refuse_other_activations(keys: CheckpointConfig, *, is_gemma: bool) -> None
             raise ModelLoadError(f"config.json: {name} is {getattr(keys, name)}, expected {expected}")
 
 
-def _quantization(raw: Mapping[str, Any]) -> QuantizationConfig | None:
+def quantization_of(raw: Mapping[str, Any]) -> QuantizationConfig | None:
     try:
         return QuantizationConfig.of(raw)
     except QuantizationError as error:

@@ -38,6 +38,21 @@ def read(form: WeightFormat, name: str, tensors: Mapping[str, torch.Tensor], sha
     return read_format(form, _Tensors(form, name, tensors), shape)
 
 
+def shape_of(form: WeightFormat, name: str, tensors: Mapping[str, torch.Tensor]) -> tuple[int, int]:
+    """`[out, in]` of the matrix `name`, where only its tensors say it. Raises `ModelLoadError` if they do not."""
+    if (kept := tensors.get("weight_shape")) is not None and kept.numel() == 2:
+        outputs, inputs = kept.tolist()
+        return outputs, inputs
+    values = tensors.get("qweight", tensors.get("weight"))
+    if values is None or values.ndim != 2:
+        raise ModelLoadError(f"{name}: its tensors ({', '.join(sorted(tensors))}) are not those of a matrix in {form}")
+    rows, columns = values.shape
+    if "qweight" not in tensors:
+        return rows, columns
+    packing = 32 // form.bits
+    return (columns * packing, rows) if form.method == "awq" else (columns, rows * packing)
+
+
 class _Tensors:
     """The tensors of one matrix, checked when they are taken."""
 

@@ -26,9 +26,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
+from llmservice_planner.quantization import QuantizationConfig
 from llmservice_server.backend.base import Attend, LayerOps, Linear
 from llmservice_server.backend.torch.layer_ops import TorchLayerOps, TorchLinear
-from llmservice_server.models.config import SERVED
+from llmservice_server.models.config import SERVED, quantization_of
 from llmservice_server.types.errors import ModelLoadError
 from llmservice_server.types.messages import ModelCode
 
@@ -45,6 +46,9 @@ _GROWING_ROPE = {"dynamic": "max_position_embeddings", "longrope": "original_max
 """Kinds whose frequencies change with the longest sequence, and up to which position they do not."""
 _TEXT_PARTS = {r"^(model\.)?language_model\.lm_head\.": "lm_head.", r"^(model\.)?language_model\.(model\.)?": "model."}
 """Where checkpoints of models with images or sound hold their language model, and its names alone."""
+
+LinearOf = Callable[[str, torch.Tensor, torch.Tensor | None], Linear]
+"""Makes a matrix of its module's name in the checkpoint, and its dense weight and bias."""
 
 _attend: ContextVar[Attend | list[_Call]] = ContextVar("attend")
 """Of the forward pass that this thread computes; while a model is examined, the calls of its layers."""
@@ -66,6 +70,7 @@ class TransformersConfig:
     has_sinks: bool
     max_context: int
     dtype: str | None
+    quantization: QuantizationConfig | None = None
 
     implementation: ClassVar[ModelCode] = "transformers"
 
@@ -195,6 +200,7 @@ def examine(folder: Path) -> TransformersConfig:
         has_sinks=any("s_aux" in call.settings for call in calls),
         max_context=_max_context(text, name),
         dtype=_dtype(config, text),
+        quantization=quantization_of(json.loads((folder / "config.json").read_text(encoding="utf-8"))),
     )
 
 
@@ -212,6 +218,9 @@ def _read(folder: Path) -> tuple[Any, Any]:
             ) from error
         raise ModelLoadError(f"config.json describes no model that transformers knows: {_line(error)}") from error
     text = config.get_text_config(decoder=True)
+    for each in (config, text):
+        if hasattr(each, "quantization_config"):  # the loader dequantises
+            del each.quantization_config
     text.tie_word_embeddings = getattr(config, "tie_word_embeddings", False)  # the whole model's holds
     object.__setattr__(text, "pad_token_id", None)  # there is no padding, and some models look for it in every step
     return config, text
@@ -220,11 +229,6 @@ def _read(folder: Path) -> tuple[Any, Any]:
 def _refuse_kinds(config: Any, text: Any, name: str) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise unserved(name, "it is an encoder with a decoder, expected a decoder alone")
-    if getattr(config, "quantization_config", None):
-        raise ModelLoadError(
-            "config.json has a quantization_config, which this architecture is not served with: use the unquantized "
-            "checkpoint (bfloat16, float16, float32)"
-        )
     others = {*(getattr(text, "layer_types", None) or ())} - _LAYER_KINDS
     if others:
         raise unserved(
@@ -372,33 +376,46 @@ class _States(BaseModelOutputWithPast):
 class TransformersModel:
     """Implements `Model`."""
 
-    def __init__(self, model: Any, config: TransformersConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, model: Any, config: TransformersConfig, dtype: torch.dtype, device: torch.device, linear_of: LinearOf
+    ) -> None:
         self.config = config
         self.dtype = dtype
         self.device = device
         self.ops: LayerOps = TorchLayerOps()
         self._decoder = model.base_model
         _drop_masks(self._decoder)
-        head = model.get_output_embeddings().weight
+        head = model.get_output_embeddings()
         self._given = _Given()
         setattr(model, model.base_model_prefix, self._given)
         self._head_only = model
-        self._products: list[_Product] = []
-        for owner in (self._decoder, model):
-            self._replace_linears(owner)
-        self._products.sort(key=lambda product: product.linear.weight is head)  # the head last
+        products: dict[int, _Product] = {}
+        for owner, prefix in ((self._decoder, f"{model.base_model_prefix}."), (model, "")):
+            products |= _replace_linears(owner, prefix, linear_of)
+        last = products.pop(id(head), None)
+        self._products = [*products.values(), *([] if last is None else [last])]
         self.modules = self._modules(model.base_model_prefix)
 
     @classmethod
     def load(
-        cls, folder: Path, config: TransformersConfig, dtype: torch.dtype, device: torch.device
+        cls,
+        folder: Path,
+        config: TransformersConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        linear_of: LinearOf = lambda _, weight, bias: TorchLinear(weight, bias),
+        tensors: dict[str, torch.Tensor] | None = None,
     ) -> TransformersModel:
-        """Raises `ModelLoadError` for a tensor that is missing, of the wrong shape, or unreadable."""
+        """`tensors`: those of the checkpoint; None: they are read from its files.
+
+        Raises `ModelLoadError` for a tensor that is missing, of the wrong shape, or unreadable.
+        """
         whole, text = _read(folder)
         model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]
         try:
             model, found = model_class.from_pretrained(
-                folder,
+                folder if tensors is None else None,
+                state_dict=tensors,
                 config=text,
                 dtype=dtype,
                 attn_implementation=NAME,
@@ -414,19 +431,7 @@ class TransformersModel:
         except Exception as error:  # transformers raises what its parts raise
             raise ModelLoadError(f"{folder}: transformers cannot load the weights: {_line(error)}") from error
         _refuse_incomplete(found, folder, config, is_part=text is not whole)
-        return cls(model.eval().requires_grad_(requires_grad=False).to(device), config, dtype, device)
-
-    def _replace_linears(self, owner: torch.nn.Module) -> None:
-        for parent in list(owner.modules()):
-            for name, child in list(parent.named_children()):
-                if type(child) is torch.nn.Linear:
-                    product = _Product(TorchLinear(child.weight, child.bias))
-                elif isinstance(child, Conv1D):
-                    product = _Product(TorchLinear(child.weight.data.t().contiguous(), child.bias.data))
-                else:
-                    continue
-                self._products.append(product)
-                setattr(parent, name, product)
+        return cls(model.eval().requires_grad_(requires_grad=False).to(device), config, dtype, device, linear_of)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """The states after the last norm; otherwise as `Model.forward`."""
@@ -476,6 +481,24 @@ class TransformersModel:
         }
         ours: int = sum(linear.nbytes for linear in self.linears() if id(linear.weight) not in tensors)
         return sum(tensors.values()) + ours
+
+
+def _replace_linears(owner: torch.nn.Module, prefix: str, linear_of: LinearOf) -> dict[int, _Product]:
+    """By the id of what each product is in the place of."""
+    products: dict[int, _Product] = {}
+    for path, parent in list(owner.named_modules()):
+        for name, child in list(parent.named_children()):
+            weight: torch.Tensor
+            bias: torch.Tensor | None
+            if type(child) is torch.nn.Linear:
+                weight, bias = child.weight, child.bias
+            elif isinstance(child, Conv1D):
+                weight, bias = child.weight.data.t().contiguous(), child.bias.data
+            else:
+                continue
+            product = products[id(child)] = _Product(linear_of(f"{prefix}{path}{path and '.'}{name}", weight, bias))
+            setattr(parent, name, product)
+    return products
 
 
 def _drop_masks(decoder: torch.nn.Module) -> None:

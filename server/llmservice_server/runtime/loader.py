@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -14,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from llmservice_planner.quantization import Quantization
+from llmservice_planner.quantization import Quantization, QuantizationConfig, WeightFormat
 from llmservice_planner.shape import ModelShape
 from llmservice_server.backend.base import Linear, Model
 from llmservice_server.backend.quantized import QuantizedLinear, QuantizedWeight, fuse
 from llmservice_server.backend.torch.layer_ops import TorchLinear
 from llmservice_server.engine.config import Implementation
 from llmservice_server.models.architectures import build
-from llmservice_server.models.config import SERVED, ModelConfig, is_own
+from llmservice_server.models.config import ModelConfig, is_own
 from llmservice_server.models.decoder import DecoderModel
-from llmservice_server.models.quantization import SUFFIXES, is_quantized, read
+from llmservice_server.models.quantization import SUFFIXES, is_quantized, read, shape_of
 from llmservice_server.models.weights import QuantizedPlace, Weights
 from llmservice_server.types.checkpoint_config import eos_token_ids, read_json_object
 from llmservice_server.types.errors import ModelLoadError
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 _INDEX = "model.safetensors.index.json"
 _PARALLEL_SHARDS = 4
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_ROUTER = re.compile(r"(^|\.)(gate|router)$")  # of experts: few outputs, which decide too much to be rounded
 _DENSE = {"F64", "F32", "F16", "BF16"}
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -77,10 +79,29 @@ class Checkpoint:
 
     def held_bytes(self, dtype: torch.dtype, quantization: Quantization, *, on_cpu: bool) -> int:
         """The weights in memory, predicted; those of a checkpoint that stays dense are as large as its files."""
-        if quantization != "int8" and (not isinstance(self.config, ModelConfig) or not self.config.is_packed):
+        if not isinstance(self.config, ModelConfig):
+            formats = self.config.quantization  # transformers loads dense weights
+            return self.weight_file_bytes if formats is None else self._dense_bytes(formats, dtype)
+        if quantization != "int8" and not self.config.is_packed:
             return self.weight_file_bytes
         shape = ModelShape.from_folder(self.folder)
         return shape.weights_bytes(str(dtype).removeprefix("torch."), quantization, on_cpu=on_cpu)
+
+    def _dense_bytes(self, quantization: QuantizationConfig, dtype: torch.dtype) -> int:
+        """Of the weights once they are dequantised."""
+        total = self.weight_file_bytes
+        for name, shards in self._tensors(every=False)[1].items():
+            form = quantization.format_of(name)
+            if form is None:
+                continue
+            for suffix in shards.keys() & {"weight", "weight_packed", "qweight"}:
+                with _opened(shards[suffix]) as opened:
+                    stored = math.prod(opened.get_slice(f"{name}.{suffix}").get_shape())
+                if suffix == "weight":
+                    total += stored * (dtype.itemsize - 1)
+                else:  # several numbers in an int32
+                    total += stored * (32 // form.bits * dtype.itemsize - 4)
+        return total
 
     def load(
         self,
@@ -95,14 +116,48 @@ class Checkpoint:
         """
         if isinstance(self.config, ModelConfig):
             return self._load_own(self.config, dtype, device, quantization, keeps)
-        if quantization == "int8":
-            raise ModelLoadError(
-                f"quantization is int8, which is for {', '.join(SERVED)}, not for {self.config.architecture}: use "
-                "--quantization auto"
-            )
+        return self._load_by_transformers(self.config, dtype, device, quantization, keeps)
+
+    def _load_by_transformers(
+        self,
+        config: TransformersConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        quantization: Quantization,
+        keeps: Callable[[QuantizedWeight], bool],
+    ) -> Model:
+        """transformers loads dense weights, of which those of linear layers are replaced by what they stand for."""
         from llmservice_server.models.transformers_model import TransformersModel
 
-        return TransformersModel.load(self.folder, self.config, dtype, device)
+        weights: dict[str, QuantizedWeight] = {}
+        for name, shards in self._tensors(every=False)[1].items() if config.quantization is not None else ():
+            tensors = self._module(name, shards)
+            form = self._format(config.quantization, name, tensors)
+            weights[name] = read(form, name, tensors, shape_of(form, name, tensors))
+
+        def linear_of(name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+            if name not in weights and (quantization != "int8" or _ROUTER.search(name)):
+                return TorchLinear(weight, bias)
+            linear = quantized_linear([weights.get(name, weight)], bias, dtype, device, quantization, keeps)
+            return TorchLinear(weight, bias) if isinstance(linear, TorchLinear) else linear
+
+        dense = self._dense(weights, dtype) if weights else None
+        return TransformersModel.load(self.folder, config, dtype, device, linear_of, dense)
+
+    def _dense(self, weights: Mapping[str, QuantizedWeight], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """All tensors of the checkpoint, the quantised `weights` dequantised."""
+        found = {f"{name}.weight": weight.dequantize(dtype) for name, weight in weights.items()}
+        for shard in self.shards:
+            with _opened(shard) as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+                    module, _, suffix = name.rpartition(".")
+                    if module in weights and suffix != "bias":
+                        continue
+                    tensor = tensors.get_tensor(name)
+                    if tensor.is_floating_point() and tensor.dtype.itemsize == 1:
+                        raise ModelLoadError(f"{name} is {tensor.dtype} in one tensor of several matrices: not served")
+                    found[name] = tensor
+        return found
 
     def _load_own(
         self,
@@ -177,10 +232,7 @@ class Checkpoint:
         inputs = place.linear.weight.shape[1]
         weights: list[QuantizedWeight | torch.Tensor] = []
         for name, outputs in place.parts.items():
-            tensors = {}
-            for suffix, shard in modules.get(name, {}).items():
-                with _opened(shard) as opened:
-                    tensors[suffix] = opened.get_tensor(f"{name}.{suffix}")
+            tensors = self._module(name, modules.get(name, {}))
             weight = tensors.get("weight")
             if weight is not None and weight.dtype in _DTYPES.values():
                 if weight.shape != (outputs, inputs):
@@ -189,14 +241,27 @@ class Checkpoint:
                     )
                 weights.append(weight)
                 continue
-            form = None if config.quantization is None else config.quantization.format_of(name)
-            if form is None:
-                raise ModelLoadError(
-                    f"{self.folder}: {name} is quantised ({', '.join(sorted(tensors)) or 'it has no tensors'}), which "
-                    "config.json's quantization_config does not say"
-                )
-            weights.append(read(form, name, tensors, (outputs, inputs)))
+            weights.append(read(self._format(config.quantization, name, tensors), name, tensors, (outputs, inputs)))
         return weights
+
+    def _module(self, name: str, shards: Mapping[str, Path]) -> dict[str, torch.Tensor]:
+        """The tensors of a module, by their names after the module's."""
+        tensors = {}
+        for suffix, shard in shards.items():
+            with _opened(shard) as opened:
+                tensors[suffix] = opened.get_tensor(f"{name}.{suffix}")
+        return tensors
+
+    def _format(
+        self, quantization: QuantizationConfig | None, name: str, tensors: Mapping[str, torch.Tensor]
+    ) -> WeightFormat:
+        form = None if quantization is None else quantization.format_of(name)
+        if form is None:
+            raise ModelLoadError(
+                f"{self.folder}: {name} is quantised ({', '.join(sorted(tensors)) or 'it has no tensors'}), which "
+                "config.json's quantization_config does not say"
+            )
+        return form
 
     def _load_shard(
         self, shard: Path, wanted: dict[str, torch.Tensor], besides: Collection[str], computed: Collection[str]
