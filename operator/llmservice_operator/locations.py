@@ -227,7 +227,7 @@ class ModelReader:
                 return Figures("pod")
             raise
         weights_file_bytes = await self._hub_weights_bytes(location)
-        if shape.why_not_counted and weights_file_bytes is None:
+        if shape.why_not_counted and (weights_file_bytes is None or shape.quantization):
             return Figures("pod")
         return Figures("config", shape, weights_file_bytes)
 
@@ -310,4 +310,5 @@ def _read_folder(location: ModelLocation, dtype: str | None) -> Model:
             "ModelNotFound", f"there is no folder {folder} on the operator's machine: correct model.uri", lasting=False
         )
     shape = ModelShape.from_folder(folder)
-    return Model(location, shape, weights_bytes(folder, dtype))
+    counted = not (shape.why_not_counted and shape.quantization)  # what the server holds of such weights, it says
+    return Model(location, shape, weights_bytes(folder, dtype), "config" if counted else "pod")

@@ -152,6 +152,7 @@ def _notes(spec: LLMServiceSpec) -> tuple[str, ...]:
 def sizing_request(spec: LLMServiceSpec, model: Model, shape: ModelShape, device: GPU | CPU) -> SizingRequest:
     """The planner's request with the spec's figures; raises SizingError where they contradict each other."""
     engine = spec.engine
+    is_counted = shape.quantization or (spec.model.quantization == "int8" and not shape.why_not_counted)
     return SizingRequest(
         shape=shape,
         device=device,
@@ -168,7 +169,7 @@ def sizing_request(spec: LLMServiceSpec, model: Model, shape: ModelShape, device
         max_loras=spec.max_loras,
         max_lora_rank=engine.max_lora_rank,
         itl_p99_s=spec.slo.itl_p99_s,
-        weights_bytes=None if shape.quantization or spec.model.quantization == "int8" else model.weights_bytes,
+        weights_bytes=None if is_counted else model.weights_bytes,
     )
 
 

@@ -111,6 +111,11 @@ CONFIG: dict[str, Any] = {
     "max_position_embeddings": 2048,
     "torch_dtype": "float32",
 }
+PACKED = {
+    **CONFIG,
+    "model_type": "not-known",
+    "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"},
+}
 FILES = {
     "model-00001-of-00002.safetensors": 3000,
     "model-00002-of-00002.safetensors": 1000,
@@ -142,6 +147,8 @@ async def hub() -> AsyncIterator[str]:
             await asyncio.sleep(30)
         if name == "broken":
             return web.Response(text="{")
+        if name == "packed":
+            return web.json_response(PACKED)
         return web.json_response(CONFIG) if name in {"good", "gated"} else web.Response(status=404)
 
     async def listing(request: web.Request) -> web.Response:
@@ -204,6 +211,15 @@ async def test_a_gated_model_with_a_secret_is_left_to_the_pod_that_has_it(hub: s
     model = await read({"uri": "hf://org/gated", "secretRef": {"name": "token"}}, hub)
 
     assert (model.shape, model.figures_from) == (None, "pod")
+
+
+@pytest.mark.parametrize("uri", ["file:///tiny", "hf://org/packed"])
+async def test_quantised_weights_of_an_unknown_family_are_sized_by_the_server(uri: str, models: Path, hub: str) -> None:
+    (models / "tiny" / "config.json").write_text(json.dumps(PACKED))
+
+    model = await read({"uri": uri}, hub, root=models)
+
+    assert model.figures_from == "pod"
 
 
 async def test_known_figures_are_not_requested_again(hub: str) -> None:
