@@ -47,17 +47,22 @@ class Shape:
     head_dim: int
     block_size: int
     group: int  # query heads that share a key head
+    softcap: float | None = None
+    has_sinks: bool = False
 
     def __str__(self) -> str:
         names = [str(dtype).removeprefix("torch.").removesuffix("fn") for dtype in (self.dtype, self.cache_dtype)]
         dtypes = names[0] if self.dtype == self.cache_dtype else f"{names[0]}, {names[1]} cache"
-        return f"{dtypes}, heads of {self.head_dim}, {self.group} a key head, blocks of {self.block_size}"
+        others = f"{', bounded scores' if self.softcap else ''}{', sinks' if self.has_sinks else ''}"
+        return f"{dtypes}, heads of {self.head_dim}, {self.group} a key head, blocks of {self.block_size}{others}"
 
 
 SHAPES = (
     Shape(torch.bfloat16, torch.bfloat16, 128, 16, 4),  # Llama 3 8B
     Shape(torch.bfloat16, FP8, 128, 16, 4),
     Shape(torch.bfloat16, torch.bfloat16, 256, 16, 8),  # the most registers
+    Shape(torch.bfloat16, torch.bfloat16, 64, 16, 8, has_sinks=True),  # gpt-oss
+    Shape(torch.bfloat16, torch.bfloat16, 256, 16, 2, softcap=50.0),  # Gemma 2
 )
 ONE_SHAPE = SHAPES[1:2]
 OTHER_SHAPES = (
@@ -112,7 +117,10 @@ def compile_only(capability: int, reported: Callable[[str, Any], None]) -> None:
 
 def launch_all(shape: Shape) -> None:
     heads = shape.group * KV_HEADS
-    cache = KVCacheShape(heads, KV_HEADS, shape.head_dim, (None,), shape.block_size, shape.cache_dtype)
+    cache = KVCacheShape(
+        heads, KV_HEADS, shape.head_dim, (None,), shape.block_size, shape.cache_dtype, shape.softcap, shape.has_sinks
+    )
+    sinks = torch.zeros(heads, dtype=shape.dtype) if shape.has_sinks else None
     backend = TritonAttention(cache, 64, torch.device("cpu"))
     for given in STEPS.values():
         num_tokens = len(given.token_ids)
@@ -120,9 +128,9 @@ def launch_all(shape: Shape) -> None:
         cos = torch.zeros(num_tokens, 1, shape.head_dim, dtype=shape.dtype)
         norm = torch.zeros(heads + KV_HEADS, shape.head_dim, dtype=shape.dtype)
         step = backend.prepare(given)
-        step(0, fused[:, :heads], fused[:, heads:])
+        step(0, fused[:, :heads], fused[:, heads:], sinks)
         for qk_norm in (None, (norm, 1e-5)):
-            step.rotate_and_attend(0, fused, Rotation(cos, cos, qk_norm))
+            step.rotate_and_attend(0, fused, Rotation(cos, cos, qk_norm), sinks)
     hidden = torch.zeros(4, 4096, dtype=shape.dtype)
     for delta in (None, hidden):
         add_rms_norm(hidden, delta, hidden[0], 1e-5)

@@ -46,12 +46,13 @@ def relative_error(case: Case, backend_of: BackendOf, device: torch.device, seed
     backend = _filled_with_nan(backend_of(shape, num_blocks, device))
     reference = _filled_with_nan(TorchAttention(replace(shape, dtype=torch.float64), num_blocks, device))
     worst = 0.0
+    sinks = torch.randn(shape.num_heads, generator=generator).to(device) if shape.has_sinks else None
     for layer in range(len(shape.windows)):
         queries, key_values = _random(case, generator, device)
-        output = _output(backend, layer, case, tables, queries, key_values)
+        output = _output(backend, layer, case, tables, queries, key_values, sinks)
         kept = [quantized(part) if shape.dtype.itemsize == 1 else part.to(shape.dtype) for part in key_values]
         exact = [part.double() for part in queries], [part.double() for part in kept]
-        expected = _output(reference, layer, case, tables, *exact)
+        expected = _output(reference, layer, case, tables, *exact, None if sinks is None else sinks.double())
         error = float((output.double() - expected).norm() / expected.norm())
         worst = max(worst, error) if error == error else error  # noqa: PLR0124 - true for NaN only
     return worst
@@ -115,6 +116,7 @@ def _output(
     tables: Sequence[Sequence[int]],
     queries: Sequence[torch.Tensor],
     key_values: Sequence[torch.Tensor],
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Store the tokens before the step in a step of their own, then compute the step.
 
@@ -126,6 +128,7 @@ def _output(
             layer,
             torch.cat([queries[place][: case.spans[place][0]] for place in before]),
             torch.cat([key_values[place][: case.spans[place][0]] for place in before]),
+            sinks,
         )
     first_seen = replace(case.shape, windows=(case.shape.windows[layer],)).block_groups(1).first_seen
     slid = [min(len(table), first_seen(0, start)) for (start, _), table in zip(case.spans, tables, strict=True)]
@@ -135,4 +138,5 @@ def _output(
         layer,
         torch.cat([part[start:] for part, (start, _) in zip(queries, case.spans, strict=True)]),
         torch.cat([part[start:] for part, (start, _) in zip(key_values, case.spans, strict=True)]),
+        sinks,
     )

@@ -184,7 +184,9 @@ class Rotation:
 class RotatingAttend(Attend, Protocol):
     """An `Attend` that norms, rotates and stores in one pass."""
 
-    def rotate_and_attend(self, layer: int, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    def rotate_and_attend(
+        self, layer: int, heads: torch.Tensor, rotation: Rotation, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """`heads` `[num_tokens, num_heads + 2 * num_kv_heads, head_dim]`: the fused product, which is overwritten."""
 
 

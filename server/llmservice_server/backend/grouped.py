@@ -77,7 +77,9 @@ class GroupedStep:
 class RotatingGroupedStep(GroupedStep):
     """Implements `RotatingAttend` for one step."""
 
-    def rotate_and_attend(self, layer: int, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    def rotate_and_attend(
+        self, layer: int, heads: torch.Tensor, rotation: Rotation, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Implements `RotatingAttend`."""
         group, place = self._places[layer]
-        return cast("RotatingAttend", self._steps[group]).rotate_and_attend(place, heads, rotation)
+        return cast("RotatingAttend", self._steps[group]).rotate_and_attend(place, heads, rotation, sinks)

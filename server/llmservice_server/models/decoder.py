@@ -78,8 +78,8 @@ class DecoderModel:
             for number, (states, rotations) in enumerate(pieces):
                 heads = self.project(index, states, deltas[number])
                 rotation = Rotation(*rotations[self.rotary_of(index)], qk_norm)
-                if rotating is not None and layer.attention.sinks is None:
-                    attended = rotating.rotate_and_attend(index, heads, rotation)
+                if rotating is not None:
+                    attended = rotating.rotate_and_attend(index, heads, rotation, layer.attention.sinks)
                 else:
                     attended = self._rotate_and_attend(index, heads, rotation, attend)
                 deltas[number] = self.finish(index, states, attended)

@@ -240,11 +240,13 @@ class CpuStep:
         store(as_array(stored), self.slots, self.caches[layer])
         return self._attend(layer, query.contiguous(), stored, sinks)
 
-    def rotate_and_attend(self, layer: int, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    def rotate_and_attend(
+        self, layer: int, heads: torch.Tensor, rotation: Rotation, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Implements `RotatingAttend`."""
         num_heads = self.shape.num_heads
         rotate_and_store(as_array(heads), _rotation_arrays(rotation), self.slots, num_heads, self.caches[layer])
-        return self._attend(layer, heads, heads[:, num_heads:].to(self.shape.dtype))
+        return self._attend(layer, heads, heads[:, num_heads:].to(self.shape.dtype), sinks)
 
     def _attend(
         self, layer: int, query: torch.Tensor, stored: torch.Tensor, sinks: torch.Tensor | None = None

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -67,9 +67,22 @@ class Decodes:
     scratch: DecodeScratch
 
 
-ChunkAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, int | None], None]
-"""Attends the sequences of a step with several tokens, whose keys and values are in the cache already. Takes query,
-cache, scales, output and window, as `prefill`, and writes the sequences' rows of the output."""
+class ChunkAttention(Protocol):
+    def __call__(
+        self,
+        query: torch.Tensor,
+        cache: torch.Tensor,
+        scales: torch.Tensor | None,
+        output: torch.Tensor,
+        window: int | None,
+        *,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> None:
+        """Attend the sequences of a step with several tokens, whose keys and values are in the cache already.
+
+        As `prefill`; writes the sequences' rows of the output.
+        """
 
 
 def _each_once(windows: Sequence[int | None]) -> list[int | None]:
@@ -189,22 +202,26 @@ class TritonStep:
         self, layer: int, query: torch.Tensor, key_value: torch.Tensor, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
         store(key_value, self.slots, self.caches[layer], self.scales[layer])
-        return self._attend(layer, query)
+        return self._attend(layer, query, sinks)
 
-    def rotate_and_attend(self, layer: int, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    def rotate_and_attend(
+        self, layer: int, heads: torch.Tensor, rotation: Rotation, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         rotate_and_store(
             heads, (rotation.cos, rotation.sin), self.slots, self.caches[layer], self.scales[layer], rotation.qk_norm
         )
-        return self._attend(layer, heads[:, : self.shape.num_heads])
+        return self._attend(layer, heads[:, : self.shape.num_heads], sinks)
 
-    def _attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+    def _attend(self, layer: int, query: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
         cache, scales, window = self.caches[layer], self.scales[layer], self.shape.windows[layer]
         output = self.output
         if output is None:
             output = query.new_empty((query.shape[0], query.shape[1] * query.shape[2]))
         if self.decodes is not None:
             parts = self.decodes
-            decode(query, cache, scales, parts.places, parts.work[window], parts.tables, output, parts.scratch)
+            work, softcap = parts.work[window], self.shape.softcap
+            arguments = query, cache, scales, parts.places, work, parts.tables, output, parts.scratch
+            decode(*arguments, softcap=softcap, sinks=sinks)
         if self.chunks is not None:
-            self.chunks(query, cache, scales, output, window)
+            self.chunks(query, cache, scales, output, window, softcap=self.shape.softcap, sinks=sinks)
         return output

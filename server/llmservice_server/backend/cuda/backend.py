@@ -145,8 +145,6 @@ def why_triton_is_unusable(shape: KVCacheShape, dtype: torch.dtype, device: torc
     """
     if device.type != "cuda" and not INTERPRETED:
         return "there is no CUDA device"
-    if not shape.is_plain:
-        return "its kernels bound no scores (softcap) and know no attention sinks, which the model has"
     if shape.head_dim % 2 or shape.head_dim > 256:
         return f"its kernels take even head dimensions up to 256, the model's is {shape.head_dim}"
     if device.type == "cuda" and shape.dtype.itemsize == 1 and not _has_fp8(device):

@@ -66,7 +66,8 @@ class MixedGraphs:
         for index, (layer, replay) in enumerate(zip(self._model.layers, layers, strict=True)):
             norm = layer.attention.qk_norm
             qk_norm = None if norm is None else (norm, self._model.config.rms_norm_eps)
-            attend.rotate_and_attend(index, heads, Rotation(*rotations[self._model.rotary_of(index)], qk_norm))
+            rotation = Rotation(*rotations[self._model.rotary_of(index)], qk_norm)
+            attend.rotate_and_attend(index, heads, rotation, layer.attention.sinks)
             replay()
         return self._hidden[:count]
 

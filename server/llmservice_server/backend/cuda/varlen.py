@@ -132,8 +132,11 @@ class VarlenChunks:
         scales: torch.Tensor | None,
         output: torch.Tensor,
         window: int | None,
+        *,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> None:
-        """Implements `ChunkAttention`; never with `scales`."""
+        """Implements `ChunkAttention`; never with `scales`, a `softcap` or `sinks`."""
         num_kv_heads, head_dim = cache.shape[1], cache.shape[-1]
         gathered = cache.view(-1, head_dim).index_select(0, self.rows)
         key, value = gathered.view(2, -1, num_kv_heads, head_dim).unbind()
@@ -160,6 +163,8 @@ def why_varlen_cannot_serve(shape: KVCacheShape, dtype: torch.dtype) -> str | No
     """What rules it out before anything is run, as a phrase; None if nothing does."""
     if shape.dtype.itemsize == 1:
         return "an fp8 cache is supported by our kernels only"
+    if not shape.is_plain:
+        return "bounds of scores (softcap) and attention sinks are supported by our kernels only"
     if dtype not in _DTYPES or shape.dtype != dtype:
         return f"it takes bfloat16 and float16, and keys of the queries' dtype, not {dtype} with {shape.dtype}"
     return None

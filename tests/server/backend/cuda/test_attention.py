@@ -1,5 +1,7 @@
 """The GPU backend in Triton's interpreter agrees with torch: caches of NaN, fragmented tables, mixed steps."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -58,6 +60,12 @@ def test_any_length_agrees_with_torch(spans: tuple[tuple[int, int], ...]) -> Non
 def test_an_fp8_cache_agrees_with_rounded_keys_and_values(dtype: torch.dtype) -> None:
     case = Case(shape_of(dtype=FP8), dtype, SPANS)
     assert relative_error(case, TritonAttention, CPU) < INTERPRETED_FP8_BOUND
+
+
+@pytest.mark.parametrize(("softcap", "has_sinks"), [(1.5, False), (None, True), (1.5, True)])
+def test_bounded_scores_and_sinks_agree_with_torch(softcap: float | None, has_sinks: bool) -> None:
+    shape = replace(shape_of(), softcap=softcap, has_sinks=has_sinks)
+    assert relative_error(Case(shape, torch.float32, (*SPANS, (700, 1))), TritonAttention, CPU) < BOUNDS[torch.float32]
 
 
 @pytest.mark.parametrize("with_norm", [False, True])

@@ -42,7 +42,7 @@ def test_a_backend_with_nan_is_refused() -> None:
     def unfilled(shape: KVCacheShape, num_blocks: int, device: torch.device) -> Attention:
         class Unfilled(TorchAttention):
             def prepare(self, step):  # type: ignore[no-untyped-def]
-                return lambda layer, query, key_value: torch.full((len(query), 256), torch.nan)
+                return lambda layer, query, key_value, sinks: torch.full((len(query), 256), torch.nan)
 
         return Unfilled(shape, num_blocks, device)
 

@@ -31,6 +31,7 @@ _PROGRAMS_PER_PROCESSOR = 4
 """So that no processor of the GPU is idle, whichever sequences are long."""
 _PARTS_AT_ONCE = 16  # that the second kernel combines
 _LOG2_E = math.log2(math.e)
+_LOG2_E_CONSTANT = tl.constexpr(_LOG2_E)
 
 
 def num_items(num_seqs: int, num_kv_heads: int, num_processors: int) -> int:
@@ -133,6 +134,26 @@ def score_keys(
 
 
 @jit
+def bounded(scores: tl.tensor, scale: tl.tensor, BOUND: tl.constexpr) -> tl.tensor:
+    """`BOUND * tanh(scores * scale / BOUND)`, of which exp2 takes the place: NaN stays, infinities become the bound."""
+    return BOUND - 2 * BOUND / (tl.exp2(scores * (scale * (2 * _LOG2_E_CONSTANT / BOUND))) + 1)
+
+
+@jit
+def first_max(
+    sinks: tl.tensor, heads: tl.tensor, mask: tl.tensor, HAS_SINKS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """What `row_max` and `row_sum` begin with: a sink is a key that is seen by all, and whose value is 0."""
+    if HAS_SINKS:
+        row_max = tl.load(sinks + heads, mask=mask, other=0.0).to(tl.float32) * _LOG2_E_CONSTANT
+        row_sum = tl.full(heads.shape, 1.0, tl.float32)
+    else:
+        row_max = tl.full(heads.shape, float("-inf"), tl.float32)
+        row_sum = tl.zeros(heads.shape, tl.float32)
+    return row_max, row_sum
+
+
+@jit
 def add_values(
     scores: tl.tensor,  # [ROWS, KEYS] minus infinity: masked
     row_max: tl.tensor,  # [ROWS] of the scores so far, in base 2
@@ -170,6 +191,7 @@ def _decode(
     firsts: tl.tensor,
     tables: tl.tensor,  # [num_tables, table_stride] int32
     output: tl.tensor,
+    sinks: tl.tensor,  # [NUM_KV_HEADS * GROUP], read if HAS_SINKS
     partial: tl.tensor,  # [num_items, NUM_KV_HEADS * GROUP, HEAD_DIM] float32
     partial_max: tl.tensor,  # [num_items, NUM_KV_HEADS * GROUP] float32, of scores in base 2
     partial_sum: tl.tensor,
@@ -185,6 +207,8 @@ def _decode(
     KEYS: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
+    BOUND: tl.constexpr,  # of the scores in base 2; 0: none
+    HAS_SINKS: tl.constexpr,
 ) -> None:
     item, kv_head = items + 4 * tl.program_id(0), tl.program_id(1)
     sequence = tl.load(item)
@@ -198,16 +222,20 @@ def _decode(
     mask = (member < GROUP)[:, None] & (columns < HEAD_DIM)[None, :]
     queries = tl.load(query + row * query_stride + heads[:, None] * HEAD_DIM + columns[None, :], mask=mask, other=0.0)
     queries = queries.to(DOT)
-    row_max = tl.full([ROWS], float("-inf"), tl.float32)
-    row_sum = tl.zeros([ROWS], tl.float32)
+    row_max, row_sum = first_max(sinks, heads, member < GROUP, HAS_SINKS)
+    if HAS_SINKS:  # they are counted once, by the first part
+        is_first = part == tl.load(firsts + sequence)
+        row_max, row_sum = tl.where(is_first, row_max, float("-inf")), tl.where(is_first, row_sum, 0.0)
     sums = tl.zeros([ROWS, WIDTH], tl.float32)
     for start in range(begin, end, KEYS):
         positions = start + tl.arange(0, KEYS)
         slot_row = key_rows(table, tl.minimum(positions, end - 1), kv_head, NUM_KV_HEADS, BLOCK_SIZE)
         scores = score_keys(queries, slot_row, cache, scales, HEAD_DIM, WIDTH, QUANTIZED, DOT)
+        if BOUND > 0:
+            scores = bounded(scores, scale, BOUND)
         scores = tl.where((positions < end)[None, :], scores, float("-inf"))
         row_max, row_sum, sums = add_values(
-            scores, row_max, row_sum, sums, slot_row + BLOCK_SIZE, cache, scales, scale,
+            scores, row_max, row_sum, sums, slot_row + BLOCK_SIZE, cache, scales, 1.0 if BOUND > 0 else scale,
             HEAD_DIM, WIDTH, QUANTIZED, DOT, MASKED=False,
         )  # fmt: skip
     if tl.load(firsts + sequence + 1) - tl.load(firsts + sequence) == 1:
@@ -283,12 +311,16 @@ def decode(
     tables: torch.Tensor,
     output: torch.Tensor,
     scratch: DecodeScratch,
+    *,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Attend one token of each sequence, and write its row of `output`; zeros for a sequence without keys.
 
     query `[num_tokens, num_heads, head_dim]`, heads contiguous; output `[num_tokens, num_heads * head_dim]`,
     contiguous. cache and scales as in `layer_ops.store`. places `[num_seqs, 2]`: the row of query and output, and that
-    of tables `[num_tables, blocks]`; both int32. scratch: of as many parts as `work` has items.
+    of tables `[num_tables, blocks]`; both int32. scratch: of as many parts as `work` has items. softcap bounds the
+    scores; sinks `[num_heads]` are a score of no value for each head.
     """
     num_heads, head_dim = query.shape[1], query.shape[2]
     num_kv_heads, block_size = cache.shape[1], cache.shape[3]
@@ -302,6 +334,7 @@ def decode(
         work.firsts,
         tables,
         output,
+        output if sinks is None else sinks,
         scratch.sums,
         scratch.max,
         scratch.total,
@@ -317,6 +350,8 @@ def decode(
         KEYS=keys_per_tile(width, cache.dtype.itemsize),
         ROWS=padded(group),
         WIDTH=width,
+        BOUND=(softcap or 0.0) * _LOG2_E,
+        HAS_SINKS=sinks is not None,
         num_warps=4,
         num_stages=5,  # a table's entries are loaded before the tiles they point to, of which two are in flight
     )

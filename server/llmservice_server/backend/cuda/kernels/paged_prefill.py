@@ -17,7 +17,14 @@ import torch
 import triton.language as tl
 
 from llmservice_server.backend.cuda.kernels.jit import dot_dtype, jit, jit_for_any, padded
-from llmservice_server.backend.cuda.kernels.paged_decode import add_values, key_rows, keys_per_tile, score_keys
+from llmservice_server.backend.cuda.kernels.paged_decode import (
+    add_values,
+    bounded,
+    first_max,
+    key_rows,
+    keys_per_tile,
+    score_keys,
+)
 
 _LOG2_E = math.log2(math.e)
 
@@ -68,6 +75,7 @@ def _attend_tile(
     DOT: tl.constexpr,
     KEYS: tl.constexpr,
     WIDTH: tl.constexpr,
+    BOUND: tl.constexpr,
     MASKED: tl.constexpr,  # a row may not see a key; `first_key`, `end` and `window` are used only then
 ) -> tl.tensor:
     """`add_values` of the keys from `begin` on."""
@@ -75,12 +83,14 @@ def _attend_tile(
     existing = tl.minimum(tl.maximum(positions, first_key), end - 1) if MASKED else positions
     slot_row = key_rows(table, existing, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
     scores = score_keys(queries, slot_row, cache, scales, HEAD_DIM, WIDTH, QUANTIZED, DOT)
+    if BOUND > 0:
+        scores = bounded(scores, scale, BOUND)
     if MASKED:
         visible = positions[None, :] <= query_position[:, None]
         visible &= (window == 0) | (positions[None, :] > query_position[:, None] - window)
         scores = tl.where(visible, scores, float("-inf"))
     return add_values(
-        scores, row_max, row_sum, sums, slot_row + BLOCK_SIZE, cache, scales, scale,
+        scores, row_max, row_sum, sums, slot_row + BLOCK_SIZE, cache, scales, 1.0 if BOUND > 0 else scale,
         HEAD_DIM, WIDTH, QUANTIZED, DOT, MASKED,
     )  # fmt: skip
 
@@ -94,6 +104,7 @@ def _prefill(
     sequences: tl.tensor,  # [num_seqs, 4] int32: first row of query and output, first position, tokens, row of tables
     tables: tl.tensor,  # [num_tables, table_stride] int32
     output: tl.tensor,
+    sinks: tl.tensor,  # [NUM_KV_HEADS * GROUP], read if HAS_SINKS
     query_stride: tl.tensor,
     table_stride: tl.tensor,
     window: tl.tensor,
@@ -108,6 +119,8 @@ def _prefill(
     ROWS: tl.constexpr,
     GROUP_ROWS: tl.constexpr,  # GROUP, rounded up to a power of 2
     WIDTH: tl.constexpr,
+    BOUND: tl.constexpr,  # of the scores in base 2; 0: none
+    HAS_SINKS: tl.constexpr,
 ) -> None:
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     sequence, first_token = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
@@ -124,8 +137,7 @@ def _prefill(
     query_position = start + token
     first_key = tl.where(window > 0, tl.maximum(start + first_token + 1 - window, 0), 0)
     end = start + tl.minimum(first_token + ROWS // GROUP_ROWS, num_tokens)
-    row_max = tl.full([ROWS], float("-inf"), tl.float32)
-    row_sum = tl.zeros([ROWS], tl.float32)
+    row_max, row_sum = first_max(sinks, heads, is_query, HAS_SINKS)
     sums = tl.zeros([ROWS, WIDTH], tl.float32)
     table = tables + tl.load(sequences + 4 * sequence + 3).to(tl.int64) * table_stride
     first_tile = first_key // KEYS * KEYS
@@ -134,13 +146,13 @@ def _prefill(
         row_max, row_sum, sums = _attend_tile(
             queries, query_position, row_max, row_sum, sums, table, cache, scales, kv_head, begin, first_key, end,
             window, scale,
-            NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, QUANTIZED, DOT, KEYS, WIDTH, MASKED=False,
+            NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, QUANTIZED, DOT, KEYS, WIDTH, BOUND, MASKED=False,
         )  # fmt: skip
     for begin in range(seen_by_all, end, KEYS):
         row_max, row_sum, sums = _attend_tile(
             queries, query_position, row_max, row_sum, sums, table, cache, scales, kv_head, begin, first_key, end,
             window, scale,
-            NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, QUANTIZED, DOT, KEYS, WIDTH, MASKED=True,
+            NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, QUANTIZED, DOT, KEYS, WIDTH, BOUND, MASKED=True,
         )  # fmt: skip
     sums = sums / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
     target = output + (row[:, None] * NUM_KV_HEADS * GROUP + heads[:, None]) * HEAD_DIM + columns[None, :]
@@ -157,13 +169,16 @@ def prefill(
     tiles: torch.Tensor,
     sequences: torch.Tensor,
     tables: torch.Tensor,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Attend the tokens of `sequences` causally, each sequence to itself, and write their rows of `output`.
 
     query `[num_tokens, num_heads, head_dim]`, heads contiguous; output `[num_tokens, num_heads * head_dim]`,
     contiguous. cache and scales as in `layer_ops.store`. tiles `[num_tiles, 2]`: of `query_tiles` and
     `tokens_per_tile`. sequences `[num_seqs, 4]`: first row, position of the first token (all keys up to the
-    step's own are in the cache), number of tokens, row of tables `[num_tables, blocks]`. All int32.
+    step's own are in the cache), number of tokens, row of tables `[num_tables, blocks]`. All int32. softcap and sinks
+    as of `decode`.
     """
     num_heads, head_dim = query.shape[1], query.shape[2]
     num_kv_heads, block_size = cache.shape[1], cache.shape[3]
@@ -177,6 +192,7 @@ def prefill(
         sequences,
         tables,
         output,
+        output if sinks is None else sinks,
         query.stride(0),
         tables.stride(0),
         window or 0,
@@ -191,6 +207,8 @@ def prefill(
         ROWS=rows,
         GROUP_ROWS=1 << (group - 1).bit_length(),
         WIDTH=width,
+        BOUND=(softcap or 0.0) * _LOG2_E,
+        HAS_SINKS=sinks is not None,
         num_warps=8 if rows >= 128 else 4,
         num_stages=3,
     )
