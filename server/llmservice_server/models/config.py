@@ -16,6 +16,8 @@ from llmservice_server.types.messages import ModelCode
 
 SERVED: dict[str, Family] = {each.served_architecture: each for each in FAMILIES.values() if each.served_architecture}
 """What the server runs, by the name in config.json's `architectures`."""
+_INHERITED_KEYS = ("tie_word_embeddings", "quantization_config", "compression_config", "dtype", "torch_dtype")
+"""Of the whole model's config, which hold for its language model as well."""
 _OPTIONAL_KEYS = {
     *("num_key_value_heads", "head_dim", "sliding_window", "max_window_layers", "tie_word_embeddings"),
     *("hidden_activation", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
@@ -84,6 +86,7 @@ class ModelConfig:
     experts: ExpertsConfig | None = None
     has_sinks: bool = False
     is_packed: bool = False  # the checkpoint's matrices, or some of them, are smaller than dense ones
+    is_part: bool = False  # of a model with images or sound, of which only the language model is served
     is_gemma: bool = False  # activation, embedding and norms are Gemma's
     softcap: float | None = None  # of the scores
     logit_softcap: float | None = None
@@ -119,6 +122,8 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> ModelConfig:
         """Raises `ModelLoadError` for an architecture that we do not run, or a key that is missing or wrong."""
+        text = text_part(raw)
+        is_part, raw = text is not None, text or raw
         architecture = _architecture(raw)
         family = SERVED[architecture]
         defaults = {key: value for key, value in family.defaults.items() if key in _OPTIONAL_KEYS}
@@ -157,6 +162,7 @@ class ModelConfig:
             experts=ExpertsConfig.of(family, keys),
             has_sinks=family.has_sinks,
             is_packed=bool(raw.get("quantization_config") or raw.get("compression_config")),
+            is_part=is_part,
             is_gemma=is_gemma,
             softcap=keys.attn_logit_softcapping,
             logit_softcap=keys.final_logit_softcapping,
@@ -165,8 +171,23 @@ class ModelConfig:
         )
 
 
+def text_part(raw: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The config of the language model that is a part of another model, if it is implemented here.
+
+    Such a config names little more than what differs from the family's defaults.
+    """
+    text = raw.get("text_config")
+    family = FAMILIES.get(str(text.get("model_type"))) if isinstance(text, Mapping) else None
+    if not isinstance(text, Mapping) or family is None or family.served_architecture is None:
+        return None
+    inherited = {key: raw[key] for key in _INHERITED_KEYS if raw.get(key) is not None}
+    return {**family.defaults, **_without_nulls(text), **inherited, "architectures": [family.served_architecture]}
+
+
 def is_own(raw: Mapping[str, Any]) -> bool:
     """Whether config.json names an architecture that is implemented here, or a value that names none at all."""
+    if text_part(raw) is not None:
+        return True
     named = raw.get("architectures") or []
     return not isinstance(named, list) or not named or any(each in SERVED for each in named if isinstance(each, str))
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 _INDEX = "model.safetensors.index.json"
 _PARALLEL_SHARDS = 4
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_LANGUAGE_MODEL = re.compile(r"(model\.)?language_model\.")
 _ROUTER = re.compile(r"(^|\.)(gate|router)$")  # of experts: few outputs, which decide too much to be rounded
 _DENSE = {"F64", "F32", "F16", "BF16"}
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -211,12 +212,12 @@ class Checkpoint:
         quantized = set()
         for shard in self.shards:
             with _opened(shard) as tensors:
-                names |= dict.fromkeys(tensors.keys(), shard)
-                for name in tensors.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+                for stored, name in self._names(tensors):
+                    names[name] = shard
                     module, _, suffix = name.rpartition(".")
                     if suffix in SUFFIXES:
                         modules[module][suffix] = shard
-                        if suffix == "weight" and tensors.get_slice(name).get_dtype() not in _DENSE:
+                        if suffix == "weight" and tensors.get_slice(stored).get_dtype() not in _DENSE:
                             quantized.add(module)
         linear = re.compile(r"model\.layers\.\d+(\.\w+)+\.(\w+_proj|w[123])|lm_head")
         return names, {
@@ -249,7 +250,7 @@ class Checkpoint:
         tensors = {}
         for suffix, shard in shards.items():
             with _opened(shard) as opened:
-                tensors[suffix] = opened.get_tensor(f"{name}.{suffix}")
+                tensors[suffix] = opened.get_tensor(self._stored(opened, f"{name}.{suffix}"))
         return tensors
 
     def _format(
@@ -271,7 +272,7 @@ class Checkpoint:
         The modules `besides` and the tensors `computed` are read later.
         """
         with _opened(shard) as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+            for stored, name in self._names(tensors):
                 target = wanted.pop(name, None)
                 if name in computed:
                     continue
@@ -280,14 +281,32 @@ class Checkpoint:
                     if module not in besides or suffix not in SUFFIXES:
                         self._refuse_unknown(name, shard)
                     continue
-                _check_shape(tensors, name, target.shape, shard)
-                target.copy_(tensors.get_tensor(name))
+                _check_shape(tensors, stored, target.shape, shard)
+                target.copy_(tensors.get_tensor(stored))
 
     def _tensor(self, name: str, shard: Path, shape: Sequence[int]) -> torch.Tensor:
         with _opened(shard) as tensors:
-            _check_shape(tensors, name, shape, shard)
-            tensor: torch.Tensor = tensors.get_tensor(name)
+            stored = self._stored(tensors, name)
+            _check_shape(tensors, stored, shape, shard)
+            tensor: torch.Tensor = tensors.get_tensor(stored)
             return tensor
+
+    def _names(self, tensors: Any) -> Iterator[tuple[str, str]]:
+        """Of each tensor in a file, its name there and that in a checkpoint of the language model alone.
+
+        What other parts of a model with images or sound have is left out.
+        """
+        for stored in tensors.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+            if not isinstance(self.config, ModelConfig) or not self.config.is_part:
+                yield stored, stored
+            elif _LANGUAGE_MODEL.match(stored):
+                name = _LANGUAGE_MODEL.sub("", stored)
+                yield stored, name if name.startswith("lm_head.") else f"model.{name.removeprefix('model.')}"
+            elif stored.startswith("lm_head."):
+                yield stored, stored
+
+    def _stored(self, tensors: Any, wanted: str) -> str:
+        return next((stored for stored, name in self._names(tensors) if name == wanted), wanted)
 
     def _refuse_unknown(self, name: str, shard: Path) -> None:
         """Refuse a weight that the model has no place for: its results would be wrong. Two kinds are superfluous."""
