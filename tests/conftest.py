@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from itertools import groupby
 from pathlib import Path
@@ -42,6 +43,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for number, tests in enumerate(waiting):
         others.insert(number * (FILES_BETWEEN + 1), tests)
     items[:] = [item for tests in others for item in tests]
+
+
+def pytest_collection_finish() -> None:
+    """The 800,000 objects of all imported modules are not searched again by each full garbage collection."""
+    gc.collect()
+    gc.freeze()
 
 
 def _fixtures(item: pytest.Item) -> list[str]:

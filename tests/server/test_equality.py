@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 VOCAB = 512
 BLOCK_BYTES = 2 * 2 * 16 * 2 * 8 * 4  # layers, keys and values, tokens, heads, head_dim, float32
-NUM_MIXES = 80
+NUM_MIXES = 40
 
 WAYS: dict[str, dict[str, Any]] = {
     "chunked": {"prefill_chunk_tokens": 7, "max_num_batched_tokens": 24, "prefix_caching": False},
