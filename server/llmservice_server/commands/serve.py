@@ -65,6 +65,13 @@ def _add_listen_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="one KEY, KEY:LANE or KEY:LANE:NAME a line, the lane being the highest it may choose (default: no keys)",
     )
+    add(
+        "--gateway-keys",
+        type=Path,
+        metavar="FILE",
+        help="one or two Ed25519 public keys in PEM: only requests with a token that a gateway signed are served",
+    )
+    add("--audience", metavar="NAMESPACE/NAME", help="the LLMService that such a token must be for")
 
 
 def _add_protocol_arguments(parser: argparse.ArgumentParser) -> None:
@@ -317,12 +324,21 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError("--enable-lora-updates needs slots for adapters: set --max-loras")
     if args.adapters_file is not None and not (engine.max_loras and args.adapters_dir):
         raise CommandError("--adapters-file needs slots and room for adapters: set --max-loras and --adapters-dir")
+    if (args.gateway_keys is None) != (args.audience is None):
+        raise CommandError("--gateway-keys and --audience need each other: set both or neither")
+    if args.gateway_keys is not None and args.api_key_file is not None:
+        raise CommandError(
+            "--api-key-file cannot be combined with --gateway-keys, which let in the gateway alone: make keys for the "
+            "gateway instead, or set spec.access: direct"
+        )
     serve = ServeConfig(
         served_model_names=tuple(args.served_model_name or [model.resolve().name]),
         queue_bounds=_queue_bounds(args),
         default_lane=args.default_lane,
         max_queued_embeddings=args.max_queued_embeddings,
         api_key_file=args.api_key_file,
+        gateway_keys=args.gateway_keys,
+        audience=args.audience or "",
         stuck_after_s=args.stuck_timeout or None,
         body_timeout_s=args.body_timeout or None,
         max_body_bytes=args.max_body_size,

@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from llmservice_server.http.access_log import AccessLog
-from llmservice_server.http.authentication import ApiKeys, Authentication
+from llmservice_server.http.authentication import Authentication, Authenticator
 from llmservice_server.http.body import IGNORED_HEADER
 from llmservice_server.http.error import ApiError, validation_error
 from llmservice_server.http.protocol.base import Body
@@ -36,7 +36,7 @@ _key = HTTPBearer(auto_error=False, scheme_name="key")  # for the documentation:
 
 def create_app(
     state: ServerState,
-    keys: ApiKeys | None = None,
+    keys: Authenticator | None = None,
     tracer: TracerProvider | None = None,
     *,
     serves_metrics: bool = False,

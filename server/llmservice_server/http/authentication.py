@@ -1,4 +1,4 @@
-"""Requires an API key for every path but those of probes and Prometheus."""
+"""Requires an API key, or a gateway's token, for every path but those of probes and Prometheus."""
 
 from __future__ import annotations
 
@@ -6,9 +6,16 @@ import hashlib
 import hmac
 import logging
 import os
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, Protocol, TypeVar
 
+import jwt
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import load_pem_public_key
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -19,52 +26,142 @@ from llmservice_server.http.error import ApiError
 log = logging.getLogger("llmservice.server")
 
 
-class ApiKeyError(Exception):
+TOKEN_HEADER = "x-llmservice-token"  # noqa: S105  # a name, no password
+"""The gateway's token: a JWT, signed with Ed25519."""
+_CLOCK_SKEW_S = 5.0  # between the gateway's node and this one
+_MAX_GATEWAY_KEYS = 2  # the present one and the next
+_PEM_KEY = re.compile(r"-----BEGIN PUBLIC KEY-----.*?-----END PUBLIC KEY-----", re.DOTALL)
+
+T = TypeVar("T")
+
+
+class KeyFileError(Exception):
     """The file cannot be used: one sentence for the user, without any key."""
 
 
 @dataclass(frozen=True, slots=True)
-class ApiKey:
-    """A key as it is kept: the digest to compare with, a name for the log, and its requests' lane."""
+class Client:
+    """Who a request comes from."""
 
-    digest: bytes
-    name: str
+    name: str  # of the API key, for the log and for a fair share of the queue
     lane: str | None  # its requests' default and highest; None: the server's
 
 
-class ApiKeys:
-    """A line holds `KEY`, `KEY:LANE` or `KEY:LANE:NAME`; empty lines and those that begin with # are skipped.
+class Authenticator(Protocol):
+    def identify(self, headers: Headers) -> Client:
+        """Raises ApiError (401)."""
 
-    Raises ApiKeyError where the file cannot be used at start; later a broken file is logged, and the keys stay as they
-    were.
+
+class _KeyFile(Generic[T]):
+    """What a file holds, read again when it has changed.
+
+    Raises KeyFileError where it cannot be used at start; later that is logged, and the keys stay as they were.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, what: str, parse: Callable[[str, Path], tuple[T, ...]]) -> None:
         self._path = path
+        self._what = what
+        self._parse = parse
         self._seen = _fingerprint(path)
-        self._keys = _read(path)
+        self._keys = self._read()
 
-    def find(self, presented: str) -> ApiKey | None:
-        """The key that was presented. Takes equally long whichever it is, and compares digests, not keys."""
-        self._reload()
+    @property
+    def keys(self) -> tuple[T, ...]:
+        fingerprint = _fingerprint(self._path)
+        if fingerprint != self._seen:
+            self._seen = fingerprint
+            try:
+                self._keys = self._read()
+            except KeyFileError as error:
+                log.error("%s; the keys stay as they were", error)  # noqa: TRY400  # the message is complete
+            else:
+                log.info("%s reloaded", self._what, extra={"fields": {"keys": len(self._keys)}})
+        return self._keys
+
+    def _read(self) -> tuple[T, ...]:
+        try:
+            text = self._path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            why = getattr(error, "strerror", "not UTF-8")
+            raise KeyFileError(f"the {self._what} in {self._path} cannot be read: {why}") from None
+        return self._parse(text, self._path)
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """A key as it is kept: the digest to compare with, and whose it is."""
+
+    digest: bytes
+    client: Client
+
+
+class ApiKeys:
+    """A line holds `KEY`, `KEY:LANE` or `KEY:LANE:NAME`; empty lines and those that begin with # are skipped."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = _KeyFile(path, "API keys", _api_keys)
+
+    def identify(self, headers: Headers) -> Client:
+        scheme, _, presented = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not presented:
+            raise _unauthorized("You didn't provide an API key: send it in the header Authorization: Bearer KEY")
+        client = self.find(presented.strip())
+        if client is None:
+            raise _unauthorized("Incorrect API key provided")
+        return client
+
+    def find(self, presented: str) -> Client | None:
+        """Whose key was presented. Takes equally long whichever it is, and compares digests, not keys."""
         digest = _digest(presented)
         found = None
-        for key in self._keys:
+        for key in self._file.keys:
             if hmac.compare_digest(key.digest, digest):
-                found = key
+                found = key.client
         return found
 
-    def _reload(self) -> None:
-        fingerprint = _fingerprint(self._path)
-        if fingerprint == self._seen:
-            return
-        self._seen = fingerprint
-        try:
-            self._keys = _read(self._path)
-        except ApiKeyError as error:
-            log.error("%s; the keys stay as they were", error)  # noqa: TRY400  # the message is complete
-        else:
-            log.info("API keys reloaded", extra={"fields": {"keys": len(self._keys)}})
+
+class GatewayKeys:
+    """The public keys of the gateway, in PEM; its tokens name the API key that a request came with.
+
+    A token is for one service, `audience`, and for half a minute, so that who sees one can use it nowhere else.
+    """
+
+    def __init__(self, path: Path, audience: str) -> None:
+        self._file = _KeyFile(path, "gateway's public keys", _public_keys)
+        self._audience = audience
+
+    def identify(self, headers: Headers) -> Client:
+        token = headers.get(TOKEN_HEADER)
+        if token is None:
+            raise _unsigned(f"it has no {TOKEN_HEADER}")
+        why = "its token is signed with a key that is not the gateway's"
+        for key in self._file.keys:
+            try:
+                return self._verified(token, key)
+            except jwt.InvalidSignatureError:
+                continue
+            except (jwt.ExpiredSignatureError, jwt.ImmatureSignatureError):
+                why = "its token has expired, or is not valid yet: the clocks of the nodes must agree within 5 s"
+            except jwt.InvalidAudienceError:
+                why = f"its token is for another service, expected {self._audience}"
+            except jwt.InvalidTokenError:
+                why = f"its {TOKEN_HEADER} is no token of the gateway"
+            break
+        raise _unsigned(why)
+
+    def _verified(self, token: str, key: Ed25519PublicKey) -> Client:
+        claims = jwt.decode(
+            token,
+            key,
+            algorithms=["EdDSA"],
+            audience=self._audience,
+            leeway=_CLOCK_SKEW_S,
+            options={"require": ["aud", "exp", "iat", "sub"]},
+        )
+        lane = claims.get("lane")
+        if lane is not None and lane not in LANES:
+            raise jwt.InvalidTokenError
+        return Client(claims["sub"], lane)
 
 
 def _fingerprint(path: Path) -> tuple[int, int, int] | None:
@@ -76,40 +173,53 @@ def _fingerprint(path: Path) -> tuple[int, int, int] | None:
     return status.st_ino, status.st_mtime_ns, status.st_size
 
 
-def _read(path: Path) -> tuple[ApiKey, ...]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ApiKeyError(f"the API keys in {path} cannot be read: {getattr(error, 'strerror', 'not UTF-8')}") from None
+def _api_keys(text: str, path: Path) -> tuple[ApiKey, ...]:
     keys = []
-    for number, line in enumerate(map(str.strip, lines), 1):
+    for number, line in enumerate(map(str.strip, text.splitlines()), 1):
         if line and not line.startswith("#"):
-            keys.append(_parse(line, f"{path}, line {number}", f"line {number}"))
+            keys.append(_api_key(line, f"{path}, line {number}", f"line {number}"))
     if not keys:
-        raise ApiKeyError(f"{path} holds no API key, so that no request could be served: expected one a line")
+        raise KeyFileError(f"{path} holds no API key, so that no request could be served: expected one a line")
     if len({key.digest for key in keys}) < len(keys):
-        raise ApiKeyError(f"{path} holds a key twice: its lane is ambiguous")
+        raise KeyFileError(f"{path} holds a key twice: its lane is ambiguous")
     return tuple(keys)
 
 
-def _parse(line: str, where: str, default_name: str) -> ApiKey:
+def _api_key(line: str, where: str, default_name: str) -> ApiKey:
     key, _, rest = line.partition(":")
     lane, _, name = rest.partition(":")
     if not key or not key.isascii() or any(character.isspace() for character in key):
-        raise ApiKeyError(f"{where}: expected KEY, KEY:LANE or KEY:LANE:NAME, the key in ASCII without spaces")
+        raise KeyFileError(f"{where}: expected KEY, KEY:LANE or KEY:LANE:NAME, the key in ASCII without spaces")
     if lane and lane not in LANES:
-        raise ApiKeyError(f"{where}: the lane is none of {', '.join(LANES)}")
-    return ApiKey(_digest(key), name or default_name, lane or None)
+        raise KeyFileError(f"{where}: the lane is none of {', '.join(LANES)}")
+    return ApiKey(_digest(key), Client(name or default_name, lane or None))
 
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
-class Authentication:
-    """ASGI middleware. Leaves the key's lane, if it has one, in `scope["key_lane"]` and its name in the access log."""
+def _public_keys(text: str, path: Path) -> tuple[Ed25519PublicKey, ...]:
+    expected = "expected one or two Ed25519 public keys in PEM, as `llmservice signing-key` makes them"
+    blocks = _PEM_KEY.findall(text)
+    if not 1 <= len(blocks) <= _MAX_GATEWAY_KEYS:
+        raise KeyFileError(f"{path} holds {len(blocks)} public keys: {expected}")
+    keys = []
+    for block in blocks:
+        try:
+            key = load_pem_public_key(block.encode())
+        except (ValueError, UnsupportedAlgorithm):
+            key = None
+        if not isinstance(key, Ed25519PublicKey):
+            raise KeyFileError(f"{path} holds something else than Ed25519's keys: {expected}")
+        keys.append(key)
+    return tuple(keys)
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+
+class Authentication:
+    """ASGI middleware. Leaves the Client in `scope["client_key"]` and its name in the access log."""
+
+    def __init__(self, app: ASGIApp, keys: Authenticator) -> None:
         self._app = app
         self._keys = keys
 
@@ -118,25 +228,21 @@ class Authentication:
             await self._app(scope, receive, send)
             return
         try:
-            key = self._keys.find(_presented(scope))
-            if key is None:
-                raise _unauthorized("Incorrect API key provided")
+            client = self._keys.identify(Headers(scope=scope))
         except ApiError as error:
             response = error.response()
             response.headers["WWW-Authenticate"] = "Bearer"
             await response(scope, receive, send)
             return
-        scope["access_log"]["api_key"] = key.name
-        scope["key_lane"] = key.lane
+        scope["access_log"]["api_key"] = client.name
+        scope["client_key"] = client
         await self._app(scope, receive, send)
-
-
-def _presented(scope: Scope) -> str:
-    scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not key:
-        raise _unauthorized("You didn't provide an API key: send it in the header Authorization: Bearer KEY")
-    return key.strip()
 
 
 def _unauthorized(message: str) -> ApiError:
     return ApiError(401, message, code="invalid_api_key")
+
+
+def _unsigned(why: str) -> ApiError:
+    message = f"this server takes requests of the gateway alone, and this is none: {why}. Send it to the gateway"
+    return ApiError(401, message, code="invalid_gateway_token")

@@ -19,6 +19,7 @@ from starlette.responses import Response
 
 from llmservice_server.http.error import ApiError, echo, invalid
 from llmservice_server.http.protocol.base import Body, unknown_fields
+from llmservice_server.http.response import USAGE_HEADER, usage_report
 from llmservice_server.http.state import ServerState, Serving, server_state, serving
 from llmservice_server.text.tokenizer import LONG_TEXT_BYTES
 
@@ -68,6 +69,8 @@ class BodyRoute(APIRoute):
             response = await handle(_ParsedRequest(request, parsed))
             if (stats := state.engine.stats) is not None:
                 response.headers[SLOTS_HEADER] = str(stats.num_admissible)
+            if (report := usage_report(request.scope)) is not None:
+                response.headers[USAGE_HEADER] = report
             if unknown:
                 state.metrics.ignored_parameters.inc(len(unknown))
                 response.headers[IGNORED_HEADER] = _header(unknown)

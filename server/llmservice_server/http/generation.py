@@ -47,6 +47,7 @@ class RequestOptions:
     timeout_s: float | None
     queue_timeout_s: float | None
     adapter: AdapterInfo | None = None
+    client: str | None = None  # name of the API key; None: keys are not checked
 
 
 def request_options(
@@ -135,6 +136,7 @@ def output_processor(
             arrival_s=arrival_s,
             lane=options.lane,
             priority=options.priority,
+            client=options.client,
             deadline_s=None if options.timeout_s is None else arrival_s + options.timeout_s,
             queue_deadline_s=None if options.queue_timeout_s is None else arrival_s + options.queue_timeout_s,
             cache_salt=request.cache_salt,
@@ -223,6 +225,7 @@ def _log_fields(processor: OutputProcessor) -> dict[str, Any]:
     return {
         "sequences": len(processor.states),
         "prompt_tokens": processor.num_prompt_tokens,
+        "cached_tokens": processor.num_cached_tokens,
         "completion_tokens": processor.num_tokens,
         "ttft_s": None if ttft_s is None else round(ttft_s, 4),
         "finish_reasons": sorted({state.finish_reason or "abort" for state in processor.states}),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import msgspec
 from pydantic import BaseModel
+from starlette.datastructures import Headers
 
 from llmservice_server.http.protocol.generation import (
     CompletionTokensDetails,
@@ -20,6 +21,8 @@ from llmservice_server.text.output_processor import CompletionOutput, OutputProc
 from llmservice_server.types.messages import TokenLogprobs
 
 DONE = b"data: [DONE]\n\n"
+USAGE_HEADER = "x-llmservice-usage"
+"""A request with the value 1 is told its tokens: in the answer's header of this name, or at the end of its stream."""
 
 
 class Choice(msgspec.Struct):
@@ -89,6 +92,14 @@ def prompt_logprobs(entries: Sequence[TokenLogprobs], tokens: TokenBytes) -> Pro
             by_id[str(entry.token_id)] = PromptLogprob(logprob=entry.logprob, rank=None, decoded_token=text)
         listed.append(by_id)
     return listed
+
+
+def usage_report(scope: MutableMapping[str, Any]) -> str | None:
+    """`PROMPT CACHED COMPLETION`, of a request that asks for it and has been computed: what the access log has."""
+    log = scope["access_log"]
+    if "prompt_tokens" not in log or Headers(scope=scope).get(USAGE_HEADER) != "1":
+        return None
+    return f"{log['prompt_tokens']} {log.get('cached_tokens', 0)} {log.get('completion_tokens', 0)}"
 
 
 def event(content: object) -> bytes:

@@ -19,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.http.adapter_list import AdapterList
 from llmservice_server.http.app import create_app, create_metrics_app
-from llmservice_server.http.authentication import ApiKeyError, ApiKeys
+from llmservice_server.http.authentication import ApiKeys, Authenticator, GatewayKeys, KeyFileError
 from llmservice_server.http.state import ServeConfig, ServerState
 from llmservice_server.http.tracing import TracingError, tracer_provider
 from llmservice_server.ipc.client import ENGINE_COMMAND, EngineClient
@@ -165,7 +165,7 @@ class HttpProcess:
         self._failure: str | None = None
         self._was_ready = False
         self._tracer = _tracer(listen)
-        app = create_app(self._state, _api_keys(serve), self._tracer, serves_metrics=listen.shares_port)
+        app = create_app(self._state, _authenticator(serve), self._tracer, serves_metrics=listen.shares_port)
         self._api = _uvicorn(app)
         self._metrics = None if listen.shares_port else _uvicorn(create_metrics_app(self._state))
 
@@ -270,10 +270,12 @@ class HttpProcess:
         self._stop.set()
 
 
-def _api_keys(serve: ServeConfig) -> ApiKeys | None:
+def _authenticator(serve: ServeConfig) -> Authenticator | None:
     try:
+        if serve.gateway_keys is not None:
+            return GatewayKeys(serve.gateway_keys, serve.audience)
         return None if serve.api_key_file is None else ApiKeys(serve.api_key_file)
-    except ApiKeyError as error:
+    except KeyFileError as error:
         raise ServeError(str(error)) from error
 
 

@@ -81,6 +81,8 @@ class ServeConfig:
         300.0  # without a finished step, while there is work, the engine is killed; None: never
     )
     api_key_file: Path | None = None  # None: no key is needed
+    gateway_keys: Path | None = None  # a file with the public keys of the gateway that all requests come from
+    audience: str = ""  # namespace/name of the LLMService, which the gateway's tokens must be for
     shape: Mapping[str, Any] | None = (
         None  # the model's figures in the planner's camelCase; None: a family that it does not know
     )

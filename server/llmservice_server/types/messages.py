@@ -92,7 +92,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate",
     sampling: SamplingParams
     arrival_s: float  # time.monotonic() of the HTTP process; both processes share the machine's clock
     lane: str = "interactive"
-    priority: int = 0  # within the lane; the smaller is served first
+    priority: int = 0  # among the client's in the lane; the smaller is served first
+    client: str | None = None  # a name; clients get equal shares of what their lane serves
     deadline_s: float | None = None  # monotonic; past it the request ends with "error"
     queue_deadline_s: float | None = None  # likewise, for a request that has not been scheduled by then
     cache_salt: str | None = None  # the prefix cache shares blocks only between requests with equal salts

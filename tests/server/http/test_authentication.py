@@ -1,16 +1,24 @@
-"""Keys from a file: what it may hold, who is let in, and how a change takes effect."""
+"""Keys from files, and tokens: what they may hold, who is let in, and how a change takes effect."""
 
 from __future__ import annotations
 
 import json
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
+import jwt
 import openai
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from starlette.datastructures import Headers
 
-from llmservice_server.http.authentication import ApiKeyError, ApiKeys
+from llmservice_server.http.authentication import TOKEN_HEADER, ApiKeys, GatewayKeys, KeyFileError
+from llmservice_server.http.error import ApiError
 
 KEYS = """
 # rotated weekly
@@ -54,8 +62,8 @@ def _replace(path: Path, content: str) -> None:
     ],
 )
 def test_a_key_has_a_name_and_a_lane(tmp_path: Path, presented: str, found: tuple[str, str | None] | None) -> None:
-    key = ApiKeys(_file(tmp_path)).find(presented)
-    assert (None if key is None else (key.name, key.lane)) == found
+    client = ApiKeys(_file(tmp_path)).find(presented)
+    assert (None if client is None else (client.name, client.lane)) == found
 
 
 @pytest.mark.parametrize(
@@ -70,10 +78,10 @@ def test_a_key_has_a_name_and_a_lane(tmp_path: Path, presented: str, found: tupl
     ],
 )
 def test_a_file_that_cannot_be_used_is_refused_without_showing_a_key(tmp_path: Path, content: str, words: str) -> None:
-    with pytest.raises(ApiKeyError, match=words) as refused:
+    with pytest.raises(KeyFileError, match=words) as refused:
         ApiKeys(_file(tmp_path, content))
     assert "topsecret" not in str(refused.value)
-    with pytest.raises(ApiKeyError, match="cannot be read"):
+    with pytest.raises(KeyFileError, match="cannot be read"):
         ApiKeys(tmp_path / "absent")
 
 
@@ -153,3 +161,129 @@ def test_an_unusable_key_file_ends_the_server_with_one_sentence(start_server: An
     assert server.wait_for_exit() == 1
     assert len(server.errors) == 1
     assert "cannot be read: No such file or directory" in server.errors[0]
+
+
+AUDIENCE = "prod/llama"
+PRESENT, NEXT, FOREIGN = (Ed25519PrivateKey.generate() for _ in range(3))
+
+
+def _pem(*keys: Any) -> str:
+    return "".join(
+        key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo).decode() for key in keys
+    )
+
+
+def _token(key: PrivateKeyTypes | str = PRESENT, algorithm: str = "EdDSA", issued_s: float = 0.0, **claims: Any) -> str:
+    now = time.time() + issued_s
+    usual = {"aud": AUDIENCE, "sub": "alice", "lane": "batch", "iat": now, "exp": now + 30}
+    present = {name: value for name, value in (usual | claims).items() if value is not None}
+    return jwt.encode(present, key, algorithm)  # type: ignore[arg-type]  # one of the kinds that it takes
+
+
+def _identify(keys: GatewayKeys, token: str | None) -> tuple[str, str | None] | str:
+    """Name and lane, or the refusal."""
+    try:
+        client = keys.identify(Headers({} if token is None else {TOKEN_HEADER: token}))
+    except ApiError as error:
+        return f"{error.status} {error.code}: {error.message}"
+    return client.name, client.lane
+
+
+@pytest.mark.parametrize(
+    ("token", "outcome"),
+    [
+        (_token(), ("alice", "batch")),
+        (_token(NEXT), ("alice", "batch")),
+        (_token(lane=None), ("alice", None)),
+        (_token(issued_s=4), ("alice", "batch")),  # the gateway's clock is ahead
+        (None, "it has no x-llmservice-token"),
+        (_token(FOREIGN), "a key that is not the gateway's"),
+        (_token(issued_s=-60), "has expired"),
+        (_token(issued_s=60), "not valid yet"),
+        (_token(aud="prod/qwen"), "for another service, expected prod/llama"),
+        (_token(aud=None), "no token of the gateway"),
+        (_token(exp=None), "no token of the gateway"),
+        (_token(iat=None), "no token of the gateway"),
+        (_token(sub=None), "no token of the gateway"),
+        (_token(lane="express"), "no token of the gateway"),
+        (_token("an attacker's secret of 32 bytes or more", "HS256"), "no token of the gateway"),
+        (_token(generate_private_key(SECP256R1()), "ES256"), "no token of the gateway"),
+        (jwt.encode({"aud": AUDIENCE, "sub": "alice"}, None, algorithm="none"), "no token of the gateway"),
+        (_token()[:-10] + "AAAAAAAAAA", "a key that is not the gateway's"),
+        ("nonsense", "no token of the gateway"),
+        ("a.b.c", "no token of the gateway"),
+    ],
+)
+def test_only_tokens_that_the_gateway_has_just_signed_for_this_service_are_taken(
+    tmp_path: Path, token: str | None, outcome: tuple[str, str | None] | str
+) -> None:
+    found = _identify(GatewayKeys(_file(tmp_path, _pem(PRESENT, NEXT)), AUDIENCE), token)
+    if isinstance(outcome, str):
+        assert str(found).startswith("401 invalid_gateway_token: ")
+        assert outcome in found
+    else:
+        assert found == outcome
+
+
+def test_the_public_keys_are_read_again_when_they_change(tmp_path: Path) -> None:
+    path = _file(tmp_path, _pem(PRESENT))
+    keys = GatewayKeys(path, AUDIENCE)
+    assert "not the gateway's" in _identify(keys, _token(NEXT))
+    _replace(path, _pem(NEXT))
+    assert _identify(keys, _token(NEXT)) == ("alice", "batch")
+    assert "not the gateway's" in _identify(keys, _token())
+    path.unlink()
+    assert _identify(keys, _token(NEXT)) == ("alice", "batch")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "holds 0 public keys"),
+        (_pem(PRESENT, NEXT, FOREIGN), "holds 3 public keys"),
+        (_pem(generate_private_key(SECP256R1())), "something else than Ed25519's keys"),
+        ("-----BEGIN PUBLIC KEY-----\nAAAA\n-----END PUBLIC KEY-----\n", "something else than Ed25519's keys"),
+    ],
+)
+def test_a_file_without_one_or_two_ed25519_keys_is_refused(tmp_path: Path, content: str, words: str) -> None:
+    with pytest.raises(KeyFileError, match=words):
+        GatewayKeys(_file(tmp_path, content), AUDIENCE)
+
+
+@pytest.fixture(scope="module")
+def signed_server(shared_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    path = _file(tmp_path_factory.mktemp("gateway"), _pem(PRESENT))
+    return shared_server("--gateway-keys", str(path), "--audience", AUDIENCE)
+
+
+def test_a_server_with_the_gateways_keys_answers_only_probes_without_a_token(signed_server: Any) -> None:
+    for probe in ("/health", "/ready", "/sizing"):
+        assert signed_server.get(probe)[0] == 200
+    for method, route in (("GET", "/v1/models"), ("GET", "/docs"), ("GET", "/openapi.json"), ("POST", "/tokenize")):
+        status, body = signed_server.request(method, route, b"{}" if method == "POST" else None)
+        assert (status, json.loads(body)["error"]["code"]) == (401, "invalid_gateway_token")
+
+
+def test_a_tokens_lane_is_the_highest_and_its_name_is_in_the_log(signed_server: Any) -> None:
+    body: dict[str, Any] = {"model": "tiny", "prompt": "a", "max_tokens": 1}
+    with openai.OpenAI(base_url=f"{signed_server.url}/v1", api_key="unused", max_retries=0) as client:
+        with pytest.raises(openai.AuthenticationError, match="takes requests of the gateway alone"):
+            client.completions.create(**body)
+        signed = client.with_options(default_headers={TOKEN_HEADER: _token()})
+        assert signed.completions.create(**body).choices
+        with pytest.raises(openai.PermissionDeniedError, match="batch is the highest"):
+            signed.completions.create(**body, extra_body={"priority": "interactive"})
+    signed_server.wait_for(lambda: [line for line in signed_server.log if line.get("api_key") == "alice"] or None)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--gateway-keys", "keys.pem"],
+        ["--audience", AUDIENCE],
+        ["--gateway-keys", "keys.pem", "--audience", AUDIENCE, "--api-key-file", "keys"],
+    ],
+)
+def test_flags_of_keys_that_contradict_each_other_are_refused(start_server: Any, flags: list[str]) -> None:
+    server = start_server(*flags)
+    assert server.wait_for_exit() == 2

@@ -283,6 +283,26 @@ def test_a_request_past_its_deadline_ends_with_504(shared_server: Callable[..., 
     assert server.metric("llmservice_request_success_total", finished_reason="error") >= 1
 
 
+def _usage_report(server: Any, path: str, body: dict[str, Any], *, asks: bool) -> tuple[str | None, bytes]:
+    """The header and the answer."""
+    headers = {"x-llmservice-usage": "1"} if asks else {}
+    request = urllib.request.Request(server.url + path, json.dumps(body).encode(), headers)  # noqa: S310
+    with urllib.request.urlopen(request) as answer:  # noqa: S310
+        return answer.headers.get("x-llmservice-usage"), answer.read()
+
+
+def test_the_tokens_of_a_request_are_reported_where_it_asks_for_it(server: Any) -> None:
+    body: dict[str, Any] = {"model": "tiny", "prompt": [77] * 20, "max_tokens": 3, "ignore_eos": True}
+    assert _usage_report(server, "/v1/completions", body, asks=False)[0] is None
+    assert _usage_report(server, "/v1/completions", body, asks=True)[0] == "20 16 3"
+    assert b"llmservice-usage" not in _usage_report(server, "/v1/completions", body | {"stream": True}, asks=False)[1]
+    header, events = _usage_report(server, "/v1/completions", body | {"stream": True}, asks=True)
+    assert header is None
+    assert events.endswith(b"\n\n: llmservice-usage 20 16 3\n\ndata: [DONE]\n\n")
+    embedded = {"model": "tiny", "input": [[7] * 4, [7] * 5]}
+    assert _usage_report(server, "/v1/embeddings", embedded, asks=True)[0] == "9 0 0"
+
+
 def test_a_deadline_in_the_middle_of_a_stream_ends_it_with_an_error_event(shared_server: Callable[..., Any]) -> None:
     server = shared_server("--request-timeout", "500ms")
     body = SLOW | {"stream": True}

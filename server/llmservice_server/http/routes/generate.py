@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from llmservice_server.http.authentication import Client
 from llmservice_server.http.body import BodyRoute, num_body_bytes, run
 from llmservice_server.http.chat_format import ChatFormat
 from llmservice_server.http.completion_format import CompletionFormat
@@ -30,7 +31,7 @@ from llmservice_server.http.protocol.chat import ChatCompletion, ChatRequest
 from llmservice_server.http.protocol.completions import Completion, CompletionRequest
 from llmservice_server.http.protocol.generation import GenerationRequest, StreamOptions
 from llmservice_server.http.protocol.models import REFUSALS, error_responses
-from llmservice_server.http.response import DONE, Choice, Chunk, Layout, event, usage
+from llmservice_server.http.response import DONE, USAGE_HEADER, Choice, Chunk, Layout, event, usage, usage_report
 from llmservice_server.http.state import ServerState, Serving, ServingDep, StateDep
 from llmservice_server.http.tracing import describe
 from llmservice_server.text.output_processor import CompletionOutput, OutputProcessor
@@ -102,11 +103,12 @@ async def _processor(
     prompts = truncated(prompts, body.truncate_prompt_tokens, max(1, room))
     hashes = await run(num_body_bytes(request), prompt_hashes, prompts, ready, body.cache_salt, adapter)
     describe(request.scope, body)
+    client: Client | None = request.scope.get("client_key")
     options = request_options(
         request.headers,
         body.priority,
         arrival_s=request.scope["arrival_s"],
-        default_lane=request.scope.get("key_lane") or state.config.default_lane,
+        default_lane=(None if client is None else client.lane) or state.config.default_lane,
         timeout_s=state.config.request_timeout_s,
         queue_timeout_s=state.config.queue_timeout_s,
     )
@@ -117,7 +119,7 @@ async def _processor(
         prompts,
         hashes,
         default_max_tokens=default_max_tokens,
-        options=replace(options, adapter=adapter),
+        options=replace(options, adapter=adapter, client=None if client is None else client.name),
         grammar=grammar,
     )
 
@@ -206,9 +208,9 @@ class EventStream(Response):
         except ApiError as error:
             if not started:
                 raise
-            await self._write(send, event(error.body), more=False)
+            await self._write(send, event(error.body) + _usage_comment(scope), more=False)
             return
-        await self._write(send, self._closing(), more=False)
+        await self._write(send, self._closing() + _usage_comment(scope) + DONE, more=False)
 
     async def _write(self, send: Send, body: bytes, *, more: bool = True) -> None:
         if body or not more:
@@ -226,10 +228,10 @@ class EventStream(Response):
 
     def _closing(self) -> bytes:
         if not self._options.include_usage:
-            return DONE
+            return b""
         self._chunk.choices = []
         self._chunk.usage = usage(self._processor, num_reasoning=self._layout.num_reasoning_tokens)
-        return event(self._chunk) + DONE
+        return event(self._chunk)
 
     def _event(self, choices: Sequence[Choice]) -> bytes:
         if not choices:
@@ -238,3 +240,8 @@ class EventStream(Response):
         if self._options.continuous_usage_stats:
             self._chunk.usage = usage(self._processor, self._num_tokens, self._layout.num_reasoning_tokens)
         return event(self._chunk)
+
+
+def _usage_comment(scope: Scope) -> bytes:
+    report = usage_report(scope)
+    return b"" if report is None else f": {USAGE_HEADER.removeprefix('x-')} {report}\n\n".encode()
