@@ -60,6 +60,6 @@ def test_a_server_that_is_killed_is_named_so(cluster: Cluster, kube: Kube) -> No
 
 def test_deliberate_zero_replicas_are_ready_and_not_stalled(cluster: Cluster, kube: Kube) -> None:
     kube.patch(NAME, {"spec": {"replicas": 0}})
-    assert ready(kube, "ScaledToZero")["status"] == "True"
+    assert ready(kube, "NoReplicas")["status"] == "True"
     assert kube.condition(NAME, "Stalled")["status"] == "False"
     cluster.kubectl("delete", "llm", NAME, "--wait=true")

@@ -78,7 +78,8 @@ REFUSED: dict[str, tuple[Spec, str]] = {
     "replicas below zero": ({"replicas": -1}, "spec.replicas"),
     "replicas beyond any cluster": ({"replicas": 1001}, "spec.replicas"),
     "replicas beyond any integer": ({"replicas": 2**62}, "spec.replicas"),
-    "minReplicas of none": (autoscaling(minReplicas=0), "spec.autoscaling.minReplicas"),
+    "minReplicas below zero": (autoscaling(minReplicas=-1), "spec.autoscaling.minReplicas"),
+    "an idle time of words": (autoscaling(minReplicas=0, idleTimeout="soon"), "spec.autoscaling.idleTimeout"),
     "maxReplicas of none": (autoscaling(maxReplicas=0), "spec.autoscaling.maxReplicas"),
     "queueDepth of none": (autoscaling(queueDepth=0), "spec.autoscaling.queueDepth"),
     "a tolerance above all": (autoscaling(tolerancePercent=101), "spec.autoscaling.tolerancePercent"),
@@ -114,6 +115,7 @@ REFUSED: dict[str, tuple[Spec, str]] = {
     # contradictions
     "replicas and autoscaling": ({"replicas": 2, "autoscaling": {"maxReplicas": 2}}, "spec"),
     "min above max": (autoscaling(minReplicas=4), "spec.autoscaling"),
+    "an idle time without going to zero": (autoscaling(idleTimeout="5m"), "spec.autoscaling"),
     "no surge and nothing unavailable": ({"rollout": {"maxSurge": 0, "maxUnavailable": 0}}, "spec.rollout"),
     "a GPU of no product": (gpu(count=1), "spec.resources"),
     "more GPUs than one": (gpu(count=2, product="l4"), "spec.resources"),

@@ -15,6 +15,7 @@ from llmservice_operator.cluster.kube_client import KubeClient
 from llmservice_operator.cluster.object_cache import ObjectCache
 from llmservice_operator.monitoring.metrics import OperatorMetrics
 from llmservice_operator.reconcile import Reconciler
+from llmservice_operator.signals.held import HeldRequests
 from llmservice_operator.signals.sources import Signals
 
 NS = "/api/v1/namespaces/team-a"
@@ -119,6 +120,7 @@ class World:
             OperatorMetrics(),
             old.server_image,
             old.grants,
+            HeldRequests(old.held.session, old.held.list_gateways, clock=self.monotonic),
             self.clock,
             monotonic=self.monotonic,
         )

@@ -1,4 +1,7 @@
-"""The pods of a service, as far as the operator hears them: what they answer at /metrics, /sizing and /progress."""
+"""The pods of a service, as far as the operator hears them: what they answer at /metrics, /sizing and /progress.
+
+And a gateway's /internal/held.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,24 @@ class TalkingPods:
     sizing: dict[str, Any] | None = None
     """What a server that sized itself tells."""
     progress: dict[str, Any] | None = None
+    held_requests: dict[str, int] | None = None
+    """What a gateway holds, by service; None: it does not answer. One gateway listens on the pods' port."""
 
     async def report(self, request: web.Request) -> web.Response:
         answer = self.sizing if request.path == "/sizing" else self.progress
         return web.Response(status=503) if answer is None else web.json_response(answer)
+
+    async def gateways(self) -> list[str]:
+        return [f"http://127.0.0.1:{self.port}"]
+
+    async def held(self, request: web.Request) -> web.Response:
+        if self.held_requests is None:
+            return web.Response(status=503)
+        held = {
+            name: {"requests": number, "tokens": 100 * number, "oldest_s": 2.0}
+            for name, number in self.held_requests.items()
+        }
+        return web.json_response({"held": held})
 
     async def metrics(self, request: web.Request) -> web.Response:
         if request.url.host not in self.in_flight:

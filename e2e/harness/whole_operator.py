@@ -28,10 +28,15 @@ from llmservice_operator.loops import ServiceLoops
 from llmservice_operator.monitoring.metrics import OperatorMetrics
 from llmservice_operator.pods.pod_model import PodModels
 from llmservice_operator.reconcile import Reconciler
+from llmservice_operator.signals.held import HeldRequests
 from llmservice_operator.signals.sources import PodSignals, Signals
 
 TICK_S = 30.0
 RESYNC_S = 600.0
+
+
+async def _no_gateways() -> list[str]:
+    return []
 
 
 class WholeOperator:
@@ -51,6 +56,7 @@ class WholeOperator:
             metrics,
             "img:1",
             Grants(client, clock=clock),
+            HeldRequests(session, _no_gateways),
             clock,
             monotonic=clock,
         )

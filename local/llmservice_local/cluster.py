@@ -194,10 +194,12 @@ class LocalCluster:
         specs: list[ComponentSpec] = []
         if self.settings.prometheus:
             self.prometheus_url = f"http://127.0.0.1:{free_port()}"
+        has_gateway = self.settings.gateway and self._has_gateway
+        metrics_port = free_port() if has_gateway else 0
         if self.settings.operator:
-            specs += self._operator_specs()
-        if self.settings.gateway and self._has_gateway:
-            specs.append(self._gateway_spec())
+            specs += self._operator_specs(metrics_port)
+        if has_gateway:
+            specs.append(self._gateway_spec(metrics_port))
         if self.settings.prometheus:
             own = {spec.name: spec.metrics for spec in specs}
             specs.append(self._prometheus_spec(own))
@@ -215,13 +217,17 @@ class LocalCluster:
     def _targets(self) -> Path:
         return self.settings.state_dir / "prometheus-targets.json"
 
-    def _operator_specs(self) -> list[ComponentSpec]:
-        """As many operators as the release has replicas; they elect a leader."""
+    def _operator_specs(self, gateway_port: int) -> list[ComponentSpec]:
+        """As many operators as the release has replicas; they elect a leader.
+
+        `gateway_port` is that of the gateway's metrics, 0 without a gateway: it is no pod that they could find.
+        """
         part = self._part("operator")
         others = range(2, part.replicas + 1 if part is not None else 2)
-        return [self._operator_spec(name) for name in ("operator", *(f"operator-{number}" for number in others))]
+        names = ("operator", *(f"operator-{number}" for number in others))
+        return [self._operator_spec(name, gateway_port) for name in names]
 
-    def _operator_spec(self, name: str) -> ComponentSpec:
+    def _operator_spec(self, name: str, gateway_port: int) -> ComponentSpec:
         port, health_port = free_port(), free_port()
         webhook_port = self._webhook_port if name == "operator" else free_port()
         flags = ["--host", "127.0.0.1", "--port", str(port), "--health-port", str(health_port)]
@@ -230,11 +236,13 @@ class LocalCluster:
             flags += ["--file-models-root", str(self.settings.models_root)]
         if self.prometheus_url:
             flags += ["--prometheus-url", self.prometheus_url]
+        if gateway_port:
+            flags += ["--gateway-metrics-url", f"http://127.0.0.1:{gateway_port}"]
         flags += self.settings.operator_arguments
         return self._own_command(name, "operator", flags, f"{health_port}/healthz", port)
 
-    def _gateway_spec(self) -> ComponentSpec:
-        port, metrics_port = free_port(self.settings.gateway_port), free_port()
+    def _gateway_spec(self, metrics_port: int) -> ComponentSpec:
+        port = free_port(self.settings.gateway_port)
         self.gateway_url = f"http://127.0.0.1:{port}"
         flags = ["--host", "127.0.0.1", "--port", str(port), "--metrics-port", str(metrics_port)]
         return self._own_command("gateway", "gateway", flags, f"{port}/health", metrics_port)

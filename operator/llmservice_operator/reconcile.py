@@ -22,6 +22,7 @@ from llmservice_operator.pods.pod import Pod, Trouble, image_volume_trouble, obs
 from llmservice_operator.pods.pod_model import PodModels
 from llmservice_operator.scaling.decision import Decision, ScalingState, decide_replicas, scale_policy
 from llmservice_operator.scaling.supply import OverloadTimer, StartupTimes, supply_of
+from llmservice_operator.signals.held import HeldRequests
 from llmservice_operator.signals.load import Load
 from llmservice_operator.signals.sources import Signals
 from llmservice_operator.sizing import ReadModel, Sized, Sizer, SizingProblem
@@ -111,6 +112,7 @@ class Reconciler:
     metrics: OperatorMetrics
     server_image: str
     grants: Grants
+    held: HeldRequests
     clock: Callable[[], float] = time.time
     peers: PlatformPeers = DEFAULT_PEERS
     """Who may reach every service's pods, as NetworkPolicyPeers."""
@@ -176,6 +178,7 @@ class Reconciler:
         self.applier.forget(namespace, name)
         self._in_sync.forget((namespace, name))
         self._events.forget(namespace, name)
+        self.held.at_zero.discard((namespace, name))
         self.metrics.forget(namespace, name)
 
     def _observe(self, namespace: str, name: str) -> Observation | None:
@@ -227,9 +230,11 @@ class Reconciler:
         service, metrics = seen.service, self.metrics
         feasible = memory.slo is None or memory.slo.status != "False"
         supply = supply_of(seen.deployment, seen.pods, memory.startup)
+        demand = load if seen.current else self.held.of(service.key)
         decision, memory.scaling = decide_replicas(
-            service, sizing, load, supply, memory.scaling, seen.now, seen.steady_s, feasible=feasible
+            service, sizing, demand, supply, memory.scaling, seen.now, seen.steady_s, feasible=feasible
         )
+        self._track_zero(seen, decision)
         metrics.sized(*service.key, sizing.reason if isinstance(sizing, SizingProblem) else None)
         if service.spec.autoscaling is not None:
             metrics.decided(seen.current, decision.replicas, decision.reasons)
@@ -238,6 +243,16 @@ class Reconciler:
             if lasted_s is not None:
                 metrics.overload_ended(lasted_s)
         return decision
+
+    def _track_zero(self, seen: Observation, decision: Decision) -> None:
+        """Gateways are read while a service is at zero for want of requests."""
+        key, autoscaling = seen.service.key, seen.service.spec.autoscaling
+        if autoscaling is not None and autoscaling.min_replicas == 0 and decision.replicas == 0:
+            self.held.at_zero.add(key)
+            return
+        self.held.at_zero.discard(key)
+        if autoscaling is not None and seen.current == 0 and decision.active:
+            self.metrics.woke_up(*key)
 
     async def _apply(
         self, seen: Observation, load: Load | None, sizing: Sized | SizingProblem, decision: Decision

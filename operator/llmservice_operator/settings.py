@@ -85,6 +85,13 @@ class OperatorSettings:
         env="POD_NAMESPACE",
         metavar="NAME",
     )
+    gateway_urls: tuple[str, ...] = _setting(
+        "--gateway-metrics-url",
+        "read held requests from this gateway's metrics port too, as http://HOST:PORT; repeatable (the gateways that"
+        " are pods of --own-namespace are found by their labels)",
+        (),
+        metavar="URL",
+    )
     prometheus_peers: tuple[str, ...] = _setting(
         "--prometheus-peer",
         "let these pods scrape the services' pods; * is every namespace; repeatable"
@@ -124,6 +131,9 @@ class OperatorSettings:
         for flag, port in (("--health-port", self.health_port), ("--webhook-port", self.webhook_port)):
             if not 1 <= port <= 65535:
                 raise ValueError(f"{flag} is {port}, expected 1 to 65535")
+        for url in self.gateway_urls:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"--gateway-metrics-url is {url!r}, expected http://HOST:PORT")
         if self.webhook_name and not self.own_namespace:
             raise ValueError("--webhook needs --own-namespace, or POD_NAMESPACE in the environment")
         if self.leader_elect and not self.lease_namespace:

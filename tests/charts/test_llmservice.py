@@ -13,6 +13,9 @@ import helm_python as helm
 import pytest
 import yaml
 
+from llmservice_local.selector import label_predicate
+from llmservice_operator.api.labels import GATEWAYS
+
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "charts" / "llmservice"
 CRD = "llmservices.serving.llmservice.io.yaml"
@@ -216,6 +219,17 @@ def test_of_two_operators_only_the_holder_of_the_lease_works(chart: helm.Chart) 
     assert container["env"][0]["valueFrom"] == {"fieldRef": {"fieldPath": "metadata.namespace"}}
     assert role["metadata"]["namespace"] == "system"
     assert role["rules"][1]["resourceNames"] == ["release-llmservice-operator"]
+
+
+def test_the_operator_lists_the_gateways_pods_in_its_own_namespace_alone(chart: helm.Chart) -> None:
+    manifests = render(chart, {"namespaces": ["team-a"]})
+    role = named(manifests, "Role", "release-llmservice-operator-lease")
+    gateway = named(manifests, "Deployment", "release-llmservice-gateway")
+
+    assert {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]} in role["rules"]
+    assert label_predicate(GATEWAYS)(gateway["spec"]["template"])
+    (container,) = gateway["spec"]["template"]["spec"]["containers"]
+    assert "metrics" in {port["name"] for port in container["ports"]}
 
 
 def test_gateways_grace_period_is_longer_than_its_drain(chart: helm.Chart) -> None:

@@ -23,6 +23,10 @@ DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 APP = "llmservice"
 
 
+GATEWAYS = f"{PART_OF}={APP},{COMPONENT}=gateway"
+"""Selects the gateway's pods in the operator's own namespace."""
+
+
 def selector_labels(instance: str) -> dict[str, str]:
     """The Deployment's selector; it is immutable, so it has nothing that may change."""
     return {NAME: APP, INSTANCE: instance}

@@ -230,11 +230,28 @@ class MetricsSource(SchemaModel):
 
 class Autoscaling(SchemaModel):
     model_config = ConfigDict(
-        json_schema_extra=rules(("self.minReplicas <= self.maxReplicas", "minReplicas must not be above maxReplicas"))
+        json_schema_extra=rules(
+            ("self.minReplicas <= self.maxReplicas", "minReplicas must not be above maxReplicas"),
+            (
+                "!has(self.idleTimeout) || self.minReplicas == 0",
+                "idleTimeout needs minReplicas: 0, for otherwise the last replica always stays",
+            ),
+        )
     )
 
-    min_replicas: int = Field(1, ge=1, le=1000, description="Never fewer replicas than this.")
+    min_replicas: int = Field(
+        1,
+        ge=0,
+        le=1000,
+        description="Never fewer replicas than this. 0: the last one is removed after idleTimeout, and the next request"
+        " to the gateway, which waits there, starts one.",
+    )
     max_replicas: int = Field(ge=1, le=1000, description="Never more replicas than this.")
+    idle_timeout: Duration | None = Field(
+        None,
+        description="With minReplicas: 0, how long no request runs, waits or arrives before the last replica is"
+        " removed. Default: 300s, about what a start costs: so at most twice the least possible GPU time is spent.",
+    )
     queue_depth: int = Field(4, ge=1, le=10000, description="Waiting requests per replica that are still fine.")
     tolerance_percent: int = Field(
         10,

@@ -16,7 +16,7 @@ from llmservice_operator.api.status import AutoscalingStatus, Condition, SizingS
 from llmservice_operator.children.deployment import CONTAINER
 from llmservice_operator.cluster.kube_client import KubeClient, KubeError
 from llmservice_operator.pods.pod import epoch, pod_of
-from llmservice_operator.status.conditions import printable
+from llmservice_operator.status.conditions import READY, SCALED_TO_ZERO, printable
 
 _EVENTS = 8
 _PODS_READ = 10
@@ -31,7 +31,9 @@ _HEALTHY = {
     "SLOFeasible": ("True", "Unknown"),
 }
 """What a condition may be while nothing is wrong. ScalingActive and Progressing are wrong for some reasons only."""
-_WRONG = frozenset({"NoMetrics", "ProgressDeadlineExceeded", "NameConflict", "ApplyFailed", "AdmissionDenied"})
+_WRONG = frozenset(
+    {"NoMetrics", "NoGateway", "ProgressDeadlineExceeded", "NameConflict", "ApplyFailed", "AdmissionDenied"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +184,8 @@ def _problems(service: LLMService) -> Iterable[Problem]:
 
 
 def _wrong(condition: Condition) -> bool:
+    if condition.type == READY and condition.reason == SCALED_TO_ZERO:
+        return False
     fine = _HEALTHY.get(condition.type)
     return condition.status not in fine if fine else condition.reason in _WRONG
 
@@ -193,8 +197,10 @@ def _problem(service: LLMService, condition: str, reason: str, message: str, sin
 
 def _headline(service: LLMService, problems: Sequence[Problem]) -> str:
     ready = service.status.condition("Ready")
-    if ready is not None and ready.status == "True":
-        return ready.message if not problems else f"Serving, but {problems[0].reason}"
+    at_zero = ready is not None and ready.reason == SCALED_TO_ZERO
+    if ready is not None and (ready.status == "True" or at_zero):
+        state = "Scaled to zero" if at_zero else "Serving"
+        return ready.message if not problems else f"{state}, but {problems[0].reason}"
     return f"{problems[0].reason}: {problems[0].message}" if problems else "Not Ready"
 
 
@@ -259,7 +265,8 @@ _REMEDIES = {
     "RollingOut": "Wait: the new pods load the model; what ran before serves meanwhile.",
     "Updating": "Wait a moment; if it stays so, the cluster's deployment controller is not working.",
     "Replacing": "Wait: the objects of the deleted service of that name are being removed.",
-    "ScaledToZero": "Raise it: kubectl scale llm {name} -n {namespace} --replicas=1",
+    "ScaledToZero": "Send a request to the gateway: it waits there until the replica that it starts is ready.",
+    "NoReplicas": "Raise it: kubectl scale llm {name} -n {namespace} --replicas=1",
     "NotReconciled": "See that the operator runs and follows this namespace:"
     " kubectl get pods -A -l app.kubernetes.io/component=operator",
     "BehindSpec": "Wait a moment; if it stays so, see the operator's log.",
@@ -312,6 +319,8 @@ _REMEDIES = {
     # scaling and targets
     "NoMetrics": "Replicas are held. See that the operator reaches the pods' port 8001 or Prometheus"
     " (its log says which fails).",
+    "NoGateway": "No request can start a replica. See that gateways run in the operator's namespace with the label"
+    " app.kubernetes.io/component=gateway, and that the operator reaches their port metrics.",
     "NoReadyPods": "Replicas are held until a pod is ready.",
     "SizingInvalid": "Correct the spec first.",
     "ITLUnreachable": "Raise spec.slo.itlP99, or choose a faster GPU or a smaller model.",

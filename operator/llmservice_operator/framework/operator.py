@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,8 +20,9 @@ from kopf._cogs.structs.references import Insights
 from kopf._core.reactor.observation import process_discovered_resource_event
 from prometheus_client import start_http_server
 
+from llmservice_operator.api import labels
 from llmservice_operator.cluster.applier import Applier
-from llmservice_operator.cluster.kube_client import KubeClient, load_configuration
+from llmservice_operator.cluster.kube_client import KubeClient, KubeError, load_configuration
 from llmservice_operator.cluster.leadership import Election, LeadershipLostError
 from llmservice_operator.cluster.object_cache import ObjectCache, collect_seldom, freeze_heap
 from llmservice_operator.framework.handlers import Handlers
@@ -36,7 +38,8 @@ from llmservice_operator.pods.pod_model import PodModels
 from llmservice_operator.reconcile import Reconciler
 from llmservice_operator.review import Reviewer
 from llmservice_operator.settings import OperatorSettings
-from llmservice_operator.signals.sources import PodSignals, PrometheusSignals, Signals
+from llmservice_operator.signals.held import HeldRequests, gateway_urls
+from llmservice_operator.signals.sources import PodSignals, PrometheusSignals, SignalError, Signals
 
 logger = logging.getLogger(__name__)
 
@@ -166,6 +169,7 @@ async def run_operator(settings: OperatorSettings) -> None:
         client.answered = process.answered
         reconciler = await _reconciler(stack, client, cache, settings, metrics)
         loops = ServiceLoops(reconciler.run_pass, settings.tick_s, metrics)
+        reconciler.held.wake = loops.start
         process.track(loops, cache)
         handlers = Handlers(cache, loops, reconciler.forget, process)
         resync = Resync(
@@ -179,7 +183,7 @@ async def run_operator(settings: OperatorSettings) -> None:
             on_complete=freeze_heap,
         )
         watches = Watches(process)
-        work = Work(loops, cache, resync, _election(client, settings, process))
+        work = Work(loops, cache, resync, _election(client, settings, process), [reconciler.held.run])
         handlers.register(own.registry)
         Login(configuration, resync, watches, process, settings.namespaces).register(own.registry)
         register_probes(own.registry, watches, loops.healthy, process.leads)
@@ -216,8 +220,20 @@ async def _reconciler(
         metrics,
         settings.server_image,
         Grants(client, not settings.namespaces, settings.usable_secrets(), settings.allowed_env),
+        HeldRequests(inside, partial(_gateways, client, settings), counted=metrics.held_read),
         peers=settings.peers(),
     )
+
+
+async def _gateways(client: KubeClient, settings: OperatorSettings) -> list[str]:
+    """The metrics ports of all gateways; raises SignalError."""
+    if settings.own_namespace is None:
+        return list(settings.gateway_urls)
+    try:
+        pods = await client.list_pods(settings.own_namespace, labels.GATEWAYS)
+    except KubeError as error:
+        raise SignalError(str(error)) from error
+    return [*settings.gateway_urls, *gateway_urls(pods)]
 
 
 def _election(client: KubeClient, settings: OperatorSettings, process: ProcessMetrics) -> Election | None:

@@ -36,6 +36,11 @@ _SERVICE_GAUGES: Declared = {
 }
 _PASS_COUNTERS: Declared = {
     "pass_failures_total": ("Passes that ended in an error and will be repeated.", (*_SERVICE, "reason")),
+    "wake_ups_total": ("Services that were scaled up from zero because requests waited in gateways.", _SERVICE),
+    "held_reads_total": (
+        "Reads of the requests that a gateway holds, while any service is at zero, by result: ok or error.",
+        ("result",),
+    ),
     "decisions_total": (
         "Decisions of the autoscaler, one in every pass, by what they do and the steps that led to the number.",
         ("direction", "reason"),
@@ -113,6 +118,12 @@ class OperatorMetrics:
         for reason in deciding(reasons, replicas):
             self._counters["decisions_total"].labels(direction, reason).inc()
 
+    def woke_up(self, namespace: str, name: str) -> None:
+        self._counters["wake_ups_total"].labels(namespace, name).inc()
+
+    def held_read(self, result: str) -> None:
+        self._counters["held_reads_total"].labels(result).inc()
+
     def overload_ended(self, lasted_s: float) -> None:
         """One more pod serves, this long after the overload began."""
         self._overload.observe(lasted_s)
@@ -139,7 +150,8 @@ class OperatorMetrics:
                 self._gauges[figure].labels(namespace, name).set(value)
 
     def forget(self, namespace: str, name: str) -> None:
-        for metric in (self._counters["pass_failures_total"], *self._gauges.values()):
+        counters = (self._counters["pass_failures_total"], self._counters["wake_ups_total"])
+        for metric in (*counters, *self._gauges.values()):
             metric.remove_by_labels({"namespace": namespace, "name": name})
 
     def exposition(self) -> bytes:

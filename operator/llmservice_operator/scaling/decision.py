@@ -2,7 +2,8 @@
 
 Every step is a pure function; time comes in as seconds of a monotonic clock. The queue and the arrivals set the
 number. p99 TTFT only tilts it, by one more while the target is missed and never down meanwhile, and only where the
-load explains it: it lags behind the load. Completions alone are never used, since an overload caps them.
+load explains it: it lags behind the load. Completions alone are never used, since an overload caps them. A service at
+zero has no pods to measure: the requests that gateways hold for it are its queue.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from llmservice_operator.api.resource import LLMService
 from llmservice_operator.scaling.history import History
 from llmservice_operator.scaling.policy import TARGET_UTILIZATION, ScalePolicy
 from llmservice_operator.scaling.supply import Supply
+from llmservice_operator.signals.held import Held
 from llmservice_operator.signals.load import Load
 from llmservice_operator.sizing import Sized, SizingProblem
 
@@ -60,7 +62,7 @@ def scale_policy(service: LLMService, sizing: Sized | SizingProblem) -> ScalePol
 def decide_replicas(
     service: LLMService,
     sizing: Sized | SizingProblem,
-    load: Load | None,
+    load: Load | Held | None,
     supply: Supply,
     state: ScalingState | None,
     now: float,
@@ -70,7 +72,8 @@ def decide_replicas(
 ) -> tuple[Decision, ScalingState | None]:
     """The Deployment's replicas from now on, and the next pass's state.
 
-    `now` is the clock of the status, `steady_s` a monotonic one. `feasible`: whether replicas can help p99 TTFT.
+    `load` is that of the ready pods, or what gateways hold for a service without any; None where it is unknown. `now`
+    is the clock of the status, `steady_s` a monotonic one. `feasible`: whether replicas can help p99 TTFT.
     """
     if isinstance(sizing, SizingProblem):
         reason = f"sizing: {sizing.reason}, replicas stay"
@@ -84,7 +87,14 @@ def decide_replicas(
         state = ScalingState(history, service.status.observed_generation)
     generation = service.metadata.generation
     history = state.history if state.generation == generation else state.history.forget_capacity()
-    decision, history = decide(load, supply, policy, history, steady_s, feasible=feasible)
+    if policy.sleeps and supply.replicas == 0:
+        held = load if isinstance(load, Held) else None
+        if held is not None and held.requests and sizing.max_num_seqs is None:
+            held = replace(held, requests=1)  # how many fit is known once one replica runs
+        decision, history = decide_wake_up(held, policy, history, steady_s)
+    else:
+        measured = None if isinstance(load, Held) else load
+        decision, history = decide(measured, supply, policy, history, steady_s, feasible=feasible)
     return decision, ScalingState(history, generation)
 
 
@@ -95,15 +105,55 @@ def decide(
     history = history.observe(now, supply.replicas)
     if load is None:
         return _hold(supply, policy), history.remember(now, None, policy.memory_s)
-    history = history.measure(now, load.capacity_per_s, load.finished_per_s)
+    history = history.measure(now, load.capacity_per_s, load.finished_per_s, load.quiet_s)
     policy = policy.for_load(load)
     counted = policy.counted(load)
     analysis = analyse(counted, _slots(load, policy), supply, policy, history.capacity_per_s(now))
     recommendation = optimise(analysis, counted, supply, policy, history, now, feasible=feasible)
+    recommendation = _keep_last(recommendation, policy, history)
     decision = limit(recommendation, supply.replicas, policy, history, now)
     if decision.replicas < supply.replicas and load.answered < 1 - MISSING:
         decision = _hold_for_missing(decision, load, supply, policy)
     return decision, history.remember(now, decision.wanted, policy.memory_s)
+
+
+def decide_wake_up(held: Held | None, policy: ScalePolicy, history: History, now: float) -> tuple[Decision, History]:
+    """One tick of a service that the autoscaler has set to zero: held requests are its queue.
+
+    A request is answered as soon as one replica is ready, so no stabilisation and no cooldown delays the first one; the
+    step bounds how many more come with it. Until a pod is ready the replicas then stay: one scale-up for all requests.
+    """
+    history = history.observe(now, 0)
+    if held is None:
+        reason = "held: no gateway answers, so no request can start a replica -> 0"
+        return Decision(0, 0, (reason,), active=False), history.remember(now, None, policy.memory_s)
+    history = history.measure(now, None)
+    if not held.requests:
+        return Decision(0, 0, ("held: no request -> 0",)), history.remember(now, 0, policy.memory_s)
+    capacity_per_s = history.capacity_per_s(now)
+    waiting = Load("gateways", (), held=held.requests)
+    analysis = analyse(waiting, policy.max_num_seqs, Supply(0, 0), policy, capacity_per_s)
+    asked = max(1, math.ceil(analysis.queue or 0))
+    room = f"a replica runs {policy.max_num_seqs}, {policy.queue_depth} may wait"
+    reasons = [f"held: {held.requests} requests wait in gateways, {room} -> {asked}"]
+    wanted = policy.bounded(asked)
+    if wanted != asked:
+        reasons.append(f"bounds: {policy.min_replicas} to {policy.max_replicas} -> {wanted}")
+    replicas = min(wanted, max(1, policy.up.size(0)))
+    if replicas != wanted:
+        reasons.append(f"step: {policy.up.about} -> {replicas}")
+    return Decision(replicas, wanted, tuple(reasons)), history.remember(now, wanted, policy.memory_s)
+
+
+def _keep_last(asked: Recommendation, policy: ScalePolicy, history: History) -> Recommendation:
+    """The last replica is removed only once there has been no request for `idleTimeout`."""
+    if asked.replicas or not policy.sleeps:
+        return asked
+    if history.idle_s >= policy.idle_timeout_s:
+        reason = f"idle: no request for {policy.idle_timeout_s:g}s -> 0"
+        return Recommendation(0, (*asked.reasons, reason))
+    reason = f"idle: the last replica stays until there is no request for {policy.idle_timeout_s:g}s -> 1"
+    return Recommendation(1, (*asked.reasons, reason))
 
 
 def _hold(supply: Supply, policy: ScalePolicy) -> Decision:
@@ -288,12 +338,13 @@ def limit(asked: Recommendation, current: int, policy: ScalePolicy, history: His
         if replicas == current and rules.cooldown_s:
             reasons.append(f"cooldown: no step within {rules.cooldown_s:g}s of a change -> {replicas}")
         else:
-            step = f"at most {rules.replicas} replicas or {rules.percent}% in {rules.period_s:g}s"
-            reasons.append(f"step: {step} -> {replicas}")
+            reasons.append(f"step: {rules.about} -> {replicas}")
     return Decision(policy.bounded(replicas), wanted, tuple(reasons))
 
 
 def _stabilized(wanted: int, current: int, policy: ScalePolicy, history: History, now: float) -> int:
+    if wanted == 0:
+        return 0  # `idleTimeout` is over, which is the stabilisation of the last replica
     if wanted < current:
         if history.unmeasured_s is not None and now - history.unmeasured_s < policy.down.stabilization_s:
             return current

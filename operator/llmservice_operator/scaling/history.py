@@ -43,6 +43,8 @@ class History:
     """When the load was last measured, or else the first tick."""
     unmeasured_s: float | None = None
     """The end of the last time without metrics that was longer than a gap between ticks."""
+    idle_s: float = 0.0
+    """For how long measurements have shown no request; 0 after a restart, for what was not measured is not idle."""
 
     @classmethod
     def start(
@@ -79,11 +81,14 @@ class History:
         changes = (*history.changes, (now, change)) if change else history.changes
         return replace(history, changes=changes, last_tick=(now, replicas))
 
-    def measure(self, now: float, capacity_per_s: float | None, finished_per_s: float | None = None) -> History:
+    def measure(
+        self, now: float, capacity_per_s: float | None, finished_per_s: float | None = None, quiet_s: float = 0.0
+    ) -> History:
         """Note that there are metrics, and a replica's capacity according to them.
 
         `capacity_per_s` is a reading of full replicas; it moves the known capacity by a tenth of the difference.
-        `finished_per_s` is what a replica, full or not, finished: the capacity is no lower.
+        `finished_per_s` is what a replica, full or not, finished: the capacity is no lower. `quiet_s` is for how long
+        the metrics show no request; where that does not reach back to the last measurement, the idle time begins anew.
         """
         gap_s = 0.0 if self.measured_s is None else now - self.measured_s
         throughput, known = _fresh(self.throughput, now), self.capacity_per_s(now)
@@ -102,6 +107,7 @@ class History:
             unmeasured_s=now if gap_s > LONGEST_GAP_S else self.unmeasured_s,
             throughput=throughput,
             capacity=capacity,
+            idle_s=max(quiet_s, self.idle_s + gap_s) if quiet_s >= gap_s and quiet_s else quiet_s,
         )
 
     def capacity_per_s(self, now: float) -> float | None:

@@ -14,6 +14,10 @@ from llmservice_operator.signals.load import Load, PodLoad
 TARGET_UTILIZATION = 0.8
 """Waiting times explode beyond it (queueing theory): plan for this share of the slots, not for all of them."""
 
+IDLE_TIMEOUT_S = 300.0
+"""About what the start of a model of many GiB costs. A replica that is kept idle for as long as its next start takes
+uses at most twice the GPU time of the best schedule in hindsight (the ski-rental problem)."""
+
 
 @dataclass(frozen=True, slots=True)
 class ScalingRules:
@@ -37,6 +41,10 @@ class ScalingRules:
             cooldown_s=units.seconds(spec.cooldown),
             stabilization_s=units.seconds(spec.stabilization),
         )
+
+    @property
+    def about(self) -> str:
+        return f"at most {self.replicas} replicas or {self.percent}% in {self.period_s:g}s"
 
     def size(self, start: int) -> int:
         """Replicas that one period may add to, or take from, `start`; a share of them is rounded up."""
@@ -73,6 +81,8 @@ class ScalePolicy:
     ttft_p99_s: float | None
     max_num_seqs: int
     """Slots of one replica."""
+    idle_timeout_s: float = math.inf
+    """How long there is no request before the last replica is removed; without end where it always stays."""
     batch: Literal["fill", "scale"] = "fill"
     """fill: batch requests use what the others leave, and add no replicas. scale: they count like the others."""
 
@@ -88,8 +98,14 @@ class ScalePolicy:
             window_s=units.seconds(autoscaling.metrics.window),
             ttft_p99_s=slo.ttft_p99_s,
             max_num_seqs=max_num_seqs,
+            idle_timeout_s=_idle_timeout_s(autoscaling),
             batch=autoscaling.batch,
         )
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether the last replica is removed when there are no requests."""
+        return self.min_replicas == 0
 
     @property
     def memory_s(self) -> float:
@@ -137,3 +153,9 @@ class ScalePolicy:
             running = min(running, TARGET_UTILIZATION * self.max_num_seqs)
             kv_usage = min(kv_usage, TARGET_UTILIZATION)
         return replace(pod, running=running, waiting=waiting, kv_usage=kv_usage, batch_waiting=0.0, batch_running=0.0)
+
+
+def _idle_timeout_s(autoscaling: Autoscaling) -> float:
+    if autoscaling.min_replicas:
+        return math.inf
+    return IDLE_TIMEOUT_S if autoscaling.idle_timeout is None else units.seconds(autoscaling.idle_timeout)

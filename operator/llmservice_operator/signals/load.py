@@ -64,6 +64,10 @@ class Load:
     """Whose code computes the model in the pods: own or transformers."""
     fallbacks: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """What pods compute without our kernels, by pod; only pods that do."""
+    quiet_s: float = 0.0
+    """For how long the scrapes of all ready pods show no request; 0 where one is there, or a pod could not be read."""
+    held: float = 0.0
+    """Requests that gateways hold because no pod is ready."""
 
     @property
     def running(self) -> float:
@@ -71,12 +75,13 @@ class Load:
 
     @property
     def waiting(self) -> float:
-        return sum(pod.waiting for pod in self.pods)
+        return sum(pod.waiting for pod in self.pods) + self.held
 
     @property
     def answered(self) -> float:
-        """Share of the ready pods whose metrics could be read."""
-        return len(self.pods) / (len(self.pods) + len(self.missing))
+        """Share of the ready pods whose metrics could be read; 1 where no pod is ready."""
+        ready = len(self.pods) + len(self.missing)
+        return len(self.pods) / ready if ready else 1.0
 
 
 def load_of(histories: Histories, ready_pods: Iterable[str], source: str) -> Load | None:
@@ -103,7 +108,19 @@ def load_of(histories: Histories, ready_pods: Iterable[str], source: str) -> Loa
         weights_bytes=next((weight for one in read.values() if (weight := one[-1].weights_bytes)), None),
         model_code=next((code for one in read.values() if (code := one[-1].model_code)), None),
         fallbacks={name: scrapes[-1].fallbacks for name, scrapes in read.items() if scrapes[-1].fallbacks},
+        quiet_s=min(_quiet_s(scrapes) for scrapes in read.values()) if len(read) == len(wanted) else 0.0,
     )
+
+
+def _quiet_s(scrapes: Sequence[Scrape]) -> float:
+    """Time at the end of the window in which no request was there, ended or was refused, as far as scrapes show it."""
+    begins_s = scrapes[-1].time_s
+    for before, after in reversed(list(pairwise(scrapes))):
+        gone = (before.finished, before.rejected) != (after.finished, after.rejected)
+        if gone or before.running or before.waiting or after.running or after.waiting:
+            break
+        begins_s = before.time_s
+    return scrapes[-1].time_s - begins_s
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

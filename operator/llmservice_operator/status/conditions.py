@@ -36,6 +36,11 @@ ADAPTERS_READY = "AdaptersReady"
 UPDATING = "Updating"
 """Reason of a service that would be Ready, had Kubernetes already observed the present spec."""
 
+SCALED_TO_ZERO = "ScaledToZero"
+"""Reason of Ready=False at the autoscaler's zero: a request that waits is answered."""
+NO_REPLICAS = "NoReplicas"
+"""Reason of Ready=True at the zero that spec.replicas asks for: no request is answered until a user raises it."""
+
 _MESSAGE_LIMIT = 2048
 _ENOUGH_REQUESTS = 3
 _PODS_NAMED = 3
@@ -119,17 +124,21 @@ def ready_verdict(
     pods: Sequence[Pod],
     sizing: Sized | SizingProblem,
     blocked: Trouble | None,
+    *,
+    autoscaled: bool = False,
 ) -> Verdict:
     """Ready means that the present spec is served by the wanted number of replicas, which may be none.
 
-    `blocked` is what kept the operator from applying the Deployment or a Service.
+    Zero replicas are Ready where the user has set them, for there is nothing to wait for. Those of the autoscaler are
+    not: a request waits until one has started. `blocked` is what kept the operator from applying the Deployment or a
+    Service.
     """
     ready = sum(pod.serves for pod in pods)
     present = serving_present(deployment, pods)
     if (why := _held_up(sizing, blocked)) is not None:
         return _held_up_verdict(ready, why)
     if desired == 0:
-        return Verdict(READY, "True", "ScaledToZero", "no replica is asked for: raise spec.replicas to serve")
+        return _zero_verdict(autoscaled=autoscaled)
     troubles = _troubles(deployment, pods)
     named = "".join(f"; {one.reason}: {one.message}" for one in troubles)
     if present < min(ready, desired):
@@ -142,6 +151,13 @@ def ready_verdict(
     if not observed(deployment):
         return Verdict(READY, "False", UPDATING, f"{counted}; Kubernetes has not taken up the present spec yet")
     return Verdict(READY, "True", "Serving", counted)
+
+
+def _zero_verdict(*, autoscaled: bool) -> Verdict:
+    if not autoscaled:
+        return Verdict(READY, "True", NO_REPLICAS, "no replica is asked for: raise spec.replicas to serve")
+    message = "there is no request: the next one waits in the gateway until the replica that it starts is ready"
+    return Verdict(READY, "False", SCALED_TO_ZERO, message)
 
 
 def _held_up_verdict(ready: int, why: Trouble) -> Verdict:
@@ -230,6 +246,8 @@ def scaling_verdict(
         message = "; ".join(decision.reasons)
         if any(pod.serves for pod in pods):
             return Verdict(SCALING_ACTIVE, "False", "NoMetrics", message)
+        if decision.replicas == 0:
+            return Verdict(SCALING_ACTIVE, "False", "NoGateway", message)
         return Verdict(SCALING_ACTIVE, "Unknown", "NoReadyPods", message)
     asks = f"the load asks for {decision.wanted} replicas, {decision.replicas} are set"
     return Verdict(SCALING_ACTIVE, "True", "FollowingLoad", f"{asks}; status.autoscaling says why")

@@ -11,11 +11,18 @@ from llmservice_operator.api.resource import MANAGER, LLMService
 from llmservice_operator.api.spec import Manifest
 from llmservice_operator.api.status import Condition, LLMServiceStatus
 from llmservice_operator.cluster.kube_client import KubeClient, KubeError
-from llmservice_operator.status.conditions import READY, SCALING_ACTIVE, SIZING_VALID, SLO_FEASIBLE, rfc3339
+from llmservice_operator.status.conditions import (
+    READY,
+    SCALED_TO_ZERO,
+    SCALING_ACTIVE,
+    SIZING_VALID,
+    SLO_FEASIBLE,
+    rfc3339,
+)
 
 _MESSAGE_LIMIT = 1024
 _ALARMING = frozenset({READY, SIZING_VALID, SLO_FEASIBLE})
-_CALM = frozenset({"Starting", "FetchingModel", "PartlyReady", "Updating", "RollingOut", "ScaledToZero", "Replacing"})
+_CALM = frozenset({"Starting", "FetchingModel", "PartlyReady", "Updating", "RollingOut", SCALED_TO_ZERO, "Replacing"})
 
 
 def transition_events(service: LLMService, after: LLMServiceStatus, now: float) -> list[Manifest]:
@@ -40,7 +47,7 @@ def _differs(before: Condition | None, after: Condition) -> bool:
 
 def _warns(condition: Condition) -> bool:
     if condition.type == SCALING_ACTIVE:
-        return condition.reason == "NoMetrics"
+        return condition.reason in {"NoMetrics", "NoGateway"}
     return condition.status == "False" and condition.type in _ALARMING and condition.reason not in _CALM
 
 

@@ -122,7 +122,9 @@ def _verdicts(
     service: LLMService, deployment: Manifest | None, pods: Sequence[Pod], outcome: Outcome
 ) -> list[Verdict | Condition]:
     sizing, blocked = outcome.sizing, outcome.blocked
-    ready = ready_verdict(deployment, outcome.desired, pods, sizing, blocked if outcome.unreachable else None)
+    held_up = blocked if outcome.unreachable else None
+    autoscaled = service.spec.autoscaling is not None
+    ready = ready_verdict(deployment, outcome.desired, pods, sizing, held_up, autoscaled=autoscaled)
     adapters = adapters_verdict(service.spec.adapters, outcome.adapters)
     taken = name_verdict(service.served_name, service.namespace, outcome.name_holder)
     progressing = progressing_verdict(deployment, outcome.desired, pods, sizing, blocked)

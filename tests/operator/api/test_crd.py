@@ -95,6 +95,11 @@ async def test_defaults_are_filled_in_by_the_api_server(kube: KubeClient, manife
     ("change", "path", "says"),
     [
         ({"autoscaling": {"minReplicas": 4, "maxReplicas": 2}}, "spec.autoscaling", "minReplicas must not be above"),
+        (
+            {"autoscaling": {"idleTimeout": "5m", "maxReplicas": 2}},
+            "spec.autoscaling",
+            "idleTimeout needs minReplicas: 0",
+        ),
         ({"replicas": 2, "autoscaling": {"maxReplicas": 2}}, "spec", "replicas is ignored"),
         ({"autoscaling": {}}, "spec.autoscaling.maxReplicas", "Required"),
         ({"model": {"uri": "ftp://x/y"}}, "spec.model", "uri must be"),

@@ -21,6 +21,7 @@ from llmservice_operator.locations import ModelReader
 from llmservice_operator.monitoring.metrics import OperatorMetrics
 from llmservice_operator.pods.pod_model import PodModels
 from llmservice_operator.reconcile import Reconciler
+from llmservice_operator.signals.held import HeldRequests
 from llmservice_operator.signals.sources import PodSignals, PrometheusSignals, Signals
 
 CONFIG = {
@@ -41,6 +42,7 @@ async def pods() -> AsyncIterator[TalkingPods]:
     state = TalkingPods(0)
     app.router.add_get("/metrics", state.metrics)
     app.router.add_get("/{path:sizing|progress}", state.report)
+    app.router.add_get("/internal/held", state.held)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "0.0.0.0", 0).start()
@@ -66,9 +68,13 @@ async def world(kube: KubeClient, pods: TalkingPods, models: Path) -> AsyncItera
         cache, pod_models = ObjectCache(), PodModels(session, pods.port)
         applier = Applier(kube, cache)
         metrics, grants = OperatorMetrics(), Grants(kube)
-        reconciler = Reconciler(kube, cache, applier, reader.read, signals(), pod_models, metrics, "img:1", grants)
+        held = HeldRequests(session, pods.gateways)
+        reconciler = Reconciler(
+            kube, cache, applier, reader.read, signals(), pod_models, metrics, "img:1", grants, held
+        )
         world = World(kube, reconciler, pods, signals)
         kube.answered = world.answered
+        held.clock = world.monotonic
         reconciler.clock, reconciler.monotonic = world.clock, world.monotonic
         yield world
 

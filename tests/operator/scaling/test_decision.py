@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from harness.simulated_service import Moment, Sample, SimulatedService
 from llmservice_operator.api.resource import LLMService
-from llmservice_operator.scaling.decision import decide
+from llmservice_operator.scaling.decision import decide, decide_wake_up
 from llmservice_operator.scaling.history import CAPACITY_KEEP_S, History
 from llmservice_operator.scaling.policy import ScalePolicy, ScalingRules
 from llmservice_operator.scaling.supply import Supply
+from llmservice_operator.signals.held import Held
 from llmservice_operator.signals.load import Load, PodLoad
 from llmservice_operator.sizing import Sized
 
@@ -85,6 +86,107 @@ def test_the_load_sets_the_replicas(now: Load, replicas: int, expected: int, why
 
     assert decision.replicas == expected
     assert any(why in reason for reason in decision.reasons), decision.reasons
+
+
+SLEEPY = replace(POLICY, min_replicas=0, idle_timeout_s=120.0)
+
+
+@pytest.mark.parametrize(
+    ("held", "policy", "expected", "wanted", "why"),
+    [
+        pytest.param(Held(), SLEEPY, 0, 0, "held: no request -> 0", id="no request"),
+        pytest.param(Held(1), SLEEPY, 1, 1, "held: 1 requests wait in gateways", id="one request is enough"),
+        pytest.param(Held(50), SLEEPY, 5, 5, "a replica runs 8, 2 may wait -> 5", id="as many as hold them all"),
+        pytest.param(Held(500), SLEEPY, 8, 8, "bounds: 0 to 8 -> 8", id="never above the maximum"),
+        pytest.param(
+            Held(50), replace(SLEEPY, up=replace(ANY_STEP, replicas=2)), 2, 5, "step: at most 2", id="in steps"
+        ),
+        pytest.param(
+            Held(50),
+            replace(SLEEPY, up=ScalingRules(0, 100, 15.0, cooldown_s=600.0, stabilization_s=600.0)),
+            1,
+            5,
+            "-> 1",
+            id="but the first one neither in steps nor later",
+        ),
+    ],
+)
+def test_requests_that_gateways_hold_scale_up_from_zero(
+    held: Held, policy: ScalePolicy, expected: int, wanted: int, why: str
+) -> None:
+    history = replace(SETTLED, changes=((NOW - 1, -1),))
+
+    decision, _ = decide_wake_up(held, policy, history, NOW)
+
+    assert (decision.replicas, decision.wanted, decision.active) == (expected, wanted, True)
+    assert any(why in reason for reason in decision.reasons), decision.reasons
+
+
+def test_a_service_that_no_gateway_can_wake_says_so() -> None:
+    decision, _ = decide_wake_up(None, SLEEPY, SETTLED, NOW)
+
+    assert (decision.replicas, decision.active) == (0, False)
+    assert "no gateway answers" in decision.reasons[0]
+
+
+def test_there_is_one_scale_up_however_many_requests_arrive_until_a_pod_is_ready() -> None:
+    decision, history = decide_wake_up(Held(1), SLEEPY, SETTLED, NOW)
+
+    for seconds in range(1, 300):
+        later, history = decide(None, Supply(decision.replicas, ready=0, starting=1), SLEEPY, history, NOW + seconds)
+        assert later.replicas == decision.replicas == 1
+
+
+def idle_until(ticks: list[tuple[float, Load | None]], policy: ScalePolicy = SLEEPY) -> list[int]:
+    """The replicas after each tick, given as seconds and load, of one that serves until it is removed."""
+    history, replicas, answer = History.start(NOW, 1), 1, []
+    for seconds, now in ticks:
+        decision, history = decide(now, Supply(replicas, ready=replicas), policy, history, NOW + seconds)
+        replicas = decision.replicas
+        answer.append(replicas)
+    return answer
+
+
+QUIET, BUSY = load((0, 0), quiet_s=60.0), load((1, 0))
+
+
+@pytest.mark.parametrize(
+    ("ticks", "zero_at"),
+    [
+        pytest.param([(t, load((0, 0), quiet_s=min(t, 60.0))) for t in range(0, 300, 5)], 120, id="after the time"),
+        pytest.param(
+            [(t, BUSY if t <= 100 else load((0, 0), quiet_s=min(t - 100, 60.0))) for t in range(0, 300, 5)],
+            220,
+            id="since the last request",
+        ),
+        pytest.param([(t, load((0, 0))) for t in range(0, 300, 5)], None, id="not while requests come in between"),
+        pytest.param(
+            [(t, replace(QUIET, missing=("pod-9",), quiet_s=0.0)) for t in range(0, 300, 5)],
+            None,
+            id="not with metrics of some pods",
+        ),
+        pytest.param([(t, None) for t in range(0, 300, 5)], None, id="not without metrics"),
+        pytest.param([(0, load((0, 0))), (100, load((0, 0)))], None, id="time without scrapes is not idle"),
+    ],
+)
+def test_the_last_replica_is_removed_after_idle_timeout(
+    ticks: list[tuple[float, Load | None]], zero_at: float | None
+) -> None:
+    replicas = idle_until(ticks)
+
+    assert [t for (t, _), number in zip(ticks, replicas, strict=True) if number == 0][:1] == (
+        [] if zero_at is None else [zero_at]
+    )
+
+
+def test_after_a_restart_the_idle_time_begins_with_what_the_metrics_show() -> None:
+    decision, history = decide(QUIET, Supply(1, ready=1), SLEEPY, History.start(NOW, 1), NOW)
+    assert decision.replicas == 1
+    assert history.idle_s == 60.0
+
+
+def test_the_last_replica_stays_where_one_is_the_minimum() -> None:
+    assert idle_until([(t, QUIET) for t in range(0, 2000, 5)], POLICY)[-1] == 1
 
 
 def test_without_metrics_the_replicas_are_held() -> None:

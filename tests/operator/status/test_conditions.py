@@ -54,7 +54,7 @@ def test_the_transition_time_moves_only_when_the_status_flips() -> None:
         pytest.param(3, 1, STUCK, None, None, ("False", "Unschedulable"), id="one serves, one is stuck"),
         pytest.param(1, 1, STUCK, None, None, ("True", "Serving"), id="enough serve, one too many is stuck"),
         pytest.param(1, 0, STUCK, None, None, ("False", "Unschedulable"), id="the pod's trouble is lifted"),
-        pytest.param(0, 0, None, None, None, ("True", "ScaledToZero"), id="no replica is wanted"),
+        pytest.param(0, 0, None, None, None, ("True", "NoReplicas"), id="no replica is wanted"),
         pytest.param(1, 0, None, TOO_BIG, None, ("False", "DoesNotFit"), id="the spec can't be served"),
         pytest.param(1, 1, None, TOO_BIG, None, ("False", "ServingEarlierSpec"), id="earlier pods still serve"),
         pytest.param(1, 1, None, None, DENIED, ("False", "ServingEarlierSpec"), id="the change was denied"),
@@ -79,6 +79,12 @@ def test_ready_follows_the_serving_pods(
 
     assert (verdict.status, verdict.reason) == expected
     assert trouble is None or trouble.message in verdict.message
+
+
+def test_the_autoscalers_zero_is_not_ready_for_a_request_that_waits_is_answered(sized: Sized) -> None:
+    verdict = ready_verdict(deployment(), 0, [], sized, None, autoscaled=True)
+
+    assert (verdict.status, verdict.reason) == ("False", "ScaledToZero")
 
 
 @pytest.mark.parametrize(

@@ -172,10 +172,10 @@ def test_ready_means_routable_pods_enough_of_them_and_the_present_spec(world: di
     assert ready is not None
     serving = [pod for pod in world["pods"] if pod.ready and not pod.terminating and pod.ip]
     if ready.status == "True":
-        assert ready.reason == "ScaledToZero" or len(serving) >= max(1, world["outcome"].desired)
+        assert ready.reason == "NoReplicas" or len(serving) >= max(1, world["outcome"].desired)
         assert ready.observed_generation == report.observed_generation == world["generation"]
         deployment = world["deployment"]
-        if ready.reason != "ScaledToZero":
+        if ready.reason != "NoReplicas":
             assert deployment["status"]["observedGeneration"] == deployment["metadata"]["generation"]
         assert isinstance(world["outcome"].sizing, Sized)
         assert world["outcome"].blocked is None

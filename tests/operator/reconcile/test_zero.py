@@ -1,0 +1,123 @@
+"""Passes over a service that is scaled to zero and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from harness.one_service import AUTOSCALING, World
+
+SLEEPY = {**AUTOSCALING, "minReplicas": 0, "idleTimeout": "60s"}
+KEY = ("team-a", "tiny")
+
+
+async def reads(world: World, held: int) -> None:
+    """What the reader of the gateways does each second."""
+    world.pods.held_requests = {"team-a/tiny": held} if held else {}
+    await world.reconciler.held.read()
+
+
+async def pass_for(world: World, seconds: int) -> None:
+    for _ in range(0, seconds, 5):
+        await world.run_pass(after_s=5)
+
+
+async def test_an_idle_service_goes_to_zero_and_held_requests_wake_it(world: World, manifest_of: Any) -> None:
+    await world.create_service(manifest_of(autoscaling={**SLEEPY, "maxReplicas": 8}))
+    await world.run_pass()
+    assert await world.replicas() == 0, "a new one has no request yet"
+    await reads(world, 0)
+    await world.run_pass(after_s=5)
+    ready, scaling = await world.condition("Ready"), await world.condition("ScalingActive")
+    assert (ready["status"], ready["reason"]) == ("False", "ScaledToZero")
+    assert (scaling["status"], scaling["reason"]) == ("True", "FollowingLoad")
+    assert (await world.condition("Stalled"))["status"] == "False"
+
+    await reads(world, 50)
+    await world.run_pass(after_s=1)
+    assert await world.replicas() == 4, "5 replicas hold them, 4 may be added at once"
+    assert (await world.condition("Ready"))["reason"] == "Starting"
+    await reads(world, 500)
+    await world.run_pass(after_s=1)
+    assert await world.replicas() == 4
+    assert KEY not in world.reconciler.held.at_zero
+
+    await world.start_pod("tiny-1", "127.0.0.1", (1, 0))
+    await pass_for(world, 90)
+    assert await world.replicas() == 1
+    world.pods.in_flight["127.0.0.1"] = (0, 0)
+    world.pods.finished += 1
+    await pass_for(world, 60)
+    assert await world.replicas() == 1
+    await pass_for(world, 10)
+    assert await world.replicas() == 0
+    decision = (await world.status())["autoscaling"]["decisions"][0]
+    assert "idle: no request for 60s -> 0" in decision["reasons"]
+
+
+async def test_requests_between_two_scrapes_keep_the_last_replica(world: World, manifest_of: Any) -> None:
+    await world.create_service(manifest_of(autoscaling=SLEEPY))
+    await world.run_pass()
+    await reads(world, 1)
+    await world.run_pass(after_s=1)
+    await world.start_pod("tiny-1", "127.0.0.1", (0, 0))
+
+    for _ in range(10):
+        await pass_for(world, 30)
+        world.pods.finished += 1
+
+    assert await world.replicas() == 1
+
+
+async def test_another_leader_neither_shrinks_early_nor_wakes_what_sleeps(world: World, manifest_of: Any) -> None:
+    await world.create_service(manifest_of(autoscaling=SLEEPY))
+    await world.run_pass()
+    await reads(world, 1)
+    await world.run_pass(after_s=1)
+    await world.start_pod("tiny-1", "127.0.0.1", (0, 0))
+    await pass_for(world, 55)
+
+    world = world.restarted()
+    await pass_for(world, 60)
+    assert await world.replicas() == 1, "what nobody measured is not idle"
+    await pass_for(world, 10)
+    assert await world.replicas() == 0
+
+    world = world.restarted()
+    await world.run_pass(after_s=5)
+    assert await world.replicas() == 0
+    assert KEY in world.reconciler.held.at_zero
+
+
+async def test_the_condition_says_when_no_gateway_could_wake_it(world: World, manifest_of: Any) -> None:
+    await world.create_service(manifest_of(autoscaling=SLEEPY))
+    await world.run_pass()
+    world.pods.held_requests = None
+    await world.reconciler.held.read()
+    await world.run_pass(after_s=6)
+
+    scaling = await world.condition("ScalingActive")
+    assert (scaling["status"], scaling["reason"]) == ("False", "NoGateway")
+    assert "NoGateway" in await world.events()
+    assert await world.replicas() == 0
+
+
+async def test_a_service_that_is_set_to_zero_by_hand_is_not_woken(world: World, manifest_of: Any) -> None:
+    await world.create_service(manifest_of(replicas=0))
+    await world.run_pass()
+    await reads(world, 5)
+    await world.run_pass(after_s=1)
+
+    assert await world.replicas() == 0
+    ready = await world.condition("Ready")
+    assert (ready["status"], ready["reason"]) == ("True", "NoReplicas")
+    assert world.reconciler.held.at_zero == set()
+
+
+async def test_a_service_that_is_deleted_is_no_longer_read_for(world: World, manifest_of: Any) -> None:
+    await world.create_service(manifest_of(autoscaling=SLEEPY))
+    await world.run_pass()
+    assert KEY in world.reconciler.held.at_zero
+
+    world.reconciler.forget(*KEY)
+
+    assert world.reconciler.held.at_zero == set()
