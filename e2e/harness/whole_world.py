@@ -32,7 +32,7 @@ from llmservice_operator.api.resource import API_VERSION, GROUP, KIND, PLURAL, V
 Object = dict[str, Any]
 
 NAMESPACE = "team-a"
-MONITORING = tuple(kind.name for kind in CHILD_KINDS.values() if not kind.built_in)
+FROM_CRDS = tuple(kind.name for kind in CHILD_KINDS.values() if not kind.built_in)
 _EPOCH_S = 1_700_000_000.0
 
 

@@ -166,6 +166,8 @@ class Reconciler:
             adapters=adapters,
             settling=is_settling(memory.unobserved_s, seen.steady_s),
             name_holder=self.cache.name_holder(seen.service.served_name),
+            pool=self.cache.child("InferencePool", *seen.service.key),
+            pools_installed=not self.cache.lacks("InferencePool"),
             allowance=allowance,
         )
         await self._write_status(seen, deployment, outcome)

@@ -13,7 +13,7 @@ from llmservice_operator.api.kinds import CHILD_KINDS
 
 CHART = Path(__file__).parents[2] / "charts" / "llmservice"
 KEPT = {"get", "list", "watch", "create", "patch"}
-OPTIONAL = {"ConfigMap", "NetworkPolicy", "PodMonitor", "PrometheusRule"}
+OPTIONAL = {"ConfigMap", "NetworkPolicy", "PodMonitor", "PrometheusRule", "InferencePool"}
 
 
 def rendered(values: dict[str, Any], *kinds: str) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from harness.faulty_front import RETRY_AFTER_S, Call, Fault
 from harness.jumping_loop import JumpingLoop
 from harness.slow_cluster import STARTED_AFTER_S
 from harness.whole_operator import TICK_S
-from harness.whole_world import MONITORING, NAMESPACE, World, whole_world
+from harness.whole_world import FROM_CRDS, NAMESPACE, World, whole_world
 
 Object = dict[str, Any]
 
@@ -110,7 +110,7 @@ class Stage:
 
     async def prepare(self) -> None:
         """What stands before the change, as an operator left it that nothing disturbed."""
-        for kind in MONITORING:
+        for kind in FROM_CRDS:
             self.world.install(kind)
         self._before = self.world.registry.store.copy()
         if self._scenario.spec is None:

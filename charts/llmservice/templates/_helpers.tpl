@@ -122,6 +122,9 @@ capabilities: {drop: [ALL]}
 - apiGroups: [monitoring.coreos.com]
   resources: [podmonitors, prometheusrules]
   verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [inference.networking.k8s.io]
+  resources: [inferencepools]
+  verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [""]  # patch: the deletion cost that decides which pod goes first; templates/pod-patches.yaml denies more
   resources: [pods]
   verbs: [list, watch, patch]

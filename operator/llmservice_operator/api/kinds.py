@@ -10,6 +10,8 @@ from llmservice_operator.api.resource import API_VERSION, KIND, MANAGER, PLURAL,
 from llmservice_operator.api.spec import Manifest
 
 MONITORING_API = "monitoring.coreos.com/v1"
+INFERENCE_API = "inference.networking.k8s.io/v1"
+"""Of the Gateway API Inference Extension."""
 
 ChildKey = tuple[str, str, str]
 """Kind, namespace, name."""
@@ -51,6 +53,7 @@ CHILD_KINDS = {
         Kind("apps/v1", "Deployment", "deployments"),
         Kind(MONITORING_API, "PodMonitor", "podmonitors", built_in=False),
         Kind(MONITORING_API, "PrometheusRule", "prometheusrules", built_in=False),
+        Kind(INFERENCE_API, "InferencePool", "inferencepools", built_in=False),
     )
 }
 """Every kind that a service may own; the operator's role grants exactly these."""

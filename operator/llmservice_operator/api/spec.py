@@ -302,6 +302,39 @@ class Monitoring(SchemaModel):
     )
 
 
+class EndpointPicker(SchemaModel):
+    name: str | None = Field(
+        None,
+        min_length=1,
+        max_length=63,
+        pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$",
+        description="The picker's Service, in the service's namespace. Default: NAME-epp, as its own chart calls it.",
+    )
+    port: int = Field(9002, ge=1, le=65535, description="Port of that Service.")
+    failure_mode: Literal["FailOpen", "FailClose"] = Field(
+        "FailOpen",
+        description="While the picker does not answer, the gateway takes any pod (FailOpen) or refuses (FailClose).",
+    )
+
+
+class GatewaySpec(SchemaModel):
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            (
+                "!has(self.endpointPicker) || self.inferencePool",
+                "endpointPicker needs inferencePool: true, of which it is a part",
+            ),
+        )
+    )
+
+    inference_pool: bool = Field(
+        False,
+        description="Create an InferencePool (Gateway API Inference Extension v1) of the pods, where its CRD is"
+        " installed, for HTTPRoutes of a Gateway with an endpoint picker.",
+    )
+    endpoint_picker: EndpointPicker | None = Field(None, description="Which picker chooses among the pods.")
+
+
 class NetworkPolicy(SchemaModel):
     enabled: bool = Field(
         True,
@@ -314,7 +347,8 @@ class NetworkPolicy(SchemaModel):
         alias="from",
         max_length=32,
         description="Clients that call the Service directly, as NetworkPolicyPeers in Kubernetes' own shape"
-        " (namespaceSelector, podSelector, ipBlock). Clients of the gateway need none.",
+        " (namespaceSelector, podSelector, ipBlock). Clients of the gateway need none. With gateway.inferencePool they"
+        " reach /metrics too: list the Gateway's proxies and the endpoint picker.",
     )
     to: list[Passed] = Field(
         default_factory=list,
@@ -397,6 +431,9 @@ class LLMServiceSpec(SchemaModel):
     )
     autoscaling: Autoscaling | None = Field(
         None, description="Let the operator choose the number of replicas; replicas then stays at its default."
+    )
+    gateway: GatewaySpec = Field(
+        default_factory=GatewaySpec, description="What gateways other than this project's own need."
     )
     rollout: Rollout = Field(default_factory=Rollout, description="How a changed pod template reaches the pods.")
     drain_timeout: Duration = Field("60s", description="How long a terminating pod may finish its requests.")

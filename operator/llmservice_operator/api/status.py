@@ -18,7 +18,7 @@ class Condition(SchemaModel):
     type: str = Field(
         max_length=64,
         description="Ready, Progressing, Stalled, SizingValid, ScalingActive, SLOFeasible, and where they apply"
-        " NameTaken, Degraded or AdaptersReady.",
+        " NameTaken, Degraded, AdaptersReady or InferencePoolReady.",
     )
     status: Literal["True", "False", "Unknown"] = Field(description="Whether the condition holds.")
     reason: str = Field(

@@ -7,7 +7,7 @@ import json
 from llmservice_operator.api import labels
 from llmservice_operator.api.kinds import Child, child_manifest
 from llmservice_operator.api.resource import LLMService
-from llmservice_operator.api.spec import Manifest
+from llmservice_operator.api.spec import EndpointPicker, Manifest
 from llmservice_operator.children.deployment import HTTP, METRICS, PORT, expected_deployment
 from llmservice_operator.children.network_policy import DEFAULT_PEERS, PlatformPeers, expected_network_policy
 from llmservice_operator.children.volumes import ADAPTER_LIST_KEY, adapter_list_name
@@ -30,6 +30,7 @@ def expected_children(
         Child(expected_deployment(service, sized, replicas, image)),
         Child(expected_pod_monitor(service), wanted=spec.monitoring.pod_monitor),
         Child(expected_prometheus_rule(service), wanted=spec.monitoring.prometheus_rule),
+        Child(expected_inference_pool(service), wanted=spec.gateway.inference_pool),
     ]
 
 
@@ -83,6 +84,23 @@ def expected_pod_monitor(service: LLMService) -> Manifest:
     manifest = child_manifest(service, "PodMonitor")
     manifest["metadata"]["labels"] = service.spec.monitoring.labels | manifest["metadata"]["labels"]
     return manifest | {"spec": spec}
+
+
+def expected_inference_pool(service: LLMService) -> Manifest:
+    """The pods as a backend of HTTPRoutes: for each request the picker's Service names one of them."""
+    picker = service.spec.gateway.endpoint_picker or EndpointPicker()
+    spec = {
+        "selector": {"matchLabels": labels.selector_labels(service.name)},
+        "targetPorts": [{"number": PORT}],
+        "endpointPickerRef": {
+            "group": "",
+            "kind": "Service",
+            "name": picker.name or f"{service.name}-epp",
+            "port": {"number": picker.port},
+            "failureMode": picker.failure_mode,
+        },
+    }
+    return child_manifest(service, "InferencePool") | {"spec": spec}
 
 
 def expected_adapter_list(service: LLMService) -> Manifest:

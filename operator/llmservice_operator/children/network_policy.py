@@ -57,16 +57,19 @@ class PlatformPeers:
 
 
 def expected_network_policy(service: LLMService, location: ModelLocation, peers: PlatformPeers) -> Manifest:
-    """Clients reach the API's port, Prometheus that of /metrics, gateway and operator both.
+    """Clients reach the API's port, Prometheus that of /metrics, gateway and operator both, as do clients of an
+    InferencePool, of which one is the endpoint picker.
 
     The pods reach DNS, what the model at `location` is downloaded from, and `spec.networkPolicy.to`.
     """
+    given = service.spec.network_policy.peers
+    pickers = given if service.spec.gateway.inference_pool else []
     spec = {
         "podSelector": {"matchLabels": labels.selector_labels(service.name)},
         "policyTypes": ["Ingress", "Egress"],
         "ingress": [
-            {"from": [peers.own, *service.spec.network_policy.peers], "ports": [_tcp(PORT)]},
-            {"from": [peers.own, *peers.prometheus], "ports": [_tcp(METRICS_PORT)]},
+            {"from": [peers.own, *given], "ports": [_tcp(PORT)]},
+            {"from": [peers.own, *peers.prometheus, *pickers], "ports": [_tcp(METRICS_PORT)]},
         ],
         "egress": [_DNS, *_source_rules(service, location), *service.spec.network_policy.to],
     }

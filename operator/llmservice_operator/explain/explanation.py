@@ -27,6 +27,7 @@ _HEALTHY = {
     "NameTaken": ("False",),
     "Degraded": ("False",),
     "AdaptersReady": ("True", "Unknown"),
+    "InferencePoolReady": ("True",),
     "SizingValid": ("True",),
     "SLOFeasible": ("True", "Unknown"),
 }
@@ -298,6 +299,11 @@ _REMEDIES = {
     " such a pod fail instead: {logs}",
     "AdapterLoadFailed": "Correct the adapter or spec.adapters as the message says; pods try again every minute.",
     "AdaptersLoading": "Wait: the kubelet hands the list on within about a minute, then the pods fetch the adapters.",
+    "CRDNotInstalled": "kubectl apply the manifests of the Gateway API Inference Extension, or set"
+    " spec.gateway.inferencePool to false.",
+    "NotApplied": "Wait a moment; if it stays so, see the condition Progressing.",
+    "RefusedByGateway": "Correct what the Gateway names: kubectl describe inferencepool {name} -n {namespace}. The"
+    " picker's Service is spec.gateway.endpointPicker.",
     "ApplyFailed": "Correct what the API server objects to; for a missing permission see the operator's role.",
     "ServingEarlierSpec": "Correct the spec; what ran before goes on serving meanwhile.",
     # sizing

@@ -33,6 +33,9 @@ DEGRADED = "Degraded"
 ADAPTERS_READY = "AdaptersReady"
 """Present only where the spec lists adapters."""
 
+INFERENCE_POOL_READY = "InferencePoolReady"
+"""Present only where the spec asks for an InferencePool."""
+
 UPDATING = "Updating"
 """Reason of a service that would be Ready, had Kubernetes already observed the present spec."""
 
@@ -300,6 +303,26 @@ def pods_with(adapter: Adapter, reports: Mapping[str, Sequence[PodAdapter]]) -> 
         any(one.name == adapter.name and one.uri == adapter.uri and one.error is None for one in report)
         for report in reports.values()
     )
+
+
+def inference_pool_verdict(pool: Manifest | None, *, installed: bool) -> Verdict:
+    """InferencePoolReady: whether there is one, and what the Gateways that use it say about it."""
+    if not installed:
+        message = (
+            "the cluster does not serve InferencePools (inference.networking.k8s.io/v1): install the CRDs of the"
+            " Gateway API Inference Extension, or set gateway.inferencePool to false"
+        )
+        return Verdict(INFERENCE_POOL_READY, "False", "CRDNotInstalled", message)
+    if pool is None:
+        return Verdict(INFERENCE_POOL_READY, "False", "NotApplied", "it does not exist yet; Progressing says why")
+    parents = (pool.get("status") or {}).get("parents") or []
+    reported = [one for parent in parents for one in parent.get("conditions") or []]
+    refused = next((one for one in reported if one.get("status") == "False"), None)
+    if refused is not None:
+        message = f"a Gateway reports {refused['type']} False, {refused['reason']}: {refused.get('message', '')}"
+        return Verdict(INFERENCE_POOL_READY, "False", "RefusedByGateway", message)
+    accepted = sum(one.get("type") == "Accepted" and one.get("status") == "True" for one in reported)
+    return Verdict(INFERENCE_POOL_READY, "True", "Created", f"it exists, {accepted} Gateways have accepted it")
 
 
 def _failed_adapters(listed: Sequence[Adapter], reports: Mapping[str, Sequence[PodAdapter]]) -> list[str]:

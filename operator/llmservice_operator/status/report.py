@@ -43,6 +43,7 @@ from llmservice_operator.status.conditions import (
     adapters_verdict,
     conditions,
     degraded_verdict,
+    inference_pool_verdict,
     name_verdict,
     pods_with,
     progressing_verdict,
@@ -83,6 +84,10 @@ class Outcome:
     """The namespace that the gateway routes the served name to."""
     adapters: Mapping[str, Sequence[PodAdapter]] = field(default_factory=dict)
     """What the serving pods report, by pod."""
+    pool: Manifest | None = None
+    """The InferencePool."""
+    pools_installed: bool = False
+    """Whether the cluster serves that kind."""
     allowance: WriteAllowance = UNLIMITED
 
     def resumes(self, service: LLMService) -> bool:
@@ -138,7 +143,14 @@ def _verdicts(
         *([taken] if taken else []),
         *_degraded(service, outcome.load),
         *([adapters] if adapters else []),
+        *_inference_pool(service, outcome),
     ]
+
+
+def _inference_pool(service: LLMService, outcome: Outcome) -> list[Verdict]:
+    if not service.spec.gateway.inference_pool:
+        return []
+    return [inference_pool_verdict(outcome.pool, installed=outcome.pools_installed)]
 
 
 def _adapters(service: LLMService, reports: Mapping[str, Sequence[PodAdapter]]) -> list[AdapterStatus]:

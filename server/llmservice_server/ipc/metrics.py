@@ -24,6 +24,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 from prometheus_client.registry import Collector
 
 from llmservice_server.engine.request import LANES
+from llmservice_server.ipc.endpoint_picker import EndpointPickerMetrics
 from llmservice_server.text.output_processor import RequestState
 from llmservice_server.types.messages import Fallback, FinishReason, Ready, Stats
 
@@ -85,6 +86,8 @@ class Metrics:
         self._constant = {"model_name": model_name} if prefix == VLLM_PREFIX else {}
         self._engine_totals = _EngineTotals(prefix, self._constant)
         self.registry.register(self._engine_totals)
+        self._picker = EndpointPickerMetrics(model_name, with_totals=prefix != VLLM_PREFIX)
+        self.registry.register(self._picker)
         ProcessCollector(namespace="llmservice", registry=self.registry)  # a start time that changes is a restart
 
         self.num_requests_running = self._gauge("num_requests_running", "Sequences in the running batch", ("lane",))
@@ -139,6 +142,7 @@ class Metrics:
     def set_ready(self, ready: Ready) -> None:
         """Set what was measured at start, once the engine can serve."""
         self.model_load_seconds.set(ready.load_s)
+        self._picker.set_ready(ready)
         self.labels(self.model_info, architecture=ready.architecture, model_code=ready.model_code).set(1)
         for kind, num_bytes in ready.memory_bytes.items():
             self.labels(self.memory_bytes, kind=kind).set(num_bytes)
@@ -153,7 +157,7 @@ class Metrics:
 
     def set_stats(self, stats: Stats) -> None:
         """Set a step's figures; those of an idle engine count as no step."""
-        self._engine_totals.stats = stats
+        self._engine_totals.stats = self._picker.stats = stats
         for lane in LANES:
             self.labels(self.num_requests_running, lane=lane).set(stats.num_running.get(lane, 0))
         for lane, number in stats.num_waiting.items():
@@ -170,7 +174,9 @@ class Metrics:
     def set_adapters(self, adapters: Iterable[tuple[str, str, str]]) -> None:
         """Name, version and state of all."""
         self.lora_adapter.clear()
-        for name, version, state in adapters:
+        listed = list(adapters)
+        self._picker.set_adapters([name for name, _, state in listed if state == "loaded"])
+        for name, version, state in listed:
             self.labels(self.lora_adapter, name=name, version=version, state=state).set(1)
 
     def record_first_tokens(self, state: RequestState, num_tokens: int) -> None:

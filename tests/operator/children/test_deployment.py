@@ -245,6 +245,7 @@ STAYS: list[dict[str, Any]] = [
     {"monitoring": {"podMonitor": True}},
     {"networkPolicy": {"enabled": False}},
     {"networkPolicy": {"to": [{}]}},
+    {"gateway": {"inferencePool": True}},
 ]
 
 

@@ -7,6 +7,7 @@ import pytest
 from llmservice_operator.api.kinds import CHILD_KINDS
 from llmservice_operator.children.expected import (
     expected_children,
+    expected_inference_pool,
     expected_pod_monitor,
     expected_prometheus_rule,
     service_url,
@@ -24,6 +25,10 @@ ALWAYS = {"ServiceAccount", "Service", "PodDisruptionBudget", "Deployment"}
         ({"networkPolicy": {"enabled": False}}, {"PodMonitor", "PrometheusRule"}),
         ({"monitoring": {"podMonitor": False}}, {"NetworkPolicy", "PrometheusRule"}),
         ({"monitoring": {"prometheusRule": False}}, {"NetworkPolicy", "PodMonitor"}),
+        (
+            {"gateway": {"inferencePool": True}},
+            {"NetworkPolicy", "PodMonitor", "PrometheusRule", "InferencePool"},
+        ),
     ],
 )
 def test_optional_children_come_and_go_with_the_spec(
@@ -32,6 +37,28 @@ def test_optional_children_come_and_go_with_the_spec(
     children = expected_children(service_of(**spec), sized, 2, "img:1")
 
     assert {child.kind.name for child in children if child.wanted} == ALWAYS | optional
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"name": "tiny-epp", "port": {"number": 9002}, "failureMode": "FailOpen"}),
+        (
+            {"endpointPicker": {"name": "mine", "port": 9, "failureMode": "FailClose"}},
+            {"name": "mine", "port": {"number": 9}, "failureMode": "FailClose"},
+        ),
+    ],
+)
+def test_the_inference_pool_has_the_pods_their_port_and_the_picker(
+    given: dict[str, Any], expected: dict[str, Any], service_of: Any
+) -> None:
+    spec = expected_inference_pool(service_of(gateway={"inferencePool": True, **given}))["spec"]
+
+    assert spec == {
+        "selector": {"matchLabels": {"app.kubernetes.io/name": "llmservice", "app.kubernetes.io/instance": "tiny"}},
+        "targetPorts": [{"number": 8000}],
+        "endpointPickerRef": {"group": "", "kind": "Service", **expected},
+    }
 
 
 def test_every_child_is_labelled_owned_and_called_after_the_service(service_of: Any, sized: Sized) -> None:

@@ -45,6 +45,15 @@ def test_clients_reach_the_api_prometheus_its_metrics_and_the_platform_both(serv
     ]
 
 
+def test_an_endpoint_picker_reaches_the_metrics(service_of: Any) -> None:
+    picker = {"podSelector": {"matchLabels": {"inferencepool": "tiny-epp"}}}
+    service = service_of(networkPolicy={"from": [picker]}, gateway={"inferencePool": True})
+
+    policy = expected_network_policy(service, IN_A_FOLDER, platform_peers("system", []))
+
+    assert [picker in rule["from"] for rule in policy["spec"]["ingress"]] == [True, True]
+
+
 def egress(service: Any, mirror: str | None = None) -> Any:
     location = locate(service.spec.model, Path("/srv/models"), mirror)
     policy = expected_network_policy(service, location, platform_peers("system", []))

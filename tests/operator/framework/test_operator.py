@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow
 
 LEASE = "/apis/coordination.k8s.io/v1/namespaces/team-a/leases/llmservice-operator"
 BUDGET = CHILD_KINDS["PodDisruptionBudget"]
-WATCHED = sum(one.kind.group != "monitoring.coreos.com" for one in FOLLOWED)
+WATCHED = sum(one.kind.built_in or one.kind.name == "LLMService" for one in FOLLOWED)
 
 
 @dataclass

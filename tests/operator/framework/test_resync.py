@@ -11,7 +11,7 @@ from typing import Any
 from harness.jumping_loop import JumpingLoop
 from harness.operator_process import SHAPE
 from harness.whole_operator import TICK_S
-from harness.whole_world import MONITORING, World, whole_world
+from harness.whole_world import FROM_CRDS, World, whole_world
 from llmservice_operator.api.kinds import CHILD_KINDS, FOLLOWED
 from llmservice_operator.cluster.kube_client import KubeClient
 from llmservice_operator.cluster.object_cache import ObjectCache
@@ -131,11 +131,11 @@ def test_a_crd_that_is_installed_later_is_used_within_a_minute(tmp_path: Path) -
     async def play() -> list[set[str]]:
         async with whole_world(tmp_path) as world:
             tasks = [asyncio.create_task(world.cluster.run()), asyncio.create_task(world.operator().run())]
-            monitored = {"model": {"uri": "hf://org/name", "shape": SHAPE}, "engine": {"maxModelLen": 512}}
-            world.create_service({**monitored, "monitoring": {"podMonitor": True, "prometheusRule": True}})
+            spec = {"model": {"uri": "hf://org/name", "shape": SHAPE}, "engine": {"maxModelLen": 512}}
+            world.create_service({**spec, "gateway": {"inferencePool": True}})
             await asyncio.sleep(10)
             before = names_of(world)
-            for kind in MONITORING:
+            for kind in FROM_CRDS:
                 world.install(kind)
             await asyncio.sleep(DISCOVER_S + 1.2 * TICK_S)
             after = names_of(world)
@@ -148,7 +148,7 @@ def test_a_crd_that_is_installed_later_is_used_within_a_minute(tmp_path: Path) -
         before, after = runner.run(play())
 
     assert before >= {"Deployment", "Service"}
-    assert after - before == set(MONITORING)
+    assert after - before == set(FROM_CRDS)
 
 
 def names_of(world: World) -> set[str]:

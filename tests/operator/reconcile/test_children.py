@@ -173,6 +173,72 @@ async def test_a_foreign_deployment_of_that_name_is_not_taken_over(world: World,
     assert (await world.condition("Ready"))["reason"] == "NameConflict"
 
 
+async def install(world: World, kind: str) -> None:
+    """A CRD that accepts everything."""
+    group, plural = CHILD_KINDS[kind].group, CHILD_KINDS[kind].plural
+    version = {
+        "name": "v1",
+        "served": True,
+        "storage": True,
+        "schema": {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}},
+        "subresources": {"status": {}},
+    }
+    names = {"kind": kind, "listKind": f"{kind}List", "plural": plural, "singular": kind.lower()}
+    spec = {"group": group, "scope": "Namespaced", "names": names, "versions": [version]}
+    definition = {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{plural}.{group}"},
+        "spec": spec,
+    }
+    definitions = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+    await world.kube.request("POST", definitions, body=definition, content_type="application/json")
+
+
+async def test_an_inference_pool_waits_for_its_crd_and_says_so(world: World, manifest_of: Any) -> None:
+    await world.create_service(manifest_of(gateway={"inferencePool": True}))
+    await world.run_pass()
+    missing = await world.condition("InferencePoolReady")
+    assert (missing["status"], missing["reason"]) == ("False", "CRDNotInstalled")
+    assert await world.replicas() == 1
+    world.writes.clear()
+    await world.run_pass(after_s=5)
+    assert world.writes == []
+
+    await install(world, "InferencePool")
+    await world.run_pass(after_s=5)
+    await world.run_pass(after_s=5)
+
+    created = await world.condition("InferencePoolReady")
+    assert (created["status"], created["reason"]) == ("True", "Created")
+    pool = await world.kube.get_child(CHILD_KINDS["InferencePool"], "team-a", "tiny")
+    assert pool is not None
+    assert pool["metadata"]["ownerReferences"][0]["kind"] == "LLMService"
+
+
+async def test_what_a_gateway_says_about_the_pool_is_reported_and_the_pool_goes_with_the_spec(
+    world: World, manifest_of: Any
+) -> None:
+    await install(world, "InferencePool")
+    await world.create_service(manifest_of(gateway={"inferencePool": True}))
+    await world.run_pass()
+    path = CHILD_KINDS["InferencePool"].path("team-a", "tiny")
+    refused = {"type": "ResolvedRefs", "status": "False", "reason": "InvalidExtensionRef", "message": "no tiny-epp"}
+    parents = [{"parentRef": {"name": "inference"}, "conditions": [refused]}]
+    await world.kube.request("PATCH", f"{path}/status", body={"status": {"parents": parents}})
+
+    await world.run_pass(after_s=5)
+
+    condition = await world.condition("InferencePoolReady")
+    assert (condition["status"], condition["reason"]) == ("False", "RefusedByGateway")
+    assert "no tiny-epp" in condition["message"]
+
+    await world.kube.request("PATCH", f"{SERVICES}/tiny", body={"spec": {"gateway": {"inferencePool": False}}})
+    await world.run_pass(after_s=1)
+    assert await world.kube.get_child(CHILD_KINDS["InferencePool"], "team-a", "tiny") is None
+    assert "InferencePoolReady" not in {one["type"] for one in (await world.status())["conditions"]}
+
+
 MONITORING = pytest.mark.parametrize(
     ("field", "kind"), [("podMonitor", "PodMonitor"), ("prometheusRule", "PrometheusRule")]
 )
@@ -194,23 +260,7 @@ async def test_monitoring_children_are_left_out_without_their_crd(
 async def test_monitoring_children_are_created_and_removed_with_the_spec(
     world: World, manifest_of: Any, field: str, kind: str
 ) -> None:
-    plural = CHILD_KINDS[kind].plural
-    version = {
-        "name": "v1",
-        "served": True,
-        "storage": True,
-        "schema": {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}},
-    }
-    names = {"kind": kind, "listKind": f"{kind}List", "plural": plural, "singular": kind.lower()}
-    spec = {"group": "monitoring.coreos.com", "scope": "Namespaced", "names": names, "versions": [version]}
-    definition = {
-        "apiVersion": "apiextensions.k8s.io/v1",
-        "kind": "CustomResourceDefinition",
-        "metadata": {"name": f"{plural}.monitoring.coreos.com"},
-        "spec": spec,
-    }
-    definitions = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
-    await world.kube.request("POST", definitions, body=definition, content_type="application/json")
+    await install(world, kind)
     await world.create_service(manifest_of(monitoring={field: True, "labels": {"release": "stack"}}))
 
     await world.run_pass()

@@ -28,6 +28,23 @@ def _stats(**changes: Any) -> Stats:
     return Stats(**(figures | changes))
 
 
+def _ready(**changes: Any) -> Ready:
+    figures = {
+        "max_model_len": 1,
+        "max_num_seqs": 1,
+        "block_size": 1,
+        "num_blocks": 1,
+        "max_request_tokens": 1,
+        "embedding_size": 8,
+        "max_embedding_tokens": 1,
+        "memory_bytes": {},
+        "architecture": "LlamaForCausalLM",
+        "model_code": "own",
+        "load_s": 1.0,
+    }
+    return Ready(**(figures | changes))
+
+
 def _samples(metrics: Metrics) -> dict[str, float]:
     """By name and labels, as they are printed."""
     samples = {}
@@ -69,22 +86,7 @@ def test_an_idle_engines_figures_count_as_no_step() -> None:
 def test_what_was_measured_at_start_is_shown_before_the_first_request() -> None:
     metrics = Metrics("llmservice_", "tiny")
     memory = {"weights": 100, "kv_cache": 200, "activations": 30, "total": 400}
-    metrics.set_ready(
-        Ready(
-            max_model_len=1,
-            max_num_seqs=1,
-            block_size=1,
-            num_blocks=99,
-            max_request_tokens=1,
-            embedding_size=8,
-            max_embedding_tokens=1,
-            memory_bytes=memory,
-            architecture="LlamaForCausalLM",
-            model_code="own",
-            load_s=1.5,
-            fallbacks={"attention": "it raised"},
-        )
-    )
+    metrics.set_ready(_ready(num_blocks=99, memory_bytes=memory, load_s=1.5, fallbacks={"attention": "it raised"}))
     samples = _samples(metrics)
     assert {kind: samples[f"llmservice_memory_bytes{{kind={kind}}}"] for kind in memory} == memory
     assert samples["llmservice_model_load_seconds"] == 1.5
@@ -97,6 +99,33 @@ def test_what_was_measured_at_start_is_shown_before_the_first_request() -> None:
     ]
     assert samples["llmservice_num_requests_running{lane=interactive}"] == 0
     assert samples["llmservice_num_requests_waiting{lane=interactive}"] == 0
+
+
+def test_endpoint_pickers_find_one_series_of_each_name_that_they_read() -> None:
+    metrics = Metrics("llmservice_", "tiny")
+    metrics.set_ready(_ready(block_size=16, num_blocks=99, max_loras=2))
+    metrics.set_stats(_stats(num_waiting={"interactive": 5, "batch": 2}))
+    metrics.set_adapters([("poet", "1", "loaded"), ("clerk", "1", "loaded"), ("old", "1", "evicted")])
+
+    samples = {name: value for name, value in _samples(metrics).items() if name.startswith("vllm:")}
+
+    since_s = samples.pop(
+        "vllm:lora_requests_info{max_lora=2,model_name=tiny,running_lora_adapters=poet,clerk,waiting_lora_adapters=}"
+    )
+    assert since_s > 1_600_000_000
+    assert samples == {
+        "vllm:num_requests_running{model_name=tiny}": 3,
+        "vllm:num_requests_waiting{model_name=tiny}": 7,
+        "vllm:kv_cache_usage_perc{model_name=tiny}": 0.3,
+        "vllm:cache_config_info{block_size=16,model_name=tiny,num_gpu_blocks=99}": 1,
+    }
+
+
+def test_without_adapters_there_is_no_series_about_them() -> None:
+    metrics = Metrics("llmservice_", "tiny")
+    metrics.set_ready(_ready())
+
+    assert not [name for name in _samples(metrics) if name.startswith("vllm:lora")]
 
 
 def test_the_prefix_of_vllm_gives_its_names_and_its_label() -> None:
