@@ -15,6 +15,7 @@ from harness.model_hub import ModelHub
 from harness.object_store import ObjectStore
 from harness.wait import wait_for
 from llmservice_operator.api import labels
+from llmservice_server.backend.compile_cache import cpu_folder
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -131,6 +132,7 @@ def test_three_replicas_that_share_a_cache_download_once(cluster: Cluster, kube:
         "spec": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}},
     }
     kube.core.create_namespaced_persistent_volume_claim(kube.namespace, claim)
+    _fill_with_kernels(cluster.state_dir / "claims" / kube.namespace / "model-cache" / "llms")
     with ObjectStore({f"llms/tiny/{file}": content for file, content in hub.files.items()}).serving() as store:
         store.bytes_per_s = len(hub.files[WEIGHTS]) / 3
         _secret(kube, "bucket", {"AWS_ACCESS_KEY_ID": "AKIDEXAMPLE", "AWS_SECRET_ACCESS_KEY": "s3-hush"})
@@ -146,6 +148,16 @@ def test_three_replicas_that_share_a_cache_download_once(cluster: Cluster, kube:
         assert store.sent[f"llms/tiny/{WEIGHTS}"] == len(hub.files[WEIGHTS])
     assert _answer(cluster, name)
     assert all("s3-hush" not in str(pod) for pod in kube.pods(name))
+
+
+def _fill_with_kernels(cache: Path) -> None:
+    """With those of this machine: an empty folder would cost the time of compiling them."""
+    folder = cache / ".compiled-kernels"
+    folder.mkdir(parents=True)
+    kernels = cpu_folder()
+    assert kernels is not None
+    kernels.mkdir(parents=True, exist_ok=True)
+    (folder / "numba").symlink_to(kernels)
 
 
 def test_a_token_that_is_refused_names_its_secret_and_a_right_one_heals_it(

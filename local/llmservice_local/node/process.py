@@ -91,7 +91,10 @@ def base_environment() -> dict[str, str]:
     """The environment of every process: a few inherited variables, and a PATH with this interpreter's folder first."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     inherited = {name: os.environ[name] for name in _INHERITED if name in os.environ}
-    return {**inherited, "PATH": path, "PYTHONUNBUFFERED": "1"}
+    # Pods have a cache of their own each: compiled kernels are kept where servers outside of the cluster keep them.
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    kernels = os.environ.get("NUMBA_CACHE_DIR") or str(caches / "llmservice" / "numba")
+    return {**inherited, "PATH": path, "PYTHONUNBUFFERED": "1", "NUMBA_CACHE_DIR": kernels}
 
 
 FIRST_S = 10.0

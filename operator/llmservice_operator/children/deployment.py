@@ -21,6 +21,8 @@ from llmservice_operator.children.volumes import (
     adapter_mounts,
     adapter_volumes,
     fetch_container,
+    kernel_args,
+    kernel_mounts,
     model_mounts,
     model_volumes,
     scratch_environment,
@@ -133,6 +135,7 @@ def server_args(service: LLMService, sized: Sized) -> list[str]:
         *(() if engine.prefix_caching else ("--no-prefix-caching",)),
         *(("--swap-space-gib", f"{engine.swap_space_gib:g}") if engine.swap_space_gib else ()),
         *adapter_args(service),
+        *kernel_args(service.spec.model),
     ]
     if isinstance(sized.device, GPU):
         return [*args, "--gpu-memory-utilization", str(engine.gpu_memory_utilization)]
@@ -195,6 +198,7 @@ def _server(service: LLMService, sized: Sized, image: str) -> Manifest:
         "volumeMounts": [
             *_mounts(service, sized, read_only=True),
             *adapter_mounts(service),
+            *kernel_mounts(service.spec.model),
             *template.volume_mounts,
         ],
     }

@@ -61,6 +61,23 @@ def model_mounts(source: ModelSource, model: Model, *, read_only: bool) -> list[
     return [mount | ({"subPath": sub_path} if sub_path else {})]
 
 
+KERNELS_MOUNT = "/compiled-kernels"
+_KERNELS = ".compiled-kernels"
+"""A folder of the cache's volume. No model's folder begins with a dot."""
+
+
+def kernel_mounts(source: ModelSource) -> list[Manifest]:
+    """Where the server may write in the cache's volume: kernels that it compiled, for the next pods."""
+    if source.cache is None:
+        return []
+    folders = (source.cache.sub_path, _KERNELS)
+    return [{"name": "models", "mountPath": KERNELS_MOUNT, "subPath": "/".join(filter(None, folders))}]
+
+
+def kernel_args(source: ModelSource) -> list[str]:
+    return [] if source.cache is None else ["--compile-cache", KERNELS_MOUNT]
+
+
 def storage_request(source: ModelSource, model: Model) -> Manifest:
     """Disk space of the node that the download needs, if known, so that no pod is scheduled where it does not fit."""
     if source.cache is not None or model.location.fetch_uri is None or model.weights_file_bytes is None:

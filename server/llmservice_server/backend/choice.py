@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Literal, ParamSpec, TypeVar
 
 import torch
 
 from llmservice_server.backend.base import Backend, KVCacheShape
+from llmservice_server.backend.compile_cache import COMPILATIONS, Compilations
 from llmservice_server.backend.torch.backend import TorchBackend
 from llmservice_server.types.errors import ConfigError
 
@@ -119,10 +121,17 @@ def _choose_chunk_attention(
 def in_child(work: Callable[P, T], *arguments: P.args, **settings: P.kwargs) -> T:
     """`work` in a process of its own, as an illegal access to memory ends the CUDA context of the process it is in.
 
-    Raises what `work` raises, and BrokenProcessPool if it kills its process. Compiled kernels stay in Triton's cache.
+    Raises what `work` raises, and BrokenProcessPool if it kills its process. Compiled kernels stay in Triton's cache,
+    and count as compiled by this process.
     """
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as child:
-        return child.submit(work, *arguments, **settings).result()
+        result, compilations = child.submit(_counted, partial(work, *arguments, **settings)).result()
+    COMPILATIONS.add(compilations)
+    return result
+
+
+def _counted(work: Callable[[], T]) -> tuple[T, Compilations]:
+    return work(), COMPILATIONS
 
 
 def _why_cpu_kernels_are_unusable() -> str | None:

@@ -135,6 +135,12 @@ class EngineConfig:
     ] = "fcfs"
     max_loras: Annotated[int, Flag("LoRA adapters in memory at once (default: none)", parse=int)] = 0
     max_lora_rank: Annotated[int, Flag("of an adapter, at most: the memory of a slot")] = 16
+    compile_cache: Annotated[
+        Path | None,
+        Flag(
+            "folder of compiled kernels that pods share; they execute what is in it (default: one of this user)", "DIR"
+        ),
+    ] = None
     seed: Annotated[int, Flag("of requests without a seed of their own", parse=int)] = 0
     threads: Annotated[int | None, Flag("on CPU (default: torch's choice)")] = None
 

@@ -82,6 +82,9 @@ class Engine:
             model_code=started.model_code,
             fallbacks=started.fallbacks,
             load_s=started.load_s,
+            compile_s=started.compile_s,
+            kernels_compiled=started.kernels_compiled,
+            kernels_loaded=started.kernels_loaded,
             max_loras=0 if started.adapters is None else started.adapters.num_slots,
         )
 

@@ -236,6 +236,9 @@ class Started:
     adapters: AdapterStore[Any] | None = None  # None: there are no slots for adapters
     overlaps: bool = False  # the next step is planned while one is computed, where the settings leave it open
     prefill_tokens: int | None = None  # of a step, beyond which the device computes no faster; None: no such bound
-    load_s: float = 0.0
+    load_s: float = 0.0  # without compiling
+    compile_s: float = 0.0
+    kernels_compiled: int = 0
+    kernels_loaded: int = 0  # from the cache of compiled kernels
     fallbacks: dict[Fallback, str] = field(default_factory=dict)  # what runs without our kernels, and why
     phases_s: dict[str, float] = field(default_factory=dict)  # where the time of starting went, seconds by name

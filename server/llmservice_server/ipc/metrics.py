@@ -107,6 +107,10 @@ class Metrics:
             "model_info", "1: the architecture, and whose code computes it", ("architecture", "model_code")
         )
         self.model_load_seconds = self._gauge("model_load_seconds", "From the engine's start until it could serve")
+        self.kernel_compile_seconds = self._gauge(
+            "kernel_compile_seconds", "Of it, the time in which kernels were compiled"
+        )
+        self.kernels = self._gauge("kernels", "That a start compiled, or loaded from the cache", ("source",))
 
         self.lora_adapter = self._gauge(
             "lora_adapter", "1: a LoRA adapter, loaded, evicted or failed", ("name", "version", "state")
@@ -141,8 +145,11 @@ class Metrics:
 
     def set_ready(self, ready: Ready) -> None:
         """Set what was measured at start, once the engine can serve."""
-        self.model_load_seconds.set(ready.load_s)
         self._picker.set_ready(ready)
+        self.model_load_seconds.set(ready.load_s + ready.compile_s)
+        self.kernel_compile_seconds.set(ready.compile_s)
+        self.labels(self.kernels, source="compiled").set(ready.kernels_compiled)
+        self.labels(self.kernels, source="loaded").set(ready.kernels_loaded)
         self.labels(self.model_info, architecture=ready.architecture, model_code=ready.model_code).set(1)
         for kind, num_bytes in ready.memory_bytes.items():
             self.labels(self.memory_bytes, kind=kind).set(num_bytes)

@@ -15,6 +15,7 @@ from llmservice_planner.overhead import PROCESS_BYTES
 from llmservice_planner.sizing_request import CAP_OF_CPU
 from llmservice_server.backend.base import Attention, Backend, KVCacheShape, Model
 from llmservice_server.backend.choice import choose_backend
+from llmservice_server.backend.compile_cache import COMPILATIONS, share
 from llmservice_server.backend.quantized import QuantizedWeight
 from llmservice_server.backend.torch.memory import available_cpu_bytes
 from llmservice_server.engine.block_pool import PreemptionCost, SwapSpace
@@ -81,6 +82,8 @@ def model_runner(engine: Engine) -> ModelRunner:
 def start(config: EngineConfig) -> Started:
     """Load a model and allocate its KV cache. Raises `StartError` with what is wrong, expected and to be done."""
     began_s = time.monotonic()
+    if config.compile_cache is not None:
+        share(config.compile_cache)
     checkpoint = Checkpoint.open(config.model, config.implementation)
     _check_context(checkpoint, config)
     phases = StartPhases()
@@ -131,7 +134,10 @@ def start(config: EngineConfig) -> Started:
         adapters=None if slots is None else SlotStore(slots),
         overlaps=backend.overlaps,
         prefill_tokens=backend.prefill_tokens,
-        load_s=time.monotonic() - began_s,
+        load_s=time.monotonic() - began_s - COMPILATIONS.seconds,
+        compile_s=COMPILATIONS.seconds,
+        kernels_compiled=COMPILATIONS.compiled,
+        kernels_loaded=COMPILATIONS.loaded,
         fallbacks=dict(backend.fallbacks),
         phases_s=phases.seconds,
     )
@@ -149,7 +155,13 @@ def start(config: EngineConfig) -> Started:
         kv_cache.max_model_len,
         max_num_seqs,
     )
-    _LOG.info("the engine took %s", phases)
+    _LOG.info(
+        "the engine took %s; %d kernels compiled in %.1f s, %d loaded from the cache",
+        phases,
+        started.kernels_compiled,
+        started.compile_s,
+        started.kernels_loaded,
+    )
     return started
 
 

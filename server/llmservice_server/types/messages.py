@@ -220,7 +220,10 @@ class Ready(msgspec.Struct, kw_only=True, tag="ready"):
     max_embedding_tokens: int  # of one input: it is computed in one step
     prefix_caching: bool = True
     memory_bytes: dict[str, int]  # by kind: weights, kv_cache, activations, graphs, total
-    load_s: float
+    load_s: float  # from the engine's start, without compiling
+    compile_s: float = 0.0
+    kernels_compiled: int = 0
+    kernels_loaded: int = 0  # from the cache of compiled kernels
     task: Task = "generate"
     max_loras: int = 0  # adapters on the device at once
     architecture: str

@@ -48,7 +48,7 @@ def test_the_sizing_becomes_the_servers_flags(service_of: Any, sized: Sized) -> 
 
 def test_extra_args_can_hold_no_flag_that_the_operator_sets(service_of: Any, sized: Sized, model: Model) -> None:
     on_cpu = service_of(
-        model={"uri": "file:///tiny", "quantization": "int8"},
+        model={"uri": "hf://org/tiny", "quantization": "int8", "cache": {"claimName": "cache"}},
         engine={"prefixCaching": False, "swapSpaceGiB": 1, "maxLoras": 1},
     )
     on_gpu = service_of(resources={"gpu": {"product": "l4"}})

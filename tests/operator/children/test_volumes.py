@@ -39,7 +39,8 @@ def _models(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mount(container: dict[str, Any]) -> dict[str, Any]:
-    (mount,) = (one for one in container["volumeMounts"] if one["name"] == "models")
+    mount, *kernels = (one for one in container["volumeMounts"] if one["name"] == "models")
+    assert [one["mountPath"] for one in kernels] in ([], ["/compiled-kernels"])
     return dict(mount)
 
 
@@ -80,6 +81,28 @@ def test_a_shared_cache_is_written_by_the_download_and_read_by_the_server(pod_of
     assert _models(spec) == {"persistentVolumeClaim": {"claimName": "cache"}}
     assert _mount(fetch) == {"name": "models", "mountPath": "/models", "readOnly": False, "subPath": "llms"}
     assert _mount(server) == {"name": "models", "mountPath": "/models", "readOnly": True, "subPath": "llms"}
+
+
+@pytest.mark.parametrize(
+    ("cache", "folder"),
+    [
+        ({"claimName": "cache"}, ".compiled-kernels"),
+        ({"claimName": "cache", "subPath": "llms"}, "llms/.compiled-kernels"),
+    ],
+)
+def test_the_server_keeps_compiled_kernels_in_a_folder_of_the_shared_cache(
+    pod_of: Any, cache: dict[str, Any], folder: str
+) -> None:
+    (server,) = pod_of(uri="hf://org/name", cache=cache)["containers"]
+    mount = {"name": "models", "mountPath": "/compiled-kernels", "subPath": folder}
+    assert mount in server["volumeMounts"]
+    assert server["args"][server["args"].index("--compile-cache") + 1] == "/compiled-kernels"
+
+
+def test_a_pod_without_a_shared_cache_has_no_folder_for_compiled_kernels(pod_of: Any) -> None:
+    (server,) = pod_of(uri="hf://org/name")["containers"]
+    assert "--compile-cache" not in server["args"]
+    assert "/compiled-kernels" not in [mount["mountPath"] for mount in server["volumeMounts"]]
 
 
 def test_a_download_takes_the_proxy_that_the_pod_is_given_and_nothing_else_of_its_environment(pod_of: Any) -> None:

@@ -16,6 +16,8 @@ from typing import Any
 import openai
 import pytest
 
+from llmservice_server.backend.compile_cache import cpu_folder
+
 SLOW = {"model": "tiny", "prompt": ["a"] * 4, "n": 16, "max_tokens": 500, "ignore_eos": True}  # seconds
 MESSAGES = [{"role": "user", "content": "How are you?"}]
 
@@ -366,6 +368,20 @@ def test_the_server_tells_its_shape_and_its_numbers(server: Any) -> None:
     assert reported["max_num_seqs"] >= 1
     assert reported["num_blocks"] * reported["block_size"] >= reported["max_model_len"]
     assert {"layers", "heads", "kvHeads", "hiddenSize", "vocabSize"} <= set(reported["shape"])
+
+
+def test_a_second_start_compiles_no_kernel(server: Any, start_server: Callable[..., Any], tmp_path: Path) -> None:
+    server.wait_until_ready()
+    kernels = cpu_folder()
+    assert kernels is not None
+    (tmp_path / "numba").symlink_to(kernels)  # where the first start kept its kernels
+    second = start_server("--compile-cache", str(tmp_path)).wait_until_ready()
+    reported = json.loads(second.get("/sizing")[1])
+    assert (reported["kernels_compiled"], reported["compile_s"]) == (0, 0)
+    assert reported["kernels_loaded"] > 0
+    assert reported["load_s"] > 0
+    assert second.metric("llmservice_kernels", source="loaded") == reported["kernels_loaded"]
+    assert second.metric("llmservice_kernels", source="compiled") == 0
 
 
 def test_unknown_parameters_are_ignored_named_and_counted(server: Any) -> None:

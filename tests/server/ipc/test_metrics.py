@@ -86,10 +86,13 @@ def test_an_idle_engines_figures_count_as_no_step() -> None:
 def test_what_was_measured_at_start_is_shown_before_the_first_request() -> None:
     metrics = Metrics("llmservice_", "tiny")
     memory = {"weights": 100, "kv_cache": 200, "activations": 30, "total": 400}
-    metrics.set_ready(_ready(num_blocks=99, memory_bytes=memory, load_s=1.5, fallbacks={"attention": "it raised"}))
+    start = {"load_s": 1.5, "compile_s": 2.25, "kernels_compiled": 7, "kernels_loaded": 2}
+    metrics.set_ready(_ready(num_blocks=99, memory_bytes=memory, fallbacks={"attention": "it raised"}, **start))
     samples = _samples(metrics)
     assert {kind: samples[f"llmservice_memory_bytes{{kind={kind}}}"] for kind in memory} == memory
-    assert samples["llmservice_model_load_seconds"] == 1.5
+    assert samples["llmservice_model_load_seconds"] == 3.75  # compiling is part of it
+    assert samples["llmservice_kernel_compile_seconds"] == 2.25
+    assert [samples[f"llmservice_kernels{{source={source}}}"] for source in ("compiled", "loaded")] == [7, 2]
     assert samples["llmservice_kernel_fallback{part=attention}"] == 1
     assert samples["llmservice_kernel_fallback{part=decode_graphs}"] == 0
     assert [samples[f"llmservice_kv_cache_blocks{{state={state}}}"] for state in ("free", "held", "cached")] == [

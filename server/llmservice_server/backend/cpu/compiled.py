@@ -14,19 +14,17 @@ import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.core.typeinfer import register_dispatcher
 from numba.extending import intrinsic as numba_intrinsic
+
+from llmservice_server.backend.cpu.kernel_cache import KernelCache
 
 _FASTMATH = {"reassoc", "contract", "arcp", "nsz"}  # sums in any order; infinity and NaN are kept
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def compiled(signature: str | None = None, **options: Any) -> Callable[[F], F]:
-    """numba's `njit`; the compiled code is cached on disk if there is a folder for it (NUMBA_CACHE_DIR).
-
-    With a signature it is compiled, or loaded, at once. numba detects changes of the function's own file only: after
-    changing a function that others call, remove the `*.nbi` files in `__pycache__`.
-    """
-
+    """numba's `njit`, whose results `kernel_cache` keeps. With a signature it is compiled, or loaded, at once."""
     options = {
         "fastmath": _FASTMATH,
         "error_model": "numpy",  # a check for division by zero would keep loops scalar
@@ -35,10 +33,13 @@ def compiled(signature: str | None = None, **options: Any) -> Callable[[F], F]:
     }
 
     def decorate(function: F) -> F:
-        try:
-            return numba.njit(signature, cache=True, **options)(function)  # type: ignore[return-value]
-        except RuntimeError:  # no folder for the cache: each process compiles it
-            return numba.njit(signature, **options)(function)  # type: ignore[return-value]
+        dispatcher = numba.njit(**options)(function)
+        dispatcher._cache = KernelCache(function)  # numba's parameter `cache` takes none of ours
+        if signature is not None:
+            with register_dispatcher(dispatcher):
+                dispatcher.compile(signature)
+            dispatcher.disable_compile()
+        return dispatcher  # type: ignore[no-any-return]
 
     return decorate
 

@@ -54,6 +54,10 @@ class SizingReport(BaseModel):
     memory_bytes: Annotated[dict[str, int], Field(description="by kind: weights, kv_cache, activations, graphs, total")]
     tool_call_format: Annotated[str, Field(description="in which the model calls tools; none: it cannot")]
     reasoning_format: Annotated[str, Field(description="none: all text is the answer's content")]
+    load_s: Annotated[float, Field(description="from the engine's start until it could serve, without compiling")]
+    compile_s: Annotated[float, Field(description="seconds of it in which kernels were compiled")]
+    kernels_compiled: int
+    kernels_loaded: Annotated[int, Field(description="from the cache of compiled kernels")]
     max_loras: Annotated[int, Field(description="LoRA adapters in memory at once")]
     adapters: list[AdapterStatus]
     shape: Annotated[

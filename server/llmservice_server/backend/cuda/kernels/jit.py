@@ -10,6 +10,10 @@ import triton
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
+from llmservice_server.backend.cuda.kernel_cache import install
+
+install()
+
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 
