@@ -18,6 +18,7 @@ from llmservice_operator.cluster.kube_client import KubeClient, KubeError
 from llmservice_operator.cluster.object_cache import ObjectCache
 from llmservice_operator.grants import Grants
 from llmservice_operator.monitoring.metrics import OperatorMetrics
+from llmservice_operator.pods.cold_start import ColdStart, cold_start, first_ready, woken_since
 from llmservice_operator.pods.pod import Pod, Trouble, image_volume_trouble, observed, pods_of
 from llmservice_operator.pods.pod_model import PodModels
 from llmservice_operator.scaling.decision import Decision, ScalingState, decide_replicas, scale_policy
@@ -83,6 +84,8 @@ class Memory:
     overload: OverloadTimer = field(default_factory=OverloadTimer)
     scaling: ScalingState | None = None
     slo: Verdict | None = None
+    requested_s: float | None = None
+    """When the first request came that no pod has been ready for yet, in seconds since 1970."""
     unobserved_s: float | None = None
     """Since when Kubernetes has not observed a change of the Deployment."""
 
@@ -144,6 +147,7 @@ class Reconciler:
         adapters = await self.pod_models.adapters(seen.pods) if seen.service.spec.adapters else {}
         itl_feasible = sizing.plan.itl_feasible if isinstance(sizing, Sized) and sizing.plan else None
         memory.slo = slo_verdict(load, seen.service.spec.slo.ttft_p99_s, itl_feasible=itl_feasible, before=memory.slo)
+        started = await self._cold_start(seen, memory)
         decision = self._decide(seen, memory, sizing, load)
         refusals = await self._apply(seen, load, sizing, decision)
         deployment = self._deployment(seen.service)
@@ -166,6 +170,7 @@ class Reconciler:
             adapters=adapters,
             settling=is_settling(memory.unobserved_s, seen.steady_s),
             name_holder=self.cache.name_holder(seen.service.served_name),
+            cold_start=started,
             pool=self.cache.child("InferencePool", *seen.service.key),
             pools_installed=not self.cache.lacks("InferencePool"),
             allowance=allowance,
@@ -208,6 +213,7 @@ class Reconciler:
                 StartupTimes(known.startup_seconds if known else None),
                 StatusWriteThrottle(seen.steady_s, resumed=known is not None),
                 slo=remembered_slo(seen.service),
+                requested_s=None if seen.serving else woken_since(known),
             )
         return self._memories[key]
 
@@ -236,7 +242,7 @@ class Reconciler:
         decision, memory.scaling = decide_replicas(
             service, sizing, demand, supply, memory.scaling, seen.now, seen.steady_s, feasible=feasible
         )
-        self._track_zero(seen, decision)
+        self._track_zero(seen, memory, decision)
         metrics.sized(*service.key, sizing.reason if isinstance(sizing, SizingProblem) else None)
         if service.spec.autoscaling is not None:
             metrics.decided(seen.current, decision.replicas, decision.reasons)
@@ -246,15 +252,28 @@ class Reconciler:
                 metrics.overload_ended(lasted_s)
         return decision
 
-    def _track_zero(self, seen: Observation, decision: Decision) -> None:
+    def _track_zero(self, seen: Observation, memory: Memory, decision: Decision) -> None:
         """Gateways are read while a service is at zero for want of requests."""
         key, autoscaling = seen.service.key, seen.service.spec.autoscaling
         if autoscaling is not None and autoscaling.min_replicas == 0 and decision.replicas == 0:
             self.held.at_zero.add(key)
             return
         self.held.at_zero.discard(key)
-        if autoscaling is not None and seen.current == 0 and decision.active:
+        held = self.held.of(key)
+        if autoscaling is not None and seen.current == 0 and held is not None and held.requests:
+            memory.requested_s = seen.now - held.oldest_s
             self.metrics.woke_up(*key)
+
+    async def _cold_start(self, seen: Observation, memory: Memory) -> ColdStart | None:
+        """In the pass that first sees a pod ready after requests had to wait for one."""
+        pod = first_ready(seen.pods)
+        if memory.requested_s is None or pod is None:
+            return None
+        start = cold_start(pod, memory.requested_s, await self.pod_models.compile_s(pod))
+        memory.requested_s = None
+        if start is not None:
+            self.metrics.started_cold(start.phases())
+        return start
 
     async def _apply(
         self, seen: Observation, load: Load | None, sizing: Sized | SizingProblem, decision: Decision

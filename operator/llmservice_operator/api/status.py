@@ -117,6 +117,17 @@ class CapacityStatus(SchemaModel):
     measured_at: str = Field(max_length=32, description="When, give or take half an hour (RFC 3339).")
 
 
+class ColdStartStatus(SchemaModel):
+    """Of the last start from zero. In seconds; the parts add up to the whole."""
+
+    ready_at: str = Field(max_length=32, description="When the first pod was ready (RFC 3339).")
+    seconds: float = Field(ge=0, description="From the first request, which waited in a gateway, until then.")
+    scheduling: float = Field(ge=0, description="Of it, until the pod's first container ran: decision, node and image.")
+    fetching: float = Field(ge=0, description="Of it, the download of the model.")
+    loading: float = Field(ge=0, description="Of it, from the server's start until it was ready, without compiling.")
+    compiling: float = Field(ge=0, description="Of it, compiling kernels, as the server reports it.")
+
+
 class AutoscalingStatus(SchemaModel):
     desired_replicas: int = Field(ge=0, description="Replicas that the operator asks for now.")
     queue_depth: float | None = Field(None, ge=0, description="Waiting requests per ready replica.")
@@ -125,6 +136,9 @@ class AutoscalingStatus(SchemaModel):
     )
     startup_seconds: int | None = Field(
         None, ge=0, description="Learned time (P90) from a pod's creation until it is ready."
+    )
+    last_cold_start: ColdStartStatus | None = Field(
+        None, description="How long the last start from zero took, and for what."
     )
     capacity: CapacityStatus | None = Field(None, description="For a restarted operator; only with autoscaling.")
     signals: list[SignalStatus] = Field(

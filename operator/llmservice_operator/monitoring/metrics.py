@@ -104,6 +104,13 @@ class OperatorMetrics:
             registry=self.registry,
             buckets=_OVERLOAD_BUCKETS,
         )
+        self._cold_start = Histogram(
+            f"{_PREFIX}cold_start_seconds",
+            "From the first request to a service at zero until a pod was ready (total), and what it was spent on.",
+            ["phase"],
+            registry=self.registry,
+            buckets=_OVERLOAD_BUCKETS,
+        )
         ProcessCollector(namespace="llmservice_operator", registry=self.registry)
         self.process = ProcessMetrics(self.registry)
 
@@ -120,6 +127,10 @@ class OperatorMetrics:
 
     def woke_up(self, namespace: str, name: str) -> None:
         self._counters["wake_ups_total"].labels(namespace, name).inc()
+
+    def started_cold(self, phases: Mapping[str, float]) -> None:
+        for phase, seconds in phases.items():
+            self._cold_start.labels(phase).observe(seconds)
 
     def held_read(self, result: str) -> None:
         self._counters["held_reads_total"].labels(result).inc()

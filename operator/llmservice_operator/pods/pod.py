@@ -54,6 +54,10 @@ class Pod:
     fetching: bool = False
     """Whether its init container downloads the model now."""
     metrics_port: int = METRICS_PORT
+    fetch_began_s: float | None = None
+    """When its download of the model began."""
+    server_began_s: float | None = None
+    """When the server's container began, for the last time."""
 
     @property
     def serves(self) -> bool:
@@ -97,7 +101,18 @@ def pod_of(manifest: Manifest) -> Pod:
         out_of_memory=any(_was_out_of_memory(one) for one in status.get("containerStatuses") or []),
         deletion_cost=annotations.get(labels.DELETION_COST),
         metrics_port=_metrics_port(manifest),
+        fetch_began_s=_began_s(status.get("initContainerStatuses"), FETCH_CONTAINER),
+        server_began_s=_began_s(status.get("containerStatuses"), CONTAINER),
     )
+
+
+def _began_s(containers: Iterable[Mapping[str, Any]] | None, name: str) -> float | None:
+    for one in containers or ():
+        state = one.get("state") or {}
+        began = (state.get("running") or state.get("terminated") or {}).get("startedAt")
+        if one.get("name") == name and began:
+            return epoch(began)
+    return None
 
 
 def epoch(timestamp: str) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -126,6 +127,16 @@ class PodModels:
         serving = [pod for pod in pods if pod.serves]
         answers = await asyncio.gather(*(self._adapters(pod) for pod in serving))
         return {pod.name: answer for pod, answer in zip(serving, answers, strict=True)}
+
+    async def compile_s(self, pod: Pod) -> float:
+        """How long a server compiled kernels when it started; 0 where it does not report that."""
+        text = await self._get(pod, "sizing")
+        try:
+            seconds = float(json.loads(text or b"{}").get("compile_s", 0.0))
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            logger.debug("pod %s: no time of compiling: %s", pod.name, error)
+            return 0.0
+        return seconds if 0 <= seconds < math.inf else 0.0
 
     async def _adapters(self, pod: Pod) -> list[PodAdapter]:
         text = await self._get(pod, "sizing")

@@ -12,8 +12,16 @@ from pydantic import ValidationError
 from llmservice_operator.api import labels
 from llmservice_operator.api.resource import LLMService
 from llmservice_operator.api.spec import Manifest
-from llmservice_operator.api.status import AdapterStatus, AutoscalingStatus, Condition, LLMServiceStatus, MeasuredStatus
+from llmservice_operator.api.status import (
+    AdapterStatus,
+    AutoscalingStatus,
+    ColdStartStatus,
+    Condition,
+    LLMServiceStatus,
+    MeasuredStatus,
+)
 from llmservice_operator.children.expected import service_url
+from llmservice_operator.pods.cold_start import ColdStart
 from llmservice_operator.pods.pod import Pod, Trouble
 from llmservice_operator.pods.pod_model import Fetching, PodAdapter
 from llmservice_operator.scaling.decision import Decision
@@ -48,6 +56,7 @@ from llmservice_operator.status.conditions import (
     pods_with,
     progressing_verdict,
     ready_verdict,
+    rfc3339,
     scaling_verdict,
     sizing_verdict,
     stalled_verdict,
@@ -88,6 +97,8 @@ class Outcome:
     """The InferencePool."""
     pools_installed: bool = False
     """Whether the cluster serves that kind."""
+    cold_start: ColdStart | None = None
+    """Of the first pod after zero, in the pass that first sees it ready."""
     allowance: WriteAllowance = UNLIMITED
 
     def resumes(self, service: LLMService) -> bool:
@@ -225,12 +236,20 @@ def _autoscaling(service: LLMService, outcome: Outcome, now: float) -> Autoscali
         queue_depth=throttled(before.queue_depth, waiting, allowance),
         ttft_p99_seconds=throttled(before.ttft_p99_seconds, rounded(load.ttft_p99_s if load else None), allowance),
         startup_seconds=math.ceil(outcome.startup_s) if outcome.startup_s is not None else None,
+        last_cold_start=_cold_start(outcome.cold_start) or before.last_cold_start,
         capacity=before.capacity if resumes else capacity_status(before.capacity, capacity),
         signals=signals_status(service.key, load, policy, capacity and capacity[1], before.signals, allowance)
         if policy
         else [],
         decisions=log_decision(log, outcome.decision, now) if decides else log,
     )
+
+
+def _cold_start(start: ColdStart | None) -> ColdStartStatus | None:
+    if start is None:
+        return None
+    parts = {name: round(seconds, 1) for name, seconds in start.phases().items() if name != "total"}
+    return ColdStartStatus(ready_at=rfc3339(start.ready_s), seconds=round(sum(parts.values()), 1), **parts)
 
 
 def merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:

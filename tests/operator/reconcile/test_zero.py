@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from harness.one_service import AUTOSCALING, World
+import pytest
+
+from harness.one_service import AUTOSCALING, NS, World
+from llmservice_operator.status.conditions import rfc3339 as stamp
 
 SLEEPY = {**AUTOSCALING, "minReplicas": 0, "idleTimeout": "60s"}
 KEY = ("team-a", "tiny")
@@ -52,6 +55,44 @@ async def test_an_idle_service_goes_to_zero_and_held_requests_wake_it(world: Wor
     assert await world.replicas() == 0
     decision = (await world.status())["autoscaling"]["decisions"][0]
     assert "idle: no request for 60s -> 0" in decision["reasons"]
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_the_status_says_what_the_first_request_waited_for(
+    restarted: bool, world: World, manifest_of: Any
+) -> None:
+    await world.create_service(manifest_of(autoscaling=SLEEPY))
+    await world.run_pass()
+    await reads(world, 1)  # which has been waiting for 2 s
+    await world.run_pass(after_s=1)
+    if restarted:
+        world = world.restarted()
+        await world.run_pass(after_s=1)
+    began = world.now
+    world.pods.sizing = {"compile_s": 7.5}
+    world.now += 60
+    await world.start_pod("tiny-1", "127.0.0.1", (1, 0))
+    whole = {"image": "img:1", "imageID": "", "ready": True, "restartCount": 0}
+    fetched = {"terminated": {"startedAt": stamp(began + 10), "exitCode": 0}}
+    fetch = {**whole, "name": "fetch", "state": fetched}
+    server = {**whole, "name": "server", "state": {"running": {"startedAt": stamp(began + 35)}}}
+    status = {"initContainerStatuses": [fetch], "containerStatuses": [server]}
+    await world.kube.request("PATCH", f"{NS}/pods/tiny-1/status", body={"status": status})
+
+    await world.run_pass(after_s=1)
+    await world.run_pass(after_s=5)
+
+    waited_s = 1 if restarted else 2  # a restarted operator knows when it was decided
+    assert (await world.status())["autoscaling"]["lastColdStart"] == {
+        "readyAt": stamp(began + 60),
+        "seconds": 60.0 + waited_s,
+        "scheduling": 10.0 + waited_s,
+        "fetching": 25.0,
+        "loading": 17.5,
+        "compiling": 7.5,
+    }
+    count = 'llmservice_operator_cold_start_seconds_count{phase="compiling"} 1.0'
+    assert count in world.reconciler.metrics.exposition().decode()
 
 
 async def test_requests_between_two_scrapes_keep_the_last_replica(world: World, manifest_of: Any) -> None:
