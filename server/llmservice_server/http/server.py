@@ -8,14 +8,11 @@ import gc
 import logging
 import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import msgspec
-import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-
+from llmservice_httpserver.listening import HttpServer, ListenError, bind
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.http.adapter_list import AdapterList
 from llmservice_server.http.app import create_app, create_metrics_app
@@ -31,17 +28,10 @@ from llmservice_server.types.messages import Ready
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
-    from starlette.types import ASGIApp
 
 log = logging.getLogger("llmservice.server")
 
-MAX_HEAD_BYTES = 64 * 1024  # request line and headers
 _LAST_ANSWERS_S = 1.0  # after the drain, or the engine's death: for error messages to reach their clients
-_LISTEN_BACKLOG = 2048  # connections that the kernel holds; the admission queue decides what is refused
-_KEEP_ALIVE_S = (
-    75  # longer than a gateway's pool keeps a connection, so that the server does not close one that is reused
-)
-
 
 LOADING_FAILED, SERVING_FAILED = 1, 3
 """Exit statuses: the server could not start, or its engine failed after it was ready."""
@@ -70,66 +60,6 @@ class ListenConfig:
     def shares_port(self) -> bool:
         """Whether the API and /metrics are served on one port."""
         return self.metrics_port == self.port != 0
-
-
-class _HeadTooLargeError(Exception):
-    """Raised inside the parser, which then refuses the request."""
-
-
-class BoundedHttpProtocol(HttpToolsProtocol):
-    """uvicorn's parser with a bound on what a client may send before its body.
-
-    Answers 431 to a head beyond the bound, also to one that never ends, and closes the connection.
-    """
-
-    _head_is_open = True  # what comes next belongs to a request line or to headers
-    _head_bytes = 0  # of the open head, in reads that held nothing else
-    _request_ended = False  # within the current read
-    _too_large = False
-
-    def data_received(self, data: bytes) -> None:
-        self._request_ended = False
-        super().data_received(data)
-        if self._head_is_open and not self._request_ended and not self.transport.is_closing():
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES:
-                self._refuse()
-
-    def on_headers_complete(self) -> None:
-        self._head_is_open = False
-        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEAD_BYTES:
-            self._too_large = True
-            raise _HeadTooLargeError
-        super().on_headers_complete()
-
-    def on_message_complete(self) -> None:
-        super().on_message_complete()
-        self._head_is_open = self._request_ended = True
-        self._head_bytes = 0
-
-    def send_400_response(self, msg: str) -> None:
-        if self._too_large:
-            self._refuse()
-        else:
-            super().send_400_response(msg)
-
-    def _refuse(self) -> None:
-        message = f"the request line and headers are larger than {MAX_HEAD_BYTES} bytes"
-        error = {"message": message, "type": "invalid_request_error", "param": None, "code": "headers_too_large"}
-        body = msgspec.json.encode({"error": error})
-        self.transport.write(
-            b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\nconnection: close\r\n"
-            b"content-length: %d\r\n\r\n%s" % (len(body), body)
-        )
-        self.transport.close()
-
-
-class _Uvicorn(uvicorn.Server):
-    """uvicorn without its signal handlers: when to stop is decided here."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 class HttpProcess:
@@ -166,8 +96,8 @@ class HttpProcess:
         self._was_ready = False
         self._tracer = _tracer(listen)
         app = create_app(self._state, _authenticator(serve), self._tracer, serves_metrics=listen.shares_port)
-        self._api = _uvicorn(app)
-        self._metrics = None if listen.shares_port else _uvicorn(create_metrics_app(self._state))
+        self._api = HttpServer(app)
+        self._metrics = None if listen.shares_port else HttpServer(create_metrics_app(self._state))
 
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT. Raises ServeError where the engine or the tokenizer fails."""
@@ -286,31 +216,9 @@ def _tracer(listen: ListenConfig) -> TracerProvider | None:
         raise ServeError(str(error)) from error
 
 
-def _uvicorn(app: ASGIApp) -> _Uvicorn:
-    return _Uvicorn(
-        uvicorn.Config(
-            app,
-            http=BoundedHttpProtocol,
-            log_config=None,
-            access_log=False,
-            ws="none",
-            lifespan="off",
-            server_header=False,
-            timeout_keep_alive=_KEEP_ALIVE_S,
-        )
-    )
-
-
 def _bind(host: str, port: int, flag: str) -> socket.socket:
     """A listening socket. Raises ServeError, which names the `flag` of the port."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((host, port))
-        listener.listen(_LISTEN_BACKLOG)  # before the log says so
-    except OSError as error:
-        listener.close()
-        why = error.strerror or error
-        raise ServeError(f"cannot listen on {host}:{port}: {why}: choose another {flag} or --host") from error
-    return listener
+        return bind(host, port, flag)
+    except ListenError as error:
+        raise ServeError(str(error)) from error

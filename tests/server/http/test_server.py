@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from llmservice_server.http.server import MAX_HEAD_BYTES
+from llmservice_httpserver.protocol import MAX_HEAD_BYTES
 
 
 def _converse(server: Any, *pieces: bytes) -> bytes:

@@ -1,0 +1,148 @@
+"""uvicorn's HTTP/1.1 parser with bounds: on a request's head, and on the time that a client may take."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import ClassVar
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+MAX_HEAD_BYTES = 64 * 1024
+"""Of a request line and headers."""
+
+
+class _HeadTooLargeError(Exception):
+    """Raised inside the parser, which then refuses the request."""
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """Refuses heads that are too large (431), incomplete for too long (408) or no HTTP (400), and closes the connection
+    after that.
+
+    A client that does not read what it is sent for `client_timeout_s` is disconnected. Until then at most the
+    transport's buffer is kept for it: an application that awaits `send` produces no more. A head with both
+    Content-Length and Transfer-Encoding, or with two lengths, is refused by the parser (RFC 9112, section 6.3).
+    """
+
+    client_timeout_s: ClassVar[float] = 60.0
+
+    _head_is_open = True  # what comes next belongs to a request line or to headers
+    _head_has_begun = False
+    _head_bytes = 0  # of the open head, in reads that held nothing else
+    _request_ended = False  # within the current read
+    _too_large = False
+    _head_timer: asyncio.TimerHandle | None = None
+    _read_timer: asyncio.TimerHandle | None = None
+
+    @classmethod
+    def with_timeout(cls, client_timeout_s: float) -> type[BoundedHttpProtocol]:
+        """The protocol with another time for clients."""
+        return type(cls.__name__, (cls,), {"client_timeout_s": client_timeout_s})
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_head_timer()
+        self._stop_read_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._request_ended = False
+        super().data_received(data)
+        if self._head_is_open and not self._request_ended and not self.transport.is_closing():
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._refuse_large_head()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._head_has_begun = True
+        if self._head_timer is None:
+            self._await_head()
+
+    def on_headers_complete(self) -> None:
+        self._head_is_open = self._head_has_begun = False
+        self._stop_head_timer()
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEAD_BYTES:
+            self._too_large = True
+            raise _HeadTooLargeError
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._head_is_open = self._request_ended = True
+        self._head_bytes = 0
+
+    def send_400_response(self, msg: str) -> None:
+        if self._too_large:
+            self._refuse_large_head()
+        else:
+            self._refuse("400 Bad Request", "the request is not valid HTTP/1.1", "invalid_http")
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._await_reader()
+
+    def resume_writing(self) -> None:
+        self._stop_read_timer()
+        super().resume_writing()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._await_reader()
+
+    def timeout_keep_alive_handler(self) -> None:
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()  # closing it would wait for the client to read
+        else:
+            super().timeout_keep_alive_handler()
+
+    def _await_head(self) -> None:
+        self._head_timer = self.loop.call_later(self.client_timeout_s, self._on_head_timeout)
+
+    def _on_head_timeout(self) -> None:
+        if self._is_answering():  # the head of a pipelined request: what is being answered goes first
+            self._await_head()
+        elif self._head_has_begun:
+            message = f"the request line and headers were not complete within {self.client_timeout_s:g} s"
+            self._refuse("408 Request Timeout", message, "request_timeout")
+        else:
+            self.transport.close()
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _stop_read_timer(self) -> None:
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+            self._read_timer = None
+
+    def _await_reader(self) -> None:
+        if self._read_timer is None:
+            self._read_timer = self.loop.call_later(self.client_timeout_s, self.transport.abort)
+
+    def _is_answering(self) -> bool:
+        return bool(self.cycle) and not self.cycle.response_complete  # it is None before the first request
+
+    def _refuse_large_head(self) -> None:
+        message = f"the request line and headers are larger than {MAX_HEAD_BYTES} bytes"
+        self._refuse("431 Request Header Fields Too Large", message, "headers_too_large")
+
+    def _refuse(self, status: str, message: str, code: str) -> None:
+        if self._is_answering() and (self.pipeline or self.cycle.response_started):
+            self.transport.abort()  # what is written now would be read as a part of the answer in progress
+            return
+        error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
+        body = json.dumps({"error": error}).encode()
+        self.transport.write(
+            f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+            f"content-length: {len(body)}\r\n\r\n".encode()
+            + body
+        )
+        self.transport.close()

@@ -1,0 +1,171 @@
+"""What a client may send, and how slowly, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from llmservice_httpserver.listening import HttpServer, ListenError, bind
+from llmservice_httpserver.protocol import MAX_HEAD_BYTES, BoundedHttpProtocol
+
+GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+class App:
+    """Answers with the body that it received, or with more bytes than a socket holds."""
+
+    def __init__(self) -> None:
+        self.bodies: list[bytes] = []
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        body, more = b"", True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            body += message["body"]
+            more = message["more_body"]
+        self.bodies.append(body)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while scope["path"] == "/endless":
+            await send({"type": "http.response.body", "body": bytes(65536), "more_body": True})
+            await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": b"[" + body + b"]"})
+
+
+@asynccontextmanager
+async def served(client_timeout_s: float = 5.0) -> AsyncIterator[tuple[App, HttpServer, int]]:
+    app = App()
+    server = HttpServer(app, BoundedHttpProtocol.with_timeout(client_timeout_s))
+    listener = bind("127.0.0.1", 0, "--port")
+    port = listener.getsockname()[1]
+    server.config.load()
+    server.lifespan = server.config.lifespan_class(server.config)
+    await server.startup(sockets=[listener])
+    try:
+        yield app, server, port
+    finally:
+        for listening in server.servers:
+            listening.close()
+        for connection in list(server.server_state.connections):
+            connection.transport.abort()
+        for task in list(server.server_state.tasks):
+            task.cancel()
+
+
+async def converse(port: int, *pieces: bytes) -> bytes:
+    """All that is answered until the connection is closed."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    answer = b""
+    try:
+        async with asyncio.timeout(10):
+            for piece in pieces:
+                writer.write(piece)
+                await writer.drain()
+            while received := await reader.read(65536):
+                answer += received
+    except ConnectionError:
+        pass  # closed with our bytes unread
+    finally:
+        writer.close()
+    return answer
+
+
+def code(answer: bytes) -> str:
+    return str(json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"])
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        pytest.param(b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", id="length and chunks"),
+        pytest.param(b"Transfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\n0\r\n\r\n", id="chunks and length"),
+        pytest.param(b"Content-Length: 3\r\nContent-Length: 4\r\n\r\nabcd", id="two lengths"),
+        pytest.param(b"Content-Length: 3\r\nContent-Length: 3\r\n\r\nabc", id="the same length twice"),
+        pytest.param(b"Content-Length: +3\r\n\r\nabc", id="a length with a sign"),
+        pytest.param(b"Content-Length: 3, 4\r\n\r\nabcd", id="a list of lengths"),
+        pytest.param(b"Transfer-Encoding: chunked, identity\r\n\r\n0\r\n\r\n", id="chunked is not last"),
+        pytest.param(b"Transfer-Encoding : chunked\r\n\r\n0\r\n\r\n", id="a space before the colon"),
+        pytest.param(b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", id="a chunk size that is no number"),
+        pytest.param(b"X: a\r\n Content-Length: 3\r\n\r\nabc", id="a folded line"),
+        pytest.param(b"X: a\x00b\r\n\r\n", id="NUL"),
+    ],
+)
+async def test_a_request_that_two_servers_could_read_differently_is_refused(head: bytes) -> None:
+    async with served() as (app, _, port):
+        answer = await converse(port, b"POST / HTTP/1.1\r\nHost: x\r\n" + head, GET)
+        assert answer.startswith(b"HTTP/1.1 400")
+        assert answer.count(b"HTTP/1.1 ") == 1, "what follows is not read as a request"
+        assert app.bodies == []
+
+
+async def test_a_head_beyond_the_bound_is_refused() -> None:
+    async with served() as (_, _, port):
+        answer = await converse(port, b"GET / HTTP/1.1\r\nx: " + b"a" * MAX_HEAD_BYTES + b"\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 431")
+    assert code(answer) == "headers_too_large"
+
+
+@pytest.mark.parametrize("start", [b"", GET], ids=["the first request", "one after another"])
+async def test_a_head_that_does_not_arrive_in_time_is_refused(start: bytes) -> None:
+    async with served(client_timeout_s=0.1) as (_, _, port):
+        answer = await converse(port, start + b"GET / HTTP/1.1\r\nHost: ")
+    answer = answer[answer.index(b"HTTP/1.1 408") :]
+    assert code(answer) == "request_timeout"
+
+
+async def test_a_connection_without_a_request_is_closed() -> None:
+    async with served(client_timeout_s=0.1) as (_, _, port):
+        assert await converse(port) == b""
+
+
+async def test_nothing_is_written_into_an_answer_in_progress() -> None:
+    async with served() as (_, _, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /endless HTTP/1.1\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"nonsense\r\n\r\n")
+        received = b""
+        async with asyncio.timeout(10):
+            try:
+                while piece := await reader.read(2**20):
+                    received = received[-20:] + piece
+                    assert b"HTTP/1.1" not in received
+            except ConnectionError:
+                pass
+        writer.close()
+
+
+async def test_a_client_that_does_not_read_is_disconnected_and_costs_a_bounded_buffer() -> None:
+    async with served(client_timeout_s=0.2) as (_, server, port):
+        _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
+        writer.write(b"GET /endless HTTP/1.1\r\n\r\n")
+        connections = server.server_state.connections
+        async with asyncio.timeout(10):
+            while not connections:
+                await asyncio.sleep(0)
+            while connections:
+                assert all(each.transport.get_write_buffer_size() < 2**18 for each in connections)
+                await asyncio.sleep(0.01)
+        writer.transport.abort()
+
+
+async def test_a_request_that_is_read_slowly_but_steadily_is_answered_whole() -> None:
+    async with served() as (app, _, port):
+        body = bytes(200_000)
+        head = b"POST / HTTP/1.1\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+        answer = await converse(port, head, *(body[at : at + 20_000] for at in range(0, len(body), 20_000)))
+        assert answer.startswith(b"HTTP/1.1 200")
+        assert app.bodies == [body]
+
+
+def test_a_taken_port_names_its_flag() -> None:
+    with bind("127.0.0.1", 0, "--port") as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ListenError, match=rf"127.0.0.1:{port}.*choose another --metrics-port"):
+            bind("127.0.0.1", port, "--metrics-port")
