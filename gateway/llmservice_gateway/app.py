@@ -1,198 +1,201 @@
-"""The gateway's HTTP API: OpenAI's paths, forwarded to the pods, health, readiness and metrics."""
+"""The gateway's HTTP API: the inference endpoints, and with FastAPI models, health, readiness and metrics."""
 
 from __future__ import annotations
 
-import json
 import logging
-import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from typing import Any
 
-from aiohttp import web
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
-from llmservice_gateway.metrics import UNKNOWN_MODEL, GatewayMetrics
-from llmservice_gateway.openai_error import error_response
-from llmservice_gateway.proxy import BrokenAnswerError, Proxy
+from llmservice_gateway.inference import INFERENCE_PATHS, AccessControl, GatewayConfig, Inference
+from llmservice_gateway.metrics import GatewayMetrics
+from llmservice_gateway.openai_error import GatewayError
+from llmservice_gateway.reply import Receive, Send
 from llmservice_gateway.routes import ModelNotFoundError, Route
 from llmservice_gateway.routing import Routing
 
 logger = logging.getLogger(__name__)
 
-INFERENCE_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank", "/v1/score")
-LONGEST_REQUEST_ID = 128
-CLIENT_LEFT = "499"
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+class Model(BaseModel):
+    """A served model or LoRA adapter."""
+
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "llmservice"
+    namespace: str
+    ready: bool
+    ready_replicas: int
+    parent: str | None
+    """Of an adapter, the name of its model."""
 
 
-@dataclass(frozen=True, slots=True)
-class GatewayConfig:
-    """Limits of requests."""
+class Models(BaseModel):
+    """What requests may name."""
 
-    max_body_bytes: int = 16 * 1024**2
-    read_timeout_s: float = 600.0
-    """How long a pod may pause within a response."""
+    object: str = "list"
+    data: list[Model]
 
 
-class _BadRequestError(Exception):
-    def __init__(self, message: str, code: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.code = code
-        self.param = param
+class Health(BaseModel):
+    """The process answers."""
+
+    status: str = "ok"
+
+
+class Readiness(BaseModel):
+    """Whether requests should be sent here, and why not."""
+
+    ready: bool
+    reason: str | None
 
 
 class Gateway:
-    """The handlers and their shared state. `app()` returns the application that a runner serves."""
+    """The two applications and their shared state. Made in the event loop that serves them; `close` it at the end."""
 
-    def __init__(self, routing: Routing, config: GatewayConfig | None = None) -> None:
+    def __init__(
+        self, routing: Routing, config: GatewayConfig | None = None, access: AccessControl | None = None
+    ) -> None:
         self._routing = routing
-        self._config = config or GatewayConfig()
+        self._access = access
         self.metrics = GatewayMetrics()
-        self._proxy: Proxy | None = None
+        self._inference = Inference(routing, self.metrics, config or GatewayConfig(), access)
         self.draining = False
         """Set on SIGTERM: not ready any more, though requests are still served."""
 
-    def app(self, *, serves_metrics: bool = False) -> web.Application:
-        """The API; `serves_metrics`: with /metrics, which otherwise `metrics_app` serves."""
-        app = web.Application(client_max_size=self._config.max_body_bytes, middlewares=[_openai_errors])
-        app.cleanup_ctx.append(self._connections)
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/ready", self._ready)
+    async def close(self) -> None:
+        await self._inference.close()
+
+    def app(self, *, serves_metrics: bool = False, cors_allow_origins: Sequence[str] = ()) -> Any:
+        """The API, an ASGI application; `serves_metrics`: with the paths that otherwise `metrics_app` serves."""
+        documented = FastAPI(title="llmservice gateway", version=version("llmservice"), redoc_url=None)
+        documented.include_router(self._models_router())
+        documented.include_router(self._probe_router())
         if serves_metrics:
-            app.router.add_get("/metrics", self._metrics)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/v1/models/{model:.+}", self._model)
-        for path in INFERENCE_PATHS:
-            app.router.add_post(path, self._infer)
+            documented.include_router(self._metrics_router())
+        _add_error_handlers(documented)
+        inference = self._inference
+
+        async def app(scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
+            if scope["type"] == "http" and scope["path"] in INFERENCE_PATHS:
+                await inference(scope, receive, send)
+            else:
+                await documented(scope, receive, send)  # type: ignore[arg-type]
+
+        if not cors_allow_origins:
+            return app
+        return CORSMiddleware(
+            app,  # type: ignore[arg-type]
+            allow_origins=cors_allow_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+
+    def metrics_app(self) -> FastAPI:
+        """For a port that clients cannot reach."""
+        app = FastAPI(openapi_url=None)
+        app.include_router(self._metrics_router())
+        _add_error_handlers(app)
         return app
 
-    def metrics_app(self) -> web.Application:
-        """/metrics alone, for a port that clients cannot reach."""
-        app = web.Application(middlewares=[_openai_errors])
-        app.router.add_get("/metrics", self._metrics)
-        return app
+    def _models_router(self) -> APIRouter:
+        router = APIRouter(tags=["models"])
 
-    async def _connections(self, _app: web.Application) -> AsyncIterator[None]:
-        async with Proxy(self._routing.balancer, self.metrics, self._config.read_timeout_s) as self._proxy:
-            yield
+        @router.get("/v1/models")
+        async def models(request: Request) -> Models:
+            """The models that the caller may use."""
+            key = None if self._access is None else self._access.identify(request.headers)
+            listed = self._routing.table.models()
+            return Models(data=[_model(name, route) for name, route in listed if self._may_use(key, name, route)])
 
-    async def _health(self, _request: web.Request) -> web.Response:
-        return web.json_response({"status": "ok"})
-
-    async def _ready(self, _request: web.Request) -> web.Response:
-        reason = "draining" if self.draining else None if self._routing.synced else "the cluster has not been read yet"
-        return web.json_response({"ready": reason is None, "reason": reason}, status=503 if reason else 200)
-
-    async def _metrics(self, _request: web.Request) -> web.Response:
-        return web.Response(body=generate_latest(self.metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
-
-    async def _models(self, _request: web.Request) -> web.Response:
-        models = [_model_object(model, route) for model, route in self._routing.table.models()]
-        return web.json_response({"object": "list", "data": models})
-
-    async def _model(self, request: web.Request) -> web.Response:
-        model = request.match_info["model"]
-        try:
-            return web.json_response(_model_object(model, self._routing.table.find(model)))
-        except ModelNotFoundError as error:
-            return _not_found(error)
-
-    async def _infer(self, request: web.Request) -> web.StreamResponse:
-        request_id = _request_id(request)
-        try:
-            raw = await request.read()
-            payload = _parse(raw)
-            model = payload["model"]
-            route = self._routing.table.find(model)
-        except _BadRequestError as error:
-            response = error_response(400, str(error), error.code, error.param)
-        except ModelNotFoundError as error:
-            response = _not_found(error)
-        except web.HTTPRequestEntityTooLarge as error:
-            response = error_response(413, f"The request is too large: {error.text}.", "request_too_large")
-        else:
-            body = raw if model == route.served_name else _renamed(payload, route.served_name)
-            return await self._forward(request, model, body, request_id)
-        self.metrics.requests.labels(UNKNOWN_MODEL, response.status).inc()
-        response.headers["X-Request-Id"] = request_id
-        return response
-
-    async def _forward(self, request: web.Request, model: str, body: bytes, request_id: str) -> web.StreamResponse:
-        if self._proxy is None:
-            raise RuntimeError("the application has not been started")
-        code = CLIENT_LEFT  # where the handler is cancelled, or a write fails, because the client left
-        with self.metrics.in_flight.labels(model).track_inprogress():
+        @router.get("/v1/models/{model:path}")
+        async def model(model: str, request: Request) -> Model:
+            """One of them."""
+            key = None if self._access is None else self._access.identify(request.headers)
             try:
-                response = await self._proxy.forward(
-                    request, model, lambda: self._routing.table.find(model), body, request_id
-                )
-                code = str(response.status)
-            except ModelNotFoundError as error:  # deleted meanwhile
-                response = _not_found(error)
-                code = "404"
-            except BrokenAnswerError as error:
-                response = error.response
-                code = "502"
-            finally:
-                self.metrics.requests.labels(model, code).inc()
-        if not response.prepared:
-            response.headers["X-Request-Id"] = request_id
-        return response
+                route = self._routing.table.find(model)
+            except ModelNotFoundError as error:
+                raise GatewayError(404, str(error), "model_not_found", "model") from None
+            if not self._may_use(key, model, route):
+                message = f"The model `{model}` does not exist, or this key may not use it."
+                raise GatewayError(404, message, "model_not_found", "model")
+            return _model(model, route)
+
+        return router
+
+    def _may_use(self, key: Any, model: str, route: Route) -> bool:
+        return self._access is None or self._access.may_use(key, model, route)
+
+    def _probe_router(self) -> APIRouter:
+        router = APIRouter(tags=["probes"])
+
+        @router.get("/health")
+        async def health() -> Health:
+            """The process answers."""
+            return Health()
+
+        @router.get("/ready", responses={503: {"model": Readiness}})
+        async def ready() -> JSONResponse:
+            """200 while requests should be sent here."""
+            unread = None if self._routing.synced else "the cluster has not been read yet"
+            reason = "draining" if self.draining else unread
+            readiness = Readiness(ready=reason is None, reason=reason)
+            return JSONResponse(readiness.model_dump(), 503 if reason else 200)
+
+        return router
+
+    def _metrics_router(self) -> APIRouter:
+        router = APIRouter(include_in_schema=False)
+
+        @router.get("/metrics")
+        async def metrics() -> Response:
+            return Response(generate_latest(self.metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+        return router
 
 
-@web.middleware
-async def _openai_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """aiohttp's own errors in OpenAI's shape."""
-    try:
-        return await handler(request)
-    except web.HTTPNotFound:
-        return error_response(404, f"There is no {request.method} {request.path} here.", "not_found")
-    except web.HTTPMethodNotAllowed as error:
-        allowed = ", ".join(sorted(error.allowed_methods))
-        response = error_response(405, f"{request.path} takes {allowed}, not {request.method}.", "method_not_allowed")
-        response.headers["Allow"] = allowed
-        return response
+def _model(model: str, route: Route) -> Model:
+    return Model(
+        id=model,
+        created=route.created,
+        namespace=route.namespace,
+        ready=bool(route.backends),
+        ready_replicas=len(route.backends),
+        parent=route.parent,
+    )
 
 
-def _parse(raw: bytes) -> dict[str, Any]:
-    """The request's body; only `model` is validated here, the rest by the pod."""
-    try:
-        payload = json.loads(raw)
-    except UnicodeDecodeError as error:
-        raise _BadRequestError("The request's body is not valid UTF-8.", "invalid_json") from error
-    except (ValueError, RecursionError) as error:
-        raise _BadRequestError(f"The request's body is not valid JSON: {error}.", "invalid_json") from error
-    if not isinstance(payload, dict):
-        raise _BadRequestError("The request's body must be a JSON object.", "invalid_json")
-    if not isinstance(payload.get("model"), str) or not payload["model"]:
-        raise _BadRequestError("`model` must name a served model; GET /v1/models lists them.", "missing_model", "model")
-    return payload
+def _add_error_handlers(app: FastAPI) -> None:
+    """Every error in OpenAI's shape."""
+
+    @app.exception_handler(GatewayError)
+    async def refused(_: Request, error: GatewayError) -> Response:
+        return _response(error)
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        method, path, headers = request.method, request.url.path, error.headers or {}
+        if error.status_code == 404:
+            return _response(GatewayError(404, f"There is no {method} {path} here.", "not_found"))
+        if error.status_code == 405:
+            message = f"{path} takes {headers.get('Allow', 'another method')}, not {method}."
+            return _response(GatewayError(405, message, "method_not_allowed", headers=headers))
+        return _response(GatewayError(error.status_code, f"{method} {path}: {error.detail}", "http_error"))
+
+    @app.exception_handler(Exception)
+    async def unexpected(_: Request, error: Exception) -> Response:
+        logger.error("unexpected error", exc_info=error)
+        return _response(GatewayError(500, "The gateway failed: see its log.", "internal_error"))
 
 
-def _renamed(payload: dict[str, Any], served_name: str) -> bytes:
-    """The body with the served name alone: pods do not know their namespace."""
-    return json.dumps(payload | {"model": served_name}).encode()
-
-
-def _not_found(error: ModelNotFoundError) -> web.Response:
-    return error_response(404, str(error), "model_not_found", "model")
-
-
-def _model_object(model: str, route: Route) -> dict[str, Any]:
-    return {
-        "id": model,
-        "object": "model",
-        "created": route.created,
-        "owned_by": "llmservice",
-        "namespace": route.namespace,
-        "ready": bool(route.backends),
-        "ready_replicas": len(route.backends),
-        "parent": route.parent,
-    }
-
-
-def _request_id(request: web.Request) -> str:
-    """The client's own, truncated, so that its logs and ours can be joined; else a new one."""
-    return request.headers.get("X-Request-Id", "")[:LONGEST_REQUEST_ID] or uuid.uuid4().hex
+def _response(error: GatewayError) -> Response:
+    return Response(error.body, error.status, error.headers, "application/json")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+from pathlib import Path
 
 from llmservice_planner.command import Command
 
@@ -38,13 +39,32 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="how long a pod may stay silent in the middle of an answer",
     )
+    parser.add_argument(
+        "--client-timeout",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="how long a client may take to send a request's head, or its body (408), or to read what it is sent",
+    )
+    parser.add_argument("--tls-cert", type=Path, metavar="FILE", help="PEM certificate chain: serve HTTPS on --port")
+    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="its key; both are reloaded when they change")
+    parser.add_argument(
+        "--cors-allow-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="let pages of this origin (https://HOST, or *) call the API; may be repeated",
+    )
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
 
 
 def _run(args: argparse.Namespace) -> int:
+    import uvloop
+
     from llmservice_gateway.serving import run_gateway
 
-    return asyncio.run(run_gateway(args))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(run_gateway(args))
 
 
 COMMAND = Command(
@@ -52,5 +72,5 @@ COMMAND = Command(
     add_arguments=_add_arguments,
     run=_run,
     extra="gateway",
-    requires=("aiohttp", "kubernetes", "prometheus_client"),
+    requires=("aiohttp", "fastapi", "kubernetes", "prometheus_client", "uvicorn", "uvloop"),
 )

@@ -2,21 +2,45 @@
 
 from __future__ import annotations
 
-from aiohttp import web
+import json
+from collections.abc import Mapping
 
 RETRY_AFTER_S = 2
 
-
-def error_response(
-    status: int, message: str, code: str, param: str | None = None, retry_after_s: int | None = None
-) -> web.Response:
-    """`{"error": {message, type, param, code}}`; `type` follows from the status as in OpenAI's API."""
-    kind = "invalid_request_error" if status < 500 else "service_unavailable_error" if status == 503 else "api_error"
-    headers = {"Retry-After": str(retry_after_s)} if retry_after_s is not None else None
-    body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
-    return web.json_response(body, status=status, headers=headers)
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
 
 
-def unavailable(message: str, code: str) -> web.Response:
+class GatewayError(Exception):
+    """The gateway's own answer: `status` and `headers` are HTTP's, the rest is OpenAI's error object."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> bytes:
+        """`{"error": {message, type, param, code}}`; `type` follows from the status."""
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return json.dumps({"error": error}).encode()
+
+
+def unavailable(message: str, code: str, retry_after_s: int = RETRY_AFTER_S) -> GatewayError:
     """503 with Retry-After, which OpenAI's clients honour."""
-    return error_response(503, message, code, retry_after_s=RETRY_AFTER_S)
+    return GatewayError(503, message, code, headers={"Retry-After": str(retry_after_s)})

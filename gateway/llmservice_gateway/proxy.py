@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from types import TracebackType
+from dataclasses import dataclass
 
 import aiohttp
-from aiohttp import web
-from multidict import CIMultiDict, CIMultiDictProxy
+from multidict import CIMultiDict
+from starlette.datastructures import Headers
+from yarl import URL
 
 from llmservice_gateway.balancer import Balancer, Ticket
+from llmservice_gateway.demand import Demand, Usage
 from llmservice_gateway.metrics import GatewayMetrics
-from llmservice_gateway.openai_error import RETRY_AFTER_S, error_response, unavailable
-from llmservice_gateway.routes import ModelNotFoundError, Route
+from llmservice_gateway.openai_error import RETRY_AFTER_S, GatewayError, unavailable
+from llmservice_gateway.reply import Reply
+from llmservice_gateway.routes import Backend, Route
 
 logger = logging.getLogger(__name__)
 
@@ -40,29 +44,54 @@ HOP_BY_HOP = frozenset(
 )
 SLOTS_HEADER = "x-admissible-sequences"
 """How many requests like those before a pod runs at once, as it reports with each response."""
+USAGE_HEADER = "x-llmservice-usage"
+"""Of a request: asks the pod to report the tokens of its answer; of a response: the report."""
+OURS = "x-llmservice-"
+"""Headers between gateway and pods: a client's are not forwarded, nor are the pods' sent to clients."""
+NOT_PASSED_ON = HOP_BY_HOP | {"date"}
 NOT_SENT_ON = HOP_BY_HOP | {"host", "content-length", "expect"}
+_USAGE_COMMENT = re.compile(rb"^: llmservice-usage ([0-9 ]+)\n\n", re.MULTILINE)
+_LONGEST_EVENT_BYTES = 2**20
+"""A longer part of an event is passed on before the event ends."""
 
 
 class _AnotherPodError(Exception):
     """This pod refused the request, and no part of a response has reached the client."""
 
-    def __init__(self, reason: str, refusal: web.Response | None = None) -> None:
+    def __init__(self, reason: str, refusal: _Refusal | None = None) -> None:
         super().__init__(reason)
         self.reason = reason
         self.refusal = refusal
         """The pod's response, used if no other pod accepts the request."""
 
 
-class BrokenAnswerError(Exception):
-    """The pod ended its response early; the client's connection is closed, and `response` is the partial one."""
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
 
-    def __init__(self, response: web.StreamResponse) -> None:
-        super().__init__("the pod broke off its answer")
-        self.response = response
+
+@dataclass(slots=True)
+class PodRequest:
+    """What is sent to a pod."""
+
+    path: str
+    """With the query."""
+    headers: Headers
+    """The client's."""
+    body: bytes
+    request_id: str
+    model: str
+    """As the client named it."""
+    find: Callable[[], Route]
+    """The present route of the model; raises a GatewayError where there is none any more."""
+    pod_headers: Callable[[Backend], Mapping[str, str]] = lambda _: {}
+    """Of the gateway itself, for one pod."""
 
 
 class Proxy:
-    """Sends requests to pods through one connection pool."""
+    """Sends requests to pods through one connection pool. Made in the event loop in which it is used."""
 
     def __init__(
         self,
@@ -79,82 +108,83 @@ class Proxy:
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=read_timeout_s),
             auto_decompress=False,  # responses are forwarded unchanged
             skip_auto_headers=("User-Agent", "Accept-Encoding", "Accept", "Content-Type"),
+            cookie_jar=aiohttp.DummyCookieJar(),  # one client's cookies are not for another's requests
         )
 
-    async def __aenter__(self) -> Proxy:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def close(self) -> None:
         await self._session.close()
 
-    async def forward(
-        self, request: web.Request, model: str, find: Callable[[], Route], body: bytes, request_id: str
-    ) -> web.StreamResponse:
-        """Answer `request` from a ready pod of the route that `find` returns, or with an error.
+    async def forward(self, request: PodRequest, demand: Demand, reply: Reply) -> Usage | None:
+        """Answer `request` from a ready pod of its route; returns what the pod reports to have used.
 
-        `find` is called before each attempt, so that pods that became ready or left meanwhile are considered.
+        The route is looked up before each attempt, so that pods that became ready or left meanwhile are considered.
+
+        Raises:
+            GatewayError: no pod could answer, or the answer broke off.
         """
         tried: set[str] = set()
         lost = 0
-        answer = unavailable(f"No replica of `{model}` is ready yet: retry shortly.", "no_ready_replica")
+        refusal: _Refusal | None = None
+        error = unavailable(f"No replica of `{request.model}` is ready yet: retry shortly.", "no_ready_replica")
         while len(tried) < MOST_ATTEMPTS and lost < MOST_LOST:
-            backend = self._balancer.pick(find().backends, tried, self._clock())
+            backend = self._balancer.pick(request.find().backends, tried, self._clock())
             if backend is None:
                 break
             try:
                 with self._balancer.hold(backend) as ticket:
-                    return await self._attempt(ticket, request, model, body, request_id)
+                    return await self._attempt(ticket, request, reply)
             except _AnotherPodError as again:
                 tried.add(ticket.backend.uid)
                 lost += again.reason == LOST
-                answer = again.refusal or unavailable(
-                    f"No replica of `{model}` could take the request: retry shortly.", "replicas_unavailable"
+                refusal = again.refusal
+                error = unavailable(
+                    f"No replica of `{request.model}` could take the request: retry shortly.", "replicas_unavailable"
                 )
-                self._metrics.retries.labels(model, again.reason).inc()
-                logger.info("request %s: pod %s: %s", request_id, ticket.backend.name, again.reason)
+                self._metrics.retries.labels(request.model, again.reason).inc()
+                logger.info("request %s: pod %s: %s", request.request_id, ticket.backend.name, again.reason)
             finally:
-                self._rebalance(find)
-        return answer
+                self._rebalance(request)
+        if refusal is None:
+            raise error
+        await reply.start(refusal.status, refusal.headers)
+        await reply.end(refusal.body)
+        return None
 
-    def _rebalance(self, find: Callable[[], Route]) -> None:
+    def _rebalance(self, request: PodRequest) -> None:
         """A slot is free, and requests may wait on other pods."""
-        with suppress(ModelNotFoundError):  # deleted while its last requests ran
-            self._balancer.rebalance(find().backends, self._clock())
+        with suppress(GatewayError):  # deleted while its last requests ran
+            self._balancer.rebalance(request.find().backends, self._clock())
 
-    async def _attempt(
-        self, ticket: Ticket, request: web.Request, model: str, body: bytes, request_id: str
-    ) -> web.StreamResponse:
-        headers = _passed_on(request.headers, NOT_SENT_ON)
-        headers["X-Request-Id"] = request_id
+    async def _attempt(self, ticket: Ticket, request: PodRequest, reply: Reply) -> Usage | None:
         started = self._clock()
         try:
-            upstream = await self._response(ticket, request, model, body, headers)
+            upstream = await self._response(ticket, request)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             self._balancer.mark_failed(ticket.backend, self._clock())
             raise _AnotherPodError("refused") from error
         except TimeoutError:
-            return error_response(504, f"A replica of `{model}` did not answer in time.", "upstream_timeout")
+            message = f"A replica of `{request.model}` did not answer in time."
+            raise GatewayError(504, message, "upstream_timeout") from None
         except aiohttp.ClientError as error:
             self._balancer.mark_failed(ticket.backend, self._clock())
             raise _AnotherPodError(LOST) from error
         if (slots := upstream.headers.get(SLOTS_HEADER, "")).isdecimal():
             self._balancer.set_slots(ticket.backend, int(slots))
         async with upstream:
-            self._metrics.upstream_latency.labels(model).observe(self._clock() - started)
+            self._metrics.upstream_latency.labels(request.model).observe(self._clock() - started)
             if upstream.status in REFUSALS:
                 raise _AnotherPodError(str(upstream.status), await _refusal(upstream))
-            return await _relay(request, upstream, request_id)
+            return await _relay(upstream, request, reply)
 
-    async def _response(
-        self, ticket: Ticket, request: web.Request, model: str, body: bytes, headers: CIMultiDict[str]
-    ) -> aiohttp.ClientResponse:
+    async def _response(self, ticket: Ticket, request: PodRequest) -> aiohttp.ClientResponse:
         """The response of the ticket's pod, once it begins; sends the request again each time the ticket is moved."""
+        passed = _sent_on(request)
         while True:
-            url = ticket.backend.url + request.path_qs
+            headers = passed.copy()
+            headers.update(request.pod_headers(ticket.backend))
+            url = URL(ticket.backend.url + request.path, encoded=True)
             sending = asyncio.ensure_future(
-                self._session.request(request.method, url, data=body, headers=headers, allow_redirects=False)
+                self._session.request("POST", url, data=request.body, headers=headers, allow_redirects=False)
             )
             ticket.leave = sending.cancel
             try:
@@ -163,41 +193,96 @@ class Proxy:
                 task = asyncio.current_task()
                 if task is None or task.cancelling():  # the client left, which cancelled the request as well
                     raise
-                self._metrics.retries.labels(model, MOVED).inc()
+                self._metrics.retries.labels(request.model, MOVED).inc()
             finally:
                 ticket.leave = None
 
 
-async def _refusal(upstream: aiohttp.ClientResponse) -> web.Response | None:
+async def _refusal(upstream: aiohttp.ClientResponse) -> _Refusal | None:
     try:
         body = await upstream.read()
     except (aiohttp.ClientError, TimeoutError):
         return None
-    headers = _passed_on(upstream.headers, HOP_BY_HOP | {"content-length"})
-    headers.setdefault("Retry-After", str(RETRY_AFTER_S))
-    return web.Response(status=upstream.status, headers=headers, body=body)
+    headers = [one for one in _passed_on(upstream) if one[0].lower() != b"content-length"]
+    headers.append((b"content-length", b"%d" % len(body)))
+    if "Retry-After" not in upstream.headers:
+        headers.append((b"retry-after", b"%d" % RETRY_AFTER_S))
+    return _Refusal(upstream.status, headers, body)
 
 
-async def _relay(request: web.Request, upstream: aiohttp.ClientResponse, request_id: str) -> web.StreamResponse:
-    """Stream the pod's response to the client.
-
-    Where the pod's response ends early the client's connection is aborted, so that it does not look complete.
-    """
-    response = web.StreamResponse(status=upstream.status, headers=_passed_on(upstream.headers, HOP_BY_HOP))
-    response.headers["X-Request-Id"] = request_id
-    await response.prepare(request)
+async def _relay(upstream: aiohttp.ClientResponse, request: PodRequest, reply: Reply) -> Usage | None:
+    """Stream the pod's response to the client."""
+    await reply.start(upstream.status, _passed_on(upstream))
+    events = EventRelay() if reply.is_event_stream else None
+    read, write = upstream.content.readany, reply.write
     try:
-        async for piece in upstream.content.iter_any():
-            await response.write(piece)
-    except (aiohttp.ClientPayloadError, TimeoutError) as error:
-        logger.warning("request %s: the pod broke off its answer: %s", request_id, type(error).__name__)
-        if request.transport is not None:
-            request.transport.abort()
-        raise BrokenAnswerError(response) from error
-    await response.write_eof()
-    return response
+        while piece := await read():
+            if events is not None:
+                piece = events.feed(piece)
+                if not piece:
+                    continue
+            await write(piece)
+    except (aiohttp.ClientError, TimeoutError) as error:
+        logger.warning("request %s: the pod broke off its answer: %s", request.request_id, type(error).__name__)
+        message = f"The replica of `{request.model}` broke off its answer: send the request again."
+        raise GatewayError(502, message, "upstream_broke_off") from error
+    if events is None:
+        await reply.end()
+        return Usage.parse(upstream.headers.get(USAGE_HEADER, ""))
+    await reply.end(events.rest)
+    return events.usage
 
 
-def _passed_on(headers: CIMultiDictProxy[str], without: frozenset[str]) -> CIMultiDict[str]:
-    named = {name.strip().lower() for name in headers.get("Connection", "").split(",")}
-    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in without | named)
+class EventRelay:
+    """Takes a pod's server-sent events in any pieces and returns whole ones, without the pod's report of its usage.
+
+    So a stream that breaks off does so between two events, and an error can follow.
+    """
+
+    def __init__(self) -> None:
+        self.usage: Usage | None = None
+        self.rest = b""
+        """The beginning of an event that has not ended."""
+
+    def feed(self, piece: bytes) -> bytes:
+        """The events that end within `piece`."""
+        if self.rest:
+            piece = self.rest + piece
+            self.rest = b""
+        if not piece.endswith(b"\n\n"):
+            end = piece.rfind(b"\n\n") + 2 if b"\n\n" in piece else 0
+            if len(piece) - end <= _LONGEST_EVENT_BYTES:
+                piece, self.rest = piece[:end], piece[end:]
+        if b": llmservice-usage" in piece and (found := _USAGE_COMMENT.search(piece)):
+            self.usage = Usage.parse(found[1].decode())
+            piece = piece[: found.start()] + piece[found.end() :]
+        return piece
+
+
+def _sent_on(request: PodRequest) -> CIMultiDict[str]:
+    """The client's headers, and ours."""
+    named = _named(request.headers.get("connection", ""))
+    headers = CIMultiDict(
+        (name.decode("latin-1"), value.decode("utf-8", "surrogateescape"))
+        for name, value in request.headers.raw
+        if (lower := name.decode("latin-1")) not in NOT_SENT_ON and lower not in named and not lower.startswith(OURS)
+    )
+    headers["X-Request-Id"] = request.request_id
+    headers[USAGE_HEADER] = "1"
+    return headers
+
+
+def _passed_on(upstream: aiohttp.ClientResponse) -> list[tuple[bytes, bytes]]:
+    named = _named(upstream.headers.get("Connection", ""))
+    return [
+        (name, value)
+        for name, value in upstream.raw_headers
+        if (lower := name.decode("latin-1").lower()) not in NOT_PASSED_ON
+        and lower not in named
+        and not lower.startswith(OURS)
+    ]
+
+
+def _named(connection: str) -> set[str]:
+    """The headers that a Connection header names: they concern this connection alone."""
+    return {name.strip().lower() for name in connection.split(",")}

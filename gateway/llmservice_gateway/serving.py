@@ -5,33 +5,32 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import os
 import signal
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+import socket
 
-from aiohttp import web
 from kubernetes.aio.config import ConfigException
 
-from llmservice_gateway.app import Gateway, GatewayConfig
+from llmservice_gateway.app import Gateway
+from llmservice_gateway.inference import GatewayConfig
 from llmservice_gateway.reflector import KubernetesAPI
 from llmservice_gateway.routing import Routing
+from llmservice_gateway.tls import Certificate, CertificateError
+from llmservice_httpserver.listening import HttpServer, ListenError, bind
+from llmservice_httpserver.protocol import BoundedHttpProtocol
 from llmservice_planner.command import CommandError
 
 logger = logging.getLogger(__name__)
-
-_SCRAPE_S = 1.0
-"""Time for a running scrape to finish at the end."""
 
 
 async def run_gateway(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT, then let requests in flight finish within the drain timeout.
 
     Raises:
-        CommandError: no cluster is configured, or a port is taken.
+        CommandError: no cluster is configured, a port is taken, or a certificate cannot be used.
     """
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    config = GatewayConfig(max_body_bytes=args.max_body_mib * 1024**2, read_timeout_s=args.read_timeout)
+    config = GatewayConfig(args.max_body_mib * 1024**2, args.read_timeout, args.client_timeout)
+    certificate = _certificate(args)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -42,11 +41,13 @@ async def run_gateway(args: argparse.Namespace) -> int:
         raise CommandError(f"no cluster to follow: {error}: set KUBECONFIG, or run it in a pod") from error
     async with api:
         routing = Routing(api, args.namespace)
+        gateway = Gateway(routing, config)
         following = asyncio.create_task(routing.run())
         following.add_done_callback(lambda _: stop.set())  # a gateway that no longer follows the cluster must end
         try:
-            await _serve(Gateway(routing, config), args, stop)
+            await _serve(gateway, args, certificate, stop)
         finally:
+            await gateway.close()
             following.cancel()
             await asyncio.wait([following])
     if not following.cancelled():
@@ -54,36 +55,53 @@ async def run_gateway(args: argparse.Namespace) -> int:
     return 0
 
 
-async def _serve(gateway: Gateway, args: argparse.Namespace, stop: asyncio.Event) -> None:
+async def _serve(
+    gateway: Gateway, args: argparse.Namespace, certificate: Certificate | None, stop: asyncio.Event
+) -> None:
     shares_port = args.metrics_port == args.port != 0
-    async with AsyncExitStack() as stack:
-        if not shares_port:  # started first, so that it is served until the drain is over
-            metrics = await stack.enter_async_context(
-                _listening(gateway.metrics_app(), args.host, args.metrics_port, "--metrics-port", _SCRAPE_S)
-            )
-            logger.info("metrics on %s", metrics)
-        api = gateway.app(serves_metrics=shares_port)
-        addresses = await stack.enter_async_context(_listening(api, args.host, args.port, "--port", args.drain_timeout))
-        logger.info("listening on %s", addresses)
+    tls = None if certificate is None else certificate.context
+    api = HttpServer(
+        gateway.app(serves_metrics=shares_port, cors_allow_origins=args.cors_allow_origin),
+        BoundedHttpProtocol.with_timeout(args.client_timeout),
+        ssl_context_factory=None if tls is None else lambda *_: tls,
+        timeout_graceful_shutdown=args.drain_timeout,
+    )
+    servers = [(api, _bind(args.host, args.port, "--port"))]
+    if not shares_port:
+        servers.append((HttpServer(gateway.metrics_app()), _bind(args.host, args.metrics_port, "--metrics-port")))
+        logger.info("metrics on %s", _address(servers[1][1]))
+    async with asyncio.TaskGroup() as group:
+        serving = [group.create_task(server.serve(sockets=[listener])) for server, listener in servers]
+        following = None if certificate is None else group.create_task(certificate.follow())
+        logger.info("listening on %s", _address(servers[0][1]))
         await stop.wait()
         gateway.draining = True
         logger.info("draining: up to %g s", args.drain_timeout)
+        api.should_exit = True
+        await serving[0]
+        api.abort_connections()
+        for server, _ in servers[1:]:  # served until the drain is over
+            server.should_exit = server.force_exit = True
+        if following is not None:
+            following.cancel()
 
 
-@asynccontextmanager
-async def _listening(
-    app: web.Application, host: str, port: int, flag: str, shutdown_timeout_s: float
-) -> AsyncIterator[str]:
-    """Serve `app`; yields the addresses. Raises CommandError, which names the port's `flag`, where it is in use."""
-    # A handler is cancelled when its client leaves, which closes the connection to the pod and frees its blocks.
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=shutdown_timeout_s, access_log=None)
-    await runner.setup()
+def _bind(host: str, port: int, flag: str) -> socket.socket:
     try:
-        try:
-            await web.TCPSite(runner, host, port).start()
-        except OSError as error:
-            why = f"{os.strerror(error.errno) if error.errno else error}: choose another {flag} or --host"
-            raise CommandError(f"cannot listen on {host}:{port}: {why}") from error
-        yield ", ".join(f"{address}:{number}" for address, number, *_ in runner.addresses)
-    finally:
-        await runner.cleanup()
+        return bind(host, port, flag)
+    except ListenError as error:
+        raise CommandError(str(error)) from error
+
+
+def _address(listener: socket.socket) -> str:
+    address, port, *_ = listener.getsockname()
+    return f"{address}:{port}"
+
+
+def _certificate(args: argparse.Namespace) -> Certificate | None:
+    if (args.tls_cert is None) != (args.tls_key is None):
+        raise CommandError("--tls-cert and --tls-key belong together: give both, or none for plain HTTP")
+    try:
+        return None if args.tls_cert is None else Certificate(args.tls_cert, args.tls_key)
+    except CertificateError as error:
+        raise CommandError(str(error)) from error

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -13,9 +15,12 @@ import pytest
 from aiohttp import web
 from kubernetes.aio.client import Configuration
 
-from llmservice_gateway.app import Gateway, GatewayConfig
+from llmservice_gateway.app import Gateway
+from llmservice_gateway.inference import GatewayConfig
 from llmservice_gateway.reflector import KubernetesAPI
 from llmservice_gateway.routing import Routing
+from llmservice_httpserver.listening import HttpServer, bind
+from llmservice_httpserver.protocol import BoundedHttpProtocol
 
 
 class FakeCluster:
@@ -186,6 +191,8 @@ class Front:
     client: aiohttp.ClientSession
     metrics: aiohttp.ClientSession
     """Of the port for /metrics."""
+    url: str
+    access: Any = None
 
     async def until(self, model: str, pods: int) -> None:
         """Wait for the table to hold `pods` ready pods of `model`."""
@@ -199,19 +206,54 @@ class Front:
         return sum(len(route.backends) for route in routes) if routes else None
 
 
-@pytest.fixture
-async def front(api: KubernetesAPI) -> AsyncIterator[Front]:
+@asynccontextmanager
+async def serving(app: Any, client_timeout_s: float = 5.0, **settings: Any) -> AsyncIterator[str]:
+    """The URL of `app`, served as `llmservice gateway` serves it; ended at once."""
+    server = HttpServer(app, BoundedHttpProtocol.with_timeout(client_timeout_s), **settings)
+    server.config.load()
+    server.lifespan = server.config.lifespan_class(server.config)
+    listener = bind("127.0.0.1", 0, "--port")
+    await server.startup(sockets=[listener])
+    await server.on_tick(0)
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        for listening in server.servers:
+            listening.close()
+        for connection in list(server.server_state.connections):
+            connection.transport.abort()
+        await asyncio.gather(*server.server_state.tasks, return_exceptions=True)
+
+
+@asynccontextmanager
+async def gateway_front(api: KubernetesAPI, config: GatewayConfig, **arguments: Any) -> AsyncIterator[Front]:
     routing = Routing(api)
-    gateway = Gateway(routing, GatewayConfig(max_body_bytes=4096, read_timeout_s=5))
-    runner, port = await listen(gateway.app())
-    metrics_runner, metrics_port = await listen(gateway.metrics_app())
+    gateway = Gateway(routing, config, **arguments)
     following = asyncio.create_task(routing.run())
     async with (
-        aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client,
-        aiohttp.ClientSession(f"http://127.0.0.1:{metrics_port}") as metrics,
+        serving(gateway.app(), config.client_timeout_s) as url,
+        serving(gateway.metrics_app()) as metrics_url,
+        aiohttp.ClientSession(url) as client,
+        aiohttp.ClientSession(metrics_url) as metrics,
     ):
-        yield Front(gateway, routing, client, metrics)
+        yield Front(gateway, routing, client, metrics, url)
     following.cancel()
     await asyncio.wait([following])
-    await metrics_runner.cleanup()
-    await runner.cleanup()
+    await gateway.close()
+
+
+@pytest.fixture(name="serving")
+def serving_fixture() -> Any:
+    return serving
+
+
+@pytest.fixture(name="gateway_front")
+def gateway_front_fixture(api: KubernetesAPI) -> Any:
+    return partial(gateway_front, api)
+
+
+@pytest.fixture
+async def front(api: KubernetesAPI) -> AsyncIterator[Front]:
+    config = GatewayConfig(max_body_bytes=4096, read_timeout_s=5, client_timeout_s=5)
+    async with gateway_front(api, config) as front:
+        yield front

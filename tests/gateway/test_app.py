@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
 
-from llmservice_gateway.app import INFERENCE_PATHS
+from llmservice_gateway.demand import Usage
+from llmservice_gateway.inference import INFERENCE_PATHS, GatewayConfig
+from llmservice_gateway.openai_error import GatewayError
 
 StartPod = Callable[[str], Awaitable[Any]]
 
@@ -411,12 +413,16 @@ async def test_namespace_before_the_name_is_not_for_the_pod(front: Any, cluster:
 
 
 async def test_gateway_is_ready_once_the_cluster_was_read_and_not_while_draining(front: Any) -> None:
+    async def status(path: str) -> int:
+        async with front.client.get(path) as response:
+            await response.read()
+            return int(response.status)
+
     async with asyncio.timeout(5):
-        while (await front.client.get("/ready")).status != 200:
+        while await status("/ready") != 200:
             await asyncio.sleep(0)
     front.gateway.draining = True
-    assert (await front.client.get("/ready")).status == 503
-    assert (await front.client.get("/health")).status == 200
+    assert (await status("/ready"), await status("/health")) == (503, 200)
 
 
 async def test_metrics_are_served_in_prometheus_format(front: Any, serve: Any) -> None:
@@ -459,3 +465,160 @@ async def test_every_endpoint_of_a_model_is_routed_by_its_name(front: Any, serve
     async with front.client.post(path, json={"model": "bge", "query": "a", "documents": ["b"]}) as response:
         assert response.status == 200
     assert [request.path for request, _ in pod.requests] == [path]
+
+
+async def _breaks_off(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    await response.write(b"data: 1\n\ndata: 2 and no mo")
+    assert request.transport is not None
+    request.transport.close()
+    return response
+
+
+async def test_event_stream_that_breaks_off_ends_with_an_error_event(front: Any, serve: Any) -> None:
+    (pod,) = await serve("llama", "a")
+    pod.answer = _breaks_off
+    async with front.client.post(CHAT, json={"model": "llama", "stream": True}) as response:
+        text = await response.read()
+    begun, error, done = text.split(b"\n\n", 2)
+    assert (begun, done) == (b"data: 1", b"data: [DONE]\n\n")
+    event, _, data = error.partition(b"\n")
+    assert event == b"event: error"
+    assert json.loads(data.removeprefix(b"data: "))["error"]["code"] == "upstream_broke_off"
+    assert len(pod.requests) == 1
+    assert front.gateway.metrics.registry.get_sample_value(
+        "llmservice_gateway_requests_total", {"model": "llama", "code": "502"}
+    )
+
+
+class Access:
+    """Two keys, one of which has used up its requests."""
+
+    def __init__(self) -> None:
+        self.settled: list[Any] = []
+        self.demands: list[Any] = []
+
+    def identify(self, headers: Any) -> str:
+        key = headers.get("Authorization")
+        if key not in ("Bearer good", "Bearer spent"):
+            raise GatewayError(401, "no such key", "invalid_api_key")
+        return str(key)
+
+    def may_use(self, _key: str, model: str, _route: Any) -> bool:
+        return model != "secret"
+
+    async def admit(self, key: str, _model: str, _route: Any, demand: Any, lane: str | None) -> Any:
+        if key == "Bearer spent":
+            raise GatewayError(429, "too many", "rate_limit_exceeded", headers={"Retry-After": "9"})
+        self.demands.append((demand.prompt_tokens, demand.max_output_tokens, lane))
+        return self
+
+    headers: Mapping[str, str] = {"x-ratelimit-remaining-requests": "4"}
+
+    def pod_headers(self, backend: Any) -> dict[str, str]:
+        return {"x-llmservice-token": f"for {backend.name}"}
+
+    async def settle(self, usage: Any) -> None:
+        self.settled.append(usage)
+
+
+@pytest.fixture
+async def keyed(gateway_front: Any) -> AsyncIterator[Any]:
+    access = Access()
+    async with gateway_front(GatewayConfig(), access=access) as front:
+        front.access = access
+        yield front
+
+
+def authorized(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+async def test_access_admits_counts_and_signs_each_request(keyed: Any, cluster: Any, start_pod: StartPod) -> None:
+    cluster.emit("llmservices", "ADDED", llmservice("llama"))
+    pod = await start_pod("a")
+    cluster.emit("pods", "ADDED", pod.manifest("llama"))
+    await keyed.until("llama", 1)
+    body = {"model": "llama", "prompt": "x" * 40, "max_tokens": 9}
+
+    async def whole(_request: web.Request) -> web.Response:
+        return web.json_response({}, headers={"x-llmservice-usage": "7 3 2"})
+
+    async def stream(_request: web.Request) -> web.Response:
+        text = b"data: 1\n\n: llmservice-usage 8 0 1\n\ndata: [DONE]\n\n"
+        return web.Response(body=text, headers={"Content-Type": "text/event-stream"})
+
+    forged = authorized("good") | {"x-llmservice-token": "forged", "x-llmservice-usage": "0", "x-priority": "batch"}
+    for pod.answer, received in ((whole, b"{}"), (stream, b"data: 1\n\ndata: [DONE]\n\n")):
+        async with keyed.client.post("/v1/completions", json=body, headers=forged) as response:
+            assert (response.status, await response.read()) == (200, received)
+            assert response.headers["x-ratelimit-remaining-requests"] == "4"
+            assert not [name for name in response.headers if name.lower().startswith("x-llmservice")]
+    assert keyed.access.settled == [Usage(7, 3, 2), Usage(8, 0, 1)]
+    assert keyed.access.demands[0] == (10, 9, "batch")
+    request, _ = pod.requests[0]
+    assert request.headers.getall("x-llmservice-token") == ["for a"]
+    assert request.headers.getall("x-llmservice-usage") == ["1"]
+
+
+async def test_access_refuses_before_a_pod_is_asked(keyed: Any, cluster: Any, start_pod: StartPod) -> None:
+    for name in ("llama", "secret"):
+        cluster.emit("llmservices", "ADDED", llmservice(name))
+    pod = await start_pod("a")
+    cluster.emit("pods", "ADDED", pod.manifest("llama"))
+    await keyed.until("llama", 1)
+    for key, status, code in (("wrong", 401, "invalid_api_key"), ("spent", 429, "rate_limit_exceeded")):
+        async with keyed.client.post(CHAT, json={"model": "llama"}, headers=authorized(key)) as response:
+            assert (response.status, (await response.json())["error"]["code"]) == (status, code)
+    assert response.headers["Retry-After"] == "9"
+    assert not pod.requests
+    async with keyed.client.get("/v1/models") as response:
+        assert response.status == 401
+    async with keyed.client.get("/v1/models", headers=authorized("good")) as response:
+        assert [model["id"] for model in (await response.json())["data"]] == ["llama"]
+    async with keyed.client.get("/v1/models/secret", headers=authorized("good")) as response:
+        assert response.status == 404
+    async with keyed.client.get("/health") as response:
+        assert response.status == 200
+
+
+async def test_requests_without_an_answer_are_settled_too(keyed: Any, cluster: Any) -> None:
+    cluster.emit("llmservices", "ADDED", llmservice("llama"))
+    await keyed.until("llama", 0)
+    async with keyed.client.post(CHAT, json={"model": "llama"}, headers=authorized("good")) as response:
+        assert response.status == 503
+    assert keyed.access.settled == [None]
+
+
+async def test_a_body_that_does_not_arrive_in_time_is_refused(gateway_front: Any) -> None:
+    async with gateway_front(GatewayConfig(client_timeout_s=0.1)) as front:
+        host, port = front.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        async with asyncio.timeout(5):
+            answer = await reader.read()
+        writer.close()
+    assert answer.startswith(b"HTTP/1.1 408")
+    assert b"request_timeout" in answer
+
+
+@pytest.mark.parametrize(("allowed", "shown"), [((), None), (("https://app.example",), "https://app.example")])
+async def test_pages_of_other_origins_may_call_only_where_they_are_named(
+    front: Any, serve: Any, serving: Any, allowed: tuple[str, ...], shown: str | None
+) -> None:
+    await serve("llama", "a")
+    app = front.gateway.app(cors_allow_origins=allowed)
+    origin = {"Origin": "https://app.example"}
+    async with serving(app) as url, aiohttp.ClientSession(url) as client:
+        async with client.post(CHAT, json={"model": "llama"}, headers=origin) as response:
+            assert response.headers.get("Access-Control-Allow-Origin") == shown
+        preflight = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+        async with client.options(CHAT, headers=origin | preflight) as response:
+            assert response.headers.get("Access-Control-Allow-Origin") == shown
+
+
+async def test_the_api_documents_itself(front: Any) -> None:
+    async with front.client.get("/openapi.json") as response:
+        paths = (await response.json())["paths"]
+    assert {"/v1/models", "/v1/models/{model}", "/health", "/ready"} <= set(paths)

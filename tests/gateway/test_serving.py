@@ -115,9 +115,9 @@ async def test_metrics_have_a_port_of_their_own_until_the_drain_is_over(served: 
     url, metrics = _address(log, "listening"), _address(log, "metrics")
     in_flight = 'llmservice_gateway_in_flight{model="llama"} 1.0'
     async with asyncio.timeout(30), aiohttp.ClientSession() as client:
-        while (await client.get(f"{url}/ready")).status != 200:
+        while await _status(client, f"{url}/ready") != 200:
             await asyncio.sleep(0.01)
-        assert (await client.get(f"{url}/metrics")).status == 404
+        assert await _status(client, f"{url}/metrics") == 404
         asking = asyncio.create_task(client.post(f"{url}/v1/completions", json={"model": "llama"}))
         while in_flight not in await (await client.get(f"{metrics}/metrics")).text():
             await asyncio.sleep(0.01)
@@ -135,7 +135,7 @@ async def test_equal_ports_serve_everything_on_one(served: tuple[Any, APIServer,
     process, log = await _started(kubeconfig, "--port", port, "--metrics-port", port)
     async with asyncio.timeout(30), aiohttp.ClientSession(_address(log, "listening")) as client:
         for path in ("/metrics", "/health", "/v1/models"):
-            assert (await client.get(path)).status == 200
+            assert await _status(client, path) == 200
         process.terminate()
         assert await process.wait() == 0
 
@@ -149,6 +149,12 @@ async def test_a_taken_port_is_one_clear_sentence(served: tuple[Any, APIServer, 
         assert await process.wait() == 2
     sentence = f"cannot listen on 127.0.0.1:{port}: Address already in use: choose another {flag} or --host"
     assert log.splitlines()[-1] == f"llmservice gateway: {sentence}"
+
+
+async def _status(client: aiohttp.ClientSession, url: str) -> int:
+    async with client.get(url) as response:
+        await response.read()
+        return response.status
 
 
 def _free_port() -> int:
@@ -171,7 +177,7 @@ async def test_sigterm_lets_a_stream_finish_and_exits_0(served: tuple[Any, APISe
     pod.answer = stream
     process, url = await _gateway(kubeconfig)
     async with asyncio.timeout(30), aiohttp.ClientSession(url) as client:
-        while (await client.get("/ready")).status != 200:
+        while await _status(client, "/ready") != 200:
             await asyncio.sleep(0.01)
         async with client.post("/v1/completions", json={"model": "llama"}) as response:
             assert await response.content.readany() == b"data: 1\n\n"
@@ -179,6 +185,30 @@ async def test_sigterm_lets_a_stream_finish_and_exits_0(served: tuple[Any, APISe
             await _until_closed(url)
             go_on.set()
             assert await response.read() == b"data: [DONE]\n\n"
+        assert await process.wait() == 0
+
+
+async def test_a_stream_that_outlasts_the_drain_ends_with_an_error_event(served: tuple[Any, APIServer, Path]) -> None:
+    pod, _, kubeconfig = served
+
+    async def stream(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b"data: 1\n\n")
+        await asyncio.Event().wait()
+        return response
+
+    pod.answer = stream
+    process, url = await _gateway(kubeconfig, "--drain-timeout", "0.1")
+    async with asyncio.timeout(30), aiohttp.ClientSession(url) as client:
+        while await _status(client, "/ready") != 200:
+            await asyncio.sleep(0.01)
+        async with client.post("/v1/completions", json={"model": "llama"}) as response:
+            assert await response.content.readany() == b"data: 1\n\n"
+            process.terminate()
+            rest = await response.read()
+        assert b"shutting_down" in rest
+        assert rest.endswith(b"data: [DONE]\n\n")
         assert await process.wait() == 0
 
 
@@ -197,7 +227,7 @@ async def test_namespace_flag_limits_the_watched_namespaces(served: tuple[Any, A
     _, api, kubeconfig = served
     process, url = await _gateway(kubeconfig, "--namespace", "default", "--drain-timeout", "1")
     async with asyncio.timeout(30), aiohttp.ClientSession(url) as client:
-        while (await client.get("/ready")).status != 200:
+        while await _status(client, "/ready") != 200:
             await asyncio.sleep(0.01)
         async with client.get("/v1/models") as response:
             assert [model["id"] for model in (await response.json())["data"]] == ["llama"]

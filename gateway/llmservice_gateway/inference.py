@@ -1,0 +1,265 @@
+"""The inference endpoints: one ASGI callable from a client's request to its last byte.
+
+Not FastAPI's, whose routing and middleware cost more than a chunk of a stream may.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from starlette.datastructures import Headers
+
+from llmservice_gateway.demand import Demand, Estimator, Usage, affinity
+from llmservice_gateway.metrics import UNKNOWN_MODEL, GatewayMetrics
+from llmservice_gateway.openai_error import GatewayError, unavailable
+from llmservice_gateway.proxy import PodRequest, Proxy
+from llmservice_gateway.reply import BrokenAnswerError, Receive, Reply, Send
+from llmservice_gateway.routes import Backend, ModelNotFoundError, Route
+from llmservice_gateway.routing import Routing
+
+logger = logging.getLogger(__name__)
+
+GENERATING_PATHS = ("/v1/chat/completions", "/v1/completions")
+INFERENCE_PATHS = (*GENERATING_PATHS, "/v1/embeddings", "/v1/rerank", "/v1/score")
+SESSION_HEADER = "x-session-id"
+LANE_HEADER = "x-priority"
+LONGEST_REQUEST_ID = 128
+CLIENT_LEFT = "499"
+
+
+class Admission(Protocol):
+    """A request that its key's limits allow."""
+
+    headers: Mapping[str, str]
+    """For the response: x-ratelimit-*."""
+
+    def pod_headers(self, backend: Backend) -> Mapping[str, str]:
+        """For the request to this pod, made at each attempt: what they prove is short-lived and for one service."""
+
+    async def settle(self, usage: Usage | None) -> None:
+        """The request has ended; `usage` is None where no pod reported one."""
+
+
+class AccessControl(Protocol):
+    """Who may use what, and how much. Its errors are GatewayErrors. A gateway without one is open."""
+
+    def identify(self, headers: Mapping[str, str]) -> Any:
+        """The key of a request; raises 401. `headers` finds names in any case."""
+
+    def may_use(self, key: Any, model: str, route: Route) -> bool:
+        """Whether /v1/models lists the model for this key."""
+
+    async def admit(self, key: Any, model: str, route: Route, demand: Demand, lane: str | None) -> Admission:
+        """Raises 403 or 429, with headers."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayConfig:
+    """Limits of requests."""
+
+    max_body_bytes: int = 16 * 1024**2
+    read_timeout_s: float = 600.0
+    """How long a pod may pause within a response."""
+    client_timeout_s: float = 60.0
+    """How long a client may take to send a request's head, or its body, or to read what it is sent."""
+
+
+class _ClientLeftError(Exception):
+    """Nobody waits for the answer."""
+
+
+class Inference:
+    """Serves INFERENCE_PATHS through `proxy`, which is set while the application runs."""
+
+    def __init__(
+        self,
+        routing: Routing,
+        metrics: GatewayMetrics,
+        config: GatewayConfig,
+        access: AccessControl | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._routing = routing
+        self._metrics = metrics
+        self._config = config
+        self._access = access
+        self._estimators: dict[str, Estimator] = {}
+        self._proxy = Proxy(routing.balancer, metrics, config.read_timeout_s, clock)
+
+    async def close(self) -> None:
+        """Close the connections to the pods."""
+        await self._proxy.close()
+
+    async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
+        headers = Headers(raw=scope["headers"])
+        reply = Reply(send)
+        request_id = _request_id(headers)
+        reply.headers.append((b"x-request-id", request_id.encode("latin-1")))
+        model, code = UNKNOWN_MODEL, CLIENT_LEFT
+        try:
+            try:
+                key = self._access.identify(headers) if self._access is not None else None
+                if scope["method"] != "POST":
+                    raise _wrong_method(scope)
+                payload, raw = await self._body(scope, receive)
+                named = payload["model"]
+                route = self._find(named)
+                model = named
+                request = PodRequest(
+                    path=_path(scope),
+                    headers=headers,
+                    body=raw if model == route.served_name else _renamed(payload, route.served_name),
+                    request_id=request_id,
+                    model=model,
+                    find=lambda: self._find(model),
+                )
+                await self._answer(request, payload, key, receive, reply)
+            except GatewayError as error:
+                code = str(error.status)
+                await reply.fail(error)
+            else:
+                code = str(reply.status)
+        except (_ClientLeftError, BrokenAnswerError) as error:
+            code = CLIENT_LEFT if isinstance(error, _ClientLeftError) else "502"
+        finally:
+            self._metrics.requests.labels(model, code).inc()
+
+    async def _answer(
+        self, request: PodRequest, payload: dict[str, Any], key: Any, receive: Receive, reply: Reply
+    ) -> None:
+        route = request.find()
+        name = f"{route.namespace}/{route.served_name}"
+        estimator = self._estimators.setdefault(name, Estimator())
+        session = request.headers.get(SESSION_HEADER)
+        generates = request.path.partition("?")[0] in GENERATING_PATHS
+        demand = estimator.demand(payload, generates=generates, affinity=affinity(name, payload, session))
+        admission: Admission | None = None
+        if self._access is not None:
+            admission = await self._access.admit(key, request.model, route, demand, request.headers.get(LANE_HEADER))
+            reply.headers += [(name.lower().encode(), value.encode()) for name, value in admission.headers.items()]
+            request.pod_headers = admission.pod_headers
+        usage: Usage | None = None
+        try:
+            with self._metrics.in_flight.labels(request.model).track_inprogress():
+                async with _cancelled_when_client_leaves(receive, reply):
+                    usage = await self._proxy.forward(request, demand, reply)
+        except asyncio.CancelledError:
+            raise unavailable("The gateway is shutting down: retry.", "shutting_down") from None
+        finally:
+            if usage is not None:
+                estimator.learn(payload, usage)
+            if admission is not None:
+                await admission.settle(usage)
+
+    def _find(self, model: str) -> Route:
+        try:
+            return self._routing.table.find(model)
+        except ModelNotFoundError as error:
+            raise GatewayError(404, str(error), "model_not_found", "model") from None
+
+    async def _body(self, scope: Mapping[str, Any], receive: Receive) -> tuple[dict[str, Any], bytes]:
+        """The body, parsed and raw. A refusal closes the connection where the rest would be read as a request."""
+        limit, timeout_s = self._config.max_body_bytes, self._config.client_timeout_s
+        body = bytearray()
+        try:
+            async with asyncio.timeout(timeout_s):
+                more = True
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise _ClientLeftError
+                    body += message.get("body", b"")
+                    more = message.get("more_body", False)
+                    if len(body) > limit:
+                        raise GatewayError(
+                            413,
+                            f"The request is too large: its body has more than {limit} bytes. Send less at once, or"
+                            " have the gateway's --max-body-mib raised.",
+                            "request_too_large",
+                            headers={"Connection": "close"},
+                        )
+        except TimeoutError:
+            raise GatewayError(
+                408,
+                f"The request's body was not complete within {timeout_s:g} s: send it faster, or have the gateway's"
+                " --client-timeout raised.",
+                "request_timeout",
+                headers={"Connection": "close"},
+            ) from None
+        raw = bytes(body)
+        return _parse(raw), raw
+
+
+@asynccontextmanager
+async def _cancelled_when_client_leaves(receive: Receive, reply: Reply) -> AsyncIterator[None]:
+    """Run the block, whose cancellation closes the connection to the pod and frees its blocks there.
+
+    Raises:
+        _ClientLeftError: the client closed its connection before the reply had ended.
+    """
+    task = asyncio.current_task()
+    if task is None:
+        raise RuntimeError("must run in a task")
+    left = False
+
+    async def watch() -> None:
+        nonlocal left
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        if not reply.ended:
+            left = True
+            task.cancel()
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if left and task.uncancel() == 0:
+            raise _ClientLeftError from None
+        raise
+    finally:
+        watching.cancel()
+
+
+def _parse(raw: bytes) -> dict[str, Any]:
+    """The request's body; only `model` is validated here, the rest by the pod."""
+    try:
+        payload = json.loads(raw)
+    except UnicodeDecodeError:
+        raise GatewayError(400, "The request's body is not valid UTF-8.", "invalid_json") from None
+    except (ValueError, RecursionError) as error:
+        raise GatewayError(400, f"The request's body is not valid JSON: {error}.", "invalid_json") from None
+    if not isinstance(payload, dict):
+        raise GatewayError(400, "The request's body must be a JSON object.", "invalid_json")
+    if not isinstance(payload.get("model"), str) or not payload["model"]:
+        message = "`model` must name a served model; GET /v1/models lists them."
+        raise GatewayError(400, message, "missing_model", "model")
+    return payload
+
+
+def _renamed(payload: dict[str, Any], served_name: str) -> bytes:
+    """The body with the served name alone: pods do not know their namespace."""
+    return json.dumps(payload | {"model": served_name}).encode()
+
+
+def _wrong_method(scope: Mapping[str, Any]) -> GatewayError:
+    message = f"{scope['path']} takes POST, not {scope['method']}."
+    return GatewayError(405, message, "method_not_allowed", headers={"Allow": "POST"})
+
+
+def _path(scope: Mapping[str, Any]) -> str:
+    query = scope["query_string"].decode("latin-1")
+    return f"{scope['path']}?{query}" if query else str(scope["path"])
+
+
+def _request_id(headers: Mapping[str, str]) -> str:
+    """The client's own, truncated, so that its logs and ours can be joined; else a new one."""
+    return headers.get("x-request-id", "")[:LONGEST_REQUEST_ID] or uuid.uuid4().hex
