@@ -1,5 +1,6 @@
 """Invariants of the continuous scheduler that hold at every step, whatever comes, is cancelled or times out."""
 
+import itertools
 import random
 from typing import Any
 
@@ -66,9 +67,17 @@ class SchedulerUnderLoad(RuleBasedStateMachine):
         lane=st.sampled_from(["interactive", "batch"]),
         salt=st.sampled_from([None, "tenant"]),
         patience_s=st.sampled_from([5.0, 1000.0]),
+        client=st.sampled_from([None, "a", "b"]),
     )
     def arrive(
-        self, prompt: int, beginning: int, max_tokens: int, lane: str, salt: str | None, patience_s: float
+        self,
+        prompt: int,
+        beginning: int,
+        max_tokens: int,
+        lane: str,
+        salt: str | None,
+        patience_s: float,
+        client: str | None,
     ) -> None:
         order = len(self.requests)
         message = GenerateRequest(
@@ -79,6 +88,7 @@ class SchedulerUnderLoad(RuleBasedStateMachine):
             deadline_s=self.now + patience_s,
             lane=lane,
             cache_salt=salt,
+            client=client,
         )
         request = Request.of(message, order, seed=0, eos_token_ids=frozenset())
         self.requests.append(request)
@@ -143,14 +153,15 @@ class SchedulerUnderLoad(RuleBasedStateMachine):
                 self.seen[id(table)] = table, table.tolist()  # kept, so that no other table gets its id
 
     def no_request_is_overtaken(self, never_ran: list[Request]) -> None:
-        """First come, first served within a lane; only a long prompt may be passed, and only by short ones."""
+        """First come, first served for a client in a lane; only a long prompt may be passed, only by short ones."""
         chunk = self.config.prefill_chunk_tokens
         for lane in self.scheduler.lanes:
             if self.scheduler.lanes[lane].config.policy != "fcfs":
                 continue
             mine = [request for request in never_ran if request.lane == lane]
-            for is_long in (True, False):
-                queue = [request for request in mine if (request.num_prompt_tokens > chunk) is is_long]
+            for client, is_long in itertools.product((None, "a", "b"), (True, False)):
+                own = [request for request in mine if request.client == client]
+                queue = [request for request in own if (request.num_prompt_tokens > chunk) is is_long]
                 admitted = [request.first_scheduled_s is not None for request in queue]
                 assert admitted == sorted(admitted, reverse=True)
 

@@ -6,9 +6,10 @@ import itertools
 import math
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from heapq import heapify, heappop, heapreplace
 from operator import attrgetter
 from typing import Protocol, get_args
 
@@ -103,6 +104,7 @@ class Request:
     deadline_s: float | None = None
     queue_deadline_s: float | None = None
     cache_salt: str | None = None
+    client: str | None = None  # who shares its lane equally with others
     length_class: int = 0  # of the prompt, in quarter-octaves
     status: Status = Status.WAITING
     num_computed_tokens: int = 0
@@ -152,6 +154,7 @@ class Request:
             history=TokenHistory(message.prompt_token_ids, sampling.max_tokens) if sampling.has_penalties else None,
             queue_deadline_s=message.queue_deadline_s,
             cache_salt=message.cache_salt,
+            client=message.client,
             prompt_hashes=message.block_hashes,
             adapter_name=message.adapter,
             adapter_version=message.adapter_version,
@@ -256,15 +259,58 @@ class LaneConfig:
     ageing_tokens_per_s: float = 100.0  # under sjf none is overtaken by one that arrives tokens/ageing s later
 
 
+@dataclass(slots=True)
+class _Client:
+    """The waiting requests of one client of a lane, by place, and the tokens that it has been served."""
+
+    served: int
+    waiting: list[Request] = field(default_factory=list)
+
+
 class Lane:
-    """Waiting requests in the order in which they are to be served. A preempted one returns to its previous place."""
+    """Waiting requests in the order in which they are to be served. A preempted one returns to its previous place.
+
+    Clients are served in turn: the next request is of the client that has been served the fewest tokens, so that a
+    thousand requests of one delay no other's (the virtual token counter of Sheng et al., "Fairness in Serving Large
+    Language Models", OSDI 2024). One that had nothing to be served begins with as many as the client that was served
+    last. Preempted requests go first, whoever they are of. Policy and priorities order the requests of each client.
+    """
 
     def __init__(self, config: LaneConfig, max_num_seqs: int, max_num_batched_tokens: int) -> None:
         self.config = config
         self.own_seqs = int(config.share * max_num_seqs)
         self.own_tokens = int(config.share * max_num_batched_tokens)
-        self.waiting: list[Request] = []
+        self.num_waiting = 0
         self.num_running = 0
+        self._clients: dict[str | None, _Client] = {}
+        self._last_served = 0  # tokens of the client that was served last, before it was
+
+    @property
+    def head(self) -> Request | None:
+        """The next request."""
+        if len(self._clients) == 1:
+            (client,) = self._clients.values()
+            return client.waiting[0] if client.waiting else None
+        waiting = [client for client in self._clients.values() if client.waiting]
+        return min(waiting, key=_turn).waiting[0] if waiting else None
+
+    def in_order(self) -> Iterator[Request]:
+        """All requests, as they would be served if each cost the tokens of its prompt."""
+        if len(self._clients) == 1:
+            (client,) = self._clients.values()
+            yield from client.waiting
+            return
+        turns = [(_turn(client), client, 0, 0) for client in self._clients.values() if client.waiting]
+        heapify(turns)
+        while turns:
+            _, client, position, cost = turns[0]
+            request = client.waiting[position]
+            yield request
+            position, cost = position + 1, cost + request.num_prompt_tokens
+            if position < len(client.waiting):
+                heapreplace(turns, (_turn(client, position, cost), client, position, cost))
+            else:
+                heappop(turns)
 
     def enter(self, request: Request) -> None:
         """A new request: its place is decided once. All requests age alike, so their order never changes."""
@@ -274,13 +320,44 @@ class Lane:
             request.place = (priority, tokens + request.arrival_s * self.config.ageing_tokens_per_s, order)
         else:
             request.place = (priority, 0.0, order)
+        client = self._client(request)
+        if not client.waiting:
+            client.served = max(client.served, self._last_served)
         self.enqueue(request)
 
     def enqueue(self, request: Request) -> None:
-        insort(self.waiting, request, key=_PLACE)
+        insort(self._client(request).waiting, request, key=_PLACE)
+        self.num_waiting += 1
 
     def remove(self, request: Request) -> None:
-        position = bisect_left(self.waiting, request.place, key=_PLACE)
-        if position == len(self.waiting) or self.waiting[position] is not request:
+        waiting = self._client(request).waiting
+        position = bisect_left(waiting, request.place, key=_PLACE)
+        if position == len(waiting) or waiting[position] is not request:
             raise ValueError(f"request {request.request_id} is not in the queue that its status names")
-        del self.waiting[position]
+        del waiting[position]
+        self.num_waiting -= 1
+
+    def serve_prompt(self, request: Request, num_tokens: int) -> None:
+        """Its turn has come: `num_tokens` of its prompt are to be computed."""
+        client = self._client(request)
+        self._last_served = max(self._last_served, client.served)
+        client.served += num_tokens
+
+    def serve_answer(self, request: Request) -> None:
+        """Its answer has ended."""
+        self._client(request).served += request.num_output_tokens
+
+    def _client(self, request: Request) -> _Client:
+        client = self._clients.get(request.client)
+        if client is None:
+            for name, other in list(self._clients.items()):  # those that differ in nothing from new ones
+                if not other.waiting and other.served <= self._last_served:
+                    del self._clients[name]
+            client = self._clients[request.client] = _Client(self._last_served)
+        return client
+
+
+def _turn(client: _Client, position: int = 0, cost: int = 0) -> tuple[bool, int, int]:
+    """When the client's request at `position` is served; the smallest is next. No two are equal."""
+    request = client.waiting[position]
+    return request.first_scheduled_s is None, client.served + cost, request.place[2]

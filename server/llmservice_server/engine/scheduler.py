@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from operator import attrgetter
@@ -94,11 +94,11 @@ class ContinuousScheduler:
     @property
     def waiting(self) -> list[Request]:
         """Lane by lane, in the order in which each is served."""
-        return [request for lane in self.lanes.values() for request in lane.waiting]
+        return [request for lane in self.lanes.values() for request in lane.in_order()]
 
     @property
     def num_waiting(self) -> dict[str, int]:
-        return {name: len(lane.waiting) for name, lane in self.lanes.items()}
+        return {name: lane.num_waiting for name, lane in self.lanes.items()}
 
     @property
     def num_admissible(self) -> int:
@@ -119,6 +119,7 @@ class ContinuousScheduler:
         """Take a request out of its queue and free its blocks, whatever ended it."""
         if request.status is not Status.FINISHED and request.num_output_tokens:
             self.admission.observe(request)
+            self._lane(request).serve_answer(request)
         if request.status is Status.RUNNING:
             self._stop_running(request)
         elif request.status is Status.WAITING:
@@ -134,7 +135,7 @@ class ContinuousScheduler:
         return max(1, min(own, max(own - used, self.config.max_num_batched_tokens - plan.num_tokens)))
 
     def wait_s(self, now: float) -> float:  # other schedulers wait for a full batch
-        return 0.0 if self.running or any(lane.waiting for lane in self.lanes.values()) else math.inf
+        return 0.0 if self.running or any(lane.num_waiting for lane in self.lanes.values()) else math.inf
 
     def schedule(self, now: float) -> Plan:
         """Plan the next step and take the blocks it needs.
@@ -203,16 +204,17 @@ class ContinuousScheduler:
 
     def _yield_to_interactive(self, plan: Plan) -> None:
         """Preempt batch requests beyond their lane's share, the latest first, for interactive ones that could run."""
-        waiting, batch = self.lanes[INTERACTIVE].waiting, self.lanes[BATCH]
+        interactive, batch = self.lanes[INTERACTIVE], self.lanes[BATCH]
         spare = batch.num_running - batch.own_seqs
         seats = self.config.max_num_seqs - len(self.running)
-        if not waiting or spare <= 0 or (seats > 0 and self._fits(waiting[0])):
+        head = interactive.head
+        if head is None or spare <= 0 or (seats > 0 and self._fits(head)):
             return
         first = max(len(self.running) - spare, bisect_left(self.running, 1, key=lambda request: request.priority[0]))
-        for victim in reversed(self._victims(self.running[first:], waiting, seats)):
+        for victim in reversed(self._victims(self.running[first:], interactive.in_order(), seats)):
             self._preempt(victim, plan)
 
-    def _victims(self, running: Sequence[Request], waiting: Sequence[Request], seats: int) -> Sequence[Request]:
+    def _victims(self, running: Sequence[Request], waiting: Iterable[Request], seats: int) -> Sequence[Request]:
         """The last of `running`, in whose place the first of `waiting` can run.
 
         Together they hold, and are predicted to hold in the end, at least as many blocks as the requests that replace
@@ -252,7 +254,7 @@ class ContinuousScheduler:
         own = max(len(behind), min(demand, self.lanes[BATCH].own_tokens, budget - num_first))
         position = for_admissions = 0
         while position < len(self.running):
-            if position == num_first and self.lanes[INTERACTIVE].waiting:
+            if position == num_first and self.lanes[INTERACTIVE].num_waiting:
                 budget, for_admissions = min(budget, own), budget - min(budget, own)
             decodes = self._decode(position, num_first if position < num_first else len(self.running), plan)
             if decodes:
@@ -339,8 +341,8 @@ class ContinuousScheduler:
     def _head(self, lane: Lane) -> Request | None:
         """The next request of a lane. Once long prompts have used their part of the step, short ones overtake them."""
         if self._long_left > 0:
-            return lane.waiting[0] if lane.waiting else None
-        return next((request for request in lane.waiting if not self._is_long(request)), None)
+            return lane.head
+        return next((request for request in lane.in_order() if not self._is_long(request)), None)
 
     def _fits(self, request: Request) -> bool:
         if request in self._refused:
@@ -372,6 +374,7 @@ class ContinuousScheduler:
         if request.first_scheduled_s is None:
             request.first_scheduled_s = now
             request.num_cached_tokens = num_hit_tokens
+            self._lane(request).serve_prompt(request, request.num_prompt_tokens - num_hit_tokens)
             if request.block_hashes is not None:
                 self.prefix_queries += request.num_prompt_tokens
                 self.prefix_hits += num_hit_tokens
@@ -426,7 +429,7 @@ class ContinuousScheduler:
         """
         if budget <= 0:
             return
-        is_alone = len(plan.scheduled) == 1 and not any(lane.waiting for lane in self.lanes.values())
+        is_alone = len(plan.scheduled) == 1 and not any(lane.num_waiting for lane in self.lanes.values())
         chunk_tokens = self.config.max_num_batched_tokens if is_alone else self.config.prefill_chunk_tokens
         for index in self._cut_short:
             share = plan.scheduled[index]

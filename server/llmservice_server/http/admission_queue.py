@@ -1,7 +1,8 @@
 """The admission queue of each lane: what waits for the engine, as the HTTP process counts it, and what is refused.
 
 A queue refuses requests from 80 % of its bound on, with the seconds after which to try again: a client that is refused
-at once can use another replica.
+at once can use another replica. The rest is for clients, as API keys name them, that use less than an equal share of
+the queue: so one client that fills it does not keep the others out.
 """
 
 from __future__ import annotations
@@ -59,6 +60,15 @@ class Refusal:
 class _Entry:
     lane: str
     num_tokens: int
+    client: str | None
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """Of one client in one lane."""
+
+    requests: int = 0
+    tokens: int = 0
 
 
 class AdmissionQueue:
@@ -70,13 +80,17 @@ class AdmissionQueue:
         self._waiting: dict[str, _Entry] = {}  # those of them that have no token yet
         self._num_waiting = Counter[str]()
         self._waiting_tokens = Counter[str]()
+        self._clients: dict[str, dict[str | None, _Waiting]] = {lane: {} for lane in bounds}
         self._requests_drained = {lane: DrainRate(now) for lane in bounds}
         self._tokens_drained = {lane: DrainRate(now) for lane in bounds}
 
-    def enter(self, request_id: str, lane: str, num_tokens: int) -> None:
-        self._in_flight[request_id] = self._waiting[request_id] = _Entry(lane, num_tokens)
+    def enter(self, request_id: str, lane: str, num_tokens: int, client: str | None = None) -> None:
+        self._in_flight[request_id] = self._waiting[request_id] = _Entry(lane, num_tokens, client)
         self._num_waiting[lane] += 1
         self._waiting_tokens[lane] += num_tokens
+        own = self._clients[lane].setdefault(client, _Waiting())
+        own.requests += 1
+        own.tokens += num_tokens
 
     def start(self, request_id: str, now: float) -> None:
         """The engine has computed the prompt."""
@@ -84,6 +98,7 @@ class AdmissionQueue:
         if entry is not None:
             self._num_waiting[entry.lane] -= 1
             self._waiting_tokens[entry.lane] -= entry.num_tokens
+            self._forget(entry)
             self._requests_drained[entry.lane].add(1, now)
             self._tokens_drained[entry.lane].add(entry.num_tokens, now)
 
@@ -93,8 +108,38 @@ class AdmissionQueue:
             self.start(request_id, now)
             self._in_flight.pop(request_id, None)
 
+    def _forget(self, entry: _Entry) -> None:
+        clients = self._clients[entry.lane]
+        own = clients[entry.client]
+        own.requests -= 1
+        own.tokens -= entry.num_tokens
+        if not own.requests:
+            del clients[entry.client]
+
+    def _refused_from(self, lane: str, client: str | None, num_tokens: list[int]) -> tuple[int, int]:
+        """Sequences and tokens that may wait in all for this client to be let in: more where it has less than others.
+
+        Its share is an equal one among those that wait, itself included.
+        """
+        bound, clients = self._bounds[lane], self._clients[lane]
+        own = clients.get(client, _Waiting())
+        num_clients = len(clients) + (client not in clients)
+        below = num_clients > 1 and (own.requests + len(num_tokens)) * num_clients <= bound.max_requests
+        fewer = num_clients > 1 and (own.tokens + sum(num_tokens)) * num_clients <= bound.max_prompt_tokens
+        return (
+            bound.max_requests if below else math.ceil(_REFUSED_FROM * bound.max_requests),
+            bound.max_prompt_tokens if fewer else math.ceil(_REFUSED_FROM * bound.max_prompt_tokens),
+        )
+
     def why_refused(
-        self, lane: str, num_tokens: list[int], *, max_num_seqs: int, engine_lets_wait: bool, now: float
+        self,
+        lane: str,
+        num_tokens: list[int],
+        *,
+        client: str | None = None,
+        max_num_seqs: int,
+        engine_lets_wait: bool,
+        now: float,
     ) -> Refusal | None:
         """Whether sequences with prompts of `num_tokens` would be too many for `lane`.
 
@@ -105,7 +150,7 @@ class AdmissionQueue:
         waiting = self._num_waiting[lane] + len(num_tokens)
         if not engine_lets_wait:
             waiting = max(0, min(waiting, len(self._in_flight) + len(num_tokens) - max_num_seqs))
-        limit = math.ceil(_REFUSED_FROM * bound.max_requests)
+        limit, token_limit = self._refused_from(lane, client, num_tokens)
         if waiting > limit:
             return Refusal(
                 f"the {lane} queue is full: {self._num_waiting[lane]} sequences are waiting, {len(num_tokens)} more "
@@ -113,12 +158,11 @@ class AdmissionQueue:
                 _seconds(waiting - limit, self._requests_drained[lane].per_s(now)),
             )
         tokens = self._waiting_tokens[lane] + sum(num_tokens)
-        limit = math.ceil(_REFUSED_FROM * bound.max_prompt_tokens)
-        if waiting and self._num_waiting[lane] and tokens > limit:
+        if waiting and self._num_waiting[lane] and tokens > token_limit:
             return Refusal(
                 f"the {lane} queue is full: {self._waiting_tokens[lane]} prompt tokens are waiting, {sum(num_tokens)} "
-                f"more are refused from {limit} on, of at most {bound.max_prompt_tokens}",
-                _seconds(tokens - limit, self._tokens_drained[lane].per_s(now)),
+                f"more are refused from {token_limit} on, of at most {bound.max_prompt_tokens}",
+                _seconds(tokens - token_limit, self._tokens_drained[lane].per_s(now)),
             )
         return None
 

@@ -59,7 +59,7 @@ class BodyRoute(APIRoute):
         async def read_and_handle(request: Request) -> Response:
             request.scope["arrival_s"] = time.monotonic()
             state, needed = server_state(request), serving(request)
-            self.admit(state, needed)
+            self.admit(request, state, needed)
             body = await read_body(request, state, state.max_body_bytes(needed))
             request.scope["num_body_bytes"] = len(body)
             parsed = await run(len(body), parse, body, kind)
@@ -78,7 +78,7 @@ class BodyRoute(APIRoute):
 
         return read_and_handle
 
-    def admit(self, state: ServerState, serving: Serving) -> None:
+    def admit(self, request: Request, state: ServerState, serving: Serving) -> None:
         """Refuse the request before its body is read. Raises ApiError."""
 
 

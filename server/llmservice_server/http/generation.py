@@ -167,11 +167,11 @@ async def generate(
     requests = processor.requests
     request_ids = [request.request_id for request in requests]
     lengths = [len(request.prompt_token_ids) for request in requests]
-    lane, deadline_s = requests[0].lane, requests[0].deadline_s
-    state.require_room(serving, lane, lengths)
+    lane, client, deadline_s = requests[0].lane, requests[0].client, requests[0].deadline_s
+    state.require_room(serving, lane, lengths, client)
     stream = state.engine.generate(requests)
     for request_id, num_tokens in zip(request_ids, lengths, strict=True):
-        state.admission_queue.enter(request_id, lane, num_tokens)
+        state.admission_queue.enter(request_id, lane, num_tokens, client)
     watcher = asyncio.create_task(_watch(receive, stream))
     delay_s = _LONGEST_TIMER_S if deadline_s is None else min(deadline_s - time.monotonic(), _LONGEST_TIMER_S)
     timer = asyncio.get_running_loop().call_later(delay_s, stream.fail, DeadlinePassedError())

@@ -185,22 +185,23 @@ class ServerState:
         message = f"{reason}: try again"
         return ApiError(503, message, code="not_ready", retry_after_s=_RETRY_LOADING_S, closes=closes)
 
-    def require_room(self, serving: Serving, lane: str, num_tokens: list[int]) -> None:
+    def require_room(self, serving: Serving, lane: str, num_tokens: list[int], client: str | None) -> None:
         """Raises ApiError (429) where sequences with prompts of `num_tokens` are too many for the lane's queue."""
-        if (refusal := self._why_refused(serving, lane, num_tokens)) is not None:
+        if (refusal := self._why_refused(serving, lane, num_tokens, client)) is not None:
             raise ApiError(429, refusal.message, code="queue_full", retry_after_s=refusal.retry_after_s)
 
-    def require_some_room(self, serving: Serving) -> None:
+    def require_some_room(self, serving: Serving, client: str | None) -> None:
         """Raises ApiError (429) where no lane has room; the lane may be named by the body, which is not read yet."""
-        refusals = [self._why_refused(serving, lane, [0]) for lane in self.config.queue_bounds]
+        refusals = [self._why_refused(serving, lane, [0], client) for lane in self.config.queue_bounds]
         if None not in refusals:
-            self.require_room(serving, next(iter(self.config.queue_bounds)), [0])
+            self.require_room(serving, next(iter(self.config.queue_bounds)), [0], client)
 
-    def _why_refused(self, serving: Serving, lane: str, num_tokens: list[int]) -> Refusal | None:
+    def _why_refused(self, serving: Serving, lane: str, num_tokens: list[int], client: str | None) -> Refusal | None:
         stats = self.engine.stats
         return self.admission_queue.why_refused(
             lane,
             num_tokens,
+            client=client,
             max_num_seqs=serving.ready.max_num_seqs,
             engine_lets_wait=stats is not None and any(stats.num_waiting.values()),
             now=time.monotonic(),

@@ -81,7 +81,14 @@ def test_what_cannot_be_served_is_refused_with_the_reason(
     assert message in str(refusal(prompt, **sampling))
 
 
-def request_of(order: int, prompt: int = 1, max_tokens: int = 1, arrival_s: float = 0.0, priority: int = 0) -> Request:
+def request_of(
+    order: int,
+    prompt: int = 1,
+    max_tokens: int = 1,
+    arrival_s: float = 0.0,
+    priority: int = 0,
+    client: str | None = None,
+) -> Request:
     sampling = SamplingParams(max_tokens=max_tokens)
     message = GenerateRequest(
         request_id=f"r{order}",
@@ -89,6 +96,7 @@ def request_of(order: int, prompt: int = 1, max_tokens: int = 1, arrival_s: floa
         sampling=sampling,
         arrival_s=arrival_s,
         priority=priority,
+        client=client,
     )
     return Request.of(message, order, seed=0, eos_token_ids=frozenset())
 
@@ -106,25 +114,109 @@ def test_fcfs_serves_in_order_of_arrival_and_a_preempted_request_comes_back_to_i
     lane.remove(first)
     lane.remove(second)
     lane.enqueue(second)
-    assert lane.waiting == [second, third]
+    assert list(lane.in_order()) == [second, third]
 
 
 def test_sjf_serves_the_shortest_first_and_equals_in_order_of_arrival() -> None:
     long, short, equal = request_of(0, 90, 10), request_of(1, 5, 10), request_of(2, 10, 5)
-    assert lane_of(long, short, equal, policy="sjf").waiting == [short, equal, long]
+    assert list(lane_of(long, short, equal, policy="sjf").in_order()) == [short, equal, long]
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "sjf"])
 def test_the_smallest_priority_is_served_first_whatever_the_policy(policy: str) -> None:
     usual, last, first = request_of(0), request_of(1, priority=7), request_of(2, prompt=90, priority=-1)
-    assert lane_of(usual, last, first, policy=policy).waiting == [first, usual, last]
+    assert list(lane_of(usual, last, first, policy=policy).in_order()) == [first, usual, last]
 
 
 @pytest.mark.parametrize(("later_s", "overtaken"), [(8.9, True), (9.1, False)])
 def test_under_sjf_no_request_is_overtaken_beyond_the_ageing_bound(later_s: float, overtaken: bool) -> None:
     long, late = request_of(0, 90, 10), request_of(1, 5, 5, arrival_s=later_s)  # 90 tokens more, 10 a second
     lane = lane_of(long, late, policy="sjf", ageing_tokens_per_s=10.0)
-    assert (lane.waiting[0] is late) is overtaken
+    assert (lane.head is late) is overtaken
+
+
+def serve(lane: Lane) -> str:
+    """Serve the next request to its end; returns its id."""
+    request = lane.head
+    assert request is not None
+    lane.remove(request)
+    request.first_scheduled_s = 0.0
+    lane.serve_prompt(request, request.num_prompt_tokens)
+    request.token_ids += [1] * request.sampling.max_tokens
+    lane.serve_answer(request)
+    return request.request_id
+
+
+def test_one_clients_thousand_requests_delay_another_by_one_request() -> None:
+    lane = lane_of(*(request_of(order, client="greedy") for order in range(1000)))
+    serve(lane)
+    for order in (1000, 1001):
+        lane.enter(request_of(order, client="modest"))
+    assert [serve(lane) for _ in range(5)] == ["r1000", "r1", "r1001", "r2", "r3"]
+
+
+def test_clients_are_served_in_proportion_to_tokens_not_to_requests() -> None:
+    requests = [request_of(order, prompt=30, max_tokens=60, client="long") for order in range(50)]
+    requests += [request_of(50 + order, prompt=5, max_tokens=5, client="short") for order in range(200)]
+    lane = lane_of(*requests)
+    served = [int(serve(lane).removeprefix("r")) >= 50 for _ in range(100)]
+    assert served.count(True) == 90
+
+
+def test_a_client_saves_nothing_up_while_it_sends_nothing() -> None:
+    lane = lane_of(request_of(0, client="late"))
+    serve(lane)
+    for order in range(1, 50):
+        lane.enter(request_of(order, client="busy"))
+    for _ in range(40):
+        serve(lane)
+    for order in range(50, 60):
+        lane.enter(request_of(order, client="late"))
+    assert [serve(lane) for _ in range(6)] == ["r50", "r41", "r51", "r42", "r52", "r43"]
+
+
+def test_a_preempted_request_goes_before_those_of_clients_that_were_served_less() -> None:
+    lane = lane_of(request_of(0, prompt=50, client="greedy"), request_of(1, client="modest"))
+    preempted = lane.head
+    assert preempted is not None
+    lane.remove(preempted)
+    preempted.first_scheduled_s = 0.0
+    lane.serve_prompt(preempted, 50)
+    lane.enqueue(preempted)
+    lane.enter(request_of(2, client="new"))
+    assert lane.head is preempted
+    assert [request.request_id for request in lane.in_order()] == ["r0", "r1", "r2"]
+
+
+def test_a_priority_orders_the_requests_of_its_own_client_alone() -> None:
+    lane = lane_of(
+        request_of(0, client="a"), request_of(1, client="b", priority=-9), request_of(2, client="b", priority=-10)
+    )
+    assert [serve(lane) for _ in range(3)] == ["r0", "r2", "r1"]
+
+
+@given(
+    requests=st.lists(
+        st.tuples(st.sampled_from(["a", "b", None]), st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=60
+    )
+)
+def test_clients_with_waiting_requests_are_served_alike_up_to_one_request(
+    requests: list[tuple[str | None, int, int]],
+) -> None:
+    lane = lane_of()
+    tokens = dict.fromkeys((client for client, _, _ in requests), 0)
+    left = [request_of(order, prompt, answer, client=name) for order, (name, prompt, answer) in enumerate(requests)]
+    for request in left:
+        lane.enter(request)
+    assert sorted(map(id, lane.in_order())) == sorted(map(id, left))
+    while left and {request.client for request in left} == tokens.keys():
+        assert lane.head is next(lane.in_order())
+        served = serve(lane)
+        request = next(each for each in left if each.request_id == served)
+        left.remove(request)
+        tokens[request.client] += request.num_tokens
+        assert max(tokens.values()) - min(tokens.values()) <= 80
+    assert lane.num_waiting == len(left) == len(list(lane.in_order()))
 
 
 def test_the_share_is_of_sequences_and_of_tokens() -> None:

@@ -106,3 +106,27 @@ def test_when_to_come_again_is_estimated_from_how_fast_the_queue_drains() -> Non
     assert retry_after(drained=20, asked=1) == 1
     assert 4 <= retry_after(drained=20, asked=10) <= 6  # ten too many, two a second
     assert retry_after(drained=0, asked=1) == 60
+
+
+@pytest.mark.parametrize("tokens", [10, 100])  # the queue is full of requests, or of tokens as well
+def test_a_client_that_fills_the_queue_keeps_none_out_that_uses_less_of_it(tokens: int) -> None:
+    queue = AdmissionQueue({"interactive": BOUND}, now=0.0)
+
+    def admits(client: str, number: int) -> int:
+        """How many of its requests are let in."""
+        admitted = 0
+        for index in range(number):
+            refused = queue.why_refused(
+                "interactive", [tokens], client=client, max_num_seqs=0, engine_lets_wait=True, now=0.0
+            )
+            if refused is None:
+                queue.enter(f"{client}{index}", "interactive", tokens, client)
+                admitted += 1
+        return admitted
+
+    assert admits("greedy", 100) == 8
+    assert admits("modest", 1) == 1
+    assert admits("greedy", 100) == 0
+    assert admits("other", 100) == 1  # then the queue is full
+    queue.leave([f"greedy{index}" for index in range(8)], 1.0)
+    assert admits("greedy", 100) == 6

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -190,34 +191,34 @@ def _identify(keys: GatewayKeys, token: str | None) -> tuple[str, str | None] | 
 
 
 @pytest.mark.parametrize(
-    ("token", "outcome"),
+    ("make", "outcome"),
     [
-        (_token(), ("alice", "batch")),
-        (_token(NEXT), ("alice", "batch")),
-        (_token(lane=None), ("alice", None)),
-        (_token(issued_s=4), ("alice", "batch")),  # the gateway's clock is ahead
-        (None, "it has no x-llmservice-token"),
-        (_token(FOREIGN), "a key that is not the gateway's"),
-        (_token(issued_s=-60), "has expired"),
-        (_token(issued_s=60), "not valid yet"),
-        (_token(aud="prod/qwen"), "for another service, expected prod/llama"),
-        (_token(aud=None), "no token of the gateway"),
-        (_token(exp=None), "no token of the gateway"),
-        (_token(iat=None), "no token of the gateway"),
-        (_token(sub=None), "no token of the gateway"),
-        (_token(lane="express"), "no token of the gateway"),
-        (_token("an attacker's secret of 32 bytes or more", "HS256"), "no token of the gateway"),
-        (_token(generate_private_key(SECP256R1()), "ES256"), "no token of the gateway"),
-        (jwt.encode({"aud": AUDIENCE, "sub": "alice"}, None, algorithm="none"), "no token of the gateway"),
-        (_token()[:-10] + "AAAAAAAAAA", "a key that is not the gateway's"),
-        ("nonsense", "no token of the gateway"),
-        ("a.b.c", "no token of the gateway"),
+        (_token, ("alice", "batch")),
+        (lambda: _token(NEXT), ("alice", "batch")),
+        (lambda: _token(lane=None), ("alice", None)),
+        (lambda: _token(issued_s=4), ("alice", "batch")),  # the gateway's clock is ahead
+        (lambda: None, "it has no x-llmservice-token"),
+        (lambda: _token(FOREIGN), "a key that is not the gateway's"),
+        (lambda: _token(issued_s=-60), "has expired"),
+        (lambda: _token(issued_s=60), "not valid yet"),
+        (lambda: _token(aud="prod/qwen"), "for another service, expected prod/llama"),
+        (lambda: _token(aud=None), "no token of the gateway"),
+        (lambda: _token(exp=None), "no token of the gateway"),
+        (lambda: _token(iat=None), "no token of the gateway"),
+        (lambda: _token(sub=None), "no token of the gateway"),
+        (lambda: _token(lane="express"), "no token of the gateway"),
+        (lambda: _token("an attacker's secret of 32 bytes or more", "HS256"), "no token of the gateway"),
+        (lambda: _token(generate_private_key(SECP256R1()), "ES256"), "no token of the gateway"),
+        (lambda: jwt.encode({"aud": AUDIENCE, "sub": "alice"}, None, algorithm="none"), "no token of the gateway"),
+        (lambda: _token()[:-10] + "AAAAAAAAAA", "a key that is not the gateway's"),
+        (lambda: "nonsense", "no token of the gateway"),
+        (lambda: "a.b.c", "no token of the gateway"),
     ],
 )
 def test_only_tokens_that_the_gateway_has_just_signed_for_this_service_are_taken(
-    tmp_path: Path, token: str | None, outcome: tuple[str, str | None] | str
+    tmp_path: Path, make: Callable[[], str | None], outcome: tuple[str, str | None] | str
 ) -> None:
-    found = _identify(GatewayKeys(_file(tmp_path, _pem(PRESENT, NEXT)), AUDIENCE), token)
+    found = _identify(GatewayKeys(_file(tmp_path, _pem(PRESENT, NEXT)), AUDIENCE), make())
     if isinstance(outcome, str):
         assert str(found).startswith("401 invalid_gateway_token: ")
         assert outcome in found

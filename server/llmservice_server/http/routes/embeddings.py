@@ -28,7 +28,7 @@ CLIENT_GONE = 499  # nginx's status for it; only the access log shows it
 
 
 class EmbeddingRoute(BodyRoute):
-    def admit(self, state: ServerState, serving: Serving) -> None:
+    def admit(self, request: Request, state: ServerState, serving: Serving) -> None:
         state.require_task(serving, "embed")
         state.require_embedding_room(1)
 

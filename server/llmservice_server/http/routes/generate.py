@@ -53,9 +53,10 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 class GenerationRoute(BodyRoute):
-    def admit(self, state: ServerState, serving: Serving) -> None:
+    def admit(self, request: Request, state: ServerState, serving: Serving) -> None:
         state.require_task(serving, "generate")
-        state.require_some_room(serving)
+        client: Client | None = request.scope.get("client_key")
+        state.require_some_room(serving, None if client is None else client.name)
 
 
 router = APIRouter(route_class=GenerationRoute)

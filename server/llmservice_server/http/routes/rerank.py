@@ -33,7 +33,7 @@ _RESPONSES = error_responses(*REFUSALS, 500, 504)
 
 
 class PairsRoute(BodyRoute):
-    def admit(self, state: ServerState, serving: Serving) -> None:
+    def admit(self, request: Request, state: ServerState, serving: Serving) -> None:
         state.require_task(serving, "score")
         state.require_embedding_room(1)
 
