@@ -26,6 +26,7 @@ from llmservice_server.models.config import ModelConfig, is_own
 from llmservice_server.models.decoder import DecoderModel
 from llmservice_server.models.quantization import SUFFIXES, is_quantized, read, shape_of
 from llmservice_server.models.weights import QuantizedPlace, Weights
+from llmservice_server.runtime.parallel_read import THREADS, is_direct, read_into
 from llmservice_server.types.checkpoint_config import eos_token_ids, read_json_object
 from llmservice_server.types.errors import ModelLoadError
 
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from llmservice_server.models.transformers_model import TransformersConfig
 
 _INDEX = "model.safetensors.index.json"
-_PARALLEL_SHARDS = 4
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _LANGUAGE_MODEL = re.compile(r"(model\.)?language_model\.")
 _ROUTER = re.compile(r"(^|\.)(gate|router)$")  # of experts: few outputs, which decide too much to be rounded
@@ -177,8 +177,9 @@ class Checkpoint:
                 f"quantization is int8, which is not for {config.architecture}, whose experts are in one tensor: use "
                 "--quantization auto"
             )
-        with ThreadPoolExecutor(_PARALLEL_SHARDS) as readers:  # each reads a file's pages straight into the weights
-            list(readers.map(lambda shard: self._load_shard(shard, wanted, modules, computed), self.shards))
+        with ThreadPoolExecutor(THREADS) as readers:
+            direct = readers.map(lambda shard: self._load_shard(shard, wanted, modules, computed), self.shards)
+            read_into(dict(zip(self.shards, direct, strict=True)))
         if missing := wanted.keys() | (computed - names.keys()):
             raise ModelLoadError(
                 f"{self.folder}: {len(missing)} tensors that {self.config.architecture} needs are in none of its "
@@ -266,11 +267,12 @@ class Checkpoint:
 
     def _load_shard(
         self, shard: Path, wanted: dict[str, torch.Tensor], besides: Collection[str], computed: Collection[str]
-    ) -> None:
-        """Fill the tensors that `shard` holds, and take them out of `wanted`.
+    ) -> dict[str, torch.Tensor]:
+        """Fill the tensors that `shard` holds, and take them out of `wanted`. Returns those that `read_into` can fill.
 
         The modules `besides` and the tensors `computed` are read later.
         """
+        direct = {}
         with _opened(shard) as tensors:
             for stored, name in self._names(tensors):
                 target = wanted.pop(name, None)
@@ -282,7 +284,11 @@ class Checkpoint:
                         self._refuse_unknown(name, shard)
                     continue
                 _check_shape(tensors, stored, target.shape, shard)
-                target.copy_(tensors.get_tensor(stored))
+                if is_direct(target, tensors.get_slice(stored).get_dtype()):
+                    direct[stored] = target
+                else:
+                    target.copy_(tensors.get_tensor(stored))
+        return direct
 
     def _tensor(self, name: str, shard: Path, shape: Sequence[int]) -> torch.Tensor:
         with _opened(shard) as tensors:
