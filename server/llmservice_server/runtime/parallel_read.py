@@ -54,7 +54,7 @@ def _chunks(descriptor: int, tensors: Mapping[str, torch.Tensor]) -> Iterator[_C
     for name in sorted(tensors, key=lambda name: header[name]["data_offsets"][0]):
         if tensors[name].numel() == 0:
             continue
-        memory = memoryview(tensors[name].flatten().view(torch.uint8).numpy())
+        memory = tensors[name].flatten().view(torch.uint8).numpy().data
         begin = first + header[name]["data_offsets"][0]
         for start in range(0, len(memory), _CHUNK_BYTES):
             yield memory[start : start + _CHUNK_BYTES], begin + start
