@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from llmservice_server.backend.cpu.compiled import compiled, compiled_inner, for_each, use_threads
-from llmservice_server.backend.cpu.linear import pack
+from llmservice_server.backend.cpu.linear import PackedLinear, pack
 from llmservice_server.backend.torch.layer_ops import TorchLinear
 
 _READ_BYTES = 512 << 20  # much larger than the caches
@@ -73,6 +73,8 @@ def read_bandwidth() -> float:
 def matmul_flops(dtype: torch.dtype, num_rows: int) -> float:
     """Operations per second of `num_rows` rows times a square matrix, packed like the server's weights."""
     linear = pack(TorchLinear(torch.randn(_MATMUL_WIDTH, _MATMUL_WIDTH).to(dtype)))
+    if isinstance(linear, PackedLinear):
+        linear.use_kernel()
     rows = torch.randn(num_rows, _MATMUL_WIDTH).to(dtype)
     with torch.inference_mode():
         return 2 * num_rows * _MATMUL_WIDTH**2 / best_seconds(lambda: linear(rows))

@@ -14,7 +14,7 @@ from llmservice_server.backend.cpu.decode import CpuDecode, can_decode
 from llmservice_server.backend.cpu.experts import CpuExperts
 from llmservice_server.backend.cpu.int8 import Int8Linear, can_multiply
 from llmservice_server.backend.cpu.layer_ops import CpuLayerOps
-from llmservice_server.backend.cpu.linear import KERNEL_ROWS, ConvertedLinear, PackedLinear, pack
+from llmservice_server.backend.cpu.linear import HAS_TILES, KERNEL_ROWS, OwnPackedLinear, PackedLinear, pack
 from llmservice_server.backend.experts import ExpertsMlp
 from llmservice_server.backend.grouped import by_group
 from llmservice_server.backend.quantized import QuantizedLinear, QuantizedWeight
@@ -35,9 +35,9 @@ class CpuBackend(TorchBackend):
         return weight.activations == "int8" and can_multiply(weight)
 
     def prepare(self, model: Model) -> None:
-        model.map_linears(_converted)
+        model.map_linears(lambda linear: _converted(linear, for_kernel=self.worth_compiling))
         *_, head = model.linears()
-        if isinstance(head, ConvertedLinear):
+        if isinstance(head, OwnPackedLinear) and not HAS_TILES:
             _LOG.info("this CPU has no instructions for bfloat16: such weights are converted to float32 in products")
         if not isinstance(head, PackedLinear | Int8Linear):  # products that are not packed dominate everything else
             return
@@ -70,10 +70,10 @@ class CpuBackend(TorchBackend):
         sampler.penalize(logits, penalized)
 
 
-def _converted(linear: Linear) -> Linear:
+def _converted(linear: Linear, *, for_kernel: bool) -> Linear:
     """In the fastest layout for its products; a matrix that is quantised for others stays as it is."""
     if not isinstance(linear, QuantizedLinear):
-        return pack(linear)
+        return pack(linear, for_kernel=for_kernel)
     weight = linear.quantized
     made_for_int8 = weight.activations == "int8" and can_multiply(weight)
     return Int8Linear.of(weight, linear.bias) if made_for_int8 else linear

@@ -5,9 +5,9 @@ columns, 64 outputs wide: `[out / 64, lines, 64]`, a line for each input, or for
 CPU's instruction for products of pairs takes them. Each is one stream of memory, and the sums of all rows stay in
 registers while it is read. Nothing documents the layout, so the kernel's result is compared with oneDNN's at load.
 
-Where the CPU has no instructions for bfloat16, oneDNN packs no such matrix. Then we pack it in the same layout, and
-weights are converted to float32 inside the product (`ConvertedLinear`): the memory of bfloat16, the arithmetic of
-float32. Our kernel then computes any number of rows.
+Where the CPU has no instructions for bfloat16, oneDNN packs no such matrix, and where it has tiles (`tiles.py`), it
+packs in another layout. Then we pack the matrix (`OwnPackedLinear`), and our kernel computes any number of rows.
+Without instructions, weights are converted in the product: the memory of bfloat16, the arithmetic of float32.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from llmservice_server.backend.base import Linear
 from llmservice_server.backend.cpu import llvm
 from llmservice_server.backend.cpu.compiled import compiled, compiled_inner, for_each, intrinsic, use_threads
 from llmservice_server.backend.cpu.llvm import as_array
+from llmservice_server.backend.cpu.tiles import TILE_ROWS, add_by_tiles, are_packed, permitted
 from llmservice_server.backend.torch.layer_ops import TorchLinear
 
 _LAYOUT_ROWS = 512
@@ -87,8 +88,8 @@ _STRIP_LINES = 128
 HAS_QUAD_PRODUCT = _HAS_WIDE_REGISTERS and bool(_CPU_FEATURES.get("avx512vnni"))
 """Whether the CPU multiplies four pairs of 8-bit integers at a time, and adds them to a 32-bit one."""
 _HAS_PAIR_PRODUCT = bool(_CPU_FEATURES.get("avx512bf16"))
-_HAS_TILE_PRODUCT = bool(_CPU_FEATURES.get("amx-bf16"))
-"""oneDNN then multiplies bfloat16 by tiles, many more products a cycle than the instruction for pairs computes."""
+HAS_TILES = bool(_CPU_FEATURES.get("amx-bf16")) and bool(_CPU_FEATURES.get("amx-int8")) and permitted()
+"""Whether the CPU multiplies by tiles, many more products a cycle than the instructions for pairs and quads compute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +159,11 @@ class PackedLinear:
 
 
 @dataclass(slots=True)
-class ConvertedLinear(PackedLinear):
-    """Weights in bfloat16, products in float32. `weight` is int32 `[out / 64, in / 2, 64]`, as of `packed_memory`."""
+class OwnPackedLinear(PackedLinear):
+    """Weights in bfloat16 that we pack. `weight` is int32 `[out / 64, in / 2, 64]`, as of `packed_memory`.
+
+    Without the kernel, products are in float32.
+    """
 
     @classmethod
     def of(cls, linear: Linear) -> Self:
@@ -199,18 +203,19 @@ class ConvertedLinear(PackedLinear):
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
-def pack(linear: Linear) -> Linear:
-    """Pack a matrix once, if possible, instead of before every product.
+def pack(linear: Linear, *, for_kernel: bool = True) -> Linear:
+    """Pack a matrix once, if possible, instead of before every product. for_kernel: `use_kernel` will be called.
 
     torch does this itself for compiled models only, with the same operators.
     """
     if not isinstance(linear, TorchLinear):
         return linear
     dtype, (outputs, inputs) = linear.weight.dtype, linear.weight.shape
+    fits = dtype == torch.bfloat16 and outputs % COLUMNS == 0 and inputs % 2 == 0
+    if fits and ((HAS_TILES and for_kernel) or not can_pack(dtype)):
+        return OwnPackedLinear.of(linear)
     if can_pack(dtype):
         return PackedLinear(torch.ops.mkldnn._reorder_linear_weight(linear.weight, _LAYOUT_ROWS), linear.bias)
-    if dtype == torch.bfloat16 and outputs % COLUMNS == 0 and inputs % 2 == 0:
-        return ConvertedLinear.of(linear)
     return linear
 
 
@@ -268,10 +273,10 @@ def packed_memory(packed: torch.Tensor, shape: tuple[int, int]) -> npt.NDArray[A
     """The memory of a matrix `[out, in]` that oneDNN packed: `[out / 64, lines, 64]`, valid as long as `packed`.
 
     A line is an input in float32, or a pair of inputs in bfloat16, as int32. None if the matrix cannot have this
-    layout; the caller has to check that it has. Also None if oneDNN's product has instructions that the kernel lacks.
+    layout; the caller has to check that it has. Also None where oneDNN packs for tiles.
     """
     outputs, inputs = shape
-    if packed.dtype == torch.bfloat16 and _HAS_TILE_PRODUCT:
+    if packed.dtype == torch.bfloat16 and HAS_TILES:
         return None
     if packed.dtype not in (torch.float32, torch.bfloat16) or outputs % COLUMNS or inputs % 2:
         return None
@@ -439,6 +444,11 @@ def add_products(hidden: Any, columns: Any, sums: Any) -> None:
     """Add the products of `hidden` with `columns` to `sums` `[num_rows, 64]`."""
     if hidden.shape[0] == 1:
         _single(hidden, columns, 0, sums)
+    elif HAS_TILES and are_packed(columns):
+        num_lines = columns.shape[0] // TILE_ROWS * TILE_ROWS
+        add_by_tiles(hidden[:, :num_lines], columns[:num_lines], sums)
+        if num_lines < columns.shape[0]:
+            _add_rows(hidden[:, num_lines:], columns[num_lines:], sums)
     elif _HAS_WIDE_REGISTERS:
         _add_rows(hidden, columns, sums)
     else:
@@ -548,7 +558,12 @@ def multiply(hidden: Any, weights: Any, bias: Any, product: Any) -> None:
     hidden: as `as_operand` returns it. weights: `[out / 64, lines, 64]`. bias: `[out]`, or empty. bias and product are
     arrays of `as_array`.
     """
-    for_each(_linear_columns, len(weights), (hidden, weights, bias, product))
+    if HAS_TILES:
+        rows = np.empty((hidden.shape[0], hidden.shape[1] + TILE_ROWS), hidden.dtype)[:, : hidden.shape[1]]
+        rows[:] = hidden
+        for_each(_linear_columns, len(weights), (rows, weights, bias, product))
+    else:
+        for_each(_linear_columns, len(weights), (hidden, weights, bias, product))
 
 
 @compiled_inner()

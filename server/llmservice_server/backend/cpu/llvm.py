@@ -99,12 +99,12 @@ def reduce_add(builder: Any, vectors: list[Any]) -> Any:
     return vectors[0]
 
 
-def prefetch(builder: Any, address: Any) -> None:
-    """Fetch the cache line at `address`, an `i8*`, which will be read soon."""
+def prefetch(builder: Any, address: Any, *, soon: bool = True) -> None:
+    """Fetch the cache line at `address`, an `i8*`, which will be read `soon`; otherwise not into the first cache."""
     kind = ir.FunctionType(ir.VoidType(), [BYTES, INT32, INT32, INT32])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    read, high_locality, data_cache = (ir.Constant(INT32, number) for number in (0, 3, 1))
-    builder.call(function, [address, read, high_locality, data_cache])
+    read, locality, data_cache = (ir.Constant(INT32, number) for number in (0, 3 if soon else 2, 1))
+    builder.call(function, [address, read, locality, data_cache])
 
 
 def bits_to_float32(builder: Any, bits: Any, dtype: Any) -> Any:

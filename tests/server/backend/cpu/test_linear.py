@@ -4,11 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
-from llmservice_server.backend.cpu import linear as cpu_linear
 from llmservice_server.backend.cpu.layer_ops import CpuLayerOps
 from llmservice_server.backend.cpu.linear import (
     KERNEL_ROWS,
-    ConvertedLinear,
+    OwnPackedLinear,
     PackedLinear,
     as_operand,
     can_pack,
@@ -50,7 +49,7 @@ def test_a_product_of_converted_weights_agrees_with_torch(
     random = torch.Generator().manual_seed(0)
     weight = torch.randn(num_out, num_in, generator=random).div_(num_in**0.5).bfloat16()
     bias = torch.randn(num_out, generator=random).bfloat16() if with_bias else None
-    linear = ConvertedLinear.of(TorchLinear(weight, bias))
+    linear = OwnPackedLinear.of(TorchLinear(weight, bias))
     assert linear.nbytes == TorchLinear(weight, bias).nbytes
     if uses_kernel:
         linear.use_kernel()
@@ -141,7 +140,7 @@ def test_kernel_agrees_with_torch_for_any_few_rows(
     weight = torch.randn(num_out, num_in, generator=random).div_(num_in**0.5).to(dtype)
     bias = torch.randn(num_out if with_bias else 0, generator=random).to(dtype)
     memory = packed(weight).numpy()
-    for num_rows in range(1, 21):
+    for num_rows in (*range(1, 21), 32, 33, 50, 70):
         hidden = torch.randn(num_rows, num_in, generator=random).to(dtype)
         product = torch.full((num_rows, num_out), torch.nan, dtype=dtype)
         multiply(as_operand(hidden), memory, as_array(bias), as_array(product))
@@ -169,18 +168,6 @@ def test_other_widths_than_multiples_of_64_outputs_are_refused(dtype: torch.dtyp
     for shape in ((65, 64), (64, 33)):
         reordered = torch.ops.mkldnn._reorder_linear_weight(torch.randn(shape).to(dtype), 512)
         assert packed_memory(reordered, shape) is None
-
-
-@packable
-@pytest.mark.slow
-def test_bfloat16_is_computed_by_onednn_on_a_cpu_with_tile_products(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reordered = torch.ops.mkldnn._reorder_linear_weight(torch.randn(64, 64).to(dtype), 512)
-    before = packed_memory(reordered, (64, 64))
-    monkeypatch.setattr(cpu_linear, "_HAS_TILE_PRODUCT", True)
-    after = packed_memory(reordered, (64, 64))
-    assert (after is None) == (before is None or dtype == torch.bfloat16)
 
 
 @packable
