@@ -23,7 +23,7 @@ from llmservice_operator.pods.pod import Pod, Trouble, image_volume_trouble, obs
 from llmservice_operator.pods.pod_model import PodModels
 from llmservice_operator.scaling.decision import Decision, ScalingState, decide_replicas, scale_policy
 from llmservice_operator.scaling.supply import OverloadTimer, StartupTimes, supply_of
-from llmservice_operator.signals.held import HeldRequests
+from llmservice_operator.signals.held import Held, HeldRequests
 from llmservice_operator.signals.load import Load
 from llmservice_operator.signals.sources import Signals
 from llmservice_operator.sizing import ReadModel, Sized, Sizer, SizingProblem
@@ -185,7 +185,7 @@ class Reconciler:
         self.applier.forget(namespace, name)
         self._in_sync.forget((namespace, name))
         self._events.forget(namespace, name)
-        self.held.at_zero.discard((namespace, name))
+        self.held.forget((namespace, name))
         self.metrics.forget(namespace, name)
 
     def _observe(self, namespace: str, name: str) -> Observation | None:
@@ -238,7 +238,10 @@ class Reconciler:
         service, metrics = seen.service, self.metrics
         feasible = memory.slo is None or memory.slo.status != "False"
         supply = supply_of(seen.deployment, seen.pods, memory.startup)
-        demand = load if seen.current else self.held.of(service.key)
+        held = self.held.of(service.key)
+        demand: Load | Held | None = held
+        if seen.current:
+            demand = load if load is None or held is None else load.with_held(held.requests)
         decision, memory.scaling = decide_replicas(
             service, sizing, demand, supply, memory.scaling, seen.now, seen.steady_s, feasible=feasible
         )
@@ -253,14 +256,18 @@ class Reconciler:
         return decision
 
     def _track_zero(self, seen: Observation, memory: Memory, decision: Decision) -> None:
-        """Gateways are read while a service is at zero for want of requests."""
+        """Gateways are read from the time at which a service is at zero until they hold nothing for it any more."""
         key, autoscaling = seen.service.key, seen.service.spec.autoscaling
-        if autoscaling is not None and autoscaling.min_replicas == 0 and decision.replicas == 0:
-            self.held.at_zero.add(key)
-            return
-        self.held.at_zero.discard(key)
         held = self.held.of(key)
-        if autoscaling is not None and seen.current == 0 and held is not None and held.requests:
+        waits = held is not None and held.requests > 0
+        self.held.forget(key)
+        if autoscaling is None or autoscaling.min_replicas > 0:
+            return
+        if decision.replicas == 0:
+            self.held.at_zero.add(key)
+        elif waits or not seen.serving:
+            self.held.starting.add(key)
+        if held is not None and waits and seen.current == 0 and decision.replicas:
             memory.requested_s = seen.now - held.oldest_s
             self.metrics.woke_up(*key)
 

@@ -1,7 +1,7 @@
 """Requests that gateways hold for services without a pod, read from every gateway each second.
 
-Only while a service is at zero. The decision to scale up must come within two seconds of the first request, so each
-gateway's answer counts at once, and one that does not answer delays no other.
+Only while a service is at zero or starts from there. The decision to scale up must come within two seconds of the first
+request, so each gateway's answer counts at once, and one that does not answer delays no other.
 """
 
 from __future__ import annotations
@@ -82,6 +82,8 @@ class HeldRequests:
     clock: Callable[[], float] = time.monotonic
     at_zero: set[ServiceKey] = field(default_factory=set)
     """Services that the autoscaler has set to zero, as their passes say. Only the leader has passes."""
+    starting: set[ServiceKey] = field(default_factory=set)
+    """Those that have left zero, until a pod is ready and nothing is held for them: a gateway holds what exceeds it."""
     _answers: dict[str, tuple[float, Mapping[ServiceKey, Held]]] = field(default_factory=dict)
     """By gateway: when it answered, and what."""
     _urls: Sequence[str] = ()
@@ -99,11 +101,15 @@ class HeldRequests:
             return None
         return sum((answer[key] for answer in fresh if key in answer), start=Held())
 
+    def forget(self, key: ServiceKey) -> None:
+        self.at_zero.discard(key)
+        self.starting.discard(key)
+
     async def run(self) -> None:
         """For ever; what fails is repeated."""
         while True:
             began_s = self.clock()
-            if self.at_zero:
+            if self.at_zero or self.starting:
                 await self.read()
             else:
                 self._answers.clear()

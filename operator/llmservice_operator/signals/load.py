@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from llmservice_operator.signals.scrape import Scrape
@@ -67,7 +67,7 @@ class Load:
     quiet_s: float = 0.0
     """For how long the scrapes of all ready pods show no request; 0 where one is there, or a pod could not be read."""
     held: float = 0.0
-    """Requests that gateways hold because no pod is ready."""
+    """Requests that gateways hold because no pod is ready, or none has room for them."""
 
     @property
     def running(self) -> float:
@@ -76,6 +76,10 @@ class Load:
     @property
     def waiting(self) -> float:
         return sum(pod.waiting for pod in self.pods) + self.held
+
+    def with_held(self, requests: int) -> Load:
+        """With so many that gateways hold beside those at the pods: then the service is not idle."""
+        return replace(self, held=requests, quiet_s=0.0) if requests else self
 
     @property
     def answered(self) -> float:

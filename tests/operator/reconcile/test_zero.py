@@ -57,6 +57,27 @@ async def test_an_idle_service_goes_to_zero_and_held_requests_wake_it(world: Wor
     assert "idle: no request for 60s -> 0" in decision["reasons"]
 
 
+async def test_requests_that_a_gateway_still_holds_beside_a_full_pod_count(world: World, manifest_of: Any) -> None:
+    await world.create_service(manifest_of(autoscaling=SLEEPY))
+    await world.run_pass()
+    await reads(world, 1)
+    await world.run_pass(after_s=1)
+    assert await world.replicas() == 1
+    await world.start_pod("tiny-1", "127.0.0.1", (8, 0))
+
+    await reads(world, 42)
+    await world.run_pass(after_s=1)
+
+    assert await world.replicas() == 4
+    decision = (await world.status())["autoscaling"]["decisions"][0]
+    assert "queue: 42 waiting, 8 running" in decision["reasons"][0]
+    assert KEY in world.reconciler.held.starting
+
+    await reads(world, 0)
+    await world.run_pass(after_s=1)
+    assert world.reconciler.held.starting == set()
+
+
 @pytest.mark.parametrize("restarted", [False, True])
 async def test_the_status_says_what_the_first_request_waited_for(
     restarted: bool, world: World, manifest_of: Any
