@@ -147,11 +147,13 @@ def decide_wake_up(held: Held | None, policy: ScalePolicy, history: History, now
 
 def _keep_last(asked: Recommendation, policy: ScalePolicy, history: History) -> Recommendation:
     """The last replica is removed only once there has been no request for `idleTimeout`."""
-    if asked.replicas or not policy.sleeps:
+    if not policy.sleeps:
         return asked
-    if history.idle_s >= policy.idle_timeout_s:
+    if history.idle_s >= policy.idle_timeout_s:  # the window may still have arrivals of before
         reason = f"idle: no request for {policy.idle_timeout_s:g}s -> 0"
         return Recommendation(0, (*asked.reasons, reason))
+    if asked.replicas:
+        return asked
     reason = f"idle: the last replica stays until there is no request for {policy.idle_timeout_s:g}s -> 1"
     return Recommendation(1, (*asked.reasons, reason))
 

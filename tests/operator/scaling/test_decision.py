@@ -159,6 +159,11 @@ QUIET, BUSY = load((0, 0), quiet_s=60.0), load((1, 0))
             220,
             id="since the last request",
         ),
+        pytest.param(
+            [(t, load((0, 0), quiet_s=t, arrivals_per_s=0.1, capacity_per_s=1.0)) for t in range(0, 300, 5)],
+            120,
+            id="however long the window of the other signals is",
+        ),
         pytest.param([(t, load((0, 0))) for t in range(0, 300, 5)], None, id="not while requests come in between"),
         pytest.param(
             [(t, replace(QUIET, missing=("pod-9",), quiet_s=0.0)) for t in range(0, 300, 5)],
