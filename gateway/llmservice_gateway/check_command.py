@@ -19,19 +19,22 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=float, default=60.0, metavar="SECONDS", help="how long it may take until it answers"
     )
+    parser.add_argument(
+        "--insecure", action="store_true", help="take any TLS certificate: the gateway's need not be for this name"
+    )
 
 
 def _run(args: argparse.Namespace) -> int:
     parts = urllib.parse.urlsplit(args.url)
     if parts.scheme not in {"http", "https"} or not parts.hostname:
         raise CommandError(f"{args.url!r} is no URL: expected http://HOST[:PORT]")
-    models = asyncio.run(_models(args.url.rstrip("/"), args.timeout))
+    models = asyncio.run(_models(args.url.rstrip("/"), args.timeout, verifies=not args.insecure))
     served = f"serves {', '.join(models)}" if models else "answers, and serves no model yet: apply an LLMService"
     print(f"{args.url} {served}")
     return 0
 
 
-async def _models(url: str, timeout_s: float) -> list[str]:
+async def _models(url: str, timeout_s: float, *, verifies: bool) -> list[str]:
     """The names that clients may put in `model`; raises CommandError where there is no answer in time."""
     import aiohttp
 
@@ -40,7 +43,7 @@ async def _models(url: str, timeout_s: float) -> list[str]:
     async with aiohttp.ClientSession(timeout=timeout) as session:
         while True:
             try:
-                async with session.get(f"{url}/v1/models") as response:
+                async with session.get(f"{url}/v1/models", ssl=verifies) as response:
                     if response.status == 200:
                         return [str(model["id"]) for model in json.loads(await response.read())["data"]]
                     why = f"GET /v1/models is answered with {response.status}"

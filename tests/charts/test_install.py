@@ -180,6 +180,7 @@ async def test_api_takes_every_object(cluster: Cluster, values: dict[str, Any]) 
     for kind in ("ServiceMonitor", "PodMonitor", "PrometheusRule"):
         await cluster.define(kind)
     await cluster.define("Certificate", "cert-manager.io")
+    await cluster.define("HTTPRoute", "gateway.networking.k8s.io")
     for namespace in ("team-a", "team-b"):
         manifest = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}}
         await cluster.kube.create(NAMESPACES, None, manifest)

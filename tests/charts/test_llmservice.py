@@ -13,6 +13,7 @@ import helm_python as helm
 import pytest
 import yaml
 
+from llmservice_gateway.metrics import GatewayMetrics
 from llmservice_local.selector import label_predicate
 from llmservice_operator.api.labels import GATEWAYS
 
@@ -20,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 CHART = ROOT / "charts" / "llmservice"
 CRD = "llmservices.serving.llmservice.io.yaml"
 
+GATEWAY_METRICS = {metric.name for metric in GatewayMetrics().registry.collect()}
 VALUES: dict[str, dict[str, Any]] = {
     path.stem: yaml.safe_load(path.read_text(encoding="utf-8"))
     for path in sorted((Path(__file__).parent / "values").iterdir())
@@ -338,7 +340,10 @@ def test_only_the_peers_of_the_values_and_helm_test_reach_the_pods(chart: helm.C
     assert theirs == {"podSelector": {}}
     (pod,) = of_kind(manifests, "Pod")
     assert test["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
-    assert metrics["from"] == [{"podSelector": {"matchLabels": {"app": "prometheus"}}}]
+    prometheus, asks_what_is_held = metrics["from"]
+    assert prometheus == {"podSelector": {"matchLabels": {"app": "prometheus"}}}
+    labels = named(manifests, "Deployment", "release-llmservice-operator")["spec"]["template"]["metadata"]["labels"]
+    assert asks_what_is_held["podSelector"]["matchLabels"].items() <= labels.items()
 
 
 def test_gateways_metrics_have_a_port_that_its_service_does_not_have(chart: helm.Chart) -> None:
@@ -393,6 +398,93 @@ def test_budget_is_left_out_where_it_would_block_a_drain(chart: helm.Chart) -> N
     assert not of_kind(render(chart, alone), "PodDisruptionBudget")
 
 
+def test_a_budget_counts_the_least_that_the_autoscaler_leaves(chart: helm.Chart) -> None:
+    for least, budgets in ((1, 0), (2, 1)):
+        gateway = {"replicas": 3, "autoscaling": {"enabled": True, "minReplicas": least}}
+        manifests = render(chart, {"gateway": gateway, "operator": {"replicas": 1}})
+        assert len(of_kind(manifests, "PodDisruptionBudget")) == budgets
+
+
+def test_the_autoscaler_counts_the_requests_that_the_gateways_answer_and_owns_their_replicas(chart: helm.Chart) -> None:
+    assert not of_kind(render(chart, {}), "HorizontalPodAutoscaler")
+    manifests = render(chart, VALUES["edge"])
+    (scaler,) = of_kind(manifests, "HorizontalPodAutoscaler")
+    gateway = named(manifests, "Deployment", scaler["spec"]["scaleTargetRef"]["name"])
+    assert "replicas" not in gateway["spec"], "an upgrade would undo the autoscaler's decision"
+    (metric,) = scaler["spec"]["metrics"]
+    assert metric["pods"]["metric"]["name"] in GATEWAY_METRICS
+    assert metric["pods"]["target"] == {"type": "AverageValue", "averageValue": "100"}
+    assert (scaler["spec"]["minReplicas"], scaler["spec"]["maxReplicas"]) == (3, 20)
+    assert scaler["spec"]["behavior"] == {"scaleDown": {"stabilizationWindowSeconds": 600}}
+
+
+def test_a_certificate_makes_the_gateway_serve_https_alone(chart: helm.Chart) -> None:
+    manifests = render(chart, VALUES["edge"])
+    pod = named(manifests, "Deployment", "release-llmservice-gateway")["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    flags = dict(flag.split("=", 1) for flag in container["args"][1:])
+    (mount,) = [mount for mount in container["volumeMounts"] if mount["name"] == "tls"]
+    (volume,) = [volume for volume in pod["volumes"] if volume["name"] == "tls"]
+    assert volume["secret"]["secretName"] == "gateway-tls"
+    assert mount["readOnly"]
+    assert {flags["--tls-cert"], flags["--tls-key"]} == {f"{mount['mountPath']}/tls.{end}" for end in ("crt", "key")}
+    probes = [container[probe]["httpGet"] for probe in ("startupProbe", "livenessProbe", "readinessProbe")]
+    assert {probe["scheme"] for probe in probes} == {"HTTPS"}
+    (test,) = of_kind(manifests, "Pod")
+    assert test["spec"]["containers"][0]["args"][1].startswith("https://")
+    assert "--insecure" in test["spec"]["containers"][0]["args"]
+
+
+def test_limits_and_origins_reach_the_gateway(chart: helm.Chart) -> None:
+    gateway = named(render(chart, VALUES["edge"]), "Deployment", "release-llmservice-gateway")
+    (container,) = gateway["spec"]["template"]["spec"]["containers"]
+    assert {
+        "--read-timeout=300",
+        "--client-timeout=30",
+        "--cors-allow-origin=https://chat.example.com",
+    } <= set(container["args"])
+
+
+def test_ingress_and_route_lead_to_the_gateways_service(chart: helm.Chart) -> None:
+    assert not of_kind(render(chart, {}), "Ingress", "HTTPRoute")
+    manifests = render(chart, VALUES["edge"])
+    service = named(manifests, "Service", "release-llmservice-gateway")
+    (ingress,) = of_kind(manifests, "Ingress")
+    (rule,) = ingress["spec"]["rules"]
+    (path,) = rule["http"]["paths"]
+    assert (rule["host"], ingress["spec"]["ingressClassName"]) == ("llm.example.com", "nginx")
+    assert ingress["spec"]["tls"] == [{"hosts": ["llm.example.com"], "secretName": "llm-example-com"}]
+    assert path["backend"]["service"]["name"] == service["metadata"]["name"]
+    assert path["backend"]["service"]["port"]["name"] in {port["name"] for port in service["spec"]["ports"]}
+    (route,) = of_kind(manifests, "HTTPRoute")
+    (rule,) = route["spec"]["rules"]
+    assert rule["timeouts"] == {"request": "0s"}, "a stream may take as long as it takes"
+    assert rule["backendRefs"] == [{"name": service["metadata"]["name"], "port": service["spec"]["ports"][0]["port"]}]
+    assert route["spec"]["parentRefs"] == [{"name": "public", "namespace": "gateways", "sectionName": "https"}]
+
+
+def test_an_ingress_without_a_host_takes_every_host(chart: helm.Chart) -> None:
+    (ingress,) = of_kind(render(chart, {"gateway": {"ingress": {"enabled": True}}}), "Ingress")
+    (rule,) = ingress["spec"]["rules"]
+    assert "host" not in rule
+    assert not {"tls", "ingressClassName"} & ingress["spec"].keys()
+
+
+@pytest.mark.parametrize(
+    ("gateway", "complaint"),
+    [
+        ({"autoscaling": {"enabled": True, "minReplicas": 5, "maxReplicas": 4}}, "maxReplicas is 4.*minReplicas, 5"),
+        ({"ingress": {"enabled": True, "tlsSecretName": "t"}}, r"set gateway\.ingress\.host"),
+        ({"httpRoute": {"enabled": True}}, "name the Gateways"),
+    ],
+)
+def test_values_that_cannot_work_together_are_refused_with_what_to_do(
+    chart: helm.Chart, gateway: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(helm.HelmError, match=complaint):
+        chart.render({"gateway": gateway}, name="release", namespace="system")
+
+
 def test_gateway_can_be_left_out(chart: helm.Chart) -> None:
     manifests = render(chart, VALUES["no-gateway"])
     assert not [manifest for manifest in manifests if "gateway" in manifest["metadata"]["name"]]
@@ -435,6 +527,10 @@ def test_charts_copy_of_the_crd_is_current() -> None:
         ({"networkPolicy": {"gatewayFrom": {"podSelector": {}}}}, "gatewayFrom"),
         ({"networkPolicy": {"gatewayMetricsFrom": ["monitoring"]}}, "gatewayMetricsFrom"),
         ({"extraObjects": [3]}, "extraObjects"),
+        ({"gateway": {"autoscaling": {"requestsPerReplica": 0}}}, "requestsPerReplica"),
+        ({"gateway": {"clientTimeoutSeconds": "1m"}}, "clientTimeoutSeconds"),
+        ({"gateway": {"httpRoute": {"requestTimeout": "none"}}}, "requestTimeout"),
+        ({"gateway": {"ingress": {"hosts": ["a"]}}}, "hosts"),
     ],
 )
 def test_schema_refuses_bad_values_by_name(chart: helm.Chart, values: dict[str, Any], complaint: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import datetime
 import ssl
@@ -16,6 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from llmservice_gateway.tls import Certificate, CertificateError
+from llmservice_planner.command import main
 
 
 def write_certificate(folder: Path, name: str) -> tuple[Path, Path]:
@@ -98,3 +100,18 @@ async def test_https_is_served_with_the_certificate(serving: Any, tmp_path: Path
         client.get(url.replace("http:", "https:"), ssl=trusted) as response,
     ):
         assert response.status == 204
+
+
+async def test_helm_test_takes_a_certificate_for_another_name(
+    serving: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def models(_scope: Any, _receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b'{"data": [{"id": "chat"}]}'})
+
+    certificate = Certificate(*write_certificate(tmp_path, "llm.example.com"))
+    async with serving(models, ssl_context_factory=lambda *_: certificate.context) as url:
+        check = ["check", url.replace("http:", "https:"), "--timeout", "0"]
+        assert await asyncio.to_thread(main, check) == 1
+        assert "certificate" in capsys.readouterr().err
+        assert await asyncio.to_thread(main, [*check, "--insecure"]) == 0

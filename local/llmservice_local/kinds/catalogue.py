@@ -101,6 +101,7 @@ BUILT_IN: tuple[Kind, ...] = (
     Kind("policy", "v1", "PodDisruptionBudget", "poddisruptionbudgets", True, ("pdb",), has_status=True,
          model="V1PodDisruptionBudget"),
     Kind("networking.k8s.io", "v1", "NetworkPolicy", "networkpolicies", True, ("netpol",), model="V1NetworkPolicy"),
+    Kind("networking.k8s.io", "v1", "Ingress", "ingresses", True, ("ing",), has_status=True, model="V1Ingress"),
     Kind("autoscaling", "v2", "HorizontalPodAutoscaler", "horizontalpodautoscalers", True, ("hpa",), ("all",),
          has_status=True, model="V2HorizontalPodAutoscaler"),
     Kind("discovery.k8s.io", "v1", "EndpointSlice", "endpointslices", model="V1EndpointSlice"),
