@@ -101,7 +101,7 @@ class Gateway:
         )
 
     def metrics_app(self) -> FastAPI:
-        """For a port that clients cannot reach."""
+        """Metrics and held requests, for a port that clients cannot reach."""
         app = FastAPI(openapi_url=None)
         app.include_router(self._metrics_router())
         _add_error_handlers(app)
@@ -159,6 +159,11 @@ class Gateway:
         @router.get("/metrics")
         async def metrics() -> Response:
             return Response(generate_latest(self.metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+        @router.get("/internal/held")
+        async def held() -> JSONResponse:
+            """What the operator starts pods for."""
+            return JSONResponse({"held": self._inference.holding.report()})
 
         return router
 

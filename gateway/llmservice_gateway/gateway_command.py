@@ -46,6 +46,19 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="how long a client may take to send a request's head, or its body (408), or to read what it is sent",
     )
+    parser.add_argument(
+        "--hold-timeout",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="how long a request waits for a service without a ready pod, which it starts; 0: not at all",
+    )
+    parser.add_argument(
+        "--max-held-requests", type=int, default=1000, metavar="N", help="more are refused with 503 and Retry-After"
+    )
+    parser.add_argument(
+        "--max-held-mib", type=int, default=256, metavar="MIB", help="of their bodies; more are refused likewise"
+    )
     parser.add_argument("--tls-cert", type=Path, metavar="FILE", help="PEM certificate chain: serve HTTPS on --port")
     parser.add_argument("--tls-key", type=Path, metavar="FILE", help="its key; both are reloaded when they change")
     parser.add_argument(

@@ -12,12 +12,13 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from starlette.datastructures import Headers
 
 from llmservice_gateway.demand import Demand, Estimator, Usage, affinity
+from llmservice_gateway.holding import Holding, HoldLimits
 from llmservice_gateway.metrics import UNKNOWN_MODEL, GatewayMetrics
 from llmservice_gateway.openai_error import GatewayError, unavailable
 from llmservice_gateway.proxy import PodRequest, Proxy
@@ -70,6 +71,7 @@ class GatewayConfig:
     """How long a pod may pause within a response."""
     client_timeout_s: float = 60.0
     """How long a client may take to send a request's head, or its body, or to read what it is sent."""
+    hold: HoldLimits = field(default_factory=HoldLimits)
 
 
 class _ClientLeftError(Exception):
@@ -92,7 +94,10 @@ class Inference:
         self._config = config
         self._access = access
         self._estimators: dict[str, Estimator] = {}
-        self._proxy = Proxy(routing.balancer, metrics, config.read_timeout_s, clock)
+        self._clock = clock
+        self.holding = Holding(routing.balancer, metrics, config.hold, clock)
+        routing.changed = self.holding.advance
+        self._proxy = Proxy(routing.balancer, metrics, self.holding, config.read_timeout_s, clock)
 
     async def close(self) -> None:
         """Close the connections to the pods."""
@@ -118,6 +123,8 @@ class Inference:
                     headers=headers,
                     body=raw if model == route.served_name else _renamed(payload, route.served_name),
                     request_id=request_id,
+                    arrived_s=self._clock(),
+                    is_stream=payload.get("stream") is True and scope["path"] in GENERATING_PATHS,
                     model=model,
                     find=lambda: self._find(model),
                 )

@@ -38,3 +38,19 @@ class GatewayMetrics:
             buckets=LATENCY_BUCKETS_S,
             registry=self.registry,
         )
+        self.held = Gauge(
+            "llmservice_gateway_held_requests", "Requests held until a pod is ready", ["model"], registry=self.registry
+        )
+        self.held_seconds = Histogram(
+            "llmservice_gateway_held_seconds",
+            "How long requests were held, by outcome: forwarded, refused (no pod is to be expected, or too late), left",
+            ["model", "outcome"],
+            buckets=LATENCY_BUCKETS_S,
+            registry=self.registry,
+        )
+        self.wake_ups = Counter(
+            "llmservice_gateway_wake_ups_total",
+            "Times that a request was the first to be held for a service without a ready pod",
+            ["model"],
+            registry=self.registry,
+        )

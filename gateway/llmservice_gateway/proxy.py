@@ -20,6 +20,7 @@ from yarl import URL
 
 from llmservice_gateway.balancer import Balancer, Ticket
 from llmservice_gateway.demand import Demand, Usage
+from llmservice_gateway.holding import Holding
 from llmservice_gateway.metrics import GatewayMetrics
 from llmservice_gateway.openai_error import RETRY_AFTER_S, GatewayError, unavailable
 from llmservice_gateway.reply import Reply
@@ -82,6 +83,9 @@ class PodRequest:
     """The client's."""
     body: bytes
     request_id: str
+    arrived_s: float
+    is_stream: bool
+    """Whether the client expects server-sent events."""
     model: str
     """As the client named it."""
     find: Callable[[], Route]
@@ -97,11 +101,13 @@ class Proxy:
         self,
         balancer: Balancer,
         metrics: GatewayMetrics,
+        holding: Holding,
         read_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._balancer = balancer
         self._metrics = metrics
+        self._holding = holding
         self._clock = clock
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
@@ -118,18 +124,25 @@ class Proxy:
         """Answer `request` from a ready pod of its route; returns what the pod reports to have used.
 
         The route is looked up before each attempt, so that pods that became ready or left meanwhile are considered.
+        Without a pod to try, the request is held.
 
         Raises:
             GatewayError: no pod could answer, or the answer broke off.
         """
         tried: set[str] = set()
-        lost = 0
+        lost = attempts = 0
         refusal: _Refusal | None = None
-        error = unavailable(f"No replica of `{request.model}` is ready yet: retry shortly.", "no_ready_replica")
-        while len(tried) < MOST_ATTEMPTS and lost < MOST_LOST:
-            backend = self._balancer.pick(request.find().backends, tried, self._clock())
-            if backend is None:
+        while attempts < MOST_ATTEMPTS and lost < MOST_LOST:
+            route = request.find()
+            backend = None if self._holding.is_holding(route) else self._pick(route, tried)
+            if backend is None and refusal is not None:
                 break
+            if backend is None:  # no pod is ready, or those that are have just failed
+                tried = await self._holding.wait(request, demand, reply, tried)
+                backend = self._pick(request.find(), tried)
+                if backend is None:
+                    continue
+            attempts += 1
             try:
                 with self._balancer.hold(backend) as ticket:
                     return await self._attempt(ticket, request, reply)
@@ -137,18 +150,19 @@ class Proxy:
                 tried.add(ticket.backend.uid)
                 lost += again.reason == LOST
                 refusal = again.refusal
-                error = unavailable(
-                    f"No replica of `{request.model}` could take the request: retry shortly.", "replicas_unavailable"
-                )
                 self._metrics.retries.labels(request.model, again.reason).inc()
                 logger.info("request %s: pod %s: %s", request.request_id, ticket.backend.name, again.reason)
             finally:
                 self._rebalance(request)
+                self._holding.advance()
         if refusal is None:
-            raise error
-        await reply.start(refusal.status, refusal.headers)
-        await reply.end(refusal.body)
+            message = f"No replica of `{request.model}` could take the request: retry shortly."
+            raise unavailable(message, "replicas_unavailable")
+        await reply.refuse(refusal.status, refusal.headers, refusal.body)
         return None
+
+    def _pick(self, route: Route, tried: set[str]) -> Backend | None:
+        return self._balancer.pick(route.backends, tried, self._clock())
 
     def _rebalance(self, request: PodRequest) -> None:
         """A slot is free, and requests may wait on other pods."""
@@ -212,7 +226,12 @@ async def _refusal(upstream: aiohttp.ClientResponse) -> _Refusal | None:
 
 async def _relay(upstream: aiohttp.ClientResponse, request: PodRequest, reply: Reply) -> Usage | None:
     """Stream the pod's response to the client."""
-    await reply.start(upstream.status, _passed_on(upstream))
+    if reply.status is None:
+        await reply.start(upstream.status, _passed_on(upstream))
+    elif upstream.status != 200:  # the client has been sent comments, and with them the status
+        answer = await _refusal(upstream)
+        await reply.refuse(upstream.status, [], b"" if answer is None else answer.body)
+        return None
     events = EventRelay() if reply.is_event_stream else None
     read, write = upstream.content.readany, reply.write
     try:

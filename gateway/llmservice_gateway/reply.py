@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
@@ -43,6 +44,20 @@ class Reply:
         self.status = status
         await self.send({"type": "http.response.start", "status": status, "headers": passed + self.headers})
 
+    async def keep_waiting(self) -> None:
+        """Show a client of a stream that its request is being held: from now on the status is 200."""
+        if self.status is None:
+            await self.start(200, [(b"content-type", EVENT_STREAM), (b"cache-control", b"no-cache")])
+        await self.write(b": waiting for a replica to become ready\n\n")
+
+    async def refuse(self, status: int, headers: RawHeaders, body: bytes) -> None:
+        """Answer with a pod's error: where a stream has begun, as its last event."""
+        if self.status is None:
+            await self.start(status, headers)
+            await self.end(body)
+        else:
+            await self.end(error_event(_one_line(body)))
+
     async def write(self, piece: bytes) -> None:
         await self.send({"type": "http.response.body", "body": piece, "more_body": True})
 
@@ -65,6 +80,17 @@ class Reply:
             await self.end(error_event(error.body))
         else:
             raise BrokenAnswerError(error.message)
+
+
+def _one_line(body: bytes) -> bytes:
+    """An error object as one line of JSON, whatever `body` is."""
+    try:
+        error = json.loads(body)
+    except (ValueError, RecursionError):
+        error = None
+    if not isinstance(error, dict) or "error" not in error:
+        return GatewayError(502, "The replica refused the request without a reason.", "upstream_refused").body
+    return json.dumps(error).encode()
 
 
 def error_event(body: bytes) -> bytes:

@@ -32,6 +32,28 @@ class Backend:
     unknown. A pod reports with each response how many it runs of requests like those before."""
 
 
+WAITING_CURES = frozenset(
+    {"ScaledToZero", "Starting", "FetchingModel", "PartlyReady", "RollingOut", "ServingEarlierSpec", "Unschedulable"}
+    | {"Updating", "Serving", "EngineFailed"}
+)
+"""Reasons of the operator's condition Ready while a pod can be expected to become ready without anyone's doing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """An LLMService as the cause of pods that become ready, or do not."""
+
+    name: str
+    reason: str = "Starting"
+    """Of its condition Ready; that of a new service until the operator has written one."""
+    message: str = ""
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a request without a ready pod is held for this service."""
+        return self.reason in WAITING_CURES
+
+
 @dataclass(frozen=True, slots=True)
 class Route:
     """The pods of one served name in one namespace; without backends the model is known but not ready."""
@@ -43,6 +65,8 @@ class Route:
     backends: tuple[Backend, ...] = ()
     parent: str | None = None
     """Of a LoRA adapter, the served name of its model."""
+    services: tuple[Service, ...] = ()
+    """Those whose pods serve it, the ones that requests are held for first."""
 
 
 class ModelNotFoundError(LookupError):
@@ -110,6 +134,7 @@ def build_table(
     names: dict[tuple[str, str], str] = {}
     adapters: dict[tuple[str, str], tuple[int, str]] = {}
     slots: dict[tuple[str, str], int | None] = {}
+    states: dict[tuple[str, str], list[Service]] = defaultdict(list)
     for service in services:
         namespace, name = _identity(service)
         served_name = served_name_of(service)
@@ -117,8 +142,11 @@ def build_table(
         slots[namespace, name] = _slots(service)
         since = _epoch(service["metadata"].get("creationTimestamp"))
         created[namespace, served_name] = min(since, created.get((namespace, served_name), since))
+        state = _state(service)
+        states[namespace, served_name].append(state)
         for adapter in service.get("spec", {}).get("adapters") or ():
             key = (namespace, str(adapter["name"]))
+            states[key].append(state)
             adapters[key] = min((since, served_name), adapters.get(key, (since, served_name)))
 
     backends: dict[tuple[str, str], list[Backend]] = defaultdict(list)
@@ -144,7 +172,8 @@ def build_table(
         namespace, served_name = key
         ready = tuple(sorted(backends.get(key, ()), key=lambda backend: backend.name))
         parent = adapters[key][1] if key in adapters else None
-        routes[served_name].append(Route(namespace, served_name, created.get(key, 0), ready, parent))
+        awaited_first = tuple(sorted(states.get(key, ()), key=lambda state: not state.is_awaited))
+        routes[served_name].append(Route(namespace, served_name, created.get(key, 0), ready, parent, awaited_first))
     namespaces = frozenset(namespace for namespace, _ in names)
     return RouteTable({name: tuple(found) for name, found in routes.items()}, namespaces)
 
@@ -152,6 +181,19 @@ def build_table(
 def served_name_of(service: Manifest) -> str:
     """The name that clients put in `model`: `spec.model.servedName`, by default the service's own name."""
     return str(service.get("spec", {}).get("model", {}).get("servedName") or service["metadata"]["name"])
+
+
+def _state(service: Manifest) -> Service:
+    name, spec = service["metadata"]["name"], service.get("spec", {})
+    if service["metadata"].get("deletionTimestamp"):
+        return Service(name, "Deleted", "the LLMService is being deleted")
+    if spec.get("replicas") == 0 and not spec.get("autoscaling"):  # known before the operator has reported it
+        return Service(name, "NoReplicas", "no replica is asked for: raise spec.replicas to serve")
+    conditions = (service.get("status") or {}).get("conditions") or ()
+    ready = next((one for one in conditions if one.get("type") == "Ready"), None)
+    if ready is None or (ready.get("reason") == "NoReplicas" and ready.get("status") == "True"):
+        return Service(name)  # a present spec that asks for replicas, not reported on yet
+    return Service(name, str(ready.get("reason", "")), str(ready.get("message", "")))
 
 
 def _slots(service: Manifest) -> int | None:

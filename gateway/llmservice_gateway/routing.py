@@ -26,6 +26,8 @@ class Routing:
         self._clock = clock
         self.table = RouteTable()
         self.balancer = Balancer()
+        self.changed: Callable[[], None] = lambda: None
+        """Called after each change of the table."""
         self._adapters = AdapterPoll(self._with_adapters, self._rebuild)
         self._services = [
             Reflector(api, f"/apis/serving.llmservice.io/v1alpha1{scope}/llmservices", self._rebuild)
@@ -59,6 +61,7 @@ class Routing:
         self.balancer.forget_all_but({backend.uid for route in routes for backend in route.backends})
         for route in routes:
             self.balancer.rebalance(route.backends, self._clock())
+        self.changed()
         logger.debug("routes: %s", {route.served_name: len(route.backends) for route in routes})
 
     def _with_adapters(self) -> list[Backend]:

@@ -11,6 +11,7 @@ import socket
 from kubernetes.aio.config import ConfigException
 
 from llmservice_gateway.app import Gateway
+from llmservice_gateway.holding import HoldLimits
 from llmservice_gateway.inference import GatewayConfig
 from llmservice_gateway.reflector import KubernetesAPI
 from llmservice_gateway.routing import Routing
@@ -29,7 +30,8 @@ async def run_gateway(args: argparse.Namespace) -> int:
         CommandError: no cluster is configured, a port is taken, or a certificate cannot be used.
     """
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    config = GatewayConfig(args.max_body_mib * 1024**2, args.read_timeout, args.client_timeout)
+    hold = HoldLimits(args.max_held_requests, args.max_held_mib * 1024**2, args.hold_timeout)
+    config = GatewayConfig(args.max_body_mib * 1024**2, args.read_timeout, args.client_timeout, hold)
     certificate = _certificate(args)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

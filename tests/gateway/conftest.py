@@ -16,6 +16,7 @@ from aiohttp import web
 from kubernetes.aio.client import Configuration
 
 from llmservice_gateway.app import Gateway
+from llmservice_gateway.holding import HoldLimits
 from llmservice_gateway.inference import GatewayConfig
 from llmservice_gateway.reflector import KubernetesAPI
 from llmservice_gateway.routing import Routing
@@ -254,6 +255,7 @@ def gateway_front_fixture(api: KubernetesAPI) -> Any:
 
 @pytest.fixture
 async def front(api: KubernetesAPI) -> AsyncIterator[Front]:
-    config = GatewayConfig(max_body_bytes=4096, read_timeout_s=5, client_timeout_s=5)
+    """A gateway that holds no requests."""
+    config = GatewayConfig(max_body_bytes=4096, read_timeout_s=5, client_timeout_s=5, hold=HoldLimits(timeout_s=0))
     async with gateway_front(api, config) as front:
         yield front

@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 
 from llmservice_gateway.demand import Usage
+from llmservice_gateway.holding import HoldLimits
 from llmservice_gateway.inference import INFERENCE_PATHS, GatewayConfig
 from llmservice_gateway.openai_error import GatewayError
 
@@ -526,7 +527,7 @@ class Access:
 @pytest.fixture
 async def keyed(gateway_front: Any) -> AsyncIterator[Any]:
     access = Access()
-    async with gateway_front(GatewayConfig(), access=access) as front:
+    async with gateway_front(GatewayConfig(hold=HoldLimits(timeout_s=0)), access=access) as front:
         front.access = access
         yield front
 
