@@ -1,17 +1,31 @@
-"""Load balancing over a model's ready pods, and rebalancing of requests that wait for a slot."""
+"""Load balancing over a model's ready pods, and rebalancing of requests that wait for a slot.
+
+A pod's load is the tokens of its requests in flight. Requests with the same beginning go to the pod that has it in its
+KV cache, by consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam 2018, arXiv:1608.01350).
+"""
 
 from __future__ import annotations
 
+import math
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from itertools import islice
 
+from llmservice_gateway.demand import Demand, Usage
 from llmservice_gateway.routes import Backend
 
 FAILURE_PENALTY_S = 2.0
 """A pod that refused a connection is picked last for this time: having nothing in flight, it would otherwise be picked
 first by every request until its deletion is observed."""
+BOUND = 1.25
+"""No request is assigned to a pod whose load would exceed the mean by this factor and the largest single request."""
+MOST_PREFIXES = 50_000
+"""Beginnings of prompts that are remembered, about 15 MB."""
+
+ONE_REQUEST = Demand(0, 1)
 
 
 @dataclass(slots=True, eq=False)
@@ -19,6 +33,8 @@ class Ticket:
     """One request in flight on a pod, until its response has ended. `backend` changes when the request is moved."""
 
     backend: Backend
+    tokens: int = 1
+    """Its part of the pod's load."""
     leave: Callable[[], bool] | None = None
     """Set until the response begins: cancels the request to the pod, and returns whether it was still possible."""
 
@@ -27,6 +43,7 @@ class Ticket:
 class _Load:
     tickets: dict[Ticket, None] = field(default_factory=dict)
     """In the order of arrival, in which a pod admits them."""
+    tokens: int = 0
     last_pick: int = 0
     failed_at: float = float("-inf")
     slots: int | None = None
@@ -37,34 +54,89 @@ class _Load:
         return len(self.tickets)
 
 
+_IDLE = _Load()
+
+
 class Balancer:
-    """Picks the pod with the fewest requests in flight; ties go to the least recently picked."""
+    """Picks pods by tokens in flight and, where asked to, by the beginnings of prompts that they have cached."""
 
     def __init__(self) -> None:
         self._loads: dict[str, _Load] = {}
         self._picks = 0
+        self._prefixes: OrderedDict[bytes, dict[str, int]] = OrderedDict()
+        """By affinity, the least recently used first: the tokens that each pod (uid) has of it."""
 
-    def pick(self, backends: Sequence[Backend], tried: Collection[str], now: float) -> Backend | None:
-        """The next pod, or None when all were `tried` (uids). `now` is any monotonic clock, in seconds."""
+    def pick(
+        self,
+        backends: Sequence[Backend],
+        tried: Collection[str],
+        now: float,
+        demand: Demand = ONE_REQUEST,
+        *,
+        by_prefix: bool = False,
+    ) -> Backend | None:
+        """The next pod, or None when all were `tried` (uids). `now` is any monotonic clock, in seconds.
+
+        The least loaded, ties to the least recently picked. `by_prefix`: for a request with an affinity, the first pod
+        in the order of its affinity whose load stays within the bound, and if possible with a free slot: waiting for
+        one costs more than computing a prompt again.
+        """
         candidates = [backend for backend in backends if backend.uid not in tried]
         if not candidates:
             return None
+        candidates = [backend for backend in candidates if not self._is_avoided(backend, now)] or candidates
+        if not by_prefix or demand.affinity is None:
+            return min(candidates, key=self._least_loaded)
+        affinity, known = demand.affinity, self._prefixes.get(demand.affinity, {})
+        total = sum(self.load(backend) for backend in candidates)
+        largest = max((ticket.tokens for one in candidates for ticket in self._of(one).tickets), default=0)
 
-        def order(backend: Backend) -> tuple[bool, int, int]:
-            load = self._loads.get(backend.uid) or _Load()
-            return self._is_avoided(backend, now), load.in_flight, load.last_pick
+        def is_within(backend: Backend) -> bool:
+            cost = _cost(demand, known.get(backend.uid, 0))
+            bound = math.ceil(BOUND * (total + cost) / len(candidates)) + max(largest, cost)
+            return self.load(backend) + cost <= bound
 
-        return min(candidates, key=order)
+        # Rendezvous hashing: each affinity has an order of its own, so that what one pod cannot take spreads over all
+        # others. The least loaded pod is always within the bound.
+        ordered = sorted(filter(is_within, candidates), key=lambda backend: _rank(affinity, backend), reverse=True)
+        return next((backend for backend in ordered if self._has_free_slot(backend)), ordered[0])
+
+    def _least_loaded(self, backend: Backend) -> tuple[int, int]:
+        load = self._of(backend)
+        return load.tokens, load.last_pick
+
+    def has_prefix(self, backend: Backend, demand: Demand) -> bool | None:
+        """Whether `backend` was last sent requests with this beginning; None: no pod was, or there is none."""
+        known = self._prefixes.get(demand.affinity) if demand.affinity is not None else None
+        return backend.uid in known if known else None
+
+    def learn(self, backend: Backend, demand: Demand, usage: Usage | None) -> None:
+        """A request has ended on `backend`, which now has its prompt and its answer in the cache."""
+        if demand.affinity is not None and usage is not None:
+            self._remember(demand.affinity, backend, usage.prompt + usage.completion)
+
+    def _remember(self, affinity: bytes, backend: Backend, tokens: int) -> None:
+        known = self._prefixes.setdefault(affinity, {})
+        known[backend.uid] = tokens
+        for uid in [uid for uid in known if uid != backend.uid and uid not in self._loads]:
+            del known[uid]
+        self._prefixes.move_to_end(affinity)
+        if len(self._prefixes) > MOST_PREFIXES:
+            self._prefixes.popitem(last=False)
 
     @contextmanager
-    def hold(self, backend: Backend) -> Iterator[Ticket]:
+    def hold(self, backend: Backend, demand: Demand = ONE_REQUEST) -> Iterator[Ticket]:
         """Count one request in flight on `backend`, or on the pod that it is moved to, while the block runs."""
-        ticket = Ticket(backend)
+        cached = 0
+        if demand.affinity is not None:
+            cached = self._prefixes.get(demand.affinity, {}).get(backend.uid, 0)
+            self._remember(demand.affinity, backend, cached)
+        ticket = Ticket(backend, _cost(demand, cached))
         self._put(ticket)
         try:
             yield ticket
         finally:
-            del self._loads[ticket.backend.uid].tickets[ticket]
+            self._remove(ticket)
 
     def rebalance(self, backends: Sequence[Backend], now: float) -> None:
         """Move waiting requests to pods that have a free slot, or a queue shorter by more than their slots.
@@ -83,7 +155,7 @@ class Balancer:
             if ticket is None:
                 sources.remove(source)
                 continue
-            del self._loads[source.uid].tickets[ticket]
+            self._remove(ticket)
             ticket.backend = target
             self._put(ticket)
 
@@ -113,6 +185,12 @@ class Balancer:
         self._picks += 1
         load.last_pick = self._picks
         load.tickets[ticket] = None
+        load.tokens += ticket.tokens
+
+    def _remove(self, ticket: Ticket) -> None:
+        load = self._loads[ticket.backend.uid]
+        del load.tickets[ticket]
+        load.tokens -= ticket.tokens
 
     def mark_failed(self, backend: Backend, now: float) -> None:
         """`backend` refused a connection."""
@@ -127,4 +205,24 @@ class Balancer:
         self._loads = {uid: load for uid, load in self._loads.items() if load.in_flight or uid in uids}
 
     def in_flight(self, backend: Backend) -> int:
-        return self._loads[backend.uid].in_flight if backend.uid in self._loads else 0
+        return self._of(backend).in_flight
+
+    def load(self, backend: Backend) -> int:
+        """Tokens of its requests in flight: of prompts what is not cached there, and of answers what is expected."""
+        return self._of(backend).tokens
+
+    def _of(self, backend: Backend) -> _Load:
+        return self._loads.get(backend.uid, _IDLE)
+
+    def _has_free_slot(self, backend: Backend) -> bool:
+        slots = self.slots(backend)
+        return not slots or self.in_flight(backend) < slots
+
+
+def _cost(demand: Demand, cached_tokens: int) -> int:
+    """A request's part of the load of a pod that has `cached_tokens` of its prompt."""
+    return max(1, max(0, demand.prompt_tokens - cached_tokens) + demand.output_tokens)
+
+
+def _rank(affinity: bytes, backend: Backend) -> bytes:
+    return blake2b(backend.uid.encode(), key=affinity, digest_size=8).digest()

@@ -54,3 +54,9 @@ class GatewayMetrics:
             ["model"],
             registry=self.registry,
         )
+        self.affinity = Counter(
+            "llmservice_gateway_affinity_total",
+            "Requests whose prompt begins as an earlier one's: hit, sent to a pod that had that one; miss, to another",
+            ["model", "result"],
+            registry=self.registry,
+        )

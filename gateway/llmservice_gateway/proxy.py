@@ -134,18 +134,21 @@ class Proxy:
         refusal: _Refusal | None = None
         while attempts < MOST_ATTEMPTS and lost < MOST_LOST:
             route = request.find()
-            backend = None if self._holding.is_holding(route) else self._pick(route, tried)
+            backend = None if self._holding.is_holding(route) else self._pick(route, tried, demand)
             if backend is None and refusal is not None:
                 break
             if backend is None:  # no pod is ready, or those that are have just failed
                 tried = await self._holding.wait(request, demand, reply, tried)
-                backend = self._pick(request.find(), tried)
+                backend = self._pick(request.find(), tried, demand)
                 if backend is None:
                     continue
             attempts += 1
+            self._count_affinity(request, backend, demand)
             try:
-                with self._balancer.hold(backend) as ticket:
-                    return await self._attempt(ticket, request, reply)
+                with self._balancer.hold(backend, demand) as ticket:
+                    usage = await self._attempt(ticket, request, reply)
+                    self._balancer.learn(ticket.backend, demand, usage)
+                    return usage
             except _AnotherPodError as again:
                 tried.add(ticket.backend.uid)
                 lost += again.reason == LOST
@@ -161,8 +164,12 @@ class Proxy:
         await reply.refuse(refusal.status, refusal.headers, refusal.body)
         return None
 
-    def _pick(self, route: Route, tried: set[str]) -> Backend | None:
-        return self._balancer.pick(route.backends, tried, self._clock())
+    def _pick(self, route: Route, tried: set[str], demand: Demand) -> Backend | None:
+        return self._balancer.pick(route.backends, tried, self._clock(), demand, by_prefix=route.by_prefix)
+
+    def _count_affinity(self, request: PodRequest, backend: Backend, demand: Demand) -> None:
+        if (has_prefix := self._balancer.has_prefix(backend, demand)) is not None:
+            self._metrics.affinity.labels(request.model, "hit" if has_prefix else "miss").inc()
 
     def _rebalance(self, request: PodRequest) -> None:
         """A slot is free, and requests may wait on other pods."""

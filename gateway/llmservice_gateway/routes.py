@@ -15,6 +15,7 @@ from typing import Any
 SERVED_NAME_ANNOTATION = "serving.llmservice.io/served-name"
 INSTANCE_LABEL = "app.kubernetes.io/instance"
 PORT_NAME = "http"
+LEAST_LOAD = "leastLoad"
 DEFAULT_PORT = 8000
 
 Manifest = Mapping[str, Any]
@@ -47,6 +48,8 @@ class Service:
     reason: str = "Starting"
     """Of its condition Ready; that of a new service until the operator has written one."""
     message: str = ""
+    by_prefix: bool = True
+    """`spec.routing.strategy`."""
 
     @property
     def is_awaited(self) -> bool:
@@ -67,6 +70,8 @@ class Route:
     """Of a LoRA adapter, the served name of its model."""
     services: tuple[Service, ...] = ()
     """Those whose pods serve it, the ones that requests are held for first."""
+    by_prefix: bool = True
+    """Whether requests go to the pod that has the beginning of their prompt; else to the least loaded."""
 
 
 class ModelNotFoundError(LookupError):
@@ -173,7 +178,10 @@ def build_table(
         ready = tuple(sorted(backends.get(key, ()), key=lambda backend: backend.name))
         parent = adapters[key][1] if key in adapters else None
         awaited_first = tuple(sorted(states.get(key, ()), key=lambda state: not state.is_awaited))
-        routes[served_name].append(Route(namespace, served_name, created.get(key, 0), ready, parent, awaited_first))
+        by_prefix = all(state.by_prefix for state in awaited_first)
+        routes[served_name].append(
+            Route(namespace, served_name, created.get(key, 0), ready, parent, awaited_first, by_prefix)
+        )
     namespaces = frozenset(namespace for namespace, _ in names)
     return RouteTable({name: tuple(found) for name, found in routes.items()}, namespaces)
 
@@ -185,15 +193,21 @@ def served_name_of(service: Manifest) -> str:
 
 def _state(service: Manifest) -> Service:
     name, spec = service["metadata"]["name"], service.get("spec", {})
+    reason, message = _readiness(service, spec)
+    return Service(name, reason, message, (spec.get("routing") or {}).get("strategy") != LEAST_LOAD)
+
+
+def _readiness(service: Manifest, spec: Manifest) -> tuple[str, str]:
+    """The reason and the message of the condition Ready, or what is known before the operator has reported it."""
     if service["metadata"].get("deletionTimestamp"):
-        return Service(name, "Deleted", "the LLMService is being deleted")
-    if spec.get("replicas") == 0 and not spec.get("autoscaling"):  # known before the operator has reported it
-        return Service(name, "NoReplicas", "no replica is asked for: raise spec.replicas to serve")
+        return "Deleted", "the LLMService is being deleted"
+    if spec.get("replicas") == 0 and not spec.get("autoscaling"):
+        return "NoReplicas", "no replica is asked for: raise spec.replicas to serve"
     conditions = (service.get("status") or {}).get("conditions") or ()
     ready = next((one for one in conditions if one.get("type") == "Ready"), None)
-    if ready is None or (ready.get("reason") == "NoReplicas" and ready.get("status") == "True"):
-        return Service(name)  # a present spec that asks for replicas, not reported on yet
-    return Service(name, str(ready.get("reason", "")), str(ready.get("message", "")))
+    if ready is None or ready.get("reason") == "NoReplicas":  # the present spec asks for replicas
+        return "Starting", ""
+    return str(ready.get("reason", "")), str(ready.get("message", ""))
 
 
 def _slots(service: Manifest) -> int | None:

@@ -623,3 +623,25 @@ async def test_the_api_documents_itself(front: Any) -> None:
     async with front.client.get("/openapi.json") as response:
         paths = (await response.json())["paths"]
     assert {"/v1/models", "/v1/models/{model}", "/health", "/ready"} <= set(paths)
+
+
+@pytest.mark.parametrize("strategy", ["prefixAffinity", "leastLoad"])
+async def test_turns_of_a_conversation_reach_one_pod_where_the_service_asks_for_it(
+    front: Any, cluster: Any, start_pod: StartPod, strategy: str
+) -> None:
+    service = llmservice("llama")
+    service["spec"]["routing"] = {"strategy": strategy}
+    cluster.emit("llmservices", "ADDED", service)
+    for name in "abcd":
+        cluster.emit("pods", "ADDED", (await start_pod(name)).manifest("llama"))
+    await front.until("llama", 4)
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+    pods = []
+    for turn in range(4):
+        async with front.client.post(CHAT, json={"model": "llama", "messages": messages}) as response:
+            pods.append((await response.json())["pod"])
+        messages += [{"role": "assistant", "content": "hi"}, {"role": "user", "content": str(turn)}]
+    assert len(set(pods)) == (1 if strategy == "prefixAffinity" else 4)
+    hits = {"model": "llama", "result": "hit"}
+    value = front.gateway.metrics.registry.get_sample_value("llmservice_gateway_affinity_total", hits)
+    assert value == (3 if strategy == "prefixAffinity" else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -10,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmservice_gateway.balancer import FAILURE_PENALTY_S, Balancer, Ticket
+from llmservice_gateway.balancer import BOUND, FAILURE_PENALTY_S, Balancer, Ticket
+from llmservice_gateway.demand import Demand, Usage
 from llmservice_gateway.routes import Backend
 
 A, B, C = (Backend(f"uid-{name}", name, f"http://{name}:8000") for name in "abc")
@@ -83,6 +85,98 @@ def test_requests_that_all_stay_in_flight_spread_evenly(requests: int, pods: int
             held.enter_context(balancer.hold(backend))
             spread[backend.uid] += 1
     assert max(spread.values()) - min(spread.values()) <= 1
+
+
+def affine(key: bytes, prompt: int = 100, output: int = 20) -> Demand:
+    return Demand(prompt, output, None, key)
+
+
+def picked(balancer: Balancer, demand: Demand, backends: tuple[Backend, ...] = (A, B, C)) -> Backend:
+    backend = balancer.pick(backends, (), now=0, demand=demand, by_prefix=True)
+    assert backend is not None
+    return backend
+
+
+def test_load_is_tokens_and_not_requests() -> None:
+    balancer = Balancer()
+    with balancer.hold(A, Demand(1000, 100)), balancer.hold(B, Demand(10, 5)), balancer.hold(B, Demand(10, 5)):
+        assert balancer.pick((A, B), (), now=0) == B
+        assert (balancer.load(A), balancer.load(B)) == (1100, 30)
+    assert (balancer.load(A), balancer.load(B)) == (0, 0)
+
+
+def test_requests_with_one_beginning_go_to_one_pod_and_others_to_all() -> None:
+    balancer = Balancer()
+    homes = {number: picked(balancer, affine(b"%d" % number)) for number in range(60)}
+    assert set(homes.values()) == {A, B, C}
+    for number, home in homes.items():
+        assert picked(balancer, affine(b"%d" % number)) == home
+
+
+def test_a_pod_that_leaves_or_comes_moves_only_its_own_part_of_the_keys() -> None:
+    balancer = Balancer()
+    keys = [b"%d" % number for number in range(300)]
+    before = {key: picked(balancer, affine(key)) for key in keys}
+    after = {key: picked(balancer, affine(key), (A, B)) for key in keys}
+    assert all(after[key] == home for key, home in before.items() if home != C)
+    moved = [after[key] for key, home in before.items() if home == C]
+    assert 60 < len(moved) < 140
+    assert 0.3 < moved.count(A) / len(moved) < 0.7, "spread over all others"
+
+
+def test_what_a_pod_has_cached_is_no_load() -> None:
+    balancer = Balancer()
+    demand = affine(b"conversation", prompt=1000, output=20)
+    home = picked(balancer, demand)
+    assert balancer.has_prefix(home, demand) is None
+    with balancer.hold(home, demand):
+        assert balancer.load(home) == 1020
+    balancer.learn(home, demand, Usage(prompt=900, cached=0, completion=50))
+    other = next(backend for backend in (A, B, C) if backend != home)
+    assert (balancer.has_prefix(home, demand), balancer.has_prefix(other, demand)) == (True, False)
+    with balancer.hold(home, demand), balancer.hold(other, demand):
+        assert (balancer.load(home), balancer.load(other)) == (70, 1020)
+
+
+def test_a_free_slot_goes_before_a_cached_prompt() -> None:
+    balancer = Balancer()
+    pods = tuple(Backend(f"uid-{name}", name, "", slots=1) for name in "xyz")
+    home = picked(balancer, affine(b"k"), pods)
+    with balancer.hold(home, Demand(1, 1)):
+        assert picked(balancer, affine(b"k"), pods) != home
+    assert picked(balancer, affine(b"k"), pods) == home
+
+
+def test_a_pod_that_refused_a_connection_gets_no_requests_for_what_it_has_cached() -> None:
+    balancer = Balancer()
+    home = picked(balancer, affine(b"k"))
+    balancer.mark_failed(home, now=0)
+    assert picked(balancer, affine(b"k")) != home
+
+
+requests = st.tuples(st.integers(0, 9), st.integers(0, 5000), st.integers(0, 500), st.booleans())
+
+
+@given(pods=st.integers(1, 6), arriving=st.lists(requests, max_size=60), slots=st.none() | st.integers(1, 4))
+def test_no_assignment_exceeds_the_bound(
+    pods: int, arriving: list[tuple[int, int, int, bool]], slots: int | None
+) -> None:
+    backends = tuple(Backend(str(number), str(number), "", slots) for number in range(pods))
+    balancer = Balancer()
+    running: list[tuple[ExitStack, Ticket]] = []
+    for key, prompt, output, ends in arriving:
+        demand = affine(b"%d" % key, prompt, output)
+        backend = picked(balancer, demand, backends)
+        stack = ExitStack()
+        running.append((stack, stack.enter_context(balancer.hold(backend, demand))))
+        loads = [balancer.load(each) for each in backends]
+        assert sum(loads) == sum(ticket.tokens for _, ticket in running)
+        bound = math.ceil(BOUND * sum(loads) / pods) + max(ticket.tokens for _, ticket in running)
+        assert balancer.load(backend) <= bound
+        if ends:
+            done, ticket = running.pop(0)
+            done.close()
+            balancer.learn(ticket.backend, demand, Usage(prompt, 0, output))
 
 
 TWO, ONE, NEW = (

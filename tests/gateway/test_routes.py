@@ -175,3 +175,12 @@ def test_a_models_name_goes_before_an_adapters() -> None:
         {"uid-a": {"poet"}},
     )
     assert names(table.find("poet")) == ["b"]
+
+
+def test_requests_go_by_prefix_unless_the_service_says_otherwise() -> None:
+    strategies = {"a": None, "b": "prefixAffinity", "c": "leastLoad"}
+    services = [service(name) for name in strategies]
+    for one, strategy in zip(services, strategies.values(), strict=True):
+        one["spec"]["routing"] = {"strategy": strategy} if strategy else {}
+    table = build_table(services, [])
+    assert [table.find(name).by_prefix for name in strategies] == [True, True, False]

@@ -335,6 +335,15 @@ class GatewaySpec(SchemaModel):
     endpoint_picker: EndpointPicker | None = Field(None, description="Which picker chooses among the pods.")
 
 
+class Routing(SchemaModel):
+    strategy: Literal["prefixAffinity", "leastLoad"] = Field(
+        "prefixAffinity",
+        description="How the gateway chooses a pod. prefixAffinity: the one that has the beginning of the prompt (the"
+        " conversation, by its first messages) in its KV cache, while its load is near the mean. leastLoad: the one"
+        " with the fewest tokens in flight.",
+    )
+
+
 class NetworkPolicy(SchemaModel):
     enabled: bool = Field(
         True,
@@ -435,6 +444,7 @@ class LLMServiceSpec(SchemaModel):
     gateway: GatewaySpec = Field(
         default_factory=GatewaySpec, description="What gateways other than this project's own need."
     )
+    routing: Routing = Field(default_factory=Routing, description="How the gateway spreads requests over the pods.")
     rollout: Rollout = Field(default_factory=Rollout, description="How a changed pod template reaches the pods.")
     drain_timeout: Duration = Field("60s", description="How long a terminating pod may finish its requests.")
     scheduling: Scheduling = Field(default_factory=Scheduling, description="Where pods may run.")

@@ -246,6 +246,7 @@ STAYS: list[dict[str, Any]] = [
     {"networkPolicy": {"enabled": False}},
     {"networkPolicy": {"to": [{}]}},
     {"gateway": {"inferencePool": True}},
+    {"routing": {"strategy": "leastLoad"}},
 ]
 
 
