@@ -4,17 +4,19 @@ Compared with numba's own: it has no index, where two writers at once could ente
 that code for other types or another CPU would run; each entry is a file with its key and a checksum, and replaces an
 earlier one at once. The folder's name contains a hash of the sources of all kernels, as one is compiled into others,
 and of the versions of the compilers. numba's key has the signature and the CPU's name and features. Reading needs no
-right to write.
+right to write. Of several processes that miss an entry, one compiles it and the others wait for it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import pickle
 import shutil
 import time
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -28,6 +30,7 @@ from llmservice_server.backend.compile_cache import COMPILATIONS, cpu_folder, wa
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _KEPT_S = 30 * 86400.0
+_POLL_S = 0.05
 _COMPILE = "numba:compile"
 
 
@@ -43,6 +46,12 @@ class KernelCache(FunctionCache):
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         found = super().load_overload(sig, target_context)
+        if found is None and self._enabled:
+            lock = self._lock_of(sig, target_context.codegen())
+            _LOCKS.acquire(lock)
+            found = super().load_overload(sig, target_context)  # another process may have compiled it meanwhile
+            if found is not None:
+                _LOCKS.release(lock)
         if found is not None:
             COMPILATIONS.loaded += 1
         return found
@@ -53,6 +62,55 @@ class KernelCache(FunctionCache):
             super().save_overload(sig, data)
         except OSError as error:
             warn_once(error)
+        finally:
+            _LOCKS.release(self._lock_of(sig, data.codegen))
+
+    def _lock_of(self, sig: Any, codegen: Any) -> Path:
+        return self._cache_file.path(self._index_key(sig, codegen)).with_suffix(".lock")
+
+
+@dataclass(slots=True)
+class Locks:
+    """Locks of entries that this process compiles. A lock that cannot be had, or not soon, is done without."""
+
+    patience_s: float = 60.0
+    """For all locks together: another process may be slow, or its end not yet noticed by a network file system."""
+
+    _held: dict[Path, int] = field(default_factory=dict)
+
+    def acquire(self, path: Path) -> None:
+        if self.patience_s <= 0:
+            return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o664)
+        except OSError:  # read-only or full, about which `save_overload` warns
+            return
+        try:
+            while not _is_locked(descriptor):
+                time.sleep(_POLL_S)
+                self.patience_s -= _POLL_S
+                if self.patience_s <= 0:
+                    raise TimeoutError
+        except OSError:  # too late, or no locks on this file system
+            os.close(descriptor)
+            return
+        self._held[path] = descriptor
+
+    def release(self, path: Path) -> None:
+        if (descriptor := self._held.pop(path, None)) is not None:
+            os.close(descriptor)
+
+
+_LOCKS = Locks()
+
+
+def _is_locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 class _Entries(IndexDataCacheFile):

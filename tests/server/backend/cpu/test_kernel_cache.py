@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import resource
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from llmservice_server.backend import compile_cache
 from llmservice_server.backend.compile_cache import COMPILATIONS, Compilations
 from llmservice_server.backend.cpu import kernel_cache
 from llmservice_server.backend.cpu.compiled import compiled
-from llmservice_server.backend.cpu.kernel_cache import KernelCache, forget_unused
+from llmservice_server.backend.cpu.kernel_cache import KernelCache, Locks, forget_unused
 
 DAY_S = 86400.0
 
@@ -92,13 +94,47 @@ def test_on_a_full_volume_kernels_are_compiled_and_no_part_of_an_entry_is_left(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert len(caplog.records) == 1
-    assert not [path for path in folder.rglob("*") if path.is_file()]
+    assert not [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"]
 
 
 def test_without_a_home_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_cache, "cpu_folder", lambda: None)
     assert _counts(_use) == (2, 0)
     assert _counts(_use) == (2, 0)
+
+
+def test_an_entry_that_another_process_compiles_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _use()
+    compiled_elsewhere = {entry: entry.read_bytes() for entry in _entries(folder)}
+    others = []
+    for entry in compiled_elsewhere:
+        entry.unlink()
+        others.append(entry.with_suffix(".lock").open("w"))
+        fcntl.flock(others[-1], fcntl.LOCK_EX)
+
+    def other_process_ends(_: float) -> None:
+        for entry, content in compiled_elsewhere.items():
+            entry.write_bytes(content)
+        for lock in others:
+            lock.close()
+
+    monkeypatch.setattr(kernel_cache.time, "sleep", other_process_ends)
+    assert _counts(_use) == (0, 2)
+
+
+def test_an_entry_is_waited_for_only_so_long(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _use()
+    monkeypatch.setattr(kernel_cache, "_LOCKS", Locks(patience_s=1.0))
+    slept_s: list[float] = []
+    monkeypatch.setattr(kernel_cache.time, "sleep", slept_s.append)
+    entries = _entries(folder)
+    with ExitStack() as held:
+        for entry in entries:
+            entry.unlink()
+            fcntl.flock(held.enter_context(entry.with_suffix(".lock").open("w")), fcntl.LOCK_EX)
+        assert _counts(_use) == (2, 0)
+    assert sum(slept_s) == pytest.approx(1.0, abs=0.1)
+    assert _entries(folder) == entries
 
 
 def test_writers_of_different_keys_at_once_never_give_each_other_their_code(folder: Path) -> None:
