@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 GENERATING_PATHS = ("/v1/chat/completions", "/v1/completions")
 INFERENCE_PATHS = (*GENERATING_PATHS, "/v1/embeddings", "/v1/rerank", "/v1/score")
 SESSION_HEADER = "x-session-id"
-LANE_HEADER = "x-priority"
+LANE_HEADER = "x-llmservice-lane"
 LONGEST_REQUEST_ID = 128
 CLIENT_LEFT = "499"
 
@@ -150,7 +150,7 @@ class Inference:
         demand = estimator.demand(payload, generates=generates, affinity=affinity(name, payload, session))
         admission: Admission | None = None
         if self._access is not None:
-            admission = await self._access.admit(key, request.model, route, demand, request.headers.get(LANE_HEADER))
+            admission = await self._access.admit(key, request.model, route, demand, _lane(request.headers, payload))
             reply.headers += [(name.lower().encode(), value.encode()) for name, value in admission.headers.items()]
             request.pod_headers = admission.pod_headers
         usage: Usage | None = None
@@ -255,6 +255,12 @@ def _parse(raw: bytes) -> dict[str, Any]:
 def _renamed(payload: dict[str, Any], served_name: str) -> bytes:
     """The body with the served name alone: pods do not know their namespace."""
     return json.dumps(payload | {"model": served_name}).encode()
+
+
+def _lane(headers: Mapping[str, str], payload: Mapping[str, Any]) -> str | None:
+    """The lane that the client names, as the pod will read it; None: it leaves it to the service."""
+    priority = payload.get("priority")
+    return priority if isinstance(priority, str) else headers.get(LANE_HEADER)
 
 
 def _wrong_method(scope: Mapping[str, Any]) -> GatewayError:

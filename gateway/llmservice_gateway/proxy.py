@@ -47,10 +47,10 @@ SLOTS_HEADER = "x-admissible-sequences"
 """How many requests like those before a pod runs at once, as it reports with each response."""
 USAGE_HEADER = "x-llmservice-usage"
 """Of a request: asks the pod to report the tokens of its answer; of a response: the report."""
-OURS = "x-llmservice-"
+OURS = frozenset({USAGE_HEADER, "x-llmservice-token"})
 """Headers between gateway and pods: a client's are not forwarded, nor are the pods' sent to clients."""
-NOT_PASSED_ON = HOP_BY_HOP | {"date"}
-NOT_SENT_ON = HOP_BY_HOP | {"host", "content-length", "expect"}
+NOT_PASSED_ON = HOP_BY_HOP | OURS | {"date"}
+NOT_SENT_ON = HOP_BY_HOP | OURS | {"host", "content-length", "expect"}
 _USAGE_COMMENT = re.compile(rb"^: llmservice-usage ([0-9 ]+)\n\n", re.MULTILINE)
 _LONGEST_EVENT_BYTES = 2**20
 """A longer part of an event is passed on before the event ends."""
@@ -291,7 +291,7 @@ def _sent_on(request: PodRequest) -> CIMultiDict[str]:
     headers = CIMultiDict(
         (name.decode("latin-1"), value.decode("utf-8", "surrogateescape"))
         for name, value in request.headers.raw
-        if (lower := name.decode("latin-1")) not in NOT_SENT_ON and lower not in named and not lower.startswith(OURS)
+        if (lower := name.decode("latin-1")) not in NOT_SENT_ON and lower not in named
     )
     headers["X-Request-Id"] = request.request_id
     headers[USAGE_HEADER] = "1"
@@ -303,9 +303,7 @@ def _passed_on(upstream: aiohttp.ClientResponse) -> list[tuple[bytes, bytes]]:
     return [
         (name, value)
         for name, value in upstream.raw_headers
-        if (lower := name.decode("latin-1").lower()) not in NOT_PASSED_ON
-        and lower not in named
-        and not lower.startswith(OURS)
+        if (lower := name.decode("latin-1").lower()) not in NOT_PASSED_ON and lower not in named
     ]
 
 

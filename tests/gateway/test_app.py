@@ -49,6 +49,7 @@ async def test_request_reaches_the_pod_with_its_body_and_headers_as_they_were(fr
         "X-Request-Id": "r-1",
         "Content-Type": "application/json",
         "X-Extra": "1",
+        "x-llmservice-timeout": "9",
     }
     async with front.client.post(CHAT + "?a=b", data=body, headers=headers) as response:
         assert response.status == 200
@@ -550,7 +551,11 @@ async def test_access_admits_counts_and_signs_each_request(keyed: Any, cluster: 
         text = b"data: 1\n\n: llmservice-usage 8 0 1\n\ndata: [DONE]\n\n"
         return web.Response(body=text, headers={"Content-Type": "text/event-stream"})
 
-    forged = authorized("good") | {"x-llmservice-token": "forged", "x-llmservice-usage": "0", "x-priority": "batch"}
+    forged = authorized("good") | {
+        "x-llmservice-token": "forged",
+        "x-llmservice-usage": "0",
+        "x-llmservice-lane": "batch",
+    }
     for pod.answer, received in ((whole, b"{}"), (stream, b"data: 1\n\ndata: [DONE]\n\n")):
         async with keyed.client.post("/v1/completions", json=body, headers=forged) as response:
             assert (response.status, await response.read()) == (200, received)
@@ -561,6 +566,7 @@ async def test_access_admits_counts_and_signs_each_request(keyed: Any, cluster: 
     request, _ = pod.requests[0]
     assert request.headers.getall("x-llmservice-token") == ["for a"]
     assert request.headers.getall("x-llmservice-usage") == ["1"]
+    assert request.headers.getall("x-llmservice-lane") == ["batch"], "that one is the client's"
 
 
 async def test_access_refuses_before_a_pod_is_asked(keyed: Any, cluster: Any, start_pod: StartPod) -> None:
