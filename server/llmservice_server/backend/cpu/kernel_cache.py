@@ -40,7 +40,7 @@ class KernelCache(FunctionCache):
     def __init__(self, function: Any) -> None:
         self._impl_class = _Functions
         super().__init__(function)
-        self._cache_file = _Entries(Path(self.cache_path), self._impl.filename_base)
+        self._cache_file: _Entries = _Entries(Path(self.cache_path), self._impl.filename_base)
         if cpu_folder() is None:
             self.disable()
 
