@@ -81,6 +81,10 @@ def _scaling(explanation: Explanation, now: float) -> Iterator[str]:
     if known is None:
         return
     yield from _signals(known)
+    if (start := known.last_cold_start) is not None:
+        parts = f"scheduling {start.scheduling:g}, fetching {start.fetching:g}, loading {start.loading:g}"
+        whole = f"  the last start from zero, {age(start.ready_at, now)} ago, took {start.seconds:g} s: "
+        yield from _wrapped(whole, f"{parts}, compiling {start.compiling:g}")
     for number, decision in enumerate(known.decisions, start=1):
         before = known.decisions[number] if number < len(known.decisions) else None
         yield from _decision(decision, before, now)

@@ -108,6 +108,15 @@ def troubled() -> Explanation:
         pytest.param(
             [condition("Ready"), condition("Progressing", "True", "RollingOut")], [], id="a rollout is no problem"
         ),
+        pytest.param([condition("Ready", "False", "ScaledToZero")], [], id="nor is the autoscaler's zero"),
+        pytest.param(
+            [
+                condition("Ready", "False", "ScaledToZero"),
+                condition("ScalingActive", "False", "NoGateway"),
+            ],
+            ["NoGateway"],
+            id="but one that nothing could end is",
+        ),
         pytest.param(
             [condition("Ready"), condition("Progressing", "False", "ProgressDeadlineExceeded", "late")],
             ["ProgressDeadlineExceeded"],
@@ -186,6 +195,20 @@ Events:
 
 def test_the_text_says_what_is_wrong_first() -> None:
     assert render(troubled(), NOW, colour=False) == GOLDEN
+
+
+def test_the_last_start_from_zero_is_shown_by_its_parts() -> None:
+    parts = {"scheduling": 5, "fetching": 20.5, "loading": 10, "compiling": 7}
+    start = {"readyAt": STAMP, "seconds": 42.5, **parts}
+    asleep = service(
+        condition("Ready", "False", "ScaledToZero", "there is no request"),
+        autoscaling={"desiredReplicas": 0, "lastColdStart": start},
+    )
+
+    text = render(explain(World(asleep, None, [], [])), NOW, colour=False)
+
+    assert "OK  there is no request\n" in text
+    assert "took 42.5 s: scheduling 5, fetching 20.5, loading" in text
 
 
 def test_a_service_with_fixed_replicas_has_no_decisions() -> None:

@@ -11,14 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmservice_operator.scaling.decision import Decision, decide
+from llmservice_operator.scaling.decision import Decision, decide, decide_wake_up
 from llmservice_operator.scaling.history import History
 from llmservice_operator.scaling.policy import ScalePolicy, ScalingRules
 from llmservice_operator.scaling.supply import Supply
+from llmservice_operator.signals.held import Held
 from llmservice_operator.signals.load import Load, PodLoad
 
 NOW = 1_000_000.0
 SLOTS = 8
+IDLE_S = 40.0
 
 
 def policy_of(
@@ -38,6 +40,7 @@ def policy_of(
         window_s=30.0,
         ttft_p99_s=2.0,
         max_num_seqs=SLOTS,
+        idle_timeout_s=IDLE_S if low == 0 else math.inf,
     )
 
 
@@ -50,13 +53,23 @@ class Tick:
     blind: bool = False
     missing: int = 0
     ttft_p99_s: float | None = None
+    quiet: bool = False
+    """Whether the scrapes since the last tick show no request; at zero, whether gateways hold none."""
+
+    @property
+    def is_busy(self) -> bool:
+        return any(running or waiting for running, waiting in self.pods)
+
+    def held(self) -> Held | None:
+        return None if self.blind else Held(0 if self.quiet else 1)
 
     def load(self) -> Load | None:
         if self.blind:
             return None
         pods = tuple(PodLoad(f"pod-{n}", running, waiting, 0.0) for n, (running, waiting) in enumerate(self.pods))
         gone = tuple(f"gone-{n}" for n in range(self.missing))
-        return Load("pods", pods, gone, ttft_p99_s=self.ttft_p99_s)
+        quiet_s = self.after_s if self.quiet and not self.is_busy and not gone else 0.0
+        return Load("pods", pods, gone, ttft_p99_s=self.ttft_p99_s, quiet_s=max(0.0, quiet_s))
 
 
 ticks = st.builds(
@@ -66,11 +79,19 @@ ticks = st.builds(
     blind=st.booleans(),
     missing=st.sampled_from([0, 0, 1]),
     ttft_p99_s=st.none() | st.floats(0, 10),
+    quiet=st.booleans(),
+)
+calm = st.builds(
+    Tick,
+    after_s=st.sampled_from([5.0, 10.0]),
+    pods=st.sampled_from([((0, 0),), ((0, 0),), ((0, 0),), ((1, 0),)]),
+    blind=st.sampled_from([False, False, False, True]),
+    quiet=st.sampled_from([True, True, True, False]),
 )
 steps = st.tuples(st.integers(0, 4), st.integers(0, 100)).filter(any)
 policies = st.builds(
     policy_of,
-    low=st.integers(1, 3),
+    low=st.integers(0, 3),
     high=st.integers(3, 12),
     up=steps,
     down=steps,
@@ -93,7 +114,10 @@ def play(policy: ScalePolicy, story: Sequence[Tick], start: int) -> Iterator[Mom
     for tick in story:
         now += tick.after_s
         supply = Supply(current, ready=min(current, len(tick.pods)), starting=max(0, current - len(tick.pods)))
-        decision, history = decide(tick.load(), supply, policy, history, now)
+        if policy.sleeps and current == 0:
+            decision, history = decide_wake_up(tick.held(), policy, history, now)
+        else:
+            decision, history = decide(tick.load(), supply, policy, history, now)
         yield Moment(now, tick, current, decision, history)
         current = decision.replicas
 
@@ -109,6 +133,22 @@ def test_never_fewer_without_fresh_metrics_of_every_pod(policy: ScalePolicy, sto
     for moment in play(policy, story, start):
         if moment.tick.blind or moment.tick.missing:
             assert moment.decision.replicas >= min(moment.current, policy.max_replicas)
+
+
+@given(policy=st.builds(policy_of, low=st.just(0), up=steps, down=steps), story=st.lists(calm, min_size=1, max_size=40))
+def test_zero_is_left_for_a_request_at_once_and_reached_after_the_idle_time_alone(
+    policy: ScalePolicy, story: list[Tick]
+) -> None:
+    idle_s = 0.0
+    for moment in play(policy, story, start=1):
+        tick, before, after = moment.tick, moment.current, moment.decision.replicas
+        if before == 0:
+            assert (after > 0) == (not tick.blind and not tick.quiet)
+            idle_s = 0.0
+        else:
+            measured = not tick.blind
+            idle_s = idle_s + tick.after_s if not measured or (tick.quiet and not tick.is_busy) else 0.0
+            assert after > 0 or (measured and idle_s >= IDLE_S)
 
 
 @given(policy=policies, story=st.lists(ticks, min_size=1, max_size=30))
