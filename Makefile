@@ -29,11 +29,11 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
 	@touch $@
 
-tools:          ## what the tests want from Debian: a real Prometheus
-	@command -v prometheus >/dev/null || { \
-	  command -v apt-get >/dev/null || { echo "the e2e tests need prometheus (2.40+) on the PATH"; exit 1; }; \
+tools:          ## what the tests want from Debian: a real Prometheus, a real Redis
+	@command -v prometheus >/dev/null && command -v redis-server >/dev/null || { \
+	  command -v apt-get >/dev/null || { echo "the tests need prometheus (2.40+) and redis-server (7+) on the PATH"; exit 1; }; \
 	  SUDO=; [ "$$(id -u)" = 0 ] || SUDO=sudo; \
-	  $$SUDO apt-get update -qq && $$SUDO env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends prometheus; }
+	  $$SUDO apt-get update -qq && $$SUDO env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends prometheus redis-server; }
 
 demo: setup     ## the whole path on this machine: manifest, tokens, scale up, scale down (about 3 minutes)
 	$(BIN)/llmservice demo
@@ -41,7 +41,7 @@ demo: setup     ## the whole path on this machine: manifest, tokens, scale up, s
 test: setup tools ## every test: unit, property, parity, chart, end to end
 	$(BIN)/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder
 
-test-fast: setup ## unit and property tests: without servers and what is marked slow (under 90 s on two cores)
+test-fast: setup tools ## unit and property tests: without servers and what is marked slow (under 90 s on two cores)
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests --fast
 
 test-soak: setup ## the long versions of some tests: every fault at every call, tens of thousands of requests

@@ -23,6 +23,10 @@ from llmservice_gateway.routing import Routing
 
 logger = logging.getLogger(__name__)
 
+RATE_LIMIT_HEADERS = [
+    f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")
+]
+
 
 class Model(BaseModel):
     """A served model or LoRA adapter."""
@@ -62,11 +66,15 @@ class Gateway:
     """The two applications and their shared state. Made in the event loop that serves them; `close` it at the end."""
 
     def __init__(
-        self, routing: Routing, config: GatewayConfig | None = None, access: AccessControl | None = None
+        self,
+        routing: Routing,
+        config: GatewayConfig | None = None,
+        access: AccessControl | None = None,
+        metrics: GatewayMetrics | None = None,
     ) -> None:
         self._routing = routing
         self._access = access
-        self.metrics = GatewayMetrics()
+        self.metrics = metrics or GatewayMetrics()
         self._inference = Inference(routing, self.metrics, config or GatewayConfig(), access)
         self.draining = False
         """Set on SIGTERM: not ready any more, though requests are still served."""
@@ -97,7 +105,7 @@ class Gateway:
             allow_origins=cors_allow_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["x-request-id", "retry-after", *RATE_LIMIT_HEADERS],
         )
 
     def metrics_app(self) -> FastAPI:
@@ -147,6 +155,8 @@ class Gateway:
         async def ready() -> JSONResponse:
             """200 while requests should be sent here."""
             unread = None if self._routing.synced else "the cluster has not been read yet"
+            if unread is None and self._access is not None:
+                unread = self._access.unready
             reason = "draining" if self.draining else unread
             readiness = Readiness(ready=reason is None, reason=reason)
             return JSONResponse(readiness.model_dump(), 503 if reason else 200)

@@ -29,13 +29,19 @@ def _run(args: argparse.Namespace) -> int:
     if parts.scheme not in {"http", "https"} or not parts.hostname:
         raise CommandError(f"{args.url!r} is no URL: expected http://HOST[:PORT]")
     models = asyncio.run(_models(args.url.rstrip("/"), args.timeout, verifies=not args.insecure))
+    if models is None:
+        print(f"{args.url} answers, and wants an API key")
+        return 0
     served = f"serves {', '.join(models)}" if models else "answers, and serves no model yet: apply an LLMService"
     print(f"{args.url} {served}")
     return 0
 
 
-async def _models(url: str, timeout_s: float, *, verifies: bool) -> list[str]:
-    """The names that clients may put in `model`; raises CommandError where there is no answer in time."""
+async def _models(url: str, timeout_s: float, *, verifies: bool) -> list[str] | None:
+    """The names that clients may put in `model`; None where a key is needed to see them.
+
+    Raises CommandError where there is no answer in time.
+    """
     import aiohttp
 
     deadline = time.monotonic() + timeout_s
@@ -46,6 +52,8 @@ async def _models(url: str, timeout_s: float, *, verifies: bool) -> list[str]:
                 async with session.get(f"{url}/v1/models", ssl=verifies) as response:
                     if response.status == 200:
                         return [str(model["id"]) for model in json.loads(await response.read())["data"]]
+                    if response.status == 401:
+                        return None
                     why = f"GET /v1/models is answered with {response.status}"
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 why = str(error) or type(error).__name__

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 from pathlib import Path
 
 from llmservice_planner.command import Command
@@ -68,7 +69,38 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ORIGIN",
         help="let pages of this origin (https://HOST, or *) call the API; may be repeated",
     )
+    _add_key_arguments(parser)
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+
+
+def _add_key_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--keys-namespace",
+        metavar="NAME",
+        help="require API keys: those of this namespace's Secrets with the label serving.llmservice.io/api-key=true, as"
+        " `llmservice api-key` makes them (default: no key is needed)",
+    )
+    parser.add_argument(
+        "--signing-keys",
+        type=Path,
+        metavar="FILE",
+        help="sign requests for the pods: signing-keys.yaml of the Secret that `llmservice signing-key` makes; it is"
+        " read again when it changes",
+    )
+    parser.add_argument(
+        "--redis-url",
+        default=os.environ.get("LLMSERVICE_REDIS_URL"),
+        metavar="URL",
+        help="count limits of keys over all gateways: redis://HOST:PORT/DB, or rediss:// with TLS"
+        " (env LLMSERVICE_REDIS_URL; default: each gateway counts for itself)",
+    )
+    parser.add_argument(
+        "--replicas",
+        type=int,
+        default=1,
+        metavar="N",
+        help="gateways; without Redis, or while it cannot be reached, each allows 1/N of each limit",
+    )
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -85,5 +117,5 @@ COMMAND = Command(
     add_arguments=_add_arguments,
     run=_run,
     extra="gateway",
-    requires=("aiohttp", "fastapi", "kubernetes", "prometheus_client", "uvicorn", "uvloop"),
+    requires=("aiohttp", "fastapi", "jwt", "kubernetes", "limits", "prometheus_client", "redis", "uvicorn", "uvloop"),
 )

@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 GENERATING_PATHS = ("/v1/chat/completions", "/v1/completions")
 INFERENCE_PATHS = (*GENERATING_PATHS, "/v1/embeddings", "/v1/rerank", "/v1/score")
 SESSION_HEADER = "x-session-id"
-LANE_HEADER = "x-llmservice-lane"
 LONGEST_REQUEST_ID = 128
 CLIENT_LEFT = "499"
 
@@ -39,8 +38,9 @@ CLIENT_LEFT = "499"
 class Admission(Protocol):
     """A request that its key's limits allow."""
 
-    headers: Mapping[str, str]
-    """For the response: x-ratelimit-*."""
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """For the response: x-ratelimit-*."""
 
     def pod_headers(self, backend: Backend) -> Mapping[str, str]:
         """For the request to this pod, made at each attempt: what they prove is short-lived and for one service."""
@@ -58,8 +58,15 @@ class AccessControl(Protocol):
     def may_use(self, key: Any, model: str, route: Route) -> bool:
         """Whether /v1/models lists the model for this key."""
 
-    async def admit(self, key: Any, model: str, route: Route, demand: Demand, lane: str | None) -> Admission:
+    async def admit(self, key: Any, model: str, route: Route, demand: Demand) -> Admission:
         """Raises 403 or 429, with headers."""
+
+    def answered(self, key: Any, model: str, code: str) -> None:
+        """A request has been answered with this status, or refused."""
+
+    @property
+    def unready(self) -> str | None:
+        """Why no request should be sent here yet; None: they may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +116,7 @@ class Inference:
         request_id = _request_id(headers)
         reply.headers.append((b"x-request-id", request_id.encode("latin-1")))
         model, code = UNKNOWN_MODEL, CLIENT_LEFT
+        key = None
         try:
             try:
                 key = self._access.identify(headers) if self._access is not None else None
@@ -138,6 +146,8 @@ class Inference:
             code = CLIENT_LEFT if isinstance(error, _ClientLeftError) else "502"
         finally:
             self._metrics.requests.labels(model, code).inc()
+            if self._access is not None and key is not None:
+                self._access.answered(key, model, code)
 
     async def _answer(
         self, request: PodRequest, payload: dict[str, Any], key: Any, receive: Receive, reply: Reply
@@ -150,21 +160,27 @@ class Inference:
         demand = estimator.demand(payload, generates=generates, affinity=affinity(name, payload, session))
         admission: Admission | None = None
         if self._access is not None:
-            admission = await self._access.admit(key, request.model, route, demand, _lane(request.headers, payload))
+            admission = await self._access.admit(key, request.model, route, demand)
             reply.headers += [(name.lower().encode(), value.encode()) for name, value in admission.headers.items()]
             request.pod_headers = admission.pod_headers
+            request.withheld |= {"authorization"}
         usage: Usage | None = None
+        status: int | None = None  # of a refusal
         try:
             with self._metrics.in_flight.labels(request.model).track_inprogress():
                 async with _cancelled_when_client_leaves(receive, reply):
                     usage = await self._proxy.forward(request, demand, reply)
+            status = reply.status
+        except GatewayError as error:
+            status = error.status
+            raise
         except asyncio.CancelledError:
             raise unavailable("The gateway is shutting down: retry.", "shutting_down") from None
         finally:
             if usage is not None:
                 estimator.learn(payload, usage)
             if admission is not None:
-                await admission.settle(usage)
+                await admission.settle(_NOTHING if usage is None and _computed_nothing(status) else usage)
 
     def _find(self, model: str) -> Route:
         try:
@@ -236,6 +252,14 @@ async def _cancelled_when_client_leaves(receive: Receive, reply: Reply) -> Async
         watching.cancel()
 
 
+_NOTHING = Usage(0, 0, 0)
+
+
+def _computed_nothing(status: int | None) -> bool:
+    """Whether a request was refused, by a pod or because there is none."""
+    return status is not None and (400 <= status < 500 or status == 503)
+
+
 def _parse(raw: bytes) -> dict[str, Any]:
     """The request's body; only `model` is validated here, the rest by the pod."""
     try:
@@ -255,12 +279,6 @@ def _parse(raw: bytes) -> dict[str, Any]:
 def _renamed(payload: dict[str, Any], served_name: str) -> bytes:
     """The body with the served name alone: pods do not know their namespace."""
     return json.dumps(payload | {"model": served_name}).encode()
-
-
-def _lane(headers: Mapping[str, str], payload: Mapping[str, Any]) -> str | None:
-    """The lane that the client names, as the pod will read it; None: it leaves it to the service."""
-    priority = payload.get("priority")
-    return priority if isinstance(priority, str) else headers.get(LANE_HEADER)
 
 
 def _wrong_method(scope: Mapping[str, Any]) -> GatewayError:

@@ -60,3 +60,27 @@ class GatewayMetrics:
             ["model", "result"],
             registry=self.registry,
         )
+        self.key_requests = Counter(
+            "llmservice_gateway_key_requests_total",
+            "Requests answered, by the API key's name, model and status code",
+            ["key", "model", "code"],
+            registry=self.registry,
+        )
+        self.key_tokens = Counter(
+            "llmservice_gateway_key_tokens_total",
+            "Tokens by the API key's name and model, as pods report them: prompt (cached ones too), cached, completion",
+            ["key", "model", "kind"],
+            registry=self.registry,
+        )
+        self.key_refusals = Counter(
+            "llmservice_gateway_key_refusals_total",
+            "Requests refused with 429, by the API key's name and the limit: requests, tokens, concurrent_requests,"
+            " monthly_tokens",
+            ["key", "limit"],
+            registry=self.registry,
+        )
+        self.limits_shared = Gauge(
+            "llmservice_gateway_limits_shared",
+            "Whether limits are counted in Redis (1), or this gateway counts for itself (0)",
+            registry=self.registry,
+        )

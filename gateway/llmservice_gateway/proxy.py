@@ -25,6 +25,7 @@ from llmservice_gateway.metrics import GatewayMetrics
 from llmservice_gateway.openai_error import RETRY_AFTER_S, GatewayError, unavailable
 from llmservice_gateway.reply import Reply
 from llmservice_gateway.routes import Backend, Route
+from llmservice_gateway.signing import TOKEN_HEADER
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ SLOTS_HEADER = "x-admissible-sequences"
 """How many requests like those before a pod runs at once, as it reports with each response."""
 USAGE_HEADER = "x-llmservice-usage"
 """Of a request: asks the pod to report the tokens of its answer; of a response: the report."""
-OURS = frozenset({USAGE_HEADER, "x-llmservice-token"})
+OURS = frozenset({USAGE_HEADER, TOKEN_HEADER})
 """Headers between gateway and pods: a client's are not forwarded, nor are the pods' sent to clients."""
 NOT_PASSED_ON = HOP_BY_HOP | OURS | {"date"}
 NOT_SENT_ON = HOP_BY_HOP | OURS | {"host", "content-length", "expect"}
@@ -92,6 +93,8 @@ class PodRequest:
     """The present route of the model; raises a GatewayError where there is none any more."""
     pod_headers: Callable[[Backend], Mapping[str, str]] = lambda _: {}
     """Of the gateway itself, for one pod."""
+    withheld: frozenset[str] = frozenset()
+    """Further headers of the client that no pod gets to see."""
 
 
 class Proxy:
@@ -291,7 +294,7 @@ def _sent_on(request: PodRequest) -> CIMultiDict[str]:
     headers = CIMultiDict(
         (name.decode("latin-1"), value.decode("utf-8", "surrogateescape"))
         for name, value in request.headers.raw
-        if (lower := name.decode("latin-1")) not in NOT_SENT_ON and lower not in named
+        if (lower := name.decode("latin-1")) not in NOT_SENT_ON and lower not in named and lower not in request.withheld
     )
     headers["X-Request-Id"] = request.request_id
     headers[USAGE_HEADER] = "1"

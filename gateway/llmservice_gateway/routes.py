@@ -31,6 +31,8 @@ class Backend:
     slots: int | None = None
     """Requests that it runs at once, at most (`status.sizing.maxNumSeqs` of its service); more wait there. None:
     unknown. A pod reports with each response how many it runs of requests like those before."""
+    service: str = ""
+    """Its LLMService, as `namespace/name`."""
 
 
 WAITING_CURES = frozenset(
@@ -161,7 +163,7 @@ def build_table(
         if owner not in names or not is_routable(pod):
             continue
         served_name = metadata.get("annotations", {}).get(SERVED_NAME_ANNOTATION) or names[owner]
-        backend = Backend(metadata["uid"], metadata["name"], _url(pod), slots[owner])
+        backend = Backend(metadata["uid"], metadata["name"], _url(pod), slots[owner], "/".join(owner))
         backends[owner[0], served_name].append(backend)
 
     adapters = {key: claim for key, claim in adapters.items() if key not in created and key not in backends}

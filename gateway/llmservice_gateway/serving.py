@@ -10,11 +10,16 @@ import socket
 
 from kubernetes.aio.config import ConfigException
 
+from llmservice_gateway.access import Access
 from llmservice_gateway.app import Gateway
 from llmservice_gateway.holding import HoldLimits
 from llmservice_gateway.inference import GatewayConfig
+from llmservice_gateway.keys import Keyring
+from llmservice_gateway.limits import Limiter, shared_counters
+from llmservice_gateway.metrics import GatewayMetrics
 from llmservice_gateway.reflector import KubernetesAPI
 from llmservice_gateway.routing import Routing
+from llmservice_gateway.signing import Signer, SigningKeyError
 from llmservice_gateway.tls import Certificate, CertificateError
 from llmservice_httpserver.listening import HttpServer, ListenError, bind
 from llmservice_httpserver.protocol import BoundedHttpProtocol
@@ -27,12 +32,13 @@ async def run_gateway(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT, then let requests in flight finish within the drain timeout.
 
     Raises:
-        CommandError: no cluster is configured, a port is taken, or a certificate cannot be used.
+        CommandError: no cluster is configured, a port is taken, or a certificate or key cannot be used.
     """
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     hold = HoldLimits(args.max_held_requests, args.max_held_mib * 1024**2, args.hold_timeout)
     config = GatewayConfig(args.max_body_mib * 1024**2, args.read_timeout, args.client_timeout, hold)
     certificate = _certificate(args)
+    limiter, signer = _limiter(args), _signer(args)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -42,19 +48,49 @@ async def run_gateway(args: argparse.Namespace) -> int:
     except ConfigException as error:
         raise CommandError(f"no cluster to follow: {error}: set KUBECONFIG, or run it in a pod") from error
     async with api:
-        routing = Routing(api, args.namespace)
-        gateway = Gateway(routing, config)
-        following = asyncio.create_task(routing.run())
-        following.add_done_callback(lambda _: stop.set())  # a gateway that no longer follows the cluster must end
+        routing, metrics = Routing(api, args.namespace), GatewayMetrics()
+        access = None
+        following = [asyncio.create_task(routing.run())]
+        if args.keys_namespace is None:
+            logger.warning(
+                "no API keys are required: whoever reaches this gateway may use every model (see --keys-namespace)"
+            )
+        else:
+            access = Access(Keyring(api, args.keys_namespace, limiter.why_unusable), limiter, metrics, signer)
+            following.append(asyncio.create_task(access.run()))
+        gateway = Gateway(routing, config, access, metrics)
+        for task in following:
+            task.add_done_callback(lambda _: stop.set())  # a gateway that no longer follows the cluster must end
         try:
             await _serve(gateway, args, certificate, stop)
         finally:
             await gateway.close()
-            following.cancel()
-            await asyncio.wait([following])
-    if not following.cancelled():
-        following.result()  # raises its error
+            for task in following:
+                task.cancel()
+            await asyncio.wait(following)
+            await limiter.close()
+    for task in following:
+        if not task.cancelled():
+            task.result()  # raises its error
     return 0
+
+
+def _limiter(args: argparse.Namespace) -> Limiter:
+    if args.keys_namespace is None and (args.redis_url or args.signing_keys):
+        raise CommandError("--redis-url and --signing-keys are for API keys: set --keys-namespace as well")
+    if args.replicas < 1:
+        raise CommandError(f"--replicas is {args.replicas}, expected 1 or more")
+    try:
+        return Limiter(shared_counters(args.redis_url) if args.redis_url else None, args.replicas)
+    except ValueError as error:
+        raise CommandError(f"--redis-url: {error}") from None
+
+
+def _signer(args: argparse.Namespace) -> Signer | None:
+    try:
+        return None if args.signing_keys is None else Signer(args.signing_keys)
+    except SigningKeyError as error:
+        raise CommandError(f"--signing-keys: {error}") from None
 
 
 async def _serve(

@@ -119,6 +119,8 @@ class Reconciler:
     clock: Callable[[], float] = time.time
     peers: PlatformPeers = DEFAULT_PEERS
     """Who may reach every service's pods, as NetworkPolicyPeers."""
+    public_keys: Callable[[], str | None] = lambda: None
+    """The gateway's, where it signs requests."""
     monotonic: Callable[[], float] = time.monotonic
     _memories: dict[tuple[str, str, str], Memory] = field(default_factory=dict)
     _events: EventRecorder = field(init=False)
@@ -170,6 +172,7 @@ class Reconciler:
             adapters=adapters,
             settling=is_settling(memory.unobserved_s, seen.steady_s),
             name_holder=self.cache.name_holder(seen.service.served_name),
+            gateway_signs=self.public_keys() is not None,
             cold_start=started,
             pool=self.cache.child("InferencePool", *seen.service.key),
             pools_installed=not self.cache.lacks("InferencePool"),
@@ -298,10 +301,11 @@ class Reconciler:
 
     async def _apply_children(self, service: LLMService, sized: Sized, replicas: int) -> list[Refusal]:
         metadata = service.metadata
-        inputs = ChildInputs(metadata.uid, metadata.generation, sized, replicas)
+        public_keys = self.public_keys()
+        inputs = ChildInputs(metadata.uid, metadata.generation, sized, replicas, public_keys)
         if self._in_sync.has(service.key, inputs):
             return []
-        children = expected_children(service, sized, replicas, self.server_image, self.peers)
+        children = expected_children(service, sized, replicas, self.server_image, self.peers, public_keys)
         refusals = await self.applier.apply(children, metadata.uid, metadata.generation)
         if refusals:
             self._in_sync.forget(service.key)

@@ -99,6 +99,12 @@ class OperatorSettings:
         (),
         metavar="NAMESPACE[:KEY=VALUE,...]",
     )
+    gateway_public_keys: Path | None = _setting(  # noqa: RUF009 - a dataclass field
+        "--gateway-public-keys",
+        "where spec.access is gateway, let pods take only requests that the gateway has signed: its one or two Ed25519"
+        " public keys in PEM, read again when they change (default: pods take all requests)",
+        metavar="FILE",
+    )
     leader_elect: bool = _setting("--leader-elect", "of several operators only the one that holds a Lease works", False)
     lease_name: str = _setting("--lease-name", "the Lease's name", "llmservice-operator", metavar="NAME")
     lease_namespace: str | None = _setting(
@@ -144,7 +150,10 @@ class OperatorSettings:
         """A flag for each field; its default's type says how it is parsed."""
         for one in fields(OperatorSettings):
             about, default = one.metadata, one.default
-            options: dict[str, Any] = {"type": Path if about["metavar"] == "DIR" else str, "metavar": about["metavar"]}
+            options: dict[str, Any] = {
+                "type": Path if about["metavar"] in {"DIR", "FILE"} else str,
+                "metavar": about["metavar"],
+            }
             if isinstance(default, bool):
                 options = {"action": "store_true"}
             elif isinstance(default, tuple):

@@ -45,6 +45,10 @@ class FakeCluster:
         self._changed = asyncio.Event()
         self._ended_watches = 0
 
+    def add_kind(self, plural: str) -> None:
+        """Serve another kind of objects, of which there are none yet."""
+        self.history[plural], self._items[plural] = [], {}
+
     async def handle(self, request: web.Request) -> web.StreamResponse:
         call, kind = "watch" if "watch" in request.query else "list", request.path.rsplit("/", 1)[1]
         self.calls.append((call, dict(request.query)))

@@ -500,6 +500,7 @@ class Access:
     def __init__(self) -> None:
         self.settled: list[Any] = []
         self.demands: list[Any] = []
+        self.codes: list[Any] = []
 
     def identify(self, headers: Any) -> str:
         key = headers.get("Authorization")
@@ -510,10 +511,10 @@ class Access:
     def may_use(self, _key: str, model: str, _route: Any) -> bool:
         return model != "secret"
 
-    async def admit(self, key: str, _model: str, _route: Any, demand: Any, lane: str | None) -> Any:
+    async def admit(self, key: str, _model: str, _route: Any, demand: Any) -> Any:
         if key == "Bearer spent":
             raise GatewayError(429, "too many", "rate_limit_exceeded", headers={"Retry-After": "9"})
-        self.demands.append((demand.prompt_tokens, demand.max_output_tokens, lane))
+        self.demands.append((demand.prompt_tokens, demand.max_output_tokens))
         return self
 
     headers: Mapping[str, str] = {"x-ratelimit-remaining-requests": "4"}
@@ -523,6 +524,11 @@ class Access:
 
     async def settle(self, usage: Any) -> None:
         self.settled.append(usage)
+
+    def answered(self, key: str, model: str, code: str) -> None:
+        self.codes.append((key, model, code))
+
+    unready = None
 
 
 @pytest.fixture
@@ -562,11 +568,13 @@ async def test_access_admits_counts_and_signs_each_request(keyed: Any, cluster: 
             assert response.headers["x-ratelimit-remaining-requests"] == "4"
             assert not [name for name in response.headers if name.lower().startswith("x-llmservice")]
     assert keyed.access.settled == [Usage(7, 3, 2), Usage(8, 0, 1)]
-    assert keyed.access.demands[0] == (10, 9, "batch")
+    assert keyed.access.demands[0] == (10, 9)
+    assert keyed.access.codes == [("Bearer good", "llama", "200")] * 2
     request, _ = pod.requests[0]
     assert request.headers.getall("x-llmservice-token") == ["for a"]
     assert request.headers.getall("x-llmservice-usage") == ["1"]
-    assert request.headers.getall("x-llmservice-lane") == ["batch"], "that one is the client's"
+    assert request.headers["x-llmservice-lane"] == "batch"
+    assert "Authorization" not in request.headers  # the key is the gateway's business
 
 
 async def test_access_refuses_before_a_pod_is_asked(keyed: Any, cluster: Any, start_pod: StartPod) -> None:
@@ -595,7 +603,7 @@ async def test_requests_without_an_answer_are_settled_too(keyed: Any, cluster: A
     await keyed.until("llama", 0)
     async with keyed.client.post(CHAT, json={"model": "llama"}, headers=authorized("good")) as response:
         assert response.status == 503
-    assert keyed.access.settled == [None]
+    assert keyed.access.settled == [Usage(0, 0, 0)]
 
 
 async def test_a_body_that_does_not_arrive_in_time_is_refused(gateway_front: Any) -> None:

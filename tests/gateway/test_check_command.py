@@ -38,6 +38,11 @@ async def test_a_gateway_without_models_is_well(capsys: Capture) -> None:
     assert "no model yet" in capsys.readouterr().out
 
 
+async def test_a_gateway_that_wants_a_key_is_well(capsys: Capture) -> None:
+    assert await check(web.json_response({}, status=401)) == 0
+    assert "wants an API key" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("answer", "why"),
     [

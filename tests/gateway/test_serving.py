@@ -255,3 +255,35 @@ async def test_gateway_that_cannot_follow_the_cluster_any_more_ends_with_an_erro
     process, _ = await _gateway(kubeconfig, "--drain-timeout", "1")
     async with asyncio.timeout(30):
         assert await process.wait() == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--redis-url", "redis://127.0.0.1:1/0"], "--redis-url and --signing-keys are for API keys: set --keys-names"),
+        (["--signing-keys", "keys"], "--redis-url and --signing-keys are for API keys: set --keys-namespace as well"),
+        (["--keys-namespace", "llmservice", "--signing-keys", "absent"], "--signing-keys: the signing keys in absent"),
+        (["--keys-namespace", "llmservice", "--redis-url", "http://redis"], "--redis-url: expected redis://HOST:PORT"),
+        (["--replicas", "0"], "--replicas is 0, expected 1 or more"),
+    ],
+)
+async def test_flags_of_keys_that_cannot_work_are_refused(
+    served: tuple[Any, APIServer, Path], flags: list[str], sentence: str
+) -> None:
+    process, log = await _started(served[2], *flags)
+    assert await process.wait() == 2
+    assert log.splitlines()[-1].startswith(f"llmservice gateway: {sentence}")
+
+
+async def test_an_open_gateway_says_so_and_one_with_keys_wants_one(served: tuple[Any, APIServer, Path]) -> None:
+    _, api, kubeconfig = served
+    api.items["secrets"] = []
+    for flags, status in (([], 200), (["--keys-namespace", "llmservice"], 401)):
+        process, log = await _started(kubeconfig, "--port", "0", *flags)
+        assert ("no API keys are required" in log) is (status == 200)
+        async with asyncio.timeout(30), aiohttp.ClientSession(_address(log, "listening")) as client:
+            while await _status(client, "/ready") != 200:
+                await asyncio.sleep(0.01)
+            assert await _status(client, "/v1/models") == status
+            process.terminate()
+            assert await process.wait() == 0

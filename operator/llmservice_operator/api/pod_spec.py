@@ -102,11 +102,11 @@ MANAGED_FLAGS = (
     "--default-lane", "--kv-cache-memory", "--memory-limit", "--gpu-memory-utilization", "--drain-timeout",
     "--start-record", "--dtype", "--expected-tokens", "--max-num-batched-tokens", "--block-size", "--kv-cache-dtype",
     "--no-prefix-caching", "--swap-space-gib", "--threads", "--quantization", "--max-loras", "--max-lora-rank",
-    "--adapters-file", "--adapters-dir", "--compile-cache",
+    "--adapters-file", "--adapters-dir", "--compile-cache", "--gateway-keys", "--audience",
 )  # fmt: skip
 """Flags that the operator sets: `server_args` in children/deployment.py, from other fields of the spec."""
 _SETS = "arg == flag || arg.startsWith(flag + '=')"
-_VOLUMES = "['models', 'tmp', 'cache', 'shm', 'adapter-list', 'adapters']"
+_VOLUMES = ["models", "tmp", "cache", "shm", "adapter-list", "adapters", "gateway-keys"]
 
 
 class PodTemplate(SchemaModel):
@@ -122,7 +122,7 @@ class PodTemplate(SchemaModel):
             ),
             (
                 f"!has(self.volumes) || self.volumes.all(one, has(one.name) && !(one.name in {_VOLUMES}))",
-                "each of volumes needs a name, and models, tmp, cache, shm, adapter-list and adapters are taken",
+                f"each of volumes needs a name, and {', '.join(_VOLUMES)} are taken",
             ),
         )
     )

@@ -446,6 +446,11 @@ class LLMServiceSpec(SchemaModel):
     )
     routing: Routing = Field(default_factory=Routing, description="How the gateway spreads requests over the pods.")
     rollout: Rollout = Field(default_factory=Rollout, description="How a changed pod template reaches the pods.")
+    access: Literal["gateway", "direct"] = Field(
+        "gateway",
+        description="Whose requests the pods take, where the gateway has API keys: gateway, only those that it has"
+        " signed; direct, also those of clients that reach the Service, to which no key's limits apply.",
+    )
     drain_timeout: Duration = Field("60s", description="How long a terminating pod may finish its requests.")
     scheduling: Scheduling = Field(default_factory=Scheduling, description="Where pods may run.")
     pod_template: PodTemplate = Field(default_factory=PodTemplate, description="Further fields of the pods.")

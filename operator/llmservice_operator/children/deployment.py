@@ -13,6 +13,7 @@ from llmservice_operator.api import labels, units
 from llmservice_operator.api.kinds import child_manifest
 from llmservice_operator.api.resource import LLMService
 from llmservice_operator.api.spec import Manifest
+from llmservice_operator.children.gateway_keys import gateway_key_args, gateway_key_mount, gateway_key_volume
 from llmservice_operator.children.placement import expected_placement
 from llmservice_operator.children.volumes import (
     CACHE_MOUNT,
@@ -52,10 +53,17 @@ _CONTAINER_SECURITY = {
 }
 
 
-def expected_deployment(service: LLMService, sized: Sized, replicas: int, image: str) -> Manifest:
-    """The Deployment's owned fields; other clients may own the rest."""
+def expected_deployment(
+    service: LLMService, sized: Sized, replicas: int, image: str, *, signed: bool = False
+) -> Manifest:
+    """The Deployment's owned fields; other clients may own the rest.
+
+    `signed`: the pods take only requests that the gateway has signed.
+    """
     rollout = service.spec.rollout
     template = _pod_template(service, sized, service.spec.pod_template.image or image)
+    if signed:
+        _add_gateway_keys(service, template["spec"])
     template["metadata"]["annotations"][labels.TEMPLATE] = _hash(template)
     spec = {
         "replicas": replicas,
@@ -69,6 +77,13 @@ def expected_deployment(service: LLMService, sized: Sized, replicas: int, image:
         "template": template,
     }
     return child_manifest(service, "Deployment") | {"spec": spec}
+
+
+def _add_gateway_keys(service: LLMService, pod: Manifest) -> None:
+    pod["volumes"].append(gateway_key_volume(service))
+    server = pod["containers"][0]
+    server["args"] = [*server["args"], *gateway_key_args(service)]
+    server["volumeMounts"].append(gateway_key_mount())
 
 
 def _hash(template: Manifest) -> str:

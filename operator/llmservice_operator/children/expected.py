@@ -9,6 +9,7 @@ from llmservice_operator.api.kinds import Child, child_manifest
 from llmservice_operator.api.resource import LLMService
 from llmservice_operator.api.spec import EndpointPicker, Manifest
 from llmservice_operator.children.deployment import HTTP, METRICS, PORT, expected_deployment
+from llmservice_operator.children.gateway_keys import expected_gateway_keys
 from llmservice_operator.children.network_policy import DEFAULT_PEERS, PlatformPeers, expected_network_policy
 from llmservice_operator.children.volumes import ADAPTER_LIST_KEY, adapter_list_name
 from llmservice_operator.monitoring.alerts import service_groups
@@ -16,10 +17,19 @@ from llmservice_operator.sizing import Sized
 
 
 def expected_children(
-    service: LLMService, sized: Sized, replicas: int, image: str, peers: PlatformPeers = DEFAULT_PEERS
+    service: LLMService,
+    sized: Sized,
+    replicas: int,
+    image: str,
+    peers: PlatformPeers = DEFAULT_PEERS,
+    public_keys: str | None = None,
 ) -> list[Child]:
-    """Children in the order in which they are applied: what pods need comes before the first pod."""
+    """Children in the order in which they are applied: what pods need comes before the first pod.
+
+    `public_keys` are the gateway's, where it signs requests.
+    """
     spec = service.spec
+    signed = public_keys is not None and spec.access == "gateway"
     return [
         Child(expected_service_account(service)),
         Child(expected_service(service)),
@@ -27,7 +37,8 @@ def expected_children(
         Child(expected_network_policy(service, sized.model.location, peers), wanted=spec.network_policy.enabled),
         Child(expected_disruption_budget(service)),
         Child(expected_adapter_list(service), wanted=spec.max_loras > 0),
-        Child(expected_deployment(service, sized, replicas, image)),
+        Child(expected_gateway_keys(service, public_keys or ""), wanted=signed),
+        Child(expected_deployment(service, sized, replicas, image, signed=signed)),
         Child(expected_pod_monitor(service), wanted=spec.monitoring.pod_monitor),
         Child(expected_prometheus_rule(service), wanted=spec.monitoring.prometheus_rule),
         Child(expected_inference_pool(service), wanted=spec.gateway.inference_pool),

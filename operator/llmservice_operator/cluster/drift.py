@@ -108,6 +108,8 @@ class ChildInputs:
     generation: int
     sized: Sized
     replicas: int
+    public_keys: str | None = None
+    """The gateway's, where it signs requests."""
 
 
 class InSyncCache:

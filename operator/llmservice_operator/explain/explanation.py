@@ -27,6 +27,7 @@ _HEALTHY = {
     "NameTaken": ("False",),
     "Degraded": ("False",),
     "AdaptersReady": ("True", "Unknown"),
+    "GatewayOnly": ("True", "False"),
     "InferencePoolReady": ("True",),
     "SizingValid": ("True",),
     "SLOFeasible": ("True", "Unknown"),

@@ -30,6 +30,8 @@ SCALING_ACTIVE, SLO_FEASIBLE = "ScalingActive", "SLOFeasible"
 NAME_TAKEN = "NameTaken"
 """Present only where it is True, as is the next one."""
 DEGRADED = "Degraded"
+GATEWAY_ONLY = "GatewayOnly"
+"""Present only where the gateway has API keys."""
 ADAPTERS_READY = "AdaptersReady"
 """Present only where the spec lists adapters."""
 
@@ -266,6 +268,19 @@ def name_verdict(name: str, namespace: str, holder: str | None) -> Verdict | Non
         f" {namespace}/{name}; or set another model.servedName"
     )
     return Verdict(NAME_TAKEN, "True", "NameTaken", message)
+
+
+def access_verdict(access: Literal["gateway", "direct"]) -> Verdict:
+    """GatewayOnly: whether all requests are subject to the gateway's keys."""
+    if access == "gateway":
+        return Verdict(
+            GATEWAY_ONLY, "True", "SignedRequests", "the pods take only requests that the gateway has signed"
+        )
+    message = (
+        "spec.access is direct: clients that reach the Service need no API key of the gateway, and the limits of its"
+        " keys do not apply to them; with access gateway the pods take only what the gateway has signed"
+    )
+    return Verdict(GATEWAY_ONLY, "False", "DirectAccess", message)
 
 
 def degraded_verdict(load: Load) -> Verdict | None:

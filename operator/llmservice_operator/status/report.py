@@ -48,6 +48,7 @@ from llmservice_operator.status.conditions import (
     STALLED,
     UPDATING,
     Verdict,
+    access_verdict,
     adapters_verdict,
     conditions,
     degraded_verdict,
@@ -93,6 +94,8 @@ class Outcome:
     """The namespace that the gateway routes the served name to."""
     adapters: Mapping[str, Sequence[PodAdapter]] = field(default_factory=dict)
     """What the serving pods report, by pod."""
+    gateway_signs: bool = False
+    """Whether the gateway has API keys, and signs what it sends on."""
     pool: Manifest | None = None
     """The InferencePool."""
     pools_installed: bool = False
@@ -152,6 +155,7 @@ def _verdicts(
         _scaling(service, pods, outcome),
         outcome.slo,
         *([taken] if taken else []),
+        *([access_verdict(service.spec.access)] if outcome.gateway_signs else []),
         *_degraded(service, outcome.load),
         *([adapters] if adapters else []),
         *_inference_pool(service, outcome),

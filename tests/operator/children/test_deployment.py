@@ -12,6 +12,7 @@ from llmservice_operator.api.pod_spec import MANAGED_FLAGS
 from llmservice_operator.api.resource import LLMService
 from llmservice_operator.api.spec import Engine, LLMServiceSpec
 from llmservice_operator.children.deployment import expected_deployment, server_args, startup_budget
+from llmservice_operator.children.gateway_keys import gateway_key_args
 from llmservice_operator.locations import Model, ModelLocation
 from llmservice_operator.sizing import Sized, size
 from llmservice_planner.gpu import find_gpu
@@ -59,6 +60,7 @@ def test_extra_args_can_hold_no_flag_that_the_operator_sets(service_of: Any, siz
 
     ways = [(on_cpu, sized), (on_gpu, sized_on_gpu), (unbounded, self_sized)]
     used = {arg for service, answer in ways for arg in server_args(service, answer) if arg.startswith("--")}
+    used |= {arg for arg in gateway_key_args(on_cpu) if arg.startswith("--")}
 
     assert used == set(MANAGED_FLAGS)
 
@@ -245,6 +247,7 @@ STAYS: list[dict[str, Any]] = [
     {"monitoring": {"podMonitor": True}},
     {"networkPolicy": {"enabled": False}},
     {"networkPolicy": {"to": [{}]}},
+    {"access": "direct"},  # while the gateway has no keys
     {"gateway": {"inferencePool": True}},
     {"routing": {"strategy": "leastLoad"}},
 ]

@@ -68,7 +68,7 @@ def test_every_child_is_labelled_owned_and_called_after_the_service(service_of: 
     for child in children:
         metadata = child.manifest["metadata"]
         assert metadata["namespace"] == "team-a"
-        assert metadata["name"] in {"tiny", "tiny-pods", "tiny-adapters"}
+        assert metadata["name"] in {"tiny", "tiny-pods", "tiny-adapters", "tiny-keys"}
         assert metadata["labels"]["app.kubernetes.io/managed-by"] == "llmservice-operator"
         (owner,) = metadata["ownerReferences"]
         assert (owner["kind"], owner["uid"], owner["controller"]) == ("LLMService", "uid-of-tiny", True)

@@ -119,7 +119,7 @@ def cache(children: list[Child]) -> ObjectCache:
     cache = ObjectCache()
     for kind in CHILD_KINDS.values():
         if kind.built_in:
-            cache.replace(kind.name, None, [stored(one) for one in children if one.kind is kind], "1")
+            cache.replace(kind.name, None, [stored(one) for one in children if one.wanted and one.kind is kind], "1")
         else:
             cache.withdraw(kind.name)
     return cache

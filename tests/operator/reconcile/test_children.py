@@ -271,3 +271,36 @@ async def test_monitoring_children_are_created_and_removed_with_the_spec(
     await world.kube.request("PATCH", f"{SERVICES}/tiny", body={"spec": {"monitoring": {field: False}}})
     await world.run_pass(after_s=1)
     assert await world.kube.get_child(CHILD_KINDS[kind], "team-a", "tiny") is None
+
+
+async def test_a_rotation_of_the_gateways_keys_reaches_the_config_map_alone(world: World, manifest_of: Any) -> None:
+    keys: list[str | None] = [None]
+    world.reconciler.public_keys = lambda: keys[0]
+    await world.create_service(manifest_of())
+    await world.run_pass()
+    keys[0] = "first"
+    await world.run_pass()
+    deployment = await world.deployment()
+    assert "--gateway-keys" in deployment["spec"]["template"]["spec"]["containers"][0]["args"]
+    condition = await world.condition("GatewayOnly")
+    assert (condition["status"], condition["reason"]) == ("True", "SignedRequests")
+
+    keys[0] = "second"
+    await world.run_pass()
+
+    found = await world.kube.request("GET", f"{NS}/configmaps/tiny-keys")
+    assert found["data"] == {"public-keys.pem": "second"}
+    assert (await world.deployment())["metadata"]["generation"] == deployment["metadata"]["generation"]
+
+
+async def test_direct_access_is_stated_where_the_gateway_has_keys(world: World, manifest_of: Any) -> None:
+    await world.create_service(manifest_of(access="direct"))
+    await world.run_pass()
+    assert not [one for one in (await world.status())["conditions"] if one["type"] == "GatewayOnly"]
+
+    world.reconciler.public_keys = lambda: "keys"
+    await world.run_pass()
+
+    condition = await world.condition("GatewayOnly")
+    assert (condition["status"], condition["reason"]) == ("False", "DirectAccess")
+    assert "limits of its keys do not apply" in condition["message"]
