@@ -120,11 +120,18 @@ def _quiet_s(scrapes: Sequence[Scrape]) -> float:
     """Time at the end of the window in which no request was there, ended or was refused, as far as scrapes show it."""
     begins_s = scrapes[-1].time_s
     for before, after in reversed(list(pairwise(scrapes))):
-        gone = (before.finished, before.rejected) != (after.finished, after.rejected)
-        if gone or before.running or before.waiting or after.running or after.waiting:
+        if _ended(before) != _ended(after) or any((*_in_flight(before), *_in_flight(after))):
             break
         begins_s = before.time_s
     return scrapes[-1].time_s - begins_s
+
+
+def _ended(scrape: Scrape) -> tuple[float, float, float]:
+    return scrape.finished, scrape.rejected, scrape.embedded
+
+
+def _in_flight(scrape: Scrape) -> tuple[float, float]:
+    return scrape.running, scrape.waiting
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

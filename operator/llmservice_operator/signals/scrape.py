@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from llmservice_operator.monitoring.promql import (
     ADMISSIBLE,
     BATCH,
+    EMBEDDED,
     FINISHED,
     KERNEL_FALLBACK,
     KV_BLOCKS,
@@ -25,7 +26,7 @@ from llmservice_operator.monitoring.promql import (
 
 SERIES = (
     *(RUNNING, WAITING, KV_USAGE, ADMISSIBLE, FINISHED, REJECTED),
-    *(TTFT_BUCKET, KV_BLOCKS, MEMORY, KERNEL_FALLBACK, MODEL_INFO),
+    *(EMBEDDED, TTFT_BUCKET, KV_BLOCKS, MEMORY, KERNEL_FALLBACK, MODEL_INFO),
 )
 
 _LABEL = re.compile(r'([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"')
@@ -56,6 +57,8 @@ class Scrape:
     """Sequences like those before that the KV cache holds at once; None before the first step."""
     finished: float = 0.0
     rejected: float = 0.0
+    embedded: float = 0.0
+    """Inputs turned into embeddings, which are no requests in the sense of the others."""
     ttft_buckets: tuple[tuple[float, float], ...] = ()
     """(upper bound in seconds, cumulative count), ascending."""
     kv_blocks: int | None = None
@@ -129,6 +132,7 @@ def scrape_of(samples: Iterable[Sample], time_s: float) -> Scrape:
         admissible=totals[ADMISSIBLE] or None,
         finished=totals[FINISHED],
         rejected=totals[REJECTED],
+        embedded=totals[EMBEDDED],
         ttft_buckets=tuple(sorted(buckets.items())),
         kv_blocks=int(totals[KV_BLOCKS]) if KV_BLOCKS in totals else None,
         weights_bytes=weights,

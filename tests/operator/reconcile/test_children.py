@@ -173,14 +173,46 @@ async def test_a_foreign_deployment_of_that_name_is_not_taken_over(world: World,
     assert (await world.condition("Ready"))["reason"] == "NameConflict"
 
 
+_PORT = {"type": "object", "required": ["number"], "properties": {"number": {"type": "integer"}}}
+POOL: dict[str, Any] = {
+    "type": "object",
+    "required": ["selector", "targetPorts", "endpointPickerRef"],
+    "properties": {
+        "selector": {
+            "type": "object",
+            "required": ["matchLabels"],
+            "properties": {"matchLabels": {"type": "object", "additionalProperties": {"type": "string"}}},
+        },
+        "targetPorts": {"type": "array", "minItems": 1, "maxItems": 8, "items": _PORT},
+        "endpointPickerRef": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {
+                "group": {"type": "string", "default": ""},
+                "kind": {"type": "string", "default": "Service"},
+                "name": {"type": "string"},
+                "port": _PORT,
+                "failureMode": {"type": "string", "default": "FailClose", "enum": ["FailOpen", "FailClose"]},
+            },
+            "x-kubernetes-validations": [{"rule": "self.kind != 'Service' || has(self.port)", "message": "port?"}],
+        },
+    },
+}
+"""`spec` of an InferencePool v1, without its patterns."""
+ANYTHING = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+
+
 async def install(world: World, kind: str) -> None:
-    """A CRD that accepts everything."""
+    """A CRD that accepts everything, of an InferencePool what its own accepts."""
+    schema = ANYTHING
+    if kind == "InferencePool":
+        schema = {"type": "object", "properties": {"spec": POOL, "status": ANYTHING}}
     group, plural = CHILD_KINDS[kind].group, CHILD_KINDS[kind].plural
     version = {
         "name": "v1",
         "served": True,
         "storage": True,
-        "schema": {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}},
+        "schema": {"openAPIV3Schema": schema},
         "subresources": {"status": {}},
     }
     names = {"kind": kind, "listKind": f"{kind}List", "plural": plural, "singular": kind.lower()}
@@ -214,6 +246,7 @@ async def test_an_inference_pool_waits_for_its_crd_and_says_so(world: World, man
     pool = await world.kube.get_child(CHILD_KINDS["InferencePool"], "team-a", "tiny")
     assert pool is not None
     assert pool["metadata"]["ownerReferences"][0]["kind"] == "LLMService"
+    assert pool["spec"]["endpointPickerRef"]["port"] == {"number": 9002}
 
 
 async def test_what_a_gateway_says_about_the_pool_is_reported_and_the_pool_goes_with_the_spec(

@@ -136,3 +136,31 @@ def test_beyond_the_last_bound_the_quantile_is_that_bound() -> None:
 @pytest.mark.parametrize("buckets", [{}, {0.1: 0.0, math.inf: 0.0}])
 def test_without_observations_there_is_no_quantile(buckets: dict[float, float]) -> None:
     assert quantile(0.99, buckets) is None
+
+
+@pytest.mark.parametrize(
+    ("scrapes", "quiet_s"),
+    [
+        pytest.param([scrape(0), scrape(5), scrape(10)], 10.0, id="no request in the window"),
+        pytest.param([scrape(0)], 0.0, id="one scrape shows no time"),
+        pytest.param([scrape(0), scrape(5, running=1), scrape(10), scrape(15)], 5.0, id="since one ran"),
+        pytest.param([scrape(0), scrape(5, waiting=1)], 0.0, id="one waits"),
+        pytest.param([scrape(0), scrape(5, finished=1), scrape(10, finished=1)], 5.0, id="one came and went"),
+        pytest.param([scrape(0), scrape(5, rejected=1)], 0.0, id="one was refused"),
+        pytest.param([scrape(0), scrape(5, embedded=3), scrape(7, embedded=3)], 2.0, id="embeddings"),
+        pytest.param([scrape(0, finished=9), scrape(5)], 0.0, id="a restart"),
+    ],
+)
+def test_the_quiet_time_ends_with_the_last_request_that_scrapes_show(scrapes: list[Scrape], quiet_s: float) -> None:
+    load = load_of({"a": scrapes, "b": [scrape(-50), scrape(50)]}, ["a", "b"], "pods")
+
+    assert load is not None
+    assert load.quiet_s == quiet_s
+
+
+def test_nothing_is_quiet_while_a_pod_is_silent() -> None:
+    load = load_of({"a": [scrape(0), scrape(60)]}, ["a", "b"], "pods")
+
+    assert load is not None
+    assert load.quiet_s == 0.0
+    assert load.with_held(0) is load
