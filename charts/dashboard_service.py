@@ -93,28 +93,4 @@ ROWS = (
             ),
         ),
     ),
-    Row(
-        "Gateway (all namespaces)",
-        (
-            Panel(
-                "Requests by model and code",
-                "What clients were answered; 499 is a client that left.",
-                "reqps",
-                (Query(rate("llmservice_gateway_requests_total", "model, code", ""), "{{model}} {{code}}"),),
-                stacked=True,
-            ),
-            Panel(
-                "Time to a pod's headers",
-                "From passing a request on to the response's headers; for a streamed answer that is its first token.",
-                "s",
-                p50_p99("llmservice_gateway_upstream_latency_seconds", "model", ""),
-            ),
-            Panel(
-                "In flight",
-                "Requests that are being answered.",
-                "short",
-                (Query("sum by (model) (llmservice_gateway_in_flight)", "{{model}}"),),
-            ),
-        ),
-    ),
 )

@@ -1,4 +1,5 @@
-"""Write the chart's Grafana dashboards: what a service does for its users, how its engines fare, why it scales.
+"""Write the chart's Grafana dashboards: what a service does for its users, how its engines fare, what the gateway
+does, why services scale.
 
     python charts/dashboards.py
 
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import dashboard_autoscaler
 import dashboard_engine
+import dashboard_gateway
 import dashboard_service
 from grafana import OPERATOR, SERVERS, Row, dashboard
 
@@ -19,6 +21,7 @@ FOLDER = Path(__file__).parent / "llmservice" / "files" / "dashboards"
 BOARDS: dict[str, tuple[tuple[Row, ...], str | None, tuple[str, str]]] = {
     "service": (dashboard_service.ROWS, dashboard_service.__doc__, SERVERS),
     "engine": (dashboard_engine.ROWS, dashboard_engine.__doc__, SERVERS),
+    "gateway": (dashboard_gateway.ROWS, dashboard_gateway.__doc__, SERVERS),
     "autoscaler": (dashboard_autoscaler.ROWS, dashboard_autoscaler.__doc__, OPERATOR),
 }
 """Panels, what they are about, and the metric and label that name the services to choose from."""

@@ -441,6 +441,9 @@ def test_limits_and_origins_reach_the_gateway(chart: helm.Chart) -> None:
     assert {
         "--read-timeout=300",
         "--client-timeout=30",
+        "--hold-timeout=120",
+        "--max-held-requests=50",
+        "--max-held-mib=64",
         "--cors-allow-origin=https://chat.example.com",
     } <= set(container["args"])
 

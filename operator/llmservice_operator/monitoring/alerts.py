@@ -53,11 +53,12 @@ class Alert:
 
 
 def rule_file() -> Manifest:
-    """The rules for a whole cluster: the alerts about every service and about the operator."""
+    """The rules for a whole cluster: the alerts about every service, the gateway and the operator."""
     services = latency_alerts("", _target_of_each_service()) + serving_alerts("", "")
     return {
         "groups": [
             {"name": "llmservice-services", "rules": [alert.rule() for alert in services]},
+            {"name": "llmservice-gateway", "rules": [alert.rule() for alert in gateway_alerts()]},
             {"name": "llmservice-operator", "rules": [alert.rule() for alert in operator_alerts()]},
         ]
     }
@@ -168,6 +169,24 @@ def _pressure_alerts(servers: str) -> tuple[Alert, ...]:
             summary="The KV cache of {{ $labels.namespace }}/{{ $labels.service }} is full",
             description="{{ $value | humanizePercentage }} of the blocks are held, on average over the replicas:"
             " new requests wait for memory, not for compute.",
+        ),
+    )
+
+
+def gateway_alerts() -> tuple[Alert, ...]:
+    """Alerts about the gateway. Its series have the label `model`, as clients name it."""
+    refused = promql.selector("llmservice_gateway_held_seconds_count", promql.matchers(outcome="refused"))
+    return (
+        Alert(
+            name="LLMServiceHeldRequestsRefused",
+            # A series that begins with its first refusal has no increase.
+            expr=f"sum by (model) (increase({refused}[10m])) > 0"
+            f" or sum by (model) ({refused} unless {refused} offset 10m) > 0",
+            lasting="0m",
+            severity="warning",
+            summary="Requests for {{ $labels.model }} waited for a pod and were refused",
+            description='{{ $value | printf "%.0f" }} requests within 10 minutes were held by the gateway until a pod'
+            " is ready, and none was in time, or none can be expected.",
         ),
     )
 
