@@ -127,9 +127,13 @@ def test_selectors_match_their_pods_and_no_pod_of_an_llmservice(manifests: list[
         assert labels["app.kubernetes.io/name"] != "llmservice", "the name that every LLMService's pods carry"
 
 
-def test_roles_have_no_wildcard_and_no_secret_but_the_webhooks_own(manifests: list[dict[str, Any]]) -> None:
+def test_roles_have_no_wildcard_and_no_secret_but_the_webhooks_and_the_keys(manifests: list[dict[str, Any]]) -> None:
     roles = of_kind(manifests, "Role", "ClusterRole")
     assert roles
+    for role in [role for role in roles if role["metadata"]["name"] == "release-llmservice-gateway-keys"]:
+        assert (role["kind"], role["metadata"]["namespace"]) == ("Role", "system")
+        assert role["rules"] == [{"apiGroups": [""], "resources": ["secrets"], "verbs": ["list", "watch"]}]
+        roles.remove(role)
     for rule in (rule for role in roles for rule in role["rules"]):
         assert "*" not in rule["apiGroups"] + rule["resources"] + rule["verbs"]
         if rule["resources"] == ["secrets"]:  # none exists when it is created: only that can't be restricted by name
@@ -448,6 +452,44 @@ def test_limits_and_origins_reach_the_gateway(chart: helm.Chart) -> None:
     } <= set(container["args"])
 
 
+def test_keys_reach_the_gateway_and_their_public_half_alone_the_operator(chart: helm.Chart) -> None:
+    redis = {"secretName": "redis"}
+    keys = {"enabled": True, "signingSecretName": "signing", "redis": redis}
+    manifests = render(chart, {"gateway": {"replicas": 3, "keys": keys}})
+    gateway, operator = (
+        named(manifests, "Deployment", f"release-llmservice-{part}")["spec"]["template"]["spec"]
+        for part in ("gateway", "operator")
+    )
+    (container,) = gateway["containers"]
+    assert {"--keys-namespace=system", "--replicas=3"} < set(container["args"])
+    assert "--signing-keys=/etc/llmservice/signing/signing-keys.yaml" in container["args"]
+    reference = {"secretKeyRef": {"name": "redis", "key": "url"}}
+    assert container["env"] == [{"name": "LLMSERVICE_REDIS_URL", "valueFrom": reference}]
+    assert "--gateway-public-keys=/etc/llmservice/gateway/public-keys.pem" in operator["containers"][0]["args"]
+    for pod, field in ((gateway, "signing-keys.yaml"), (operator, "public-keys.pem")):
+        (volume,) = [one["secret"] for one in pod["volumes"] if one.get("secret", {}).get("secretName") == "signing"]
+        assert volume["items"] == [{"key": field, "path": field}]
+
+
+def test_replicas_of_an_autoscaled_gateway_are_the_most(chart: helm.Chart) -> None:
+    gateway = {"keys": {"enabled": True}, "autoscaling": {"enabled": True, "maxReplicas": 7}}
+    deployment = named(render(chart, {"gateway": gateway}), "Deployment", "release-llmservice-gateway")
+    assert "--replicas=7" in deployment["spec"]["template"]["spec"]["containers"][0]["args"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({}, "The gateway is open: whoever reaches it may use every model"),
+        ({"enabled": True}, "Pods can be called around the gateway"),
+        ({"enabled": True, "signingSecretName": "s"}, "Every request needs an API key"),
+    ],
+)
+def test_notes_say_whether_keys_are_required(chart: helm.Chart, keys: dict[str, Any], words: str) -> None:
+    rendered = chart.render({"gateway": {"keys": keys}}, name="release", namespace="system")
+    assert words in rendered["llmservice/templates/NOTES.txt"]
+
+
 def test_ingress_and_route_lead_to_the_gateways_service(chart: helm.Chart) -> None:
     assert not of_kind(render(chart, {}), "Ingress", "HTTPRoute")
     manifests = render(chart, VALUES["edge"])
@@ -479,6 +521,9 @@ def test_an_ingress_without_a_host_takes_every_host(chart: helm.Chart) -> None:
         ({"autoscaling": {"enabled": True, "minReplicas": 5, "maxReplicas": 4}}, "maxReplicas is 4.*minReplicas, 5"),
         ({"ingress": {"enabled": True, "tlsSecretName": "t"}}, r"set gateway\.ingress\.host"),
         ({"httpRoute": {"enabled": True}}, "name the Gateways"),
+        ({"keys": {"signingSecretName": "s"}}, r"set gateway\.keys\.enabled as well"),
+        ({"keys": {"redis": {"url": "redis://r"}}}, r"set gateway\.keys\.enabled as well"),
+        ({"keys": {"enabled": True, "redis": {"url": "redis://r", "secretName": "s"}}}, "both url and secretName"),
     ],
 )
 def test_values_that_cannot_work_together_are_refused_with_what_to_do(
