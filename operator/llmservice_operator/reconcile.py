@@ -270,7 +270,8 @@ class Reconciler:
             self.held.at_zero.add(key)
         elif waits or not seen.serving:
             self.held.starting.add(key)
-        if held is not None and waits and seen.current == 0 and decision.replicas:
+        is_first = seen.current == 0 and memory.requested_s is None
+        if held is not None and waits and decision.replicas and is_first:
             memory.requested_s = seen.now - held.oldest_s
             self.metrics.woke_up(*key)
 

@@ -415,6 +415,14 @@ class LLMServiceSpec(SchemaModel):
                 "!has(self.autoscaling) || !has(self.replicas) || self.replicas == 1",
                 "replicas is ignored where autoscaling is set: leave it out, and set autoscaling.minReplicas",
             ),
+            (
+                "!self.gateway.inferencePool || self.access == 'direct'",
+                "gateway.inferencePool needs access: direct, for requests through a pool are not signed by our gateway",
+            ),
+            (
+                "!self.gateway.inferencePool || !has(self.autoscaling) || self.autoscaling.minReplicas > 0",
+                "gateway.inferencePool needs autoscaling.minReplicas of at least 1: nothing holds a pool's requests",
+            ),
         )
     )
 

@@ -20,7 +20,7 @@ POET = {"name": "poet", "uri": "hf://org/poet"}
 SERVICES = "/apis/serving.llmservice.io/v1alpha1/namespaces/team-a/llmservices"
 EXAMPLES = [
     pytest.param(document, id=path.stem)
-    for path in sorted((ROOT / "examples").glob("*.yaml"))
+    for path in sorted([*(ROOT / "examples").glob("*.yaml"), *(ROOT / "docs" / "examples").glob("*.yaml")])
     for document in yaml.safe_load_all(path.read_text())
     if document["kind"] == "LLMService"
 ]
@@ -99,6 +99,16 @@ async def test_defaults_are_filled_in_by_the_api_server(kube: KubeClient, manife
             {"autoscaling": {"idleTimeout": "5m", "maxReplicas": 2}},
             "spec.autoscaling",
             "idleTimeout needs minReplicas: 0",
+        ),
+        ({"gateway": {"inferencePool": True}}, "spec", "gateway.inferencePool needs access: direct"),
+        (
+            {
+                "access": "direct",
+                "gateway": {"inferencePool": True},
+                "autoscaling": {"minReplicas": 0, "maxReplicas": 2},
+            },
+            "spec",
+            "gateway.inferencePool needs autoscaling.minReplicas of at least 1",
         ),
         ({"gateway": {"endpointPicker": {"name": "x"}}}, "spec.gateway", "endpointPicker needs inferencePool: true"),
         ({"replicas": 2, "autoscaling": {"maxReplicas": 2}}, "spec", "replicas is ignored"),

@@ -132,7 +132,7 @@ def test_a_crd_that_is_installed_later_is_used_within_a_minute(tmp_path: Path) -
         async with whole_world(tmp_path) as world:
             tasks = [asyncio.create_task(world.cluster.run()), asyncio.create_task(world.operator().run())]
             spec = {"model": {"uri": "hf://org/name", "shape": SHAPE}, "engine": {"maxModelLen": 512}}
-            world.create_service({**spec, "gateway": {"inferencePool": True}})
+            world.create_service({**spec, "access": "direct", "gateway": {"inferencePool": True}})
             await asyncio.sleep(10)
             before = names_of(world)
             for kind in FROM_CRDS:

@@ -228,7 +228,7 @@ async def install(world: World, kind: str) -> None:
 
 
 async def test_an_inference_pool_waits_for_its_crd_and_says_so(world: World, manifest_of: Any) -> None:
-    await world.create_service(manifest_of(gateway={"inferencePool": True}))
+    await world.create_service(manifest_of(access="direct", gateway={"inferencePool": True}))
     await world.run_pass()
     missing = await world.condition("InferencePoolReady")
     assert (missing["status"], missing["reason"]) == ("False", "CRDNotInstalled")
@@ -253,7 +253,7 @@ async def test_what_a_gateway_says_about_the_pool_is_reported_and_the_pool_goes_
     world: World, manifest_of: Any
 ) -> None:
     await install(world, "InferencePool")
-    await world.create_service(manifest_of(gateway={"inferencePool": True}))
+    await world.create_service(manifest_of(access="direct", gateway={"inferencePool": True}))
     await world.run_pass()
     path = CHILD_KINDS["InferencePool"].path("team-a", "tiny")
     refused = {"type": "ResolvedRefs", "status": "False", "reason": "InvalidExtensionRef", "message": "no tiny-epp"}
