@@ -20,6 +20,7 @@ import pytest
 import yaml
 from aiohttp import web
 
+from llmservice_gateway.keys import Policy, key_secret
 from llmservice_local.api.serve import serve_api
 from llmservice_local.client import (
     DEFINITIONS,
@@ -230,6 +231,19 @@ async def test_bad_values_change_nothing(cluster: Cluster) -> None:
     with pytest.raises(helm.HelmError, match="replicas"):
         await cluster.run("install", CHART, "release", {"gateway": {"replicas": -1}}, create_namespace=True)
     assert await cluster.get(DEFINITIONS, None, CRD) is None
+
+
+async def test_a_key_with_a_monthly_budget_is_refused_where_no_redis_counts_it(cluster: Cluster) -> None:
+    manifest = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "system"}}
+    await cluster.kube.create(NAMESPACES, None, manifest)
+    for name, monthly in (("chat", None), ("batch", 10**9)):
+        secret = key_secret(name, "sk-llmservice-test", Policy(monthly_tokens=monthly), "system")
+        await cluster.kube.create(SECRETS, "system", secret)
+    complaint = r"API key batch .*set gateway\.keys\.redis\.secretName, or remove monthlyTokens"
+    with pytest.raises(helm.HelmError, match=complaint):
+        await cluster.run("install", CHART, "release", {"gateway": {"keys": {"enabled": True}}})
+    counted = {"gateway": {"keys": {"enabled": True, "redis": {"secretName": "redis"}}}}
+    assert (await cluster.run("install", CHART, "counted", counted))["status"] == "deployed"
 
 
 @pytest.mark.parametrize("phase", ["Succeeded", "Failed"])

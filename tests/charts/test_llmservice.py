@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import base64
 import json
 from collections.abc import Iterator
 from importlib.metadata import entry_points
@@ -13,6 +14,7 @@ import helm_python as helm
 import pytest
 import yaml
 
+from llmservice_gateway.keys import KEY_LABEL, digest_of, read_keys
 from llmservice_gateway.metrics import GatewayMetrics
 from llmservice_local.selector import label_predicate
 from llmservice_operator.api.labels import GATEWAYS
@@ -471,6 +473,34 @@ def test_keys_reach_the_gateway_and_their_public_half_alone_the_operator(chart: 
         assert volume["items"] == [{"key": field, "path": field}]
 
 
+def test_signing_can_begin_before_pods_require_it(chart: helm.Chart) -> None:
+    keys = {"enabled": True, "signingSecretName": "signing", "signaturesRequired": False}
+    manifests = render(chart, {"gateway": {"keys": keys}})
+    gateway, operator = (
+        named(manifests, "Deployment", f"release-llmservice-{part}")["spec"]["template"]["spec"]
+        for part in ("gateway", "operator")
+    )
+    assert "--signing-keys=/etc/llmservice/signing/signing-keys.yaml" in gateway["containers"][0]["args"]
+    assert not [arg for arg in operator["containers"][0]["args"] if arg.startswith("--gateway-public-keys")]
+    assert [volume["name"] for volume in operator["volumes"]] == ["tmp"]
+
+
+def test_examples_of_the_gateway_are_what_chart_and_gateway_take(chart: helm.Chart) -> None:
+    folder = ROOT / "examples" / "gateway"
+    key, redis, values = (
+        yaml.safe_load((folder / f"{name}.yaml").read_text()) for name in ("api-key", "redis", "values")
+    )
+    encoded = {name: base64.b64encode(text.encode()).decode() for name, text in key["stringData"].items()}
+    keys, problems = read_keys([key | {"data": encoded}])
+    assert problems == {}
+    assert key["metadata"]["labels"] == {KEY_LABEL: "true"}
+    assert keys[digest_of("sk-llmservice-example")].policy.monthly_tokens == 500_000_000
+    gateway = named(render(chart, values), "Deployment", "release-llmservice-gateway")["spec"]["template"]["spec"]
+    (url,) = [one["valueFrom"]["secretKeyRef"] for one in gateway["containers"][0]["env"]]
+    assert url["name"] == redis["metadata"]["name"]
+    assert url["key"] in redis["stringData"]
+
+
 def test_replicas_of_an_autoscaled_gateway_are_the_most(chart: helm.Chart) -> None:
     gateway = {"keys": {"enabled": True}, "autoscaling": {"enabled": True, "maxReplicas": 7}}
     deployment = named(render(chart, {"gateway": gateway}), "Deployment", "release-llmservice-gateway")
@@ -579,6 +609,7 @@ def test_charts_copy_of_the_crd_is_current() -> None:
         ({"gateway": {"clientTimeoutSeconds": "1m"}}, "clientTimeoutSeconds"),
         ({"gateway": {"httpRoute": {"requestTimeout": "none"}}}, "requestTimeout"),
         ({"gateway": {"ingress": {"hosts": ["a"]}}}, "hosts"),
+        ({"gateway": {"keys": {"redis": {"url": "redis://:hush@redis:6379"}}}}, "url"),
     ],
 )
 def test_schema_refuses_bad_values_by_name(chart: helm.Chart, values: dict[str, Any], complaint: str) -> None:

@@ -138,6 +138,23 @@ capabilities: {drop: [ALL]}
 {{- end }}
 {{- end -}}
 
+{{/* Whether pods refuse what the gateway has not signed. */}}
+{{- define "llmservice.signaturesRequired" -}}
+{{- $keys := .Values.gateway.keys -}}
+{{- if and .Values.gateway.enabled $keys.signingSecretName $keys.signaturesRequired }}true{{ end -}}
+{{- end -}}
+
+{{/* Refuses keys of the cluster that have a monthly budget, where nothing could count it. */}}
+{{- define "llmservice.refuseBudgets" -}}
+{{- range (lookup "v1" "Secret" .Release.Namespace "").items -}}
+{{- if eq (dig "labels" "serving.llmservice.io/api-key" "" .metadata) "true" -}}
+{{- if (dig "data" "policy.yaml" "" . | b64dec | fromYaml).monthlyTokens -}}
+{{- fail (printf "the API key %s has a monthly budget, which needs Redis: set gateway.keys.redis.secretName, or remove monthlyTokens from its policy.yaml" .metadata.name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "llmservice.gatewayRules" -}}
 - apiGroups: [serving.llmservice.io]
   resources: [llmservices]
