@@ -61,6 +61,7 @@ class Access:
         self._limiter = limiter
         self._metrics = metrics
         self._signer = signer
+        metrics.limits_shared.set(int(limiter.counts_together))
 
     @property
     def unready(self) -> str | None:

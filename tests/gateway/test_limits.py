@@ -220,6 +220,7 @@ async def gateways(
         await each.close()
 
 
+@pytest.mark.slow
 async def test_three_gateways_admit_the_requests_of_a_minute_within_two_percent(gateways: Any) -> None:
     limiters = gateways(3)
     limited = key(requests_per_minute=300)
@@ -230,6 +231,7 @@ async def test_three_gateways_admit_the_requests_of_a_minute_within_two_percent(
     assert 294 <= sum(await asyncio.gather(*map(client, limiters * 5))) <= 306
 
 
+@pytest.mark.slow
 async def test_three_gateways_exceed_the_tokens_of_a_minute_by_at_most_one_request_each(gateways: Any) -> None:
     limiters = gateways(3)
     limited, reserved, used = key(tokens_per_minute=20_000), 500, 130
@@ -246,6 +248,7 @@ async def test_three_gateways_exceed_the_tokens_of_a_minute_by_at_most_one_reque
     assert 20_000 - 6 * reserved <= total <= 20_000 + 3 * reserved  # each client leaves when it is first refused
 
 
+@pytest.mark.slow
 async def test_requests_at_a_time_are_counted_over_all_gateways(gateways: Any) -> None:
     limiters = gateways(3)
     limited = key(concurrent_requests=10)
@@ -257,6 +260,7 @@ async def test_requests_at_a_time_are_counted_over_all_gateways(gateways: Any) -
     assert [await admitted(limiters[index % 3], limited) for index in range(6)].count(True) == 4
 
 
+@pytest.mark.slow
 async def test_the_requests_of_a_gateway_that_has_died_end_with_their_leases(
     gateways: Any, redis_server: RedisServer
 ) -> None:
@@ -278,6 +282,7 @@ async def test_the_requests_of_a_gateway_that_has_died_end_with_their_leases(
     await client.close()
 
 
+@pytest.mark.slow
 async def test_a_monthly_budget_is_of_all_gateways_and_of_the_calendar_month(gateways: Any) -> None:
     now_s = NOVEMBER_S
     first, second = gateways(2, clock=lambda: now_s)
@@ -295,6 +300,7 @@ async def test_a_monthly_budget_is_of_all_gateways_and_of_the_calendar_month(gat
     assert not await admitted(second, limited)
 
 
+@pytest.mark.slow
 async def test_a_request_that_another_limit_refuses_is_given_back_to_the_budget(
     gateways: Any, redis_server: RedisServer
 ) -> None:
@@ -307,6 +313,7 @@ async def test_a_request_that_another_limit_refuses_is_given_back_to_the_budget(
     await client.close()
 
 
+@pytest.mark.slow
 async def test_without_redis_requests_go_on_under_local_limits_until_it_is_back(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

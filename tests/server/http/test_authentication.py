@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import time
@@ -288,3 +289,25 @@ def test_a_tokens_lane_is_the_highest_and_its_name_is_in_the_log(signed_server: 
 def test_flags_of_keys_that_contradict_each_other_are_refused(start_server: Any, flags: list[str]) -> None:
     server = start_server(*flags)
     assert server.wait_for_exit() == 2
+
+
+async def test_one_clients_many_requests_delay_no_other_client(shared_server: Any, tmp_path: Path) -> None:
+    keys = _file(tmp_path, "sk-greedy:interactive:greedy\nsk-modest:interactive:modest\n")
+    server = shared_server("--api-key-file", str(keys), "--max-num-seqs", "2", "--max-queued-requests", "100")
+    server.wait_until_ready()
+    ended: list[str] = []
+
+    async def ask(key: str) -> None:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0) as client:
+            await client.completions.create(model="tiny", prompt="a", max_tokens=40, extra_body={"ignore_eos": True})
+        ended.append(key)
+
+    greedy = [asyncio.create_task(ask("sk-greedy")) for _ in range(40)]
+    while server.metric("llmservice_num_requests_waiting", lane="interactive") < 30:
+        await asyncio.sleep(0.01)
+    await asyncio.gather(ask("sk-modest"), ask("sk-modest"))
+    assert ended.count("sk-greedy") <= 20, "it would be 38 if requests were served in the order in which they came"
+    for task in greedy:
+        task.cancel()
+    await asyncio.wait(greedy)
+    server.wait_until_idle()
