@@ -75,4 +75,40 @@ ROWS = (
             ),
         ),
     ),
+    Row(
+        "API keys, by their names",
+        (
+            Panel(
+                "Requests by key, model and code",
+                "What the clients of each key were answered; 429 is a limit of the key or a full queue.",
+                "reqps",
+                (
+                    Query(
+                        rate("llmservice_gateway_key_requests_total", "key, model, code", ""),
+                        "{{key}} {{model}} {{code}}",
+                    ),
+                ),
+                stacked=True,
+            ),
+            Panel(
+                "Tokens by key",
+                "As pods report them: prompt with cached ones, cached, completion.",
+                "short",
+                (Query(rate("llmservice_gateway_key_tokens_total", "key, kind", ""), "{{key}} {{kind}}"),),
+            ),
+            Panel(
+                "Refused by a limit",
+                "By key and limit: requests or tokens per minute, concurrent requests, the month's tokens.",
+                "reqps",
+                (Query(rate("llmservice_gateway_key_refusals_total", "key, limit", ""), "{{key}} {{limit}}"),),
+                stacked=True,
+            ),
+            Panel(
+                "Limits counted together",
+                "1: in Redis, over all gateways. 0: each gateway allows its share, without Redis or where it is down.",
+                "none",
+                (Query("min by (pod) (llmservice_gateway_limits_shared)", "{{pod}}"),),
+            ),
+        ),
+    ),
 )

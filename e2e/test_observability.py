@@ -28,6 +28,7 @@ DASHBOARDS = Path(__file__).parents[1] / "charts" / "llmservice" / "files" / "da
 EMPTY_WHEN_ALL_IS_WELL = {
     "Conditions that do not hold",
     *("Affinity hit rate", "Passed to another pod"),
+    *("Requests by key, model and code", "Tokens by key", "Refused by a limit"),
     *("Held now", "Time that requests were held", "Wake-ups"),
 }
 LABELLED_BY_CHANCE = {"llmservice_operator_pass_failures_total", "llmservice_gateway_held_seconds_count"}

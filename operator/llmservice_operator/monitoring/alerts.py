@@ -188,6 +188,16 @@ def gateway_alerts() -> tuple[Alert, ...]:
             description='{{ $value | printf "%.0f" }} requests within 10 minutes were held by the gateway until a pod'
             " is ready, and none was in time, or none can be expected.",
         ),
+        Alert(
+            name="LLMServiceLimitsNotShared",
+            # Of gateways that have a Redis: those without one never counted in it.
+            expr="llmservice_gateway_limits_shared == 0 and max_over_time(llmservice_gateway_limits_shared[1d]) == 1",
+            lasting="2m",
+            severity="warning",
+            summary="{{ $labels.pod }} cannot reach the Redis that counts the limits of API keys",
+            description="For 2 minutes this gateway has allowed each key its share of a limit instead of counting it"
+            " with the others: keys may be refused early, and monthly budgets are not enforced.",
+        ),
     )
 
 
