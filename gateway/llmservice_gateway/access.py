@@ -92,7 +92,7 @@ class Access:
             raise GatewayError(401, "Incorrect API key provided.", "invalid_api_key", headers=_CHALLENGE)
         return key
 
-    def may_use(self, key: Key, model: str, route: Route) -> bool:  # the route has the names
+    def may_use(self, key: Key, route: Route) -> bool:
         """Whether the key may use the model; /v1/models lists only those."""
         return key.policy.allows(route.namespace, route.served_name)
 
@@ -104,7 +104,7 @@ class Access:
         demand: Demand,
     ) -> Admission:
         """Raises 403 or 429, with headers."""
-        if not self.may_use(key, model, route):
+        if not self.may_use(key, route):
             message = f"The API key {key.name} may not use the model `{model}`: GET /v1/models lists those that it may."
             raise GatewayError(403, message, "model_not_allowed", "model")
         if (why := self._limiter.why_unusable(key)) is not None:

@@ -123,7 +123,7 @@ class Gateway:
             """The models that the caller may use."""
             key = None if self._access is None else self._access.identify(request.headers)
             listed = self._routing.table.models()
-            return Models(data=[_model(name, route) for name, route in listed if self._may_use(key, name, route)])
+            return Models(data=[_model(name, route) for name, route in listed if self._may_use(key, route)])
 
         @router.get("/v1/models/{model:path}")
         async def model(model: str, request: Request) -> Model:
@@ -133,15 +133,15 @@ class Gateway:
                 route = self._routing.table.find(model)
             except ModelNotFoundError as error:
                 raise GatewayError(404, str(error), "model_not_found", "model") from None
-            if not self._may_use(key, model, route):
+            if not self._may_use(key, route):
                 message = f"The model `{model}` does not exist, or this key may not use it."
                 raise GatewayError(404, message, "model_not_found", "model")
             return _model(model, route)
 
         return router
 
-    def _may_use(self, key: Any, model: str, route: Route) -> bool:
-        return self._access is None or self._access.may_use(key, model, route)
+    def _may_use(self, key: Any, route: Route) -> bool:
+        return self._access is None or self._access.may_use(key, route)
 
     def _probe_router(self) -> APIRouter:
         router = APIRouter(tags=["probes"])

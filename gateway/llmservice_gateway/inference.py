@@ -55,7 +55,7 @@ class AccessControl(Protocol):
     def identify(self, headers: Mapping[str, str]) -> Any:
         """The key of a request; raises 401. `headers` finds names in any case."""
 
-    def may_use(self, key: Any, model: str, route: Route) -> bool:
+    def may_use(self, key: Any, route: Route) -> bool:
         """Whether /v1/models lists the model for this key."""
 
     async def admit(self, key: Any, model: str, route: Route, demand: Demand) -> Admission:

@@ -368,14 +368,14 @@ class Limiter:
             credit = self._credits.take(name, tokens, now_s)
             cost = tokens - sum(amount for _, amount in credit)
             try:
-                headers |= await _hit(counters, "tokens", key, cost, limit, tokens)
+                headers |= await _hit(counters, "tokens", key, cost, limit, tokens, parts)
             except BaseException:
                 for until_s, amount in credit:
                     self._credits.add(name, amount, until_s)
                 raise
         if (limit := _share(policy.requests_per_minute, parts)) is not None:
             try:
-                headers |= await _hit(counters, "requests", key, 1, limit, 1)
+                headers |= await _hit(counters, "requests", key, 1, limit, 1, parts)
             except BaseException:
                 if policy.tokens_per_minute is not None:  # which were counted, for the key's next request
                     self._credits.add(name, tokens, now_s + MINUTE_S)
@@ -431,11 +431,13 @@ async def _spend(counters: SharedCounters, key: Key, budget: str, tokens: int, n
     raise LimitError("monthly_tokens", message, _until_next_month(now_s), {})
 
 
-async def _hit(counters: Counters, what: str, key: Key, cost: int, limit: int, asked: int) -> dict[str, str]:
+async def _hit(
+    counters: Counters, what: str, key: Key, cost: int, limit: int, asked: int, parts: int
+) -> dict[str, str]:
     """Count in a minute; returns the headers. Raises LimitError."""
     name = f"{key.name}/{what}"
     if cost > 0 and not await counters.hit(name, limit, cost):
-        raise _refusal(what, key, await counters.window(name, limit), cost, limit, asked)
+        raise _refusal(what, key, await counters.window(name, limit), cost, limit, asked, parts)
     return _headers(what, limit, await counters.window(name, limit))
 
 
@@ -444,17 +446,18 @@ def _share(limit: int | None, parts: int) -> int | None:
     return None if limit is None else max(1, limit // parts)
 
 
-def _refusal(what: str, key: Key, window: Window, cost: int, limit: int, asked: int) -> LimitError:
+def _refusal(what: str, key: Key, window: Window, cost: int, limit: int, asked: int, parts: int) -> LimitError:
+    where = "" if parts == 1 else f" at this gateway, 1/{parts} of its limit"
     if cost > limit:
         message = (
             f"The request asks for {asked} tokens (prompt and max_tokens), and the API key {key.name} may use {limit} "
-            "in a minute: lower max_tokens or shorten the prompt."
+            f"in a minute{where}: lower max_tokens or shorten the prompt."
         )
         return LimitError("tokens", message, None, _headers(what, limit, window))
     wait_s = max(1, math.ceil(window.wait_s(cost, limit)))
     asks = f", this request asks for {asked}" if what == "tokens" else ""
     message = (
-        f"The API key {key.name} may use {limit} {what} in a minute: {window.used} are used{asks}. "
+        f"The API key {key.name} may use {limit} {what} in a minute{where}: {window.used} are used{asks}. "
         f"Try again in {wait_s} s."
     )
     return LimitError(what, message, wait_s, _headers(what, limit, window))

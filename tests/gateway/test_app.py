@@ -508,8 +508,8 @@ class Access:
             raise GatewayError(401, "no such key", "invalid_api_key")
         return str(key)
 
-    def may_use(self, _key: str, model: str, _route: Any) -> bool:
-        return model != "secret"
+    def may_use(self, _key: str, route: Any) -> bool:
+        return bool(route.served_name != "secret")
 
     async def admit(self, key: str, _model: str, _route: Any, demand: Any) -> Any:
         if key == "Bearer spent":

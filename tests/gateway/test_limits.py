@@ -156,6 +156,8 @@ async def test_without_redis_each_gateway_allows_its_share(limit: int, replicas:
     for limits in ({"requests_per_minute": limit}, {"concurrent_requests": limit}, {"tokens_per_minute": limit}):
         limiter = Limiter(replicas=replicas)
         assert [await admitted(limiter, key(**limits)) for _ in range(limit + 1)].count(True) == each
+    refused = await outcome(Limiter(replicas=3), key(tokens_per_minute=30), 11)
+    assert "alice may use 10 in a minute at this gateway, 1/3 of its limit" in str(refused)
 
 
 def test_a_monthly_budget_needs_redis() -> None:
