@@ -221,13 +221,13 @@ async def _reconciler(
         metrics,
         settings.server_image,
         Grants(client, not settings.namespaces, settings.usable_secrets(), settings.allowed_env),
-        HeldRequests(inside, partial(_gateways, client, settings), counted=metrics.held_read),
+        HeldRequests(inside, partial(gateways, client, settings), counted=metrics.held_read),
         peers=settings.peers(),
         public_keys=PublicKeyFile(settings.gateway_public_keys).keys if settings.gateway_public_keys else lambda: None,
     )
 
 
-async def _gateways(client: KubeClient, settings: OperatorSettings) -> list[str]:
+async def gateways(client: KubeClient, settings: OperatorSettings) -> list[str]:
     """The metrics ports of all gateways; raises SignalError."""
     if settings.own_namespace is None:
         return list(settings.gateway_urls)

@@ -89,9 +89,7 @@ def decide_replicas(
     history = state.history if state.generation == generation else state.history.forget_capacity()
     if policy.sleeps and supply.replicas == 0:
         held = load if isinstance(load, Held) else None
-        if held is not None and held.requests and sizing.max_num_seqs is None:
-            held = replace(held, requests=1)  # how many fit is known once one replica runs
-        decision, history = decide_wake_up(held, policy, history, steady_s)
+        decision, history = decide_wake_up(held, _policy_at_zero(policy, sizing, held), history, steady_s)
     else:
         measured = None if isinstance(load, Held) else load
         decision, history = decide(measured, supply, policy, history, steady_s, feasible=feasible)
@@ -117,6 +115,19 @@ def decide(
     return decision, history.remember(now, decision.wanted, policy.memory_s)
 
 
+def _policy_at_zero(policy: ScalePolicy, sizing: Sized, held: Held | None) -> ScalePolicy:
+    """With the slots that one replica has for requests as long as those that are held.
+
+    Without a size, how many fit is known once one replica runs.
+    """
+    if sizing.max_num_seqs is None:
+        return replace(policy, max_replicas=1)
+    if held is None or not held.tokens or sizing.plan is None or not sizing.plan.kv_bytes_per_token:
+        return policy
+    pool_tokens = sizing.plan.kv_pool_bytes // sizing.plan.kv_bytes_per_token
+    return replace(policy, max_num_seqs=max(1, min(policy.max_num_seqs, pool_tokens * held.requests // held.tokens)))
+
+
 def decide_wake_up(held: Held | None, policy: ScalePolicy, history: History, now: float) -> tuple[Decision, History]:
     """One tick of a service that the autoscaler has set to zero: held requests are its queue.
 
@@ -134,8 +145,8 @@ def decide_wake_up(held: Held | None, policy: ScalePolicy, history: History, now
     waiting = Load("gateways", (), held=held.requests)
     analysis = analyse(waiting, policy.max_num_seqs, Supply(0, 0), policy, capacity_per_s)
     asked = max(1, math.ceil(analysis.queue or 0))
-    room = f"a replica runs {policy.max_num_seqs}, {policy.queue_depth} may wait"
-    reasons = [f"held: {held.requests} requests wait in gateways, {room} -> {asked}"]
+    room = f"a replica runs {policy.max_num_seqs} of them, {policy.queue_depth} may wait"
+    reasons = [f"held: {held.requests} requests of {held.tokens} tokens wait in gateways, {room} -> {asked}"]
     wanted = policy.bounded(asked)
     if wanted != asked:
         reasons.append(f"bounds: {policy.min_replicas} to {policy.max_replicas} -> {wanted}")

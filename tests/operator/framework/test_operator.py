@@ -28,6 +28,8 @@ from llmservice_local.client import Endpoint
 from llmservice_operator.api.crd import crd
 from llmservice_operator.api.kinds import CHILD_KINDS, FOLLOWED, LLMSERVICES, Kind
 from llmservice_operator.cluster.kube_client import KubeClient, KubeError
+from llmservice_operator.framework.operator import gateways
+from llmservice_operator.settings import OperatorSettings
 
 pytestmark = pytest.mark.slow
 
@@ -305,3 +307,24 @@ async def delete_all(kube: KubeClient, kind: Kind) -> None:
     path = kind.path("team-a")
     for one in (await kube.list_all(path))[0]:
         await kube.request("DELETE", f"{path}/{one['metadata']['name']}")
+
+
+async def test_the_gateways_are_those_of_the_chart_in_the_operator_s_own_namespace(kube: KubeClient) -> None:
+    ours = {"app.kubernetes.io/part-of": "llmservice", "app.kubernetes.io/component": "gateway"}
+    servers = {"app.kubernetes.io/name": "llmservice", "app.kubernetes.io/component": "server"}
+    ports = [{"name": "http", "containerPort": 8080}, {"name": "metrics", "containerPort": 8001}]
+    for name, tags, ip in (
+        ("gateway-1", ours, "10.0.0.1"),
+        ("gateway-2", ours, "10.0.0.2"),
+        ("tiny-1", servers, "::1"),
+    ):
+        spec = {"containers": [{"name": "gateway", "image": "img:1", "ports": ports}]}
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "labels": tags}, "spec": spec}
+        path = "/api/v1/namespaces/team-a/pods"
+        await kube.request("POST", path, body=pod, content_type="application/json")
+        await kube.request("PATCH", f"{path}/{name}/status", body={"status": {"podIP": ip}})
+    named = OperatorSettings(gateway_urls=("http://127.0.0.1:9001",), own_namespace="team-a")
+
+    assert await gateways(kube, named) == ["http://127.0.0.1:9001", "http://10.0.0.1:8001", "http://10.0.0.2:8001"]
+    assert await gateways(kube, OperatorSettings(own_namespace="team-b")) == []
+    assert await gateways(kube, OperatorSettings(gateway_urls=("http://x:1",))) == ["http://x:1"]

@@ -95,8 +95,8 @@ SLEEPY = replace(POLICY, min_replicas=0, idle_timeout_s=120.0)
     ("held", "policy", "expected", "wanted", "why"),
     [
         pytest.param(Held(), SLEEPY, 0, 0, "held: no request -> 0", id="no request"),
-        pytest.param(Held(1), SLEEPY, 1, 1, "held: 1 requests wait in gateways", id="one request is enough"),
-        pytest.param(Held(50), SLEEPY, 5, 5, "a replica runs 8, 2 may wait -> 5", id="as many as hold them all"),
+        pytest.param(Held(1), SLEEPY, 1, 1, "1 requests of 0 tokens wait", id="one request is enough"),
+        pytest.param(Held(50), SLEEPY, 5, 5, "a replica runs 8 of them, 2 may wait -> 5", id="as many as hold all"),
         pytest.param(Held(500), SLEEPY, 8, 8, "bounds: 0 to 8 -> 8", id="never above the maximum"),
         pytest.param(
             Held(50), replace(SLEEPY, up=replace(ANY_STEP, replicas=2)), 2, 5, "step: at most 2", id="in steps"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from llmservice_operator.api.resource import LLMService
 from llmservice_operator.pods.pod import Pod, Trouble
 from llmservice_operator.scaling.decision import Decision, decide_replicas, scale_policy
 from llmservice_operator.scaling.supply import StartupTimes, supply_of
+from llmservice_operator.signals.held import Held
 from llmservice_operator.signals.load import Load, PodLoad
 from llmservice_operator.sizing import Sized, SizingProblem
 
@@ -26,7 +28,7 @@ def decide(
     sizing: Sized | SizingProblem,
     *pods: Pod,
     replicas: int = 1,
-    load: Load | None = None,
+    load: Load | Held | None = None,
     status: dict[str, Any] | None = None,
 ) -> Decision:
     """The first decision about a service with these pods, of which start-up takes 30 seconds."""
@@ -75,6 +77,34 @@ def test_an_overdue_pod_is_replaced_unless_another_would_not_start_either(
     decision = decide(service_of(autoscaling=AUTOSCALING), sized, ready, starting, replicas=2, load=load)
 
     assert decision.replicas == 2 + overdue
+
+
+@pytest.mark.parametrize(
+    ("held", "slots", "replicas"),
+    [
+        pytest.param(Held(20, tokens=20 * 100), 8, 2, id="short ones fill the slots"),
+        pytest.param(Held(20, tokens=20 * 3000), 3, 4, id="long ones fill the KV cache first"),
+        pytest.param(Held(2, tokens=2 * 10**9), 1, 1, id="a replica runs one at least"),
+        pytest.param(Held(20), 8, 2, id="of unknown length"),
+    ],
+)
+def test_held_requests_count_by_their_tokens(
+    held: Held, slots: int, replicas: int, service_of: ServiceOf, sized: Sized
+) -> None:
+    assert sized.plan is not None
+    plan = replace(sized.plan, kv_pool_bytes=9000 * sized.plan.kv_bytes_per_token)
+    service = service_of(autoscaling={**AUTOSCALING, "minReplicas": 0})
+
+    decision = decide(service, replace(sized, plan=plan), replicas=0, load=held)
+
+    assert decision.replicas == replicas
+    assert f"a replica runs {slots} of them" in decision.reasons[0]
+
+
+def test_a_service_of_unknown_size_is_woken_with_one_replica(service_of: ServiceOf, sized: Sized) -> None:
+    service = service_of(autoscaling={**AUTOSCALING, "minReplicas": 0})
+
+    assert decide(service, replace(sized, max_num_seqs=None), replicas=0, load=Held(500)).replicas == 1
 
 
 def test_no_pod_is_replaced_while_the_quota_is_used_up(
