@@ -16,7 +16,7 @@ VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 # Python compiles these when they first are, where nothing keeps it from writing.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup tools demo test test-fast test-soak test-clients images e2e lint style types imports format peers bench bench-avx2 bench-formats bench-operator bench-gpu docs crds chart clean
+.PHONY: help setup tools demo test test-fast test-soak test-clients images e2e lint style types imports format peers bench bench-avx2 bench-formats bench-operator bench-gateway bench-gpu docs crds chart clean
 
 help:           ## show this
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## *' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -111,6 +111,9 @@ bench-formats: peers ## `compare.py` of 8-bit weights, and of transformers' code
 
 bench-operator: setup ## the operator with 1,000 services (10 minutes), then docs/benchmarks.md
 	$(BIN)/python benchmarks/run.py operator_scale
+
+bench-gateway: setup ## the gateway beside nginx, and cache-aware routing (6 minutes, wants nginx), then docs/benchmarks.md
+	$(BIN)/python benchmarks/run.py gateway
 
 bench-gpu: setup ## what needs a CUDA GPU: kernels, steps, throughput, memory (within 9 minutes; benchmarks/gpu.py --rehearse needs none)
 	$(BIN)/python benchmarks/gpu.py

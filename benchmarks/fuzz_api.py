@@ -1,9 +1,11 @@
-"""Damaged request bodies against a real server.
+"""Damaged requests to a real server, or to a gateway in front of it.
 
-python benchmarks/fuzz_api.py [--bodies 20000]      fails where a status is 5xx, /health is slow, or memory grows
+python benchmarks/fuzz_api.py [--bodies 20000] [--gateway]      fails where a status is 5xx, /health is slow, or memory
+grows
 
 Bodies are valid ones with parts replaced: integers of 1 to 100 digits, NaN, deep nesting, huge strings, duplicate keys,
-wrong types, and bytes that are no JSON.
+wrong types, and bytes that are no JSON. Then as many heads, a tenth of them: lengths and encodings that contradict each
+other, methods, paths and headers that are none.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from typing import Any
 import aiohttp
 
 from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
+from pieces.gateway_fleet import cluster
 
 SEEDS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"model": "tiny", "prompt": "Hello you", "max_tokens": 2, "temperature": 0.5, "stop": ["x"]}),
@@ -82,6 +85,45 @@ FRAGMENTS = [b"", b"{", b"}", b"[", b'"', b"\\", b"\\u", b"\xff", b"\x00", b"1e9
 FRAGMENTS += [b"[" * 3000, b'{"a":' * 3000, b"9" * 3000]
 UNKNOWN = ["x", "n", "logprobs", "tools", "top_p", "", "ünbekannt\n", "k" * 500]
 MAX_HUGE = 200_000  # characters
+METHODS = [b"POST", b"GET", b"PUT", b"OPTIONS", b"TRACE", b"post", b"P\x00ST", b"", b"A" * 3000]
+VERSIONS = [b"HTTP/1.1", b"HTTP/1.0", b"HTTP/2", b"HTTP/1.1 x", b"", b"http/1.1"]
+TARGETS = [
+    b"/v1/completions",
+    b"/v1/models",
+    b"/v1/models/..%2f..",
+    b"*",
+    b"http://x/health",
+    b"/\xff",
+    b"/" + b"a" * 9000,
+]
+HEADERS = [
+    *(b"content-length: %s" % value for value in (b"0", b"2", b"-1", b"1e3", b"+2", b"2, 2", b"9" * 30, b"2\x00", b"")),
+    *(
+        b"transfer-encoding: %s" % value
+        for value in (b"chunked", b"identity", b"chunked, chunked", b"xchunked", b"\x0bchunked")
+    ),
+    *(
+        b"content-length : 2",
+        b"transfer-encoding : chunked",
+        b"host: a",
+        b"host: b",
+        b"connection: close, te",
+        b": empty",
+    ),
+    *(b"authorization: Bearer \xff\x00", b"x-request-id: " + b"r" * 5000, b"x-session-id: \r", b" folded", b"no colon"),
+    *(b"expect: 100-continue", b"upgrade: websocket", b"accept-encoding: " + b"gzip," * 500, b"n" * 70000 + b": 1"),
+]
+CHUNKS = [
+    b"{}",
+    b"2\r\n{}\r\n0\r\n\r\n",
+    b"2\r\n{}",
+    b"ffffffffffffffff\r\n",
+    b"-1\r\n",
+    b"0\r\n\r\nGET /x HTTP/1.1\r\n\r\n",
+    b"",
+]
+HEAD_TIMEOUT_S = 0.3
+"""How long to wait for an answer to a request that may be incomplete."""
 CONCURRENCY = 48
 MAX_HEALTH_P99_S = 0.1
 MAX_GROWTH_BYTES = 20 * 2**20
@@ -158,6 +200,39 @@ async def send(url: str, bodies: list[tuple[str, bytes]]) -> Counter[int]:
     return statuses
 
 
+def head(chance: random.Random) -> bytes:
+    """A request with a damaged head, and perhaps a body."""
+    line = b" ".join((chance.choice(METHODS), chance.choice(TARGETS), chance.choice(VERSIONS)))
+    sent = b"\r\n".join((line, *chance.choices(HEADERS, k=chance.randrange(5)), b"", chance.choice(CHUNKS)))
+    return _damage_bytes(sent, chance) if chance.random() < 0.3 else sent
+
+
+async def send_heads(url: str, heads: list[bytes]) -> Counter[int]:
+    """Send each on a connection of its own; 0 counts those without an answer. Raises AssertionError for a 5xx."""
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    statuses: Counter[int] = Counter()
+    pending = list(heads)
+
+    async def worker() -> None:
+        while pending:
+            sent = pending.pop()
+            reader, writer = await asyncio.open_connection(host, int(port))
+            try:
+                writer.write(sent)
+                line = await asyncio.wait_for(reader.readline(), HEAD_TIMEOUT_S)
+            except (TimeoutError, ConnectionError):
+                line = b""
+            finally:
+                writer.close()
+            status = int(line.split()[1]) if line.startswith(b"HTTP/") else 0
+            if status >= 500 and status != 501:  # a transfer encoding that is not implemented
+                raise AssertionError(f"{status} for {sent[:2000]!r}")
+            statuses[status] += 1
+
+    await asyncio.gather(*(worker() for _ in range(CONCURRENCY)))
+    return statuses
+
+
 async def _probe(url: str, seconds: list[float]) -> None:
     async with aiohttp.ClientSession() as session:
         while True:
@@ -174,12 +249,20 @@ def _resident_bytes(pid: int) -> int:
     return sum(int(Path(f"/proc/{each}/statm").read_text(encoding="utf-8").split()[1]) * 4096 for each in pids)
 
 
+async def _run_gateway(server_url: str, num_bodies: int, stuck_timeout_s: float) -> int:
+    async with cluster() as api:
+        await api.add_service("tiny", [int(server_url.rpartition(":")[2])], 32, None)
+        async with api.gateway() as front:
+            return await _run(front.url, front.process_id, num_bodies, stuck_timeout_s)
+
+
 async def _run(url: str, pid: int, num_bodies: int, stuck_timeout_s: float) -> int:
     chance, seconds = random.Random(11), list[float]()  # noqa: S311  # a load, no secret
     probe = asyncio.create_task(_probe(url, seconds))
     resident, statuses = list[int](), Counter[int]()
     for _ in range(2):
         statuses += await send(url, [body(chance) for _ in range(num_bodies // 2)])
+        statuses += await send_heads(url, [head(chance) for _ in range(num_bodies // 20)])
         resident.append(_resident_bytes(pid))
     await asyncio.sleep(stuck_timeout_s + 1)
     probe.cancel()
@@ -199,6 +282,7 @@ async def _run(url: str, pid: int, num_bodies: int, stuck_timeout_s: float) -> i
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bodies", type=int, default=20_000)
+    parser.add_argument("--gateway", action="store_true", help="send them through a gateway")
     parser.add_argument("--stuck-timeout", type=float, default=60.0, metavar="SECONDS")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -227,6 +311,8 @@ def main() -> int:
                     break
             threading.Thread(target=server.stdout.read, daemon=True).start()  # so that logging never waits
             try:
+                if args.gateway:
+                    return asyncio.run(_run_gateway(url, args.bodies, args.stuck_timeout))
                 return asyncio.run(_run(url, server.pid, args.bodies, args.stuck_timeout))
             finally:
                 server.terminate()

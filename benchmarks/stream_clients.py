@@ -4,7 +4,9 @@ They use plain sockets and a selector; events are counted, not parsed. Each clie
 response, on the same connection. The figures include the CPU usage of this process: below 1, the clients are not the
 bottleneck.
 
-    python benchmarks/stream_clients.py HOST:PORT MODEL NUM_STREAMS SECONDS      prints a line of JSON
+    python benchmarks/stream_clients.py HOST:PORT[,HOST:PORT…] MODEL NUM_STREAMS SECONDS [TOKENS]
+
+prints a line of JSON
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ from dataclasses import dataclass, field
 from llmservice_bench.report import Distribution
 
 WARM_UP_S = 2.0
-MAX_TOKENS = (64, 192)  # of a response; different lengths, so that requests do not end at the same time
+MEAN_TOKENS = 128  # of a response; half to one and a half of it, so that requests do not end at the same time
 _EVENT, _DONE = b"data: {", b"data: [DONE]"
+_LAST_CHUNK = b"0\r\n\r\n"  # a proxy may send it by itself
 _READ_BYTES = 65536
 
 
@@ -40,16 +43,17 @@ class Figures:
 class Stream:
     """One client."""
 
-    def __init__(self, address: tuple[str, int], model: str, number: int) -> None:
+    def __init__(self, address: tuple[str, int], model: str, number: int, mean_tokens: int) -> None:
         self._dice = random.Random(number)  # noqa: S311 - traffic, not secrets
         self._model = model
+        self._mean_tokens = mean_tokens
         self.socket = socket.create_connection(address)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._started_s = self._last_s = 0.0
         self._events = self._max_tokens = 0
 
     def send(self) -> None:
-        self._max_tokens = self._dice.randint(*MAX_TOKENS)
+        self._max_tokens = self._dice.randint(self._mean_tokens // 2, self._mean_tokens * 3 // 2)
         words = " ".join(self._dice.choices(("the", "rain", "of", "tokens", "falls", "on", "plains"), k=24))
         body = json.dumps(
             {
@@ -88,15 +92,17 @@ class Stream:
                 figures.tokens += self._max_tokens
                 figures.events_of_ended += self._events
             self.send()
-        elif not events and b"HTTP/1.1 200" not in data:
+        elif not events and b"HTTP/1.1 200" not in data and data != _LAST_CHUNK:
             raise ConnectionError(f"the server answered {data[:200]!r}")
 
 
-def run(address: tuple[str, int], model: str, num_streams: int, seconds: float) -> dict[str, object]:
-    """The figures of `seconds` under full load, after a warm-up."""
+def run(
+    addresses: list[tuple[str, int]], model: str, num_streams: int, seconds: float, mean_tokens: int = MEAN_TOKENS
+) -> dict[str, object]:
+    """The figures of `seconds` under full load, after a warm-up; the streams are spread over the addresses."""
     selector = selectors.DefaultSelector()
     for number in range(num_streams):
-        stream = Stream(address, model, number)
+        stream = Stream(addresses[number % len(addresses)], model, number, mean_tokens)
         selector.register(stream.socket, selectors.EVENT_READ, stream)
         stream.send()
     _receive(selector, time.perf_counter() + WARM_UP_S, None)
@@ -125,5 +131,12 @@ def _receive(selector: selectors.BaseSelector, until_s: float, figures: Figures 
 
 
 if __name__ == "__main__":
-    host, _, port = sys.argv[1].rpartition(":")
-    print(json.dumps(run((host, int(port)), sys.argv[2], int(sys.argv[3]), float(sys.argv[4]))))
+    parts = [each.rpartition(":") for each in sys.argv[1].split(",")]
+    figures = run(
+        [(host, int(port)) for host, _, port in parts],
+        sys.argv[2],
+        int(sys.argv[3]),
+        float(sys.argv[4]),
+        *map(int, sys.argv[5:6]),
+    )
+    print(json.dumps(figures))

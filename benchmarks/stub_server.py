@@ -1,6 +1,7 @@
 """The HTTP process with a stub engine (stub_engine.py), on loopback.
 
-python benchmarks/stub_server.py MODEL PERIOD_S NUM_SEQS      logs its ports as `llmservice serve` does
+python benchmarks/stub_server.py MODEL PERIOD_S NUM_SEQS [TOKEN_S NUM_TOKENS_EACH]      logs its ports as `llmservice
+serve` does; the engine's settings are those of stub_engine.py
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ STUB_ENGINE = str(Path(__file__).with_name("stub_engine.py"))
 MODEL_NAME = "stub"
 
 
-async def serve(model: Path, period_s: str, num_seqs: str) -> None:
+async def serve(model: Path, period_s: str, num_seqs: str, *engine: str) -> None:
     bound = QueueBound(max_requests=10 * int(num_seqs), max_prompt_tokens=1_000_000)
     config = ServeConfig(
         served_model_names=(MODEL_NAME,),
@@ -30,11 +31,11 @@ async def serve(model: Path, period_s: str, num_seqs: str) -> None:
         queue_timeout_s=None,
     )
     listen = ListenConfig(host="127.0.0.1", port=0, metrics_port=0, drain_timeout_s=1.0, metrics_prefix="llmservice_")
-    command = (sys.executable, STUB_ENGINE, period_s, num_seqs)
+    command = (sys.executable, STUB_ENGINE, period_s, num_seqs, *engine)
     await HttpProcess(EngineConfig(model=model), config, listen, "info", command).run()
 
 
 if __name__ == "__main__":
     json_log.configure("info")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(Path(sys.argv[1]), *sys.argv[2:4]))
+        runner.run(serve(Path(sys.argv[1]), *sys.argv[2:]))

@@ -27,10 +27,11 @@ BLOCK_SIZE = 16
 class EmptyModel(DecoderModel):
     """A Llama without layers, in which each token determines the next; `printable` are the tokens that it uses.
 
-    Its steps start at least `period_s` apart; `spent_s` is the time of its own operations.
+    Its steps start at least `period_s` apart, and take `token_s` for each of their tokens; `spent_s` is the time of its
+    own operations.
     """
 
-    def __init__(self, vocab_size: int, printable: list[int], period_s: float) -> None:
+    def __init__(self, vocab_size: int, printable: list[int], period_s: float, token_s: float = 0.0) -> None:
         super().__init__(_shape(vocab_size), Weights(torch.float32, torch.device("cpu")), llama_layer)
         dice = torch.Generator().manual_seed(0)
         self.embed_tokens.normal_(generator=dice)
@@ -38,13 +39,14 @@ class EmptyModel(DecoderModel):
         self.lm_head.weight.zero_()
         self.lm_head.weight[printable] = torch.randn(len(printable), self.config.hidden_size, generator=dice)
         self.spent_s = 0.0
-        self._period_s = period_s
+        self._period_s, self._token_s = period_s, token_s
         self._next_s = 0.0
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         if self._period_s:
             time.sleep(max(0.0, self._next_s - time.monotonic()))
             self._next_s = max(time.monotonic(), self._next_s + self._period_s)
+            time.sleep(self._token_s * len(token_ids))
         started_s = time.perf_counter()
         hidden = super().forward(token_ids, positions, attend)
         self.spent_s += time.perf_counter() - started_s
