@@ -26,6 +26,12 @@ ROWS = (
                 p50_p99("llmservice_gateway_upstream_latency_seconds", "model", ""),
             ),
             Panel(
+                "Added latency",
+                "From a request's body to passing it on: limits of keys and the choice of a pod, without time held.",
+                "s",
+                p50_p99("llmservice_gateway_added_latency_seconds", "model", ""),
+            ),
+            Panel(
                 "In flight",
                 "Requests that are being answered.",
                 "short",

@@ -9,6 +9,7 @@ UNKNOWN_MODEL = ""
 LATENCY_BUCKETS_S = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320
 )  # fmt: skip
+ADDED_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1)
 
 
 class GatewayMetrics:
@@ -29,6 +30,13 @@ class GatewayMetrics:
             "llmservice_gateway_retries_total",
             "Requests passed to another pod: the first refused, was draining, or had no slot when another had (moved)",
             ["model", "reason"],
+            registry=self.registry,
+        )
+        self.added_latency = Histogram(
+            "llmservice_gateway_added_latency_seconds",
+            "From a request's body to passing it on: limits of its key and the choice of a pod, without time held",
+            ["model"],
+            buckets=ADDED_BUCKETS_S,
             registry=self.registry,
         )
         self.upstream_latency = Histogram(

@@ -134,6 +134,7 @@ class Proxy:
         """
         tried: set[str] = set()
         lost = attempts = 0
+        held_s = 0.0
         refusal: _Refusal | None = None
         while attempts < MOST_ATTEMPTS and lost < MOST_LOST:
             route = request.find()
@@ -141,11 +142,15 @@ class Proxy:
             if backend is None and refusal is not None:
                 break
             if backend is None:  # no pod is ready, or those that are have just failed
+                since_s = self._clock()
                 tried = await self._holding.wait(request, demand, reply, tried)
+                held_s += self._clock() - since_s
                 backend = self._pick(request.find(), tried, demand)
                 if backend is None:
                     continue
             attempts += 1
+            if attempts == 1:
+                self._metrics.added_latency.labels(request.model).observe(self._clock() - request.arrived_s - held_s)
             self._count_affinity(request, backend, demand)
             try:
                 with self._balancer.hold(backend, demand) as ticket:

@@ -436,6 +436,7 @@ async def test_metrics_are_served_in_prometheus_format(front: Any, serve: Any) -
     assert 'llmservice_gateway_requests_total{code="200",model="llama"} 1.0' in text
     assert 'llmservice_gateway_in_flight{model="llama"} 0.0' in text
     assert 'llmservice_gateway_upstream_latency_seconds_count{model="llama"} 1.0' in text
+    assert 'llmservice_gateway_added_latency_seconds_count{model="llama"} 1.0' in text
 
 
 async def test_clients_cannot_read_metrics_and_prometheus_reaches_nothing_else(front: Any) -> None:

@@ -61,6 +61,8 @@ async def test_requests_wait_for_the_first_pod_and_are_reported_meanwhile(
     message = {"role": "user", "content": "x" * 400}
     asking = [asyncio.create_task(ask(holding, messages=[message], max_tokens=10)) for _ in range(4)]
     report = (await until_held(holding, 4))["default/llama"]
+    while (await held(holding))["default/llama"]["oldest_s"] < 0.05:  # much longer than what the gateway adds
+        await asyncio.sleep(0)
     assert report["tokens"] >= 4 * 110
     assert 0 <= report["oldest_s"] < 5
     pod = await start_pod("a")
@@ -71,6 +73,9 @@ async def test_requests_wait_for_the_first_pod_and_are_reported_meanwhile(
     assert value("llmservice_gateway_wake_ups_total", {"model": "llama"}) == 1
     assert value("llmservice_gateway_held_requests", {"model": "llama"}) == 0
     assert value("llmservice_gateway_held_seconds_count", {"model": "llama", "outcome": "forwarded"}) == 4
+    held_s = value("llmservice_gateway_held_seconds_sum", {"model": "llama", "outcome": "forwarded"})
+    assert value("llmservice_gateway_added_latency_seconds_count", {"model": "llama"}) == 4
+    assert value("llmservice_gateway_added_latency_seconds_sum", {"model": "llama"}) < held_s / 2
 
 
 async def test_held_requests_spread_over_the_pods_as_these_have_room(
