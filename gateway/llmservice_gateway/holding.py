@@ -7,6 +7,7 @@ many clients that wake a service do not all land on its first pod.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ from llmservice_gateway.routes import Backend, Route
 AHEAD = 2
 """Requests that a pod gets at once for each of its slots: one runs, and the next one is there when it ends."""
 RETRY_AFTER_FULL_S = 10
+FAILED_FOR_S = 5.0
+"""A request is tried again on pods that have failed it after this time, if they are still there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,8 @@ class Holdable(Protocol):
     body: bytes
     is_stream: bool
     arrived_s: float
+    timeout_s: float | None
+    """What the client allows for its answer."""
 
     @property
     def find(self) -> Callable[[], Route]:
@@ -85,6 +90,10 @@ class Holding:
         """Whether a request has to queue behind others."""
         return _key(route) in self._queues
 
+    def can_hold(self, route: Route) -> bool:
+        """Whether a pod can be expected, and requests are held at all."""
+        return self._limits.timeout_s > 0 and any(service.is_awaited for service in route.services)
+
     def report(self) -> dict[str, Mapping[str, float]]:
         """By `namespace/name` of the LLMService: the number of held requests, their tokens, and the oldest's age."""
         now, report = self._clock(), dict[str, dict[str, float]]()
@@ -111,16 +120,21 @@ class Holding:
         held = _Held(request, demand, _key(route), f"{route.namespace}/{service.name}", self._clock(), set(failed))
         with self._queued(held):
             self.advance()
-            deadline_s = request.arrived_s + self._limits.timeout_s
-            next_comment_s = request.arrived_s + self._limits.comment_s
+            deadline_s = request.arrived_s + min(self._limits.timeout_s, request.timeout_s or math.inf)
+            comment_s = request.arrived_s + self._limits.comment_s if request.is_stream else math.inf
+            retry_s = held.since_s + FAILED_FOR_S if failed else math.inf
             while not held.outcome.done():
                 now = self._clock()
                 if now >= deadline_s:
-                    raise self._too_late(request)
-                if request.is_stream and now >= next_comment_s:
+                    raise self._too_late(request, deadline_s - request.arrived_s)
+                if now >= retry_s:
+                    held.avoid.clear()
+                    retry_s = math.inf
+                    self.advance()
+                if now >= comment_s:
                     await reply.keep_waiting()
-                    next_comment_s = now + self._limits.comment_s
-                wake_s = min(deadline_s, next_comment_s) if request.is_stream else deadline_s
+                    comment_s = now + self._limits.comment_s
+                wake_s = min(deadline_s, comment_s, retry_s)
                 await asyncio.wait([held.outcome], timeout=max(0.0, wake_s - now))
             held.outcome.result()
         return held.avoid
@@ -152,7 +166,7 @@ class Holding:
 
     def _why_not(self, route: Route, request: Holdable) -> GatewayError | None:
         limits = self._limits
-        if not limits.timeout_s or not _is_awaited(route):
+        if not self.can_hold(route):
             return _no_replica(route, request.model)
         count = sum(map(len, self._queues.values()))
         if count >= limits.requests or self._body_bytes + len(request.body) > limits.body_bytes:
@@ -195,8 +209,8 @@ class Holding:
             room += max(0, AHEAD * slots - self._balancer.in_flight(backend))
         return room > released
 
-    def _too_late(self, request: Holdable) -> GatewayError:
-        message = f"No replica of `{request.model}` became ready within {self._limits.timeout_s:g} s: retry."
+    def _too_late(self, request: Holdable, after_s: float) -> GatewayError:
+        message = f"No replica of `{request.model}` became ready within {after_s:g} s: retry."
         return unavailable(message, "no_ready_replica", RETRY_AFTER_FULL_S)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -21,7 +22,7 @@ from llmservice_gateway.demand import Demand, Estimator, Usage, affinity
 from llmservice_gateway.holding import Holding, HoldLimits
 from llmservice_gateway.metrics import UNKNOWN_MODEL, GatewayMetrics
 from llmservice_gateway.openai_error import GatewayError, unavailable
-from llmservice_gateway.proxy import PodRequest, Proxy
+from llmservice_gateway.proxy import TIMEOUT_HEADER, PodRequest, Proxy
 from llmservice_gateway.reply import BrokenAnswerError, Receive, Reply, Send
 from llmservice_gateway.routes import Backend, ModelNotFoundError, Route
 from llmservice_gateway.routing import Routing
@@ -132,6 +133,7 @@ class Inference:
                     body=raw if model == route.served_name else _renamed(payload, route.served_name),
                     request_id=request_id,
                     arrived_s=self._clock(),
+                    timeout_s=_timeout_s(headers),
                     is_stream=payload.get("stream") is True and scope["path"] in GENERATING_PATHS,
                     model=model,
                     find=lambda: self._find(model),
@@ -279,6 +281,15 @@ def _parse(raw: bytes) -> dict[str, Any]:
 def _renamed(payload: dict[str, Any], served_name: str) -> bytes:
     """The body with the served name alone: pods do not know their namespace."""
     return json.dumps(payload | {"model": served_name}).encode()
+
+
+def _timeout_s(headers: Mapping[str, str]) -> float | None:
+    """None also for a value that the pod will refuse."""
+    try:
+        timeout_s = float(headers.get(TIMEOUT_HEADER, ""))
+    except ValueError:
+        return None
+    return timeout_s if 0 < timeout_s < math.inf else None
 
 
 def _wrong_method(scope: Mapping[str, Any]) -> GatewayError:

@@ -46,6 +46,8 @@ HOP_BY_HOP = frozenset(
 )
 SLOTS_HEADER = "x-admissible-sequences"
 """How many requests like those before a pod runs at once, as it reports with each response."""
+TIMEOUT_HEADER = "x-llmservice-timeout"
+"""The client's time limit; a pod is sent what is left of it."""
 USAGE_HEADER = "x-llmservice-usage"
 """Of a request: asks the pod to report the tokens of its answer; of a response: the report."""
 OURS = frozenset({USAGE_HEADER, TOKEN_HEADER})
@@ -87,6 +89,8 @@ class PodRequest:
     arrived_s: float
     is_stream: bool
     """Whether the client expects server-sent events."""
+    timeout_s: float | None
+    """What the client allows for its answer."""
     model: str
     """As the client named it."""
     find: Callable[[], Route]
@@ -140,7 +144,11 @@ class Proxy:
             route = request.find()
             backend = None if self._holding.is_holding(route) else self._pick(route, tried, demand)
             if backend is None and refusal is not None:
-                break
+                is_ending = (
+                    refusal.status == 503
+                )  # and not full: another pod takes its place, or it becomes ready again
+                if not (is_ending and self._holding.can_hold(route)):
+                    break
             if backend is None:  # no pod is ready, or those that are have just failed
                 since_s = self._clock()
                 tried = await self._holding.wait(request, demand, reply, tried)
@@ -210,6 +218,8 @@ class Proxy:
         passed = _sent_on(request)
         while True:
             headers = passed.copy()
+            if request.timeout_s is not None and (waited_s := self._clock() - request.arrived_s) >= 1:
+                headers[TIMEOUT_HEADER] = f"{max(0.001, request.timeout_s - waited_s):.3f}"
             headers.update(request.pod_headers(ticket.backend))
             url = URL(ticket.backend.url + request.path, encoded=True)
             sending = asyncio.ensure_future(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -111,6 +112,8 @@ async def _serve(
     async with asyncio.TaskGroup() as group:
         serving = [group.create_task(server.serve(sockets=[listener])) for server, listener in servers]
         following = None if certificate is None else group.create_task(certificate.follow())
+        gc.collect()
+        gc.freeze()  # what is loaded now stays: collections, which delay requests, need not scan it
         logger.info("listening on %s", _address(servers[0][1]))
         await stop.wait()
         gateway.draining = True

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
@@ -470,20 +472,33 @@ async def test_every_endpoint_of_a_model_is_routed_by_its_name(front: Any, serve
     assert [request.path for request, _ in pod.requests] == [path]
 
 
-async def _breaks_off(request: web.Request) -> web.StreamResponse:
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-    await response.prepare(request)
-    await response.write(b"data: 1\n\ndata: 2 and no mo")
-    assert request.transport is not None
-    request.transport.close()
-    return response
-
-
-async def test_event_stream_that_breaks_off_ends_with_an_error_event(front: Any, serve: Any) -> None:
+@pytest.mark.parametrize("how", ["closed", "reset", "reset within a chunk"])
+async def test_event_stream_that_breaks_off_ends_with_an_error_event(front: Any, serve: Any, how: str) -> None:
     (pod,) = await serve("llama", "a")
-    pod.answer = _breaks_off
+    begun_streaming = asyncio.Event()
+
+    async def breaks_off(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b"data: 1\n\ndata: 2 and no mo")
+        assert request.transport is not None
+        await begun_streaming.wait()
+        if how == "closed":
+            request.transport.close()
+        else:
+            if how == "reset within a chunk":
+                request.transport.write(b"100\r\nda")
+                await asyncio.sleep(0.01)
+            linger = struct.pack("ii", 1, 0)
+            request.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            request.transport.abort()
+        return response
+
+    pod.answer = breaks_off
     async with front.client.post(CHAT, json={"model": "llama", "stream": True}) as response:
-        text = await response.read()
+        text = await response.content.readuntil(b"\n\n")
+        begun_streaming.set()
+        text += await response.read()
     begun, error, done = text.split(b"\n\n", 2)
     assert (begun, done) == (b"data: 1", b"data: [DONE]\n\n")
     event, _, data = error.partition(b"\n")

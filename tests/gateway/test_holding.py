@@ -222,6 +222,35 @@ async def test_a_request_whose_only_pod_dies_waits_for_the_next_one(
         assert await asking == (200, {"pod": "b"})
 
 
+async def test_a_request_that_the_last_pod_refuses_as_it_ends_waits_for_the_next_one(
+    holding: Any, cluster: Any, start_pod: StartPod
+) -> None:
+    cluster.emit("llmservices", "ADDED", service("Serving", "True"))
+    ending, new = await start_pod("a"), await start_pod("b")
+
+    async def refuse(_request: web.Request) -> web.Response:
+        return web.json_response({"error": {"message": "draining"}}, status=503)
+
+    ending.answer = refuse
+    cluster.emit("pods", "ADDED", ending.manifest("llama"))
+    await holding.until("llama", 1)
+    asking = asyncio.create_task(ask(holding))
+    await until_held(holding, 1)
+    cluster.emit("pods", "ADDED", new.manifest("llama"))
+    async with asyncio.timeout(5):
+        assert await asking == (200, {"pod": "b"})
+    assert len(ending.requests) == 1
+
+
+async def test_a_client_s_time_limit_includes_the_wait(holding: Any, cluster: Any) -> None:
+    cluster.emit("llmservices", "ADDED", service())
+    await holding.until("llama", 0)
+    headers = {"x-llmservice-timeout": "0.05"}
+    async with asyncio.timeout(5), holding.client.post(CHAT, json={"model": "llama"}, headers=headers) as response:
+        assert response.status == 503
+        assert "0.05 s" in (await response.json())["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("given", "awaited"),
     [
