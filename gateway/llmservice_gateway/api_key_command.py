@@ -70,5 +70,5 @@ COMMAND = Command(
     add_arguments=_add_arguments,
     run=_run,
     extra="gateway",
-    requires=("pydantic",),
+    requires=("kubernetes", "pydantic"),
 )
