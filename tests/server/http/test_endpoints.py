@@ -294,7 +294,7 @@ def _usage_report(server: Any, path: str, body: dict[str, Any], *, asks: bool) -
 
 
 def test_the_tokens_of_a_request_are_reported_where_it_asks_for_it(server: Any) -> None:
-    body: dict[str, Any] = {"model": "tiny", "prompt": [77] * 20, "max_tokens": 3, "ignore_eos": True}
+    body: dict[str, Any] = {"model": "tiny", "prompt": [83, 84] * 10, "max_tokens": 3, "ignore_eos": True}
     assert _usage_report(server, "/v1/completions", body, asks=False)[0] is None
     assert _usage_report(server, "/v1/completions", body, asks=True)[0] == "20 16 3"
     assert b"llmservice-usage" not in _usage_report(server, "/v1/completions", body | {"stream": True}, asks=False)[1]
