@@ -77,6 +77,7 @@ class Locks:
     """For all locks together: another process may be slow, or its end not yet noticed by a network file system."""
 
     _held: dict[Path, int] = field(default_factory=dict)
+    _latest: Path | None = None
 
     def acquire(self, path: Path) -> None:
         if self.patience_s <= 0:
@@ -96,6 +97,12 @@ class Locks:
             os.close(descriptor)
             return
         self._held[path] = descriptor
+        self._latest = path
+
+    def take_latest(self) -> Path | None:
+        """The lock for what is compiled next; None where there is none."""
+        latest, self._latest = self._latest, None
+        return latest if latest in self._held else None
 
     def release(self, path: Path) -> None:
         if (descriptor := self._held.pop(path, None)) is not None:
@@ -207,21 +214,27 @@ def forget_unused(root: Path, now: float) -> None:
             continue
 
 
-class _Timer(event.Listener):
-    """Adds up the seconds of the outermost functions: they compile what they call."""
+class _Compiling(event.Listener):
+    """Adds up the seconds of the outermost functions, which compile what they call, and unlocks what fails.
+
+    numba compiles a function once more, for another signature, where a type has to be a literal.
+    """
 
     def __init__(self) -> None:
-        self._depth, self._began_s = 0, 0.0
+        self._locks: list[Path | None] = []
+        self._began_s = 0.0
 
     def on_start(self, event: Any) -> None:
-        if self._depth == 0:
+        if not self._locks:
             self._began_s = time.perf_counter()
-        self._depth += 1
+        self._locks.append(_LOCKS.take_latest())
 
     def on_end(self, event: Any) -> None:
-        self._depth -= 1
-        if self._depth == 0:
+        lock = self._locks.pop()
+        if lock is not None and event._exc_details is not None:  # `is_failed` is true where it is None
+            _LOCKS.release(lock)
+        if not self._locks:
             COMPILATIONS.seconds += time.perf_counter() - self._began_s
 
 
-event.register(_COMPILE, _Timer())  # numba holds its lock while it compiles: one thread at a time
+event.register(_COMPILE, _Compiling())  # numba holds its lock while it compiles: one thread at a time

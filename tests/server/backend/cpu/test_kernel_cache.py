@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numba.core.errors import TypingError
 
 from llmservice_server.backend import compile_cache
 from llmservice_server.backend.compile_cache import COMPILATIONS, Compilations
@@ -135,6 +136,27 @@ def test_an_entry_is_waited_for_only_so_long(folder: Path, monkeypatch: pytest.M
         assert _counts(_use) == (2, 0)
     assert sum(slept_s) == pytest.approx(1.0, abs=0.1)
     assert _entries(folder) == entries
+
+
+def test_a_function_that_cannot_be_compiled_leaves_no_lock(folder: Path) -> None:
+    def fails(number: Any) -> Any:
+        return number.no_such_attribute
+
+    for _ in range(2):  # the second would wait for the first one's lock
+        with pytest.raises(TypingError, match="no_such_attribute"):
+            compiled()(fails)(3)
+    (lock,) = folder.rglob("*.lock")
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_no_lock_is_kept_after_compiling(folder: Path) -> None:
+    _use()
+    locks = list(folder.rglob("*.lock"))
+    assert len(locks) == 2
+    for lock in locks:
+        with lock.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def test_writers_of_different_keys_at_once_never_give_each_other_their_code(folder: Path) -> None:
