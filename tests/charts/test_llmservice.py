@@ -13,6 +13,8 @@ from typing import Any
 import helm_python as helm
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from llmservice_gateway.keys import KEY_LABEL, digest_of, read_keys
 from llmservice_gateway.metrics import GatewayMetrics
@@ -471,6 +473,64 @@ def test_keys_reach_the_gateway_and_their_public_half_alone_the_operator(chart: 
     for pod, field in ((gateway, "signing-keys.yaml"), (operator, "public-keys.pem")):
         (volume,) = [one["secret"] for one in pod["volumes"] if one.get("secret", {}).get("secretName") == "signing"]
         assert volume["items"] == [{"key": field, "path": field}]
+
+
+PARTS: dict[str, dict[str, Any]] = {
+    "tls": {"tls": {"secretName": "tls"}},
+    "ingress": {"ingress": {"enabled": True}},
+    "route": {"httpRoute": {"enabled": True, "parentRefs": [{"name": "public"}]}},
+    "autoscaling": {"autoscaling": {"enabled": True}},
+    "one replica": {"replicas": 1},
+    "no budget": {"podDisruptionBudget": False},
+    "environment": {"env": [{"name": "A", "value": "b"}]},
+    "origins": {"corsAllowOrigins": ["https://a.example", "https://b.example"]},
+}
+KEYS: list[dict[str, Any]] = [
+    {"enabled": True} | signing | redis
+    for signing in ({}, {"signingSecretName": "s"}, {"signingSecretName": "s", "signaturesRequired": False})
+    for redis in ({}, {"redis": {"url": "rediss://redis:6379/1"}}, {"redis": {"secretName": "redis"}})
+]
+
+
+@given(
+    st.sets(st.sampled_from(sorted(PARTS))),
+    st.sampled_from([{}, *KEYS]),
+    st.sampled_from([[], ["team-a"]]),
+    st.booleans(),
+)
+@settings(max_examples=25)
+def test_the_parts_of_the_gateway_work_in_any_combination(
+    parts: set[str], keys: dict[str, Any], namespaces: list[str], restricted: bool
+) -> None:
+    gateway: dict[str, Any] = {"keys": keys}
+    for part in parts:
+        gateway |= PARTS[part]
+    peers = [{"podSelector": {}}] if restricted else []
+    values = {"gateway": gateway, "namespaces": namespaces, "networkPolicy": {"gatewayMetricsFrom": peers}}
+    with helm.Chart.load(CHART) as chart:
+        chart.validate_schema(chart.merge_values(values))
+        files = chart.render(values, name="release", namespace="system")
+    manifests = [
+        manifest
+        for path, text in files.items()
+        if path.endswith(".yaml")
+        for manifest in yaml.load_all(text, yaml.CSafeLoader)
+        if manifest
+    ]
+    test_every_object_is_named_once_and_labelled(manifests)
+    test_pods_meet_the_restricted_pod_security_standard(manifests)
+    test_commands_of_the_pods_take_their_arguments(manifests)
+    test_bindings_name_an_existing_role_and_account(manifests)
+    test_network_policies_open_the_ports_of_their_pods_and_no_other(manifests)
+    for pod in pods_of(manifests):
+        (container,) = pod["containers"]
+        mounts = [mount["name"] for mount in container.get("volumeMounts", [])]
+        assert sorted(mounts) == sorted(volume["name"] for volume in pod.get("volumes", []))
+        files_named = [arg.partition("=")[2] for arg in container["args"] if "=/" in arg]
+        folders = {mount["mountPath"] for mount in container.get("volumeMounts", [])}
+        assert all(file.rpartition("/")[0] in folders for file in files_named)
+        names = [variable["name"] for variable in container.get("env", [])]
+        assert len(names) == len(set(names))
 
 
 def test_signing_can_begin_before_pods_require_it(chart: helm.Chart) -> None:
