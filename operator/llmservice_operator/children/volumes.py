@@ -12,6 +12,9 @@ from llmservice_operator.sizing import Sized
 from llmservice_planner.gpu import GPU
 
 FETCH_CONTAINER = "fetch"
+KERNELS_MOUNT = "/compiled-kernels"
+_KERNELS = ".compiled-kernels"
+"""A folder of the cache's volume, which the download makes. No model's folder begins with a dot."""
 _GIB = 2**30
 _MIB = 2**20
 _AWS_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
@@ -33,7 +36,7 @@ def fetch_container(source: ModelSource, model: Model, port: int, env: Sequence[
     return {
         "name": FETCH_CONTAINER,
         "command": ["llmservice"],
-        "args": [*args, "--shared"] if source.cache else args,
+        "args": [*args, "--shared", "--compile-cache", str(MODELS_MOUNT / _KERNELS)] if source.cache else args,
         "env": [*(one for one in env if one["name"].upper() in _EGRESS_ENV), *_environment(source, location)],
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
@@ -59,11 +62,6 @@ def model_mounts(source: ModelSource, model: Model, *, read_only: bool) -> list[
     mount = {"name": "models", "mountPath": str(MODELS_MOUNT), "readOnly": read_only}
     sub_path = source.cache.sub_path if source.cache else None
     return [mount | ({"subPath": sub_path} if sub_path else {})]
-
-
-KERNELS_MOUNT = "/compiled-kernels"
-_KERNELS = ".compiled-kernels"
-"""A folder of the cache's volume. No model's folder begins with a dot."""
 
 
 def kernel_mounts(source: ModelSource) -> list[Manifest]:

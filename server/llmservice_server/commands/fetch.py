@@ -37,6 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--adapter", action="store_true", help="fetch a LoRA adapter in PEFT's format")
     add("--shared", action="store_true", help="DIR is shared: one process downloads, the others wait")
     add(
+        "--compile-cache",
+        type=Path,
+        metavar="DIR",
+        help="create this folder beside it, where `llmservice serve --compile-cache` may write",
+    )
+    add(
         "--lease",
         type=float,
         default=30.0,
@@ -58,6 +64,8 @@ def run(args: argparse.Namespace) -> int:
 
     if not 1 <= args.lease <= 3600:
         raise CommandError(f"--lease is {args.lease}, expected 1 to 3600 seconds")
+    if args.compile_cache is not None:
+        _make_folder(args.compile_cache)
     options = FetchOptions(parallel=args.parallel, shared=args.shared, adapter=args.adapter, lease_s=args.lease)
     signal.signal(signal.SIGTERM, _terminate)
     try:
@@ -84,6 +92,14 @@ def _fetch(args: argparse.Namespace, options: FetchOptions, progress: Progress) 
                 _log(f"no /progress on {host}:{args.progress_port}: {error}")
         stack.enter_context(log_progress(progress, _log))
         return fetch(args.uri, args.directory, options, progress)
+
+
+def _make_folder(folder: Path) -> None:
+    """By this process's user: the kubelet, which would make it for the mount, may have no rights on the volume."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:  # the server then compiles each kernel
+        _log(f"{folder} cannot be made: {error.strerror}")
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

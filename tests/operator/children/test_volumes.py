@@ -76,7 +76,7 @@ def test_a_shared_cache_is_written_by_the_download_and_read_by_the_server(pod_of
 
     (fetch,), (server,) = spec["initContainers"], spec["containers"]
     assert fetch["args"][1:3] == ["hf://org/name", "/models/hf/org/name@main"]
-    assert fetch["args"][-1] == "--shared"
+    assert fetch["args"][-3:] == ["--shared", "--compile-cache", "/models/.compiled-kernels"]
     assert server["args"][server["args"].index("--model") + 1] == "/models/hf/org/name@main"
     assert _models(spec) == {"persistentVolumeClaim": {"claimName": "cache"}}
     assert _mount(fetch) == {"name": "models", "mountPath": "/models", "readOnly": False, "subPath": "llms"}
