@@ -28,7 +28,8 @@ class GatewayMetrics:
         )
         self.retries = Counter(
             "llmservice_gateway_retries_total",
-            "Requests passed to another pod: the first refused, was draining, or had no slot when another had (moved)",
+            "Requests passed to another pod: the first refused, was draining, had no slot when another had (moved), or"
+            " does not trust this gateway's signature (untrusted)",
             ["model", "reason"],
             registry=self.registry,
         )

@@ -30,7 +30,7 @@ from llmservice_gateway.signing import TOKEN_HEADER
 logger = logging.getLogger(__name__)
 
 MOST_ATTEMPTS = 3
-LOST, MOVED = "lost", "moved"
+LOST, MOVED, UNTRUSTED = "lost", "moved", "untrusted"
 MOST_LOST = 2
 """Attempts that may end with a lost pod: a request that kills pods must not kill them all."""
 REFUSALS = frozenset({429, 503})
@@ -209,6 +209,13 @@ class Proxy:
             self._balancer.set_slots(ticket.backend, int(slots))
         async with upstream:
             self._metrics.upstream_latency.labels(request.model).observe(self._clock() - started)
+            if upstream.status == 401 and upstream.headers.get("WWW-Authenticate") == TOKEN_HEADER:
+                logger.error(
+                    "pod %s takes only signed requests, and not this gateway's: give it --signing-keys with the key"
+                    " whose public half the operator has, and let the nodes' clocks agree",
+                    ticket.backend.name,
+                )
+                raise _AnotherPodError(UNTRUSTED)
             if upstream.status in REFUSALS:
                 raise _AnotherPodError(str(upstream.status), await _refusal(upstream))
             return await _relay(upstream, request, reply)

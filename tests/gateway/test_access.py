@@ -73,7 +73,7 @@ class Keyed:
             try:
                 client = keys.identify(Headers(dict(request.headers)))
             except ApiError as error:
-                return web.json_response(error.body, status=error.status)
+                return web.json_response(error.body, status=error.status, headers={"WWW-Authenticate": keys.challenge})
             headers = {} if self.usage is None else {"x-llmservice-usage": self.usage}
             return web.json_response({"client": client.name, "lane": client.lane}, headers=headers)
 
@@ -257,3 +257,18 @@ async def test_a_pod_refuses_a_token_for_another_service_an_old_one_and_none(key
         async with keyed.front.client.post(url, json={}, headers=headers) as response:
             assert response.status == 401
             assert words in (await response.json())["error"]["message"]
+
+
+async def test_a_pod_that_does_not_trust_the_gateway_is_an_error_of_the_platform_not_of_the_client(
+    keyed: Keyed, caplog: pytest.LogCaptureFixture
+) -> None:
+    await keyed.serve("llama")
+    key = await keyed.key("alice", tokens_per_minute=100)
+    other = signing_secret("s", [SigningKey.new(datetime.now(UTC))])["stringData"]
+    keyed.public_keys.write_text(other[PUBLIC_FIELD])
+    for _ in range(3):  # it costs no tokens
+        status, headers, body = await keyed.post(key, max_tokens=80)
+        assert (status, body["error"]["code"]) == (503, "replicas_unavailable")
+    assert "Retry-After" in headers
+    assert "pod llama-team-a takes only signed requests, and not this gateway's" in caplog.text
+    assert (keyed.metric("retries_total", model="llama", reason="untrusted") or 0) >= 3

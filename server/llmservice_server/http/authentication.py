@@ -48,6 +48,10 @@ class Client:
 
 
 class Authenticator(Protocol):
+    @property
+    def challenge(self) -> str:
+        """What a refused request should have had, for the header WWW-Authenticate."""
+
     def identify(self, headers: Headers) -> Client:
         """Raises ApiError (401)."""
 
@@ -98,6 +102,8 @@ class ApiKey:
 class ApiKeys:
     """A line holds `KEY`, `KEY:LANE` or `KEY:LANE:NAME`; empty lines and those that begin with # are skipped."""
 
+    challenge = "Bearer"
+
     def __init__(self, path: Path) -> None:
         self._file = _KeyFile(path, "API keys", _api_keys)
 
@@ -125,6 +131,8 @@ class GatewayKeys:
 
     A token is for one service, `audience`, and for half a minute, so that who sees one can use it nowhere else.
     """
+
+    challenge = TOKEN_HEADER  # by which the gateway knows that it is not the client's key that is refused
 
     def __init__(self, path: Path, audience: str) -> None:
         self._file = _KeyFile(path, "gateway's public keys", _public_keys)
@@ -231,7 +239,7 @@ class Authentication:
             client = self._keys.identify(Headers(scope=scope))
         except ApiError as error:
             response = error.response()
-            response.headers["WWW-Authenticate"] = "Bearer"
+            response.headers["WWW-Authenticate"] = self._keys.challenge
             await response(scope, receive, send)
             return
         scope["access_log"]["api_key"] = client.name

@@ -6,6 +6,8 @@ import asyncio
 import json
 import logging
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -264,6 +266,10 @@ def test_a_server_with_the_gateways_keys_answers_only_probes_without_a_token(sig
     for method, route in (("GET", "/v1/models"), ("GET", "/docs"), ("GET", "/openapi.json"), ("POST", "/tokenize")):
         status, body = signed_server.request(method, route, b"{}" if method == "POST" else None)
         assert (status, json.loads(body)["error"]["code"]) == (401, "invalid_gateway_token")
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(f"{signed_server.url}/v1/models")  # noqa: S310
+    with refused.value:
+        assert refused.value.headers["WWW-Authenticate"] == TOKEN_HEADER
 
 
 def test_a_tokens_lane_is_the_highest_and_its_name_is_in_the_log(signed_server: Any) -> None:
