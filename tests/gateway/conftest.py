@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+import subprocess
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -263,3 +265,41 @@ async def front(api: KubernetesAPI) -> AsyncIterator[Front]:
     config = GatewayConfig(max_body_bytes=4096, read_timeout_s=5, client_timeout_s=5, hold=HoldLimits(timeout_s=0))
     async with gateway_front(api, config) as front:
         yield front
+
+
+class RedisServer:
+    """A real one, on a socket in a folder of its own: `start` and `stop` it at will."""
+
+    def __init__(self, folder: Path) -> None:
+        self.url = f"unix://{folder}/redis.sock"
+        self._command = ["redis-server", "--port", "0", "--unixsocket", f"{folder}/redis.sock", "--save", ""]
+        self._folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        self._process = subprocess.Popen([*self._command, "--dir", self._folder], stdout=subprocess.PIPE)
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if b"eady to accept connections" in line:
+                return
+        raise AssertionError("redis-server has ended")
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+
+@pytest.fixture(scope="session")
+def redis_of() -> Iterator[Callable[[Path], RedisServer]]:
+    """Makes one for an empty folder."""
+    made: list[RedisServer] = []
+
+    def make(folder: Path) -> RedisServer:
+        made.append(RedisServer(folder))
+        return made[-1]
+
+    yield make
+    for server in made:
+        server.stop()

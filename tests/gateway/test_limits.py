@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -171,33 +170,9 @@ def test_what_is_no_url_of_redis_is_refused(url: str) -> None:
         shared_counters(url)
 
 
-class RedisServer:
-    """A real one, on a socket in a folder of its own: `start` and `stop` it at will."""
-
-    def __init__(self, folder: Path) -> None:
-        self.url = f"unix://{folder}/redis.sock"
-        self._command = ["redis-server", "--port", "0", "--unixsocket", f"{folder}/redis.sock", "--save", ""]
-        self._folder = folder
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        self._process = subprocess.Popen([*self._command, "--dir", self._folder], stdout=subprocess.PIPE)
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if b"eady to accept connections" in line:
-                return
-        raise AssertionError("redis-server has ended")
-
-    def stop(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
-            self._process = None
-
-
 @pytest.fixture(scope="module")
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
+def redis_server(redis_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    server = redis_of(tmp_path_factory.mktemp("redis"))
     server.start()
     yield server
     server.stop()
@@ -205,7 +180,7 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 
 @pytest.fixture
 async def gateways(
-    redis_server: RedisServer,
+    redis_server: Any,
 ) -> AsyncIterator[Callable[..., list[Limiter]]]:
     """Limiters of several gateways with one Redis, which is empty at first."""
     opened: list[SharedCounters] = []
@@ -263,9 +238,7 @@ async def test_requests_at_a_time_are_counted_over_all_gateways(gateways: Any) -
 
 
 @pytest.mark.slow
-async def test_the_requests_of_a_gateway_that_has_died_end_with_their_leases(
-    gateways: Any, redis_server: RedisServer
-) -> None:
+async def test_the_requests_of_a_gateway_that_has_died_end_with_their_leases(gateways: Any, redis_server: Any) -> None:
     dead, alive = gateways(2)
     limited = key(concurrent_requests=1)
     await dead.admit(limited, 1)
@@ -304,7 +277,7 @@ async def test_a_monthly_budget_is_of_all_gateways_and_of_the_calendar_month(gat
 
 @pytest.mark.slow
 async def test_a_request_that_another_limit_refuses_is_given_back_to_the_budget(
-    gateways: Any, redis_server: RedisServer
+    gateways: Any, redis_server: Any
 ) -> None:
     (limiter,) = gateways(1)
     limited = key(monthly_tokens=1000, requests_per_minute=1)
@@ -317,11 +290,11 @@ async def test_a_request_that_another_limit_refuses_is_given_back_to_the_budget(
 
 @pytest.mark.slow
 async def test_without_redis_requests_go_on_under_local_limits_until_it_is_back(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    redis_of: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "llmservice_gateway.limits")
     now_s = NOVEMBER_S
-    server = RedisServer(tmp_path)
+    server = redis_of(tmp_path)
     shared = shared_counters(server.url)
     limiter = Limiter(shared, replicas=3, clock=lambda: now_s)
     limited = key(requests_per_minute=30, concurrent_requests=100, monthly_tokens=10_000, tokens_per_minute=30_000)

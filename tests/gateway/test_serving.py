@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import re
@@ -17,6 +18,8 @@ import aiohttp
 import pytest
 import yaml
 from aiohttp import web
+
+from llmservice_gateway.keys import Policy, key_secret, new_key
 
 pytestmark = pytest.mark.slow
 
@@ -287,3 +290,32 @@ async def test_an_open_gateway_says_so_and_one_with_keys_wants_one(served: tuple
             assert await _status(client, "/v1/models") == status
             process.terminate()
             assert await process.wait() == 0
+
+
+async def test_gateways_with_one_redis_count_a_keys_requests_together(
+    served: tuple[Any, APIServer, Path], redis_of: Any, tmp_path: Path
+) -> None:
+    _, api, kubeconfig = served
+    key = new_key()
+    fields = key_secret("alice", key, Policy(requests_per_minute=5))
+    data = {name: base64.b64encode(text.encode()).decode() for name, text in fields["stringData"].items()}
+    api.items["secrets"] = [{"metadata": fields["metadata"] | {"namespace": "llmservice"}, "data": data}]
+    (tmp_path / "redis").mkdir()
+    redis = redis_of(tmp_path / "redis")
+    redis.start()
+    flags = ["--port", "0", "--keys-namespace", "llmservice", "--redis-url", redis.url, "--replicas", "2"]
+    started = await asyncio.gather(*(_started(kubeconfig, *flags) for _ in range(2)))
+    urls = [_address(log, "listening") for _, log in started]
+    statuses = []
+    async with asyncio.timeout(60), aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"}) as client:
+        for url in urls:
+            while await _status(client, f"{url}/ready") != 200:
+                await asyncio.sleep(0.01)
+        for number in range(8):
+            url = f"{urls[number % 2]}/v1/completions"
+            async with client.post(url, json={"model": "llama", "max_tokens": 1}) as response:
+                statuses.append(response.status)
+        for process, _ in started:
+            process.terminate()
+            assert await process.wait() == 0
+    assert statuses == [200] * 5 + [429] * 3
