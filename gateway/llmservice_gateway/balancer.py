@@ -21,7 +21,11 @@ FAILURE_PENALTY_S = 2.0
 """A pod that refused a connection is picked last for this time: having nothing in flight, it would otherwise be picked
 first by every request until its deletion is observed."""
 BOUND = 1.25
-"""No request is assigned to a pod whose load would exceed the mean by this factor and the largest single request."""
+"""No request is assigned to a pod whose load would exceed the mean by this factor and the largest single request.
+
+Of what comes on top, half is the request's own size: it keeps the pods' loads closer together than the largest alone,
+and more conversations on their pods than the request's own size alone.
+"""
 MOST_PREFIXES = 50_000
 """Beginnings of prompts that are remembered, about 15 MB."""
 
@@ -77,9 +81,9 @@ class Balancer:
     ) -> Backend | None:
         """The next pod, or None when all were `tried` (uids). `now` is any monotonic clock, in seconds.
 
-        The least loaded, ties to the least recently picked. `by_prefix`: for a request with an affinity, the first pod
-        in the order of its affinity whose load stays within the bound, and if possible with a free slot: waiting for
-        one costs more than computing a prompt again.
+        The least loaded, ties to the least recently picked. `by_prefix`: for a request with an affinity, the pod that
+        has most of its prompt, else the first in the order of its affinity; of those whose load stays within the bound,
+        and if possible with a free slot: waiting for one costs more than computing a prompt again.
         """
         candidates = [backend for backend in backends if backend.uid not in tried]
         if not candidates:
@@ -93,12 +97,16 @@ class Balancer:
 
         def is_within(backend: Backend) -> bool:
             cost = _cost(demand, known.get(backend.uid, 0))
-            bound = math.ceil(BOUND * (total + cost) / len(candidates)) + max(largest, cost)
+            bound = math.ceil(BOUND * (total + cost) / len(candidates)) + (max(largest, cost) + cost) / 2
             return self.load(backend) + cost <= bound
 
+        def order(backend: Backend) -> tuple[int, bytes]:
+            return known.get(backend.uid, 0), _rank(affinity, backend)
+
         # Rendezvous hashing: each affinity has an order of its own, so that what one pod cannot take spreads over all
-        # others. The least loaded pod is always within the bound.
-        ordered = sorted(filter(is_within, candidates), key=lambda backend: _rank(affinity, backend), reverse=True)
+        # others. A conversation that had to leave its pod stays where it went, and so loads even out. The least loaded
+        # pod is always within the bound.
+        ordered = sorted(filter(is_within, candidates), key=order, reverse=True)
         return next((backend for backend in ordered if self._has_free_slot(backend)), ordered[0])
 
     def _least_loaded(self, backend: Backend) -> tuple[int, int]:

@@ -138,6 +138,19 @@ def test_what_a_pod_has_cached_is_no_load() -> None:
         assert (balancer.load(home), balancer.load(other)) == (70, 1020)
 
 
+def test_a_conversation_that_had_to_leave_its_pod_stays_where_it_went() -> None:
+    balancer = Balancer()
+    demand = affine(b"conversation")
+    home = picked(balancer, demand)
+    with balancer.hold(home, Demand(5000, 0)):
+        other = picked(balancer, demand)
+        assert other != home
+        with balancer.hold(other, demand):
+            pass
+        balancer.learn(other, demand, Usage(prompt=100, cached=0, completion=20))
+    assert picked(balancer, demand) == other
+
+
 def test_a_free_slot_goes_before_a_cached_prompt() -> None:
     balancer = Balancer()
     pods = tuple(Backend(f"uid-{name}", name, "", slots=1) for name in "xyz")
