@@ -16,6 +16,8 @@ _NO_TEXT = frozenset({"image_url", "input_audio", "file"})
 """Parts of messages whose strings are data."""
 AFFINITY_CHARS = 1024
 """The part of a prompt without messages that chooses its pod."""
+_MOST_CHOICES, _MOST_TOKENS = 128, 2**24
+"""What is taken of a request's own figures, which its pod refuses where they are higher."""
 _MEMORY = 300
 """Requests that a running mean covers."""
 
@@ -75,8 +77,9 @@ class Estimator:
         prompt_tokens = tokens + round(chars * self._tokens_per_char.value)
         if not generates:
             return Demand(prompt_tokens, 0, 0, affinity)
-        choices = _positive(payload.get("n")) or 1
-        limit = _positive(payload.get("max_completion_tokens")) or _positive(payload.get("max_tokens"))
+        choices = _choices(payload)
+        limit = _bounded(payload.get("max_completion_tokens"), _MOST_TOKENS)
+        limit = limit or _bounded(payload.get("max_tokens"), _MOST_TOKENS)
         expected = max(1, round(self._output_tokens.value))
         expected = expected if limit is None else min(expected, limit)
         return Demand(prompt_tokens, expected * choices, None if limit is None else limit * choices, affinity)
@@ -87,7 +90,7 @@ class Estimator:
         if chars and not tokens and usage.prompt:
             self._tokens_per_char.add(usage.prompt / chars)
         if usage.completion:
-            self._output_tokens.add(usage.completion / (_positive(payload.get("n")) or 1))
+            self._output_tokens.add(usage.completion / _choices(payload))
 
 
 def affinity(model: str, payload: Mapping[str, Any], session: str | None) -> bytes | None:
@@ -150,5 +153,10 @@ def _size(payload: Mapping[str, Any]) -> tuple[int, int]:
     return chars, tokens
 
 
-def _positive(value: Any) -> int | None:
-    return value if isinstance(value, int) and value > 0 else None
+def _choices(payload: Mapping[str, Any]) -> int:
+    return _bounded(payload.get("n"), _MOST_CHOICES) or 1
+
+
+def _bounded(value: Any, most: int) -> int | None:
+    """None where it is no positive integer."""
+    return min(value, most) if isinstance(value, int) and value > 0 else None

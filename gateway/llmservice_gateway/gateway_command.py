@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import os
 from pathlib import Path
 
@@ -35,21 +36,21 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--read-timeout",
-        type=float,
+        type=_seconds,
         default=600.0,
         metavar="SECONDS",
         help="how long a pod may stay silent in the middle of an answer",
     )
     parser.add_argument(
         "--client-timeout",
-        type=float,
+        type=_seconds,
         default=60.0,
         metavar="SECONDS",
         help="how long a client may take to send a request's head, or its body (408), or to read what it is sent",
     )
     parser.add_argument(
         "--hold-timeout",
-        type=float,
+        type=_seconds_or_none,
         default=600.0,
         metavar="SECONDS",
         help="how long a request waits for a service without a ready pod, which it starts; 0: not at all",
@@ -101,6 +102,22 @@ def _add_key_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="gateways; without Redis, or while it cannot be reached, each allows 1/N of each limit",
     )
+
+
+def _seconds_or_none(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
+    return seconds
+
+
+def _seconds(text: str) -> float:
+    if not (seconds := _seconds_or_none(text)):
+        raise argparse.ArgumentTypeError("expected more than 0 seconds")
+    return seconds
 
 
 def _run(args: argparse.Namespace) -> int:

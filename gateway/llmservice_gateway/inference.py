@@ -139,9 +139,10 @@ class Inference:
                     find=lambda: self._find(model),
                 )
                 await self._answer(request, payload, key, receive, reply)
-            except GatewayError as error:
-                code = str(error.status)
-                await reply.fail(error)
+            except (GatewayError, RecursionError) as error:
+                refusal = error if isinstance(error, GatewayError) else _nested_too_deeply()
+                code = str(refusal.status)
+                await reply.fail(refusal)
             else:
                 code = str(reply.status)
         except (_ClientLeftError, BrokenAnswerError) as error:
@@ -276,6 +277,13 @@ def _parse(raw: bytes) -> dict[str, Any]:
         message = "`model` must name a served model; GET /v1/models lists them."
         raise GatewayError(400, message, "missing_model", "model")
     return payload
+
+
+def _nested_too_deeply() -> GatewayError:
+    """Of a body that could just be parsed, and not be read further."""
+    return GatewayError(
+        400, "The request's body is not valid JSON for a model: it is nested too deeply.", "invalid_json"
+    )
 
 
 def _renamed(payload: dict[str, Any], served_name: str) -> bytes:

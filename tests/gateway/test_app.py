@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import aiohttp
@@ -675,3 +677,46 @@ async def test_turns_of_a_conversation_reach_one_pod_where_the_service_asks_for_
     hits = {"model": "llama", "result": "hit"}
     value = front.gateway.metrics.registry.get_sample_value("llmservice_gateway_affinity_total", hits)
     assert value == (3 if strategy == "prefixAffinity" else None)
+
+
+@pytest.mark.parametrize("field", ["messages", "cache_salt", "user"])
+async def test_nesting_of_any_depth_is_forwarded_or_refused(front: Any, serve: Any, field: str) -> None:
+    (pod,) = await serve("llama", "a")
+    for depth in range(700, 1050, 7):
+        nested = f'{{"role": "user", "content": {"[" * depth}{"]" * depth}}}'
+        value = f"[{nested}]" if field == "messages" else nested
+        body = f'{{"model": "default/llama", "{field}": {value}}}'
+        async with front.client.post(CHAT, data=body) as response:
+            assert response.status in (200, 400), await response.text()
+    assert pod.requests
+
+
+async def test_random_bytes_get_an_error_of_the_client_or_a_closed_connection(front: Any, serve: Any) -> None:
+    """Each connection sends a valid request with some bytes replaced."""
+    await serve("llama", "a")
+    host, port = front.url.removeprefix("http://").split(":")
+    dice = random.Random(7)  # noqa: S311 - faults, not secrets
+    body = b'{"model": "llama", "messages": [{"role": "user", "content": "hello"}], "n": 1, "max_tokens": 5}'
+    head = b"POST /v1/chat/completions?a=b HTTP/1.1\r\nHost: x\r\nX-Request-Id: 7\r\nContent-Length: %d\r\n\r\n" % len(
+        body
+    )
+    statuses = set()
+
+    async def attempt() -> None:
+        raw = bytearray(head + body)
+        for _ in range(dice.randint(1, 4)):
+            raw[dice.randrange(len(raw))] = dice.choice(b'\x00\x01\r\n :/?#%[{"\\\x7f\x80\xff0A')
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(bytes(raw))
+        with suppress(TimeoutError):  # where the gateway waits for more
+            async with asyncio.timeout(0.3):
+                if answer := await reader.readline():
+                    statuses.add(int(answer.split(b" ", 2)[1]))
+        writer.transport.abort()
+
+    for _ in range(10):
+        await asyncio.gather(*(attempt() for _ in range(100)))
+    assert {200, 400, 404} <= statuses
+    assert not [status for status in statuses if status >= 500], statuses
+    async with front.client.get("/health") as response:
+        assert response.status == 200

@@ -93,3 +93,10 @@ def test_images_are_no_text() -> None:
 )
 def test_a_report_of_usage_is_three_numbers(text: str, usage: Usage | None) -> None:
     assert Usage.parse(text) == usage
+
+
+def test_absurd_figures_of_a_request_are_bounded() -> None:
+    demand = Estimator().demand({"prompt": "x", "n": 10**400, "max_tokens": 10**400}, generates=True, affinity=None)
+    assert demand.output_tokens < 2**20
+    assert demand.max_output_tokens is not None
+    assert demand.max_output_tokens < 2**32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import base64
 import json
@@ -19,6 +20,7 @@ import pytest
 import yaml
 from aiohttp import web
 
+from llmservice_gateway.gateway_command import COMMAND
 from llmservice_gateway.keys import Policy, key_secret, new_key
 
 pytestmark = pytest.mark.slow
@@ -158,6 +160,21 @@ async def _status(client: aiohttp.ClientSession, url: str) -> int:
     async with client.get(url) as response:
         await response.read()
         return response.status
+
+
+async def test_half_a_certificate_is_one_clear_sentence(served: tuple[Any, APIServer, Path]) -> None:
+    process, log = await _started(served[2], "--tls-cert", "tls.crt")
+    assert await process.wait() == 2
+    assert "--tls-cert and --tls-key belong together" in log.splitlines()[-1]
+
+
+@pytest.mark.parametrize("flag", [["--client-timeout", "0"], ["--read-timeout", "nan"], ["--hold-timeout", "soon"]])
+def test_times_that_are_none_are_refused(flag: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    COMMAND.add_arguments(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(flag)
+    assert flag[0] in capsys.readouterr().err
 
 
 def _free_port() -> int:
