@@ -204,6 +204,15 @@ def test_without_a_cluster_the_error_says_what_to_set(
     assert "Set KUBECONFIG" in capsys.readouterr().err
 
 
+def test_public_keys_that_cannot_be_read_are_one_sentence(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kubeconfig: Path
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
+    assert main(["operator", "--port", "0", "--gateway-public-keys", "absent"]) == 2
+    sentence = "--gateway-public-keys absent cannot be read: No such file or directory"
+    assert capsys.readouterr().err.splitlines()[-1] == f"llmservice operator: {sentence}"
+
+
 async def _prepare(kube: KubeClient) -> None:
     namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "team-a"}}
     definitions = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
