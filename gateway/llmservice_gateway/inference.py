@@ -87,7 +87,7 @@ class _ClientLeftError(Exception):
 
 
 class Inference:
-    """Serves INFERENCE_PATHS through `proxy`, which is set while the application runs."""
+    """Serves INFERENCE_PATHS. Made in the event loop that serves it; `close` it at the end."""
 
     def __init__(
         self,
