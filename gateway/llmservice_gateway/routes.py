@@ -37,7 +37,7 @@ class Backend:
 
 WAITING_CURES = frozenset(
     {"ScaledToZero", "Starting", "FetchingModel", "PartlyReady", "RollingOut", "ServingEarlierSpec", "Unschedulable"}
-    | {"Updating", "Serving", "EngineFailed"}
+    | {"Updating", "Serving", "EngineFailed", "Killed"}
 )
 """Reasons of the operator's condition Ready while a pod can be expected to become ready without anyone's doing."""
 

@@ -259,11 +259,22 @@ async def test_a_client_s_time_limit_includes_the_wait(holding: Any, cluster: An
         (service("Serving", "True"), True),
         (service("NoReplicas", "True", replicas=0, autoscaling=None), False),
         (service("NoReplicas", "True", autoscaling=None), True),
+        (service("Killed"), True),
         (service("ModelLoadFailed"), False),
         (service("QuotaExceeded"), False),
         ({**service(), "metadata": {"name": "llama", "deletionTimestamp": "2026-01-01T00:00:00Z"}}, False),
     ],
-    ids=["zero", "new", "restarting", "zero by its user", "scaled up since", "bad model", "quota", "deleting"],
+    ids=[
+        "zero",
+        "new",
+        "restarting",
+        "zero by its user",
+        "scaled up since",
+        "killed",
+        "bad model",
+        "quota",
+        "deleting",
+    ],
 )
 def test_a_service_is_awaited_while_a_pod_can_be_expected(given: dict[str, Any], awaited: bool) -> None:
     (state,) = build_table([given], []).find("llama").services
