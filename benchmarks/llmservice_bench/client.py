@@ -105,7 +105,7 @@ async def send(
             target.endpoint, json=target.body(prompt, max_tokens), headers=dict(target.headers)
         ) as response:
             if response.status != 200:
-                record.error = f"HTTP {response.status}"
+                record.error = f"HTTP {response.status}{_code(await response.read())}"
             else:
                 await _follow(response.content, record, started, on_piece, clock)
     except TimeoutError:
@@ -115,6 +115,14 @@ async def send(
     except _StreamError as error:
         record.error = str(error)
     record.e2e_s = clock() - started
+
+
+def _code(body: bytes) -> str:
+    """The code of an error of OpenAI's API, in parentheses."""
+    try:
+        return f" ({json.loads(body)['error']['code']})"
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ""
 
 
 async def _follow(
