@@ -13,7 +13,6 @@ ARG PIP_INDEX_URL
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
 COPY planner planner
-COPY httpserver httpserver
 COPY server server
 COPY operator operator
 COPY gateway gateway
