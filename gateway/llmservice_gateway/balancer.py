@@ -93,12 +93,14 @@ class Balancer:
             return min(candidates, key=self._least_loaded)
         affinity, known = demand.affinity, self._prefixes.get(demand.affinity, {})
         total = sum(self.load(backend) for backend in candidates)
-        largest = max((ticket.tokens for one in candidates for ticket in self._of(one).tickets), default=0)
 
         def is_within(backend: Backend) -> bool:
             cost = _cost(demand, known.get(backend.uid, 0))
-            bound = math.ceil(BOUND * (total + cost) / len(candidates)) + (max(largest, cost) + cost) / 2
-            return self.load(backend) + cost <= bound
+            of_mean = math.ceil(BOUND * (total + cost) / len(candidates))
+            if self.load(backend) <= of_mean:  # the largest request is not smaller than this one
+                return True
+            largest = max((ticket.tokens for one in candidates for ticket in self._of(one).tickets), default=0)
+            return self.load(backend) + cost <= of_mean + (max(largest, cost) + cost) / 2
 
         def order(backend: Backend) -> tuple[int, bytes]:
             return known.get(backend.uid, 0), _rank(affinity, backend)

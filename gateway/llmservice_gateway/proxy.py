@@ -144,9 +144,7 @@ class Proxy:
             route = request.find()
             backend = None if self._holding.is_holding(route) else self._pick(route, tried, demand)
             if backend is None and refusal is not None:
-                is_ending = (
-                    refusal.status == 503
-                )  # and not full: another pod takes its place, or it becomes ready again
+                is_ending = refusal.status == 503  # not full: another pod takes its place, or it becomes ready again
                 if not (is_ending and self._holding.can_hold(route)):
                     break
             if backend is None:  # no pod is ready, or those that are have just failed

@@ -34,6 +34,7 @@ class HttpServer(uvicorn.Server):
                 ws="none",
                 lifespan="off",
                 server_header=False,
+                proxy_headers=False,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 **settings,
             )
