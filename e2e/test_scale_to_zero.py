@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import shutil
 import time
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,7 +17,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from harness.cluster import Cluster, running_cluster
+from harness.cluster import Cluster, processes, running_cluster
 from harness.kube import Kube, tiny_service
 from harness.wait import wait_for
 
@@ -98,21 +101,40 @@ def ended(answer: Answer, reason: str, status: int = 503) -> bool:
     return reason in answer.text and (answer.status == status or is_event)
 
 
+def create_without_room(cluster: Cluster, kube: Kube, name: str) -> None:
+    """A service whose pod no node has room for: requests wait for it for as long as a test needs."""
+    resources = {"gpu": {"count": 0}, "requests": {"cpu": "1000", "memory": "1Gi"}}
+    kube.create(tiny_service(name, cluster.model_uri, resources=resources))
+    wait_for(lambda: kube.condition(name, "Ready").get("reason") == "Unschedulable", 30, lambda: kube.get(name))
+
+
+def held_requests(cluster: Cluster) -> float:
+    """What the gateway reports, on the port that its command names; 0 where that is not known."""
+    port = cluster.gateway_url.rpartition(":")[2]
+    ports = (re.search(rf"--port {port} --metrics-port (\d+)", command) for _, command in processes())
+    found = next((match[1] for match in ports if match), None)
+    if found is None:
+        return 0
+    with urllib.request.urlopen(f"http://127.0.0.1:{found}/internal/held", timeout=5) as response:
+        return sum(one["requests"] for one in json.load(response)["held"].values())
+
+
 def test_a_deleted_service_ends_the_wait(cluster: Cluster, kube: Kube) -> None:
+    create_without_room(cluster, kube, "deleted")
     with ThreadPoolExecutor() as pool:
-        waiting = waits_for(cluster, NAME, pool)
-        wait_for(lambda: kube.condition(NAME, "Ready").get("reason") == "Starting", 30)
-        kube.delete(NAME)
+        waiting = waits_for(cluster, "deleted", pool)
+        wait_for(lambda: not cluster.is_local or held_requests(cluster) == 2, 30)
+        kube.delete("deleted")
         answers = waiting.result(timeout=DEADLINE_S)
 
     assert all(ended(answer, "model_not_found", 404) for answer in answers), answers
 
 
 def test_a_service_that_a_user_scales_to_zero_ends_the_wait_with_the_reason(cluster: Cluster, kube: Kube) -> None:
-    kube.create(tiny_service("fixed", cluster.model_uri))
-    wait_for(lambda: kube.condition("fixed", "Ready").get("reason") == "Starting", 30)
+    create_without_room(cluster, kube, "fixed")
     with ThreadPoolExecutor() as pool:
         waiting = waits_for(cluster, "fixed", pool)
+        wait_for(lambda: not cluster.is_local or held_requests(cluster) == 2, 30)
         cluster.kubectl("scale", "llm", "fixed", "--replicas=0")
         answers = waiting.result(timeout=DEADLINE_S)
 
