@@ -221,22 +221,31 @@ class Proxy:
     async def _response(self, ticket: Ticket, request: PodRequest) -> aiohttp.ClientResponse:
         """The response of the ticket's pod, once it begins; sends the request again each time the ticket is moved."""
         passed = _sent_on(request)
+        task = asyncio.current_task()
+        if task is None:
+            raise RuntimeError("must run in a task")
+        is_moved = False
+
+        def leave() -> bool:
+            nonlocal is_moved
+            is_moved = is_moved or task.cancel()  # it may be moved twice before it notices
+            return is_moved
+
         while True:
             headers = passed.copy()
             if request.timeout_s is not None and (waited_s := self._clock() - request.arrived_s) >= 1:
                 headers[TIMEOUT_HEADER] = f"{max(0.001, request.timeout_s - waited_s):.3f}"
             headers.update(request.pod_headers(ticket.backend))
             url = URL(ticket.backend.url + request.path, encoded=True)
-            sending = asyncio.ensure_future(
-                self._session.request("POST", url, data=request.body, headers=headers, allow_redirects=False)
-            )
-            ticket.leave = sending.cancel
-            try:
-                return await sending
+            ticket.leave = leave
+            try:  # not in a task of its own, which would be two more turns of the event loop
+                return await self._session.request(
+                    "POST", url, data=request.body, headers=headers, allow_redirects=False
+                )
             except asyncio.CancelledError:
-                task = asyncio.current_task()
-                if task is None or task.cancelling():  # the client left, which cancelled the request as well
+                if not is_moved or task.uncancel():  # the client left
                     raise
+                is_moved = False
                 self._metrics.retries.labels(request.model, MOVED).inc()
             finally:
                 ticket.leave = None
