@@ -10,10 +10,12 @@ right to write. Of several processes that miss an entry, one compiles it and the
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import hashlib
 import os
 import pickle
+import platform
 import shutil
 import time
 from dataclasses import dataclass, field
@@ -32,6 +34,7 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 _KEPT_S = 30 * 86400.0
 _POLL_S = 0.05
 _COMPILE = "numba:compile"
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 
 
 class KernelCache(FunctionCache):
@@ -184,6 +187,18 @@ class _Functions(CompileResultCacheImpl):
 
 
 @cache
+def may_use_tiles() -> bool:
+    """Ask for the use of AMX's tiles by this process (https://docs.kernel.org/arch/x86/xstate.html).
+
+    False where the system does not permit it, as in some sandboxes, though numba's key has the CPU's feature: code with
+    tiles would end the process.
+    """
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        return False
+    return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0)
+
+
+@cache
 def versions(file: Path) -> str:
     """A folder's name: of our version and of all that determines the code of a kernel in `file` beside numba's key."""
     digest = hashlib.sha256()
@@ -191,7 +206,7 @@ def versions(file: Path) -> str:
     for source in sorted({*here.glob("*.py"), *here.parent.glob("*.py"), file}):
         digest.update(source.read_bytes())
     numbers = [version(name) for name in ("llmservice", "numba", "llvmlite")]
-    digest.update(f"{numbers} {numba.config.OPT}".encode())  # type: ignore[attr-defined]
+    digest.update(f"{numbers} {numba.config.OPT} {may_use_tiles()}".encode())  # type: ignore[attr-defined]
     return f"llmservice-{numbers[0]}-numba-{numbers[1]}-{digest.hexdigest()[:16]}"
 
 

@@ -31,8 +31,9 @@ from numba.core import cgutils
 from llmservice_server.backend.base import Linear
 from llmservice_server.backend.cpu import llvm
 from llmservice_server.backend.cpu.compiled import compiled, compiled_inner, for_each, intrinsic, use_threads
+from llmservice_server.backend.cpu.kernel_cache import may_use_tiles
 from llmservice_server.backend.cpu.llvm import as_array
-from llmservice_server.backend.cpu.tiles import TILE_ROWS, add_by_tiles, are_packed, permitted
+from llmservice_server.backend.cpu.tiles import TILE_ROWS, add_by_tiles, are_packed
 from llmservice_server.backend.torch.layer_ops import TorchLinear
 
 _LAYOUT_ROWS = 512
@@ -88,7 +89,7 @@ _STRIP_LINES = 128
 HAS_QUAD_PRODUCT = _HAS_WIDE_REGISTERS and bool(_CPU_FEATURES.get("avx512vnni"))
 """Whether the CPU multiplies four pairs of 8-bit integers at a time, and adds them to a 32-bit one."""
 _HAS_PAIR_PRODUCT = bool(_CPU_FEATURES.get("avx512bf16"))
-HAS_TILES = bool(_CPU_FEATURES.get("amx-bf16")) and bool(_CPU_FEATURES.get("amx-int8")) and permitted()
+HAS_TILES = bool(_CPU_FEATURES.get("amx-bf16")) and bool(_CPU_FEATURES.get("amx-int8")) and may_use_tiles()
 """Whether the CPU multiplies by tiles, many more products a cycle than the instructions for pairs and quads compute."""
 
 

@@ -1,15 +1,12 @@
 """Products by the tiles of AMX: an instruction multiplies 16 rows with 16 columns, of 32 bfloat16 or of 64 bytes each.
 
 A tile is a register of 16 rows of 64 bytes. Weights lie in memory as the instruction takes them: a row of a tile is a
-line of 16 columns, each a pair of bfloat16 or four 8-bit integers. The process asks the kernel once for permission to
-use tiles (https://docs.kernel.org/arch/x86/xstate.html). Instructions: Intel 64 and IA-32 Architectures Software
-Developer's Manual, volume 2, TDPBF16PS and TDPBUSD.
+line of 16 columns, each a pair of bfloat16 or four 8-bit integers. Instructions: Intel 64 and IA-32 Architectures
+Software Developer's Manual, volume 2, TDPBF16PS and TDPBUSD.
 """
 
 from __future__ import annotations
 
-import ctypes
-import platform
 from typing import Any
 
 from llvmlite import ir
@@ -29,16 +26,8 @@ Up to 32 rows read each line once."""
 _PREFETCHED_BYTES = 32768
 """How far ahead of their use lines are read into the second cache, a few in each step: all rows take that time."""
 _CACHE_LINE_BYTES = 64
-_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 _SUMS, _FIRST_ROWS, _WEIGHTS = (0, 1, 2, 3), 4, 6  # numbers of tiles; 5: more rows, 7: more weights
 _I8, _I64 = ir.IntType(8), ir.IntType(64)
-
-
-def permitted() -> bool:
-    """Ask for the use of tiles by this process; False where the system does not permit it."""
-    if platform.system() != "Linux" or platform.machine() != "x86_64":
-        return False
-    return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0)
 
 
 def _call(builder: Any, name: str, *arguments: Any) -> None:

@@ -212,3 +212,13 @@ def test_the_folder_is_one_of_these_versions_and_sources(tmp_path: Path) -> None
         names.add(kernel_cache.versions(source))
     assert len(names) == 2
     assert all(name.startswith("llmservice-") and "-numba-" in name for name in names)
+
+
+def test_a_process_that_may_not_use_tiles_runs_no_code_of_one_that_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = set()
+    for is_permitted in (False, True):
+        monkeypatch.setattr(kernel_cache, "may_use_tiles", lambda permitted=is_permitted: permitted)
+        kernel_cache.versions.cache_clear()
+        names.add(kernel_cache.versions(Path(__file__)))
+    kernel_cache.versions.cache_clear()
+    assert len(names) == 2
