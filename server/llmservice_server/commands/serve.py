@@ -19,7 +19,7 @@ from llmservice_server.engine.config import EngineConfig, Flag, LaneName, Reason
 from llmservice_server.types.errors import ConfigError
 
 if TYPE_CHECKING:
-    from llmservice_server.http.admission_queue import QueueBound
+    from llmservice_server.engine.admission_queue import QueueBound
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _METAVARS = {
@@ -291,7 +291,7 @@ def _prefix(text: str) -> str:
 
 def _queue_bounds(args: argparse.Namespace) -> dict[str, QueueBound]:
     """The bound of each lane's queue."""
-    from llmservice_server.http.admission_queue import QueueBound
+    from llmservice_server.engine.admission_queue import QueueBound
 
     requests, tokens = args.max_queued_requests, args.max_queued_tokens
     batch_requests, batch_tokens = args.max_queued_batch_requests, args.max_queued_batch_tokens

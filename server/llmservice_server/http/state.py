@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 from fastapi import Depends, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from llmservice_server.engine.admission_queue import AdmissionQueue, QueueBound, Refusal
 from llmservice_server.engine.request import LANES
-from llmservice_server.http.admission_queue import AdmissionQueue, QueueBound, Refusal
 from llmservice_server.http.error import ApiError, invalid
 from llmservice_server.ipc.client import EngineClient
 from llmservice_server.ipc.metrics import Metrics

@@ -2,7 +2,7 @@
 
 import pytest
 
-from llmservice_server.http.admission_queue import AdmissionQueue, DrainRate, QueueBound
+from llmservice_server.engine.admission_queue import AdmissionQueue, DrainRate, QueueBound
 
 
 @pytest.mark.parametrize("seconds", [1, 10, 100])
