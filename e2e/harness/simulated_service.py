@@ -13,9 +13,8 @@ from typing import Any
 from llmservice_operator.api.resource import LLMService
 from llmservice_operator.pods.pod import Pod, Trouble
 from llmservice_operator.scaling.decision import Decision, ScalingState, decide_replicas
+from llmservice_operator.scaling.load import Load, Scrape, load_of
 from llmservice_operator.scaling.supply import StartupTimes, supply_of
-from llmservice_operator.signals.load import Load, load_of
-from llmservice_operator.signals.scrape import Scrape
 from llmservice_operator.sizing import Sized
 
 _BEGAN_S = 1_700_000_000.0

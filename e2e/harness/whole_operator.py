@@ -23,8 +23,8 @@ from llmservice_operator.framework.handlers import Handlers
 from llmservice_operator.framework.operator import Work
 from llmservice_operator.framework.resync import Resync
 from llmservice_operator.grants import Grants
-from llmservice_operator.locations import ModelReader
 from llmservice_operator.loops import ServiceLoops
+from llmservice_operator.model_reader import ModelReader
 from llmservice_operator.monitoring.metrics import OperatorMetrics
 from llmservice_operator.pods.pod_model import PodModels
 from llmservice_operator.reconcile import Reconciler

@@ -1,20 +1,15 @@
-"""Where a model is, for the pods, and its figures: from the spec, its config.json, or later a pod."""
+"""Where a model is, for the pods, and what is known of it."""
 
 from __future__ import annotations
 
-import asyncio
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import quote, urlsplit
 
-import aiohttp
-
 from llmservice_operator.api.model_spec import ModelSource
-from llmservice_operator.http_body import read_bounded
-from llmservice_planner.shape import DTYPE_BYTES, ModelShape, ShapeError, weights_bytes
+from llmservice_planner.shape import ModelShape
 
 MODELS_MOUNT = PurePosixPath("/models")
 """Where a pod mounts the volume that holds its checkpoint."""
@@ -140,11 +135,6 @@ def _matched(pattern: re.Pattern[str], uri: str, expected: str) -> tuple[re.Matc
     return match, path
 
 
-DEFAULT_HUB = "https://huggingface.co"
-
-_FETCH_TIMEOUT_S = 10.0
-_ANSWER_LIMIT_BYTES = 4 * 2**20
-
 FiguresFrom = Literal["spec", "config", "pod"]
 
 
@@ -177,138 +167,3 @@ class Model:
     @property
     def figures(self) -> Figures:
         return Figures(self.figures_from, self.shape, self.weights_file_bytes)
-
-
-class ModelReader:
-    """Reads a model's figures from the spec, a local folder, or the hub; never with a user's Secret."""
-
-    def __init__(
-        self,
-        session: aiohttp.ClientSession,
-        file_root: Path | None,
-        hf_endpoint: str,
-        hf_token: str | None,
-        timeout_s: float = _FETCH_TIMEOUT_S,
-    ) -> None:
-        self._session = session
-        self._file_root = file_root
-        self._sees_files = file_root is not None and file_root.is_dir()
-        """In a cluster the nodes have the folder, the operator's container does not."""
-        self._hf_endpoint = hf_endpoint.rstrip("/")
-        self._hf_token = hf_token
-        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
-
-    async def read(self, source: ModelSource, known: Figures | None = None) -> Model:
-        """The model's location and figures, with `known` ones instead of a request; raises ModelSourceError."""
-        mirror = self._hf_endpoint if self._hf_endpoint != DEFAULT_HUB else None
-        location = locate(source, self._file_root, mirror)
-        try:
-            if location.kind == "file" and self._sees_files:
-                dtype = None if source.dtype == "auto" else source.dtype
-                return await asyncio.to_thread(_read_folder, location, dtype)
-            if source.shape is not None:
-                shape = ModelShape.from_fields(source.shape.model_dump(by_alias=True))
-                return Model(location, shape, figures_from="spec")
-            if known is None:
-                known = await self._ask(source, location)
-        except ShapeError as error:
-            raise ModelSourceError("ModelUnreadable", f"{source.uri}: {error}") from error
-        loaded = _loaded_bytes(known, source.dtype)
-        return Model(location, known.shape, loaded, known.source, known.weights_file_bytes)
-
-    async def _ask(self, source: ModelSource, location: ModelLocation) -> Figures:
-        """From the hub, if the model is there and readable; other models only a pod can read."""
-        if location.kind != "hf":
-            return Figures("pod")
-        try:
-            shape = ModelShape.from_config(await self._hub_config(location))
-        except ModelSourceError as error:
-            if error.reason == "ModelForbidden" and source.secret_ref is not None:
-                return Figures("pod")
-            raise
-        weights_file_bytes = await self._hub_weights_bytes(location)
-        if shape.why_not_counted and (weights_file_bytes is None or shape.quantization):
-            return Figures("pod")
-        return Figures("config", shape, weights_file_bytes)
-
-    async def _hub_config(self, location: ModelLocation) -> dict[str, Any]:
-        url = f"{self._hf_endpoint}/{location.repository}/resolve/{location.revision}/config.json"
-        status, text = await self._get(url)
-        if status in {401, 403}:
-            raise ModelSourceError(
-                "ModelForbidden",
-                f"{url} answers {status}: the model is gated or does not exist. Name the Secret with its token in"
-                " spec.model.secretRef",
-                lasting=False,
-            )
-        if status == 404:
-            raise ModelSourceError("ModelNotFound", f"{url} does not exist: correct model.uri", lasting=False)
-        if status != 200:
-            raise ModelSourceError("ModelUnreachable", f"{url} answers {status}", lasting=False)
-        return _json_object(text, url)
-
-    async def _hub_weights_bytes(self, location: ModelLocation) -> int | None:
-        """Size of the weights' files; None where the hub does not report it."""
-        url = f"{self._hf_endpoint}/api/models/{location.repository}/revision/{location.revision}?blobs=true"
-        try:
-            status, text = await self._get(url)
-            return _weights_file_bytes(_json_object(text, url)) if status == 200 else None
-        except ModelSourceError:
-            return None
-
-    async def _get(self, url: str) -> tuple[int, bytes]:
-        headers = {"Authorization": f"Bearer {self._hf_token}"} if self._hf_token else {}
-        try:
-            async with self._session.get(url, headers=headers, timeout=self._timeout) as response:
-                return response.status, await read_bounded(response, _ANSWER_LIMIT_BYTES)
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise ModelSourceError(
-                "ModelUnreachable",
-                f"{url} can't be read ({type(error).__name__}): check the operator's network,"
-                " or give the model's figures in spec.model.shape",
-                lasting=False,
-            ) from error
-
-
-def _json_object(text: bytes, url: str) -> dict[str, Any]:
-    try:
-        config = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ModelSourceError("ModelUnreadable", f"{url} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ModelSourceError("ModelUnreadable", f"{url} holds a {type(config).__name__}, expected an object")
-    return config
-
-
-def _weights_file_bytes(info: dict[str, Any]) -> int | None:
-    """Of the safetensors that a pod downloads: those in the root, without the `consolidated` copy."""
-    sizes = {
-        sibling["rfilename"]: sibling["size"]
-        for sibling in info.get("siblings") or []
-        if isinstance(sibling, dict)
-        and isinstance(sibling.get("rfilename"), str)
-        and isinstance(sibling.get("size"), int)
-        and sibling["rfilename"].endswith(".safetensors")
-        and "/" not in sibling["rfilename"]
-    }
-    common = {name: size for name, size in sizes.items() if not name.startswith("consolidated")}
-    return sum((common or sizes).values()) or None
-
-
-def _loaded_bytes(figures: Figures, dtype: str) -> int | None:
-    """Of the weights in `dtype`; None where they are counted from the shape."""
-    shape, stored = figures.shape, figures.weights_file_bytes
-    if shape is None or stored is None or dtype in {"auto", shape.dtype}:
-        return stored if shape is not None else None
-    return stored * DTYPE_BYTES[dtype] // DTYPE_BYTES[shape.dtype] if shape.why_not_counted else None
-
-
-def _read_folder(location: ModelLocation, dtype: str | None) -> Model:
-    folder = Path(location.path)
-    if not folder.is_dir():
-        raise ModelSourceError(
-            "ModelNotFound", f"there is no folder {folder} on the operator's machine: correct model.uri", lasting=False
-        )
-    shape = ModelShape.from_folder(folder)
-    counted = not (shape.why_not_counted and shape.quantization)  # what the server holds of such weights, it says
-    return Model(location, shape, weights_bytes(folder, dtype), "config" if counted else "pod")

@@ -22,9 +22,9 @@ from llmservice_operator.pods.cold_start import ColdStart, cold_start, first_rea
 from llmservice_operator.pods.pod import Pod, Trouble, image_volume_trouble, observed, pods_of
 from llmservice_operator.pods.pod_model import PodModels
 from llmservice_operator.scaling.decision import Decision, ScalingState, decide_replicas, scale_policy
+from llmservice_operator.scaling.load import Held, Load
 from llmservice_operator.scaling.supply import OverloadTimer, StartupTimes, supply_of
-from llmservice_operator.signals.held import Held, HeldRequests
-from llmservice_operator.signals.load import Load
+from llmservice_operator.signals.held import HeldRequests
 from llmservice_operator.signals.sources import Signals
 from llmservice_operator.sizing import ReadModel, Sized, Sizer, SizingProblem
 from llmservice_operator.status.autoscaling_status import StatusWriteThrottle

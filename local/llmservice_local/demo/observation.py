@@ -13,7 +13,8 @@ import numpy as np
 from llmservice_bench.drive import Progress
 from llmservice_operator.cluster.kube_client import KubeClient
 from llmservice_operator.pods.pod import Pod, pods_of
-from llmservice_operator.signals.scrape import Scrape, ScrapeError, parse_exposition
+from llmservice_operator.scaling.load import Scrape
+from llmservice_operator.signals.scrape import ScrapeError, parse_exposition
 
 SCRAPE_TIMEOUT_S = 2.0
 TTFT_WINDOW_S = 10.0

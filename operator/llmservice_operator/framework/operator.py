@@ -32,8 +32,8 @@ from llmservice_operator.framework.resync import Resync
 from llmservice_operator.framework.session import Login, Watches, register_probes
 from llmservice_operator.framework.webhook import Certificate, register_admission
 from llmservice_operator.grants import Grants
-from llmservice_operator.locations import ModelReader
 from llmservice_operator.loops import ServiceLoops
+from llmservice_operator.model_reader import ModelReader
 from llmservice_operator.monitoring.metrics import OperatorMetrics, ProcessMetrics
 from llmservice_operator.pods.pod_model import PodModels
 from llmservice_operator.reconcile import Reconciler

@@ -14,10 +14,9 @@ from dataclasses import dataclass, replace
 
 from llmservice_operator.api.resource import LLMService
 from llmservice_operator.scaling.history import History
+from llmservice_operator.scaling.load import Held, Load
 from llmservice_operator.scaling.policy import TARGET_UTILIZATION, ScalePolicy
 from llmservice_operator.scaling.supply import Supply
-from llmservice_operator.signals.held import Held
-from llmservice_operator.signals.load import Load
 from llmservice_operator.sizing import Sized, SizingProblem
 
 TTFT_VETO = 0.8

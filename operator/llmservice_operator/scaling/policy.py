@@ -9,7 +9,7 @@ from typing import Literal
 from llmservice_operator.api import units
 from llmservice_operator.api.spec import Autoscaling, ScaleDown, ScaleUp, Slo
 from llmservice_operator.scaling.history import History
-from llmservice_operator.signals.load import Load, PodLoad
+from llmservice_operator.scaling.load import Load, PodLoad
 
 TARGET_UTILIZATION = 0.8
 """Waiting times explode beyond it (queueing theory): plan for this share of the slots, not for all of them."""

@@ -19,6 +19,7 @@ import aiohttp
 from llmservice_operator.api.spec import Manifest
 from llmservice_operator.children.deployment import METRICS
 from llmservice_operator.http_body import read_bounded
+from llmservice_operator.scaling.load import Held
 from llmservice_operator.signals.sources import SignalError
 
 logger = logging.getLogger(__name__)
@@ -34,20 +35,6 @@ _FRESH_S = 5.0
 _ANSWER_LIMIT_BYTES = 2**20
 
 ServiceKey = tuple[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """Of one service, over all gateways."""
-
-    requests: int = 0
-    tokens: int = 0
-    oldest_s: float = 0.0
-    """For how long the first of them has been waiting."""
-
-    def __add__(self, other: Held) -> Held:
-        oldest_s = max(self.oldest_s, other.oldest_s)
-        return Held(self.requests + other.requests, self.tokens + other.tokens, oldest_s)
 
 
 def parse_held(body: bytes) -> dict[ServiceKey, Held]:

@@ -6,7 +6,6 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
 from llmservice_operator.monitoring.promql import (
     ADMISSIBLE,
@@ -23,6 +22,7 @@ from llmservice_operator.monitoring.promql import (
     TTFT_BUCKET,
     WAITING,
 )
+from llmservice_operator.scaling.load import Scrape
 
 SERIES = (
     *(RUNNING, WAITING, KV_USAGE, ADMISSIBLE, FINISHED, REJECTED),
@@ -42,36 +42,6 @@ Sample = tuple[str, Mapping[str, str], float]
 
 class ScrapeError(ValueError):
     """The text is not the metrics of an inference server."""
-
-
-@dataclass(frozen=True, slots=True)
-class Scrape:
-    """Gauges and cumulative counters of one pod at one moment."""
-
-    time_s: float
-    running: float
-    waiting: float
-    kv_usage: float = 0.0
-    """Share of the KV blocks that requests hold, 0 to 1."""
-    admissible: float | None = None
-    """Sequences like those before that the KV cache holds at once; None before the first step."""
-    finished: float = 0.0
-    rejected: float = 0.0
-    embedded: float = 0.0
-    """Inputs turned into embeddings, which are no requests in the sense of the others."""
-    ttft_buckets: tuple[tuple[float, float], ...] = ()
-    """(upper bound in seconds, cumulative count), ascending."""
-    kv_blocks: int | None = None
-    """Usable blocks, the null block apart."""
-    weights_bytes: float | None = None
-    model_code: str | None = None
-    """Whose code computes the model: own or transformers."""
-    fallbacks: tuple[str, ...] = ()
-    """What the pod computes without our kernels because they failed their check there."""
-    batch_waiting: float = 0.0
-    """How many of `waiting` are in the batch lane."""
-    batch_running: float | None = 0.0
-    """How many of `running` are; None where the server does not label them by lane."""
 
 
 def parse_exposition(text: str, time_s: float) -> Scrape:

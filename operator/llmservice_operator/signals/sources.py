@@ -15,8 +15,8 @@ import aiohttp
 from llmservice_operator.http_body import read_bounded
 from llmservice_operator.monitoring import promql
 from llmservice_operator.pods.pod import Pod
-from llmservice_operator.signals.load import Histories, Load, load_of
-from llmservice_operator.signals.scrape import SERIES, Sample, Scrape, ScrapeError, parse_exposition, scrape_of
+from llmservice_operator.scaling.load import Histories, Load, Scrape, load_of
+from llmservice_operator.signals.scrape import SERIES, Sample, ScrapeError, parse_exposition, scrape_of
 
 logger = logging.getLogger(__name__)
 

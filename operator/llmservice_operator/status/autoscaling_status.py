@@ -11,8 +11,8 @@ from llmservice_operator.monitoring.promql import service_queries
 from llmservice_operator.pods.pod import epoch
 from llmservice_operator.scaling.decision import Decision
 from llmservice_operator.scaling.history import CAPACITY_KEEP_S, Timed
+from llmservice_operator.scaling.load import Load
 from llmservice_operator.scaling.policy import TARGET_UTILIZATION, ScalePolicy
-from llmservice_operator.signals.load import Load
 from llmservice_operator.status.conditions import rfc3339
 
 WRITE_EVERY_S = 15.0

@@ -22,7 +22,7 @@ from llmservice_operator.pods.pod import (
 )
 from llmservice_operator.pods.pod_model import Fetching, PodAdapter
 from llmservice_operator.scaling.decision import Decision
-from llmservice_operator.signals.load import Load
+from llmservice_operator.scaling.load import Load
 from llmservice_operator.sizing import GIB, Sized, SizingProblem, SizingReport
 
 READY, PROGRESSING, STALLED, SIZING_VALID = "Ready", "Progressing", "Stalled", "SizingValid"

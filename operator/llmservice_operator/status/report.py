@@ -26,8 +26,8 @@ from llmservice_operator.pods.pod import Pod, Trouble
 from llmservice_operator.pods.pod_model import Fetching, PodAdapter
 from llmservice_operator.scaling.decision import Decision
 from llmservice_operator.scaling.history import Timed
+from llmservice_operator.scaling.load import Load
 from llmservice_operator.scaling.policy import ScalePolicy
-from llmservice_operator.signals.load import Load
 from llmservice_operator.sizing import Sized, SizingProblem
 from llmservice_operator.status.autoscaling_status import (
     UNLIMITED,

@@ -17,7 +17,7 @@ from llmservice_operator.cluster.applier import Applier
 from llmservice_operator.cluster.kube_client import KubeClient
 from llmservice_operator.cluster.object_cache import ObjectCache
 from llmservice_operator.grants import Grants
-from llmservice_operator.locations import ModelReader
+from llmservice_operator.model_reader import ModelReader
 from llmservice_operator.monitoring.metrics import OperatorMetrics
 from llmservice_operator.pods.pod_model import PodModels
 from llmservice_operator.reconcile import Reconciler

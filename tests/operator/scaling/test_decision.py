@@ -14,10 +14,9 @@ from harness.simulated_service import Moment, Sample, SimulatedService
 from llmservice_operator.api.resource import LLMService
 from llmservice_operator.scaling.decision import decide, decide_wake_up
 from llmservice_operator.scaling.history import CAPACITY_KEEP_S, History
+from llmservice_operator.scaling.load import Held, Load, PodLoad
 from llmservice_operator.scaling.policy import ScalePolicy, ScalingRules
 from llmservice_operator.scaling.supply import Supply
-from llmservice_operator.signals.held import Held
-from llmservice_operator.signals.load import Load, PodLoad
 from llmservice_operator.sizing import Sized
 
 NOW = 1_000_000.0

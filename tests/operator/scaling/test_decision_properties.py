@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from llmservice_operator.scaling.decision import Decision, decide, decide_wake_up
 from llmservice_operator.scaling.history import History
+from llmservice_operator.scaling.load import Held, Load, PodLoad
 from llmservice_operator.scaling.policy import ScalePolicy, ScalingRules
 from llmservice_operator.scaling.supply import Supply
-from llmservice_operator.signals.held import Held
-from llmservice_operator.signals.load import Load, PodLoad
 
 NOW = 1_000_000.0
 SLOTS = 8

@@ -6,8 +6,8 @@ import pytest
 
 from llmservice_operator.api.spec import Autoscaling, Slo
 from llmservice_operator.scaling.history import History
+from llmservice_operator.scaling.load import Load, PodLoad
 from llmservice_operator.scaling.policy import ScalePolicy, ScalingRules
-from llmservice_operator.signals.load import Load, PodLoad
 
 NOW = 1_000_000.0
 Changes = tuple[tuple[float, int], ...]

@@ -11,9 +11,8 @@ import pytest
 from llmservice_operator.api.resource import LLMService
 from llmservice_operator.pods.pod import Pod, Trouble
 from llmservice_operator.scaling.decision import Decision, decide_replicas, scale_policy
+from llmservice_operator.scaling.load import Held, Load, PodLoad
 from llmservice_operator.scaling.supply import StartupTimes, supply_of
-from llmservice_operator.signals.held import Held
-from llmservice_operator.signals.load import Load, PodLoad
 from llmservice_operator.sizing import Sized, SizingProblem
 
 NOW = 1_700_000_000.0

@@ -14,7 +14,8 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmservice_operator.signals.held import Held, HeldRequests, gateway_urls, parse_held
+from llmservice_operator.scaling.load import Held
+from llmservice_operator.signals.held import HeldRequests, gateway_urls, parse_held
 from llmservice_operator.signals.sources import SignalError
 
 KEY = ("team-a", "tiny")

@@ -8,8 +8,8 @@ from llmservice_operator.api.spec import Autoscaling, Slo
 from llmservice_operator.api.status import AutoscalingStatus, CapacityStatus, DecisionStatus, SignalStatus
 from llmservice_operator.scaling.decision import Decision
 from llmservice_operator.scaling.history import CAPACITY_KEEP_S, History
+from llmservice_operator.scaling.load import Load, PodLoad
 from llmservice_operator.scaling.policy import ScalePolicy
-from llmservice_operator.signals.load import Load, PodLoad
 from llmservice_operator.status.autoscaling_status import (
     UNLIMITED,
     StatusWriteThrottle,

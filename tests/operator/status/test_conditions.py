@@ -9,7 +9,7 @@ from llmservice_operator.api.spec import Adapter
 from llmservice_operator.pods.pod import Pod, Trouble
 from llmservice_operator.pods.pod_model import Fetching, PodAdapter
 from llmservice_operator.scaling.decision import Decision
-from llmservice_operator.signals.load import Load, PodLoad
+from llmservice_operator.scaling.load import Load, PodLoad
 from llmservice_operator.sizing import Sized, SizingProblem
 from llmservice_operator.status.conditions import (
     READY,

@@ -14,7 +14,7 @@ from llmservice_operator.api.status import LLMServiceStatus
 from llmservice_operator.locations import Model, ModelLocation
 from llmservice_operator.pods.pod import Pod, Trouble
 from llmservice_operator.scaling.decision import Decision, ScalePolicy
-from llmservice_operator.signals.load import Load, PodLoad
+from llmservice_operator.scaling.load import Load, PodLoad
 from llmservice_operator.sizing import Sized, SizingProblem, size
 from llmservice_operator.status.conditions import READY, SLO_FEASIBLE, Verdict
 from llmservice_operator.status.events import transition_events

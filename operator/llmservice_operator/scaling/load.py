@@ -1,4 +1,4 @@
-"""The load of one service, from the scrapes of its pods within a window."""
+"""The load of one service, from the scrapes of its pods within a window, and what gateways hold for it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,39 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from llmservice_operator.signals.scrape import Scrape
-
 _ENOUGH_FULL_S = 45.0
 """Time that full pods have to be observed for a reading of their capacity, where requests take longer than that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scrape:
+    """Gauges and cumulative counters of one pod at one moment."""
+
+    time_s: float
+    running: float
+    waiting: float
+    kv_usage: float = 0.0
+    """Share of the KV blocks that requests hold, 0 to 1."""
+    admissible: float | None = None
+    """Sequences like those before that the KV cache holds at once; None before the first step."""
+    finished: float = 0.0
+    rejected: float = 0.0
+    embedded: float = 0.0
+    """Inputs turned into embeddings, which are no requests in the sense of the others."""
+    ttft_buckets: tuple[tuple[float, float], ...] = ()
+    """(upper bound in seconds, cumulative count), ascending."""
+    kv_blocks: int | None = None
+    """Usable blocks, the null block apart."""
+    weights_bytes: float | None = None
+    model_code: str | None = None
+    """Whose code computes the model: own or transformers."""
+    fallbacks: tuple[str, ...] = ()
+    """What the pod computes without our kernels because they failed their check there."""
+    batch_waiting: float = 0.0
+    """How many of `waiting` are in the batch lane."""
+    batch_running: float | None = 0.0
+    """How many of `running` are; None where the server does not label them by lane."""
+
 
 Histories = Mapping[str, Sequence[Scrape]]
 """Scrapes of the window by pod name, oldest first; no entry, or an empty one, for a pod that could not be read."""
@@ -86,6 +115,20 @@ class Load:
         """Share of the ready pods whose metrics could be read; 1 where no pod is ready."""
         ready = len(self.pods) + len(self.missing)
         return len(self.pods) / ready if ready else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Of one service, over all gateways."""
+
+    requests: int = 0
+    tokens: int = 0
+    oldest_s: float = 0.0
+    """For how long the first of them has been waiting."""
+
+    def __add__(self, other: Held) -> Held:
+        oldest_s = max(self.oldest_s, other.oldest_s)
+        return Held(self.requests + other.requests, self.tokens + other.tokens, oldest_s)
 
 
 def load_of(histories: Histories, ready_pods: Iterable[str], source: str) -> Load | None:

@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from llmservice_operator.signals.load import increase, load_of, quantile
-from llmservice_operator.signals.scrape import Scrape
+from llmservice_operator.scaling.load import Scrape, increase, load_of, quantile
 
 
 def scrape(time_s: float, *, running: float = 0, waiting: float = 0, finished: float = 0, **more: object) -> Scrape:

@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from llmservice_operator.api.model_spec import ModelSource
+from llmservice_operator.locations import Figures, Model, ModelSourceError
+from llmservice_operator.model_reader import ModelReader
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 2048,
+    "torch_dtype": "float32",
+}
+PACKED = {
+    **CONFIG,
+    "model_type": "not-known",
+    "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"},
+}
+FILES = {
+    "model-00001-of-00002.safetensors": 3000,
+    "model-00002-of-00002.safetensors": 1000,
+    "consolidated.safetensors": 4000,
+    "original/model.safetensors": 4000,
+    "pytorch_model.bin": 4000,
+}
+SHAPE = {"layers": 2, "heads": 4, "hiddenSize": 64, "intermediateSize": 128, "vocabSize": 512}
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    """A --file-models-root with one model in it."""
+    folder = tmp_path / "models" / "tiny"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path / "models"
+
+
+@pytest.fixture
+async def hub() -> AsyncIterator[str]:
+    """A model hub: org/good, org/gated, org/broken, org/slow; anything else is not there."""
+
+    async def answer(request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        if name == "gated" and request.headers.get("Authorization") != "Bearer sesame":
+            return web.Response(status=401)
+        if name == "slow":
+            await asyncio.sleep(30)
+        if name == "broken":
+            return web.Response(text="{")
+        if name == "packed":
+            return web.json_response(PACKED)
+        return web.json_response(CONFIG) if name in {"good", "gated"} else web.Response(status=404)
+
+    async def listing(request: web.Request) -> web.Response:
+        siblings = [{"rfilename": name, "size": size} for name, size in FILES.items()]
+        return web.json_response({"siblings": siblings if "blobs" in request.query else []})
+
+    app = web.Application()
+    app.router.add_get("/org/{name}/resolve/{revision}/config.json", answer)
+    app.router.add_get("/api/models/org/good/revision/{revision}", listing)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    await runner.cleanup()
+
+
+async def read(
+    source: dict[str, Any],
+    hub: str,
+    *,
+    root: Path | None = None,
+    token: str | None = None,
+    known: Figures | None = None,
+) -> Model:
+    async with aiohttp.ClientSession() as session:
+        reader = ModelReader(session, root, hub, token, timeout_s=0.3)
+        return await reader.read(ModelSource.model_validate(source), known)
+
+
+async def test_a_local_folder_is_read(models: Path, hub: str) -> None:
+    model = await read({"uri": "file:///tiny"}, hub, root=models)
+
+    assert model.location.path == str(models / "tiny")
+    assert (model.shape.layers, model.shape.kv_heads) == (2, 2)
+
+
+async def test_a_hub_model_is_read_without_downloading_it(hub: str) -> None:
+    model = await read({"uri": "hf://org/good@main"}, hub)
+
+    assert model.shape is not None
+    assert model.shape.vocab_size == 512
+    assert (model.figures_from, model.weights_file_bytes, model.weights_bytes) == ("config", 4000, 4000)
+    assert (model.location.fetch_uri, model.location.hf_endpoint) == ("hf://org/good@main", hub)
+
+
+async def test_files_of_another_type_say_nothing_of_the_loaded_size(hub: str) -> None:
+    model = await read({"uri": "hf://org/good", "dtype": "bfloat16"}, hub)
+
+    assert (model.weights_file_bytes, model.weights_bytes) == (4000, None)
+
+
+@pytest.mark.parametrize("uri", ["pvc://claim/model", "s3://bucket/model", "oci://registry/model:1"])
+async def test_models_that_only_a_pod_can_read_are_not_requested(uri: str, hub: str) -> None:
+    model = await read({"uri": uri}, hub)
+
+    assert (model.shape, model.figures_from) == (None, "pod")
+
+
+async def test_a_gated_model_with_a_secret_is_left_to_the_pod_that_has_it(hub: str) -> None:
+    model = await read({"uri": "hf://org/gated", "secretRef": {"name": "token"}}, hub)
+
+    assert (model.shape, model.figures_from) == (None, "pod")
+
+
+@pytest.mark.parametrize("uri", ["file:///tiny", "hf://org/packed"])
+async def test_quantised_weights_of_an_unknown_family_are_sized_by_the_server(uri: str, models: Path, hub: str) -> None:
+    (models / "tiny" / "config.json").write_text(json.dumps(PACKED))
+
+    model = await read({"uri": uri}, hub, root=models)
+
+    assert model.figures_from == "pod"
+
+
+async def test_known_figures_are_not_requested_again(hub: str) -> None:
+    shape = (await read({"uri": "hf://org/good"}, hub)).shape
+    known = Figures("pod", shape, 4000)
+
+    assert (await read({"uri": "hf://org/absent"}, hub, known=known)).figures == known
+
+
+async def test_given_figures_spare_the_hub(hub: str) -> None:
+    model = await read({"uri": "hf://org/absent", "shape": SHAPE}, hub)
+
+    assert model.shape is not None
+    assert (model.shape.kv_heads, model.figures_from) == (4, "spec")
+
+
+@pytest.mark.parametrize(
+    ("source", "reason", "advice", "lasting"),
+    [
+        ({"uri": "hf://org/absent"}, "ModelNotFound", "correct model.uri", False),
+        ({"uri": "hf://org/gated"}, "ModelForbidden", "spec.model.secretRef", False),
+        ({"uri": "hf://org/broken"}, "ModelUnreadable", "is not JSON", True),
+        ({"uri": "hf://org/slow"}, "ModelUnreachable", "check the operator's network", False),
+        ({"uri": "file:///absent"}, "ModelNotFound", "correct model.uri", False),
+    ],
+)
+async def test_the_error_of_an_unreadable_model_says_what_to_change(
+    source: dict[str, Any], reason: str, advice: str, lasting: bool, models: Path, hub: str
+) -> None:
+    with pytest.raises(ModelSourceError, match=advice) as refused:
+        await read(source, hub, root=models)
+    assert (refused.value.reason, refused.value.lasting) == (reason, lasting)
+
+
+async def test_the_operators_token_reads_a_gated_model_and_is_never_shown(hub: str) -> None:
+    assert (await read({"uri": "hf://org/gated"}, hub, token="sesame")).shape.layers == 2
+
+    with pytest.raises(ModelSourceError) as refused:
+        await read({"uri": "hf://org/gated"}, hub, token="wrong-token")
+    assert "wrong-token" not in str(refused.value)
