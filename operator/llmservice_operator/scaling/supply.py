@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from llmservice_operator.api.spec import Manifest
-from llmservice_operator.pods.pod import Pod, pods_denied
+from llmservice_operator.pods.pod import Trouble, pods_denied
 from llmservice_operator.scaling.history import LONGEST_GAP_S
 
 UNKNOWN_S = 600.0
@@ -21,6 +22,27 @@ _A_LOOP = 2
 """Restarts from which on such an end is no accident."""
 
 
+class Replica(Protocol):
+    """What is read of a pod: `pods.pod.Pod`, or a replica of a simulation."""
+
+    @property
+    def uid(self) -> str: ...
+    @property
+    def created_s(self) -> float: ...
+    @property
+    def ready(self) -> bool: ...
+    @property
+    def ready_since_s(self) -> float | None: ...
+    @property
+    def restarts(self) -> int: ...
+    @property
+    def terminating(self) -> bool: ...
+    @property
+    def serves(self) -> bool: ...
+    @property
+    def trouble(self) -> Trouble | None: ...
+
+
 class StartupTimes:
     """The last start-up times; after a restart of the operator, the P90 that the status kept."""
 
@@ -30,7 +52,7 @@ class StartupTimes:
         self._ages: dict[str, float] = {}
         self._observed_s: float | None = None
 
-    def observe(self, pods: Sequence[Pod], now: float, steady_s: float) -> None:
+    def observe(self, pods: Sequence[Replica], now: float, steady_s: float) -> None:
         """Learn from pods that are ready for the first time since their creation, and track the others' age.
 
         `now` is the clock of the pods' timestamps, `steady_s` is monotonic. A pod's age is the time for which it was
@@ -63,11 +85,11 @@ class StartupTimes:
         learned = self.p90_s
         return UNKNOWN_S if learned is None else min(max(learned, SHORTEST_S), LONGEST_S)
 
-    def overdue(self, pod: Pod) -> bool:
+    def overdue(self, pod: Replica) -> bool:
         """Whether a pod that is not ready takes longer than others did."""
         return self._ages.get(pod.uid, 0.0) > self.patience_s
 
-    def lead_s(self, starting: Sequence[Pod]) -> float:
+    def lead_s(self, starting: Sequence[Replica]) -> float:
         """How long a replica takes until it serves: as long as others did, or as those that are still starting."""
         usual_s = _USUAL_S if self.p90_s is None else self.p90_s
         return max(SHORTEST_S, usual_s, *(self._ages.get(pod.uid, 0.0) for pod in starting))
@@ -95,7 +117,7 @@ class Supply:
         return max(0, self.replicas - self.overdue)
 
 
-def supply_of(deployment: Manifest | None, pods: Sequence[Pod], startup: StartupTimes) -> Supply:
+def supply_of(deployment: Manifest | None, pods: Sequence[Replica], startup: StartupTimes) -> Supply:
     """Starting pods count for the time that one takes to start; those that no node has room for keep counting."""
     starting = [pod for pod in pods if not pod.ready and not pod.terminating]
     overdue = [pod for pod in starting if startup.overdue(pod) and not _unschedulable(pod)]
@@ -110,11 +132,11 @@ def supply_of(deployment: Manifest | None, pods: Sequence[Pod], startup: Startup
     )
 
 
-def _unschedulable(pod: Pod) -> bool:
+def _unschedulable(pod: Replica) -> bool:
     return pod.trouble is not None and pod.trouble.reason == "Unschedulable"
 
 
-def _trouble(pod: Pod) -> str | None:
+def _trouble(pod: Replica) -> str | None:
     """What another pod of the same template would most likely meet as well."""
     if pod.trouble is None or _unschedulable(pod):
         return None
