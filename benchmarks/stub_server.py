@@ -12,8 +12,8 @@ from pathlib import Path
 
 import uvloop
 
-from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.admission_queue import QueueBound
+from llmservice_server.engine.config import EngineConfig
 from llmservice_server.http.server import HttpProcess, ListenConfig
 from llmservice_server.http.state import ServeConfig
 from llmservice_server.ipc import json_log
