@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from llmservice_planner.block_groups import BlockGroups
-from llmservice_server.engine.request import NUM_LENGTH_CLASSES, Request
+from llmservice_planner.output_lengths import NUM_LENGTH_CLASSES
+from llmservice_server.engine.request import Request
 
 FloatArray = npt.NDArray[np.float64]
 

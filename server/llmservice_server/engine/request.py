@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,13 +15,13 @@ from typing import Protocol, get_args
 import numpy as np
 import numpy.typing as npt
 
+from llmservice_planner.output_lengths import length_class
 from llmservice_server.engine.adapters import Adapter
 from llmservice_server.engine.block_pool import BlockHashes
 from llmservice_server.engine.config import LaneName, QueuePolicy
 from llmservice_server.types.messages import FinishReason, GenerateRequest, SamplingParams, TokenLogprobs
 
 LANES: tuple[str, ...] = get_args(LaneName)  # in the order in which they are served
-NUM_LENGTH_CLASSES = 128  # quarter-octaves, up to 2**32 tokens
 MAX_LOGPROBS = 20  # top tokens returned with each token, as at OpenAI
 _PLACE = attrgetter("place")
 
@@ -148,7 +147,7 @@ class Request:
             priority=(rank, message.priority, order),
             allowed_token_ids=np.array(sampling.allowed_token_ids, np.int64) if sampling.allowed_token_ids else None,
             arrival_s=message.arrival_s,
-            length_class=int(4 * math.log2(len(message.prompt_token_ids))),
+            length_class=length_class(len(message.prompt_token_ids)),
             deadline_s=message.deadline_s,
             is_plain=sampling.is_plain,
             history=TokenHistory(message.prompt_token_ids, sampling.max_tokens) if sampling.has_penalties else None,
