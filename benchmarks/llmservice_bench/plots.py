@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from io import StringIO
 from itertools import accumulate
 from typing import Any
 
-import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from llmservice_bench.record import LatencyTargets
 from llmservice_bench.results import figure as number
+from llmservice_planner.charts import COLOURS, GREY, INK, PALE, entitle, style, svg_of
 
 Row = Mapping[str, Any]
 Content = Mapping[str, Any]
@@ -22,34 +21,6 @@ Point = tuple[float, float]
 """Output tokens per second, p99 TTFT in milliseconds."""
 
 METRICS = {"ttft": "Time to first token, ms", "itl": "Inter-token latency, ms"}
-COLOURS = ("#2563a8", "#d9722b", "#2f8f5b", "#8a4fa3", "#b8a12b", "#6b7785")
-"""One a series; distinguishable with colour blindness."""
-INK, GREY, RULE, PALE = "#1f2933", "#66727f", "#e4e8ec", "#aebac6"
-STYLE: dict[Any, Any] = {
-    "svg.hashsalt": "llmservice",  # without it, ids are random
-    "svg.fonttype": "none",
-    "font.size": 9,
-    "text.color": INK,
-    "axes.edgecolor": GREY,
-    "axes.labelcolor": GREY,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 10,
-    "axes.titleweight": "bold",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.spines.left": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": RULE,
-    "xtick.color": GREY,
-    "ytick.color": GREY,
-    "ytick.left": False,
-    "lines.linewidth": 1.8,
-    "lines.markersize": 6,
-    "lines.markeredgecolor": "white",
-    "lines.marker": "o",
-    "legend.frameon": False,
-}
 
 
 def draw(content: Content) -> str | None:
@@ -62,7 +33,7 @@ def draw_sweep(rows: Sequence[Row], subtitle: str, targets: LatencyTargets | Non
     """Latency over throughput, a panel per metric: closed loops by their concurrency, open loops by their rate."""
     closed = [row for row in rows if row["concurrency"] is not None]
     opened = sorted((row for row in rows if row["rate"] is not None), key=lambda row: float(row["rate"]))
-    with mpl.rc_context(STYLE):
+    with style():
         figure = Figure((10, 4.4), layout="constrained")
         for axes, (metric, title) in zip(figure.subplots(1, 2), METRICS.items(), strict=True):
             axes.set_title(title)
@@ -78,9 +49,9 @@ def draw_sweep(rows: Sequence[Row], subtitle: str, targets: LatencyTargets | Non
 
 def _sweep_lines(axes: Axes, rows: Sequence[Row], metric: str, name: str, colour: str) -> None:
     throughput = [row["output_tokens_per_s"] for row in rows]
-    for percentile, style in (("p99", "-"), ("p50", "--")):
+    for percentile, line in (("p99", "-"), ("p50", "--")):
         latencies = [row[f"{metric}_{percentile}_ms"] for row in rows]
-        axes.plot(throughput, latencies, linestyle=style, color=colour, label=f"{name}, {percentile}")
+        axes.plot(throughput, latencies, linestyle=line, color=colour, label=f"{name}, {percentile}")
     for row in rows:
         if row["concurrency"] is not None:
             at = (row["output_tokens_per_s"], row[f"{metric}_p99_ms"])
@@ -89,7 +60,7 @@ def _sweep_lines(axes: Axes, rows: Sequence[Row], metric: str, name: str, colour
 
 def draw_capacities(rows: Sequence[Row], subtitle: str) -> str:
     """A line per strategy (`load`) through the best of the runs that searched its capacity within `target_ms`."""
-    with mpl.rc_context(STYLE):
+    with style():
         figure = Figure((7.5, 4.4), layout="constrained")
         axes = figure.subplots()
         for name, colour in zip(dict.fromkeys(row["load"] for row in rows), COLOURS, strict=False):
@@ -128,7 +99,7 @@ def _latency_over_throughput(axes: Axes, targets_ms: Sequence[float], labels_at:
 def draw_bars(title: str, subtitle: str, groups: Mapping[str, Mapping[str, float]], highlight: str) -> str:
     """Groups of bars (name → value) on one scale; bars whose name starts with `highlight` are coloured."""
     height = sum(len(bars) + 1 for bars in groups.values())
-    with mpl.rc_context(STYLE):
+    with style():
         figure = Figure((8, 0.9 + 0.27 * height), layout="constrained")
         panels = figure.subplots(len(groups), sharex=True, height_ratios=[len(bars) + 1 for bars in groups.values()])
         for axes, (name, bars) in zip(panels if len(groups) > 1 else [panels], groups.items(), strict=True):
@@ -145,11 +116,8 @@ def draw_bars(title: str, subtitle: str, groups: Mapping[str, Mapping[str, float
 
 
 def _svg(figure: Figure, title: str, subtitle: str) -> str:
-    figure.suptitle(f"{title}\n\n", x=0.01, ha="left", weight="bold", size=12)
-    figure.text(0.01, 1 - 0.36 / figure.get_figheight(), subtitle, ha="left", va="top", color=GREY, size=8)
-    text = StringIO()
-    figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Title": title})
-    return text.getvalue()
+    entitle(figure, title, subtitle)
+    return svg_of(figure, title)
 
 
 def _machine(content: Content) -> str:

@@ -1,8 +1,8 @@
 """Admission by predicted footprint against fixed numbers of sequences, with the real scheduler in simulated time.
 
-A step takes what the planner's roofline says of an 8B model on an H100, with the prompts that are computed again. The
-pool is small, 48k tokens, so that memory is what bounds the batch. The scheduler does not know where an answer ends.
-The same requests also go through the schedulers of transformers' continuous batching.
+A step takes what the planner's latency model says of an 8B model on an H100, with the prompts that are computed again.
+The pool is small, 48k tokens, so that memory is what bounds the batch. The scheduler does not know where an answer
+ends. The same requests also go through the schedulers of transformers' continuous batching.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from llmservice_bench.batch_scheduler import AdmitsAll
 from llmservice_bench.trace import Lengths, draw, read_trace
 from llmservice_planner.block_groups import BlockGroups
 from llmservice_planner.gpu import find_gpu
-from llmservice_planner.roofline import Roofline
+from llmservice_planner.latency import LatencyModel, StepBatch, attention_pairs
 from llmservice_planner.shape import ModelShape
 from llmservice_server.engine.admission import Admission
 from llmservice_server.engine.block_pool import BlockPool
@@ -115,7 +115,9 @@ def continuous(max_num_seqs: int = MOST_SEQS, admission: Admission | None = None
     return scheduler
 
 
-def simulate(traffic: Traffic, scheduler: ContinuousScheduler | TransformersScheduler, roofline: Roofline) -> Simulated:
+def simulate(
+    traffic: Traffic, scheduler: ContinuousScheduler | TransformersScheduler, latency: LatencyModel
+) -> Simulated:
     answers = traffic.answers
     ends: dict[Request, int] = {}
     for number, lengths in enumerate(traffic.lengths):
@@ -134,7 +136,7 @@ def simulate(traffic: Traffic, scheduler: ContinuousScheduler | TransformersSche
     while ends:
         plan = scheduler.schedule(now)
         scheduler.commit(plan)
-        now += step_s(roofline, plan)
+        now += latency.seconds(batch_of(plan))
         computed += plan.num_tokens
         batches.append(len(plan.scheduled))
         for request in [share.request for share in plan.scheduled if share.samples]:
@@ -156,10 +158,17 @@ def simulate(traffic: Traffic, scheduler: ContinuousScheduler | TransformersSche
     )
 
 
-def step_s(roofline: Roofline, plan: Plan) -> float:
-    """Seconds of a step: reading weights and contexts, or its arithmetic, whichever takes longer."""
-    context = sum(share.start + share.num_tokens for share in plan.scheduled)
-    return max(roofline.decode_step_s(1, context), roofline.prefill_s(plan.num_tokens))
+def batch_of(plan: Plan) -> StepBatch:
+    """What a step computes: shares of one token that yield the next decode, others are chunks of prompts."""
+    decoding = [share for share in plan.scheduled if share.samples and share.num_tokens == 1]
+    chunks = [share for share in plan.scheduled if not (share.samples and share.num_tokens == 1)]
+    return StepBatch(
+        num_seqs=len(decoding),
+        context_tokens=sum(share.start + 1 for share in decoding),
+        prompt_tokens=sum(share.num_tokens for share in chunks),
+        prompt_chunks=len(chunks),
+        attention_pairs=sum(attention_pairs(share.start, share.num_tokens) for share in chunks),
+    )
 
 
 def measure() -> Findings:
@@ -169,7 +178,7 @@ def measure() -> Findings:
     return findings
 
 
-def llama_8b_on_h100() -> Roofline:
+def llama_8b_on_h100() -> LatencyModel:
     shape = ModelShape.from_fields(
         {
             "architecture": "LlamaForCausalLM",
@@ -184,19 +193,19 @@ def llama_8b_on_h100() -> Roofline:
         }
     )
     weights = 2 * shape.num_parameters
-    roofline = Roofline.of(shape, find_gpu("H100"), 1, "bfloat16", weights, shape.kv_bytes_per_token("bfloat16", 1))
-    assert roofline is not None  # noqa: S101 - the catalogue knows its rates
-    return roofline
+    latency = LatencyModel.of(shape, find_gpu("H100"), 1, "bfloat16", weights, shape.kv_bytes_per_token("bfloat16", 1))
+    assert latency is not None  # noqa: S101 - the catalogue knows its rates
+    return latency
 
 
-def _compare(traffic: Traffic, roofline: Roofline, findings: Findings) -> None:
-    fixed = {size: simulate(traffic, continuous(size, AdmitsAll(GROUPS, 1536)), roofline) for size in FIXED}
+def _compare(traffic: Traffic, latency: LatencyModel, findings: Findings) -> None:
+    fixed = {size: simulate(traffic, continuous(size, AdmitsAll(GROUPS, 1536)), latency) for size in FIXED}
     best = max(fixed, key=lambda size: fixed[size].tokens_per_s)
     theirs = {
-        name: simulate(traffic, TransformersScheduler(traffic.answers, POOL_TOKENS, settings), roofline)
+        name: simulate(traffic, TransformersScheduler(traffic.answers, POOL_TOKENS, settings), latency)
         for name, settings in TRANSFORMERS.items()
     }
-    ours = simulate(traffic, continuous(), roofline)
+    ours = simulate(traffic, continuous(), latency)
     shown = (
         {f"at most {size}": fixed[size] for size in sorted({BEFORE, best, MOST_SEQS})} | theirs | {"predicted": ours}
     )

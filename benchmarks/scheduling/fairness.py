@@ -1,7 +1,7 @@
 """One client's thousand requests against a client that sends one at a time, with the real scheduler in simulated time.
 
-A step takes what the planner's roofline says of an 8B model on an H100. Both have the lengths of the Azure conversation
-trace. The same requests are served as those of one client, in the order in which they come.
+A step takes what the planner's latency model says of an 8B model on an H100. Both have the lengths of the Azure
+conversation trace. The same requests are served as those of one client, in the order in which they come.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from llmservice_bench.trace import Lengths, draw, read_trace
 from llmservice_server.engine.request import Request
 from llmservice_server.types.messages import GenerateRequest, SamplingParams
-from scheduling.admission import MOST_TOKENS, continuous, llama_8b_on_h100, step_s
+from scheduling.admission import MOST_TOKENS, batch_of, continuous, llama_8b_on_h100
 from scheduling.findings import Findings
 from scheduling.transformers_scheduler import TOKEN
 
@@ -40,7 +40,7 @@ def lengths() -> Iterator[Lengths]:
 
 def simulate(*, named: bool) -> Served:
     """`named`: the scheduler knows whose a request is."""
-    scheduler, roofline, drawn = continuous(), llama_8b_on_h100(), lengths()
+    scheduler, latency, drawn = continuous(), llama_8b_on_h100(), lengths()
     arrivals = [(0.0, number, GREEDY) for number in range(BACKLOG)] + [(0.0, BACKLOG, MODEST)]
     numbers = itertools.count(BACKLOG + 1)
     running: dict[Request, tuple[str, int]] = {}
@@ -61,7 +61,7 @@ def simulate(*, named: bool) -> Served:
             scheduler.add(request)
         plan = scheduler.schedule(now)
         scheduler.commit(plan)
-        now += step_s(roofline, plan)
+        now += latency.seconds(batch_of(plan))
         for request in [share.request for share in plan.scheduled if share.samples]:
             whose, answer = running[request]
             tokens += 1

@@ -8,8 +8,8 @@ from functools import cached_property
 from llmservice_planner.block_groups import BlockGroups
 from llmservice_planner.encoders import ENCODER_BATCH
 from llmservice_planner.gpu import GPU
+from llmservice_planner.latency import LatencyModel
 from llmservice_planner.overhead import OverheadTerm, adapter_term, fixed_terms, logits_row_bytes
-from llmservice_planner.roofline import Roofline
 from llmservice_planner.sizing_request import LEAST_SEQUENCE_TOKENS, SizingRequest
 from llmservice_planner.step_tokens import LEAST_TOKENS, StepTokens, step_tokens
 
@@ -28,7 +28,7 @@ class Budget:
     row_bytes: int
     """Logits of one sequence in a step; 0 if the overhead was measured."""
     kv_bytes_per_token: int
-    roofline: Roofline | None
+    latency: LatencyModel | None
     """None if the device's rates are unknown."""
     step: StepTokens
 
@@ -41,8 +41,8 @@ class Budget:
         if request.packs_tied_head:
             weights += shape.head_bytes(dtype, request.quantization, on_cpu=True)
         kv_bytes = shape.kv_bytes_per_token(request.resolved_kv_dtype, device_count)
-        roofline = Roofline.of(shape, request.device, device_count, dtype, weights, kv_bytes)
-        step = _step(request, roofline)
+        latency = LatencyModel.of(shape, request.device, device_count, dtype, weights, kv_bytes, request.quantization)
+        step = _step(request, latency)
         measured = request.overhead_bytes_per_device
         if measured is None:
             terms = fixed_terms(shape, request.device, device_count, dtype, step.total)
@@ -60,7 +60,7 @@ class Budget:
             fixed_overhead=terms,
             row_bytes=row,
             kv_bytes_per_token=kv_bytes,
-            roofline=roofline,
+            latency=latency,
             step=step,
         )
         return budget if budget.fits else budget.with_short_steps()
@@ -130,7 +130,7 @@ class Budget:
         """Seconds of a step that decodes a token for each of `num_seqs`; None for an encoder or unknown rates."""
         if self.request.shape.is_encoder:
             return None
-        return self.roofline.decode_step_s(num_seqs, self.context_tokens(num_seqs)) if self.roofline else None
+        return self.latency.decode_s(num_seqs, self.context_tokens(num_seqs)) if self.latency else None
 
     def pool_bytes(self, max_num_seqs: int) -> int:
         """The KV pool with `max_num_seqs` rows of logits; 0 for an encoder."""
@@ -151,10 +151,10 @@ class Budget:
         return self.shortfall_bytes == 0
 
 
-def _step(request: SizingRequest, roofline: Roofline | None) -> StepTokens:
+def _step(request: SizingRequest, latency: LatencyModel | None) -> StepTokens:
     most = None
-    if roofline is not None and request.itl_p99_s is not None:
-        most = int(request.itl_p99_s / roofline.prefill_s(LEAST_TOKENS) * LEAST_TOKENS)
+    if latency is not None and request.itl_p99_s is not None:
+        most = int(request.itl_p99_s / latency.prefill_s(LEAST_TOKENS) * LEAST_TOKENS)
     step = step_tokens(
         request.device.memory_bytes if isinstance(request.device, GPU) else None,
         total=request.max_num_batched_tokens,

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 
 from llmservice_planner.budget import NULL_BLOCKS, Budget
 from llmservice_planner.gpu import CPU, GIB, GPU
+from llmservice_planner.latency import LatencyModel
 from llmservice_planner.overhead import OverheadTerm
 from llmservice_planner.quantization import WeightFormat
-from llmservice_planner.roofline import Roofline
 from llmservice_planner.shape import DTYPE_BYTES, KV_SCALE_BYTES
 from llmservice_planner.sizing_request import LEAST_SEQUENCE_TOKENS, LimitedBy, SizingRequest
 
@@ -172,24 +172,24 @@ def _sliding(request: SizingRequest) -> str:
 
 
 def _speed(budget: Budget, max_num_seqs: int) -> Iterator[str]:
-    roofline, request = budget.roofline, budget.request
-    if roofline is None:
+    latency, request = budget.latency, budget.request
+    if latency is None:
         yield f"speed: the rates of {request.device.name} are not known, so latency bounds nothing"
         return
     alone, full = (budget.decode_step_s(size) or 0.0 for size in (1, max_num_seqs))
     yield (
         f"speed: a decode step takes {_ms(alone)} for one sequence, {_ms(full)} for {max_num_seqs} "
-        f"({max_num_seqs / full:.0f} tokens/s in all); the ridge is at {roofline.ridge_tokens}"
+        f"({max_num_seqs / full:.0f} tokens/s in all); the ridge is at {latency.ridge_tokens}"
     )
     if request.itl_p99_s is not None:
-        yield from _itl_target(roofline, request.itl_p99_s, alone, budget.step.total)
+        yield from _itl_target(latency, request.itl_p99_s, alone, budget.step.total)
 
 
-def _itl_target(roofline: Roofline, target_s: float, alone_s: float, budget_tokens: int) -> Iterator[str]:
+def _itl_target(latency: LatencyModel, target_s: float, alone_s: float, budget_tokens: int) -> Iterator[str]:
     if alone_s > target_s:
         yield f"target: even alone a sequence misses {_ms(target_s)} a token: use faster or more GPUs"
         return
-    chunk_s = roofline.prefill_s(budget_tokens)
+    chunk_s = latency.prefill_s(budget_tokens)
     if chunk_s > target_s:
         yield (
             f"target: a step that carries a full chunk of {budget_tokens} prompt tokens takes {_ms(chunk_s)}, "

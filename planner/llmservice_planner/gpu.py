@@ -28,6 +28,8 @@ class GPU:
     """Dense bf16 tensor-core rate; fp16 on GPUs without bf16."""
     flops_fp8: float | None = None
     """None for GPUs without fp8."""
+    link_bytes_per_s: float = 32e9
+    """To the other GPUs of a node, in one direction: NVLink, else PCIe; PCIe 4.0 x16 where nothing is known."""
     supports_bf16: bool = True
     node_labels: tuple[str, ...] = ()
     """The values that GPU feature discovery sets for the node label `label_key`."""
@@ -49,41 +51,54 @@ class CPU:
 Device = GPU | CPU
 
 
+_WITHOUT_BF16 = ("v100-16gb", "v100-32gb", "t4")
+
+
 def _gpu(
-    name: str, memory_gib: float, bandwidth_gb_s: float, tflops_16bit: float, tflops_fp8: float | None, source: str,
-    labels: tuple[str, ...], bf16: bool = True,
+    name: str, memory_gib: float, bandwidth_gb_s: float, tflops_16bit: float, tflops_fp8: float | None,
+    link_gb_s: float, source: str, labels: tuple[str, ...],
 ) -> GPU:  # fmt: skip
-    fp8 = None if tflops_fp8 is None else tflops_fp8 * 1e12
     return GPU(
-        name, int(memory_gib * GIB), bandwidth_gb_s * 1e9, tflops_16bit * 1e12, fp8, bf16, labels, f"NVIDIA {source}"
+        name,
+        int(memory_gib * GIB),
+        bandwidth_bytes_per_s=bandwidth_gb_s * 1e9,
+        flops_16bit=tflops_16bit * 1e12,
+        flops_fp8=None if tflops_fp8 is None else tflops_fp8 * 1e12,
+        link_bytes_per_s=link_gb_s * 1e9,
+        supports_bf16=name not in _WITHOUT_BF16,
+        node_labels=labels,
+        source=f"NVIDIA {source}",
     )
 
 
 _V100 = "V100 data sheet"
 _CATALOGUE = (
-    _gpu("v100-16gb", 15.77, 900, 125, None, _V100, ("Tesla-V100-SXM2-16GB", "Tesla-V100-PCIE-16GB"), bf16=False),
-    _gpu("v100-32gb", 31.73, 900, 125, None, _V100, ("Tesla-V100-SXM2-32GB", "Tesla-V100-SXM3-32GB"), bf16=False),
-    _gpu("t4", 14.56, 320, 65, None, "T4 data sheet", ("Tesla-T4",), bf16=False),
-    _gpu("a10", 22.06, 600, 125, None, "A10 data sheet", ("NVIDIA-A10",)),
-    _gpu("a10g", 22.06, 600, 70, None, "A10G data sheet (the GPU of AWS g5)", ("NVIDIA-A10G",)),
-    _gpu("l4", 22.03, 300, 121, 242, "L4 data sheet", ("NVIDIA-L4",)),
-    _gpu("rtx-4090", 23.52, 1008, 165.2, 330.3, "Ada GPU architecture white paper", ("NVIDIA-GeForce-RTX-4090",)),
-    _gpu("l40s", 44.40, 864, 362, 733, "L40S data sheet", ("NVIDIA-L40S",)),
-    _gpu("a100-40gb", 39.39, 1555, 312, None, "A100 data sheet", ("NVIDIA-A100-SXM4-40GB", "NVIDIA-A100-PCIE-40GB")),
-    _gpu("a100-80gb", 79.15, 2039, 312, None, "A100 data sheet", ("NVIDIA-A100-SXM4-80GB",)),
-    _gpu("a100-80gb-pcie", 79.15, 1935, 312, None, "A100 data sheet", ("NVIDIA-A100-80GB-PCIe",)),
-    _gpu("h100-80gb", 79.10, 3350, 989.4, 1978.9, "H100 data sheet (SXM)", ("NVIDIA-H100-80GB-HBM3",)),
-    _gpu("h100-80gb-pcie", 79.10, 2000, 756, 1513, "H100 data sheet (PCIe)", ("NVIDIA-H100-PCIe",)),
-    _gpu("h100-nvl", 93.00, 3900, 835.5, 1670.5, "H100 NVL data sheet", ("NVIDIA-H100-NVL",)),
-    _gpu("gh200-96gb", 94.50, 4000, 989.4, 1978.9, "GH200 data sheet", ("NVIDIA-GH200-480GB",)),
-    _gpu("h200-141gb", 139.72, 4800, 989.4, 1978.9, "H200 data sheet", ("NVIDIA-H200",)),
-    _gpu("b200-180gb", 178.35, 7700, 2250, 4500, "DGX B200 data sheet", ("NVIDIA-B200",)),
+    _gpu("v100-16gb", 15.77, 900, 125, None, 16, _V100, ("Tesla-V100-SXM2-16GB", "Tesla-V100-PCIE-16GB")),
+    _gpu("v100-32gb", 31.73, 900, 125, None, 150, _V100, ("Tesla-V100-SXM2-32GB", "Tesla-V100-SXM3-32GB")),
+    _gpu("t4", 14.56, 320, 65, None, 16, "T4 data sheet", ("Tesla-T4",)),
+    _gpu("a10", 22.06, 600, 125, None, 32, "A10 data sheet", ("NVIDIA-A10",)),
+    _gpu("a10g", 22.06, 600, 70, None, 32, "A10G data sheet (the GPU of AWS g5)", ("NVIDIA-A10G",)),
+    _gpu("l4", 22.03, 300, 121, 242, 32, "L4 data sheet", ("NVIDIA-L4",)),
+    _gpu("rtx-4090", 23.52, 1008, 165.2, 330.3, 32, "Ada GPU architecture white paper", ("NVIDIA-GeForce-RTX-4090",)),
+    _gpu("l40s", 44.40, 864, 362, 733, 32, "L40S data sheet", ("NVIDIA-L40S",)),
+    _gpu(
+        "a100-40gb", 39.39, 1555, 312, None, 300, "A100 data sheet", ("NVIDIA-A100-SXM4-40GB", "NVIDIA-A100-PCIE-40GB")
+    ),
+    _gpu("a100-80gb", 79.15, 2039, 312, None, 300, "A100 data sheet", ("NVIDIA-A100-SXM4-80GB",)),
+    _gpu("a100-80gb-pcie", 79.15, 1935, 312, None, 32, "A100 data sheet", ("NVIDIA-A100-80GB-PCIe",)),
+    _gpu("h100-80gb", 79.10, 3350, 989.4, 1978.9, 450, "H100 data sheet (SXM)", ("NVIDIA-H100-80GB-HBM3",)),
+    _gpu("h100-80gb-pcie", 79.10, 2000, 756, 1513, 64, "H100 data sheet (PCIe)", ("NVIDIA-H100-PCIe",)),
+    _gpu("h100-nvl", 93.00, 3900, 835.5, 1670.5, 64, "H100 NVL data sheet", ("NVIDIA-H100-NVL",)),
+    _gpu("gh200-96gb", 94.50, 4000, 989.4, 1978.9, 450, "GH200 data sheet", ("NVIDIA-GH200-480GB",)),
+    _gpu("h200-141gb", 139.72, 4800, 989.4, 1978.9, 450, "H200 data sheet", ("NVIDIA-H200",)),
+    _gpu("b200-180gb", 178.35, 7700, 2250, 4500, 900, "DGX B200 data sheet", ("NVIDIA-B200",)),
     GPU(
         name="mi300x-192gb",
         memory_bytes=int(191.69 * GIB),
         bandwidth_bytes_per_s=5.3e12,
         flops_16bit=1307.4e12,
         flops_fp8=2614.9e12,
+        link_bytes_per_s=448e9,
         node_labels=("AMD_Instinct_MI300X_OAM", "AMD_Instinct_MI300X"),
         source="AMD Instinct MI300X data sheet",
         resource_name="amd.com/gpu",

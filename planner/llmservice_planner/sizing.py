@@ -101,7 +101,7 @@ def plan(request: SizingRequest) -> Plan:
     rows = OverheadTerm(f"logits of {max_num_seqs} sequences", max_num_seqs * budget.row_bytes)
     overhead = (*budget.fixed_overhead, rows) if rows.total_bytes else budget.fixed_overhead
     pool_bytes = budget.pool_bytes(max_num_seqs)
-    roofline = budget.roofline
+    latency = budget.latency
     return Plan(
         fits=budget.fits,
         max_num_seqs=max_num_seqs,
@@ -121,7 +121,7 @@ def plan(request: SizingRequest) -> Plan:
         sequence_bytes=budget.sequence_blocks(request.model_len) * budget.block_bytes,
         shortfall_bytes=budget.shortfall_bytes,
         decode_step_s=budget.decode_step_s(max_num_seqs) if max_num_seqs else None,
-        ridge_tokens=roofline.ridge_tokens if roofline else None,
+        ridge_tokens=latency.ridge_tokens if latency else None,
         itl_feasible=_itl_feasible(budget),
         explanation=explain(budget, overhead, max_num_seqs, bounds, limited_by),
         remedies=() if budget.fits else find_remedies(request),
@@ -130,20 +130,20 @@ def plan(request: SizingRequest) -> Plan:
 
 def _bounds(budget: Budget) -> Mapping[LimitedBy, int]:
     """The bounds on the number of sequences, without those that need unknown rates."""
-    request, roofline = budget.request, budget.roofline
+    request, latency = budget.request, budget.latency
     if request.shape.is_encoder:
         return _encoder_bounds(budget)
     bounds: dict[LimitedBy, int] = {
         "kvMemory": budget.most_sequences,
         "tokenBudget": budget.step.total,
-        "cap": MAX_NUM_SEQS_CAP if roofline else _cap_without_rates(request),
+        "cap": MAX_NUM_SEQS_CAP if latency else _cap_without_rates(request),
     }
     if request.max_num_seqs is not None:
         bounds["maxNumSeqs"] = request.max_num_seqs
-    if roofline is not None and request.itl_p99_s is not None:
+    if latency is not None and request.itl_p99_s is not None:
         bounds["itlTarget"] = _itl_bound(budget, request.itl_p99_s)
-    elif roofline is not None:
-        bounds["ridge"] = roofline.ridge_tokens
+    elif latency is not None and latency.ridge_tokens is not None:
+        bounds["ridge"] = latency.ridge_tokens
     return bounds
 
 

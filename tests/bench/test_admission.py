@@ -16,10 +16,10 @@ def theirs(traffic: Traffic, scheduler_type: str, pool_tokens: int) -> Transform
 
 @pytest.mark.parametrize("scheduler_type", ["fifo", "prefill_first"])
 def test_transformers_computes_again_only_what_a_full_cache_has_cost(scheduler_type: str) -> None:
-    roofline = llama_8b_on_h100()
-    large = simulate(TRAFFIC, theirs(TRAFFIC, scheduler_type, NEEDED_TOKENS), roofline)
+    latency = llama_8b_on_h100()
+    large = simulate(TRAFFIC, theirs(TRAFFIC, scheduler_type, NEEDED_TOKENS), latency)
     scheduler = theirs(TRAFFIC, scheduler_type, 320)
-    small = simulate(TRAFFIC, scheduler, roofline)
+    small = simulate(TRAFFIC, scheduler, latency)
     assert (large.preemptions, large.recomputed) == (0, 0)
     assert small.preemptions > 0
     assert small.recomputed > 0
@@ -29,6 +29,6 @@ def test_transformers_computes_again_only_what_a_full_cache_has_cost(scheduler_t
 
 def test_one_request_takes_the_same_time_with_either_scheduler() -> None:
     alone = Traffic("one", [Lengths(100, 20)])
-    roofline = llama_8b_on_h100()
-    ours = simulate(alone, continuous(), roofline)
-    assert simulate(alone, theirs(alone, "fifo", NEEDED_TOKENS), roofline) == ours
+    latency = llama_8b_on_h100()
+    ours = simulate(alone, continuous(), latency)
+    assert simulate(alone, theirs(alone, "fifo", NEEDED_TOKENS), latency) == ours
