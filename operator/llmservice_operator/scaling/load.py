@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+
+from llmservice_operator.scaling.demand import NO_DEMAND, SAMPLE_S, Demand
 
 _ENOUGH_FULL_S = 45.0
 """Time that full pods have to be observed for a reading of their capacity, where requests take longer than that."""
@@ -29,6 +31,15 @@ class Scrape:
     """Inputs turned into embeddings, which are no requests in the sense of the others."""
     ttft_buckets: tuple[tuple[float, float], ...] = ()
     """(upper bound in seconds, cumulative count), ascending."""
+    prompt_buckets: tuple[tuple[float, float], ...] = ()
+    """The same of prompts' lengths in tokens."""
+    arrived: Demand | None = None
+    """Requests and tokens that arrived, refused ones too, in all lanes; None from a server that does not count them."""
+    batch_arrived: Demand = NO_DEMAND
+    """What of it is in the batch lane."""
+    cache_hits: float = 0.0
+    """Prompt tokens that were in the prefix cache, of `cache_queries`."""
+    cache_queries: float = 0.0
     kv_blocks: int | None = None
     """Usable blocks, the null block apart."""
     weights_bytes: float | None = None
@@ -97,6 +108,13 @@ class Load:
     """For how long the scrapes of all ready pods show no request; 0 where one is there, or a pod could not be read."""
     held: float = 0.0
     """Requests that gateways hold because no pod is ready, or none has room for them."""
+    demand: Demand | None = None
+    """Per second over the last `SAMPLE_S`, at the pods that were read, without cached prompt tokens.
+    None where no server counts arrivals."""
+    batch_demand: Demand = NO_DEMAND
+    """What of it is in the batch lane."""
+    prompt_p99_tokens: float | None = None
+    """Length that 1 % of the prompts exceed."""
 
     @property
     def running(self) -> float:
@@ -137,7 +155,14 @@ def load_of(histories: Histories, ready_pods: Iterable[str], source: str) -> Loa
     read = {name: list(histories[name]) for name in wanted if histories.get(name)}
     if not read:
         return None
-    buckets = _ttft_increase(read.values())
+    buckets = _increase(read.values(), lambda scrape: scrape.ttft_buckets)
+    prompts = _increase(read.values(), lambda scrape: scrape.prompt_buckets)
+    hits, queries = (
+        sum(increase([getattr(scrape, name) for scrape in one]) for one in read.values())
+        for name in ("cache_hits", "cache_queries")
+    )
+    to_compute = 1 - min(1.0, hits / queries) if queries else 1.0
+    demand, batch_demand = _demand([_last(scrapes, SAMPLE_S) for scrapes in read.values()], to_compute)
     return Load(
         source=source,
         pods=tuple(_now(name, scrapes[-1]) for name, scrapes in read.items()),
@@ -151,6 +176,9 @@ def load_of(histories: Histories, ready_pods: Iterable[str], source: str) -> Loa
         peak_in_flight=max(scrape.running + scrape.waiting for scrapes in read.values() for scrape in scrapes),
         batch=any(scrape.batch_waiting or scrape.batch_running for scrapes in read.values() for scrape in scrapes),
         admissible=_mean([scrapes[-1].admissible for scrapes in read.values()]),
+        demand=demand,
+        batch_demand=batch_demand,
+        prompt_p99_tokens=quantile(0.99, prompts),
         kv_blocks=min((blocks for one in read.values() if (blocks := one[-1].kv_blocks)), default=None),
         weights_bytes=next((weight for one in read.values() if (weight := one[-1].weights_bytes)), None),
         model_code=next((code for one in read.values() if (code := one[-1].model_code)), None),
@@ -232,19 +260,43 @@ def _elapsed_s(scrapes: Sequence[Scrape]) -> float:
     return scrapes[-1].time_s - scrapes[0].time_s
 
 
-def _ttft_increase(histories: Iterable[Sequence[Scrape]]) -> dict[float, float]:
+def _demand(histories: Collection[Sequence[Scrape]], to_compute: float) -> tuple[Demand | None, Demand]:
+    """Per second, and what of it is in the batch lane; all pods share one time, as with `_arrivals`."""
+    elapsed_s = max(_elapsed_s(scrapes) for scrapes in histories)
+    counting = [scrapes for scrapes in histories if scrapes[-1].arrived is not None]
+    if elapsed_s <= 0 or not counting:
+        return None, NO_DEMAND
+    total = sum((_growth([scrape.arrived or NO_DEMAND for scrape in scrapes]) for scrapes in counting), start=NO_DEMAND)
+    batch = sum((_growth([scrape.batch_arrived for scrape in scrapes]) for scrapes in counting), start=NO_DEMAND)
+    return total.per_s(elapsed_s, to_compute), batch.per_s(elapsed_s, to_compute)
+
+
+def _growth(counters: Sequence[Demand]) -> Demand:
+    return Demand(
+        increase([one.requests for one in counters]),
+        increase([one.prompt_tokens for one in counters]),
+        increase([one.output_tokens for one in counters]),
+    )
+
+
+def _last(scrapes: Sequence[Scrape], seconds: float) -> Sequence[Scrape]:
+    """The scrapes of the last seconds, at least the last two."""
+    end_s = scrapes[-1].time_s
+    recent = [scrape for scrape in scrapes if scrape.time_s >= end_s - seconds]
+    return recent if len(recent) > 1 else scrapes[-2:]
+
+
+def _increase(
+    histories: Iterable[Sequence[Scrape]], buckets: Callable[[Scrape], tuple[tuple[float, float], ...]]
+) -> dict[float, float]:
+    """How much the buckets of a histogram grew in all pods. An idle pod's scrapes share one object."""
     total: dict[float, float] = defaultdict(float)
     for scrapes in histories:
-        moved = [scrapes[0], *(after for before, after in pairwise(scrapes) if _moved(before, after))]
-        counts = [dict(scrape.ttft_buckets) for scrape in moved]
+        each = [buckets(scrape) for scrape in scrapes]
+        counts = [dict(each[0]), *(dict(after) for before, after in pairwise(each) if before is not after)]
         for bound in counts[-1]:
             total[bound] += increase([count.get(bound, 0.0) for count in counts])
     return dict(total)
-
-
-def _moved(before: Scrape, after: Scrape) -> bool:
-    """Whether a request was answered in between; an idle pod's scrapes share one object."""
-    return before.ttft_buckets is not after.ttft_buckets
 
 
 def increase(values: Sequence[float]) -> float:

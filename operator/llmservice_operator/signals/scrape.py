@@ -9,7 +9,12 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from llmservice_operator.monitoring.promql import (
     ADMISSIBLE,
+    ARRIVED,
+    ARRIVED_OUTPUT_TOKENS,
+    ARRIVED_PROMPT_TOKENS,
     BATCH,
+    CACHE_HITS,
+    CACHE_QUERIES,
     EMBEDDED,
     FINISHED,
     KERNEL_FALLBACK,
@@ -17,16 +22,19 @@ from llmservice_operator.monitoring.promql import (
     KV_USAGE,
     MEMORY,
     MODEL_INFO,
+    PROMPT_BUCKET,
     REJECTED,
     RUNNING,
     TTFT_BUCKET,
     WAITING,
 )
+from llmservice_operator.scaling.demand import Demand
 from llmservice_operator.scaling.load import Scrape
 
 SERIES = (
     *(RUNNING, WAITING, KV_USAGE, ADMISSIBLE, FINISHED, REJECTED),
-    *(EMBEDDED, TTFT_BUCKET, KV_BLOCKS, MEMORY, KERNEL_FALLBACK, MODEL_INFO),
+    *(ARRIVED, ARRIVED_PROMPT_TOKENS, ARRIVED_OUTPUT_TOKENS, CACHE_HITS, CACHE_QUERIES),
+    *(EMBEDDED, TTFT_BUCKET, PROMPT_BUCKET, KV_BLOCKS, MEMORY, KERNEL_FALLBACK, MODEL_INFO),
 )
 
 _LABEL = re.compile(r'([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"')
@@ -72,7 +80,7 @@ def scrape_of(samples: Iterable[Sample], time_s: float) -> Scrape:
     A lane that no request ever waited in has no series yet, which counts as zero.
     """
     totals: dict[str, float] = defaultdict(float)
-    buckets: dict[float, float] = defaultdict(float)
+    buckets: dict[str, dict[float, float]] = {TTFT_BUCKET: defaultdict(float), PROMPT_BUCKET: defaultdict(float)}
     lanes: dict[str, float] = defaultdict(float)
     weights: float | None = None
     model_code: str | None = None
@@ -80,8 +88,8 @@ def scrape_of(samples: Iterable[Sample], time_s: float) -> Scrape:
     for name, labels, value in samples:
         if math.isnan(value):
             continue
-        if name == TTFT_BUCKET:
-            buckets[float(labels["le"])] += value
+        if name in buckets:
+            buckets[name][float(labels["le"])] += value
         elif name == MEMORY:
             weights = value if labels.get("kind") == "weights" else weights
         elif name == KERNEL_FALLBACK:
@@ -103,7 +111,12 @@ def scrape_of(samples: Iterable[Sample], time_s: float) -> Scrape:
         finished=totals[FINISHED],
         rejected=totals[REJECTED],
         embedded=totals[EMBEDDED],
-        ttft_buckets=tuple(sorted(buckets.items())),
+        arrived=_demand(totals) if ARRIVED in totals else None,
+        batch_arrived=_demand(lanes),
+        cache_hits=totals[CACHE_HITS],
+        cache_queries=totals[CACHE_QUERIES],
+        ttft_buckets=tuple(sorted(buckets[TTFT_BUCKET].items())),
+        prompt_buckets=tuple(sorted(buckets[PROMPT_BUCKET].items())),
         kv_blocks=int(totals[KV_BLOCKS]) if KV_BLOCKS in totals else None,
         weights_bytes=weights,
         model_code=model_code,
@@ -111,3 +124,7 @@ def scrape_of(samples: Iterable[Sample], time_s: float) -> Scrape:
         batch_waiting=lanes[WAITING],
         batch_running=lanes.get(RUNNING, None if totals[RUNNING] else 0.0),
     )
+
+
+def _demand(counters: Mapping[str, float]) -> Demand:
+    return Demand(*(counters.get(name, 0.0) for name in (ARRIVED, ARRIVED_PROMPT_TOKENS, ARRIVED_OUTPUT_TOKENS)))

@@ -109,6 +109,8 @@ class PodSignals:
         scrapes = self._scrapes.setdefault(uid, deque())
         if scrapes and scrapes[-1].ttft_buckets == scrape.ttft_buckets:
             scrape = replace(scrape, ttft_buckets=scrapes[-1].ttft_buckets)
+        if scrapes and scrapes[-1].prompt_buckets == scrape.prompt_buckets:
+            scrape = replace(scrape, prompt_buckets=scrapes[-1].prompt_buckets)
         scrapes.append(scrape)
         while not now - window_s <= scrapes[0].time_s <= now:  # later ones were made before the clock was set back
             scrapes.popleft()

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from llmservice_operator.scaling.demand import Demand
 from llmservice_operator.scaling.load import Scrape, increase, load_of, quantile
 
 
@@ -163,3 +164,50 @@ def test_nothing_is_quiet_while_a_pod_is_silent() -> None:
     assert load is not None
     assert load.quiet_s == 0.0
     assert load.with_held(0) is load
+
+
+def counting(time_s: float, requests: float, *, cached: float = 0, batch: float = 0) -> Scrape:
+    """Requests of 100 prompt and 10 predicted output tokens each."""
+    arrived, in_batch = (Demand(count, 100 * count, 10 * count) for count in (requests, batch))
+    return scrape(time_s, arrived=arrived, batch_arrived=in_batch, cache_hits=cached, cache_queries=100 * requests)
+
+
+def test_demand_is_what_arrived_in_the_last_seconds_without_cached_prompt_tokens() -> None:
+    first = [counting(0, 0), counting(45, 900), counting(50, 910, cached=45_500), counting(60, 930, cached=46_500)]
+    second = [counting(50, 0), counting(60, 15)]  # ready since then
+
+    load = load_of({"a": first, "b": second}, ["a", "b"], "pods")
+
+    assert load is not None
+    assert load.demand is not None
+    assert load.demand.requests == pytest.approx((30 + 15) / 15)
+    assert load.demand.output_tokens == pytest.approx((30 + 15) * 10 / 15)
+    share_cached = 46_500 / (93_000 + 1_500)
+    assert load.demand.prompt_tokens == pytest.approx((30 + 15) * 100 / 15 * (1 - share_cached))
+
+
+def test_demand_of_the_batch_lane_is_told_apart_and_a_restart_counts_from_zero() -> None:
+    load = load_of({"a": [counting(0, 50, batch=20), counting(10, 30, batch=10)]}, ["a"], "pods")
+
+    assert load is not None
+    assert load.demand == Demand(3, 300, 30)
+    assert load.batch_demand == Demand(1, 100, 10)
+
+
+def test_servers_that_do_not_count_arrivals_have_no_demand() -> None:
+    load = load_of({"a": [scrape(0), scrape(10, finished=5)]}, ["a"], "pods")
+
+    assert load is not None
+    assert (load.demand, load.arrivals_per_s) == (None, 0.5)
+
+
+def test_the_p99_of_prompt_lengths_is_over_the_window() -> None:
+    def buckets(short: float, long: float) -> tuple[tuple[float, float], ...]:
+        return ((100.0, short), (1000.0, long), (math.inf, long))
+
+    scrapes = [scrape(0, prompt_buckets=buckets(5000, 5000)), scrape(9, prompt_buckets=buckets(5000, 5010))]
+
+    load = load_of({"a": scrapes}, ["a"], "pods")
+
+    assert load is not None
+    assert load.prompt_p99_tokens == pytest.approx(100 + 900 * 0.99)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from llmservice_operator.scaling.demand import Demand
 from llmservice_operator.signals.scrape import ScrapeError, parse_exposition
 
 EXPOSITION = """\
@@ -42,6 +43,26 @@ def test_lanes_reasons_and_states_are_added_up() -> None:
     assert (scrape.kv_usage, scrape.kv_blocks, scrape.weights_bytes) == (0.5, 100, 1.5e9)
     assert scrape.fallbacks == ("top_k_top_p",)
     assert scrape.ttft_buckets == ((0.5, 7), (math.inf, 12))
+
+
+def test_arrivals_are_counted_by_lane_where_the_server_reports_them() -> None:
+    arrivals = """\
+llmservice_arrived_requests_total{lane="interactive"} 7
+llmservice_arrived_requests_total{lane="batch"} 2
+llmservice_arrived_prompt_tokens_total{lane="interactive"} 700
+llmservice_arrived_output_tokens_total{lane="interactive"} 140.5
+llmservice_prefix_cache_hits_total 300
+llmservice_prefix_cache_queries_total 900
+llmservice_request_prompt_tokens_bucket{le="128"} 6
+llmservice_request_prompt_tokens_bucket{le="+Inf"} 7
+"""
+    scrape = parse_exposition(EXPOSITION + arrivals, 0.0)
+
+    assert scrape.arrived == Demand(9, 700, 140.5)
+    assert scrape.batch_arrived == Demand(2, 0, 0)
+    assert (scrape.cache_hits, scrape.cache_queries) == (300, 900)
+    assert scrape.prompt_buckets == ((128, 6), (math.inf, 7))
+    assert parse_exposition(EXPOSITION, 0.0).arrived is None
 
 
 @pytest.mark.parametrize("text", ["", "up 1\n", "llmservice_num_requests_waiting 1\n", "<html>not found</html>\n"])

@@ -1,0 +1,140 @@
+"""What clients ask for: tokens per second by arrivals, where that is heading, and whether it has just jumped.
+
+Demand is counted when requests arrive. Completions would hide an overload, which caps them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+SAMPLE_S = 15.0
+"""Length of the short window: three passes."""
+SHORTEST_TREND_S, LONGEST_TREND_S = 60.0, 300.0
+_CERTAIN = 2.0
+"""Standard deviations that a trend has to exceed: of a constant load's differences 2 % do."""
+_BURST_CERTAIN = 3.0
+_BURST = 1.2
+"""Beyond chance, a burst is at least this many times the load before it."""
+_LENGTHS_FACTOR = 2.0
+"""Variance of the load of n requests against that of n equal ones: 1 + cv², where prompts weigh most. In the Azure
+conversation trace of 2023 the coefficient of variation of prompts is 0.96, that of answers 0.77."""
+_MOST_GROWTH = 2.0
+"""A trend predicts at most this many times the present load."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Requests and tokens, per second or as a count."""
+
+    requests: float = 0.0
+    prompt_tokens: float = 0.0
+    output_tokens: float = 0.0
+    """As predicted when the requests arrived."""
+
+    def __add__(self, other: Demand) -> Demand:
+        return Demand(
+            self.requests + other.requests,
+            self.prompt_tokens + other.prompt_tokens,
+            self.output_tokens + other.output_tokens,
+        )
+
+    def scaled(self, by: float) -> Demand:
+        return Demand(self.requests * by, self.prompt_tokens * by, self.output_tokens * by)
+
+    def per_s(self, elapsed_s: float, to_compute: float) -> Demand:
+        """Of a count: the rate, with the share of the prompt tokens that is not in the prefix cache."""
+        rate = self.scaled(1 / elapsed_s)
+        return Demand(rate.requests, rate.prompt_tokens * to_compute, rate.output_tokens)
+
+    @property
+    def tokens(self) -> float:
+        return self.prompt_tokens + self.output_tokens
+
+
+NO_DEMAND = Demand()
+Samples = Sequence[tuple[float, Demand]]
+"""(when, demand per second over the `SAMPLE_S` before), oldest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What requests cost of a replica's time, in seconds of one that computes nothing else."""
+
+    request_s: float
+    prompt_token_s: float = 0.0
+    output_token_s: float = 0.0
+
+    def replicas(self, demand: Demand) -> float:
+        """Replicas that are busy all the time with so much per second."""
+        tokens_s = self.prompt_token_s * demand.prompt_tokens + self.output_token_s * demand.output_tokens
+        return max(0.0, self.request_s * demand.requests + tokens_s)
+
+    def deviation(self, demand: Demand, over_s: float) -> float:
+        """Standard deviation of `replicas(demand)` as measured over so many seconds, arrivals being independent."""
+        count = demand.requests * over_s
+        return self.replicas(demand) * math.sqrt(_LENGTHS_FACTOR / count) if count > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Trend:
+    """Growth of the demand, in replicas."""
+
+    level: float
+    """Now."""
+    per_s: float
+    over_s: float
+    """Seconds that were compared with as many before them."""
+
+    def after(self, horizon_s: float) -> float:
+        """The prediction: growth fades with the time that it was measured over (Gardner & McKenzie, "Forecasting trends
+        in time series", Management Science 31(10), 1985), and the load at most doubles."""
+        growth = self.per_s * self.over_s * (1 - math.exp(-horizon_s / self.over_s))
+        return min(self.level + growth, _MOST_GROWTH * self.level)
+
+
+def trend(samples: Samples, cost: Cost, horizon_s: float, now: float) -> Trend | None:
+    """The growth over the last minutes, as far as it is certain; None where there is none, or too little history.
+
+    Two halves of the history are compared. A longer horizon needs longer ones: at least a minute, at most five.
+    """
+    half_s = min(max(horizon_s, SHORTEST_TREND_S), LONGEST_TREND_S)
+    newer = [demand for when, demand in samples if when > now - half_s]
+    older = [demand for when, demand in samples if now - 2 * half_s < when <= now - half_s]
+    enough = half_s / SAMPLE_S / 2
+    if len(newer) < enough or len(older) < enough:
+        return None
+    after, before = mean(newer), mean(older)
+    chance = math.hypot(cost.deviation(after, half_s), cost.deviation(before, half_s))
+    growth = cost.replicas(after) - cost.replicas(before) - _CERTAIN * chance
+    if growth <= 0:
+        return None
+    per_s = growth / half_s
+    return Trend(cost.replicas(after) + per_s * half_s / 2, per_s, half_s)
+
+
+def is_burst(recent: Demand, samples: Samples, cost: Cost, window_s: float, now: float) -> bool:
+    """Whether the last seconds' demand is above what the window before had, by far more than chance.
+
+    Knative's panic mode compares a short window with a long one in the same way
+    (https://knative.dev/docs/serving/autoscaling/kpa-specific/).
+    """
+    before = [demand for when, demand in samples if now - window_s - SAMPLE_S < when <= now - SAMPLE_S / 2]
+    if not before:
+        return False
+    certain = cost.replicas(recent) - _BURST_CERTAIN * cost.deviation(recent, SAMPLE_S)
+    return certain > _BURST * cost.replicas(mean(before))
+
+
+def mean(demands: Sequence[Demand]) -> Demand:
+    return sum(demands, start=NO_DEMAND).scaled(1 / len(demands))
+
+
+def remembered(samples: Samples, recent: Demand, now: float) -> tuple[tuple[float, Demand], ...]:
+    """With the newest sample, once `SAMPLE_S` have passed since the last one, and without those that are too old."""
+    kept = [sample for sample in takewhile(lambda one: one[0] <= now, samples) if sample[0] > now - 2 * LONGEST_TREND_S]
+    if not kept or now - kept[-1][0] >= 0.9 * SAMPLE_S:
+        kept.append((now, recent))
+    return tuple(kept)
