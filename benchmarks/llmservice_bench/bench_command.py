@@ -41,7 +41,7 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_requests(parser: argparse.ArgumentParser, trace: str) -> None:
-    parser.add_argument("--trace", type=Path, metavar="CSV", help=trace)
+    parser.add_argument("--trace", type=Path, metavar="FILE", help=trace)
     parser.add_argument("--scale", type=positive, default=1.0, help="multiply the trace's lengths by this")
     parser.add_argument("--seed", type=int, default=0, help="same seed, same requests")
 
@@ -55,12 +55,12 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
 _SERVE = """\
 Send requests in one of three ways and report throughput, latency and failures:
 
-  --trace CSV         at the trace's own times (column TIMESTAMP), stretched by --time-scale
+  --trace FILE        at the trace's own times, stretched by --time-scale
   --request-rate R    at random times, R per second, independent of the responses
   --concurrency N     N in flight, the next after each response; with --request-rate: at most N
 
-Without any of them all requests are sent at once. Their lengths come from the trace (columns ContextTokens and
-GeneratedTokens), or from a bundled sample of the Azure LLM inference trace 2023."""
+Without any of them all requests are sent at once. Their lengths come from the trace (of a format that `llmservice
+traffic` reads), or from a bundled sample of the Azure LLM inference trace 2023."""
 
 
 def _add_serve(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

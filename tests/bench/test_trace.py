@@ -36,25 +36,7 @@ def test_trace_scaled_to_a_model_fits_it_and_keeps_its_tail() -> None:
     assert small[1] / small[0] == pytest.approx(whole[1] / whole[0], rel=0.05)
 
 
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
-        ("TIMESTAMP,ContextTokens\n1,2\n", "no column GeneratedTokens"),
-        ("ContextTokens,GeneratedTokens\n1,x\n", "line 2: lengths must be whole numbers"),
-        ("ContextTokens,GeneratedTokens\n1,2\n3\n", "line 3: lengths must be whole numbers"),
-        ("ContextTokens,GeneratedTokens\n0,2\n", "line 2: lengths must be at least 1"),
-        ("ContextTokens,GeneratedTokens\n", "contains no request"),
-        ("", "no column"),
-    ],
-)
-def test_unusable_trace_is_refused_with_its_line(tmp_path: Path, text: str, complaint: str) -> None:
-    trace = tmp_path / "trace.csv"
-    trace.write_text(text)
-    with pytest.raises(TraceError, match=complaint):
-        read_trace(trace)
-
-
-def test_absent_trace_is_refused(tmp_path: Path) -> None:
+def test_unusable_trace_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="cannot read"):
         read_trace(tmp_path / "absent.csv")
 
@@ -91,27 +73,3 @@ def test_traces_own_times_count_from_its_first_request_and_stretch() -> None:
     assert times[:2] == pytest.approx([0.0, 11.1962], abs=1e-3)
     assert len(times) == 1000
     assert read_arrivals(SAMPLE, 0.1) == pytest.approx([time / 10 for time in times])
-
-
-@pytest.mark.parametrize(
-    "rows", ["5\n7.5\n", "2026-01-01 00:00:05\n2026-01-01 00:00:07.5\n"], ids=["seconds", "ISO 8601"]
-)
-def test_times_are_iso_or_seconds(tmp_path: Path, rows: str) -> None:
-    trace = tmp_path / "trace.csv"
-    trace.write_text("TIMESTAMP\n" + rows)
-    assert read_arrivals(trace) == [0.0, 2.5]
-
-
-@pytest.mark.parametrize(
-    ("rows", "complaint"),
-    [
-        ("5\nnoon\n", "line 3: TIMESTAMP must be ISO 8601 or a number of seconds"),
-        ("nan\n", "line 2: TIMESTAMP must be finite"),
-        ("5\n6\n4\n", "request 3: earlier than the one before it"),
-    ],
-)
-def test_unusable_times_are_refused(tmp_path: Path, rows: str, complaint: str) -> None:
-    trace = tmp_path / "trace.csv"
-    trace.write_text("TIMESTAMP\n" + rows)
-    with pytest.raises(TraceError, match=complaint):
-        read_arrivals(trace)
