@@ -48,17 +48,17 @@ class LatencyError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """What one step computes."""
+    """What one step computes, or the average of several steps, whose numbers are not whole."""
 
-    num_seqs: int
+    num_seqs: float
     """Sequences that decode a token."""
-    context_tokens: int
+    context_tokens: float
     """The sum of their contexts: the tokens whose keys and values are read."""
-    prompt_tokens: int = 0
+    prompt_tokens: float = 0
     """Prompt tokens computed in the step."""
-    prompt_chunks: int = 0
+    prompt_chunks: float = 0
     """The prompts that they are of."""
-    attention_pairs: int = 0
+    attention_pairs: float = 0
     """Over these chunks, the sum of the tokens that each token attends to; see `attention_pairs`."""
 
 
@@ -241,14 +241,14 @@ class LatencyModel:
         """Whether the arithmetic of a step of `num_tokens` takes longer than reading the weights for it."""
         return self.token_s * num_tokens > self._weights_s(num_tokens)
 
-    def _base_s(self, num_seqs: int, tokens: int) -> float:
+    def _base_s(self, num_seqs: float, tokens: float) -> float:
         matrices_s = max(self._weights_s(tokens), self.token_s * tokens)
         return self.step_s + self.sequence_s * num_seqs + self.transfer_s * tokens + matrices_s
 
-    def _weights_s(self, tokens: int) -> float:
-        return self.weights_s * (1 - self.expert_share * self.expert_idle**tokens)
+    def _weights_s(self, tokens: float) -> float:
+        return self.weights_s * (1 - self.expert_share * math.pow(self.expert_idle, tokens))
 
-    def _tokens_read(self, num_seqs: int, context_tokens: int) -> float:
+    def _tokens_read(self, num_seqs: float, context_tokens: float) -> float:
         """The contexts, of which layers with a window read less; as if all were equally long."""
         in_window = min(context_tokens, num_seqs * self.window_tokens)
         return context_tokens + self.window_share * (in_window - context_tokens)
