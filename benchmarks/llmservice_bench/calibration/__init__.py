@@ -1,0 +1,1 @@
+"""`llmservice calibrate`: the planner's latency model fitted to a running server."""

@@ -1,0 +1,90 @@
+"""`llmservice calibrate`, as a user runs it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from llmservice_bench.models import MODEL, serving
+from llmservice_planner.command import main
+from llmservice_planner.latency import LatencyModel
+
+Capture = pytest.CaptureFixture[str]
+
+
+async def calibrate(*flags: str) -> int:
+    return await asyncio.to_thread(main, ["calibrate", *flags])
+
+
+@pytest.mark.slow
+async def test_a_real_server_is_measured_within_the_time_and_its_model_written(tmp_path: Path, capsys: Capture) -> None:
+    async with serving() as server:
+        for flags in ((), ("--chat", "--max-num-seqs", "8")):
+            path = tmp_path / f"latency-{len(flags)}.json"
+            began_s = time.monotonic()
+            status = await calibrate("--url", server.url, "--seconds", "5", "-o", str(path), "--gpu", "h100", *flags)
+            assert time.monotonic() - began_s < 60
+            out = capsys.readouterr().out
+            assert status in (0, 1), out  # 1: this machine was too busy for a good fit
+            model = LatencyModel.read(path)
+            assert model.prefill_s(1024) > 0
+            assert model.decode_s(64, 500) >= model.decode_s(1, 100) > 0
+            report = json.loads(path.read_text())["calibration"]
+            assert report["model"] == MODEL
+            assert report["limits"]["max_num_seqs"] == (8 if flags else 64)
+            assert {"decode", "prefill"} <= set(report["errors"])
+            assert "held out" in out
+            assert "the planner's default for 1 x h100 takes, of the measured time:" in out
+
+
+@pytest.fixture
+async def other_server() -> AsyncIterator[str]:
+    """Lists models and serves none of them."""
+
+    async def models(_: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "m", "max_model_len": 128}, {"id": "n"}]})
+
+    async def refuse(_: web.Request) -> web.Response:
+        return web.json_response({"error": {"message": "no GPU"}}, status=500)
+
+    app = web.Application()
+    app.add_routes([web.get("/v1/models", models), web.post("/v1/completions", refuse)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    await runner.cleanup()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--model", "q"), "lists m, n, not q"),
+        ((), "takes 128 tokens of prompt and answer, at least 256"),
+        (("--model", "n"), "answered 500"),
+        (("--model", "n", "--metrics-url", "URL"), "does not answer as a server of ours"),
+        (("--model", "n", "--gpu", "h100"), "give --shape DIR"),
+        (("--model", "n", "-o", "absent/latency.json"), "is no folder"),
+    ],
+)
+async def test_what_cannot_be_measured_is_said_in_a_sentence(
+    other_server: str, capsys: Capture, flags: tuple[str, ...], message: str
+) -> None:
+    given: list[Any] = [flag.replace("URL", other_server) for flag in flags]
+    assert await calibrate("--url", other_server, *given) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+async def test_a_url_where_nothing_listens_is_named(capsys: Capture) -> None:
+    assert await calibrate("--url", "http://127.0.0.1:9") == 2
+    assert "cannot reach http://127.0.0.1:9/v1/models" in capsys.readouterr().err
