@@ -56,7 +56,7 @@ def measure_embeddings(num_inputs: int, input_tokens: int) -> dict[str, Any]:
                     engine.embedder.add(Embed(request_id=f"e{next(requests)}", inputs=inputs), time.monotonic())
                 began_s = time.perf_counter()
                 if beside:
-                    done = engine.embedder.step(time.monotonic(), engine.tokens_left, step_s)
+                    done = engine.embed(step_s)
                     counted.embedded_tokens += num_inputs * input_tokens * len(done)
                 stepped_s = time.perf_counter()
                 engine.step()

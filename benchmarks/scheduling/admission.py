@@ -17,13 +17,13 @@ from llmservice_bench.batch_scheduler import AdmitsAll
 from llmservice_bench.trace import Lengths, draw, read_trace
 from llmservice_planner.block_groups import BlockGroups
 from llmservice_planner.gpu import find_gpu
-from llmservice_planner.latency import LatencyModel, StepBatch, attention_pairs
+from llmservice_planner.latency import LatencyModel
 from llmservice_planner.shape import ModelShape
 from llmservice_server.engine.admission import Admission
 from llmservice_server.engine.block_pool import BlockPool
-from llmservice_server.engine.interfaces import Plan
 from llmservice_server.engine.request import Request
 from llmservice_server.engine.scheduler import ContinuousScheduler, SchedulerConfig
+from llmservice_server.engine.step_timer import step_batch
 from llmservice_server.types.messages import GenerateRequest, SamplingParams
 from scheduling.findings import Findings
 from scheduling.transformers_scheduler import TOKEN, Settings, TransformersScheduler
@@ -136,7 +136,7 @@ def simulate(
     while ends:
         plan = scheduler.schedule(now)
         scheduler.commit(plan)
-        now += latency.seconds(batch_of(plan))
+        now += latency.seconds(step_batch(plan))
         computed += plan.num_tokens
         batches.append(len(plan.scheduled))
         for request in [share.request for share in plan.scheduled if share.samples]:
@@ -155,19 +155,6 @@ def simulate(
         recomputed=1 - needed / computed,
         mean_batch=float(np.mean(batches)),
         preemptions=scheduler.num_preemptions.total(),
-    )
-
-
-def batch_of(plan: Plan) -> StepBatch:
-    """What a step computes: shares of one token that yield the next decode, others are chunks of prompts."""
-    decoding = [share for share in plan.scheduled if share.samples and share.num_tokens == 1]
-    chunks = [share for share in plan.scheduled if not (share.samples and share.num_tokens == 1)]
-    return StepBatch(
-        num_seqs=len(decoding),
-        context_tokens=sum(share.start + 1 for share in decoding),
-        prompt_tokens=sum(share.num_tokens for share in chunks),
-        prompt_chunks=len(chunks),
-        attention_pairs=sum(attention_pairs(share.start, share.num_tokens) for share in chunks),
     )
 
 

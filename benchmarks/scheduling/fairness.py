@@ -15,8 +15,9 @@ import numpy as np
 
 from llmservice_bench.trace import Lengths, draw, read_trace
 from llmservice_server.engine.request import Request
+from llmservice_server.engine.step_timer import step_batch
 from llmservice_server.types.messages import GenerateRequest, SamplingParams
-from scheduling.admission import MOST_TOKENS, batch_of, continuous, llama_8b_on_h100
+from scheduling.admission import MOST_TOKENS, continuous, llama_8b_on_h100
 from scheduling.findings import Findings
 from scheduling.transformers_scheduler import TOKEN
 
@@ -61,7 +62,7 @@ def simulate(*, named: bool) -> Served:
             scheduler.add(request)
         plan = scheduler.schedule(now)
         scheduler.commit(plan)
-        now += latency.seconds(batch_of(plan))
+        now += latency.seconds(step_batch(plan))
         for request in [share.request for share in plan.scheduled if share.samples]:
             whose, answer = running[request]
             tokens += 1

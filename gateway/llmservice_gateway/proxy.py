@@ -33,6 +33,7 @@ MOST_ATTEMPTS = 3
 LOST, MOVED, UNTRUSTED = "lost", "moved", "untrusted"
 MOST_LOST = 2
 """Attempts that may end with a lost pod: a request that kills pods must not kill them all."""
+QUEUE_FULL = "429"
 REFUSALS = frozenset({429, 503})
 """Statuses of a pod whose queue is full, or that drains: another one may have capacity."""
 CONNECT_TIMEOUT_S = 5.0
@@ -50,7 +51,9 @@ TIMEOUT_HEADER = "x-llmservice-timeout"
 """The client's time limit; a pod is sent what is left of it."""
 USAGE_HEADER = "x-llmservice-usage"
 """Of a request: asks the pod to report the tokens of its answer; of a response: the report."""
-OURS = frozenset({USAGE_HEADER, TOKEN_HEADER})
+COUNTED_HEADER = "x-llmservice-counted"
+"""Sent to a pod where another one has counted the request's arrival, and then refused it or had it moved."""
+OURS = frozenset({USAGE_HEADER, TOKEN_HEADER, COUNTED_HEADER})
 """Headers between gateway and pods: a client's are not forwarded, nor are the pods' sent to clients."""
 NOT_PASSED_ON = HOP_BY_HOP | OURS | {"date"}
 NOT_SENT_ON = HOP_BY_HOP | OURS | {"host", "content-length", "expect"}
@@ -99,6 +102,8 @@ class PodRequest:
     """Of the gateway itself, for one pod."""
     withheld: frozenset[str] = frozenset()
     """Further headers of the client that no pod gets to see."""
+    is_counted: bool = False
+    """Whether a pod has counted its arrival."""
 
 
 class Proxy:
@@ -167,6 +172,7 @@ class Proxy:
                 tried.add(ticket.backend.uid)
                 lost += again.reason == LOST
                 refusal = again.refusal
+                request.is_counted |= again.reason == QUEUE_FULL
                 self._metrics.retries.labels(request.model, again.reason).inc()
                 logger.info("request %s: pod %s: %s", request.request_id, ticket.backend.name, again.reason)
             finally:
@@ -233,6 +239,8 @@ class Proxy:
 
         while True:
             headers = passed.copy()
+            if request.is_counted:
+                headers[COUNTED_HEADER] = "1"
             if request.timeout_s is not None and (waited_s := self._clock() - request.arrived_s) >= 1:
                 headers[TIMEOUT_HEADER] = f"{max(0.001, request.timeout_s - waited_s):.3f}"
             headers.update(request.pod_headers(ticket.backend))
@@ -246,6 +254,7 @@ class Proxy:
                 if not is_moved or task.uncancel():  # the client left
                     raise
                 is_moved = False
+                request.is_counted = True
                 self._metrics.retries.labels(request.model, MOVED).inc()
             finally:
                 ticket.leave = None

@@ -28,7 +28,7 @@ class OutputLengths:
         self._counts = [0] * NUM_LENGTH_CLASSES
         self._means = [0.0] * NUM_LENGTH_CLASSES
 
-    def observe(self, prompt_tokens: int, output_tokens: int) -> None:
+    def observe(self, prompt_tokens: int, output_tokens: float) -> None:
         """An answer has ended."""
         each = length_class(prompt_tokens)
         count = self._counts[each] = min(self._counts[each] + 1, _MEMORY)

@@ -171,6 +171,20 @@ async def test_last_pods_response_is_returned_when_every_pod_refuses(
     assert [len(pod.requests) for pod in pods] == [1, 1]
 
 
+async def test_only_the_first_full_pod_counts_the_arrival_of_a_request(front: Any, serve: Any) -> None:
+    pods = await serve("llama", "a", "b")
+
+    async def refuse(_request: web.Request) -> web.Response:
+        return web.json_response({"error": {"message": "full"}}, status=429)
+
+    for pod in pods:
+        pod.answer = refuse
+    async with front.client.post(CHAT, json={"model": "llama"}, headers={"x-llmservice-counted": "1"}) as response:
+        assert response.status == 429
+    sent = [request.headers.get("x-llmservice-counted") for pod in pods for request, _ in pod.requests]
+    assert sorted(sent, key=str) == ["1", None]
+
+
 async def test_request_that_kills_pods_is_not_given_to_all_of_them(front: Any, serve: Any) -> None:
     pods = await serve("llama", "a", "b", "c", "d")
 

@@ -93,7 +93,7 @@ def _vectors(engine: EncoderEngine, inputs: list[list[int]], type_ids: list[list
     assert engine.stats().num_waiting == {"interactive": len(inputs)}
     done = []
     while engine.embedder.due_s() is not None:
-        done += engine.embedder.step(1.0, engine.tokens_left)
+        done += engine.embed(None)
     (answer,) = done
     assert answer.error is None
     return np.stack([np.frombuffer(vector, "<f4") for vector in answer.vectors])

@@ -123,6 +123,7 @@ class SchedulerUnderLoad(RuleBasedStateMachine):
         assert bool(plan.scheduled) == had_work  # work is never left lying
         assert plan.num_tokens <= self.config.max_num_batched_tokens
         assert len(plan.scheduled) <= self.config.max_num_seqs
+        assert plan.num_decodes <= sum(share.num_tokens == 1 for share in plan.scheduled)
         scheduled = [share.request for share in plan.scheduled]
         assert len(set(map(id, scheduled))) == len(scheduled)
         assert scheduled == list(dict.fromkeys(scheduled))

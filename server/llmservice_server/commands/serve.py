@@ -344,6 +344,7 @@ def run(args: argparse.Namespace) -> int:
         max_body_bytes=args.max_body_size,
         request_timeout_s=args.request_timeout or None,
         queue_timeout_s=args.queue_timeout or None,
+        expected_tokens=engine.expected_tokens,
         shape=_shape(model),
         generation_config=args.generation_config,
         chat_template=args.chat_template,

@@ -60,6 +60,7 @@ class Refusal:
 class _Entry:
     lane: str
     num_tokens: int
+    work: float  # tokens of the prompt, and those predicted of the answer
     client: str | None
 
 
@@ -80,14 +81,19 @@ class AdmissionQueue:
         self._waiting: dict[str, _Entry] = {}  # those of them that have no token yet
         self._num_waiting = Counter[str]()
         self._waiting_tokens = Counter[str]()
+        self._waiting_work = dict.fromkeys(bounds, 0.0)
         self._clients: dict[str, dict[str | None, _Waiting]] = {lane: {} for lane in bounds}
-        self._requests_drained = {lane: DrainRate(now) for lane in bounds}
-        self._tokens_drained = {lane: DrainRate(now) for lane in bounds}
+        self._work_drained = {lane: DrainRate(now) for lane in bounds}
 
-    def enter(self, request_id: str, lane: str, num_tokens: int, client: str | None = None) -> None:
-        self._in_flight[request_id] = self._waiting[request_id] = _Entry(lane, num_tokens, client)
+    def enter(
+        self, request_id: str, lane: str, num_tokens: int, client: str | None = None, predicted_tokens: float = 0.0
+    ) -> None:
+        """`num_tokens`: of the prompt; `predicted_tokens`: of the answer."""
+        entry = _Entry(lane, num_tokens, num_tokens + predicted_tokens, client)
+        self._in_flight[request_id] = self._waiting[request_id] = entry
         self._num_waiting[lane] += 1
         self._waiting_tokens[lane] += num_tokens
+        self._waiting_work[lane] += entry.work
         own = self._clients[lane].setdefault(client, _Waiting())
         own.requests += 1
         own.tokens += num_tokens
@@ -98,9 +104,9 @@ class AdmissionQueue:
         if entry is not None:
             self._num_waiting[entry.lane] -= 1
             self._waiting_tokens[entry.lane] -= entry.num_tokens
+            self._waiting_work[entry.lane] -= entry.work
             self._forget(entry)
-            self._requests_drained[entry.lane].add(1, now)
-            self._tokens_drained[entry.lane].add(entry.num_tokens, now)
+            self._work_drained[entry.lane].add(entry.work, now)
 
     def leave(self, request_ids: Iterable[str], now: float) -> None:
         """Sequences have ended, whether or not they ever started."""
@@ -136,12 +142,15 @@ class AdmissionQueue:
         lane: str,
         num_tokens: list[int],
         *,
+        predicted_tokens: float = 0.0,
         client: str | None = None,
         max_num_seqs: int,
         engine_lets_wait: bool,
         now: float,
     ) -> Refusal | None:
-        """Whether sequences with prompts of `num_tokens` would be too many for `lane`.
+        """Whether sequences with prompts of `num_tokens`, and answers of `predicted_tokens` in all, would be too many.
+
+        When to try again follows from the work that waits, the predicted answers included, and how fast it drains.
 
         Where no request waits in the engine, what it can run beside those in flight needs no queue.
         `engine_lets_wait` is a step old, what is counted here is exact: so no burst between two steps passes the bound.
@@ -151,22 +160,24 @@ class AdmissionQueue:
         if not engine_lets_wait:
             waiting = max(0, min(waiting, len(self._in_flight) + len(num_tokens) - max_num_seqs))
         limit, token_limit = self._refused_from(lane, client, num_tokens)
+        work = self._waiting_work[lane] + sum(num_tokens) + predicted_tokens
+        drained_per_s = self._work_drained[lane].per_s(now)
         if waiting > limit:
             return Refusal(
                 f"the {lane} queue is full: {self._num_waiting[lane]} sequences are waiting, {len(num_tokens)} more "
                 f"are refused from {limit} on, of at most {bound.max_requests}",
-                _seconds(waiting - limit, self._requests_drained[lane].per_s(now)),
+                _seconds(work * (waiting - limit) / (self._num_waiting[lane] + len(num_tokens)), drained_per_s),
             )
         tokens = self._waiting_tokens[lane] + sum(num_tokens)
         if waiting and self._num_waiting[lane] and tokens > token_limit:
             return Refusal(
                 f"the {lane} queue is full: {self._waiting_tokens[lane]} prompt tokens are waiting, {sum(num_tokens)} "
                 f"more are refused from {token_limit} on, of at most {bound.max_prompt_tokens}",
-                _seconds(tokens - token_limit, self._tokens_drained[lane].per_s(now)),
+                _seconds(work * (tokens - token_limit) / tokens, drained_per_s),
             )
         return None
 
 
-def _seconds(excess: float, drained_per_s: float) -> int:
-    """Until `excess` has drained, in whole seconds from 1 on; at most a minute."""
-    return _MAX_RETRY_S if excess >= _MAX_RETRY_S * drained_per_s else max(1, math.ceil(excess / drained_per_s))
+def _seconds(work: float, drained_per_s: float) -> int:
+    """Until so much has drained, in whole seconds from 1 on; at most a minute."""
+    return _MAX_RETRY_S if work >= _MAX_RETRY_S * drained_per_s else max(1, math.ceil(work / drained_per_s))

@@ -21,8 +21,10 @@ from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.interfaces import GrammarCompiler, Plan, Started, StepInFlight, StepResult
 from llmservice_server.engine.request import Request, Status, why_refused
 from llmservice_server.engine.scheduler import make_scheduler
+from llmservice_server.engine.step_timer import StepTimer, StepWork, step_work
 from llmservice_server.types.errors import GrammarError, failure_sentence, request_failure
 from llmservice_server.types.messages import (
+    Embedded,
     FinishReason,
     GenerateRequest,
     LoadAdapter,
@@ -67,6 +69,9 @@ class Engine:
         self._pending: list[Output] = []  # decided between steps, delivered with the next one
         self._arrivals = itertools.count()
         self.last_plan = Plan()
+        self._last_work = StepWork()
+        self._timer = StepTimer()
+        self._began_s: float | None = None  # the step in flight; None: its time is not known
         self.ready = Ready(
             max_model_len=longest,
             max_num_seqs=started.max_num_seqs,
@@ -92,11 +97,6 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self._requests or self._pending or self._in_flight or self._adapters)
 
-    @property
-    def tokens_left(self) -> int | None:
-        """Prompt tokens that the last step has left to embeddings; None where no request generates."""
-        return self.scheduler.tokens_left(self.last_plan) if self.wait_s() == 0 else None
-
     def wait_s(self) -> float:
         """Seconds until a step has something to do, unless a message arrives; 0 where there is work."""
         if self._pending or self._compiling or self._in_flight or self._adapters:
@@ -121,6 +121,13 @@ class Engine:
         for deadline_s in (request.deadline_s, request.queue_deadline_s):
             if deadline_s is not None:
                 heapq.heappush(self._deadlines, (deadline_s, request.request_id))
+
+    def embed(self, step_s: float | None) -> list[Embedded]:
+        """Compute embeddings, beside a step of `step_s` seconds with the prompt tokens that that one has left."""
+        self._began_s = None
+        self._timer.pause()
+        tokens_left = self.scheduler.tokens_left(self.last_plan) if self.wait_s() == 0 else None
+        return self.embedder.step(self._clock(), tokens_left, step_s)
 
     def change_adapter(self, message: LoadAdapter | UnloadAdapter) -> None:
         """Begin to load or unload an adapter; a later step reports the result."""
@@ -150,9 +157,14 @@ class Engine:
             outputs += self._overlap(now)
         else:
             self.last_plan = self.scheduler.schedule(now)
+            self._last_work = step_work(self.last_plan)
             self.runner.swap(self.last_plan)
-            outputs += self._compute(self.last_plan)
-        return StepOutputs(outputs=outputs, stats=self.stats(), adapters=self._adapters.take_reports())
+            outputs += self._compute(self.last_plan, now)
+        if self._in_flight is None and self.scheduler.wait_s(now) > 0:
+            self._timer.pause()
+        stats = self.stats()
+        stats.step = self._timer.take()
+        return StepOutputs(outputs=outputs, stats=stats, adapters=self._adapters.take_reports())
 
     def stats(self) -> Stats:
         """Gauges as of now; `batch_size` and `iteration_tokens` are the last step's."""
@@ -166,13 +178,14 @@ class Engine:
             prefix_queries=self.scheduler.prefix_queries,
             prefix_hits=self.scheduler.prefix_hits,
             batch_size=len(self.last_plan.scheduled),
-            iteration_tokens=self.last_plan.num_tokens,
+            iteration_tokens=self._last_work.num_tokens,
             num_admissible=self.scheduler.num_admissible,
         )
 
-    def _compute(self, plan: Plan) -> list[Output]:
+    def _compute(self, plan: Plan, began_s: float | None) -> list[Output]:
         """One step, from its launch to its end."""
         if not plan.scheduled:
+            self._timer.pause()
             return []
         results, failures = execute_isolated(
             lambda shares: self.runner.execute(Plan(scheduled=shares)), self.runner.recover, plan.scheduled
@@ -186,17 +199,22 @@ class Engine:
         ]
         for result in results:
             outputs += self._take(result, void)
+        self._timer.end(self._last_work, None if failures else began_s, self._clock())
         return outputs
 
     def _overlap(self, now: float) -> list[Output]:
         """Launch the next step behind the one in flight, then return the tokens that that one has sampled."""
         before, self._in_flight = self._in_flight, None
+        work, began_s = self._last_work, self._began_s
         with _expecting(self._continuing(before)):
             plan = self.last_plan = self.scheduler.schedule(now)
             self.runner.swap(plan)
             size = len(plan.scheduled)
             launched = attempt(lambda: self.runner.launch(plan, before), size) if size else None
+        self._last_work, self._began_s = step_work(plan), now  # while the device computes
         outputs = self._take(before.wait()) if before is not None else []
+        if before is not None:
+            self._timer.end(work, began_s, self._clock())
         ended = {share.request for share in plan.scheduled if share.request.status is Status.FINISHED}
         if launched is not None:
             self._in_flight = attempt(lambda: _sampled(launched, ended), size)
@@ -205,7 +223,7 @@ class Engine:
         elif size:  # it failed, so it is computed again, alone and with every token known
             self.runner.recover()
             rest = [share for share in plan.scheduled if share.request not in ended]
-            outputs += self._compute(Plan(scheduled=rest, registered=plan.registered))
+            outputs += self._compute(Plan(scheduled=rest, registered=plan.registered), began_s=None)
         return outputs
 
     def _continuing(self, step: StepInFlight | None) -> list[Request]:

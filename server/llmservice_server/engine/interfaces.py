@@ -46,6 +46,8 @@ class Plan:
     """One step: first the copies `swap_out`, then `swap_in`; then the runner computes `scheduled` in this order."""
 
     scheduled: list[Scheduled] = field(default_factory=list)
+    num_decodes: int = 0
+    """Of `scheduled`, those that are known to compute one token; a scheduler need not count them."""
     preempted: list[Request] = field(default_factory=list)
     swap_out: list[BlockCopy] = field(default_factory=list)
     swap_in: list[BlockCopy] = field(default_factory=list)

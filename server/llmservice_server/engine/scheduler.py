@@ -291,7 +291,9 @@ class ContinuousScheduler:
                     break
             request.num_computed_tokens = start + 1
             scheduled.append(Scheduled(request, start, 1, True))  # by name it would cost twice as much
-        return len(scheduled) - num_before
+        num_decodes = len(scheduled) - num_before
+        plan.num_decodes += num_decodes
+        return num_decodes
 
     def _make_room(self, request: Request, num_tokens: int, plan: Plan) -> bool:
         """Give `request` blocks for its share, preempting from the end of `running`; False if it is preempted."""

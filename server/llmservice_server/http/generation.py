@@ -139,6 +139,7 @@ def output_processor(
             client=options.client,
             deadline_s=None if options.timeout_s is None else arrival_s + options.timeout_s,
             queue_deadline_s=None if options.queue_timeout_s is None else arrival_s + options.queue_timeout_s,
+            predicted_tokens=state.arrivals.predict(len(prompt), max_tokens),
             cache_salt=request.cache_salt,
             adapter=None if options.adapter is None else options.adapter.name,
             adapter_version="" if options.adapter is None else options.adapter.version,
@@ -168,10 +169,11 @@ async def generate(
     request_ids = [request.request_id for request in requests]
     lengths = [len(request.prompt_token_ids) for request in requests]
     lane, client, deadline_s = requests[0].lane, requests[0].client, requests[0].deadline_s
-    state.require_room(serving, lane, lengths, client)
+    predicted = [request.predicted_tokens or 0.0 for request in requests]
+    state.require_room(serving, lane, lengths, sum(predicted), client)
     stream = state.engine.generate(requests)
-    for request_id, num_tokens in zip(request_ids, lengths, strict=True):
-        state.admission_queue.enter(request_id, lane, num_tokens, client)
+    for request_id, num_tokens, predicted_tokens in zip(request_ids, lengths, predicted, strict=True):
+        state.admission_queue.enter(request_id, lane, num_tokens, client, predicted_tokens)
     watcher = asyncio.create_task(_watch(receive, stream))
     delay_s = _LONGEST_TIMER_S if deadline_s is None else min(deadline_s - time.monotonic(), _LONGEST_TIMER_S)
     timer = asyncio.get_running_loop().call_later(delay_s, stream.fail, DeadlinePassedError())
@@ -191,6 +193,8 @@ async def generate(
         timer.cancel()
         state.admission_queue.leave(request_ids, time.monotonic())
         state.engine.abort(processor.close(reason))
+        for answer in processor.states:
+            state.arrivals.ended(answer)
         log.update(_log_fields(processor))
 
 

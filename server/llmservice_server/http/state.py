@@ -13,8 +13,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 from fastapi import Depends, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from llmservice_planner.sizing_request import EXPECTED_TOKENS
 from llmservice_server.engine.admission_queue import AdmissionQueue, QueueBound, Refusal
 from llmservice_server.engine.request import LANES
+from llmservice_server.http.arrivals import Arrivals
 from llmservice_server.http.error import ApiError, invalid
 from llmservice_server.ipc.client import EngineClient
 from llmservice_server.ipc.metrics import Metrics
@@ -83,6 +85,7 @@ class ServeConfig:
     api_key_file: Path | None = None  # None: no key is needed
     gateway_keys: Path | None = None  # a file with the public keys of the gateway that all requests come from
     audience: str = ""  # namespace/name of the LLMService, which the gateway's tokens must be for
+    expected_tokens: int = EXPECTED_TOKENS  # of a request, prompt and answer, as long as few have ended
     shape: Mapping[str, Any] | None = (
         None  # the model's figures in the planner's camelCase; None: a family that it does not know
     )
@@ -103,6 +106,7 @@ class ServerState:
     engine: EngineClient
     metrics: Metrics
     admission_queue: AdmissionQueue = field(init=False)
+    arrivals: Arrivals = field(init=False)
     tokenizer: Tokenizer | None = None
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)  # of requests that do not set them
     adapter_failures: dict[tuple[str, str], str] = field(default_factory=dict)  # by name and URI, of those listed
@@ -136,6 +140,7 @@ class ServerState:
     def __post_init__(self) -> None:
         self.idle.set()
         self.admission_queue = AdmissionQueue(self.config.queue_bounds, time.monotonic())
+        self.arrivals = Arrivals(self.metrics, self.config.expected_tokens)
 
     def drain(self) -> None:
         """Accept no more requests: neither new ones nor those whose bodies are not complete."""
@@ -185,22 +190,35 @@ class ServerState:
         message = f"{reason}: try again"
         return ApiError(503, message, code="not_ready", retry_after_s=_RETRY_LOADING_S, closes=closes)
 
-    def require_room(self, serving: Serving, lane: str, num_tokens: list[int], client: str | None) -> None:
-        """Raises ApiError (429) where sequences with prompts of `num_tokens` are too many for the lane's queue."""
-        if (refusal := self._why_refused(serving, lane, num_tokens, client)) is not None:
-            raise ApiError(429, refusal.message, code="queue_full", retry_after_s=refusal.retry_after_s)
+    def require_room(
+        self, serving: Serving, lane: str, num_tokens: list[int], predicted_tokens: float, client: str | None
+    ) -> None:
+        """Raises ApiError (429) where sequences with prompts of `num_tokens` are too many for the lane's queue.
 
-    def require_some_room(self, serving: Serving, client: str | None) -> None:
-        """Raises ApiError (429) where no lane has room; the lane may be named by the body, which is not read yet."""
-        refusals = [self._why_refused(serving, lane, [0], client) for lane in self.config.queue_bounds]
-        if None not in refusals:
-            self.require_room(serving, next(iter(self.config.queue_bounds)), [0], client)
+        `predicted_tokens`: of all their answers.
+        """
+        if (refusal := self._why_refused(serving, lane, num_tokens, predicted_tokens, client)) is not None:
+            raise _queue_full(refusal)
 
-    def _why_refused(self, serving: Serving, lane: str, num_tokens: list[int], client: str | None) -> Refusal | None:
+    def require_some_room(self, serving: Serving, lane: str, client: str | None) -> None:
+        """Raises ApiError (429) where no lane has room, since the body, which may name another one than `lane`, is not
+        read yet.
+        """
+        refusals = {
+            each: self._why_refused(serving, each, [0], 0.0, client) for each in {lane, *self.config.queue_bounds}
+        }
+        refusal = refusals[lane]
+        if refusal is not None and None not in refusals.values():
+            raise _queue_full(refusal)
+
+    def _why_refused(
+        self, serving: Serving, lane: str, num_tokens: list[int], predicted_tokens: float, client: str | None
+    ) -> Refusal | None:
         stats = self.engine.stats
         return self.admission_queue.why_refused(
             lane,
             num_tokens,
+            predicted_tokens=predicted_tokens,
             client=client,
             max_num_seqs=serving.ready.max_num_seqs,
             engine_lets_wait=stats is not None and any(stats.num_waiting.values()),
@@ -251,6 +269,10 @@ class ServerState:
             message = f"The model `{name}` does not exist: this server has {', '.join(names)}"
             raise ApiError(404, message, param="model", code="model_not_found")
         return adapter
+
+
+def _queue_full(refusal: Refusal) -> ApiError:
+    return ApiError(429, refusal.message, code="queue_full", retry_after_s=refusal.retry_after_s)
 
 
 def server_state(request: Request) -> ServerState:

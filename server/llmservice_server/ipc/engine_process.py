@@ -106,7 +106,7 @@ class EngineLoop:
         step_s: float | None = None
         while self._receive():
             if self._engine.embedder.due_s() is not None:
-                for embedded in self._engine.embedder.step(time.monotonic(), self._engine.tokens_left, step_s):
+                for embedded in self._engine.embed(step_s):
                     self.send(embedded)
             if self._engine.wait_s() == 0:
                 began_s = time.perf_counter()

@@ -25,6 +25,7 @@ from prometheus_client.registry import Collector
 
 from llmservice_server.engine.request import LANES
 from llmservice_server.ipc.endpoint_picker import EndpointPickerMetrics
+from llmservice_server.ipc.step_times import StepTimes
 from llmservice_server.text.output_processor import RequestState
 from llmservice_server.types.messages import Fallback, FinishReason, Ready, Stats
 
@@ -118,7 +119,15 @@ class Metrics:
 
         self.tokens = TokenMetrics(prefix, self._constant, _TOKEN_BUCKETS)
         self.registry.register(self.tokens)
+        self.steps = StepTimes(prefix, self._constant)
+        self.registry.register(self.steps)
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of sequences that produced a token")
+        lane = ("lane",)
+        self.arrived_requests = self._counter("arrived_requests", "Sequences that came, refused ones included", lane)
+        self.arrived_prompt_tokens = self._counter("arrived_prompt_tokens", "Prompt tokens of these", lane)
+        self.arrived_output_tokens = self._counter(
+            "arrived_output_tokens", "Tokens of their answers, as predicted when they came", lane
+        )
         self.request_success = self._counter("request_success", "Sequences ended, by reason", ("finished_reason",))
         self.request_rejected = self._counter("request_rejected", "HTTP requests refused, by reason", ("reason",))
         self.ignored_parameters = self._counter(
@@ -174,6 +183,8 @@ class Metrics:
             self.labels(self.kv_cache_blocks, state=state).set(number)
         self.admissible_sequences.set(stats.num_admissible)
         self.kv_cache_usage.set(stats.blocks_held / max(1, sum(blocks.values())))
+        if stats.step is not None:
+            self.steps.observe(stats.step)
         if stats.iteration_tokens:
             self.iteration_tokens.observe(stats.iteration_tokens)
             self.batch_size.observe(stats.batch_size)

@@ -28,6 +28,7 @@ from llmservice_server.runtime.startup import choose_device
 from llmservice_server.types.checkpoint_config import read_json_object
 from llmservice_server.types.errors import ConfigError, ModelLoadError, OutOfMemoryError
 from llmservice_server.types.messages import (
+    Embedded,
     GenerateRequest,
     LoadAdapter,
     Output,
@@ -171,9 +172,6 @@ class EncoderModel:
 class EncoderEngine:
     """What the engine process drives for a model that generates nothing: embeddings only."""
 
-    tokens_left: int | None = None
-    """No step of generating requests bounds a batch."""
-
     def __init__(self, embedder: BatchEmbedder, ready: Ready) -> None:
         self._embedder = embedder
         self.ready = ready
@@ -193,6 +191,10 @@ class EncoderEngine:
         self._refused.append(
             Output(request_id=message.request_id, finish_reason="error", error=problem, error_status=400)
         )
+
+    def embed(self, step_s: float | None) -> list[Embedded]:
+        """Compute a batch, which no step of generating requests bounds."""
+        return self._embedder.step(time.monotonic(), None, step_s)
 
     def change_adapter(self, message: LoadAdapter | UnloadAdapter) -> None:
         """Encoders have no adapters, and their servers send none."""

@@ -97,6 +97,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate",
     deadline_s: float | None = None  # monotonic; past it the request ends with "error"
     queue_deadline_s: float | None = None  # likewise, for a request that has not been scheduled by then
     cache_salt: str | None = None  # the prefix cache shares blocks only between requests with equal salts
+    predicted_tokens: float | None = None  # of the answer; None: as many as `max_tokens`
     adapter: str | None = None  # the name of a LoRA adapter; None: the model itself
     adapter_version: str = ""  # the one that `block_hashes` are of
     block_hashes: bytes = b""  # of the prompt's full blocks, where they are known: the engine need not compute them
@@ -176,6 +177,22 @@ class AdapterReport(msgspec.Struct, frozen=True, kw_only=True):
     error_status: int = 400  # HTTP status for `error`
 
 
+class StepTime(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """How long a step took, and what it computed: the planner's `StepBatch`.
+
+    `seconds` are those from the result before to its own, where the engine has computed ever since; else from the
+    step's begin. So they are what a token takes: planning, messages and copies included, as far as no other step hides
+    them. Steps that failed, or during which embeddings were computed, are not reported.
+    """
+
+    seconds: float
+    num_seqs: int  # sequences that decode
+    context_tokens: int  # whose keys and values they read, all together
+    prompt_tokens: int = 0
+    prompt_chunks: int = 0
+    attention_pairs: int = 0  # of each token of a chunk with each token up to it
+
+
 class Stats(msgspec.Struct, kw_only=True, array_like=True):
     """The engine's gauges and counters after a step; counters are totals since start."""
 
@@ -190,6 +207,7 @@ class Stats(msgspec.Struct, kw_only=True, array_like=True):
     batch_size: int  # sequences in this step
     iteration_tokens: int  # tokens in this step
     num_admissible: int  # requests like those before that the KV cache holds at once, at most `max_num_seqs`
+    step: StepTime | None = None  # that has ended since the message before
 
 
 class StepOutputs(msgspec.Struct, kw_only=True, tag="step"):

@@ -108,6 +108,29 @@ def test_when_to_come_again_is_estimated_from_how_fast_the_queue_drains() -> Non
     assert retry_after(drained=0, asked=1) == 60
 
 
+def test_when_to_come_again_depends_on_how_long_the_waiting_answers_will_be() -> None:
+    def retry_after_s(predicted_tokens: float) -> int:
+        queue = AdmissionQueue({"interactive": BOUND}, now=0.0)
+        for index in range(20):
+            queue.enter(f"short{index}", "interactive", 10, predicted_tokens=90)
+            queue.start(f"short{index}", index / 2)
+        for index in range(8):
+            queue.enter(f"waiting{index}", "interactive", 10, predicted_tokens=predicted_tokens)
+        refused = queue.why_refused(
+            "interactive",
+            [10] * 10,
+            predicted_tokens=10 * predicted_tokens,
+            max_num_seqs=8,
+            engine_lets_wait=True,
+            now=10.0,
+        )
+        assert refused is not None
+        return refused.retry_after_s
+
+    assert 4 <= retry_after_s(90) <= 6  # ten too many, two a second
+    assert retry_after_s(9 * 100 + 90) == pytest.approx(10 * retry_after_s(90), abs=10)
+
+
 @pytest.mark.parametrize("tokens", [10, 100])  # the queue is full of requests, or of tokens as well
 def test_a_client_that_fills_the_queue_keeps_none_out_that_uses_less_of_it(tokens: int) -> None:
     queue = AdmissionQueue({"interactive": BOUND}, now=0.0)

@@ -21,7 +21,7 @@ from llmservice_server.engine.request import TokenHistory
 from llmservice_server.engine.scheduler import ContinuousScheduler
 from llmservice_server.runtime.startup import start
 from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
-from llmservice_server.types.messages import GenerateRequest, Output, SamplingParams, TokenLogprobs
+from llmservice_server.types.messages import GenerateRequest, Output, SamplingParams, StepTime, TokenLogprobs
 
 VOCAB = 512
 BLOCK_BYTES = 2 * 2 * 16 * 2 * 8 * 4  # layers, keys and values, tokens, heads, head_dim, float32
@@ -380,3 +380,41 @@ def test_only_blocks_of_tokens_that_were_read_are_found_in_the_prefix_cache(fold
     alone.run()
     assert driver.tokens["second"] == alone.tokens["second"]
     assert driver.engine.stats().prefix_hits == 64  # of 70: the last token was never computed
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_each_step_is_timed_with_what_it_has_computed(folder: Path, overlap: bool) -> None:
+    driver = Driver.of(folder, overlap=overlap)
+    steps: list[StepTime] = []
+
+    def run() -> None:
+        while driver.engine.has_work:
+            driver.now += 1.0  # what a step takes
+            if (step := driver.engine.step().stats.step) is not None:
+                steps.append(step)
+
+    driver.add("a", [3] * 40, max_tokens=4)
+    driver.add("b", [4] * 9, max_tokens=3)
+    run()
+    driver.now += 1000.0  # nothing to do
+    driver.add("c", [5] * 20, max_tokens=2)
+    run()
+    work = [(each.num_seqs, each.context_tokens, each.prompt_tokens, each.prompt_chunks) for each in steps]
+    assert work == [(0, 0, 49, 2), (2, 51, 0, 0), (2, 53, 0, 0), (1, 43, 0, 0), (0, 0, 20, 1), (1, 21, 0, 0)]
+    began_late = [0, 4]  # without overlap, a step that follows a pause takes no time by this clock
+    expected = [0.0 if index in began_late and not overlap else 1.0 for index in range(6)]
+    assert [each.seconds for each in steps] == expected
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_during_which_embeddings_are_computed_is_not_timed_by_them(folder: Path, overlap: bool) -> None:
+    driver = Driver.of(folder, overlap=overlap)
+    driver.add("a", [3] * 4, max_tokens=8)
+    seconds = []
+    while driver.engine.has_work:
+        driver.now += 1.0
+        if (step := driver.engine.step().stats.step) is not None:
+            seconds.append(step.seconds)
+        driver.engine.embed(None)
+        driver.now += 500.0
+    assert all(each <= 1.0 for each in seconds)

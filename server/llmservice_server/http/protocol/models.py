@@ -5,7 +5,7 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from llmservice_server.types.messages import ModelCode
 
@@ -41,6 +41,25 @@ class AdapterStatus(BaseModel):
     error: Annotated[str | None, Field(description="why it could not be loaded")] = None
 
 
+class Steps(BaseModel):
+    """All steps of one kind with about as many sequences, since the server's start. All figures but the first are sums.
+
+    The seconds of a step are those from the result before to its own while there is work, else from its begin.
+    """
+
+    model_config = ConfigDict(from_attributes=True)
+
+    kind: Annotated[Literal["decode", "mixed"], Field(description="mixed: with prompt tokens")]
+    sequences: Annotated[int, Field(description="in a step, at most: a power of two; above half of it")]
+    steps: int
+    seconds: float
+    num_seqs: Annotated[int, Field(description="sequences that decode")]
+    context_tokens: Annotated[int, Field(description="whose keys and values these read")]
+    prompt_tokens: Annotated[int, Field(description="computed")]
+    prompt_chunks: Annotated[int, Field(description="sequences that these are of")]
+    attention_pairs: Annotated[int, Field(description="of a prompt's token with each token up to it")]
+
+
 class SizingReport(BaseModel):
     """The numbers that the engine runs with, and the model's shape that they were computed from."""
 
@@ -64,6 +83,7 @@ class SizingReport(BaseModel):
         dict[str, int | str | bool] | None,
         Field(description="as spec.model.shape of an LLMService; null: a family that the planner does not know"),
     ]
+    steps: Annotated[list[Steps], Field(description="how long steps took, by what they computed")]
 
 
 class Health(BaseModel):

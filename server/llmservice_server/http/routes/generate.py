@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from llmservice_server.http.arrivals import COUNTED_HEADER
 from llmservice_server.http.authentication import Client
 from llmservice_server.http.body import BodyRoute, num_body_bytes, run
 from llmservice_server.http.chat_format import ChatFormat
@@ -56,7 +57,18 @@ class GenerationRoute(BodyRoute):
     def admit(self, request: Request, state: ServerState, serving: Serving) -> None:
         state.require_task(serving, "generate")
         client: Client | None = request.scope.get("client_key")
-        state.require_some_room(serving, None if client is None else client.name)
+        lane = _default_lane(state, client)
+        try:
+            state.require_some_room(serving, lane, None if client is None else client.name)
+        except ApiError:
+            if COUNTED_HEADER not in request.headers:
+                state.arrivals.arrived_unread(lane)
+            raise
+
+
+def _default_lane(state: ServerState, client: Client | None) -> str:
+    """The API key's or the service's."""
+    return (None if client is None else client.lane) or state.config.default_lane
 
 
 router = APIRouter(route_class=GenerationRoute)
@@ -109,11 +121,11 @@ async def _processor(
         request.headers,
         body.priority,
         arrival_s=request.scope["arrival_s"],
-        default_lane=(None if client is None else client.lane) or state.config.default_lane,
+        default_lane=_default_lane(state, client),
         timeout_s=state.config.request_timeout_s,
         queue_timeout_s=state.config.queue_timeout_s,
     )
-    return output_processor(
+    processor = output_processor(
         state,
         serving,
         body,
@@ -123,6 +135,9 @@ async def _processor(
         options=replace(options, adapter=adapter, client=None if client is None else client.name),
         grammar=grammar,
     )
+    if COUNTED_HEADER not in request.headers:
+        state.arrivals.arrived(processor.requests)
+    return processor
 
 
 async def _respond(

@@ -15,6 +15,7 @@ from llmservice_server.http.protocol.models import (
     Model,
     ModelList,
     SizingReport,
+    Steps,
     Version,
     error_responses,
 )
@@ -101,6 +102,7 @@ async def show_sizing(state: StateDep, serving: ServingDep) -> SizingReport:
         max_loras=engine.max_loras,
         adapters=_adapters(state),
         shape=dict(state.config.shape) if state.config.shape is not None else None,
+        steps=[Steps.model_validate(each) for each in state.metrics.steps.sums],
     )
 
 
