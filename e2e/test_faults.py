@@ -86,6 +86,7 @@ def test_a_hung_prometheus_never_shrinks_a_service(cluster: Cluster, kube: Kube)
 
 
 def test_a_killed_server_is_restarted_and_serves_again(cluster: Cluster, kube: Kube) -> None:
+    wait_for(lambda: len(kube.pods(NAME)) == 1, 60, lambda: kube.pods(NAME))  # the other one may still drain
     (pid, *_) = cluster.server_processes()
     os.kill(pid, signal.SIGKILL)
 
