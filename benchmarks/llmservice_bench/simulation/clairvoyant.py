@@ -1,0 +1,143 @@
+"""The schedule of one who knows all arrivals and answers: the fewest replicas over time that keep the TTFT target.
+
+Each request's work on a replica is known from the latency model; a slot of time needs the replicas that do the work of
+the requests in it at a certain load. The highest such load at which the simulation keeps the promise is found by
+bisection. A replica is created its start-up time before it is needed; one that is needed again before another could
+start stays. The schedule is feasible, which is verified by simulation, and close to the fewest GPU-hours; that no
+other has fewer is not proven.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from llmservice_bench.simulation.fleet import Fleet, FleetConfig
+from llmservice_bench.simulation.observation import Bounds, Observation
+from llmservice_bench.simulation.outcome import Outcome, Targets
+from llmservice_operator.scaling.decision import Decision
+from llmservice_planner.latency import LatencyModel, StepBatch
+from llmservice_planner.traffic import TraceRequest
+
+SLOT_S = 5.0
+PROMISED = 0.99
+"""Share of the requests whose TTFT is within the target."""
+LEAST_LOAD, MOST_LOAD, STEPS = 0.2, 1.6, 7
+"""Of the bisection; a replica's load is 1 where it computes all the time with full batches."""
+
+
+class Scheduled:
+    """Replicas by time, decided before."""
+
+    interval_s = SLOT_S
+    jitter = 0.0
+    wakes = False
+
+    def __init__(self, name: str, replicas: Sequence[int]) -> None:
+        """`replicas`: of each slot; those of the last one stay."""
+        self.name = name
+        self._replicas = replicas
+
+    def decide(self, seen: Observation) -> Decision:
+        slot = min(int(seen.now_s / SLOT_S + 1e-6), len(self._replicas) - 1)
+        replicas = self._replicas[slot]
+        return Decision(replicas, replicas, (f"{self.name}: planned for {slot * SLOT_S:g}s -> {replicas}",))
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Seconds of a replica that each request takes beside others, and for how long it takes them."""
+
+    latency: LatencyModel
+    num_seqs: int
+    """Of a full batch."""
+    context_tokens: float
+    """Of each sequence in it."""
+
+    @classmethod
+    def of(cls, latency: LatencyModel, num_seqs: int, trace: Sequence[TraceRequest]) -> Work:
+        tokens = sum(each.output_tokens for each in trace)
+        context = sum(each.output_tokens * (each.prompt_tokens + each.output_tokens / 2) for each in trace)
+        return cls(latency, num_seqs, context / max(1, tokens))
+
+    @property
+    def step_s(self) -> float:
+        return self.latency.seconds(StepBatch(self.num_seqs, round(self.num_seqs * self.context_tokens)))
+
+    def by_slot(self, trace: Sequence[TraceRequest], duration_s: float) -> list[float]:
+        """The mean number of replicas that compute all the time; a prompt is work at its arrival, an answer after."""
+        work_s = [0.0] * (math.ceil(duration_s / SLOT_S) + 1)
+        step_s, model = self.step_s, self.latency
+        for each in trace:
+            slot = min(int(each.arrival_s / SLOT_S), len(work_s) - 1)
+            pairs = each.prompt_tokens * (each.prompt_tokens + 1) / 2
+            work_s[slot] += each.prompt_tokens * (model.token_s + model.transfer_s) + pairs * model.pair_s
+            lasts_s = each.output_tokens * step_s
+            last = min(int((each.arrival_s + lasts_s) / SLOT_S), len(work_s) - 1)
+            for taken in range(slot, last + 1):
+                work_s[taken] += lasts_s / self.num_seqs / (last - slot + 1)
+        return [one / SLOT_S for one in work_s]
+
+
+def needed(busy: Sequence[float], load: float, bounds: Bounds) -> list[int]:
+    """Replicas that serve in each slot, at this load; a slot needs no fewer than it and its neighbours on average."""
+    smooth = [
+        max(one, (busy[max(0, slot - 1)] + one + busy[min(len(busy) - 1, slot + 1)]) / 3)
+        for slot, one in enumerate(busy)
+    ]
+    return [max(1, bounds.of(math.ceil(one / load))) if one else bounds.min_replicas for one in smooth]
+
+
+def created(serving: Sequence[int], startup_s: float) -> list[int]:
+    """Replicas to ask for in each slot, so that those `serving` are ready: the most of the start-up time ahead."""
+    ahead = math.ceil(startup_s / SLOT_S)
+    return [max(serving[slot : slot + ahead + 1]) for slot in range(len(serving))]
+
+
+def clairvoyant(
+    config: FleetConfig, trace: Sequence[TraceRequest], bounds: Bounds, targets: Targets, duration_s: float
+) -> tuple[Outcome, FleetConfig]:
+    """The run of the cheapest schedule found, and its configuration, which has the replicas it begins with.
+
+    Where not even the most replicas keep the promise, the run with these.
+    """
+    work = Work.of(config.replica.latency, _full_batch(config, trace), trace)
+    busy = work.by_slot(trace, duration_s)
+    startup_s = max(config.startup_s)
+
+    def run(load: float) -> tuple[Outcome, FleetConfig]:
+        replicas = created(needed(busy, load, bounds), startup_s)
+        own = replace(config, initial=replicas[0])
+        return Fleet(own, trace, Scheduled("clairvoyant", replicas), duration_s).run(), own
+
+    def keeps(outcome: Outcome) -> bool:
+        return outcome.attainment(targets).ttft >= PROMISED
+
+    return _cheapest(run, lambda one: keeps(one[0]))
+
+
+R = tuple[Outcome, FleetConfig]
+
+
+def _cheapest(run: Callable[[float], R], keeps: Callable[[R], bool]) -> R:
+    """By bisection of the load; the lowest load's run where none keeps the promise."""
+    low, high = LEAST_LOAD, MOST_LOAD
+    best: R | None = None
+    for _ in range(STEPS):
+        load = (low + high) / 2
+        result = run(load)
+        if keeps(result):
+            low = load
+            if best is None or result[0].gpu_s < best[0].gpu_s:
+                best = result
+        else:
+            high = load
+    return run(LEAST_LOAD) if best is None else best
+
+
+def _full_batch(config: FleetConfig, trace: Sequence[TraceRequest]) -> int:
+    """Sequences of the trace's mean length that a replica runs at once."""
+    tokens = sum(each.prompt_tokens + each.output_tokens for each in trace) / max(1, len(trace))
+    room = (config.replica.num_blocks - 1) * config.replica.groups.block_size
+    return max(1, min(config.replica.scheduler.max_num_seqs, int(room / max(1.0, tokens))))

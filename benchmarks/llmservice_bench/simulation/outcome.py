@@ -1,0 +1,137 @@
+"""What a simulation has shown: promises kept, latencies, replicas over time, GPU time and decisions."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from llmservice_bench.simulation.latencies import GapHistogram
+from llmservice_bench.simulation.requests import SimulatedRequest
+from llmservice_operator.scaling.decision import Decision
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSize:
+    """From this time on."""
+
+    time_s: float
+    replicas: int
+    """That were asked for."""
+    ready: int
+    starting: int
+    terminating: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionRecord:
+    time_s: float
+    before: int
+    decision: Decision
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """Of every request; infinite without one."""
+
+    ttft_s: float = math.inf
+    itl_s: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Attainment:
+    """Shares of all requests that kept the targets; one that did not finish kept none."""
+
+    ttft: float
+    itl: float
+    both: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Of one run under one policy."""
+
+    policy: str
+    requests: Sequence[SimulatedRequest]
+    gaps: GapHistogram
+    sizes: Sequence[FleetSize]
+    decisions: Sequence[DecisionRecord]
+    duration_s: float
+    gpu_s: float
+    """GPU time within the duration, from each replica's creation to its end."""
+    num_steps: int
+    num_preemptions: int
+
+    def attainment(self, targets: Targets) -> Attainment:
+        ttft = itl = both = 0
+        for request in self.requests:
+            if request.outcome != "finished" or request.ttft_s is None:
+                continue
+            in_time, even = request.ttft_s <= targets.ttft_s, request.keeps_itl
+            ttft, itl, both = ttft + in_time, itl + even, both + (in_time and even)
+        count = max(1, len(self.requests))
+        return Attainment(ttft / count, itl / count, both / count)
+
+    @property
+    def outcomes(self) -> Counter[str]:
+        return Counter(request.outcome or "open" for request in self.requests)
+
+    def ttft_s(self, share: float) -> float | None:
+        """Of the requests that got a token, by nearest rank; None where none did."""
+        times = sorted(request.ttft_s for request in self.requests if request.ttft_s is not None)
+        return times[max(0, math.ceil(share * len(times)) - 1)] if times else None
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(request.num_tokens for request in self.requests)
+
+    @property
+    def gpu_hours(self) -> float:
+        return self.gpu_s / 3600
+
+    @property
+    def changes(self) -> list[DecisionRecord]:
+        """The decisions that changed the number of replicas."""
+        return [each for each in self.decisions if each.decision.replicas != each.before]
+
+    def turns_within(self, window_s: float) -> int:
+        """The most changes of direction (up after down, down after up) within any window of this length."""
+        signed = [(each.time_s, each.decision.replicas > each.before) for each in self.changes]
+        turns = [later[0] for earlier, later in pairwise(signed) if earlier[1] != later[1]]
+        return max((sum(1 for other in turns if 0 <= other - turn < window_s) for turn in turns), default=0)
+
+    def replicas_at(self, time_s: float) -> int:
+        return next((size.replicas for size in reversed(self.sizes) if size.time_s <= time_s), 0)
+
+    def to_dict(self, targets: Targets) -> dict[str, Any]:
+        """For `-o json`; times in seconds."""
+        kept, outcomes = self.attainment(targets), self.outcomes
+        return {
+            "policy": self.policy,
+            "requests": len(self.requests),
+            "outcomes": {name: outcomes[name] for name in ("finished", "refused", "failed", "timed_out")},
+            "within_slo": {"ttft": kept.ttft, "itl": kept.itl, "both": kept.both},
+            "ttft_seconds": {f"p{share:g}": self.ttft_s(share / 100) for share in (50, 90, 99)},
+            "itl_seconds": {f"p{share:g}": self.gaps.percentile(share / 100) for share in (50, 90, 99)},
+            "output_tokens": self.output_tokens,
+            "duration_seconds": self.duration_s,
+            "gpu_hours": self.gpu_hours,
+            "preemptions": self.num_preemptions,
+            "replicas": [
+                {"time": each.time_s, "replicas": each.replicas, "ready": each.ready, "starting": each.starting}
+                for each in self.sizes
+            ],
+            "decisions": [
+                {
+                    "time": each.time_s,
+                    "from": each.before,
+                    "to": each.decision.replicas,
+                    "wanted": each.decision.wanted,
+                    "reasons": list(each.decision.reasons),
+                }
+                for each in self.decisions
+            ],
+        }

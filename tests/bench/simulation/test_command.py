@@ -1,0 +1,98 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from llmservice_planner.command import main
+
+
+@pytest.fixture
+def files(tmp_path: Path, manifest: dict[str, Any]) -> tuple[Path, Path]:
+    """The manifest, and two minutes of traffic that need two replicas."""
+    service, trace = tmp_path / "service.yaml", tmp_path / "trace.csv"
+    service.write_text(yaml.safe_dump(manifest))
+    rows = [f"{number * 0.3},{300 + 37 * (number % 20)},{80 + 13 * (number % 9)}" for number in range(400)]
+    trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
+    return service, trace
+
+
+def simulate(files: tuple[Path, Path], *flags: str) -> int:
+    return main(["simulate", "-f", str(files[0]), "--trace", str(files[1]), *flags])
+
+
+def test_the_report_shows_promises_cost_and_decisions(
+    files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulate(files, "--startup", "20s") == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("chat on l4: 400 requests in 120 s (3.34/s)\n")
+    assert "99 % of first tokens within 2s; 99 % of the times between a request's tokens within 120ms." in shown
+    assert "Decisions of builtin: " in shown
+    assert "1 -> 2" in shown
+
+
+def test_policies_are_compared_on_the_same_traffic(
+    files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--compare", "builtin,hpa:target=6,static:3,clairvoyant", "--startup", "20s", "-o", "json")
+    assert simulate(files, *flags) == 0
+    document = json.loads(capsys.readouterr().out)
+    by_name = {each["policy"]: each for each in document["policies"]}
+    assert list(by_name) == ["builtin", "hpa", "static:3", "clairvoyant"]
+    for each in by_name.values():
+        assert each["requests"] == 400
+        assert sum(each["outcomes"].values()) == 400
+        assert 0 < each["gpu_hours"] <= 6 * 120 / 3600
+        assert all(decision["reasons"] for decision in each["decisions"])
+    assert by_name["static:3"]["gpu_hours"] == pytest.approx(
+        3 * document["policies"][0]["duration_seconds"] / 3600, 0.2
+    )
+    assert by_name["clairvoyant"]["within_slo"]["ttft"] >= 0.99
+    assert by_name["clairvoyant"]["gpu_hours"] < by_name["static:3"]["gpu_hours"]
+
+
+def test_a_page_and_a_plot_are_written(files: tuple[Path, Path], tmp_path: Path) -> None:
+    page, plot = tmp_path / "report.html", tmp_path / "plot.svg"
+    assert simulate(files, "--html", str(page), "--plot", str(plot), "--compare", "builtin,kpa") == 0
+    html = page.read_text()
+    assert "<svg" in html
+    assert "Decisions of builtin" in html
+    assert "Decisions of kpa" in html
+    assert "http-equiv" not in html
+    assert plot.read_text().count("<svg") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--policy", "vpa"), "there is no policy 'vpa': expected one of builtin, hpa"),
+        (("--latency", "/nowhere.json"), "/nowhere.json is no latency model in JSON"),
+        (("--html", "/nowhere/report.html"), "/nowhere is no folder: create it"),
+        (("--plot", "plot.gif"), "plot.gif ends in .gif, expected .svg or .png"),
+        (("--rate-scale", "0.00000001"), "the trace has no request within --duration and --rate-scale: raise them"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_sentence(
+    files: tuple[Path, Path], capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], message: str
+) -> None:
+    assert simulate(files, *flags) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"llmservice simulate: {message}")
+    assert shown.count("\n") == 1
+
+
+def test_a_manifest_without_figures_and_a_gpu_without_rates_name_the_remedy(
+    files: tuple[Path, Path], manifest: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = manifest["spec"]["model"].pop("shape")
+    files[0].write_text(yaml.safe_dump(manifest))
+    assert simulate(files) == 2
+    assert "set spec.model.shape" in capsys.readouterr().err
+    manifest["spec"]["model"]["shape"] = shape
+    del manifest["spec"]["resources"]["gpu"]
+    manifest["spec"]["slo"].pop("itlP99")
+    files[0].write_text(yaml.safe_dump(manifest))
+    assert simulate(files) == 2
+    assert "give --latency FILE" in capsys.readouterr().err
