@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from io import StringIO
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -201,7 +202,7 @@ def text_chart(
     x_label: str = "",
     marks: Mapping[str, float] | None = None,
 ) -> str:
-    """Series over x as text, of at most `width` columns; None is left out. `marks`: names of places on x, below it.
+    """Lines over x as text, of at most `width` columns; None is left out. `marks`: names of places on x, below it.
 
     Raises:
         ValueError: no value is there, or one that a logarithmic axis cannot show.
@@ -215,10 +216,13 @@ def text_chart(
     columns = max(8, width - margin)
     rows = [[" "] * columns for _ in range(height)]
     for mark, ys in zip(_MARKS * (1 + len(series) // len(_MARKS)), series.values(), strict=False):
-        for at, y in zip(x, ys, strict=True):
-            if y is not None:
-                row = round(_share(low, high, y, log=log_y) * (height - 1))
-                rows[row][round(_share(min(x), max(x), at, log=log_x) * (columns - 1))] = mark
+        places = [
+            (round(_share(min(x), max(x), at, log=log_x) * (columns - 1)), _share(low, high, y, log=log_y))
+            for at, y in zip(x, ys, strict=True)
+            if y is not None
+        ]
+        for column, share in _joined(places):
+            rows[round(share * (height - 1))][column] = mark
     lines = []
     for row in reversed(range(height)):
         label = labels[row] if row % max(1, (height - 1) // 3) == 0 or row == height - 1 else ""
@@ -238,6 +242,14 @@ def sparkline(values: Sequence[float], width: int = 60) -> str:
     means = [sum(values[at : at + size]) / len(values[at : at + size]) for at in range(0, len(values), size)]
     most = max(means)
     return "".join(_EIGHTHS[round(8 * max(0.0, mean) / most)] if most > 0 else " " for mean in means)
+
+
+def _joined(places: Sequence[tuple[int, float]]) -> Iterator[tuple[int, float]]:
+    """With a place in each column between two places."""
+    yield from places
+    for (left, low), (right, high) in pairwise(places):
+        for column in range(left + 1, right):
+            yield column, low + (high - low) * (column - left) / (right - left)
 
 
 def _x_axis(

@@ -196,15 +196,25 @@ class LatencyModel:
         tokens = batch.num_seqs + batch.prompt_tokens
         if not tokens:
             return 0.0
-        pairs: float = batch.attention_pairs
-        if self.window_share:
-            in_window = min(pairs, batch.prompt_tokens * self.window_tokens)
-            pairs += self.window_share * (in_window - pairs)
         return (
             self._base_s(batch.num_seqs + batch.prompt_chunks, tokens)
             + self.kv_token_s * self._tokens_read(batch.num_seqs, batch.context_tokens)
-            + self.pair_s * pairs
+            + self.pair_s * self._pairs(batch)
         )
+
+    def parts(self, batch: StepBatch) -> dict[str, float]:
+        """The terms of `seconds`; of weights and arithmetic, the one that takes less time is 0."""
+        tokens = batch.num_seqs + batch.prompt_tokens
+        reading, computing = self._weights_s(tokens), self.token_s * tokens
+        return {
+            "overhead": self.step_s
+            + self.sequence_s * (batch.num_seqs + batch.prompt_chunks)
+            + self.transfer_s * tokens,
+            "weights": reading if reading >= computing else 0.0,
+            "arithmetic": computing if reading < computing else 0.0,
+            "kv": self.kv_token_s * self._tokens_read(batch.num_seqs, batch.context_tokens),
+            "attention": self.pair_s * self._pairs(batch),
+        }
 
     def decode_s(self, num_seqs: int, context_tokens_each: float) -> float:
         """Of a step that decodes a token for each of `num_seqs` sequences."""
@@ -244,6 +254,13 @@ class LatencyModel:
     def _base_s(self, num_seqs: float, tokens: float) -> float:
         matrices_s = max(self._weights_s(tokens), self.token_s * tokens)
         return self.step_s + self.sequence_s * num_seqs + self.transfer_s * tokens + matrices_s
+
+    def _pairs(self, batch: StepBatch) -> float:
+        """Those of layers with a window are bounded by it."""
+        if not self.window_share:
+            return batch.attention_pairs
+        in_window = min(batch.attention_pairs, batch.prompt_tokens * self.window_tokens)
+        return batch.attention_pairs + self.window_share * (in_window - batch.attention_pairs)
 
     def _weights_s(self, tokens: float) -> float:
         return self.weights_s * (1 - self.expert_share * math.pow(self.expert_idle, tokens))

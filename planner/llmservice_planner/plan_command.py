@@ -8,12 +8,17 @@ import math
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import yaml
 
+from llmservice_planner.budget import Budget
+from llmservice_planner.charts import NO_MATPLOTLIB, ChartError, check_path, has_matplotlib, write
 from llmservice_planner.command import Command, CommandError
+from llmservice_planner.curve import Curve, TypicalRequest, curve, curve_text, draw_curve, most_sequences
 from llmservice_planner.explanation import format_bytes
 from llmservice_planner.gpu import GIB, GPUS, Device, UnknownGPU, cpu_device, find_gpu
+from llmservice_planner.latency import LatencyError, LatencyModel
 from llmservice_planner.quantization import QUANTIZATIONS
 from llmservice_planner.shape import FIELD_NAMES, ModelShape, ShapeError, weights_bytes
 from llmservice_planner.sizing import Plan, SizingError, SizingRequest, plan
@@ -48,6 +53,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     memory.add_argument("--list-gpus", action="store_true", help="print the catalogue and exit")
     _add_engine_arguments(parser.add_argument_group("the engine"))
+    _add_curve_arguments(parser.add_argument_group("the curve"))
     parser.add_argument("-o", "--output", choices=("table", "json", "yaml"), default="table", help="output format")
 
 
@@ -73,6 +79,17 @@ def _add_engine_arguments(engine: argparse._ArgumentGroup) -> None:
     )
 
 
+def _add_curve_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--curve", action="store_true", help="show tokens/s, ITL and TTFT over the batch size instead")
+    group.add_argument("--curve-out", type=Path, metavar="FILE", help="also plot the curve, as .svg or .png")
+    group.add_argument(
+        "--latency", type=Path, metavar="FILE", help="a latency model of `calibrate -o`, in place of the GPU's defaults"
+    )
+    group.add_argument(
+        "--ttft-p99", type=_duration, metavar="TIME", help="target for the time to the first token, such as 1s"
+    )
+
+
 def _run(args: argparse.Namespace) -> int:
     if args.list_gpus:
         print(gpu_table())
@@ -80,10 +97,48 @@ def _run(args: argparse.Namespace) -> int:
     try:
         request = _request(args)
         answer = plan(request)
-    except (ShapeError, SizingError, UnknownGPU) as error:
+        if answer.fits and (args.curve or args.curve_out):
+            return _run_curve(args, request)
+    except (ShapeError, SizingError, UnknownGPU, LatencyError, ChartError) as error:
         raise CommandError(str(error)) from error
     print(_render(request, answer, args.output))
     return 0 if answer.fits else 1
+
+
+def _run_curve(args: argparse.Namespace, request: SizingRequest) -> int:
+    """The status is 1 where not even one sequence meets the targets."""
+    if args.curve_out is not None:
+        check_path(args.curve_out)
+    found = _curve(args, request)
+    if args.output == "table":
+        print(curve_text(found))
+    else:
+        print(json.dumps(found.to_dict(), indent=2) if args.output == "json" else _yaml(found.to_dict()))
+    if args.curve_out is not None:
+        write(draw_curve(found), args.curve_out)
+        if args.output == "table":
+            print(f"\nplotted to {args.curve_out}")
+    elif args.output == "table":
+        print(f"\n--curve-out FILE.svg plots it{'' if has_matplotlib() else f'; {NO_MATPLOTLIB}'}")
+    return 1 if found.within_slo == 0 else 0
+
+
+def _curve(args: argparse.Namespace, request: SizingRequest) -> Curve:
+    budget = Budget.of(request)
+    model = budget.latency if args.latency is None else LatencyModel.read(args.latency)
+    if request.shape.is_encoder:
+        raise CommandError("--curve shows how fast a model decodes, and an encoder generates nothing: leave it out")
+    if model is None:
+        raise CommandError(
+            f"the rates of {request.device.name} are not known: measure a server with llmservice calibrate -o FILE, "
+            "and give --latency FILE"
+        )
+    typical = TypicalRequest.of(request.typical_tokens, budget.step.chunk)
+    most, why = most_sequences(budget, typical)
+    count = f"{request.device_count} x " if request.device_count > 1 else ""
+    source = "" if args.latency is None else f", {args.latency.name}"
+    title = f"{request.shape.architecture} on {count}{request.device.name}{source}"
+    return curve(model, typical, most, why, title=title, itl_p99_s=args.itl_p99, ttft_p99_s=args.ttft_p99)
 
 
 def _request(args: argparse.Namespace) -> SizingRequest:
@@ -136,8 +191,12 @@ def _render(request: SizingRequest, answer: Plan, output: str) -> str:
     if output == "json":
         return json.dumps(answer.to_dict(), indent=2)
     if output == "yaml":
-        return yaml.safe_dump(answer.to_dict(), sort_keys=False, width=120).rstrip()
+        return _yaml(answer.to_dict())
     return plan_table(request, answer)
+
+
+def _yaml(content: dict[str, Any]) -> str:
+    return yaml.safe_dump(content, sort_keys=False, width=120).rstrip()
 
 
 def _size(text: str) -> int:
