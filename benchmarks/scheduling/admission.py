@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from llmservice_bench.batch_scheduler import AdmitsAll
-from llmservice_bench.simulation.replica import batch_of
 from llmservice_bench.trace import Lengths, draw, read_trace
 from llmservice_planner.block_groups import BlockGroups
 from llmservice_planner.gpu import find_gpu

@@ -13,7 +13,6 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from llmservice_bench.simulation.replica import batch_of
 from llmservice_bench.trace import Lengths, draw, read_trace
 from llmservice_server.engine.request import Request
 from llmservice_server.engine.step_timer import step_batch

@@ -17,13 +17,14 @@ from llmservice_bench.simulation.latencies import GapHistogram
 from llmservice_bench.simulation.requests import SimulatedRequest, block_hashes
 from llmservice_operator.scaling.demand import Demand
 from llmservice_planner.block_groups import BlockGroups
-from llmservice_planner.latency import LatencyModel, StepBatch, attention_pairs
+from llmservice_planner.latency import LatencyModel, StepBatch
 from llmservice_planner.output_lengths import OutputLengths
 from llmservice_server.engine.admission_queue import AdmissionQueue, QueueBound, Refusal
 from llmservice_server.engine.block_pool import BlockPool
 from llmservice_server.engine.interfaces import Plan, Scheduled
 from llmservice_server.engine.request import LANES, Request
 from llmservice_server.engine.scheduler import BATCH, INTERACTIVE, ContinuousScheduler, SchedulerConfig
+from llmservice_server.engine.step_timer import step_batch
 from llmservice_server.types.messages import GenerateRequest, SamplingParams
 
 TTFT_BOUNDS_S: tuple[float, ...] = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4)
@@ -117,13 +118,14 @@ class Replica:
         The rules are those of the HTTP process, of which an idle engine's queue needs no bound.
         """
         self.advance(now)
-        arrived = Demand(1, request.prompt_tokens, self._lengths.predict(request.prompt_tokens))
-        self.arrived[request.trace.lane] += arrived
-        refusal = self._why_refused(request, now)
+        longest = max(1, self._max_request_tokens - request.prompt_tokens)
+        predicted_tokens = min(longest, self._lengths.predict(request.prompt_tokens))
+        self.arrived[request.trace.lane] += Demand(1, request.prompt_tokens, predicted_tokens)
+        refusal = self._why_refused(request, predicted_tokens, now)
         if refusal is not None:
             self.num_rejected += 1
             return refusal
-        self._enter(request, now)
+        self._enter(request, predicted_tokens, now)
         self._cut()
         return None
 
@@ -155,14 +157,14 @@ class Replica:
             self.num_plans += 1
             self._lets_wait = any(scheduler.num_waiting.values())
             if plan.scheduled:
-                self._run = Run(plan, now, batch_of(plan))
+                self._run = Run(plan, now, step_batch(plan))
                 if self.config.jumps and _only_decodes(plan, scheduler.running):
                     self._run.steps = self._equal_steps(self._run)
                 return
             if not plan.preempted:  # nothing fits until a deadline
                 return
 
-    def _why_refused(self, request: SimulatedRequest, now: float) -> Refusal | None:
+    def _why_refused(self, request: SimulatedRequest, predicted_tokens: float, now: float) -> Refusal | None:
         if request.prompt_tokens >= self._max_request_tokens:
             return Refusal(
                 f"{request.prompt_tokens} prompt tokens, and a request may have {self._max_request_tokens} with its "
@@ -172,12 +174,13 @@ class Replica:
         return self._queue.why_refused(
             request.trace.lane,
             [request.prompt_tokens],
+            predicted_tokens=predicted_tokens,
             max_num_seqs=self.config.scheduler.max_num_seqs,
             engine_lets_wait=self._lets_wait,
             now=now,
         )
 
-    def _enter(self, request: SimulatedRequest, now: float) -> None:
+    def _enter(self, request: SimulatedRequest, predicted_tokens: float, now: float) -> None:
         trace, prompt_tokens = request.trace, request.prompt_tokens
         deadline_s = request.arrival_s + self.config.request_timeout_s
         message = GenerateRequest(
@@ -187,12 +190,13 @@ class Replica:
             arrival_s=now,
             lane=trace.lane,
             deadline_s=deadline_s,
+            predicted_tokens=predicted_tokens,
             block_hashes=block_hashes(trace, request.number, self.config.groups.block_size),
         )
         engine_request = Request.of(message, self._arrived, 0, frozenset())
         self._arrived += 1
         self._requests[request], self._simulated[engine_request] = engine_request, request
-        self._queue.enter(message.request_id, trace.lane, prompt_tokens)
+        self._queue.enter(message.request_id, trace.lane, prompt_tokens, predicted_tokens=predicted_tokens)
         heapq.heappush(self._deadlines, (deadline_s, request.number, request))
         self.scheduler.add(engine_request)
 
@@ -214,8 +218,6 @@ class Replica:
         self._leave(request, now)
         self.num_finished += 1
         self.prompt_counts[bisect_left(PROMPT_BOUNDS, request.prompt_tokens)] += 1
-        if request.num_tokens:
-            self._lengths.observe(request.prompt_tokens, request.num_tokens)
         self.ended.append(request)
 
     def _cut(self) -> None:
@@ -282,6 +284,7 @@ class Replica:
                 request = self._simulated.get(share.request)
                 if request is not None and share.request.num_output_tokens == request.output_tokens:
                     self._end(request, now)
+                    self._lengths.observe(request.prompt_tokens, request.num_tokens)
                     request.end("finished", now)
         return now
 
@@ -369,23 +372,7 @@ class Replica:
             request.num_computed_tokens = start + steps
 
 
-def batch_of(plan: Plan) -> StepBatch:
-    """What a step computes: shares of one token that yield the next decode, others are chunks of prompts."""
-    num_seqs = context = prompt = chunks = pairs = 0
-    for share in plan.scheduled:
-        start, num_tokens = share.start, share.num_tokens
-        if num_tokens == 1 and share.samples:
-            num_seqs += 1
-            context += start + 1
-        else:
-            chunks += 1
-            prompt += num_tokens
-            pairs += attention_pairs(start, num_tokens)
-    return StepBatch(num_seqs, context, prompt, chunks, pairs)
-
-
 def _only_decodes(plan: Plan, running: Sequence[Request]) -> bool:
     """Whether each running request computes its one token."""
-    if len(plan.scheduled) != len(running) or plan.preempted or plan.swap_in or plan.swap_out:
-        return False
-    return all(share.num_tokens == 1 and share.samples for share in plan.scheduled)
+    moves = plan.preempted or plan.swap_in or plan.swap_out
+    return plan.num_decodes == len(plan.scheduled) == len(running) and not moves
