@@ -15,10 +15,10 @@ EXAMPLES = re.findall(r"```console\n\$ llmservice (.*)\n((?:.*\n)*?)```", DOCUME
 
 
 def test_the_document_has_its_examples() -> None:
-    assert len(EXAMPLES) == 2
+    assert len(EXAMPLES) == 3
 
 
-@pytest.mark.parametrize(("command", "printed"), EXAMPLES, ids=["fits", "does not fit"])
+@pytest.mark.parametrize(("command", "printed"), EXAMPLES, ids=["fits", "does not fit", "curve"])
 def test_an_example_is_what_the_command_prints(command: str, printed: str, capsys: pytest.CaptureFixture[str]) -> None:
     main(shlex.split(command))
     assert capsys.readouterr().out == printed
