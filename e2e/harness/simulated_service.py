@@ -13,6 +13,7 @@ from typing import Any
 from llmservice_operator.api.resource import LLMService
 from llmservice_operator.pods.pod import Pod, Trouble
 from llmservice_operator.scaling.decision import Decision, ScalingState, decide_replicas
+from llmservice_operator.scaling.demand import Demand
 from llmservice_operator.scaling.load import Load, Scrape, load_of
 from llmservice_operator.scaling.supply import StartupTimes, supply_of
 from llmservice_operator.sizing import Sized
@@ -44,6 +45,8 @@ class Moment:
     """Pods that the namespace may have."""
     batch_waiting: float = 0.0
     """Batch requests that wait on every pod, and fill every slot that is left."""
+    request: Demand | None = None
+    """The tokens of each request; None: the servers count no arrivals."""
     lanes: bool = True
     """Whether servers tell the lane of what runs."""
     set_by_s: float = 0.0
@@ -68,6 +71,7 @@ class _Pod:
     ready_s: float = math.inf
     in_flight: float = 0.0
     finished: float = 0.0
+    arrived: float = 0.0
     first_tokens: dict[float, float] = field(default_factory=lambda: dict.fromkeys(_BUCKETS, 0.0))
     scrapes: deque[Scrape] = field(default_factory=deque)
 
@@ -119,6 +123,7 @@ class _Pod:
             ttft_buckets=tuple(sorted(self.first_tokens.items())),
             batch_waiting=moment.batch_waiting,
             batch_running=batch if moment.lanes else None,
+            arrived=moment.request and moment.request.scaled(self.arrived),
         )
 
 
@@ -171,13 +176,15 @@ class SimulatedService:
                 pod.ready_s, pod.in_flight = math.inf, 0.0
             elif math.isinf(pod.ready_s) and self._now >= pod.created_s + moment.startup_s:
                 pod.ready_s = self._now
-                pod.scrapes.append(Scrape(self._now - self._tick_s, 0.0, 0.0))
+                arrived = moment.request and moment.request.scaled(0.0)
+                pod.scrapes.append(Scrape(self._now - self._tick_s, 0.0, 0.0, arrived=arrived))
 
     def _spread(self, moment: Moment) -> None:
         """As a gateway does: what waits and what arrives goes to the pods with least in flight, to a common level."""
         ready = sorted((pod for pod in self._pods if self._now >= pod.ready_s), key=lambda pod: pod.in_flight)
         arriving = moment.arrivals_per_s * self._tick_s
         for pod in ready:
+            pod.arrived += moment.arrivals_per_s * self._tick_s / len(ready)
             arriving += max(0.0, pod.in_flight - _SLOTS)
             pod.in_flight = min(pod.in_flight, _SLOTS)
         sums = accumulate(pod.in_flight for pod in ready)

@@ -18,6 +18,7 @@ from llmservice_operator.locations import Figures, Model, ModelSourceError
 from llmservice_planner.explanation import format_bytes
 from llmservice_planner.families import FAMILIES
 from llmservice_planner.gpu import CPU, GPU, UnknownGPU, cpu_device, find_gpu
+from llmservice_planner.latency import LatencyModel
 from llmservice_planner.shape import ModelShape, ShapeError
 from llmservice_planner.sizing import Plan, SizingError, SizingRequest, plan
 
@@ -83,6 +84,8 @@ class Sized:
     """Which figures were chosen before the planner was called; shown above its working."""
     report: SizingReport | None = None
     """Of a server that sized itself."""
+    latency: LatencyModel | None = None
+    """None where the device's rates or the model's figures are unknown."""
 
     @property
     def self_sized(self) -> bool:
@@ -106,24 +109,39 @@ def size(spec: LLMServiceSpec, model: Model, report: SizingReport | None = None)
         device = device_of(spec)
         if model.shape is None or model.figures_from == "pod":
             return _self_sized(spec, model, device, report)
-        answer = plan(sizing_request(spec, model, model.shape, device))
+        request = sizing_request(spec, model, model.shape, device)
+        answer = plan(request)
     except UnknownGPU as error:
         return SizingProblem("UnknownGPU", f"resources.gpu.product: {error}")
     except (ShapeError, SizingError) as error:
         return SizingProblem("InvalidSizing", str(error))
     if not answer.fits:
         return SizingProblem("DoesNotFit", _does_not_fit(answer))
-    return Sized(model, device, answer, answer.max_num_seqs, _notes(spec))
+    return Sized(model, device, answer, answer.max_num_seqs, _notes(spec), latency=_latency(request, answer))
 
 
 def _self_sized(spec: LLMServiceSpec, model: Model, device: GPU | CPU, report: SizingReport | None) -> Sized:
     """The server decides; the planner's prediction is shown beside it once the figures are known."""
-    answer = None
+    answer = latency = None
     if model.shape is not None:
         with contextlib.suppress(ShapeError, SizingError):
-            answer = plan(sizing_request(spec, model, model.shape, device))
+            request = sizing_request(spec, model, model.shape, device)
+            answer = plan(request)
+            latency = _latency(request, answer)
     given = None if spec.engine.max_num_seqs == "auto" else spec.engine.max_num_seqs
-    return Sized(model, device, answer, report.max_num_seqs if report else given, _notes(spec), report)
+    return Sized(model, device, answer, report.max_num_seqs if report else given, _notes(spec), report, latency)
+
+
+def _latency(request: SizingRequest, answer: Plan) -> LatencyModel | None:
+    return LatencyModel.of(
+        request.shape,
+        request.device,
+        request.device_count,
+        request.resolved_dtype,
+        answer.weights_bytes,
+        answer.kv_bytes_per_token,
+        request.quantization,
+    )
 
 
 def device_of(spec: LLMServiceSpec) -> GPU | CPU:

@@ -12,12 +12,14 @@ from itertools import takewhile
 
 SAMPLE_S = 15.0
 """Length of the short window: three passes."""
-SHORTEST_TREND_S, LONGEST_TREND_S = 60.0, 300.0
+_STRETCHES_S = (60.0, 120.0, 300.0)
 _CERTAIN = 2.0
 """Standard deviations that a trend has to exceed: of a constant load's differences 2 % do."""
 _BURST_CERTAIN = 3.0
 _BURST = 1.2
 """Beyond chance, a burst is at least this many times the load before it."""
+_ENOUGH_BEFORE = 2
+"""Samples; with one alone, what was before is not known."""
 _LENGTHS_FACTOR = 2.0
 """Variance of the load of n requests against that of n equal ones: 1 + cv², where prompts weigh most. In the Azure
 conversation trace of 2023 the coefficient of variation of prompts is 0.96, that of answers 0.77."""
@@ -31,23 +33,36 @@ class Demand:
 
     requests: float = 0.0
     prompt_tokens: float = 0.0
+    """Those that have to be computed."""
     output_tokens: float = 0.0
     """As predicted when the requests arrived."""
+    cached_tokens: float = 0.0
+    """Prompt tokens that are in the prefix cache."""
 
     def __add__(self, other: Demand) -> Demand:
         return Demand(
             self.requests + other.requests,
             self.prompt_tokens + other.prompt_tokens,
             self.output_tokens + other.output_tokens,
+            self.cached_tokens + other.cached_tokens,
+        )
+
+    def without(self, other: Demand) -> Demand:
+        return Demand(
+            max(0.0, self.requests - other.requests),
+            max(0.0, self.prompt_tokens - other.prompt_tokens),
+            max(0.0, self.output_tokens - other.output_tokens),
+            max(0.0, self.cached_tokens - other.cached_tokens),
         )
 
     def scaled(self, by: float) -> Demand:
-        return Demand(self.requests * by, self.prompt_tokens * by, self.output_tokens * by)
+        return Demand(self.requests * by, self.prompt_tokens * by, self.output_tokens * by, self.cached_tokens * by)
 
     def per_s(self, elapsed_s: float, to_compute: float) -> Demand:
-        """Of a count: the rate, with the share of the prompt tokens that is not in the prefix cache."""
+        """Of a count of all prompt tokens: the rate, with a share of them to be computed."""
         rate = self.scaled(1 / elapsed_s)
-        return Demand(rate.requests, rate.prompt_tokens * to_compute, rate.output_tokens)
+        prompt_tokens = rate.prompt_tokens * to_compute
+        return Demand(rate.requests, prompt_tokens, rate.output_tokens, rate.prompt_tokens - prompt_tokens)
 
     @property
     def tokens(self) -> float:
@@ -72,6 +87,9 @@ class Cost:
         tokens_s = self.prompt_token_s * demand.prompt_tokens + self.output_token_s * demand.output_tokens
         return max(0.0, self.request_s * demand.requests + tokens_s)
 
+    def scaled(self, by: float) -> Cost:
+        return Cost(self.request_s * by, self.prompt_token_s * by, self.output_token_s * by)
+
     def deviation(self, demand: Demand, over_s: float) -> float:
         """Standard deviation of `replicas(demand)` as measured over so many seconds, arrivals being independent."""
         count = demand.requests * over_s
@@ -91,28 +109,35 @@ class Trend:
     def after(self, horizon_s: float) -> float:
         """The prediction: growth fades with the time that it was measured over (Gardner & McKenzie, "Forecasting trends
         in time series", Management Science 31(10), 1985), and the load at most doubles."""
-        growth = self.per_s * self.over_s * (1 - math.exp(-horizon_s / self.over_s))
+        fades_s = 2 * self.over_s
+        growth = self.per_s * fades_s * (1 - math.exp(-horizon_s / fades_s))
         return min(self.level + growth, _MOST_GROWTH * self.level)
 
 
-def trend(samples: Samples, cost: Cost, horizon_s: float, now: float) -> Trend | None:
-    """The growth over the last minutes, as far as it is certain; None where there is none, or too little history.
+def trend(samples: Samples, cost: Cost, horizon_s: float, now: float, since_s: float = -math.inf) -> Trend | None:
+    """The growth that predicts most at the end of the horizon, as far as it is certain; None where there is none.
 
-    Two halves of the history are compared. A longer horizon needs longer ones: at least a minute, at most five.
+    Stretches of one to five minutes are each compared with as long a one before: short ones show a steep growth soon,
+    long ones a slow one at all. A growth that chance may explain is shrunk towards none (James & Stein, "Estimation
+    with quadratic loss", 1961). `since_s`: the end of the last burst, which was no trend.
     """
-    half_s = min(max(horizon_s, SHORTEST_TREND_S), LONGEST_TREND_S)
-    newer = [demand for when, demand in samples if when > now - half_s]
-    older = [demand for when, demand in samples if now - 2 * half_s < when <= now - half_s]
-    enough = half_s / SAMPLE_S / 2
+    found = [one for over_s in _STRETCHES_S if (one := _growth(samples, cost, over_s, now, since_s)) is not None]
+    return max(found, key=lambda one: one.after(horizon_s), default=None)
+
+
+def _growth(samples: Samples, cost: Cost, over_s: float, now: float, since_s: float) -> Trend | None:
+    newer = [demand for when, demand in samples if when > now - over_s]
+    older = [demand for when, demand in samples if max(since_s, now - 2 * over_s) < when <= now - over_s]
+    enough = 0.75 * over_s / SAMPLE_S
     if len(newer) < enough or len(older) < enough:
         return None
     after, before = mean(newer), mean(older)
-    chance = math.hypot(cost.deviation(after, half_s), cost.deviation(before, half_s))
-    growth = cost.replicas(after) - cost.replicas(before) - _CERTAIN * chance
-    if growth <= 0:
+    chance = math.hypot(cost.deviation(after, over_s), cost.deviation(before, over_s))
+    measured = cost.replicas(after) - cost.replicas(before)
+    if measured <= _CERTAIN * chance:
         return None
-    per_s = growth / half_s
-    return Trend(cost.replicas(after) + per_s * half_s / 2, per_s, half_s)
+    per_s = (measured - (_CERTAIN * chance) ** 2 / measured) / over_s
+    return Trend(cost.replicas(after) + per_s * over_s / 2, per_s, over_s)
 
 
 def is_burst(recent: Demand, samples: Samples, cost: Cost, window_s: float, now: float) -> bool:
@@ -122,7 +147,7 @@ def is_burst(recent: Demand, samples: Samples, cost: Cost, window_s: float, now:
     (https://knative.dev/docs/serving/autoscaling/kpa-specific/).
     """
     before = [demand for when, demand in samples if now - window_s - SAMPLE_S < when <= now - SAMPLE_S / 2]
-    if not before:
+    if len(before) < _ENOUGH_BEFORE:
         return False
     certain = cost.replicas(recent) - _BURST_CERTAIN * cost.deviation(recent, SAMPLE_S)
     return certain > _BURST * cost.replicas(mean(before))
@@ -134,7 +159,8 @@ def mean(demands: Sequence[Demand]) -> Demand:
 
 def remembered(samples: Samples, recent: Demand, now: float) -> tuple[tuple[float, Demand], ...]:
     """With the newest sample, once `SAMPLE_S` have passed since the last one, and without those that are too old."""
-    kept = [sample for sample in takewhile(lambda one: one[0] <= now, samples) if sample[0] > now - 2 * LONGEST_TREND_S]
+    oldest_s = now - 2 * max(_STRETCHES_S)
+    kept = [sample for sample in takewhile(lambda one: one[0] <= now, samples) if sample[0] > oldest_s]
     if not kept or now - kept[-1][0] >= 0.9 * SAMPLE_S:
         kept.append((now, recent))
     return tuple(kept)

@@ -5,11 +5,13 @@ Time is passed in and monotonic, so that setting the wall clock makes nothing ol
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from llmservice_operator.api.status import AutoscalingStatus
 from llmservice_operator.pods.pod import epoch
+from llmservice_operator.scaling.demand import Demand, remembered
 
 LONGEST_GAP_S = 120.0
 """Ticks are seconds apart, a failed pass at most two minutes. A longer gap is a suspended process, or a source of
@@ -20,6 +22,12 @@ just fits would be shrunk, overloaded and measured again in turn; kept for ever,
 """
 _CAPACITY_WEIGHT = 0.1
 """Of one reading against the known capacity: a pod that stalls for a moment, or loads its kernels, changes little."""
+
+_LEAST_CORRECTION = 0.2
+"""And at most the inverse: beyond that something other than the latency model is wrong."""
+
+_CERTAIN = 3.0
+"""Standard deviations of completions, which are counted over at least 45 seconds."""
 
 Timed = tuple[float, float]
 """(when, requests per second)."""
@@ -37,6 +45,12 @@ class History:
     """What one full replica finishes, over the readings so far."""
     throughput: Timed | None = None
     """The most that one replica finished lately, full or not."""
+    correction: Timed | None = None
+    """What full replicas finished against what the latency model predicts of them."""
+    demands: tuple[tuple[float, Demand], ...] = ()
+    """(when, per second) what arrived in the last minutes, by the quarter of a minute."""
+    burst_s: float | None = None
+    """When the last burst was seen."""
     last_tick: tuple[float, int] | None = None
     """(when, replicas)."""
     measured_s: float | None = None
@@ -81,14 +95,24 @@ class History:
         changes = (*history.changes, (now, change)) if change else history.changes
         return replace(history, changes=changes, last_tick=(now, replicas))
 
+    def arrived(self, now: float, demand: Demand | None) -> History:
+        """Note what arrives now, per second."""
+        return self if demand is None else replace(self, demands=remembered(self.demands, demand, now))
+
     def measure(
-        self, now: float, capacity_per_s: float | None, finished_per_s: float | None = None, quiet_s: float = 0.0
+        self,
+        now: float,
+        capacity_per_s: float | None,
+        finished_per_s: float | None = None,
+        quiet_s: float = 0.0,
+        predicted_per_s: float | None = None,
     ) -> History:
         """Note that there are metrics, and a replica's capacity according to them.
 
         `capacity_per_s` is a reading of full replicas; it moves the known capacity by a tenth of the difference.
         `finished_per_s` is what a replica, full or not, finished: the capacity is no lower. `quiet_s` is for how long
         the metrics show no request; where that does not reach back to the last measurement, the idle time begins anew.
+        `predicted_per_s` is what the latency model predicts of a full replica, whose correction moves likewise.
         """
         gap_s = 0.0 if self.measured_s is None else now - self.measured_s
         throughput, known = _fresh(self.throughput, now), self.capacity_per_s(now)
@@ -107,6 +131,7 @@ class History:
             unmeasured_s=now if gap_s > LONGEST_GAP_S else self.unmeasured_s,
             throughput=throughput,
             capacity=capacity,
+            correction=self._corrected(now, capacity_per_s, finished_per_s, predicted_per_s),
             idle_s=max(quiet_s, self.idle_s + gap_s) if quiet_s >= gap_s and quiet_s else quiet_s,
         )
 
@@ -114,6 +139,25 @@ class History:
         """Requests per second that one full replica finishes; None where that is unknown, or too old."""
         capacity = _fresh(self.capacity, now)
         return capacity and capacity[1]
+
+    def correction_at(self, now: float) -> float:
+        """1 where no full replica was measured lately."""
+        correction = _fresh(self.correction, now)
+        return 1.0 if correction is None else correction[1]
+
+    def _corrected(
+        self, now: float, full_per_s: float | None, finished_per_s: float | None, predicted_per_s: float | None
+    ) -> Timed | None:
+        known = self.correction_at(now)
+        if not predicted_per_s:
+            return self.correction
+        if full_per_s is not None:
+            reading = min(max(full_per_s / predicted_per_s, _LEAST_CORRECTION), 1 / _LEAST_CORRECTION)
+            return (now, known + _CAPACITY_WEIGHT * (reading - known))
+        certain_per_s = 0.0 if finished_per_s is None else finished_per_s - _CERTAIN * math.sqrt(finished_per_s) / 7
+        if certain_per_s > known * predicted_per_s:  # the busiest of many replicas finishes more than it could for long
+            return (now, min(certain_per_s / predicted_per_s, 1 / _LEAST_CORRECTION))
+        return self.correction
 
     def recommended_within(self, window_s: float, now: float) -> list[int]:
         return [replicas for when, replicas in self.recommendations if when > now - window_s]
@@ -129,7 +173,7 @@ class History:
 
     def forget_capacity(self) -> History:
         """A changed spec may have changed what each replica can do."""
-        return replace(self, capacity=None, throughput=None)
+        return replace(self, capacity=None, throughput=None, correction=None)
 
     def shifted(self, by_s: float) -> History:
         """The same history on a clock that is ahead by `by_s`."""
@@ -139,6 +183,9 @@ class History:
             changes=tuple((when + by_s, change) for when, change in self.changes),
             capacity=self.capacity and (self.capacity[0] + by_s, self.capacity[1]),
             throughput=self.throughput and (self.throughput[0] + by_s, self.throughput[1]),
+            correction=self.correction and (self.correction[0] + by_s, self.correction[1]),
+            demands=tuple((when + by_s, demand) for when, demand in self.demands),
+            burst_s=None if self.burst_s is None else self.burst_s + by_s,
             measured_s=None if self.measured_s is None else self.measured_s + by_s,
             unmeasured_s=None if self.unmeasured_s is None else self.unmeasured_s + by_s,
         )

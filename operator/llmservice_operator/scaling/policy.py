@@ -8,6 +8,7 @@ from typing import Literal
 
 from llmservice_operator.api import units
 from llmservice_operator.api.spec import Autoscaling, ScaleDown, ScaleUp, Slo
+from llmservice_operator.scaling.demand import NO_DEMAND
 from llmservice_operator.scaling.history import History
 from llmservice_operator.scaling.load import Load, PodLoad
 
@@ -127,11 +128,13 @@ class ScalePolicy:
 
         Rates and quantiles are of all lanes: with batch requests in the window they say nothing about the others.
         """
-        if self.batch == "scale" or not load.batch:
+        if self.batch == "scale" or not (load.batch or load.batch_demand.requests):
             return load
         return replace(
             load,
             pods=tuple(self._without_batch(pod) for pod in load.pods),
+            demand=load.demand and load.demand.without(load.batch_demand),
+            batch_demand=NO_DEMAND,
             arrivals_per_s=None,
             ttft_p50_s=None,
             ttft_p99_s=None,

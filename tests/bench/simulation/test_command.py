@@ -30,7 +30,7 @@ def test_the_report_shows_promises_cost_and_decisions(
     assert shown.startswith("chat on l4: 400 requests in 120 s (3.34/s)\n")
     assert "99 % of first tokens within 2s; 99 % of the times between a request's tokens within 120ms." in shown
     assert "Decisions of builtin: " in shown
-    assert "1 -> 2" in shown
+    assert " 1 -> " in shown
 
 
 def test_policies_are_compared_on_the_same_traffic(

@@ -11,11 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmservice_operator.scaling.capacity import ReplicaModel
 from llmservice_operator.scaling.decision import Decision, decide, decide_wake_up
+from llmservice_operator.scaling.demand import Demand
 from llmservice_operator.scaling.history import History
 from llmservice_operator.scaling.load import Held, Load, PodLoad
 from llmservice_operator.scaling.policy import ScalePolicy, ScalingRules
 from llmservice_operator.scaling.supply import Supply
+from llmservice_planner.capacity import ReplicaLimits
+from llmservice_planner.latency import LatencyModel
 
 NOW = 1_000_000.0
 SLOTS = 8
@@ -215,3 +219,84 @@ def test_a_constant_load_is_never_oscillated_about(demand: int, start: int, star
     assert len(set(directions)) <= 1, seen
     assert len(set(seen[-60:])) == 1, seen
     assert seen[-1] * SLOTS >= demand or seen[-1] == policy.max_replicas
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What a pass sees of a service whose servers count arrivals."""
+
+    requests_per_s: float
+    running: int
+    waiting: int
+    blind: bool = False
+    missing: int = 0
+
+    def load(self, ready: int) -> Load | None:
+        if self.blind:
+            return None
+        each = PodLoad("pod", min(SLOTS, self.running / ready), self.waiting / ready, 0.0)
+        gone = tuple(f"gone-{n}" for n in range(self.missing))
+        rate = self.requests_per_s
+        return Load("pods", (each,) * ready, gone, demand=Demand(rate, 1000 * rate, 200 * rate))
+
+
+flows = st.builds(
+    Flow,
+    requests_per_s=st.floats(0, 30),
+    running=st.integers(0, 60),
+    waiting=st.integers(0, 60),
+    blind=st.sampled_from([False] * 9 + [True]),
+    missing=st.sampled_from([0] * 9 + [1]),
+)
+REPLICA = ReplicaModel(
+    LatencyModel(step_s=5e-4, sequence_s=1e-5, weights_s=0.06, token_s=1.5e-4, kv_token_s=5e-7, pair_s=1e-9),
+    ReplicaLimits(max_num_seqs=SLOTS, kv_tokens=20_000, max_num_batched_tokens=2048),
+    ttft_p99_s=2.0,
+)
+"""About an 8B model on an L4: half a request a second."""
+
+
+def decide_each(story: Sequence[Flow], policy: ScalePolicy) -> Iterator[tuple[int, Flow, Decision]]:
+    """Passes five seconds apart; replicas are ready at once."""
+    now, current, history = NOW, 3, History.start(NOW - 1000, 3)
+    for flow in story:
+        now += 5.0
+        supply = Supply(current, ready=current)
+        decision, history = decide(flow.load(current), supply, policy, history, now, model=REPLICA)
+        yield current, flow, decision
+        current = decision.replicas
+
+
+@given(story=st.lists(flows, min_size=1, max_size=40))
+def test_a_flow_of_requests_is_decided_within_bounds_with_reasons_and_never_by_guessing(story: list[Flow]) -> None:
+    for before, flow, decision in decide_each(story, policy_of(low=1, high=30)):
+        assert 1 <= decision.replicas <= 30
+        assert decision.reasons
+        if flow.blind or flow.missing:
+            assert decision.replicas >= before
+        elif decision.replicas != before:
+            assert any(reason.endswith(f"-> {decision.replicas}") for reason in decision.reasons)
+
+
+@given(
+    story=st.lists(flows, max_size=30),
+    last=flows,
+    arrivals=st.floats(0, 30),
+    running=st.integers(0, 60),
+    waiting=st.integers(0, 60),
+)
+def test_more_arrivals_or_requests_in_flight_never_ask_for_less(
+    story: list[Flow], last: Flow, arrivals: float, running: int, waiting: int
+) -> None:
+    policy = policy_of(low=1, high=200)
+    busier = replace(
+        last,
+        requests_per_s=last.requests_per_s + arrivals,
+        running=last.running + running,
+        waiting=last.waiting + waiting,
+    )
+
+    *_, (_, _, less) = decide_each([*story, last], policy)
+    *_, (_, _, greater) = decide_each([*story, busier], policy)
+
+    assert greater.wanted >= less.wanted

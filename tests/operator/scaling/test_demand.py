@@ -52,11 +52,21 @@ def test_a_trend_extrapolates_less_the_farther_it_reaches_and_never_beyond_twice
     assert found.after(10_000) <= 2 * found.level
 
 
-def test_a_long_start_is_looked_ahead_over_by_a_longer_history() -> None:
-    rates = [20 + 0.5 * number for number in range(40)]
+def test_slow_growth_shows_over_a_longer_time() -> None:
+    rates = [20 + 0.2 * number for number in range(40)]
 
-    assert trend(history(*rates), COST, 600.0, NOW).over_s == 300  # type: ignore[union-attr]
-    assert trend(history(*rates[-16:]), COST, 600.0, NOW) is None
+    found = trend(history(*rates), COST, 60.0, NOW)
+
+    assert found is not None
+    assert found.over_s == 300
+    assert trend(history(*rates[-16:]), COST, 60.0, NOW) is None
+
+
+def test_a_burst_is_no_trend() -> None:
+    rates = [20] * 4 + [40] * 4
+
+    assert trend(history(*rates), COST, 60.0, NOW) is not None
+    assert trend(history(*rates), COST, 60.0, NOW, since_s=NOW - 50) is None
 
 
 @pytest.mark.parametrize(
@@ -66,7 +76,7 @@ def test_a_long_start_is_looked_ahead_over_by_a_longer_history() -> None:
         pytest.param([20, 20, 20, 20], 24, False, id="a little more"),
         pytest.param([1, 1, 1, 1], 2, False, id="a few requests more than a few"),
         pytest.param([0, 0, 0, 0], 2, True, id="thirty after none"),
-        pytest.param([], 40, False, id="nothing to compare with"),
+        pytest.param([1], 40, False, id="too little to compare with"),
     ],
 )
 def test_a_burst_is_a_jump_beyond_chance(before: list[float], recent: float, is_one: bool) -> None:

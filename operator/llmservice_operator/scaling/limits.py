@@ -1,0 +1,64 @@
+"""How far and how fast the recommendation may be followed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmservice_operator.scaling.analysis import Forecast
+from llmservice_operator.scaling.history import History
+from llmservice_operator.scaling.policy import ScalePolicy
+from llmservice_operator.scaling.recommendation import Recommendation
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What to set, and why."""
+
+    replicas: int
+    wanted: int
+    """The recommendation within the user's bounds, before stabilisation."""
+    reasons: tuple[str, ...]
+    active: bool = True
+    """False without metrics."""
+    forecast: Forecast | None = None
+    """Demand and capacity that it was made with, where they are known."""
+
+
+def limit(
+    asked: Recommendation, current: int, policy: ScalePolicy, history: History, now: float, *, at_once: bool = False
+) -> Decision:
+    """Bound what may be reached, and how fast.
+
+    Never above or below the user's bounds, which apply at once. Within them: shrinks only to the highest
+    recommendation younger than the scale-down stabilisation, grows only to the lowest one younger than the scale-up
+    stabilisation, and moves no further than the step that the period allows. `at_once`: growing waits for nothing.
+    """
+    wanted = policy.bounded(asked.replicas)
+    reasons = list(asked.reasons)
+    if wanted != asked.replicas:
+        reasons.append(f"bounds: {policy.min_replicas} to {policy.max_replicas} -> {wanted}")
+    stable = wanted if at_once and wanted > current else _stabilized(wanted, current, policy, history, now)
+    if stable != wanted:
+        window_s = (policy.down if wanted < current else policy.up).stabilization_s
+        reasons.append(f"stabilization: {wanted} must hold for {window_s:g}s -> {stable}")
+    replicas = min(stable, policy.up.highest(current, history, now))
+    replicas = max(replicas, policy.down.lowest(current, history, now))
+    if replicas != stable:
+        rules = policy.up if stable > current else policy.down
+        if replicas == current and rules.cooldown_s:
+            reasons.append(f"cooldown: no step within {rules.cooldown_s:g}s of a change -> {replicas}")
+        else:
+            reasons.append(f"step: {rules.about} -> {replicas}")
+    return Decision(policy.bounded(replicas), wanted, tuple(reasons))
+
+
+def _stabilized(wanted: int, current: int, policy: ScalePolicy, history: History, now: float) -> int:
+    if wanted == 0:
+        return 0  # `idleTimeout` is over, which is the stabilisation of the last replica
+    if wanted < current:
+        if history.unmeasured_s is not None and now - history.unmeasured_s < policy.down.stabilization_s:
+            return current
+        return min(current, max(wanted, *history.recommended_within(policy.down.stabilization_s, now), 0))
+    if wanted > current:
+        return max(current, min(wanted, *history.recommended_within(policy.up.stabilization_s, now), wanted))
+    return wanted
