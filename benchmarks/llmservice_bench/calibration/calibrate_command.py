@@ -57,7 +57,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="prompt tokens that a step computes at most, for servers that are not ours (default: 2048)",
     )
     parser.add_argument(
-        "--shape",
+        "--model-folder",
         metavar="DIR",
         type=Path,
         help="the model's folder, for servers that are not ours: mixtures of experts and sliding windows need it",
@@ -107,6 +107,7 @@ def _run(args: argparse.Namespace) -> int:
 
 async def _calibrate(args: argparse.Namespace) -> _Calibrated:
     import aiohttp
+    from rich.console import Console
 
     from llmservice_bench.calibration.fit import fit
     from llmservice_bench.calibration.measure import measure
@@ -123,7 +124,16 @@ async def _calibrate(args: argparse.Namespace) -> _Calibrated:
         expected = _expected(args, shape, sizing)
         target = Target(args.url, name, chat=args.chat, ignore_eos=True, headers=headers)
         began = time.perf_counter()
-        measured = await measure(session, target, limits, seconds=args.seconds, steps_url=sizing_url, seed=args.seed)
+        with Console(stderr=True).status("") as status:  # shown on a terminal only
+            measured = await measure(
+                session,
+                target,
+                limits,
+                seconds=args.seconds,
+                steps_url=sizing_url,
+                seed=args.seed,
+                on_phase=lambda phase: status.update(f"measuring {name}: {phase}"),
+            )
         seconds = time.perf_counter() - began
     return _Calibrated(name, limits, measured, fit(measured.samples, _known(shape)), seconds, expected)
 
@@ -179,8 +189,8 @@ def _limits(args: argparse.Namespace, sizing: Mapping[str, Any], max_model_len: 
 
 
 def _shape(args: argparse.Namespace, sizing: Mapping[str, Any]) -> ModelShape | None:
-    if args.shape is not None:
-        return ModelShape.from_folder(args.shape)
+    if args.model_folder is not None:
+        return ModelShape.from_folder(args.model_folder)
     return ModelShape.from_fields(sizing["shape"]) if sizing.get("shape") else None
 
 
@@ -205,7 +215,7 @@ def _expected(args: argparse.Namespace, shape: ModelShape | None, sizing: Mappin
     find_gpu(args.gpu)
     if shape is None:
         raise CommandError(
-            "--gpu compares with the planner's default, which needs the model's folder: give --shape DIR"
+            "--gpu compares with the planner's default, which needs the model's folder: give --model-folder DIR"
         )
     return _default(shape, args.gpu, args.gpu_count, sizing.get("memory_bytes", {}).get("weights"))
 
@@ -292,5 +302,5 @@ COMMAND = Command(
     add_arguments=_add_arguments,
     run=_run,
     extra="bench",
-    requires=("aiohttp", "numpy"),
+    requires=("aiohttp", "numpy", "rich"),
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, pairwise
 from statistics import median
@@ -137,6 +137,7 @@ class Driver:
     rng: np.random.Generator
     steps_url: str | None
     """Of the steps' sums; None: the server has none."""
+    on_phase: Callable[[Phase], None]
     measured: Measurement = field(default_factory=Measurement)
     token_s: float = 0.0
     """The longest time per prompt token so far."""
@@ -156,6 +157,7 @@ class Driver:
                 elif time.perf_counter() > ends_at:
                     break
                 continue
+            self.on_phase(phase)
             await self._measure(phase)
             if count < len(wanted):
                 self.measured.done.append(phase)
@@ -288,12 +290,19 @@ class Driver:
 
 
 async def measure(
-    session: aiohttp.ClientSession, target: Target, limits: Limits, *, seconds: float, steps_url: str | None, seed: int
+    session: aiohttp.ClientSession,
+    target: Target,
+    limits: Limits,
+    *,
+    seconds: float,
+    steps_url: str | None,
+    seed: int,
+    on_phase: Callable[[Phase], None],
 ) -> Measurement:
-    """Measures for about `seconds`. Raises `TargetError`."""
+    """Measures for about `seconds`, and calls `on_phase` before each phase. Raises `TargetError`."""
     rng = np.random.default_rng(seed)
     rate = await measure_word_rate(session, target, rng)
-    driver = Driver(session, target, rate, limits, rng, steps_url)
+    driver = Driver(session, target, rate, limits, rng, steps_url, on_phase)
     measured = await driver.run(phases(limits), seconds)
     if not measured.samples:
         reasons: Any = ", ".join(f"{count} x {reason}" for reason, count in measured.failures.items())

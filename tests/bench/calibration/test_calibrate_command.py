@@ -71,7 +71,7 @@ async def other_server() -> AsyncIterator[str]:
         ((), "takes 128 tokens of prompt and answer, at least 256"),
         (("--model", "n"), "answered 500"),
         (("--model", "n", "--metrics-url", "URL"), "does not answer as a server of ours"),
-        (("--model", "n", "--gpu", "h100"), "give --shape DIR"),
+        (("--model", "n", "--gpu", "h100"), "give --model-folder DIR"),
         (("--model", "n", "-o", "absent/latency.json"), "is no folder"),
     ],
 )

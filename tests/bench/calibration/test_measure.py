@@ -1,12 +1,15 @@
-"""Which compositions are measured."""
+"""Which compositions are measured, and what the answers of a server say of its steps."""
 
 from __future__ import annotations
 
+import aiohttp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmservice_bench.calibration.measure import Limits, phases
+from llmservice_bench.calibration.measure import Limits, measure, phases
+from llmservice_bench.client import Target
+from llmservice_bench.models import MODEL, serving
 
 
 @given(st.integers(1, 1024), st.integers(256, 131072))
@@ -28,3 +31,28 @@ def test_batches_contexts_prompts_and_both_at_once_are_measured(max_num_seqs: in
     assert {1, max_num_seqs} <= decode
     assert len(contexts) >= 3
     assert any(phase.num_seqs and phase.joining_tokens for phase in planned)
+
+
+@pytest.mark.slow
+async def test_the_answers_of_a_server_that_reports_no_steps_give_samples_of_every_kind() -> None:
+    limits, seen = Limits(8, 2048, 2048), []
+    async with serving() as server, aiohttp.ClientSession() as session:
+        target = Target(server.url, MODEL, ignore_eos=True)
+        measured = await measure(
+            session, target, limits, seconds=8, steps_url=None, seed=0, on_phase=lambda phase: seen.append(str(phase))
+        )
+    assert not measured.from_server
+    assert not measured.failures
+    assert {sample.phase for sample in measured.samples} <= set(seen)
+    decode = [sample for sample in measured.samples if sample.kind == "decode"]
+    assert {1, 2} <= {sample.batches[0].num_seqs for sample in decode}
+    assert all(64 <= sample.batches[0].context_tokens / sample.batches[0].num_seqs < 2048 for sample in decode)
+    prefill = [sample for sample in measured.samples if sample.kind == "prefill"]
+    for sample in prefill:
+        (batch,) = sample.batches
+        assert batch.prompt_tokens == pytest.approx(int(sample.phase.split()[3]), rel=0.3), (
+            "prompts have about the planned length"
+        )
+        assert sample.requests == 1
+    mixed = [sample for sample in measured.samples if sample.kind == "mixed"]
+    assert all(sample.batches[0].prompt_tokens > 100 for sample in mixed)
