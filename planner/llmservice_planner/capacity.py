@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -296,7 +296,9 @@ class _Replica:
             self._step_s(num_seqs) + self._prompt_s(num_seqs, prompt, math.ceil(prompt / room))
             for prompt in self._prompts
         ]
-        tails = [tail for tail in (self._prefill_wait(num_seqs, rate, room), self._slot_wait(num_seqs)) if tail]
+        tails = [*self._place_waits(num_seqs, rate, sum(own_s) / len(own_s))] if rate else []
+        if rate:
+            tails.append(self._prefill_wait(num_seqs, rate, room))
         if any(tail_s == math.inf for _, tail_s in tails):
             return math.inf
 
@@ -313,7 +315,7 @@ class _Replica:
             low, high = (low, middle) if late(middle) <= _TAIL else (middle, high)
         return high
 
-    def _prefill_wait(self, num_seqs: float, rate: float, room: float) -> tuple[float, float] | None:
+    def _prefill_wait(self, num_seqs: float, rate: float, room: float) -> tuple[float, float]:
         """The share of prompts that wait for others, and the mean time that these wait: M/G/1 (Pollaczek, Khinchine).
 
         A prompt's service is its share of full steps.
@@ -322,21 +324,32 @@ class _Replica:
         busy = rate * self._mean * token_s
         if busy >= 1:
             return 1.0, math.inf
-        if not busy:
-            return None
         return busy, self._squares * token_s / (2 * self._mean * (1 - busy))
 
-    def _slot_wait(self, num_seqs: float) -> tuple[float, float] | None:
-        """The share of requests that wait for a sequence's place, and the mean time that these wait: M/M/c (Erlang)."""
-        places = math.floor(min(self.bounds["maxNumSeqs"], self.bounds["kvMemory"]))
-        if places < 1 or num_seqs >= places:
-            return 1.0, math.inf
-        blocked = 1.0
-        for count in range(1, places + 1):
-            blocked = num_seqs * blocked / (count + num_seqs * blocked)
-        waits = blocked / (1 - num_seqs / places * (1 - blocked))
-        held_s = self._decoded * self.mean_step_s(num_seqs)
-        return (waits, held_s / (places - num_seqs)) if waits > 1e-9 else None
+    def _place_waits(self, num_seqs: float, rate: float, own_s: float) -> Iterator[tuple[float, float]]:
+        """The share of requests that wait for a place among the sequences or in the KV cache, and the mean of these.
+
+        M/M/c (Erlang C). A place is taken from the first step of the prompt on, which takes `own_s`. Contexts differ:
+        the cache has fewer places, taken by fewer requests, by the peakedness of the contexts (Hayward's approximation;
+        Fredericks, Bell System Technical Journal 59(6), 1980).
+        """
+        taken = num_seqs + rate * own_s
+        held_s = self._decoded * self.mean_step_s(num_seqs) + own_s
+        peakedness = self._squares / self._mean**2
+        for places, load in (
+            (self.bounds["maxNumSeqs"], taken),
+            (self.bounds["kvMemory"] / peakedness, taken / peakedness),
+        ):
+            servers = max(1, math.floor(places))
+            if load >= servers:
+                yield 1.0, math.inf
+                continue
+            blocked = 1.0
+            for count in range(1, servers + 1):
+                blocked = load * blocked / (count + load * blocked)
+            waits = blocked / (1 - load / servers * (1 - blocked))
+            if waits > _NEGLIGIBLE:
+                yield waits, held_s / (servers - load)
 
     def _room(self, num_seqs: float) -> float:
         """Prompt tokens of a step at most."""
@@ -378,4 +391,5 @@ class _Replica:
 
 
 _MEAN_POINTS = 20
+_NEGLIGIBLE = 1e-9
 _NO_DECODE = 1e-3  # decode steps of a request whose answer is one token, as formulas divide by them
