@@ -37,7 +37,7 @@ def fetch(
     try:
         if scheme == "file":
             return _copy_folder(rest, directory, adapter=options.adapter)
-        source = _source(scheme, rest, options.silence_s)
+        source = remote_source(uri, options.silence_s)
         directory.mkdir(parents=True, exist_ok=True)
         return _fetch_remote(uri, source, directory, options, progress)
     except OSError as error:
@@ -81,7 +81,9 @@ def _require_servable(where: str, names: list[str], *, adapter: bool) -> None:
         raise FetchError(f"{where} holds no tokenizer.json: save the model's fast tokenizer beside its weights")
 
 
-def _source(scheme: str, rest: str, silence_s: float) -> Source:
+def remote_source(uri: str, silence_s: float) -> Source:
+    """Of a `hf://` or `s3://` URI. Raises FetchError."""
+    scheme, _, rest = uri.partition("://")
     if scheme == "s3":
         from llmservice_server.fetch.s3 import S3Source
 

@@ -1,0 +1,61 @@
+"""A checkpoint's config.json and the size of its weights, without the weights: for `llmservice plan --model URI`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from llmservice_planner.model_source import CheckpointFigures
+from llmservice_planner.shape import ShapeError
+from llmservice_server.fetch.checkpoint import needed, remote_source
+from llmservice_server.fetch.source import CorruptError, FetchError, RetryableError, Source, retrying
+
+_CONFIG, _INDEX = "config.json", "model.safetensors.index.json"
+_MOST_BYTES = 64 * 2**20
+_SILENCE_S = 20.0
+_ATTEMPTS = 3
+_LONGEST_WAIT_S = 5.0
+
+
+def read_figures(uri: str) -> CheckpointFigures:
+    """Of `hf://org/name[@revision]` or `s3://bucket/path`, with the credentials of `llmservice fetch`.
+
+    Raises:
+        ShapeError: it cannot be read; one sentence that says what to do.
+    """
+    try:
+        source = remote_source(uri, _SILENCE_S)
+        return _figures(source)
+    except (FetchError, CorruptError) as error:
+        raise ShapeError(str(error)) from error
+    except RetryableError as error:
+        raise ShapeError(f"{uri}: {error} ({_ATTEMPTS} attempts): check network and proxy") from error
+
+
+def _figures(source: Source) -> CheckpointFigures:
+    request = retrying(_ATTEMPTS, _LONGEST_WAIT_S)
+    names = request(source.names)
+    if _CONFIG not in names:
+        raise FetchError(f"{source.where} holds no config.json: expected a checkpoint in Hugging Face's format")
+    config = request(_read_json, source, _CONFIG)
+    if _INDEX in names:
+        total = request(_read_json, source, _INDEX).get("metadata", {}).get("total_size")
+        if isinstance(total, int) and total > 0:
+            return CheckpointFigures(config, total)
+    weights = [name for name in needed(names) if name.endswith(".safetensors")]
+    return CheckpointFigures(config, sum(file.size for file in request(source.describe, weights)) or None)
+
+
+def _read_json(source: Source, name: str) -> dict[str, Any]:
+    (file,) = source.describe([name])
+    if file.size > _MOST_BYTES:
+        raise FetchError(f"{source.where}: {name} has {file.size} bytes, expected at most {_MOST_BYTES}")
+    with source.open(file, 0) as (_, parts):
+        content = b"".join(parts)
+    try:
+        parsed = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise FetchError(f"{source.where}: {name} is no JSON ({error})") from error
+    if not isinstance(parsed, dict):
+        raise FetchError(f"{source.where}: {name} holds a {type(parsed).__name__}, expected a JSON object")
+    return parsed

@@ -1,0 +1,105 @@
+"""`llmservice plan --model URI` reads config.json and the weights' size, never the weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from harness.model_hub import ModelHub
+from harness.object_store import ObjectStore
+from llmservice_planner.command import main
+from llmservice_planner.model_source import read_model
+from llmservice_planner.shape import ShapeError
+from llmservice_server.fetch.figures import read_figures
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 32,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "torch_dtype": "bfloat16",
+}
+INDEX = {"metadata": {"total_size": 16_060_522_496}, "weight_map": {"a": "model-00001-of-00002.safetensors"}}
+SHARDED = {
+    "config.json": json.dumps(CONFIG).encode(),
+    "model.safetensors.index.json": json.dumps(INDEX).encode(),
+    "model-00001-of-00002.safetensors": b"weights" * 1000,
+    "model-00002-of-00002.safetensors": b"weights" * 1000,
+}
+
+
+@pytest.fixture
+def files(hub: ModelHub) -> Callable[..., ModelHub]:
+    def of(**changed: bytes) -> ModelHub:
+        hub.files = {**SHARDED, **{name.replace("__", "."): content for name, content in changed.items()}}
+        return hub
+
+    return of
+
+
+@pytest.mark.parametrize("name", ["org/open", "hf://org/open", "hf://org/open@v1"])
+def test_repository_is_read_without_its_weights(files: Callable[..., ModelHub], name: str) -> None:
+    hub = files()
+    model = read_model(name)
+    assert model.shape.layers == 32
+    assert model.uri == (name if "://" in name else f"hf://{name}")
+    assert model.weights_bytes("bfloat16") == 16_060_522_496
+    assert model.weights_bytes("float32") is None  # counted from the shape
+    read = [request.path for request in hub.seen if "/resolve/" in request.path]
+    assert sorted(path.rpartition("/")[2] for path in read) == ["config.json", "model.safetensors.index.json"]
+
+
+def test_weights_without_an_index_have_the_size_of_their_files(hub: ModelHub) -> None:
+    hub.files = {"config.json": json.dumps(CONFIG).encode(), "model.safetensors": b"1" * 5000, "old.bin": b"2" * 9000}
+    assert read_figures("hf://org/open").weights_bytes == 5000
+    hub.files.pop("model.safetensors")
+    assert read_figures("hf://org/open").weights_bytes is None
+
+
+def test_bucket_is_read(store: ObjectStore) -> None:
+    store.objects |= {f"llms/llama/{name}": content for name, content in SHARDED.items()}
+    assert read_model("s3://models/llms/llama").weights_bytes("bfloat16") == 16_060_522_496
+
+
+def test_gated_repository_is_read_with_a_token(files: Callable[..., ModelHub], monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = files()
+    with pytest.raises(ShapeError, match=r"org/gated is gated or private and the token \(HF_TOKEN\) is missing"):
+        read_model("org/gated")
+    monkeypatch.setenv("HF_TOKEN", hub.token)
+    assert read_model("org/gated").shape.layers == 32
+
+
+@pytest.mark.parametrize(
+    ("changed", "complaint"),
+    [
+        ({"config__json": b"{"}, "config.json is no JSON"),
+        ({"config__json": b"[]"}, "config.json holds a list, expected a JSON object"),
+        ({"config__json": b"{}"}, "model_type is None"),
+    ],
+)
+def test_unusable_config_is_refused(files: Callable[..., ModelHub], changed: dict[str, bytes], complaint: str) -> None:
+    files(**changed)
+    with pytest.raises(ShapeError, match=complaint):
+        read_model("org/open")
+
+
+def test_missing_repository_and_config_are_refused(hub: ModelHub) -> None:
+    with pytest.raises(ShapeError, match="org/absent does not exist on"):
+        read_model("org/absent")
+    hub.files.pop("config.json")
+    with pytest.raises(ShapeError, match=r"holds no config\.json"):
+        read_model("org/open")
+
+
+def test_command_plans_for_a_repository(files: Callable[..., ModelHub], capsys: pytest.CaptureFixture[str]) -> None:
+    files()
+    assert main(["plan", "--model", "org/open", "--gpu", "l40s", "-o", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["weights_bytes"] == 16_060_522_496
+    assert main(["plan", "--model", "org/absent", "--gpu", "l40s"]) == 2
+    assert capsys.readouterr().err.startswith("llmservice plan: org/absent does not exist on")
