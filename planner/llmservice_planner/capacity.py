@@ -180,11 +180,11 @@ def _largest(replica: _Replica, ttft_p99_s: float | None, itl_p99_s: float | Non
         most = _last(lambda num_seqs: replica.itl_p99_s(num_seqs) <= itl_p99_s, bound)
         if most < bound:
             limited_by, bound = "itlTarget", most
-    if ttft_p99_s is not None and replica.ttft_p99_s(0, 0) > ttft_p99_s:
+    if ttft_p99_s is not None and not replica.meets_ttft(0, 0, ttft_p99_s):
         return 0.0, "ttftTarget"
     if ttft_p99_s is not None and bound:
         planned = UTILISATION * replica.rate(bound)
-        most = _last(lambda num_seqs: replica.ttft_p99_s(num_seqs, replica.rate(num_seqs)) <= ttft_p99_s, bound)
+        most = _last(lambda num_seqs: replica.meets_ttft(num_seqs, replica.rate(num_seqs), ttft_p99_s), bound)
         if replica.rate(most) < planned * (1 - 1e-6):
             limited_by, bound = "ttftTarget", _inverse(replica, replica.rate(most) / UTILISATION, bound)
     return bound, limited_by
@@ -217,7 +217,7 @@ def _last(holds: Callable[[float], bool], most: float) -> float:
     if holds(most):
         return most
     low, high = 0.0, most
-    for _ in range(40):
+    for _ in range(32):
         middle = (low + high) / 2
         low, high = (middle, high) if holds(middle) else (low, middle)
     return low if low > most * 1e-9 else 0.0
@@ -225,6 +225,17 @@ def _last(holds: Callable[[float], bool], most: float) -> float:
 
 def _inverse(replica: _Replica, rate: float, most: float) -> float:
     return _last(lambda num_seqs: replica.rate(num_seqs) <= rate, most)
+
+
+def _late_share(own_s: list[float], tails: list[tuple[float, float]], target_s: float) -> float:
+    """The share of prompts whose first token is later than the target."""
+    if any(tail_s == math.inf for _, tail_s in tails):
+        return 1.0
+    late = 0.0
+    for own in own_s:
+        slack_s = target_s - own
+        late += 1.0 if slack_s < 0 else min(1.0, sum(share * math.exp(-slack_s / tail_s) for share, tail_s in tails))
+    return late / len(own_s)
 
 
 class _Replica:
@@ -291,29 +302,28 @@ class _Replica:
 
     def ttft_p99_s(self, num_seqs: float, rate: float) -> float:
         """Solves P(own steps + waits > t) = 1 % over the prompts, with exponential tails of both waits."""
-        room = self._room(num_seqs)
-        own_s = [
-            self._step_s(num_seqs) + self._prompt_s(num_seqs, prompt, math.ceil(prompt / room))
-            for prompt in self._prompts
-        ]
-        tails = [*self._place_waits(num_seqs, rate, sum(own_s) / len(own_s))] if rate else []
-        if rate:
-            tails.append(self._prefill_wait(num_seqs, rate, room))
-        if any(tail_s == math.inf for _, tail_s in tails):
-            return math.inf
-
-        def late(target_s: float) -> float:
-            total = 0.0
-            for own in own_s:
-                slack = target_s - own
-                total += 1.0 if slack < 0 else min(1.0, sum(share * math.exp(-slack / tail) for share, tail in tails))
-            return total / len(own_s)
-
-        low, high = 0.0, max(own_s) + sum(tail for _, tail in tails) * 10
-        for _ in range(40):
+        own_s, tails = self._ttft_terms(num_seqs, rate)
+        low, high = 0.0, max(own_s) + 10 * sum(tail_s for _, tail_s in tails)
+        if high == math.inf:
+            return high
+        for _ in range(30):
             middle = (low + high) / 2
-            low, high = (low, middle) if late(middle) <= _TAIL else (middle, high)
+            low, high = (low, middle) if _late_share(own_s, tails, middle) <= _TAIL else (middle, high)
         return high
+
+    def meets_ttft(self, num_seqs: float, rate: float, target_s: float) -> bool:
+        """Whether `ttft_p99_s` is at most the target."""
+        return _late_share(*self._ttft_terms(num_seqs, rate), target_s) <= _TAIL
+
+    def _ttft_terms(self, num_seqs: float, rate: float) -> tuple[list[float], list[tuple[float, float]]]:
+        """The time of each prompt's own steps, and for each wait the share of requests that wait and their mean."""
+        room = self._room(num_seqs)
+        under_way_s = self._step_s(num_seqs)
+        own_s = [under_way_s + self._prompt_s(num_seqs, prompt, math.ceil(prompt / room)) for prompt in self._prompts]
+        if not rate:
+            return own_s, []
+        waits = [*self._place_waits(num_seqs, rate, sum(own_s) / len(own_s)), self._prefill_wait(num_seqs, rate, room)]
+        return own_s, waits
 
     def _prefill_wait(self, num_seqs: float, rate: float, room: float) -> tuple[float, float]:
         """The share of prompts that wait for others, and the mean time that these wait: M/G/1 (Pollaczek, Khinchine).

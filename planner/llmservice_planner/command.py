@@ -7,6 +7,7 @@ installed is not in the help: the operator's image, which has no torch, does not
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -99,3 +100,22 @@ def _parser(commands: dict[str, Command]) -> argparse.ArgumentParser:
         )
         command.add_arguments(subparser)
     return parser
+
+
+def duration(text: str) -> float:
+    """Seconds, from a flag's 80ms, 2s or plain number of seconds."""
+    for suffix, seconds in (("ms", 1e-3), ("s", 1.0)):
+        if text.endswith(suffix):
+            return positive(text.removesuffix(suffix), text, "a time such as 80ms") * seconds
+    return positive(text, text, "a time such as 80ms")
+
+
+def positive(number: str, text: str, expected: str) -> float:
+    """The `number` in the `text` of a flag, which is `expected`."""
+    try:
+        value = float(number)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {expected}")
+    return value

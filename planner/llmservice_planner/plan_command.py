@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,23 +12,28 @@ from typing import Any
 import yaml
 
 from llmservice_planner.budget import Budget
+from llmservice_planner.capacity_command import add_traffic_arguments, is_asked, plan_capacity, weights_of
 from llmservice_planner.charts import NO_MATPLOTLIB, ChartError, check_path, has_matplotlib, write
-from llmservice_planner.command import Command, CommandError
+from llmservice_planner.command import Command, CommandError, duration, positive
 from llmservice_planner.curve import Curve, TypicalRequest, curve, curve_text, draw_curve, most_sequences
 from llmservice_planner.explanation import format_bytes
 from llmservice_planner.gpu import GIB, GPUS, Device, UnknownGPU, cpu_device, find_gpu
 from llmservice_planner.latency import LatencyError, LatencyModel
+from llmservice_planner.model_source import ModelFigures, read_model
 from llmservice_planner.quantization import QUANTIZATIONS
-from llmservice_planner.shape import FIELD_NAMES, ModelShape, ShapeError, weights_bytes
+from llmservice_planner.shape import FIELD_NAMES, ModelShape, ShapeError
 from llmservice_planner.sizing import Plan, SizingError, SizingRequest, plan
 from llmservice_planner.sizing_request import DTYPES, KV_DTYPES
-
-_SECONDS = {"ms": 1e-3, "s": 1.0}
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("the model").add_mutually_exclusive_group()
-    what.add_argument("--model", type=Path, metavar="DIR", help="a Hugging Face model folder with its config.json")
+    what.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="a Hugging Face model folder, org/name on the hub (token: $HF_TOKEN, mirror: $HF_ENDPOINT), or a URI of "
+        "the CRD (hf://, s3://, file://), of which config.json and the size of the weights are read",
+    )
     what.add_argument(
         "--shape", metavar="KEY=VALUE,…", help=f"the dimensions without a folder; keys: {', '.join(FIELD_NAMES)}"
     )
@@ -41,7 +45,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of weights in memory: int8 quantises a plain checkpoint at load, dense dequantises a quantised one",
     )
     memory = parser.add_argument_group("the memory")
-    memory.add_argument("--gpu", metavar="PRODUCT", help="a GPU of the catalogue, see --list-gpus")
+    memory.add_argument(
+        "--gpu", metavar="PRODUCT", action="append", help="a GPU of the catalogue, see --list-gpus; several with --rate"
+    )
     memory.add_argument("--gpu-count", type=int, default=1, metavar="N", help="GPUs that share the model")
     memory.add_argument("--cpu-memory", type=_size, metavar="SIZE", help="instead of --gpu: a container's memory")
     memory.add_argument(
@@ -54,7 +60,14 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     memory.add_argument("--list-gpus", action="store_true", help="print the catalogue and exit")
     _add_engine_arguments(parser.add_argument_group("the engine"))
     _add_curve_arguments(parser.add_argument_group("the curve"))
-    parser.add_argument("-o", "--output", choices=("table", "json", "yaml"), default="table", help="output format")
+    add_traffic_arguments(parser.add_argument_group("the traffic, for replicas of each GPU, costs and a manifest"))
+    parser.add_argument(
+        "-o",
+        "--output",
+        choices=("table", "json", "yaml", "manifest"),
+        default="table",
+        help="output format; manifest, with --rate: the LLMService alone, for kubectl apply -f -",
+    )
 
 
 def _add_engine_arguments(engine: argparse._ArgumentGroup) -> None:
@@ -75,7 +88,7 @@ def _add_engine_arguments(engine: argparse._ArgumentGroup) -> None:
     )
     engine.add_argument("--max-lora-rank", type=int, default=16, metavar="RANK", help="of an adapter, at most")
     engine.add_argument(
-        "--itl-p99", type=_duration, metavar="TIME", help="target for the time between tokens, such as 80ms"
+        "--itl-p99", type=duration, metavar="TIME", help="target for the time between tokens, such as 80ms"
     )
 
 
@@ -86,7 +99,7 @@ def _add_curve_arguments(group: argparse._ArgumentGroup) -> None:
         "--latency", type=Path, metavar="FILE", help="a latency model of `calibrate -o`, in place of the GPU's defaults"
     )
     group.add_argument(
-        "--ttft-p99", type=_duration, metavar="TIME", help="target for the time to the first token, such as 1s"
+        "--ttft-p99", type=duration, metavar="TIME", help="target for the time to the first token, such as 1s"
     )
 
 
@@ -95,6 +108,10 @@ def _run(args: argparse.Namespace) -> int:
         print(gpu_table())
         return 0
     try:
+        if is_asked(args):
+            return plan_capacity(args, _model(args), _settings(args))
+        if args.output == "manifest":
+            raise CommandError("which traffic? -o manifest needs --rate or --trace, which give the replicas")
         request = _request(args)
         answer = plan(request)
         if answer.fits and (args.curve or args.curve_out):
@@ -142,34 +159,30 @@ def _curve(args: argparse.Namespace, request: SizingRequest) -> Curve:
 
 
 def _request(args: argparse.Namespace) -> SizingRequest:
-    shape = _shape(args)
-    dtype = shape.dtype if args.dtype == "auto" else args.dtype
-    read = args.model is not None and shape.quantization is None and args.quantization != "int8"
+    model = _model(args)
     return SizingRequest(
-        shape=shape,
+        shape=model.shape,
         device=_device(args),
         device_count=args.gpu_count,
-        max_model_len=args.max_model_len,
-        dtype=args.dtype,
-        kv_dtype=args.kv_dtype,
-        quantization=args.quantization,
-        block_size=args.block_size,
-        gpu_memory_utilization=args.gpu_memory_utilization,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        expected_tokens=args.expected_tokens,
-        max_num_seqs=args.max_num_seqs,
-        max_loras=args.max_loras,
-        max_lora_rank=args.max_lora_rank,
-        itl_p99_s=args.itl_p99,
-        weights_bytes=weights_bytes(args.model, dtype) if read else None,
+        weights_bytes=weights_of(model, args.dtype, args.quantization),
+        **_settings(args),
     )
 
 
-def _shape(args: argparse.Namespace) -> ModelShape:
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of a `SizingRequest` that have flags of their own names."""
+    names = (
+        "max_model_len dtype kv_dtype quantization block_size gpu_memory_utilization max_num_batched_tokens "
+        "expected_tokens max_num_seqs max_loras max_lora_rank"
+    )
+    return {name: getattr(args, name) for name in names.split()} | {"itl_p99_s": args.itl_p99}
+
+
+def _model(args: argparse.Namespace) -> ModelFigures:
     if args.model is not None:
-        return ModelShape.from_folder(args.model)
+        return read_model(args.model)
     if args.shape is None:
-        raise CommandError("which model? give --model DIR or --shape layers=32,hiddenSize=4096,…")
+        raise CommandError("which model? give --model MODEL or --shape layers=32,hiddenSize=4096,…")
     figures = {}
     for pair in args.shape.split(","):
         key, equals, value = pair.strip().partition("=")
@@ -178,13 +191,17 @@ def _shape(args: argparse.Namespace) -> ModelShape:
         if key in figures:
             raise CommandError(f"--shape: {key} is given twice")
         figures[key] = value
-    return ModelShape.from_fields(figures)
+    return ModelFigures(ModelShape.from_fields(figures))
 
 
 def _device(args: argparse.Namespace) -> Device:
     if (args.gpu is None) == (args.cpu_memory is None):
         raise CommandError("which memory? give either --gpu PRODUCT (see --list-gpus) or --cpu-memory SIZE")
-    return find_gpu(args.gpu) if args.gpu is not None else cpu_device(args.cpu_memory)
+    if args.gpu is None:
+        return cpu_device(args.cpu_memory)
+    if len(args.gpu) > 1:
+        raise CommandError("which GPU? several need --rate or --trace, by which they are compared")
+    return find_gpu(args.gpu[0])
 
 
 def _render(request: SizingRequest, answer: Plan, output: str) -> str:
@@ -207,28 +224,10 @@ def _size(text: str) -> int:
         if text.endswith(suffix):
             number, factor = text.removesuffix(suffix), size
             break
-    size_bytes = _positive(number, text, "a size such as 8Gi") * factor
+    size_bytes = positive(number, text, "a size such as 8Gi") * factor
     if size_bytes >= 2**60:
         raise argparse.ArgumentTypeError(f"{text!r} is more memory than any machine has")
     return int(size_bytes)
-
-
-def _duration(text: str) -> float:
-    """Seconds, from 80ms, 2s or a plain number of seconds."""
-    for suffix, seconds in _SECONDS.items():
-        if text.endswith(suffix):
-            return _positive(text.removesuffix(suffix), text, "a time such as 80ms") * seconds
-    return _positive(text, text, "a time such as 80ms")
-
-
-def _positive(number: str, text: str, expected: str) -> float:
-    try:
-        value = float(number)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {expected}")
-    return value
 
 
 _WIDTH = 100
@@ -307,7 +306,7 @@ def _working(answer: Plan) -> Iterator[str]:
 
 
 COMMAND = Command(
-    help="size a model: KV blocks and max_num_seqs on a GPU or CPU, with an explanation",
+    help="size a model on a GPU or CPU, with an explanation; with --rate: replicas of each GPU, costs and a manifest",
     add_arguments=_add_arguments,
     run=_run,
 )

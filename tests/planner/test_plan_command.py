@@ -127,7 +127,7 @@ def test_the_catalogue_is_printed_without_a_model(capsys: Capture) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--gpu", "l4"], "which model? give --model DIR or --shape"),
+        (["--gpu", "l4"], "which model? give --model MODEL or --shape"),
         (["--shape", SHAPE_8B], "which memory? give either --gpu PRODUCT"),
         (["--shape", SHAPE_8B, "--gpu", "l4", "--cpu-memory", "8Gi"], "which memory?"),
         (["--shape", SHAPE_8B, "--gpu", "l40"], "GPU 'l40' is not in the catalogue: did you mean l40s"),

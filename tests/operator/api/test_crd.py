@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -14,7 +15,22 @@ from llmservice_operator.api.crd import FILE_NAME, crd, crd_yaml
 from llmservice_operator.api.resource import LLMService
 from llmservice_operator.cluster.kube_client import KubeClient, KubeError
 from llmservice_operator.crd_command import CRD_FOLDERS
+from llmservice_operator.locations import Model, ModelLocation
+from llmservice_operator.sizing import Sized, size
+from llmservice_planner.command import main
+from llmservice_planner.shape import ModelShape
 
+LLAMA3_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 32,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "torch_dtype": "bfloat16",
+}
 ROOT = Path(__file__).parents[3]
 POET = {"name": "poet", "uri": "hf://org/poet"}
 SERVICES = "/apis/serving.llmservice.io/v1alpha1/namespaces/team-a/llmservices"
@@ -73,6 +89,23 @@ async def test_every_example_is_accepted(example: dict[str, Any], kube: KubeClie
     created = await create(kube, example)
 
     assert LLMService.model_validate(created).spec.engine.block_size == 16
+
+
+async def test_manifest_of_a_plan_is_accepted(kube: KubeClient, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA3_8B))
+    traffic = ["--rate", "20", "--prompt-tokens", "p50=512,p99=2048", "--output-tokens", "150"]
+    promise = ["--ttft-p99", "1.5s", "--itl-p99", "50ms"]
+    engine = ["--block-size", "32", "--max-loras", "2", "--kv-dtype", "float16", "--max-num-seqs", "64"]
+    fixed = ["--dtype", "float16", "--max-num-batched-tokens", "1024"]
+    for number, more in enumerate(([], promise, [*promise, *engine], fixed)):
+        command = ["plan", "--model", str(tmp_path), *traffic, *more, "--gpu", "h100", "-o", "manifest"]
+        assert main(command) == 0
+        manifest = yaml.safe_load(capsys.readouterr().out)
+        manifest["metadata"]["name"] = f"plan-{number}"
+        spec = LLMService.model_validate(await create(kube, manifest)).spec
+
+        sized = size(spec, Model(ModelLocation("file", str(tmp_path)), ModelShape.from_folder(tmp_path)))
+        assert isinstance(sized, Sized), sized
 
 
 async def test_defaults_are_filled_in_by_the_api_server(kube: KubeClient, manifest_of: Any) -> None:
