@@ -43,6 +43,7 @@ BENCHMARKS = (
     Benchmark("micro", "Components around the model", 3),
     Benchmark("gateway", "The gateway", 6, in_make_bench=False),
     Benchmark("operator_scale", "The operator with 1,000 services", 8, in_make_bench=False),
+    Benchmark("autoscaling", "Autoscaling policies", 15, in_make_bench=False),
     Benchmark("gpu", "On a GPU", 9, in_make_bench=False),
     Benchmark("soak", "Soak test", 10, in_make_bench=False),
 )

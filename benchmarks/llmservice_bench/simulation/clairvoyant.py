@@ -10,7 +10,7 @@ other has fewer is not proven.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from llmservice_bench.simulation.fleet import Fleet, FleetConfig
@@ -95,45 +95,39 @@ def created(serving: Sequence[int], startup_s: float) -> list[int]:
     return [max(serving[slot : slot + ahead + 1]) for slot in range(len(serving))]
 
 
+@dataclass(frozen=True, slots=True)
+class Clairvoyant:
+    """The cheapest schedule found."""
+
+    outcome: Outcome
+    serving: Sequence[int]
+    """Replicas that are ready in each slot."""
+
+
 def clairvoyant(
     config: FleetConfig, trace: Sequence[TraceRequest], bounds: Bounds, targets: Targets, duration_s: float
-) -> tuple[Outcome, FleetConfig]:
-    """The run of the cheapest schedule found, and its configuration, which has the replicas it begins with.
-
-    Where not even the most replicas keep the promise, the run with these.
-    """
+) -> Clairvoyant:
+    """By bisection of the load. Where not even the lowest load keeps the promise, that one's run."""
     work = Work.of(config.replica.latency, _full_batch(config, trace), trace)
     busy = work.by_slot(trace, duration_s)
-    startup_s = max(config.startup_s)
-
-    def run(load: float) -> tuple[Outcome, FleetConfig]:
-        replicas = created(needed(busy, load, bounds), startup_s)
-        own = replace(config, initial=replicas[0])
-        return Fleet(own, trace, Scheduled("clairvoyant", replicas), duration_s).run(), own
-
-    def keeps(outcome: Outcome) -> bool:
-        return outcome.attainment(targets).ttft >= PROMISED
-
-    return _cheapest(run, lambda one: keeps(one[0]))
-
-
-R = tuple[Outcome, FleetConfig]
-
-
-def _cheapest(run: Callable[[float], R], keeps: Callable[[R], bool]) -> R:
-    """By bisection of the load; the lowest load's run where none keeps the promise."""
     low, high = LEAST_LOAD, MOST_LOAD
-    best: R | None = None
+    best: Clairvoyant | None = None
     for _ in range(STEPS):
         load = (low + high) / 2
-        result = run(load)
-        if keeps(result):
+        result = _run(config, trace, needed(busy, load, bounds), duration_s)
+        if result.outcome.attainment(targets).ttft >= PROMISED:
             low = load
-            if best is None or result[0].gpu_s < best[0].gpu_s:
+            if best is None or result.outcome.gpu_s < best.outcome.gpu_s:
                 best = result
         else:
             high = load
-    return run(LEAST_LOAD) if best is None else best
+    return best or _run(config, trace, needed(busy, LEAST_LOAD, bounds), duration_s)
+
+
+def _run(config: FleetConfig, trace: Sequence[TraceRequest], serving: Sequence[int], duration_s: float) -> Clairvoyant:
+    replicas = created(serving, max(config.startup_s))
+    fleet = Fleet(replace(config, initial=replicas[0]), trace, Scheduled("clairvoyant", replicas), duration_s)
+    return Clairvoyant(fleet.run(), serving)
 
 
 def _full_batch(config: FleetConfig, trace: Sequence[TraceRequest]) -> int:

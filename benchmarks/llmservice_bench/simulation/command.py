@@ -174,7 +174,7 @@ def simulate(
     outcomes = []
     for policy in policies:
         if policy is None:
-            outcomes.append(clairvoyant(config, trace, service.bounds, targets, duration_s)[0])
+            outcomes.append(clairvoyant(config, trace, service.bounds, targets, duration_s).outcome)
         else:
             outcomes.append(Fleet(config, trace, policy, duration_s).run())
     return outcomes

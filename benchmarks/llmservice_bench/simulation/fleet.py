@@ -178,7 +178,7 @@ class Fleet:
             self._end(request, "refused", now, message)
             return
         request.client_retries += 1
-        request.attempts = 0
+        request.attempts, request.is_counted = 0, False
         self._at(now + refusal.retry_after_s, Order.ARRIVAL, lambda time_s: self._send(request, time_s))
 
     def _offer(self, request: SimulatedRequest, pod: Pod, now: float) -> Refusal | None:

@@ -120,7 +120,9 @@ class Replica:
         self.advance(now)
         longest = max(1, self._max_request_tokens - request.prompt_tokens)
         predicted_tokens = min(longest, self._lengths.predict(request.prompt_tokens))
-        self.arrived[request.trace.lane] += Demand(1, request.prompt_tokens, predicted_tokens)
+        if not request.is_counted:
+            request.is_counted = True
+            self.arrived[request.trace.lane] += Demand(1, request.prompt_tokens, predicted_tokens)
         refusal = self._why_refused(request, predicted_tokens, now)
         if refusal is not None:
             self.num_rejected += 1

@@ -30,6 +30,8 @@ class SimulatedRequest:
     lost: int = 0
     """Replicas that were lost while it was there."""
     client_retries: int = 0
+    is_counted: bool = False
+    """As an arrival, by one of the replicas that it was offered to."""
     outcome: Outcome | None = None
     reason: str = ""
     """Why it did not finish."""

@@ -30,7 +30,7 @@ class DrainRate:
     def per_s(self, now: float) -> float:
         age_s = now - self._started_s
         seen_s = _WINDOW_S * -math.expm1(-age_s / _WINDOW_S)  # a young rate has seen less than a window
-        return self._faded(now) / seen_s if age_s > 0 else 0.0
+        return self._faded(now) / seen_s if seen_s > 0 else 0.0
 
     def _faded(self, now: float) -> float:
         return self._weighted * math.exp(-(now - self._last_s) / _WINDOW_S)

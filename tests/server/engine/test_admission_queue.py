@@ -21,6 +21,12 @@ def test_a_queue_that_stands_still_drains_ever_more_slowly() -> None:
     assert rate.per_s(110) == pytest.approx(rate.per_s(100) / 2.718, rel=0.01)
 
 
+def test_a_rate_of_no_time_at_all_is_none() -> None:
+    rate = DrainRate(0.0)
+    rate.add(1, 0.0)
+    assert rate.per_s(5e-324) == 0.0
+
+
 def test_a_new_queue_has_no_rate() -> None:
     assert DrainRate(5.0).per_s(5.0) == 0
 

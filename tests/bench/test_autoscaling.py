@@ -1,0 +1,56 @@
+from typing import Any
+
+import pytest
+
+import autoscaling
+from llmservice_planner.traffic import TraceRequest
+
+
+def test_halves_share_no_request_and_both_begin_at_zero() -> None:
+    trace = [TraceRequest(float(number), 10, 10) for number in range(11)]
+    first, second, duration_s = autoscaling.halves(trace)
+    assert duration_s == 5.0
+    assert [each.arrival_s for each in first] == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert [each.arrival_s for each in second] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def row(**values: float) -> dict[str, Any]:
+    figures = {"builtin_kept_percent": 99.5, "builtin_gpu_ratio": 1.2, "builtin_turns": 1, "startup_s": 30.0}
+    return {**figures, "kpa_kept_percent": 99.0, "kpa_gpu_ratio": 1.1, **values}
+
+
+@pytest.mark.parametrize(
+    ("values", "is_met", "others"),
+    [
+        ({}, True, []),
+        ({"builtin_kept_percent": 98.9}, False, ["kpa"]),
+        ({"builtin_gpu_ratio": 1.31}, False, []),
+        ({"kpa_kept_percent": 99.6}, True, ["kpa"]),
+        ({"kpa_kept_percent": 99.6, "kpa_gpu_ratio": 1.2}, True, []),
+    ],
+)
+def test_the_goal_and_who_is_better_in_both(values: dict[str, float], is_met: bool, others: list[str]) -> None:
+    assert autoscaling.met(row(**values)) == is_met
+    assert autoscaling.beaten_by(row(**values), ["builtin", "kpa"]) == others
+
+
+def test_checks_count_the_traffics_that_meet_the_goal() -> None:
+    rows = [row(), row(builtin_gpu_ratio=1.5), row(kpa_kept_percent=99.9, builtin_turns=2)]
+    goal, better, turns = autoscaling.checks(rows, ["builtin", "kpa"])
+    assert (goal.measured, goal.met) == (2, False)
+    assert (better.measured, better.met) == (1, False)
+    assert (turns.measured, turns.met) == (2, False)
+
+
+def test_a_case_measures_every_policy_against_the_clairvoyant_schedule() -> None:
+    lengths = [TraceRequest(0.0, 500, 100)]
+    of = autoscaling.service()
+    rate = autoscaling.peak_rate(of, lengths)
+    requests = [TraceRequest(number / rate, 500, 100) for number in range(round(60 * rate))]
+    case = autoscaling.Case("constant", 1.0, 30.0, 0, requests, 60.0, ["builtin", "hpa:target=8", "llmd"])
+    found = autoscaling.run_case(case)
+    assert found["clairvoyant_kept_percent"] >= 99
+    assert 60 / 3600 <= found["clairvoyant_gpu_hours"] <= 2 * 60 / 3600  # a cold replica admits fewer at first
+    assert found["hpa_gpu_ratio"] >= 0.5
+    assert all(found[f"{name}_kept_percent"] > 80 for name in ("builtin", "hpa", "llmd"))
+    assert autoscaling.show(found, ["builtin", "hpa", "llmd"]).endswith("met" if autoscaling.met(found) else "MISSED")
