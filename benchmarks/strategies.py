@@ -14,7 +14,8 @@ Admission is compared in simulated time, with the real scheduler: all requests a
 planner's roofline says of an 8B model on an H100, and a pool of 48k tokens bounds the batch. The scheduler does not
 know where an answer ends. The same requests go through transformers' own schedulers and paged cache, with our block
 size, tokens and sequences of a step, and with its defaults: pages of 256 tokens, steps of 8,192. Fairness is measured
-with the same steps: one client's thousand requests beside a client that sends one at a time.
+with the same steps: one client's thousand requests beside a client that sends one at a time. The orders of the batch
+lane are compared with such steps too, on the whole engine.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import numpy as np
 from llmservice_bench.models import SHAPES, checkpoint
 from llmservice_bench.results import Check, Results
 from llmservice_bench.trace import Lengths, draw, read_trace, scaled_to
-from scheduling import admission, batching, chunked_prefill, fairness, kv_cache, saturation
+from scheduling import admission, batch_order, batching, chunked_prefill, fairness, kv_cache, saturation
 from scheduling.findings import HEADER, Findings, Setup
 
 MODEL = "toy"
@@ -66,6 +67,7 @@ PARTS: dict[str, Callable[[], Findings]] = {
     "prefix": lambda: kv_cache.prefix_cache(reading()),
     "admission": admission.measure,
     "fairness": fairness.measure,
+    "order": batch_order.measure,
 }
 
 

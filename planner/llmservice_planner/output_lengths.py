@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 
 NUM_LENGTH_CLASSES = 128  # quarter-octaves of prompt length, up to 2**32 tokens
+DEFAULT_SHARE = 1 / 8
+"""Of the tokens expected of a request, those of its answer, until some have ended; 0.15 on the Azure trace."""
 _MEMORY = 300  # answers of a class; older ones count ever less
 _ENOUGH = 8  # answers; with fewer, those to prompts of neighbouring lengths count as well
 

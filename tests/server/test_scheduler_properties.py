@@ -27,7 +27,7 @@ class SchedulerUnderLoad(RuleBasedStateMachine):
     @initialize(
         caching=st.booleans(),
         swapping=st.booleans(),
-        policy=st.sampled_from(["fcfs", "sjf"]),
+        order=st.sampled_from(["fcfs", "sjf"]),
         share=st.sampled_from([0.1, 0.4]),
         expected_tokens=st.sampled_from([1, 1536]),
         windows=st.sampled_from([(None,), (None,), (6,), (None, 6), (None, 9, 9)]),
@@ -36,7 +36,7 @@ class SchedulerUnderLoad(RuleBasedStateMachine):
         self,
         caching: bool,
         swapping: bool,
-        policy: Any,
+        order: Any,
         share: float,
         expected_tokens: int,
         windows: tuple[int | None, ...],
@@ -50,8 +50,8 @@ class SchedulerUnderLoad(RuleBasedStateMachine):
             prefill_chunk_tokens=5,
             prefix_caching=caching,
             expected_tokens=expected_tokens,  # the smaller, the more are admitted
-            interactive=LaneConfig(policy=policy),
-            batch=LaneConfig(share=share),
+            interactive=LaneConfig(order=order),
+            batch=LaneConfig(share=share, order=order),
         )
         self.scheduler = ContinuousScheduler(self.pool, self.config, self.swap)
         self.requests: list[Request] = []
@@ -68,6 +68,7 @@ class SchedulerUnderLoad(RuleBasedStateMachine):
         salt=st.sampled_from([None, "tenant"]),
         patience_s=st.sampled_from([5.0, 1000.0]),
         client=st.sampled_from([None, "a", "b"]),
+        predicted=st.sampled_from([None, 0.5, 20.0]),
     )
     def arrive(
         self,
@@ -78,6 +79,7 @@ class SchedulerUnderLoad(RuleBasedStateMachine):
         salt: str | None,
         patience_s: float,
         client: str | None,
+        predicted: float | None,
     ) -> None:
         order = len(self.requests)
         message = GenerateRequest(
@@ -89,6 +91,7 @@ class SchedulerUnderLoad(RuleBasedStateMachine):
             lane=lane,
             cache_salt=salt,
             client=client,
+            predicted_tokens=predicted,
         )
         request = Request.of(message, order, seed=0, eos_token_ids=frozenset())
         self.requests.append(request)
@@ -157,7 +160,7 @@ class SchedulerUnderLoad(RuleBasedStateMachine):
         """First come, first served for a client in a lane; only a long prompt may be passed, only by short ones."""
         chunk = self.config.prefill_chunk_tokens
         for lane in self.scheduler.lanes:
-            if self.scheduler.lanes[lane].config.policy != "fcfs":
+            if self.scheduler.lanes[lane].config.order != "fcfs":
                 continue
             mine = [request for request in never_ran if request.lane == lane]
             for client, is_long in itertools.product((None, "a", "b"), (True, False)):

@@ -182,6 +182,11 @@ class Lanes(SchemaModel):
         " higher lane is refused with 403. Where the server has API keys (--api-key-file), a key with a lane of its own"
         " has that one instead.",
     )
+    batch_order: Literal["fcfs", "sjf"] = Field(
+        "fcfs",
+        description="How the batch lane orders a client's waiting requests: by arrival, or those predicted to be"
+        " shortest first, with ageing, which shortens the mean wait and lengthens the longest ones.",
+    )
 
 
 class ScaleUp(SchemaModel):

@@ -141,6 +141,7 @@ def server_args(service: LLMService, sized: Sized) -> list[str]:
         *("--port", str(PORT)),
         *("--metrics-port", str(METRICS_PORT)),
         *("--default-lane", service.spec.lanes.default),
+        *(("--batch-order", order) if (order := service.spec.lanes.batch_order) != "fcfs" else ()),
         *("--dtype", service.spec.model.dtype),
         *(("--quantization", quantization) if (quantization := service.spec.model.quantization) != "auto" else ()),
         *_sizing_args(service, sized),

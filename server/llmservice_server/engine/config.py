@@ -20,7 +20,7 @@ Implementation = Literal["auto", "own", "transformers"]
 Pooling = Literal["auto", "last", "mean", "cls"]
 Device = Literal["auto", "cpu", "cuda"]
 SchedulerName = Literal["continuous", "dynamic", "static"]
-QueuePolicy = Literal["fcfs", "sjf"]
+QueueOrder = Literal["fcfs", "sjf"]
 LaneName = Literal["interactive", "batch"]  # in the order in which they are served
 ToolCallFormatName = Literal["auto", "none", "hermes", "qwen3_coder", "mistral", "llama3_json", "harmony"]
 ReasoningFormatName = Literal["auto", "none", "think", "harmony"]
@@ -125,13 +125,13 @@ class EngineConfig:
         float,
         Flag("of sequences and tokens that the batch lane keeps however busy the interactive one is"),
     ] = 0.1
-    interactive_policy: Annotated[
-        QueuePolicy,
-        Flag("the interactive lane serves in order of arrival, or the shortest first with ageing"),
+    interactive_order: Annotated[
+        QueueOrder,
+        Flag("the interactive lane serves in order of arrival, or those predicted to be shortest first, with ageing"),
     ] = "fcfs"
-    batch_policy: Annotated[
-        QueuePolicy,
-        Flag("the batch lane serves in order of arrival, or the shortest first with ageing"),
+    batch_order: Annotated[
+        QueueOrder,
+        Flag("the batch lane serves in order of arrival, or those predicted to be shortest first, with ageing"),
     ] = "fcfs"
     max_loras: Annotated[int, Flag("LoRA adapters in memory at once (default: none)", parse=int)] = 0
     max_lora_rank: Annotated[int, Flag("of an adapter, at most: the memory of a slot")] = 16

@@ -18,12 +18,13 @@ import numpy.typing as npt
 from llmservice_planner.output_lengths import length_class
 from llmservice_server.engine.adapters import Adapter
 from llmservice_server.engine.block_pool import BlockHashes
-from llmservice_server.engine.config import LaneName, QueuePolicy
+from llmservice_server.engine.config import LaneName, QueueOrder
 from llmservice_server.types.messages import FinishReason, GenerateRequest, SamplingParams, TokenLogprobs
 
 LANES: tuple[str, ...] = get_args(LaneName)  # in the order in which they are served
 MAX_LOGPROBS = 20  # top tokens returned with each token, as at OpenAI
 _PLACE = attrgetter("place")
+_MEMORY = 300  # requests; older ones count ever less
 
 
 class Grammar(Protocol):
@@ -117,6 +118,8 @@ class Request:
     grammar: Grammar | None = None
     is_plain: bool = True  # its logits are sampled as they are, and no log-probabilities are returned
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    predicted_tokens: float = 0.0  # of the answer
+    work: float = 0.0  # in tokens, by which its lane orders it
     place: tuple[int, float, int] = (0, 0.0, 0)  # in its lane's queue
     allowed_token_ids: npt.NDArray[np.int64] | None = None  # None: all
     block_hashes: BlockHashes | None = None  # None: nothing of it is found in, or left to, the prefix cache
@@ -154,6 +157,7 @@ class Request:
             queue_deadline_s=message.queue_deadline_s,
             cache_salt=message.cache_salt,
             client=message.client,
+            predicted_tokens=sampling.max_tokens if message.predicted_tokens is None else message.predicted_tokens,
             prompt_hashes=message.block_hashes,
             adapter_name=message.adapter,
             adapter_version=message.adapter_version,
@@ -251,11 +255,11 @@ def _why_unadjustable(sampling: SamplingParams) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneConfig:
-    """`sjf` serves the shortest first, with ageing: a waiting request counts as shorter the longer it has waited."""
+    """`sjf` serves the shortest predicted first, with ageing: see `Lane.enter`."""
 
     share: float = 0.0  # of sequences and tokens, reserved for the lane whatever the load of the others
-    policy: QueuePolicy = "fcfs"
-    ageing_tokens_per_s: float = 100.0  # under sjf none is overtaken by one that arrives tokens/ageing s later
+    order: QueueOrder = "fcfs"
+    patience: float = 1.4  # of the longest requests under sjf, as a multiple of the work before them
 
 
 @dataclass(slots=True)
@@ -263,7 +267,9 @@ class _Client:
     """The waiting requests of one client of a lane, by place, and the tokens that it has been served."""
 
     served: int
+    begun_work: float  # of its requests so far
     waiting: list[Request] = field(default_factory=list)
+    waiting_work: float = 0.0  # of those that have not begun
 
 
 class Lane:
@@ -272,7 +278,7 @@ class Lane:
     Clients are served in turn: the next request is of the client that has been served the fewest tokens, so that a
     thousand requests of one delay no other's (the virtual token counter of Sheng et al., "Fairness in Serving Large
     Language Models", OSDI 2024). One that had nothing to be served begins with as many as the client that was served
-    last. Preempted requests go first, whoever they are of. Policy and priorities order the requests of each client.
+    last. Preempted requests go first, whoever they are of. Order and priorities are among the requests of a client.
     """
 
     def __init__(self, config: LaneConfig, max_num_seqs: int, max_num_batched_tokens: int) -> None:
@@ -283,6 +289,9 @@ class Lane:
         self.num_running = 0
         self._clients: dict[str | None, _Client] = {}
         self._last_served = 0  # tokens of the client that was served last, before it was
+        self._begun_work = 0.0
+        self._usual_work = 0.0  # the mean of a request
+        self._num_usual = 0  # requests that it is of
 
     @property
     def head(self) -> Request | None:
@@ -311,15 +320,25 @@ class Lane:
             else:
                 heappop(turns)
 
-    def enter(self, request: Request) -> None:
-        """A new request: its place is decided once. All requests age alike, so their order never changes."""
+    def enter(self, request: Request, num_cached_tokens: int = 0) -> None:
+        """A new request, of whose prompt the prefix cache has so many tokens: its place is decided once.
+
+        Under sjf it is due when its client has begun so much work from now on: the work that waits before it, times the
+        square of its own as a multiple of the usual, at most `patience`. The earliest due is served first. Requests
+        that come when all of that has begun are due later, so none of them goes before it. Work is counted in tokens:
+        those of the prompt that are not cached, and those predicted of the answer.
+        """
         _, priority, order = request.priority
-        if self.config.policy == "sjf":
-            tokens = request.num_prompt_tokens + request.sampling.max_tokens
-            request.place = (priority, tokens + request.arrival_s * self.config.ageing_tokens_per_s, order)
-        else:
-            request.place = (priority, 0.0, order)
         client = self._client(request)
+        due = 0.0
+        if self.config.order == "sjf":
+            request.work = request.num_prompt_tokens - num_cached_tokens + request.predicted_tokens
+            self._num_usual = min(self._num_usual + 1, _MEMORY)
+            self._usual_work += (request.work - self._usual_work) / self._num_usual
+            share = min(self.config.patience, (request.work / self._usual_work) ** 2)
+            due = client.begun_work + client.waiting_work * share
+            client.waiting_work += request.work
+        request.place = (priority, due, order)
         if not client.waiting:
             client.served = max(client.served, self._last_served)
         self.enqueue(request)
@@ -335,12 +354,16 @@ class Lane:
             raise ValueError(f"request {request.request_id} is not in the queue that its status names")
         del waiting[position]
         self.num_waiting -= 1
+        if request.first_scheduled_s is None:
+            self._client(request).waiting_work -= request.work
 
     def serve_prompt(self, request: Request, num_tokens: int) -> None:
         """Its turn has come: `num_tokens` of its prompt are to be computed."""
         client = self._client(request)
         self._last_served = max(self._last_served, client.served)
         client.served += num_tokens
+        client.begun_work += request.work
+        self._begun_work += request.work
 
     def serve_answer(self, request: Request) -> None:
         """Its answer has ended."""
@@ -352,7 +375,7 @@ class Lane:
             for name, other in list(self._clients.items()):  # those that differ in nothing from new ones
                 if not other.waiting and other.served <= self._last_served:
                     del self._clients[name]
-            client = self._clients[request.client] = _Client(self._last_served)
+            client = self._clients[request.client] = _Client(self._last_served, self._begun_work)
         return client
 
 

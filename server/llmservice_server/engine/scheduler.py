@@ -113,7 +113,9 @@ class ContinuousScheduler:
                 request.prompt_hashes,
                 None if request.adapter is None else request.adapter.key,
             )
-        self._lane(request).enter(request)
+        lane = self._lane(request)
+        num_cached = len(self.blocks.find(request)[0]) * self._block_size if lane.config.order == "sjf" else 0
+        lane.enter(request, num_cached)
 
     def finish(self, request: Request) -> None:
         """Take a request out of its queue and free its blocks, whatever ended it."""
@@ -502,6 +504,6 @@ def continuous_config(config: EngineConfig, max_num_seqs: int, prefill_tokens: i
         long_prefill_tokens=config.long_prefill_tokens,
         prefix_caching=config.prefix_caching,
         expected_tokens=config.expected_tokens,
-        interactive=LaneConfig(policy=config.interactive_policy),
-        batch=LaneConfig(share=config.batch_share, policy=config.batch_policy),
+        interactive=LaneConfig(order=config.interactive_order),
+        batch=LaneConfig(share=config.batch_share, order=config.batch_order),
     )

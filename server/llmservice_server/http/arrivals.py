@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from llmservice_planner.output_lengths import OutputLengths
+from llmservice_planner.output_lengths import DEFAULT_SHARE, OutputLengths
 from llmservice_server.engine.request import LANES
 from llmservice_server.ipc.metrics import Metrics
 from llmservice_server.text.output_processor import RequestState
@@ -37,9 +37,9 @@ class Arrivals:
     """Predicts the lengths of answers, learns from those that end, and counts what arrives."""
 
     def __init__(self, metrics: Metrics, expected_tokens: int) -> None:
-        """`expected_tokens`: of a request; of an answer, a quarter of them are assumed until some have ended."""
+        """`expected_tokens`: of a request, of which a part is assumed for an answer until some have ended."""
         self._metrics = metrics
-        self._lengths = OutputLengths(expected_tokens / 4)
+        self._lengths = OutputLengths(DEFAULT_SHARE * expected_tokens)
         self._usual = {lane: _Usual() for lane in LANES}
         for lane in LANES:  # a rate has to see the first request
             self._count(lane, 0, 0, 0)

@@ -51,6 +51,7 @@ def test_extra_args_can_hold_no_flag_that_the_operator_sets(service_of: Any, siz
     on_cpu = service_of(
         model={"uri": "hf://org/tiny", "quantization": "int8", "cache": {"claimName": "cache"}},
         engine={"prefixCaching": False, "swapSpaceGiB": 1, "maxLoras": 1},
+        lanes={"batchOrder": "sjf"},
     )
     on_gpu = service_of(resources={"gpu": {"product": "l4"}})
     sized_on_gpu = size(on_gpu.spec, model)
@@ -235,6 +236,7 @@ ROLLS: list[dict[str, Any]] = [
     {"resources": {"gpu": {"product": "l40s"}, "requests": {"cpu": "2"}}},
     {"drainTimeout": "2m"},
     {"lanes": {"default": "batch"}},
+    {"lanes": {"batchOrder": "sjf"}},
     {"scheduling": {"priorityClassName": "high"}},
     {"podTemplate": {"labels": {"team": "a"}}},
     {"adapters": [POET]},  # the first: slots and volumes

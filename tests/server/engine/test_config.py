@@ -21,7 +21,7 @@ from llmservice_server.types.errors import ConfigError
         ({"block_size": 24}, "block_size is 24, expected a power of two up to 256"),
         ({"block_size": 512}, "block_size is 512"),
         ({"scheduler": "lottery"}, "scheduler is 'lottery', expected one of continuous, dynamic, static"),
-        ({"batch_policy": "lifo"}, "batch_policy is 'lifo'"),
+        ({"batch_order": "lifo"}, "batch_order is 'lifo'"),
         ({"batch_share": 1.0}, "batch_share is 1.0, expected 0"),
         ({"swap_space_gib": -1.0}, "swap_space_gib is -1.0"),
         ({"max_batch_wait_s": 1.0}, "continuous never waits"),

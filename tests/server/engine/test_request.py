@@ -88,6 +88,7 @@ def request_of(
     arrival_s: float = 0.0,
     priority: int = 0,
     client: str | None = None,
+    predicted_tokens: float | None = None,
 ) -> Request:
     sampling = SamplingParams(max_tokens=max_tokens)
     message = GenerateRequest(
@@ -97,6 +98,7 @@ def request_of(
         arrival_s=arrival_s,
         priority=priority,
         client=client,
+        predicted_tokens=predicted_tokens,
     )
     return Request.of(message, order, seed=0, eos_token_ids=frozenset())
 
@@ -117,22 +119,53 @@ def test_fcfs_serves_in_order_of_arrival_and_a_preempted_request_comes_back_to_i
     assert list(lane.in_order()) == [second, third]
 
 
-def test_sjf_serves_the_shortest_first_and_equals_in_order_of_arrival() -> None:
-    long, short, equal = request_of(0, 90, 10), request_of(1, 5, 10), request_of(2, 10, 5)
-    assert list(lane_of(long, short, equal, policy="sjf").in_order()) == [short, equal, long]
+def test_sjf_serves_those_predicted_to_be_shortest_first_and_equals_in_order_of_arrival() -> None:
+    first, long, short, equal = (
+        request_of(0, 10, 90),
+        request_of(1, 10, 900, predicted_tokens=500),
+        request_of(2, 10, 90, predicted_tokens=20),
+        request_of(3, 20, 90, predicted_tokens=10),
+    )
+    assert list(lane_of(first, long, short, equal, order="sjf").in_order()) == [first, short, equal, long]
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "sjf"])
-def test_the_smallest_priority_is_served_first_whatever_the_policy(policy: str) -> None:
+def test_under_sjf_what_the_prefix_cache_has_of_a_prompt_does_not_count() -> None:
+    lane = lane_of(request_of(0, 100), request_of(1, 50), order="sjf")
+    cached = request_of(2, 100)
+    lane.enter(cached, num_cached_tokens=80)
+    assert [request.request_id for request in lane.in_order()] == ["r0", "r2", "r1"]
+
+
+@pytest.mark.parametrize("order", ["fcfs", "sjf"])
+def test_the_smallest_priority_is_served_first_whatever_the_order(order: str) -> None:
     usual, last, first = request_of(0), request_of(1, priority=7), request_of(2, prompt=90, priority=-1)
-    assert list(lane_of(usual, last, first, policy=policy).in_order()) == [first, usual, last]
+    assert list(lane_of(usual, last, first, order=order).in_order()) == [first, usual, last]
 
 
-@pytest.mark.parametrize(("later_s", "overtaken"), [(8.9, True), (9.1, False)])
-def test_under_sjf_no_request_is_overtaken_beyond_the_ageing_bound(later_s: float, overtaken: bool) -> None:
-    long, late = request_of(0, 90, 10), request_of(1, 5, 5, arrival_s=later_s)  # 90 tokens more, 10 a second
-    lane = lane_of(long, late, policy="sjf", ageing_tokens_per_s=10.0)
-    assert (lane.head is late) is overtaken
+@given(
+    events=st.lists(st.one_of(st.none(), st.tuples(st.integers(1, 50), st.integers(1, 400))), max_size=80),
+    patience=st.sampled_from([0.5, 1.5, 3.0]),
+)
+def test_under_sjf_no_request_goes_before_one_that_came_a_bounded_amount_of_work_earlier(
+    events: list[tuple[int, int] | None], patience: float
+) -> None:
+    """`None` serves a request, lengths add one. The work begun is the clock: so nothing starves, whatever comes."""
+    lane = lane_of(order="sjf", patience=patience)
+    begun, waiting = 0, dict[str, int]()
+    came: dict[str, int] = {}  # when, by the work begun
+    latest: dict[str, float] = {}  # when one may come that still goes before it
+    for event in [*events, *[None] * len(events)]:
+        if event is not None:
+            request = request_of(len(came), *event)
+            came[request.request_id] = begun
+            latest[request.request_id] = begun + patience * sum(waiting.values())
+            waiting[request.request_id] = sum(event)
+            lane.enter(request)
+        elif waiting:
+            served = serve(lane)
+            begun += waiting.pop(served)
+            earlier = [name for name in waiting if int(name.removeprefix("r")) < int(served.removeprefix("r"))]
+            assert all(came[served] <= latest[name] + 1e-6 for name in earlier)
 
 
 def serve(lane: Lane) -> str:

@@ -414,16 +414,15 @@ def test_an_aged_batch_request_that_is_due_is_overtaken_by_none_and_not_preempte
     assert large.priority[0] == 0
 
 
-def test_the_shortest_first_policy_ages() -> None:
-    policy = LaneConfig(policy="sjf", ageing_tokens_per_s=10.0)
-    bench = Bench(max_num_seqs=1, settings={"interactive": policy})
-    long = bench.add(prompt=100, max_tokens=10)
-    bench.now = 5.0
-    short = bench.add(prompt=3, max_tokens=7)
-    assert bench.scheduler.waiting == [short, long]
-    bench.now = 10.1  # 110 - 10 tokens ago, at 10 a second
-    late = bench.add(prompt=3, max_tokens=7)
-    assert bench.scheduler.waiting == [short, long, late]
+def test_the_shortest_first_order_counts_what_the_cache_lacks_of_a_prompt() -> None:
+    bench = Bench(settings={"interactive": LaneConfig(order="sjf"), "prefix_caching": True})
+    beginning = list(range(40))
+    bench.add(prompt=[*beginning, 1], max_tokens=1)
+    while bench.scheduler.running or bench.scheduler.waiting:
+        bench.step()
+    waits = bench.add(prompt=20, max_tokens=1)
+    short, cached = bench.add(prompt=12, max_tokens=1), bench.add(prompt=[*beginning, 2], max_tokens=1)
+    assert bench.scheduler.waiting == [waits, cached, short]
 
 
 def test_short_prompts_pass_long_ones_that_have_had_their_part_of_the_step() -> None:

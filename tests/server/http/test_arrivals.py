@@ -78,11 +78,11 @@ def test_refused_requests_are_counted_too(shared_server: Callable[..., Any]) -> 
 def test_answers_are_predicted_from_those_that_ended_by_themselves(shared_server: Callable[..., Any]) -> None:
     server = shared_server("--expected-tokens", "400")
     (first,) = change(server, "interactive", lambda: post(server, max_tokens=300))[2:]
-    assert first == 100  # a quarter of what a request is expected to have
+    assert first == 50  # an eighth of what a request is expected to have
     for _ in range(12):
         assert post(server, max_tokens=300, allowed_token_ids=[7], stop_token_ids=[7]) == 200
     (later,) = change(server, "interactive", lambda: post(server, max_tokens=300))[2:]
-    assert later < 60
+    assert later < 30
 
 
 def test_an_answer_that_is_cut_off_is_not_taken_for_a_short_one(shared_server: Callable[..., Any]) -> None:
@@ -90,7 +90,7 @@ def test_an_answer_that_is_cut_off_is_not_taken_for_a_short_one(shared_server: C
     for _ in range(12):
         post(server, max_tokens=1)
     (predicted,) = change(server, "interactive", lambda: post(server, max_tokens=300))[2:]
-    assert predicted == pytest.approx(101)
+    assert predicted == pytest.approx(50.5)
 
 
 def test_sizing_shows_the_times_of_steps_by_what_they_computed(shared_server: Callable[..., Any]) -> None:
