@@ -73,8 +73,8 @@ def phases(limits: Limits) -> list[Phase]:
     short, medium, long = (min(length, longest) for length in (64, 512, 1536))
     alone = [Phase(0, 0, length) for length in lengths]
     decode = [Phase(size, short) for size in sizes]
-    contexts = [Phase(size, length) for size in sizes[::2] for length in (medium, long)]
-    mixed = [Phase(size, short, length) for size in sizes[::2] for length in lengths[1:3]]
+    contexts = [Phase(size, length) for size in sizes[2::2] or sizes for length in (medium, long)]
+    mixed = [Phase(size, short, length) for size in sizes[2::2] or sizes for length in lengths[1:3]]
     return list(dict.fromkeys(_interleaved(alone, decode, mixed, contexts)))
 
 
@@ -139,8 +139,8 @@ class Driver:
     """Of the steps' sums; None: the server has none."""
     on_phase: Callable[[Phase], None]
     measured: Measurement = field(default_factory=Measurement)
-    token_s: float = 0.0
-    """The longest time per prompt token so far."""
+    prompt_s: dict[int, float] = field(default_factory=dict)
+    """The time to the first token by the length of the prompt."""
     step_s: dict[int, float] = field(default_factory=dict)
     """The time of a decode step by the number of sequences."""
 
@@ -170,8 +170,11 @@ class Driver:
         self.measured.samples.clear()
 
     def _estimate_s(self, phase: Phase) -> float:
+        """From the longest prompt so far, whose overhead per token is the least, and the decode steps so far."""
         prompts = phase.num_seqs * phase.prompt_tokens + phase.joining_tokens
-        return prompts * self.token_s + self._steps(phase) * self._step_s(phase.num_seqs)
+        longest = max(self.prompt_s, default=1)
+        token_s = self.prompt_s.get(longest, 0.0) / longest
+        return prompts * token_s + self._steps(phase) * self._step_s(phase.num_seqs)
 
     def _step_s(self, num_seqs: int) -> float:
         """Of the closest smaller batch, and growing with the sequences, which overestimates."""
@@ -196,7 +199,7 @@ class Driver:
         if not self._succeeded(stream):
             return
         tokens, seconds = stream.record.prompt_tokens, stream.record.ttft_s
-        self.token_s = max(self.token_s, seconds / tokens)
+        self.prompt_s[tokens] = seconds
         chunks = self.limits.step_tokens
         batches = tuple(
             StepBatch(0, 0, size, 1, attention_pairs(start, size))
