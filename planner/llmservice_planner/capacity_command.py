@@ -59,12 +59,16 @@ def is_asked(args: argparse.Namespace) -> bool:
     """Whether the flags ask for a plan of capacity. Raises `CommandError` for flags that only such a plan has."""
     if any(getattr(args, name) is not None for name in _FLAGS):
         return True
-    for name in ("prompt_tokens", "output_tokens", "prefix_hit_rate", "price"):
+    with_curve = args.curve or args.curve_out is not None
+    lengths = () if with_curve else ("prompt_tokens", "output_tokens")
+    for name in (*lengths, "prefix_hit_rate", "price"):
         if getattr(args, name):
             flag = "--" + name.replace("_", "-")
             raise CommandError(f"{flag} is about traffic: give --rate N or --trace FILE as well")
-    if args.ttft_p99 is not None and not (args.curve or args.curve_out):
-        raise CommandError("--ttft-p99 is about traffic or the curve: give --rate N, --trace FILE or --curve as well")
+    for name in ("ttft_p99", "latency"):
+        if getattr(args, name) is not None and not with_curve:
+            flag = "--" + name.replace("_", "-")
+            raise CommandError(f"{flag} is about traffic or the curve: give --rate N, --trace FILE or --curve as well")
     return False
 
 

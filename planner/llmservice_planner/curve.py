@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from llmservice_planner.budget import Budget
 from llmservice_planner.charts import COLOURS, GREY, PALE, entitle, figure, style, text_chart
 from llmservice_planner.latency import LatencyModel, StepBatch, attention_pairs
-from llmservice_planner.sizing_request import MAX_NUM_SEQS_CAP
+from llmservice_planner.sizing_request import CAP_OF_CPU, MAX_NUM_SEQS_CAP
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -148,6 +148,8 @@ def most_sequences(budget: Budget, typical: TypicalRequest) -> tuple[int, str]:
     """The largest batch of typical requests, and what bounds it."""
     length = math.ceil(typical.context_tokens)
     most, why = MAX_NUM_SEQS_CAP, f"a server takes {MAX_NUM_SEQS_CAP} sequences at most"
+    if budget.request.on_cpu:
+        most, why = CAP_OF_CPU, f"a server on a CPU takes {CAP_OF_CPU} sequences if --max-num-seqs says nothing else"
     if budget.request.max_num_seqs is not None:
         most, why = budget.request.max_num_seqs, "max_num_seqs as set"
     if budget.step.total < most:
@@ -236,6 +238,7 @@ def _bound(model: LatencyModel, batch: StepBatch) -> Bound:
 # --- text
 
 _WIDTH = 100
+_WIDE = 20  # a range of latencies that is shown on a logarithmic axis
 
 
 def curve_text(curve: Curve, *, chart: bool = True) -> str:
@@ -295,7 +298,8 @@ def _text_charts(curve: Curve) -> Iterator[str]:
     yield ""
     yield "  ITL in ms"
     series = {"p50": [p.itl_p50_s * 1e3 for p in points], "p99": [p.itl_p99_s * 1e3 for p in points]}
-    yield text_chart(sizes, series, width=_WIDTH - 20, height=9, log_x=True)
+    is_wide = points[-1].itl_p99_s > _WIDE * points[0].itl_p50_s
+    yield text_chart(sizes, series, width=_WIDTH - 20, height=9, log_x=True, log_y=is_wide)
 
 
 def _spread(points: Sequence[CurvePoint], count: int) -> list[CurvePoint]:

@@ -150,12 +150,28 @@ def _curve(args: argparse.Namespace, request: SizingRequest) -> Curve:
             f"the rates of {request.device.name} are not known: measure a server with llmservice calibrate -o FILE, "
             "and give --latency FILE"
         )
-    typical = TypicalRequest.of(request.typical_tokens, budget.step.chunk)
+    typical = _typical(args, request, budget.step.chunk)
     most, why = most_sequences(budget, typical)
     count = f"{request.device_count} x " if request.device_count > 1 else ""
     source = "" if args.latency is None else f", {args.latency.name}"
     title = f"{request.shape.architecture} on {count}{request.device.name}{source}"
     return curve(model, typical, most, why, title=title, itl_p99_s=args.itl_p99, ttft_p99_s=args.ttft_p99)
+
+
+def _typical(args: argparse.Namespace, request: SizingRequest, chunk_tokens: int) -> TypicalRequest:
+    """The means of the given lengths, or a request of the expected tokens."""
+    given = (args.prompt_tokens, args.output_tokens)
+    if given == (None, None):
+        return TypicalRequest.of(request.typical_tokens, chunk_tokens)
+    if None in given:
+        raise CommandError("the curve needs both lengths of a request or none: --prompt-tokens and --output-tokens")
+    prompt, output = (round(sum(points) / len(points)) for points in (lengths.points() for lengths in given))
+    if prompt + output > request.model_len:
+        raise CommandError(
+            f"prompts of {prompt} tokens and answers of {output} on average are longer than max_model_len "
+            f"{request.model_len}: lower them, or give --max-model-len"
+        )
+    return TypicalRequest(prompt, output, chunk_tokens)
 
 
 def _request(args: argparse.Namespace) -> SizingRequest:

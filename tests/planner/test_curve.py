@@ -114,6 +114,8 @@ def test_a_calibrated_model_gives_a_cpu_a_curve(tmp_path: Path, capsys: Capture)
     flags = ("plan", "--shape", SHAPE, "--cpu-memory", "64Gi", "--max-model-len", "4096", "--curve")
     assert main([*flags, "--latency", str(path)]) == 0
     assert capsys.readouterr().out.startswith("llama on cpu, measured.json: prompts of")
+    assert main([*flags[:-1], "--latency", str(path)]) == 2
+    assert "--latency is about traffic or the curve" in capsys.readouterr().err
     assert main(flags) == 2
     assert "llmservice calibrate -o FILE, and give --latency FILE" in capsys.readouterr().err
 
@@ -125,6 +127,9 @@ def test_a_calibrated_model_gives_a_cpu_a_curve(tmp_path: Path, capsys: Capture)
         (("--curve-out", "curve.gif"), 2, "expected .svg or .png"),
         (("--latency", "absent.json"), 2, "absent.json is no latency model"),
         (("--max-num-seqs", "8"), 0, "the curve ends at 8: max_num_seqs as set"),
+        (("--prompt-tokens", "p50=300,p99=3000", "--output-tokens", "200"), 0, "answers of 200"),
+        (("--prompt-tokens", "300"), 2, "needs both lengths of a request or none"),
+        (("--prompt-tokens", "9000", "--output-tokens", "200"), 2, "longer than max_model_len 8192: lower them"),
     ],
 )
 def test_what_cannot_be_is_said(flags: tuple[str, ...], status: int, message: str, capsys: Capture) -> None:
