@@ -213,6 +213,15 @@ def test_fp8_products_run_at_the_fp8_rate_where_the_gpu_has_it(
     assert (plain.token_s / other.token_s > 1.9) == is_faster
 
 
+def test_an_encoder_computes_prompts_in_both_directions_and_decodes_nothing(shape_of: ShapeOf) -> None:
+    decoder = shape_of("llama-3-8b")
+    encoder = replace(decoder, encoder_parameters=decoder.num_parameters)
+    one, other = _model(encoder), _model(decoder)
+    assert (one.kv_token_s, one.sequence_s) == (0, 0)
+    assert one.pair_s == pytest.approx(2 * other.pair_s)
+    assert one.prefill_s(512) == pytest.approx(other.prefill_s(512), rel=0.1)
+
+
 def test_several_gpus_share_the_work_and_pay_for_their_links(shape_of: ShapeOf) -> None:
     shape = shape_of("llama-3-70b")
     one, four = _model(shape), _model(shape, device_count=4)
