@@ -21,6 +21,7 @@ from llmservice_operator.monitoring.metrics import OperatorMetrics
 from llmservice_operator.pods.cold_start import ColdStart, cold_start, first_ready, woken_since
 from llmservice_operator.pods.pod import Pod, Trouble, image_volume_trouble, observed, pods_of
 from llmservice_operator.pods.pod_model import PodModels
+from llmservice_operator.scaling.analysis import Forecast
 from llmservice_operator.scaling.decision import Decision, ScalingState, decide_replicas, scale_policy
 from llmservice_operator.scaling.load import Held, Load
 from llmservice_operator.scaling.supply import OverloadTimer, StartupTimes, supply_of
@@ -102,6 +103,17 @@ def is_settling(unobserved_s: float | None, now: float) -> bool:
     return unobserved_s is not None and 0 <= now - unobserved_s < _SETTLING_S
 
 
+def startup_of(other: Manifest, service: LLMService) -> float | None:
+    """The start-up time in another service's status, where its pods load the same model on the same GPU."""
+    learned = ((other.get("status") or {}).get("autoscaling") or {}).get("startupSeconds")
+    spec = other.get("spec") or {}
+    model, gpu = spec.get("model") or {}, (spec.get("resources") or {}).get("gpu") or {}
+    own_model, own_gpu = service.spec.model, service.spec.resources.gpu
+    is_same = (model.get("uri"), model.get("revision")) == (own_model.uri, own_model.revision)
+    is_same = is_same and gpu.get("product") == (own_gpu.product if own_gpu else None)
+    return float(learned) if is_same and isinstance(learned, int | float) else None
+
+
 @dataclass(slots=True)
 class Reconciler:
     """Does the I/O of passes; what to do is decided by the pure functions that it calls."""
@@ -147,8 +159,7 @@ class Reconciler:
         load = await self._load(seen, sizing)
         fetching = await self.pod_models.fetching(seen.pods)
         adapters = await self.pod_models.adapters(seen.pods) if seen.service.spec.adapters else {}
-        itl_feasible = sizing.plan.itl_feasible if isinstance(sizing, Sized) and sizing.plan else None
-        memory.slo = slo_verdict(load, seen.service.spec.slo.ttft_p99_s, itl_feasible=itl_feasible, before=memory.slo)
+        memory.slo = self._slo(seen, memory, sizing, load)
         started = await self._cold_start(seen, memory)
         decision = self._decide(seen, memory, sizing, load)
         refusals = await self._apply(seen, load, sizing, decision)
@@ -168,6 +179,8 @@ class Reconciler:
             unreachable=any(one.kind in {"Deployment", "Service"} for one in refusals),
             policy=scale_policy(seen.service, sizing),
             capacity=history.capacity if history else None,
+            correction=history.correction_at(seen.now) if history else 1.0,
+            gpu_hours=memory.scaling.gpu_hours if memory.scaling else None,
             fetching=fetching,
             adapters=adapters,
             settling=is_settling(memory.unobserved_s, seen.steady_s),
@@ -213,12 +226,20 @@ class Reconciler:
             known = seen.service.status.autoscaling
             self._memories[key] = Memory(
                 Sizer(self.read_model),
-                StartupTimes(known.startup_seconds if known else None),
+                StartupTimes(self._learned_start_s(seen.service)),
                 StatusWriteThrottle(seen.steady_s, resumed=known is not None),
                 slo=remembered_slo(seen.service),
                 requested_s=None if seen.serving else woken_since(known),
             )
         return self._memories[key]
+
+    def _learned_start_s(self, service: LLMService) -> float | None:
+        """The start-up time that the status kept, or else that of another service with the same model and GPU."""
+        own = service.status.autoscaling
+        if own is not None and own.startup_seconds is not None:
+            return own.startup_seconds
+        others = (self.cache.service(*key) for key in self.cache.services())
+        return max((found for one in others if one and (found := startup_of(one, service)) is not None), default=None)
 
     async def _size(self, seen: Observation, memory: Memory) -> Sized | SizingProblem:
         """With the figures that the status has; a server that sized itself is asked for its report."""
@@ -229,6 +250,18 @@ class Reconciler:
             report = await self.pod_models.report(seen.pods, spec.model.identity)
             report = report or remembered_report(seen.service.status.sizing, known, spec.engine.block_size)
         return await memory.sizer.size(spec, seen.now, known, report)
+
+    def _slo(self, seen: Observation, memory: Memory, sizing: Sized | SizingProblem, load: Load | None) -> Verdict:
+        sized = sizing if isinstance(sizing, Sized) else None
+        slo = seen.service.spec.slo
+        return slo_verdict(
+            load,
+            slo.ttft_p99_s,
+            itl_feasible=sized.plan.itl_feasible if sized and sized.plan else None,
+            before=memory.slo,
+            latency=sized.latency if sized else None,
+            itl_target_s=slo.itl_p99_s,
+        )
 
     async def _load(self, seen: Observation, sizing: Sized | SizingProblem) -> Load | None:
         if not seen.serving or (isinstance(sizing, Sized) and sizing.max_num_seqs is None):
@@ -337,6 +370,7 @@ class Reconciler:
                 "ready_replicas": len(seen.serving),
                 "ttft_target_seconds": service.spec.slo.ttft_p99_s,
                 "prediction_error_percent": measured.error_percent if measured else None,
+                **_flow(outcome.decision.forecast),
             },
         )
         # Before the status: if this pass ends in between, the next one still sees the same transitions.
@@ -359,6 +393,17 @@ class Reconciler:
         if before != outcome.desired:
             events.append(scaled_event(service, before, outcome.desired, outcome.decision.reasons, seen.now))
         return events
+
+
+def _flow(forecast: Forecast | None) -> dict[str, float | None]:
+    """What arrives and what one replica serves of it, as gauges."""
+    capacity = forecast.capacity if forecast else None
+    return {
+        "demand_tokens_per_second": forecast.demand.tokens if forecast else None,
+        "replica_tokens_per_second": capacity.serves.tokens if capacity else None,
+        "load_replicas": forecast.level if forecast else None,
+        "predicted_load_replicas": forecast.predicted if forecast else None,
+    }
 
 
 def _blocked(refusals: Sequence[Refusal]) -> Trouble | None:

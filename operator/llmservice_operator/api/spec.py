@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
-from pydantic import ConfigDict, Field, StringConstraints, WithJsonSchema
+from pydantic import ConfigDict, Field, StringConstraints, WithJsonSchema, field_validator
 
 from llmservice_operator.api import units
 from llmservice_operator.api.model_spec import ModelSource
@@ -14,6 +15,7 @@ from llmservice_planner.overhead import PROCESS_BYTES
 
 Duration = Annotated[str, StringConstraints(pattern=units.DURATION_PATTERN, max_length=16)]
 Quantity = Annotated[str, StringConstraints(pattern=units.QUANTITY_PATTERN, max_length=32)]
+TimeOfDay = Annotated[str, StringConstraints(pattern=r"^([01][0-9]|2[0-3]):[0-5][0-9]$", max_length=5)]
 AutoOrCount = Annotated[
     Literal["auto"] | int,
     WithJsonSchema(
@@ -233,10 +235,49 @@ class MetricsSource(SchemaModel):
     window: Duration = Field("60s", description="Time over which rates and p99 TTFT are computed.")
 
 
+class ScheduledReplicas(SchemaModel):
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            ("self.start != self.end", "start and end must differ: for the whole day raise autoscaling.minReplicas"),
+        )
+    )
+
+    days: list[Literal["Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun"]] = Field(
+        default_factory=list, max_length=7, description="On which days it begins. Default: on all."
+    )
+    start: TimeOfDay = Field(description="When it begins, as HH:MM.")
+    end: TimeOfDay = Field(description="When it ends, as HH:MM; before start: on the next day.")
+    time_zone: str = Field(
+        "UTC",
+        min_length=1,
+        max_length=64,
+        pattern=r"^[A-Za-z][A-Za-z0-9_+-]*(/[A-Za-z0-9_+-]+)*$",
+        description="The clock of start and end, by its IANA name such as Europe/Berlin.",
+    )
+    min_replicas: int = Field(ge=1, le=1000, description="Never fewer replicas than this meanwhile.")
+
+    @field_validator("time_zone")
+    @classmethod
+    def _is_known(cls, name: str) -> str:
+        try:
+            ZoneInfo(name)
+        except (ZoneInfoNotFoundError, ValueError, OSError) as error:
+            raise ValueError(f"{name} is no time zone: give an IANA name such as Europe/Berlin, or UTC") from error
+        return name
+
+
 class Autoscaling(SchemaModel):
     model_config = ConfigDict(
         json_schema_extra=rules(
             ("self.minReplicas <= self.maxReplicas", "minReplicas must not be above maxReplicas"),
+            (
+                "!has(self.schedule) || self.schedule.all(one, one.minReplicas <= self.maxReplicas)",
+                "schedule: minReplicas must not be above maxReplicas",
+            ),
+            (
+                "!has(self.maxGPUHoursPerDay) || self.maxGPUHoursPerDay >= 24.0 * double(self.minReplicas)",
+                "maxGPUHoursPerDay must be at least 24 for each of minReplicas, which run all day",
+            ),
             (
                 "!has(self.idleTimeout) || self.minReplicas == 0",
                 "idleTimeout needs minReplicas: 0, for otherwise the last replica always stays",
@@ -262,7 +303,8 @@ class Autoscaling(SchemaModel):
         10,
         ge=0,
         le=100,
-        description="How far the load may deviate from what the replicas hold before they are changed.",
+        description="How far the load may deviate from what the replicas hold before they are changed. Where demand and"
+        " capacity are known, this is for fewer replicas alone.",
     )
     scale_up: ScaleUp = Field(default_factory=ScaleUp, description="How fast replicas are added.")
     scale_down: ScaleDown = Field(default_factory=ScaleDown, description="How fast replicas are removed.")
@@ -270,6 +312,20 @@ class Autoscaling(SchemaModel):
         "fill",
         description="What requests of the batch lane ask for. fill: they use what others leave, and add no replicas."
         " scale: they count like the others.",
+    )
+    schedule: list[ScheduledReplicas] = Field(
+        default_factory=list,
+        max_length=16,
+        description="Times of the day with a higher minReplicas, so that replicas are ready before a known load comes;"
+        " where several apply, the highest counts.",
+    )
+    max_gpu_hours_per_day: float | None = Field(
+        None,
+        alias="maxGPUHoursPerDay",
+        gt=0,
+        le=1000000,
+        description="GPU time that all replicas may take in a day of UTC. It includes minReplicas until midnight;"
+        " there are further ones only while what is left lasts for an hour.",
     )
     metrics: MetricsSource = Field(default_factory=MetricsSource, description="Where the signals come from.")
 
@@ -405,6 +461,9 @@ _NO_ADAPTERS = "!has(self.adapters) || size(self.adapters) == 0"
 _OTHER_NAMES = "self.adapters.all(one, one.name != self.model.servedName)"
 
 
+_ON_GPU = "(has(self.resources.gpu) && self.resources.gpu.count > 0)"
+
+
 class LLMServiceSpec(SchemaModel):
     model_config = ConfigDict(
         json_schema_extra=rules(
@@ -419,6 +478,10 @@ class LLMServiceSpec(SchemaModel):
             (
                 "!has(self.autoscaling) || !has(self.replicas) || self.replicas == 1",
                 "replicas is ignored where autoscaling is set: leave it out, and set autoscaling.minReplicas",
+            ),
+            (
+                f"!has(self.autoscaling) || !has(self.autoscaling.maxGPUHoursPerDay) || {_ON_GPU}",
+                "autoscaling.maxGPUHoursPerDay needs resources.gpu: this service runs on CPU",
             ),
             (
                 "!self.gateway.inferencePool || self.access == 'direct'",
@@ -472,6 +535,11 @@ class LLMServiceSpec(SchemaModel):
         description="Who may reach the pods besides the gateway, and what they may reach.",
     )
     monitoring: Monitoring = Field(default_factory=Monitoring, description="How Prometheus finds the pods.")
+
+    @property
+    def gpus(self) -> int:
+        """Of one replica."""
+        return self.resources.gpu.count if self.resources.gpu else 0
 
     @property
     def max_loras(self) -> int:

@@ -32,6 +32,12 @@ class Condition(SchemaModel):
 class MeasuredStatus(SchemaModel):
     blocks: int = Field(ge=0, description="KV blocks that the server allocated after loading.")
     weights_gib: float | None = Field(None, alias="weightsGiB", ge=0, description="Memory of the loaded weights.")
+    expected_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Mean tokens (prompt and answer) of what arrived of late: where engine.sizing.expectedTokens is not"
+        " set, what would be a good value. It changes no pod.",
+    )
     error_percent: float | None = Field(
         None,
         description="Predicted blocks against measured ones; positive: predicted too many. Absent where"
@@ -115,6 +121,38 @@ class SignalStatus(SchemaModel):
 class CapacityStatus(SchemaModel):
     requests_per_second: float = Field(ge=0, description="What one full replica was measured to finish.")
     measured_at: str = Field(max_length=32, description="When, give or take half an hour (RFC 3339).")
+    correction: float = Field(
+        1.0, gt=0, description="Of the latency model: what full replicas finished against what it predicts."
+    )
+
+
+class DemandStatus(SchemaModel):
+    """What arrives in the window, and what one replica serves of it."""
+
+    requests_per_second: float = Field(ge=0, description="Requests that arrive, refused ones too.")
+    prompt_tokens_per_second: float = Field(ge=0, description="Prompt tokens of them that are not in the prefix cache.")
+    output_tokens_per_second: float = Field(ge=0, description="Output tokens of them, as predicted at arrival.")
+    replica_requests_per_second: float | None = Field(
+        None, ge=0, description="Requests of these lengths that one replica serves, used to the full."
+    )
+    replica_tokens_per_second: float | None = Field(
+        None, ge=0, description="Prompt and output tokens that one replica serves of this mix."
+    )
+    source: Literal["predicted", "measured"] | None = Field(
+        None,
+        description="Where the replica's capacity is from: predicted by the latency model and corrected by"
+        " measurements, or measured alone.",
+    )
+    load: float = Field(ge=0, description="The demand in replicas that would be busy all the time.")
+    predicted_load: float = Field(ge=0, description="The same at the end of the horizon, by the trend.")
+    horizon_seconds: int = Field(ge=0, description="How far the prediction reaches: the time that a start takes.")
+    burst: bool = Field(False, description="Whether the last seconds' demand is far above that before.")
+
+
+class GpuHoursStatus(SchemaModel):
+    day: str = Field(max_length=10, description="The day (UTC).")
+    hours: float = Field(ge=0, description="GPU-hours of all replicas in it so far.")
+    counted_at: str = Field(max_length=32, description="Until when they are counted (RFC 3339).")
 
 
 class ColdStartStatus(SchemaModel):
@@ -140,6 +178,10 @@ class AutoscalingStatus(SchemaModel):
     last_cold_start: ColdStartStatus | None = Field(
         None, description="How long the last start from zero took, and for what."
     )
+    demand: DemandStatus | None = Field(
+        None, description="What arrives and what one replica serves of it, where servers count arrivals."
+    )
+    gpu_hours: GpuHoursStatus | None = Field(None, description="Only with autoscaling.maxGPUHoursPerDay.")
     capacity: CapacityStatus | None = Field(None, description="For a restarted operator; only with autoscaling.")
     signals: list[SignalStatus] = Field(
         default_factory=list, max_length=8, description="What is scaled on, with its thresholds; only with autoscaling."

@@ -29,6 +29,10 @@ _SERVICE_GAUGES: Declared = {
         "Predicted KV blocks against measured ones; positive: predicted too many.",
         _SERVICE,
     ),
+    "demand_tokens_per_second": ("Prompt tokens to compute and output tokens that arrive, over the window.", _SERVICE),
+    "replica_tokens_per_second": ("What one replica serves of what arrives, used to the full.", _SERVICE),
+    "load_replicas": ("The demand in replicas that would be busy all the time.", _SERVICE),
+    "predicted_load_replicas": ("The same by the time that a replica asked for now serves.", _SERVICE),
     "sizing_problem": (
         "1 where the spec can't be served, by the reason of SizingValid=False.",
         (*_SERVICE, "reason"),

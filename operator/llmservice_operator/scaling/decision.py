@@ -13,6 +13,8 @@ import math
 from dataclasses import dataclass, replace
 
 from llmservice_operator.api.resource import LLMService
+from llmservice_operator.api.status import AutoscalingStatus
+from llmservice_operator.pods.pod import epoch
 from llmservice_operator.scaling.analysis import analyse, forecast_of, full_replica_per_s, used_slots
 from llmservice_operator.scaling.capacity import ReplicaModel
 from llmservice_operator.scaling.history import History
@@ -20,6 +22,7 @@ from llmservice_operator.scaling.limits import Decision, limit
 from llmservice_operator.scaling.load import Held, Load
 from llmservice_operator.scaling.policy import ScalePolicy
 from llmservice_operator.scaling.recommendation import keep_last, optimise
+from llmservice_operator.scaling.schedule import GpuHours, policy_at
 from llmservice_operator.scaling.supply import Supply
 from llmservice_operator.sizing import Sized, SizingProblem
 
@@ -36,6 +39,13 @@ class ScalingState:
     history: History
     generation: int
     """Of the spec that the history was made under."""
+    gpu_hours: GpuHours
+
+
+def gpu_hours_of(status: AutoscalingStatus | None, now: float) -> GpuHours:
+    """What the status kept; from now on where it has none."""
+    known = status.gpu_hours if status else None
+    return GpuHours.start(now) if known is None else GpuHours(known.day, known.hours, min(now, epoch(known.counted_at)))
 
 
 def scale_policy(service: LLMService, sizing: Sized | SizingProblem) -> ScalePolicy | None:
@@ -65,14 +75,17 @@ def decide_replicas(
     if isinstance(sizing, SizingProblem):
         reason = f"sizing: {sizing.reason}, replicas stay"
         return Decision(supply.replicas, supply.replicas, (reason,), active=False), state
-    policy = scale_policy(service, sizing)
-    if policy is None:
+    policy, autoscaling = scale_policy(service, sizing), service.spec.autoscaling
+    if policy is None or autoscaling is None:
         fixed = service.spec.replicas
         return Decision(fixed, fixed, (f"spec.replicas is {fixed}",)), None
     if state is None:
         history = History.resume(service.status.autoscaling, supply.replicas, now).shifted(steady_s - now)
-        state = ScalingState(history, service.status.observed_generation)
+        state = ScalingState(history, service.status.observed_generation, gpu_hours_of(service.status.autoscaling, now))
     generation = service.metadata.generation
+    spent, gpus = state.gpu_hours, service.spec.gpus
+    spent = spent.after(supply.replicas, gpus, now)
+    policy = policy_at(policy, autoscaling.schedule, autoscaling.max_gpu_hours_per_day, spent, gpus)
     history = state.history if state.generation == generation else state.history.forget_capacity()
     if policy.sleeps and supply.replicas == 0:
         held = load if isinstance(load, Held) else None
@@ -82,7 +95,7 @@ def decide_replicas(
         kv_blocks = measured.kv_blocks if measured else None
         model = ReplicaModel.of(sizing, service.spec.slo, kv_blocks)
         decision, history = decide(measured, supply, policy, history, steady_s, feasible=feasible, model=model)
-    return decision, ScalingState(history, generation)
+    return decision, ScalingState(history, generation, spent)
 
 
 def decide(
@@ -153,7 +166,7 @@ def decide_wake_up(held: Held | None, policy: ScalePolicy, history: History, now
     reasons = [f"held: {held.requests} requests of {held.tokens} tokens wait in gateways, {room} -> {asked}"]
     wanted = policy.bounded(asked)
     if wanted != asked:
-        reasons.append(f"bounds: {policy.min_replicas} to {policy.max_replicas} -> {wanted}")
+        reasons.append(policy.bound_reason(asked, wanted))
     replicas = min(wanted, max(1, policy.up.size(0)))
     if replicas != wanted:
         reasons.append(f"step: {policy.up.about} -> {replicas}")

@@ -79,7 +79,12 @@ class History:
         history = cls.start(now, replicas, min(now, epoch(log[0].time)) if shrinking else None, changes)
         if status.capacity is None:
             return history
-        return replace(history, capacity=(epoch(status.capacity.measured_at), status.capacity.requests_per_second))
+        measured_s = epoch(status.capacity.measured_at)
+        return replace(
+            history,
+            capacity=(measured_s, status.capacity.requests_per_second),
+            correction=(measured_s, status.capacity.correction),
+        )
 
     @property
     def last_up_s(self) -> float | None:

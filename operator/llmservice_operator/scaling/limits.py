@@ -36,7 +36,7 @@ def limit(
     wanted = policy.bounded(asked.replicas)
     reasons = list(asked.reasons)
     if wanted != asked.replicas:
-        reasons.append(f"bounds: {policy.min_replicas} to {policy.max_replicas} -> {wanted}")
+        reasons.append(policy.bound_reason(asked.replicas, wanted))
     stable = wanted if at_once and wanted > current else _stabilized(wanted, current, policy, history, now)
     if stable != wanted:
         window_s = (policy.down if wanted < current else policy.up).stabilization_s

@@ -115,6 +115,8 @@ class Load:
     """What of it is in the batch lane."""
     prompt_p99_tokens: float | None = None
     """Length that 1 % of the prompts exceed."""
+    to_compute: float = 1.0
+    """Share of the prompt tokens that was not in the prefix cache."""
 
     @property
     def running(self) -> float:
@@ -179,6 +181,7 @@ def load_of(histories: Histories, ready_pods: Iterable[str], source: str) -> Loa
         demand=demand,
         batch_demand=batch_demand,
         prompt_p99_tokens=quantile(0.99, prompts),
+        to_compute=to_compute,
         kv_blocks=min((blocks for one in read.values() if (blocks := one[-1].kv_blocks)), default=None),
         weights_bytes=next((weight for one in read.values() if (weight := one[-1].weights_bytes)), None),
         model_code=next((code for one in read.values() if (code := one[-1].model_code)), None),

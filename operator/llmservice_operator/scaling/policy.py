@@ -86,6 +86,10 @@ class ScalePolicy:
     """How long there is no request before the last replica is removed; without end where it always stays."""
     batch: Literal["fill", "scale"] = "fill"
     """fill: batch requests use what the others leave, and add no replicas. scale: they count like the others."""
+    why_least: str = ""
+    """What raised `min_replicas` for now."""
+    why_most: str = ""
+    """What lowered `max_replicas` for now."""
 
     @classmethod
     def of(cls, autoscaling: Autoscaling, slo: Slo, max_num_seqs: int) -> ScalePolicy:
@@ -119,6 +123,11 @@ class ScalePolicy:
         if load.admissible is None:
             return self
         return replace(self, max_num_seqs=max(1, min(self.max_num_seqs, round(load.admissible))))
+
+    def bound_reason(self, asked: int, bounded: int) -> str:
+        """Why so many are not asked for."""
+        why = self.why_least if bounded > asked else self.why_most
+        return f"{why or f'bounds: {self.min_replicas} to {self.max_replicas}'} -> {bounded}"
 
     def bounded(self, replicas: int) -> int:
         return min(max(replicas, self.min_replicas), self.max_replicas)

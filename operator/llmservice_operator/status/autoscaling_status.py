@@ -6,13 +6,22 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from llmservice_operator.api.status import MAX_DECISIONS, CapacityStatus, DecisionStatus, SignalStatus
+from llmservice_operator.api.status import (
+    MAX_DECISIONS,
+    CapacityStatus,
+    DecisionStatus,
+    DemandStatus,
+    GpuHoursStatus,
+    SignalStatus,
+)
 from llmservice_operator.monitoring.promql import service_queries
 from llmservice_operator.pods.pod import epoch
+from llmservice_operator.scaling.analysis import Forecast
 from llmservice_operator.scaling.decision import Decision
 from llmservice_operator.scaling.history import CAPACITY_KEEP_S, Timed
 from llmservice_operator.scaling.load import Load
 from llmservice_operator.scaling.policy import TARGET_UTILIZATION, ScalePolicy
+from llmservice_operator.scaling.schedule import GpuHours
 from llmservice_operator.status.conditions import rfc3339
 
 WRITE_EVERY_S = 15.0
@@ -111,16 +120,58 @@ def _per_replica(load: Load, slots: int) -> dict[str, float | None]:
     }
 
 
-def capacity_status(before: CapacityStatus | None, capacity: Timed | None) -> CapacityStatus | None:
+def demand_status(
+    before: DemandStatus | None, forecast: Forecast | None, allowance: WriteAllowance
+) -> DemandStatus | None:
+    """What arrives, each figure throttled. A burst is written at once."""
+    if forecast is None:
+        return before if not allowance.complete else None
+    capacity = forecast.capacity
+    past = before.model_dump() if before else {}
+    figures: dict[str, float | None] = {
+        "requests_per_second": forecast.demand.requests,
+        "prompt_tokens_per_second": forecast.demand.prompt_tokens,
+        "output_tokens_per_second": forecast.demand.output_tokens,
+        "replica_requests_per_second": capacity.serves.requests if capacity else None,
+        "replica_tokens_per_second": capacity.serves.tokens if capacity else None,
+        "load": forecast.level,
+        "predicted_load": forecast.predicted,
+        "horizon_seconds": math.ceil(forecast.horizon_s),
+    }
+    written = {name: throttled(past.get(name), rounded(value), allowance) for name, value in figures.items()}
+    if any(written[name] is None for name in ("load", "horizon_seconds")):
+        return before  # not yet time to write the first figures
+    return DemandStatus.model_validate(
+        {**written, "source": capacity.source if capacity else None, "burst": forecast.is_burst}
+    )
+
+
+def gpu_hours_status(
+    before: GpuHoursStatus | None, spent: GpuHours | None, most: float | None
+) -> GpuHoursStatus | None:
+    """Rewritten at every hundredth of what the day allows."""
+    if spent is None or most is None:
+        return None
+    if before is not None and before.day == spent.day and abs(spent.hours - before.hours) < most / 100:
+        return before
+    return GpuHoursStatus(day=spent.day, hours=round(spent.hours, 2), counted_at=rfc3339(spent.counted_s))
+
+
+def capacity_status(
+    before: CapacityStatus | None, capacity: Timed | None, correction: float = 1.0
+) -> CapacityStatus | None:
     """What one replica finishes, rewritten only where it changed or where the old figure would soon be too old."""
     if capacity is None:
         return None
     when, per_s = capacity
     if before is not None:
         near = abs(before.requests_per_second - per_s) <= _SMALL * per_s
+        near = near and abs(before.correction - correction) <= _SMALL * correction
         if near and when - epoch(before.measured_at) < CAPACITY_KEEP_S / 2:
             return before
-    return CapacityStatus(requests_per_second=float(f"{per_s:.3g}"), measured_at=rfc3339(when))
+    return CapacityStatus(
+        requests_per_second=float(f"{per_s:.3g}"), measured_at=rfc3339(when), correction=float(f"{correction:.3g}")
+    )
 
 
 def log_decision(log: Sequence[DecisionStatus], decision: Decision, now: float) -> list[DecisionStatus]:

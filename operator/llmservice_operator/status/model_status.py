@@ -8,7 +8,9 @@ from llmservice_operator.api.model_spec import ModelSource
 from llmservice_operator.api.status import FetchStatus, MeasuredStatus, ModelCode, ModelStatus, SizingStatus
 from llmservice_operator.locations import Figures, Model
 from llmservice_operator.pods.pod_model import Fetching
+from llmservice_operator.scaling.analysis import Forecast
 from llmservice_operator.sizing import GIB, Sized, SizingReport
+from llmservice_operator.status.autoscaling_status import WriteAllowance, throttled
 from llmservice_planner.shape import ModelShape, ShapeError
 from llmservice_planner.sizing_request import EXPECTED_TOKENS
 
@@ -116,7 +118,19 @@ def _reported_sizing(report: SizingReport) -> SizingStatus:
     )
 
 
-def measured_status(sized: Sized, blocks: int, weights_bytes: float | None) -> MeasuredStatus:
+def expected_tokens(before: int | None, forecast: Forecast | None, allowance: WriteAllowance) -> int | None:
+    """The mean of what arrives, written rarely; what it was before where nothing arrives."""
+    if forecast is None or forecast.demand.requests <= 0:
+        return before
+    demand = forecast.demand
+    now = (demand.prompt_tokens + demand.cached_tokens + demand.output_tokens) / demand.requests
+    written = throttled(before, now, allowance)
+    return None if written is None else max(1, round(written))
+
+
+def measured_status(
+    sized: Sized, blocks: int, weights_bytes: float | None, expected_tokens: int | None = None
+) -> MeasuredStatus:
     """The figures that a running server measured, against the predicted ones. `blocks` excludes the null block.
 
     A server that sized itself had no prediction: it bounds its pool by what its sequences can use, and by what it
@@ -126,6 +140,7 @@ def measured_status(sized: Sized, blocks: int, weights_bytes: float | None) -> M
     return MeasuredStatus(
         blocks=blocks,
         weights_gib=None if weights_bytes is None else _gib(weights_bytes),
+        expected_tokens=expected_tokens,
         error_percent=None if predicted is None or not blocks else round((predicted - blocks) / blocks * 100, 1),
     )
 

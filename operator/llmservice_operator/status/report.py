@@ -28,11 +28,14 @@ from llmservice_operator.scaling.decision import Decision
 from llmservice_operator.scaling.history import Timed
 from llmservice_operator.scaling.load import Load
 from llmservice_operator.scaling.policy import ScalePolicy
+from llmservice_operator.scaling.schedule import GpuHours
 from llmservice_operator.sizing import Sized, SizingProblem
 from llmservice_operator.status.autoscaling_status import (
     UNLIMITED,
     WriteAllowance,
     capacity_status,
+    demand_status,
+    gpu_hours_status,
     log_decision,
     rounded,
     signals_status,
@@ -63,7 +66,7 @@ from llmservice_operator.status.conditions import (
     stalled_verdict,
     while_fetching,
 )
-from llmservice_operator.status.model_status import measured_status, model_status, sizing_status
+from llmservice_operator.status.model_status import expected_tokens, measured_status, model_status, sizing_status
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,10 @@ class Outcome:
     """None without autoscaling."""
     capacity: Timed | None = None
     """What one full replica was last measured to finish."""
+    correction: float = 1.0
+    """Of the latency model, by such measurements."""
+    gpu_hours: GpuHours | None = None
+    """Of the day so far."""
     fetching: Fetching | None = None
     """The downloads of the model, if any."""
     settling: bool = False
@@ -122,7 +129,7 @@ def expected_status(
         model, sized = status.model, status.sizing
     else:
         model = model_status(service.spec.model, sizing.model, outcome.fetching, _model_code(service, outcome.load))
-        sized = sizing_status(sizing, _measured(service, sizing, outcome.load))
+        sized = sizing_status(sizing, _measured(service, sizing, outcome))
     return LLMServiceStatus(
         observed_generation=generation,
         replicas=len(live),
@@ -209,14 +216,17 @@ def _scaling(service: LLMService, pods: Sequence[Pod], outcome: Outcome) -> Verd
     return scaling_verdict(outcome.decision, pods, outcome.sizing, autoscaled=autoscaled)
 
 
-def _measured(service: LLMService, sizing: Sized, load: Load | None) -> MeasuredStatus | None:
+def _measured(service: LLMService, sizing: Sized, outcome: Outcome) -> MeasuredStatus | None:
     if sizing.plan is None:
         return None
-    if load is not None and load.kv_blocks:
-        return measured_status(sizing, load.kv_blocks, load.weights_bytes)
-    before = service.status.sizing
     unchanged = service.status.observed_generation == service.metadata.generation
-    return before.measured if before and unchanged else None
+    before = service.status.sizing.measured if service.status.sizing and unchanged else None
+    load = outcome.load
+    if load is None or not load.kv_blocks:
+        return before
+    forecast = outcome.decision.forecast
+    tokens = expected_tokens(before.expected_tokens if before else None, forecast, outcome.allowance)
+    return measured_status(sizing, load.kv_blocks, load.weights_bytes, tokens)
 
 
 def _model_code(service: LLMService, load: Load | None) -> str | None:
@@ -235,13 +245,16 @@ def _autoscaling(service: LLMService, outcome: Outcome, now: float) -> Autoscali
     resumes = outcome.resumes(service)
     decides = service.spec.autoscaling is not None and isinstance(outcome.sizing, Sized) and not resumes
     log, capacity = before.decisions, outcome.capacity
+    most = service.spec.autoscaling.max_gpu_hours_per_day if service.spec.autoscaling else None
     return AutoscalingStatus(
         desired_replicas=outcome.desired,
         queue_depth=throttled(before.queue_depth, waiting, allowance),
         ttft_p99_seconds=throttled(before.ttft_p99_seconds, rounded(load.ttft_p99_s if load else None), allowance),
         startup_seconds=math.ceil(outcome.startup_s) if outcome.startup_s is not None else None,
         last_cold_start=_cold_start(outcome.cold_start) or before.last_cold_start,
-        capacity=before.capacity if resumes else capacity_status(before.capacity, capacity),
+        demand=before.demand if resumes else demand_status(before.demand, outcome.decision.forecast, allowance),
+        gpu_hours=gpu_hours_status(before.gpu_hours, outcome.gpu_hours, most),
+        capacity=before.capacity if resumes else capacity_status(before.capacity, capacity, outcome.correction),
         signals=signals_status(service.key, load, policy, capacity and capacity[1], before.signals, allowance)
         if policy
         else [],

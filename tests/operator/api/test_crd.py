@@ -129,6 +129,29 @@ async def test_defaults_are_filled_in_by_the_api_server(kube: KubeClient, manife
     [
         ({"autoscaling": {"minReplicas": 4, "maxReplicas": 2}}, "spec.autoscaling", "minReplicas must not be above"),
         (
+            {"autoscaling": {"maxReplicas": 2, "schedule": [{"start": "08:00", "end": "18:00", "minReplicas": 3}]}},
+            "spec.autoscaling",
+            "schedule: minReplicas must not be above maxReplicas",
+        ),
+        (
+            {"autoscaling": {"maxReplicas": 2, "schedule": [{"start": "08:00", "end": "08:00", "minReplicas": 2}]}},
+            "spec.autoscaling.schedule[0]",
+            "start and end must differ",
+        ),
+        (
+            {
+                "resources": {"gpu": {"product": "l4"}},
+                "autoscaling": {"minReplicas": 2, "maxReplicas": 4, "maxGPUHoursPerDay": 40},
+            },
+            "spec.autoscaling",
+            "maxGPUHoursPerDay must be at least 24 for each of minReplicas",
+        ),
+        (
+            {"autoscaling": {"maxReplicas": 4, "maxGPUHoursPerDay": 40}},
+            "spec",
+            "autoscaling.maxGPUHoursPerDay needs resources.gpu",
+        ),
+        (
             {"autoscaling": {"idleTimeout": "5m", "maxReplicas": 2}},
             "spec.autoscaling",
             "idleTimeout needs minReplicas: 0",

@@ -6,13 +6,30 @@ from typing import Any
 import pytest
 
 from llmservice_operator.pods.pod import Pod
-from llmservice_operator.reconcile import Observation, is_settling, unobserved_since
+from llmservice_operator.reconcile import Observation, is_settling, startup_of, unobserved_since
 from llmservice_operator.status.report import InvalidSpecError, parse_service
 
 ManifestOf = Callable[..., dict[str, Any]]
 
 CHANGED = {"metadata": {"generation": 2}, "status": {"observedGeneration": 1}}
 OBSERVED = {"metadata": {"generation": 2}, "status": {"observedGeneration": 2}}
+
+
+@pytest.mark.parametrize(
+    ("spec", "learned"),
+    [
+        ({}, 130.0),
+        ({"model": {"uri": "file:///other"}}, None),
+        ({"resources": {"gpu": {"product": "l4"}}}, None),
+    ],
+)
+def test_a_start_is_learned_from_a_service_with_the_same_model_and_gpu(
+    spec: dict[str, Any], learned: float | None, manifest_of: ManifestOf
+) -> None:
+    other = {**manifest_of("other"), "status": {"autoscaling": {"startupSeconds": 130}}}
+
+    assert startup_of(other, parse_service(manifest_of(**spec))) == learned
+    assert startup_of(manifest_of("other"), parse_service(manifest_of(**spec))) is None
 
 
 def test_an_invalid_status_is_ignored(manifest_of: ManifestOf) -> None:

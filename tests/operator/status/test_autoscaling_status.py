@@ -6,15 +6,20 @@ import pytest
 
 from llmservice_operator.api.spec import Autoscaling, Slo
 from llmservice_operator.api.status import AutoscalingStatus, CapacityStatus, DecisionStatus, SignalStatus
+from llmservice_operator.scaling.analysis import Capacity, Forecast
 from llmservice_operator.scaling.decision import Decision
+from llmservice_operator.scaling.demand import Demand
 from llmservice_operator.scaling.history import CAPACITY_KEEP_S, History
 from llmservice_operator.scaling.load import Load, PodLoad
 from llmservice_operator.scaling.policy import ScalePolicy
+from llmservice_operator.scaling.schedule import GpuHours
 from llmservice_operator.status.autoscaling_status import (
     UNLIMITED,
     StatusWriteThrottle,
     WriteAllowance,
     capacity_status,
+    demand_status,
+    gpu_hours_status,
     log_decision,
     signals_status,
     throttled,
@@ -26,6 +31,61 @@ POLICY = ScalePolicy.of(Autoscaling(max_replicas=4, queue_depth=2), Slo(ttft_p99
 LOAD = Load("pods", (PodLoad("a", 8, 3, 0.5), PodLoad("b", 4, 0, 0.25)), arrivals_per_s=5.0, ttft_p99_s=0.123456)
 NOT_DUE, INCOMPLETE = WriteAllowance(due=False), WriteAllowance(complete=False)
 RESUMING = WriteAllowance(due=False, complete=False, resuming=True)
+
+
+DEMAND = Forecast(
+    demand=Demand(10, 9000, 2000, cached_tokens=1000),
+    capacity=Capacity("predicted", Demand(2.5, 2250, 500), correction=1.25),
+    level=4.0,
+    predicted=4.6,
+    horizon_s=69.2,
+    trend=None,
+    recent=4.1,
+    is_burst=False,
+    request=0.4,
+)
+
+
+def test_the_demand_is_shown_with_what_one_replica_serves_of_it() -> None:
+    shown = demand_status(None, DEMAND, UNLIMITED)
+
+    assert shown is not None
+    assert (shown.requests_per_second, shown.prompt_tokens_per_second, shown.output_tokens_per_second) == (10, 9e3, 2e3)
+    assert (shown.replica_requests_per_second, shown.replica_tokens_per_second) == (2.5, 2750)
+    assert (shown.load, shown.predicted_load, shown.horizon_seconds, shown.source) == (4.0, 4.6, 70, "predicted")
+
+
+def test_small_changes_of_the_demand_are_not_written_and_a_burst_is() -> None:
+    shown = demand_status(None, DEMAND, UNLIMITED)
+
+    assert demand_status(shown, replace(DEMAND, level=4.3), UNLIMITED) == shown
+    assert demand_status(shown, replace(DEMAND, level=6.0), NOT_DUE) == shown
+    burst = demand_status(shown, replace(DEMAND, is_burst=True), NOT_DUE)
+    assert burst is not None
+    assert burst.burst
+    assert demand_status(shown, None, INCOMPLETE) == shown
+    assert demand_status(shown, None, UNLIMITED) is None
+
+
+def test_the_days_gpu_hours_are_written_at_every_hundredth_of_what_it_allows() -> None:
+    before = gpu_hours_status(None, GpuHours("2023-11-14", 10.0, NOW), 100)
+
+    assert before is not None
+    assert (before.day, before.hours, before.counted_at) == ("2023-11-14", 10.0, STAMP)
+    assert gpu_hours_status(before, GpuHours("2023-11-14", 10.9, NOW + 60), 100) == before
+    assert gpu_hours_status(before, GpuHours("2023-11-14", 11.1, NOW + 60), 100) != before
+    assert gpu_hours_status(before, GpuHours("2023-11-15", 0.1, NOW + 9000), 100) != before
+    assert gpu_hours_status(before, GpuHours("2023-11-14", 11.1, NOW + 60), None) is None
+
+
+def test_the_correction_is_kept_with_the_capacity_for_a_restarted_operator() -> None:
+    status = capacity_status(None, (NOW, 2.0), 0.8)
+
+    assert status is not None
+    assert capacity_status(status, (NOW + 60, 2.0), 0.82) == status
+    assert capacity_status(status, (NOW + 60, 2.0), 0.6) != status
+    resumed = History.resume(AutoscalingStatus(desired_replicas=1, capacity=status), 1, NOW + 10)
+    assert resumed.correction_at(NOW + 10) == 0.8
 
 
 def signals(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from llmservice_operator.status.conditions import (
     stalled_verdict,
     while_fetching,
 )
+from llmservice_planner.latency import LatencyModel
 
 NOW = 1_700_000_000.0
 TOO_BIG = SizingProblem("DoesNotFit", "the model does not fit")
@@ -300,6 +302,38 @@ def test_an_unreachable_itl_target_is_reported_without_traffic() -> None:
 
     assert (verdict.status, verdict.reason) == ("False", "ITLUnreachable")
     assert "slo.itlP99" in verdict.message
+
+
+def test_prompts_that_take_longer_than_the_target_alone_are_named_with_the_longest_that_does_not() -> None:
+    latency = LatencyModel(0.001, 0.0, 0.01, token_s=0.001, kv_token_s=0.0, pair_s=0.0)
+    slow = replace(load(1.0, 6.0, peak=9), prompt_p99_tokens=4000.0)
+
+    verdict = slo_verdict(slow, 2.0, itl_feasible=None, before=None, latency=latency)
+
+    assert (verdict.status, verdict.reason) == ("False", "PromptsTooLong")
+    assert "at least 4000 tokens to compute, which takes 4.00s" in verdict.message
+    assert "keep prompts below 1999 tokens" in verdict.message
+    half_cached = slo_verdict(replace(slow, to_compute=0.4), 2.0, itl_feasible=None, before=None, latency=latency)
+    assert half_cached.reason != "PromptsTooLong"
+    met = slo_verdict(replace(slow, ttft_p99_s=1.9), 2.0, itl_feasible=None, before=None, latency=latency)
+    assert met.status == "True"
+
+
+def test_an_unreachable_itl_target_has_its_numbers() -> None:
+    latency = LatencyModel(0.001, 0.0, 0.062, token_s=0.001, kv_token_s=0.0, pair_s=0.0)
+
+    verdict = slo_verdict(None, 2.0, itl_feasible=False, before=None, latency=latency, itl_target_s=0.05)
+
+    assert "on this GPU (63 ms, the target is 50 ms)" in verdict.message
+
+
+def test_replicas_that_the_cost_limits_are_named_in_the_condition(sized: Sized) -> None:
+    reasons = ("demand: 9/s -> 7", "cost: 90.0 of 100 GPU-hours of the day (UTC) are used -> 2")
+
+    verdict = scaling_verdict(Decision(2, 2, reasons), [], sized, autoscaled=True)
+
+    assert (verdict.status, verdict.reason) == ("True", "LimitedByCost")
+    assert "raise autoscaling.maxGPUHoursPerDay" in verdict.message
 
 
 def test_without_a_target_the_slo_is_feasible() -> None:
