@@ -21,6 +21,7 @@ from llmservice_planner.gpu import CPU, GPU, UnknownGPU, cpu_device, find_gpu
 from llmservice_planner.latency import LatencyModel
 from llmservice_planner.shape import ModelShape, ShapeError
 from llmservice_planner.sizing import Plan, SizingError, SizingRequest, plan
+from llmservice_planner.workload import for_workload
 
 GIB = 2**30
 
@@ -86,6 +87,8 @@ class Sized:
     """Of a server that sized itself."""
     latency: LatencyModel | None = None
     """None where the device's rates or the model's figures are unknown."""
+    expected_tokens: int | None = None
+    """For the server's flag, as the workload chooses; None: as the spec says, or the server's default."""
 
     @property
     def self_sized(self) -> bool:
@@ -117,7 +120,15 @@ def size(spec: LLMServiceSpec, model: Model, report: SizingReport | None = None)
         return SizingProblem("InvalidSizing", str(error))
     if not answer.fits:
         return SizingProblem("DoesNotFit", _does_not_fit(answer))
-    return Sized(model, device, answer, answer.max_num_seqs, _notes(spec), latency=_latency(request, answer))
+    return Sized(
+        model,
+        device,
+        answer,
+        answer.max_num_seqs,
+        _notes(spec),
+        latency=_latency(request, answer),
+        expected_tokens=request.expected_tokens,
+    )
 
 
 def _self_sized(spec: LLMServiceSpec, model: Model, device: GPU | CPU, report: SizingReport | None) -> Sized:
@@ -129,7 +140,14 @@ def _self_sized(spec: LLMServiceSpec, model: Model, device: GPU | CPU, report: S
             answer = plan(request)
             latency = _latency(request, answer)
     given = None if spec.engine.max_num_seqs == "auto" else spec.engine.max_num_seqs
-    return Sized(model, device, answer, report.max_num_seqs if report else given, _notes(spec), report, latency)
+    notes = _notes(spec)
+    if spec.workload is not None:
+        notes = (
+            *notes,
+            f"workload: {spec.workload} chooses only the lane, as the server sizes itself: set model.shape",
+        )
+    seqs = report.max_num_seqs if report else given
+    return Sized(model, device, answer, seqs, notes, report, latency)
 
 
 def _latency(request: SizingRequest, answer: Plan) -> LatencyModel | None:
@@ -171,7 +189,7 @@ def sizing_request(spec: LLMServiceSpec, model: Model, shape: ModelShape, device
     """The planner's request with the spec's figures; raises SizingError where they contradict each other."""
     engine = spec.engine
     is_counted = shape.quantization or (spec.model.quantization == "int8" and not shape.why_not_counted)
-    return SizingRequest(
+    request = SizingRequest(
         shape=shape,
         device=device,
         device_count=1,
@@ -189,6 +207,8 @@ def sizing_request(spec: LLMServiceSpec, model: Model, shape: ModelShape, device
         itl_p99_s=spec.slo.itl_p99_s,
         weights_bytes=None if is_counted else model.weights_bytes,
     )
+    # A server that sizes itself has its own defaults, and the prediction beside them is made for those.
+    return request if model.figures_from == "pod" else for_workload(request, spec.workload)
 
 
 def _unserved(spec: LLMServiceSpec, shape: ModelShape | None) -> SizingProblem | None:
@@ -248,7 +268,7 @@ class Sizer:
 
         `known` are the figures that the status kept, `report` is of a server that sized itself.
         """
-        parts = spec.model_dump_json(include={"model", "resources", "engine", "slo"})
+        parts = spec.model_dump_json(include={"model", "resources", "engine", "slo", "workload"})
         question = (f"{parts} {spec.max_loras}", known, report)
         before = None
         if self._cached is not None and self._cached[0] == question:

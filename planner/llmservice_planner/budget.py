@@ -10,7 +10,7 @@ from llmservice_planner.encoders import ENCODER_BATCH
 from llmservice_planner.gpu import GPU
 from llmservice_planner.latency import LatencyModel
 from llmservice_planner.overhead import OverheadTerm, adapter_term, fixed_terms, logits_row_bytes
-from llmservice_planner.sizing_request import LEAST_SEQUENCE_TOKENS, SizingRequest
+from llmservice_planner.sizing_request import SizingRequest
 from llmservice_planner.step_tokens import LEAST_TOKENS, StepTokens, step_tokens
 
 NULL_BLOCKS = 1
@@ -98,14 +98,14 @@ class Budget:
 
     @property
     def most_sequences(self) -> int:
-        """As many of `LEAST_SEQUENCE_TOKENS` as fit, each with its row of logits, beside one of the full length.
+        """As many of `least_sequence_tokens` as fit, each with its row of logits, beside one of the full length.
 
         An encoder's inputs take none of the memory that is left beside a full step.
         """
         if self.request.shape.is_encoder:
             return ENCODER_BATCH
         room = self.free_bytes - NULL_BLOCKS * self.block_bytes
-        most = room // (self.sequence_blocks(LEAST_SEQUENCE_TOKENS) * self.block_bytes + self.row_bytes)
+        most = room // (self.sequence_blocks(self.request.least_sequence_tokens) * self.block_bytes + self.row_bytes)
         if self.row_bytes:
             longest_bytes = self.sequence_blocks(self.request.model_len) * self.block_bytes
             most = min(most, (room - longest_bytes) // self.row_bytes)

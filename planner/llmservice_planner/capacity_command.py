@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from llmservice_planner.recommendations import quiet_rate, replicas_for
 from llmservice_planner.sizing_request import SizingRequest
 from llmservice_planner.traffic import TraceError, iter_requests
 from llmservice_planner.traffic_statistics import Statistics, summarise
+from llmservice_planner.workload import Workload, for_workload
 
 _FLAGS = ("rate", "trace")
 
@@ -94,8 +95,10 @@ def plan_capacity(args: argparse.Namespace, model: ModelFigures, settings: Mappi
     gpus = [find_gpu(name) for name in args.gpu] if args.gpu else list(GPUS.values())
     targets = Targets(args.ttft_p99, args.itl_p99)
     base, prices = _base(model, asked.traffic, settings, gpus[0]), _prices(args.price)
+    chosen = for_workload(base, args.workload)  # but for the token budget, which each candidate chooses
+    base = replace(chosen, max_num_batched_tokens=base.max_num_batched_tokens)
     found = candidates(base, gpus, asked.traffic, targets, prices, latency)
-    document = _manifest(found, model, targets, asked)
+    document = _manifest(found, model, targets, asked, args.workload)
     print(_render(args.output, found, asked, targets, document, model))
     return 0 if any(each.replicas for each in found) else 1
 
@@ -140,7 +143,11 @@ def _base(model: ModelFigures, traffic: Traffic, settings: Mapping[str, Any], gp
 
 
 def _manifest(
-    found: Sequence[Candidate], model: ModelFigures, targets: Targets, asked: _Asked
+    found: Sequence[Candidate],
+    model: ModelFigures,
+    targets: Targets,
+    asked: _Asked,
+    workload: Workload | None,
 ) -> dict[str, Any] | None:
     best = next((each for each in found if each.servable), None)
     if best is None or model.uri is None or best.capacity is None:
@@ -149,7 +156,7 @@ def _manifest(
     if asked.statistics is not None:
         least = replicas_for(quiet_rate(asked.statistics), best.capacity)
     expected = best.request.typical_tokens
-    return manifest(best, model.uri, targets, expected_tokens=expected, min_replicas=least)
+    return manifest(best, model.uri, targets, expected_tokens=expected, min_replicas=least, workload=workload)
 
 
 def _render(

@@ -10,7 +10,7 @@ from llmservice_planner.latency import LatencyModel
 from llmservice_planner.overhead import OverheadTerm
 from llmservice_planner.quantization import WeightFormat
 from llmservice_planner.shape import DTYPE_BYTES, KV_SCALE_BYTES
-from llmservice_planner.sizing_request import LEAST_SEQUENCE_TOKENS, LimitedBy, SizingRequest
+from llmservice_planner.sizing_request import LimitedBy, SizingRequest
 
 
 def explain(
@@ -22,8 +22,8 @@ def explain(
 ) -> tuple[str, ...]:
     """The lines shown by `llmservice plan`, `status.sizing.explanation` and `llmservice explain`."""
     if budget.request.shape.is_encoder:
-        return tuple(_encoder(budget, overhead, max_num_seqs, limited_by))
-    lines = [_model(budget), _weights(budget), _kv(budget), _memory(budget), _step(budget)]
+        return (*budget.request.notes, *_encoder(budget, overhead, max_num_seqs, limited_by))
+    lines = [*budget.request.notes, _model(budget), _weights(budget), _kv(budget), _memory(budget), _step(budget)]
     lines += _overhead(overhead)
     lines += _pool(budget, overhead, max_num_seqs)
     lines += _sequences(budget, max_num_seqs)
@@ -203,7 +203,8 @@ def _answer(budget: Budget, max_num_seqs: int, bounds: Mapping[LimitedBy, int], 
     memory = bounds["kvMemory"]
     if limited_by == "maxNumSeqs" and max_num_seqs > memory:
         yield (
-            f"caution: only {memory} sequences fit at once even if each has {LEAST_SEQUENCE_TOKENS} tokens; others wait"
+            f"caution: only {memory} sequences fit at once even if each has {budget.request.least_sequence_tokens} "
+            "tokens; others wait"
         )
     device = budget.request.device
     if isinstance(device, GPU) and not device.supports_bf16 and budget.request.resolved_dtype == "bfloat16":

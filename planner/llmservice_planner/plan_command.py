@@ -24,6 +24,7 @@ from llmservice_planner.quantization import QUANTIZATIONS
 from llmservice_planner.shape import FIELD_NAMES, ModelShape, ShapeError
 from llmservice_planner.sizing import Plan, SizingError, SizingRequest, plan
 from llmservice_planner.sizing_request import DTYPES, KV_DTYPES
+from llmservice_planner.workload import WORKLOADS, for_workload
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,6 +83,9 @@ def _add_engine_arguments(engine: argparse._ArgumentGroup) -> None:
     engine.add_argument("--max-num-seqs", type=int, metavar="N", help="default: the planner's result")
     engine.add_argument(
         "--expected-tokens", type=int, metavar="N", help="prompt and answer of a typical request; default: 1536"
+    )
+    engine.add_argument(
+        "--workload", choices=WORKLOADS, help="what the service is for: chooses the settings that no flag sets"
     )
     engine.add_argument(
         "--max-loras", type=int, default=0, metavar="N", help="LoRA adapters in memory at once; default: none"
@@ -176,13 +180,14 @@ def _typical(args: argparse.Namespace, request: SizingRequest, chunk_tokens: int
 
 def _request(args: argparse.Namespace) -> SizingRequest:
     model = _model(args)
-    return SizingRequest(
+    request = SizingRequest(
         shape=model.shape,
         device=_device(args),
         device_count=args.gpu_count,
         weights_bytes=weights_of(model, args.dtype, args.quantization),
         **_settings(args),
     )
+    return for_workload(request, args.workload)
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:

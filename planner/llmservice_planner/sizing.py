@@ -142,7 +142,7 @@ def _bounds(budget: Budget) -> Mapping[LimitedBy, int]:
         bounds["maxNumSeqs"] = request.max_num_seqs
     if latency is not None and request.itl_p99_s is not None:
         bounds["itlTarget"] = _itl_bound(budget, request.itl_p99_s)
-    elif latency is not None and latency.ridge_tokens is not None:
+    elif latency is not None and latency.ridge_tokens is not None and request.bounded_by_ridge:
         bounds["ridge"] = latency.ridge_tokens
     return bounds
 

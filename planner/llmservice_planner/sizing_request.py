@@ -12,7 +12,7 @@ from llmservice_planner.shape import ModelShape
 LimitedBy = Literal["kvMemory", "maxNumSeqs", "itlTarget", "ridge", "tokenBudget", "cap"]
 """Which bound set `max_num_seqs`:
 
-- `kvMemory`: the KV pool, with 128 tokens per sequence, or the memory of a sequence's logits
+- `kvMemory`: the KV pool, with 128 tokens per sequence (`least_sequence_tokens`), or the memory of a sequence's logits
 - `maxNumSeqs`: the user's number
 - `itlTarget`: the decode step would take longer than the inter-token latency target
 - `ridge`: above it arithmetic takes longer than reading the weights, so a larger batch adds only latency; with a target
@@ -76,6 +76,12 @@ class SizingRequest:
     """Bytes from the checkpoint; None: computed from the shape."""
     overhead_bytes_per_device: int | None = None
     """The measured overhead, which replaces the estimates."""
+    least_sequence_tokens: int = LEAST_SEQUENCE_TOKENS
+    """The memory holds so many tokens of each sequence at least, which bounds their number."""
+    bounded_by_ridge: bool = True
+    """Whether the number of sequences ends at the ridge, where more add latency and little throughput."""
+    notes: tuple[str, ...] = ()
+    """How these settings were chosen: the first lines of the explanation."""
 
     def __post_init__(self) -> None:
         self._check_choices()
@@ -124,7 +130,7 @@ class SizingRequest:
             )
 
     def _check_counts(self) -> None:
-        for name in ("device_count", "block_size", "max_num_batched_tokens"):
+        for name in ("device_count", "block_size", "max_num_batched_tokens", "least_sequence_tokens"):
             value = getattr(self, name)
             if value is not None and not 1 <= value < _TOO_LARGE:
                 raise SizingError(f"{name} is {value}, expected at least 1 and less than 10**12")

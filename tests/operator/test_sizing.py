@@ -61,6 +61,58 @@ def test_the_smaller_of_two_figures_for_a_gpus_memory_is_used_and_noted(
     assert (note in answer.notes[0]) if note else (answer.notes == ())
 
 
+@pytest.mark.parametrize(
+    ("spec", "lane", "expected", "reasons"),
+    [
+        ({}, "interactive", None, ()),
+        ({"workload": "chat"}, "interactive", "1536", ("chat, 1536 expected tokens",)),
+        ({"workload": "longContext"}, "interactive", "1024", ("longContext, 1024 expected tokens",)),
+        ({"workload": "batch"}, "batch", None, ("batch, more sequences than the ridge",)),
+        ({"workload": "batch", "lanes": {"default": "interactive"}}, "interactive", None, ("batch, more",)),
+        ({"workload": "chat", "engine": {"sizing": {"expectedTokens": 99}}}, "interactive", "99", ()),
+    ],
+)
+def test_workload_reaches_the_server_and_its_reasons_the_status(
+    spec: dict[str, Any], lane: str, expected: str | None, reasons: tuple[str, ...], service_of: Any, model: Model
+) -> None:
+    service: LLMService = service_of(**{"engine": {}, "resources": {"gpu": {"product": "l40s"}}, **spec})
+
+    answer = size(service.spec, model)
+
+    assert isinstance(answer, Sized)
+    args = server_args(service, answer)
+    assert args[args.index("--default-lane") + 1] == lane
+    assert (args[args.index("--expected-tokens") + 1] if "--expected-tokens" in args else None) == expected
+    assert args[args.index("--max-num-seqs") + 1] == str(answer.plan.max_num_seqs)
+    status = sizing_status(answer, None)
+    assert status is not None
+    explained = [line for line in (status.explanation or "").splitlines() if line.startswith("workload: ")]
+    assert len(explained) >= len(reasons)
+    for reason in reasons:
+        assert any(line.startswith(f"workload: {reason}") for line in explained)
+
+
+def test_workload_of_another_kind_of_model_is_a_problem_of_the_sizing(service_of: Any, model: Model) -> None:
+    answer = size(service_of(workload="embeddings").spec, model)
+
+    assert isinstance(answer, SizingProblem)
+    assert answer.reason == "InvalidSizing"
+    assert "workload embeddings is for an encoder" in answer.message
+
+
+def test_server_that_sizes_itself_takes_only_the_lane_of_a_workload(service_of: Any, model: Model) -> None:
+    service = service_of(workload="batch", engine={})
+    unread = replace(model, shape=None, figures_from="pod")
+
+    answer = size(service.spec, unread)
+
+    assert isinstance(answer, Sized)
+    assert "workload: batch chooses only the lane, as the server sizes itself: set model.shape" in answer.notes
+    args = server_args(service, answer)
+    assert args[args.index("--default-lane") + 1] == "batch"
+    assert "--expected-tokens" not in args
+
+
 def test_a_gpu_may_have_less_memory_than_in_the_catalogue(service_of: Any, model: Model) -> None:
     small = size(service_of(resources={"gpu": {"product": "h100-80gb", "memoryGiB": 20}}, engine={}).spec, model)
     large = size(service_of(resources={"gpu": {"product": "h100-80gb"}}, engine={}).spec, model)

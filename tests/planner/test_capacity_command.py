@@ -120,6 +120,16 @@ def test_measured_latency_replaces_the_gpus(model: Path, tmp_path: Path, capsys:
     assert json.loads(second + "}")["candidates"][0]["replicas"] > json.loads(first + "}")["candidates"][0]["replicas"]
 
 
+def test_workload_is_explained_and_written_into_the_manifest(model: Path, capsys: Capture) -> None:
+    assert plan("--model", model, "--gpu", "l40s", "--workload", "batch") == 0
+    assert "batch, more sequences than the ridge" in capsys.readouterr().out
+    arguments = ("--model", model, "--rate", "20", *LENGTHS, "--gpu", "l40s", "--workload", "batch")
+    assert plan(*arguments, "-o", "manifest") == 0
+    assert yaml.safe_load(capsys.readouterr().out)["spec"]["workload"] == "batch"
+    assert plan("--model", model, "--gpu", "l40s", "--workload", "embeddings") == 2
+    assert "workload embeddings is for an encoder, and the model is llama" in capsys.readouterr().err
+
+
 def test_dimensions_alone_have_a_table_but_no_manifest(capsys: Capture) -> None:
     assert plan("--shape", SHAPE, "--rate", "5", *LENGTHS, "--gpu", "h100") == 0
     out = capsys.readouterr().out

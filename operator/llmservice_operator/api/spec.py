@@ -12,6 +12,7 @@ from llmservice_operator.api.model_spec import ModelSource
 from llmservice_operator.api.pod_spec import CountOrPercent, LabelValue, Passed, PodTemplate, Scheduling
 from llmservice_operator.api.schema_model import SchemaModel, rules
 from llmservice_planner.overhead import PROCESS_BYTES
+from llmservice_planner.workload import Workload
 
 Duration = Annotated[str, StringConstraints(pattern=units.DURATION_PATTERN, max_length=16)]
 Quantity = Annotated[str, StringConstraints(pattern=units.QUANTITY_PATTERN, max_length=32)]
@@ -178,11 +179,11 @@ _A_STEP = rules(
 
 
 class Lanes(SchemaModel):
-    default: Literal["interactive", "batch"] = Field(
-        "interactive",
-        description="Lane of requests that choose none, and the highest that a client may choose. A request for a"
-        " higher lane is refused with 403. Where the server has API keys (--api-key-file), a key with a lane of its own"
-        " has that one instead.",
+    default: Literal["interactive", "batch"] | None = Field(
+        None,
+        description="Lane of requests that choose none, and the highest that a client may choose. Default: interactive,"
+        " or batch where workload is batch. A request for a higher lane is refused with 403."
+        " Where the server has API keys (--api-key-file), a key with a lane of its own has that one instead.",
     )
     batch_order: Literal["fcfs", "sjf"] = Field(
         "fcfs",
@@ -495,6 +496,11 @@ class LLMServiceSpec(SchemaModel):
     )
 
     model: ModelSource = Field(description="Which model is served, and under which name.")
+    workload: Workload | None = Field(
+        None,
+        description="What the service is for: chat, longContext, batch or embeddings. It chooses engine settings that"
+        " are not set, by the planner's arithmetic, with the reasons in status.sizing.",
+    )
     adapters: list[Adapter] = Field(
         default_factory=list,
         max_length=64,
@@ -540,6 +546,11 @@ class LLMServiceSpec(SchemaModel):
     def gpus(self) -> int:
         """Of one replica."""
         return self.resources.gpu.count if self.resources.gpu else 0
+
+    @property
+    def default_lane(self) -> Literal["interactive", "batch"]:
+        """`lanes.default`, or its default."""
+        return self.lanes.default or ("batch" if self.workload == "batch" else "interactive")
 
     @property
     def max_loras(self) -> int:

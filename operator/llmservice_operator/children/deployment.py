@@ -140,7 +140,7 @@ def server_args(service: LLMService, sized: Sized) -> list[str]:
         *("--served-model-name", service.served_name),
         *("--port", str(PORT)),
         *("--metrics-port", str(METRICS_PORT)),
-        *("--default-lane", service.spec.lanes.default),
+        *("--default-lane", service.spec.default_lane),
         *(("--batch-order", order) if (order := service.spec.lanes.batch_order) != "fcfs" else ()),
         *("--dtype", service.spec.model.dtype),
         *(("--quantization", quantization) if (quantization := service.spec.model.quantization) != "auto" else ()),
@@ -171,7 +171,7 @@ def _sizing_args(service: LLMService, sized: Sized) -> list[str]:
         "--max-model-len": max_model_len,
         "--max-num-seqs": max_num_seqs,
         "--max-num-batched-tokens": step_tokens,
-        "--expected-tokens": engine.sizing.expected_tokens,
+        "--expected-tokens": engine.sizing.expected_tokens or sized.expected_tokens,
     }
     return [text for flag, number in numbers.items() if number is not None for text in (flag, str(number))]
 

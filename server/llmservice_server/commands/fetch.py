@@ -120,6 +120,6 @@ COMMAND = Command(
     help="download or copy a checkpoint or an adapter (safetensors only)",
     add_arguments=add_arguments,
     run=run,
-    extra="server",
+    extra="fetch",
     requires=("botocore", "httpx2", "huggingface_hub", "tenacity"),
 )

@@ -210,6 +210,7 @@ async def test_defaults_are_filled_in_by_the_api_server(kube: KubeClient, manife
         ),
         ({"lanes": {"default": "urgent"}}, "spec.lanes.default", "Unsupported value"),
         ({"lanes": {"batchOrder": "lifo"}}, "spec.lanes.batchOrder", "Unsupported value"),
+        ({"workload": "images"}, "spec.workload", "Unsupported value"),
         ({"podTemplate": {"extraArgs": ["--model", "x"]}}, "spec.podTemplate", "a flag that the operator sets"),
         ({"podTemplate": {"sidecars": [{"name": "server", "image": "x"}]}}, "spec.podTemplate", "server and fetch are"),
         ({"podTemplate": {"volumes": [{"name": "tmp", "emptyDir": {}}]}}, "spec.podTemplate", "models, tmp, cache"),

@@ -237,6 +237,7 @@ ROLLS: list[dict[str, Any]] = [
     {"drainTimeout": "2m"},
     {"lanes": {"default": "batch"}},
     {"lanes": {"batchOrder": "sjf"}},
+    {"workload": "batch"},
     {"scheduling": {"priorityClassName": "high"}},
     {"podTemplate": {"labels": {"team": "a"}}},
     {"adapters": [POET]},  # the first: slots and volumes
