@@ -74,7 +74,7 @@ class LatencyModel:
 
     With n = num_seqs + prompt_tokens, a step takes
 
-        step_s + sequence_s x (num_seqs + prompt_chunks) + transfer_s x n
+        step_s + mixed_s x min(1, prompt_chunks) + sequence_s x (num_seqs + prompt_chunks) + transfer_s x n
         + max(weights_s x (1 - expert_share x expert_idle^n), token_s x n)
         + kv_token_s x context_tokens + pair_s x attention_pairs
     """
@@ -91,6 +91,8 @@ class LatencyModel:
     """Reading the keys and values of one token in a decode step."""
     pair_s: float
     """Attention between one token of a prompt and one before it."""
+    mixed_s: float = 0.0
+    """Overhead of a step with prompt tokens beside `step_s`: it runs other code than one that only decodes."""
     transfer_s: float = 0.0
     """Moving one token's activations between GPUs."""
     expert_share: float = 0.0
@@ -199,6 +201,7 @@ class LatencyModel:
             return 0.0
         return (
             self._base_s(batch.num_seqs + batch.prompt_chunks, tokens)
+            + self.mixed_s * min(1, batch.prompt_chunks)
             + self.kv_token_s * self._tokens_read(batch.num_seqs, batch.context_tokens)
             + self.pair_s * self._pairs(batch)
         )
@@ -209,6 +212,7 @@ class LatencyModel:
         reading, computing = self._weights_s(tokens), self.token_s * tokens
         return {
             "overhead": self.step_s
+            + self.mixed_s * min(1, batch.prompt_chunks)
             + self.sequence_s * (batch.num_seqs + batch.prompt_chunks)
             + self.transfer_s * tokens,
             "weights": reading if reading >= computing else 0.0,

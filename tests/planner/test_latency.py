@@ -39,6 +39,7 @@ models = st.builds(
     token_s=seconds,
     kv_token_s=seconds,
     pair_s=seconds,
+    mixed_s=seconds,
     transfer_s=seconds,
     expert_share=shares,
     expert_idle=shares,

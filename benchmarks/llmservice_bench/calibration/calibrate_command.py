@@ -222,6 +222,7 @@ def _expected(args: argparse.Namespace, shape: ModelShape | None, sizing: Mappin
 
 _MEANING = {
     "step_s": "per step",
+    "mixed_s": "per step with prompt tokens, beside it",
     "sequence_s": "per sequence in a step",
     "weights_s": "reading all weights once",
     "token_s": "arithmetic of a token",

@@ -73,8 +73,10 @@ class TooFewSamplesError(ValueError):
 def fit(samples: Sequence[Sample], known: LatencyModel) -> Fit:
     """Fits the coefficients; `known` has those of the model's shape (experts, windows). Raises `TooFewSamplesError`."""
     phases = {sample.phase: None for sample in samples}
-    if len(phases) < len(_LINEAR) + 1:
-        raise TooFewSamplesError(f"{len(phases)} different compositions of steps were measured, at least 7 are needed")
+    if len(phases) < _LEAST_PHASES:
+        raise TooFewSamplesError(
+            f"{len(phases)} different compositions of steps were measured, at least {_LEAST_PHASES} are needed"
+        )
     problem = _Problem.of(samples, known)
     everything = np.ones(len(samples), dtype=bool)
     model, request_s, ridge = problem.solve(everything, _RIDGES)
@@ -100,7 +102,8 @@ def _by_kind(predictions: Iterable[tuple[Sample, float]]) -> dict[Kind, Errors]:
     return {kind: Errors.of(errors[kind]) for kind in KINDS if kind in errors}
 
 
-_LINEAR = ("step_s", "sequence_s", "kv_token_s", "pair_s")
+_LEAST_PHASES = 8  # as many as coefficients, with those of a token, a request and the ridge
+_LINEAR = ("step_s", "mixed_s", "sequence_s", "kv_token_s", "pair_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +119,9 @@ class _Problem:
 
     @classmethod
     def of(cls, samples: Sequence[Sample], known: LatencyModel) -> _Problem:
-        zero = replace(known, step_s=0, sequence_s=0, weights_s=0, token_s=0, kv_token_s=0, pair_s=0, transfer_s=0)
+        zero = replace(
+            known, step_s=0, sequence_s=0, weights_s=0, token_s=0, kv_token_s=0, pair_s=0, mixed_s=0, transfer_s=0
+        )
         units = [LatencyModel.from_dict({**zero.to_dict(), name: 1.0}) for name in _LINEAR]
         reading, computing = replace(zero, weights_s=1.0), replace(zero, token_s=1.0)
         most = max(len(sample.batches) for sample in samples)

@@ -15,7 +15,7 @@ from llmservice_bench.calibration.fit import Sample, TooFewSamplesError, fit, nn
 from llmservice_planner.latency import LatencyModel, StepBatch, attention_pairs
 
 H100_8B = LatencyModel(5.2e-4, 1.3e-6, 5.27e-3, 1.77e-5, 4.6e-8, 1.06e-9)
-CPU_125M = LatencyModel(4e-3, 1.1e-3, 1.2e-2, 2.6e-4, 2e-6, 1.7e-7)
+CPU_125M = LatencyModel(4e-3, 1.1e-3, 1.2e-2, 2.6e-4, 2e-6, 1.7e-7, mixed_s=8e-3)
 EXPERTS = replace(H100_8B, expert_share=0.9, expert_idle=1 - 8 / 128)
 WINDOWS = replace(H100_8B, window_share=0.8, window_tokens=512)
 REQUEST_S = 3e-3
@@ -46,7 +46,9 @@ def test_known_coefficients_are_recovered(model: LatencyModel) -> None:
     assert found.request_s == pytest.approx(REQUEST_S, rel=0.02)
     for name, expected in model.to_dict().items():
         if name != "sequence_s":  # a thousandth of an H100's step
-            assert getattr(found.model, name) == pytest.approx(expected, rel=0.02), name
+            assert getattr(found.model, name) == pytest.approx(expected, rel=0.02, abs=1e-5 if not expected else 0), (
+                name
+            )
     assert max(errors.p90 for errors in (*found.errors.values(), *found.held_out.values())) < 0.02
 
 
@@ -66,12 +68,12 @@ def test_a_phase_that_the_model_cannot_explain_shows_in_the_held_out_error() -> 
     samples = _samples(H100_8B)
     samples = [replace(s, seconds=2 * s.seconds) if s.kind == "mixed" else s for s in samples]
     found = fit(samples, LatencyModel(0, 0, 0, 0, 0, 0))
-    assert found.held_out["mixed"].median > 0.4
+    assert found.held_out["mixed"].median > 0.25
     assert found.held_out["decode"].median < 0.05
 
 
 def test_too_few_compositions_are_refused() -> None:
-    with pytest.raises(TooFewSamplesError, match="3 different compositions of steps were measured, at least 7"):
+    with pytest.raises(TooFewSamplesError, match="3 different compositions of steps were measured, at least 8"):
         fit(_samples(H100_8B)[:3], LatencyModel(0, 0, 0, 0, 0, 0))
 
 
