@@ -32,6 +32,7 @@ from llmservice_operator.status.autoscaling_status import StatusWriteThrottle
 from llmservice_operator.status.conditions import Verdict, remembered_slo, slo_verdict
 from llmservice_operator.status.events import EventRecorder, scaled_event, transition_events
 from llmservice_operator.status.model_status import known_figures, remembered_report
+from llmservice_operator.status.prediction_status import predictions
 from llmservice_operator.status.report import (
     InvalidSpecError,
     Outcome,
@@ -40,6 +41,7 @@ from llmservice_operator.status.report import (
     merge_patch,
     parse_service,
 )
+from llmservice_planner.prediction_error import Prediction
 
 _DEFAULT_WINDOW_S = 60.0
 _SETTLING_S = 10.0
@@ -160,6 +162,7 @@ class Reconciler:
         fetching = await self.pod_models.fetching(seen.pods)
         adapters = await self.pod_models.adapters(seen.pods) if seen.service.spec.adapters else {}
         memory.slo = self._slo(seen, memory, sizing, load)
+        predicted = await self._predictions(seen, memory, sizing, load)
         started = await self._cold_start(seen, memory)
         decision = self._decide(seen, memory, sizing, load)
         refusals = await self._apply(seen, load, sizing, decision)
@@ -186,6 +189,7 @@ class Reconciler:
             settling=is_settling(memory.unobserved_s, seen.steady_s),
             name_holder=self.cache.name_holder(seen.service.served_name),
             gateway_signs=self.public_keys() is not None,
+            predictions=predicted,
             cold_start=started,
             pool=self.cache.child("InferencePool", *seen.service.key),
             pools_installed=not self.cache.lacks("InferencePool"),
@@ -307,6 +311,16 @@ class Reconciler:
         if held is not None and waits and decision.replicas and is_first:
             memory.requested_s = seen.now - held.oldest_s
             self.metrics.woke_up(*key)
+
+    async def _predictions(
+        self, seen: Observation, memory: Memory, sizing: Sized | SizingProblem, load: Load | None
+    ) -> list[Prediction]:
+        if isinstance(sizing, SizingProblem):
+            return []
+        steps = await self.pod_models.steps(seen.pods, seen.service.spec.model.identity, seen.steady_s)
+        found = predictions(sizing, load, steps, memory.startup.last_s)
+        self.metrics.predicted(*seen.service.key, {each.quantity: each.error_ratio for each in found})
+        return found
 
     async def _cold_start(self, seen: Observation, memory: Memory) -> ColdStart | None:
         """In the pass that first sees a pod ready after requests had to wait for one."""

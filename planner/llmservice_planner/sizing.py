@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from llmservice_planner.budget import Budget
+from llmservice_planner.budget import NULL_BLOCKS, Budget
 from llmservice_planner.encoders import ENCODER_BATCH
 from llmservice_planner.explanation import explain
 from llmservice_planner.gpu import CPU
@@ -22,7 +22,7 @@ from llmservice_planner.sizing_request import (
     SizingRequest,
 )
 
-__all__ = ["LimitedBy", "Plan", "SizingError", "SizingRequest", "plan"]
+__all__ = ["LimitedBy", "Plan", "SizingError", "SizingRequest", "max_num_seqs_with", "plan"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +126,15 @@ def plan(request: SizingRequest) -> Plan:
         explanation=explain(budget, overhead, max_num_seqs, bounds, limited_by),
         remedies=() if budget.fits else find_remedies(request),
     )
+
+
+def max_num_seqs_with(request: SizingRequest, num_blocks: int) -> int:
+    """What `plan` would choose with the usable KV blocks that a server has measured; 0 if the model would not fit."""
+    budget, answer = Budget.of(request), plan(request)
+    surplus_bytes = (num_blocks + NULL_BLOCKS) * budget.block_bytes - answer.kv_pool_bytes
+    measured = replace(budget, usable_bytes=budget.usable_bytes + surplus_bytes)
+    bounds = _bounds(measured)
+    return bounds[_limiting(measured, bounds)] if measured.fits else 0
 
 
 def _bounds(budget: Budget) -> Mapping[LimitedBy, int]:

@@ -11,7 +11,7 @@ import pytest
 
 from llmservice_planner.gpu import GIB, GPU, cpu_device, find_gpu
 from llmservice_planner.shape import ModelShape
-from llmservice_planner.sizing import Plan, SizingError, SizingRequest, plan
+from llmservice_planner.sizing import Plan, SizingError, SizingRequest, max_num_seqs_with, plan
 
 ShapeOf = Callable[[str], ModelShape]
 H100 = find_gpu("h100-80gb")
@@ -50,6 +50,16 @@ def test_a_70b_over_four_gpus_costs_320_kib_a_token(shape_of: ShapeOf) -> None:
     assert answer.kv_bytes_per_token == 327_680
     assert answer.weights_bytes == 2 * 70_553_706_496
     assert (answer.fits, answer.limited_by) == (True, "ridge")
+
+
+def test_measured_blocks_change_the_largest_batch_only_where_memory_bounds_it(shape_of: ShapeOf) -> None:
+    request = SizingRequest(shape=shape_of("llama-3-8b"), device=H100, max_model_len=8192)
+    answer = plan(request)
+    assert answer.limited_by == "ridge"
+    assert max_num_seqs_with(request, answer.num_blocks - 1) == answer.max_num_seqs
+    assert max_num_seqs_with(request, answer.num_blocks * 9 // 10) == answer.max_num_seqs
+    assert 0 < max_num_seqs_with(request, 1000) < answer.max_num_seqs
+    assert max_num_seqs_with(request, 10) == 0  # not one request of max_model_len
 
 
 def test_every_byte_of_the_usable_memory_is_accounted_for(shape_of: ShapeOf) -> None:

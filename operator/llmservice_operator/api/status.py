@@ -45,6 +45,18 @@ class MeasuredStatus(SchemaModel):
     )
 
 
+class PredictionStatus(SchemaModel):
+    quantity: Literal["blocks", "weights", "itl", "ttft", "startup"] = Field(
+        description="blocks: KV blocks of a pod. itl: a step that decodes. ttft: a step that computes prompts, which is"
+        " what a request of an idle pod waits for. startup: from a pod's creation until it is ready; predicted is the"
+        " P90 of the start-ups before."
+    )
+    predicted: float = Field(ge=0, description="By the planner, for what the pods computed.")
+    measured: float = Field(ge=0, description="By the pods, since they started.")
+    unit: Literal["blocks", "bytes", "seconds"] = Field(description="Of both.")
+    error_percent: float = Field(description="Positive: too much was predicted.")
+
+
 class SizingStatus(SchemaModel):
     source: Literal["operator", "pod"] = Field(
         "operator", description="Who computed maxNumSeqs: the operator, or the server itself (pod)."
@@ -65,6 +77,14 @@ class SizingStatus(SchemaModel):
     blocks: int = Field(ge=0, description="Predicted KV blocks.")
     limited_by: str = Field(max_length=64, description="What bounds maxNumSeqs.")
     measured: MeasuredStatus | None = Field(None, description="The same, as a running server measured it.")
+    max_num_seqs_measured: int | None = Field(
+        None,
+        ge=0,
+        description="What maxNumSeqs would be with the measured blocks. Pods are not replaced for it.",
+    )
+    predictions: list[PredictionStatus] = Field(
+        default_factory=list, max_length=8, description="What was predicted, and what pods measured."
+    )
     explanation: str = Field(max_length=8192, description="The working, line by line.")
 
 

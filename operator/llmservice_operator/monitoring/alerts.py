@@ -17,6 +17,7 @@ RUNBOOK = "docs/runbook.md"
 KV_SATURATED = 0.95
 """Share of the KV blocks held, beyond which nearly every admission preempts a request."""
 PREDICTION_ERROR_PERCENT = 10
+MOST_ERROR_RATIO = 0.25
 PREEMPTIONS_PER_REQUEST = 0.5
 RESTARTS = 2
 QUEUE_GROWTH_PER_S = 0.02
@@ -131,6 +132,18 @@ def serving_alerts(servers: str, reports: str) -> tuple[Alert, ...]:
             summary="The sizing of {{ $labels.namespace }}/{{ $labels.service }} is off",
             description="The KV cache that servers measured differs from the predicted one"
             ' by {{ $value | printf "%.1f" }} %: maxNumSeqs was worked out from the wrong figure.',
+        ),
+        Alert(
+            name="LLMServicePredictionOff",
+            # The P90 of start-ups is longer than most by design: only one that takes longer than predicted is a fault.
+            expr=f"abs({_predicted('blocks|itl|ttft', reports)}) > {MOST_ERROR_RATIO}"
+            f" or {_predicted('startup', reports)} < -{MOST_ERROR_RATIO}",
+            lasting="15m",
+            severity="warning",
+            summary="{{ $labels.namespace }}/{{ $labels.service }} is not as fast or large as predicted"
+            " ({{ $labels.quantity }})",
+            description="The prediction of {{ $labels.quantity }} has been off by more than 25 %: what the planner and"
+            " the autoscaler work out from it is wrong as well. status.sizing.predictions has the figures.",
         ),
     )
 
@@ -247,6 +260,12 @@ def _reported(metric: str, *matchers: str, over: str = "") -> str:
     series = promql.selector(metric, *matchers)
     series = f"rate({series}[{over}])" if over else series
     return f'max by ({_BY_SERVICE}) (label_replace({series}, "service", "$1", "name", "(.+)"))'
+
+
+def _predicted(quantities: str, matchers: str) -> str:
+    """The operator's errors of these quantities, with the labels of the servers' series."""
+    series = promql.selector("llmservice_operator_prediction_error_ratio", matchers, f'quantity=~"{quantities}"')
+    return f'max by ({_BY_SERVICE}, quantity) (label_replace({series}, "service", "$1", "name", "(.+)"))'
 
 
 def _target_of_each_service() -> str:

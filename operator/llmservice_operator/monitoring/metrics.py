@@ -29,6 +29,10 @@ _SERVICE_GAUGES: Declared = {
         "Predicted KV blocks against measured ones; positive: predicted too many.",
         _SERVICE,
     ),
+    "prediction_error_ratio": (
+        "Predicted by measured, less 1: of KV blocks, steps that decode (itl) or compute prompts (ttft), startup.",
+        (*_SERVICE, "quantity"),
+    ),
     "demand_tokens_per_second": ("Prompt tokens to compute and output tokens that arrive, over the window.", _SERVICE),
     "replica_tokens_per_second": ("What one replica serves of what arrives, used to the full.", _SERVICE),
     "load_replicas": ("The demand in replicas that would be busy all the time.", _SERVICE),
@@ -148,6 +152,13 @@ class OperatorMetrics:
         gauge.remove_by_labels({"namespace": namespace, "name": name})
         if problem is not None:
             gauge.labels(namespace, name, problem).set(1)
+
+    def predicted(self, namespace: str, name: str, errors: Mapping[str, float]) -> None:
+        """By quantity; those that are not known any more have no series."""
+        gauge = self._gauges["prediction_error_ratio"]
+        gauge.remove_by_labels({"namespace": namespace, "name": name})
+        for quantity, ratio in errors.items():
+            gauge.labels(namespace, name, quantity).set(ratio)
 
     def reported(
         self, namespace: str, name: str, conditions: Mapping[str, str], figures: Mapping[str, float | None]

@@ -15,12 +15,14 @@ from llmservice_operator.children.deployment import PORT
 from llmservice_operator.http_body import read_bounded
 from llmservice_operator.pods.pod import Pod
 from llmservice_operator.sizing import SizingReport, parse_report
+from llmservice_planner.prediction_error import StepGroup, read_steps
 
 logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 2.0
 _ANSWER_LIMIT_BYTES = 2**16
 _STEP_PERCENT = 5
+_STEPS_EVERY_S = 60.0
 _KEPT = 4096
 
 
@@ -95,6 +97,7 @@ class PodModels:
         self._port = port
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._reports: dict[tuple[str, int], SizingReport] = {}
+        self._steps: dict[str, tuple[float, Sequence[StepGroup]]] = {}
 
     async def fetching(self, pods: Iterable[Pod]) -> Fetching | None:
         """The progress of the pods' downloads; None without downloads."""
@@ -121,6 +124,26 @@ class PodModels:
                     del self._reports[surplus]
                 return report
         return None
+
+    async def steps(self, pods: Iterable[Pod], model: str, now: float) -> Sequence[StepGroup]:
+        """How long the steps of the oldest pod that serves `model` took; `now` is monotonic. Read once a minute."""
+        serving = [pod for pod in pods if pod.serves and pod.model == model]
+        if not serving:
+            return ()
+        pod = min(serving, key=lambda pod: (pod.created_s, pod.name))
+        known = self._steps.get(pod.uid)
+        if known is not None and 0 <= now - known[0] < _STEPS_EVERY_S:
+            return known[1]
+        text = await self._get(pod, "sizing")
+        try:
+            steps = () if text is None else read_steps(json.loads(text))
+        except (ValueError, AttributeError, RecursionError) as error:
+            logger.debug("pod %s: no times of steps: %s", pod.name, error)
+            steps = ()
+        self._steps[pod.uid] = now, steps
+        for surplus in list(self._steps)[:-_KEPT]:
+            del self._steps[surplus]
+        return steps
 
     async def adapters(self, pods: Iterable[Pod]) -> dict[str, list[PodAdapter]]:
         """By pod; a pod that cannot be read has none."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -76,8 +76,14 @@ class StartupTimes:
     @property
     def p90_s(self) -> float | None:
         """Nine in ten pods were ready within this time (nearest rank); None before the first."""
-        ordered = sorted(self._samples.values())
-        return ordered[-(-9 * len(ordered) // 10) - 1] if ordered else None
+        return _p90(self._samples.values())
+
+    @property
+    def last_s(self) -> tuple[float, float] | None:
+        """The P90 before the last start-up, and what that one took; None before the second."""
+        *earlier, last = self._samples.values() or (0.0,)
+        predicted = _p90(earlier)
+        return None if predicted is None else (predicted, last)
 
     @property
     def patience_s(self) -> float:
@@ -93,6 +99,12 @@ class StartupTimes:
         """How long a replica takes until it serves: as long as others did, or as those that are still starting."""
         usual_s = _USUAL_S if self.p90_s is None else self.p90_s
         return max(SHORTEST_S, usual_s, *(self._ages.get(pod.uid, 0.0) for pod in starting))
+
+
+def _p90(seconds: Iterable[float]) -> float | None:
+    """Nearest rank; None of none."""
+    ordered = sorted(seconds)
+    return ordered[-(-9 * len(ordered) // 10) - 1] if ordered else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from llmservice_operator.api.status import (
     Condition,
     LLMServiceStatus,
     MeasuredStatus,
+    SizingStatus,
 )
 from llmservice_operator.children.expected import service_url
 from llmservice_operator.pods.cold_start import ColdStart
@@ -67,6 +68,8 @@ from llmservice_operator.status.conditions import (
     while_fetching,
 )
 from llmservice_operator.status.model_status import expected_tokens, measured_status, model_status, sizing_status
+from llmservice_operator.status.prediction_status import max_num_seqs_now, predictions_status
+from llmservice_planner.prediction_error import Prediction
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,8 @@ class Outcome:
     """The InferencePool."""
     pools_installed: bool = False
     """Whether the cluster serves that kind."""
+    predictions: Sequence[Prediction] = ()
+    """What was predicted of the pods and what they measured."""
     cold_start: ColdStart | None = None
     """Of the first pod after zero, in the pass that first sees it ready."""
     allowance: WriteAllowance = UNLIMITED
@@ -130,6 +135,7 @@ def expected_status(
     else:
         model = model_status(service.spec.model, sizing.model, outcome.fetching, _model_code(service, outcome.load))
         sized = sizing_status(sizing, _measured(service, sizing, outcome))
+        sized = sized and _with_predictions(sized, service, sizing, outcome)
     return LLMServiceStatus(
         observed_generation=generation,
         replicas=len(live),
@@ -227,6 +233,19 @@ def _measured(service: LLMService, sizing: Sized, outcome: Outcome) -> MeasuredS
     forecast = outcome.decision.forecast
     tokens = expected_tokens(before.expected_tokens if before else None, forecast, outcome.allowance)
     return measured_status(sizing, load.kv_blocks, load.weights_bytes, tokens)
+
+
+def _with_predictions(sized: SizingStatus, service: LLMService, sizing: Sized, outcome: Outcome) -> SizingStatus:
+    """What the status said of an unchanged spec stays, where pods could not be read."""
+    unchanged = service.status.observed_generation == service.metadata.generation
+    before = service.status.sizing if unchanged else None
+    blocks = sized.measured.blocks if sized.measured else None
+    return sized.model_copy(
+        update={
+            "predictions": predictions_status(outcome.predictions, before.predictions if before else []),
+            "max_num_seqs_measured": max_num_seqs_now(service.spec, sizing, blocks),
+        }
+    )
 
 
 def _model_code(service: LLMService, load: Load | None) -> str | None:

@@ -19,6 +19,10 @@ REPORT: dict[str, Any] = {
     "block_size": 16,
     "num_blocks": 99,
     "adapters": [{"name": "poet", "uri": "hf://o/p", "version": "abc", "state": "loaded", "error": None}],
+    "steps": [
+        {"kind": "decode", "sequences": 2, "steps": 10, "seconds": 1.0, "num_seqs": 20, "context_tokens": 90,
+         "prompt_tokens": 0, "prompt_chunks": 0, "attention_pairs": 0},
+    ],
     "memory_bytes": {"weights": 10, "kv_cache": 20, "activations": 5, "total": 100},
     "shape": {
         "layers": 2, "heads": 4, "kvHeads": 2, "headDim": 16, "hiddenSize": 64, "intermediateSize": 128, "vocabSize": 9,
@@ -115,6 +119,20 @@ async def test_only_pods_of_the_model_are_queried_for_a_report(
     of_another_model = pod_named("b", ip="127.0.0.1", model="pvc://weights/earlier")
     assert await pod_models.report([starting, of_another_model], MODEL) is None
     assert server.asked == []
+
+
+async def test_the_times_of_steps_are_read_once_a_minute_from_the_oldest_pod(
+    pod_models: PodModels, server: Server, pod_named: Any
+) -> None:
+    old, new = (pod_named(name, ip="127.0.0.1", model=MODEL, created_s=at) for name, at in (("b", 1.0), ("a", 2.0)))
+    first = await pod_models.steps([new, old], MODEL, 10.0)
+    assert [(group.kind, group.steps, group.batch.num_seqs) for group in first] == [("decode", 10, 2)]
+    assert await pod_models.steps([old], MODEL, 69.0) is first
+    assert server.asked == ["/sizing"]
+    await pod_models.steps([old], MODEL, 71.0)
+    assert server.asked == ["/sizing", "/sizing"]
+    assert await pod_models.steps([pod_named("c", ip="127.0.0.2", model=MODEL)], MODEL, 10.0) == ()
+    assert await pod_models.steps([], MODEL, 10.0) == ()
 
 
 async def test_each_serving_pod_reports_its_adapters(pod_models: PodModels, pod_named: Any) -> None:

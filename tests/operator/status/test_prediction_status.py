@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from llmservice_operator.api.status import PredictionStatus
+from llmservice_operator.locations import Model
+from llmservice_operator.scaling.load import Load, PodLoad
+from llmservice_operator.sizing import Sized, size
+from llmservice_operator.status.prediction_status import max_num_seqs_now, predictions, predictions_status
+from llmservice_planner.latency import StepBatch
+from llmservice_planner.prediction_error import Prediction, StepGroup
+
+ON_GPU = {"resources": {"gpu": {"product": "l4"}}, "engine": {"maxModelLen": 512, "maxNumSeqs": "auto"}}
+
+
+def load(kv_blocks: int | None) -> Load:
+    return Load("pods", (PodLoad("a", 0, 0, 0.0),), kv_blocks=kv_blocks)
+
+
+@pytest.fixture
+def on_gpu(service_of: Any, model: Model) -> Sized:
+    shape = replace(
+        model.shape, layers=32, hidden_size=4096, intermediate_size=14336, heads=32, head_dim=128, dtype="bfloat16"
+    )
+    answer = size(service_of(**ON_GPU).spec, replace(model, shape=shape))
+    assert isinstance(answer, Sized)
+    return answer
+
+
+def test_each_figure_that_is_known_is_compared(on_gpu: Sized) -> None:
+    assert on_gpu.plan is not None
+    assert on_gpu.latency is not None
+    batch = StepBatch(8, 8000)
+    steps = [StepGroup("decode", 500, 500 * 1.25 * on_gpu.latency.seconds(batch), batch)]
+    found = predictions(on_gpu, load((on_gpu.plan.num_blocks - 1) * 2), steps, (60.0, 120.0))
+    errors = {each.quantity: each.error_ratio for each in found}
+    assert errors == pytest.approx({"blocks": -0.5, "itl": -0.2, "startup": -0.5}, abs=1e-3)
+
+
+def test_what_is_not_known_is_not_compared(sized: Sized, on_gpu: Sized) -> None:
+    assert predictions(on_gpu, None, [], None) == []
+    assert predictions(on_gpu, load(None), [], None) == []
+    steps = [StepGroup("decode", 500, 5.0, StepBatch(8, 8000))]
+    assert predictions(sized, None, steps, None) == []  # the rates of a CPU are not known
+
+
+def itl(predicted: float, measured: float) -> Prediction:
+    return Prediction("itl", predicted, measured, "seconds")
+
+
+def test_a_small_change_of_an_error_is_not_written() -> None:
+    before = predictions_status([itl(0.01, 0.0125)], [])
+    assert before == [
+        PredictionStatus(quantity="itl", predicted=0.01, measured=0.0125, unit="seconds", error_percent=-20.0)
+    ]
+    assert predictions_status([itl(0.0101, 0.0125)], before) == before
+    assert predictions_status([], before) == before  # pods could not be read
+    assert predictions_status([itl(0.02, 0.0125)], before)[0].error_percent == 60.0
+
+
+def test_max_num_seqs_with_the_measured_blocks_is_what_memory_holds(on_gpu: Sized, service_of: Any) -> None:
+    spec = service_of(**ON_GPU).spec
+    assert on_gpu.plan is not None
+    planned = on_gpu.plan.max_num_seqs
+    assert max_num_seqs_now(spec, on_gpu, on_gpu.plan.num_blocks - 1) == planned
+    assert max_num_seqs_now(spec, on_gpu, None) is None
+    fewer = max_num_seqs_now(spec, on_gpu, 64)
+    assert fewer is not None
+    assert 0 < fewer < planned
