@@ -5,9 +5,10 @@ traffic (Poisson arrivals, lengths of the Azure conversation trace), and the sec
 scheduler, the admission queue and the operator's decisions are the real code; steps take the time of the latency model.
 A request keeps the promise if its first token comes within 2 s of its arrival; one that is refused or fails does not.
 
-Every run begins with the replicas that the first minute needs, with cold caches. The traffic lasts ten minutes, or
-twice the start-up time where that is longer: no decision shows before a replica has started. GPU-hours are those within
-that time, from a replica's creation to its end. The load is the rate at the peak, in replicas that would serve it at
+Every run begins with the replicas that the clairvoyant schedule begins with. The traffic lasts ten minutes, or twice
+the start-up time where that is longer: no decision shows before a replica has started. Two minutes at its first rate
+(of a recorded trace, the two minutes before) come first and are not measured. GPU-hours are those of the time that is
+measured, from a replica's creation to its end. The load is the rate at the peak, in replicas that would serve it at
 80 % utilisation.
 
 The policies: `builtin` is the operator's; `hpa` and `keda` scale on requests in flight, `kpa` is Knative's, `llmd` is
@@ -38,7 +39,7 @@ from llmservice_bench.simulation.fleet import Fleet, FleetConfig
 from llmservice_bench.simulation.outcome import Outcome, Targets
 from llmservice_bench.simulation.policies import Service, make_policy
 from llmservice_bench.simulation.service import fleet_config, latency_of
-from llmservice_bench.simulation.shapes import SHAPES, traffic
+from llmservice_bench.simulation.shapes import SHAPES, Shape, traffic
 from llmservice_bench.trace import SAMPLE
 from llmservice_operator.scaling.from_manifest import sized_service
 from llmservice_planner.capacity import UTILISATION, ReplicaLimits, Work, replica_capacity
@@ -72,7 +73,7 @@ TARGETS = Targets(ttft_s=2.0)
 LOADS, FULL_LOADS = (2.0, 6.0), (2.0, 6.0, 12.0)
 STARTUPS_S, FULL_STARTUPS_S = (30.0, 600.0), (30.0, 130.0, 600.0)
 SEEDS, FULL_SEEDS = (0,), (0, 1, 2)
-LEAST_DURATION_S = 600.0
+LEAST_DURATION_S, WARMUP_S = 600.0, 120.0
 MOST_RATIO = 1.3
 """GPU-hours of the built-in policy, of those of the clairvoyant one."""
 OWN = "builtin"
@@ -91,6 +92,7 @@ class Case:
     startup_s: float
     seed: int
     trace: Sequence[TraceRequest]
+    """The warm-up included."""
     duration_s: float
     policies: Sequence[str]
 
@@ -123,9 +125,16 @@ def synthetic(of: Service, args: argparse.Namespace, policies: Sequence[str]) ->
         for name in args.shapes:
             for load in FULL_LOADS if args.full else LOADS:
                 for seed in FULL_SEEDS if args.full else SEEDS:
-                    requests = traffic(SHAPES[name], load * rate, duration_s, lengths, seed)
-                    cases.append(Case(name, load, startup_s, seed, requests, duration_s, policies))
+                    shape, whole_s = SHAPES[name], WARMUP_S + duration_s
+                    requests = traffic(after_warmup(shape, whole_s), load * rate, whole_s, lengths, seed)
+                    cases.append(Case(name, load, startup_s, seed, requests, whole_s, policies))
     return cases
+
+
+def after_warmup(shape: Shape, whole_s: float) -> Shape:
+    """The shape's first rate during the warm-up, then the shape."""
+    begins = WARMUP_S / whole_s
+    return lambda at: shape(max(0.0, at - begins) / (1 - begins))
 
 
 def recorded(of: Service, args: argparse.Namespace, policies: Sequence[str]) -> list[Case]:
@@ -139,25 +148,26 @@ def recorded(of: Service, args: argparse.Namespace, policies: Sequence[str]) -> 
 
 
 def halves(trace: Sequence[TraceRequest]) -> tuple[list[TraceRequest], list[TraceRequest], float]:
-    """By time; both begin at 0, and last so long."""
-    middle_s = trace[-1].arrival_s / 2
+    """By time; the second one with a warm-up before it, which is of the first. Both begin at 0, and last so long."""
+    middle_s, end_s = trace[-1].arrival_s / 2, trace[-1].arrival_s
     first = [each for each in trace if each.arrival_s < middle_s]
-    second = [replace(each, arrival_s=each.arrival_s - middle_s) for each in trace if each.arrival_s >= middle_s]
-    return first, second, middle_s
+    from_s = max(0.0, middle_s - WARMUP_S)
+    second = [replace(each, arrival_s=each.arrival_s - from_s) for each in trace if each.arrival_s >= from_s]
+    return first, second, end_s - from_s
 
 
 def run_case(case: Case) -> dict[str, Any]:
     """A flat row: of each policy the share that kept the promise, and the GPU-hours as a multiple."""
     of = service()
     config = fleet_config(of.sized, of.latency, case.trace, startup_s=(case.startup_s,), seed=case.seed)
-    best = clairvoyant(config, case.trace, of.bounds, TARGETS, case.duration_s)
+    best = clairvoyant(config, case.trace, of.bounds, TARGETS, case.duration_s, warmup_s=WARMUP_S)
     config = replace(config, initial=best.serving[0])
     row: dict[str, Any] = {
         "traffic": case.name,
         "load_replicas": case.load,
         "startup_s": case.startup_s,
         "seed": case.seed,
-        "requests": len(case.trace),
+        "requests": len(best.outcome.requests),
         "clairvoyant_kept_percent": 100 * best.outcome.attainment(TARGETS).ttft,
         "clairvoyant_gpu_hours": best.outcome.gpu_hours,
     }
@@ -167,7 +177,7 @@ def run_case(case: Case) -> dict[str, Any]:
 
 
 def run(of: Service, config: FleetConfig, case: Case, policy: str) -> Outcome:
-    return Fleet(config, case.trace, make_policy(policy, of), case.duration_s).run()
+    return Fleet(config, case.trace, make_policy(policy, of), case.duration_s, warmup_s=WARMUP_S).run()
 
 
 def _measured(policy: str, outcome: Outcome, best: Outcome) -> dict[str, Any]:
@@ -188,7 +198,8 @@ def tune(of: Service, azure: Path | None, workers: ProcessPoolExecutor) -> tuple
     """
     if azure is None:
         return [OWN, *TUNED, "llmd"], ["not tuned, as there is no --azure FILE: the published defaults"]
-    first, _, duration_s = halves(short_enough(of, read_requests([azure])))
+    first, _, _ = halves(short_enough(of, read_requests([azure])))
+    duration_s = first[-1].arrival_s
     tried = [
         f"{name}:target={round(max(1.0, share * of.slots), 1)}" for name, shares in TUNED.items() for share in shares
     ]

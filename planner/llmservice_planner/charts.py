@@ -135,8 +135,10 @@ body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(
   max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
 p, li { max-width: 46rem; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; display: block; overflow-x: auto; }
+table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; display: block;
+  overflow-x: auto; }
 th, td { text-align: right; padding: .25rem .8rem .25rem 0; border-bottom: 1px solid var(--rule); white-space: nowrap; }
+td { vertical-align: top; } th.text, td.text { text-align: left; white-space: pre-line; }
 th { color: var(--grey); font-weight: 600; } th:first-child, td:first-child { text-align: left; }
 figure { margin: 1rem 0; padding: .5rem; } figure svg { max-width: 100%; height: auto; }
 pre { overflow-x: auto; background: var(--rule); padding: .8rem; border-radius: 6px; font-size: 13px; }
@@ -168,9 +170,15 @@ def html_code(text: str) -> str:
     return f"<pre>{html.escape(text)}</pre>"
 
 
-def html_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
-    body = "\n".join("<tr>" + "".join(f"<td>{html.escape(_cell(cell))}</td>" for cell in row) + "</tr>" for row in rows)
+def html_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], texts: Sequence[str] = ()) -> str:
+    """Numbers are aligned to the right; the columns `texts` to the left, with their line breaks."""
+    marks = [' class="text"' if column in texts else "" for column in columns]
+    head = "".join(f"<th{mark}>{html.escape(column)}</th>" for column, mark in zip(columns, marks, strict=True))
+    lines = (
+        "".join(f"<td{mark}>{html.escape(_cell(cell))}</td>" for cell, mark in zip(row, marks, strict=True))
+        for row in rows
+    )
+    body = "\n".join(f"<tr>{line}</tr>" for line in lines)
     return f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>"
 
 

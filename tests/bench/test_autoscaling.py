@@ -6,12 +6,18 @@ import autoscaling
 from llmservice_planner.traffic import TraceRequest
 
 
-def test_halves_share_no_request_and_both_begin_at_zero() -> None:
-    trace = [TraceRequest(float(number), 10, 10) for number in range(11)]
+def test_the_second_half_is_measured_after_two_minutes_of_the_first() -> None:
+    trace = [TraceRequest(10.0 * number, 10, 10) for number in range(61)]
     first, second, duration_s = autoscaling.halves(trace)
-    assert duration_s == 5.0
-    assert [each.arrival_s for each in first] == [0.0, 1.0, 2.0, 3.0, 4.0]
-    assert [each.arrival_s for each in second] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert [each.arrival_s for each in first] == [10.0 * number for number in range(30)]
+    assert [each.arrival_s for each in second] == [10.0 * number for number in range(43)]
+    assert duration_s == 420.0
+    assert second[12].arrival_s == autoscaling.WARMUP_S
+
+
+def test_a_shape_begins_after_a_warmup_at_its_first_rate() -> None:
+    shape = autoscaling.after_warmup(lambda at: 0.2 + 0.8 * at, 720.0)
+    assert [shape(seconds / 720) for seconds in (0, 60, 120, 420, 720)] == pytest.approx([0.2, 0.2, 0.2, 0.6, 1.0])
 
 
 def row(**values: float) -> dict[str, Any]:
@@ -46,8 +52,8 @@ def test_a_case_measures_every_policy_against_the_clairvoyant_schedule() -> None
     lengths = [TraceRequest(0.0, 500, 100)]
     of = autoscaling.service()
     rate = autoscaling.peak_rate(of, lengths)
-    requests = [TraceRequest(number / rate, 500, 100) for number in range(round(60 * rate))]
-    case = autoscaling.Case("constant", 1.0, 30.0, 0, requests, 60.0, ["builtin", "hpa:target=8", "llmd"])
+    requests = [TraceRequest(number / rate, 500, 100) for number in range(round(180 * rate))]
+    case = autoscaling.Case("constant", 1.0, 30.0, 0, requests, 180.0, ["builtin", "hpa:target=8", "llmd"])
     found = autoscaling.run_case(case)
     assert found["clairvoyant_kept_percent"] >= 99
     assert 60 / 3600 <= found["clairvoyant_gpu_hours"] <= 2 * 60 / 3600  # a cold replica admits fewer at first

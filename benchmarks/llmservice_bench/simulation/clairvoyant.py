@@ -105,16 +105,30 @@ class Clairvoyant:
 
 
 def clairvoyant(
-    config: FleetConfig, trace: Sequence[TraceRequest], bounds: Bounds, targets: Targets, duration_s: float
+    config: FleetConfig,
+    trace: Sequence[TraceRequest],
+    bounds: Bounds,
+    targets: Targets,
+    duration_s: float,
+    *,
+    warmup_s: float = 0.0,
 ) -> Clairvoyant:
     """By bisection of the load. Where not even the lowest load keeps the promise, that one's run."""
     work = Work.of(config.replica.latency, _full_batch(config, trace), trace)
     busy = work.by_slot(trace, duration_s)
+
+    def run(load: float) -> Clairvoyant:
+        serving = needed(busy, load, bounds)
+        replicas = created(serving, max(config.startup_s))
+        policy = Scheduled("clairvoyant", replicas)
+        fleet = Fleet(replace(config, initial=replicas[0]), trace, policy, duration_s, warmup_s=warmup_s)
+        return Clairvoyant(fleet.run(), serving)
+
     low, high = LEAST_LOAD, MOST_LOAD
     best: Clairvoyant | None = None
     for _ in range(STEPS):
         load = (low + high) / 2
-        result = _run(config, trace, needed(busy, load, bounds), duration_s)
+        result = run(load)
         if result.outcome.attainment(targets).ttft >= PROMISED:
             low = load
             if best is None or result.outcome.gpu_s < best.outcome.gpu_s:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +67,9 @@ def _add_events(group: argparse._ArgumentGroup) -> None:
         "--rate-scale", type=_number, default=1.0, metavar="X", help="requests per second, with the same times of day"
     )
     group.add_argument("--duration", type=_duration, metavar="TIME", help="end the traffic after this time")
+    group.add_argument(
+        "--warmup", type=_duration, default=0.0, metavar="TIME", help="of the traffic at first, which is not measured"
+    )
     group.add_argument("--mtbf", type=_duration, metavar="TIME", help="mean time between failures of one replica")
     group.add_argument(
         "--fail-at", type=_durations, metavar="TIME[,TIME…]", help="a ready replica fails at these times"
@@ -137,14 +141,16 @@ def _run(args: argparse.Namespace) -> int:
     if args.html is not None and not args.html.absolute().parent.is_dir():
         raise CommandError(f"{args.html.absolute().parent} is no folder: create it, or give another --html FILE")
     service = _service(args)
-    trace, duration_s = _trace(args)
+    trace, duration_s = _trace(args, service)
     slo = service.sized.slo
     targets = Targets(
         math.inf if slo.ttft_p99_s is None else slo.ttft_p99_s, math.inf if slo.itl_p99_s is None else slo.itl_p99_s
     )
     config = _fleet(args, service, trace)
     names = args.compare.split(",") if args.compare else [args.policy]
-    outcomes = simulate(service, config, trace, duration_s, targets, [name.strip() for name in names])
+    outcomes = simulate(
+        service, config, trace, duration_s, targets, [name.strip() for name in names], warmup_s=args.warmup
+    )
     study = Study(_title(service, trace, duration_s), _assumptions(args, service, config), targets, outcomes)
     if args.plot is not None:
         write(draw(study), args.plot)
@@ -164,6 +170,8 @@ def simulate(
     duration_s: float,
     targets: Targets,
     names: list[str],
+    *,
+    warmup_s: float = 0.0,
 ) -> list[Outcome]:
     """One run for each policy. Raises PolicyError, before anything is computed."""
     from llmservice_bench.simulation.clairvoyant import clairvoyant
@@ -174,9 +182,10 @@ def simulate(
     outcomes = []
     for policy in policies:
         if policy is None:
-            outcomes.append(clairvoyant(config, trace, service.bounds, targets, duration_s).outcome)
+            found = clairvoyant(config, trace, service.bounds, targets, duration_s, warmup_s=warmup_s)
+            outcomes.append(found.outcome)
         else:
-            outcomes.append(Fleet(config, trace, policy, duration_s).run())
+            outcomes.append(Fleet(config, trace, policy, duration_s, warmup_s=warmup_s).run())
     return outcomes
 
 
@@ -204,17 +213,23 @@ def _service(args: argparse.Namespace) -> Service:
     return Service(sized, latency_of(sized, measured))
 
 
-def _trace(args: argparse.Namespace) -> tuple[list[TraceRequest], float]:
+def _trace(args: argparse.Namespace, service: Service) -> tuple[list[TraceRequest], float]:
     """The requests, and how long the traffic lasts: until the last of them, or as given."""
     from llmservice_bench.simulation.traffic_scale import scaled
     from llmservice_planner.traffic import TraceError, read_requests
 
     trace = scaled(read_requests(args.trace, args.format), args.time_scale, args.rate_scale, args.seed)
+    if service.sized.service.spec.default_lane == "batch":  # the highest that a client may choose
+        trace = [replace(each, lane="batch") for each in trace]
     duration_s = args.duration
     if duration_s is not None:
         trace = [each for each in trace if each.arrival_s < duration_s]
     if not trace:
         raise TraceError("the trace has no request within --duration and --rate-scale: raise them")
+    if args.warmup >= (duration_s or trace[-1].arrival_s):
+        raise CommandError(
+            f"--warmup {args.warmup:g} s is as long as the traffic: nothing would be measured, shorten it"
+        )
     return trace, duration_s or trace[-1].arrival_s
 
 
@@ -260,6 +275,8 @@ def _assumptions(args: argparse.Namespace, service: Service, config: FleetConfig
         f"Replica: {limits}; step times {source}.",
         f"Replicas: {bounds.min_replicas} to {bounds.max_replicas}, {config.initial} at first; a start takes {starts}.",
     ]
+    if args.warmup:
+        sentences.append(f"Warm-up: the first {args.warmup:g} s of the traffic are simulated and not measured.")
     if service.sized.service.spec.engine.swap_space_gib:
         sentences.append("swapSpaceGiB is not simulated: preempted requests are computed again.")
     return sentences

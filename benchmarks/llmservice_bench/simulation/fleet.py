@@ -89,8 +89,15 @@ class Fleet:
     """One run of one trace under one policy."""
 
     def __init__(
-        self, config: FleetConfig, trace: Sequence[TraceRequest], policy: Policy, duration_s: float | None = None
+        self,
+        config: FleetConfig,
+        trace: Sequence[TraceRequest],
+        policy: Policy,
+        duration_s: float | None = None,
+        *,
+        warmup_s: float = 0.0,
     ) -> None:
+        """The traffic lasts `duration_s`, of which the first `warmup_s` are not measured: caches and history fill."""
         self.config = config
         self.policy = policy
         longest = config.replica.max_request_tokens
@@ -102,6 +109,7 @@ class Fleet:
         ]
         last_s = self.requests[-1].arrival_s if self.requests else 0.0
         self.duration_s = last_s if duration_s is None else duration_s
+        self.warmup_s = warmup_s
         self.replicas = config.initial
         self.pods: list[Pod] = []
         self.totals = Totals()
@@ -430,10 +438,11 @@ class Fleet:
             self._count_work(pod)
         return Outcome(
             policy=self.policy.name,
-            requests=self.requests,
+            requests=[each for each in self.requests if each.arrival_s >= self.warmup_s],
             gaps=self._gaps,
             sizes=self._sizes,
             decisions=self._decisions,
+            warmup_s=self.warmup_s,
             duration_s=self.duration_s,
             gpu_s=self.config.gpus * sum(map(self._held_s, [*self._gone, *self.pods])),
             num_steps=self._num_steps,
@@ -441,9 +450,9 @@ class Fleet:
         )
 
     def _held_s(self, pod: Pod) -> float:
-        """Within the duration, from its creation to its end."""
+        """Of the time that is measured, from its creation to its end."""
         ended_s = self.duration_s if pod.ended_s is None else min(pod.ended_s, self.duration_s)
-        return max(0.0, ended_s - max(0.0, pod.created_s))
+        return max(0.0, ended_s - max(self.warmup_s, pod.created_s))
 
     def _count_work(self, pod: Pod) -> None:
         if pod.replica is not None:

@@ -56,12 +56,15 @@ class Outcome:
 
     policy: str
     requests: Sequence[SimulatedRequest]
+    """That arrived after the warm-up."""
     gaps: GapHistogram
     sizes: Sequence[FleetSize]
     decisions: Sequence[DecisionRecord]
+    warmup_s: float
     duration_s: float
+    """Until the end of the traffic, the warm-up included."""
     gpu_s: float
-    """GPU time within the duration, from each replica's creation to its end."""
+    """GPU time between the two, from each replica's creation to its end."""
     num_steps: int
     num_preemptions: int
 
@@ -103,9 +106,6 @@ class Outcome:
         turns = [later[0] for earlier, later in pairwise(signed) if earlier[1] != later[1]]
         return max((sum(1 for other in turns if 0 <= other - turn < window_s) for turn in turns), default=0)
 
-    def replicas_at(self, time_s: float) -> int:
-        return next((size.replicas for size in reversed(self.sizes) if size.time_s <= time_s), 0)
-
     def to_dict(self, targets: Targets) -> dict[str, Any]:
         """For `-o json`; times in seconds."""
         kept, outcomes = self.attainment(targets), self.outcomes
@@ -117,6 +117,7 @@ class Outcome:
             "ttft_seconds": {f"p{share:g}": self.ttft_s(share / 100) for share in (50, 90, 99)},
             "itl_seconds": {f"p{share:g}": self.gaps.percentile(share / 100) for share in (50, 90, 99)},
             "output_tokens": self.output_tokens,
+            "warmup_seconds": self.warmup_s,
             "duration_seconds": self.duration_s,
             "gpu_hours": self.gpu_hours,
             "preemptions": self.num_preemptions,

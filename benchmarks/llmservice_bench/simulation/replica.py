@@ -18,7 +18,7 @@ from llmservice_bench.simulation.requests import SimulatedRequest, block_hashes
 from llmservice_operator.scaling.demand import Demand
 from llmservice_planner.block_groups import BlockGroups
 from llmservice_planner.latency import LatencyModel, StepBatch
-from llmservice_planner.output_lengths import OutputLengths
+from llmservice_planner.output_lengths import DEFAULT_SHARE, OutputLengths
 from llmservice_server.engine.admission_queue import AdmissionQueue, QueueBound, Refusal
 from llmservice_server.engine.block_pool import BlockPool
 from llmservice_server.engine.interfaces import Plan, Scheduled
@@ -87,7 +87,7 @@ class Replica:
         self.ttft_counts = [0] * len(TTFT_BOUNDS_S)
         self.prompt_counts = [0] * len(PROMPT_BOUNDS)
         self.arrived = {lane: Demand() for lane in LANES}
-        self._lengths = OutputLengths(config.scheduler.expected_tokens / 4)
+        self._lengths = OutputLengths(config.scheduler.expected_tokens * DEFAULT_SHARE)
         self._queue = AdmissionQueue(dict.fromkeys(LANES, config.queue), now)
         self._requests: dict[SimulatedRequest, Request] = {}
         self._simulated: dict[Request, SimulatedRequest] = {}

@@ -12,6 +12,7 @@ from llmservice_bench.simulation.outcome import DecisionRecord, Outcome, Targets
 from llmservice_planner.charts import (
     COLOURS,
     GREY,
+    PALE,
     figure,
     has_matplotlib,
     html_figure,
@@ -87,14 +88,16 @@ def _row(outcome: Outcome, targets: Targets) -> tuple[str, ...]:
 
 
 def replica_range(outcome: Outcome) -> tuple[int, float, int]:
-    """The least, the mean and the most replicas that were asked for, over the duration."""
+    """The least, the mean and the most replicas that were asked for, after the warm-up."""
     sizes = [size for size in outcome.sizes if size.time_s < outcome.duration_s]
     ends = [*(size.time_s for size in sizes[1:]), outcome.duration_s]
-    weighted = sum(
-        size.replicas * (end_s - max(0.0, size.time_s)) for size, end_s in zip(sizes, ends, strict=True) if end_s > 0
-    )
-    numbers = [size.replicas for size in sizes]
-    return min(numbers), weighted / max(outcome.duration_s, 1e-9), max(numbers)
+    spans = [
+        (size.replicas, end_s - max(outcome.warmup_s, size.time_s))
+        for size, end_s in zip(sizes, ends, strict=True)
+        if end_s > outcome.warmup_s
+    ]
+    mean = sum(replicas * span_s for replicas, span_s in spans) / max(sum(span_s for _, span_s in spans), 1e-9)
+    return min(spans)[0], mean, max(spans)[0]
 
 
 def ready_at(outcome: Outcome, time_s: float) -> int:
@@ -136,13 +139,19 @@ def reasons(outcome: Outcome) -> dict[tuple[str, str], int]:
 def draw(study: Study) -> Figure:
     """Arrivals, replicas and p99 TTFT over time, a line a policy."""
     minutes = study.duration_s / 60
-    panels = 3
     with style():
         drawn, axes = figure(
-            "Simulation", study.title, size_inches=(9, 7.2), nrows=panels, sharex=True, height_ratios=[1, 1.6, 1.6]
+            "Replicas and latency over time",
+            study.title,
+            size_inches=(9, 7.2),
+            nrows=3,
+            sharex=True,
+            height_ratios=[1, 1.6, 1.6],
         )
         for each in axes:
             each.set_xlim(0, minutes)
+            if study.outcomes[0].warmup_s:
+                each.axvspan(0, study.outcomes[0].warmup_s / 60, color=PALE, alpha=0.25, linewidth=0)
         _draw_arrivals(axes[0], study)
         _draw_replicas(axes[1], study)
         _draw_ttft(axes[2], study)
@@ -171,9 +180,10 @@ def _draw_arrivals(axes: Axes, study: Study) -> None:
 
 def _draw_replicas(axes: Axes, study: Study) -> None:
     for outcome, colour in zip(study.outcomes, COLOURS * 3, strict=False):
-        times = [max(0.0, size.time_s) / 60 for size in outcome.sizes] + [study.duration_s / 60]
-        ready = [size.ready for size in outcome.sizes]
-        asked = [size.replicas for size in outcome.sizes]
+        sizes = [size for size in outcome.sizes if size.time_s <= study.duration_s]
+        times = [*(size.time_s / 60 for size in sizes), study.duration_s / 60]
+        ready = [size.ready for size in sizes]
+        asked = [size.replicas for size in sizes]
         axes.step(times, [*ready, ready[-1]], where="post", color=colour, label=outcome.policy, marker="")
         if len(study.outcomes) == 1:
             axes.step(
@@ -184,6 +194,8 @@ def _draw_replicas(axes: Axes, study: Study) -> None:
 
 
 def _draw_ttft(axes: Axes, study: Study) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
     length_s, count = _bins(study)
     for outcome, colour in zip(study.outcomes, COLOURS * 3, strict=False):
         times: list[list[float]] = [[] for _ in range(count)]
@@ -202,6 +214,9 @@ def _draw_ttft(axes: Axes, study: Study) -> None:
         at = (0.005, study.targets.ttft_s)
         axes.annotate("target", at, (0, 3), axes.get_yaxis_transform(), "offset points", color=GREY, fontsize=8)
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_title("p99 time to first token by time of arrival, seconds")
 
 
@@ -218,14 +233,15 @@ def html(study: Study) -> str:
     for each in study.outcomes:
         rows = [_decision_row(change) for change in each.changes]
         blocks = [
-            html_text(
-                f"{len(each.decisions)} decisions, {len(rows)} of which change the replicas. "
-                "The largest of what the signals ask for is taken; limits follow."
-            ),
-            html_table(("time", "from", "to", "reasons"), rows) if rows else "",
+            html_text(f"{len(each.decisions)} decisions, {len(rows)} of which change the replicas."),
+            html_table(("time", "from", "to", "reasons"), rows, texts=("reasons",)) if rows else "",
         ]
         lost = [(str(count), how.replace("_", " "), example) for (how, example), count in reasons(each).items()]
-        blocks += [html_table(("requests not served", "outcome", "such as"), lost)] if lost else []
+        blocks += (
+            [html_table(("requests not served", "outcome", "such as"), lost, texts=("outcome", "such as"))]
+            if lost
+            else []
+        )
         sections.append((f"Decisions of {each.policy}", blocks))
     sections.append(("Assumptions", [html_text("\n\n".join(study.assumptions))]))
     return html_page("Simulation", sections, study.title)
@@ -233,7 +249,7 @@ def html(study: Study) -> str:
 
 def _decision_row(change: DecisionRecord) -> tuple[str, str, str, str]:
     decision = change.decision
-    return clock(change.time_s), str(change.before), str(decision.replicas), "; ".join(decision.reasons)
+    return clock(change.time_s), str(change.before), str(decision.replicas), "\n".join(decision.reasons)
 
 
 def clock(time_s: float) -> str:

@@ -58,10 +58,9 @@ def replica_config(sized: SizedService, latency: LatencyModel) -> ReplicaConfig:
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=plan.max_num_batched_tokens,
         prefix_caching=spec.engine.prefix_caching,
+        expected_tokens=sized.request.typical_tokens,
+        batch_order=spec.lanes.batch_order,
     )
-    if spec.engine.sizing.expected_tokens is not None:
-        engine = replace(engine, expected_tokens=spec.engine.sizing.expected_tokens)
-    engine = replace(engine, expected_tokens=min(engine.expected_tokens, plan.max_model_len))
     slo = spec.slo
     return ReplicaConfig(
         latency=latency,
