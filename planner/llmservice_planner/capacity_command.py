@@ -29,7 +29,10 @@ _FLAGS = ("rate", "trace")
 
 def add_traffic_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--rate", type=_rate, metavar="N", help="requests per second; with --trace: instead of its busiest window's"
+        "--rate",
+        type=_rate,
+        metavar="N",
+        help="requests per second; with --trace: instead of its busiest window's tokens",
     )
     group.add_argument(
         "--prompt-tokens",
@@ -124,8 +127,8 @@ def _asked(args: argparse.Namespace) -> _Asked:
         raise CommandError(str(error)) from error
     rate, source = args.rate, "the given rate"
     if rate is None:
-        rate = statistics.windows.peak
-        source = f"the rate of the busiest {statistics.windows.window_s:g} s of {statistics.requests} requests"
+        rate = max(statistics.loads)
+        source = f"of the mean length, as the tokens of the busiest {statistics.windows.window_s:g} s are"
     hit_rate = args.prefix_hit_rate if args.prefix_hit_rate is not None else statistics.cached_share or 0.0
     return _Asked(Traffic(rate, statistics.pairs(), hit_rate), statistics, source)
 

@@ -101,8 +101,8 @@ def replicas_for(requests_per_s: float, capacity: ReplicaCapacity) -> int:
 
 
 def quiet_rate(statistics: Statistics) -> float:
-    """Requests per second that 95 % of the windows exceed."""
-    rates = sorted(statistics.windows.requests_per_s)
+    """Requests per second, of the mean length, that 95 % of the windows exceed."""
+    rates = sorted(statistics.loads)
     return rates[int(len(rates) * 0.05)]
 
 
@@ -138,18 +138,19 @@ def _replicas(statistics: Statistics, capacity: ReplicaCapacity) -> list[Recomme
     if len(windows.requests_per_s) < _FEWEST_WINDOWS:
         count = replicas_for(statistics.requests_per_s, capacity)
         return [Recommendation("replicas", count, f"{statistics.requests_per_s:.2f} requests/s on average; {each}")]
-    quiet, peak = quiet_rate(statistics), windows.peak
+    quiet, peak = quiet_rate(statistics), max(statistics.loads)
+    needed = replicas_for(peak, capacity)
     span = f"{windows.window_s:g} s"
     return [
         Recommendation(
             "autoscaling.minReplicas",
             replicas_for(quiet, capacity),
-            f"95 % of the {span} have more than {quiet:.2f} requests/s; {each}",
+            f"95 % of the {span} have the tokens of more than {quiet:.2f} mean requests/s; {each}",
         ),
         Recommendation(
             "autoscaling.maxReplicas",
-            replicas_for(peak, capacity) + 1,
-            f"the busiest {span} have {peak:.2f} requests/s, for {replicas_for(peak, capacity)}; one more may fail",
+            needed + 1,
+            f"the busiest {span} have the tokens of {peak:.2f} mean requests/s, for {needed}; one more may fail",
         ),
     ]
 

@@ -78,7 +78,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _recommend(args: argparse.Namespace, statistics: Statistics) -> list[Recommendation]:
-    traffic = Traffic(statistics.windows.peak, statistics.pairs(), statistics.cached_share or 0.0)
+    traffic = Traffic(max(statistics.loads), statistics.pairs(), statistics.cached_share or 0.0)
     if args.model is None:
         return of_traffic(statistics, traffic)
     model = read_model(args.model)

@@ -67,7 +67,7 @@ def _arrivals(statistics: Statistics) -> str:
             sharex=True,
         )
         above.plot(times, windows.requests_per_s, marker="", color=charts.COLOURS[0])
-        above.axhline(statistics.requests_per_s, color=charts.GREY, linewidth=1, linestyle="--")
+        above.axhline(statistics.requests_per_s, color=charts.GREY, linewidth=1, linestyle="--", marker="")
         above.set_title("requests/s (dashed: the mean)")
         above.set_ylim(bottom=0)
         below.plot(times, windows.prompt_tokens_per_s, marker="", color=charts.COLOURS[0], label="prompt")

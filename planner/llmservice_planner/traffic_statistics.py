@@ -92,6 +92,15 @@ class Statistics:
     def peak_to_mean(self) -> float:
         return self.windows.peak / self.requests_per_s if self.requests_per_s else 1.0
 
+    @property
+    def loads(self) -> tuple[float, ...]:
+        """Each window's tokens as requests of the mean length per second: by prompts or by outputs, what is more."""
+        windows = self.windows
+        return tuple(
+            max(prompts / self.prompt.mean, outputs / self.output.mean)
+            for prompts, outputs in zip(windows.prompt_tokens_per_s, windows.output_tokens_per_s, strict=True)
+        )
+
     def pairs(self, most: int = 50_000) -> list[tuple[float, float]]:
         """Prompt and output tokens of at most so many requests, evenly spread over the time."""
         prompts, outputs = self.lengths
@@ -115,6 +124,7 @@ class Statistics:
             "dispersion": self.windows.dispersion,
             "peak_requests_per_s": self.windows.peak,
             "peak_to_mean": self.peak_to_mean,
+            "peak_load_requests_per_s": max(self.loads),
             "shared_prefix_share": self.shared_prefix_share,
             "cached_share": self.cached_share,
             "static_padding_share": self.static_padding_share,

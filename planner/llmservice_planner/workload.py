@@ -11,19 +11,17 @@ from typing import Any, Literal, get_args
 from llmservice_planner.budget import Budget
 from llmservice_planner.latency import LatencyModel
 from llmservice_planner.sizing_request import EXPECTED_TOKENS, SizingError, SizingRequest
-from llmservice_planner.step_tokens import LEAST_TOKENS
 
 Workload = Literal["chat", "longContext", "batch", "embeddings"]
 WORKLOADS: tuple[Workload, ...] = get_args(Workload)
 READING_S = 0.1
 """Per token: twice as fast as people read, 238 words (about 320 tokens) a minute (Brysbaert, Journal of Memory and
 Language 109, 2019)."""
-LONG_STEP_TOKENS = 8192
+_MOST_STEP = 8192
 _EMBEDDING_TOKENS = 512
 _LEAST_STEP = 512
 _MULTIPLE = 64
 _RIDGES = 8
-_WORTH_OF_CACHE = 0.05
 
 
 def for_workload(request: SizingRequest, workload: Workload | None) -> SizingRequest:
@@ -65,15 +63,12 @@ def _long_context(request: SizingRequest) -> Iterator[_Change]:
         expected = max(1, request.model_len // 2)
         yield {"expected_tokens": expected}, f"{expected} expected tokens, half of the longest request"
     yield from _fewer_rows(request, expected)
-    yield from _long_steps(request, f"a prompt of {expected} tokens takes")
 
 
 def _batch(request: SizingRequest) -> Iterator[_Change]:
-    tokens = request.typical_tokens
-    yield from _fewer_rows(request, tokens)
+    yield from _fewer_rows(request, request.typical_tokens)
     if request.itl_p99_s is None:
         yield {"bounded_by_ridge": False}, "more sequences than the ridge, as nobody waits for a single token"
-    yield from _long_steps(request, f"a prompt of {tokens} tokens takes")
 
 
 def _embeddings(request: SizingRequest) -> Iterator[_Change]:
@@ -106,24 +101,7 @@ def _fewer_rows(request: SizingRequest, expected: int) -> Iterator[_Change]:
         )
 
 
-def _long_steps(request: SizingRequest, subject: str) -> Iterator[_Change]:
-    """Where no target for the time between tokens bounds the steps, and activations take little of the cache."""
-    if request.max_num_batched_tokens is not None or request.itl_p99_s is not None:
-        return
-    before = Budget.of(request)
-    after = Budget.of(replace(request, max_num_batched_tokens=LONG_STEP_TOKENS))
-    cheap = after.fits and after.free_bytes >= (1 - _WORTH_OF_CACHE) * before.free_bytes
-    if before.latency is None or not cheap or before.step.total >= LONG_STEP_TOKENS:
-        return
-    prompt = request.typical_tokens
-    few, many = (before.latency.prefill_s(prompt, chunk=tokens) for tokens in (LONG_STEP_TOKENS, LEAST_TOKENS))
-    yield (
-        {"max_num_batched_tokens": LONG_STEP_TOKENS},
-        f"steps of {LONG_STEP_TOKENS} tokens: {subject} {few:.2f} s in them, {many:.2f} s in steps of {LEAST_TOKENS}",
-    )
-
-
 def _most_in(latency: LatencyModel, seconds: float) -> int:
     """The longest step of prompt tokens that takes so long, at least 512."""
-    sizes = range(_LEAST_STEP, LONG_STEP_TOKENS + 1, _MULTIPLE)
+    sizes = range(_LEAST_STEP, _MOST_STEP + 1, _MULTIPLE)
     return sizes[max(0, bisect_right(sizes, seconds, key=latency.prefill_s) - 1)]

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
+from collections import deque
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmservice_bench.trace import read_trace
 from llmservice_planner.capacity import (
     UTILISATION,
+    OperatingPoint,
     ReplicaCapacity,
     ReplicaLimits,
     Work,
     operating_point,
     replica_capacity,
 )
-from llmservice_planner.latency import LatencyModel, StepBatch
+from llmservice_planner.latency import LatencyModel, StepBatch, attention_pairs
+from llmservice_planner.lengths import percentile
 
 # About an 8B model on an H100.
 MODEL = LatencyModel(step_s=5e-4, sequence_s=1.3e-6, weights_s=5.3e-3, token_s=1.8e-5, kv_token_s=4.6e-8, pair_s=1.1e-9)
@@ -139,6 +145,84 @@ def test_work_of_requests_weighs_contexts_by_how_long_they_are_decoded() -> None
 def test_negative_work_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=name):
         replace(CHAT, **{name: -1})
+
+
+LENGTHS = [(each.prompt_tokens, each.output_tokens) for each in read_trace()]
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
+@pytest.mark.parametrize(
+    ("limits", "waits_for_prompts_alone"),
+    [
+        (LIMITS, True),
+        (replace(LIMITS, max_num_batched_tokens=8192), True),
+        (replace(LIMITS, max_num_seqs=16), False),
+    ],
+)
+def test_formulas_agree_with_a_simulation_of_single_steps(
+    limits: ReplicaLimits, waits_for_prompts_alone: bool, share: float
+) -> None:
+    work = Work.of(LENGTHS)
+    rate = share * capacity(work, limits).requests_per_s
+    found = operating_point(MODEL, limits, work, rate)
+    assert found is not None
+    simulated = simulate(limits, rate, 3000)
+    assert found.num_seqs == pytest.approx(simulated.num_seqs, rel=0.15)
+    assert found.step_s == pytest.approx(simulated.step_s, rel=0.15)
+    assert found.itl_p99_s == pytest.approx(simulated.itl_p99_s, rel=0.25)
+    if waits_for_prompts_alone:
+        assert found.ttft_p99_s == pytest.approx(simulated.ttft_p99_s, rel=0.25)
+    else:  # that of places is underestimated
+        assert 0.5 * simulated.ttft_p99_s < found.ttft_p99_s < 1.25 * simulated.ttft_p99_s
+
+
+def simulate(limits: ReplicaLimits, rate: float, count: int) -> OperatingPoint:
+    """Continuous batching with chunked prefill, step by step, in order of arrival; the cache is never full."""
+    rng = random.Random(1)  # noqa: S311 - traffic, not secrets
+    times = list(itertools.accumulate(rng.expovariate(rate) for _ in range(count)))
+    waiting = deque((time, *rng.choice(LENGTHS)) for time in times)
+    now = busy = 0.0
+    decoding: list[list[int]] = []  # context, tokens to come
+    prefilling: list[list[float]] = []  # arrival, prompt, output, computed
+    ttfts: list[float] = []
+    gaps: list[float] = []
+    while waiting or decoding or prefilling:
+        if not decoding and not prefilling:
+            now = max(now, waiting[0][0])
+        room = limits.max_num_batched_tokens - len(decoding)
+        chunks: list[tuple[list[float], int]] = []
+        places = limits.max_num_seqs - len(decoding) - len(prefilling)
+        while waiting and waiting[0][0] <= now and places > 0 and room > sum(each[1] - each[3] for each in prefilling):
+            arrival, prompt, output = waiting.popleft()
+            prefilling.append([arrival, prompt, output, 0])
+            places -= 1
+        for each in prefilling:
+            chunk = int(min(room, each[1] - each[3]))
+            if chunk > 0:
+                chunks.append((each, chunk))
+                room -= chunk
+        pairs = sum(attention_pairs(int(each[3]), chunk) for each, chunk in chunks)
+        context = sum(each[0] for each in decoding)
+        batch = StepBatch(len(decoding), context, sum(chunk for _, chunk in chunks), len(chunks), pairs)
+        seconds = MODEL.seconds(batch)
+        now += seconds
+        busy += seconds * len(decoding)
+        gaps += [seconds] * len(decoding)
+        decoding = [[length + 1, left - 1] for length, left in decoding if left > 1]
+        for each, chunk in chunks:
+            each[3] += chunk
+            if each[3] == each[1]:
+                ttfts.append(now - each[0])
+                decoding += [[int(each[1]), int(each[2]) - 1]] if each[2] > 1 else []
+        prefilling = [each for each in prefilling if each[3] < each[1]]
+    ttfts.sort()
+    gaps.sort()
+    return OperatingPoint(
+        num_seqs=busy / now,
+        step_s=sum(gaps) / len(gaps),
+        itl_p99_s=percentile(gaps, 0.99),
+        ttft_p99_s=percentile(ttfts, 0.99),
+    )
 
 
 @settings(deadline=None)

@@ -51,6 +51,15 @@ def test_busy_window_is_the_peak() -> None:
     assert found.windows.dispersion > 50
 
 
+def test_load_of_a_window_is_by_its_tokens() -> None:
+    """Twice the requests, or requests twice as long, are twice the load."""
+    long = [TraceRequest(place, 400 if 300 <= place < 360 else 100, 10) for place in range(601)]
+    found = summarise(long)
+    assert found.windows.peak == pytest.approx(1)
+    assert max(found.loads) == pytest.approx(400 / found.prompt.mean)
+    assert max(summarise(even(601)).loads) == pytest.approx(1)
+
+
 def test_unsorted_requests_are_sorted_with_their_lengths() -> None:
     requests = poisson(1, 500)
     shuffled = list(requests)

@@ -50,15 +50,7 @@ def request(gpu: str, shape: ModelShape = LLAMA3_8B, **fields: Any) -> SizingReq
         ("chat", "l4", {"max_model_len": 1024}, {"expected_tokens": 1024}),
         ("chat", "l4", {"max_model_len": 8192, "itl_p99_s": 0.2}, {"max_num_batched_tokens": None}),
         ("longContext", "h100-80gb", {}, {"expected_tokens": 16384, "least_sequence_tokens": 4096}),
-        ("longContext", "l40s", {}, {"max_num_batched_tokens": 8192}),
-        ("longContext", "l40s", {"itl_p99_s": 0.1}, {"max_num_batched_tokens": None}),
-        (
-            "longContext",
-            "l4",
-            {"max_model_len": 8192},
-            {"max_num_batched_tokens": None},
-        ),  # the cache would shrink by 20 %
-        ("batch", "l40s", {}, {"expected_tokens": None, "max_num_batched_tokens": 8192, "bounded_by_ridge": False}),
+        ("batch", "l40s", {}, {"expected_tokens": None, "least_sequence_tokens": 384, "bounded_by_ridge": False}),
         ("batch", "l40s", {"itl_p99_s": 0.1}, {"bounded_by_ridge": True}),
         ("embeddings", "h100-80gb", {"shape": ENCODER}, {"expected_tokens": 512}),
     ],
