@@ -70,7 +70,8 @@ def is_asked(args: argparse.Namespace) -> bool:
             flag = "--" + name.replace("_", "-")
             raise CommandError(f"{flag} is about traffic: give --rate N or --trace FILE as well")
     for name in ("ttft_p99", "latency"):
-        if getattr(args, name) is not None and not with_curve:
+        serves = with_curve or (name == "latency" and args.measured is not None)
+        if getattr(args, name) is not None and not serves:
             flag = "--" + name.replace("_", "-")
             raise CommandError(f"{flag} is about traffic or the curve: give --rate N, --trace FILE or --curve as well")
     return False

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,13 @@ from llmservice_planner.explanation import format_bytes
 from llmservice_planner.gpu import GIB, GPUS, Device, UnknownGPU, cpu_device, find_gpu
 from llmservice_planner.latency import LatencyError, LatencyModel
 from llmservice_planner.model_source import ModelFigures, read_model
+from llmservice_planner.prediction_error import (
+    MeasurementError,
+    Prediction,
+    predictions,
+    predictions_text,
+    read_report,
+)
 from llmservice_planner.quantization import QUANTIZATIONS
 from llmservice_planner.shape import FIELD_NAMES, ModelShape, ShapeError
 from llmservice_planner.sizing import Plan, SizingError, SizingRequest, plan
@@ -61,6 +70,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     memory.add_argument("--list-gpus", action="store_true", help="print the catalogue and exit")
     _add_engine_arguments(parser.add_argument_group("the engine"))
     _add_curve_arguments(parser.add_argument_group("the curve"))
+    parser.add_argument(
+        "--measured",
+        metavar="FILE",
+        help="a server's answer to GET /sizing, or - for standard input: show how far the plan is from it",
+    )
     add_traffic_arguments(parser.add_argument_group("the traffic, for replicas of each GPU, costs and a manifest"))
     parser.add_argument(
         "-o",
@@ -112,7 +126,10 @@ def _run(args: argparse.Namespace) -> int:
         print(gpu_table())
         return 0
     try:
-        if is_asked(args):
+        is_capacity = is_asked(args)
+        if args.measured is not None and (is_capacity or args.curve or args.curve_out):
+            raise CommandError("--measured compares a plan for one device: leave out --rate, --trace and --curve")
+        if is_capacity:
             return plan_capacity(args, _model(args), _settings(args))
         if args.output == "manifest":
             raise CommandError("which traffic? -o manifest needs --rate or --trace, which give the replicas")
@@ -120,10 +137,25 @@ def _run(args: argparse.Namespace) -> int:
         answer = plan(request)
         if answer.fits and (args.curve or args.curve_out):
             return _run_curve(args, request)
+        compared = None if args.measured is None else _compared(args, request, answer)
     except (ShapeError, SizingError, UnknownGPU, LatencyError, ChartError) as error:
         raise CommandError(str(error)) from error
-    print(_render(request, answer, args.output))
+    print(_render(request, answer, args.output, compared))
     return 0 if answer.fits else 1
+
+
+def _compared(args: argparse.Namespace, request: SizingRequest, answer: Plan) -> list[Prediction]:
+    """The plan against what a server has measured."""
+    latency = Budget.of(request).latency if args.latency is None else LatencyModel.read(args.latency)
+    try:
+        text = sys.stdin.read() if args.measured == "-" else Path(args.measured).read_text()
+        return predictions(answer, latency, read_report(text))
+    except (OSError, UnicodeDecodeError) as error:
+        raise CommandError(f"--measured {args.measured} cannot be read: {error}") from error
+    except MeasurementError as error:
+        raise CommandError(
+            f"--measured {args.measured}: {error}; expected is what `curl URL/sizing` prints of a server"
+        ) from error
 
 
 def _run_curve(args: argparse.Namespace, request: SizingRequest) -> int:
@@ -225,12 +257,15 @@ def _device(args: argparse.Namespace) -> Device:
     return find_gpu(args.gpu[0])
 
 
-def _render(request: SizingRequest, answer: Plan, output: str) -> str:
-    if output == "json":
-        return json.dumps(answer.to_dict(), indent=2)
-    if output == "yaml":
-        return _yaml(answer.to_dict())
-    return plan_table(request, answer)
+def _render(request: SizingRequest, answer: Plan, output: str, compared: Sequence[Prediction] | None) -> str:
+    """`compared`: what a server has measured; None: nothing is compared."""
+    if output == "table":
+        table = plan_table(request, answer)
+        return table if compared is None else f"{table}\n\n{predictions_text(compared)}"
+    content = answer.to_dict()
+    if compared is not None:
+        content["predictions"] = [asdict(each) | {"errorRatio": each.error_ratio} for each in compared]
+    return json.dumps(content, indent=2) if output == "json" else _yaml(content)
 
 
 def _yaml(content: dict[str, Any]) -> str:

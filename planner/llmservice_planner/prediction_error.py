@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from llmservice_planner.budget import NULL_BLOCKS
+from llmservice_planner.explanation import format_bytes
 from llmservice_planner.latency import LatencyModel, StepBatch
+from llmservice_planner.sizing import Plan
 
 Quantity = Literal["blocks", "weights", "itl", "ttft", "startup"]
 
@@ -52,6 +56,55 @@ def read_steps(report: Mapping[str, Any]) -> list[StepGroup]:
         return [_group(each) for each in report.get("steps") or () if int(each["steps"]) > 0]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise MeasurementError(f"its steps are not those of llmservice serve: {error!r}") from error
+
+
+def read_report(text: str) -> Mapping[str, Any]:
+    """A server's answer to GET /sizing. Raises `MeasurementError`."""
+    try:
+        report = json.loads(text)
+    except ValueError as error:
+        raise MeasurementError(f"it is no JSON: {error}") from error
+    if not isinstance(report, Mapping):
+        raise MeasurementError(f"it holds {type(report).__name__}, not an object")
+    return report
+
+
+def predictions(answer: Plan, latency: LatencyModel | None, report: Mapping[str, Any]) -> list[Prediction]:
+    """A plan against a server's report; the times of steps where `latency` is known. Raises `MeasurementError`."""
+    try:
+        blocks, weights = int(report["num_blocks"]), int(report["memory_bytes"]["weights"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise MeasurementError(f"it is no answer of GET /sizing: {error!r}") from error
+    found = [
+        Prediction("blocks", max(0, answer.num_blocks - NULL_BLOCKS), blocks, "blocks"),
+        Prediction("weights", answer.weights_bytes, weights, "bytes"),
+    ]
+    return found if latency is None else [*found, *step_predictions(latency, read_steps(report))]
+
+
+def predictions_text(found: Sequence[Prediction]) -> str:
+    """A table of at most 100 columns."""
+    lines = [f"{'PREDICTED AGAINST MEASURED':<34}{'PREDICTED':>14}{'MEASURED':>14}{'ERROR':>10}"]
+    for each in found:
+        figures = (_shown(each.predicted, each.unit), _shown(each.measured, each.unit))
+        error = f"{each.error_ratio:+.1%}" if math.isfinite(each.error_ratio) else "-"
+        lines.append(f"{_NAMES[each.quantity]:<34}{figures[0]:>14}{figures[1]:>14}{error:>10}")
+    return "\n".join(lines)
+
+
+_NAMES: Mapping[Quantity, str] = {
+    "blocks": "usable KV blocks",
+    "weights": "weights",
+    "itl": "a step that decodes (ITL)",
+    "ttft": "a step with prompts (TTFT)",
+    "startup": "start-up",
+}
+
+
+def _shown(value: float, unit: str) -> str:
+    if unit == "bytes":
+        return format_bytes(round(value))
+    return f"{value * 1000:,.2f} ms" if unit == "seconds" else f"{value:,.0f}"
 
 
 def _group(fields: Mapping[str, Any]) -> StepGroup:

@@ -215,3 +215,55 @@ def test_adapters_take_memory_before_the_kv_cache(capsys: Capture) -> None:
     taken = after["overhead"]["4 LoRA adapters of rank 32"]
     assert taken > 0
     assert before["kv_pool_bytes"] - after["kv_pool_bytes"] == taken
+
+
+def _sizing(path: Path, num_blocks: int, weights: int, step_s: float) -> Path:
+    """What a server reports, whose steps decode 8 sequences of 1000 tokens."""
+    decode = {"kind": "decode", "sequences": 8, "steps": 500, "seconds": 500 * step_s}
+    sums = {"num_seqs": 4000, "context_tokens": 4_000_000, "prompt_tokens": 0, "prompt_chunks": 0, "attention_pairs": 0}
+    path.write_text(
+        json.dumps({"num_blocks": num_blocks, "memory_bytes": {"weights": weights}, "steps": [decode | sums]})
+    )
+    return path
+
+
+def test_a_plan_is_compared_with_what_a_server_measured(tmp_path: Path, capsys: Capture) -> None:
+    flags = ("--shape", SHAPE_8B, "--gpu", "h100-80gb", "--max-model-len", "8192")
+    assert _plan(*flags, "-o", "json") == 0
+    answer = json.loads(capsys.readouterr().out)
+    sizing = _sizing(tmp_path / "sizing.json", (answer["num_blocks"] - 1) // 2, answer["weights_bytes"], 0.02)
+
+    assert _plan(*flags, "--measured", sizing, "-o", "json") == 0
+    found = {each["quantity"]: each for each in json.loads(capsys.readouterr().out)["predictions"]}
+    assert found["blocks"]["errorRatio"] == pytest.approx(1.0, abs=0.001)
+    assert found["weights"]["errorRatio"] == 0
+    assert found["itl"]["measured"] == pytest.approx(0.02)
+    assert found["itl"]["errorRatio"] == pytest.approx(found["itl"]["predicted"] / 0.02 - 1)
+
+    latency = tmp_path / "latency.json"
+    latency.write_text('{"step_s": 0.03, "sequence_s": 0, "weights_s": 0, "token_s": 0, "kv_token_s": 0, "pair_s": 0}')
+    assert _plan(*flags, "--measured", sizing, "--latency", latency) == 0
+    table = capsys.readouterr().out
+    assert "a step that decodes (ITL)" in table
+    assert "+50.0%" in table
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "message"),
+    [
+        (None, (), "cannot be read"),
+        ("no JSON", (), "it is no JSON"),
+        ("[]", (), "it holds list, not an object"),
+        ("{}", (), "it is no answer of GET /sizing"),
+        ("{}", ("--curve",), "--measured compares a plan for one device"),
+    ],
+)
+def test_what_is_no_report_of_a_server_is_refused(
+    tmp_path: Path, capsys: Capture, text: str | None, more: tuple[str, ...], message: str
+) -> None:
+    file = tmp_path / "sizing.json"
+    if text is not None:
+        file.write_text(text)
+    flags = ("--shape", SHAPE_8B, "--gpu", "h100-80gb", "--max-model-len", "8192")
+    assert _plan(*flags, "--measured", file, *more) == 2
+    assert message in capsys.readouterr().err
