@@ -32,9 +32,6 @@ class GapHistogram:
         for step in range(steps):
             self._counts[_bucket(first_s + step * slope_s)] += each
 
-    def merge(self, other: GapHistogram) -> None:
-        self._counts.update(other._counts)
-
     def percentile(self, share: float) -> float | None:
         """The time that this share of all are at most, by nearest rank, within half a per cent; None without any."""
         rank, seen = math.ceil(share * self.total), 0
@@ -43,13 +40,6 @@ class GapHistogram:
             if seen >= rank:
                 return float(2 ** ((bucket + 0.5) / _PER_OCTAVE))
         return None
-
-    def share_within(self, bound_s: float) -> float | None:
-        """The share of all that are at most `bound_s`, within half a per cent of it; None without any."""
-        if not self._counts:
-            return None
-        limit = _bucket(bound_s)
-        return sum(count for bucket, count in self._counts.items() if bucket <= limit) / self.total
 
 
 def _bucket(gap_s: float) -> int:

@@ -30,20 +30,11 @@ def latency_of(sized: SizedService, measured: LatencyModel | None = None) -> Lat
     """Of the manifest's model on its GPU, or as measured; raises SimulationError where neither is known."""
     if measured is not None:
         return measured
-    request, plan = sized.request, sized.plan
-    model = LatencyModel.of(
-        request.shape,
-        request.device,
-        request.device_count,
-        request.resolved_dtype,
-        plan.weights_bytes,
-        plan.kv_bytes_per_token,
-        request.quantization,
-    )
+    model = sized.sized.latency
     if model is None:
         raise SimulationError(
-            f"the rates of {request.device.name} are unknown: measure a running server with `llmservice calibrate -o"
-            " FILE` and give --latency FILE"
+            f"the rates of {sized.request.device.name} are unknown: measure a running server with"
+            " `llmservice calibrate -o FILE`, and give --latency FILE"
         )
     return model
 
