@@ -18,6 +18,36 @@ async def test_measured_blocks_are_shown_beside_the_prediction(world: World, man
     assert (await world.condition("Ready"))["status"] == "True"
 
 
+SLOW = {"kind": "decode", "sequences": 1, "steps": 500, "seconds": 500.0}  # a second each
+SUMS = {"num_seqs": 500, "context_tokens": 50_000, "prompt_tokens": 0, "prompt_chunks": 0, "attention_pairs": 0}
+
+
+async def test_predictions_that_are_off_are_shown_and_counted_and_replace_no_pod(
+    world: World, manifest_of: Any
+) -> None:
+    await world.create_service(manifest_of(resources={"gpu": {"product": "l4"}}, engine={"maxModelLen": 512}))
+    await world.run_pass()
+    before = await world.deployment()
+    world.pods.sizing = {"steps": [SLOW | SUMS]}
+    await world.start_pod("tiny-1", "127.0.0.1", (0, 0))
+
+    await world.run_pass(after_s=5)
+    await world.run_pass(after_s=5)
+
+    sizing, after = (await world.status())["sizing"], await world.deployment()
+    found = {each["quantity"]: each for each in sizing["predictions"]}
+    assert found["itl"]["measured"] == 1.0
+    assert found["itl"]["errorPercent"] < -95
+    assert found["blocks"]["measured"] == 1000
+    assert found["blocks"]["errorPercent"] > 100
+    assert sizing["maxNumSeqsMeasured"] < sizing["maxNumSeqs"]
+    exposed = world.reconciler.metrics.exposition().decode()
+    assert 'prediction_error_ratio{name="tiny",namespace="team-a",quantity="itl"} -0.9' in exposed
+    assert before is not None
+    assert after is not None
+    assert after["spec"]["template"] == before["spec"]["template"]
+
+
 async def test_a_pass_over_a_deleted_service_returns_false(world: World) -> None:
     assert not await world.run_pass()
 
