@@ -350,7 +350,7 @@ class _Replica:
             (self.bounds["maxNumSeqs"], taken),
             (self.bounds["kvMemory"] / peakedness, taken / peakedness),
         ):
-            servers = max(1, math.floor(places))
+            servers = max(1, math.floor(min(places, 4 * load + 100)))  # with more, practically none waits
             if load >= servers:
                 yield 1.0, math.inf
                 continue

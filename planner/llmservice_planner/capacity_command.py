@@ -54,9 +54,7 @@ def add_traffic_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="SHARE",
         help="share of prompt tokens in the prefix cache, 0 to 1; default: what the trace recorded, else 0",
     )
-    group.add_argument(
-        "--price", type=_price, action="append", default=[], metavar="GPU=PRICE", help="of a GPU and hour: l40s=1.9"
-    )
+    group.add_argument("--price", type=_price, action="append", metavar="GPU=PRICE", help="of a GPU and hour: l40s=1.9")
 
 
 def is_asked(args: argparse.Namespace) -> bool:
@@ -98,7 +96,7 @@ def plan_capacity(args: argparse.Namespace, model: ModelFigures, settings: Mappi
     asked = _asked(args)
     gpus = [find_gpu(name) for name in args.gpu] if args.gpu else list(GPUS.values())
     targets = Targets(args.ttft_p99, args.itl_p99)
-    base, prices = _base(model, asked.traffic, settings, gpus[0]), _prices(args.price)
+    base, prices = _base(model, asked.traffic, settings, gpus[0]), _prices(args.price or ())
     chosen = for_workload(base, args.workload)  # but for the token budget, which each candidate chooses
     base = replace(chosen, max_num_batched_tokens=base.max_num_batched_tokens)
     found = candidates(base, gpus, asked.traffic, targets, prices, latency)

@@ -36,7 +36,7 @@ def manifest(
     settings = {
         "maxModelLen": sizing.max_model_len,
         "maxNumSeqs": request.max_num_seqs,
-        "maxNumBatchedTokens": request.max_num_batched_tokens,
+        "maxNumBatchedTokens": request.max_num_batched_tokens and sizing.max_num_batched_tokens,
         "sizing": {"expectedTokens": expected_tokens},
         "blockSize": _unless(request.block_size, 16),
         "kvCacheDtype": _unless(request.kv_dtype, "auto"),

@@ -130,6 +130,20 @@ def test_workload_is_explained_and_written_into_the_manifest(model: Path, capsys
     assert "workload embeddings is for an encoder, and the model is llama" in capsys.readouterr().err
 
 
+def test_encoder_has_no_cache_to_wait_for(tmp_path: Path, capsys: Capture) -> None:
+    config = {"model_type": "bert", "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12}
+    sizes = {"intermediate_size": 3072, "vocab_size": 30522, "max_position_embeddings": 512, "type_vocab_size": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config | sizes))
+    lengths = ("--prompt-tokens", "p50=200,p99=450", "--output-tokens", "1")
+    arguments = ("--model", tmp_path, "--rate", "500", *lengths, "--ttft-p99", "200ms", "--gpu", "l4")
+    assert plan(*arguments, "-o", "json") == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["candidates"][0]["limited_by"] == "compute"
+    assert answer["candidates"][0]["ttft_p99_s"] < 0.2
+    engine = answer["manifest"]["spec"]["engine"]
+    assert engine["maxNumBatchedTokens"] >= engine["maxModelLen"] == 512
+
+
 def test_dimensions_alone_have_a_table_but_no_manifest(capsys: Capture) -> None:
     assert plan("--shape", SHAPE, "--rate", "5", *LENGTHS, "--gpu", "h100") == 0
     out = capsys.readouterr().out
