@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llmservice_planner.capacity import UTILISATION
-from llmservice_planner.capacity_plan import NOT_SERVABLE, Candidate, Targets, Traffic, candidates
+from llmservice_planner.capacity_plan import Candidate, Targets, Traffic, candidates
 from llmservice_planner.command import CommandError, positive
 from llmservice_planner.gpu import GPU, GPUS, UnknownGPU, find_gpu
 from llmservice_planner.latency import LatencyModel
@@ -190,7 +190,7 @@ def _render(
 def _no_manifest(model: ModelFigures) -> str:
     if model.uri is None:
         return "no manifest, as --shape names no model to serve: give --model"
-    return "no manifest, as no GPU keeps the targets with one GPU per replica: relax them, or add a larger GPU"
+    return "no manifest, as no candidate both keeps the targets and is servable: relax them, or add a larger GPU"
 
 
 def _text(
@@ -247,8 +247,8 @@ def _table(found: Sequence[Candidate], traffic: Traffic) -> Iterator[str]:
             row += f"{_money(each.cost_per_hour):>8}{_money(per_million):>9}"
         yield f"{row}  {each.capacity.limited_by}{'' if each.servable else ', not yet servable'}"
     yield "REQ/S: what one replica sustains; TTFT, ITL: p99 at its share of the traffic"
-    if not all(each.servable for each in found):
-        yield f"{NOT_SERVABLE[:1].upper()}{NOT_SERVABLE[1:]}"
+    for problem in sorted({each.problem for each in found if each.problem}):
+        yield f"{problem[:1].upper()}{problem[1:]}"
     if priced:
         yield "COST/1M: per million tokens of prompts and answers"
 

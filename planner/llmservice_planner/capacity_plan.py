@@ -32,6 +32,8 @@ MODEL_LEN_MULTIPLE = 256
 _HEADROOM = 1.1
 NOT_SERVABLE = "not yet servable: the server runs on one GPU"
 
+LATENT_ATTENTION = "not yet servable: the server runs no multi-head latent attention"
+
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
@@ -102,7 +104,7 @@ class Candidate:
 
     @property
     def servable(self) -> bool:
-        return self.replicas > 0 and self.gpu_count == 1
+        return self.replicas > 0 and not self.problem
 
     def to_dict(self, traffic: Traffic) -> dict[str, Any]:
         """The row of `llmservice plan --rate … -o json`."""
@@ -216,7 +218,7 @@ def _candidate(
             replicas=replicas,
             point=point,
             price_per_gpu_hour=price,
-            problem=NOT_SERVABLE if count > 1 else "",
+            problem=NOT_SERVABLE if count > 1 else LATENT_ATTENTION if base.shape.is_mla else "",
         )
     return Candidate(
         gpu=gpu, gpu_count=1, request=request, price_per_gpu_hour=price, problem=f"{problem}, nor do more GPUs help"

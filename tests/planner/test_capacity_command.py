@@ -156,7 +156,7 @@ def test_promise_that_nothing_keeps_ends_with_1(model: Path, capsys: Capture) ->
     out = capsys.readouterr().out
     assert "No GPU keeps the promise" in out
     assert "l4: a step takes" in out
-    assert "No manifest, as no GPU keeps the targets" in out
+    assert "No manifest, as no candidate both keeps the targets" in out
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,10 @@ def test_promise_that_nothing_keeps_ends_with_1(model: Path, capsys: Capture) ->
             ["--rate", "5", *LENGTHS, "--max-model-len", "99999"],
             "max_model_len 99999 is longer than the 8192 positions",
         ),
-        (["--rate", "5", *LENGTHS, "--itl-p99", "0.1ms", "--gpu", "l4", "-o", "manifest"], "no GPU keeps the targets"),
+        (
+            ["--rate", "5", *LENGTHS, "--itl-p99", "0.1ms", "--gpu", "l4", "-o", "manifest"],
+            "no candidate both keeps the targets",
+        ),
     ],
 )
 def test_a_users_error_ends_with_2_and_one_sentence(

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from llmservice_planner.capacity import UTILISATION
-from llmservice_planner.capacity_plan import NOT_SERVABLE, Candidate, Targets, Traffic, candidates
+from llmservice_planner.capacity_plan import LATENT_ATTENTION, NOT_SERVABLE, Candidate, Targets, Traffic, candidates
 from llmservice_planner.gpu import GPUS, find_gpu
 from llmservice_planner.lengths import Lengths, pairs
 from llmservice_planner.shape import ModelShape
@@ -69,6 +69,12 @@ def test_model_that_needs_several_gpus_is_not_servable() -> None:
     assert found.replicas > 0
     assert found.problem == NOT_SERVABLE
     assert not found.servable
+
+
+def test_model_that_the_server_does_not_run_is_not_servable() -> None:
+    latent = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    (found,) = planned("h200", shape=replace(LLAMA3_8B, **latent))  # type: ignore[arg-type]
+    assert (found.gpu_count, found.problem, found.servable) == (1, LATENT_ATTENTION, False)
 
 
 @pytest.mark.parametrize(
