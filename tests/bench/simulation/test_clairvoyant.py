@@ -18,16 +18,18 @@ def test_replicas_are_created_their_startup_time_ahead_and_stay_where_a_start_ta
 
 
 @pytest.mark.parametrize(
-    ("busy", "load", "replicas"),
+    ("busy", "load", "around", "replicas"),
     [
-        ([0.0, 0.5, 1.0], 0.8, [1, 1, 2]),
-        ([4.0, 4.0, 4.0], 0.5, [6, 6, 6]),  # the bounds
-        ([0.0, 0.0, 3.0], 1.0, [1, 1, 3]),
-        ([3.0, 0.1, 3.0], 1.0, [3, 3, 3]),  # a gap of one slot
+        ([0.0, 0.5, 1.0], 0.8, 0, [1, 1, 2]),
+        ([4.0, 4.0, 4.0], 0.5, 0, [6, 6, 6]),  # the bounds
+        ([0.0, 0.0, 3.0], 1.0, 0, [1, 1, 3]),
+        ([3.0, 0.0, 3.0, 0.0, 3.0], 1.0, 1, [2, 2, 1, 2, 2]),  # means of 1.5, 2, 1, 2, 1.5
     ],
 )
-def test_a_slot_needs_the_replicas_that_do_its_work(busy: list[float], load: float, replicas: list[int]) -> None:
-    assert needed(busy, load, BOUNDS) == replicas
+def test_a_slot_needs_the_replicas_that_do_its_work(
+    busy: list[float], load: float, around: int, replicas: list[int]
+) -> None:
+    assert needed(busy, load, BOUNDS, around) == replicas
 
 
 def test_work_is_conserved_over_the_slots(replica_config: ReplicaConfig) -> None:
