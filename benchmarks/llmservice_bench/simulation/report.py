@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_SHOWN = 25
-"""Decisions in the text; the page and the JSON have all."""
+_SHOWN, _SHOWN_OF_EACH = 25, 6
+"""Decisions in the text, of one policy and of each of several; the page and the JSON have all."""
 _POINTS = 120
 """Of a line over time."""
 
@@ -59,7 +59,7 @@ def text(study: Study, *, width: int = 100) -> str:
     series = {each.policy: [ready_at(each, time_s) for time_s in times] for each in study.outcomes}
     lines.append(text_chart([time_s / 60 for time_s in times], series, width=width, height=10, x_label="min"))
     for each in study.outcomes:
-        lines += ["", *_decisions(each, width)]
+        lines += ["", *_decisions(each, _SHOWN if len(study.outcomes) == 1 else _SHOWN_OF_EACH)]
         lines += _failures(each)
     return "\n".join(lines)
 
@@ -105,17 +105,17 @@ def ready_at(outcome: Outcome, time_s: float) -> int:
     return outcome.sizes[at].ready if at >= 0 else 0
 
 
-def _decisions(outcome: Outcome, width: int) -> Iterator[str]:
+def _decisions(outcome: Outcome, most: int) -> Iterator[str]:
     changes = outcome.changes
     count = f"{len(outcome.decisions)} decisions, {len(changes)} of which change the replicas"
     yield f"Decisions of {outcome.policy}: {count}"
-    for change in changes[:_SHOWN]:
+    for change in changes[:most]:
         decision = change.decision
         head = f"  {clock(change.time_s):>8}  {change.before} -> {decision.replicas}  "
         for number, reason in enumerate(decision.reasons):
             yield (head if number == 0 else " " * len(head)) + reason
-    if len(changes) > _SHOWN:
-        yield f"  ... {len(changes) - _SHOWN} more: --html FILE or -o json shows all"
+    if len(changes) > most:
+        yield f"  ... {len(changes) - most} more: --html FILE or -o json shows all"
 
 
 def _failures(outcome: Outcome) -> Iterator[str]:
