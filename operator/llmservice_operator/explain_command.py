@@ -8,12 +8,14 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmservice_planner.command import Command, CommandError
 
 if TYPE_CHECKING:
-    from llmservice_operator.explain.explanation import World
+    from llmservice_operator.explain.explanation import Explanation, World
+    from llmservice_operator.explain.timeline import Timeline
 
 HEALTHY, WRONG, NOT_FOUND = 0, 1, 2
 
@@ -22,6 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", help="the LLMService")
     parser.add_argument("-n", "--namespace", help="its namespace; default: the context's own, else default")
     parser.add_argument("--context", help="the kubeconfig's context to use; default: the current one")
+    parser.add_argument(
+        "--prometheus",
+        metavar="URL",
+        help="chart the last hour from a Prometheus that scrapes operator and pods (default: by the status)",
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the charts to a .svg, .png or .html file")
     parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help="for people or for machines")
 
 
@@ -32,6 +40,8 @@ def run(args: argparse.Namespace) -> int:
     from llmservice_operator.explain.explanation import explain
     from llmservice_operator.explain.text import render
 
+    if args.plot is not None:
+        _check_plot(args.plot)
     namespace = args.namespace or _context_namespace(args.context)
     world = asyncio.run(_read(namespace, args.name, args.context))
     if world is None:
@@ -44,11 +54,58 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(
             f"the spec of {args.name} does not fit this version's CRD, correct it: {error}", WRONG
         ) from error
+    timeline = _timeline(args.prometheus, explanation)
+    if args.plot is not None and timeline is not None:
+        _write_plot(timeline, explanation, args.plot)
     if args.output == "json":
         print(json.dumps(explanation.document(), indent=2))
     else:
         sys.stdout.write(render(explanation, time.time(), colour=_colour()))
+        _print_charts(timeline)
     return HEALTHY if explanation.healthy else WRONG
+
+
+def _check_plot(path: Path) -> None:
+    from llmservice_operator.explain.plot import check
+    from llmservice_planner.charts import ChartError
+
+    try:
+        check(path)
+    except ChartError as error:
+        raise CommandError(str(error)) from error
+
+
+def _timeline(prometheus: str | None, explanation: Explanation) -> Timeline | None:
+    """Of a service that the operator scales; of any with a Prometheus."""
+    from llmservice_operator.explain.timeline import TimelineError, of_prometheus, of_status
+
+    known, now = explanation.autoscaling, time.time()
+    if prometheus is not None:
+        read = of_prometheus(prometheus, explanation.namespace, explanation.name, explanation.ttft_target_s, now)
+        try:
+            return asyncio.run(read)
+        except TimelineError as error:
+            raise CommandError(f"--prometheus {error}") from error
+    return of_status(known, explanation.ttft_target_s, now) if known is not None and known.decisions else None
+
+
+def _write_plot(timeline: Timeline, explanation: Explanation, path: Path) -> None:
+    from llmservice_operator.explain.plot import write_plot
+    from llmservice_operator.explain.text import render
+    from llmservice_planner.charts import ChartError
+
+    title = f"{explanation.name} in {explanation.namespace}"
+    try:
+        write_plot(timeline, title, render(explanation, time.time(), colour=False), path)
+    except ChartError as error:
+        raise CommandError(str(error)) from error
+
+
+def _print_charts(timeline: Timeline | None) -> None:
+    from llmservice_operator.explain.plot import text_plot
+
+    if timeline is not None and (lines := list(text_plot(timeline))):
+        print("\n" + "\n".join(lines))
 
 
 def _colour() -> bool:

@@ -211,8 +211,10 @@ class ScaleUp(SchemaModel):
 class ScaleDown(SchemaModel):
     model_config = ConfigDict(json_schema_extra=_A_STEP)
 
-    stabilization: Duration = Field(
-        "300s", description="Remove replicas only down to the highest recommendation within this time."
+    stabilization: Duration | None = Field(
+        None,
+        description="Remove replicas only down to the highest recommendation within this time. Default: four times the"
+        " start-up time that was learned, 120s to 300s.",
     )
     step_replicas: int = Field(
         0,

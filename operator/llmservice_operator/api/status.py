@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Field, WithJsonSchema
 
 from llmservice_operator.api.schema_model import OPEN_OBJECT, SchemaModel
 
-MAX_DECISIONS = 5
+MAX_DECISIONS = 12
 
 Figures = Annotated[dict[str, Any], WithJsonSchema(OPEN_OBJECT)]
 """camelCase figures of a model, those of every family that the planner knows."""
@@ -125,6 +125,9 @@ class DecisionStatus(SchemaModel):
     time: str = Field(max_length=32, description="When it was decided (RFC 3339).")
     wanted: int = Field(ge=0, description="Replicas that the load asks for.")
     replicas: int = Field(ge=0, description="Replicas that were set, after limits.")
+    load: float | None = Field(
+        None, ge=0, description="The demand then, in replicas that would be busy all the time; absent where unknown."
+    )
     reasons: list[str] = Field(default_factory=list, max_length=16, description="Each step's reason.")
 
 

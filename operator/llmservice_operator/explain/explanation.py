@@ -130,6 +130,7 @@ class Explanation(SchemaModel):
     headline: str
     problems: tuple[Problem, ...]
     replicas: Replicas
+    ttft_target_s: float | None
     sizing: SizingStatus | None
     autoscaling: AutoscalingStatus | None
     pods: tuple[PodLine, ...]
@@ -163,6 +164,7 @@ def explain(world: World) -> Explanation:
             min=scaling.min_replicas if scaling else None,
             max=scaling.max_replicas if scaling else None,
         ),
+        ttft_target_s=spec.slo.ttft_p99_s,
         sizing=status.sizing,
         autoscaling=status.autoscaling,
         pods=tuple(_pod_line(pod, world.last_lines) for pod in world.pods),
@@ -331,6 +333,9 @@ _REMEDIES = {
     "NoReadyPods": "Replicas are held until a pod is ready.",
     "SizingInvalid": "Correct the spec first.",
     "ITLUnreachable": "Raise spec.slo.itlP99, or choose a faster GPU or a smaller model.",
+    "LimitedByCost": "Raise spec.autoscaling.maxGPUHoursPerDay, or accept slower answers until midnight (UTC).",
+    "PromptsTooLong": "Raise spec.slo.ttftP99, bound prompts by spec.engine.maxModelLen, or choose a faster GPU or"
+    " a smaller model.",
     "UnloadedRequestMissesTarget": "Raise spec.slo.ttftP99, shorten prompts, or choose a faster GPU or"
     " a smaller model.",
 }

@@ -5,11 +5,13 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 
-from llmservice_operator.api.status import AutoscalingStatus, DecisionStatus, SizingStatus
+from llmservice_operator.api.status import AutoscalingStatus, DecisionStatus, DemandStatus, SizingStatus
 from llmservice_operator.explain.explanation import Explanation
 from llmservice_operator.pods.pod import epoch
 
 WIDTH = 100
+_DECISIONS = 5
+"""That are shown, of those that the status has."""
 _RED, _GREEN, _BOLD, _PLAIN = "\x1b[31m", "\x1b[32m", "\x1b[1m", "\x1b[0m"
 _UNITS = ((86_400, "d"), (3600, "h"), (60, "m"))
 
@@ -80,14 +82,29 @@ def _scaling(explanation: Explanation, now: float) -> Iterator[str]:
     known = explanation.autoscaling
     if known is None:
         return
+    if known.demand is not None:
+        yield from _demand(known.demand)
+    if known.gpu_hours is not None:
+        yield f"  cost: {known.gpu_hours.hours:g} GPU-hours on {known.gpu_hours.day} (UTC)"
     yield from _signals(known)
     if (start := known.last_cold_start) is not None:
         parts = f"scheduling {start.scheduling:g}, fetching {start.fetching:g}, loading {start.loading:g}"
         whole = f"  the last start from zero, {age(start.ready_at, now)} ago, took {start.seconds:g} s: "
         yield from _wrapped(whole, f"{parts}, compiling {start.compiling:g}")
-    for number, decision in enumerate(known.decisions, start=1):
+    for number, decision in enumerate(known.decisions[:_DECISIONS], start=1):
         before = known.decisions[number] if number < len(known.decisions) else None
         yield from _decision(decision, before, now)
+
+
+def _demand(demand: DemandStatus) -> Iterator[str]:
+    arriving = f"{demand.requests_per_second:g}/s with {demand.prompt_tokens_per_second:,.0f} prompt tokens/s"
+    yield f"  demand: {arriving} to compute and {demand.output_tokens_per_second:,.0f} output tokens/s"
+    if demand.replica_requests_per_second is not None:
+        serves = f"{demand.replica_requests_per_second:g}/s ({demand.replica_tokens_per_second:,.0f} tokens/s)"
+        yield f"  one replica serves {serves} of it, as {demand.source}"
+    ahead = f"{demand.predicted_load:g} in {demand.horizon_seconds} s"
+    burst = ", in a burst" if demand.burst else ""
+    yield f"  load: {demand.load:g} replicas busy all the time, {ahead}{burst}"
 
 
 def _signals(known: AutoscalingStatus) -> Iterator[str]:

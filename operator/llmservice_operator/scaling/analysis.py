@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from llmservice_operator.scaling.capacity import ReplicaModel, Staffing, work_of
-from llmservice_operator.scaling.demand import NO_DEMAND, Cost, Demand, Trend, is_burst, mean, trend
+from llmservice_operator.scaling.demand import NO_DEMAND, SAMPLE_S, Cost, Demand, Trend, is_burst, mean, trend
 from llmservice_operator.scaling.history import History
 from llmservice_operator.scaling.load import Load
 from llmservice_operator.scaling.policy import TARGET_UTILIZATION, ScalePolicy
 from llmservice_operator.scaling.supply import Supply
 
+_SETTLED_S = 60.0
+_CAUTION = 1.0
+"""Standard deviations by which the demand is taken lower until so many seconds, or the window, were observed."""
 MEASURED_STAFFING = Staffing(TARGET_UTILIZATION)
 
 
@@ -46,6 +49,8 @@ class Forecast:
     is_burst: bool
     request: float
     """What one request of the mean length takes of a replica, in seconds."""
+    chance: float = 0.0
+    """Standard deviation of `level`, arrivals being independent."""
     staffing: Staffing = MEASURED_STAFFING
     """How far replicas may be used."""
 
@@ -146,6 +151,9 @@ def forecast_of(
     found = trend(samples, cost, horizon_s, now, -math.inf if history.burst_s is None else history.burst_s)
     burst = is_burst(recent, samples, cost, policy.window_s, now)
     level = cost.replicas(demand)
+    observed_s = SAMPLE_S * len(within)
+    if observed_s < min(policy.window_s, _SETTLED_S):  # the first requests seen say little
+        level = max(0.0, level - _CAUTION * cost.deviation(demand, observed_s))
     return Forecast(
         demand=demand,
         capacity=Capacity(source, serves, correction),
@@ -156,6 +164,7 @@ def forecast_of(
         recent=cost.replicas(recent),
         is_burst=burst,
         request=request_s,
+        chance=cost.deviation(demand, policy.window_s),
         staffing=(model.staffing(typical) if model is not None else None) or MEASURED_STAFFING,
     )
 

@@ -112,12 +112,14 @@ def decide(
     history = history.observe(now, supply.replicas)
     if load is None:
         return _hold(supply, policy), history.remember(now, None, policy.memory_s)
-    policy = policy.for_load(load)
+    policy = replace(policy.for_load(load), down=policy.down.with_start(supply.lead_s))
     counted = policy.counted(load)
     history = history.arrived(now, counted.demand and counted.demand.scaled(1 / load.answered))
     # Completions are of all lanes, the demand is of those that count: with batch requests they can't be compared.
     full_per_s = full_replica_per_s(model, history) if counted is load else None
-    history = history.measure(now, load.capacity_per_s, load.finished_per_s, load.quiet_s, full_per_s)
+    history = history.measure(now, load.capacity_per_s, load.finished_per_s, load.quiet_s)
+    if full_per_s is not None:
+        history = history.corrected(now, load.full_per_s, load.finished_per_s, full_per_s)
     forecast = forecast_of(counted, supply, policy, history, model, now)
     if forecast is not None and forecast.is_burst:
         history = replace(history, burst_s=now)

@@ -110,14 +110,12 @@ class History:
         capacity_per_s: float | None,
         finished_per_s: float | None = None,
         quiet_s: float = 0.0,
-        predicted_per_s: float | None = None,
     ) -> History:
         """Note that there are metrics, and a replica's capacity according to them.
 
         `capacity_per_s` is a reading of full replicas; it moves the known capacity by a tenth of the difference.
         `finished_per_s` is what a replica, full or not, finished: the capacity is no lower. `quiet_s` is for how long
         the metrics show no request; where that does not reach back to the last measurement, the idle time begins anew.
-        `predicted_per_s` is what the latency model predicts of a full replica, whose correction moves likewise.
         """
         gap_s = 0.0 if self.measured_s is None else now - self.measured_s
         throughput, known = _fresh(self.throughput, now), self.capacity_per_s(now)
@@ -136,7 +134,6 @@ class History:
             unmeasured_s=now if gap_s > LONGEST_GAP_S else self.unmeasured_s,
             throughput=throughput,
             capacity=capacity,
-            correction=self._corrected(now, capacity_per_s, finished_per_s, predicted_per_s),
             idle_s=max(quiet_s, self.idle_s + gap_s) if quiet_s >= gap_s and quiet_s else quiet_s,
         )
 
@@ -150,19 +147,20 @@ class History:
         correction = _fresh(self.correction, now)
         return 1.0 if correction is None else correction[1]
 
-    def _corrected(
-        self, now: float, full_per_s: float | None, finished_per_s: float | None, predicted_per_s: float | None
-    ) -> Timed | None:
+    def corrected(
+        self, now: float, full_per_s: float | None, finished_per_s: float | None, predicted_per_s: float
+    ) -> History:
+        """Note what replicas finished that were full, against what the latency model predicts of such."""
         known = self.correction_at(now)
-        if not predicted_per_s:
-            return self.correction
         if full_per_s is not None:
-            reading = min(max(full_per_s / predicted_per_s, _LEAST_CORRECTION), 1 / _LEAST_CORRECTION)
-            return (now, known + _CAPACITY_WEIGHT * (reading - known))
-        certain_per_s = 0.0 if finished_per_s is None else finished_per_s - _CERTAIN * math.sqrt(finished_per_s) / 7
-        if certain_per_s > known * predicted_per_s:  # the busiest of many replicas finishes more than it could for long
-            return (now, min(certain_per_s / predicted_per_s, 1 / _LEAST_CORRECTION))
-        return self.correction
+            known += _CAPACITY_WEIGHT * (full_per_s / predicted_per_s - known)
+        else:
+            # The busiest of many replicas finishes more than it could for long.
+            certain = 0.0 if finished_per_s is None else finished_per_s - _CERTAIN * math.sqrt(finished_per_s) / 7
+            if certain <= known * predicted_per_s:
+                return self
+            known = certain / predicted_per_s
+        return replace(self, correction=(now, min(max(known, _LEAST_CORRECTION), 1 / _LEAST_CORRECTION)))
 
     def recommended_within(self, window_s: float, now: float) -> list[int]:
         return [replicas for when, replicas in self.recommendations if when > now - window_s]

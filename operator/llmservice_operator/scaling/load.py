@@ -53,6 +53,11 @@ class Scrape:
     """How many of `running` are; None where the server does not label them by lane."""
 
 
+_EVENLY = 0.8
+"""The fewest running requests of a pod that stays full, as a share of the most."""
+_ENOUGH_FINISHED = 30
+"""Answers from which on a pod's predictions of others are its own."""
+
 Histories = Mapping[str, Sequence[Scrape]]
 """Scrapes of the window by pod name, oldest first; no entry, or an empty one, for a pod that could not be read."""
 
@@ -86,6 +91,8 @@ class Load:
     arrivals_per_s: float | None = None
     capacity_per_s: float | None = None
     """Requests that one replica finishes while it is full: measured over all time in which one had a queue."""
+    full_per_s: float | None = None
+    """The same of replicas that were evenly full over the whole window, so that as much was finished as begun."""
     finished_per_s: float | None = None
     """Requests that the busiest replica finished, full or not; None where no pod was observed for long enough."""
     ttft_p50_s: float | None = None
@@ -171,6 +178,7 @@ def load_of(histories: Histories, ready_pods: Iterable[str], source: str) -> Loa
         missing=tuple(name for name in wanted if name not in read),
         arrivals_per_s=_arrivals(read.values()),
         capacity_per_s=_capacity(read.values()),
+        full_per_s=_mean([_full_throughout(one) for one in read.values()]),
         finished_per_s=max((rate for one in read.values() if (rate := _finished(one)) is not None), default=None),
         ttft_p50_s=quantile(0.5, buckets),
         ttft_p99_s=quantile(0.99, buckets),
@@ -254,6 +262,13 @@ def _capacity(histories: Iterable[Sequence[Scrape]]) -> float | None:
     return finished / full_s if finished and enough else None
 
 
+def _full_throughout(scrapes: Sequence[Scrape]) -> float | None:
+    """A pod that fills up runs more requests than it finishes, so none of that is counted."""
+    running = [scrape.running for scrape in scrapes]
+    is_full = all(scrape.waiting >= 1 for scrape in scrapes) and min(running) >= _EVENLY * max(running)
+    return _finished(scrapes) if is_full else None
+
+
 def _finished(scrapes: Sequence[Scrape]) -> float | None:
     elapsed_s = _elapsed_s(scrapes)
     return increase([scrape.finished for scrape in scrapes]) / elapsed_s if elapsed_s >= _ENOUGH_FULL_S else None
@@ -269,9 +284,27 @@ def _demand(histories: Collection[Sequence[Scrape]], to_compute: float) -> tuple
     counting = [scrapes for scrapes in histories if scrapes[-1].arrived is not None]
     if elapsed_s <= 0 or not counting:
         return None, NO_DEMAND
-    total = sum((_growth([scrape.arrived or NO_DEMAND for scrape in scrapes]) for scrapes in counting), start=NO_DEMAND)
+    total = _with_learned_outputs(
+        [(_growth([scrape.arrived or NO_DEMAND for scrape in scrapes]), scrapes[-1].finished) for scrapes in counting]
+    )
     batch = sum((_growth([scrape.batch_arrived for scrape in scrapes]) for scrapes in counting), start=NO_DEMAND)
     return total.per_s(elapsed_s, to_compute), batch.per_s(elapsed_s, to_compute)
+
+
+def _with_learned_outputs(arrivals: Iterable[tuple[Demand, float]]) -> Demand:
+    """The sum of arrivals at pods, each with the requests that it has finished since its start.
+
+    A pod that has finished few has not learned how long answers are: those of others are assumed, if there are any.
+    """
+    learned = new = NO_DEMAND
+    for arrived, finished in arrivals:
+        if finished >= _ENOUGH_FINISHED:
+            learned += arrived
+        else:
+            new += arrived
+    if learned.requests <= 0:
+        return new
+    return learned + replace(new, output_tokens=learned.output_tokens / learned.requests * new.requests)
 
 
 def _growth(counters: Sequence[Demand]) -> Demand:

@@ -15,6 +15,10 @@ from llmservice_operator.scaling.load import Load, PodLoad
 TARGET_UTILIZATION = 0.8
 """Waiting times explode beyond it (queueing theory): plan for this share of the slots, not for all of them."""
 
+STARTS_STABILIZED = 4.0
+SHORTEST_STABILIZATION_S, LONGEST_STABILIZATION_S = 120.0, 300.0
+"""An idle replica is worth keeping for a few times what its next start takes, for requests are late meanwhile."""
+
 IDLE_TIMEOUT_S = 300.0
 """About what the start of a model of many GiB costs. A replica that is kept idle for as long as its next start takes
 uses at most twice the GPU time of the best schedule in hindsight (the ski-rental problem)."""
@@ -32,15 +36,28 @@ class ScalingRules:
     period_s: float
     cooldown_s: float
     stabilization_s: float = 0.0
+    adapts: bool = False
+    """Whether the stabilisation follows the start-up time."""
 
     @classmethod
     def of(cls, spec: ScaleUp | ScaleDown) -> ScalingRules:
+        given = spec.stabilization
         return cls(
             replicas=spec.step_replicas,
             percent=spec.step_percent,
             period_s=units.seconds(spec.step_period),
             cooldown_s=units.seconds(spec.cooldown),
-            stabilization_s=units.seconds(spec.stabilization),
+            stabilization_s=LONGEST_STABILIZATION_S if given is None else units.seconds(given),
+            adapts=given is None,
+        )
+
+    def with_start(self, lead_s: float) -> ScalingRules:
+        """For replicas that take so long to start."""
+        if not self.adapts:
+            return self
+        return replace(
+            self,
+            stabilization_s=min(max(STARTS_STABILIZED * lead_s, SHORTEST_STABILIZATION_S), LONGEST_STABILIZATION_S),
         )
 
     @property

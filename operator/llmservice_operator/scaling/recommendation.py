@@ -19,9 +19,9 @@ TTFT_ENOUGH = 20
 """Requests in the window from which p99 TTFT can ask for a replica: of fewer it is the slowest one alone."""
 TTFT_EXPLAINED = 0.5
 """Share of the slots in use from which running requests may delay the next one's first token."""
-DRAIN_S = 60.0
-"""Within so long replicas are to finish a queue beside what arrives, or within their start-up time if that is longer:
-more of them would be idle soon after they serve."""
+DRAIN_S = 20.0
+"""Within so long replicas are to finish a queue beside what arrives, or within half their start-up time if that is
+longer: more of them would be idle soon after they serve."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ def _in_flight(analysis: Analysis, load: Load, supply: Supply, policy: ScalePoli
     if waiting > 0 and supply.trouble is None:
         work_s = waiting * forecast.request
         why = f"backlog: {waiting:.0f} wait beyond {policy.queue_depth} per replica, {work_s:.0f}s of a replica's work"
-        within_s = max(DRAIN_S, supply.lead_s)
+        within_s = max(DRAIN_S, supply.lead_s / 2)
         signals.append((forecast.most + work_s / within_s, f"{why}, to be done in {within_s:.0f}s"))
     return signals
 
@@ -123,14 +123,17 @@ def _checked_without(
     history: History,
     now: float,
 ) -> Recommendation:
-    """Fewer replicas only where those that stay keep the promise, with what runs, arrives and is predicted."""
+    """Fewer replicas only where those that stay keep the promise with what runs, arrives and is predicted.
+
+    With chance as well, for else the next minute would often ask for the removed one again.
+    """
     if history.burst_s is not None and now - history.burst_s < policy.window_s:
         reason = f"burst: not shrinking within {policy.window_s:g}s of one -> {supply.replicas}"
         return Recommendation(supply.replicas, (*asked.reasons, reason))
-    load = max(forecast.most, busy)
+    load = max(forecast.most + forecast.chance, busy)
     replicas = min(supply.replicas, max(asked.replicas, math.ceil(forecast.staffing.replicas(load))))
     checked = max(1, supply.replicas - 1 if replicas == supply.replicas else replicas)
-    used = f"n-1: {checked} would be used to {load / checked:.0%} by what runs, arrives and is predicted"
+    used = f"n-1: {checked} would be used to {load / checked:.0%} by what runs, arrives and may arrive"
     reason = f"{used}, {forecast.staffing.utilization(checked):.0%} is allowed -> {replicas}"
     return Recommendation(replicas, (*asked.reasons, reason))
 

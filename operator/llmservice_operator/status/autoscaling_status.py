@@ -183,6 +183,7 @@ def log_decision(log: Sequence[DecisionStatus], decision: Decision, now: float) 
         time=rfc3339(now),
         wanted=decision.wanted,
         replicas=decision.replicas,
+        load=rounded(decision.forecast.level) if decision.forecast else None,
         reasons=list(decision.reasons[:_REASONS]),
     )
     return [entry, *log][:MAX_DECISIONS]

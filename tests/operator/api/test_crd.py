@@ -117,7 +117,8 @@ async def test_defaults_are_filled_in_by_the_api_server(kube: KubeClient, manife
     assert spec["engine"]["maxNumSeqs"] == "auto"
     assert spec["engine"]["sizing"] == {}
     assert spec["autoscaling"]["minReplicas"] == 1
-    assert spec["autoscaling"]["scaleDown"]["stabilization"] == "300s"
+    assert "stabilization" not in spec["autoscaling"]["scaleDown"]
+    assert spec["autoscaling"]["scaleDown"]["stepPercent"] == 100
     assert spec["autoscaling"]["scaleUp"]["stepReplicas"] == 4
     assert spec["rollout"] == {"maxSurge": 1, "maxUnavailable": 0}
     assert spec["resources"]["requests"] == {"cpu": "1", "memory": "4Gi"}

@@ -39,7 +39,7 @@ DAY = {
     "no metrics": Phase(11, needed=4, most=4, reversals=0),
     "crash loop": Phase(12, needed=8, most=10, reversals=1),
     "recovery": Phase(14, needed=4, most=40, reversals=1),  # 9,000 requests are to be finished within a minute
-    "slow start": Phase(16, needed=7, most=12, reversals=1),
+    "slow start": Phase(16, needed=7, most=13, reversals=1),
     "batch backlog": Phase(19, needed=4, most=12, reversals=0),
     "one at a time, slower than the target": Phase(21, needed=2, most=8, reversals=0),
     "idle, clock set ahead": Phase(23, needed=2, most=2, reversals=0),

@@ -207,10 +207,10 @@ def kept(log: list[DecisionStatus], capacity: CapacityStatus | None = None) -> A
     return AutoscalingStatus(desired_replicas=3, decisions=log, capacity=capacity)
 
 
-def test_the_newest_decision_comes_first_and_five_are_kept() -> None:
-    log = logged(*((NOW + n, decision(n)) for n in range(1, 8)))
+def test_the_newest_decision_comes_first_and_twelve_are_kept() -> None:
+    log = logged(*((NOW + n, decision(n)) for n in range(1, 15)))
 
-    assert [entry.replicas for entry in log] == [7, 6, 5, 4, 3]
+    assert [entry.replicas for entry in log] == list(range(14, 2, -1))
 
 
 def test_a_decision_that_changes_nothing_is_not_logged() -> None:
