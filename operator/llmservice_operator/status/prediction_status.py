@@ -47,7 +47,7 @@ def predictions_status(found: Sequence[Prediction], before: Sequence[PredictionS
                 unit=each.unit,
                 error_percent=error,
             )
-    return list(past.values())
+    return [past[quantity] for quantity in sorted(past)]  # in whatever order they became known
 
 
 def max_num_seqs_now(spec: LLMServiceSpec, sized: Sized, kv_blocks: int | None) -> int | None:
