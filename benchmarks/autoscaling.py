@@ -5,7 +5,7 @@ traffic (Poisson arrivals, lengths of the Azure conversation trace), and the sec
 scheduler, the admission queue and the operator's decisions are the real code; steps take the time of the latency model.
 A request keeps the promise if its first token comes within 2 s of its arrival; one that is refused or fails does not.
 
-Every run begins with the replicas that the clairvoyant schedule begins with. The traffic lasts ten minutes, or twice
+Every run begins with the most replicas that the clairvoyant schedule has in the warm-up. The traffic lasts ten minutes, or twice
 the start-up time where that is longer: no decision shows before a replica has started. Two minutes at its first rate
 (of a recorded trace, the two minutes before) come first and are not measured. GPU-hours are those of the time that is
 measured, from a replica's creation to its end. The load is the rate at the peak, in replicas that would serve it at
@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from llmservice_bench.results import Check, Results
-from llmservice_bench.simulation.clairvoyant import PROMISED, clairvoyant
+from llmservice_bench.simulation.clairvoyant import PROMISED, SLOT_S, clairvoyant
 from llmservice_bench.simulation.fleet import Fleet, FleetConfig
 from llmservice_bench.simulation.outcome import Outcome, Targets
 from llmservice_bench.simulation.policies import Service, make_policy
@@ -161,7 +161,7 @@ def run_case(case: Case) -> dict[str, Any]:
     of = service()
     config = fleet_config(of.sized, of.latency, case.trace, startup_s=(case.startup_s,), seed=case.seed)
     best = clairvoyant(config, case.trace, of.bounds, TARGETS, case.duration_s, warmup_s=WARMUP_S)
-    config = replace(config, initial=best.serving[0])
+    config = replace(config, initial=max(best.serving[: int(WARMUP_S / SLOT_S)]))
     row: dict[str, Any] = {
         "traffic": case.name,
         "load_replicas": case.load,

@@ -101,8 +101,9 @@ class Outcome:
         return [each for each in self.decisions if each.decision.replicas != each.before]
 
     def turns_within(self, window_s: float) -> int:
-        """The most changes of direction (up after down, down after up) within any window of this length."""
-        signed = [(each.time_s, each.decision.replicas > each.before) for each in self.changes]
+        """The most changes of direction (up after down, down after up) in a window of this length after the warm-up."""
+        changes = [each for each in self.changes if each.time_s >= self.warmup_s]
+        signed = [(each.time_s, each.decision.replicas > each.before) for each in changes]
         turns = [later[0] for earlier, later in pairwise(signed) if earlier[1] != later[1]]
         return max((sum(1 for other in turns if 0 <= other - turn < window_s) for turn in turns), default=0)
 

@@ -57,11 +57,11 @@ def test_a_request_ends_once() -> None:
 
 
 def test_changes_of_direction_are_counted_within_a_window() -> None:
-    changes = [(0.0, 2, 4), (50.0, 4, 6), (100.0, 6, 3), (150.0, 3, 5), (500.0, 5, 2)]
+    changes = [(2.0, 9, 8), (10.0, 2, 4), (50.0, 4, 6), (100.0, 6, 3), (150.0, 3, 5), (500.0, 5, 2)]
     found = outcome([], [], changes)
     assert found.turns_within(300.0) == 2  # down at 100, up at 150
     assert found.turns_within(50.0) == 1
-    assert outcome([], [], changes[:2]).turns_within(300.0) == 0
+    assert outcome([], [], changes[:3]).turns_within(300.0) == 0
 
 
 def test_the_range_of_replicas_is_that_after_the_warmup() -> None:
