@@ -145,4 +145,32 @@ def _strategies(content: Content) -> str | None:
     return draw_capacities(rows, f"{content['settings']['model']}, {_machine(content)}") if rows else None
 
 
-PLOTS: dict[str, Callable[[Content], str | None]] = {"serve": _serve, "compare": _compare, "strategies": _strategies}
+def _autoscaling(content: Content) -> str:
+    """A panel per start-up time: promises kept over GPU-hours, a point per traffic and policy."""
+    rows = content["rows"]
+    names = [name.removesuffix("_gpu") for name in rows[0] if name.endswith("_gpu")]
+    startups = sorted({row["startup_s"] for row in rows})
+    with style():
+        figure = Figure((5 * len(startups), 4.4), layout="constrained")
+        for axes, startup_s in zip(figure.subplots(1, len(startups), squeeze=False)[0], startups, strict=True):
+            own = [row for row in rows if row["startup_s"] == startup_s]
+            for name, colour in zip(names, COLOURS, strict=False):
+                points = [(row[f"{name}_gpu"], row[f"{name}_kept"]) for row in own]
+                axes.plot(*zip(*points, strict=True), linestyle="", color=colour, label=name, alpha=0.8)
+            axes.axhline(99, color=INK, linestyle=":", linewidth=1, marker="")
+            axes.axvline(1.3, color=INK, linestyle=":", linewidth=1, marker="")
+            axes.set_title(f"% within the target, start-up {startup_s:g} s")
+            axes.set_xlabel("GPU-hours, as a multiple of the clairvoyant schedule's")
+        handles, labels = axes.get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(names))
+        subtitle = "A point is one traffic. The goal of the built-in policy is above and left of the dotted lines."
+        return _svg(figure, "Promises kept against GPU-hours", subtitle)
+
+
+PLOTS: dict[str, Callable[[Content], str | None]] = {
+    "serve": _serve,
+    "compare": _compare,
+    "strategies": _strategies,
+    "autoscaling": _autoscaling,
+    "autoscaling_full": _autoscaling,
+}

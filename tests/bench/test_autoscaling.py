@@ -21,18 +21,18 @@ def test_a_shape_begins_after_a_warmup_at_its_first_rate() -> None:
 
 
 def row(**values: float) -> dict[str, Any]:
-    figures = {"builtin_kept_percent": 99.5, "builtin_gpu_ratio": 1.2, "builtin_turns": 1, "startup_s": 30.0}
-    return {**figures, "kpa_kept_percent": 99.0, "kpa_gpu_ratio": 1.1, **values}
+    figures = {"builtin_kept": 99.5, "builtin_gpu": 1.2, "builtin_turns": 1, "startup_s": 30.0}
+    return {**figures, "kpa_kept": 99.0, "kpa_gpu": 1.1, **values}
 
 
 @pytest.mark.parametrize(
     ("values", "is_met", "others"),
     [
         ({}, True, []),
-        ({"builtin_kept_percent": 98.9}, False, ["kpa"]),
-        ({"builtin_gpu_ratio": 1.31}, False, []),
-        ({"kpa_kept_percent": 99.6}, True, ["kpa"]),
-        ({"kpa_kept_percent": 99.6, "kpa_gpu_ratio": 1.2}, True, []),
+        ({"builtin_kept": 98.9}, False, ["kpa"]),
+        ({"builtin_gpu": 1.31}, False, []),
+        ({"kpa_kept": 99.6}, True, ["kpa"]),
+        ({"kpa_kept": 99.6, "kpa_gpu": 1.2}, True, []),
     ],
 )
 def test_the_goal_and_who_is_better_in_both(values: dict[str, float], is_met: bool, others: list[str]) -> None:
@@ -41,7 +41,7 @@ def test_the_goal_and_who_is_better_in_both(values: dict[str, float], is_met: bo
 
 
 def test_checks_count_the_traffics_that_meet_the_goal() -> None:
-    rows = [row(), row(builtin_gpu_ratio=1.5), row(kpa_kept_percent=99.9, builtin_turns=2)]
+    rows = [row(), row(builtin_gpu=1.5), row(kpa_kept=99.9, builtin_turns=2)]
     goal, better, turns = autoscaling.checks(rows, ["builtin", "kpa"])
     assert (goal.measured, goal.met) == (2, False)
     assert (better.measured, better.met) == (1, False)
@@ -55,8 +55,8 @@ def test_a_case_measures_every_policy_against_the_clairvoyant_schedule() -> None
     requests = [TraceRequest(number / rate, 500, 100) for number in range(round(180 * rate))]
     case = autoscaling.Case("constant", 1.0, 30.0, 0, requests, 180.0, ["builtin", "hpa:target=8", "llmd"])
     found = autoscaling.run_case(case)
-    assert found["clairvoyant_kept_percent"] >= 99
+    assert found["clairvoyant_kept"] >= 99
     assert 60 / 3600 <= found["clairvoyant_gpu_hours"] <= 2 * 60 / 3600  # a cold replica admits fewer at first
-    assert found["hpa_gpu_ratio"] >= 0.5
-    assert all(found[f"{name}_kept_percent"] > 80 for name in ("builtin", "hpa", "llmd"))
+    assert found["hpa_gpu"] >= 0.5
+    assert all(found[f"{name}_kept"] > 80 for name in ("builtin", "hpa", "llmd"))
     assert autoscaling.show(found, ["builtin", "hpa", "llmd"]).endswith("met" if autoscaling.met(found) else "MISSED")

@@ -90,3 +90,21 @@ def test_benchmark_without_a_plot_or_without_rows_has_none() -> None:
 )
 def test_capacity_line_has_the_runs_that_no_other_beats_in_both(points: list[Point], best: list[Point]) -> None:
     assert frontier(points) == best
+
+
+def test_autoscaling_has_a_panel_for_each_startup_time_and_a_colour_for_each_policy() -> None:
+    rows = [
+        {
+            "traffic": "step",
+            "startup_s": startup_s,
+            "builtin_kept": 99.0,
+            "builtin_gpu": 1.2,
+            "kpa_kept": 90.0,
+            "kpa_gpu": 1.1,
+        }
+        for startup_s in (30.0, 600.0)
+    ]
+    svg = draw(results("autoscaling", rows))
+    assert svg is not None
+    shown = texts(svg)
+    assert {"% within the target, start-up 30 s", "% within the target, start-up 600 s", "builtin", "kpa"} <= set(shown)

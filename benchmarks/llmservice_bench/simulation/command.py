@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -148,6 +149,7 @@ def _run(args: argparse.Namespace) -> int:
     )
     config = _fleet(args, service, trace)
     names = args.compare.split(",") if args.compare else [args.policy]
+    began_s = time.perf_counter()
     outcomes = simulate(
         service, config, trace, duration_s, targets, [name.strip() for name in names], warmup_s=args.warmup
     )
@@ -160,6 +162,8 @@ def _run(args: argparse.Namespace) -> int:
         print(json.dumps(_document(study.title, study.assumptions, targets, outcomes), indent=2))
     else:
         print(text(study))
+        steps = sum(outcome.num_steps for outcome in outcomes)
+        print(f"\nSimulated in {time.perf_counter() - began_s:.1f} s: {steps:,} steps of the engine in what is shown.")
     return 0
 
 

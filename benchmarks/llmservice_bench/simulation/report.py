@@ -6,6 +6,8 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from llmservice_bench.simulation.outcome import DecisionRecord, Outcome, Targets
@@ -52,7 +54,8 @@ class Study:
 
 def text(study: Study, *, width: int = 100) -> str:
     """The report for a terminal."""
-    lines = [study.title, *(f"  {sentence}" for sentence in study.assumptions), ""]
+    wrapped = (wrap(each, width, initial_indent="  ", subsequent_indent="    ") for each in study.assumptions)
+    lines = [study.title, *chain.from_iterable(wrapped), ""]
     lines += _aligned([_COLUMNS, *(_row(each, study.targets) for each in study.outcomes)])
     lines += ["", "Replicas over time (ready)"]
     times = [study.duration_s * point / _POINTS for point in range(_POINTS + 1)]
