@@ -16,7 +16,7 @@ VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 # Python compiles these when they first are, where nothing keeps it from writing.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup tools demo test test-fast test-soak test-clients images e2e lint style types imports format peers bench bench-avx2 bench-formats bench-operator bench-gateway bench-gpu bench-autoscaling docs crds chart clean
+.PHONY: help setup tools demo test test-fast test-soak test-clients images e2e lint style types imports format peers bench bench-avx2 bench-formats bench-operator bench-gateway bench-gpu bench-autoscaling bench-reality docs crds chart clean
 
 help:           ## show this
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## *' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -118,6 +118,9 @@ bench-gateway: setup ## the gateway beside nginx, and cache-aware routing (6 min
 bench-autoscaling: setup ## every autoscaling policy in simulated time, then docs/benchmarks.md (AZURE=azure_llm_conv_2023.csv, FULL=1)
 	$(BIN)/python benchmarks/autoscaling.py $(if $(AZURE),--azure $(AZURE)) $(if $(FULL),--full)
 	$(BIN)/python benchmarks/report.py
+
+bench-reality: setup ## the simulator against a cluster with timed models, and against one server (13 minutes), then docs/benchmarks.md
+	$(BIN)/python benchmarks/run.py reality
 
 bench-gpu: setup ## what needs a CUDA GPU: kernels, steps, throughput, memory (within 9 minutes; benchmarks/gpu.py --rehearse needs none)
 	$(BIN)/python benchmarks/gpu.py

@@ -7,7 +7,7 @@ import asyncio
 import functools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import UnionType
@@ -304,11 +304,17 @@ def _queue_bounds(args: argparse.Namespace) -> dict[str, QueueBound]:
 
 
 def run(args: argparse.Namespace) -> int:
+    return serve(args)
+
+
+def serve(args: argparse.Namespace, engine_command: Sequence[str] | None = None) -> int:
+    """`engine_command` starts another engine process than the server's own, which benchmarks measure it with."""
     import uvloop
 
     from llmservice_server.http.server import HttpProcess, ListenConfig, ServeError
     from llmservice_server.http.state import ServeConfig
     from llmservice_server.ipc import json_log
+    from llmservice_server.ipc.client import ENGINE_COMMAND
     from llmservice_server.text.chat_formats import FormatNames
 
     model: Path = args.model
@@ -331,7 +337,7 @@ def run(args: argparse.Namespace) -> int:
             "--api-key-file cannot be combined with --gateway-keys, which let in the gateway alone: make keys for the "
             "gateway instead, or set spec.access: direct"
         )
-    serve = ServeConfig(
+    config = ServeConfig(
         served_model_names=tuple(args.served_model_name or [model.resolve().name]),
         queue_bounds=_queue_bounds(args),
         default_lane=args.default_lane,
@@ -367,7 +373,7 @@ def run(args: argparse.Namespace) -> int:
     json_log.configure(args.log_level)
 
     async def serve_until_stopped() -> None:
-        await HttpProcess(engine, serve, listen, args.log_level).run()
+        await HttpProcess(engine, config, listen, args.log_level, engine_command or ENGINE_COMMAND).run()
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -1,0 +1,318 @@
+"""The simulator against reality: the same requests, settings and latency model in both.
+
+`cluster`: `llmservice up`, where operator, gateway, HTTP servers, schedulers and caches are the real ones; only the
+model's forward pass is replaced by a wait of the time that the latency model gives its steps (timed_engine.py), so that
+ten replicas fit on two cores. The load is a step up and down of requests with the lengths of a trace.
+`server`: one real server of a model of 12 layers and hidden size 768 on this CPU, whose latency model `llmservice
+calibrate` has fitted just before, under a part of the trace.
+
+    python benchmarks/reality.py [--only cluster|server] [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import stat
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from kubernetes.aio import client as kubernetes_client
+from kubernetes.aio import config as kubernetes_config
+from tokenizers import Tokenizer
+
+from llmservice_bench.client import Target, WordRate, measure_word_rate
+from llmservice_bench.drive import Load, drive, open_session
+from llmservice_bench.models import LLMSERVICE, SHAPES, checkpoint, started
+from llmservice_bench.record import RequestRecord
+from llmservice_bench.results import Check, Results
+from llmservice_bench.simulation.fleet import Fleet, FleetConfig
+from llmservice_bench.simulation.observation import Policy
+from llmservice_bench.simulation.policies import Service, Static, make_policy
+from llmservice_bench.simulation.replica import ReplicaConfig
+from llmservice_bench.simulation.service import CPU_PREFILL_TOKENS, fleet_config, latency_of
+from llmservice_bench.trace import Lengths, read_trace
+from llmservice_local.demo.service import apply, wait_ready
+from llmservice_local.demo.up import UpProcess, run_command
+from llmservice_operator.cluster.kube_client import KubeClient, KubeError
+from llmservice_operator.scaling.from_manifest import sized_service
+from llmservice_planner.block_groups import BlockGroups
+from llmservice_planner.latency import LatencyModel
+from llmservice_planner.traffic import TraceRequest
+from llmservice_server.engine.config import EngineConfig
+from llmservice_server.engine.scheduler import continuous_config
+
+SERVER = str(Path(__file__).with_name("timed_server.py"))
+GPU = "a10g"
+MOST_REPLICAS = 10
+LOAD_S = 10.0
+"""What a replica's model takes to load."""
+TICK_S = 10
+SERVER_SEQS, SERVER_RATE, SERVER_SCALE = 32, 2.0, 0.25
+"""Of the real server: sequences, requests per second, and a factor of the trace's lengths."""
+PROFILE = ((60.0, 2.0), (180.0, 7.0), (180.0, 2.5))
+"""Seconds, and requests per second in them."""
+QUICK = ((20.0, 1.0), (40.0, 3.0), (20.0, 1.0))
+NAME, NAMESPACE = "timed", "default"
+SHAPE = {
+    "layers": 32,
+    "heads": 32,
+    "kvHeads": 8,
+    "headDim": 128,
+    "hiddenSize": 4096,
+    "intermediateSize": 14336,
+    "vocabSize": 128256,
+    "maxPositionEmbeddings": 8192,
+}
+"""Llama 3 8B."""
+
+
+def manifest(folder: Path) -> dict[str, Any]:
+    """The service. Its pods find the command of this benchmark in place of `llmservice`."""
+    return {
+        "apiVersion": "serving.llmservice.io/v1alpha1",
+        "kind": "LLMService",
+        "metadata": {"name": NAME, "namespace": NAMESPACE},
+        "spec": {
+            "model": {"uri": "file:///timed", "shape": SHAPE},
+            "resources": {"gpu": {"product": GPU, "count": 1}, "requests": {"cpu": "1", "memory": "1Gi"}},
+            "engine": {"maxModelLen": 8192},
+            "slo": {"ttftP99": "3s"},
+            "autoscaling": {
+                "minReplicas": 1,
+                "maxReplicas": MOST_REPLICAS,
+                "metrics": {"source": "pods", "window": "30s"},
+                "scaleDown": {"stabilization": "60s"},
+            },
+            "drainTimeout": "60s",
+            "podTemplate": {"env": [{"name": "PATH", "value": str(folder)}]},
+        },
+    }
+
+
+def requests(profile: Sequence[tuple[float, float]], seed: int = 0) -> tuple[list[float], list[Lengths]]:
+    """Poisson arrivals of the profile's rates, and lengths drawn from the bundled trace."""
+    rng = np.random.default_rng(seed)
+    sizes = read_trace()
+    arrivals: list[float] = []
+    begin_s = 0.0
+    for duration_s, rate in profile:
+        arrivals += sorted(rng.uniform(begin_s, begin_s + duration_s, rng.poisson(rate * duration_s)).tolist())
+        begin_s += duration_s
+    return arrivals, [sizes[index] for index in rng.integers(len(sizes), size=len(arrivals)).tolist()]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of the requests, in the cluster or in the simulation."""
+
+    ttft_s: list[float]
+    output_tokens_per_s: float
+    failed: int
+    replicas: list[tuple[float, int]]
+    """(time, replicas that the Deployment is set to), at each change."""
+
+    def ttft(self, percent: float) -> float:
+        return float(np.percentile(self.ttft_s, percent))
+
+    def replicas_at(self, time_s: float) -> int:
+        return next((number for when, number in reversed(self.replicas) if when <= time_s), self.replicas[0][1])
+
+
+async def run_cluster(folder: Path, service: dict[str, Any], load: Load) -> tuple[Outcome, WordRate, float]:
+    """The outcome in a cluster, what its prompts were made with, and the start-up time that the operator learned."""
+    path = folder / "manifest.yaml"
+    path.write_text(yaml.safe_dump(service), encoding="utf-8")
+    flags = ["--state-dir", str(folder / "state"), "--models-root", str(folder / "models")]
+    flags += ["--nodes", str(MOST_REPLICAS), "--gpus", "1", "--gpu-product", GPU, "--cpu", "64", "--memory", "64Gi"]
+    async with UpProcess(folder / "up.log", tuple(flags)) as cluster, open_session(timeout_s=600) as session:
+        configuration = kubernetes_client.Configuration()
+        await kubernetes_config.load_kube_config(  # type: ignore[no-untyped-call]
+            config_file=cluster.kubeconfig, client_configuration=configuration
+        )
+        async with kubernetes_client.ApiClient(configuration) as api:
+            kube = KubeClient(api)
+            await apply(path, service, cluster.kubeconfig, kube, print)
+            await wait_ready(kube, NAMESPACE, NAME, 120, print)
+            target = Target(cluster.gateway_url, NAME, ignore_eos=True)
+            word_rate = await measure_word_rate(session, target, np.random.default_rng(0))
+            replicas: list[tuple[float, int]] = []
+            watching = asyncio.create_task(_watch(kube, replicas))
+            records = await drive(session, target, load, word_rate)
+            watching.cancel()
+            status = (await kube.get_service(NAMESPACE, NAME) or {})["status"]
+            startup_s = float(status["autoscaling"]["startupSeconds"])
+            return outcome_of(records, replicas), word_rate, startup_s
+
+
+async def _watch(kube: KubeClient, replicas: list[tuple[float, int]]) -> None:
+    """Note each change of the Deployment's replicas, with the seconds since the load began."""
+    path = f"/apis/apps/v1/namespaces/{NAMESPACE}/deployments/{NAME}"
+    began_s = time.monotonic()
+    while True:
+        with suppress(KubeError):
+            number = (await kube.request("GET", path))["spec"]["replicas"]
+            if not replicas or replicas[-1][1] != number:
+                replicas.append((time.monotonic() - began_s, number))
+        await asyncio.sleep(1.0)
+
+
+def outcome_of(records: Sequence[RequestRecord], replicas: list[tuple[float, int]]) -> Outcome:
+    answered = [record for record in records if record.error is None]
+    took_s = max(record.ended_s for record in records)
+    return Outcome(
+        ttft_s=[record.ttft_s for record in answered],
+        output_tokens_per_s=sum(record.output_tokens for record in answered) / took_s,
+        failed=len(records) - len(answered),
+        replicas=replicas,
+    )
+
+
+def install_command(folder: Path, settings: dict[str, Any]) -> None:
+    """An executable `llmservice` in `folder` that starts timed_server.py with these settings."""
+    file = folder / "settings.json"
+    file.write_text(json.dumps(settings), encoding="utf-8")
+    command = folder / "llmservice"
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{SERVER}" "{file}" "$@"\n', encoding="utf-8")
+    command.chmod(command.stat().st_mode | stat.S_IXUSR)
+
+
+def trace_of(load: Load, word_rate: WordRate, tokenizer: Tokenizer) -> list[TraceRequest]:
+    """With the prompts' own numbers of tokens, of which the planned ones are an estimate."""
+    sent = list(load.plan(word_rate))
+    tokens = [len(each.ids) for each in tokenizer.encode_batch([request.prompt for request in sent])]
+    return [
+        TraceRequest(request.at_s, count, request.lengths.output_tokens)
+        for request, count in zip(sent, tokens, strict=True)
+    ]
+
+
+def simulate(config: FleetConfig, trace: list[TraceRequest], policy: Policy) -> tuple[Outcome, float]:
+    """The outcome of a simulation, and its median time between two tokens."""
+    found = Fleet(config, trace, policy, trace[-1].arrival_s).run()
+    answered = [request for request in found.requests if request.outcome == "finished"]
+    took_s = max(request.ended_s for request in found.requests)
+    outcome = Outcome(
+        ttft_s=[request.ttft_s for request in answered if request.ttft_s is not None],
+        output_tokens_per_s=found.output_tokens / took_s,
+        failed=len(found.requests) - len(answered),
+        replicas=[(size.time_s, size.replicas) for size in found.sizes],
+    )
+    return outcome, found.gaps.percentile(0.5) or 0.0
+
+
+def apart(real: Outcome, simulated: Outcome, until_s: float) -> int:
+    """The most replicas by which both differ; ticks are not at the same times, so either may be TICK_S late."""
+    worst = 0
+    for second in range(round(until_s)):
+        near = [simulated.replicas_at(time_s) for time_s in range(second - TICK_S, second + TICK_S + 1)]
+        worst = max(worst, min(abs(real.replicas_at(second) - number) for number in near))
+    return worst
+
+
+async def measure_cluster(folder: Path, *, quick: bool) -> tuple[list[dict[str, Any]], list[Check]]:
+    profile = QUICK if quick else PROFILE
+    command, models = folder / "bin", folder / "models"
+    command.mkdir()
+    await run_command("make-tiny-model", str(models / "timed"), "--max-position-embeddings", "8192")
+    service = manifest(command)
+    planned = sized_service(service)
+    latency = latency_of(planned)
+    install_command(command, {"latency": latency.to_dict(), "num_blocks": planned.plan.num_blocks, "load_s": LOAD_S})
+    arrivals, lengths = requests(profile)
+    load = Load(lengths, arrivals=arrivals)
+    real, word_rate, startup_s = await run_cluster(folder, service, load)
+    tokenizer = Tokenizer.from_file(str(models / "timed" / "tokenizer.json"))
+    trace = trace_of(load, word_rate, tokenizer)
+    config = fleet_config(planned, latency, trace, startup_s=(startup_s,))
+    simulated, _ = simulate(config, trace, make_policy("builtin", Service(planned, latency)))
+    rows = [row_of("cluster", real), row_of("simulation", simulated)]
+    until_s = sum(duration_s for duration_s, _ in profile)
+    checks = [
+        Check("cluster: error of throughput", "<= 0.1", error(simulated.output_tokens_per_s, real.output_tokens_per_s)),
+        Check("cluster: error of TTFT p50", "<= 0.15", error(simulated.ttft(50), real.ttft(50))),
+        Check("cluster: error of TTFT p99", "<= 0.3", error(simulated.ttft(99), real.ttft(99))),
+        Check("cluster: replicas, most apart", "<= 1", apart(real, simulated, until_s)),
+    ]
+    return rows, checks
+
+
+def row_of(name: str, found: Outcome) -> dict[str, Any]:
+    return {
+        "run": name,
+        "failed": found.failed,
+        "output_tokens_per_s": found.output_tokens_per_s,
+        **{f"ttft_p{percent}_ms": found.ttft(percent) * 1000 for percent in (50, 90, 99)},
+        "replicas": ", ".join(f"{number} at {when:.0f} s" for when, number in found.replicas),
+    }
+
+
+def error(simulated: float, real: float) -> float:
+    return abs(simulated / real - 1)
+
+
+async def measure_server(folder: Path, *, quick: bool) -> tuple[list[dict[str, Any]], list[Check]]:
+    model, file = checkpoint("small", "bfloat16"), folder / "latency.json"
+    flags = ("--kv-cache-memory", "1GiB", "--max-num-seqs", str(SERVER_SEQS), "--no-prefix-caching")
+    command = (LLMSERVICE, "serve", "--model", str(model), "--served-model-name", NAME, "--host", "127.0.0.1")
+    async with started(*command, "--port", "0", "--metrics-port", "0", *flags) as server, open_session(600) as session:
+        await run_command("calibrate", "--url", server.url, "--model", NAME, "-o", str(file))
+        async with session.get(f"{server.url}/sizing") as response:
+            report = await response.json()
+        target = Target(server.url, NAME, ignore_eos=True)
+        word_rate = await measure_word_rate(session, target, np.random.default_rng(0))
+        arrivals, lengths = requests(((20.0 if quick else 90.0, SERVER_RATE),))
+        load = Load([each.scaled(SERVER_SCALE) for each in lengths], arrivals=arrivals)
+        records = await drive(session, target, load, word_rate)
+    real = outcome_of(records, [(0.0, 1)])
+    real_itl_s = float(np.median(np.concatenate([record.itl_s for record in records])))
+    trace = trace_of(load, word_rate, Tokenizer.from_file(str(model / "tokenizer.json")))
+    engine = EngineConfig(model=model, max_num_seqs=SERVER_SEQS, prefix_caching=False)
+    replica = ReplicaConfig(
+        latency=LatencyModel.read(file),
+        scheduler=continuous_config(engine, SERVER_SEQS, CPU_PREFILL_TOKENS),
+        groups=BlockGroups(engine.block_size, SHAPES["small"].layers),
+        num_blocks=report["num_blocks"] + 1,
+        max_model_len=report["max_model_len"],
+    )
+    simulated, itl_s = simulate(FleetConfig(replica=replica, initial=1), trace, Static(1))
+    rows = [
+        {**row_of(name, found), "itl_p50_ms": p50_s * 1000}
+        for name, found, p50_s in (("server", real, real_itl_s), ("simulation", simulated, itl_s))
+    ]
+    checks = [
+        Check("server: error of throughput", "<= 0.1", error(simulated.output_tokens_per_s, real.output_tokens_per_s)),
+        Check("server: error of ITL p50", "<= 0.1", error(itl_s, real_itl_s)),
+    ]
+    return rows, checks
+
+
+PARTS = {"cluster": measure_cluster, "server": measure_server}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts")
+    parser.add_argument("--quick", action="store_true", help="80 and 20 seconds of load; the results are not kept")
+    args = parser.parse_args()
+    for part in args.only:
+        with tempfile.TemporaryDirectory(prefix="reality-") as name:
+            rows, checks = asyncio.run(PARTS[part](Path(name), quick=args.quick))
+        for row in rows:
+            print(json.dumps(row))
+        print("\n".join(check.line() for check in checks))
+        if not args.quick:
+            Results(f"reality_{part}", rows, checks).write()
+
+
+if __name__ == "__main__":
+    main()
