@@ -93,7 +93,7 @@ class Cost:
     def deviation(self, demand: Demand, over_s: float) -> float:
         """Standard deviation of `replicas(demand)` as measured over so many seconds, arrivals being independent."""
         count = demand.requests * over_s
-        return self.replicas(demand) * math.sqrt(_LENGTHS_FACTOR / count) if count > 0 else 0.0
+        return math.sqrt(_LENGTHS_FACTOR) * self.replicas(demand) / math.sqrt(count) if count > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)

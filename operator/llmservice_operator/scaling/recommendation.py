@@ -92,19 +92,23 @@ def _flow(forecast: Forecast, policy: ScalePolicy) -> list[tuple[float, str]]:
 def _in_flight(analysis: Analysis, load: Load, supply: Supply, policy: ScalePolicy) -> list[Signal]:
     """What waits and what runs.
 
-    Where the capacity is predicted, running requests ask for replicas only once all slots are used, and a queue beyond
-    `queueDepth` for those that finish it within a minute: at 80 % of the capacity neither should come to be.
+    Where the capacity is predicted, requests in flight ask for the replicas that decode them, by Little's law a load
+    that shows before a minute of arrivals does, and a queue beyond `queueDepth` for those that finish it soon.
     """
     forecast = analysis.forecast
+    slots = f"{load.running:.0f} running, {policy.max_num_seqs} per replica, used to {TARGET_UTILIZATION:.0%}"
     if forecast is None or not analysis.is_predicted:
-        in_flight = f"{load.waiting:.0f} waiting, {load.running:.0f} running"
-        slots = f"{load.running:.0f} running, {policy.max_num_seqs} per replica, used to {TARGET_UTILIZATION:.0%}"
+        queue = f"{load.waiting:.0f} waiting, {load.running:.0f} running, {policy.queue_depth} may wait per replica"
         return [
-            (analysis.queue, f"queue: {in_flight}, {policy.queue_depth} may wait per replica"),
+            (analysis.queue, f"queue: {queue}"),
             (analysis.utilization, f"slots: {slots}"),
         ]
-    full = min(analysis.busy, supply.replicas) if load.waiting else analysis.busy
-    signals: list[Signal] = [(full, f"slots: {load.running:.0f} running, {policy.max_num_seqs} per replica")]
+    signals: list[Signal] = [(analysis.utilization, f"slots: {slots}")]
+    staffing = forecast.staffing
+    if staffing.num_seqs and supply.trouble is None:
+        in_flight = (load.running + min(load.waiting, 2 * load.running)) / load.answered  # a longer queue is backlog
+        held = f"{in_flight:.0f} in flight, a full replica decodes {staffing.num_seqs:.0f}"
+        signals.append((staffing.replicas(in_flight / staffing.num_seqs), f"flight: {held}"))
     waiting = load.waiting / load.answered - supply.ready * policy.queue_depth
     if waiting > 0 and supply.trouble is None:
         work_s = waiting * forecast.request
