@@ -48,11 +48,12 @@ def test_checks_count_the_traffics_that_meet_the_goal() -> None:
     assert (turns.measured, turns.met) == (2, False)
 
 
+@pytest.mark.slow
 def test_a_case_measures_every_policy_against_the_clairvoyant_schedule() -> None:
     lengths = [TraceRequest(0.0, 500, 100)]
     of = autoscaling.service()
     rate = autoscaling.peak_rate(of, lengths)
-    requests = [TraceRequest(number / rate, 500, 100) for number in range(round(180 * rate))]
+    requests = [TraceRequest(2 * number / rate, 500, 100) for number in range(round(90 * rate))]
     case = autoscaling.Case("constant", 1.0, 30.0, 0, requests, 180.0, ["builtin", "hpa:target=8", "llmd"])
     found = autoscaling.run_case(case)
     assert found["clairvoyant_kept"] >= 99

@@ -39,11 +39,12 @@ def test_work_is_conserved_over_the_slots(replica_config: ReplicaConfig) -> None
     assert sum(work.by_slot(trace, 120.0)) * SLOT_S == pytest.approx(50 * each_s)
 
 
+@pytest.mark.slow
 def test_the_schedule_keeps_the_promise_with_fewer_gpu_hours_than_any_constant_number(
     replica_config: ReplicaConfig,
 ) -> None:
-    quiet = [TraceRequest(number * 1.0, 20, 40) for number in range(120)]
-    crowd = [TraceRequest(60.0 + number * 0.03, 20, 40) for number in range(1000)]
+    quiet = [TraceRequest(number * 2.0, 20, 40) for number in range(60)]
+    crowd = [TraceRequest(60.0 + number * 0.03, 20, 40) for number in range(400)]
     trace = sorted([*quiet, *crowd], key=lambda each: each.arrival_s)
     config, targets = FleetConfig(replica=replica_config, initial=1, startup_s=(10.0,)), Targets(ttft_s=0.5)
     found = clairvoyant(config, trace, BOUNDS, targets, 120.0)

@@ -34,6 +34,7 @@ def test_the_report_shows_promises_cost_and_decisions(
     assert " 1 -> " in shown
 
 
+@pytest.mark.slow
 def test_policies_are_compared_on_the_same_traffic(
     files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
