@@ -127,7 +127,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         return _run(args)
     except ManifestError as error:
-        raise CommandError(f"{args.file}: {error}") from error
+        given = "" if args.model or "config.json" not in str(error) else " as --model DIR"
+        raise CommandError(f"{args.file}: {error}{given}") from error
     except (PolicyError, SimulationError, ChartError, LatencyError, ShapeError, TraceError) as error:
         raise CommandError(str(error)) from error
 
@@ -157,7 +158,10 @@ def _run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         write(draw(study), args.plot)
     if args.html is not None:
-        args.html.write_text(html(study), encoding="utf-8")
+        try:
+            args.html.write_text(html(study), encoding="utf-8")
+        except OSError as error:
+            raise CommandError(f"{args.html} cannot be written: {error.strerror or error}") from error
     if args.output == "json":
         print(json.dumps(_document(study.title, study.assumptions, targets, outcomes), indent=2))
     else:
@@ -206,7 +210,8 @@ def _service(args: argparse.Namespace) -> Service:
     try:
         documents = [one for one in yaml.safe_load_all(args.file.read_text(encoding="utf-8")) if one]
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise CommandError(f"{args.file} cannot be read as YAML: {error}") from error
+        why = " ".join(str(error).split())
+        raise CommandError(f"{args.file} cannot be read as the YAML of a manifest: {why}") from error
     services = [one for one in documents if isinstance(one, dict) and one.get("kind") == "LLMService"]
     if len(services) != 1:
         raise CommandError(f"{args.file} has {len(services)} LLMServices, expected one: give a file with one manifest")

@@ -72,6 +72,7 @@ def test_a_page_and_a_plot_are_written(files: tuple[Path, Path], tmp_path: Path)
         (("--policy", "vpa"), "there is no policy 'vpa': expected one of builtin, hpa"),
         (("--latency", "/nowhere.json"), "/nowhere.json is no latency model in JSON"),
         (("--html", "/nowhere/report.html"), "/nowhere is no folder: create it"),
+        (("--html", "/proc/report.html", "--duration", "5s"), "/proc/report.html cannot be written: "),
         (("--plot", "plot.gif"), "plot.gif ends in .gif, expected .svg or .png"),
         (("--rate-scale", "0.00000001"), "the trace has no request within --duration and --rate-scale: raise them"),
     ],
@@ -91,10 +92,20 @@ def test_a_manifest_without_figures_and_a_gpu_without_rates_name_the_remedy(
     shape = manifest["spec"]["model"].pop("shape")
     files[0].write_text(yaml.safe_dump(manifest))
     assert simulate(files) == 2
-    assert "set spec.model.shape" in capsys.readouterr().err
+    assert capsys.readouterr().err.endswith("or give the folder of its config.json as --model DIR\n")
     manifest["spec"]["model"]["shape"] = shape
     del manifest["spec"]["resources"]["gpu"]
     manifest["spec"]["slo"].pop("itlP99")
     files[0].write_text(yaml.safe_dump(manifest))
     assert simulate(files) == 2
     assert "give --latency FILE" in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_yaml_is_named_in_one_line(
+    files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    files[0].write_text("a: b: c\n  - d")
+    assert simulate(files) == 2
+    shown = capsys.readouterr().err
+    assert "service.yaml cannot be read as the YAML of a manifest: mapping values are not allowed here" in shown
+    assert shown.count("\n") == 1
