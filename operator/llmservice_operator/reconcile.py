@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from llmservice_operator.api import labels, units
+from llmservice_operator.api.kinds import Child
 from llmservice_operator.api.resource import KIND, LLMService
 from llmservice_operator.api.spec import Manifest
 from llmservice_operator.api.status import LLMServiceStatus
+from llmservice_operator.children.deployment import template_of
 from llmservice_operator.children.expected import expected_children
 from llmservice_operator.children.network_policy import DEFAULT_PEERS, PlatformPeers
 from llmservice_operator.cluster.applier import Applier, Refusal, owned_by
 from llmservice_operator.cluster.drift import ChildInputs, InSyncCache
 from llmservice_operator.cluster.kube_client import KubeClient, KubeError
 from llmservice_operator.cluster.object_cache import ObjectCache
+from llmservice_operator.correction import as_given, corrected, given_of
 from llmservice_operator.grants import Grants
 from llmservice_operator.monitoring.metrics import OperatorMetrics
 from llmservice_operator.pods.cold_start import ColdStart, cold_start, first_ready, woken_since
@@ -32,7 +35,7 @@ from llmservice_operator.status.autoscaling_status import StatusWriteThrottle
 from llmservice_operator.status.conditions import Verdict, remembered_slo, slo_verdict
 from llmservice_operator.status.events import EventRecorder, scaled_event, transition_events
 from llmservice_operator.status.model_status import known_figures, remembered_report
-from llmservice_operator.status.prediction_status import predictions
+from llmservice_operator.status.prediction_status import measured_blocks, predictions
 from llmservice_operator.status.report import (
     InvalidSpecError,
     Outcome,
@@ -157,16 +160,18 @@ class Reconciler:
             return False
         memory = self._memory(seen)
         memory.startup.observe(seen.pods, seen.now, seen.steady_s)
-        sizing = await self._size(seen, memory)
+        predicted = await self._size(seen, memory)
+        sizing = _as_given(seen.service, predicted, seen.deployment)
         load = await self._load(seen, sizing)
         fetching = await self.pod_models.fetching(seen.pods)
         adapters = await self.pod_models.adapters(seen.pods) if seen.service.spec.adapters else {}
         memory.slo = self._slo(seen, memory, sizing, load)
-        predicted = await self._predictions(seen, memory, sizing, load)
+        compared = await self._predictions(seen, memory, sizing, load)
         started = await self._cold_start(seen, memory)
         decision = self._decide(seen, memory, sizing, load)
-        refusals = await self._apply(seen, load, sizing, decision)
+        refusals = await self._apply(seen, load, predicted, decision)
         deployment = self._deployment(seen.service)
+        sizing = _as_given(seen.service, predicted, deployment)
         memory.unobserved_s = unobserved_since(deployment, memory.unobserved_s, seen.steady_s)
         allowance, memory.throttle = memory.throttle.allow(seen.steady_s, seen.window_s)
         held = isinstance(sizing, SizingProblem) or any(one.kind == "Deployment" for one in refusals)
@@ -189,7 +194,7 @@ class Reconciler:
             settling=is_settling(memory.unobserved_s, seen.steady_s),
             name_holder=self.cache.name_holder(seen.service.served_name),
             gateway_signs=self.public_keys() is not None,
-            predictions=predicted,
+            predictions=compared,
             cold_start=started,
             pool=self.cache.child("InferencePool", *seen.service.key),
             pools_installed=not self.cache.lacks("InferencePool"),
@@ -334,26 +339,37 @@ class Reconciler:
         return start
 
     async def _apply(
-        self, seen: Observation, load: Load | None, sizing: Sized | SizingProblem, decision: Decision
+        self, seen: Observation, load: Load | None, predicted: Sized | SizingProblem, decision: Decision
     ) -> list[Refusal]:
         """Apply the children; those that can't be applied are returned with the reason."""
-        if isinstance(sizing, SizingProblem):
+        if isinstance(predicted, SizingProblem):
             return []
         if (refused := await self.grants.refusal(seen.service)) is not None:
             return [Refusal("Deployment", refused)]
         if decision.replicas < seen.current and load is not None:
             await self._set_deletion_costs(seen, load)
-        refusals = await self._apply_children(seen.service, sizing, decision.replicas)
-        dropped = image_volume_trouble(sizing.model.location, seen.deployment)
+        refusals = await self._apply_children(seen, load, predicted, decision.replicas)
+        dropped = image_volume_trouble(predicted.model.location, seen.deployment)
         return refusals if dropped is None else [*refusals, Refusal("Deployment", dropped)]
 
-    async def _apply_children(self, service: LLMService, sized: Sized, replicas: int) -> list[Refusal]:
-        metadata = service.metadata
+    async def _apply_children(
+        self, seen: Observation, load: Load | None, predicted: Sized, replicas: int
+    ) -> list[Refusal]:
+        """With the number of sequences that the pods have; where they are replaced anyway, with the corrected one."""
+        service, metadata, live = seen.service, seen.service.metadata, seen.deployment
         public_keys = self.public_keys()
+        given = given_of(live)
+        sized = as_given(service.spec, predicted, given)
         inputs = ChildInputs(metadata.uid, metadata.generation, sized, replicas, public_keys)
         if self._in_sync.has(service.key, inputs):
             return []
         children = expected_children(service, sized, replicas, self.server_image, self.peers, public_keys)
+        if live is not None and _replaces_pods(children, live):
+            blocks = measured_blocks(load, seen.pods, live) or _remembered_blocks(seen)
+            sized = corrected(service.spec, predicted, given, blocks)
+            if sized != inputs.sized:
+                inputs = replace(inputs, sized=sized)
+                children = expected_children(service, sized, replicas, self.server_image, self.peers, public_keys)
         refusals = await self.applier.apply(children, metadata.uid, metadata.generation)
         if refusals:
             self._in_sync.forget(service.key)
@@ -407,6 +423,25 @@ class Reconciler:
         if before != outcome.desired:
             events.append(scaled_event(service, before, outcome.desired, outcome.decision.reasons, seen.now))
         return events
+
+
+def _as_given(
+    service: LLMService, predicted: Sized | SizingProblem, deployment: Manifest | None
+) -> Sized | SizingProblem:
+    if isinstance(predicted, SizingProblem):
+        return predicted
+    return as_given(service.spec, predicted, given_of(deployment))
+
+
+def _replaces_pods(children: Sequence[Child], live: Manifest) -> bool:
+    expected = next(one.manifest for one in children if one.kind.name == "Deployment")
+    return template_of(expected) != template_of(live)
+
+
+def _remembered_blocks(seen: Observation) -> int | None:
+    """What pods measured before the service was scaled to zero."""
+    sizing = seen.service.status.sizing
+    return sizing.measured.blocks if sizing and sizing.measured and not seen.serving else None
 
 
 def _flow(forecast: Forecast | None) -> dict[str, float | None]:

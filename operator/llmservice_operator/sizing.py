@@ -20,7 +20,7 @@ from llmservice_planner.families import FAMILIES
 from llmservice_planner.gpu import CPU, GPU, UnknownGPU, cpu_device, find_gpu
 from llmservice_planner.latency import LatencyModel
 from llmservice_planner.shape import ModelShape, ShapeError
-from llmservice_planner.sizing import Plan, SizingError, SizingRequest, plan
+from llmservice_planner.sizing import LimitedBy, Plan, SizingError, SizingRequest, plan
 from llmservice_planner.workload import for_workload
 
 GIB = 2**30
@@ -72,6 +72,20 @@ def parse_report(text: bytes) -> SizingReport:
 
 
 @dataclass(frozen=True, slots=True)
+class Given:
+    """What the pods of a Deployment were given."""
+
+    max_num_seqs: int
+    limited_by: LimitedBy
+    predicted: int
+    """What the planner chose."""
+    settings: str
+    """The digest of what the KV blocks depend on: those measured with other settings say nothing."""
+    blocks: int | None = None
+    """The measured blocks that `max_num_seqs` comes from; None: it is the predicted one."""
+
+
+@dataclass(frozen=True, slots=True)
 class Sized:
     """A service that fits: its model's location, and the engine's numbers."""
 
@@ -89,6 +103,8 @@ class Sized:
     """None where the device's rates or the model's figures are unknown."""
     expected_tokens: int | None = None
     """For the server's flag, as the workload chooses; None: as the spec says, or the server's default."""
+    given: Given | None = None
+    """None: the plan's numbers are the predicted ones."""
 
     @property
     def self_sized(self) -> bool:

@@ -128,13 +128,17 @@ def plan(request: SizingRequest) -> Plan:
     )
 
 
-def max_num_seqs_with(request: SizingRequest, num_blocks: int) -> int:
-    """What `plan` would choose with the usable KV blocks that a server has measured; 0 if the model would not fit."""
-    budget, answer = Budget.of(request), plan(request)
-    surplus_bytes = (num_blocks + NULL_BLOCKS) * budget.block_bytes - answer.kv_pool_bytes
+def max_num_seqs_with(request: SizingRequest, num_blocks: int, num_seqs: int) -> tuple[int, LimitedBy]:
+    """What `plan` would choose with the usable KV blocks that a server measured, and why; 0 if the model would not fit.
+
+    `num_seqs` is that server's maximum: their rows of logits are not in its pool. The answer hardly depends on it.
+    """
+    budget = Budget.of(request)
+    surplus_bytes = (num_blocks + NULL_BLOCKS) * budget.block_bytes - budget.pool_bytes(num_seqs)
     measured = replace(budget, usable_bytes=budget.usable_bytes + surplus_bytes)
     bounds = _bounds(measured)
-    return bounds[_limiting(measured, bounds)] if measured.fits else 0
+    limited_by = _limiting(measured, bounds)
+    return (bounds[limited_by] if measured.fits else 0), limited_by
 
 
 def _bounds(budget: Budget) -> Mapping[LimitedBy, int]:

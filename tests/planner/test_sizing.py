@@ -8,8 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from llmservice_planner.gpu import GIB, GPU, cpu_device, find_gpu
+from llmservice_planner.overhead import logits_row_bytes
 from llmservice_planner.shape import ModelShape
 from llmservice_planner.sizing import Plan, SizingError, SizingRequest, max_num_seqs_with, plan
 
@@ -56,10 +59,36 @@ def test_measured_blocks_change_the_largest_batch_only_where_memory_bounds_it(sh
     request = SizingRequest(shape=shape_of("llama-3-8b"), device=H100, max_model_len=8192)
     answer = plan(request)
     assert answer.limited_by == "ridge"
-    assert max_num_seqs_with(request, answer.num_blocks - 1) == answer.max_num_seqs
-    assert max_num_seqs_with(request, answer.num_blocks * 9 // 10) == answer.max_num_seqs
-    assert 0 < max_num_seqs_with(request, 1000) < answer.max_num_seqs
-    assert max_num_seqs_with(request, 10) == 0  # not one request of max_model_len
+    planned = answer.max_num_seqs
+    assert max_num_seqs_with(request, answer.num_blocks - 1, planned) == (planned, "ridge")
+    assert max_num_seqs_with(request, answer.num_blocks * 9 // 10, planned) == (planned, "ridge")
+    fewer, limited_by = max_num_seqs_with(request, 1000, planned)
+    assert 0 < fewer < planned
+    assert limited_by == "kvMemory"
+    assert max_num_seqs_with(request, 10, planned)[0] == 0  # not one request of max_model_len
+
+
+@given(st.integers(600, 3000))
+def test_a_server_with_the_number_from_measured_blocks_measures_blocks_that_give_it_again(num_blocks: int) -> None:
+    shape = ModelShape(
+        layers=32,
+        hidden_size=4096,
+        intermediate_size=14336,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        vocab_size=128_256,
+        max_position_embeddings=8192,
+    )
+    request = SizingRequest(shape=shape, device=H100, max_model_len=8192)
+    planned = plan(request)
+    first, _ = max_num_seqs_with(request, num_blocks, planned.max_num_seqs)
+    block_bytes = 16 * planned.kv_bytes_per_token
+    row_bytes = logits_row_bytes(shape)
+    # The memory is the same; rows of logits that are not needed any more are room for blocks.
+    pool_bytes = (num_blocks + 1) * block_bytes + (planned.max_num_seqs - first) * row_bytes
+    again, _ = max_num_seqs_with(request, pool_bytes // block_bytes - 1, first)
+    assert abs(again - first) <= 1
 
 
 def test_every_byte_of_the_usable_memory_is_accounted_for(shape_of: ShapeOf) -> None:

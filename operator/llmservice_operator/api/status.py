@@ -80,7 +80,8 @@ class SizingStatus(SchemaModel):
     max_num_seqs_measured: int | None = Field(
         None,
         ge=0,
-        description="What maxNumSeqs would be with the measured blocks. Pods are not replaced for it.",
+        description="What maxNumSeqs would be with the measured blocks. Pods are not replaced for it: the"
+        " next ones that replace them get it, unless the change invalidates what was measured.",
     )
     predictions: list[PredictionStatus] = Field(
         default_factory=list, max_length=8, description="What was predicted, and what pods measured."

@@ -31,6 +31,7 @@ from llmservice_operator.children.volumes import (
     scratch_volumes,
     storage_request,
 )
+from llmservice_operator.correction import record_of
 from llmservice_operator.sizing import Sized
 from llmservice_planner.gpu import GPU
 
@@ -76,7 +77,17 @@ def expected_deployment(
         },
         "template": template,
     }
-    return child_manifest(service, "Deployment") | {"spec": spec}
+    manifest = child_manifest(service, "Deployment")
+    if (record := record_of(service.spec, sized)) is not None:
+        manifest["metadata"]["annotations"] = {labels.SIZING: record}
+    return manifest | {"spec": spec}
+
+
+def template_of(deployment: Manifest | None) -> str | None:
+    """The hash of its pod template; None without a Deployment, and for one of an earlier operator version."""
+    template = (deployment or {}).get("spec", {}).get("template", {})
+    annotations = template.get("metadata", {}).get("annotations") or {}
+    return annotations.get(labels.TEMPLATE)
 
 
 def _add_gateway_keys(service: LLMService, pod: Manifest) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from llmservice_operator.api.spec import LLMServiceSpec
+from llmservice_operator.api.spec import Manifest
 from llmservice_operator.api.status import PredictionStatus
+from llmservice_operator.children.deployment import template_of
+from llmservice_operator.pods.pod import Pod
 from llmservice_operator.scaling.load import Load
-from llmservice_operator.sizing import Sized, sizing_request
+from llmservice_operator.sizing import Sized
 from llmservice_planner.prediction_error import Prediction, StepGroup, step_predictions
-from llmservice_planner.sizing import max_num_seqs_with
 
 _SMALL_PERCENT = 2.0
 """A change of the error by no more than this is not written."""
@@ -50,14 +51,15 @@ def predictions_status(found: Sequence[Prediction], before: Sequence[PredictionS
     return [past[quantity] for quantity in sorted(past)]  # in whatever order they became known
 
 
-def max_num_seqs_now(spec: LLMServiceSpec, sized: Sized, kv_blocks: int | None) -> int | None:
-    """What sizing would choose with the blocks that pods measured; None where nothing is measured or predicted."""
-    shape = sized.model.shape
-    if not kv_blocks or sized.self_sized or sized.plan is None or shape is None or shape.is_encoder:
+def measured_blocks(load: Load | None, pods: Sequence[Pod], deployment: Manifest | None) -> int | None:
+    """Usable KV blocks, as pods of the Deployment's present template measured them.
+
+    None while pods of an earlier template serve beside them: their settings may have been others.
+    """
+    template = template_of(deployment)
+    if load is None or any(pod.serves and pod.template != template for pod in pods):
         return None
-    if kv_blocks == sized.plan.num_blocks - 1:
-        return sized.plan.max_num_seqs
-    return max_num_seqs_with(sizing_request(spec, sized.model, shape, sized.device), kv_blocks)
+    return load.kv_blocks or None
 
 
 def _rounded(value: float) -> float:

@@ -22,6 +22,7 @@ from llmservice_operator.api.status import (
     SizingStatus,
 )
 from llmservice_operator.children.expected import service_url
+from llmservice_operator.correction import max_num_seqs_now
 from llmservice_operator.pods.cold_start import ColdStart
 from llmservice_operator.pods.pod import Pod, Trouble
 from llmservice_operator.pods.pod_model import Fetching, PodAdapter
@@ -68,7 +69,7 @@ from llmservice_operator.status.conditions import (
     while_fetching,
 )
 from llmservice_operator.status.model_status import expected_tokens, measured_status, model_status, sizing_status
-from llmservice_operator.status.prediction_status import max_num_seqs_now, predictions_status
+from llmservice_operator.status.prediction_status import measured_blocks, predictions_status
 from llmservice_planner.prediction_error import Prediction
 
 
@@ -134,7 +135,7 @@ def expected_status(
         model, sized = status.model, status.sizing
     else:
         model = model_status(service.spec.model, sizing.model, outcome.fetching, _model_code(service, outcome.load))
-        sized = sizing_status(sizing, _measured(service, sizing, outcome))
+        sized = sizing_status(sizing, _measured(service, deployment, pods, sizing, outcome))
         sized = sized and _with_predictions(sized, service, sizing, outcome)
     return LLMServiceStatus(
         observed_generation=generation,
@@ -222,28 +223,30 @@ def _scaling(service: LLMService, pods: Sequence[Pod], outcome: Outcome) -> Verd
     return scaling_verdict(outcome.decision, pods, outcome.sizing, autoscaled=autoscaled)
 
 
-def _measured(service: LLMService, sizing: Sized, outcome: Outcome) -> MeasuredStatus | None:
+def _measured(
+    service: LLMService, deployment: Manifest | None, pods: Sequence[Pod], sizing: Sized, outcome: Outcome
+) -> MeasuredStatus | None:
     if sizing.plan is None:
         return None
     unchanged = service.status.observed_generation == service.metadata.generation
     before = service.status.sizing.measured if service.status.sizing and unchanged else None
-    load = outcome.load
-    if load is None or not load.kv_blocks:
+    load, blocks = outcome.load, measured_blocks(outcome.load, pods, deployment)
+    if load is None or blocks is None:
         return before
     forecast = outcome.decision.forecast
     tokens = expected_tokens(before.expected_tokens if before else None, forecast, outcome.allowance)
-    return measured_status(sizing, load.kv_blocks, load.weights_bytes, tokens)
+    return measured_status(sizing, blocks, load.weights_bytes, tokens)
 
 
 def _with_predictions(sized: SizingStatus, service: LLMService, sizing: Sized, outcome: Outcome) -> SizingStatus:
     """What the status said of an unchanged spec stays, where pods could not be read."""
     unchanged = service.status.observed_generation == service.metadata.generation
     before = service.status.sizing if unchanged else None
-    blocks = sized.measured.blocks if sized.measured else None
+    now = max_num_seqs_now(service.spec, sizing, sized.measured.blocks if sized.measured else None)
     return sized.model_copy(
         update={
             "predictions": predictions_status(outcome.predictions, before.predictions if before else []),
-            "max_num_seqs_measured": max_num_seqs_now(service.spec, sizing, blocks),
+            "max_num_seqs_measured": now[0] if now else None,
         }
     )
 

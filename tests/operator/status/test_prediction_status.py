@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 
+from llmservice_operator.api import labels
 from llmservice_operator.api.status import PredictionStatus
 from llmservice_operator.locations import Model
 from llmservice_operator.scaling.load import Load, PodLoad
 from llmservice_operator.sizing import Sized, size
-from llmservice_operator.status.prediction_status import max_num_seqs_now, predictions, predictions_status
+from llmservice_operator.status.prediction_status import measured_blocks, predictions, predictions_status
 from llmservice_planner.latency import StepBatch
 from llmservice_planner.prediction_error import Prediction, StepGroup
 
@@ -61,12 +62,21 @@ def test_a_small_change_of_an_error_is_not_written() -> None:
     assert predictions_status([itl(0.02, 0.0125)], before)[0].error_percent == 60.0
 
 
-def test_max_num_seqs_with_the_measured_blocks_is_what_memory_holds(on_gpu: Sized, service_of: Any) -> None:
-    spec = service_of(**ON_GPU).spec
-    assert on_gpu.plan is not None
-    planned = on_gpu.plan.max_num_seqs
-    assert max_num_seqs_now(spec, on_gpu, on_gpu.plan.num_blocks - 1) == planned
-    assert max_num_seqs_now(spec, on_gpu, None) is None
-    fewer = max_num_seqs_now(spec, on_gpu, 64)
-    assert fewer is not None
-    assert 0 < fewer < planned
+@pytest.mark.parametrize(
+    ("templates", "reported", "expected"),
+    [
+        (["new"], 900, 900),
+        (["new", "new"], 900, 900),
+        (["new", "old"], 900, None),  # the old pod may have had other settings
+        ([None], 900, None),
+        (["new"], None, None),
+    ],
+)
+def test_blocks_count_only_where_all_pods_that_serve_have_the_present_template(
+    templates: list[str | None], reported: int | None, expected: int | None, pod_named: Any
+) -> None:
+    deployment = {"spec": {"template": {"metadata": {"annotations": {labels.TEMPLATE: "new"}}}}}
+    starting = pod_named("starting", ready=False, template="other")
+    pods = [*(pod_named(str(number), template=template) for number, template in enumerate(templates)), starting]
+    assert measured_blocks(load(reported), pods, deployment) == expected
+    assert measured_blocks(None, pods, deployment) is None
