@@ -75,7 +75,8 @@ def test_overload_scales_up_and_idleness_scales_down_without_a_failed_request(cl
     assert load.failures == []
     assert len(load.records) > 50
     decisions = kube.get(NAME)["status"]["autoscaling"]["decisions"]
-    assert any("queue" in reason for decision in decisions for reason in decision["reasons"]), decisions
+    reasons = [reason.partition(":")[0] for decision in decisions for reason in decision["reasons"]]
+    assert {"queue", "flight", "slots"} & {*reasons}, decisions
     with traffic(cluster.gateway_url, NAME, rate=2, output_tokens=8) as light:  # flows on while replicas go
         wait_for(lambda: kube.get(NAME)["status"]["replicas"] == 1, 120, lambda: kube.get(NAME).get("status"))
     assert light.failures == []
