@@ -332,15 +332,23 @@ def draw_curve(curve: Curve) -> Figure:
         for panel, (title, series), target_s in zip(axes[1:], milliseconds.items(), targets, strict=True):
             _panel(panel, curve, sizes, title, {name: [of(p) for p in points] for name, of in series.items()})
             if target_s is not None:
-                panel.axhline(target_s * 1e3, color=GREY, linestyle=":", linewidth=1.2, marker="")
-                at, label = (0.99, target_s * 1e3), f"target: {_ms(target_s)}"
-                across = panel.get_yaxis_transform()
-                panel.annotate(label, at, (0, 3), across, "offset points", ha="right", color=GREY, fontsize=8)
+                _target_line(panel, target_s)
         axes[-1].set_xlabel("sequences that decode at once")
         typical = curve.typical
         subtitle = f"prompts of {typical.prompt_tokens} tokens, answers of {typical.output_tokens}; {curve.limited_by}"
         entitle(drawn, curve.title, subtitle)
     return drawn
+
+
+def _target_line(panel: Axes, target_s: float) -> None:
+    """A line at the target; one that is far above the curve is named in the title instead."""
+    label = f"target: {_ms(target_s)}"
+    if target_s * 1e3 > panel.get_ylim()[1]:
+        panel.set_title(f"{panel.get_title(loc='left')} ({label})")
+        return
+    panel.axhline(target_s * 1e3, color=GREY, linestyle=":", linewidth=1.2, marker="")
+    at, across = (0.99, target_s * 1e3), panel.get_yaxis_transform()
+    panel.annotate(label, at, (0, 3), across, "offset points", ha="right", color=GREY, fontsize=8)
 
 
 def _panel(axes: Axes, curve: Curve, sizes: Sequence[int], title: str, series: dict[str, list[float]]) -> None:
