@@ -266,9 +266,9 @@ async def test_a_pod_that_does_not_trust_the_gateway_is_an_error_of_the_platform
     key = await keyed.key("alice", tokens_per_minute=100)
     other = signing_secret("s", [SigningKey.new(datetime.now(UTC))])["stringData"]
     keyed.public_keys.write_text(other[PUBLIC_FIELD])
-    for _ in range(3):  # it costs no tokens
+    for _ in range(2):  # it costs no tokens
         status, headers, body = await keyed.post(key, max_tokens=80)
         assert (status, body["error"]["code"]) == (503, "replicas_unavailable")
     assert "Retry-After" in headers
     assert "pod llama-team-a takes only signed requests, and not this gateway's" in caplog.text
-    assert (keyed.metric("retries_total", model="llama", reason="untrusted") or 0) >= 3
+    assert (keyed.metric("retries_total", model="llama", reason="untrusted") or 0) >= 2
