@@ -42,7 +42,7 @@ BENCHMARKS = (
     Benchmark("serve", "Throughput and latency over HTTP", 2),
     Benchmark("micro", "Components around the model", 3),
     Benchmark("gateway", "The gateway", 6, in_make_bench=False),
-    Benchmark("reality", "The simulator against reality", 13, in_make_bench=False),
+    Benchmark("reality", "The simulator against reality", 12, in_make_bench=False),
     Benchmark("operator_scale", "The operator with 1,000 services", 8, in_make_bench=False),
     Benchmark("autoscaling", "Autoscaling policies", 15, in_make_bench=False),
     Benchmark("gpu", "On a GPU", 9, in_make_bench=False),
