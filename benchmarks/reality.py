@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,8 @@ MOST_REPLICAS = 10
 LOAD_S = 10.0
 """What a replica's model takes to load."""
 TICK_S = 10
+IDLE_S = 30.0
+"""Before the load: what the autoscaler has seen by then is part of what it decides."""
 SERVER_SEQS, SERVER_RATE, SERVER_SCALE = 32, 2.0, 0.25
 """Of the real server: sequences, requests per second, and a factor of the trace's lengths."""
 PROFILE = ((60.0, 2.0), (180.0, 7.0), (180.0, 2.5))
@@ -145,6 +147,7 @@ async def run_cluster(folder: Path, service: dict[str, Any], load: Load) -> tupl
             await wait_ready(kube, NAMESPACE, NAME, 120, print)
             target = Target(cluster.gateway_url, NAME, ignore_eos=True)
             word_rate = await measure_word_rate(session, target, np.random.default_rng(0))
+            await asyncio.sleep(IDLE_S)
             replicas: list[tuple[float, int]] = []
             watching = asyncio.create_task(_watch(kube, replicas))
             records = await drive(session, target, load, word_rate)
@@ -196,16 +199,19 @@ def trace_of(load: Load, word_rate: WordRate, tokenizer: Tokenizer) -> list[Trac
     ]
 
 
-def simulate(config: FleetConfig, trace: list[TraceRequest], policy: Policy) -> tuple[Outcome, float]:
-    """The outcome of a simulation, and its median time between two tokens."""
+def simulate(
+    config: FleetConfig, trace: list[TraceRequest], policy: Policy, begins_s: float = 0.0
+) -> tuple[Outcome, float]:
+    """The outcome of a simulation whose load begins at `begins_s`, and its median time between two tokens."""
     found = Fleet(config, trace, policy, trace[-1].arrival_s).run()
     answered = [request for request in found.requests if request.outcome == "finished"]
-    took_s = max(request.ended_s for request in found.requests)
+    took_s = max(request.ended_s for request in found.requests) - begins_s
+    sizes = [(max(0.0, size.time_s - begins_s), size.replicas) for size in found.sizes]
     outcome = Outcome(
         ttft_s=[request.ttft_s for request in answered if request.ttft_s is not None],
         output_tokens_per_s=found.output_tokens / took_s,
         failed=len(found.requests) - len(answered),
-        replicas=[(size.time_s, size.replicas) for size in found.sizes],
+        replicas=[size for size, before in zip(sizes, [(0.0, 0), *sizes], strict=False) if size[1] != before[1]],
     )
     return outcome, found.gaps.percentile(0.5) or 0.0
 
@@ -232,9 +238,10 @@ async def measure_cluster(folder: Path, *, quick: bool) -> tuple[list[dict[str, 
     load = Load(lengths, arrivals=arrivals)
     real, word_rate, startup_s = await run_cluster(folder, service, load)
     tokenizer = Tokenizer.from_file(str(models / "timed" / "tokenizer.json"))
-    trace = trace_of(load, word_rate, tokenizer)
+    trace = [replace(each, arrival_s=each.arrival_s + IDLE_S) for each in trace_of(load, word_rate, tokenizer)]
     config = fleet_config(planned, latency, trace, startup_s=(startup_s,))
-    simulated, _ = simulate(config, trace, make_policy("builtin", Service(planned, latency)))
+    simulated, _ = simulate(config, trace, make_policy("builtin", Service(planned, latency)), IDLE_S)
+    print(f"a pod took {startup_s:g} s to start (P90)")
     rows = [row_of("cluster", real), row_of("simulation", simulated)]
     until_s = sum(duration_s for duration_s, _ in profile)
     checks = [
