@@ -42,7 +42,7 @@ from llmservice_bench.simulation.fleet import Fleet, FleetConfig
 from llmservice_bench.simulation.outcome import Outcome, Targets
 from llmservice_bench.simulation.policies import Service, make_policy
 from llmservice_bench.simulation.service import fleet_config, latency_of
-from llmservice_bench.simulation.shapes import SHAPES, Shape, traffic
+from llmservice_bench.simulation.traffic import SHAPES, Shape, synthetic
 from llmservice_bench.trace import SAMPLE
 from llmservice_operator.scaling.from_manifest import sized_service
 from llmservice_planner.capacity import UTILISATION, ReplicaLimits, Work, replica_capacity
@@ -120,7 +120,7 @@ def short_enough(of: Service, trace: Iterable[TraceRequest]) -> list[TraceReques
     return [each for each in trace if each.prompt_tokens + each.output_tokens <= longest]
 
 
-def synthetic(of: Service, args: argparse.Namespace, policies: Sequence[str]) -> list[Case]:
+def synthetic_cases(of: Service, args: argparse.Namespace, policies: Sequence[str]) -> list[Case]:
     lengths = short_enough(of, read_requests([SAMPLE]))
     rate = peak_rate(of, lengths)
     cases = []
@@ -130,7 +130,7 @@ def synthetic(of: Service, args: argparse.Namespace, policies: Sequence[str]) ->
             for load in FULL_LOADS if args.full else LOADS:
                 for seed in FULL_SEEDS if args.full else SEEDS:
                     shape, whole_s = SHAPES[name], WARMUP_S + duration_s
-                    requests = traffic(after_warmup(shape, whole_s), load * rate, whole_s, lengths, seed)
+                    requests = synthetic(after_warmup(shape, whole_s), load * rate, whole_s, lengths, seed)
                     cases.append(Case(name, load, startup_s, seed, requests, whole_s, policies))
     return cases
 
@@ -141,7 +141,7 @@ def after_warmup(shape: Shape, whole_s: float) -> Shape:
     return lambda at: shape(max(0.0, at - begins) / (1 - begins))
 
 
-def recorded(of: Service, args: argparse.Namespace, policies: Sequence[str]) -> list[Case]:
+def recorded_cases(of: Service, args: argparse.Namespace, policies: Sequence[str]) -> list[Case]:
     """The second half of each trace."""
     cases = []
     for path in [*([args.azure] if args.azure else []), *args.trace]:
@@ -310,7 +310,7 @@ def main() -> int:
     with ProcessPoolExecutor(args.processes) as workers:
         policies, notes = tune(of, args.azure, workers)
         names = [policy.partition(":")[0] for policy in policies]
-        cases = [*synthetic(of, args, policies), *recorded(of, args, policies)]
+        cases = [*synthetic_cases(of, args, policies), *recorded_cases(of, args, policies)]
         print(header(names), flush=True)
         rows = []
         for row in workers.map(run_case, cases):

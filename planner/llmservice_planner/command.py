@@ -103,8 +103,8 @@ def _parser(commands: dict[str, Command]) -> argparse.ArgumentParser:
 
 
 def duration(text: str) -> float:
-    """Seconds, from a flag's 80ms, 2s or plain number of seconds."""
-    for suffix, seconds in (("ms", 1e-3), ("s", 1.0)):
+    """Seconds, from a flag's 80ms, 2s, 5m, 1h or plain number of seconds."""
+    for suffix, seconds in (("ms", 1e-3), ("s", 1.0), ("m", 60.0), ("h", 3600.0)):
         if text.endswith(suffix):
             return positive(text.removesuffix(suffix), text, "a time such as 80ms") * seconds
     return positive(text, text, "a time such as 80ms")

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmservice_planner.command import Command, CommandError
+from llmservice_planner.command import Command, CommandError, duration, positive
 from llmservice_planner.traffic import FORMATS
 
 if TYPE_CHECKING:
@@ -67,11 +67,11 @@ def _add_events(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--rate-scale", type=_number, default=1.0, metavar="X", help="requests per second, with the same times of day"
     )
-    group.add_argument("--duration", type=_duration, metavar="TIME", help="end the traffic after this time")
+    group.add_argument("--duration", type=duration, metavar="TIME", help="end the traffic after this time")
     group.add_argument(
-        "--warmup", type=_duration, default=0.0, metavar="TIME", help="of the traffic at first, which is not measured"
+        "--warmup", type=duration, default=0.0, metavar="TIME", help="of the traffic at first, which is not measured"
     )
-    group.add_argument("--mtbf", type=_duration, metavar="TIME", help="mean time between failures of one replica")
+    group.add_argument("--mtbf", type=duration, metavar="TIME", help="mean time between failures of one replica")
     group.add_argument(
         "--fail-at", type=_durations, metavar="TIME[,TIME…]", help="a ready replica fails at these times"
     )
@@ -81,31 +81,12 @@ def _add_events(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--seed", type=int, default=0, help="same seed, same result")
 
 
-_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
-
-
-def _duration(text: str) -> float:
-    """Seconds, from 30s, 5m, 1h or a plain number."""
-    unit = next((unit for unit in _SECONDS if text.endswith(unit)), "")
-    return _positive(text.removesuffix(unit), text, "a time such as 30s or 5m") * _SECONDS.get(unit, 1.0)
-
-
 def _durations(text: str) -> tuple[float, ...]:
-    return tuple(_duration(one.strip()) for one in text.split(","))
-
-
-def _positive(number: str, text: str = "", expected: str = "a number above 0") -> float:
-    try:
-        value = float(number)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text or number!r} is not {expected}")
-    return value
+    return tuple(duration(one.strip()) for one in text.split(","))
 
 
 def _number(text: str) -> float:
-    return _positive(text)
+    return positive(text, text, "a number above 0")
 
 
 def _count(text: str) -> int:
@@ -224,7 +205,7 @@ def _service(args: argparse.Namespace) -> Service:
 
 def _trace(args: argparse.Namespace, service: Service) -> tuple[list[TraceRequest], float]:
     """The requests, and how long the traffic lasts: until the last of them, or as given."""
-    from llmservice_bench.simulation.traffic_scale import scaled
+    from llmservice_bench.simulation.traffic import scaled
     from llmservice_planner.traffic import TraceError, read_requests
 
     trace = scaled(read_requests(args.trace, args.format), args.time_scale, args.rate_scale, args.seed)

@@ -46,7 +46,9 @@ async def test_the_answers_of_a_server_that_reports_no_steps_give_samples_of_eve
     assert {sample.phase for sample in measured.samples} <= set(seen)
     decode = [sample for sample in measured.samples if sample.kind == "decode"]
     assert {1, 2} <= {sample.batches[0].num_seqs for sample in decode}
-    assert all(40 <= sample.batches[0].context_tokens / sample.batches[0].num_seqs < 2048 for sample in decode)
+    for sample in decode:  # `N decoding after TOKENS tokens`: words are an estimate of tokens
+        planned = int(sample.phase.split()[3])
+        assert 0.7 * planned <= sample.batches[0].context_tokens / sample.batches[0].num_seqs < 2048
     prefill = [sample for sample in measured.samples if sample.kind == "prefill"]
     for sample in prefill:
         (batch,) = sample.batches
@@ -55,4 +57,4 @@ async def test_the_answers_of_a_server_that_reports_no_steps_give_samples_of_eve
         )
         assert sample.requests == 1
     mixed = [sample for sample in measured.samples if sample.kind == "mixed"]
-    assert all(sample.batches[0].prompt_tokens > 64 for sample in mixed)
+    assert all(sample.batches[0].prompt_tokens >= 0.7 * int(sample.phase.split()[-1]) for sample in mixed)
