@@ -68,7 +68,7 @@ def _long_context(request: SizingRequest) -> Iterator[_Change]:
 def _batch(request: SizingRequest) -> Iterator[_Change]:
     yield from _fewer_rows(request, request.typical_tokens)
     if request.itl_p99_s is None:
-        yield {"bounded_by_ridge": False}, "more sequences than the ridge, as nobody waits for a single token"
+        yield {"bounded_by_ridge": False}, "more sequences than the ridge, as no client waits for a single token"
 
 
 def _embeddings(request: SizingRequest) -> Iterator[_Change]:

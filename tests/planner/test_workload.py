@@ -1,4 +1,4 @@
-"""A workload chooses the settings that nobody has set, by arithmetic, and names its reasons."""
+"""A workload chooses the settings that the user leaves open, by arithmetic, and names its reasons."""
 
 from __future__ import annotations
 
