@@ -36,6 +36,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from llmservice_bench.models import LLAMA_3_8B
 from llmservice_bench.results import Check, Results
 from llmservice_bench.simulation.clairvoyant import PROMISED, SLOT_S, clairvoyant
 from llmservice_bench.simulation.fleet import Fleet, FleetConfig
@@ -55,16 +56,7 @@ MANIFEST: dict[str, Any] = {
     "spec": {
         "model": {
             "uri": "hf://meta-llama/Meta-Llama-3-8B-Instruct",
-            "shape": {
-                "layers": 32,
-                "heads": 32,
-                "kvHeads": 8,
-                "headDim": 128,
-                "hiddenSize": 4096,
-                "intermediateSize": 14336,
-                "vocabSize": 128256,
-                "maxPositionEmbeddings": 8192,
-            },
+            "shape": LLAMA_3_8B,
         },
         "resources": {"gpu": {"product": "l4", "count": 1}, "requests": {"cpu": "4", "memory": "32Gi"}},
         "engine": {"maxModelLen": 8192},

@@ -32,7 +32,7 @@ from tokenizers import Tokenizer
 
 from llmservice_bench.client import Target, WordRate, measure_word_rate
 from llmservice_bench.drive import Load, drive, open_session
-from llmservice_bench.models import LLMSERVICE, SHAPES, checkpoint, started
+from llmservice_bench.models import LLAMA_3_8B, LLMSERVICE, SHAPES, checkpoint, started
 from llmservice_bench.record import RequestRecord
 from llmservice_bench.results import Check, Results
 from llmservice_bench.simulation.fleet import Fleet, FleetConfig
@@ -65,17 +65,6 @@ PROFILE = ((60.0, 2.0), (180.0, 7.0), (180.0, 2.5))
 """Seconds, and requests per second in them."""
 QUICK = ((20.0, 1.0), (40.0, 3.0), (20.0, 1.0))
 NAME, NAMESPACE = "timed", "default"
-SHAPE = {
-    "layers": 32,
-    "heads": 32,
-    "kvHeads": 8,
-    "headDim": 128,
-    "hiddenSize": 4096,
-    "intermediateSize": 14336,
-    "vocabSize": 128256,
-    "maxPositionEmbeddings": 8192,
-}
-"""Llama 3 8B."""
 
 
 def manifest(folder: Path) -> dict[str, Any]:
@@ -85,7 +74,7 @@ def manifest(folder: Path) -> dict[str, Any]:
         "kind": "LLMService",
         "metadata": {"name": NAME, "namespace": NAMESPACE},
         "spec": {
-            "model": {"uri": "file:///timed", "shape": SHAPE},
+            "model": {"uri": "file:///timed", "shape": LLAMA_3_8B},
             "resources": {"gpu": {"product": GPU, "count": 1}, "requests": {"cpu": "1", "memory": "1Gi"}},
             "engine": {"maxModelLen": 8192},
             "slo": {"ttftP99": "3s"},

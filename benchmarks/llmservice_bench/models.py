@@ -37,6 +37,18 @@ SHAPES = {
 }
 """`small` has 125 M parameters, intermediate size 2048 and head dimension 64; `toy` takes almost no time per step."""
 
+LLAMA_3_8B = {
+    "layers": 32,
+    "heads": 32,
+    "kvHeads": 8,
+    "headDim": 128,
+    "hiddenSize": 4096,
+    "intermediateSize": 14336,
+    "vocabSize": 128256,
+    "maxPositionEmbeddings": 8192,
+}
+"""A real model's figures, as in `spec.model.shape`: for what is planned and simulated, and needs no weights."""
+
 
 def checkpoint(name: str, dtype: str = "float32", folder: Path = FOLDER) -> Path:
     """The folder of the model of that shape, in Hugging Face's format; written on the first call on this machine.

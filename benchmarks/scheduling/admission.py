@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from llmservice_bench.batch_scheduler import AdmitsAll
+from llmservice_bench.models import LLAMA_3_8B
 from llmservice_bench.trace import Lengths, draw, read_trace
 from llmservice_planner.block_groups import BlockGroups
 from llmservice_planner.gpu import find_gpu
@@ -166,19 +167,7 @@ def measure() -> Findings:
 
 
 def llama_8b_on_h100() -> LatencyModel:
-    shape = ModelShape.from_fields(
-        {
-            "architecture": "LlamaForCausalLM",
-            "layers": 32,
-            "hiddenSize": 4096,
-            "heads": 32,
-            "kvHeads": 8,
-            "headDim": 128,
-            "intermediateSize": 14336,
-            "vocabSize": 128256,
-            "dtype": "bfloat16",
-        }
-    )
+    shape = ModelShape.from_fields({"architecture": "LlamaForCausalLM", "dtype": "bfloat16", **LLAMA_3_8B})
     weights = 2 * shape.num_parameters
     latency = LatencyModel.of(shape, find_gpu("H100"), 1, "bfloat16", weights, shape.kv_bytes_per_token("bfloat16", 1))
     assert latency is not None  # noqa: S101 - the catalogue knows its rates

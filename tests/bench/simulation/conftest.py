@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 
+from llmservice_bench.models import LLAMA_3_8B
 from llmservice_bench.simulation.policies import Service
 from llmservice_bench.simulation.replica import ReplicaConfig
 from llmservice_bench.simulation.service import latency_of
@@ -19,16 +20,7 @@ MANIFEST: dict[str, Any] = {
     "spec": {
         "model": {
             "uri": "hf://meta-llama/Meta-Llama-3-8B-Instruct",
-            "shape": {
-                "layers": 32,
-                "heads": 32,
-                "kvHeads": 8,
-                "headDim": 128,
-                "hiddenSize": 4096,
-                "intermediateSize": 14336,
-                "vocabSize": 128256,
-                "maxPositionEmbeddings": 8192,
-            },
+            "shape": LLAMA_3_8B,
         },
         "resources": {"gpu": {"product": "l4", "count": 1}, "requests": {"cpu": "4", "memory": "32Gi"}},
         "engine": {"maxModelLen": 4096},
