@@ -10,6 +10,18 @@ from pathlib import Path
 from harness.file_server import FileServer, Request, Response
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+LLAMA_3_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 32,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "torch_dtype": "bfloat16",
+}
+"""Its config.json."""
 _JSON = {"Content-Type": "application/json"}
 
 

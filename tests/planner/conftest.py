@@ -7,28 +7,18 @@ from typing import Any
 
 import pytest
 
+from harness.model_hub import LLAMA_3_8B
 from llmservice_planner.shape import ModelShape
 
-LLAMA3_8B = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "num_hidden_layers": 32,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "torch_dtype": "bfloat16",
-}
 LLAMA3_70B = {
-    **LLAMA3_8B,
+    **LLAMA_3_8B,
     "hidden_size": 8192,
     "intermediate_size": 28672,
     "num_attention_heads": 64,
     "num_hidden_layers": 80,
 }
 LLAMA32_1B = {
-    **LLAMA3_8B,
+    **LLAMA_3_8B,
     "hidden_size": 2048,
     "intermediate_size": 8192,
     "num_hidden_layers": 16,
@@ -160,7 +150,7 @@ DEEPSEEK_V3 = {
 }
 
 CONFIGS: dict[str, dict[str, Any]] = {
-    "llama-3-8b": LLAMA3_8B,
+    "llama-3-8b": LLAMA_3_8B,
     "llama-3-70b": LLAMA3_70B,
     "llama-3.2-1b": LLAMA32_1B,
     "qwen2.5-7b": QWEN25_7B,

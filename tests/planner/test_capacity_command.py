@@ -8,19 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from harness.model_hub import LLAMA_3_8B
 from llmservice_planner.command import main
 
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "num_hidden_layers": 32,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "torch_dtype": "bfloat16",
-}
 SHAPE = "layers=32,kvHeads=8,heads=32,hiddenSize=4096,intermediateSize=14336,vocabSize=128256"
 LENGTHS = ("--prompt-tokens", "p50=512,p99=2048", "--output-tokens", "p50=150,p99=800")
 PROMISE = ("--ttft-p99", "1s", "--itl-p99", "50ms")
@@ -33,7 +23,7 @@ Capture = pytest.CaptureFixture[str]
 def model(tmp_path: Path) -> Path:
     folder = tmp_path / "Llama-3.1-8B"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(LLAMA_3_8B))
     return folder
 
 

@@ -7,26 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from harness.model_hub import LLAMA_3_8B
 from llmservice_bench.trace import SAMPLE
 from llmservice_planner.command import main
 
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "num_hidden_layers": 32,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "torch_dtype": "bfloat16",
-}
 Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_8B))
     return tmp_path
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from harness.model_hub import LLAMA_3_8B
 from llmservice_operator.api.crd import FILE_NAME, crd, crd_yaml
 from llmservice_operator.api.resource import LLMService
 from llmservice_operator.cluster.kube_client import KubeClient, KubeError
@@ -20,17 +21,6 @@ from llmservice_operator.sizing import Sized, size
 from llmservice_planner.command import main
 from llmservice_planner.shape import ModelShape
 
-LLAMA3_8B = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "num_hidden_layers": 32,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "torch_dtype": "bfloat16",
-}
 ROOT = Path(__file__).parents[3]
 POET = {"name": "poet", "uri": "hf://org/poet"}
 SERVICES = "/apis/serving.llmservice.io/v1alpha1/namespaces/team-a/llmservices"
@@ -92,7 +82,7 @@ async def test_every_example_is_accepted(example: dict[str, Any], kube: KubeClie
 
 
 async def test_manifest_of_a_plan_is_accepted(kube: KubeClient, tmp_path: Path, capsys: Any) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA3_8B))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_8B))
     traffic = ["--rate", "20", "--prompt-tokens", "p50=512,p99=2048", "--output-tokens", "150"]
     promise = ["--ttft-p99", "1.5s", "--itl-p99", "50ms"]
     engine = ["--block-size", "32", "--max-loras", "2", "--kv-dtype", "float16", "--max-num-seqs", "64"]

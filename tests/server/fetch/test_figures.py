@@ -7,27 +7,16 @@ from collections.abc import Callable
 
 import pytest
 
-from harness.model_hub import ModelHub
+from harness.model_hub import LLAMA_3_8B, ModelHub
 from harness.object_store import ObjectStore
 from llmservice_planner.command import main
 from llmservice_planner.model_source import read_model
 from llmservice_planner.shape import ShapeError
 from llmservice_server.fetch.figures import read_figures
 
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "num_hidden_layers": 32,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "torch_dtype": "bfloat16",
-}
 INDEX = {"metadata": {"total_size": 16_060_522_496}, "weight_map": {"a": "model-00001-of-00002.safetensors"}}
 SHARDED = {
-    "config.json": json.dumps(CONFIG).encode(),
+    "config.json": json.dumps(LLAMA_3_8B).encode(),
     "model.safetensors.index.json": json.dumps(INDEX).encode(),
     "model-00001-of-00002.safetensors": b"weights" * 1000,
     "model-00002-of-00002.safetensors": b"weights" * 1000,
@@ -56,7 +45,11 @@ def test_repository_is_read_without_its_weights(files: Callable[..., ModelHub], 
 
 
 def test_weights_without_an_index_have_the_size_of_their_files(hub: ModelHub) -> None:
-    hub.files = {"config.json": json.dumps(CONFIG).encode(), "model.safetensors": b"1" * 5000, "old.bin": b"2" * 9000}
+    hub.files = {
+        "config.json": json.dumps(LLAMA_3_8B).encode(),
+        "model.safetensors": b"1" * 5000,
+        "old.bin": b"2" * 9000,
+    }
     assert read_figures("hf://org/open").weights_bytes == 5000
     hub.files.pop("model.safetensors")
     assert read_figures("hf://org/open").weights_bytes is None
