@@ -174,11 +174,15 @@ async def test_when_the_engine_is_killed_everybody_hears_of_it_within_a_second(
             server.wait_for, lambda: server.metric("llmservice_num_requests_waiting", lane="interactive") > 40 or None
         )
         os.kill(engine, signal.SIGSTOP)  # so that what it has finished can be told from what it has not
-        completions = waiting[: len(kinds)]
-        while sum(task.done() for task in completions) < await asyncio.to_thread(
-            server.metric, "llmservice_request_success_total", finished_reason="length"
-        ):
-            await asyncio.sleep(0.01)
+        completions, before = waiting[: len(kinds)], (-1, -1.0, -1.0)
+        while True:  # until the server has passed on all that the engine had sent, and the clients have read it
+            tokens = await asyncio.to_thread(server.metric, "llmservice_generation_tokens_total")
+            ended = await asyncio.to_thread(server.metric, "llmservice_request_success_total", finished_reason="length")
+            now = (sum(task.done() for task in completions), tokens, ended)
+            if now == before and now[0] == ended:
+                break
+            before = now
+            await asyncio.sleep(0.1)
         unfinished = [task for task in waiting if not task.done()]
         os.kill(engine, signal.SIGKILL)
         killed_s = time.monotonic()
