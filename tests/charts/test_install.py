@@ -35,6 +35,7 @@ from llmservice_local.client import (
 )
 from llmservice_local.control_plane import serve_control_plane
 from llmservice_local.errors import ApiError
+from llmservice_local.kinds.crd import APPROVAL
 
 CHART = Path(__file__).parents[2] / "charts" / "llmservice"
 CRD = "llmservices.serving.llmservice.io"
@@ -95,10 +96,13 @@ class Cluster:
         version = {"name": "v1", "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}
         names = {"kind": kind, "listKind": f"{kind}List", "plural": plural, "singular": kind.lower()}
         spec = {"group": group, "scope": "Namespaced", "names": names, "versions": [version]}
+        metadata: dict[str, Any] = {"name": f"{plural}.{group}"}
+        if group.endswith(".k8s.io"):
+            metadata["annotations"] = {APPROVAL: "unapproved, a test's own"}
         manifest = {
             "apiVersion": "apiextensions.k8s.io/v1",
             "kind": "CustomResourceDefinition",
-            "metadata": {"name": f"{plural}.{group}"},
+            "metadata": metadata,
             "spec": spec,
         }
         await self.kube.create(DEFINITIONS, None, manifest)
@@ -274,8 +278,9 @@ async def _described_by(description: str, endpoint: Endpoint) -> AsyncIterator[E
     """
 
     async def forward(request: web.Request) -> web.StreamResponse:
-        url = description if request.path.startswith("/openapi/") else endpoint.url
-        headers = {name: value for name, value in request.headers.items() if name in {"Accept", "Content-Type"}}
+        about = request.path.startswith("/openapi/")
+        url, headers = (description, {}) if about else (endpoint.url, endpoint.headers())
+        headers |= {name: value for name, value in request.headers.items() if name in {"Accept", "Content-Type"}}
         body = await request.read() or None
         async with session.request(request.method, url + request.path_qs, headers=headers, data=body) as got:
             answer = web.StreamResponse(status=got.status, headers={"Content-Type": got.headers["Content-Type"]})
@@ -286,7 +291,7 @@ async def _described_by(description: str, endpoint: Endpoint) -> AsyncIterator[E
 
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=5)
     connector = aiohttp.TCPConnector(ssl=endpoint.ssl_context())
-    async with aiohttp.ClientSession(headers=endpoint.headers(), connector=connector, timeout=timeout) as session:
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
         app = web.Application(client_max_size=2**24)
         app.router.add_route("*", "/{path:.*}", forward)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.5)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 from llmservice_local.errors import FieldError
 from llmservice_local.kinds.catalogue import Column, Kind, ScalePaths
@@ -11,6 +13,9 @@ from llmservice_local.kinds.cel import Rules
 from llmservice_local.objects import Object
 
 CLEANUP_FINALIZER = "customresourcecleanup.apiextensions.k8s.io"
+APPROVAL = "api-approved.kubernetes.io"
+"""The annotation that definitions of Kubernetes' own API groups need."""
+_PROTECTED_GROUP = re.compile(r"(.*\.)?(k8s|kubernetes)\.io")
 _AGE = Column("Age", "date", ".metadata.creationTimestamp")
 
 
@@ -38,13 +43,14 @@ def kinds_of(definition: Mapping[str, Any]) -> list[Kind]:
 
 
 def validate_definition(definition: Mapping[str, Any]) -> Iterator[FieldError]:
-    """The errors of a definition: its name, its schema, rules that do not compile."""
+    """The errors of a definition: its name, its group's approval, its schema, rules that do not compile."""
     spec = definition.get("spec") or {}
     names = spec.get("names") or {}
     expected = f"{names.get('plural')}.{spec.get('group')}"
     if definition["metadata"]["name"] != expected:
         shown = f'Invalid value: "{definition["metadata"]["name"]}": must be spec.names.plural+"."+spec.group'
         yield FieldError("metadata.name", "FieldValueInvalid", shown)
+    yield from _approval(definition)
     if sum(bool(version.get("storage")) for version in spec.get("versions") or []) != 1:
         why = "Invalid value: must have exactly one version marked as storage version"
         yield FieldError("spec.versions", "FieldValueInvalid", why)
@@ -59,6 +65,20 @@ def validate_definition(definition: Mapping[str, Any]) -> Iterator[FieldError]:
             Rules(schema)
         except ValueError as error:
             yield FieldError(path, "FieldValueInvalid", f"Invalid value: compilation failed: {error}")
+
+
+def _approval(definition: Mapping[str, Any]) -> Iterator[FieldError]:
+    """What a definition in a group of the Kubernetes community lacks: a link to its review, or "unapproved"."""
+    if not _PROTECTED_GROUP.fullmatch(definition.get("spec", {}).get("group", "")):
+        return
+    value = (definition["metadata"].get("annotations") or {}).get(APPROVAL)
+    path = f"metadata.annotations[{APPROVAL}]"
+    rule = f'protected groups must have approval annotation "{APPROVAL}"'
+    if not value:
+        yield FieldError(path, "FieldValueRequired", f"Required value: {rule}")
+    elif not value.startswith("unapproved") and not urlsplit(value).netloc:
+        why = f'Invalid value: "{value}": {rule} with either a URL or a reason starting with "unapproved"'
+        yield FieldError(path, "FieldValueInvalid", why)
 
 
 def established(definition: Object, now: str) -> Object:

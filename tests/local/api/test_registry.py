@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from typing import Any
 
@@ -292,6 +293,30 @@ def test_definition_that_is_not_structural_is_refused(registry: Registry, change
     schema["properties"]["spec"] = {"type": "object", "properties": {"f": change}}
     definitions = registry.kinds.find("apiextensions.k8s.io", "v1", "customresourcedefinitions")
     with pytest.raises(ApiError, match=message):
+        registry.create(definitions, "", definition, OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("group", "approval", "refusal"),
+    [
+        ("gateway.networking.k8s.io", None, "Required value: protected groups"),
+        ("k8s.io", "", "Required value: protected groups"),
+        ("a.kubernetes.io", "soon", 'Invalid value: "soon": protected groups'),
+        ("a.kubernetes.io", "https://github.com/kubernetes/kubernetes/pull/1", None),
+        ("gateway.networking.k8s.io", "unapproved, experimental", None),
+        ("notk8s.io", None, None),
+    ],
+)
+def test_definition_in_a_group_of_kubernetes_needs_its_approval(
+    registry: Registry, group: str, approval: str | None, refusal: str | None
+) -> None:
+    definition = crd()
+    definition["spec"]["group"] = group
+    definition["metadata"]["name"] = f"{definition['spec']['names']['plural']}.{group}"
+    if approval is not None:
+        definition["metadata"]["annotations"] = {"api-approved.kubernetes.io": approval}
+    definitions = registry.kinds.find("apiextensions.k8s.io", "v1", "customresourcedefinitions")
+    with nullcontext() if refusal is None else pytest.raises(ApiError, match=refusal):
         registry.create(definitions, "", definition, OPTIONS)
 
 
