@@ -8,6 +8,9 @@ STAMP  := $(VENV)/.installed
 PEERS  := $(VENV)/.peers
 AVX2   := $(VENV)/llama-cpp-avx2
 AVX2_ARGS := -DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON -DGGML_AVX512=OFF
+# GCC 12.2 loses most of the configuration of AMX's tiles as a dead store (its bug 114098; amxtileintrin.h names 8 of the 64
+# bytes that the instruction reads), and llama.cpp ends by SIGSEGV in its first product of 8 or 4 bits.
+PEERS_ARGS := -DGGML_NATIVE=ON -DCMAKE_CXX_FLAGS=-fno-dse
 CLIENTS := $(VENV)/clients
 IMAGES ?= operator gateway server
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
@@ -91,7 +94,7 @@ chart: crds     ## write what else of the chart is generated: alerts, dashboards
 	$(BIN)/python charts/values_docs.py
 
 $(PEERS): $(STAMP)
-	CMAKE_ARGS=-DGGML_NATIVE=ON $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench-peers]'
+	CMAKE_ARGS="$(PEERS_ARGS)" $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-cache-dir -c constraints.txt -e '.[dev,bench-peers]'
 	@touch $@
 
 peers: setup $(PEERS) ## what `make bench` compares with: compiles llama.cpp for this machine (minutes, needs a C++ compiler)

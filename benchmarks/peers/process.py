@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from importlib import import_module
 from multiprocessing import get_context
@@ -52,7 +53,13 @@ class PeerProcess:
             self._pipe.send(order)
             return self._pipe.recv()
         except (EOFError, OSError) as error:
-            raise RuntimeError(f"{self._name} has died: see its output above") from error
+            raise RuntimeError(f"{self._name} has died ({self._ending()}): see its output above") from error
+
+    def _ending(self) -> str:
+        """How the process ended, whose pipe is closed already: the name of the signal, or its exit code."""
+        self._process.join()
+        code = self._process.exitcode or 0
+        return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
 
 
 def _serve_orders(name: str, orders: Connection) -> None:

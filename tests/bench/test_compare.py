@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
+from multiprocessing import active_children
 
 import pytest
 
@@ -157,9 +158,18 @@ def test_peer_in_its_own_process_serves_again_and_again_and_takes_another_job(
 def test_peer_that_dies_is_an_error(job: Job) -> None:
     with (
         PeerProcess(CLASSES[OURS]) as process,
-        pytest.raises(RuntimeError, match=r"ours:peer has died"),
+        pytest.raises(RuntimeError, match=r"ours:peer has died \(exit code 1\)"),
     ):
         process.load(replace(job, model=job.model / "missing"))
+
+
+def test_signal_that_ends_a_peer_is_named(job: Job) -> None:
+    others = set(active_children())
+    with PeerProcess(CLASSES[OURS]) as process:
+        [child] = set(active_children()) - others
+        child.kill()
+        with pytest.raises(RuntimeError, match=r"has died \(signal SIGKILL\)"):
+            process.load(job)
 
 
 def test_each_peer_is_first_in_one_of_as_many_turns() -> None:
