@@ -7,7 +7,7 @@ import torch
 
 from llmservice_server.backend.agreement import BOUNDS, Case, relative_error
 from llmservice_server.backend.base import KVCacheShape, Rotation, StepInput
-from llmservice_server.backend.cuda.attention import StepTables, TritonAttention
+from llmservice_server.backend.cuda.attention import StepTables, TritonAttention, TritonStep
 from llmservice_server.backend.cuda.kernels.jit import FP8
 from llmservice_server.backend.grouped import by_group
 from llmservice_server.backend.torch.attention import TorchAttention
@@ -21,6 +21,19 @@ SPANS = ((0, 19), (17, 2), (33, 1))
 ONE_KEY_HEAD = (2, 1)
 INTERPRETED_FP8_BOUND = 8e-2
 """The interpreter drops the carry when it rounds to e4m3, so that one number in thirty is halved."""
+
+
+class StoresLongPrompts(TritonAttention):
+    """Only stores the keys and values of a step with hundreds of tokens, whose output no test compares.
+
+    The interpreter needs 10 s to attend 700 tokens to each other; the decode that follows reads what was stored.
+    """
+
+    def prepare(self, step: StepInput) -> TritonStep:
+        prepared = super().prepare(step)
+        if len(step.token_ids) > 200:
+            prepared.chunks = None
+        return prepared
 
 
 def shape_of(
@@ -65,7 +78,8 @@ def test_an_fp8_cache_agrees_with_rounded_keys_and_values(dtype: torch.dtype) ->
 @pytest.mark.parametrize(("softcap", "has_sinks"), [(1.5, False), (None, True), (1.5, True)])
 def test_bounded_scores_and_sinks_agree_with_torch(softcap: float | None, has_sinks: bool) -> None:
     shape = replace(shape_of(), softcap=softcap, has_sinks=has_sinks)
-    assert relative_error(Case(shape, torch.float32, (*SPANS, (700, 1))), TritonAttention, CPU) < BOUNDS[torch.float32]
+    case = Case(shape, torch.float32, (*SPANS, (300, 1)))
+    assert relative_error(case, StoresLongPrompts, CPU) < BOUNDS[torch.float32]
 
 
 @pytest.mark.parametrize("with_norm", [False, True])

@@ -185,17 +185,17 @@ def test_a_layer_of_a_mixed_step_is_at_most_five_launches(model: DecoderModel, m
 def test_a_graph_splits_the_sequences_that_are_long_now(model: DecoderModel) -> None:
     attention, other = attention_of(model), attention_of(model)
     graphs = DecodeGraphs(model, attention, DecodeBuffers(attention, 2, 16), [2], Recorder())
-    prompt = StepInput.of([(0, 150, range(1, 11))], [*range(150)])
+    table = [*range(1, 6)]
+    prompt = StepInput.of([(0, 70, table)], range(70))
     plain(model, attention, prompt)
     plain(model, other, prompt)
-    table = [*range(1, 11)]
     for step in (
-        StepInput.of([(150, 1, table), (0, 1, [11])], [7, 8]),
-        StepInput.of([(1, 1, [11]), (151, 1, table)], [5, 6]),
+        StepInput.of([(70, 1, table), (0, 1, [11])], [7, 8]),
+        StepInput.of([(1, 1, [11]), (71, 1, table)], [5, 6]),
     ):
         torch.testing.assert_close(graphs.run(step), plain(model, other, step))
         decodes = graphs.buffers.step(2).decodes
-        assert decodes.work[None].firsts.tolist() in ([0, 3, 4], [0, 1, 4])
+        assert decodes.work[None].firsts.tolist() in ([0, 2, 3], [0, 1, 3])
 
 
 @torch.inference_mode()
