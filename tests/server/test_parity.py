@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
@@ -209,11 +210,16 @@ def _prompt(length: int) -> list[int]:
     return torch.randint(SMALL["vocab_size"], (length,), generator=generator).tolist()
 
 
-def _is_greedy(model: PreTrainedModel, prompt: list[int], answer: list[int]) -> bool:
-    """Whether the model alone, without a cache, would choose every token of the answer after those before it."""
+def _assert_greedy(model: PreTrainedModel, answers: list[tuple[list[int], list[int]]]) -> None:
+    """The model, without a cache, would choose every token of each answer after its prompt and the tokens before.
+
+    All in one batch, padded at the right, where no token of a causal model sees the padding.
+    """
+    rows = [torch.tensor(prompt + answer[:-1]) for prompt, answer in answers]
     with torch.inference_mode():
-        logits = model(torch.tensor([prompt + answer[:-1]]), use_cache=False).logits[0, len(prompt) - 1 :]
-    return logits.argmax(dim=-1).tolist() == answer
+        chosen = model(pad_sequence(rows, batch_first=True), use_cache=False).logits.argmax(dim=-1)
+    for row, (prompt, answer) in zip(chosen.tolist(), answers, strict=True):
+        assert row[len(prompt) - 1 :][: len(answer)] == answer
 
 
 def test_greedy_tokens_are_the_same_for_64_steps(case: Case) -> None:
@@ -221,9 +227,8 @@ def test_greedy_tokens_are_the_same_for_64_steps(case: Case) -> None:
     engine = load_engine(case.config(max_num_batched_tokens=64, prefill_chunk_tokens=19))
     prompts = {f"{length} tokens": _prompt(length) for length in (1, 50, 90)}
     answers = _serve(engine, [_request(name, prompt, STEPS) for name, prompt in prompts.items()])
-    for name, prompt in prompts.items():
-        assert len(answers[name]) == STEPS
-        assert _is_greedy(case.reference, prompt, answers[name])
+    assert all(len(answers[name]) == STEPS for name in prompts)
+    _assert_greedy(case.reference, [(prompt, answers[name]) for name, prompt in prompts.items()])
     assert engine.ready.model_code == case.code
 
 
@@ -250,7 +255,7 @@ def test_64_requests_in_a_crowd_get_the_tokens_of_the_model_alone(case: Case) ->
     answers = _serve(crowded, requests)
     for request in requests:
         assert len(answers[request.request_id]) == request.sampling.max_tokens
-        assert _is_greedy(case.reference, request.prompt_token_ids, answers[request.request_id])
+    _assert_greedy(case.reference, [(each.prompt_token_ids, answers[each.request_id]) for each in requests])
     stats = crowded.stats()
     if None in crowded.pool.groups.windows:  # what a window leaves is enough for those that are admitted
         assert sum(stats.preemptions.values()) > 0
