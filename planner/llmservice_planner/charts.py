@@ -218,9 +218,12 @@ def text_chart(
     values = [y for ys in series.values() for y in ys if y is not None]
     if not x or not values:
         raise ValueError("a chart needs at least one value")
-    low, high = (min(values), max(values)) if log_y else (min(0.0, *values), max(values))
-    labels = [_short(_between(low, high, row / (height - 1), log=log_y)) for row in range(height)]
-    margin = max(map(len, labels)) + 2
+    low, high = (min(values), max(values)) if log_y else (min(0.0, *values), max(0.0, *values))
+    ticks = _ticks(low, high, min(height - 1, 4), log=log_y)
+    if not log_y:
+        low, high = ticks[0], ticks[-1]
+    labels = {round(_share(low, high, tick, log=log_y) * (height - 1)): _short(tick) for tick in ticks}
+    margin = max(map(len, labels.values())) + 2
     columns = max(8, width - margin)
     rows = [[" "] * columns for _ in range(height)]
     for mark, ys in zip(_MARKS * (1 + len(series) // len(_MARKS)), series.values(), strict=False):
@@ -231,10 +234,7 @@ def text_chart(
         ]
         for column, share in _joined(places):
             rows[round(share * (height - 1))][column] = mark
-    lines = []
-    for row in reversed(range(height)):
-        label = labels[row] if row % max(1, (height - 1) // 3) == 0 or row == height - 1 else ""
-        lines.append(f"{label:>{margin - 2}} │{''.join(rows[row])}".rstrip())
+    lines = [f"{labels.get(row, ''):>{margin - 2}} │{''.join(rows[row])}".rstrip() for row in reversed(range(height))]
     lines.append(" " * (margin - 1) + "└" + "─" * columns)
     lines += _x_axis(x, margin, columns, log=log_x, label=x_label, marks=marks or {})
     if len(series) > 1:
@@ -265,10 +265,12 @@ def _x_axis(
 ) -> Iterator[str]:
     """The tick labels and the name of the axis, then a line for each mark."""
     line = [" "] * (columns + 8)
-    for tick in range(5):
-        text = _short(_between(min(x), max(x), tick / 4, log=log))
-        start = max(0, min(round(tick / 4 * (columns - 1)) - len(text) // 2, columns - len(text)))
-        line[start : start + len(text)] = text
+    for tick in _ticks(min(x), max(x), 8, log=log):
+        share = _share(min(x), max(x), tick, log=log)
+        if -0.01 <= share <= 1.01:
+            text = _short(tick)
+            start = max(0, min(round(share * (columns - 1)) - len(text) // 2, columns - len(text)))
+            line[start : start + len(text)] = text
     yield (" " * margin + "".join(line).rstrip() + (f"  {label}" if label else "")).rstrip()
     for name, at in marks.items():
         if min(x) <= at <= max(x):
@@ -285,10 +287,26 @@ def _share(low: float, high: float, value: float, *, log: bool) -> float:
     return (value - low) / (high - low) if high > low else 0.5
 
 
-def _between(low: float, high: float, share: float, *, log: bool) -> float:
+def _ticks(low: float, high: float, most: int, *, log: bool) -> list[float]:
+    """Round places on an axis, at most `most` and one: multiples of 1, 2 or 5 times a power of ten, around both ends.
+
+    With `log` such numbers themselves, between the ends; equal ratios where none or one is there.
+    """
     if log:
-        return math.exp(math.log(low) + share * (math.log(high) - math.log(low)))
-    return low + share * (high - low)
+        tens = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        for leads in ((1, 2, 5), (1, 3), (1,)):
+            ticks = [lead * 10.0**ten for ten in tens for lead in leads if low <= lead * 10.0**ten <= high]
+            if 2 <= len(ticks) <= most + 1:
+                return ticks
+        return [low * (high / low) ** (step / most) for step in range(most + 1)]
+    if high == low:
+        high = low + 1
+    size = 10.0 ** math.floor(math.log10((high - low) / most))
+    for step in (size, 2 * size, 5 * size, 10 * size):
+        first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+        if last - first <= most:
+            break
+    return [count * step for count in range(first, last + 1)]
 
 
 def _short(value: float) -> str:

@@ -94,6 +94,29 @@ def test_a_text_chart_shows_where_values_are() -> None:
     assert sum(line.count("●") for line in lines[:5]) == top - bottom + 1, "a line without gaps"
 
 
+@pytest.mark.parametrize(
+    ("values", "labels"),
+    [
+        ([1, 4], ["4", "3", "2", "1", "0"]),
+        ([0, 1], ["1", "0.5", "0"]),
+        ([3.9, 4.5], ["6", "4", "2", "0"]),
+        ([-7, 5650], ["6000", "4000", "2000", "0", "-2000"]),
+        ([0, 0], ["1", "0.5", "0"]),
+        ([2e-6], ["2e-06", "1.5e-06", "1e-06", "5e-07", "0"]),
+    ],
+)
+def test_the_values_beside_a_text_chart_are_round(values: list[float], labels: list[str]) -> None:
+    chart = text_chart(range(-len(values), 0), {"up": values}, width=60, height=9)
+    assert [line.split("│")[0].strip() for line in chart.splitlines() if re.match(r" *[-\d].*│", line)] == labels
+
+
+def test_the_values_below_a_text_chart_are_round() -> None:
+    chart = text_chart([1, 315], {"up": [1, 2]}, width=60, height=5, log_x=True)
+    assert chart.splitlines()[-1].split() == ["1", "2", "5", "10", "20", "50", "100", "200"]
+    line = text_chart([-4.1, -2, -6.2e-06], {"up": [1, 2, 3]}, width=60, height=5, x_label="minutes").splitlines()[-1]
+    assert line.split() == ["-4", "-3", "-2", "-1", "0", "minutes"]
+
+
 @given(
     st.lists(st.tuples(numbers, st.none() | numbers), min_size=1, max_size=30).filter(
         lambda points: any(y is not None for _, y in points)

@@ -40,7 +40,7 @@ def text_plot(timeline: Timeline) -> Iterator[str]:
     yield f"Last hour, from {timeline.source}"
     for title, series in _panels(timeline):
         yield f"  {title}"
-        chart = text_chart(timeline.minutes, series, width=_WIDTH, height=_HEIGHT, x_label="minutes ago")
+        chart = text_chart(timeline.minutes, series, width=_WIDTH, height=_HEIGHT, x_label="min from now")
         yield from (f"  {line}" for line in chart.splitlines())
 
 
@@ -67,7 +67,7 @@ def write_plot(timeline: Timeline, title: str, text: str, path: Path) -> None:
             axis.set_xlim(min(timeline.minutes), 0)
             axis.set_ylim(0, 1.05 * axis.get_ylim()[1])
             axis.legend(loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0, ncols=len(series))
-        axes[-1].set_xlabel("minutes ago")
+        axes[-1].set_xlabel("min from now")
         if path.suffix == ".html":
             blocks = [html_figure(svg_of(drawn, title)), html_text(f"From {timeline.source}.")]
             path.write_text(html_page(title, [("Last hour", blocks), ("State", [html_code(text)])]), encoding="utf-8")

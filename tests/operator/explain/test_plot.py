@@ -27,7 +27,7 @@ def test_the_hour_is_charted_as_text_with_what_is_known() -> None:
     text = "\n".join(text_plot(HOUR))
 
     assert text.startswith("Last hour, from Prometheus at http://prometheus:9090")
-    for shown in ("tokens per second", "replicas asked for", "load (busy replicas)", "TTFT, seconds", "minutes ago"):
+    for shown in ("tokens per second", "replicas asked for", "load (busy replicas)", "TTFT, seconds", "min from now"):
         assert shown in text
     assert max(map(len, text.splitlines())) <= 100
     assert "tokens per second" not in "\n".join(text_plot(replace(HOUR, demand=(), capacity=())))
