@@ -294,14 +294,17 @@ class EngineClient:
         if known:
             self._send(Abort(request_ids=known, finished=finished))
 
-    async def embed(self, inputs: list[list[int]], type_ids: Sequence[list[int]] = ()) -> Embedded:
+    async def embed(
+        self, inputs: list[list[int]], type_ids: Sequence[list[int]] = (), client: str | None = None
+    ) -> Embedded:
         """The vectors of lists of token ids; `type_ids` are those of pairs. Cancelling it cancels the request.
 
         Raises EngineDeadError.
         """
         self.require_ready()
         request_id = uuid.uuid4().hex
-        message = self._encoder.encode(Embed(request_id=request_id, inputs=inputs, type_ids=list(type_ids)))
+        embed = Embed(request_id=request_id, inputs=inputs, type_ids=list(type_ids), client=client)
+        message = self._encoder.encode(embed)
         answer: asyncio.Future[Embedded] = asyncio.get_running_loop().create_future()
         self._embeds[request_id] = answer
         self.num_embedding_inputs += len(inputs)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import deque
+from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Protocol
 
 import numpy as np
@@ -227,12 +228,17 @@ class Item:
     token_ids: list[int]
     queued_s: float
     type_ids: list[int] | None = None  # of a pair
+    client: str | None = None  # who shares the model equally with others
+    turn: int = 0  # the smallest is computed first; `Batcher` sets it
 
 
 class Batcher:
     """Buckets by length, each twice as long as the one before, so that padding at most doubles the work.
 
     A batch is due when its bucket fills one, or when the bucket's oldest item has waited `window_s`. Time is passed in.
+
+    Clients get equal shares of tokens by start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996): an item's turn is
+    the tokens that its client has queued before it, counted from the turn that was computed last where that is later.
     """
 
     def __init__(self, *, window_s: float, max_batch_tokens: int, max_batch_size: int) -> None:
@@ -240,39 +246,50 @@ class Batcher:
         self._window_s = window_s
         self._max_batch_tokens = max_batch_tokens
         self._max_batch_size = max_batch_size
-        self._buckets: dict[int, deque[Item]] = {}
+        self._buckets: dict[int, list[Item]] = {}  # in the order of their turns
+        self._turn = 0  # the latest of those computed
+        self._next_turn: dict[str | None, int] = {}  # of each client
 
     def add(self, items: Iterable[Item]) -> None:
         for item in items:
-            self._buckets.setdefault(_bucket(item), deque()).append(item)
+            turn = max(self._turn, self._next_turn.get(item.client, 0))
+            self._next_turn[item.client] = turn + len(item.token_ids)
+            insort(self._buckets.setdefault(_bucket(item), []), replace(item, turn=turn), key=_TURN)
 
     def remove(self, request_id: str) -> None:
-        """Forget a request's items; an unknown id is no error."""
+        """Forget a request's items, which its client gets back; an unknown id is no error."""
         for bucket, items in list(self._buckets.items()):
-            self._keep(bucket, deque(item for item in items if item.request_id != request_id))
+            for item in items:
+                if item.request_id == request_id:
+                    self._next_turn[item.client] -= len(item.token_ids)
+            self._keep(bucket, [item for item in items if item.request_id != request_id])
 
     def due_s(self) -> float | None:
         """When the next batch is due, long ago for a full one; None where nothing waits."""
         return min(map(self._due_s, self._buckets), default=None)
 
     def take(self, now: float, max_tokens: int | None = None) -> list[Item]:
-        """The due batch that has waited longest, or nothing. `max_tokens` cuts it further, but for its first item."""
+        """The due batch whose turn it is, or nothing. `max_tokens` cuts it further, but for its first item."""
         due = [bucket for bucket in self._buckets if self._due_s(bucket) <= now]
         if not due:
             return []
-        bucket = min(due, key=lambda bucket: self._buckets[bucket][0].queued_s)
+        bucket = min(due, key=lambda bucket: self._buckets[bucket][0].turn)
         items = self._buckets[bucket]
-        batch = [items.popleft() for _ in range(self._batch_size(items, max_tokens))]
-        self._keep(bucket, items)
+        size = self._batch_size(items, max_tokens)
+        batch, left = items[:size], items[size:]
+        self._turn = max(self._turn, batch[-1].turn)
+        self._next_turn = {client: turn for client, turn in self._next_turn.items() if turn > self._turn}
+        self._keep(bucket, left)
         return batch
 
     def _due_s(self, bucket: int) -> float:
         items = self._buckets[bucket]
-        full = len(items) >= self._max_batch_size or len(items) << bucket > self._max_batch_tokens
-        return items[0].queued_s + (0.0 if full else self._window_s)
+        if len(items) >= self._max_batch_size or len(items) << bucket > self._max_batch_tokens:
+            return items[0].queued_s
+        return min(item.queued_s for item in items) + self._window_s
 
     def _batch_size(self, items: Iterable[Item], max_tokens: int | None) -> int:
-        """How many, from the oldest on, may be computed together; at least one."""
+        """How many, from the first on, may be computed together; at least one."""
         most = self._max_batch_tokens if max_tokens is None else min(max_tokens, self._max_batch_tokens)
         size = longest = 0
         for item in items:
@@ -282,11 +299,14 @@ class Batcher:
             size += 1
         return size
 
-    def _keep(self, bucket: int, items: deque[Item]) -> None:
+    def _keep(self, bucket: int, items: list[Item]) -> None:
         if items:
             self._buckets[bucket] = items
         else:
             del self._buckets[bucket]
+
+
+_TURN = attrgetter("turn")
 
 
 def _bucket(item: Item) -> int:
@@ -357,7 +377,10 @@ class BatchEmbedder:
         self._waiting[message.request_id] = _Waiting([b""] * len(message.inputs), len(message.inputs))
         type_ids: Sequence[list[int] | None] = message.type_ids or [None] * len(message.inputs)
         inputs = zip(message.inputs, type_ids, strict=True)
-        self._batcher.add(Item(message.request_id, index, ids, now, types) for index, (ids, types) in enumerate(inputs))
+        self._batcher.add(
+            Item(message.request_id, index, ids, now, types, message.client)
+            for index, (ids, types) in enumerate(inputs)
+        )
         return None
 
     def abort(self, request_ids: Sequence[str]) -> None:

@@ -109,6 +109,7 @@ class Embed(msgspec.Struct, frozen=True, kw_only=True, tag="embed"):
     request_id: str
     inputs: list[list[int]]  # token ids
     type_ids: list[list[int]] = []  # of each token: which text of a pair it belongs to; empty: the first
+    client: str | None = None  # name of the API key: who shares the model equally with others
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="load_adapter"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -58,8 +59,8 @@ def test_a_piece_that_costs_more_than_a_share_waits_for_the_credit_of_several_st
     assert 10 < waited < 40
 
 
-def _item(request_id: str, length: int, queued_s: float = 0.0, index: int = 0) -> Item:
-    return Item(request_id, index, [1] * length, queued_s)
+def _item(request_id: str, length: int, queued_s: float = 0.0, index: int = 0, client: str | None = None) -> Item:
+    return Item(request_id, index, [1] * length, queued_s, client=client)
 
 
 def _batcher(window_s: float = 0.01, max_batch_tokens: int = 64, max_batch_size: int = 4) -> Batcher:
@@ -102,7 +103,7 @@ def test_an_input_longer_than_a_batch_is_computed_alone() -> None:
 
 def test_short_and_long_inputs_do_not_share_a_batch_and_the_oldest_goes_first() -> None:
     batcher = _batcher(max_batch_tokens=1000)
-    batcher.add([_item("L", 40, 0.001), _item("s", 4, 0.0), _item("t", 3, 0.002)])
+    batcher.add([_item("s", 4, 0.0), _item("L", 40, 0.001), _item("t", 3, 0.002)])
     assert _names(batcher.take(1.0)) == "st"
     assert _names(batcher.take(1.0)) == "L"
 
@@ -144,6 +145,41 @@ def test_a_batch_is_cut_to_the_tokens_that_are_left_but_never_to_nothing() -> No
     assert _names(batcher.take(0.01, max_tokens=11)) == "ab"
     assert _names(batcher.take(0.01, max_tokens=3)) == "c"
     assert _names(batcher.take(0.01)) == "d"
+
+
+def test_one_clients_thousand_inputs_do_not_delay_another_client() -> None:
+    batcher = _batcher()
+    batcher.add([_item("m", 5, index=index, client="many") for index in range(1000)])
+    assert _names(batcher.take(0.0)) == "mmmm"
+    batcher.add([_item(name, length, 0.0, client="few") for name, length in (("a", 5), ("b", 7), ("c", 30))])
+    assert _names(batcher.take(0.0)) == "ambm"
+    assert _names(batcher.take(1.0)) == "c", "a bucket's turn is that of its first input"
+    assert _names(batcher.take(1.0)) == "mmmm"
+
+
+def test_a_client_saves_up_no_turns_and_gets_back_those_of_a_request_that_it_withdraws() -> None:
+    batcher = _batcher(max_batch_size=1)
+    batcher.add([_item("a", 5, client="a") for _ in range(9)])
+    for _ in range(5):
+        assert _names(batcher.take(0.0)) == "a"
+    batcher.add([_item("x", 5, client="b", index=index) for index in range(50)])
+    batcher.remove("x")
+    batcher.add([_item("b", 5, client="b") for _ in range(4)])
+    assert "".join(_names(batcher.take(0.0)) for _ in range(8)) in {"abababab", "babababa"}
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 60)), min_size=2, max_size=60))
+def test_clients_that_wait_get_equal_tokens_but_for_a_batch_and_an_input(arrivals: list[tuple[str, int]]) -> None:
+    """The bound of start-time fair queueing: the longest input of each client; and batches are of one length."""
+    batcher = _batcher(max_batch_size=1)
+    batcher.add([_item(client, length, client=client) for client, length in arrivals])
+    waiting, tokens = Counter(client for client, _ in arrivals), Counter[str]()
+    while waiting["a"] and waiting["b"]:
+        (item,) = batcher.take(0.0)
+        tokens[item.request_id] += len(item.token_ids)
+        waiting[item.request_id] -= 1
+        assert abs(tokens["a"] - tokens["b"]) <= 2 * 60
 
 
 pytestmark = pytest.mark.slow

@@ -12,6 +12,7 @@ import numpy as np
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from llmservice_server.http.authentication import Client
 from llmservice_server.http.body import BodyRoute, num_body_bytes, run
 from llmservice_server.http.error import ENGINE_DEAD, ENGINE_ERROR, ApiError, invalid
 from llmservice_server.http.generation import Receive
@@ -49,7 +50,7 @@ async def embeddings(body: EmbeddingRequest, request: Request, state: StateDep, 
     describe(request.scope, body)
     _check(body, inputs, ready, tokenizer)
     state.require_embedding_room(len(inputs))
-    answer = await embed(state, inputs, request.receive)
+    answer = await embed(state, inputs, request)
     if answer is None:
         return Response(status_code=CLIENT_GONE)
     num_tokens = sum(map(len, inputs))
@@ -104,11 +105,12 @@ def _bound(ready: Ready) -> str:
 
 
 async def embed(
-    state: ServerState, inputs: list[list[int]], receive: Receive, type_ids: Sequence[list[int]] = ()
+    state: ServerState, inputs: list[list[int]], request: Request, type_ids: Sequence[list[int]] = ()
 ) -> Embedded | None:
     """The engine's answer; `type_ids` are those of pairs. None where the client has left. Raises ApiError."""
-    answer = asyncio.ensure_future(state.engine.embed(inputs, type_ids))
-    gone = asyncio.create_task(_disconnect(receive))
+    client: Client | None = request.scope.get("client_key")
+    answer = asyncio.ensure_future(state.engine.embed(inputs, type_ids, None if client is None else client.name))
+    gone = asyncio.create_task(_disconnect(request.receive))
     try:
         await asyncio.wait([answer, gone], timeout=state.config.request_timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if not answer.done():

@@ -92,7 +92,7 @@ async def _scores(
     _check_lengths(encoded, longest)
     state.require_embedding_room(len(pairs))
     inputs = [each.token_ids for each in encoded]
-    answer = await embed(state, inputs, request.receive, [each.type_ids for each in encoded])
+    answer = await embed(state, inputs, request, [each.type_ids for each in encoded])
     if answer is None:
         return None
     usage = PairsUsage(prompt_tokens=sum(map(len, inputs)), total_tokens=sum(map(len, inputs)))
