@@ -40,6 +40,11 @@ _REFUSED_FROM = 0.8
 _MAX_RETRY_S = 60
 
 
+def limit_of(bound: int, own: int, num_clients: int) -> int:
+    """What may wait in all for a client that would have `own` of it: the last fifth is for less than an equal share."""
+    return bound if num_clients > 1 and own * num_clients <= bound else math.ceil(_REFUSED_FROM * bound)
+
+
 @dataclass(frozen=True, slots=True)
 class QueueBound:
     """What may wait in one lane. A request that finds its lane empty is admitted, however many tokens it has."""
@@ -130,11 +135,9 @@ class AdmissionQueue:
         bound, clients = self._bounds[lane], self._clients[lane]
         own = clients.get(client, _Waiting())
         num_clients = len(clients) + (client not in clients)
-        below = num_clients > 1 and (own.requests + len(num_tokens)) * num_clients <= bound.max_requests
-        fewer = num_clients > 1 and (own.tokens + sum(num_tokens)) * num_clients <= bound.max_prompt_tokens
         return (
-            bound.max_requests if below else math.ceil(_REFUSED_FROM * bound.max_requests),
-            bound.max_prompt_tokens if fewer else math.ceil(_REFUSED_FROM * bound.max_prompt_tokens),
+            limit_of(bound.max_requests, own.requests + len(num_tokens), num_clients),
+            limit_of(bound.max_prompt_tokens, own.tokens + sum(num_tokens), num_clients),
         )
 
     def why_refused(

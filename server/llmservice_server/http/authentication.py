@@ -17,6 +17,7 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import load_pem_public_key
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llmservice_server.engine.request import LANES
@@ -245,6 +246,12 @@ class Authentication:
         scope["access_log"]["api_key"] = client.name
         scope["client_key"] = client
         await self._app(scope, receive, send)
+
+
+def client_name(request: Request) -> str | None:
+    """The name of the request's API key; None where keys are not checked."""
+    client: Client | None = request.scope.get("client_key")
+    return None if client is None else client.name
 
 
 def _unauthorized(message: str) -> ApiError:

@@ -14,7 +14,7 @@ from fastapi import Depends, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llmservice_planner.sizing_request import EXPECTED_TOKENS
-from llmservice_server.engine.admission_queue import AdmissionQueue, QueueBound, Refusal
+from llmservice_server.engine.admission_queue import AdmissionQueue, QueueBound, Refusal, limit_of
 from llmservice_server.engine.request import LANES
 from llmservice_server.http.arrivals import Arrivals
 from llmservice_server.http.error import ApiError, invalid
@@ -225,10 +225,12 @@ class ServerState:
             now=time.monotonic(),
         )
 
-    def require_embedding_room(self, asked: int) -> None:
-        """Raises ApiError (429) where `asked` more inputs would be too many."""
-        waiting, bound = self.engine.num_embedding_inputs, self.config.max_queued_embeddings
-        if waiting + asked > bound:
+    def require_embedding_room(self, asked: int, client: str | None) -> None:
+        """Raises ApiError (429) where `asked` more inputs would be too many; the last fifth is for keys with few."""
+        inputs, bound = self.engine.embedding_inputs, self.config.max_queued_embeddings
+        waiting, clients = inputs.total(), inputs.keys() | {client}
+        limit = bound if client is None else limit_of(bound, inputs[client] + asked, len(clients))
+        if waiting + asked > limit:
             raise ApiError(
                 429,
                 f"the queue is full: {waiting} inputs are waiting for their embeddings, and at most {bound} may wait",

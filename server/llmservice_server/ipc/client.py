@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -119,7 +120,7 @@ class EngineClient:
         self._changes: dict[str, asyncio.Future[AdapterReport]] = {}  # of adapters, not answered
         self._streams: dict[str, OutputStream] = {}
         self._embeds: dict[str, asyncio.Future[Embedded]] = {}
-        self.num_embedding_inputs = 0  # sent and not answered
+        self.embedding_inputs = Counter[str | None]()  # sent and not answered, of each API key
         self._unanswered_s: float | None = None  # since when a message is due; one follows each step
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
@@ -307,12 +308,14 @@ class EngineClient:
         message = self._encoder.encode(embed)
         answer: asyncio.Future[Embedded] = asyncio.get_running_loop().create_future()
         self._embeds[request_id] = answer
-        self.num_embedding_inputs += len(inputs)
+        self.embedding_inputs[client] += len(inputs)
         self._send_encoded(message)
         try:
             return await answer
         finally:
-            self.num_embedding_inputs -= len(inputs)
+            self.embedding_inputs[client] -= len(inputs)
+            if not self.embedding_inputs[client]:
+                del self.embedding_inputs[client]
             if self._embeds.pop(request_id, None) is not None:
                 self._send(Abort(request_ids=[request_id]))
 

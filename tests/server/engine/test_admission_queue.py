@@ -2,7 +2,7 @@
 
 import pytest
 
-from llmservice_server.engine.admission_queue import AdmissionQueue, DrainRate, QueueBound
+from llmservice_server.engine.admission_queue import AdmissionQueue, DrainRate, QueueBound, limit_of
 
 
 @pytest.mark.parametrize("seconds", [1, 10, 100])
@@ -159,3 +159,11 @@ def test_a_client_that_fills_the_queue_keeps_none_out_that_uses_less_of_it(token
     assert admits("other", 100) == 1  # then the queue is full
     queue.leave([f"greedy{index}" for index in range(8)], 1.0)
     assert admits("greedy", 100) == 6
+
+
+@pytest.mark.parametrize(
+    ("own", "num_clients", "limit"),
+    [(10, 1, 80), (50, 2, 100), (51, 2, 80), (33, 3, 100), (34, 3, 80)],
+)
+def test_the_last_fifth_is_for_clients_with_at_most_an_equal_share(own: int, num_clients: int, limit: int) -> None:
+    assert limit_of(100, own, num_clients) == limit

@@ -52,7 +52,8 @@ async def test_a_request_that_cannot_be_sent_leaves_nothing_behind() -> None:
             client.generate([_request("a"), _request("b", top_k=10**30)])
         with pytest.raises(OverflowError):
             await client.embed([[5], [2**70]])
-        assert client.num_embedding_inputs == client.silent_s == 0
+        assert client.embedding_inputs == {}
+        assert client.silent_s == 0
 
 
 async def _wake_ups(stream: OutputStream) -> int:

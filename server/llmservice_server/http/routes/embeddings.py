@@ -12,7 +12,7 @@ import numpy as np
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from llmservice_server.http.authentication import Client
+from llmservice_server.http.authentication import client_name
 from llmservice_server.http.body import BodyRoute, num_body_bytes, run
 from llmservice_server.http.error import ENGINE_DEAD, ENGINE_ERROR, ApiError, invalid
 from llmservice_server.http.generation import Receive
@@ -31,7 +31,7 @@ CLIENT_GONE = 499  # nginx's status for it; only the access log shows it
 class EmbeddingRoute(BodyRoute):
     def admit(self, request: Request, state: ServerState, serving: Serving) -> None:
         state.require_task(serving, "embed")
-        state.require_embedding_room(1)
+        state.require_embedding_room(1, client_name(request))
 
 
 router = APIRouter(route_class=EmbeddingRoute)
@@ -49,7 +49,7 @@ async def embeddings(body: EmbeddingRequest, request: Request, state: StateDep, 
     inputs = await run(num_body_bytes(request), _inputs, body, ready, tokenizer)
     describe(request.scope, body)
     _check(body, inputs, ready, tokenizer)
-    state.require_embedding_room(len(inputs))
+    state.require_embedding_room(len(inputs), client_name(request))
     answer = await embed(state, inputs, request)
     if answer is None:
         return Response(status_code=CLIENT_GONE)
@@ -108,8 +108,7 @@ async def embed(
     state: ServerState, inputs: list[list[int]], request: Request, type_ids: Sequence[list[int]] = ()
 ) -> Embedded | None:
     """The engine's answer; `type_ids` are those of pairs. None where the client has left. Raises ApiError."""
-    client: Client | None = request.scope.get("client_key")
-    answer = asyncio.ensure_future(state.engine.embed(inputs, type_ids, None if client is None else client.name))
+    answer = asyncio.ensure_future(state.engine.embed(inputs, type_ids, client_name(request)))
     gone = asyncio.create_task(_disconnect(request.receive))
     try:
         await asyncio.wait([answer, gone], timeout=state.config.request_timeout_s, return_when=asyncio.FIRST_COMPLETED)

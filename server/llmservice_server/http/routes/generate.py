@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from llmservice_server.http.arrivals import COUNTED_HEADER
-from llmservice_server.http.authentication import Client
+from llmservice_server.http.authentication import Client, client_name
 from llmservice_server.http.body import BodyRoute, num_body_bytes, run
 from llmservice_server.http.chat_format import ChatFormat
 from llmservice_server.http.completion_format import CompletionFormat
@@ -59,7 +59,7 @@ class GenerationRoute(BodyRoute):
         client: Client | None = request.scope.get("client_key")
         lane = _default_lane(state, client)
         try:
-            state.require_some_room(serving, lane, None if client is None else client.name)
+            state.require_some_room(serving, lane, client_name(request))
         except ApiError:
             if COUNTED_HEADER not in request.headers:
                 state.arrivals.arrived_unread(lane)
@@ -132,7 +132,7 @@ async def _processor(
         prompts,
         hashes,
         default_max_tokens=default_max_tokens,
-        options=replace(options, adapter=adapter, client=None if client is None else client.name),
+        options=replace(options, adapter=adapter, client=client_name(request)),
         grammar=grammar,
     )
     if COUNTED_HEADER not in request.headers:

@@ -10,6 +10,7 @@ import numpy as np
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from llmservice_server.http.authentication import client_name
 from llmservice_server.http.body import BodyRoute, num_body_bytes, run
 from llmservice_server.http.error import invalid
 from llmservice_server.http.protocol.models import REFUSALS, error_responses
@@ -35,7 +36,7 @@ _RESPONSES = error_responses(*REFUSALS, 500, 504)
 class PairsRoute(BodyRoute):
     def admit(self, request: Request, state: ServerState, serving: Serving) -> None:
         state.require_task(serving, "score")
-        state.require_embedding_room(1)
+        state.require_embedding_room(1, client_name(request))
 
 
 router = APIRouter(route_class=PairsRoute)
@@ -90,7 +91,7 @@ async def _scores(
     encoded = await run(num_body_bytes(request), tokenizer.encode_pairs, pairs, num_tokens=num_tokens)
     describe(request.scope, body)
     _check_lengths(encoded, longest)
-    state.require_embedding_room(len(pairs))
+    state.require_embedding_room(len(pairs), client_name(request))
     inputs = [each.token_ids for each in encoded]
     answer = await embed(state, inputs, request, [each.type_ids for each in encoded])
     if answer is None:
