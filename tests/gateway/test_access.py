@@ -16,6 +16,7 @@ import pytest
 from aiohttp import web
 from starlette.datastructures import Headers
 
+from llmservice_gateway import holding
 from llmservice_gateway.access import Access
 from llmservice_gateway.inference import GatewayConfig
 from llmservice_gateway.keys import Keyring, Policy, key_secret, new_key
@@ -260,8 +261,9 @@ async def test_a_pod_refuses_a_token_for_another_service_an_old_one_and_none(key
 
 
 async def test_a_pod_that_does_not_trust_the_gateway_is_an_error_of_the_platform_not_of_the_client(
-    keyed: Keyed, caplog: pytest.LogCaptureFixture
+    keyed: Keyed, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(holding, "FAILED_FOR_S", 0.05)  # else each of the two requests waits twice for 5 s
     await keyed.serve("llama")
     key = await keyed.key("alice", tokens_per_minute=100)
     other = signing_secret("s", [SigningKey.new(datetime.now(UTC))])["stringData"]
