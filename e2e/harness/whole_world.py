@@ -25,6 +25,7 @@ from harness.whole_operator import WholeOperator
 from llmservice_local.api.registry import MERGE_PATCH, DeleteOptions, Registry, WriteOptions
 from llmservice_local.api.serve import api_application
 from llmservice_local.api.store import Store
+from llmservice_local.kinds.crd import APPROVAL
 from llmservice_operator.api.crd import crd
 from llmservice_operator.api.kinds import CHILD_KINDS
 from llmservice_operator.api.resource import API_VERSION, GROUP, KIND, PLURAL, VERSION
@@ -89,7 +90,8 @@ class World:
         names = {"kind": kind, "listKind": f"{kind}List", "plural": child.plural, "singular": kind.lower()}
         version = {"name": child.version, "served": True, "storage": True, "schema": schema}
         spec = {"group": child.group, "scope": "Namespaced", "names": names, "versions": [version]}
-        self.define({"metadata": {"name": f"{child.plural}.{child.group}"}, "spec": spec})
+        annotations = {APPROVAL: "unapproved, a test's own"}
+        self.define({"metadata": {"name": f"{child.plural}.{child.group}", "annotations": annotations}, "spec": spec})
 
     def define(self, definition: Object) -> None:
         self.create("customresourcedefinitions", definition, "apiextensions.k8s.io", "v1")

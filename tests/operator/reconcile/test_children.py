@@ -8,6 +8,7 @@ import pytest
 
 from harness.one_service import APPS, NS, SERVICES, World
 from harness.whole_cache import fill
+from llmservice_local.kinds.crd import APPROVAL
 from llmservice_operator.api.kinds import CHILD_KINDS
 
 
@@ -220,7 +221,7 @@ async def install(world: World, kind: str) -> None:
     definition = {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
-        "metadata": {"name": f"{plural}.{group}"},
+        "metadata": {"name": f"{plural}.{group}", "annotations": {APPROVAL: "unapproved, a test's own"}},
         "spec": spec,
     }
     definitions = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
