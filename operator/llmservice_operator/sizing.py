@@ -16,7 +16,6 @@ from llmservice_operator.api.model_spec import ModelSource
 from llmservice_operator.api.spec import LLMServiceSpec
 from llmservice_operator.locations import Figures, Model, ModelSourceError
 from llmservice_planner.explanation import format_bytes
-from llmservice_planner.families import FAMILIES
 from llmservice_planner.gpu import CPU, GPU, UnknownGPU, cpu_device, find_gpu
 from llmservice_planner.latency import LatencyModel
 from llmservice_planner.shape import ModelShape, ShapeError
@@ -244,12 +243,11 @@ def _unserved(spec: LLMServiceSpec, shape: ModelShape | None) -> SizingProblem |
             f"the model ({shape.architecture}) has multi-head latent attention, which the server does not run so far:"
             " choose a model whose layers have keys and values by head",
         )
-    own = [name for name, family in FAMILIES.items() if family.served_architecture]
-    if shape.quantization and shape.architecture not in own:
+    if shape.quantization and shape.is_encoder:
         return SizingProblem(
             "UnsupportedModel",
-            f"the checkpoint is quantised ({shape.quantization}), which the server loads for {', '.join(own)}, not for"
-            f" {shape.architecture}: choose the unquantised checkpoint",
+            f"the checkpoint is quantised ({shape.quantization}), which the server loads for models that generate, not"
+            f" for encoders ({shape.architecture}): choose the unquantised checkpoint",
         )
     return None
 

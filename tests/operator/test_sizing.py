@@ -113,6 +113,18 @@ def test_server_that_sizes_itself_takes_only_the_lane_of_a_workload(service_of: 
     assert "--expected-tokens" not in args
 
 
+def test_a_quantised_checkpoint_that_the_planner_cannot_count_is_served_as_its_pod_reports(
+    service_of: Any, model: Model
+) -> None:
+    shape = replace(model.shape, architecture="olmo2", quantization="gptq")
+    report = parse_report(json.dumps(REPORT | {"shape": shape.to_fields()}).encode())
+
+    answer = size(service_of(engine={}).spec, replace(model, shape=report.shape, figures_from="pod"), report)
+
+    assert isinstance(answer, Sized)
+    assert (answer.max_num_seqs, answer.self_sized) == (REPORT["max_num_seqs"], True)
+
+
 def test_a_gpu_may_have_less_memory_than_in_the_catalogue(service_of: Any, model: Model) -> None:
     small = size(service_of(resources={"gpu": {"product": "h100-80gb", "memoryGiB": 20}}, engine={}).spec, model)
     large = size(service_of(resources={"gpu": {"product": "h100-80gb"}}, engine={}).spec, model)
@@ -140,9 +152,6 @@ def test_a_gpu_may_have_less_memory_than_in_the_catalogue(service_of: Any, model
             id="too little memory",
         ),
         pytest.param({}, LATENT, "UnsupportedModel", "latent attention", id="a cache that is not served"),
-        pytest.param(
-            {}, {"quantization": "awq", "architecture": "phi3"}, "UnsupportedModel", "unquantised", id="quantised"
-        ),
         pytest.param(
             {},
             {"quantization": "awq", "architecture": "bert", "encoder_parameters": 10**8},
