@@ -260,7 +260,7 @@ class Batcher:
         """Forget a request's items, which its client gets back; an unknown id is no error."""
         for bucket, items in list(self._buckets.items()):
             for item in items:
-                if item.request_id == request_id:
+                if item.request_id == request_id and item.client in self._next_turn:
                     self._next_turn[item.client] -= len(item.token_ids)
             self._keep(bucket, [item for item in items if item.request_id != request_id])
 

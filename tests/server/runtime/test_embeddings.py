@@ -168,6 +168,16 @@ def test_a_client_saves_up_no_turns_and_gets_back_those_of_a_request_that_it_wit
     assert "".join(_names(batcher.take(0.0)) for _ in range(8)) in {"abababab", "babababa"}
 
 
+def test_a_request_can_be_withdrawn_after_others_have_overtaken_it() -> None:
+    batcher = _batcher()
+    batcher.add([_item("s", 2, 1.0, client="a")])
+    batcher.add([_item("m", 60, 1.0, client="b") for _ in range(9)])
+    assert _names(batcher.take(1.0)) == "m", "full, while the short one waits for others"
+    batcher.take(1.0)
+    batcher.remove("s")
+    assert _names(batcher.take(2.0)) == "m"
+
+
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 60)), min_size=2, max_size=60))
 def test_clients_that_wait_get_equal_tokens_but_for_a_batch_and_an_input(arrivals: list[tuple[str, int]]) -> None:
