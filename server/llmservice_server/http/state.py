@@ -233,7 +233,7 @@ class ServerState:
         if waiting + asked > limit:
             raise ApiError(
                 429,
-                f"the queue is full: {waiting} inputs are waiting for their embeddings, and at most {bound} may wait",
+                f"the queue is full: {waiting} inputs are waiting for their embeddings, and at most {limit} may wait",
                 code="queue_full",
                 retry_after_s=_RETRY_QUEUE_S,
             )
