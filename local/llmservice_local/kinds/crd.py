@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
-from urllib.parse import urlsplit
 
 from llmservice_local.errors import FieldError
 from llmservice_local.kinds.catalogue import Column, Kind, ScalePaths
@@ -16,6 +15,7 @@ CLEANUP_FINALIZER = "customresourcecleanup.apiextensions.k8s.io"
 APPROVAL = "api-approved.kubernetes.io"
 """The annotation that definitions of Kubernetes' own API groups need."""
 _PROTECTED_GROUP = re.compile(r"(.*\.)?(k8s|kubernetes)\.io")
+_APPROVED = re.compile(r"unapproved|[a-z][a-z0-9+.-]*://[^/]")
 _AGE = Column("Age", "date", ".metadata.creationTimestamp")
 
 
@@ -50,7 +50,8 @@ def validate_definition(definition: Mapping[str, Any]) -> Iterator[FieldError]:
     if definition["metadata"]["name"] != expected:
         shown = f'Invalid value: "{definition["metadata"]["name"]}": must be spec.names.plural+"."+spec.group'
         yield FieldError("metadata.name", "FieldValueInvalid", shown)
-    yield from _approval(definition)
+    if _PROTECTED_GROUP.fullmatch(str(spec.get("group"))):
+        yield from _approval(definition["metadata"].get("annotations") or {})
     if sum(bool(version.get("storage")) for version in spec.get("versions") or []) != 1:
         why = "Invalid value: must have exactly one version marked as storage version"
         yield FieldError("spec.versions", "FieldValueInvalid", why)
@@ -67,16 +68,14 @@ def validate_definition(definition: Mapping[str, Any]) -> Iterator[FieldError]:
             yield FieldError(path, "FieldValueInvalid", f"Invalid value: compilation failed: {error}")
 
 
-def _approval(definition: Mapping[str, Any]) -> Iterator[FieldError]:
+def _approval(annotations: Mapping[str, str]) -> Iterator[FieldError]:
     """What a definition in a group of the Kubernetes community lacks: a link to its review, or "unapproved"."""
-    if not _PROTECTED_GROUP.fullmatch(definition.get("spec", {}).get("group", "")):
-        return
-    value = (definition["metadata"].get("annotations") or {}).get(APPROVAL)
+    value = annotations.get(APPROVAL)
     path = f"metadata.annotations[{APPROVAL}]"
     rule = f'protected groups must have approval annotation "{APPROVAL}"'
     if not value:
         yield FieldError(path, "FieldValueRequired", f"Required value: {rule}")
-    elif not value.startswith("unapproved") and not urlsplit(value).netloc:
+    elif not _APPROVED.match(value):
         why = f'Invalid value: "{value}": {rule} with either a URL or a reason starting with "unapproved"'
         yield FieldError(path, "FieldValueInvalid", why)
 
