@@ -265,12 +265,15 @@ def _x_axis(
 ) -> Iterator[str]:
     """The tick labels and the name of the axis, then a line for each mark."""
     line = [" "] * (columns + 8)
+    end = -1
     for tick in _ticks(min(x), max(x), 8, log=log):
         share = _share(min(x), max(x), tick, log=log)
         if -0.01 <= share <= 1.01:
             text = _short(tick)
             start = max(0, min(round(share * (columns - 1)) - len(text) // 2, columns - len(text)))
-            line[start : start + len(text)] = text
+            if start > end:  # with a space between two
+                end = start + len(text)
+                line[start:end] = text
     yield (" " * margin + "".join(line).rstrip() + (f"  {label}" if label else "")).rstrip()
     for name, at in marks.items():
         if min(x) <= at <= max(x):

@@ -113,6 +113,8 @@ def test_the_values_beside_a_text_chart_are_round(values: list[float], labels: l
 def test_the_values_below_a_text_chart_are_round() -> None:
     chart = text_chart([1, 315], {"up": [1, 2]}, width=60, height=5, log_x=True)
     assert chart.splitlines()[-1].split() == ["1", "2", "5", "10", "20", "50", "100", "200"]
+    narrow = text_chart([0, 80000], {"up": [1, 2]}, width=30, height=5).splitlines()[-1]
+    assert all(float(label.rstrip("k")) % 10 == 0 for label in narrow.split()), "no label runs into the next"
     line = text_chart([-4.1, -2, -6.2e-06], {"up": [1, 2, 3]}, width=60, height=5, x_label="minutes").splitlines()[-1]
     assert line.split() == ["-4", "-3", "-2", "-1", "0", "minutes"]
 
