@@ -295,29 +295,32 @@ class EngineClient:
         if known:
             self._send(Abort(request_ids=known, finished=finished))
 
-    async def embed(
+    def embed(
         self, inputs: list[list[int]], type_ids: Sequence[list[int]] = (), client: str | None = None
-    ) -> Embedded:
+    ) -> asyncio.Future[Embedded]:
         """The vectors of lists of token ids; `type_ids` are those of pairs. Cancelling it cancels the request.
 
+        The inputs are counted at once: others that come at the same time find them in `embedding_inputs`.
         Raises EngineDeadError.
         """
         self.require_ready()
         request_id = uuid.uuid4().hex
         embed = Embed(request_id=request_id, inputs=inputs, type_ids=list(type_ids), client=client)
         message = self._encoder.encode(embed)
-        answer: asyncio.Future[Embedded] = asyncio.get_running_loop().create_future()
-        self._embeds[request_id] = answer
-        self.embedding_inputs[client] += len(inputs)
-        self._send_encoded(message)
-        try:
-            return await answer
-        finally:
+
+        def forget(_: object) -> None:
             self.embedding_inputs[client] -= len(inputs)
             if not self.embedding_inputs[client]:
                 del self.embedding_inputs[client]
             if self._embeds.pop(request_id, None) is not None:
                 self._send(Abort(request_ids=[request_id]))
+
+        answer: asyncio.Future[Embedded] = asyncio.get_running_loop().create_future()
+        answer.add_done_callback(forget)
+        self._embeds[request_id] = answer
+        self.embedding_inputs[client] += len(inputs)
+        self._send_encoded(message)
+        return answer
 
     async def load_adapter(self, name: str, folder: str, *, pinned: bool = False) -> AdapterReport:
         """Load a LoRA adapter, or another version of one. Raises EngineDeadError."""

@@ -56,6 +56,16 @@ async def test_a_request_that_cannot_be_sent_leaves_nothing_behind() -> None:
         assert client.silent_s == 0
 
 
+async def test_inputs_are_counted_by_key_from_the_call_until_they_are_withdrawn() -> None:
+    async with _started() as client:
+        answers = [client.embed([[5], [6]], client="alice"), client.embed([[7]])]
+        assert client.embedding_inputs == {"alice": 2, None: 1}
+        for answer in answers:
+            answer.cancel()
+        await asyncio.wait(answers)
+        assert client.embedding_inputs == {}
+
+
 async def _wake_ups(stream: OutputStream) -> int:
     count = 0
     while stream.unfinished:

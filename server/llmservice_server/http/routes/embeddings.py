@@ -108,10 +108,14 @@ async def embed(
     state: ServerState, inputs: list[list[int]], request: Request, type_ids: Sequence[list[int]] = ()
 ) -> Embedded | None:
     """The engine's answer; `type_ids` are those of pairs. None where the client has left. Raises ApiError."""
-    answer = asyncio.ensure_future(state.engine.embed(inputs, type_ids, client_name(request)))
+    try:
+        answer = state.engine.embed(inputs, type_ids, client_name(request))
+    except EngineDeadError as error:
+        raise ApiError(503, str(error), code=ENGINE_DEAD) from error
     gone = asyncio.create_task(_disconnect(request.receive))
     try:
-        await asyncio.wait([answer, gone], timeout=state.config.request_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        either: list[asyncio.Future[Any]] = [answer, gone]
+        await asyncio.wait(either, timeout=state.config.request_timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if not answer.done():
             if gone.done():
                 return None
