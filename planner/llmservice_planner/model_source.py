@@ -62,7 +62,7 @@ def read_model(text: str) -> ModelFigures:
     if scheme in _IN_CLUSTER:
         raise ShapeError(
             f"{text} is {_IN_CLUSTER[scheme]}, which can't be read from here: give a copy of its config.json in a "
-            "folder, or the dimensions with --shape"
+            "folder, or the dimensions in place of --model (plan: --shape; a manifest: spec.model.shape)"
         )
     return _read_remote(scheme, text)
 

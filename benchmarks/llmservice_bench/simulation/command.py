@@ -41,7 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     policies.add_argument("--compare", metavar="A,B,…", help="several policies in place of --policy")
     engine = parser.add_argument_group("engine")
     engine.add_argument(
-        "--model", type=Path, metavar="DIR", help="folder of the model's config.json (default: spec.model.shape)"
+        "--model",
+        metavar="MODEL",
+        help="a folder, org/name or URI to read the model's figures from, as of `llmservice plan` (default:"
+        " spec.model.shape)",
     )
     engine.add_argument(
         "--latency", type=Path, metavar="FILE", help="of `llmservice calibrate -o` (default: by the GPU's data sheet)"
@@ -108,8 +111,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         return _run(args)
     except ManifestError as error:
-        given = "" if args.model or "config.json" not in str(error) else " as --model DIR"
-        raise CommandError(f"{args.file}: {error}{given}") from error
+        raise CommandError(f"{args.file}: {error}") from error
     except (PolicyError, SimulationError, ChartError, LatencyError, ShapeError, TraceError) as error:
         raise CommandError(str(error)) from error
 
@@ -184,9 +186,8 @@ def _service(args: argparse.Namespace) -> Service:
     from llmservice_bench.simulation.policies import Service
     from llmservice_bench.simulation.service import latency_of
     from llmservice_operator.scaling.from_manifest import sized_service
-    from llmservice_planner.checkpoint import weights_bytes
     from llmservice_planner.latency import LatencyModel
-    from llmservice_planner.shape import ModelShape
+    from llmservice_planner.model_source import read_model
 
     try:
         documents = [one for one in yaml.safe_load_all(args.file.read_text(encoding="utf-8")) if one]
@@ -196,10 +197,9 @@ def _service(args: argparse.Namespace) -> Service:
     services = [one for one in documents if isinstance(one, dict) and one.get("kind") == "LLMService"]
     if len(services) != 1:
         raise CommandError(f"{args.file} has {len(services)} LLMServices, expected one: give a file with one manifest")
-    shape = None if args.model is None else ModelShape.from_folder(args.model)
-    size = None if args.model is None else weights_bytes(args.model)
+    figures = None if args.model is None else read_model(args.model)
     measured = None if args.latency is None else LatencyModel.read(args.latency)
-    sized = sized_service(services[0], shape, size)
+    sized = sized_service(services[0], figures)
     return Service(sized, latency_of(sized, measured))
 
 

@@ -40,8 +40,16 @@ def latency_of(sized: SizedService, measured: LatencyModel | None = None) -> Lat
 
 
 def replica_config(sized: SizedService, latency: LatencyModel) -> ReplicaConfig:
-    """As a pod of the service is started, with the defaults of `llmservice serve` for what the manifest leaves open."""
+    """As a pod of the service is started, with the defaults of `llmservice serve` for what the manifest leaves open.
+
+    Raises SimulationError for an encoder.
+    """
     plan, spec, shape = sized.plan, sized.service.spec, sized.request.shape
+    if shape.is_encoder:
+        raise SimulationError(
+            f"the model is an encoder ({shape.architecture}), and models that generate are simulated: size it with"
+            " `llmservice plan`"
+        )
     engine = EngineConfig(
         model=Path(spec.model.uri),
         block_size=plan.block_size,

@@ -8,12 +8,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from llmservice_operator.api.model_spec import ModelSource
 from llmservice_operator.api.resource import KIND, LLMService
 from llmservice_operator.api.spec import Slo
 from llmservice_operator.locations import Model, ModelLocation
 from llmservice_operator.scaling.decision import scale_policy
 from llmservice_operator.scaling.policy import ScalePolicy
 from llmservice_operator.sizing import Sized, SizingProblem, device_of, size, sizing_request
+from llmservice_planner.model_source import ModelFigures
 from llmservice_planner.shape import ModelShape, ShapeError
 from llmservice_planner.sizing import Plan, SizingRequest
 
@@ -45,29 +47,20 @@ class SizedService:
         return self.service.spec.slo
 
 
-def sized_service(
-    manifest: Mapping[str, Any], shape: ModelShape | None = None, weights_bytes: int | None = None
-) -> SizedService:
-    """The service of an LLMService manifest; raises ManifestError.
+def sized_service(manifest: Mapping[str, Any], figures: ModelFigures | None = None) -> SizedService:
+    """The service of an LLMService manifest; raises ManifestError, and ShapeError for weights that are broken.
 
-    `shape` and `weights_bytes` are the figures of a checkpoint that the caller has read; without them
-    `spec.model.shape` is needed.
+    `figures` are those of a checkpoint that the caller has read; without them `spec.model.shape` is needed.
     """
     service = _parse(manifest)
     spec = service.spec
     autoscaling = spec.autoscaling
     if autoscaling is not None and autoscaling.min_replicas > autoscaling.max_replicas:
         raise ManifestError("spec.autoscaling: minReplicas must not be above maxReplicas")
-    if shape is None:
-        if spec.model.shape is None:
-            raise ManifestError(
-                f"the figures of {spec.model.uri} are not in the manifest: set spec.model.shape, or give the folder of"
-                " its config.json"
-            )
-        try:
-            shape = ModelShape.from_fields(spec.model.shape.model_dump(by_alias=True))
-        except ShapeError as error:
-            raise ManifestError(f"spec.model.shape: {error}") from error
+    if figures is None:
+        figures = ModelFigures(_shape(spec.model))
+    shape = figures.shape
+    weights_bytes = figures.weights_bytes(shape.dtype if spec.model.dtype == "auto" else spec.model.dtype)
     model = Model(ModelLocation("file", spec.model.uri), shape, weights_bytes, figures_from="spec")
     sized = size(spec, model)
     if isinstance(sized, SizingProblem):
@@ -76,6 +69,18 @@ def sized_service(
     request = sizing_request(spec, model, shape, device_of(spec))
     replicas = autoscaling.min_replicas if autoscaling else spec.replicas
     return SizedService(service, sized, request, sized.plan, scale_policy(service, sized), replicas)
+
+
+def _shape(model: ModelSource) -> ModelShape:
+    if model.shape is None:
+        raise ManifestError(
+            f"the figures of {model.uri} are not in the manifest: set spec.model.shape, or give --model with a folder"
+            " or URI that can be read from here"
+        )
+    try:
+        return ModelShape.from_fields(model.shape.model_dump(by_alias=True))
+    except ShapeError as error:
+        raise ManifestError(f"spec.model.shape: {error}") from error
 
 
 def _parse(manifest: Mapping[str, Any]) -> LLMService:

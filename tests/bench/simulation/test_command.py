@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import yaml
 
+from harness.model_hub import LLAMA_3_8B, ModelHub
 from llmservice_planner.command import main
 
 
@@ -73,6 +74,8 @@ def test_a_page_and_a_plot_are_written(files: tuple[Path, Path], tmp_path: Path)
         (("--latency", "/nowhere.json"), "/nowhere.json is no latency model in JSON"),
         (("--html", "/nowhere/report.html"), "/nowhere is no folder: create it"),
         (("--html", "/proc/report.html", "--duration", "5s"), "/proc/report.html cannot be written: "),
+        (("--model", "pvc://models/llama"), "pvc://models/llama is a volume of the cluster, which can't be read from"),
+        (("--model", "nowhere"), "nowhere/config.json does not exist"),
         (("--plot", "plot.gif"), "plot.gif ends in .gif, expected .svg or .png"),
         (("--rate-scale", "0.00000001"), "the trace has no request within --duration and --rate-scale: raise them"),
     ],
@@ -92,13 +95,42 @@ def test_a_manifest_without_figures_and_a_gpu_without_rates_name_the_remedy(
     shape = manifest["spec"]["model"].pop("shape")
     files[0].write_text(yaml.safe_dump(manifest))
     assert simulate(files) == 2
-    assert capsys.readouterr().err.endswith("or give the folder of its config.json as --model DIR\n")
+    error = capsys.readouterr().err
+    assert error.endswith("or give --model with a folder or URI that can be read from here\n")
     manifest["spec"]["model"]["shape"] = shape
     del manifest["spec"]["resources"]["gpu"]
     manifest["spec"]["slo"].pop("itlP99")
     files[0].write_text(yaml.safe_dump(manifest))
     assert simulate(files) == 2
     assert "give --latency FILE" in capsys.readouterr().err
+
+
+def test_a_model_is_read_as_plan_reads_it(
+    files: tuple[Path, Path],
+    manifest: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From a folder, a URI or the hub, of which the size of the weights is read as well."""
+    manifest["spec"]["model"] = {"uri": "pvc://models/llama"}
+    files[0].write_text(yaml.safe_dump(manifest))
+    config = json.dumps(LLAMA_3_8B).encode()
+    (tmp_path / "config.json").write_bytes(config)
+    index = json.dumps({"metadata": {"total_size": 18 * 2**30}, "weight_map": {}}).encode()
+    hub = ModelHub({"config.json": config, "model.safetensors.index.json": index})
+    shown = {}
+    with hub.serving() as running:
+        monkeypatch.setenv("HF_ENDPOINT", running.url)
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        for model in (str(tmp_path), f"file://{tmp_path}", "org/open", "hf://org/open"):
+            assert simulate(files, "--model", model, "--duration", "5s", "-o", "json") == 0
+            shown[model] = json.loads(capsys.readouterr().out)["assumptions"][1]
+    by_path, by_uri, by_name, by_hub_uri = shown.values()
+    assert by_path == by_uri
+    assert by_path.startswith("Replica: ")
+    assert by_name == by_hub_uri
+    assert by_name != by_path  # heavier weights leave less room for the KV cache
 
 
 def test_a_file_that_is_no_yaml_is_named_in_one_line(

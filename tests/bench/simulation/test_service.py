@@ -1,10 +1,14 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from llmservice_bench.simulation.fleet import Fleet
 from llmservice_bench.simulation.policies import Service, Static
-from llmservice_bench.simulation.service import fleet_config, replica_config
+from llmservice_bench.simulation.service import SimulationError, fleet_config, replica_config
 from llmservice_operator.scaling.from_manifest import sized_service
+from llmservice_planner.model_source import ModelFigures
+from llmservice_planner.shape import ModelShape
 from llmservice_planner.traffic import TraceRequest
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.scheduler import continuous_config
@@ -36,3 +40,11 @@ def test_prompts_that_share_nothing_need_no_prefix_cache(service: Service) -> No
     assert cached.replica.scheduler.prefix_caching
     times = [[each.ended_s for each in Fleet(config, trace, Static(1)).run().requests] for config in (without, cached)]
     assert times[0] == times[1]
+
+
+def test_an_encoder_is_refused(manifest: dict[str, Any], service: Service) -> None:
+    config = {"model_type": "bert", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    config |= {"num_hidden_layers": 2, "vocab_size": 1000, "max_position_embeddings": 4096}
+    encoder = sized_service(manifest, ModelFigures(ModelShape.from_config(config)))
+    with pytest.raises(SimulationError, match=r"the model is an encoder .*: size it with `llmservice plan`"):
+        replica_config(encoder, service.latency)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from llmservice_operator.scaling.from_manifest import ManifestError, sized_service
+from llmservice_planner.model_source import ModelFigures
 from llmservice_planner.shape import ModelShape
 
 SHAPE = {"layers": 2, "heads": 4, "hiddenSize": 64, "intermediateSize": 128, "vocabSize": 512, "dtype": "float32"}
@@ -42,12 +43,14 @@ def test_without_autoscaling_the_replicas_are_fixed() -> None:
     assert (service.policy, service.replicas) == (None, 3)
 
 
-def test_figures_that_the_caller_has_read_replace_those_of_the_spec() -> None:
-    shape = ModelShape.from_fields({**SHAPE, "layers": 4})
+@pytest.mark.parametrize(("dtype", "weights_bytes"), [("auto", 2**20), ("float32", 2**20), ("bfloat16", None)])
+def test_figures_that_the_caller_has_read_replace_those_of_the_spec(dtype: str, weights_bytes: int | None) -> None:
+    """The stored size is that of the weights in memory unless the manifest converts them."""
+    figures = ModelFigures(ModelShape.from_fields({**SHAPE, "layers": 4}), stored_bytes=2**20)
 
-    service = sized_service(manifest(model={"uri": "hf://org/name"}), shape, weights_bytes=2**20)
+    service = sized_service(manifest(model={"uri": "hf://org/name", "dtype": dtype}), figures)
 
-    assert (service.request.shape.layers, service.request.weights_bytes) == (4, 2**20)
+    assert (service.request.shape.layers, service.request.weights_bytes) == (4, weights_bytes)
 
 
 @pytest.mark.parametrize(
