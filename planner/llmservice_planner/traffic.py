@@ -42,6 +42,7 @@ class TraceRequest:
     hash_ids: tuple[int, ...] = ()
     """Of the prompt's blocks of `HASH_TOKENS`; equal ids have equal prefixes. Empty: not recorded."""
     lane: str = "interactive"
+    """Of the server's log; other formats record none."""
     cached_tokens: int | None = None
     """Prompt tokens that the recording server had in its cache; None: not recorded."""
 
@@ -232,7 +233,9 @@ def _access_log(row: Mapping[str, Any]) -> TraceRequest | None:
     names = ("prompt_tokens", "completion_tokens")
     lengths = _lengths(row.get(names[0]), row.get(names[1]), names)
     ended_s, took_s = _seconds(str(row.get("time")), "time"), _number(row.get("duration_s"), "duration_s")
-    return TraceRequest(ended_s - took_s, *lengths, cached_tokens=_cached(row.get("cached_tokens"), lengths[0]))
+    lane = "batch" if row.get("lane") == "batch" else "interactive"
+    cached_tokens = _cached(row.get("cached_tokens"), lengths[0])
+    return TraceRequest(ended_s - took_s, *lengths, lane=lane, cached_tokens=cached_tokens)
 
 
 _CsvParser = Callable[..., TraceRequest | None]

@@ -111,7 +111,7 @@ ACCESS_LOG = "\n".join(
         ),
         access("2026-01-05T10:00:04.000+00:00", status=429, duration_s=0.001),
         access("2026-01-05T10:00:04.000+00:00", path="/v1/embeddings", inputs=1, prompt_tokens=9, duration_s=0.01),
-        access("2026-01-05T10:00:05.250+00:00", prompt_tokens=60, completion_tokens=1, duration_s=0.25),
+        access("2026-01-05T10:00:05.250+00:00", lane="batch", prompt_tokens=60, completion_tokens=1, duration_s=0.25),
         access("2026-01-05T10:00:06.000+00:00", prompt_tokens=1, completion_tokens=1, duration_s=0),
         access("2026-01-05T10:00:07.000+00:00", prompt_tokens=2, completion_tokens=2, duration_s=0),
         access("2026-01-05T10:00:08.000+00:00", prompt_tokens=3, completion_tokens=3, duration_s=0),
@@ -158,7 +158,7 @@ ACCESS_LOG = "\n".join(
             {
                 0: TraceRequest(0, 20, 30),
                 1: TraceRequest(1, 40, 50, cached_tokens=16),
-                2: TraceRequest(4, 60, 1),
+                2: TraceRequest(4, 60, 1, lane="batch"),
             },
         ),
     ],

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
 from llmservice_bench.simulation.latencies import GapHistogram
 from llmservice_bench.simulation.requests import SimulatedRequest
 from llmservice_operator.scaling.decision import Decision
+from llmservice_server.engine.request import LANES
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,21 @@ class Attainment:
     both: float
 
 
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """Seconds from the arrival of requests until they were first scheduled, by nearest rank; None without any."""
+
+    requests: int
+    mean: float | None
+    p50: float | None
+    p99: float | None
+
+    @classmethod
+    def of(cls, waits_s: Sequence[float]) -> Waits:
+        mean = sum(waits_s) / len(waits_s) if waits_s else None
+        return cls(len(waits_s), mean, _nearest_rank(waits_s, 0.5), _nearest_rank(waits_s, 0.99))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """Of one run under one policy."""
@@ -84,8 +100,12 @@ class Outcome:
 
     def ttft_s(self, share: float) -> float | None:
         """Of the requests that got a token, by nearest rank; None where none did."""
-        times = sorted(request.ttft_s for request in self.requests if request.ttft_s is not None)
-        return times[max(0, math.ceil(share * len(times)) - 1)] if times else None
+        return _nearest_rank([request.ttft_s for request in self.requests if request.ttft_s is not None], share)
+
+    def waits(self, lane: str) -> Waits:
+        """Of the lane's requests that were scheduled."""
+        requests = [request for request in self.requests if request.trace.lane == lane]
+        return Waits.of([request.wait_s for request in requests if request.wait_s is not None])
 
     @property
     def output_tokens(self) -> int:
@@ -116,6 +136,7 @@ class Outcome:
             "outcomes": {name: outcomes[name] for name in ("finished", "refused", "failed", "timed_out")},
             "within_slo": {"ttft": kept.ttft, "itl": kept.itl, "both": kept.both},
             "ttft_seconds": {f"p{share:g}": self.ttft_s(share / 100) for share in (50, 90, 99)},
+            "wait_seconds": {lane: asdict(self.waits(lane)) for lane in LANES},
             "itl_seconds": {f"p{share:g}": self.gaps.percentile(share / 100) for share in (50, 90, 99)},
             "output_tokens": self.output_tokens,
             "warmup_seconds": self.warmup_s,
@@ -137,3 +158,8 @@ class Outcome:
                 for each in self.decisions
             ],
         }
+
+
+def _nearest_rank(values: Sequence[float], share: float) -> float | None:
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else None

@@ -159,12 +159,21 @@ class Replica:
             self.num_plans += 1
             self._lets_wait = any(scheduler.num_waiting.values())
             if plan.scheduled:
+                self._note_begun(plan, now)
                 self._run = Run(plan, now, step_batch(plan))
                 if self.config.jumps and _only_decodes(plan, scheduler.running):
                     self._run.steps = self._equal_steps(self._run)
                 return
             if not plan.preempted:  # nothing fits until a deadline
                 return
+
+    def _note_begun(self, plan: Plan, now: float) -> None:
+        if plan.num_decodes == len(plan.scheduled):
+            return
+        for share in plan.scheduled:
+            request = self._simulated[share.request]
+            if request.first_scheduled_s is None:
+                request.first_scheduled_s = now
 
     def _why_refused(self, request: SimulatedRequest, predicted_tokens: float, now: float) -> Refusal | None:
         if request.prompt_tokens >= self._max_request_tokens:

@@ -25,6 +25,7 @@ from llmservice_planner.charts import (
     svg_of,
     text_chart,
 )
+from llmservice_server.engine.request import LANES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -57,6 +58,7 @@ def text(study: Study, *, width: int = 100) -> str:
     wrapped = (wrap(each, width, initial_indent="  ", subsequent_indent="    ") for each in study.assumptions)
     lines = [study.title, *chain.from_iterable(wrapped), ""]
     lines += _aligned([_COLUMNS, *(_row(each, study.targets) for each in study.outcomes)])
+    lines += ["", "Waits from arrival until first scheduled, by lane", *_aligned([_WAIT_COLUMNS, *_wait_rows(study)])]
     lines += ["", "Replicas over time (ready)"]
     times = [study.duration_s * point / _POINTS for point in range(_POINTS + 1)]
     series = {each.policy: [ready_at(each, time_s) for time_s in times] for each in study.outcomes}
@@ -88,6 +90,19 @@ def _row(outcome: Outcome, targets: Targets) -> tuple[str, ...]:
         f"{mean:.1f} ({low}-{high})",
         str(lost),
     )
+
+
+_WAIT_COLUMNS = ("policy", "lane", "requests", "mean", "p50", "p99")
+
+
+def _wait_rows(study: Study) -> list[tuple[str, ...]]:
+    """Of the lanes in which requests were scheduled."""
+    found = [(each.policy, lane, each.waits(lane)) for each in study.outcomes for lane in LANES]
+    return [
+        (policy, lane, f"{waits.requests:,}", _time(waits.mean), _time(waits.p50), _time(waits.p99))
+        for policy, lane, waits in found
+        if waits.requests
+    ]
 
 
 def replica_range(outcome: Outcome) -> tuple[int, float, int]:
@@ -229,7 +244,11 @@ def html(study: Study) -> str:
         (
             "Promises kept, latencies and cost",
             [html_table(_COLUMNS, [_row(each, study.targets) for each in study.outcomes])],
-        )
+        ),
+        (
+            "Waits from arrival until first scheduled, by lane",
+            [html_table(_WAIT_COLUMNS, _wait_rows(study), ("lane",))],
+        ),
     ]
     if has_matplotlib():
         sections.append(("Over time", [html_figure(svg_of(draw(study)))]))

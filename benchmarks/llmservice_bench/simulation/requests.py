@@ -35,6 +35,8 @@ class SimulatedRequest:
     outcome: Outcome | None = None
     reason: str = ""
     """Why it did not finish."""
+    first_scheduled_s: float | None = None
+    """When a replica began to compute its prompt."""
     first_token_s: float | None = None
     last_token_s: float = math.nan
     num_tokens: int = 0
@@ -51,6 +53,11 @@ class SimulatedRequest:
     @property
     def prompt_tokens(self) -> int:
         return self.trace.prompt_tokens
+
+    @property
+    def wait_s(self) -> float | None:
+        """From its arrival, held in the gateway or not, until it was first scheduled."""
+        return None if self.first_scheduled_s is None else self.first_scheduled_s - self.arrival_s
 
     @property
     def ttft_s(self) -> float | None:

@@ -227,6 +227,7 @@ def _log_fields(processor: OutputProcessor) -> dict[str, Any]:
     """For the access log: numbers only, never text."""
     ttft_s = processor.ttft_s
     return {
+        "lane": processor.requests[0].lane,
         "sequences": len(processor.states),
         "prompt_tokens": processor.num_prompt_tokens,
         "cached_tokens": processor.num_cached_tokens,

@@ -32,6 +32,8 @@ def test_the_report_shows_promises_cost_and_decisions(
     promised = "99 % of first tokens within 2s; 99 % of the times between a request's tokens within 120ms."
     assert promised in " ".join(shown.split())
     assert "Decisions of builtin: " in shown
+    (waits,) = [line.split() for line in shown.splitlines() if line.startswith("builtin  interactive")]
+    assert waits[2] == "400"
     assert " 1 -> " in shown
 
 
@@ -48,6 +50,10 @@ def test_policies_are_compared_on_the_same_traffic(
         assert each["requests"] == 400
         assert sum(each["outcomes"].values()) == 400
         assert 0 < each["gpu_hours"] <= 6 * 120 / 3600
+        waits = each["wait_seconds"]["interactive"]
+        assert waits["requests"] == 400
+        assert 0 <= waits["p50"] <= waits["p99"] < each["ttft_seconds"]["p99"]
+        assert each["wait_seconds"]["batch"] == {"requests": 0, "mean": None, "p50": None, "p99": None}
         assert all(decision["reasons"] for decision in each["decisions"])
     assert by_name["static:3"]["gpu_hours"] == pytest.approx(
         3 * document["policies"][0]["duration_seconds"] / 3600, 0.2
@@ -63,6 +69,7 @@ def test_a_page_and_a_plot_are_written(files: tuple[Path, Path], tmp_path: Path)
     assert "<svg" in html
     assert "Decisions of builtin" in html
     assert "Decisions of kpa" in html
+    assert html.count('<td class="text">interactive</td>') == 2  # the waits of each policy
     assert "http-equiv" not in html
     assert plot.read_text().count("<svg") == 1
 

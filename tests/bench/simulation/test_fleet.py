@@ -12,6 +12,7 @@ from llmservice_bench.simulation.policies import Static
 from llmservice_bench.simulation.replica import ReplicaConfig
 from llmservice_operator.scaling.decision import Decision
 from llmservice_planner.traffic import TraceRequest
+from llmservice_server.engine.admission_queue import QueueBound
 
 
 class Planned:
@@ -40,6 +41,9 @@ def conserves(outcome: Outcome) -> None:
     assert "open" not in outcome.outcomes
     for request in outcome.requests:
         assert request.ended_s >= request.arrival_s
+        if request.first_token_s is not None:
+            assert request.first_scheduled_s is not None
+            assert request.arrival_s <= request.first_scheduled_s < request.first_token_s
         assert (request.num_tokens == request.output_tokens) == (request.outcome == "finished")
         assert bool(request.reason) == (request.outcome != "finished")
     finished = [each for each in outcome.requests if each.outcome == "finished"]
@@ -170,3 +174,23 @@ def test_gpu_time_counts_starts_and_ends_with_the_duration(replica_config: Repli
     config = FleetConfig(replica=replica_config, initial=1, startup_s=(30.0,), gpus=2)
     outcome = Fleet(config, [TraceRequest(0.0, 5, 5)], Planned([1, 3], interval_s=10.0), 20.0).run()
     assert outcome.gpu_s == pytest.approx(2 * (20.0 + 2 * 10.0))
+
+
+def test_waits_are_counted_by_lane_and_on_average_shorter_with_the_shortest_answers_first(
+    replica_config: ReplicaConfig,
+) -> None:
+    """Of a queue of answers whose lengths follow from those of their prompts, beside a request of the other lane."""
+    trace = [TraceRequest(0.0, 20, 30)]
+    for number in range(60):
+        prompt, output = (200, 100) if number % 2 else (10, 5)
+        trace.append(TraceRequest(0.01 + 0.2 * number, prompt, output, lane="batch"))
+    found = {}
+    for order in ("fcfs", "sjf"):
+        scheduler = replace(replica_config.scheduler, batch=replace(replica_config.scheduler.batch, order=order))
+        replica = replace(replica_config, scheduler=scheduler, queue=QueueBound(100, 10**6), request_timeout_s=600.0)
+        outcome = Fleet(FleetConfig(replica=replica, initial=1), trace, Static(1)).run()
+        conserves(outcome)
+        assert outcome.waits("interactive").requests == 1
+        assert outcome.waits("batch").requests == 60
+        found[order] = outcome.waits("batch").mean or 0.0
+    assert 0 < found["sjf"] < 0.8 * found["fcfs"]

@@ -3,7 +3,7 @@ import math
 import pytest
 
 from llmservice_bench.simulation.latencies import GapHistogram
-from llmservice_bench.simulation.outcome import DecisionRecord, FleetSize, Outcome, Targets
+from llmservice_bench.simulation.outcome import DecisionRecord, FleetSize, Outcome, Targets, Waits
 from llmservice_bench.simulation.report import ready_at, reasons, replica_range
 from llmservice_bench.simulation.requests import SimulatedRequest
 from llmservice_operator.scaling.decision import Decision
@@ -49,6 +49,15 @@ def test_promises_are_kept_by_request_and_one_that_was_refused_keeps_none() -> N
 )
 def test_a_request_keeps_itl_if_its_99th_percentile_does(tokens: int, late: int, keeps: bool) -> None:
     assert request(0, 0.1, late, tokens).keeps_itl == keeps
+
+
+def test_waits_are_those_of_the_lane_and_of_requests_that_were_scheduled() -> None:
+    requests = [request(number, 0.5) for number in range(4)]
+    for number, each in enumerate(requests[:3]):
+        each.first_scheduled_s = each.arrival_s + number
+    found = outcome(requests, [], [])
+    assert found.waits("interactive") == Waits(3, 1.0, 1.0, 2.0)
+    assert found.waits("batch") == Waits(0, None, None, None)
 
 
 def test_a_request_ends_once() -> None:

@@ -346,6 +346,7 @@ def test_the_access_log_has_the_figures_and_never_the_words(server: Any, client:
     assert answer.usage is not None
     assert line["prompt_tokens"] == answer.usage.prompt_tokens
     assert line["completion_tokens"] == 4
+    assert line["lane"] == "interactive"
     assert (line["method"], line["path"], line["status"]) == ("POST", "/v1/completions", 200)
     assert 0 < line["ttft_s"] <= line["duration_s"]
     log = json.dumps(server.log)
