@@ -26,13 +26,14 @@ from llmservice_operator.pods.pod import Pod, Trouble, image_volume_trouble, obs
 from llmservice_operator.pods.pod_model import PodModels
 from llmservice_operator.scaling.analysis import Forecast
 from llmservice_operator.scaling.decision import Decision, ScalingState, decide_replicas, scale_policy
+from llmservice_operator.scaling.feasibility import Feasibility, feasibility_of
 from llmservice_operator.scaling.load import Held, Load
 from llmservice_operator.scaling.supply import OverloadTimer, StartupTimes, supply_of
 from llmservice_operator.signals.held import HeldRequests
 from llmservice_operator.signals.sources import Signals
 from llmservice_operator.sizing import ReadModel, Sized, Sizer, SizingProblem
 from llmservice_operator.status.autoscaling_status import StatusWriteThrottle
-from llmservice_operator.status.conditions import Verdict, remembered_slo, slo_verdict
+from llmservice_operator.status.conditions import remembered_slo, slo_verdict
 from llmservice_operator.status.events import EventRecorder, scaled_event, transition_events
 from llmservice_operator.status.model_status import known_figures, remembered_report
 from llmservice_operator.status.prediction_status import measured_blocks, predictions
@@ -89,7 +90,7 @@ class Memory:
     throttle: StatusWriteThrottle
     overload: OverloadTimer = field(default_factory=OverloadTimer)
     scaling: ScalingState | None = None
-    slo: Verdict | None = None
+    slo: Feasibility | None = None
     requested_s: float | None = None
     """When the first request came that no pod has been ready for yet, in seconds since 1970."""
     unobserved_s: float | None = None
@@ -165,7 +166,7 @@ class Reconciler:
         load = await self._load(seen, sizing)
         fetching = await self.pod_models.fetching(seen.pods)
         adapters = await self.pod_models.adapters(seen.pods) if seen.service.spec.adapters else {}
-        memory.slo = self._slo(seen, memory, sizing, load)
+        memory.slo = feasibility_of(seen.service.spec.slo, sizing, load, memory.slo)
         compared = await self._predictions(seen, memory, sizing, load)
         started = await self._cold_start(seen, memory)
         decision = self._decide(seen, memory, sizing, load)
@@ -181,7 +182,7 @@ class Reconciler:
             load=load,
             decision=decision,
             desired=seen.current if held else decision.replicas,
-            slo=memory.slo,
+            slo=slo_verdict(memory.slo),
             startup_s=memory.startup.p90_s,
             blocked=_blocked(refusals),
             unreachable=any(one.kind in {"Deployment", "Service"} for one in refusals),
@@ -260,18 +261,6 @@ class Reconciler:
             report = report or remembered_report(seen.service.status.sizing, known, spec.engine.block_size)
         return await memory.sizer.size(spec, seen.now, known, report)
 
-    def _slo(self, seen: Observation, memory: Memory, sizing: Sized | SizingProblem, load: Load | None) -> Verdict:
-        sized = sizing if isinstance(sizing, Sized) else None
-        slo = seen.service.spec.slo
-        return slo_verdict(
-            load,
-            slo.ttft_p99_s,
-            itl_feasible=sized.plan.itl_feasible if sized and sized.plan else None,
-            before=memory.slo,
-            latency=sized.latency if sized else None,
-            itl_target_s=slo.itl_p99_s,
-        )
-
     async def _load(self, seen: Observation, sizing: Sized | SizingProblem) -> Load | None:
         if not seen.serving or (isinstance(sizing, Sized) and sizing.max_num_seqs is None):
             return None  # a pod's load means nothing before its number of slots is known
@@ -281,14 +270,13 @@ class Reconciler:
 
     def _decide(self, seen: Observation, memory: Memory, sizing: Sized | SizingProblem, load: Load | None) -> Decision:
         service, metrics = seen.service, self.metrics
-        feasible = memory.slo is None or memory.slo.status != "False"
         supply = supply_of(seen.deployment, seen.pods, memory.startup)
         held = self.held.of(service.key)
         demand: Load | Held | None = held
         if seen.current:
             demand = load if load is None or held is None else load.with_held(held.requests)
         decision, memory.scaling = decide_replicas(
-            service, sizing, demand, supply, memory.scaling, seen.now, seen.steady_s, feasible=feasible
+            service, sizing, demand, supply, memory.scaling, seen.now, seen.steady_s, slo=memory.slo
         )
         self._track_zero(seen, memory, decision)
         metrics.sized(*service.key, sizing.reason if isinstance(sizing, SizingProblem) else None)

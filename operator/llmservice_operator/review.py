@@ -12,14 +12,15 @@ from pydantic import ValidationError
 
 from llmservice_operator.api.kinds import Child
 from llmservice_operator.api.resource import LLMService
-from llmservice_operator.api.spec import Manifest
+from llmservice_operator.api.spec import Manifest, Slo
 from llmservice_operator.children.expected import expected_children
 from llmservice_operator.cluster.applier import name_taken, owned_by
 from llmservice_operator.cluster.kube_client import KubeClient, KubeError
 from llmservice_operator.grants import Grants
 from llmservice_operator.locations import ModelSourceError
+from llmservice_operator.scaling.feasibility import feasibility_of
 from llmservice_operator.sizing import ReadModel, Sized, SizingProblem, size
-from llmservice_operator.status.conditions import READY, SIZING_VALID, SLO_FEASIBLE, slo_verdict
+from llmservice_operator.status.conditions import READY, SIZING_VALID, SLO_FEASIBLE
 from llmservice_operator.status.model_status import known_figures
 from llmservice_operator.status.report import InvalidSpecError
 
@@ -75,7 +76,7 @@ class Reviewer:
             return Review(f"{SIZING_VALID} would be False: {sizing.reason}: {sizing.message}")
         if new and (taken := await self._taken(service, sizing)):
             return Review(f"{READY} would be False: {taken}")
-        return Review(warnings=_warnings(sizing))
+        return Review(warnings=_warnings(service.spec.slo, sizing))
 
     async def _refused(self, service: LLMService) -> str | None:
         """Whether the spec names what the platform does not grant; where that can't be read, a pass decides."""
@@ -124,10 +125,9 @@ def _changed(manifest: Manifest, before: Manifest | None) -> frozenset[str]:
     return frozenset(part for part in _SIZED | _GRANTED if new.get(part) != old.get(part))
 
 
-def _warnings(sized: Sized) -> tuple[str, ...]:
-    itl_feasible = sized.plan.itl_feasible if sized.plan else None
-    verdict = slo_verdict(None, None, itl_feasible=itl_feasible, before=None)
-    return (f"{SLO_FEASIBLE} will be False: {verdict.reason}: {verdict.message}",) if verdict.status == "False" else ()
+def _warnings(slo: Slo, sized: Sized) -> tuple[str, ...]:
+    found = feasibility_of(slo, sized, None, None)
+    return () if found.replicas_help else (f"{SLO_FEASIBLE} will be False: {found.reason}: {found.message}",)
 
 
 def _reviewable(manifest: Manifest) -> Manifest:

@@ -7,6 +7,7 @@ from collections import deque
 from llmservice_bench.simulation.observation import Observation
 from llmservice_operator.api import units
 from llmservice_operator.scaling.decision import Decision, ScalingState, decide_replicas
+from llmservice_operator.scaling.feasibility import Feasibility, feasibility_of
 from llmservice_operator.scaling.from_manifest import SizedService
 from llmservice_operator.scaling.load import Held, Load, Scrape, load_of
 from llmservice_operator.scaling.supply import StartupTimes, supply_of
@@ -30,18 +31,19 @@ class BuiltIn:
         self._startup = StartupTimes()
         self._scrapes: dict[str, deque[Scrape]] = {}
         self._state: ScalingState | None = None
+        self._slo: Feasibility | None = None
 
     def decide(self, seen: Observation) -> Decision:
         now = seen.now_s
         self._startup.observe(seen.pods, now, now)
         load = self._load(seen)
+        service, sized = self._sized.service, self._sized.sized
+        self._slo = feasibility_of(service.spec.slo, sized, load, self._slo)
         demand: Load | Held | None = seen.held
         if seen.replicas:
             demand = None if load is None else load.with_held(seen.held.requests)
         supply = supply_of({"spec": {"replicas": seen.replicas}}, seen.pods, self._startup)
-        decision, self._state = decide_replicas(
-            self._sized.service, self._sized.sized, demand, supply, self._state, now, now
-        )
+        decision, self._state = decide_replicas(service, sized, demand, supply, self._state, now, now, slo=self._slo)
         return decision
 
     def _load(self, seen: Observation) -> Load | None:

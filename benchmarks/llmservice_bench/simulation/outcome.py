@@ -154,6 +154,7 @@ class Outcome:
                     "to": each.decision.replicas,
                     "wanted": each.decision.wanted,
                     "reasons": list(each.decision.reasons),
+                    "slo_feasible": each.decision.slo and asdict(each.decision.slo),
                 }
                 for each in self.decisions
             ],

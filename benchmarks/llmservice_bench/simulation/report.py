@@ -127,13 +127,28 @@ def _decisions(outcome: Outcome, most: int) -> Iterator[str]:
     changes = outcome.changes
     count = f"{len(outcome.decisions)} decisions, {len(changes)} of which change the replicas"
     yield f"Decisions of {outcome.policy}: {count}"
-    for change in changes[:most]:
-        decision = change.decision
-        head = f"  {clock(change.time_s):>8}  {change.before} -> {decision.replicas}  "
-        for number, reason in enumerate(decision.reasons):
+    shown = notable(outcome)
+    for record, why in shown[:most]:
+        head = f"  {clock(record.time_s):>8}  {record.before} -> {record.decision.replicas}  "
+        for number, reason in enumerate(why):
             yield (head if number == 0 else " " * len(head)) + reason
-    if len(changes) > most:
-        yield f"  ... {len(changes) - most} more: --html FILE or -o json shows all"
+    if len(shown) > most:
+        yield f"  ... {len(shown) - most} more: --html FILE or -o json shows all"
+
+
+def notable(outcome: Outcome) -> list[tuple[DecisionRecord, tuple[str, ...]]]:
+    """The decisions that change the replicas, or find that replicas can or can't help the targets, with reasons."""
+    found = []
+    helped = True
+    for record in outcome.decisions:
+        why, slo = record.decision.reasons, record.decision.slo
+        helps = slo is None or slo.replicas_help
+        if slo is not None and helps != helped:
+            why = (f"SLOFeasible={slo.status}: {slo.reason}: {slo.message}", *why)
+        if helps != helped or record.decision.replicas != record.before:
+            found.append((record, why))
+        helped = helps
+    return found
 
 
 def _failures(outcome: Outcome) -> Iterator[str]:
@@ -253,9 +268,9 @@ def html(study: Study) -> str:
     if has_matplotlib():
         sections.append(("Over time", [html_figure(svg_of(draw(study)))]))
     for each in study.outcomes:
-        rows = [_decision_row(change) for change in each.changes]
+        rows = [_decision_row(*shown) for shown in notable(each)]
         blocks = [
-            html_text(f"{len(each.decisions)} decisions, {len(rows)} of which change the replicas."),
+            html_text(f"{len(each.decisions)} decisions, {len(each.changes)} of which change the replicas."),
             html_table(("time", "from", "to", "reasons"), rows, texts=("reasons",)) if rows else "",
         ]
         lost = [(str(count), how.replace("_", " "), example) for (how, example), count in reasons(each).items()]
@@ -269,9 +284,8 @@ def html(study: Study) -> str:
     return html_page("Simulation", sections, study.title)
 
 
-def _decision_row(change: DecisionRecord) -> tuple[str, str, str, str]:
-    decision = change.decision
-    return clock(change.time_s), str(change.before), str(decision.replicas), "\n".join(decision.reasons)
+def _decision_row(record: DecisionRecord, why: Sequence[str]) -> tuple[str, str, str, str]:
+    return clock(record.time_s), str(record.before), str(record.decision.replicas), "\n".join(why)
 
 
 def clock(time_s: float) -> str:

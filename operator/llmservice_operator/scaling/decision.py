@@ -17,6 +17,7 @@ from llmservice_operator.api.status import AutoscalingStatus
 from llmservice_operator.pods.pod import epoch
 from llmservice_operator.scaling.analysis import analyse, forecast_of, full_replica_per_s, used_slots
 from llmservice_operator.scaling.capacity import ReplicaModel
+from llmservice_operator.scaling.feasibility import Feasibility
 from llmservice_operator.scaling.history import History
 from llmservice_operator.scaling.limits import Decision, limit
 from llmservice_operator.scaling.load import Held, Load
@@ -65,12 +66,12 @@ def decide_replicas(
     now: float,
     steady_s: float,
     *,
-    feasible: bool = True,
+    slo: Feasibility | None = None,
 ) -> tuple[Decision, ScalingState | None]:
     """The Deployment's replicas from now on, and the next pass's state.
 
     `load` is that of the ready pods, or what gateways hold for a service without any; None where it is unknown. `now`
-    is the clock of the status, `steady_s` a monotonic one. `feasible`: whether replicas can help p99 TTFT.
+    is the clock of the status, `steady_s` a monotonic one. `slo`: what `feasibility_of` found; None: not known.
     """
     if isinstance(sizing, SizingProblem):
         reason = f"sizing: {sizing.reason}, replicas stay"
@@ -78,7 +79,7 @@ def decide_replicas(
     policy, autoscaling = scale_policy(service, sizing), service.spec.autoscaling
     if policy is None or autoscaling is None:
         fixed = service.spec.replicas
-        return Decision(fixed, fixed, (f"spec.replicas is {fixed}",)), None
+        return Decision(fixed, fixed, (f"spec.replicas is {fixed}",), slo=slo), None
     if state is None:
         history = History.resume(service.status.autoscaling, supply.replicas, now).shifted(steady_s - now)
         state = ScalingState(history, service.status.observed_generation, gpu_hours_of(service.status.autoscaling, now))
@@ -94,8 +95,9 @@ def decide_replicas(
         measured = None if isinstance(load, Held) else load
         kv_blocks = measured.kv_blocks if measured else None
         model = ReplicaModel.of(sizing, service.spec.slo, kv_blocks)
+        feasible = slo is None or slo.replicas_help
         decision, history = decide(measured, supply, policy, history, steady_s, feasible=feasible, model=model)
-    return decision, ScalingState(history, generation, spent)
+    return replace(decision, slo=slo), ScalingState(history, generation, spent)
 
 
 def decide(
@@ -108,7 +110,10 @@ def decide(
     feasible: bool = True,
     model: ReplicaModel | None = None,
 ) -> tuple[Decision, History]:
-    """One tick of the autoscaler. Without metrics the replicas are held, which is no recommendation."""
+    """One tick of the autoscaler. Without metrics the replicas are held, which is no recommendation.
+
+    `feasible`: whether replicas can help p99 TTFT.
+    """
     history = history.observe(now, supply.replicas)
     if load is None:
         return _hold(supply, policy), history.remember(now, None, policy.memory_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmservice_operator.scaling.analysis import Forecast
+from llmservice_operator.scaling.feasibility import Feasibility
 from llmservice_operator.scaling.history import History
 from llmservice_operator.scaling.policy import ScalePolicy
 from llmservice_operator.scaling.recommendation import Recommendation
@@ -22,6 +23,8 @@ class Decision:
     """False without metrics."""
     forecast: Forecast | None = None
     """Demand and capacity that it was made with, where they are known."""
+    slo: Feasibility | None = None
+    """Whether replicas can help to meet the targets of latency, by which it was made."""
 
 
 def limit(

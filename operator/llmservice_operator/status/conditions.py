@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -24,9 +22,9 @@ from llmservice_operator.pods.pod import (
 )
 from llmservice_operator.pods.pod_model import Fetching, PodAdapter
 from llmservice_operator.scaling.decision import Decision
+from llmservice_operator.scaling.feasibility import Feasibility
 from llmservice_operator.scaling.load import Load
 from llmservice_operator.sizing import GIB, Sized, SizingProblem, SizingReport
-from llmservice_planner.latency import LatencyModel
 
 READY, PROGRESSING, STALLED, SIZING_VALID = "Ready", "Progressing", "Stalled", "SizingValid"
 SCALING_ACTIVE, SLO_FEASIBLE = "ScalingActive", "SLOFeasible"
@@ -50,7 +48,6 @@ NO_REPLICAS = "NoReplicas"
 """Reason of Ready=True at the zero that spec.replicas asks for: no request is answered until a user raises it."""
 
 _MESSAGE_LIMIT = 2048
-_ENOUGH_REQUESTS = 3
 _PODS_NAMED = 3
 
 
@@ -367,90 +364,14 @@ def _failed_adapters(listed: Sequence[Adapter], reports: Mapping[str, Sequence[P
     return found
 
 
-def slo_verdict(
-    load: Load | None,
-    ttft_target_s: float | None,
-    *,
-    itl_feasible: bool | None,
-    before: Verdict | None,
-    latency: LatencyModel | None = None,
-    itl_target_s: float | None = None,
-) -> Verdict:
-    """Whether the target can be met: if one unloaded request already misses it, no replica helps.
-
-    It is judged by requests that had a replica to themselves; between those the last verdict is kept. Where the target
-    is missed, it is judged by the time that the latency model gives the longest prompts as well. `itl_feasible` is the
-    planner's answer on the inter-token latency: None without a target, or where the GPU's rates are unknown.
-    """
-    if itl_feasible is False:
-        return _itl_unreachable(latency, itl_target_s)
-    if ttft_target_s is None:
-        return Verdict(SLO_FEASIBLE, "True", "NoTTFTTarget", "slo.ttftP99 is not set")
-    known = before if before is not None and before.status != "Unknown" else None
-    if load is None or load.ttft_p50_s is None or load.ttft_p99_s is None:
-        return known or Verdict(SLO_FEASIBLE, "Unknown", "NoTraffic", "no request was measured lately")
-    if (too_long := _too_long(load, load.ttft_p99_s, ttft_target_s, latency)) is not None:
-        return too_long
-    return (
-        _unloaded_verdict(load, load.ttft_p50_s, load.ttft_p99_s, ttft_target_s)
-        or known
-        or Verdict(SLO_FEASIBLE, "Unknown", "NotMeasuredUnloaded", "no unloaded request was measured yet")
-    )
+def slo_verdict(found: Feasibility) -> Verdict:
+    """SLOFeasible: whether replicas can help to meet the targets of latency."""
+    return Verdict(SLO_FEASIBLE, found.status, found.reason, found.message)
 
 
-def _unloaded_verdict(load: Load, ttft_p50_s: float, ttft_p99_s: float, ttft_target_s: float) -> Verdict | None:
-    """By requests that had a replica to themselves, or that met the target among others; None without such."""
-    unloaded = load.peak_in_flight <= 1 and load.ttft_count >= _ENOUGH_REQUESTS
-    if unloaded and ttft_p50_s > ttft_target_s:
-        return Verdict(
-            SLO_FEASIBLE,
-            "False",
-            "UnloadedRequestMissesTarget",
-            f"half of the requests that had a replica to themselves took more than {ttft_p50_s:.2f}s to the first"
-            f" token, the target is {ttft_target_s:.2f}s: more replicas can't help. Raise slo.ttftP99, shorten prompts,"
-            " or choose a faster GPU or a smaller model",
-        )
-    if ttft_p99_s <= ttft_target_s or unloaded:
-        reachable = "requests reach their first token within slo.ttftP99 when unloaded"
-        return Verdict(SLO_FEASIBLE, "True", "TargetReachable", reachable)
-    return None
-
-
-def _itl_unreachable(latency: LatencyModel | None, target_s: float | None) -> Verdict:
-    figures = ""
-    if latency is not None and target_s is not None:
-        figures = f" ({latency.decode_s(1, 1) * 1000:.3g} ms, the target is {target_s * 1000:.3g} ms)"
-    return Verdict(
-        SLO_FEASIBLE,
-        "False",
-        "ITLUnreachable",
-        f"one sequence alone already misses slo.itlP99 on this GPU{figures}: every step reads all the weights."
-        " Raise it, or choose a GPU with more memory bandwidth or a smaller model",
-    )
-
-
-def _too_long(load: Load, ttft_p99_s: float, target_s: float, latency: LatencyModel | None) -> Verdict | None:
-    """Where the target is missed, and the prompts that 1 % exceed take longer than that on an idle replica."""
-    if ttft_p99_s <= target_s or latency is None or load.prompt_p99_tokens is None:
-        return None
-    tokens = math.ceil(load.prompt_p99_tokens * load.to_compute)
-    takes_s = latency.prefill_s(tokens)
-    if takes_s <= target_s:
-        return None
-    longest = bisect_right(range(tokens), target_s, key=latency.prefill_s) - 1
-    return Verdict(
-        SLO_FEASIBLE,
-        "False",
-        "PromptsTooLong",
-        f"1 % of the prompts have at least {tokens} tokens to compute, which takes {takes_s:.2f}s on an idle replica,"
-        f" the target is {target_s:.2f}s: more replicas can't help. Raise slo.ttftP99, keep prompts below"
-        f" {max(1, longest)} tokens (engine.maxModelLen), or choose a faster GPU or a smaller model",
-    )
-
-
-def remembered_slo(service: LLMService) -> Verdict | None:
-    """The verdict on the target that the status kept, where it is about the present spec."""
+def remembered_slo(service: LLMService) -> Feasibility | None:
+    """What the status kept about the targets, where it is about the present spec."""
     condition = service.status.condition(SLO_FEASIBLE)
     if condition is None or condition.observed_generation != service.metadata.generation:
         return None
-    return Verdict(SLO_FEASIBLE, condition.status, condition.reason, condition.message)
+    return Feasibility(condition.status, condition.reason, condition.message)

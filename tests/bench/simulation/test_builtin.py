@@ -2,7 +2,9 @@ from typing import Any
 
 from llmservice_bench.simulation.builtin import TICK_JITTER, TICK_S, BuiltIn
 from llmservice_bench.simulation.fleet import Fleet
+from llmservice_bench.simulation.outcome import Targets
 from llmservice_bench.simulation.policies import Service
+from llmservice_bench.simulation.report import notable
 from llmservice_bench.simulation.service import fleet_config, latency_of
 from llmservice_operator import loops
 from llmservice_operator.scaling.from_manifest import sized_service
@@ -52,3 +54,23 @@ def test_without_autoscaling_the_replicas_of_the_spec_stay(manifest: dict[str, A
     assert config.initial == 2
     assert outcome.changes == []
     assert outcome.decisions[0].decision.reasons == ("spec.replicas is 2",)
+
+
+def test_a_target_that_no_replica_meets_is_reported_once_and_asks_for_none(manifest: dict[str, Any]) -> None:
+    """As in the cluster: p99 TTFT is no reason for replicas while the longest prompts alone take longer."""
+    manifest["spec"]["slo"] = {"ttftP99": "300ms"}
+    sized = sized_service(manifest)
+    trace = [TraceRequest(number * 0.8, 3000, 20) for number in range(200)]
+    config = fleet_config(sized, latency_of(sized), trace, startup_s=(20.0,))
+    outcome = Fleet(config, trace, BuiltIn(sized)).run()
+    infeasible = [(record, why) for record, why in notable(outcome) if why[0].startswith("SLOFeasible=")]
+    ((record, why),) = infeasible
+    assert why[0].startswith("SLOFeasible=False: PromptsTooLong: 1 % of the prompts have at least ")
+    assert "which takes 0." in why[0]
+    assert "the target is 0.30s" in why[0]
+    later = [each.decision for each in outcome.decisions if each.time_s >= record.time_s]
+    assert len(later) > 10
+    assert all(each.slo is not None and each.slo.status == "False" for each in later)
+    assert not any(reason.startswith("ttft: ") for each in later for reason in each.reasons)
+    decisions = outcome.to_dict(Targets())["decisions"]
+    assert decisions[-1]["slo_feasible"]["reason"] == "PromptsTooLong"

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,11 +9,11 @@ from llmservice_operator.api.spec import Adapter
 from llmservice_operator.pods.pod import Pod, Trouble
 from llmservice_operator.pods.pod_model import Fetching, PodAdapter
 from llmservice_operator.scaling.decision import Decision
+from llmservice_operator.scaling.feasibility import Feasibility
 from llmservice_operator.scaling.load import Load, PodLoad
 from llmservice_operator.sizing import Sized, SizingProblem
 from llmservice_operator.status.conditions import (
     READY,
-    SLO_FEASIBLE,
     Verdict,
     adapters_verdict,
     conditions,
@@ -24,11 +23,9 @@ from llmservice_operator.status.conditions import (
     ready_verdict,
     remembered_slo,
     scaling_verdict,
-    slo_verdict,
     stalled_verdict,
     while_fetching,
 )
-from llmservice_planner.latency import LatencyModel
 
 NOW = 1_700_000_000.0
 TOO_BIG = SizingProblem("DoesNotFit", "the model does not fit")
@@ -260,73 +257,6 @@ def test_pods_that_compute_without_a_kernel_are_named() -> None:
     assert "a (attention), b (attention), c (attention), …. The pod's log" in verdict.message
 
 
-NO_TRAFFIC = Verdict(SLO_FEASIBLE, "Unknown", "NoTraffic", "…")
-INFEASIBLE = Verdict(SLO_FEASIBLE, "False", "UnloadedRequestMissesTarget", "…")
-
-
-def load(p50_s: float, p99_s: float, *, peak: float = 1, count: float = 10) -> Load:
-    return Load(
-        "pods", (PodLoad("a", 0, 0, 0),), ttft_p50_s=p50_s, ttft_p99_s=p99_s, ttft_count=count, peak_in_flight=peak
-    )
-
-
-@pytest.mark.parametrize(
-    ("now", "before", "expected"),
-    [
-        pytest.param(None, None, ("Unknown", "NoTraffic"), id="nothing measured"),
-        pytest.param(load(3.0, 4.0), None, ("False", "UnloadedRequestMissesTarget"), id="alone and too slow"),
-        pytest.param(load(3.0, 4.0, peak=9), None, ("Unknown", "NotMeasuredUnloaded"), id="slow under load"),
-        pytest.param(load(3.0, 4.0, count=2), None, ("Unknown", "NotMeasuredUnloaded"), id="too few to judge"),
-        pytest.param(
-            load(3.0, 4.0, peak=9),
-            NO_TRAFFIC,
-            ("Unknown", "NotMeasuredUnloaded"),
-            id="not knowing is no verdict to keep",
-        ),
-        pytest.param(load(0.1, 0.2), None, ("True", "TargetReachable"), id="fast"),
-        pytest.param(None, INFEASIBLE, ("False", "UnloadedRequestMissesTarget"), id="silence changes no verdict"),
-        pytest.param(load(3.0, 9.0, peak=9), INFEASIBLE, ("False", "UnloadedRequestMissesTarget"), id="nor does load"),
-        pytest.param(load(0.1, 0.2), INFEASIBLE, ("True", "TargetReachable"), id="but a met target does"),
-    ],
-)
-def test_the_target_is_judged_by_unloaded_requests(
-    now: Load | None, before: Verdict | None, expected: tuple[str, str]
-) -> None:
-    verdict = slo_verdict(now, 2.0, itl_feasible=None, before=before)
-
-    assert (verdict.status, verdict.reason) == expected
-
-
-def test_an_unreachable_itl_target_is_reported_without_traffic() -> None:
-    verdict = slo_verdict(None, None, itl_feasible=False, before=None)
-
-    assert (verdict.status, verdict.reason) == ("False", "ITLUnreachable")
-    assert "slo.itlP99" in verdict.message
-
-
-def test_prompts_that_take_longer_than_the_target_alone_are_named_with_the_longest_that_does_not() -> None:
-    latency = LatencyModel(0.001, 0.0, 0.01, token_s=0.001, kv_token_s=0.0, pair_s=0.0)
-    slow = replace(load(1.0, 6.0, peak=9), prompt_p99_tokens=4000.0)
-
-    verdict = slo_verdict(slow, 2.0, itl_feasible=None, before=None, latency=latency)
-
-    assert (verdict.status, verdict.reason) == ("False", "PromptsTooLong")
-    assert "at least 4000 tokens to compute, which takes 4.00s" in verdict.message
-    assert "keep prompts below 1999 tokens" in verdict.message
-    half_cached = slo_verdict(replace(slow, to_compute=0.4), 2.0, itl_feasible=None, before=None, latency=latency)
-    assert half_cached.reason != "PromptsTooLong"
-    met = slo_verdict(replace(slow, ttft_p99_s=1.9), 2.0, itl_feasible=None, before=None, latency=latency)
-    assert met.status == "True"
-
-
-def test_an_unreachable_itl_target_has_its_numbers() -> None:
-    latency = LatencyModel(0.001, 0.0, 0.062, token_s=0.001, kv_token_s=0.0, pair_s=0.0)
-
-    verdict = slo_verdict(None, 2.0, itl_feasible=False, before=None, latency=latency, itl_target_s=0.05)
-
-    assert "on this GPU (63 ms, the target is 50 ms)" in verdict.message
-
-
 def test_replicas_that_the_cost_limits_are_named_in_the_condition(sized: Sized) -> None:
     reasons = ("demand: 9/s -> 7", "cost: 90.0 of 100 GPU-hours of the day (UTC) are used -> 2")
 
@@ -334,10 +264,6 @@ def test_replicas_that_the_cost_limits_are_named_in_the_condition(sized: Sized) 
 
     assert (verdict.status, verdict.reason) == ("True", "LimitedByCost")
     assert "raise autoscaling.maxGPUHoursPerDay" in verdict.message
-
-
-def test_without_a_target_the_slo_is_feasible() -> None:
-    assert slo_verdict(load(9.0, 9.0), None, itl_feasible=None, before=None).status == "True"
 
 
 STARTING = Verdict(READY, "False", "Starting", "0 of 2 replicas are ready")
@@ -367,7 +293,7 @@ def test_a_verdict_about_an_earlier_spec_is_not_remembered(generation: int, know
     condition |= {"lastTransitionTime": "2026-01-01T00:00:00Z", "observedGeneration": 1}
     service = LLMService.model_validate({**manifest, "status": {"conditions": [condition]}})
 
-    assert remembered_slo(service) == (Verdict(SLO_FEASIBLE, "False", "TooSlow", "m") if known else None)
+    assert remembered_slo(service) == (Feasibility("False", "TooSlow", "m") if known else None)
 
 
 POET = PodAdapter("poet", "hf://o/p", "v2")
