@@ -67,7 +67,9 @@ def test_a_bad_adapter_becomes_a_condition_and_the_others_serve(cluster: Cluster
 
     def failed() -> dict[str, Any] | None:
         condition = kube.condition(NAME, "AdaptersReady")
-        return condition if condition.get("reason") == "AdapterLoadFailed" and "large" in condition["message"] else None
+        if condition.get("reason") != "AdapterLoadFailed":
+            return None
+        return condition if all(name in condition["message"] for name in ("large", "nowhere")) else None
 
     message = wait_for(failed, 60, lambda: kube.get(NAME)["status"])["message"]
     assert "the adapter's rank is 32, expected at most --max-lora-rank 16: raise it" in message
