@@ -53,20 +53,19 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-def test_a_checkpoint_that_cannot_be_served_says_why_in_ready(cluster: Cluster, kube: Kube) -> None:
+@pytest.mark.parametrize("what", DAMAGES)
+def test_a_checkpoint_that_cannot_be_served_says_why_in_ready(cluster: Cluster, kube: Kube, what: str) -> None:
     if not cluster.is_local:
         pytest.skip("pods of this cluster do not see the checkpoints' folder")
-    folder = cluster.state_dir / "models"
-    for name, (damage, _) in DAMAGES.items():
-        shutil.copytree(folder / "tiny-llama", folder / f"bad-{name}")
-        damage(folder / f"bad-{name}")
-        kube.create(tiny_service(f"bad-{name}", f"file:///bad-{name}"))
+    damage, problem = DAMAGES[what]
+    name, folder = f"bad-{what}", cluster.state_dir / "models"
+    shutil.copytree(folder / "tiny-llama", folder / name)
+    damage(folder / name)
+    kube.create(tiny_service(name, f"file:///{name}"))
 
-    for name, (_, problem) in DAMAGES.items():
+    def told() -> bool:
+        condition = kube.condition(name, "Ready")
+        return condition.get("status") == "False" and problem in condition["message"]
 
-        def told(name: str = name, problem: str = problem) -> bool:
-            condition = kube.condition(f"bad-{name}", "Ready")
-            return condition.get("status") == "False" and problem in condition["message"]
-
-        wait_for(told, 120, lambda name=name: (kube.get(f"bad-{name}")["status"], kube.pods(f"bad-{name}")))
-        kube.delete(f"bad-{name}")
+    wait_for(told, 120, lambda: (kube.get(name)["status"], kube.pods(name)))
+    kube.delete(name)
