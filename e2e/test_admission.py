@@ -8,13 +8,12 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import yaml
 
-from harness.cluster import Cluster, processes, running_cluster
+from harness.cluster import Cluster, processes
 from harness.kube import Kube, Object, tiny_service
 from harness.wait import wait_for
 
@@ -39,11 +38,9 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with running_cluster(tmp_path_factory.mktemp("admission")) as running:
-        wait_for(lambda: bundle(running), 30)
-        yield running
+@pytest.fixture(scope="module", autouse=True)
+def webhook(cluster: Cluster) -> None:
+    wait_for(lambda: bundle(cluster), 30)
 
 
 def bundle(cluster: Cluster) -> str:
@@ -52,11 +49,6 @@ def bundle(cluster: Cluster) -> str:
     (configuration,) = json.loads(found)["items"]
     trusted: str = configuration["webhooks"][0]["clientConfig"].get("caBundle", "")
     return trusted
-
-
-@pytest.fixture
-def kube(cluster: Cluster) -> Kube:
-    return Kube(cluster)
 
 
 def manifest(name: str, spec: Object) -> str:

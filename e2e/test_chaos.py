@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from harness.cluster import Cluster, running_cluster
+from harness.cluster import Cluster
 from harness.kube import Kube, is_ready, tiny_service
 from harness.traffic import traffic
 from harness.wait import wait_for
@@ -25,15 +25,13 @@ KILL_EVERY_S = 7.0
 SETTLING_S = 60.0
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with running_cluster(tmp_path_factory.mktemp("chaos")) as running:
-        if not running.is_local:
-            pytest.skip("servers of a cluster that is not ours are not killed")
-        kube = Kube(running)
-        kube.create(tiny_service(NAME, running.model_uri, replicas=3))
-        wait_for(lambda: ready_pods(kube) == 3, 90, lambda: kube.pods(NAME))
-        yield running
+@pytest.fixture(scope="module", autouse=True)
+def service(cluster: Cluster) -> None:
+    if not cluster.is_local:
+        pytest.skip("servers of a cluster that is not ours are not killed")
+    kube = Kube(cluster)
+    kube.create(tiny_service(NAME, cluster.model_uri, replicas=3))
+    wait_for(lambda: ready_pods(kube) == 3, 90, lambda: kube.pods(NAME))
 
 
 def ready_pods(kube: Kube) -> int:

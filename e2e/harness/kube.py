@@ -38,6 +38,9 @@ class Kube:
     def delete(self, name: str) -> None:
         self.custom.delete_namespaced_custom_object(GROUP, VERSION, self.namespace, PLURAL, name)
 
+    def services(self) -> list[Object]:
+        return self.custom.list_namespaced_custom_object(GROUP, VERSION, self.namespace, PLURAL)["items"]  # type: ignore[no-any-return]
+
     def condition(self, name: str, kind: str) -> Object:
         conditions = self.get(name).get("status", {}).get("conditions", [])
         return next((condition for condition in conditions if condition["type"] == kind), {})
