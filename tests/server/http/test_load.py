@@ -37,6 +37,7 @@ class Outcome:
 
     started_s: float
     status: int = 0
+    slots: str | None = None
     events: list[str] = field(default_factory=list)
     ended_s: float = 0.0
 
@@ -56,6 +57,7 @@ async def _send(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) 
     outcome = Outcome(time.monotonic())
     async with session.post(url, json=body) as response:
         outcome.status = response.status
+        outcome.slots = response.headers.get("x-admissible-sequences")
         async for line in response.content:
             if text := line.decode().strip().removeprefix("data: "):
                 outcome.events.append(text)
@@ -120,6 +122,7 @@ async def test_every_stream_cut_while_it_runs_ends_as_an_abort_and_no_other_does
     finished = [outcome for outcome in outcomes if isinstance(outcome, Outcome)]
     assert len(finished) == len(streams) - len(cut)
     assert all(outcome.finished for outcome in finished)
+    assert all(outcome.slots for outcome in finished)  # though all arrived before the first step
     await asyncio.to_thread(server.wait_until_idle)
     assert (ended("abort"), ended("length")) == (len(cut), len(finished))
 

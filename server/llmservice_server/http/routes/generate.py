@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from llmservice_server.http.arrivals import COUNTED_HEADER
 from llmservice_server.http.authentication import Client, client_name
-from llmservice_server.http.body import BodyRoute, num_body_bytes, run
+from llmservice_server.http.body import SLOTS_HEADER, BodyRoute, num_body_bytes, run
 from llmservice_server.http.chat_format import ChatFormat
 from llmservice_server.http.completion_format import CompletionFormat
 from llmservice_server.http.error import ApiError
@@ -216,6 +216,8 @@ class EventStream(Response):
                 async for outputs in steps:
                     if not started:
                         started = True
+                        if (stats := self._state.engine.stats) is not None:  # that of now: it may have waited for long
+                            self.headers[SLOTS_HEADER] = str(stats.num_admissible)
                         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                         await self._write(send, self._opening())
                     await self._write(send, self._events(outputs))
