@@ -45,6 +45,8 @@ class TraceRequest:
     """Of the server's log; other formats record none."""
     cached_tokens: int | None = None
     """Prompt tokens that the recording server had in its cache; None: not recorded."""
+    max_tokens: int | None = None
+    """That the client allowed for the answer; None: not recorded, as by all formats."""
 
 
 Format = Literal["azure", "burstgpt", "mooncake", "openai", "access-log"]

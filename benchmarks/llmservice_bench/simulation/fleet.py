@@ -27,6 +27,8 @@ from llmservice_planner.traffic import TraceRequest
 from llmservice_server.engine.admission_queue import Refusal
 from llmservice_server.engine.scheduler import BATCH
 
+_CREATION_S = 0.2
+"""After so long the operator sees the pods that it has asked for, which wakes it."""
 _HELD_READ_S = 1.0
 """The operator reads what gateways hold this often while a service is at zero."""
 
@@ -40,6 +42,8 @@ class FleetConfig:
     """Replicas that are ready when the traffic begins; their caches are cold."""
     startup_s: tuple[float, ...] = (30.0,)
     """From a replica's creation until it is ready; of several, each start has one at random."""
+    startups_in_order: bool = False
+    """Each start has the next of `startup_s`, and the last one again, in place of one at random."""
     mtbf_s: float = math.inf
     """Mean time between failures of one replica."""
     failures_s: tuple[float, ...] = ()
@@ -50,6 +54,8 @@ class FleetConfig:
     """How often a client repeats a request that was refused, after the time that the refusal names."""
     gpus: int = 1
     """Of a replica."""
+    by_prefix: bool = True
+    """Whether the gateway sends requests to the replica that has the beginning of their prompt."""
     seed: int = 0
 
 
@@ -65,7 +71,7 @@ class Pod:
     terminating: bool = False
     ended_s: float | None = None
     slots: int = 0
-    """Requests that it runs at once, as it last reported."""
+    """Requests that it runs at once, as its last answer says."""
     restarts: int = 0
     trouble: None = None
     due: int = 0
@@ -101,12 +107,7 @@ class Fleet:
         self.config = config
         self.policy = policy
         longest = config.replica.max_request_tokens
-        self.requests = [
-            SimulatedRequest(
-                number, each, each.arrival_s, max(1, min(each.output_tokens, longest - each.prompt_tokens))
-            )
-            for number, each in enumerate(trace)
-        ]
+        self.requests = [SimulatedRequest.of(number, each, longest) for number, each in enumerate(trace)]
         last_s = self.requests[-1].arrival_s if self.requests else 0.0
         self.duration_s = last_s if duration_s is None else duration_s
         self.warmup_s = warmup_s
@@ -116,14 +117,14 @@ class Fleet:
         self._gone: list[Pod] = []
         self._rng = random.Random(config.seed)  # noqa: S311 - no secret
         self._gaps = GapHistogram()
-        self._balancer = Balancer[Pod]()
+        self._balancer = Balancer[Pod](by_prefix=config.by_prefix)
         self._tickets: dict[SimulatedRequest, Ticket[Pod]] = {}
         self._held: dict[SimulatedRequest, float] = {}
         """Since when."""
         self._events: list[tuple[float, int, int, Action]] = []
         self._order = itertools.count()
         self._touched: dict[Pod, None] = {}
-        self._names = itertools.count()
+        self._names, self._starts = itertools.count(), itertools.count()
         self._open = len(self.requests)
         self._tick = 0
         self._tick_due_s = math.inf
@@ -254,7 +255,8 @@ class Fleet:
         assert replica is not None  # noqa: S101 - the callers have checked
         if not replica.first_tokens and not replica.ended:
             return
-        pod.slots = replica.scheduler.num_admissible
+        if replica.first_tokens:  # answers name them as they begin
+            pod.slots = replica.scheduler.num_admissible
         for request in replica.first_tokens:
             if ticket := self._tickets.get(request):
                 ticket.has_begun = True
@@ -294,7 +296,10 @@ class Fleet:
         return [pod for pod in self.pods if pod.serves]
 
     def _startup_s(self) -> float:
-        return self._rng.choice(self.config.startup_s)
+        times_s = self.config.startup_s
+        if self.config.startups_in_order:
+            return times_s[min(next(self._starts), len(times_s) - 1)]
+        return self._rng.choice(times_s)
 
     def _create(self, created_s: float) -> Pod:
         pod = Pod(f"replica-{next(self._names)}", created_s)
@@ -310,7 +315,7 @@ class Fleet:
             return
         pod.ready, pod.ready_since_s = True, now
         pod.replica = Replica(self.config.replica, now, self._gaps)
-        pod.slots = pod.replica.scheduler.num_admissible
+        pod.slots = self.config.replica.scheduler.max_num_seqs  # what the gateway assumes before the first answer
         if self.config.mtbf_s < math.inf:
             self._at(now + self._rng.expovariate(1 / self.config.mtbf_s), Order.FAILURE, lambda at: self._fail(pod, at))
         self._release_held(now)
@@ -411,6 +416,9 @@ class Fleet:
         self._decisions.append(DecisionRecord(now, before, decision))
         if decision.replicas != before:
             self._scale(decision.replicas, now)
+        if self.policy.wakes and decision.replicas > before:
+            self._schedule_tick(now + _CREATION_S)
+            return
         jitter = self.policy.jitter
         self._schedule_tick(now + self.policy.interval_s * self._rng.uniform(1 - jitter, 1 + jitter))
 

@@ -1,9 +1,9 @@
 """The gateway of a simulation: where each request goes, what is held, and what is sent again.
 
 It mirrors the rules of `llmservice_gateway` (balancer, holding, proxy), which this package may not import: the replica
-with the fewest tokens in flight, ties to the least recently picked; with shared prefixes the one that has most of the
-prompt, within the bound; waiting requests move to replicas with a free slot; requests are held while no replica is
-ready.
+that has most of the prompt, else the first in an order of the prompt's own, within a bound of the load; or the replica
+with the fewest tokens in flight, ties to the least recently picked; waiting requests move to replicas with a free slot;
+requests are held while no replica is ready.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import math
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from hashlib import blake2b
 from itertools import islice
 from typing import Generic, Protocol, TypeVar
 
-from llmservice_bench.simulation.requests import SimulatedRequest
+from llmservice_bench.simulation.requests import OWN, SimulatedRequest
 
 BOUND = 1.25
 MOST_ATTEMPTS, MOST_LOST = 3, 2
@@ -61,7 +62,9 @@ class _Load(Generic[B]):
 class Balancer(Generic[B]):
     """Tokens in flight on each backend, and which has the beginning of which prompts."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_prefix: bool = True) -> None:
+        """`by_prefix`: as `spec.routing.strategy`."""
+        self._is_by_prefix = by_prefix
         self._loads: dict[str, _Load[B]] = {}
         self._idle = _Load[B]()
         self._picks = 0
@@ -73,7 +76,7 @@ class Balancer(Generic[B]):
         candidates = [each for each in backends if each.uid not in tried]
         if not candidates:
             return None
-        if not request.trace.hash_ids:
+        if not self._is_by_prefix:
             return min(candidates, key=self._least_loaded)
         return self._by_prefix(candidates, request)
 
@@ -83,17 +86,20 @@ class Balancer(Generic[B]):
 
     def _by_prefix(self, candidates: Sequence[B], request: SimulatedRequest) -> B:
         """The one that has most of the prompt, whose load stays near the mean, and if possible with a free slot."""
-        affinity = request.trace.hash_ids[0]
+        affinity = affinity_of(request)
         known = self._prefixes.get(affinity, {})
         total = sum(self._of(each).tokens for each in candidates)
+
+        @cache
+        def largest() -> int:
+            return max((one.tokens for each in candidates for one in self._of(each).tickets.values()), default=0)
 
         def is_within(backend: B) -> bool:
             cost, tokens = self._cost(request, backend), self._of(backend).tokens
             of_mean = math.ceil(BOUND * (total + cost) / len(candidates))
             if tokens <= of_mean:
                 return True
-            largest = max((one.tokens for each in candidates for one in self._of(each).tickets.values()), default=0)
-            return tokens + cost <= of_mean + (max(largest, cost) + cost) / 2
+            return tokens + cost <= of_mean + (max(largest(), cost) + cost) / 2
 
         def order(backend: B) -> tuple[int, bytes]:
             rank = blake2b(backend.uid.encode(), key=affinity.to_bytes(8, "little"), digest_size=8).digest()
@@ -162,8 +168,10 @@ class Balancer(Generic[B]):
         return self._prefixes.get(request.trace.hash_ids[0], {}).get(backend.uid, 0) if request.trace.hash_ids else 0
 
     def _cost(self, request: SimulatedRequest, backend: B) -> int:
-        cached = self._cached(request, backend)
-        return max(1, max(0, request.prompt_tokens - cached) + max(1, round(self.output_tokens)))
+        expected = max(1, round(self.output_tokens))
+        if request.trace.max_tokens is not None:
+            expected = min(expected, request.trace.max_tokens)
+        return max(1, max(0, request.prompt_tokens - self._cached(request, backend)) + expected)
 
     def _remember(self, request: SimulatedRequest, backend: B, tokens: int) -> None:
         known = self._prefixes.setdefault(request.trace.hash_ids[0], {})
@@ -173,3 +181,8 @@ class Balancer(Generic[B]):
 
     def _of(self, backend: B) -> _Load[B]:
         return self._loads.get(backend.uid, self._idle)
+
+
+def affinity_of(request: SimulatedRequest) -> int:
+    """Equal for requests that share the beginning of their prompts, which those without hash ids do not."""
+    return request.trace.hash_ids[0] if request.trace.hash_ids else request.number | OWN

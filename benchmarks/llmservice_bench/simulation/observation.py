@@ -100,7 +100,7 @@ class Policy(Protocol):
 
     @property
     def wakes(self) -> bool:
-        """Whether it also decides when a replica becomes ready or is gone."""
+        """Whether it also decides when a replica is created, becomes ready or is gone."""
 
     def decide(self, seen: Observation) -> Decision:
         """Within the user's bounds, with reasons."""

@@ -118,8 +118,7 @@ class Replica:
         The rules are those of the HTTP process, of which an idle engine's queue needs no bound.
         """
         self.advance(now)
-        longest = max(1, self._max_request_tokens - request.prompt_tokens)
-        predicted_tokens = min(longest, self._lengths.predict(request.prompt_tokens))
+        predicted_tokens = min(self._max_tokens(request), self._lengths.predict(request.prompt_tokens))
         if not request.is_counted:
             request.is_counted = True
             self.arrived[request.trace.lane] += Demand(1, request.prompt_tokens, predicted_tokens)
@@ -130,6 +129,18 @@ class Replica:
         self._enter(request, predicted_tokens, now)
         self._cut()
         return None
+
+    def _max_tokens(self, request: SimulatedRequest) -> int:
+        """Of its answer, by the client's limit or the context's."""
+        longest = max(1, self._max_request_tokens - request.prompt_tokens)
+        return longest if request.trace.max_tokens is None else min(longest, request.trace.max_tokens)
+
+    def _learn(self, request: SimulatedRequest) -> None:
+        """How long answers are, as the HTTP process learns it: one at its limit was cut off, and would be longer."""
+        prompt_tokens, tokens = request.prompt_tokens, float(request.num_tokens)
+        if request.num_tokens >= self._max_tokens(request):
+            tokens = max(tokens, self._lengths.predict(prompt_tokens))
+        self._lengths.observe(prompt_tokens, tokens)
 
     def withdraw(self, request: SimulatedRequest, now: float) -> None:
         """The client left, or the gateway moves the request to another replica."""
@@ -197,7 +208,7 @@ class Replica:
         message = GenerateRequest(
             request_id=str(request.number),
             prompt_token_ids=[request.number] * prompt_tokens,
-            sampling=SamplingParams(max_tokens=self._max_request_tokens - prompt_tokens),
+            sampling=SamplingParams(max_tokens=self._max_tokens(request)),
             arrival_s=now,
             lane=trace.lane,
             deadline_s=deadline_s,
@@ -295,7 +306,7 @@ class Replica:
                 request = self._simulated.get(share.request)
                 if request is not None and share.request.num_output_tokens == request.output_tokens:
                     self._end(request, now)
-                    self._lengths.observe(request.prompt_tokens, request.num_tokens)
+                    self._learn(request)
                     request.end("finished", now)
         return now
 

@@ -12,7 +12,7 @@ from llmservice_planner.traffic import HASH_TOKENS, TraceRequest
 
 Outcome = Literal["finished", "refused", "failed", "timed_out"]
 """refused: every queue was full, or it is longer than a request may be. failed: its replica was lost."""
-_OWN = 1 << 63
+OWN = 1 << 63
 """Marks hashes of prompts that share nothing, so that no `hash_ids` are equal to them."""
 
 
@@ -47,8 +47,9 @@ class SimulatedRequest:
 
     @classmethod
     def of(cls, number: int, trace: TraceRequest, max_tokens: int) -> SimulatedRequest:
-        """An answer ends where prompt and answer reach `max_tokens`."""
-        return cls(number, trace, trace.arrival_s, max(1, min(trace.output_tokens, max_tokens - trace.prompt_tokens)))
+        """An answer ends where prompt and answer reach `max_tokens`, or at the client's limit."""
+        most = min(max_tokens - trace.prompt_tokens, trace.max_tokens or max_tokens)
+        return cls(number, trace, trace.arrival_s, max(1, min(trace.output_tokens, most)))
 
     @property
     def prompt_tokens(self) -> int:
@@ -86,7 +87,7 @@ def block_hashes(request: TraceRequest, number: int, block_size: int) -> bytes:
     count = request.prompt_tokens // block_size
     hashes = np.empty((count, 2), "<u8")
     if not request.hash_ids:
-        hashes[:, 0], hashes[:, 1] = number | _OWN, np.arange(count)
+        hashes[:, 0], hashes[:, 1] = number | OWN, np.arange(count)
         return hashes.tobytes()
     first_tokens = np.arange(count) * block_size
     chunk = np.minimum(first_tokens // HASH_TOKENS, len(request.hash_ids) - 1)

@@ -90,5 +90,6 @@ def fleet_config(
         initial=sized.replicas if initial is None else initial,
         drain_s=units.seconds(sized.service.spec.drain_timeout),
         gpus=max(1, sized.request.device_count),
+        by_prefix=sized.service.spec.routing.strategy == "prefixAffinity",
         **events,
     )

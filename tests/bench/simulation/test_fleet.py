@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmservice_bench.simulation.fleet import Fleet, FleetConfig
+from llmservice_bench.simulation.fleet import Fleet, FleetConfig, Pod
 from llmservice_bench.simulation.observation import Observation
 from llmservice_bench.simulation.outcome import Outcome, Targets
 from llmservice_bench.simulation.policies import Static
@@ -194,3 +194,32 @@ def test_waits_are_counted_by_lane_and_on_average_shorter_with_the_shortest_answ
         assert outcome.waits("batch").requests == 60
         found[order] = outcome.waits("batch").mean or 0.0
     assert 0 < found["sjf"] < 0.8 * found["fcfs"]
+
+
+def test_starts_take_their_times_in_order_and_wake_the_policy_at_once(replica_config: ReplicaConfig) -> None:
+    config = FleetConfig(replica=replica_config, initial=1, startup_s=(9.0, 2.0, 4.0), startups_in_order=True)
+    policy = Planned([1, 4], interval_s=5.0, wakes=True)
+    outcome = Fleet(config, [TraceRequest(0.0, 5, 5)], policy, 20.0).run()
+    assert [(size.time_s, size.ready) for size in outcome.sizes] == [(0.0, 1), (5.0, 1), (7.0, 2), (9.0, 4)]
+    created_s = [seen.now_s for seen in policy.seen if len(seen.pods) == 4 and seen.ready == 1]
+    assert created_s[0] == pytest.approx(5.2)  # it sees the pods that it has asked for
+
+
+def test_a_new_replica_is_sent_as_much_as_it_may_run_before_its_first_answer(replica_config: ReplicaConfig) -> None:
+    """The KV cache holds three such requests at once, which the gateway knows of a replica that has answered."""
+    replica = replace(replica_config, num_blocks=100, queue=QueueBound(100, 10**6))
+    config = FleetConfig(replica=replica, initial=1, startup_s=(1.0,))
+    trace = [TraceRequest(0.01 * number, 40, 90) for number in range(20)]
+    fleet = Fleet(config, trace, Static(2), 60.0)
+    slots = []
+    become_ready = fleet._become_ready
+
+    def noted(pod: Pod, now: float) -> None:
+        become_ready(pod, now)
+        slots.append((pod.slots, fleet._balancer.in_flight(pod)))
+
+    fleet._become_ready = noted  # type: ignore[method-assign]
+    outcome = fleet.run()
+    conserves(outcome)
+    assert slots[1] == (8, 8)
+    assert fleet.pods[1].slots < 8

@@ -26,19 +26,24 @@ def request_of(number: int, prompt_tokens: int) -> SimulatedRequest:
 @given(
     steps=st.lists(st.tuples(st.sampled_from(["send", "end", "begin"]), st.integers(1, 900)), max_size=60),
     slots=st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    by_prefix=st.booleans(),
 )
 def test_replicas_are_picked_and_requests_moved_as_the_gateway_does(
-    steps: list[tuple[str, int]], slots: list[int]
+    steps: list[tuple[str, int]], slots: list[int], by_prefix: bool
 ) -> None:
     replicas = [Replica(f"pod-{number}", count) for number, count in enumerate(slots)]
     pods = [Backend(each.uid, each.uid, "http://pod", slots=each.slots) for each in replicas]
-    mirror, real = simulated.Balancer[Replica](), balancer.Balancer()
+    mirror, real = simulated.Balancer[Replica](by_prefix=by_prefix), balancer.Balancer()
     tickets: list[tuple[simulated.Ticket[Replica], balancer.Ticket]] = []
     for number, (step, value) in enumerate(steps):
         if step == "send":
-            request = request_of(number, value)
-            asked = demand.Demand(value, round(mirror.output_tokens))
-            mine, theirs = mirror.pick(replicas, (), request), real.pick(pods, (), 0.0, asked)
+            most = 50 + 7 * number
+            trace = TraceRequest(0.0, value, 10, max_tokens=most)
+            request = SimulatedRequest.of(number, trace, 10_000)
+            affinity = simulated.affinity_of(request).to_bytes(8, "little")
+            asked = demand.Demand(value, min(round(mirror.output_tokens), most), affinity=affinity)
+            mine = mirror.pick(replicas, (), request)
+            theirs = real.pick(pods, (), 0.0, asked, by_prefix=by_prefix)
             assert mine is not None
             assert theirs is not None
             assert mine.uid == theirs.uid

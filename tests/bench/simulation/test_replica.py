@@ -208,3 +208,17 @@ def test_prompts_with_equal_hash_ids_share_their_blocks() -> None:
             replica.advance(ends_s)
             replica.begin(ends_s)
     assert replica.scheduler.prefix_hits == 32
+
+
+def test_a_clients_limit_bounds_what_is_predicted_and_an_answer_at_it_counts_as_cut_off() -> None:
+    def predicted(max_tokens: int | None, last_max_tokens: int) -> float:
+        """Of a request after nineteen with answers of three tokens."""
+        trace = TraceRequest(0.0, 20, 3, max_tokens=max_tokens)
+        replica = Driver(config_of(), [sent(number, 2.0 * number, trace) for number in range(19)], []).replica
+        before = replica.arrived["interactive"].output_tokens
+        assert replica.offer(sent(19, 50.0, replace(trace, max_tokens=last_max_tokens)), 50.0) is None
+        return replica.arrived["interactive"].output_tokens - before
+
+    assert predicted(None, 200) == pytest.approx(3.0)  # as those before were
+    assert predicted(3, 200) == pytest.approx(40 / 8)  # what is assumed, which no answer has contradicted
+    assert predicted(3, 4) == pytest.approx(4.0)
