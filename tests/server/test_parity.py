@@ -1,22 +1,18 @@
-"""Every model family against transformers, on small random checkpoints that transformers itself has saved.
+"""Every model family against transformers, on small random checkpoints that transformers itself has saved."""
 
-A new family is a line of `FAMILIES`, where its model is our own, or of `OTHERS`, where its code is transformers'.
-"""
-
-import json
 import random
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+from transformers import PreTrainedModel
 
+from harness.families import FAMILIES, OTHERS, SMALL, Family, save
 from llmservice_bench.batch_scheduler import AdmitsAll
 from llmservice_planner import families as planner_families
 from llmservice_planner.gpu import cpu_device
@@ -33,128 +29,6 @@ pytestmark = pytest.mark.slow
 
 STEPS = 64
 LOGIT_TOLERANCE = 1e-4  # of the row's largest logit
-SMALL = {
-    "vocab_size": 193,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-}
-
-
-@dataclass(frozen=True)
-class Family:
-    """A `model_type` of transformers, and keys that are rewritten in the config.json that it saves."""
-
-    model_type: str
-    settings: dict[str, Any] = field(default_factory=dict)
-    rewrite: dict[str, Any] = field(default_factory=dict)
-    shard: str = "1GB"
-
-
-LLAMA3_SCALING = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
-SLIDING = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 24}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-FAMILIES = {
-    "llama2, all heads with keys of their own": Family("llama", {"num_key_value_heads": 6}),
-    "llama3, grouped heads and its rope scaling": Family("llama", {"rope_parameters": LLAMA3_SCALING}),
-    "llama3, tied embeddings": Family("llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3_SCALING}),
-    "llama3, config.json as before transformers 5": Family(
-        "llama",
-        {"rope_parameters": LLAMA3_SCALING},
-        rewrite={"rope_parameters": None, "rope_theta": 500.0, "rope_scaling": LLAMA3_SCALING},
-    ),
-    "llama, linear rope scaling": Family(
-        "llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}}
-    ),
-    "llama, dynamic rope scaling within its context": Family(
-        "llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}
-    ),
-    "llama, biases everywhere": Family("llama", {"attention_bias": True, "mlp_bias": True}),
-    "llama, sharded safetensors": Family("llama", shard="40KB"),
-    "llama, explicit head_dim": Family("llama", {"head_dim": 32}),
-    "mistral, sliding window": Family("mistral", {"sliding_window": 24}),
-    "mistral, no window and explicit head_dim": Family("mistral", {"sliding_window": None, "head_dim": 16}),
-    "qwen2, biases and tied embeddings": Family("qwen2", {"tie_word_embeddings": True}),
-    "qwen2, yarn": Family("qwen2", {"rope_parameters": YARN}),
-    "qwen2, a window from the second layer on": Family(
-        "qwen2", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
-    ),
-    "qwen3, qk-norm and explicit head_dim": Family("qwen3", {"head_dim": 20}),
-    "qwen3, windows by layer, tied and sharded": Family(
-        "qwen3",
-        {
-            "use_sliding_window": True,
-            "sliding_window": 30,
-            "tie_word_embeddings": True,
-            "head_dim": 24,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        },
-        shard="40KB",
-    ),
-    "gpt-oss, sinks and experts with biases": Family(
-        "gpt_oss", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24}
-    ),
-    "mixtral, sharded": Family("mixtral", {"num_local_experts": 4}, shard="40KB"),
-    "qwen2-moe, a shared expert with a gate": Family("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 32}),
-    "qwen3-moe": Family("qwen3_moe", {**EXPERTS, "head_dim": 16}),
-    "qwen3-moe, a dense layer and normalised weights": Family(
-        "qwen3_moe", {**EXPERTS, "head_dim": 16, "mlp_only_layers": [1], "norm_topk_prob": True}
-    ),
-    "gemma": Family("gemma", {"head_dim": 16}),
-    "gemma2, softcaps, four norms and alternating windows": Family(
-        "gemma2", {"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 20}
-    ),
-    "gemma3, two kinds of rope": Family("gemma3_text", {"head_dim": 16, **SLIDING}),
-}
-NO_GROUPS = {"num_key_value_heads": None}  # a key that is not theirs
-PADDING = {"pad_token_id": 0}  # the default is beyond the small vocabulary
-OTHERS = {
-    "olmoe": Family("olmoe", EXPERTS),
-    "glm4-moe": Family("glm4_moe", {**EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "head_dim": 16}),
-    "ernie4.5-moe": Family("ernie4_5_moe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24}),
-    "minimax-m2": Family("minimax_m2", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}),
-    "granite-moe": Family("granitemoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "gpt2, learned positions and transposed matrices": Family("gpt2", rewrite=NO_GROUPS),
-    "gpt-neox, rotary of a part of the head": Family("gpt_neox", rewrite=NO_GROUPS),
-    "gpt-bigcode, one head of keys": Family("gpt_bigcode", rewrite=NO_GROUPS),
-    "opt": Family("opt", {"ffn_dim": 80, "word_embed_proj_dim": 48}, rewrite=NO_GROUPS),
-    "phi": Family("phi"),
-    "phimoe, a window that only its masks have": Family(
-        "phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24}
-    ),
-    "phi3, fused matrices": Family("phi3", PADDING),
-    "starcoder2": Family("starcoder2", {"sliding_window": 24}),
-    "stablelm": Family("stablelm"),
-    "olmo": Family("olmo"),
-    "olmo2, norms after the layers": Family("olmo2"),
-    "glm": Family("glm", {"head_dim": 16, **PADDING}),
-    "glm4": Family("glm4", {"head_dim": 16, **PADDING}),
-    "granite, its own scaling of scores and logits": Family(
-        "granite", {"attention_multiplier": 0.2, "logits_scaling": 3.0, "residual_multiplier": 0.5}
-    ),
-    "cohere, parallel layers": Family("cohere", {"logit_scale": 0.5}),
-    "cohere2, layers without positions": Family("cohere2", SLIDING),
-    "smollm3, layers without positions": Family("smollm3", PADDING),
-    "exaone4": Family("exaone4", SLIDING),
-    "ernie4.5": Family("ernie4_5", {"head_dim": 16}),
-    "seed-oss": Family("seed_oss", {"head_dim": 16}),
-    "apertus": Family("apertus"),
-    "arcee": Family("arcee"),
-    "helium": Family("helium", {"head_dim": 8}),
-    "nemotron": Family("nemotron"),
-    "hunyuan": Family("hunyuan_v1_dense", {"head_dim": 16}),
-}
 _Param = tuple[str, Family, ModelCode]
 CASES: list[_Param] = [
     *((name, family, "own") for name, family in FAMILIES.items()),
@@ -184,25 +58,7 @@ def only(cases: Iterable[_Param]) -> pytest.MarkDecorator:
 @pytest.fixture(params=[pytest.param(case[1:], id=case[0]) for case in CASES])
 def case(request: pytest.FixtureRequest, tmp_path: Path) -> Case:
     family, code = request.param
-    return Case(tmp_path, _save(family, tmp_path), code)
-
-
-def _save(family: Family, folder: Path) -> PreTrainedModel:
-    """Write a checkpoint with weights at which every part matters: norms are not one, biases not zero."""
-    torch.manual_seed(1)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(family.model_type, **SMALL | family.settings)
-    )
-    for name, parameter in model.named_parameters():
-        with torch.no_grad():
-            noise = torch.randn_like(parameter)
-            parameter.copy_(1 + 0.2 * noise if "norm" in name else 0.25 * noise)
-    model.eval().save_pretrained(folder, max_shard_size=family.shard)
-    assert ((folder / "model.safetensors.index.json").exists()) == (family.shard != "1GB")
-    if family.rewrite:
-        config = json.loads((folder / "config.json").read_text()) | family.rewrite
-        (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
-    return model
+    return Case(tmp_path, save(family, tmp_path), code)
 
 
 def _prompt(length: int) -> list[int]:
@@ -342,7 +198,7 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_own(case: Case) -> None
 
 def test_so_is_float16(tmp_path: Path) -> None:
     family = FAMILIES["qwen3, windows by layer, tied and sharded"]
-    check_half_precision(Case(tmp_path, _save(family, tmp_path), "own"), "float16")
+    check_half_precision(Case(tmp_path, save(family, tmp_path), "own"), "float16")
 
 
 def check_half_precision(case: Case, dtype: str) -> None:
