@@ -39,7 +39,7 @@ class Budget:
         if weights is None:
             weights = shape.weights_bytes(dtype, request.quantization, on_cpu=request.on_cpu)
         if request.packs_tied_head:
-            weights += shape.head_bytes(dtype, request.quantization, on_cpu=True)
+            weights += shape.head_bytes(dtype, request.quantization, on_cpu=request.on_cpu)
         kv_bytes = shape.kv_bytes_per_token(request.resolved_kv_dtype, device_count)
         latency = LatencyModel.of(shape, request.device, device_count, dtype, weights, kv_bytes, request.quantization)
         step = _step(request, latency)

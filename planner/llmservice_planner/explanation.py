@@ -75,7 +75,7 @@ def _weights(budget: Budget) -> str:
     size = format_bytes(budget.weights_bytes)
     head = ""
     if request.packs_tied_head:
-        head_bytes = request.shape.head_bytes(dtype, request.quantization, on_cpu=True)
+        head_bytes = request.shape.head_bytes(dtype, request.quantization, on_cpu=request.on_cpu)
         head = f" + {format_bytes(head_bytes)} of the tied output head, packed"
     if request.weights_bytes is not None:
         return f"weights: {size}, read from the checkpoint's headers{head and f' ({head[3:]} included)'}"

@@ -137,8 +137,9 @@ class LatencyModel:
             flops /= _FLOAT32_SLOWDOWN
         width = DTYPE_BYTES[dtype]
         embedding = shape.vocab_size * shape.hidden_size
-        # The input embedding is looked up, not multiplied; a tied one is the output head, of which a CPU has a copy.
-        is_looked_up = shape.is_encoder or not shape.tie_word_embeddings or isinstance(device, CPU)
+        # The input embedding is looked up, not multiplied; a tied one is the output head, unless that is a copy.
+        has_copy = isinstance(device, CPU) or quantization == "int8"
+        is_looked_up = shape.is_encoder or not shape.tie_word_embeddings or has_copy
         read_bytes = max(1, weights_bytes - embedding * width * is_looked_up)
         head = 0 if shape.is_encoder else embedding
         tables = embedding if shape.is_encoder or shape.tie_word_embeddings else 2 * embedding

@@ -116,8 +116,9 @@ class SizingRequest:
 
     @property
     def packs_tied_head(self) -> bool:
-        """Whether the server holds the embedding a second time, packed for products as the output head."""
-        return self.on_cpu and self.shape.tie_word_embeddings and not self.shape.is_encoder
+        """Whether the server holds the embedding a second time, as the output head: packed for products, or int8."""
+        is_converted = self.on_cpu or self.quantization == "int8"
+        return is_converted and self.shape.tie_word_embeddings and not self.shape.is_encoder
 
     def _check_choices(self) -> None:
         for name, allowed in (("dtype", DTYPES), ("kv_dtype", KV_DTYPES), ("quantization", QUANTIZATIONS)):
