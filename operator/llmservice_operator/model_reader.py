@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,15 @@ import aiohttp
 from llmservice_operator.api.model_spec import ModelSource
 from llmservice_operator.http_body import read_bounded
 from llmservice_operator.locations import Figures, Model, ModelLocation, ModelSourceError, locate
+from llmservice_planner.checkpoint import LENGTH_BYTES, StoredTensor, header_length, parse_header
 from llmservice_planner.shape import DTYPE_BYTES, ModelShape, ShapeError, weights_bytes
 
 DEFAULT_HUB = "https://huggingface.co"
 
 _FETCH_TIMEOUT_S = 10.0
 _ANSWER_LIMIT_BYTES = 4 * 2**20
+_HEADERS_LIMIT_BYTES = 32 * 2**20
+"""Of all shards together; a mixture of 160 experts in 90 layers has 15 MB."""
 
 
 class ModelReader:
@@ -62,18 +67,22 @@ class ModelReader:
         if location.kind != "hf":
             return Figures("pod")
         try:
-            shape = ModelShape.from_config(await self._hub_config(location))
+            config = await self._hub_config(location)
+            shape = ModelShape.from_config(config)
         except ModelSourceError as error:
             if error.reason == "ModelForbidden" and source.secret_ref is not None:
                 return Figures("pod")
             raise
-        weights_file_bytes = await self._hub_weights_bytes(location)
+        sizes = await self._hub_weights(location)
+        weights_file_bytes = sum(sizes.values()) or None
+        if shape.why_not_counted:
+            shape = shape.counted(config, await self._hub_tensors(location, sizes))
         if shape.why_not_counted and (weights_file_bytes is None or shape.quantization):
             return Figures("pod")
         return Figures("config", shape, weights_file_bytes)
 
     async def _hub_config(self, location: ModelLocation) -> dict[str, Any]:
-        url = f"{self._hf_endpoint}/{location.repository}/resolve/{location.revision}/config.json"
+        url = self._file_url(location, "config.json")
         status, text = await self._get(url)
         if status in {401, 403}:
             raise ModelSourceError(
@@ -88,19 +97,41 @@ class ModelReader:
             raise ModelSourceError("ModelUnreachable", f"{url} answers {status}", lasting=False)
         return _json_object(text, url)
 
-    async def _hub_weights_bytes(self, location: ModelLocation) -> int | None:
-        """Size of the weights' files; None where the hub does not report it."""
+    async def _hub_weights(self, location: ModelLocation) -> dict[str, int]:
+        """The sizes of the weights' files; empty where the hub does not report them."""
         url = f"{self._hf_endpoint}/api/models/{location.repository}/revision/{location.revision}?blobs=true"
         try:
             status, text = await self._get(url)
-            return _weights_file_bytes(_json_object(text, url)) if status == 200 else None
+            return _weights_files(_json_object(text, url)) if status == 200 else {}
         except ModelSourceError:
-            return None
+            return {}
+
+    async def _hub_tensors(self, location: ModelLocation, names: Iterable[str]) -> dict[str, StoredTensor]:
+        """Of the headers of the weights' files; empty where one cannot be read, and a pod has to count them."""
+        tensors: dict[str, StoredTensor] = {}
+        left = _HEADERS_LIMIT_BYTES
+        try:
+            for name in names:
+                url = self._file_url(location, name)
+                async with self._request(url) as response:
+                    response.raise_for_status()
+                    length = header_length(url, await response.content.readexactly(LENGTH_BYTES), left)
+                    tensors |= parse_header(url, await response.content.readexactly(length), length)
+                left -= length
+        except (aiohttp.ClientError, TimeoutError, ValueError, EOFError):
+            return {}
+        return tensors
+
+    def _file_url(self, location: ModelLocation, name: str) -> str:
+        return f"{self._hf_endpoint}/{location.repository}/resolve/{location.revision}/{name}"
+
+    def _request(self, url: str) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        headers = {"Authorization": f"Bearer {self._hf_token}"} if self._hf_token else {}
+        return self._session.get(url, headers=headers, timeout=self._timeout)
 
     async def _get(self, url: str) -> tuple[int, bytes]:
-        headers = {"Authorization": f"Bearer {self._hf_token}"} if self._hf_token else {}
         try:
-            async with self._session.get(url, headers=headers, timeout=self._timeout) as response:
+            async with self._request(url) as response:
                 return response.status, await read_bounded(response, _ANSWER_LIMIT_BYTES)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise ModelSourceError(
@@ -121,8 +152,8 @@ def _json_object(text: bytes, url: str) -> dict[str, Any]:
     return config
 
 
-def _weights_file_bytes(info: dict[str, Any]) -> int | None:
-    """Of the safetensors that a pod downloads: those in the root, without the `consolidated` copy."""
+def _weights_files(info: dict[str, Any]) -> dict[str, int]:
+    """The sizes of the safetensors that a pod downloads: those in the root, without the `consolidated` copy."""
     sizes = {
         sibling["rfilename"]: sibling["size"]
         for sibling in info.get("siblings") or []
@@ -133,12 +164,14 @@ def _weights_file_bytes(info: dict[str, Any]) -> int | None:
         and "/" not in sibling["rfilename"]
     }
     common = {name: size for name, size in sizes.items() if not name.startswith("consolidated")}
-    return sum((common or sizes).values()) or None
+    return common or sizes
 
 
 def _loaded_bytes(figures: Figures, dtype: str) -> int | None:
     """Of the weights in `dtype`; None where they are counted from the shape."""
     shape, stored = figures.shape, figures.weights_file_bytes
+    if shape is not None and shape.counts is not None:
+        return None
     if shape is None or stored is None or dtype in {"auto", shape.dtype}:
         return stored if shape is not None else None
     return stored * DTYPE_BYTES[dtype] // DTYPE_BYTES[shape.dtype] if shape.why_not_counted else None
@@ -151,5 +184,6 @@ def _read_folder(location: ModelLocation, dtype: str | None) -> Model:
             "ModelNotFound", f"there is no folder {folder} on the operator's machine: correct model.uri", lasting=False
         )
     shape = ModelShape.from_folder(folder)
-    counted = not (shape.why_not_counted and shape.quantization)  # what the server holds of such weights, it says
-    return Model(location, shape, weights_bytes(folder, dtype), "config" if counted else "pod")
+    read_by_pod = shape.why_not_counted and shape.quantization  # there are no headers
+    loaded = weights_bytes(folder, dtype) if shape.counts is None else None
+    return Model(location, shape, loaded, "pod" if read_by_pod else "config")

@@ -77,7 +77,7 @@ def is_asked(args: argparse.Namespace) -> bool:
 
 def weights_of(model: ModelFigures, dtype: str, quantization: Quantization) -> int | None:
     """Bytes of the weights where the checkpoint's files tell; None: they are counted from the shape."""
-    if model.shape.quantization is not None or quantization == "int8":
+    if model.shape.quantization is not None or model.shape.counts is not None or quantization == "int8":
         return None
     return model.weights_bytes(model.shape.dtype if dtype == "auto" else dtype)
 

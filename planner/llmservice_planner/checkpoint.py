@@ -1,4 +1,4 @@
-"""The loaded size of a folder of safetensors files, read from their headers.
+"""The loaded size of a checkpoint, read from the headers of its safetensors files.
 
 The format (https://huggingface.co/docs/safetensors): eight bytes of little-endian header length, a JSON header with
 each tensor's `dtype`, `shape` and `data_offsets`, then the tensors. No tensor and no pickle is read.
@@ -8,15 +8,41 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from llmservice_planner.model_config import ShapeError
+from llmservice_planner.quantization import (
+    INT8_COLUMNS,
+    SUFFIXES,
+    Quantization,
+    QuantizationConfig,
+    WeightFormat,
+    is_quantized,
+    matrices_bytes,
+)
 
+LENGTH_BYTES = 8
+"""Of a file's start, which `header_length` reads."""
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the format's reference implementation
-_FLOATS = ("F64", "F32", "F16", "BF16")
+_FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _TARGET_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """What a header says of a tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
 
 
 def weights_bytes(folder: Path, dtype: str | None = None) -> int | None:
@@ -28,7 +54,52 @@ def weights_bytes(folder: Path, dtype: str | None = None) -> int | None:
     shards = _shards(folder)
     if not shards:
         return None
-    return sum(_tensor_bytes(shard, tensor, dtype) for shard in shards for tensor in _tensors(shard))
+    tensors = (tensor for shard in shards for tensor in _read_header(shard).values())
+    return sum(
+        tensor.nbytes if dtype is None or tensor.dtype not in _FLOAT_BYTES else tensor.elements * _TARGET_BYTES[dtype]
+        for tensor in tensors
+    )
+
+
+def read_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """What the headers in `folder` say of its tensors. Raises `ShapeError` as `weights_bytes` does."""
+    return {name: tensor for shard in _shards(folder) for name, tensor in _read_header(shard).items()}
+
+
+def header_length(where: str, start: bytes, most: int = _MAX_HEADER_BYTES) -> int:
+    """Bytes of the header after the file's first `LENGTH_BYTES`. Raises `ShapeError` for more than `most`."""
+    length = int.from_bytes(start, "little")
+    if len(start) != LENGTH_BYTES or length > most:
+        raise _broken(where, f"its header should have {length} bytes, expected at most {most}")
+    return length
+
+
+def parse_header(where: str, text: bytes, length: int) -> dict[str, StoredTensor]:
+    """The tensors of a file whose header has `length` bytes. Raises `ShapeError`, which names the file."""
+    if len(text) != length:
+        raise _broken(where, f"its header should have {length} bytes, {len(text)} are there")
+    try:
+        return {
+            name: StoredTensor(
+                str(tensor["dtype"]),
+                tuple(_size(size) for size in tensor["shape"]),
+                int(tensor["data_offsets"][1]) - int(tensor["data_offsets"][0]),
+            )
+            for name, tensor in json.loads(text).items()
+            if name != "__metadata__"
+        }
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
+        raise _broken(where, f"{error!r} in its header") from error
+
+
+def _size(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"a size is {value!r}")
+    return value
+
+
+def _broken(where: str, problem: str) -> ShapeError:
+    return ShapeError(f"{where} is no safetensors file ({problem}): download it again")
 
 
 def _shards(folder: Path) -> list[Path]:
@@ -47,28 +118,119 @@ def _shards(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _tensors(path: Path) -> Iterator[Mapping[str, Any]]:
+def _read_header(path: Path) -> dict[str, StoredTensor]:
     try:
-        tensors = [tensor for name, tensor in _header(path).items() if name != "__metadata__"]
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise ShapeError(f"{path} is no safetensors file ({error}): download it again") from error
-    yield from tensors
+        with path.open("rb") as file:
+            length = header_length(str(path), file.read(LENGTH_BYTES))
+            return parse_header(str(path), file.read(length), length)
+    except OSError as error:
+        raise ShapeError(f"{path} cannot be read ({error}): download it again") from error
 
 
-def _header(path: Path) -> Any:
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        text = file.read(min(length, _MAX_HEADER_BYTES))
-    if len(text) != length:
-        raise ValueError(f"its header should have {length} bytes, {len(text)} are there")
-    return json.loads(text)
+_VALUES = ("qweight", "weight_packed", "weight")
+_SCALES = ("weight_scale_inv", "weight_scale", "scales")
+ROUTER = re.compile(r"(^|\.)(gate|router)$")
+"""Of experts: few outputs, which decide too much to be rounded."""
+_HEAD = re.compile(r"(^|\.)(lm_head|embed_out)$")
+_IN_LAYER = re.compile(r"\.\d+\.")
+_LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
+_EXPERT = re.compile(r"(^|\.)experts\.\d+(\.|$)")
+_LANGUAGE_MODEL = re.compile(r"(model\.)?language_model\.")
+"""Begins the names of a model's text part, where it has others for images or sound."""
+_MASK_DIMENSIONS = 4
+"""Old checkpoints hold their causal masks, which no model loads."""
 
 
-def _tensor_bytes(path: Path, tensor: Mapping[str, Any], dtype: str | None) -> int:
-    try:
-        if dtype is not None and tensor["dtype"] in _FLOATS:
-            return math.prod(int(size) for size in tensor["shape"]) * _TARGET_BYTES[dtype]
-        start, end = tensor["data_offsets"]
-        return int(end) - int(start)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ShapeError(f"{path} has a broken tensor entry ({error!r}): download it again") from error
+@dataclass(frozen=True, slots=True)
+class WeightCounts:
+    """The weights of a model that transformers' code runs, from which their bytes in the server's memory follow."""
+
+    quantized_parameters: int = 0
+    """In matrices that the checkpoint has quantised, and that the server can hold so."""
+    quantized_outputs: int = 0
+    stored_bytes: int = 0
+    """Of these matrices, held as they are stored."""
+    plain_parameters: int = 0
+    """In other matrices, which the server quantises at load where it is told to (int8)."""
+    plain_outputs: int = 0
+    other_parameters: int = 0
+    """In embeddings, norms, biases and experts, which are held in the dtype."""
+
+    @classmethod
+    def of(
+        cls, tensors: Mapping[str, StoredTensor], quantization: QuantizationConfig | None, *, layers: int, tied: bool
+    ) -> WeightCounts:
+        """From the headers of a checkpoint of so many `layers`; a head of its own is not loaded where it is `tied`."""
+        counts: Counter[str] = Counter()
+        for module, parts in _modules(tensors, layers):
+            if tied and _HEAD.search(module):
+                continue
+            suffix = next((each for each in _VALUES if each in parts), None)
+            counts["other_parameters"] += _elements(part for each, part in parts.items() if each not in SUFFIXES)
+            if suffix is None:
+                continue
+            values = parts[suffix]
+            form = None
+            if quantization is not None and (is_quantized(parts) or values.dtype not in _FLOAT_BYTES):
+                form = quantization.format_of(module)
+            if form is not None and len(values.shape) == 2:
+                outputs, inputs = form.shape_of(suffix, (values.shape[0], values.shape[1]))
+                if _EXPERT.search(module) or _LANGUAGE_MODEL.match(module):  # by other names when they are loaded
+                    counts["other_parameters"] += outputs * inputs
+                    continue
+                scale = next((parts[each].dtype for each in _SCALES if each in parts), "F16")
+                counts["quantized_parameters"] += outputs * inputs
+                counts["quantized_outputs"] += outputs
+                counts["stored_bytes"] += form.stored_bytes(outputs, inputs, _FLOAT_BYTES.get(scale, 2))
+            elif len(values.shape) == 2 and _is_linear(module, values.shape[0]):
+                counts["plain_parameters"] += values.elements
+                counts["plain_outputs"] += values.shape[0]
+            else:
+                counts["other_parameters"] += values.elements
+        return cls(**counts)
+
+    def held_bytes(
+        self, form: WeightFormat | None, quantization: Quantization, *, on_cpu: bool, dtype_bytes: int
+    ) -> int:
+        """In the server's memory; `form`: of the matrices that the checkpoint has quantised."""
+
+        def matrices(parameters: int, outputs: int, stored_bytes: int, form: WeightFormat | None) -> int:
+            return matrices_bytes(
+                parameters, outputs, stored_bytes, form, quantization, on_cpu=on_cpu, dtype_bytes=dtype_bytes
+            )
+
+        quantized = matrices(self.quantized_parameters, self.quantized_outputs, self.stored_bytes, form)
+        plain = matrices(self.plain_parameters, self.plain_outputs, 0, None)
+        return quantized + plain + self.other_parameters * dtype_bytes
+
+
+def has_head(tensors: Iterable[str]) -> bool:
+    """Whether there is an output head among the names; without one it is the embedding."""
+    return any(_HEAD.search(name.rpartition(".")[0]) for name in tensors)
+
+
+def _modules(tensors: Mapping[str, StoredTensor], layers: int) -> Iterator[tuple[str, Mapping[str, StoredTensor]]]:
+    """Those that the language model loads, with their tensors by suffix."""
+    modules: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
+    for name, tensor in tensors.items():
+        module, _, suffix = name.rpartition(".")
+        modules[module][suffix] = tensor
+    is_part = any(_LANGUAGE_MODEL.match(module) for module in modules)
+    for module, parts in modules.items():
+        layer = _LAYER.search(module)
+        is_extra = layer is not None and int(layer[2]) >= layers  # that predicts further tokens (GLM-4-MoE)
+        if not is_extra and (not is_part or _LANGUAGE_MODEL.match(module) or _HEAD.search(module)):
+            yield module, parts
+
+
+def _elements(tensors: Iterable[StoredTensor]) -> int:
+    return sum(
+        tensor.elements for tensor in tensors if tensor.dtype in _FLOAT_BYTES and len(tensor.shape) < _MASK_DIMENSIONS
+    )
+
+
+def _is_linear(module: str, outputs: int) -> bool:
+    """Whether a matrix is of a linear layer that `int8` quantises; embeddings are outside the layers."""
+    if _HEAD.search(module):
+        return outputs % INT8_COLUMNS == 0
+    return bool(_IN_LAYER.search(module)) and not _EXPERT.search(module) and not ROUTER.search(module)

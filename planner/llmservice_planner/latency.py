@@ -154,7 +154,7 @@ class LatencyModel:
             kv_token_s=kv_bytes_per_token / bandwidth,
             pair_s=_pair_operations(shape) / attention_flops,
             transfer_s=transfer_s,
-            expert_share=experts / (shape.num_parameters - embedding * is_looked_up) if experts else 0.0,
+            expert_share=min(1.0, experts / (shape.num_parameters - embedding * is_looked_up)) if experts else 0.0,
             expert_idle=1 - shape.experts_per_token / shape.num_experts if experts else 0.0,
             window_share=shape.sliding_layers / shape.layers,
             window_tokens=shape.sliding_window or 0,

@@ -201,7 +201,7 @@ def _quantization(config: Mapping[str, Any]) -> str | None:
         quantization = QuantizationConfig.of(config)
     except QuantizationError as error:
         raise ShapeError(str(error)) from error
-    return None if quantization is None else quantization.formats[0][1].code
+    return None if quantization is None else quantization.first.code
 
 
 def _sliding(values: _Values, family: Family, layers: int) -> tuple[int | None, int]:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from llmservice_planner.checkpoint import StoredTensor
 from llmservice_planner.shape import ModelShape, ShapeError, weights_bytes
 
 GROUP = "llmservice.model_readers"
@@ -28,6 +29,8 @@ class CheckpointFigures:
     """Its config.json."""
     weights_bytes: int | None
     """Of its safetensors files, as they are stored."""
+    tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
+    """Of its files' headers, which are read where config.json does not say how large the weights are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,4 +84,5 @@ def _read_remote(scheme: str, uri: str) -> ModelFigures:
         figures = read(uri)
     except ModuleNotFoundError as error:
         raise ShapeError(f"{uri} needs {error.name} to be read: pip install 'llmservice[fetch]'") from error
-    return ModelFigures(ModelShape.from_config(figures.config), uri, stored_bytes=figures.weights_bytes)
+    shape = ModelShape.from_config(figures.config).counted(figures.config, figures.tensors)
+    return ModelFigures(shape, uri, stored_bytes=figures.weights_bytes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,6 +21,11 @@ SUPPORTED = (
     "compressed-tensors (8-bit integers, fp8, 4-bit integers), fp8 (one scale, or blocks), gptq (4 or 8 bits), "
     "awq (4 bits, gemm)"
 )
+SUFFIXES = frozenset({
+    *("weight", "weight_packed", "weight_shape", "weight_scale", "weight_scale_inv", "weight_zero_point"),
+    *("weight_g_idx", "input_scale", "qweight", "qzeros", "scales", "g_idx"),
+})  # fmt: skip
+"""Of the tensors of one matrix in a checkpoint, besides its bias."""
 INT8_COLUMNS = 64  # the server's product of 8-bit integers computes so many outputs at a time
 _INT8_BYTES_PER_OUTPUT = 8  # a float32 scale, and what the zero of the activations adds to its sums
 
@@ -82,6 +87,16 @@ class WeightFormat:
             reordered=match["reordered"] is not None,
         )
 
+    def shape_of(self, suffix: str, stored: tuple[int, int]) -> tuple[int, int]:
+        """`[out, in]` of a matrix from its tensor of that suffix (weight, weight_packed, qweight) and shape."""
+        rows, columns = stored
+        packing = 32 // self.bits
+        if suffix == "weight":
+            return rows, columns
+        if suffix == "weight_packed":
+            return rows, columns * packing
+        return (columns * packing, rows) if self.method == "awq" else (columns, rows * packing)
+
     def stored_bytes(self, outputs: int, inputs: int, scale_bytes: int = 2) -> int:
         """Of a matrix that the server holds as it is stored; `scale_bytes`: of a scale."""
         groups = 1 if self.group is None else math.ceil(inputs / self.group)
@@ -117,14 +132,35 @@ def linear_bytes(
     scale_bytes: int = 2,
 ) -> int:
     """Of a matrix `[out, in]` of a checkpoint in the server's memory; `form`: None, it is not quantised."""
+    stored = 0 if form is None else form.stored_bytes(outputs, inputs, scale_bytes)
+    return matrices_bytes(outputs * inputs, outputs, stored, form, wanted, on_cpu=on_cpu, dtype_bytes=dtype_bytes)
+
+
+def matrices_bytes(
+    parameters: int,
+    outputs: int,
+    stored_bytes: int,
+    form: WeightFormat | None,
+    wanted: Quantization,
+    *,
+    on_cpu: bool,
+    dtype_bytes: int,
+) -> int:
+    """As `linear_bytes`, of several matrices of one format by their sums; `stored_bytes`: of `form.stored_bytes`."""
     held = form.held_as(wanted, on_cpu=on_cpu) if form is not None else wanted
-    if held == "int8" and on_cpu:
-        return outputs * (inputs + _INT8_BYTES_PER_OUTPUT)
     if held == "int8":
-        return outputs * (inputs + 4)
+        return parameters + outputs * (_INT8_BYTES_PER_OUTPUT if on_cpu else 4)
     if held == "stored" and form is not None:
-        return form.stored_bytes(outputs, inputs, scale_bytes)
-    return outputs * inputs * dtype_bytes
+        return stored_bytes
+    return parameters * dtype_bytes
+
+
+def is_quantized(suffixes: Iterable[str]) -> bool:
+    """Whether a matrix of these tensors is quantised, whatever config.json says: formats leave some matrices out.
+
+    That of fp8 and int8 is also quantised where it has no other tensor than its weight, as the dtype says.
+    """
+    return bool(SUFFIXES.intersection(suffixes) - {"weight"})
 
 
 _CODE = re.compile(
@@ -146,6 +182,11 @@ class QuantizationConfig:
     formats: tuple[tuple[tuple[str, ...], WeightFormat], ...]
     """Names or `re:` patterns, or `Linear` for all, and the format of these; the first that matches."""
     ignored: tuple[str, ...] = ()
+
+    @property
+    def first(self) -> WeightFormat:
+        """The format that stands for all where one has to."""
+        return self.formats[0][1]
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> QuantizationConfig | None:

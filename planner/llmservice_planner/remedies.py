@@ -50,7 +50,8 @@ def _remedies(request: SizingRequest) -> Iterator[str]:
 
 def _quantized(request: SizingRequest) -> Iterator[str]:
     """8-bit weights; 4-bit ones only where those would be too large, and not on a CPU, which would hold them dense."""
-    if request.shape.quantization or request.shape.is_encoder or request.quantization == "int8":
+    shape = request.shape
+    if shape.quantization or shape.is_encoder or shape.why_not_counted or request.quantization == "int8":
         return
     counted = replace(request, weights_bytes=None)
     int8 = Budget.of(replace(counted, quantization="int8"))
@@ -61,8 +62,10 @@ def _quantized(request: SizingRequest) -> Iterator[str]:
                 f"{format_gib(int8.weights_bytes)}, on CPUs with AVX-512 VNNI"
             )
         return
+    if shape.counts is not None:  # what such a checkpoint would quantise is not known
+        return
     for bits, code in ((8, "compressed-tensors/int8"), (4, "awq/int4/1x128/zeros")):
-        budget = Budget.of(replace(counted, shape=replace(request.shape, quantization=code), dtype="auto"))
+        budget = Budget.of(replace(counted, shape=replace(shape, quantization=code), dtype="auto"))
         if budget.fits:
             yield f"use a checkpoint quantised to {bits} bits: {format_gib(budget.weights_bytes)} of weights"
             return

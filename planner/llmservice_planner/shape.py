@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import Field, dataclass, fields
+from dataclasses import Field, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from llmservice_planner.checkpoint import weights_bytes
+from llmservice_planner.checkpoint import StoredTensor, WeightCounts, has_head, read_tensors, weights_bytes
 from llmservice_planner.families import FAMILIES
 from llmservice_planner.model_config import ShapeError, read_config, shape_fields
-from llmservice_planner.quantization import INT8_COLUMNS, Quantization, QuantizationError, WeightFormat, linear_bytes
+from llmservice_planner.quantization import (
+    INT8_COLUMNS,
+    Quantization,
+    QuantizationConfig,
+    QuantizationError,
+    WeightFormat,
+    linear_bytes,
+)
 
 __all__ = ["DTYPE_BYTES", "KV_SCALE_BYTES", "ModelShape", "ShapeError", "weights_bytes"]
 
@@ -66,6 +73,13 @@ class ModelShape:
     v_head_dim: int = 0
     encoder_parameters: int = 0
     """All parameters of an encoder, which has no KV cache and no output head; 0: a decoder."""
+    quantized_parameters: int = 0
+    """This and the following: the `WeightCounts` of a family whose layout is not known; 0: they have not been read."""
+    quantized_outputs: int = 0
+    stored_bytes: int = 0
+    plain_parameters: int = 0
+    plain_outputs: int = 0
+    other_parameters: int = 0
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden_size", "intermediate_size", "heads", "kv_heads", "head_dim", "vocab_size"):
@@ -98,8 +112,21 @@ class ModelShape:
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelShape:
-        """From the `config.json` of a model folder. Raises `ShapeError`."""
-        return cls.from_config(read_config(folder))
+        """From the `config.json` of a model folder, and its files' headers if need be. Raises `ShapeError`."""
+        config = read_config(folder)
+        shape = cls.from_config(config)
+        return shape.counted(config, read_tensors(folder)) if shape.why_not_counted else shape
+
+    def counted(self, config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> ModelShape:
+        """With the weights of a checkpoint, which transformers' code holds, instead of those of a known layout.
+
+        `config`: its config.json, of which this is the shape; `tensors`: of its files' headers; none: the same shape.
+        """
+        if not tensors:
+            return self
+        tied = self.tie_word_embeddings or not has_head(tensors)
+        counts = WeightCounts.of(tensors, QuantizationConfig.of(config), layers=self.layers, tied=tied)
+        return replace(self, tie_word_embeddings=tied, **asdict(counts))
 
     @classmethod
     def from_fields(cls, given: Mapping[str, Any]) -> ModelShape:
@@ -127,9 +154,16 @@ class ModelShape:
     @property
     def why_not_counted(self) -> str | None:
         """Why the weights' bytes have to be read from the files; None: they are counted from the shape."""
-        if not self.is_encoder and self.architecture not in FAMILIES:
+        if not self.is_encoder and self.architecture not in FAMILIES and self.counts is None:
             return f"the layout of {self.architecture} is not known"
         return None
+
+    @property
+    def counts(self) -> WeightCounts | None:
+        """Of the checkpoint's headers; None: of a known layout, or not read."""
+        if not self.other_parameters:
+            return None
+        return WeightCounts(**{item.name: getattr(self, item.name) for item in fields(WeightCounts)})
 
     @property
     def is_encoder(self) -> bool:
@@ -146,7 +180,15 @@ class ModelShape:
     @property
     def num_parameters(self) -> int:
         """All stored parameters including embeddings (a tied head counts once)."""
-        return self._parameters(self.num_experts)
+        if self.is_encoder:
+            return self.encoder_parameters
+        if (counts := self.counts) is not None:
+            return counts.quantized_parameters + counts.plain_parameters + counts.other_parameters
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        norms = self.layers * self.norms_per_layer * self.hidden_size + self.hidden_size
+        dense = (self.layers - self.moe_layers) * self._mlp_parameters()
+        moe = self.moe_layers * self._moe_parameters()
+        return embeddings + norms + self.layers * self._attention_parameters() + dense + moe
 
     def weights_bytes(self, dtype: str, quantization: Quantization = "auto", *, on_cpu: bool = False) -> int:
         """The server's weights in memory: matrices as `quantization` says, embeddings and all else in `dtype`.
@@ -155,6 +197,8 @@ class ModelShape:
         """
         width = DTYPE_BYTES[dtype]
         form = None if self.quantization is None else WeightFormat.parse(self.quantization)
+        if self.counts is not None:
+            return self.counts.held_bytes(form, quantization, on_cpu=on_cpu, dtype_bytes=width)
         if form is None and quantization != "int8":
             return self.num_parameters * width
         scale_bytes = DTYPE_BYTES[self.dtype]
@@ -209,7 +253,8 @@ class ModelShape:
     @property
     def active_parameters(self) -> int:
         """Parameters used for one token: all except the experts that it is not routed to."""
-        return self._parameters(self.experts_per_token)
+        unused = self.moe_layers * (self.num_experts - self.experts_per_token) * self.expert_parameters
+        return max(1, self.num_parameters - unused)
 
     @property
     def expert_parameters(self) -> int:
@@ -244,25 +289,16 @@ class ModelShape:
             row_bytes += self.kv_elements_per_layer(device_count) // self.head_dim * KV_SCALE_BYTES
         return self.layers * row_bytes
 
-    def _parameters(self, experts: int) -> int:
-        if self.is_encoder:
-            return self.encoder_parameters
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        norms = self.layers * self.norms_per_layer * self.hidden_size + self.hidden_size
-        dense = (self.layers - self.moe_layers) * self._mlp_parameters()
-        moe = self.moe_layers * self._moe_parameters(experts)
-        return embeddings + norms + self.layers * self._attention_parameters() + dense + moe
-
     def _mlp_parameters(self) -> int:
         biases = (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
         return 3 * self.hidden_size * self.intermediate_size + biases
 
-    def _moe_parameters(self, experts: int) -> int:
+    def _moe_parameters(self) -> int:
         shared = (
             3 * self.hidden_size * self.shared_expert_intermediate_size + self.hidden_size * self.shared_expert_gate
         )
         router = self.num_experts * (self.hidden_size + self.router_bias)
-        return experts * self.expert_parameters + shared + router
+        return self.num_experts * self.expert_parameters + shared + router
 
     def _attention_parameters(self) -> int:
         if self.is_mla:

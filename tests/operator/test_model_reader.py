@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy as np
 import pytest
 from aiohttp import web
+from safetensors.numpy import save
 
+from llmservice_operator import model_reader
 from llmservice_operator.api.model_spec import ModelSource
 from llmservice_operator.locations import Figures, Model, ModelSourceError
 from llmservice_operator.model_reader import ModelReader
@@ -37,6 +40,16 @@ FILES = {
     "original/model.safetensors": 4000,
     "pytorch_model.bin": 4000,
 }
+SHARDS = {
+    "model-1.safetensors": save({"model.embed_tokens.weight": np.zeros((512, 64), np.float32)}),
+    "model-2.safetensors": save(
+        {
+            "model.layers.0.mlp.up_proj.qweight": np.zeros((64, 128 // 8), np.int32),
+            "model.layers.0.mlp.up_proj.scales": np.zeros((1, 128), np.float16),
+        }
+    ),
+}
+"""Of `packed`."""
 SHAPE = {"layers": 2, "heads": 4, "hiddenSize": 64, "intermediateSize": 128, "vocabSize": 512}
 
 
@@ -61,7 +74,7 @@ async def hub() -> AsyncIterator[str]:
             await asyncio.sleep(30)
         if name == "broken":
             return web.Response(text="{")
-        if name == "packed":
+        if name in {"packed", "unlisted"}:
             return web.json_response(PACKED)
         return web.json_response(CONFIG) if name in {"good", "gated"} else web.Response(status=404)
 
@@ -69,7 +82,16 @@ async def hub() -> AsyncIterator[str]:
         siblings = [{"rfilename": name, "size": size} for name, size in FILES.items()]
         return web.json_response({"siblings": siblings if "blobs" in request.query else []})
 
+    async def weights(request: web.Request) -> web.Response:
+        return web.Response(body=SHARDS[request.match_info["file"]])
+
+    async def shards(request: web.Request) -> web.Response:
+        siblings = [{"rfilename": name, "size": len(content)} for name, content in SHARDS.items()]
+        return web.json_response({"siblings": siblings})
+
     app = web.Application()
+    app.router.add_get("/org/packed/resolve/{revision}/{file:model-.*}", weights)
+    app.router.add_get("/api/models/org/packed/revision/{revision}", shards)
     app.router.add_get("/org/{name}/resolve/{revision}/config.json", answer)
     app.router.add_get("/api/models/org/good/revision/{revision}", listing)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
@@ -128,12 +150,33 @@ async def test_a_gated_model_with_a_secret_is_left_to_the_pod_that_has_it(hub: s
 
 
 @pytest.mark.parametrize("uri", ["file:///tiny", "hf://org/packed"])
-async def test_quantised_weights_of_an_unknown_family_are_sized_by_the_server(uri: str, models: Path, hub: str) -> None:
+async def test_quantised_weights_of_an_unknown_family_are_counted_from_headers(
+    uri: str, models: Path, hub: str
+) -> None:
+    (models / "tiny" / "config.json").write_text(json.dumps(PACKED))
+    for name, content in SHARDS.items():
+        (models / "tiny" / name).write_bytes(content)
+
+    model = await read({"uri": uri}, hub, root=models)
+
+    assert (model.figures_from, model.weights_bytes) == ("config", None)
+    assert model.shape.weights_bytes("float32", "dense") == 4 * (512 * 64 + 128 * 64)
+    assert model.shape.weights_bytes("float32", "stored") == 4 * 512 * 64 + 128 * 64 // 2 + 128 * (2 + 1)
+
+
+@pytest.mark.parametrize("uri", ["file:///tiny", "hf://org/unlisted"])
+async def test_quantised_weights_without_headers_are_sized_by_the_server(uri: str, models: Path, hub: str) -> None:
     (models / "tiny" / "config.json").write_text(json.dumps(PACKED))
 
     model = await read({"uri": uri}, hub, root=models)
 
     assert model.figures_from == "pod"
+
+
+async def test_headers_that_are_too_large_are_left_to_the_server(hub: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_reader, "_HEADERS_LIMIT_BYTES", 100)
+
+    assert (await read({"uri": "hf://org/packed"}, hub)).figures_from == "pod"
 
 
 async def test_known_figures_are_not_requested_again(hub: str) -> None:

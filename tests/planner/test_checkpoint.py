@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from llmservice_planner.checkpoint import weights_bytes
+from llmservice_planner.checkpoint import StoredTensor, WeightCounts, has_head, weights_bytes
 from llmservice_planner.model_config import ShapeError
+from llmservice_planner.quantization import QuantizationConfig
+from llmservice_planner.shape import ModelShape
 
 _TENSORS = {"a": np.zeros((3, 5), np.float32), "b": np.zeros(7, np.float16), "packed": np.zeros(11, np.int8)}
 _STORED = 3 * 5 * 4 + 7 * 2 + 11
@@ -84,9 +86,95 @@ def test_a_broken_index_is_refused(tmp_path: Path, index: str) -> None:
         (9).to_bytes(8, "little") + b'{"a": 1}',
         (9).to_bytes(8, "little") + b'{"a": {}}',
         (30).to_bytes(8, "little") + b'{"a": {"data_offsets": [0]}}  ',
+        (62).to_bytes(8, "little") + b'{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}',
     ],
 )
 def test_a_broken_header_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(ShapeError, match="download it again"):
         weights_bytes(tmp_path)
+
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm"}
+PLAIN = {"model.embed_tokens.weight": (320, 256), "lm_head.weight": (320, 256), "model.norm.weight": (256,)}
+
+
+def _tensors(*others: dict[str, tuple[int, ...]], **packed: str) -> dict[str, StoredTensor]:
+    shapes = {name: shape for each in (PLAIN, *others) for name, shape in each.items()}
+    found = {name: StoredTensor("BF16", shape, 0) for name, shape in shapes.items()}
+    return found | {
+        name: StoredTensor(packed.get(name.rpartition(".")[2], "BF16"), found[name].shape, 0) for name in found
+    }
+
+
+def _awq(module: str, outputs: int, inputs: int) -> dict[str, tuple[int, ...]]:
+    shapes = {
+        "qweight": (inputs, outputs // 8),
+        "qzeros": (inputs // 64, outputs // 8),
+        "scales": (inputs // 64, outputs),
+    }
+    return {f"{module}.{suffix}": shape for suffix, shape in shapes.items()}
+
+
+def _counts(*others: dict[str, tuple[int, ...]], tied: bool = False, packed: bool = True) -> WeightCounts:
+    tensors = _tensors(*others, qweight="I32", qzeros="I32", scales="F16")
+    quantization = QuantizationConfig.of({"quantization_config": AWQ if packed else None})
+    return WeightCounts.of(tensors, quantization, layers=2, tied=tied)
+
+
+EMBEDDINGS = 320 * 256
+
+
+def test_packed_matrices_are_counted_by_the_numbers_in_them() -> None:
+    counts = _counts(_awq("model.layers.0.mlp.up_proj", 384, 256))
+    stored = 384 * 256 // 2 + 384 * 4 * (2 + 1)  # with a scale of 2 bytes and a zero of one for each group
+    assert counts == WeightCounts(384 * 256, 384, stored, EMBEDDINGS, 320, EMBEDDINGS + 256)
+
+
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [
+        pytest.param(_awq("model.layers.0.mlp.experts.3.w1", 128, 256), 128 * 256, id="an expert is held dense"),
+        pytest.param({"model.layers.0.mlp.experts.gate_up": (4, 64, 256)}, 4 * 64 * 256, id="experts in one"),
+        pytest.param({"model.layers.0.mlp.gate.weight": (4, 256)}, 4 * 256, id="a router is never quantised"),
+        pytest.param(_awq("model.layers.2.mlp.up_proj", 384, 256), 0, id="a layer for further tokens"),
+        pytest.param({"h.0.attn.bias": (1, 1, 64, 64)}, 0, id="a mask is not loaded"),
+        pytest.param({"model.layers.0.mlp.up_proj.bias": (384,)}, 384, id="a bias"),
+    ],
+)
+def test_what_is_held_in_the_dtype(others: dict[str, tuple[int, ...]], expected: int) -> None:
+    counts, without = _counts(others), _counts()
+    assert counts.other_parameters - without.other_parameters == expected
+    assert counts.quantized_parameters == 0
+
+
+def test_of_a_tied_head_there_is_nothing_to_load() -> None:
+    assert _counts(tied=True).plain_parameters == 0
+    assert _counts(tied=False).plain_parameters == EMBEDDINGS
+    assert has_head(PLAIN)
+    assert not has_head(["model.embed_tokens.weight"])
+
+
+def test_of_a_model_with_images_only_the_text_part_is_counted() -> None:
+    layer = {"model.language_model.layers.0.mlp.up_proj.weight": (384, 256)}
+    counts = _counts(layer, {"model.vision_tower.layers.0.mlp.up_proj.weight": (512, 512)}, packed=False)
+    assert counts.plain_parameters == 384 * 256 + EMBEDDINGS
+    assert counts.other_parameters == 0
+
+
+def test_counts_are_kept_with_a_shape() -> None:
+    config = {"model_type": "unknown", "quantization_config": AWQ} | dict.fromkeys(
+        ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"), 2
+    )
+    shape = ModelShape.from_config(config | {"max_position_embeddings": 64})
+    assert shape.why_not_counted == "the layout of unknown is not known"
+    tensors = _tensors(_awq("model.layers.0.mlp.up_proj", 384, 256), qweight="I32", qzeros="I32", scales="F16")
+    counted = shape.counted(config, tensors)
+    assert counted.why_not_counted is None
+    assert counted.num_parameters == 384 * 256 + 2 * EMBEDDINGS + 256
+    assert ModelShape.from_fields(counted.to_fields()) == counted
+    held = {each: counted.weights_bytes("bfloat16", each) for each in ("dense", "stored", "int8")}
+    rest = 2 * (2 * EMBEDDINGS + 256)
+    assert held["dense"] == 2 * 384 * 256 + rest
+    assert held["stored"] == counted.stored_bytes + rest
+    assert held["int8"] == 384 * (256 + 4) + 320 * (256 + 4) + 2 * (EMBEDDINGS + 256)

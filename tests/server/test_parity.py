@@ -16,7 +16,7 @@ from harness.families import FAMILIES, OTHERS, SMALL, Family, save
 from llmservice_bench.batch_scheduler import AdmitsAll
 from llmservice_planner import families as planner_families
 from llmservice_planner.gpu import cpu_device
-from llmservice_planner.shape import ModelShape, weights_bytes
+from llmservice_planner.shape import ModelShape
 from llmservice_planner.sizing import SizingRequest, plan
 from llmservice_server.backend.base import StepInput
 from llmservice_server.engine.block_pool import PreemptionCost
@@ -165,13 +165,7 @@ def _logits(case: Case, tokens: list[int], chunks: list[int], dtype: str) -> tor
 
 def test_the_planner_predicts_weights_and_blocks(case: Case) -> None:
     shape = ModelShape.from_folder(case.folder)
-    request = SizingRequest(
-        shape=shape,
-        device=cpu_device(1 << 30),
-        max_model_len=256,
-        dtype="float32",
-        weights_bytes=weights_bytes(case.folder) if shape.why_not_counted else None,
-    )
+    request = SizingRequest(shape=shape, device=cpu_device(1 << 30), max_model_len=256, dtype="float32")
     predicted = plan(request)
     config = case.config(dtype="float32", max_model_len=256, kv_cache_memory_bytes=predicted.kv_pool_bytes)
     started = start(config)

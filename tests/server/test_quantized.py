@@ -4,6 +4,7 @@ Each is written here by its method's published formula, and those of compressed-
 """
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,11 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from safetensors.torch import load_file, save_file
 from transformers import OlmoeConfig, OlmoeForCausalLM
 
-from llmservice_planner.quantization import QUANTIZATIONS, Quantization
+from harness.families import OTHERS, save
+from llmservice_planner.gpu import cpu_device, find_gpu
+from llmservice_planner.quantization import QUANTIZATIONS, Quantization, WeightFormat
 from llmservice_planner.shape import ModelShape
+from llmservice_planner.sizing import SizingRequest, plan
 from llmservice_server.backend.base import KVCacheShape, Linear, StepInput, linears_of
 from llmservice_server.backend.choice import choose_backend
 from llmservice_server.backend.cpu.int8 import Int8Linear
@@ -427,8 +431,74 @@ def test_parts_with_blocks_across_their_borders_are_fused() -> None:
 @each_format
 def test_the_planner_predicts_the_measured_weights(tmp_path: Path, name: str, quantization: Quantization) -> None:
     folder, _ = write_both(tmp_path, FORMATS[name])
-    predicted = ModelShape.from_folder(folder).weights_bytes("float32", quantization, on_cpu=True)
+    shape = ModelShape.from_folder(folder)
+    if WeightFormat.parse(shape.quantization).held_as(quantization, on_cpu=True) == "int8" and not HAS_QUAD_PRODUCT:
+        pytest.skip("this CPU multiplies no 8-bit integers, and holds such matrices dense")
+    predicted = shape.weights_bytes("float32", quantization, on_cpu=True)
     assert loaded(folder, quantization).weight_bytes == pytest.approx(predicted, rel=0.01)
+
+
+LARGER = {  # than those that are compared with transformers: formats have groups of 128 inputs
+    **{key: CONFIG[key] for key in ("vocab_size", "hidden_size", "intermediate_size")},
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "moe_intermediate_size": 128,
+    "ffn_dim": 384,
+    "word_embed_proj_dim": 256,
+}
+
+
+def write_family(folder: Path, family: str, form: Format | None) -> Path:
+    """A checkpoint of transformers' code; the matrices of its layers are quantised, except routers."""
+    save(OTHERS[family], folder, **LARGER)
+    if form is None:
+        return folder
+    stored = load_file(folder / "model.safetensors")
+    for name in [*stored]:
+        module = name.removesuffix(".weight")
+        is_matrix = name.endswith(".weight") and stored[name].ndim == 2 and re.search(r"\.\d+\.", name)
+        if is_matrix and not module.endswith((".gate", ".router.layer")):
+            tensors, _ = form.quantize(stored.pop(name))
+            stored.update({f"{module}.{suffix}": each for suffix, each in tensors.items()})
+    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": form.config}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+DENSE, MIXTURE, TIED = "olmo2, norms after the layers", "glm4-moe", "cohere, parallel layers"
+TRANSPOSED = "gpt2, learned positions and transposed matrices"
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "quantization"),
+    [
+        *((family, name, "stored") for family in (DENSE, MIXTURE) for name in FORMATS),
+        *((family, "gptq, with zeros", "stored") for family in OTHERS if family not in (DENSE, MIXTURE)),
+        *((family, "gptq", each) for family in (DENSE, MIXTURE) for each in QUANTIZATIONS if each != "stored"),
+        *((family, None, "int8") for family in (DENSE, MIXTURE, TIED, TRANSPOSED)),
+    ],
+)
+def test_the_planner_predicts_the_weights_of_transformers_models(
+    tmp_path: Path, family: str, name: str | None, quantization: Quantization
+) -> None:
+    """On a device that multiplies all formats."""
+    folder = write_family(tmp_path, family, None if name is None else FORMATS[name])
+    shape, checkpoint = ModelShape.from_folder(folder), Checkpoint.open(folder, "transformers")
+    request = SizingRequest(shape=shape, device=find_gpu("h100"), max_model_len=64, quantization=quantization)
+    held = checkpoint.held_bytes(torch.float32, quantization, on_cpu=False)  # without the copy of a tied head
+    assert held == shape.weights_bytes("float32", quantization)
+    measured = checkpoint.load(torch.float32, CPU, quantization, lambda _: True).weight_bytes
+    assert measured == pytest.approx(plan(request).weights_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("family", [DENSE, MIXTURE, TIED])
+def test_the_planner_predicts_what_a_cpu_holds_of_transformers_models(tmp_path: Path, family: str) -> None:
+    folder = write_family(tmp_path, family, FORMATS["gptq"])
+    request = SizingRequest(shape=ModelShape.from_folder(folder), device=cpu_device(1 << 30), max_model_len=64)
+    measured = loaded(folder, "auto", code="transformers").weight_bytes
+    assert measured == pytest.approx(plan(request).weights_bytes, rel=0.01)
 
 
 Change = Callable[[Tensors, dict[str, Any]], object]

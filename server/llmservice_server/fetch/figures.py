@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from llmservice_planner.checkpoint import LENGTH_BYTES, StoredTensor, header_length, parse_header
 from llmservice_planner.model_source import CheckpointFigures
-from llmservice_planner.shape import ShapeError
+from llmservice_planner.shape import ModelShape, ShapeError
 from llmservice_server.fetch.checkpoint import needed, remote_source
-from llmservice_server.fetch.source import CorruptError, FetchError, RetryableError, Source, retrying
+from llmservice_server.fetch.source import CorruptError, FetchError, RemoteFile, RetryableError, Source, retrying
 
 _CONFIG, _INDEX = "config.json", "model.safetensors.index.json"
 _MOST_BYTES = 64 * 2**20
 _SILENCE_S = 20.0
 _ATTEMPTS = 3
 _LONGEST_WAIT_S = 5.0
+_REQUESTS_AT_ONCE = 8
 
 
 def read_figures(uri: str) -> CheckpointFigures:
@@ -38,12 +41,32 @@ def _figures(source: Source) -> CheckpointFigures:
     if _CONFIG not in names:
         raise FetchError(f"{source.where} holds no config.json: expected a checkpoint in Hugging Face's format")
     config = request(_read_json, source, _CONFIG)
+    weights = [name for name in needed(names) if name.endswith(".safetensors")]
+    if ModelShape.from_config(config).why_not_counted:
+        files = request(source.describe, weights)
+        with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:
+            headers = list(pool.map(lambda file: request.copy()(_read_header, source, file), files))
+        tensors = {name: tensor for header in headers for name, tensor in header.items()}
+        return CheckpointFigures(config, sum(file.size for file in files) or None, tensors)
     if _INDEX in names:
         total = request(_read_json, source, _INDEX).get("metadata", {}).get("total_size")
         if isinstance(total, int) and total > 0:
             return CheckpointFigures(config, total)
-    weights = [name for name in needed(names) if name.endswith(".safetensors")]
     return CheckpointFigures(config, sum(file.size for file in request(source.describe, weights)) or None)
+
+
+def _read_header(source: Source, file: RemoteFile) -> dict[str, StoredTensor]:
+    """Of a safetensors file, of which no more than its header is read."""
+    where = f"{source.where}: {file.name}"
+    content, wanted = bytearray(), LENGTH_BYTES
+    with source.open(file, 0) as (_, parts):
+        for part in parts:
+            content += part
+            if len(content) >= LENGTH_BYTES:
+                wanted = LENGTH_BYTES + header_length(where, bytes(content[:LENGTH_BYTES]))
+            if len(content) >= wanted:
+                break
+    return parse_header(where, bytes(content[LENGTH_BYTES:wanted]), wanted - LENGTH_BYTES)
 
 
 def _read_json(source: Source, name: str) -> dict[str, Any]:

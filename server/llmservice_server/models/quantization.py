@@ -16,17 +16,6 @@ from llmservice_server.types.errors import ModelLoadError
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where the eight numbers of an int32 are: AWQ stores the columns 0 2 4 6 1 3 5 7, the first lowest."""
-SUFFIXES = frozenset({
-    *("weight", "weight_packed", "weight_shape", "weight_scale", "weight_scale_inv", "weight_zero_point"),
-    *("weight_g_idx", "input_scale", "qweight", "qzeros", "scales", "g_idx"),
-})  # fmt: skip
-"""Of the tensors of one matrix, besides its bias."""
-_UNUSED = {"input_zero_point", "k_scale", "v_scale"}
-
-
-def is_quantized(suffixes: Mapping[str, object]) -> bool:
-    """Whether a matrix of these tensors is quantised, whatever config.json says: formats leave some matrices out."""
-    return bool(set(suffixes) - {"weight", "bias", *_UNUSED})
 
 
 def read(form: WeightFormat, name: str, tensors: Mapping[str, torch.Tensor], shape: tuple[int, int]) -> QuantizedWeight:
@@ -43,14 +32,11 @@ def shape_of(form: WeightFormat, name: str, tensors: Mapping[str, torch.Tensor])
     if (kept := tensors.get("weight_shape")) is not None and kept.numel() == 2:
         outputs, inputs = kept.tolist()
         return outputs, inputs
-    values = tensors.get("qweight", tensors.get("weight"))
+    suffix = "qweight" if "qweight" in tensors else "weight"
+    values = tensors.get(suffix)
     if values is None or values.ndim != 2:
         raise ModelLoadError(f"{name}: its tensors ({', '.join(sorted(tensors))}) are not those of a matrix in {form}")
-    rows, columns = values.shape
-    if "qweight" not in tensors:
-        return rows, columns
-    packing = 32 // form.bits
-    return (columns * packing, rows) if form.method == "awq" else (columns, rows * packing)
+    return form.shape_of(suffix, (values.shape[0], values.shape[1]))
 
 
 class _Tensors:

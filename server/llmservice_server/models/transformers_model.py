@@ -70,6 +70,7 @@ class TransformersConfig:
     has_sinks: bool
     max_context: int
     dtype: str | None
+    tied_embeddings: bool = False
     quantization: QuantizationConfig | None = None
 
     implementation: ClassVar[ModelCode] = "transformers"
@@ -200,6 +201,7 @@ def examine(folder: Path) -> TransformersConfig:
         has_sinks=any("s_aux" in call.settings for call in calls),
         max_context=_max_context(text, name),
         dtype=_dtype(config, text),
+        tied_embeddings=bool(text.tie_word_embeddings),
         quantization=quantization_of(json.loads((folder / "config.json").read_text(encoding="utf-8"))),
     )
 

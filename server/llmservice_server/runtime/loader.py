@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -15,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from llmservice_planner.quantization import Quantization, QuantizationConfig, WeightFormat
-from llmservice_planner.shape import ModelShape
+from llmservice_planner.checkpoint import ROUTER, WeightCounts, read_tensors
+from llmservice_planner.quantization import SUFFIXES, Quantization, QuantizationConfig, WeightFormat, is_quantized
+from llmservice_planner.shape import ModelShape, ShapeError
 from llmservice_server.backend.base import Linear, Model
 from llmservice_server.backend.quantized import QuantizedLinear, QuantizedWeight, fuse
 from llmservice_server.backend.torch.layer_ops import TorchLinear
@@ -24,7 +24,7 @@ from llmservice_server.engine.config import Implementation
 from llmservice_server.models.architectures import build
 from llmservice_server.models.config import ModelConfig, is_own
 from llmservice_server.models.decoder import DecoderModel
-from llmservice_server.models.quantization import SUFFIXES, is_quantized, read, shape_of
+from llmservice_server.models.quantization import read, shape_of
 from llmservice_server.models.weights import QuantizedPlace, Weights
 from llmservice_server.runtime.parallel_read import THREADS, is_direct, read_into
 from llmservice_server.types.checkpoint_config import eos_token_ids, read_json_object
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 _INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _LANGUAGE_MODEL = re.compile(r"(model\.)?language_model\.")
-_ROUTER = re.compile(r"(^|\.)(gate|router)$")  # of experts: few outputs, which decide too much to be rounded
 _DENSE = {"F64", "F32", "F16", "BF16"}
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -79,30 +78,22 @@ class Checkpoint:
         return sum(shard.stat().st_size for shard in self.shards)
 
     def held_bytes(self, dtype: torch.dtype, quantization: Quantization, *, on_cpu: bool) -> int:
-        """The weights in memory, predicted; those of a checkpoint that stays dense are as large as its files."""
-        if not isinstance(self.config, ModelConfig):
-            formats = self.config.quantization  # transformers loads dense weights
-            return self.weight_file_bytes if formats is None else self._dense_bytes(formats, dtype)
-        if quantization != "int8" and not self.config.is_packed:
-            return self.weight_file_bytes
-        shape = ModelShape.from_folder(self.folder)
-        return shape.weights_bytes(str(dtype).removeprefix("torch."), quantization, on_cpu=on_cpu)
+        """The weights in memory, predicted; those of our own models that stay dense are as large as their files.
 
-    def _dense_bytes(self, quantization: QuantizationConfig, dtype: torch.dtype) -> int:
-        """Of the weights once they are dequantised."""
-        total = self.weight_file_bytes
-        for name, shards in self._tensors(every=False)[1].items():
-            form = quantization.format_of(name)
-            if form is None:
-                continue
-            for suffix in shards.keys() & {"weight", "weight_packed", "qweight"}:
-                with _opened(shards[suffix]) as opened:
-                    stored = math.prod(opened.get_slice(f"{name}.{suffix}").get_shape())
-                if suffix == "weight":
-                    total += stored * (dtype.itemsize - 1)
-                else:  # several numbers in an int32
-                    total += stored * (32 // form.bits * dtype.itemsize - 4)
-        return total
+        Raises `ModelLoadError` for a file whose header is broken.
+        """
+        config, name = self.config, str(dtype).removeprefix("torch.")
+        if isinstance(config, ModelConfig):
+            if quantization != "int8" and not config.is_packed:
+                return self.weight_file_bytes
+            return ModelShape.from_folder(self.folder).weights_bytes(name, quantization, on_cpu=on_cpu)
+        try:
+            tensors = read_tensors(self.folder)
+        except ShapeError as error:
+            raise ModelLoadError(str(error)) from error
+        counts = WeightCounts.of(tensors, config.quantization, layers=len(config.windows), tied=config.tied_embeddings)
+        form = None if config.quantization is None else config.quantization.first
+        return counts.held_bytes(form, quantization, on_cpu=on_cpu, dtype_bytes=dtype.itemsize)
 
     def load(
         self,
@@ -137,7 +128,7 @@ class Checkpoint:
             weights[name] = read(form, name, tensors, shape_of(form, name, tensors))
 
         def linear_of(name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-            if name not in weights and (quantization != "int8" or _ROUTER.search(name)):
+            if name not in weights and (quantization != "int8" or ROUTER.search(name)):
                 return TorchLinear(weight, bias)
             linear = quantized_linear([weights.get(name, weight)], bias, dtype, device, quantization, keeps)
             return TorchLinear(weight, bias) if isinstance(linear, TorchLinear) else linear

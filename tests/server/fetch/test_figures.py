@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable
 
 import pytest
+import torch
+from safetensors.torch import save
 
 from harness.model_hub import LLAMA_3_8B, ModelHub
 from harness.object_store import ObjectStore
@@ -42,6 +44,39 @@ def test_repository_is_read_without_its_weights(files: Callable[..., ModelHub], 
     assert model.weights_bytes("float32") is None  # counted from the shape
     read = [request.path for request in hub.seen if "/resolve/" in request.path]
     assert sorted(path.rpartition("/")[2] for path in read) == ["config.json", "model.safetensors.index.json"]
+
+
+NOT_KNOWN = {
+    **LLAMA_3_8B,
+    "model_type": "not-known",
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+}
+FP8 = {
+    "model.embed_tokens.weight": torch.zeros(1024, 512, dtype=torch.bfloat16),
+    "model.layers.0.mlp.up_proj.weight": torch.zeros(32768, 512).to(torch.float8_e4m3fn),
+    "model.layers.0.mlp.up_proj.weight_scale_inv": torch.zeros(256, 4),
+}
+
+
+@pytest.mark.parametrize("scheme", ["hf", "s3"])
+def test_weights_of_an_unknown_family_are_counted_from_the_headers_alone(
+    hub: ModelHub, store: ObjectStore, scheme: str
+) -> None:
+    files = {"config.json": json.dumps(NOT_KNOWN).encode()}
+    files |= {f"model-{number}.safetensors": save({name: FP8[name]}) for number, name in enumerate(FP8)}
+    hub.files = files
+    store.objects |= {f"llms/unknown/{name}": content for name, content in files.items()}
+    shape = read_model("hf://org/open" if scheme == "hf" else "s3://models/llms/unknown").shape
+    assert shape.tie_word_embeddings  # there is no other head
+    dense, stored = (shape.weights_bytes("bfloat16", each) for each in ("dense", "stored"))
+    assert dense == 2 * (1024 + 32768) * 512
+    assert stored == 2 * 1024 * 512 + 32768 * 512 + 256 * 4 * 4
+
+
+def test_a_file_of_an_unknown_family_that_is_no_safetensors_is_named(hub: ModelHub) -> None:
+    hub.files = {"config.json": json.dumps(NOT_KNOWN).encode(), "model.safetensors": b"short"}
+    with pytest.raises(ShapeError, match=r"hf://org/open@main: model.safetensors is no safetensors file"):
+        read_model("org/open")
 
 
 def test_weights_without_an_index_have_the_size_of_their_files(hub: ModelHub) -> None:
