@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+import micro
 from llmservice_server.engine.scheduler import ContinuousScheduler
 from llmservice_server.types.messages import GenerateRequest, SamplingParams
 from pieces.block_pool import measure_block_pool
@@ -66,3 +67,10 @@ def test_only_a_pace_with_even_tokens_counts_as_sustained() -> None:
 
     assert sustained_tokens_per_s([run(99, 20), run(192, 90), run(300, 140)]) == 192
     assert sustained_tokens_per_s([run(50, 120)]) == 0
+
+
+def test_a_note_says_where_arithmetic_alone_takes_longer_than_reading() -> None:
+    note = micro.arithmetic_note({"tokens": 512, "read_ms": 25.0, "arithmetic_ms": 88.0})
+    assert note is not None
+    assert "takes 88 ms, 3.5 times the 25 ms of reading" in note
+    assert micro.arithmetic_note({"tokens": 64, "read_ms": 25.0, "arithmetic_ms": 11.0}) is None
