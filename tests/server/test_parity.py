@@ -3,6 +3,7 @@
 import random
 from collections import defaultdict
 from collections.abc import Iterable
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ from llmservice_planner import families as planner_families
 from llmservice_planner.gpu import cpu_device
 from llmservice_planner.shape import ModelShape
 from llmservice_planner.sizing import SizingRequest, plan
-from llmservice_server.backend.base import StepInput
+from llmservice_server.backend.base import KVCacheShape, StepInput
 from llmservice_server.engine.block_pool import PreemptionCost
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.engine import Engine
+from llmservice_server.runtime.loader import Checkpoint
 from llmservice_server.runtime.startup import load_engine, start
 from llmservice_server.types.messages import GenerateRequest, ModelCode, SamplingParams
 
@@ -55,10 +57,12 @@ def only(cases: Iterable[_Param]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("case", [pytest.param(case[1:], id=case[0]) for case in cases], indirect=True)
 
 
-@pytest.fixture(params=[pytest.param(case[1:], id=case[0]) for case in CASES])
-def case(request: pytest.FixtureRequest, tmp_path: Path) -> Case:
+@pytest.fixture(scope="module", params=[pytest.param(case[1:], id=case[0]) for case in CASES])
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """Made once for all tests of it, which change neither the checkpoint nor the reference."""
     family, code = request.param
-    return Case(tmp_path, save(family, tmp_path), code)
+    folder = tmp_path_factory.mktemp("checkpoint")
+    return Case(folder, save(family, folder), code)
 
 
 def _prompt(length: int) -> list[int]:
@@ -120,10 +124,11 @@ def test_64_requests_in_a_crowd_get_the_tokens_of_the_model_alone(case: Case) ->
 
 def _pool_bytes(case: Case, num_tokens: int, step_tokens: int) -> int:
     """Of the null block, of those of one sequence, and of three more."""
-    settings = {"max_num_batched_tokens": step_tokens, "max_num_seqs": 6}
-    started = start(case.config(max_model_len=16, kv_cache_memory_bytes=1 << 20, **settings))
-    block_bytes = started.memory_bytes["kv_cache"] // started.kv_cache.num_blocks
-    return (1 + started.kv_cache.groups.blocks(num_tokens) + 3) * block_bytes
+    config, model = case.config(), Checkpoint.open(case.folder, case.code).config
+    shape = KVCacheShape(
+        model.num_heads, model.num_kv_heads, model.head_dim, model.windows, config.block_size, torch.float32
+    )
+    return (1 + shape.block_groups(step_tokens).blocks(num_tokens) + 3) * shape.bytes_per_block
 
 
 def _request(name: str, prompt: list[int], max_tokens: int) -> GenerateRequest:
@@ -199,7 +204,8 @@ def check_half_precision(case: Case, dtype: str) -> None:
     tokens = _prompt(60)
     with torch.inference_mode():
         exact = case.reference(torch.tensor([tokens])).logits[0]
-        theirs = case.reference.to(getattr(torch, dtype))(torch.tensor([tokens])).logits[0].float()
+        half = deepcopy(case.reference).to(getattr(torch, dtype))
+        theirs = half(torch.tensor([tokens])).logits[0].float()
     ours = _logits(case, tokens, [30, 20, *[1] * 10], dtype)
     assert ours.dtype == torch.float32
     # Where two experts are almost equally good, rounding chooses between them: a few tokens then differ much.
