@@ -8,11 +8,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from harness.jumping_loop import JumpingLoop
 from harness.operator_process import SHAPE
 from harness.whole_operator import TICK_S
 from harness.whole_world import FROM_CRDS, World, whole_world
 from llmservice_operator.api.kinds import CHILD_KINDS, FOLLOWED
+from llmservice_operator.cluster import kube_client
 from llmservice_operator.cluster.kube_client import KubeClient
 from llmservice_operator.cluster.object_cache import ObjectCache
 from llmservice_operator.framework.resync import DISCOVER_S, Resync
@@ -105,13 +108,16 @@ async def test_a_kind_that_kopf_lists_anew_is_listed_at_once_and_not_the_first_t
         await until(lambda: len(cache) == 0)
 
 
-async def test_a_collection_of_several_pages_is_read_to_its_end(kube: KubeClient, manifest_of: Any) -> None:
-    for number in range(201):
+async def test_a_collection_of_several_pages_is_read_to_its_end(
+    kube: KubeClient, manifest_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kube_client, "PAGE", 2)
+    for number in range(5):
         await create(kube, SERVICES, manifest_of(f"tiny-{number}"))
     cache = ObjectCache()
 
     async with running(resync_of(kube, cache, Reported())):
-        assert len(cache.services()) == 201
+        assert len(cache.services()) == 5
 
 
 async def test_other_namespaces_than_those_named_are_not_listed(kube: KubeClient, manifest_of: Any) -> None:
