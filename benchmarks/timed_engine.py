@@ -1,6 +1,6 @@
 """An engine process of pieces/timed_model.py.
 
-python benchmarks/timed_engine.py SETTINGS      started by timed_server.py
+python benchmarks/timed_engine.py SETTINGS LOADED_S      started by timed_server.py
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pieces.timed_model import timed_engine
 def make(config: EngineConfig) -> Engine:
     settings = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     tokenizer = Tokenizer.from_file(str(config.model / "tokenizer.json"))
-    time.sleep(settings["load_s"])
+    time.sleep(max(0.0, float(sys.argv[2]) - time.time()))
     model = LatencyModel.from_dict(settings["latency"])
     return timed_engine(config, model, settings["num_blocks"], printable_ids(tokenizer), tokenizer.get_vocab_size())
 
