@@ -47,6 +47,7 @@ def test_a_rollout_that_cannot_succeed_is_not_ready_and_says_why(cluster: Cluste
 def test_a_server_that_is_killed_is_named_so(cluster: Cluster, kube: Kube) -> None:
     if not cluster.is_local:
         pytest.skip("the server's process is on another machine")
+    wait_for(lambda: len(kube.pods(NAME)) == 1, 60, lambda: kube.pods(NAME))  # the broken one may still end
     (name,) = {pod["metadata"]["name"] for pod in kube.pods(NAME)}
     for pid in cluster.server_processes():
         os.kill(pid, signal.SIGKILL)
