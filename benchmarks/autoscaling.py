@@ -15,7 +15,7 @@ The policies: `builtin` is the operator's; `hpa` and `keda` scale on requests in
 llm-d's queueing model. The targets of the first three are the best of some shares of a replica's sequences on the first
 half of the Azure trace. `clairvoyant` knows all arrivals and answers, and starts replicas ahead: GPU-hours are compared
 with its. The goal of the built-in policy: at least 99 % within the target at 1.3 times these GPU-hours or less, and no
-other policy better in both.
+other policy better in one of the two and no worse in the other.
 
 In the table, `kept` is the per cent of requests within the target, `gpu` the multiple of the clairvoyant schedule's
 GPU-hours, and `turns` the most changes of direction within the stabilisation window (120 to 300 s).

@@ -6,13 +6,13 @@ so that by Little's law
 
     rate(B) = B / (decoded_tokens x T(B) + B x X(B))
 
-A step carries at most `max_num_batched_tokens` less B prompt tokens. Once every step carries some, several prompts
-share a step.
+A step carries at most `max_num_batched_tokens` less B prompt tokens, and of one prompt at most `prefill_chunk_tokens`
+unless it is alone. Once every step carries some, several prompts share a step.
 
 - ITL p99: a token's gap is a step. Where more than 1 % of the steps carry prompt tokens, the 99th percentile of the
-  gaps is a step with a chunk, whose size is a percentile of the prompts', or of their sum where several arrive in a
-  step. It is held at the full rate: at `UTILISATION` of that, the batch fluctuates as a Poisson variable does, and its
-  99th percentile is close to the mean at the full rate.
+  gaps is a step with a chunk, whose size is a percentile of the chunks', or of their sum where several share a step. It
+  is held at the full rate: at `UTILISATION` of that, the batch fluctuates as a Poisson variable does, and its 99th
+  percentile is close to the mean at the full rate.
 - TTFT p99: the steps of the prompt itself, one step that is under way, the wait for prompts before it (M/G/1 with the
   mean of Pollaczek and Khinchine and an exponential tail), and the wait for a sequence's place (M/M/c, Erlang C); see
   Kleinrock, "Queueing Systems", volumes I (sections 3.5, 5.6) and II (section 2.1). It is held at `UTILISATION` of the
@@ -98,6 +98,9 @@ class ReplicaLimits:
     kv_tokens: float
     """That the KV pool holds."""
     max_num_batched_tokens: int
+    """Of a step."""
+    prefill_chunk_tokens: int
+    """Of one prompt in a step, unless it is alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +208,11 @@ def _gains_little(
     relaxed = {
         "maxNumSeqs": replace(limits, max_num_seqs=2 * limits.max_num_seqs),
         "kvMemory": replace(limits, kv_tokens=2 * limits.kv_tokens),
-        "tokenBudget": replace(limits, max_num_batched_tokens=2 * limits.max_num_batched_tokens),
+        "tokenBudget": replace(
+            limits,
+            max_num_batched_tokens=2 * limits.max_num_batched_tokens,
+            prefill_chunk_tokens=2 * limits.prefill_chunk_tokens,
+        ),
     }[limited_by]
     other = _Replica(replica.model, relaxed, replica.work)
     more, _ = _largest(other, ttft_p99_s, itl_p99_s)
@@ -273,9 +280,9 @@ class _Replica:
         decode_s = self._step_s(num_seqs)
         if self._mixed_share(num_seqs) >= 1:  # several prompts share a step
             return num_seqs / (self._decoded * self._step_s(num_seqs, self._arriving(num_seqs), self._mean))
-        room = self._room(num_seqs)
+        chunk = self._chunk(num_seqs)
         extra_s = sum(
-            self._prompt_s(num_seqs, prompt, max(1.0, prompt / room), less_s=decode_s) for prompt in self._few
+            self._prompt_s(num_seqs, prompt, max(1.0, prompt / chunk), less_s=decode_s) for prompt in self._few
         ) / len(self._few)
         return num_seqs / (self._decoded * decode_s + num_seqs * extra_s)
 
@@ -294,10 +301,7 @@ class _Replica:
         mixed = self._mixed_share(num_seqs)
         if mixed <= _TAIL:
             return self._step_s(max(1.0, num_seqs))
-        room, mean = self._room(num_seqs), self._arriving(num_seqs)
-        # One prompt in a step: the percentile among chunks. Several: their sum, as of a compound Poisson process.
-        chunk = self._chunk_percentile(room, 1 - _TAIL / min(1.0, mixed))
-        chunk = min(room, max(chunk, mean + _Z99 * math.sqrt(mean * self._squares / self._mean)))
+        chunk = min(self._room(num_seqs), self._chunk_percentile(num_seqs, mixed))
         return self._step_s(max(1.0, num_seqs), chunk, max(chunk, self._mean))
 
     def ttft_p99_s(self, num_seqs: float, rate: float) -> float:
@@ -317,19 +321,19 @@ class _Replica:
 
     def _ttft_terms(self, num_seqs: float, rate: float) -> tuple[list[float], list[tuple[float, float]]]:
         """The time of each prompt's own steps, and for each wait the share of requests that wait and their mean."""
-        room = self._room(num_seqs)
+        chunk = self._chunk(num_seqs)
         under_way_s = self._step_s(num_seqs)
-        own_s = [under_way_s + self._prompt_s(num_seqs, prompt, math.ceil(prompt / room)) for prompt in self._prompts]
+        own_s = [under_way_s + self._prompt_s(num_seqs, prompt, math.ceil(prompt / chunk)) for prompt in self._prompts]
         if not rate:
             return own_s, []
-        waits = [*self._place_waits(num_seqs, rate, sum(own_s) / len(own_s)), self._prefill_wait(num_seqs, rate, room)]
-        return own_s, waits
+        return own_s, [*self._place_waits(num_seqs, rate, sum(own_s) / len(own_s)), self._prefill_wait(num_seqs, rate)]
 
-    def _prefill_wait(self, num_seqs: float, rate: float, room: float) -> tuple[float, float]:
+    def _prefill_wait(self, num_seqs: float, rate: float) -> tuple[float, float]:
         """The share of prompts that wait for others, and the mean time that these wait: M/G/1 (Pollaczek, Khinchine).
 
         A prompt's service is its share of full steps.
         """
+        room = self._room(num_seqs)
         token_s = self._step_s(num_seqs, room, max(room, self._mean)) / room
         busy = rate * self._mean * token_s
         if busy >= 1:
@@ -365,20 +369,43 @@ class _Replica:
         """Prompt tokens of a step at most."""
         return max(1.0, self.limits.max_num_batched_tokens - num_seqs)
 
+    def _chunk(self, num_seqs: float) -> float:
+        """Tokens of one prompt in a step at most, by the mean number of its steps.
+
+        It is alone, and takes whole steps, with the chance that no other sequence is there (Poisson).
+        """
+        room, alone = self._room(num_seqs), math.exp(-num_seqs)
+        chunk = min(room, self.limits.prefill_chunk_tokens)
+        return 1 / (alone / room + (1 - alone) / chunk)
+
     def _arriving(self, num_seqs: float) -> float:
         """Prompt tokens of a step on average."""
         return num_seqs * self._mean / self._decoded
 
     def _mixed_share(self, num_seqs: float) -> float:
         """Steps with prompt tokens, as a share; above 1 if each prompt had its own."""
-        room = self._room(num_seqs)
-        return num_seqs / self._decoded * sum(max(1.0, prompt / room) for prompt in self._few) / len(self._few)
+        chunk = self._chunk(num_seqs)
+        return num_seqs / self._decoded * sum(max(1.0, prompt / chunk) for prompt in self._few) / len(self._few)
 
-    def _chunk_percentile(self, room: float, share: float) -> float:
-        """Of the chunks' sizes, where each prompt has its own steps."""
-        chunks = sorted((prompt / max(1.0, prompt / room), max(1.0, prompt / room)) for prompt in self._prompts)
+    def _chunk_percentile(self, num_seqs: float, mixed: float) -> float:
+        """Prompt tokens of a step that 1 % of the steps exceed, of `mixed` chunks in each on average.
+
+        While hardly any step has two chunks, a percentile of the chunks. Otherwise that of a compound Poisson process,
+        by the first terms of an expansion (Cornish & Fisher, "Moments and cumulants in the specification of
+        distributions", Revue de l'Institut International de Statistique 5(4), 1938).
+        """
+        most = self._chunk(num_seqs)
+        chunks = sorted((prompt / max(1.0, prompt / most), max(1.0, prompt / most)) for prompt in self._prompts)
         passed = list(accumulate(steps for _, steps in chunks))
-        return chunks[min(bisect_left(passed, share * passed[-1]), len(chunks) - 1)][0]
+        share = 1 - _TAIL / min(1.0, mixed)
+        single: float = chunks[min(bisect_left(passed, share * passed[-1]), len(chunks) - 1)][0]
+        if 1 - math.exp(-mixed) * (1 + mixed) <= _TAIL:
+            return single
+        squares, cubes = (mixed * sum(steps * pow(size, k) for size, steps in chunks) / passed[-1] for k in (2, 3))
+        mean = mixed * self._mean * len(chunks) / passed[-1]
+        deviation = math.sqrt(squares)
+        skewness = cubes / (squares * deviation)
+        return max(single, mean + deviation * (_Z99 + (_Z99 * _Z99 - 1) / 6 * skewness))
 
     def _prompt_s(self, num_seqs: float, prompt: float, steps: float, less_s: float = 0.0) -> float:
         """Of the steps that compute a prompt, each less `less_s`."""

@@ -169,7 +169,8 @@ def replica_limits(sizing: Plan, budget: Budget, work: Work) -> ReplicaLimits:
     if sizing.kv_bytes_per_token:
         context = max(1, round(work.context_tokens))
         kv_tokens = (sizing.num_blocks - 1) / budget.sequence_blocks(context) * context
-    return ReplicaLimits(max(1, sizing.max_num_seqs), kv_tokens, sizing.max_num_batched_tokens)
+    num_seqs, tokens = max(1, sizing.max_num_seqs), sizing.max_num_batched_tokens
+    return ReplicaLimits(num_seqs, kv_tokens, tokens, sizing.prefill_chunk_tokens)
 
 
 def sized_capacity(

@@ -5,14 +5,17 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections import deque
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmservice_bench.simulation.fleet import Fleet, FleetConfig
+from llmservice_bench.simulation.policies import Static
+from llmservice_bench.simulation.replica import ReplicaConfig
 from llmservice_bench.trace import read_trace
+from llmservice_planner.block_groups import BlockGroups
 from llmservice_planner.capacity import (
     UTILISATION,
     OperatingPoint,
@@ -22,13 +25,15 @@ from llmservice_planner.capacity import (
     operating_point,
     replica_capacity,
 )
-from llmservice_planner.latency import LatencyModel, StepBatch, attention_pairs
-from llmservice_planner.lengths import percentile
+from llmservice_planner.latency import LatencyModel, StepBatch
+from llmservice_planner.traffic import TraceRequest
+from llmservice_server.engine.admission_queue import QueueBound
+from llmservice_server.engine.scheduler import SchedulerConfig
 
 # About an 8B model on an H100.
 MODEL = LatencyModel(step_s=5e-4, sequence_s=1.3e-6, weights_s=5.3e-3, token_s=1.8e-5, kv_token_s=4.6e-8, pair_s=1.1e-9)
 CHAT = Work(prompt_tokens=1000, output_tokens=200, context_tokens=1100)
-LIMITS = ReplicaLimits(max_num_seqs=256, kv_tokens=440_000, max_num_batched_tokens=2048)
+LIMITS = ReplicaLimits(max_num_seqs=256, kv_tokens=440_000, max_num_batched_tokens=2048, prefill_chunk_tokens=512)
 
 models = st.builds(
     LatencyModel,
@@ -44,6 +49,7 @@ limits_ = st.builds(
     max_num_seqs=st.integers(1, 1024),
     kv_tokens=st.floats(1e3, 1e6),
     max_num_batched_tokens=st.integers(1024, 16384),
+    prefill_chunk_tokens=st.integers(256, 2048),
 )
 works = st.builds(
     lambda prompt, output, cached: Work(prompt, output, prompt + cached + output / 2, cached),
@@ -125,10 +131,19 @@ def test_long_prompts_of_a_mixture_make_the_tails() -> None:
     even, uneven = capacity(), capacity(mixed)
     assert uneven.requests_per_s == pytest.approx(even.requests_per_s, rel=0.1)
     assert uneven.ttft_s > 2 * even.ttft_s
-    points = [operating_point(MODEL, LIMITS, work, 10.0) for work in (CHAT, mixed)]
-    assert points[0] is not None
-    assert points[1] is not None
-    assert points[1].itl_p99_s > 1.1 * points[0].itl_p99_s
+
+
+def test_long_prompts_lengthen_the_gaps_between_tokens_only_without_chunks() -> None:
+    mixed = replace(CHAT, prompts=(500.0,) * 90 + (5500.0,) * 10)
+    whole = replace(LIMITS, prefill_chunk_tokens=LIMITS.max_num_batched_tokens)
+    gaps = [
+        point.itl_p99_s
+        for limits in (LIMITS, whole)
+        for work in (CHAT, mixed)
+        if (point := operating_point(MODEL, limits, work, 10.0)) is not None
+    ]
+    assert gaps[1] == pytest.approx(gaps[0], rel=0.01)
+    assert gaps[3] > 1.1 * gaps[2] > 1.1 * gaps[0]
 
 
 def test_work_of_requests_weighs_contexts_by_how_long_they_are_decoded() -> None:
@@ -155,18 +170,18 @@ LENGTHS = [(each.prompt_tokens, each.output_tokens) for each in read_trace()]
     ("limits", "waits_for_prompts_alone"),
     [
         (LIMITS, True),
-        (replace(LIMITS, max_num_batched_tokens=8192), True),
+        (replace(LIMITS, max_num_batched_tokens=8192, prefill_chunk_tokens=1024), True),
         (replace(LIMITS, max_num_seqs=16), False),
     ],
 )
-def test_formulas_agree_with_a_simulation_of_single_steps(
+def test_formulas_agree_with_the_scheduler_in_simulated_time(
     limits: ReplicaLimits, waits_for_prompts_alone: bool, share: float
 ) -> None:
     work = Work.of(LENGTHS)
     rate = share * capacity(work, limits).requests_per_s
     found = operating_point(MODEL, limits, work, rate)
     assert found is not None
-    simulated = simulate(limits, rate, 3000)
+    simulated = simulate(limits, rate, 1500)
     assert found.num_seqs == pytest.approx(simulated.num_seqs, rel=0.15)
     assert found.step_s == pytest.approx(simulated.step_s, rel=0.15)
     assert found.itl_p99_s == pytest.approx(simulated.itl_p99_s, rel=0.25)
@@ -177,51 +192,35 @@ def test_formulas_agree_with_a_simulation_of_single_steps(
 
 
 def simulate(limits: ReplicaLimits, rate: float, count: int) -> OperatingPoint:
-    """Continuous batching with chunked prefill, step by step, in order of arrival; the cache is never full."""
+    """The real scheduler, step by step; the cache is never full."""
     rng = random.Random(1)  # noqa: S311 - traffic, not secrets
-    times = list(itertools.accumulate(rng.expovariate(rate) for _ in range(count)))
-    waiting = deque((time, *rng.choice(LENGTHS)) for time in times)
-    now = busy = 0.0
-    decoding: list[list[int]] = []  # context, tokens to come
-    prefilling: list[list[float]] = []  # arrival, prompt, output, computed
-    ttfts: list[float] = []
-    gaps: list[float] = []
-    while waiting or decoding or prefilling:
-        if not decoding and not prefilling:
-            now = max(now, waiting[0][0])
-        room = limits.max_num_batched_tokens - len(decoding)
-        chunks: list[tuple[list[float], int]] = []
-        places = limits.max_num_seqs - len(decoding) - len(prefilling)
-        while waiting and waiting[0][0] <= now and places > 0 and room > sum(each[1] - each[3] for each in prefilling):
-            arrival, prompt, output = waiting.popleft()
-            prefilling.append([arrival, prompt, output, 0])
-            places -= 1
-        for each in prefilling:
-            chunk = int(min(room, each[1] - each[3]))
-            if chunk > 0:
-                chunks.append((each, chunk))
-                room -= chunk
-        pairs = sum(attention_pairs(int(each[3]), chunk) for each, chunk in chunks)
-        context = sum(each[0] for each in decoding)
-        batch = StepBatch(len(decoding), context, sum(chunk for _, chunk in chunks), len(chunks), pairs)
-        seconds = MODEL.seconds(batch)
-        now += seconds
-        busy += seconds * len(decoding)
-        gaps += [seconds] * len(decoding)
-        decoding = [[length + 1, left - 1] for length, left in decoding if left > 1]
-        for each, chunk in chunks:
-            each[3] += chunk
-            if each[3] == each[1]:
-                ttfts.append(now - each[0])
-                decoding += [[int(each[1]), int(each[2]) - 1]] if each[2] > 1 else []
-        prefilling = [each for each in prefilling if each[3] < each[1]]
-    ttfts.sort()
-    gaps.sort()
+    times = itertools.accumulate(rng.expovariate(rate) for _ in range(count))
+    trace = [TraceRequest(time, *rng.choice(LENGTHS)) for time in times]
+    replica = ReplicaConfig(
+        latency=MODEL,
+        scheduler=SchedulerConfig(
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            prefill_chunk_tokens=limits.prefill_chunk_tokens,
+            prefix_caching=False,
+        ),
+        groups=BlockGroups(16, 1, (None,), limits.max_num_batched_tokens),
+        num_blocks=200_000,
+        max_model_len=16_384,
+        queue=QueueBound(count, 2**30),
+        request_timeout_s=math.inf,
+    )
+    found = Fleet(FleetConfig(replica=replica, initial=1), trace, Static(1)).run()
+    assert found.outcomes["finished"] == count
+    decoding_s = sum(each.last_token_s - (each.first_token_s or 0.0) for each in found.requests)
+    itl_p99_s, ttft_p99_s = found.gaps.percentile(0.99), found.ttft_s(0.99)
+    assert itl_p99_s is not None
+    assert ttft_p99_s is not None
     return OperatingPoint(
-        num_seqs=busy / now,
-        step_s=sum(gaps) / len(gaps),
-        itl_p99_s=percentile(gaps, 0.99),
-        ttft_p99_s=percentile(ttfts, 0.99),
+        num_seqs=decoding_s / trace[-1].arrival_s,
+        step_s=decoding_s / found.gaps.total,
+        itl_p99_s=itl_p99_s,
+        ttft_p99_s=ttft_p99_s,
     )
 
 

@@ -50,7 +50,9 @@ class ReplicaModel:
         kv_tokens = plan.kv_pool_bytes // plan.kv_bytes_per_token
         if kv_blocks and plan.num_blocks > 1:
             kv_tokens = kv_tokens * kv_blocks // (plan.num_blocks - 1)
-        limits = ReplicaLimits(sized.max_num_seqs, max(1, kv_tokens), plan.max_num_batched_tokens)
+        limits = ReplicaLimits(
+            sized.max_num_seqs, max(1, kv_tokens), plan.max_num_batched_tokens, plan.prefill_chunk_tokens
+        )
         return cls(sized.latency, limits, slo.ttft_p99_s, slo.itl_p99_s)
 
     def capacity(self, work: Work) -> ReplicaCapacity:

@@ -250,7 +250,7 @@ flows = st.builds(
 )
 REPLICA = ReplicaModel(
     LatencyModel(step_s=5e-4, sequence_s=1e-5, weights_s=0.06, token_s=1.5e-4, kv_token_s=5e-7, pair_s=1e-9),
-    ReplicaLimits(max_num_seqs=SLOTS, kv_tokens=20_000, max_num_batched_tokens=2048),
+    ReplicaLimits(max_num_seqs=SLOTS, kv_tokens=20_000, max_num_batched_tokens=2048, prefill_chunk_tokens=512),
     ttft_p99_s=2.0,
 )
 """About an 8B model on an L4: half a request a second."""
