@@ -49,8 +49,6 @@ class Forecast:
     is_burst: bool
     request: float
     """What one request of the mean length takes of a replica, in seconds."""
-    chance: float = 0.0
-    """Standard deviation of `level`, arrivals being independent."""
     staffing: Staffing = MEASURED_STAFFING
     """How far replicas may be used."""
 
@@ -164,7 +162,6 @@ def forecast_of(
         recent=cost.replicas(recent),
         is_burst=burst,
         request=request_s,
-        chance=cost.deviation(demand, policy.window_s),
         staffing=(model.staffing(typical) if model is not None else None) or MEASURED_STAFFING,
     )
 

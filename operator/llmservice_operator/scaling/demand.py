@@ -137,7 +137,10 @@ def _growth(samples: Samples, cost: Cost, over_s: float, now: float, since_s: fl
     if measured <= _CERTAIN * chance:
         return None
     per_s = (measured - (_CERTAIN * chance) ** 2 / measured) / over_s
-    return Trend(cost.replicas(after) + per_s * over_s / 2, per_s, over_s)
+    last_s = min(_STRETCHES_S)
+    last = mean([demand for when, demand in samples if when > now - last_s])
+    most = cost.replicas(last) + cost.deviation(last, last_s)  # where a long growth has ended, the last minute shows it
+    return Trend(min(cost.replicas(after) + per_s * over_s / 2, most), per_s, over_s)
 
 
 def is_burst(recent: Demand, samples: Samples, cost: Cost, window_s: float, now: float) -> bool:

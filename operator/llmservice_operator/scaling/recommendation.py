@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from llmservice_operator.scaling.analysis import Analysis, Forecast, busy_replicas
+from llmservice_operator.scaling.capacity import MOST_UTILIZATION
 from llmservice_operator.scaling.demand import SAMPLE_S
 from llmservice_operator.scaling.history import History
 from llmservice_operator.scaling.load import Load
@@ -127,15 +128,16 @@ def _checked_without(
     history: History,
     now: float,
 ) -> Recommendation:
-    """Fewer replicas only where those that stay keep the promise with what runs, arrives and is predicted.
+    """Fewer replicas only where those that stay hold what runs and keep the promise with what arrives and is predicted.
 
-    With chance as well, for else the next minute would often ask for the removed one again.
+    What runs varies with chance already, so that it needs no margin for it.
     """
     if history.burst_s is not None and now - history.burst_s < policy.window_s:
         reason = f"burst: not shrinking within {policy.window_s:g}s of one -> {supply.replicas}"
         return Recommendation(supply.replicas, (*asked.reasons, reason))
-    load = max(forecast.most + forecast.chance, busy)
-    replicas = min(supply.replicas, max(asked.replicas, math.ceil(forecast.staffing.replicas(load))))
+    kept = max(math.ceil(forecast.staffing.replicas(forecast.most)), math.ceil(busy / MOST_UTILIZATION))
+    replicas = min(supply.replicas, max(asked.replicas, kept))
+    load = max(forecast.most, busy)
     checked = max(1, supply.replicas - 1 if replicas == supply.replicas else replicas)
     used = f"n-1: {checked} would be used to {load / checked:.0%} by what runs, arrives and may arrive"
     reason = f"{used}, {forecast.staffing.utilization(checked):.0%} is allowed -> {replicas}"

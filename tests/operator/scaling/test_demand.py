@@ -62,6 +62,17 @@ def test_slow_growth_shows_over_a_longer_time() -> None:
     assert trend(history(*rates[-16:]), COST, 60.0, NOW) is None
 
 
+def test_a_growth_that_has_ended_predicts_no_more_than_the_last_minute_and_chance() -> None:
+    rates = [10] * 20 + [40] * 16 + [15] * 4
+
+    found = trend(history(*rates), COST, 60.0, NOW)
+
+    assert found is not None
+    assert found.over_s == 300
+    last = history(15)[0][1]
+    assert found.level == pytest.approx(COST.replicas(last) + COST.deviation(last, 60))
+
+
 def test_a_burst_is_no_trend() -> None:
     rates = [20] * 4 + [40] * 4
 
