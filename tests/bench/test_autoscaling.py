@@ -32,10 +32,12 @@ def row(**values: float) -> dict[str, Any]:
         ({"builtin_kept": 98.9}, False, ["kpa"]),
         ({"builtin_gpu": 1.31}, False, []),
         ({"kpa_kept": 99.6}, True, ["kpa"]),
-        ({"kpa_kept": 99.6, "kpa_gpu": 1.2}, True, []),
+        ({"kpa_kept": 99.6, "kpa_gpu": 1.2}, True, ["kpa"]),
+        ({"kpa_kept": 99.5}, True, ["kpa"]),
+        ({"kpa_kept": 99.5, "kpa_gpu": 1.2}, True, []),
     ],
 )
-def test_the_goal_and_who_is_better_in_both(values: dict[str, float], is_met: bool, others: list[str]) -> None:
+def test_the_goal_and_which_policies_are_better(values: dict[str, float], is_met: bool, others: list[str]) -> None:
     assert autoscaling.met(row(**values)) == is_met
     assert autoscaling.beaten_by(row(**values), ["builtin", "kpa"]) == others
 
