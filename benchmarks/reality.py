@@ -389,7 +389,9 @@ async def measure_cluster(folder: Path, *, quick: bool) -> Measured:
         for each in outcome.decisions:
             print(f"{name}: {each.time_s:.0f} s -> {each.replicas}: {'; '.join(each.reasons)}")
     rows = [row_of("cluster", real), row_of(f"median of {SIMULATIONS} simulations", simulated)]
-    chance = f"Each simulation was within {spread} replicas of the median of the others."
+    slowest = sorted(each.ttft(99) for each in simulations)
+    chance = f"Each simulation was within {spread} replicas of the median of the others; TTFT p99 was"
+    chance += f" {slowest[0]:.1f} to {slowest[-1]:.1f} s in them."
     notes = [chance, *where_they_part(real, simulations[0], simulated, until_s)]
     checks = [
         Check("cluster: error of throughput", "<= 0.1", error(simulated.output_tokens_per_s, real.output_tokens_per_s)),
