@@ -176,6 +176,12 @@ def operating_point(
     )
 
 
+def rate_of(model: LatencyModel, limits: ReplicaLimits, work: Work, num_seqs: float) -> float:
+    """Requests per second of a replica that decodes so many sequences at once on average, within its limits."""
+    replica = _Replica(model, limits, work)
+    return replica.rate(min(num_seqs, replica.most))
+
+
 def _largest(replica: _Replica, ttft_p99_s: float | None, itl_p99_s: float | None) -> tuple[float, CapacityLimit]:
     """The sequences that decode at once at the largest rate, and what bounds them."""
     limited_by, bound = min(replica.bounds.items(), key=lambda item: item[1])

@@ -49,6 +49,8 @@ class Forecast:
     is_burst: bool
     request: float
     """What one request of the mean length takes of a replica, in seconds."""
+    flight: float | None = None
+    """What runs now and what waits for its place; None where the capacity is measured."""
     staffing: Staffing = MEASURED_STAFFING
     """How far replicas may be used."""
 
@@ -152,6 +154,7 @@ def forecast_of(
     observed_s = SAMPLE_S * len(within)
     if observed_s < min(policy.window_s, _SETTLED_S):  # the first requests seen say little
         level = max(0.0, level - _CAUTION * cost.deviation(demand, observed_s))
+    staffing = (model.staffing(typical) if model is not None else None) or MEASURED_STAFFING
     return Forecast(
         demand=demand,
         capacity=Capacity(source, serves, correction),
@@ -162,8 +165,18 @@ def forecast_of(
         recent=cost.replicas(recent),
         is_burst=burst,
         request=request_s,
-        staffing=(model.staffing(typical) if model is not None else None) or MEASURED_STAFFING,
+        flight=None if model is None else _flight(load, supply, model, typical, staffing),
+        staffing=staffing,
     )
+
+
+def _flight(load: Load, supply: Supply, model: ReplicaModel, typical: Demand, staffing: Staffing) -> float:
+    """Replicas that are busy with what runs, and with what waits for a place that others hold for long."""
+    ready = max(1, supply.ready)
+    busy = ready * model.busy(typical, load.running / load.answered / ready)
+    if staffing.slots:
+        busy += min(load.waiting, 2 * load.running) / load.answered / staffing.slots  # a longer queue is backlog
+    return busy
 
 
 def _cost(

@@ -15,6 +15,7 @@ from llmservice_planner.capacity import (
     ReplicaLimits,
     Work,
     operating_point,
+    rate_of,
     replica_capacity,
 )
 from llmservice_planner.latency import LatencyModel
@@ -70,6 +71,12 @@ class ReplicaModel:
     def staffing(self, demand: Demand) -> Staffing | None:
         """How far replicas may be used by such requests; None without requests."""
         return None if demand.requests <= 0 else _staffing(self, _work(*_lengths(demand)))
+
+    def busy(self, demand: Demand, num_seqs: float) -> float:
+        """Share of a full replica's rate that one serves with so many of such requests at once, by Little's law."""
+        if demand.requests <= 0 or num_seqs <= 0:
+            return 0.0
+        return _busy(self, _work(*_lengths(demand)), round(num_seqs, 1))
 
     def cost(self, demand: Demand) -> Cost | None:
         """What requests like those of `demand` cost by their tokens, with the targets kept; None without requests.
@@ -153,6 +160,11 @@ def _staffing(model: ReplicaModel, work: Work) -> Staffing:
     if full.limited_by not in {"maxNumSeqs", "kvMemory"} or patience_s <= 0:
         return Staffing(low, full.num_seqs)
     return Staffing(low, full.num_seqs, full.num_seqs, full.num_seqs / full.requests_per_s, patience_s)
+
+
+@lru_cache(maxsize=4096)
+def _busy(model: ReplicaModel, work: Work, num_seqs: float) -> float:
+    return min(1.0, rate_of(model.latency, model.limits, work, num_seqs) / model.capacity(work).requests_per_s)
 
 
 @lru_cache(maxsize=4096)

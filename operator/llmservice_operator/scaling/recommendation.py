@@ -105,11 +105,9 @@ def _in_flight(analysis: Analysis, load: Load, supply: Supply, policy: ScalePoli
             (analysis.utilization, f"slots: {slots}"),
         ]
     signals: list[Signal] = [(analysis.utilization, f"slots: {slots}")]
-    staffing = forecast.staffing
-    if staffing.num_seqs and supply.trouble is None:
-        in_flight = (load.running + min(load.waiting, 2 * load.running)) / load.answered  # a longer queue is backlog
-        held = f"{in_flight:.0f} in flight, a full replica decodes {staffing.num_seqs:.0f}"
-        signals.append((staffing.replicas(in_flight / staffing.num_seqs), f"flight: {held}"))
+    if forecast.flight is not None and supply.trouble is None:
+        held = f"{load.running:.0f} running and {load.waiting:.0f} waiting keep {forecast.flight:.2f} replicas busy"
+        signals.append((forecast.staffing.replicas(forecast.flight), f"flight: {held}"))
     waiting = load.waiting / load.answered - supply.ready * policy.queue_depth
     if waiting > 0 and supply.trouble is None:
         work_s = waiting * forecast.request

@@ -11,7 +11,7 @@ from llmservice_operator.api.resource import LLMService
 from llmservice_operator.scaling.capacity import MOST_UTILIZATION, ReplicaModel, Staffing, work_of
 from llmservice_operator.scaling.demand import NO_DEMAND, Demand
 from llmservice_operator.sizing import Sized
-from llmservice_planner.capacity import replica_capacity
+from llmservice_planner.capacity import Work, replica_capacity
 
 REQUEST = Demand(1, 1000, 200)
 FULL_OF_20 = Staffing(alone=0.5, num_seqs=20, slots=20, hold_s=15, patience_s=1.5)
@@ -88,3 +88,13 @@ def test_a_tight_target_leaves_more_room(replica: ReplicaModel) -> None:
 def test_more_load_needs_no_fewer_replicas_and_never_full_ones(busy: float, more: float) -> None:
     assert FULL_OF_20.replicas(busy + more) >= FULL_OF_20.replicas(busy) - 1e-6
     assert FULL_OF_20.replicas(busy) >= busy / MOST_UTILIZATION - 1e-6
+
+
+@pytest.mark.parametrize("demand", [Demand(1, 1000, 200), Demand(1, 170, 1)])
+def test_a_replica_is_busy_with_what_it_runs_up_to_all_of_its_time(replica: ReplicaModel, demand: Demand) -> None:
+    """Of answers of one token, which their prompts' last steps make, a full replica decodes hardly any."""
+    full = replica.capacity(work_of(demand) or Work(1, 1, 1)).num_seqs
+
+    assert replica.busy(demand, 0) == 0
+    assert replica.busy(demand, full + 10) == pytest.approx(1)
+    assert replica.busy(demand, full / 2) >= 0.5 * replica.busy(demand, full)  # smaller batches take shorter steps
