@@ -18,7 +18,7 @@ with its. The goal of the built-in policy: at least 99 % within the target at 1.
 other policy better in one of the two and no worse in the other.
 
 In the table, `kept` is the per cent of requests within the target, `gpu` the multiple of the clairvoyant schedule's
-GPU-hours, and `turns` the most changes of direction within the stabilisation window (120 to 300 s).
+GPU-hours, and `turns` the most changes of direction within the stabilisation window (60 to 300 s).
 
     python benchmarks/autoscaling.py --azure azure_llm_conv_2023.csv
 """
@@ -45,7 +45,9 @@ from llmservice_bench.simulation.policies import Service, make_policy
 from llmservice_bench.simulation.service import fleet_config, latency_of
 from llmservice_bench.simulation.traffic import SHAPES, Shape, synthetic
 from llmservice_bench.trace import SAMPLE
+from llmservice_operator.api.spec import ScaleDown
 from llmservice_operator.scaling.from_manifest import sized_service
+from llmservice_operator.scaling.policy import ScalingRules
 from llmservice_planner.capacity import UTILISATION, ReplicaLimits, Work, replica_capacity
 from llmservice_planner.traffic import TraceRequest, read_requests
 
@@ -74,8 +76,6 @@ MOST_RATIO = 1.3
 OWN = "builtin"
 TUNED = {"hpa": (0.4, 0.6, 0.8), "keda": (0.4, 0.6, 0.8), "kpa": (0.4, 0.55, 0.7)}
 """Targets to choose from, as shares of the sequences that a replica runs at once; the last is the published default."""
-LEAST_STABILIZATION_S, MOST_STABILIZATION_S = 120.0, 300.0
-"""Of the built-in policy: four times the start-up time within these bounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ def run_case(case: Case) -> dict[str, Any]:
 
 
 def stabilization_s(startup_s: float) -> float:
-    return min(MOST_STABILIZATION_S, max(LEAST_STABILIZATION_S, 4 * startup_s))
+    return ScalingRules.of(ScaleDown()).with_start(startup_s).stabilization_s
 
 
 def run(of: Service, config: FleetConfig, case: Case, policy: str) -> Outcome:
