@@ -18,7 +18,7 @@ with its. The goal of the built-in policy: at least 99 % within the target at 1.
 other policy better in one of the two and no worse in the other.
 
 In the table, `kept` is the per cent of requests within the target, `gpu` the multiple of the clairvoyant schedule's
-GPU-hours, and `turns` the most changes of direction within the stabilisation window (60 to 300 s).
+GPU-hours, and `turns` the most changes of direction within the stabilisation window (120 to 300 s).
 
     python benchmarks/autoscaling.py --azure azure_llm_conv_2023.csv
 """

@@ -213,8 +213,8 @@ class ScaleDown(SchemaModel):
 
     stabilization: Duration | None = Field(
         None,
-        description="Remove replicas only down to the highest recommendation within this time. Default: twice the"
-        " start-up time that was learned, 60s to 300s.",
+        description="Remove replicas only down to the highest recommendation within this time. Default: four times the"
+        " start-up time that was learned, 120s to 300s.",
     )
     step_replicas: int = Field(
         0,

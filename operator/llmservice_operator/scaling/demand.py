@@ -15,7 +15,7 @@ SAMPLE_S = 15.0
 _STRETCHES_S = (60.0, 120.0, 300.0)
 _CERTAIN = 2.0
 """Standard deviations that a trend has to exceed: of a constant load's differences 2 % do."""
-_BURST_CERTAIN = 2.0
+_BURST_CERTAIN = 3.0
 _BURST = 1.2
 """Beyond chance, a burst is at least this many times the load before it."""
 _ENOUGH_BEFORE = 2

@@ -15,9 +15,9 @@ from llmservice_operator.scaling.load import Load, PodLoad
 TARGET_UTILIZATION = 0.8
 """Waiting times explode beyond it (queueing theory): plan for this share of the slots, not for all of them."""
 
-STARTS_STABILIZED = 2.0
-SHORTEST_STABILIZATION_S, LONGEST_STABILIZATION_S = 60.0, 300.0
-"""An idle replica is worth keeping for about what its next start takes, and longer, for requests are late meanwhile."""
+STARTS_STABILIZED = 4.0
+SHORTEST_STABILIZATION_S, LONGEST_STABILIZATION_S = 120.0, 300.0
+"""An idle replica is worth keeping for a few times what its next start takes, for requests are late meanwhile."""
 
 IDLE_TIMEOUT_S = 300.0
 """About what the start of a model of many GiB costs. A replica that is kept idle for as long as its next start takes
