@@ -91,7 +91,7 @@ def test_an_edit_rolls_out_without_a_failed_request(cluster: Cluster, kube: Kube
             pods = kube.pods(NAME)
             return bool(pods) and not before & {pod["metadata"]["name"] for pod in pods} and all(map(is_ready, pods))
 
-        wait_for(rolled_out, 90, lambda: kube.pods(NAME))
+        wait_for(rolled_out, 180, lambda: kube.pods(NAME))  # under load, where a start takes several times as long
     assert load.failures == []
     assert kube.get(NAME)["status"]["sizing"]["maxNumSeqs"] == 6
 

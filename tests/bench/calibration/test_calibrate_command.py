@@ -28,11 +28,15 @@ async def test_a_real_server_is_measured_within_the_time_and_its_model_written(t
     async with serving() as server:
         for flags in ((), ("--chat", "--max-num-seqs", "8")):
             path = tmp_path / f"latency-{len(flags)}.json"
-            began_s = time.monotonic()
-            status = await calibrate("--url", server.url, "--seconds", "10", "-o", str(path), "--gpu", "h100", *flags)
-            assert time.monotonic() - began_s < 60
-            out = capsys.readouterr().out
-            assert status in (0, 1), out  # 1: this machine was too busy for a good fit
+            for seconds in ("10", "45"):
+                began_s = time.monotonic()
+                given = ("--url", server.url, "--seconds", seconds, "-o", str(path), "--gpu", "h100", *flags)
+                status = await calibrate(*given)
+                assert time.monotonic() - began_s < 60
+                out, error = capsys.readouterr()
+                if "give more --seconds" not in error:  # on a busy machine, as it says
+                    break
+            assert status in (0, 1), error  # 1: this machine was too busy for a good fit
             model = LatencyModel.read(path)
             assert model.prefill_s(1024) > 0
             assert model.decode_s(64, 500) >= model.decode_s(1, 100) > 0

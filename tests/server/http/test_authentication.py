@@ -303,17 +303,24 @@ async def test_one_clients_many_requests_delay_no_other_client(shared_server: An
     server.wait_until_ready()
     ended: list[str] = []
 
-    async def ask(key: str) -> None:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0) as client:
-            await client.completions.create(model="tiny", prompt="a", max_tokens=40, extra_body={"ignore_eos": True})
-        ended.append(key)
+    async def ask(client: openai.AsyncOpenAI, max_tokens: int) -> None:
+        body = {"ignore_eos": True}
+        await client.completions.create(model="tiny", prompt="a", max_tokens=max_tokens, extra_body=body)
+        ended.append(client.api_key)
 
-    greedy = [asyncio.create_task(ask("sk-greedy")) for _ in range(40)]
-    while server.metric("llmservice_num_requests_waiting", lane="interactive") < 30:
-        await asyncio.sleep(0.01)
-    await asyncio.gather(ask("sk-modest"), ask("sk-modest"))
-    assert ended.count("sk-greedy") <= 20, "it would be 38 if requests were served in the order in which they came"
-    for task in greedy:
-        task.cancel()
-    await asyncio.wait(greedy)
+    def client_of(key: str) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
+
+    async with client_of("sk-greedy") as greedy_client, client_of("sk-modest") as modest_client:
+        await ask(modest_client, 1)  # it is connected
+        greedy = [asyncio.create_task(ask(greedy_client, 100)) for _ in range(80)]
+        while server.metric("llmservice_num_requests_waiting", lane="interactive") < 60:
+            await asyncio.sleep(0.01)
+        before = len(ended)
+        await asyncio.gather(ask(modest_client, 40), ask(modest_client, 40))
+        earlier = ended[before:].count("sk-greedy")
+        assert earlier <= 20, "it would be 40 or more if requests were served in the order in which they came"
+        for task in greedy:
+            task.cancel()
+        await asyncio.wait(greedy)
     server.wait_until_idle()
