@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from llmservice_operator.scaling.analysis import Forecast
@@ -35,6 +36,9 @@ def limit(
     Never above or below the user's bounds, which apply at once. Within them: shrinks only to the highest
     recommendation younger than the scale-down stabilisation, grows only to the lowest one younger than the scale-up
     stabilisation, and moves no further than the step that the period allows. `at_once`: growing waits for nothing.
+
+    A scale-down stabilisation that follows the start-up time keeps half of the surplus in its last part, unless
+    replicas were added within it: the direction then turns once in it at most.
     """
     wanted = policy.bounded(asked.replicas)
     reasons = list(asked.reasons)
@@ -61,7 +65,11 @@ def _stabilized(wanted: int, current: int, policy: ScalePolicy, history: History
     if wanted < current:
         if history.unmeasured_s is not None and now - history.unmeasured_s < policy.down.stabilization_s:
             return current
-        return min(current, max(wanted, *history.recommended_within(policy.down.stabilization_s, now), 0))
+        within_s, last_up_s = policy.down.stabilization_s, history.last_up_s
+        whole_s = policy.down.whole_s if last_up_s is None or now - last_up_s >= within_s else within_s
+        most = max(wanted, *history.recommended_within(within_s, now), 0)
+        lately = max(wanted, *history.recommended_within(min(whole_s, within_s), now), 0)
+        return min(current, math.ceil((lately + most) / 2))
     if wanted > current:
         return max(current, min(wanted, *history.recommended_within(policy.up.stabilization_s, now), wanted))
     return wanted

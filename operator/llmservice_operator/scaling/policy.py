@@ -15,9 +15,10 @@ from llmservice_operator.scaling.load import Load, PodLoad
 TARGET_UTILIZATION = 0.8
 """Waiting times explode beyond it (queueing theory): plan for this share of the slots, not for all of them."""
 
-STARTS_STABILIZED = 4.0
+STARTS_STABILIZED, STARTS_WHOLE = 4.0, 2.5
 SHORTEST_STABILIZATION_S, LONGEST_STABILIZATION_S = 120.0, 300.0
-"""An idle replica is worth keeping for a few times what its next start takes, for requests are late meanwhile."""
+"""An idle replica is worth keeping for a few times what its next start takes, for requests are late meanwhile. All of
+the surplus is kept for two and a half starts, and half of it for four."""
 
 IDLE_TIMEOUT_S = 300.0
 """About what the start of a model of many GiB costs. A replica that is kept idle for as long as its next start takes
@@ -36,6 +37,8 @@ class ScalingRules:
     period_s: float
     cooldown_s: float
     stabilization_s: float = 0.0
+    whole_s: float = math.inf
+    """Within the stabilisation, for how long all of the surplus is kept; half of it is for the rest."""
     adapts: bool = False
     """Whether the stabilisation follows the start-up time."""
 
@@ -55,10 +58,9 @@ class ScalingRules:
         """For replicas that take so long to start."""
         if not self.adapts:
             return self
-        return replace(
-            self,
-            stabilization_s=min(max(STARTS_STABILIZED * lead_s, SHORTEST_STABILIZATION_S), LONGEST_STABILIZATION_S),
-        )
+        starts_s = max(lead_s, SHORTEST_STABILIZATION_S / STARTS_STABILIZED)
+        stabilization_s = min(STARTS_STABILIZED * starts_s, LONGEST_STABILIZATION_S)
+        return replace(self, stabilization_s=stabilization_s, whole_s=STARTS_WHOLE * starts_s)
 
     @property
     def about(self) -> str:

@@ -110,10 +110,12 @@ def _in_flight(analysis: Analysis, load: Load, supply: Supply, policy: ScalePoli
         signals.append((forecast.staffing.replicas(forecast.flight), f"flight: {held}"))
     waiting = load.waiting / load.answered - supply.ready * policy.queue_depth
     if waiting > 0 and supply.trouble is None:
-        work_s = waiting * forecast.request
+        grows = max(0.0, forecast.most - supply.counted) * supply.lead_s
+        work_s = waiting * forecast.request + grows
         why = f"backlog: {waiting:.0f} wait beyond {policy.queue_depth} per replica, {work_s:.0f}s of a replica's work"
         within_s = max(DRAIN_S, supply.lead_s / 2)
-        signals.append((forecast.most + work_s / within_s, f"{why}, to be done in {within_s:.0f}s"))
+        why += f" by the time that a new one serves, to be done in {within_s:.0f}s"
+        signals.append((forecast.most + work_s / within_s, why))
     return signals
 
 

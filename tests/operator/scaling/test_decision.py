@@ -235,6 +235,21 @@ def test_replicas_are_removed_after_a_whole_window_of_low_load() -> None:
     assert late.replicas == 1
 
 
+@pytest.mark.parametrize(
+    ("changes", "kept"),
+    [
+        pytest.param((), [4, 3, 1], id="half of the surplus goes first"),
+        pytest.param(((NOW, 1),), [4, 4, 1], id="not where replicas were added, for the direction would turn twice"),
+    ],
+)
+def test_the_surplus_is_removed_in_two_steps(changes: tuple[tuple[float, int], ...], kept: list[int]) -> None:
+    policy = replace(POLICY, down=replace(ANY_STEP, stabilization_s=300.0, whole_s=150.0))
+    history = History.start(NOW, 4, changes=changes)
+    idle, supply = load((0, 0), (0, 0), (0, 0), (0, 0)), Supply(4, ready=4)
+
+    assert [decide(idle, supply, policy, history, NOW + after_s)[0].replicas for after_s in (149, 151, 301)] == kept
+
+
 def test_a_short_burst_is_waited_out_where_scale_up_is_stabilised() -> None:
     policy = replace(POLICY, up=replace(ANY_STEP, stabilization_s=10.0))
     history = History.start(NOW, 1)

@@ -10,12 +10,13 @@ import pytest
 
 from harness.simulated_service import Moment, Sample, SimulatedService
 from llmservice_operator.api.resource import LLMService
+from llmservice_operator.api.spec import ScaleDown
 from llmservice_operator.scaling.capacity import ReplicaModel, work_of
 from llmservice_operator.scaling.demand import Demand
+from llmservice_operator.scaling.policy import ScalingRules
 from llmservice_operator.sizing import Sized
 
 REQUEST = Demand(1, 1000, 200)
-STABILIZATION_S = 300.0
 SLOTS = 8
 """Of a simulated pod."""
 
@@ -83,10 +84,11 @@ def samples(
     return kept[shape, startup_s]
 
 
-def test_the_direction_turns_at_most_once_within_the_stabilization(samples: list[Sample]) -> None:
+def test_the_direction_turns_at_most_once_within_the_stabilization(samples: list[Sample], startup_s: float) -> None:
     times = turns(samples)
+    stabilization_s = ScalingRules.of(ScaleDown()).with_start(startup_s).stabilization_s
 
-    assert all(later - earlier >= STABILIZATION_S for earlier, later in pairwise(times)), times
+    assert all(later - earlier >= stabilization_s for earlier, later in pairwise(times)), times
 
 
 def test_what_arrives_is_served_once_replicas_had_time_to_start(
