@@ -12,10 +12,13 @@ from hypothesis import strategies as st
 
 from harness.simulated_service import Moment, Sample, SimulatedService
 from llmservice_operator.api.resource import LLMService
+from llmservice_operator.scaling.analysis import Analysis, Capacity, Forecast
 from llmservice_operator.scaling.decision import decide, decide_wake_up
+from llmservice_operator.scaling.demand import Demand
 from llmservice_operator.scaling.history import CAPACITY_KEEP_S, History
 from llmservice_operator.scaling.load import Held, Load, PodLoad
 from llmservice_operator.scaling.policy import ScalePolicy, ScalingRules
+from llmservice_operator.scaling.recommendation import optimise
 from llmservice_operator.scaling.supply import Supply
 from llmservice_operator.sizing import Sized
 
@@ -260,6 +263,32 @@ def test_a_short_burst_is_waited_out_where_scale_up_is_stabilised() -> None:
     late, _ = decide(burst, supply, policy, history, NOW + 11)
 
     assert [early.replicas, later.replicas, late.replicas] == [1, 1, 3]
+
+
+def test_after_a_burst_of_arrivals_growing_waits_for_nothing() -> None:
+    policy = replace(POLICY, up=replace(ANY_STEP, stabilization_s=10.0))
+    history = replace(History.start(NOW, 1), burst_s=NOW)
+
+    decision, _ = decide(load((8, 18)), Supply(1, ready=1), policy, history, NOW + 5)
+
+    assert decision.replicas == 3
+
+
+@pytest.mark.parametrize(("starting", "expected"), [(0, 6), (2, 4)])
+def test_a_queue_asks_for_what_comes_until_new_replicas_serve(starting: int, expected: int) -> None:
+    """10 requests of 0.4 s wait beyond the queue's depth; 2.6 replicas' load comes, for a start of 30 s."""
+    demand = Demand(10, 9000, 2000)
+    capacity = Capacity("predicted", demand.scaled(1 / 2.6))
+    forecast = Forecast(
+        demand, capacity, level=2.6, predicted=2.6, horizon_s=30, trend=None, recent=2.6, is_burst=False, request=0.4
+    )
+    analysis = Analysis(None, busy=1.0, utilization=1.25, arrivals=None, capacity_per_s=None, forecast=forecast)
+    supply = Supply(1 + starting, ready=1, starting=starting, lead_s=30)
+    waiting = load((8, 10 + POLICY.queue_depth))
+
+    asked = optimise(analysis, waiting, supply, POLICY, History.start(NOW, 1), NOW, feasible=True)
+
+    assert asked.replicas == expected
 
 
 @pytest.mark.parametrize(
