@@ -136,7 +136,8 @@ def decide(
     decision = limit(recommendation, supply.replicas, policy, history, now, at_once=at_once)
     if decision.replicas < supply.replicas and load.answered < 1 - MISSING:
         decision = _hold_for_missing(decision, load, supply, policy)
-    return replace(decision, forecast=forecast), history.remember(now, decision.wanted, policy.memory_s)
+    history = history.remember(now, decision.wanted, policy.memory_s + supply.lead_s)
+    return replace(decision, forecast=forecast), history
 
 
 def _policy_at_zero(policy: ScalePolicy, sizing: Sized, held: Held | None) -> ScalePolicy:

@@ -51,7 +51,7 @@ def optimise(
         signals.append((analysis.arrivals, f"arrivals: {rates}"))
     asked = [_rounded(raw, why, supply, policy) for raw, why in signals if raw is not None]
     if forecast is not None:
-        flow = _flow(forecast, policy)
+        flow = _flow(forecast, load, supply, policy)
         asked += [_rounded(raw, why, supply, policy, is_strict=analysis.is_predicted) for raw, why in flow]
     largest = _largest(asked)
     recommendation = _replace_overdue(largest, supply, policy)
@@ -67,8 +67,12 @@ Signal = tuple[float | None, str]
 """Replicas, not rounded, and why."""
 
 
-def _flow(forecast: Forecast, policy: ScalePolicy) -> list[tuple[float, str]]:
-    """What arrives and will arrive, at the utilisation that keeps the target of TTFT."""
+def _flow(forecast: Forecast, load: Load, supply: Supply, policy: ScalePolicy) -> list[tuple[float, str]]:
+    """What arrives and will arrive, at the utilisation that keeps the target of TTFT.
+
+    Where the capacity is predicted, requests in flight ask for the replicas that decode them, by Little's law a load
+    that shows before a minute of arrivals does.
+    """
     demand, capacity = forecast.demand, forecast.capacity
     if capacity is None:
         return [(0.0, f"demand: nothing arrives in {policy.window_s:g}s")]
@@ -78,6 +82,9 @@ def _flow(forecast: Forecast, policy: ScalePolicy) -> list[tuple[float, str]]:
     used = forecast.level / needed if needed else forecast.staffing.alone
     serves = f"one replica serves {capacity.serves.requests:.2f}/s ({how}), used to {used:.0%}"
     signals = [(needed, f"demand: {arriving} tokens/s, {serves}")]
+    if forecast.flight is not None and capacity.source == "predicted" and supply.trouble is None:
+        held = f"{load.running:.0f} running and {load.waiting:.0f} waiting keep {forecast.flight:.2f} replicas busy"
+        signals.append((forecast.staffing.replicas(forecast.flight), f"flight: {held}"))
     if forecast.trend is not None:
         by = f"{forecast.trend.per_s * 60:+.2f} replicas' load a minute over {forecast.trend.over_s:.0f}s"
         why = f"forecast: {forecast.level:.2f} replicas' load now, {by}, {forecast.predicted:.2f}"
@@ -91,11 +98,8 @@ def _flow(forecast: Forecast, policy: ScalePolicy) -> list[tuple[float, str]]:
 
 
 def _in_flight(analysis: Analysis, load: Load, supply: Supply, policy: ScalePolicy) -> list[Signal]:
-    """What waits and what runs.
-
-    Where the capacity is predicted, requests in flight ask for the replicas that decode them, by Little's law a load
-    that shows before a minute of arrivals does, and a queue beyond `queueDepth` for those that finish it soon.
-    """
+    """What waits and what runs. Where the capacity is predicted, a queue beyond `queueDepth` asks for the replicas that
+    finish it soon, together with what comes until they serve."""
     forecast = analysis.forecast
     slots = f"{load.running:.0f} running, {policy.max_num_seqs} per replica, used to {TARGET_UTILIZATION:.0%}"
     if forecast is None or not analysis.is_predicted:
@@ -105,9 +109,6 @@ def _in_flight(analysis: Analysis, load: Load, supply: Supply, policy: ScalePoli
             (analysis.utilization, f"slots: {slots}"),
         ]
     signals: list[Signal] = [(analysis.utilization, f"slots: {slots}")]
-    if forecast.flight is not None and supply.trouble is None:
-        held = f"{load.running:.0f} running and {load.waiting:.0f} waiting keep {forecast.flight:.2f} replicas busy"
-        signals.append((forecast.staffing.replicas(forecast.flight), f"flight: {held}"))
     waiting = load.waiting / load.answered - supply.ready * policy.queue_depth
     if waiting > 0 and supply.trouble is None:
         grows = max(0.0, forecast.most - supply.counted) * supply.lead_s
@@ -174,7 +175,7 @@ def _replace_overdue(asked: Recommendation, supply: Supply, policy: ScalePolicy)
 def _ttft_bias(load: Load, supply: Supply, policy: ScalePolicy, history: History, now: float) -> Recommendation:
     """One more while the load explains that the target is missed.
 
-    The replica added last first has a window to show its effect, and its start-up time where there is a queue.
+    The replica added last first has its start-up time and a window to show its effect.
     """
     p99, target = load.ttft_p99_s, policy.ttft_p99_s
     if p99 is None or target is None or p99 <= target or not (load.waiting or load.running):
@@ -184,8 +185,7 @@ def _ttft_bias(load: Load, supply: Supply, policy: ScalePolicy, history: History
         return Recommendation(0, (f"{what}, of {load.ttft_count:.0f} requests: too few to tell",))
     if not _explains_ttft(load, supply.ready, policy):
         return Recommendation(0, (f"{what}: neither queue nor slots explain it, no replica would help",))
-    effect_s = max(policy.window_s, supply.lead_s) if load.waiting else policy.window_s
-    recent = history.last_up_s is not None and now - history.last_up_s < effect_s
+    recent = history.last_up_s is not None and now - history.last_up_s < supply.lead_s + policy.window_s
     if supply.starting or supply.overdue or supply.trouble or recent:
         reason = f"{what}: waiting for the replicas just added -> {supply.replicas}"
         return Recommendation(supply.replicas, (reason,))

@@ -319,8 +319,8 @@ def test_a_target_that_no_replica_can_meet_adds_and_holds_none() -> None:
     ("supply", "last_up_s", "expected"),
     [
         pytest.param(Supply(2, ready=1, starting=1), None, 2, id="one is starting"),
-        pytest.param(Supply(2, ready=2), NOW - 30, 2, id="one was added half a window ago"),
-        pytest.param(Supply(2, ready=2), NOW - 61, 3, id="the last one had its window"),
+        pytest.param(Supply(2, ready=2), NOW - 119, 2, id="one had its start, but no whole window"),
+        pytest.param(Supply(2, ready=2), NOW - 121, 3, id="the last one had both"),
     ],
 )
 def test_a_missed_target_waits_for_the_replica_that_was_just_added(
