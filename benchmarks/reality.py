@@ -4,7 +4,7 @@
 model's forward pass is replaced by a wait of the time that the latency model gives its steps (timed_engine.py), so that
 ten replicas fit on two cores. The load rises and falls within minutes; its requests have the lengths of a trace. The
 forecast is the median of simulations that differ in the times of the autoscaler's ticks, which decide a replica more or
-less.
+less. A simulation that sets the replicas when the cluster did shows what of the difference is not the autoscaler's.
 `server`: one real server of a model of 12 layers and hidden size 768 on this CPU, whose latency model `llmservice
 calibrate` has fitted just before, under a part of the trace.
 
@@ -38,6 +38,7 @@ from llmservice_bench.drive import Load, drive, open_session
 from llmservice_bench.models import LLAMA_3_8B, LLMSERVICE, SHAPES, checkpoint, started
 from llmservice_bench.record import RequestRecord
 from llmservice_bench.results import Check, Results
+from llmservice_bench.simulation.clairvoyant import SLOT_S, Scheduled
 from llmservice_bench.simulation.fleet import Fleet, FleetConfig
 from llmservice_bench.simulation.observation import Policy
 from llmservice_bench.simulation.policies import Service, Static, make_policy
@@ -384,11 +385,18 @@ async def measure_cluster(folder: Path, *, quick: bool) -> Measured:
         apart(each, median_of([other for other in simulations if other is not each], until_s), until_s)
         for each in simulations
     )
+    slots = range(round((until_s + run.begins_s) / SLOT_S))
+    followed = Scheduled("cluster", [real.replicas_at((slot + 0.5) * SLOT_S - run.begins_s) for slot in slots])
+    same_replicas, _ = simulate(config, trace, followed, run.begins_s)
     print(f"replicas took {', '.join(f'{each:g}' for each in run.startups_s)} s to start")
     for name, outcome in (("cluster", real), ("simulation", simulations[0])):
         for each in outcome.decisions:
             print(f"{name}: {each.time_s:.0f} s -> {each.replicas}: {'; '.join(each.reasons)}")
-    rows = [row_of("cluster", real), row_of(f"median of {SIMULATIONS} simulations", simulated)]
+    rows = [
+        row_of("cluster", real),
+        row_of(f"median of {SIMULATIONS} simulations", simulated),
+        row_of("a simulation with the cluster's replicas", same_replicas),
+    ]
     slowest = sorted(each.ttft(99) for each in simulations)
     chance = f"Each simulation was within {spread} replicas of the median of the others; TTFT p99 was"
     chance += f" {slowest[0]:.1f} to {slowest[-1]:.1f} s in them."
