@@ -59,7 +59,11 @@ def cluster(shared_cluster: Cluster) -> Iterator[Cluster]:
         kube = Kube(shared_cluster)
         for service in kube.services():
             kube.delete(service["metadata"]["name"])
-        wait_for(lambda: not kube.services() and not shared_cluster.server_processes(), 60, kube.services)
+        wait_for(
+            lambda: not kube.services() and not shared_cluster.server_processes(),
+            150,  # pods have their grace period on top of a start that they may be in the middle of
+            lambda: [kube.services(), shared_cluster.server_processes()],
+        )
 
 
 @pytest.fixture
