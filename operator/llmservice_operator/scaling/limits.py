@@ -38,7 +38,7 @@ def limit(
     stabilisation, and moves no further than the step that the period allows. `at_once`: growing waits for nothing.
 
     A scale-down stabilisation that follows the start-up time keeps half of the surplus in its last part, unless
-    replicas were added within it: the direction then turns once in it at most.
+    replicas were added within it: what was added is kept for all of it.
     """
     wanted = policy.bounded(asked.replicas)
     reasons = list(asked.reasons)
