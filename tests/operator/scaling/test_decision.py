@@ -274,21 +274,39 @@ def test_after_a_burst_of_arrivals_growing_waits_for_nothing() -> None:
     assert decision.replicas == 3
 
 
+DEMAND = Demand(10, 9000, 2000)
+FORECAST = Forecast(
+    DEMAND,
+    Capacity("predicted", DEMAND.scaled(1 / 2.6)),
+    level=2.6,
+    predicted=2.6,
+    horizon_s=30,
+    trend=None,
+    recent=2.6,
+    is_burst=False,
+    request=0.4,
+)
+
+
+def asked(now: Load, forecast: Forecast, supply: Supply) -> int:
+    analysis = Analysis(None, busy=1.0, utilization=1.0, arrivals=None, capacity_per_s=None, forecast=forecast)
+    return optimise(analysis, now, supply, POLICY, History.start(NOW, 1), NOW, feasible=True).replicas
+
+
 @pytest.mark.parametrize(("starting", "expected"), [(0, 6), (2, 4)])
 def test_a_queue_asks_for_what_comes_until_new_replicas_serve(starting: int, expected: int) -> None:
     """10 requests of 0.4 s wait beyond the queue's depth; 2.6 replicas' load comes, for a start of 30 s."""
-    demand = Demand(10, 9000, 2000)
-    capacity = Capacity("predicted", demand.scaled(1 / 2.6))
-    forecast = Forecast(
-        demand, capacity, level=2.6, predicted=2.6, horizon_s=30, trend=None, recent=2.6, is_burst=False, request=0.4
-    )
-    analysis = Analysis(None, busy=1.0, utilization=1.25, arrivals=None, capacity_per_s=None, forecast=forecast)
     supply = Supply(1 + starting, ready=1, starting=starting, lead_s=30)
-    waiting = load((8, 10 + POLICY.queue_depth))
 
-    asked = optimise(analysis, waiting, supply, POLICY, History.start(NOW, 1), NOW, feasible=True)
+    assert asked(load((8, 10 + POLICY.queue_depth)), FORECAST, supply) == expected
 
-    assert asked.replicas == expected
+
+@pytest.mark.parametrize(("flight", "expected"), [(0.79, 1), (0.85, 2)])
+def test_requests_in_flight_ask_for_a_replica_without_the_tolerance(flight: float, expected: int) -> None:
+    """80 % of a replica is allowed, and 0.85 is 6 % more, where the tolerance is 10 %."""
+    forecast = replace(FORECAST, level=0.5, predicted=0.5, recent=0.5, flight=flight)
+
+    assert asked(load((6, 0)), forecast, Supply(1, ready=1)) == expected
 
 
 @pytest.mark.parametrize(
