@@ -63,7 +63,10 @@ class Container:
         self._backoff = BackOff(backoff_s)
         self._process: Process | None = None
         self._launch: Launch | None = None
+        self._starting = asyncio.Lock()
+        """Held while a process is being started, which a stop has to end too."""
         self._stopping = asyncio.Event()
+        self._killed = False
         self._startup = asyncio.Event()
         self._log: Path | None = None
         self._previous_log: Path | None = None
@@ -114,7 +117,8 @@ class Container:
         """Run the preStop hook, send SIGTERM, and kill the remaining processes after `grace_s` seconds."""
         deadline = time.monotonic() + grace_s
         self._stopping.set()
-        process = self._process
+        async with self._starting:
+            process = self._process
         if process is None or not process.running:
             return
         await self._host.report("Normal", "Killing", f"Stopping container {self.name}")
@@ -123,6 +127,7 @@ class Container:
 
     def kill(self) -> None:
         self._stopping.set()
+        self._killed = True
         if self._process is not None:
             self._process.kill()
 
@@ -165,9 +170,12 @@ class Container:
             return 128
         log = self._host.logs.path(self.name, self.restarts)
         self._log, self._previous_log = log, self._log
-        self._process = process = await Process.start(
-            launch.command, env=launch.env, log=log, cwd=launch.cwd, cpu_limit=cpu_limit(self.spec)
-        )
+        async with self._starting:
+            self._process = process = await Process.start(
+                launch.command, env=launch.env, log=log, cwd=launch.cwd, cpu_limit=cpu_limit(self.spec)
+            )
+        if self._killed:  # while it started
+            process.kill()
         self._startup.clear()
         self.started = "startupProbe" not in self.spec
         self.ready = self.started and "readinessProbe" not in self.spec

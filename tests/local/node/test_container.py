@@ -1,0 +1,47 @@
+"""A container that is stopped while its process is being started, as after a crash."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from aiohttp import ClientSession
+
+from llmservice_local.node.container import Container, ContainerHost, Launch
+from llmservice_local.node.logs import PodLogs
+
+POD = {"metadata": {"namespace": "default", "name": "pod", "uid": "1"}}
+
+
+async def report(kind: str, reason: str, message: str) -> None:
+    pass
+
+
+def make_container(tmp_path: Path, session: ClientSession, prepared: Callable[[], None]) -> Container:
+    def prepare(_: object) -> Launch:
+        prepared()
+        return Launch(["sleep", "60"], dict(os.environ))
+
+    host = ContainerHost("127.0.0.1", "pod", PodLogs(tmp_path, POD), session, prepare, lambda: None, report)
+    return Container({"name": "main"}, host, "Always", 0.0)
+
+
+@pytest.mark.parametrize("end", ["stop", "kill"])
+async def test_a_process_that_is_being_started_ends_too(tmp_path: Path, end: str) -> None:
+    starting = asyncio.Event()
+    async with ClientSession() as session:
+        container = make_container(tmp_path, session, starting.set)
+        running = asyncio.create_task(container.run())
+        await starting.wait()
+        assert container.exit_code is None
+        assert "waiting" in container.state
+        async with asyncio.timeout(20):
+            if end == "stop":
+                await container.stop(grace_s=10)
+            else:
+                container.kill()
+            await running
+    assert container.exit_code == (143 if end == "stop" else 137)
