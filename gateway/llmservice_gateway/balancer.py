@@ -41,6 +41,8 @@ class Ticket:
     """Its part of the pod's load."""
     leave: Callable[[], bool] | None = None
     """Set until the response begins: cancels the request to the pod, and returns whether it was still possible."""
+    has_waited: bool = False
+    """Whether its pod failed while earlier requests filled the slots."""
 
 
 @dataclass(slots=True)
@@ -166,7 +168,7 @@ class Balancer:
                 sources.remove(source)
                 continue
             self._remove(ticket)
-            ticket.backend = target
+            ticket.backend, ticket.has_waited = target, False
             self._put(ticket)
 
     def _movable(self, backend: Backend, ahead: int) -> Ticket | None:
@@ -203,8 +205,12 @@ class Balancer:
         load.tokens -= ticket.tokens
 
     def mark_failed(self, backend: Backend, now: float) -> None:
-        """`backend` refused a connection."""
-        self._loads.setdefault(backend.uid, _Load()).failed_at = now
+        """`backend` refused a connection, or broke one off; called before any of its tickets is given back."""
+        load = self._loads.setdefault(backend.uid, _Load())
+        load.failed_at = now
+        if slots := self.slots(backend):
+            for ticket in islice(load.tickets, slots, None):
+                ticket.has_waited = True
 
     def set_slots(self, backend: Backend, slots: int) -> None:
         """`backend` reports how many requests like those before it runs at once."""

@@ -28,8 +28,9 @@ class GatewayMetrics:
         )
         self.retries = Counter(
             "llmservice_gateway_retries_total",
-            "Requests passed to another pod: the first refused, was draining, had no slot when another had (moved), or"
-            " does not trust this gateway's signature (untrusted)",
+            "Requests passed to another pod: the first refused, was draining, had no slot when another had (moved),"
+            " broke off while it ran the request (lost) or had it wait (lost_waiting), or does not trust this gateway's"
+            " signature (untrusted)",
             ["model", "reason"],
             registry=self.registry,
         )

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,9 +31,12 @@ from llmservice_gateway.signing import TOKEN_HEADER
 logger = logging.getLogger(__name__)
 
 MOST_ATTEMPTS = 3
-LOST, MOVED, UNTRUSTED = "lost", "moved", "untrusted"
+LOST, LOST_WAITING, MOVED, UNTRUSTED = "lost", "lost_waiting", "moved", "untrusted"
 MOST_LOST = 2
-"""Attempts that may end with a lost pod: a request that kills pods must not kill them all."""
+"""Attempts that may end with a pod lost while it ran the request: one that kills pods must not kill them all."""
+MOST_LOST_WAITING = 6
+"""Attempts that may end with a pod lost while the request waited there. They are not the request's fault, as far as the
+order of arrival shows, in which a pod with priorities need not run requests."""
 QUEUE_FULL = "429"
 REFUSALS = frozenset({429, 503})
 """Statuses of a pod whose queue is full, or that drains: another one may have capacity."""
@@ -142,10 +146,10 @@ class Proxy:
             GatewayError: no pod could answer, or the answer broke off.
         """
         tried: set[str] = set()
-        lost = attempts = 0
+        failures = Counter[str]()
         held_s = 0.0
         refusal: _Refusal | None = None
-        while attempts < MOST_ATTEMPTS and lost < MOST_LOST:
+        while _may_try(failures):
             route = request.find()
             backend = None if self._holding.is_holding(route) else self._pick(route, tried, demand)
             if backend is None and refusal is not None:
@@ -159,8 +163,7 @@ class Proxy:
                 backend = self._pick(request.find(), tried, demand)
                 if backend is None:
                     continue
-            attempts += 1
-            if attempts == 1:
+            if not failures:
                 self._metrics.added_latency.labels(request.model).observe(self._clock() - request.arrived_s - held_s)
             self._count_affinity(request, backend, demand)
             try:
@@ -170,7 +173,7 @@ class Proxy:
                     return usage
             except _AnotherPodError as again:
                 tried.add(ticket.backend.uid)
-                lost += again.reason == LOST
+                failures[again.reason] += 1
                 refusal = again.refusal
                 request.is_counted |= again.reason == QUEUE_FULL
                 self._metrics.retries.labels(request.model, again.reason).inc()
@@ -208,7 +211,7 @@ class Proxy:
             raise GatewayError(504, message, "upstream_timeout") from None
         except aiohttp.ClientError as error:
             self._balancer.mark_failed(ticket.backend, self._clock())
-            raise _AnotherPodError(LOST) from error
+            raise _AnotherPodError(LOST_WAITING if ticket.has_waited else LOST) from error
         if (slots := upstream.headers.get(SLOTS_HEADER, "")).isdecimal():
             self._balancer.set_slots(ticket.backend, int(slots))
         async with upstream:
@@ -222,7 +225,11 @@ class Proxy:
                 raise _AnotherPodError(UNTRUSTED)
             if upstream.status in REFUSALS:
                 raise _AnotherPodError(str(upstream.status), await _refusal(upstream))
-            return await _relay(upstream, request, reply)
+            try:
+                return await _relay(upstream, request, reply)
+            except GatewayError:
+                self._balancer.mark_failed(ticket.backend, self._clock())
+                raise
 
     async def _response(self, ticket: Ticket, request: PodRequest) -> aiohttp.ClientResponse:
         """The response of the ticket's pod, once it begins; sends the request again each time the ticket is moved."""
@@ -258,6 +265,11 @@ class Proxy:
                 self._metrics.retries.labels(request.model, MOVED).inc()
             finally:
                 ticket.leave = None
+
+
+def _may_try(failures: Counter[str]) -> bool:
+    waiting = failures[LOST_WAITING]
+    return failures.total() - waiting < MOST_ATTEMPTS and failures[LOST] < MOST_LOST and waiting < MOST_LOST_WAITING
 
 
 async def _refusal(upstream: aiohttp.ClientResponse) -> _Refusal | None:

@@ -202,6 +202,47 @@ async def test_request_that_kills_pods_is_not_given_to_all_of_them(front: Any, s
     assert sum(len(pod.requests) for pod in pods) == 2
 
 
+async def test_request_that_only_waited_on_lost_pods_is_tried_on_further_ones(front: Any, serve: Any) -> None:
+    pods = await serve("llama", "a", "b", "c", "d", slots=1)
+    losing = {pod.name: asyncio.Event() for pod in pods}
+
+    def make_answer(pod: Any, *, begins: bool) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def answer(request: web.Request) -> web.StreamResponse:
+            response = web.StreamResponse()
+            if begins:
+                await response.prepare(request)
+                await response.write(b"1")
+            await losing[pod.name].wait()
+            assert request.transport is not None
+            request.transport.abort()
+            return response
+
+        return answer
+
+    for pod in pods:
+        pod.answer = make_answer(pod, begins=True)
+    running = [await front.client.post(CHAT, json={"model": "llama"}) for _ in pods]
+    for pod in pods:
+        assert len(pod.requests) == 1
+        pod.answer = make_answer(pod, begins=False)
+    waiting = asyncio.create_task(front.client.post(CHAT, json={"model": "llama"}))
+    left = list(pods)
+    while len(left) > 1:
+        async with asyncio.timeout(5):
+            while not (its := [pod for pod in left if len(pod.requests) == 2]):
+                await asyncio.sleep(0)
+        left = [pod for pod in left if pod is not its[0]]
+        if len(left) == 1:
+            left[0].answer = None
+        losing[its[0].name].set()
+    async with asyncio.timeout(5), await waiting as response:
+        assert (response.status, await response.json()) == (200, {"pod": left[0].name})
+    reason = {"model": "llama", "reason": "lost_waiting"}
+    assert front.gateway.metrics.registry.get_sample_value("llmservice_gateway_retries_total", reason) == 3
+    for response in running:
+        response.close()
+
+
 async def test_pods_own_errors_are_passed_on_as_they_are(front: Any, serve: Any) -> None:
     (pod,) = await serve("llama", "a")
 
