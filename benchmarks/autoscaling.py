@@ -21,23 +21,26 @@ In the table, `kept` is the per cent of requests within the target, `gpu` the mu
 GPU-hours, and `turns` the most changes of direction within the stabilisation window (120 to 300 s).
 
     python benchmarks/autoscaling.py --azure azure_llm_conv_2023.csv
+
+After a change of the built-in policy alone, `--again` runs it against the recorded results of the others.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import resource
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from llmservice_bench.models import LLAMA_3_8B
-from llmservice_bench.results import Check, Results
+from llmservice_bench.results import FOLDER, Check, Results
 from llmservice_bench.simulation.clairvoyant import PROMISED, SLOT_S, clairvoyant
 from llmservice_bench.simulation.fleet import Fleet, FleetConfig
 from llmservice_bench.simulation.outcome import Outcome, Targets
@@ -91,6 +94,12 @@ class Case:
     """The warm-up included."""
     duration_s: float
     policies: Sequence[str]
+    recorded: Mapping[str, Any] | None = None
+    """The row of an earlier run, with figures of the policies that are not run again."""
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return self.name, self.load, self.startup_s, self.seed
 
 
 def service() -> Service:
@@ -157,23 +166,31 @@ def run_case(case: Case) -> dict[str, Any]:
     """A flat row: of each policy the per cent of requests within the target, and its GPU-hours as a multiple."""
     of = service()
     config = fleet_config(of.sized, of.latency, case.trace, startup_s=(case.startup_s,), seed=case.seed)
+    row = _with_best(of, config, case) if case.recorded is None else dict(case.recorded)
+    config = replace(config, initial=row["initial_replicas"])
+    for text in case.policies:
+        outcome = run(of, config, case, text)
+        name = text.partition(":")[0]
+        row[f"{name}_kept"] = 100 * outcome.attainment(TARGETS).ttft
+        row[f"{name}_gpu"] = outcome.gpu_hours / row["clairvoyant_gpu_hours"]
+        if text == OWN:
+            row[f"{OWN}_turns"] = outcome.turns_within(stabilization_s(case.startup_s))
+    return row
+
+
+def _with_best(of: Service, config: FleetConfig, case: Case) -> dict[str, Any]:
+    """The case, with the figures of the clairvoyant schedule."""
     best = clairvoyant(config, case.trace, of.bounds, TARGETS, case.duration_s, warmup_s=WARMUP_S)
-    config = replace(config, initial=max(best.serving[: int(WARMUP_S / SLOT_S)]))
-    row: dict[str, Any] = {
+    return {
         "traffic": case.name,
         "load_replicas": case.load,
         "startup_s": case.startup_s,
         "seed": case.seed,
         "requests": len(best.outcome.requests),
+        "initial_replicas": max(best.serving[: int(WARMUP_S / SLOT_S)]),
         "clairvoyant_kept": 100 * best.outcome.attainment(TARGETS).ttft,
         "clairvoyant_gpu_hours": best.outcome.gpu_hours,
     }
-    for text in case.policies:
-        outcome = run(of, config, case, text)
-        row |= _measured(text, outcome, best.outcome)
-        if text == OWN:
-            row[f"{OWN}_turns"] = outcome.turns_within(stabilization_s(case.startup_s))
-    return row
 
 
 def stabilization_s(startup_s: float) -> float:
@@ -182,11 +199,6 @@ def stabilization_s(startup_s: float) -> float:
 
 def run(of: Service, config: FleetConfig, case: Case, policy: str) -> Outcome:
     return Fleet(config, case.trace, make_policy(policy, of), case.duration_s, warmup_s=WARMUP_S).run()
-
-
-def _measured(policy: str, outcome: Outcome, best: Outcome) -> dict[str, Any]:
-    name = policy.partition(":")[0]
-    return {f"{name}_kept": 100 * outcome.attainment(TARGETS).ttft, f"{name}_gpu": outcome.gpu_s / best.gpu_s}
 
 
 def tune(of: Service, azure: Path | None, workers: ProcessPoolExecutor) -> tuple[list[str], list[str]]:
@@ -296,18 +308,37 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--full", action="store_true", help="three start-up times, three loads, three seeds")
     parser.add_argument("--shapes", nargs="*", choices=sorted(SHAPES), default=list(SHAPES), help="of the traffic")
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))
+    parser.add_argument("--again", action="store_true", help="the built-in policy alone, and the others as recorded")
     parser.add_argument("--no-write", action="store_true", help="print only")
     return parser.parse_args()
+
+
+def again(recorded: Mapping[str, Any], cases: Sequence[Case]) -> list[Case]:
+    """The cases for the built-in policy alone, each with its recorded row."""
+    rows = {(row["traffic"], row["load_replicas"], row["startup_s"], row["seed"]): row for row in recorded["rows"]}
+    if missing := [case for case in cases if case.key not in rows]:
+        first = missing[0]
+        sys.exit(
+            f"{recorded['name']}.json has no row for {first.name} at load {first.load}, start-up {first.startup_s:g} s,"
+            f" seed {first.seed}: run once without --again"
+        )
+    return [replace(case, policies=[OWN], recorded=rows[case.key]) for case in cases]
 
 
 def main() -> int:
     args = parse()
     began_s = time.perf_counter()
     of = service()
+    title = "autoscaling_full" if args.full else "autoscaling"
+    recorded = json.loads((FOLDER / f"{title}.json").read_text(encoding="utf-8")) if args.again else None
     with ProcessPoolExecutor(args.processes) as workers:
-        policies, notes = tune(of, args.azure, workers)
+        policies, notes = (
+            (recorded["settings"]["policies"], recorded["notes"]) if recorded else tune(of, args.azure, workers)
+        )
         names = [policy.partition(":")[0] for policy in policies]
         cases = [*synthetic_cases(of, args, policies), *recorded_cases(of, args, policies)]
+        if recorded:
+            cases = again(recorded, cases)
         print(header(names), flush=True)
         rows = []
         for row in workers.map(run_case, cases):
@@ -321,15 +352,14 @@ def main() -> int:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_minutes = (used.ru_utime + used.ru_stime) / 60
     print(f"{minutes:.1f} minutes with {args.processes} processes, {cpu_minutes:.1f} of CPU time")
-    settings = {
-        "policies": policies,
-        "processes": args.processes,
-        "minutes": round(minutes, 1),
-        "cpu_minutes": round(cpu_minutes, 1),
-    }
-    results = Results("autoscaling_full" if args.full else "autoscaling", rows, found, settings, notes)
+    took = {"processes": args.processes, "minutes": round(minutes, 1), "cpu_minutes": round(cpu_minutes, 1)}
+    if recorded:  # the time that all policies took stays
+        others = recorded["settings"].get("others_at", recorded["commit"])
+        settings = {**recorded["settings"], "others_at": others, "again": took}
+    else:
+        settings = {"policies": policies, **took}
     if not args.no_write:
-        results.write()
+        Results(title, rows, found, settings, notes).write()
     return 0
 
 

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -50,6 +51,18 @@ def test_checks_count_the_traffics_that_meet_the_goal() -> None:
     assert (turns.measured, turns.met) == (2, False)
 
 
+def test_run_again_the_built_in_policy_is_compared_with_recorded_figures() -> None:
+    case = autoscaling.Case("step", 2.0, 30.0, 0, [], 720.0, ["builtin", "kpa:target=8"])
+    recorded = {
+        "name": "autoscaling",
+        "rows": [{"traffic": "step", "load_replicas": 2.0, "startup_s": 30.0, "seed": 0}],
+    }
+    (one,) = autoscaling.again(recorded, [case])
+    assert (one.policies, one.recorded) == (["builtin"], recorded["rows"][0])
+    with pytest.raises(SystemExit, match=r"no row for step at load 2\.0, start-up 600 s, seed 0: run once without"):
+        autoscaling.again(recorded, [replace(case, startup_s=600.0)])
+
+
 @pytest.mark.slow
 def test_a_case_measures_every_policy_against_the_clairvoyant_schedule() -> None:
     lengths = [TraceRequest(0.0, 500, 100)]
@@ -62,4 +75,6 @@ def test_a_case_measures_every_policy_against_the_clairvoyant_schedule() -> None
     assert 60 / 3600 <= found["clairvoyant_gpu_hours"] <= 2 * 60 / 3600  # a cold replica admits fewer at first
     assert found["hpa_gpu"] >= 0.5
     assert all(found[f"{name}_kept"] > 80 for name in ("builtin", "hpa", "llmd"))
+    again = replace(case, policies=["builtin"], recorded={**found, "builtin_gpu": 0.0, "builtin_turns": 9})
+    assert autoscaling.run_case(again) == found
     assert autoscaling.show(found, ["builtin", "hpa", "llmd"]).endswith("met" if autoscaling.met(found) else "MISSED")

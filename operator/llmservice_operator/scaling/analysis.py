@@ -50,7 +50,7 @@ class Forecast:
     request: float
     """What one request of the mean length takes of a replica, in seconds."""
     flight: float | None = None
-    """What runs now and what waits for its place; None where the capacity is measured."""
+    """What runs now and what waits for its place; None where the capacity is measured, or where pods can't start."""
     staffing: Staffing = MEASURED_STAFFING
     """How far replicas may be used."""
 
@@ -155,17 +155,20 @@ def forecast_of(
     if observed_s < min(policy.window_s, _SETTLED_S):  # the first requests seen say little
         level = max(0.0, level - _CAUTION * cost.deviation(demand, observed_s))
     staffing = (model.staffing(typical) if model is not None else None) or MEASURED_STAFFING
+    flight = None
+    if model is not None and source == "predicted" and supply.trouble is None:
+        flight = _flight(load, supply, model, typical, staffing)
     return Forecast(
         demand=demand,
         capacity=Capacity(source, serves, correction),
         level=level,
-        predicted=level if found is None or burst else max(level, found.after(horizon_s)),
+        predicted=level if found is None or burst else max(level, found.after(horizon_s, flight or 0.0)),
         horizon_s=horizon_s,
         trend=None if burst else found,
         recent=cost.replicas(recent),
         is_burst=burst,
         request=request_s,
-        flight=None if model is None else _flight(load, supply, model, typical, staffing),
+        flight=flight,
         staffing=staffing,
     )
 

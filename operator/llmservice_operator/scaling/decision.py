@@ -132,7 +132,8 @@ def decide(
     analysis = analyse(counted, slots, supply, policy, history.capacity_per_s(now), forecast)
     recommendation = optimise(analysis, counted, supply, policy, history, now, feasible=feasible)
     recommendation = keep_last(recommendation, policy, history)
-    at_once = history.burst_s is not None and now - history.burst_s < policy.window_s
+    grows = forecast is not None and forecast.trend is not None
+    at_once = grows or (history.burst_s is not None and now - history.burst_s < policy.window_s)
     decision = limit(recommendation, supply.replicas, policy, history, now, at_once=at_once)
     if decision.replicas < supply.replicas and load.answered < 1 - MISSING:
         decision = _hold_for_missing(decision, load, supply, policy)

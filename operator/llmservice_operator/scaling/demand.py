@@ -106,12 +106,15 @@ class Trend:
     over_s: float
     """Seconds that were compared with as many before them."""
 
-    def after(self, horizon_s: float) -> float:
-        """The prediction: growth fades with the time that it was measured over (Gardner & McKenzie, "Forecasting trends
-        in time series", Management Science 31(10), 1985), and the load at most doubles."""
+    def after(self, horizon_s: float, already: float = 0.0) -> float:
+        """The prediction, from the level on, or from what is `already` there where that is more.
+
+        Growth fades with the time that it was measured over (Gardner & McKenzie, "Forecasting trends in time series",
+        Management Science 31(10), 1985), and the level at most doubles.
+        """
         fades_s = 2 * self.over_s
         growth = self.per_s * fades_s * (1 - math.exp(-horizon_s / fades_s))
-        return min(self.level + growth, _MOST_GROWTH * self.level)
+        return min(max(self.level, already) + growth, _MOST_GROWTH * self.level)
 
 
 def trend(samples: Samples, cost: Cost, horizon_s: float, now: float, since_s: float = -math.inf) -> Trend | None:

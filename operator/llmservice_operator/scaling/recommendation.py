@@ -82,7 +82,7 @@ def _flow(forecast: Forecast, load: Load, supply: Supply, policy: ScalePolicy) -
     used = forecast.level / needed if needed else forecast.staffing.alone
     serves = f"one replica serves {capacity.serves.requests:.2f}/s ({how}), used to {used:.0%}"
     signals = [(needed, f"demand: {arriving} tokens/s, {serves}")]
-    if forecast.flight is not None and capacity.source == "predicted" and supply.trouble is None:
+    if forecast.flight is not None:
         held = f"{load.running:.0f} running and {load.waiting:.0f} waiting keep {forecast.flight:.2f} replicas busy"
         signals.append((forecast.staffing.replicas(forecast.flight), f"flight: {held}"))
     if forecast.trend is not None:

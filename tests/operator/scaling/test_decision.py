@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from harness.simulated_service import Moment, Sample, SimulatedService
 from llmservice_operator.api.resource import LLMService
 from llmservice_operator.scaling.analysis import Analysis, Capacity, Forecast
+from llmservice_operator.scaling.capacity import ReplicaModel
 from llmservice_operator.scaling.decision import decide, decide_wake_up
 from llmservice_operator.scaling.demand import Demand
 from llmservice_operator.scaling.history import CAPACITY_KEEP_S, History
@@ -272,6 +273,26 @@ def test_after_a_burst_of_arrivals_growing_waits_for_nothing() -> None:
     decision, _ = decide(load((8, 18)), Supply(1, ready=1), policy, history, NOW + 5)
 
     assert decision.replicas == 3
+
+
+def test_growth_is_answered_at_once_and_predicted_from_what_is_in_flight_on(replica: ReplicaModel) -> None:
+    policy = replace(POLICY, up=replace(ANY_STEP, stabilization_s=10.0), max_replicas=100, max_num_seqs=32)
+    rates = [20, 22, 24, 26, 28, 30, 32, 34]
+    samples = [(NOW + 15 * (number - 7), Demand(rate, 1000 * rate, 200 * rate)) for number, rate in enumerate(rates)]
+    history = replace(History.start(NOW - 10_000, 30), demands=tuple(samples[:-1])).remember(NOW - 5, 30, 300.0)
+
+    def decided(running: int) -> tuple[int, int, Forecast]:
+        now = load(*[(running, 0)] * 30, demand=samples[-1][1])
+        decision, _ = decide(now, Supply(30, ready=30, lead_s=30), policy, history, NOW, model=replica)
+        assert decision.forecast is not None
+        return decision.replicas, decision.wanted, decision.forecast
+
+    (_, _, few), (replicas, wanted, many) = decided(1), decided(22)
+
+    assert (few.flight or 0) < few.level < few.predicted
+    assert (many.flight or 0) > few.predicted
+    assert many.predicted > (many.flight or 0)
+    assert replicas == wanted > 30
 
 
 DEMAND = Demand(10, 9000, 2000)

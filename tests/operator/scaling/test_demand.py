@@ -50,6 +50,9 @@ def test_a_trend_extrapolates_less_the_farther_it_reaches_and_never_beyond_twice
     near, far = found.after(10) - found.level, found.after(60) - found.level
     assert near < far < 6 * near
     assert found.after(10_000) <= 2 * found.level
+    assert found.after(10, found.level + 1) == pytest.approx(found.after(10) + 1)
+    assert found.after(10, found.level - 1) == found.after(10)
+    assert found.after(10, 9 * found.level) == 2 * found.level
 
 
 def test_slow_growth_shows_over_a_longer_time() -> None:
