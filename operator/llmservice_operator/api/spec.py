@@ -196,7 +196,9 @@ class ScaleUp(SchemaModel):
     model_config = ConfigDict(json_schema_extra=_A_STEP)
 
     stabilization: Duration = Field(
-        "10s", description="Add only up to the lowest recommendation within this time. 0s: at once."
+        "10s",
+        description="Add only up to the lowest recommendation within this time. 0s: at once, as a burst or certain"
+        " growth is answered in any case.",
     )
     step_replicas: int = Field(
         4, ge=0, le=1000, description="Add at most so many replicas in stepPeriod, or stepPercent where that is more."
