@@ -10,11 +10,13 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby, takewhile
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from llmservice_bench.plots import draw
-from llmservice_bench.results import FOLDER, cell, figure, rows_tables
+from llmservice_bench.results import FOLDER, Row, cell, figure, rows_tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,38 @@ def _content(content: Content, *, with_name: bool) -> list[str]:
     settings = ", ".join(f"{name.replace('_', ' ')} {cell(value)}" for name, value in content["settings"].items())
     plot = [f"![{content['name']}]({PLOT_FOLDER}/{content['name']}.svg)"] if draw(content) else []
     notes = ["\n".join(f"- {note}" for note in content["notes"])] if content.get("notes") else []
-    return [*heading, *([f"Settings: {settings}."] if settings else []), *plot, *notes, rows_tables(content["rows"])]
+    return [
+        *heading,
+        *([f"Settings: {settings}."] if settings else []),
+        *plot,
+        *notes,
+        rows_tables(over_seeds(content["rows"])),
+    ]
+
+
+def over_seeds(rows: Sequence[Row]) -> list[Row]:
+    """Rows that differ in their seed alone become one: the mean of measured figures, the most of whole numbers."""
+    merged: list[Row] = []
+    for _, alike in groupby(rows, key=_before_seed):
+        first, *others = alike
+        if not others or "seed" not in first:
+            merged += [first, *others]
+            continue
+        one: dict[str, Any] = {}
+        for name, value in first.items():
+            if name == "seed":
+                one["seeds"] = 1 + len(others)
+            elif isinstance(value, float):
+                one[name] = fmean([value, *(other[name] for other in others)])
+            else:
+                one[name] = value if value is None or isinstance(value, str) else max(value, *(o[name] for o in others))
+        merged.append(one)
+    return merged
+
+
+def _before_seed(row: Row) -> tuple[Any, ...]:
+    """What the columns before that of the seed tell apart; of a row without one, all columns."""
+    return tuple(takewhile(lambda column: column[0] != "seed", row.items()))
 
 
 def write(results: Path = FOLDER, docs: Path = DOCS) -> Path:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from llmservice_bench.results import Check, Results, cell, column_title, rows_tables
+from report import over_seeds
 
 
 @pytest.mark.parametrize(
@@ -78,3 +79,13 @@ def test_columns_are_titled_in_the_words_of_the_field(name: str, title: str) -> 
 )
 def test_cells_show_no_more_digits_than_a_measurement_has(value: Any, text: str) -> None:
     assert cell(value) == text
+
+
+def test_rows_that_differ_in_their_seed_alone_are_one() -> None:
+    rows = [
+        {"traffic": "step", "load": 2.0, "seed": 0, "kept": 90.0, "turns": 2},
+        {"traffic": "step", "load": 2.0, "seed": 1, "kept": 95.0, "turns": 1},
+        {"traffic": "trace", "load": None, "seed": 0, "kept": 99.0, "turns": 0},
+    ]
+    assert over_seeds(rows) == [{"traffic": "step", "load": 2.0, "seeds": 2, "kept": 92.5, "turns": 2}, rows[2]]
+    assert over_seeds([{"a": 1}, {"a": 1}]) == [{"a": 1}, {"a": 1}]
