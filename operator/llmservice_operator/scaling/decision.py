@@ -135,8 +135,9 @@ def decide(
     grows = forecast is not None and forecast.trend is not None
     at_once = grows or (history.burst_s is not None and now - history.burst_s < policy.window_s)
     decision = limit(recommendation, supply.replicas, policy, history, now, at_once=at_once)
-    if decision.replicas < supply.replicas and load.answered < 1 - MISSING:
-        decision = _hold_for_missing(decision, load, supply, policy)
+    if decision.replicas < supply.replicas and (why := _why_not_fewer(load, grows=grows)) is not None:
+        reasons = (*decision.reasons, f"hold: {why}, not shrinking")
+        decision = replace(decision, replicas=policy.bounded(supply.replicas), reasons=reasons)
     history = history.remember(now, decision.wanted, policy.memory_s + supply.lead_s)
     return replace(decision, forecast=forecast), history
 
@@ -188,7 +189,8 @@ def _hold(supply: Supply, policy: ScalePolicy) -> Decision:
     return Decision(replicas, replicas, (f"{why}: holding at {replicas}",), active=False)
 
 
-def _hold_for_missing(decision: Decision, load: Load, supply: Supply, policy: ScalePolicy) -> Decision:
-    total = len(load.missing) + len(load.pods)
-    reason = f"hold: metrics of {len(load.missing)} of {total} ready pods are missing, not shrinking"
-    return replace(decision, replicas=policy.bounded(supply.replicas), reasons=(*decision.reasons, reason))
+def _why_not_fewer(load: Load, *, grows: bool) -> str | None:
+    if load.answered < 1 - MISSING:
+        total = len(load.missing) + len(load.pods)
+        return f"metrics of {len(load.missing)} of {total} ready pods are missing"
+    return "the load grows" if grows else None

@@ -118,11 +118,11 @@ class Trend:
 
 
 def trend(samples: Samples, cost: Cost, horizon_s: float, now: float, since_s: float = -math.inf) -> Trend | None:
-    """The growth that predicts most at the end of the horizon, as far as it is certain; None where there is none.
+    """The growth that predicts most at the end of the horizon; None where none is certain.
 
     Stretches of one to five minutes are each compared with as long a one before: short ones show a steep growth soon,
-    long ones a slow one at all. A growth that chance may explain is shrunk towards none (James & Stein, "Estimation
-    with quadratic loss", 1961). `since_s`: the end of the last burst, which was no trend.
+    long ones a slow one at all. A growth is shrunk by what chance adds to it (James & Stein, "Estimation with quadratic
+    loss", 1961). `since_s`: the end of the last burst, which was no trend.
     """
     found = [one for over_s in _STRETCHES_S if (one := _growth(samples, cost, over_s, now, since_s)) is not None]
     return max(found, key=lambda one: one.after(horizon_s), default=None)
@@ -139,7 +139,7 @@ def _growth(samples: Samples, cost: Cost, over_s: float, now: float, since_s: fl
     measured = cost.replicas(after) - cost.replicas(before)
     if measured <= _CERTAIN * chance:
         return None
-    per_s = (measured - (_CERTAIN * chance) ** 2 / measured) / over_s
+    per_s = (measured - chance**2 / measured) / over_s
     last_s = min(_STRETCHES_S)
     last = mean([demand for when, demand in samples if when > now - last_s])
     most = cost.replicas(last) + cost.deviation(last, last_s)  # where a long growth has ended, the last minute shows it

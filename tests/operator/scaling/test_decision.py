@@ -14,7 +14,7 @@ from harness.simulated_service import Moment, Sample, SimulatedService
 from llmservice_operator.api.resource import LLMService
 from llmservice_operator.scaling.analysis import Analysis, Capacity, Forecast
 from llmservice_operator.scaling.capacity import ReplicaModel
-from llmservice_operator.scaling.decision import decide, decide_wake_up
+from llmservice_operator.scaling.decision import Decision, decide, decide_wake_up
 from llmservice_operator.scaling.demand import Demand
 from llmservice_operator.scaling.history import CAPACITY_KEEP_S, History
 from llmservice_operator.scaling.load import Held, Load, PodLoad
@@ -281,18 +281,20 @@ def test_growth_is_answered_at_once_and_predicted_from_what_is_in_flight_on(repl
     samples = [(NOW + 15 * (number - 7), Demand(rate, 1000 * rate, 200 * rate)) for number, rate in enumerate(rates)]
     history = replace(History.start(NOW - 10_000, 30), demands=tuple(samples[:-1])).remember(NOW - 5, 30, 300.0)
 
-    def decided(running: int) -> tuple[int, int, Forecast]:
-        now = load(*[(running, 0)] * 30, demand=samples[-1][1])
-        decision, _ = decide(now, Supply(30, ready=30, lead_s=30), policy, history, NOW, model=replica)
+    def decided(running: int, replicas: int = 30) -> tuple[Decision, Forecast]:
+        now = load(*[(running, 0)] * replicas, demand=samples[-1][1])
+        decision, _ = decide(now, Supply(replicas, ready=replicas, lead_s=30), policy, history, NOW, model=replica)
         assert decision.forecast is not None
-        return decision.replicas, decision.wanted, decision.forecast
+        return decision, decision.forecast
 
-    (_, _, few), (replicas, wanted, many) = decided(1), decided(22)
+    (_, few), (more, many), (surplus, _) = decided(1), decided(22), decided(1, replicas=90)
 
     assert (few.flight or 0) < few.level < few.predicted
     assert (many.flight or 0) > few.predicted
     assert many.predicted > (many.flight or 0)
-    assert replicas == wanted > 30
+    assert more.replicas == more.wanted > 30
+    assert surplus.wanted < surplus.replicas == 90
+    assert surplus.reasons[-1] == "hold: the load grows, not shrinking"
 
 
 DEMAND = Demand(10, 9000, 2000)
