@@ -35,8 +35,8 @@ LOST, LOST_WAITING, MOVED, UNTRUSTED = "lost", "lost_waiting", "moved", "untrust
 MOST_LOST = 2
 """Attempts that may end with a pod lost while it ran the request: one that kills pods must not kill them all."""
 MOST_LOST_WAITING = 6
-"""Attempts that may end with a pod lost while the request waited there. They are not the request's fault, as far as the
-order of arrival shows, in which a pod with priorities need not run requests."""
+"""Attempts that may end with a pod lost while the request waited there, which is not its fault. They are bounded: the
+order of arrival tells that it waited, and a pod with lanes may run a later request first."""
 QUEUE_FULL = "429"
 REFUSALS = frozenset({429, 503})
 """Statuses of a pod whose queue is full, or that drains: another one may have capacity."""
