@@ -153,12 +153,12 @@ class _Handler(BaseHTTPRequestHandler):
             step = max(1, int(self._files.bytes_per_s / 20))
         for begin in range(0, len(content), step):
             piece = content[begin : begin + step]
+            self._files.count(name, len(piece))  # before the client can have read it
             try:
                 self.wfile.write(piece)
             except OSError:
                 self.close_connection = True
                 return
-            self._files.count(name, len(piece))
             if self._files.bytes_per_s is not None:
                 time.sleep(len(piece) / self._files.bytes_per_s)
         if fault is not None and fault.silent:
