@@ -38,13 +38,22 @@ async def test_the_answers_of_a_server_that_reports_no_steps_give_samples_of_eve
     limits, seen = Limits(8, 2048, 2048), []
     async with serving() as server, aiohttp.ClientSession() as session:
         target = Target(server.url, MODEL, ignore_eos=True)
-        measured = await measure(
-            session, target, limits, seconds=8, steps_url=None, seed=0, on_phase=lambda phase: seen.append(str(phase))
-        )
+        for seconds in (8, 30):  # a busy machine gets through few batches in eight
+            measured = await measure(
+                session,
+                target,
+                limits,
+                seconds=seconds,
+                steps_url=None,
+                seed=0,
+                on_phase=lambda phase: seen.append(str(phase)),
+            )
+            decode = [sample for sample in measured.samples if sample.kind == "decode"]
+            if {1, 2} <= {sample.batches[0].num_seqs for sample in decode}:
+                break
     assert not measured.from_server
     assert not measured.failures
     assert {sample.phase for sample in measured.samples} <= set(seen)
-    decode = [sample for sample in measured.samples if sample.kind == "decode"]
     assert {1, 2} <= {sample.batches[0].num_seqs for sample in decode}
     for sample in decode:  # `N decoding after TOKENS tokens`: words are an estimate of tokens
         planned = int(sample.phase.split()[3])
