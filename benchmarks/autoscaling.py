@@ -314,6 +314,17 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def read_recorded(path: Path) -> dict[str, Any]:
+    """The results of an earlier run of all policies."""
+    try:
+        recorded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        sys.exit(f"{path} does not exist: run once without --again")
+    if any("initial_replicas" not in row for row in recorded["rows"]):
+        sys.exit(f"{path} is of an earlier version, without the replicas at the start: run once without --again")
+    return recorded
+
+
 def again(recorded: Mapping[str, Any], cases: Sequence[Case]) -> list[Case]:
     """The cases for the built-in policy alone, each with its recorded row."""
     rows = {(row["traffic"], row["load_replicas"], row["startup_s"], row["seed"]): row for row in recorded["rows"]}
@@ -331,7 +342,7 @@ def main() -> int:
     began_s = time.perf_counter()
     of = service()
     title = "autoscaling_full" if args.full else "autoscaling"
-    recorded = json.loads((FOLDER / f"{title}.json").read_text(encoding="utf-8")) if args.again else None
+    recorded = read_recorded(FOLDER / f"{title}.json") if args.again else None
     with ProcessPoolExecutor(args.processes) as workers:
         policies, notes = (
             (recorded["settings"]["policies"], recorded["notes"]) if recorded else tune(of, args.azure, workers)

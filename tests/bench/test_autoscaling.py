@@ -1,4 +1,5 @@
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,6 +62,14 @@ def test_run_again_the_built_in_policy_is_compared_with_recorded_figures() -> No
     assert (one.policies, one.recorded) == (["builtin"], recorded["rows"][0])
     with pytest.raises(SystemExit, match=r"no row for step at load 2\.0, start-up 600 s, seed 0: run once without"):
         autoscaling.again(recorded, [replace(case, startup_s=600.0)])
+
+
+def test_without_usable_results_nothing_is_run_again(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="does not exist: run once without --again"):
+        autoscaling.read_recorded(tmp_path / "autoscaling.json")
+    (tmp_path / "autoscaling.json").write_text('{"rows": [{"traffic": "step"}]}')
+    with pytest.raises(SystemExit, match="earlier version, without the replicas at the start"):
+        autoscaling.read_recorded(tmp_path / "autoscaling.json")
 
 
 @pytest.mark.slow
