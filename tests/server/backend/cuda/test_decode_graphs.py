@@ -121,7 +121,7 @@ def test_steps_with_chunks_and_too_many_sequences_are_not_taken(model: DecoderMo
 
 
 def step_graphs(model: DecoderModel, attention: TritonAttention, capture: Any) -> StepGraphs:
-    decode = DecodeGraphs(model, attention, DecodeBuffers(attention, 2, 10), [1, 2], capture)
+    decode = DecodeGraphs(model, attention, DecodeBuffers(attention, 2, 5), [1, 2], capture)
     return StepGraphs(model, attention, (decode, MixedGraphs(model, attention, [64, 128], capture)))
 
 
