@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+gc.disable()  # until all test modules are imported: most objects that imports make stay
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several workers share few cores; read when torch is imported
 
 # How long an example takes says more about the machine than about the code: no test of ours judges by time.
@@ -30,12 +31,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fast", action="store_true", help="leave out the tests that are marked slow or start a server")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Each worker imports the folders in another order: what one has compiled to bytecode, the others load."""
+    if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and config.args == config.getini("testpaths"):
+        places = [str(path) for path in (E2E, *sorted(TESTS.iterdir())) if path.is_dir() or path.match("test_*.py")]
+        first = 3 * int(worker.removeprefix("gw")) % len(places)
+        config.args[:] = places[first:] + places[:first]
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """So that no core is idle from the first test to the last. Reorders files, never what is in one."""
     if config.getoption("--fast"):
         slow = [item for item in items if item.get_closest_marker("slow") or not PROCESSES.isdisjoint(_fixtures(item))]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if item not in set(slow)]
+    items.sort(key=lambda item: item.path)
     files = [list(tests) for _, tests in groupby(items, key=lambda item: item.path)]
     waiting = [tests for tests in files if tests[0].path.is_relative_to(E2E)]
     others = [tests for tests in files if not tests[0].path.is_relative_to(E2E)]
@@ -47,6 +57,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """The 800,000 objects of all imported modules are not searched again by each full garbage collection."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 
