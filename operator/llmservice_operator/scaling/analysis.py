@@ -7,7 +7,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 from llmservice_operator.scaling.capacity import ReplicaModel, Staffing, work_of
-from llmservice_operator.scaling.demand import NO_DEMAND, SAMPLE_S, Cost, Demand, Trend, is_burst, mean, trend
+from llmservice_operator.scaling.demand import (
+    NO_DEMAND,
+    SAMPLE_S,
+    Cost,
+    Demand,
+    Trend,
+    is_burst,
+    is_growing,
+    mean,
+    trend,
+)
 from llmservice_operator.scaling.history import History
 from llmservice_operator.scaling.load import Load
 from llmservice_operator.scaling.policy import TARGET_UTILIZATION, ScalePolicy
@@ -53,6 +63,8 @@ class Forecast:
     """What runs now and what waits for its place; None where the capacity is measured, or where pods can't start."""
     staffing: Staffing = MEASURED_STAFFING
     """How far replicas may be used."""
+    may_grow: bool = False
+    """There is a trend, or the last minute looks like the begin of one."""
 
     @property
     def most(self) -> float:
@@ -148,7 +160,8 @@ def forecast_of(
     mix = demand if demand.requests > 0 else typical
     serves = mix.scaled(1 / cost.replicas(mix)) if cost.replicas(mix) > 0 else typical.scaled(1 / request_s)
     recent = load.demand.scaled(1 / load.answered)
-    found = trend(samples, cost, horizon_s, now, -math.inf if history.burst_s is None else history.burst_s)
+    since_s = -math.inf if history.burst_s is None else history.burst_s
+    found = trend(samples, cost, horizon_s, now, since_s)
     burst = is_burst(recent, samples, cost, policy.window_s, now)
     level = cost.replicas(demand)
     observed_s = SAMPLE_S * len(within)
@@ -165,6 +178,7 @@ def forecast_of(
         predicted=level if found is None or burst else max(level, found.after(horizon_s, flight or 0.0)),
         horizon_s=horizon_s,
         trend=None if burst else found,
+        may_grow=not burst and (found is not None or is_growing(samples, cost, now, since_s)),
         recent=cost.replicas(recent),
         is_burst=burst,
         request=request_s,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from llmservice_operator.api.resource import LLMService
 from llmservice_operator.api.status import AutoscalingStatus
 from llmservice_operator.pods.pod import epoch
-from llmservice_operator.scaling.analysis import analyse, forecast_of, full_replica_per_s, used_slots
+from llmservice_operator.scaling.analysis import Forecast, analyse, forecast_of, full_replica_per_s, used_slots
 from llmservice_operator.scaling.capacity import ReplicaModel
 from llmservice_operator.scaling.feasibility import Feasibility
 from llmservice_operator.scaling.history import History
@@ -132,10 +132,10 @@ def decide(
     analysis = analyse(counted, slots, supply, policy, history.capacity_per_s(now), forecast)
     recommendation = optimise(analysis, counted, supply, policy, history, now, feasible=feasible)
     recommendation = keep_last(recommendation, policy, history)
-    grows = forecast is not None and forecast.trend is not None
-    at_once = grows or (history.burst_s is not None and now - history.burst_s < policy.window_s)
+    has_trend = forecast is not None and forecast.trend is not None
+    at_once = has_trend or (history.burst_s is not None and now - history.burst_s < policy.window_s)
     decision = limit(recommendation, supply.replicas, policy, history, now, at_once=at_once)
-    if decision.replicas < supply.replicas and (why := _why_not_fewer(load, grows=grows)) is not None:
+    if decision.replicas < supply.replicas and (why := _why_not_fewer(load, forecast)) is not None:
         reasons = (*decision.reasons, f"hold: {why}, not shrinking")
         decision = replace(decision, replicas=policy.bounded(supply.replicas), reasons=reasons)
     history = history.remember(now, decision.wanted, policy.memory_s + supply.lead_s)
@@ -189,8 +189,10 @@ def _hold(supply: Supply, policy: ScalePolicy) -> Decision:
     return Decision(replicas, replicas, (f"{why}: holding at {replicas}",), active=False)
 
 
-def _why_not_fewer(load: Load, *, grows: bool) -> str | None:
+def _why_not_fewer(load: Load, forecast: Forecast | None) -> str | None:
     if load.answered < 1 - MISSING:
         total = len(load.missing) + len(load.pods)
         return f"metrics of {len(load.missing)} of {total} ready pods are missing"
-    return "the load grows" if grows else None
+    if forecast is None or not forecast.may_grow:
+        return None
+    return "the load grows" if forecast.trend is not None else "the load may be growing"

@@ -13,8 +13,14 @@ from itertools import takewhile
 SAMPLE_S = 15.0
 """Length of the short window: three passes."""
 _STRETCHES_S = (60.0, 120.0, 300.0)
-_CERTAIN = 2.0
-"""Standard deviations that a trend has to exceed: of a constant load's differences 2 % do."""
+_CERTAIN, _LIKELY = 2.0, 1.0
+"""Standard deviations that a trend has to exceed, and a growth in which nothing is removed: of a constant load's
+differences 2 % and 16 % do."""
+_AHEAD = 6.0
+"""A trend predicts no further than so many times the stretch that it is measured over: a wrong one costs replicas for
+as long as they take to start."""
+_ENOUGH_FOR_TREND = 30
+"""Requests in a stretch: of fewer, the lengths of some are a trend."""
 _BURST_CERTAIN = 3.0
 _BURST = 1.2
 """Beyond chance, a burst is at least this many times the load before it."""
@@ -124,11 +130,19 @@ def trend(samples: Samples, cost: Cost, horizon_s: float, now: float, since_s: f
     long ones a slow one at all. A growth is shrunk by what chance adds to it (James & Stein, "Estimation with quadratic
     loss", 1961). `since_s`: the end of the last burst, which was no trend.
     """
-    found = [one for over_s in _STRETCHES_S if (one := _growth(samples, cost, over_s, now, since_s)) is not None]
+    long_enough = [over_s for over_s in _STRETCHES_S if horizon_s <= _AHEAD * over_s] or [max(_STRETCHES_S)]
+    found = [one for over_s in long_enough if (one := _growth(samples, cost, over_s, now, since_s)) is not None]
     return max(found, key=lambda one: one.after(horizon_s), default=None)
 
 
-def _growth(samples: Samples, cost: Cost, over_s: float, now: float, since_s: float) -> Trend | None:
+def is_growing(samples: Samples, cost: Cost, now: float, since_s: float = -math.inf) -> bool:
+    """Whether the last minute's demand is likely to be a growth, so that a replica removed now would soon be missed."""
+    return _growth(samples, cost, min(_STRETCHES_S), now, since_s, _LIKELY) is not None
+
+
+def _growth(
+    samples: Samples, cost: Cost, over_s: float, now: float, since_s: float, certain: float = _CERTAIN
+) -> Trend | None:
     newer = [demand for when, demand in samples if when > now - over_s]
     older = [demand for when, demand in samples if max(since_s, now - 2 * over_s) < when <= now - over_s]
     enough = 0.75 * over_s / SAMPLE_S
@@ -137,12 +151,14 @@ def _growth(samples: Samples, cost: Cost, over_s: float, now: float, since_s: fl
     after, before = mean(newer), mean(older)
     chance = math.hypot(cost.deviation(after, over_s), cost.deviation(before, over_s))
     measured = cost.replicas(after) - cost.replicas(before)
-    if measured <= _CERTAIN * chance:
+    if measured <= certain * chance or after.requests * over_s < _ENOUGH_FOR_TREND:
         return None
     per_s = (measured - chance**2 / measured) / over_s
     last_s = min(_STRETCHES_S)
     last = mean([demand for when, demand in samples if when > now - last_s])
-    most = cost.replicas(last) + cost.deviation(last, last_s)  # where a long growth has ended, the last minute shows it
+    most = cost.replicas(last) + cost.deviation(last, last_s)
+    if most < cost.replicas(after):  # a long growth has ended
+        return None
     return Trend(min(cost.replicas(after) + per_s * over_s / 2, most), per_s, over_s)
 
 

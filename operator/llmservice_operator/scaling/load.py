@@ -10,6 +10,8 @@ from itertools import pairwise
 
 from llmservice_operator.scaling.demand import NO_DEMAND, SAMPLE_S, Demand
 
+_CERTAIN = 2.0
+"""Standard deviations of the share of requests beyond a quantile, which is binomial."""
 _ENOUGH_FULL_S = 45.0
 """Time that full pods have to be observed for a reading of their capacity, where requests take longer than that."""
 
@@ -97,6 +99,8 @@ class Load:
     """Requests that the busiest replica finished, full or not; None where no pod was observed for long enough."""
     ttft_p50_s: float | None = None
     ttft_p99_s: float | None = None
+    ttft_certain_s: float | None = None
+    """What p99 TTFT is at least, where so few requests of the window may be the slow ones by chance."""
     ttft_count: float = 0.0
     peak_in_flight: float = 0.0
     """The most that any one pod held at any scrape of the window."""
@@ -165,6 +169,8 @@ def load_of(histories: Histories, ready_pods: Iterable[str], source: str) -> Loa
     if not read:
         return None
     buckets = _increase(read.values(), lambda scrape: scrape.ttft_buckets)
+    ttft_count = max(buckets.values(), default=0.0)
+    chance = math.sqrt(0.99 * 0.01 / ttft_count) if ttft_count else 0.0
     prompts = _increase(read.values(), lambda scrape: scrape.prompt_buckets)
     hits, queries = (
         sum(increase([getattr(scrape, name) for scrape in one]) for one in read.values())
@@ -182,7 +188,8 @@ def load_of(histories: Histories, ready_pods: Iterable[str], source: str) -> Loa
         finished_per_s=max((rate for one in read.values() if (rate := _finished(one)) is not None), default=None),
         ttft_p50_s=quantile(0.5, buckets),
         ttft_p99_s=quantile(0.99, buckets),
-        ttft_count=max(buckets.values(), default=0.0),
+        ttft_certain_s=quantile(max(0.0, 0.99 - _CERTAIN * chance), buckets),
+        ttft_count=ttft_count,
         peak_in_flight=max(scrape.running + scrape.waiting for scrapes in read.values() for scrape in scrapes),
         batch=any(scrape.batch_waiting or scrape.batch_running for scrapes in read.values() for scrape in scrapes),
         admissible=_mean([scrapes[-1].admissible for scrapes in read.values()]),

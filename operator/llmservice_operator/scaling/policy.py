@@ -166,6 +166,7 @@ class ScalePolicy:
             arrivals_per_s=None,
             ttft_p50_s=None,
             ttft_p99_s=None,
+            ttft_certain_s=None,
             ttft_count=0.0,
         )
 

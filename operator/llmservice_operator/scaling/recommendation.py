@@ -183,6 +183,8 @@ def _ttft_bias(load: Load, supply: Supply, policy: ScalePolicy, history: History
     what = f"ttft: p99 {p99:.2f}s is above the target of {target:.2f}s"
     if load.ttft_count < TTFT_ENOUGH:
         return Recommendation(0, (f"{what}, of {load.ttft_count:.0f} requests: too few to tell",))
+    if load.ttft_certain_s is None or load.ttft_certain_s <= target:
+        return Recommendation(0, (f"{what}: so few of {load.ttft_count:.0f} requests are later by chance",))
     if not _explains_ttft(load, supply.ready, policy):
         return Recommendation(0, (f"{what}: neither queue nor slots explain it, no replica would help",))
     recent = history.last_up_s is not None and now - history.last_up_s < supply.lead_s + policy.window_s

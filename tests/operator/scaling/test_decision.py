@@ -40,7 +40,8 @@ SETTLED = History.start(NOW - 10_000, 1)
 
 
 def load(*pods: tuple[float, float], kv_usage: float = 0.0, **signals: object) -> Load:
-    """A load of pods given as (running, waiting)."""
+    """A load of pods given as (running, waiting); p99 TTFT is certain where nothing else is said."""
+    signals.setdefault("ttft_certain_s", signals.get("ttft_p99_s"))
     each = tuple(PodLoad(f"pod-{n}", running, waiting, kv_usage) for n, (running, waiting) in enumerate(pods))
     return replace(Load("pods", each), **signals)  # type: ignore[arg-type]
 
@@ -75,6 +76,9 @@ def load(*pods: tuple[float, float], kv_usage: float = 0.0, **signals: object) -
             load((5, 0), ttft_p99_s=3.0, ttft_count=20), 1, 2, "ttft: p99 3.00s", id="a missed target adds one"
         ),
         pytest.param(load((5, 0), ttft_p99_s=3.0, ttft_count=19), 1, 1, "too few to tell", id="unless of few requests"),
+        pytest.param(
+            load((5, 0), ttft_p99_s=3.0, ttft_certain_s=2.0, ttft_count=60), 1, 1, "by chance", id="or by chance"
+        ),
         pytest.param(
             load((1, 0), ttft_p99_s=3.0, ttft_count=20), 1, 1, "neither queue nor slots", id="or of one at a time"
         ),
@@ -295,6 +299,21 @@ def test_growth_is_answered_at_once_and_predicted_from_what_is_in_flight_on(repl
     assert more.replicas == more.wanted > 30
     assert surplus.wanted < surplus.replicas == 90
     assert surplus.reasons[-1] == "hold: the load grows, not shrinking"
+
+
+def test_a_likely_growth_removes_nothing_and_adds_nothing(replica: ReplicaModel) -> None:
+    policy = replace(POLICY, max_replicas=100, max_num_seqs=32)
+    samples = [
+        (NOW - 15 * back, Demand(rate, 1000 * rate, 200 * rate))
+        for rate, back in zip([20] * 4 + [22] * 4, range(7, -1, -1), strict=True)
+    ]
+    history = replace(History.start(NOW - 10_000, 90), demands=tuple(samples[:-1])).remember(NOW - 5, 60, 300.0)
+
+    idle = load(*[(1, 0)] * 90, demand=samples[-1][1])
+    decision, _ = decide(idle, Supply(90, ready=90, lead_s=30), policy, history, NOW, model=replica)
+
+    assert decision.wanted < decision.replicas == 90
+    assert decision.reasons[-1] == "hold: the load may be growing, not shrinking"
 
 
 DEMAND = Demand(10, 9000, 2000)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmservice_operator.scaling.demand import SAMPLE_S, Cost, Demand, is_burst, mean, remembered, trend
+from llmservice_operator.scaling.demand import SAMPLE_S, Cost, Demand, is_burst, is_growing, mean, remembered, trend
 
 NOW = 10_000.0
 COST = Cost(request_s=0.0, prompt_token_s=1e-4, output_token_s=1e-3)
@@ -65,15 +65,36 @@ def test_slow_growth_shows_over_a_longer_time() -> None:
     assert trend(history(*rates[-16:]), COST, 60.0, NOW) is None
 
 
-def test_a_growth_that_has_ended_predicts_no_more_than_the_last_minute_and_chance() -> None:
-    rates = [10] * 20 + [40] * 16 + [15] * 4
+def test_a_trend_starts_from_no_more_than_the_last_minute_and_chance() -> None:
+    rates = [10] * 20 + [40] * 20
 
     found = trend(history(*rates), COST, 60.0, NOW)
 
     assert found is not None
     assert found.over_s == 300
-    last = history(15)[0][1]
+    last = history(40)[0][1]
     assert found.level == pytest.approx(COST.replicas(last) + COST.deviation(last, 60))
+
+
+@pytest.mark.parametrize(
+    ("rates", "horizon_s"),
+    [
+        pytest.param([10] * 20 + [40] * 16 + [15] * 4, 60.0, id="it has ended: the last minute is far below"),
+        pytest.param([0.05] * 4 + [0.45] * 4, 60.0, id="27 requests"),
+        pytest.param([20] * 4 + [40] * 4, 600.0, id="of one minute, for ten"),
+    ],
+)
+def test_a_growth_that_is_no_trend(rates: list[float], horizon_s: float) -> None:
+    assert trend(history(*rates), COST, horizon_s, NOW) is None
+
+
+def test_a_likely_growth_is_less_than_a_trend() -> None:
+    samples = history(*[20] * 4, *[22] * 4)
+
+    assert is_growing(samples, COST, NOW)
+    assert trend(samples, COST, 60.0, NOW) is None
+    assert not is_growing(history(*[20] * 8), COST, NOW)
+    assert not is_growing(samples, COST, NOW, since_s=NOW - 50)
 
 
 def test_a_burst_is_no_trend() -> None:

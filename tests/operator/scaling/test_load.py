@@ -58,6 +58,7 @@ def test_ttft_is_over_the_window_and_survives_a_restart_of_the_server() -> None:
     assert load is not None
     assert load.ttft_count == 20
     assert load.ttft_p99_s == pytest.approx(1 + 9 * 0.99)
+    assert load.ttft_certain_s == pytest.approx(1 + 9 * (0.99 - 2 * math.sqrt(0.99 * 0.01 / 20)))
 
 
 def test_one_scrape_has_gauges_but_no_rates() -> None:
