@@ -64,7 +64,7 @@ class Forecast:
     staffing: Staffing = MEASURED_STAFFING
     """How far replicas may be used."""
     may_grow: bool = False
-    """There is a trend, or the last minute looks like the begin of one."""
+    """There is a trend, or the last minute looks like the start of one."""
 
     @property
     def most(self) -> float:

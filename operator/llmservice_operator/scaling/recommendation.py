@@ -184,7 +184,7 @@ def _ttft_bias(load: Load, supply: Supply, policy: ScalePolicy, history: History
     if load.ttft_count < TTFT_ENOUGH:
         return Recommendation(0, (f"{what}, of {load.ttft_count:.0f} requests: too few to tell",))
     if load.ttft_certain_s is None or load.ttft_certain_s <= target:
-        return Recommendation(0, (f"{what}: so few of {load.ttft_count:.0f} requests are later by chance",))
+        return Recommendation(0, (f"{what}: as few of {load.ttft_count:.0f} requests may be later by chance",))
     if not _explains_ttft(load, supply.ready, policy):
         return Recommendation(0, (f"{what}: neither queue nor slots explain it, no replica would help",))
     recent = history.last_up_s is not None and now - history.last_up_s < supply.lead_s + policy.window_s
