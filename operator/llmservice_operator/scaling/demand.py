@@ -17,10 +17,10 @@ _CERTAIN, _LIKELY = 2.0, 1.0
 """Standard deviations that a trend has to exceed, and a growth in which nothing is removed: of a constant load's
 differences 2 % and 16 % do."""
 _AHEAD = 6.0
-"""A trend predicts no further than so many times the stretch that it is measured over: a wrong one costs replicas for
-as long as they take to start."""
+"""A trend is extrapolated over so many times the stretch that it is measured over at most, that of the longest stretch
+over any horizon: a wrong one costs replicas for as long as they take to start."""
 _ENOUGH_FOR_TREND = 30
-"""Requests in a stretch: of fewer, the lengths of some are a trend."""
+"""Requests in a stretch: with fewer, a few long ones look like a trend."""
 _BURST_CERTAIN = 3.0
 _BURST = 1.2
 """Beyond chance, a burst is at least this many times the load before it."""

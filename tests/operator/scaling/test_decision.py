@@ -301,7 +301,7 @@ def test_growth_is_answered_at_once_and_predicted_from_what_is_in_flight_on(repl
     assert surplus.reasons[-1] == "hold: the load grows, not shrinking"
 
 
-def test_a_likely_growth_removes_nothing_and_adds_nothing(replica: ReplicaModel) -> None:
+def test_a_likely_growth_removes_nothing(replica: ReplicaModel) -> None:
     policy = replace(POLICY, max_replicas=100, max_num_seqs=32)
     samples = [
         (NOW - 15 * back, Demand(rate, 1000 * rate, 200 * rate))

@@ -72,7 +72,15 @@ class Tick:
         pods = tuple(PodLoad(f"pod-{n}", running, waiting, 0.0) for n, (running, waiting) in enumerate(self.pods))
         gone = tuple(f"gone-{n}" for n in range(self.missing))
         quiet_s = self.after_s if self.quiet and not self.is_busy and not gone else 0.0
-        return Load("pods", pods, gone, ttft_p99_s=self.ttft_p99_s, quiet_s=max(0.0, quiet_s))
+        return Load(
+            "pods",
+            pods,
+            gone,
+            ttft_p99_s=self.ttft_p99_s,
+            ttft_certain_s=self.ttft_p99_s,
+            ttft_count=100.0,
+            quiet_s=max(0.0, quiet_s),
+        )
 
 
 ticks = st.builds(
