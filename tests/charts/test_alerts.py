@@ -57,14 +57,17 @@ def test_alerts_fire_when_they_should_and_only_then(tmp_path: Path) -> None:
 @pytest.mark.slow
 @needs_promtool
 def test_rules_of_single_services_say_the_same_as_those_of_the_cluster(tmp_path: Path) -> None:
-    """The same unit tests, with a PrometheusRule's groups for every service in them instead of the cluster's rules."""
-    unit_tests = UNIT_TESTS.read_text(encoding="utf-8")
-    names = set(re.findall(r'(?:service|name)="(\w+)"', unit_tests)) - {"operator"}
-    groups = [group for name in names for group in service_groups("ns", name, TARGETS_S.get(name))]
-    groups += [group for group in rule_file()["groups"] if group["name"] != "llmservice-services"]
-    (tmp_path / RULES.name).write_text(yaml.safe_dump({"groups": groups}), encoding="utf-8")
-    shutil.copy(UNIT_TESTS, tmp_path)
-    promtool("test", "rules", UNIT_TESTS.name, folder=tmp_path)
+    """The same unit tests, each with the PrometheusRules of the services in it instead of the cluster's rules."""
+    head, *tests = re.split(r"(?m)^(?=  - name:)", UNIT_TESTS.read_text(encoding="utf-8"))
+    others = [group for group in rule_file()["groups"] if group["name"] != "llmservice-services"]
+    files = []
+    for number, test in enumerate(tests):
+        names = set(re.findall(r'(?:service|name)="(\w+)"', test)) - {"operator"}
+        groups = [group for name in names for group in service_groups("ns", name, TARGETS_S.get(name))]
+        rules, files = f"rules-{number}.yaml", [*files, f"test-{number}.yaml"]
+        (tmp_path / rules).write_text(yaml.safe_dump({"groups": groups + others}), encoding="utf-8")
+        (tmp_path / files[-1]).write_text(head.replace(RULES.name, rules) + test, encoding="utf-8")
+    promtool("test", "rules", *files, folder=tmp_path)
 
 
 def test_every_alert_is_seen_to_fire_and_to_hold_its_peace() -> None:

@@ -176,11 +176,11 @@ async def test_a_silent_watch_is_begun_anew_and_misses_nothing(start: Start, kub
 
 async def test_a_watch_with_bookmarks_alone_is_kept_and_continued_from_them(start: Start, kube: KubeClient) -> None:
     await create_service(kube)
-    one = await start("--watch-silence", "2", "--tick", "60")
+    one = await start("--watch-silence", "6", "--tick", "60")
     one.proxy.bookmark = "7654321"
     await until(lambda: has_replicas(kube, 1))
 
-    await until(lambda: one.proxy.bookmarks >= 15 * WATCHED)
+    await until(lambda: one.proxy.bookmarks >= 40 * WATCHED)  # five a second
     assert one.proxy.watches == WATCHED
     one.proxy.break_watches()
     await until(lambda: one.proxy.watches >= 2 * WATCHED)
