@@ -23,6 +23,8 @@ _FETCH_TIMEOUT_S = 10.0
 _ANSWER_LIMIT_BYTES = 4 * 2**20
 _HEADERS_LIMIT_BYTES = 32 * 2**20
 """Of all shards together; a mixture of 160 experts in 90 layers has 15 MB."""
+_HEADERS_AT_ONCE = 8
+"""Large checkpoints have more than a hundred shards, each a request of its own."""
 
 
 class ModelReader:
@@ -110,16 +112,22 @@ class ModelReader:
         """Of the headers of the weights' files; empty where one cannot be read, and a pod has to count them."""
         tensors: dict[str, StoredTensor] = {}
         left = _HEADERS_LIMIT_BYTES
-        try:
-            for name in names:
-                url = self._file_url(location, name)
-                async with self._request(url) as response:
-                    response.raise_for_status()
-                    length = header_length(url, await response.content.readexactly(LENGTH_BYTES), left)
-                    tensors |= parse_header(url, await response.content.readexactly(length), length)
+        place = asyncio.Semaphore(_HEADERS_AT_ONCE)
+
+        async def read(url: str) -> None:
+            nonlocal left
+            async with place, self._request(url) as response:
+                response.raise_for_status()
+                length = header_length(url, await response.content.readexactly(LENGTH_BYTES), left)
                 left -= length
-        except (aiohttp.ClientError, TimeoutError, ValueError, EOFError):
-            return {}
+                tensors.update(parse_header(url, await response.content.readexactly(length), length))
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for name in names:
+                    group.create_task(read(self._file_url(location, name)))
+        except* (aiohttp.ClientError, TimeoutError, ValueError, EOFError):
+            tensors.clear()
         return tensors
 
     def _file_url(self, location: ModelLocation, name: str) -> str:

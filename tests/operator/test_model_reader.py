@@ -82,7 +82,10 @@ async def hub() -> AsyncIterator[str]:
         siblings = [{"rfilename": name, "size": size} for name, size in FILES.items()]
         return web.json_response({"siblings": siblings if "blobs" in request.query else []})
 
+    all_asked = asyncio.Barrier(len(SHARDS))  # one after another, the headers of a large checkpoint take long
+
     async def weights(request: web.Request) -> web.Response:
+        await all_asked.wait()
         return web.Response(body=SHARDS[request.match_info["file"]])
 
     async def shards(request: web.Request) -> web.Response:
