@@ -53,7 +53,13 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", DAMAGES)
+LOADED = ["missing", "scheme"]
+"""Found by the loader, and before it; tests/server/runtime/test_loader.py has the others' sentences."""
+
+
+@pytest.mark.parametrize(
+    "what", [what if what in LOADED else pytest.param(what, marks=pytest.mark.soak) for what in DAMAGES]
+)
 def test_a_checkpoint_that_cannot_be_served_says_why_in_ready(cluster: Cluster, kube: Kube, what: str) -> None:
     if not cluster.is_local:
         pytest.skip("pods of this cluster do not see the checkpoints' folder")

@@ -123,7 +123,7 @@ def _is_sized_by_its_server(kube: Kube, name: str) -> None:
     assert len(kube.apps.list_namespaced_replica_set(kube.namespace, label_selector=selector).items) == 1
 
 
-def test_three_replicas_that_share_a_cache_download_once(cluster: Cluster, kube: Kube, hub: ModelHub) -> None:
+def test_replicas_that_share_a_cache_download_once(cluster: Cluster, kube: Kube, hub: ModelHub) -> None:
     name = "from-store"
     claim = {
         "apiVersion": "v1",
@@ -136,14 +136,14 @@ def test_three_replicas_that_share_a_cache_download_once(cluster: Cluster, kube:
     with ObjectStore({f"llms/tiny/{file}": content for file, content in hub.files.items()}).serving() as store:
         store.bytes_per_s = len(hub.files[WEIGHTS]) / 3
         _secret(kube, "bucket", {"AWS_ACCESS_KEY_ID": "AKIDEXAMPLE", "AWS_SECRET_ACCESS_KEY": "s3-hush"})
-        service = tiny_service(name, "s3://models/llms/tiny", replicas=3)
+        service = tiny_service(name, "s3://models/llms/tiny", replicas=2)
         service["spec"]["model"] |= {
             "s3": {"endpoint": store.url, "region": store.region, "credentialsSecretRef": {"name": "bucket"}},
             "cache": {"claimName": "model-cache", "subPath": "llms"},
         }
         kube.create(service)
         wait_for(
-            lambda: [is_ready(pod) for pod in kube.pods(name)] == [True] * 3, 150, lambda: kube.get(name).get("status")
+            lambda: [is_ready(pod) for pod in kube.pods(name)] == [True] * 2, 150, lambda: kube.get(name).get("status")
         )
         assert store.sent[f"llms/tiny/{WEIGHTS}"] == len(hub.files[WEIGHTS])
     assert _answer(cluster, name)

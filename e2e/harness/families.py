@@ -63,7 +63,7 @@ FAMILIES = {
     ),
     "llama, biases everywhere": Family("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama, sharded safetensors": Family("llama", shard="40KB"),
-    "llama, explicit head_dim": Family("llama", {"head_dim": 32}),
+    "llama, explicit head_dim": Family("llama", {"head_dim": 16}),
     "mistral, sliding window": Family("mistral", {"sliding_window": 24}),
     "mistral, no window and explicit head_dim": Family("mistral", {"sliding_window": None, "head_dim": 16}),
     "qwen2, biases and tied embeddings": Family("qwen2", {"tie_word_embeddings": True}),

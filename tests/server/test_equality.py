@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 VOCAB = 512
 BLOCK_BYTES = 2 * 2 * 16 * 2 * 8 * 4  # layers, keys and values, tokens, heads, head_dim, float32
-NUM_MIXES = 40
+NUM_MIXES = 20
 
 WAYS: dict[str, dict[str, Any]] = {
     "chunked": {"prefill_chunk_tokens": 7, "max_num_batched_tokens": 24, "prefix_caching": False},
@@ -142,7 +142,7 @@ def test_in_any_company_a_request_gets_the_tokens_that_it_gets_alone(
     stats = engine.stats()
     assert (stats.preemptions["swap"] > 20) == (way.endswith(("swapped", "all at once")))
     assert (stats.preemptions["recompute"] > 20) == (way.endswith("recomputed"))
-    assert (stats.prefix_hits > 2000) == (way.endswith(("prefix cached", "all at once")))
+    assert (stats.prefix_hits > 1000) == (way.endswith(("prefix cached", "all at once")))
 
 
 def test_a_request_gets_the_same_tokens_where_decodes_are_compiled_calls(
@@ -161,4 +161,4 @@ def test_a_request_gets_the_same_tokens_where_decodes_are_compiled_calls(
     stats = engine.stats()
     assert stats.blocks_held == 0
     assert stats.preemptions["swap"] > 20
-    assert stats.prefix_hits > 2000
+    assert stats.prefix_hits > 1000

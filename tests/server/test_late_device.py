@@ -31,7 +31,7 @@ from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
 from llmservice_server.types.messages import GenerateRequest, SamplingParams
 
 POISONED = int.from_bytes([POISON] * 4)
-NUM_BLOCKS, SWAP_BLOCKS, NUM_TOKENS = 7, 8, 14
+NUM_BLOCKS, SWAP_BLOCKS, NUM_TOKENS = 7, 8, 9
 REQUESTS: list[tuple[int, dict[str, Any]]] = [  # tokens of the prompt, and what its request asks
     (20, {"temperature": 0.0, "presence_penalty": 0.5, "repetition_penalty": 1.3, "logprobs": 1}),
     (25, {"temperature": 0.9, "top_p": 0.9, "seed": 5, "prompt_logprobs": 1}),

@@ -41,7 +41,7 @@ CHECKS = [
 def _exercise(server: Any, method: str, path: str, mode: GenerationMode) -> None:
     schema = schemathesis.openapi.from_dict(json.loads(server.get("/openapi.json")[1]))
 
-    @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(case=schema[path][method.upper()].as_strategy(generation_mode=mode))
     def conforms(case: Any) -> None:
         case.call_and_validate(base_url=server.url, checks=CHECKS)
