@@ -58,7 +58,7 @@ class Cluster:
     def kubectl(
         self, *arguments: str, check: bool = True, stdin: str | None = None
     ) -> subprocess.CompletedProcess[str]:
-        if arguments[0] == "apply" and not self.is_described:
+        if arguments[0] in {"apply", "replace"} and not self.is_described:
             arguments = (*arguments, "--validate=false")
         result = self._kubectl(*arguments, stdin=stdin)
         assert not check or result.returncode == 0, f"kubectl {arguments}: {result.stderr}{result.stdout}"
