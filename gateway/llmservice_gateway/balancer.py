@@ -23,8 +23,9 @@ first by every request until its deletion is observed."""
 BOUND = 1.25
 """No request is assigned to a pod whose load would exceed the mean by this factor and the largest single request.
 
-Of what comes on top, half is the request's own size: it keeps the pods' loads closer together than the largest alone,
-and more conversations on their pods than the request's own size alone.
+The factor is for pods that have the request's beginning: what they spare is worth some waiting. Another takes it up to
+the mean. Of what comes on top, half is the request's own size: it keeps the pods' loads closer together than the
+largest alone, and more conversations on their pods than the request's own size alone.
 """
 MOST_PREFIXES = 50_000
 """Beginnings of prompts that are remembered, about 15 MB."""
@@ -84,7 +85,7 @@ class Balancer:
         """The next pod, or None when all were `tried` (uids). `now` is any monotonic clock, in seconds.
 
         The least loaded, ties to the least recently picked. `by_prefix`: for a request with an affinity, the pod that
-        has most of its prompt, else the first in the order of its affinity; of those whose load stays within the bound,
+        has most of its prompt, else the first in the order of its affinity; of those whose load stays within its bound,
         and if possible with a free slot: waiting for one costs more than computing a prompt again.
         """
         candidates = [backend for backend in backends if backend.uid not in tried]
@@ -97,8 +98,9 @@ class Balancer:
         total = sum(self.load(backend) for backend in candidates)
 
         def is_within(backend: Backend) -> bool:
-            cost = _cost(demand, known.get(backend.uid, 0))
-            of_mean = math.ceil(BOUND * (total + cost) / len(candidates))
+            cached = known.get(backend.uid, 0)
+            cost = _cost(demand, cached)
+            of_mean = math.ceil((BOUND if cached else 1) * (total + cost) / len(candidates))
             if self.load(backend) <= of_mean:  # the largest request is not smaller than this one
                 return True
             largest = max((ticket.tokens for one in candidates for ticket in self._of(one).tickets), default=0)

@@ -151,6 +151,19 @@ def test_a_conversation_that_had_to_leave_its_pod_stays_where_it_went() -> None:
     assert picked(balancer, demand) == other
 
 
+def test_a_pod_takes_what_it_has_not_cached_only_up_to_the_mean() -> None:
+    balancer = Balancer()
+    demand = affine(b"k", prompt=10, output=0)
+    home = picked(balancer, demand, (A, B))
+    with ExitStack() as stack:
+        for backend in (A, B):
+            for _ in range(12 if backend == home else 10):
+                stack.enter_context(balancer.hold(backend, Demand(10, 0)))
+        assert picked(balancer, demand, (A, B)) != home
+        balancer.learn(home, demand, Usage(prompt=10, cached=0, completion=0))
+        assert picked(balancer, demand, (A, B)) == home
+
+
 def test_a_free_slot_goes_before_a_cached_prompt() -> None:
     balancer = Balancer()
     pods = tuple(Backend(f"uid-{name}", name, "", slots=1) for name in "xyz")
@@ -180,11 +193,12 @@ def test_no_assignment_exceeds_the_bound(
     for key, prompt, output, ends in arriving:
         demand = affine(b"%d" % key, prompt, output)
         backend = picked(balancer, demand, backends)
+        factor = BOUND if balancer.has_prefix(backend, demand) else 1
         stack = ExitStack()
         running.append((stack, stack.enter_context(balancer.hold(backend, demand))))
         loads = [balancer.load(each) for each in backends]
         assert sum(loads) == sum(ticket.tokens for _, ticket in running)
-        bound = math.ceil(BOUND * sum(loads) / pods) + max(ticket.tokens for _, ticket in running)
+        bound = math.ceil(factor * sum(loads) / pods) + max(ticket.tokens for _, ticket in running)
         assert balancer.load(backend) <= bound
         if ends:
             done, ticket = running.pop(0)

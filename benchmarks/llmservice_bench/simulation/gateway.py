@@ -96,7 +96,7 @@ class Balancer(Generic[B]):
 
         def is_within(backend: B) -> bool:
             cost, tokens = self._cost(request, backend), self._of(backend).tokens
-            of_mean = math.ceil(BOUND * (total + cost) / len(candidates))
+            of_mean = math.ceil((BOUND if known.get(backend.uid) else 1) * (total + cost) / len(candidates))
             if tokens <= of_mean:
                 return True
             return tokens + cost <= of_mean + (max(largest(), cost) + cost) / 2
