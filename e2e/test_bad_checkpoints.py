@@ -53,12 +53,12 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-LOADED = ["missing", "scheme"]
-"""Found by the loader, and before it; tests/server/runtime/test_loader.py has the others' sentences."""
+ALWAYS = ["missing", "scheme"]
+"""One that the loader finds, and one that is found before. The others' sentences are in the loader's tests, too."""
 
 
 @pytest.mark.parametrize(
-    "what", [what if what in LOADED else pytest.param(what, marks=pytest.mark.soak) for what in DAMAGES]
+    "what", [what if what in ALWAYS else pytest.param(what, marks=pytest.mark.soak) for what in DAMAGES]
 )
 def test_a_checkpoint_that_cannot_be_served_says_why_in_ready(cluster: Cluster, kube: Kube, what: str) -> None:
     if not cluster.is_local:

@@ -37,9 +37,9 @@ CASES: list[_Param] = [
     *((f"{name}, by transformers", family, "transformers") for name, family in (FAMILIES | OTHERS).items()),
 ]
 GENERATED = [case for case in CASES if case[2] == "own" or case[1] in OTHERS.values()]
-"""A family of ours is compared by its logits alone where transformers computes it."""
+"""Logits alone compare a family of ours that transformers computes, but for `make test-soak`."""
 CROWDED = [case for case in CASES if case[2] == "own" or case[1].settings.get("sliding_window")]
-"""In a crowd, models of transformers differ by the windows of their blocks alone."""
+"""In a crowd, models of transformers differ by the windows of their blocks alone. `make test-soak` has all."""
 
 
 def test_every_family_with_a_model_of_our_own_is_compared() -> None:
@@ -59,6 +59,13 @@ class Case:
 
 def only(cases: Iterable[_Param]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("case", [pytest.param(case[1:], id=case[0]) for case in cases], indirect=True)
+
+
+def always(chosen: list[_Param]) -> pytest.MarkDecorator:
+    """All cases, of which those that are not `chosen` are soak tests."""
+    marks = [() if case in chosen else pytest.mark.soak for case in CASES]
+    params = [pytest.param(case[1:], id=case[0], marks=mark) for case, mark in zip(CASES, marks, strict=True)]
+    return pytest.mark.parametrize("case", params, indirect=True)
 
 
 @pytest.fixture(scope="module", params=[pytest.param(case[1:], id=case[0]) for case in CASES])
@@ -86,7 +93,7 @@ def _assert_greedy(model: PreTrainedModel, answers: list[tuple[list[int], list[i
         assert row[len(prompt) - 1 :][: len(answer)] == answer
 
 
-@only(GENERATED)
+@always(GENERATED)
 def test_greedy_tokens_are_the_same_for_64_steps(case: Case) -> None:
     # Chunks, several requests in a batch and windows shorter than the prompts, all at once.
     engine = load_engine(case.config(max_num_batched_tokens=64, prefill_chunk_tokens=19))
@@ -97,7 +104,7 @@ def test_greedy_tokens_are_the_same_for_64_steps(case: Case) -> None:
     assert engine.ready.model_code == case.code
 
 
-@only(CROWDED)
+@always(CROWDED)
 def test_64_requests_in_a_crowd_get_the_tokens_of_the_model_alone(case: Case) -> None:
     dice = random.Random(7)  # noqa: S311 - traffic, not secrets
     shared = _prompt(70)
