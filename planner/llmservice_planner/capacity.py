@@ -1,13 +1,12 @@
 """The requests per second that a replica sustains, what limits them, and the latencies at a rate; pure.
 
-Steady state of continuous batching. While B sequences decode, a step takes T(B) without prompt tokens and longer with a
-chunk of a prompt. A request is decoded in `decoded_tokens` steps, and its prompt extends some of them by X(B) in all,
-so that by Little's law
+Steady state of continuous batching. While B sequences decode, a step with P prompt tokens takes T(B, P). A request is
+decoded in `decoded_tokens` steps, and as many prompts begin as end, so that by Little's law
 
-    rate(B) = B / (decoded_tokens x T(B) + B x X(B))
+    rate(B) = B / (decoded_tokens x E[T(B, P)])
 
 A step carries at most `max_num_batched_tokens` less B prompt tokens, and of one prompt at most `prefill_chunk_tokens`
-unless it is alone. Once every step carries some, several prompts share a step.
+unless it is alone. Prompts arrive at random, so that P is none, one or several chunks.
 
 - ITL p99: a token's gap is a step. Where more than 1 % of the steps carry prompt tokens, the 99th percentile of the
   gaps is a step with a chunk, whose size is a percentile of the chunks', or of their sum where several share a step. It
@@ -60,6 +59,8 @@ class Work:
     """Of a prompt, in the prefix cache."""
     prompts: tuple[float, ...] = ()
     """Computed tokens of equally likely prompts, for the percentiles; empty: all are as the mean."""
+    peakedness: float = 1.0
+    """E[c²] / E[c]² of the contexts c that are in the KV cache at a time; 1: all are as the mean."""
 
     def __post_init__(self) -> None:
         for name in ("prompt_tokens", "output_tokens", "context_tokens", "cached_tokens"):
@@ -79,7 +80,7 @@ class Work:
         prompts = sorted(prompt for prompt, _ in lengths)
         points = min(count, _MOST_POINTS)
         output_tokens = sum(output for _, output in lengths)
-        context = sum(output * (prompt + output / 2) for prompt, output in lengths)
+        context, square = (sum(output * (prompt + output / 2) ** k for prompt, output in lengths) for k in (1, 2))
         mean = sum(prompts) / count
         return cls(
             prompt_tokens=mean * (1 - prefix_hit_rate),
@@ -87,6 +88,7 @@ class Work:
             context_tokens=context / output_tokens if output_tokens else mean,
             cached_tokens=mean * prefix_hit_rate,
             prompts=tuple(prompts[int((i + 0.5) * count / points)] * (1 - prefix_hit_rate) for i in range(points)),
+            peakedness=square * output_tokens / context**2 if context else 1.0,
         )
 
 
@@ -272,25 +274,26 @@ class _Replica:
         budget = self.limits.max_num_batched_tokens
         return {
             "maxNumSeqs": self.limits.max_num_seqs,
-            "kvMemory": self.limits.kv_tokens / max(1.0, self.work.context_tokens),
+            "kvMemory": self._kv_places,
             "tokenBudget": budget * self._decoded / (self._decoded + self._mean),
         }
+
+    @property
+    def _kv_places(self) -> float:
+        """Contexts that the KV cache holds beside the room in which the next prompt does not fit.
+
+        Most of the time that is a long one, so that about half of E[L²] / E[L] tokens is free.
+        """
+        kv_tokens = self.limits.kv_tokens
+        unused = min(self._squares / (2 * self._mean), kv_tokens / 2)
+        return (kv_tokens - unused) / max(1.0, self.work.context_tokens)
 
     @property
     def most(self) -> float:
         return min(self.bounds.values())
 
     def rate(self, num_seqs: float) -> float:
-        if not num_seqs:
-            return 0.0
-        decode_s = self._step_s(num_seqs)
-        if self._mixed_share(num_seqs) >= 1:  # several prompts share a step
-            return num_seqs / (self._decoded * self._step_s(num_seqs, self._arriving(num_seqs), self._mean))
-        chunk = self._chunk(num_seqs)
-        extra_s = sum(
-            self._prompt_s(num_seqs, prompt, max(1.0, prompt / chunk), less_s=decode_s) for prompt in self._few
-        ) / len(self._few)
-        return num_seqs / (self._decoded * decode_s + num_seqs * extra_s)
+        return num_seqs / (self._decoded * self.mean_step_s(num_seqs)) if num_seqs else 0.0
 
     def num_seqs_at(self, rate: float) -> float | None:
         """The sequences that decode at once at a rate; None if it is not sustained."""
@@ -299,9 +302,22 @@ class _Replica:
         return 0.0 if not rate else _inverse(self, rate, self.most)
 
     def mean_step_s(self, num_seqs: float) -> float:
-        """The mean time between a request's tokens."""
-        rate = self.rate(num_seqs)
-        return num_seqs / (rate * self._decoded) if rate else self._step_s(1)
+        """The mean time between a request's tokens.
+
+        A step has as many prompts' chunks as a Poisson variable; the fuller the steps are, the less they differ.
+        """
+        if not num_seqs:
+            return self._step_s(1)
+        mixed, arriving = self._mixed_share(num_seqs), self._arriving(num_seqs)
+        equal_s = self._step_s(num_seqs, arriving, self._mean)
+        if mixed > _MANY:
+            return equal_s
+        full = min(1.0, arriving / self._room(num_seqs))
+        mean_s, share = full * equal_s, math.exp(-mixed)
+        for chunks in range(math.ceil(mixed + 6 * math.sqrt(mixed)) + 2):
+            mean_s += (1 - full) * share * self._step_s(num_seqs, chunks * arriving / mixed, self._mean)
+            share *= mixed / (chunks + 1)
+        return mean_s
 
     def itl_p99_s(self, num_seqs: float) -> float:
         mixed = self._mixed_share(num_seqs)
@@ -355,7 +371,7 @@ class _Replica:
         """
         taken = num_seqs + rate * own_s
         held_s = self._decoded * self.mean_step_s(num_seqs) + own_s
-        peakedness = self._squares / self._mean**2
+        peakedness = self.work.peakedness
         for places, load in (
             (self.bounds["maxNumSeqs"], taken),
             (self.bounds["kvMemory"] / peakedness, taken / peakedness),
@@ -413,9 +429,9 @@ class _Replica:
         skewness = cubes / (squares * deviation)
         return max(single, mean + deviation * (_Z99 + (_Z99 * _Z99 - 1) / 6 * skewness))
 
-    def _prompt_s(self, num_seqs: float, prompt: float, steps: float, less_s: float = 0.0) -> float:
-        """Of the steps that compute a prompt, each less `less_s`."""
-        return steps * (self._step_s(num_seqs, prompt / steps, prompt) - less_s)
+    def _prompt_s(self, num_seqs: float, prompt: float, steps: float) -> float:
+        """Of the steps that compute a prompt."""
+        return steps * self._step_s(num_seqs, prompt / steps, prompt)
 
     def _step_s(self, num_seqs: float, chunk: float = 0.0, prompt: float = 0.0) -> float:
         """Of a step with `chunk` tokens of prompts of `prompt` tokens."""
@@ -433,6 +449,7 @@ class _Replica:
         )
 
 
+_MANY = 100  # chunks in a step: it hardly differs from others
 _MEAN_POINTS = 20
 _NEGLIGIBLE = 1e-9
 _NO_DECODE = 1e-3  # decode steps of a request whose answer is one token, as formulas divide by them

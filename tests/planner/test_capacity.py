@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmservice_bench.simulation.fleet import Fleet, FleetConfig
+from llmservice_bench.simulation.outcome import Outcome
 from llmservice_bench.simulation.policies import Static
 from llmservice_bench.simulation.replica import ReplicaConfig
 from llmservice_bench.trace import read_trace
@@ -191,8 +192,37 @@ def test_formulas_agree_with_the_scheduler_in_simulated_time(
         assert 0.5 * simulated.ttft_p99_s < found.ttft_p99_s < 1.25 * simulated.ttft_p99_s
 
 
+@pytest.mark.parametrize(
+    "limits",
+    [replace(LIMITS, kv_tokens=25_000), replace(LIMITS, kv_tokens=100_000), replace(LIMITS, max_num_seqs=16)],
+    ids=["little cache", "larger cache", "few sequences"],
+)
+def test_a_full_replica_finishes_nearly_what_the_formulas_say(limits: ReplicaLimits) -> None:
+    """Requests that wait for the cache begin in groups, when one that is large has ended: nothing here counts that."""
+    full = capacity(Work.of(LENGTHS), limits)
+    found = run(limits, 1.25 * full.requests_per_s, 2000)
+    last_s = found.requests[-1].arrival_s
+    tokens = sum(each.num_tokens for each in found.requests if last_s / 4 < (each.ended_s or 0.0) < last_s)
+    assert 0.93 < tokens / (last_s * 3 / 4) / full.output_tokens_per_s < 1.02
+
+
 def simulate(limits: ReplicaLimits, rate: float, count: int) -> OperatingPoint:
     """The real scheduler, step by step; the cache is never full."""
+    found = run(replace(limits, kv_tokens=16 * 200_000), rate, count)
+    assert found.outcomes["finished"] == count
+    decoding_s = sum(each.last_token_s - (each.first_token_s or 0.0) for each in found.requests)
+    itl_p99_s, ttft_p99_s = found.gaps.percentile(0.99), found.ttft_s(0.99)
+    assert itl_p99_s is not None
+    assert ttft_p99_s is not None
+    return OperatingPoint(
+        num_seqs=decoding_s / found.requests[-1].arrival_s,
+        step_s=decoding_s / found.gaps.total,
+        itl_p99_s=itl_p99_s,
+        ttft_p99_s=ttft_p99_s,
+    )
+
+
+def run(limits: ReplicaLimits, rate: float, count: int) -> Outcome:
     rng = random.Random(1)  # noqa: S311 - traffic, not secrets
     times = itertools.accumulate(rng.expovariate(rate) for _ in range(count))
     trace = [TraceRequest(time, *rng.choice(LENGTHS)) for time in times]
@@ -205,23 +235,12 @@ def simulate(limits: ReplicaLimits, rate: float, count: int) -> OperatingPoint:
             prefix_caching=False,
         ),
         groups=BlockGroups(16, 1, (None,), limits.max_num_batched_tokens),
-        num_blocks=200_000,
+        num_blocks=int(limits.kv_tokens) // 16 + 1,
         max_model_len=16_384,
         queue=QueueBound(count, 2**30),
         request_timeout_s=math.inf,
     )
-    found = Fleet(FleetConfig(replica=replica, initial=1), trace, Static(1)).run()
-    assert found.outcomes["finished"] == count
-    decoding_s = sum(each.last_token_s - (each.first_token_s or 0.0) for each in found.requests)
-    itl_p99_s, ttft_p99_s = found.gaps.percentile(0.99), found.ttft_s(0.99)
-    assert itl_p99_s is not None
-    assert ttft_p99_s is not None
-    return OperatingPoint(
-        num_seqs=decoding_s / trace[-1].arrival_s,
-        step_s=decoding_s / found.gaps.total,
-        itl_p99_s=itl_p99_s,
-        ttft_p99_s=ttft_p99_s,
-    )
+    return Fleet(FleetConfig(replica=replica, initial=1), trace, Static(1)).run()
 
 
 @settings(deadline=None)
