@@ -216,7 +216,7 @@ class ScaleDown(SchemaModel):
     stabilization: Duration | None = Field(
         None,
         description="Remove replicas only down to the highest recommendation within this time. Default: four times the"
-        " start-up time that was learned, 120s to 300s; half of the surplus is removed after two and a half.",
+        " start-up time that was learned, 120s to 300s; half of the surplus is removed after half a start.",
     )
     step_replicas: int = Field(
         0,

@@ -15,10 +15,10 @@ from llmservice_operator.scaling.load import Load, PodLoad
 TARGET_UTILIZATION = 0.8
 """Waiting times explode beyond it (queueing theory): plan for this share of the slots, not for all of them."""
 
-STARTS_STABILIZED, STARTS_WHOLE = 4.0, 2.5
+STARTS_STABILIZED, STARTS_WHOLE = 4.0, 0.5
 SHORTEST_STABILIZATION_S, LONGEST_STABILIZATION_S = 120.0, 300.0
 """An idle replica is worth keeping for a few times what its next start takes, for requests are late meanwhile. All of
-the surplus is kept for two and a half starts, and half of it for four."""
+the surplus is kept for half a start, and half of it for four."""
 
 IDLE_TIMEOUT_S = 300.0
 """About what the start of a model of many GiB costs. A replica that is kept idle for as long as its next start takes
