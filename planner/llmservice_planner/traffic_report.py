@@ -35,13 +35,19 @@ def html_report(
                 "Recommended",
                 [
                     charts.html_table(
-                        ("field", "value", "reason"), [(each.field, each.value, each.reason) for each in recommended]
+                        ("field", "value", "reason"),
+                        [(each.field, each.value, each.reason) for each in recommended],
+                        texts=("reason",),
                     )
                 ],
             ),
             (
                 "Arrivals",
-                [*([_arrivals(statistics)] if plotted else []), charts.html_table(("", ""), findings), *without],
+                [
+                    *([_arrivals(statistics)] if plotted else []),
+                    charts.html_table(("property", "value"), findings, texts=("value",)),
+                    *without,
+                ],
             ),
             (
                 "Lengths in tokens",
