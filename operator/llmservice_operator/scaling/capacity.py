@@ -132,7 +132,9 @@ class Staffing:
         number = max(1, math.ceil(busy / MOST_UTILIZATION))
         while busy > number * self.utilization(number):
             number += 1
-        return busy / self.utilization(number)
+        fewer = number - 1
+        kept = fewer * self.utilization(fewer) if fewer else 0.0
+        return fewer + max(0.0, busy - kept) / (number * self.utilization(number) - kept)
 
     def _late(self, replicas: int, utilization: float) -> float:
         """Share of the requests that wait longer than they may: M/M/c with many servers (Halfin & Whitt, "Heavy-traffic

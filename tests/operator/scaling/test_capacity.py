@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -88,6 +89,8 @@ def test_a_tight_target_leaves_more_room(replica: ReplicaModel) -> None:
 def test_more_load_needs_no_fewer_replicas_and_never_full_ones(busy: float, more: float) -> None:
     assert FULL_OF_20.replicas(busy + more) >= FULL_OF_20.replicas(busy) - 1e-6
     assert FULL_OF_20.replicas(busy) >= busy / MOST_UTILIZATION - 1e-6
+    number = max(1, math.ceil(FULL_OF_20.replicas(busy) - 1e-6))
+    assert busy / number <= FULL_OF_20.utilization(number) + 1e-6
 
 
 @pytest.mark.parametrize("demand", [Demand(1, 1000, 200), Demand(1, 170, 1)])
