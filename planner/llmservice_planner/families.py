@@ -251,6 +251,14 @@ UNKNOWN_KEYS: Mapping[str, tuple[str, ...]] = {
     "max_position_embeddings": ("n_positions", "max_seq_len"),
 }
 """Other names that families use for a key."""
+UNKNOWN_EXPERT_KEYS: Mapping[str, tuple[str, ...]] = {
+    "num_experts": ("moe_num_experts",),
+    "num_experts_per_tok": ("moe_topk", "moe_k"),
+    "moe_intermediate_size": (),
+    "n_shared_experts": ("num_shared_experts", "moe_num_shared_experts", "num_shared_expert"),
+    "first_k_dense_replace": ("num_dense_layers", "moe_layer_start_index"),
+}
+"""Likewise, of those that only mixtures of experts have. Hunyuan writes a list with a number for each layer."""
 
 FAMILIES: Mapping[str, Family] = {family.name: family for family in _ALL}
 """By `model_type`. Gemma 3's multimodal configs have the text model in `text_config`; only that is counted."""

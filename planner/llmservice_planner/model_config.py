@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llmservice_planner.encoders import ENCODERS, EncoderFamily, EncoderSizes, count_parameters
-from llmservice_planner.families import FAMILIES, UNKNOWN_KEYS, Family
+from llmservice_planner.families import FAMILIES, UNKNOWN_EXPERT_KEYS, UNKNOWN_KEYS, Family
 from llmservice_planner.quantization import QuantizationConfig, QuantizationError
 
 
@@ -155,9 +155,11 @@ def _unknown(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, An
     Its KV cache is computed from these keys; its weights are only known from the checkpoint's files.
     """
     found = dict(text)
-    for key, others in UNKNOWN_KEYS.items():
+    for key, others in {**UNKNOWN_KEYS, **UNKNOWN_EXPERT_KEYS}.items():
         if found.get(key) is None:
             found[key] = next((text[other] for other in others if text.get(other) is not None), None)
+        if isinstance(found[key], list):  # of one number for each layer
+            found[key] = max((count for count in found[key] if isinstance(count, int)), default=None)
     if found["intermediate_size"] is None and isinstance(found["hidden_size"], int):
         found["intermediate_size"] = 4 * found["hidden_size"]
     if text.get("multi_query"):

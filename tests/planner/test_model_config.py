@@ -147,3 +147,13 @@ def test_a_family_that_is_not_listed_is_read_by_the_usual_names() -> None:
     with pytest.raises(SizingError, match=r"the layout of gpt2 is not known, .* give their bytes, or the folder"):
         SizingRequest(shape=shape, device=find_gpu("nvidia-l4"))
     assert SizingRequest(shape=shape, device=find_gpu("nvidia-l4"), weights_bytes=548 * 10**6).weights_bytes
+
+
+def test_so_are_its_experts_also_where_each_layer_has_a_number_of_its_own() -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 100}
+    common = {**sizes, "num_hidden_layers": 2, "max_position_embeddings": 512}
+    hunyuan = {"model_type": "hunyuan_v1_moe", "num_experts": 8, "moe_topk": [2, 2], "moe_intermediate_size": [48, 48]}
+    ernie = {"model_type": "ernie4_5_moe", "moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 48}
+    for config in (hunyuan, ernie):
+        shape = _shape({**common, **config})
+        assert (shape.num_experts, shape.experts_per_token, shape.moe_intermediate_size) == (8, 2, 48)
