@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, AutoModelForCausalLM
 
-from harness.families import FAMILIES, OTHERS, SMALL, Family, save
+from harness.families import EXPERTS, FAMILIES, OTHERS, PADDING, SMALL, Family, save
 from llmservice_bench.batch_scheduler import AdmitsAll
 from llmservice_planner import families as planner_families
 from llmservice_planner.gpu import cpu_device
@@ -23,7 +24,7 @@ from llmservice_server.backend.base import KVCacheShape, StepInput
 from llmservice_server.engine.block_pool import PreemptionCost
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.engine import Engine
-from llmservice_server.runtime.loader import Checkpoint
+from llmservice_server.runtime.loader import Checkpoint, ModelLoadError
 from llmservice_server.runtime.startup import load_engine, start
 from llmservice_server.types.messages import GenerateRequest, ModelCode, SamplingParams
 
@@ -201,6 +202,45 @@ def test_logits_are_the_same_in_chunks_and_over_scattered_blocks(case: Case) -> 
         expected = case.reference(torch.tensor([tokens])).logits[0]
     ours = _logits(case, tokens, [40, 1, 1, 33, 25, *[1] * 20], "float32")
     assert _errors(ours, expected).max() < LOGIT_TOLERANCE
+
+
+OTHER_NAMES = {"n_embd": 48, "n_layer": 3, "n_head": 6, "d_model": 48, "n_layers": 3, "n_heads": 6, "n_positions": 512}
+OTHER_EXPERTS = {"n_routed_experts": 4, "num_local_experts": 4, "n_group": 1, "topk_group": 1, "moe_topk": 2}
+NOT_LISTED = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - {family.model_type for family in (FAMILIES | OTHERS).values()}
+MOST_PARAMETERS = 10_000_000
+NOT_PLANNED = {"ctrl", "moshi"}  # tables of positions that are in no file, and an audio model beside it
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("model_type", sorted(NOT_LISTED))
+def test_every_other_decoder_of_transformers_is_computed_or_refused(model_type: str, tmp_path: Path) -> None:
+    try:
+        reference = save(_small(model_type), tmp_path)
+    except Exception as error:
+        pytest.skip(f"transformers makes none with these settings: {error}")
+    case = Case(tmp_path, reference, "auto")
+    try:
+        start(case.config())
+    except ModelLoadError as error:
+        assert "cannot be served" in str(error)  # noqa: PT017 - both ways are right
+        return
+    test_logits_are_the_same_in_chunks_and_over_scattered_blocks(case)
+    if model_type not in NOT_PLANNED:
+        test_the_planner_predicts_weights_and_blocks(case)
+
+
+def _small(model_type: str) -> Family:
+    """Settings of those names that its configuration has."""
+    default = AutoConfig.for_model(model_type)
+    wanted = {**SMALL, **OTHER_NAMES, **EXPERTS, **OTHER_EXPERTS, **PADDING, "head_dim": 16}
+    settings = {key: value for key, value in wanted.items() if hasattr(default, key)}
+    if kinds := getattr(default, "layer_types", None):
+        settings["layer_types"] = kinds[: SMALL["num_hidden_layers"]]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings))
+    if model.num_parameters() > MOST_PARAMETERS:
+        raise ValueError(f"it has {model.num_parameters()} parameters")
+    return Family(model_type, settings, rewrite={key: None for key in SMALL if key not in settings})
 
 
 @only(case for case in CASES if case[2] == "own")
