@@ -135,8 +135,10 @@ _HEAD = re.compile(r"(^|\.)(lm_head|embed_out)$")
 _IN_LAYER = re.compile(r"\.\d+\.")
 _LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
 _EXPERT = re.compile(r"(^|\.)experts\.\d+(\.|$)")
-_LANGUAGE_MODEL = re.compile(r"(model\.)?language_model\.")
+LANGUAGE_MODEL = re.compile(r"(model\.)?(language|text)_model\.")
 """Begins the names of a model's text part, where it has others for images or sound."""
+_IMAGES = re.compile(r"visual\.")
+"""Begins those of the other part in the first checkpoints of Qwen 2 and 2.5 VL, whose text part has a whole's names."""
 _MASK_DIMENSIONS = 4
 """Old checkpoints hold their causal masks, which no model loads."""
 
@@ -175,7 +177,7 @@ class WeightCounts:
                 form = quantization.format_of(module)
             if form is not None and len(values.shape) == 2:
                 outputs, inputs = form.shape_of(suffix, (values.shape[0], values.shape[1]))
-                if _EXPERT.search(module) or _LANGUAGE_MODEL.match(module):  # by other names when they are loaded
+                if _EXPERT.search(module) or LANGUAGE_MODEL.match(module):  # by other names when they are loaded
                     counts["other_parameters"] += outputs * inputs
                     continue
                 scale = next((parts[each].dtype for each in _SCALES if each in parts), "F16")
@@ -215,11 +217,12 @@ def _modules(tensors: Mapping[str, StoredTensor], layers: int) -> Iterator[tuple
     for name, tensor in tensors.items():
         module, _, suffix = name.rpartition(".")
         modules[module][suffix] = tensor
-    is_part = any(_LANGUAGE_MODEL.match(module) for module in modules)
+    is_part = any(LANGUAGE_MODEL.match(module) for module in modules)
     for module, parts in modules.items():
         layer = _LAYER.search(module)
         is_extra = layer is not None and int(layer[2]) >= layers  # that predicts further tokens (GLM-4-MoE)
-        if not is_extra and (not is_part or _LANGUAGE_MODEL.match(module) or _HEAD.search(module)):
+        is_other = _IMAGES.match(module) is not None
+        if not (is_extra or is_other) and (not is_part or LANGUAGE_MODEL.match(module) or _HEAD.search(module)):
             yield module, parts
 
 

@@ -7,7 +7,7 @@ Llama's. The defaults are those of the configuration classes of Hugging Face tra
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 SlidingRule = Literal["none", "all", "even", "pattern", "last", "listed"]
@@ -262,3 +262,18 @@ UNKNOWN_EXPERT_KEYS: Mapping[str, tuple[str, ...]] = {
 
 FAMILIES: Mapping[str, Family] = {family.name: family for family in _ALL}
 """By `model_type`. Gemma 3's multimodal configs have the text model in `text_config`; only that is counted."""
+
+_QWEN3_MOE = FAMILIES["qwen3_moe"]
+_WITH_IMAGES = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), FAMILIES["qwen2"]),
+    "qwen3_vl_text": FAMILIES["qwen3"],
+    "qwen3_vl_moe_text": replace(_QWEN3_MOE, defaults={**_QWEN3_MOE.defaults, "norm_topk_prob": True}),
+}
+"""Kinds of language models that are another family for text alone, where a token's three positions are equal.
+
+The first checkpoints of Qwen 2 and 2.5 VL have the language model's keys without a `text_config`."""
+
+
+def find_family(model_type: str) -> Family | None:
+    """That of a model, or of the language model of one with images; None: it is not listed."""
+    return FAMILIES.get(model_type) or _WITH_IMAGES.get(model_type)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llmservice_planner.encoders import ENCODERS, EncoderFamily, EncoderSizes, count_parameters
-from llmservice_planner.families import FAMILIES, UNKNOWN_EXPERT_KEYS, UNKNOWN_KEYS, Family
+from llmservice_planner.families import FAMILIES, UNKNOWN_EXPERT_KEYS, UNKNOWN_KEYS, Family, find_family
 from llmservice_planner.quantization import QuantizationConfig, QuantizationError
 
 
@@ -146,7 +146,7 @@ def _encoder_fields(config: Mapping[str, Any], family: EncoderFamily) -> dict[st
 def _family(model_type: object) -> Family:
     if not isinstance(model_type, str):
         raise ShapeError(f"config.json: model_type is {model_type!r}, expected one of {_known()}")
-    return FAMILIES.get(model_type) or Family(model_type, {}, sliding="listed")
+    return find_family(model_type) or Family(model_type, {}, sliding="listed")
 
 
 def _unknown(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:

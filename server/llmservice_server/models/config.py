@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from llmservice_planner.families import FAMILIES, Family
+from llmservice_planner.families import FAMILIES, Family, find_family
 from llmservice_planner.quantization import QuantizationConfig, QuantizationError
 from llmservice_server.backend.base import CLAMPED_LIMIT, CLAMPED_SLOPE, Activation
 from llmservice_server.models.rope import RopeConfig
@@ -123,6 +123,8 @@ class ModelConfig:
     def from_dict(cls, raw: Mapping[str, Any]) -> ModelConfig:
         """Raises `ModelLoadError` for an architecture that we do not run, or a key that is missing or wrong."""
         text = text_part(raw)
+        if raw.get("model_type") == "paligemma" or (text or raw).get("use_bidirectional_attention") is True:
+            raise ModelLoadError("config.json: its prompts see all of themselves, expected causal attention")
         is_part, raw = text is not None, text or raw
         architecture = _architecture(raw)
         family = SERVED[architecture]
@@ -176,8 +178,8 @@ def text_part(raw: Mapping[str, Any]) -> dict[str, Any] | None:
 
     Such a config names little more than what differs from the family's defaults.
     """
-    text = raw.get("text_config")
-    family = FAMILIES.get(str(text.get("model_type"))) if isinstance(text, Mapping) else None
+    text = raw.get("text_config", raw if "vision_config" in raw else None)
+    family = find_family(str(text.get("model_type"))) if isinstance(text, Mapping) else None
     if not isinstance(text, Mapping) or family is None or family.served_architecture is None:
         return None
     inherited = {key: raw[key] for key in _INHERITED_KEYS if raw.get(key) is not None}

@@ -49,6 +49,9 @@ def _experts(config: ModelConfig, sizes: ExpertsConfig, weights: Weights, names:
 
 
 def _of_one_tensor(weights: Weights, name: str, *shape: int) -> list[Linear]:
+    """Qwen3-VL's checkpoints have the matrices transposed; transformers tells it by the shape as well."""
     stack = weights.empty(*shape)
-    weights.compute({name: shape}, stack.copy_)
+    other = stack.transpose(1, 2)
+    stored = other if weights.shape(name) == other.shape != stack.shape else stack
+    weights.compute({name: tuple(stored.shape)}, stored.copy_)
     return [TorchLinear(each) for each in stack]

@@ -39,6 +39,7 @@ class RopeConfig:
     @classmethod
     def _of(cls, config: CheckpointConfig, parameters: RopeParameters, theta: float | None) -> RopeConfig:
         kind = parameters.rope_type or parameters.type or "default"
+        kind = "default" if kind == "mrope" else kind  # three positions, which are equal where there are no images
         if kind not in SUPPORTED:
             raise ModelLoadError(
                 f"config.json: rope type {kind!r} is not supported, expected one of {', '.join(SUPPORTED)}"

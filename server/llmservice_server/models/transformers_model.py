@@ -26,6 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
+from llmservice_planner.checkpoint import LANGUAGE_MODEL
 from llmservice_planner.quantization import QuantizationConfig
 from llmservice_server.backend.base import Attend, LayerOps, Linear
 from llmservice_server.backend.torch.layer_ops import TorchLayerOps, TorchLinear
@@ -44,7 +45,10 @@ _WITHOUT_EFFECT = {"position_ids", "cache_position", "layer_idx"}
 _LAYER_KINDS = {"full_attention", "sliding_attention"}
 _GROWING_ROPE = {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
 """Kinds whose frequencies change with the longest sequence, and up to which position they do not."""
-_TEXT_PARTS = {r"^(model\.)?language_model\.lm_head\.": "lm_head.", r"^(model\.)?language_model\.(model\.)?": "model."}
+_TEXT_PARTS = {
+    rf"^{LANGUAGE_MODEL.pattern}lm_head\.": "lm_head.",
+    rf"^{LANGUAGE_MODEL.pattern}(model\.)?": "model.",
+}
 """Where checkpoints of models with images or sound hold their language model, and its names alone."""
 
 LinearOf = Callable[[str, torch.Tensor, torch.Tensor | None], Linear]

@@ -39,7 +39,7 @@ class Weights:
     dtype: torch.dtype
     device: torch.device
     quantized: Collection[str] = ()  # modules of the checkpoint
-    names: Collection[str] = ()  # of the checkpoint's tensors, which may have one of several layouts
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of the checkpoint's tensors, by their names
     prefix: str = ""
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # to be filled, by the checkpoint's names
     places: list[QuantizedPlace] = field(default_factory=list)
@@ -53,7 +53,11 @@ class Weights:
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint has such a tensor."""
-        return self.prefix + name in self.names
+        return self.prefix + name in self.shapes
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """That of the checkpoint's tensor; None: there is none."""
+        return self.shapes.get(self.prefix + name)
 
     def empty(self, *shape: int) -> torch.Tensor:
         """One that no tensor of the checkpoint fills as a whole."""

@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from llmservice_planner.checkpoint import ROUTER, WeightCounts, read_tensors
+from llmservice_planner.checkpoint import LANGUAGE_MODEL, ROUTER, WeightCounts, read_tensors
 from llmservice_planner.quantization import SUFFIXES, Quantization, QuantizationConfig, WeightFormat, is_quantized
 from llmservice_planner.shape import ModelShape, ShapeError
 from llmservice_server.backend.base import Linear, Model
@@ -35,9 +35,16 @@ if TYPE_CHECKING:
 
 _INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-_LANGUAGE_MODEL = re.compile(r"(model\.)?language_model\.")
+_OWN_NAMES = ("lm_head.", "model.embed_tokens.", "model.layers.", "model.norm.")
 _DENSE = {"F64", "F32", "F16", "BF16"}
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+class _Stored(NamedTuple):
+    """Where a tensor of a checkpoint is, and its shape."""
+
+    shard: Path
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +166,8 @@ class Checkpoint:
         quantization: Quantization,
         keeps: Callable[[QuantizedWeight], bool],
     ) -> DecoderModel:
-        names, modules = self._tensors(every=quantization == "int8")
-        weights = Weights(dtype, device, modules.keys(), names)
+        found, modules = self._tensors(every=quantization == "int8")
+        weights = Weights(dtype, device, modules.keys(), {name: each.shape for name, each in found.items()})
         model, wanted = build(config, weights), weights.tensors
         computed = {name for place in weights.computed for name in place.shapes}
         if computed and quantization == "int8":
@@ -171,14 +178,14 @@ class Checkpoint:
         with ThreadPoolExecutor(THREADS) as readers:
             direct = readers.map(lambda shard: self._load_shard(shard, wanted, modules, computed), self.shards)
             read_into(dict(zip(self.shards, direct, strict=True)))
-        if missing := wanted.keys() | (computed - names.keys()):
+        if missing := wanted.keys() | (computed - found.keys()):
             raise ModelLoadError(
                 f"{self.folder}: {len(missing)} tensors that {self.config.architecture} needs are in none of its "
                 f"{len(self.shards)} safetensors files, among them {min(missing)}"
             )
         for computed_place in weights.computed:
             computed_place.fill(
-                *(self._tensor(name, names[name], shape) for name, shape in computed_place.shapes.items())
+                *(self._tensor(name, found[name].shard, shape) for name, shape in computed_place.shapes.items())
             )
         places = {id(place.linear): place for place in weights.places}
 
@@ -194,25 +201,25 @@ class Checkpoint:
         weights.finish()
         return model
 
-    def _tensors(self, every: bool) -> tuple[dict[str, Path], dict[str, dict[str, Path]]]:
-        """The files of all tensors, by name, and the modules whose weights are quantised, or those of `every` layer.
+    def _tensors(self, every: bool) -> tuple[dict[str, _Stored], dict[str, dict[str, Path]]]:
+        """All tensors, by name, and the modules whose weights are quantised, or those of `every` layer.
 
         The tensors of each module have their files.
         """
-        names: dict[str, Path] = {}
+        found: dict[str, _Stored] = {}
         modules: dict[str, dict[str, Path]] = defaultdict(dict)
         quantized = set()
         for shard in self.shards:
             with _opened(shard) as tensors:
                 for stored, name in self._names(tensors):
-                    names[name] = shard
+                    found[name] = _Stored(shard, tuple(tensors.get_slice(stored).get_shape()))
                     module, _, suffix = name.rpartition(".")
                     if suffix in SUFFIXES:
                         modules[module][suffix] = shard
                         if suffix == "weight" and tensors.get_slice(stored).get_dtype() not in _DENSE:
                             quantized.add(module)
         linear = re.compile(r"model\.layers\.\d+(\.\w+)+\.(\w+_proj|w[123])|lm_head")
-        return names, {
+        return found, {
             module: tensors
             for module, tensors in modules.items()
             if module in quantized or is_quantized(tensors) or (every and linear.fullmatch(module))
@@ -296,10 +303,10 @@ class Checkpoint:
         for stored in tensors.keys():  # noqa: SIM118 - a safetensors handle is no mapping
             if not isinstance(self.config, ModelConfig) or not self.config.is_part:
                 yield stored, stored
-            elif _LANGUAGE_MODEL.match(stored):
-                name = _LANGUAGE_MODEL.sub("", stored)
+            elif LANGUAGE_MODEL.match(stored):
+                name = LANGUAGE_MODEL.sub("", stored)
                 yield stored, name if name.startswith("lm_head.") else f"model.{name.removeprefix('model.')}"
-            elif stored.startswith("lm_head."):
+            elif stored.startswith(_OWN_NAMES):
                 yield stored, stored
 
     def _stored(self, tensors: Any, wanted: str) -> str:
