@@ -50,6 +50,8 @@ _TEXT_PARTS = {
     rf"^{LANGUAGE_MODEL.pattern}(model\.)?": "model.",
 }
 """Where checkpoints of models with images or sound hold their language model, and its names alone."""
+_WITHOUT_IMAGES = {"glm4v_text": "glm4", "glm4v_moe_text": "glm4_moe"}
+"""Kinds of language models that are another one for text alone, where a token's three positions are equal."""
 
 LinearOf = Callable[[str, torch.Tensor, torch.Tensor | None], Linear]
 """Makes a matrix of its module's name in the checkpoint, and its dense weight and bias."""
@@ -224,6 +226,10 @@ def _read(folder: Path) -> tuple[Any, Any]:
             ) from error
         raise ModelLoadError(f"config.json describes no model that transformers knows: {_line(error)}") from error
     text = config.get_text_config(decoder=True)
+    if text.model_type in _WITHOUT_IMAGES:
+        keys = {"head_dim": text.hidden_size // text.num_attention_heads, **text.to_dict()}
+        del keys["model_type"], keys["architectures"]
+        text = transformers.AutoConfig.for_model(_WITHOUT_IMAGES[text.model_type], **keys)
     for each in (config, text):
         if hasattr(each, "quantization_config"):  # the loader dequantises
             del each.quantization_config

@@ -133,12 +133,16 @@ VISION = {
     "qwen2_5_vl": {"vision_config": {"hidden_size": 32, "out_hidden_size": 32, "depth": 1, "num_heads": 2}},
     "qwen3_vl": {"vision_config": {"hidden_size": 32, "out_hidden_size": 32, "depth": 1, "num_heads": 2}},
     "qwen3_vl_moe": {"vision_config": {"hidden_size": 32, "out_hidden_size": 32, "depth": 1, "num_heads": 2}},
+    "glm4v": {"vision_config": {"hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 32, "depth": 1}},
+    "glm4v_moe": {"vision_config": {"hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2}},
     "smolvlm": {
         "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     },
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 POSITIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 1, 1]}}
+PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}
+GLM = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "rope_parameters": PARTIAL}
 
 
 @pytest.mark.parametrize(
@@ -152,6 +156,8 @@ POSITIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mro
         ("qwen3_vl", {"head_dim": 8, **POSITIONS}, False),
         ("qwen3_vl_moe", {**EXPERTS, "head_dim": 8, **POSITIONS}, False),
         ("qwen3_vl_moe", {**EXPERTS, "head_dim": 8, **POSITIONS}, True),
+        ("glm4v", {"rope_parameters": PARTIAL}, False),
+        ("glm4v_moe", {**EXPERTS, **GLM, "head_dim": 8}, False),
         ("smolvlm", {"model_type": "llama"}, False),
     ],
 )
@@ -218,4 +224,4 @@ def check_text(folder: Path, model: Any) -> None:
         attend = started.runner.attention.prepare(StepInput.of([(0, 40, [2, 4, 1])]))
         ours = started.runner.model.logits(started.runner.model.forward(torch.tensor(tokens), torch.arange(40), attend))
     assert torch.allclose(ours, expected, rtol=1e-4, atol=1e-5)
-    assert started.model_code == "own"
+    assert started.model_code == ("transformers" if "glm" in model.config.model_type else "own")
