@@ -98,7 +98,7 @@ class EngineConfig:
     overlap: Annotated[bool | None, Flag("on CUDA: plan no step before the one before it is read")] = None
     pooling: Annotated[
         Pooling,
-        Flag("of /v1/embeddings; auto: an encoder's as its checkpoint says, else mean; a decoder's last token"),
+        Flag("of /v1/embeddings; auto: as the checkpoint says, else mean of an encoder, the last token of a decoder"),
     ] = "auto"
     embedding_window_s: Annotated[
         float,

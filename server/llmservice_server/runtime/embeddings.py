@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import time
 from bisect import insort
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -18,7 +19,17 @@ from llmservice_server.backend.base import Attend, Model
 from llmservice_server.backend.torch.attention import attend_otherwise
 from llmservice_server.engine.config import Pooling
 from llmservice_server.engine.engine import execute_isolated
+from llmservice_server.types.checkpoint_config import read_json_object
+from llmservice_server.types.errors import ModelLoadError
 from llmservice_server.types.messages import Embed, Embedded
+
+_POOLINGS: Mapping[str, Pooling] = {
+    "cls": "cls",
+    "cls_token": "cls",
+    "mean": "mean",
+    "mean_tokens": "mean",
+    "lasttoken": "last",
+}
 
 _SHARE = 0.12
 """Of a step's time, so that the time between two tokens grows by less than a fifth."""
@@ -139,6 +150,26 @@ def pool(states: torch.Tensor, lengths: Sequence[int], pooling: Pooling) -> torc
         return states[torch.arange(len(lengths), device=states.device), counts - 1].float()
     real = torch.arange(states.shape[1], device=states.device) < counts[:, None]
     return torch.where(real[..., None], states.float(), 0.0).sum(dim=1) / counts[:, None]
+
+
+def checkpoint_pooling(folder: Path, is_required: bool = False) -> Pooling | None:
+    """That of sentence-transformers' files, where the checkpoint has them. Raises `ModelLoadError`."""
+    path = folder / "1_Pooling" / "config.json"
+    if not path.exists():
+        if is_required:
+            raise ModelLoadError(
+                f"modules.json names a Pooling, but {path} is missing: fetch it again, or set --pooling"
+            )
+        return None
+    settings = read_json_object(path)
+    modes = [key.removeprefix("pooling_mode_") for key, value in settings.items() if value is True and "_mode_" in key]
+    modes = modes or [str(settings.get("pooling_mode", "mean"))]
+    if len(modes) != 1 or modes[0] not in _POOLINGS:
+        raise ModelLoadError(
+            f"{path}: the pooling is {' and '.join(modes)}, expected cls, mean or lasttoken alone: "
+            "choose one with --pooling, or another checkpoint"
+        )
+    return _POOLINGS[modes[0]]
 
 
 class EmbeddingModel:

@@ -22,7 +22,7 @@ from llmservice_planner.shape import ModelShape, ShapeError
 from llmservice_server.backend.torch.memory import available_cpu_bytes
 from llmservice_server.engine.config import EngineConfig, Pooling
 from llmservice_server.engine.interfaces import Embedder
-from llmservice_server.runtime.embeddings import BatchEmbedder, pool
+from llmservice_server.runtime.embeddings import BatchEmbedder, checkpoint_pooling, pool
 from llmservice_server.runtime.loader import weight_files
 from llmservice_server.runtime.startup import choose_device
 from llmservice_server.types.checkpoint_config import read_json_object
@@ -46,13 +46,6 @@ _EMBEDS = ("Model", "ForMaskedLM", "ForPreTraining")
 """What the names of architectures end with whose encoder gives embeddings; heads of pre-training are left out."""
 _MODULES = {"Transformer", "Pooling", "Normalize"}
 """Of sentence-transformers; others change the vectors."""
-_POOLINGS: Mapping[str, Pooling] = {
-    "cls": "cls",
-    "cls_token": "cls",
-    "mean": "mean",
-    "mean_tokens": "mean",
-    "lasttoken": "last",
-}
 
 
 def is_encoder(folder: Path) -> bool:
@@ -93,8 +86,8 @@ class VectorFormat:
                 f"modules.json names {', '.join(unknown)}, expected only {', '.join(sorted(_MODULES))}: "
                 "the server does not compute the others, choose another checkpoint"
             )
-        pooling = _pooling(folder, required="Pooling" in modules) if wanted == "auto" else wanted
-        return cls(pooling, normalize=not modules or "Normalize" in modules)
+        pooling = checkpoint_pooling(folder, "Pooling" in modules) if wanted == "auto" else wanted
+        return cls(pooling or "mean", normalize=not modules or "Normalize" in modules)
 
 
 def _modules(folder: Path) -> list[str]:
@@ -107,25 +100,6 @@ def _modules(folder: Path) -> list[str]:
         raise ModelLoadError(
             f"{path} is no list of sentence-transformers' modules ({error}): fetch it again"
         ) from error
-
-
-def _pooling(folder: Path, *, required: bool) -> Pooling:
-    path = folder / "1_Pooling" / "config.json"
-    if not path.exists():
-        if required:
-            raise ModelLoadError(
-                f"modules.json names a Pooling, but {path} is missing: fetch it again, or set --pooling"
-            )
-        return "mean"
-    settings = read_json_object(path)
-    modes = [key.removeprefix("pooling_mode_") for key, value in settings.items() if value is True and "_mode_" in key]
-    modes = modes or [str(settings.get("pooling_mode", "mean"))]
-    if len(modes) != 1 or modes[0] not in _POOLINGS:
-        raise ModelLoadError(
-            f"{path}: the pooling is {' and '.join(modes)}, expected cls, mean or lasttoken alone: "
-            "choose one with --pooling, or another checkpoint"
-        )
-    return _POOLINGS[modes[0]]
 
 
 class EncoderModel:

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 _INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _OWN_NAMES = ("lm_head.", "model.embed_tokens.", "model.layers.", "model.norm.")
+_WITHOUT_HEAD = ("embed_tokens.", "layers.", "norm.")
+"""Names in a checkpoint that was saved for embeddings, without the head and its owner."""
 _DENSE = {"F64", "F32", "F16", "BF16"}
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -302,7 +304,7 @@ class Checkpoint:
         """
         for stored in tensors.keys():  # noqa: SIM118 - a safetensors handle is no mapping
             if not isinstance(self.config, ModelConfig) or not self.config.is_part:
-                yield stored, stored
+                yield stored, f"model.{stored}" if stored.startswith(_WITHOUT_HEAD) else stored
             elif LANGUAGE_MODEL.match(stored):
                 name = LANGUAGE_MODEL.sub("", stored)
                 yield stored, name if name.startswith("lm_head.") else f"model.{name.removeprefix('model.')}"

@@ -24,7 +24,7 @@ from llmservice_server.engine.engine import Engine
 from llmservice_server.engine.interfaces import BlockCopy, KVCachePlan, Plan, Started
 from llmservice_server.models.lora import Adaptable, AdapterSlots
 from llmservice_server.runtime.adapters import SlotStore
-from llmservice_server.runtime.embeddings import BatchEmbedder, EmbeddingModel
+from llmservice_server.runtime.embeddings import BatchEmbedder, EmbeddingModel, checkpoint_pooling
 from llmservice_server.runtime.loader import Checkpoint
 from llmservice_server.runtime.memory import GIB, Memory, measure_activations, most_sequences, plan_kv_cache, seconds
 from llmservice_server.runtime.runner import ModelRunner, SwappedBlocks
@@ -278,8 +278,11 @@ def _warm_up(runner: ModelRunner, config: EngineConfig, kv_cache: KVCachePlan) -
 
 
 def _embedder(runner: ModelRunner, config: EngineConfig, kv_cache: KVCachePlan) -> BatchEmbedder:
+    pooling = config.pooling
+    if pooling == "auto":
+        pooling = checkpoint_pooling(config.model) or "last"
     return BatchEmbedder(
-        EmbeddingModel(runner.model, config.pooling),
+        EmbeddingModel(runner.model, pooling),
         runner.recover,
         vocab_size=runner.model.config.vocab_size,
         max_tokens=min(kv_cache.max_model_len, config.step_tokens),

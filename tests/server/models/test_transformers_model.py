@@ -208,9 +208,17 @@ def test_so_is_that_of_the_first_checkpoints_of_qwen_with_images(tmp_path: Path,
     assert counted.architecture == "qwen2"
 
 
-def test_prompts_that_see_all_of_themselves_are_refused(tmp_path: Path) -> None:
-    text = SMALL | {"model_type": "gemma", "head_dim": 8}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "paligemma", "text_config": text}))
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "paligemma", "text_config": SMALL | {"model_type": "gemma", "head_dim": 8}},
+        SMALL | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "is_causal": False},  # gte-Qwen2
+        SMALL | {"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True},
+    ],
+    ids=lambda config: config.get("model_type", "gemma3"),
+)
+def test_tokens_that_see_later_ones_are_refused(tmp_path: Path, config: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(ModelLoadError, match="expected causal attention"):
         load(tmp_path)

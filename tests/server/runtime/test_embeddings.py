@@ -12,12 +12,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen3Config
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from llmservice_server.engine.config import EngineConfig, Pooling
 from llmservice_server.runtime.embeddings import BatchEmbedder, Batcher, EmbeddingModel, Item, Pace
-from llmservice_server.runtime.startup import start
+from llmservice_server.runtime.startup import load_engine, start
 from llmservice_server.types.messages import Embed
 
 
@@ -258,6 +259,25 @@ def test_embeddings_are_the_pooled_hidden_states_of_transformers(checkpoint: Pat
         expected = torch.nn.functional.normalize(pooled, dim=-1).numpy()
         assert np.allclose(vector, expected, atol=1e-5)
         assert np.linalg.norm(vector) == pytest.approx(1, abs=1e-5)
+
+
+def test_a_decoder_that_was_saved_for_embeddings_is_pooled_as_its_files_say(tmp_path: Path) -> None:
+    """As Qwen3-Embedding: the tensors have the names that they have in a model without a head."""
+    torch.manual_seed(5)
+    reference = AutoModelForCausalLM.from_config(Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=True)).eval()
+    reference.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    assert "layers.0.mlp.up_proj.weight" in bare
+    save_file(bare, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    embedder = load_engine(EngineConfig(model=tmp_path, dtype="float32", threads=1, max_model_len=128)).embedder
+    assert isinstance(embedder, BatchEmbedder)
+    for ids, vector in zip(_inputs(3), _embed(embedder, _inputs(3)), strict=True):
+        with torch.inference_mode():
+            states = reference.model(torch.tensor([ids])).last_hidden_state[0]
+        assert np.allclose(vector, torch.nn.functional.normalize(states.mean(dim=0), dim=-1).numpy(), atol=1e-5)
 
 
 def test_an_input_that_is_computed_in_pieces_has_the_same_vector(checkpoint: Path) -> None:
