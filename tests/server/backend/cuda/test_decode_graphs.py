@@ -9,7 +9,6 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-import harness.triton_interpreter  # noqa: F401
 from harness.late_device import CUDA, Stream, late_device
 from llmservice_server.backend.base import KVCacheShape, PendingTokens, StepInput
 from llmservice_server.backend.cuda.attention import TritonAttention

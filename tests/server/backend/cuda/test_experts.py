@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-import harness.triton_interpreter  # noqa: F401
 from llmservice_server.backend.cuda.backend import TritonLayerOps
 from llmservice_server.backend.cuda.experts import CudaExperts
 from llmservice_server.backend.experts import Experts

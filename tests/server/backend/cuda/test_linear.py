@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-import harness.triton_interpreter  # noqa: F401
 from llmservice_server.backend.cuda.linear import CudaQuantizedLinear, multiplies_fp8
 from llmservice_server.backend.quantized import QuantizedLinear, QuantizedWeight
 

@@ -1,7 +1,6 @@
 import pytest
 import torch
 
-import harness.triton_interpreter  # noqa: F401
 from llmservice_server.backend.cuda.backend import why_unusable
 from llmservice_server.backend.cuda.kernels import sampling
 from llmservice_server.backend.torch import sampler as by_torch
