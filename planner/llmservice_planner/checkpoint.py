@@ -138,7 +138,7 @@ _EXPERT = re.compile(r"(^|\.)experts\.\d+(\.|$)")
 LANGUAGE_MODEL = re.compile(r"(model\.)?(language|text)_model\.")
 """Begins the names of a model's text part, where it has others for images or sound."""
 _IMAGES = re.compile(r"visual\.")
-"""Begins those of the other part in the first checkpoints of Qwen 2 and 2.5 VL, whose text part has a whole's names."""
+"""Begins those of images in the first checkpoints of Qwen 2 and 2.5 VL, whose text is named as without images."""
 _MASK_DIMENSIONS = 4
 """Old checkpoints hold their causal masks, which no model loads."""
 

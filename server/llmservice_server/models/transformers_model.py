@@ -227,8 +227,8 @@ def _read(folder: Path) -> tuple[Any, Any]:
         raise ModelLoadError(f"config.json describes no model that transformers knows: {_line(error)}") from error
     text = config.get_text_config(decoder=True)
     if text.model_type in _WITHOUT_IMAGES:
-        keys = {"head_dim": text.hidden_size // text.num_attention_heads, **text.to_dict()}
-        del keys["model_type"], keys["architectures"]
+        keys = {"head_dim": text.hidden_size // max(1, text.num_attention_heads), **text.to_dict()}
+        keys = {key: value for key, value in keys.items() if key not in ("model_type", "architectures")}
         text = transformers.AutoConfig.for_model(_WITHOUT_IMAGES[text.model_type], **keys)
     for each in (config, text):
         if hasattr(each, "quantization_config"):  # the loader dequantises
@@ -241,6 +241,8 @@ def _read(folder: Path) -> tuple[Any, Any]:
 def _refuse_kinds(config: Any, text: Any, name: str) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise unserved(name, "it is an encoder with a decoder, expected a decoder alone")
+    if getattr(text, "is_causal", True) is False:  # some models' code does not read it
+        raise unserved(name, "its attention is not causal")
     others = {*(getattr(text, "layer_types", None) or ())} - _LAYER_KINDS
     if others:
         raise unserved(

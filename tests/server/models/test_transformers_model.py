@@ -51,6 +51,7 @@ def write_config(folder: Path, model_type: str, **settings: Any) -> Path:
         ("diffllama", SMALL, "expected every layer once"),
         ("t5", {}, "an encoder with a decoder"),
         ("clip_vision_model", {}, "no decoder-only language model"),
+        ("qwen2", SMALL | {"is_causal": False}, "attention is not causal"),
     ],
 )
 def test_what_cannot_run_on_the_paged_cache_is_refused_by_name(
