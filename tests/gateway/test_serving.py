@@ -237,7 +237,7 @@ async def _until_closed(url: str) -> None:
     while True:
         try:
             _, writer = await asyncio.open_connection(host, int(port))
-        except ConnectionRefusedError:
+        except (ConnectionRefusedError, ConnectionResetError):  # reset: it closed while this one waited to be accepted
             return
         writer.close()
         await asyncio.sleep(0.01)
