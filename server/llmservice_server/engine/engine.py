@@ -85,6 +85,7 @@ class Engine:
             memory_bytes=started.memory_bytes,
             architecture=started.architecture,
             model_code=started.model_code,
+            task=started.task,
             fallbacks=started.fallbacks,
             load_s=started.load_s,
             compile_s=started.compile_s,

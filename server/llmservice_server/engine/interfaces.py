@@ -13,7 +13,7 @@ import msgspec
 from llmservice_planner.block_groups import BlockGroups
 from llmservice_server.engine.block_pool import SwapSpace
 from llmservice_server.engine.request import Request
-from llmservice_server.types.messages import Embed, Embedded, Fallback, ModelCode, TokenLogprobs
+from llmservice_server.types.messages import Embed, Embedded, Fallback, ModelCode, Task, TokenLogprobs
 
 
 class Scheduled(msgspec.Struct, frozen=True, gc=False):
@@ -234,6 +234,7 @@ class Started:
     eos_token_ids: frozenset[int]
     architecture: str
     model_code: ModelCode
+    task: Task = "generate"
     swap: SwapSpace | None = None
     adapters: AdapterStore[Any] | None = None  # None: there are no slots for adapters
     overlaps: bool = False  # the next step is planned while one is computed, where the settings leave it open

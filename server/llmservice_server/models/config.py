@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -80,12 +81,13 @@ class ModelConfig:
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    tied_embeddings: bool
+    tied_embeddings: bool  # or there is no head
     dtype: str | None  # of the checkpoint, as config.json names it
     quantization: QuantizationConfig | None = None
     experts: ExpertsConfig | None = None
     has_sinks: bool = False
     is_packed: bool = False  # the checkpoint's matrices, or some of them, are smaller than dense ones
+    has_head: bool = True  # the checkpoint has one, or ties it; without one it only embeds
     is_part: bool = False  # of a model with images or sound, of which only the language model is served
     is_gemma: bool = False  # activation, embedding and norms are Gemma's
     softcap: float | None = None  # of the scores
@@ -190,7 +192,7 @@ def is_own(raw: Mapping[str, Any]) -> bool:
     if text_part(raw) is not None:
         return True
     named = raw.get("architectures") or []
-    return not isinstance(named, list) or not named or any(each in SERVED for each in named if isinstance(each, str))
+    return not isinstance(named, list) or not named or any(_with_head(each) in SERVED for each in named)
 
 
 def _architecture(raw: Mapping[str, Any]) -> str:
@@ -198,12 +200,22 @@ def _architecture(raw: Mapping[str, Any]) -> str:
     if not isinstance(named, list):
         raise ModelLoadError(f"config.json: architectures is {named!r}, expected a list of names")
     for architecture in named:
-        if isinstance(architecture, str) and architecture in SERVED:
-            return architecture
+        if (served := _with_head(architecture)) in SERVED:
+            if served != architecture and "auto_map" in raw:
+                raise ModelLoadError(
+                    f"config.json: {architecture} is defined by code that comes with the checkpoint, which is never "
+                    "executed: use a checkpoint of a model that transformers itself implements"
+                )
+            return served
     raise ModelLoadError(
         f"config.json names the architecture {', '.join(map(str, named)) or '(none)'}, "
         f"supported are {', '.join(SERVED)}"
     )
+
+
+def _with_head(architecture: object) -> str:
+    """The name of a model with a head, given that of transformers' class with or without one."""
+    return re.sub("Model$", "ForCausalLM", str(architecture))
 
 
 def _without_nulls(raw: Mapping[str, Any]) -> dict[str, Any]:

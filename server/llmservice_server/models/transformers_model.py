@@ -76,7 +76,8 @@ class TransformersConfig:
     has_sinks: bool
     max_context: int
     dtype: str | None
-    tied_embeddings: bool = False
+    tied_embeddings: bool = False  # or there is no head
+    has_head: bool = True
     quantization: QuantizationConfig | None = None
 
     implementation: ClassVar[ModelCode] = "transformers"
@@ -425,6 +426,7 @@ class TransformersModel:
         Raises `ModelLoadError` for a tensor that is missing, of the wrong shape, or unreadable.
         """
         whole, text = _read(folder)
+        text.tie_word_embeddings = config.tied_embeddings
         model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]
         try:
             model, found = model_class.from_pretrained(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from llmservice_planner.checkpoint import LANGUAGE_MODEL, ROUTER, WeightCounts, read_tensors
+from llmservice_planner.checkpoint import LANGUAGE_MODEL, ROUTER, WeightCounts, has_head, read_tensors
 from llmservice_planner.quantization import SUFFIXES, Quantization, QuantizationConfig, WeightFormat, is_quantized
 from llmservice_planner.shape import ModelShape, ShapeError
 from llmservice_server.backend.base import Linear, Model
@@ -65,11 +65,16 @@ class Checkpoint:
             raise ModelLoadError(f"{folder} is not a folder: expected one with config.json and *.safetensors")
         raw = read_json_object(folder / "config.json")
         shards = weight_files(folder)
+        config: ModelConfig | TransformersConfig
         if implementation == "own" or (implementation == "auto" and is_own(raw)):
-            return cls(folder, ModelConfig.from_dict(raw), shards, eos_token_ids(folder))
-        from llmservice_server.models.transformers_model import examine  # transformers is imported in seconds
+            config = ModelConfig.from_dict(raw)
+        else:
+            from llmservice_server.models.transformers_model import examine  # transformers is imported in seconds
 
-        return cls(folder, examine(folder), shards, eos_token_ids(folder))
+            config = examine(folder)
+        if not config.tied_embeddings and _is_for_embeddings(folder, raw) and not has_head(_tensor_names(shards)):
+            config = replace(config, tied_embeddings=True, has_head=False)
+        return cls(folder, config, shards, eos_token_ids(folder))
 
     def dtype(self, wanted: str) -> torch.dtype:
         """The dtype to run in; `auto` is the checkpoint's own."""
@@ -376,6 +381,20 @@ def _opened(shard: Path) -> Iterator[Any]:
             yield tensors
     except SafetensorError as error:
         raise ModelLoadError(f"{shard} is not a readable safetensors file ({error}): fetch it again") from error
+
+
+def _is_for_embeddings(folder: Path, raw: Mapping[str, Any]) -> bool:
+    """Whether a head that is missing is no damage: the model is named without one, or sentence-transformers' own."""
+    bare = any(str(name).endswith("Model") for name in raw.get("architectures") or ())
+    return bare or (folder / "modules.json").exists() or (folder / "1_Pooling").exists()
+
+
+def _tensor_names(shards: Sequence[Path]) -> list[str]:
+    names: list[str] = []
+    for shard in shards:
+        with _opened(shard) as tensors:
+            names += tensors.keys()
+    return names
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:

@@ -130,6 +130,7 @@ def start(config: EngineConfig) -> Started:
         eos_token_ids=checkpoint.eos_token_ids,
         architecture=checkpoint.config.architecture,
         model_code=checkpoint.config.implementation,
+        task="generate" if checkpoint.config.has_head else "embed",
         swap=_swap_space(runner, config, kv_cache),
         adapters=None if slots is None else SlotStore(slots),
         overlaps=backend.overlaps,

@@ -249,6 +249,11 @@ class Ready(msgspec.Struct, kw_only=True, tag="ready"):
     model_code: ModelCode
     fallbacks: dict[Fallback, str] = {}  # what runs without our kernels because they failed their check, and why
 
+    @property
+    def is_decoder(self) -> bool:
+        """Some of them only embed; an encoder has no KV cache."""
+        return self.num_blocks > 0
+
 
 class Failed(msgspec.Struct, kw_only=True, tag="failed"):
     """The engine cannot start, or is about to exit: one sentence for the user."""

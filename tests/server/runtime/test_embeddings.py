@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -16,9 +18,10 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen3Config
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from llmservice_server.engine.config import EngineConfig, Pooling
+from llmservice_server.engine.config import EngineConfig, Implementation, Pooling
 from llmservice_server.runtime.embeddings import BatchEmbedder, Batcher, EmbeddingModel, Item, Pace
 from llmservice_server.runtime.startup import load_engine, start
+from llmservice_server.types.errors import ModelLoadError
 from llmservice_server.types.messages import Embed
 
 
@@ -261,23 +264,56 @@ def test_embeddings_are_the_pooled_hidden_states_of_transformers(checkpoint: Pat
         assert np.linalg.norm(vector) == pytest.approx(1, abs=1e-5)
 
 
-def test_a_decoder_that_was_saved_for_embeddings_is_pooled_as_its_files_say(tmp_path: Path) -> None:
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3Model"])
+@pytest.mark.parametrize("implementation", ["own", "transformers"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "no head"])
+def test_a_decoder_that_was_saved_for_embeddings_is_pooled_as_its_files_say(
+    tmp_path: Path, architecture: str, implementation: Implementation, tied: bool
+) -> None:
     """As Qwen3-Embedding: the tensors have the names that they have in a model without a head."""
     torch.manual_seed(5)
-    reference = AutoModelForCausalLM.from_config(Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=True)).eval()
+    reference = AutoModelForCausalLM.from_config(Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=tied)).eval()
     reference.save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
-    assert "layers.0.mlp.up_proj.weight" in bare
-    save_file(bare, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "1_Pooling").mkdir()
-    (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
-    embedder = load_engine(EngineConfig(model=tmp_path, dtype="float32", threads=1, max_model_len=128)).embedder
-    assert isinstance(embedder, BatchEmbedder)
-    for ids, vector in zip(_inputs(3), _embed(embedder, _inputs(3)), strict=True):
+    _save_for_embeddings(tmp_path, architecture)
+    config = EngineConfig(
+        model=tmp_path, dtype="float32", threads=1, max_model_len=128, implementation=implementation, attention="torch"
+    )
+    engine = load_engine(config)
+    assert engine.ready.task == ("generate" if tied else "embed")
+    weights = sum(each.nbytes for each in reference.model.parameters())
+    assert engine.ready.memory_bytes["weights"] == pytest.approx(weights, rel=0.01)
+    assert isinstance(engine.embedder, BatchEmbedder)
+    for ids, vector in zip(_inputs(3), _embed(engine.embedder, _inputs(3)), strict=True):
         with torch.inference_mode():
             states = reference.model(torch.tensor([ids])).last_hidden_state[0]
         assert np.allclose(vector, torch.nn.functional.normalize(states.mean(dim=0), dim=-1).numpy(), atol=1e-5)
+
+
+def _save_for_embeddings(folder: Path, architecture: str) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
+    save_file(bare, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text()) | {"architectures": [architecture]}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+
+
+def test_a_missing_head_of_a_model_that_generates_is_refused(tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(Qwen3Config(**SMALL, head_dim=16)).save_pretrained(tmp_path)
+    _save_for_embeddings(tmp_path, "Qwen3ForCausalLM")
+    shutil.rmtree(tmp_path / "1_Pooling")
+    with pytest.raises(ModelLoadError, match=r"lm_head\.weight"):
+        load_engine(EngineConfig(model=tmp_path, dtype="float32", threads=1, max_model_len=128))
+
+
+def test_a_decoder_without_a_head_whose_code_comes_with_it_is_refused(tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(Qwen3Config(**SMALL, head_dim=16)).save_pretrained(tmp_path)
+    _save_for_embeddings(tmp_path, "Qwen3Model")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModel": "modeling.Qwen3Model"}}))
+    with pytest.raises(ModelLoadError, match="code that comes with the checkpoint"):
+        load_engine(EngineConfig(model=tmp_path, dtype="float32", threads=1, max_model_len=128))
 
 
 def test_an_input_that_is_computed_in_pieces_has_the_same_vector(checkpoint: Path) -> None:

@@ -69,7 +69,7 @@ def _inputs(body: EmbeddingRequest, ready: Ready, tokenizer: Tokenizer) -> list[
     kept, longest = body.truncate_prompt_tokens, ready.max_embedding_tokens
     if kept is None:
         return token_ids(body.inputs, tokenizer, longest, "input")
-    if ready.task == "generate":
+    if ready.is_decoder:
         return truncated(token_ids(body.inputs, tokenizer, None, "input"), kept, longest)
     kept = longest if kept == -1 else kept
     texts = [given for given in body.inputs if isinstance(given, str)]
@@ -99,7 +99,7 @@ def _check(body: EmbeddingRequest, inputs: Sequence[list[int]], ready: Ready, to
 
 
 def _bound(ready: Ready) -> str:
-    if ready.task == "generate":
+    if ready.is_decoder:
         return "the smaller of --max-model-len and --max-num-batched-tokens"
     return "the model's context, or --max-model-len"
 
