@@ -100,6 +100,30 @@ FAMILIES = {
 }
 NO_GROUPS = {"num_key_value_heads": None}  # a key that is not theirs
 PADDING = {"pad_token_id": 0}  # the default is beyond the small vocabulary
+SHARED_KEYS = {
+    "num_hidden_layers": 6,
+    "layer_types": [*["sliding_attention"] * 3, "full_attention", "sliding_attention", "full_attention"],
+    "num_kv_shared_layers": 2,
+    "sliding_window": 24,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 193,
+    **PADDING,
+}
+FEWER_KEYS = {
+    "num_hidden_layers": 6,
+    "num_key_value_heads": 6,
+    "head_dim": 16,
+    "num_global_key_value_heads": 1,
+    "global_head_dim": 32,
+    "attention_k_eq_v": True,
+    "sliding_window": 24,
+    "hidden_size_per_layer_input": 0,
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 24,
+    **PADDING,
+}
 OTHERS = {
     "olmoe": Family("olmoe", EXPERTS),
     "glm4-moe": Family("glm4_moe", {**EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "head_dim": 16}),
@@ -134,6 +158,15 @@ OTHERS = {
     "arcee": Family("arcee"),
     "helium": Family("helium", {"head_dim": 8}),
     "nemotron": Family("nemotron"),
+    "gemma3n, layers that share keys": Family("gemma3n_text", {"head_dim": 16, **SHARED_KEYS, "laurel_rank": 8}),
+    "gemma4, larger heads in layers without a window": Family(
+        "gemma4_text", {"head_dim": 16, "global_head_dim": 32, **SHARED_KEYS}
+    ),
+    "gemma4-moe, fewer keys in layers without a window": Family("gemma4_text", FEWER_KEYS),
+    "mimo-v2, more keys and sinks in layers with a window": Family(
+        "mimo_v2_flash",
+        {**EXPERTS, "n_routed_experts": 4, "num_attention_heads": 4, "head_dim": 24, "v_head_dim": 16, **SLIDING},
+    ),
     "hunyuan": Family("hunyuan_v1_dense", {"head_dim": 16}),
 }
 

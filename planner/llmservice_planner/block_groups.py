@@ -3,7 +3,8 @@
 Layers that see all tokens and layers with a sliding window are in different groups, so that blocks behind the window
 are given back while a sequence runs. All groups have the same number of layers, so that any block of the pool can
 belong to any group (as vLLM's hybrid KV cache manager does): where the kinds are unequal in number, the larger one is
-divided into several groups, and the last group of a kind may have fewer layers than there is room for.
+divided into several groups, and the last group of a kind may have fewer layers than there is room for. Where the keys
+of one kind are smaller, several of its layers count as one.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass
 
-_MOST_GROUPS = 8  # a step prepares block tables for each of them
+_MOST_GROUPS = 12  # a step prepares block tables for each of them
 _WINDOWS_OF_CONTEXT = 4  # a typical sequence is this many windows long: what padding costs in layers that see all
 
 

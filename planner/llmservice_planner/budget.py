@@ -77,15 +77,13 @@ class Budget:
     @cached_property
     def groups(self) -> BlockGroups:
         """Of the model's layers."""
-        shape = self.request.shape
-        return BlockGroups.of(
-            self.request.block_size, shape.layers, shape.sliding_layers, shape.sliding_window, self.step.total
-        )
+        return self.request.shape.block_groups(self.request.block_size, self.step.total)
 
     @property
     def block_bytes(self) -> int:
-        layer_bytes = self.kv_bytes_per_token // self.request.shape.layers
-        return self.request.block_size * self.groups.num_layers * layer_bytes
+        request = self.request
+        place_bytes = request.shape.place_bytes(request.resolved_kv_dtype, request.device_count)
+        return request.block_size * self.groups.num_layers * place_bytes
 
     @property
     def free_bytes(self) -> int:

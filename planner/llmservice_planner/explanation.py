@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from llmservice_planner.budget import NULL_BLOCKS, Budget
@@ -9,7 +10,7 @@ from llmservice_planner.gpu import CPU, GIB, GPU
 from llmservice_planner.latency import LatencyModel
 from llmservice_planner.overhead import OverheadTerm
 from llmservice_planner.quantization import WeightFormat
-from llmservice_planner.shape import DTYPE_BYTES, KV_SCALE_BYTES
+from llmservice_planner.shape import DTYPE_BYTES, KV_SCALE_BYTES, ModelShape
 from llmservice_planner.sizing_request import LimitedBy, SizingRequest
 
 
@@ -100,19 +101,30 @@ def _held(request: SizingRequest) -> str | None:
 def _kv(budget: Budget) -> str:
     request, shape = budget.request, budget.request.shape
     dtype, device_count = request.resolved_kv_dtype, request.device_count
-    width = f"{DTYPE_BYTES[dtype]} bytes ({dtype})"
     if shape.is_mla:
+        width = f"{DTYPE_BYTES[dtype]} bytes ({dtype})"
         copies = f" x {device_count} GPUs (every GPU keeps the latent)" if device_count > 1 else ""
         elements = f"({shape.kv_lora_rank} latent + {shape.qk_rope_head_dim} rope)"
         formula = f"{shape.layers} layers x {elements} x {width}{copies}"
     else:
-        heads = device_count * max(1, shape.kv_heads // device_count)
-        repeated = f" ({shape.kv_heads} repeated over {device_count} GPUs)" if heads > shape.kv_heads else ""
-        row = f"{shape.head_dim} x {width}"
-        if dtype == "fp8":
-            row = f"({shape.head_dim} x 1 byte (fp8) + {KV_SCALE_BYTES} bytes of scale)"
-        formula = f"2 x {shape.layers} layers x {heads} KV heads{repeated} x {row}"
+        formula = f"2 x {_kv_heads(shape, dtype, device_count)}"
     return f"kv per token: {formula} = {format_bytes(budget.kv_bytes_per_token)}"
+
+
+def _kv_heads(shape: ModelShape, dtype: str, device_count: int) -> str:
+    kinds: Counter[tuple[int, int]] = Counter()
+    for layers, kv_heads, head_dim in shape.kv_heads_by_kind:
+        kinds[kv_heads, head_dim] += layers
+    terms = []
+    for (kv_heads, head_dim), layers in kinds.items():
+        heads = device_count * max(1, kv_heads // device_count)
+        repeated = f" ({kv_heads} repeated over {device_count} GPUs)" if heads > kv_heads else ""
+        row = f"{head_dim} x {DTYPE_BYTES[dtype]} bytes ({dtype})"
+        if dtype == "fp8":
+            row = f"({head_dim} x 1 byte (fp8) + {KV_SCALE_BYTES} bytes of scale)"
+        if layers:
+            terms.append(f"{layers} layers x {heads} KV heads{repeated} x {row}")
+    return terms[0] if len(terms) == 1 else f"({' + '.join(terms)})"
 
 
 def _memory(budget: Budget) -> str:

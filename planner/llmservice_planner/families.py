@@ -253,7 +253,7 @@ UNKNOWN_KEYS: Mapping[str, tuple[str, ...]] = {
 """Other names that families use for a key."""
 UNKNOWN_EXPERT_KEYS: Mapping[str, tuple[str, ...]] = {
     "num_experts": ("moe_num_experts",),
-    "num_experts_per_tok": ("moe_topk", "moe_k"),
+    "num_experts_per_tok": ("moe_topk", "moe_k", "top_k_experts"),
     "moe_intermediate_size": (),
     "n_shared_experts": ("num_shared_experts", "moe_num_shared_experts", "num_shared_expert"),
     "first_k_dense_replace": ("num_dense_layers", "moe_layer_start_index"),

@@ -156,7 +156,7 @@ class LatencyModel:
             transfer_s=transfer_s,
             expert_share=min(1.0, experts / (shape.num_parameters - embedding * is_looked_up)) if experts else 0.0,
             expert_idle=1 - shape.experts_per_token / shape.num_experts if experts else 0.0,
-            window_share=shape.sliding_layers / shape.layers,
+            window_share=shape.window_share,
             window_tokens=shape.sliding_window or 0,
         )
 

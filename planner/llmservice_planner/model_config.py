@@ -81,14 +81,15 @@ def shape_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     layers = values.positive("num_hidden_layers")
     fixed_bias = family.qkv_bias
     window, sliding_layers = _sliding(values, family, layers)
+    kv_heads, head_dim = values.count("num_key_value_heads") or heads, values.count("head_dim") or hidden_size // heads
     return {
         "architecture": family.name,
         "layers": layers,
         "hidden_size": hidden_size,
         "intermediate_size": values.positive("intermediate_size"),
         "heads": heads,
-        "kv_heads": values.count("num_key_value_heads") or heads,
-        "head_dim": values.count("head_dim") or hidden_size // heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
         "vocab_size": values.positive("vocab_size"),
         "max_position_embeddings": values.count("max_position_embeddings"),
         "tie_word_embeddings": values.flag("tie_word_embeddings"),
@@ -102,6 +103,8 @@ def shape_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         "norms_per_layer": family.norms_per_layer,
         "dtype": _dtype(values.get("dtype") or values.get("torch_dtype")),
         "quantization": _quantization(config),
+        **_other_heads(values, kv_heads, head_dim),
+        **_shared(values),
         **_experts(values, family, layers),
         **_latent(values),
     }
@@ -227,6 +230,29 @@ def _sliding(values: _Values, family: Family, layers: int) -> tuple[int | None, 
     else:
         sliding = max(0, layers - (values.count("max_window_layers") or 0))
     return (window, sliding) if sliding else (None, 0)
+
+
+def _other_heads(values: _Values, kv_heads: int, head_dim: int) -> dict[str, int]:
+    """The heads of layers with and without a window, where they differ."""
+    if values.get("model_type") == "mimo_v2_flash":  # with a window, twice as many
+        return {"kv_heads": values.count("swa_num_key_value_heads") or 2 * kv_heads, "full_kv_heads": kv_heads}
+    full = {"head_dim": values.count("global_head_dim")}
+    if values.flag("attention_k_eq_v"):
+        full["num_key_value_heads"] = values.count("num_global_key_value_heads")
+    overrides, kinds = values.get("per_layer_config"), values.get("layer_types")
+    if isinstance(overrides, Mapping) and isinstance(kinds, list) and "full_attention" in kinds:
+        given = overrides.get(str(kinds.index("full_attention")))
+        full |= {key: value for key, value in (given or {}).items() if isinstance(value, int)}
+    found = {"full_kv_heads": full.get("num_key_value_heads"), "full_head_dim": full.get("head_dim")}
+    same = {"full_kv_heads": kv_heads, "full_head_dim": head_dim}
+    return {key: value for key, value in found.items() if value and value != same[key]}
+
+
+def _shared(values: _Values) -> dict[str, int]:
+    """The last layers of Gemma 3n and 4, which use the keys and values of earlier ones."""
+    shared, kinds = values.count("num_kv_shared_layers") or 0, values.get("layer_types")
+    sliding = kinds[-shared:].count("sliding_attention") if shared and isinstance(kinds, list) else 0
+    return {"shared_layers": shared, "shared_sliding_layers": sliding}
 
 
 def _experts(values: _Values, family: Family, layers: int) -> dict[str, Any]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, asdict, dataclass, fields, replace
+from operator import mul
 from pathlib import Path
 from typing import Any
 
+from llmservice_planner.block_groups import BlockGroups
 from llmservice_planner.checkpoint import StoredTensor, WeightCounts, has_head, read_tensors, weights_bytes
 from llmservice_planner.families import FAMILIES
 from llmservice_planner.model_config import ShapeError, read_config, shape_fields
@@ -49,6 +52,13 @@ class ModelShape:
     """Tokens that a sliding-window layer attends to, including the current one."""
     sliding_layers: int = 0
     """Number of sliding-window layers; the others attend to all tokens."""
+    full_kv_heads: int = 0
+    """This and the next: of the layers that attend to all tokens, where they differ from the others; 0: the same."""
+    full_head_dim: int = 0
+    shared_layers: int = 0
+    """Layers that use the keys and values of earlier ones (Gemma 3n and 4)."""
+    shared_sliding_layers: int = 0
+    """Those of them with a window."""
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -87,10 +97,7 @@ class ModelShape:
                 raise ShapeError(f"{name} is {getattr(self, name)}, expected at least 1")
         if self.heads % self.kv_heads:
             raise ShapeError(f"heads {self.heads} is no multiple of kv_heads {self.kv_heads}")
-        if self.sliding_layers > self.layers or self.dense_layers > self.layers:
-            raise ShapeError(f"sliding_layers and dense_layers cannot exceed the {self.layers} layers")
-        if bool(self.sliding_window) != bool(self.sliding_layers):
-            raise ShapeError("sliding_window and sliding_layers go together: give both or neither")
+        self._check_layers()
         if self.dtype not in ("float32", "bfloat16", "float16"):
             raise ShapeError(f"dtype {self.dtype} is not known: use float32, bfloat16 or float16")
         if self.quantization:
@@ -104,6 +111,14 @@ class ModelShape:
             raise ShapeError("moe_intermediate_size is missing: a mixture of experts needs the width of one expert")
         if self.is_mla and not (self.qk_nope_head_dim and self.qk_rope_head_dim and self.v_head_dim):
             raise ShapeError("kv_lora_rank needs qk_nope_head_dim, qk_rope_head_dim and v_head_dim beside it")
+
+    def _check_layers(self) -> None:
+        if self.sliding_layers > self.layers or self.dense_layers > self.layers:
+            raise ShapeError(f"sliding_layers and dense_layers cannot exceed the {self.layers} layers")
+        if min(self._own_layers) < 0 or not any(self._own_layers):
+            raise ShapeError(f"shared_layers is {self.shared_layers}, expected fewer than the {self.layers} layers")
+        if bool(self.sliding_window) != bool(self.sliding_layers):
+            raise ShapeError("sliding_window and sliding_layers go together: give both or neither")
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
@@ -271,23 +286,57 @@ class ModelShape:
         router = self.num_experts * (self.hidden_size + self.router_bias)
         return self.layers * per_layer + self.moe_layers * router + self.hidden_size
 
-    def kv_elements_per_layer(self, device_count: int) -> int:
-        """KV-cache elements of one token in one layer, over all `device_count` GPUs.
+    @property
+    def kv_heads_by_kind(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        """Layers with keys and values of their own, KV heads and their width: of all tokens, and of a window."""
+        full, sliding = self._own_layers
+        of_full = self.full_kv_heads or self.kv_heads, self.full_head_dim or self.head_dim
+        return (full, *of_full), (sliding, self.kv_heads, self.head_dim)
 
-        Heads are split over the GPUs, and repeated where there are more GPUs than heads; MLA's latent is on each GPU.
-        """
-        if self.is_mla:
-            return device_count * (self.kv_lora_rank + self.qk_rope_head_dim)
-        return device_count * 2 * max(1, self.kv_heads // device_count) * self.head_dim
+    @property
+    def _own_layers(self) -> tuple[int, int]:
+        sliding = self.sliding_layers - self.shared_sliding_layers
+        return self.layers - self.shared_layers - sliding, sliding
 
     def kv_bytes_per_token(self, dtype: str, device_count: int = 1) -> int:
         """KV-cache bytes of one token over all layers and all `device_count`, with fp8's scales; 0 for an encoder."""
+        layers = (layers for layers, *_ in self.kv_heads_by_kind)
+        return sum(map(mul, layers, self._layer_bytes(dtype, device_count)))
+
+    @property
+    def window_share(self) -> float:
+        """Of a token's keys and values, those in layers with a window."""
+        full, sliding = (layers * kv_heads * head_dim for layers, kv_heads, head_dim in self.kv_heads_by_kind)
+        return sliding / (full + sliding)
+
+    def block_groups(self, block_size: int, step_tokens: int) -> BlockGroups:
+        """Of the layers in the server's KV cache, where several with small keys take the place of one."""
+        rows = [kv_heads * head_dim for _, kv_heads, head_dim in self.kv_heads_by_kind]
+        largest = max(row for row, layers in zip(rows, self._own_layers, strict=True) if layers)
+        full, sliding = (
+            math.ceil(layers / max(1, largest // row)) for row, layers in zip(rows, self._own_layers, strict=True)
+        )
+        return BlockGroups.of(block_size, full + sliding, sliding, self.sliding_window, step_tokens)
+
+    def place_bytes(self, dtype: str, device_count: int) -> int:
+        """Of a token in a place of the KV cache: in a layer with the largest keys."""
+        sizes = self._layer_bytes(dtype, device_count)
+        return max(size for size, layers in zip(sizes, self._own_layers, strict=True) if layers)
+
+    def _layer_bytes(self, dtype: str, device_count: int) -> tuple[int, ...]:
+        """Of a token in a layer of each of `kv_heads_by_kind`, over all `device_count` GPUs.
+
+        Heads are split over the GPUs, and repeated where there are more GPUs than heads; MLA's latent is on each GPU.
+        """
+        width, scale_bytes = DTYPE_BYTES[dtype], KV_SCALE_BYTES if dtype == "fp8" else 0
         if self.is_encoder:
-            return 0
-        row_bytes = self.kv_elements_per_layer(device_count) * DTYPE_BYTES[dtype]
-        if dtype == "fp8" and not self.is_mla:
-            row_bytes += self.kv_elements_per_layer(device_count) // self.head_dim * KV_SCALE_BYTES
-        return self.layers * row_bytes
+            return 0, 0
+        if self.is_mla:
+            return (device_count * (self.kv_lora_rank + self.qk_rope_head_dim) * width,) * 2
+        return tuple(
+            device_count * 2 * max(1, kv_heads // device_count) * (head_dim * width + scale_bytes)
+            for _, kv_heads, head_dim in self.kv_heads_by_kind
+        )
 
     def _mlp_parameters(self) -> int:
         biases = (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias

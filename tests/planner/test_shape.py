@@ -62,7 +62,8 @@ def test_weights_in_bf16(shape_of: ShapeOf, model: str, gib: float) -> None:
 def test_kv_heads_are_split_until_there_are_more_gpus_than_heads(
     shape_of: ShapeOf, device_count: int, heads_over_all_gpus: int
 ) -> None:
-    assert shape_of("llama-3-8b").kv_elements_per_layer(device_count) == 2 * heads_over_all_gpus * 128
+    shape = shape_of("llama-3-8b")
+    assert shape.kv_bytes_per_token("bfloat16", device_count) == shape.layers * 2 * heads_over_all_gpus * 128 * 2
 
 
 def test_every_gpu_keeps_the_whole_latent(shape_of: ShapeOf) -> None:

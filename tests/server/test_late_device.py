@@ -71,8 +71,7 @@ def on_late_device(on_cpu: Started, folder: Path, *, graphs: bool) -> Started:
             product = CudaExperts.of(layer.mlp.experts)
             assert product is not None
             layer.mlp.experts = product
-    config = model.config
-    shape = KVCacheShape(config.num_heads, config.num_kv_heads, config.head_dim, config.windows, 16, torch.float32)
+    shape = KVCacheShape.of(model.config, 16, torch.float32)
     attention = TritonAttention(shape, NUM_BLOCKS + 1, CUDA)
     swapped = SwappedBlocks(attention.caches, SWAP_BLOCKS)
     runner = ModelRunner(model, attention, CudaBackend(shape, CUDA, "a test"), swapped)

@@ -138,10 +138,8 @@ def test_64_requests_in_a_crowd_get_the_tokens_of_the_model_alone(case: Case) ->
 
 def _pool_bytes(case: Case, num_tokens: int, step_tokens: int) -> int:
     """Of the null block, of those of one sequence, and of three more."""
-    config, model = case.config(), Checkpoint.open(case.folder, case.code).config
-    shape = KVCacheShape(
-        model.num_heads, model.num_kv_heads, model.head_dim, model.windows, config.block_size, torch.float32
-    )
+    model = Checkpoint.open(case.folder, case.code).config
+    shape = KVCacheShape.of(model, case.config().block_size, torch.float32)
     return (1 + shape.block_groups(step_tokens).blocks(num_tokens) + 3) * shape.bytes_per_block
 
 

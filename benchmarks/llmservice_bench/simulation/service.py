@@ -12,7 +12,6 @@ from llmservice_bench.simulation.fleet import FleetConfig
 from llmservice_bench.simulation.replica import ReplicaConfig
 from llmservice_operator.api import units
 from llmservice_operator.scaling.from_manifest import SizedService
-from llmservice_planner.block_groups import BlockGroups
 from llmservice_planner.latency import LatencyModel
 from llmservice_planner.traffic import TraceRequest
 from llmservice_server.engine.config import EngineConfig
@@ -64,9 +63,7 @@ def replica_config(sized: SizedService, latency: LatencyModel) -> ReplicaConfig:
     return ReplicaConfig(
         latency=latency,
         scheduler=continuous_config(engine, plan.max_num_seqs, CPU_PREFILL_TOKENS if sized.request.on_cpu else None),
-        groups=BlockGroups.of(
-            plan.block_size, shape.layers, shape.sliding_layers, shape.sliding_window, plan.max_num_batched_tokens
-        ),
+        groups=sized.request.shape.block_groups(plan.block_size, plan.max_num_batched_tokens),
         num_blocks=plan.num_blocks,
         max_model_len=plan.max_model_len,
         itl_target_s=math.inf if slo.itl_p99_s is None else slo.itl_p99_s,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import Literal, Protocol, Self, TypeGuard, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, Self, TypeGuard, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,19 @@ Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
 
+class Heads(NamedTuple):
+    """Of a layer's attention."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def row(self) -> int:
+        """Numbers in the keys of a token."""
+        return self.num_kv_heads * self.head_dim
+
+
 @dataclass(frozen=True, slots=True)
 class KVCacheShape:
     """The paged KV cache of a model. A layer's window is None if a query sees all earlier tokens."""
@@ -33,7 +46,56 @@ class KVCacheShape:
     block_size: int
     dtype: torch.dtype
     softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
-    has_sinks: bool = False  # each head has a score of no value, which takes part in the softmax
+    has_sinks: bool = False  # each head, at least of some layers, has a score of no value that the softmax counts
+    sliding_heads: Heads | None = None  # of the layers with a window, where they differ from the others
+    sources: tuple[int, ...] = ()  # of each layer, the one whose keys and values it sees; empty: its own
+
+    @classmethod
+    def of(cls, config: CausalShape, block_size: int, dtype: torch.dtype) -> Self:
+        """Of a model."""
+        return cls(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            windows=config.windows,
+            block_size=block_size,
+            dtype=dtype,
+            softcap=config.softcap,
+            has_sinks=config.has_sinks,
+            sliding_heads=config.sliding_heads,
+            sources=config.sources,
+        )
+
+    def heads(self, window: int | None) -> Heads:
+        """Of the layers with such a window."""
+        if window is None or self.sliding_heads is None:
+            return Heads(self.num_heads, self.num_kv_heads, self.head_dim)
+        return self.sliding_heads
+
+    @property
+    def largest_heads(self) -> Heads:
+        """Those with the largest keys."""
+        return max(map(self.heads, self.windows or (None,)), key=lambda heads: heads.row)
+
+    def with_heads(self, heads: Heads, windows: Sequence[int | None]) -> Self:
+        """Of layers that have keys and values of their own, and the same heads."""
+        return replace(self, **heads._asdict(), windows=tuple(windows), sliding_heads=None, sources=())
+
+    def kinds(self) -> list[Self]:
+        """For each kind of heads, a shape with each of its windows once."""
+        windows: dict[Heads, dict[int | None, None]] = {}
+        for window in self.windows:
+            windows.setdefault(self.heads(window), {})[window] = None
+        return [self.with_heads(heads, [*each]) for heads, each in windows.items()]
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all layers have keys and values of their own, of one size."""
+        return self.sliding_heads is None and not self.sources
+
+    def source(self, layer: int) -> int:
+        """The layer whose keys and values it sees."""
+        return self.sources[layer] if self.sources else layer
 
     @property
     def is_plain(self) -> bool:
@@ -44,24 +106,39 @@ class KVCacheShape:
     def bytes_per_block(self) -> int:
         """Keys and values of `block_size` tokens in a group's layers, and in an fp8 cache a scale for each of them."""
         scale_bytes = 4 if self.dtype.itemsize == 1 else 0
-        bytes_each = self.head_dim * self.dtype.itemsize + scale_bytes
-        return self.block_groups(1).num_layers * self.block_size * 2 * self.num_kv_heads * bytes_each
+        heads = self.largest_heads
+        bytes_each = heads.head_dim * self.dtype.itemsize + scale_bytes
+        return self.block_groups(1).num_layers * self.block_size * 2 * heads.num_kv_heads * bytes_each
 
     def block_groups(self, step_tokens: int) -> BlockGroups:
         """How many blocks a sequence takes, of which a step computes at most `step_tokens` tokens."""
-        sliding = [window for window in self.windows if window is not None]
-        longest = max(sliding, default=None)
-        return BlockGroups.of(self.block_size, len(self.windows), len(sliding), longest, step_tokens)
+        full, sliding = map(len, self._places)
+        longest = max((window for window in self.windows if window is not None), default=None)
+        return BlockGroups.of(self.block_size, full + sliding, sliding, longest, step_tokens)
 
     @property
-    def layer_groups(self) -> list[list[int]]:
-        """The layers of each of the `block_groups`."""
+    def layer_groups(self) -> list[list[list[int]]]:
+        """Of each of the `block_groups`, the layers in each of its places; in one are several with small keys."""
+        full, sliding = self._places
         if len(groups := self.block_groups(1)) == 1:
-            return [[*range(len(self.windows))]]
+            return [sorted(full + sliding)]
         size = groups.num_layers
-        full = [layer for layer, window in enumerate(self.windows) if window is None]
-        sliding = [layer for layer, window in enumerate(self.windows) if window is not None]
         return [kind[first : first + size] for kind in (full, sliding) for first in range(0, len(kind), size)]
+
+    @property
+    def _places(self) -> tuple[list[list[int]], list[list[int]]]:
+        """The layers with keys and values of their own: those without a window, and those with one."""
+        own = [layer for layer in range(len(self.windows)) if self.source(layer) == layer]
+        full = [layer for layer in own if self.windows[layer] is None]
+        sliding = [layer for layer in own if self.windows[layer] is not None]
+        return _in_places(full, self._together(None)), _in_places(sliding, self._together(1))
+
+    def _together(self, window: int | None) -> int:
+        return self.largest_heads.row // self.heads(window).row
+
+
+def _in_places(layers: list[int], together: int) -> list[list[int]]:
+    return [layers[first : first + together] for first in range(0, len(layers), together)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +286,11 @@ class Attention(Protocol):
     def prepare(self, step: StepInput) -> Attend:
         """The block tables must have a block for every token of the step, and for every token that these see."""
 
-    def with_windows(self, windows: Sequence[int | None]) -> Attention:
-        """With the same cache, for other layers, of which there are as many or fewer."""
+    def viewed(self, shape: KVCacheShape) -> Attention:
+        """With the same cache, for other layers, of which there are as many or fewer.
+
+        Where their keys are smaller by a whole number, the cache has as many times more blocks of them.
+        """
 
 
 Activation = Literal["silu", "gelu_tanh", "clamped_silu"]
@@ -360,6 +440,16 @@ class CausalShape(Protocol):
     def windows(self) -> tuple[int | None, ...]: ...
     @property
     def softcap(self) -> float | None: ...
+    @property
+    def has_sinks(self) -> bool: ...
+    @property
+    def sliding_heads(self) -> Heads | None:
+        """Of the layers with a window, where they differ from the others."""
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """Of each layer, the one whose keys and values it sees; empty: its own."""
+
     @property
     def max_context(self) -> int: ...
 

@@ -51,6 +51,11 @@ def choose_backend(
             f"kv_cache_dtype fp8 needs the attention backend triton, which is not used here ({reason}): "
             "choose another --kv-cache-dtype"
         )
+    if shape.dtype.itemsize == 1 and shape.sliding_heads is not None:
+        raise ConfigError(
+            "kv_cache_dtype fp8 is for models whose layers have the same heads, and those of this one with a window "
+            "have others: choose another --kv-cache-dtype"
+        )
     if name == "cpu":
         from llmservice_server.backend.cpu.backend import CpuBackend
 
@@ -110,6 +115,8 @@ def _choose_chunk_attention(
 ) -> Choice:
     from llmservice_server.backend.cuda.varlen import OURS, Choice, choose_chunk_attention
 
+    if shape.sliding_heads is not None:
+        return Choice(OURS, "layers differ in heads")
     if device.type != "cuda":
         return choose_chunk_attention(shape, dtype, device, max_num_batched_tokens)
     try:

@@ -1,9 +1,13 @@
-"""Attention of a model whose layers are in several groups, each with block tables of its own."""
+"""Attention of a model whose layers are in several groups, each with block tables of its own.
+
+Layers with small keys share a place: their blocks are parts of the group's, and their block tables follow from its.
+"""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar, cast
 
 import torch
@@ -23,28 +27,49 @@ A = TypeVar("A", bound=Attention)
 
 def by_group(shape: KVCacheShape, attention_of: Callable[[KVCacheShape], A]) -> A | GroupedAttention[A]:
     """What `attention_of` makes of a model's layers, or of those of one group."""
-    groups = shape.layer_groups
-    return attention_of(shape) if len(groups) == 1 else GroupedAttention(shape, groups, attention_of)
+    if shape.is_uniform and len(shape.layer_groups) == 1:
+        return attention_of(shape)
+    return GroupedAttention(shape, attention_of)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The layers that one block table is for, one of each place of a group."""
+
+    group: int
+    together: int  # the layers in a place, each of which has a block of its own within the group's block
+    number: int  # of these layers
+
+    def tables(self, of_groups: Sequence[Sequence[Sequence[int]]]) -> Sequence[Sequence[int]]:
+        """Of its blocks, given those of all groups."""
+        tables = of_groups[self.group]
+        if self.together == 1:
+            return tables
+        return [array("i", [block * self.together + self.number for block in table]) for table in tables]
 
 
 class GroupedAttention(Generic[A]):
     """Implements `Attention`: layers of different groups share a cache, as a block belongs to one group at a time."""
 
-    def __init__(
-        self,
-        shape: KVCacheShape,
-        groups: Sequence[Sequence[int]],
-        attention_of: Callable[[KVCacheShape], A],
-    ) -> None:
-        size = max(map(len, groups))
-        windows = [tuple(shape.windows[layer] for layer in layers) for layers in groups]
-        first = attention_of(replace(shape, windows=(windows[0] + windows[0][:1] * size)[:size]))
-        self.parts: list[A] = [first, *(cast("A", first.with_windows(each)) for each in windows[1:])]
-        self.caches, self.device = first.caches, first.device
-        places = {layer: (group, place) for group, layers in enumerate(groups) for place, layer in enumerate(layers)}
-        self._places = [places[layer] for layer in range(len(shape.windows))]
+    def __init__(self, shape: KVCacheShape, attention_of: Callable[[KVCacheShape], A]) -> None:
+        groups, largest = shape.layer_groups, shape.largest_heads
+        whole = attention_of(shape.with_heads(largest, (None,) * max(map(len, groups))))
+        self.caches, self.device = whole.caches, whole.device
+        self.parts: list[A] = []
+        self._parts: list[_Part] = []
+        places: dict[int, tuple[int, int]] = {}
+        for group, layers in enumerate(groups):
+            heads = shape.heads(shape.windows[layers[0][0]])
+            together = largest.row // heads.row
+            for number in range(min(together, len(layers[0]))):
+                of_part = [each[number] for each in layers if number < len(each)]
+                places |= {layer: (len(self.parts), place) for place, layer in enumerate(of_part)}
+                windows = [shape.windows[layer] for layer in of_part]
+                self.parts.append(cast("A", whole.viewed(shape.with_heads(heads, windows))))
+                self._parts.append(_Part(group, together, number))
+        self._places = [places[shape.source(layer)] for layer in range(len(shape.windows))]
 
-    def with_windows(self, windows: Sequence[int | None]) -> Attention:
+    def viewed(self, shape: KVCacheShape) -> Attention:
         raise NotImplementedError("its layers are in groups already")
 
     def prepare(self, step: StepInput) -> GroupedStep:
@@ -52,8 +77,8 @@ class GroupedAttention(Generic[A]):
 
     def split(self, step: StepInput) -> list[StepInput]:
         """What each part prepares."""
-        tables = (step.block_tables, *step.more_tables) if step.more_tables else (step.block_tables,) * len(self.parts)
-        return [replace(step, block_tables=each, more_tables=()) for each in tables]
+        tables = (step.block_tables, *step.more_tables) if step.more_tables else (step.block_tables,) * len(self._parts)
+        return [replace(step, block_tables=part.tables(tables), more_tables=()) for part in self._parts]
 
     def joined(self, steps: Sequence[Attend]) -> GroupedStep:
         """One step of what each part has prepared."""

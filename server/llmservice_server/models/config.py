@@ -96,6 +96,8 @@ class ModelConfig:
     local_rope: RopeConfig | None = None  # of layers with a window; None: as all others
 
     implementation: ClassVar[ModelCode] = "own"
+    sliding_heads: ClassVar[None] = None
+    sources: ClassVar[tuple[int, ...]] = ()
 
     @property
     def mlp_width(self) -> int:

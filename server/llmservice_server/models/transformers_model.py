@@ -28,7 +28,7 @@ from transformers.utils import logging as transformers_logging
 
 from llmservice_planner.checkpoint import LANGUAGE_MODEL
 from llmservice_planner.quantization import QuantizationConfig
-from llmservice_server.backend.base import Attend, LayerOps, Linear
+from llmservice_server.backend.base import Attend, Heads, LayerOps, Linear
 from llmservice_server.backend.torch.layer_ops import TorchLayerOps, TorchLinear
 from llmservice_server.models.config import SERVED, quantization_of
 from llmservice_server.types.errors import ModelLoadError
@@ -76,6 +76,8 @@ class TransformersConfig:
     has_sinks: bool
     max_context: int
     dtype: str | None
+    sliding_heads: Heads | None = None
+    sources: tuple[int, ...] = ()
     tied_embeddings: bool = False  # or there is no head
     has_head: bool = True
     quantization: QuantizationConfig | None = None
@@ -88,9 +90,8 @@ class _Call:
     """What an attention layer passes to its attention function."""
 
     layer: int | None
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    heads: Heads
+    keys: torch.Tensor
     value_dim: int
     is_causal: bool
     window: int | None
@@ -115,9 +116,8 @@ def attention(
         attend.append(
             _Call(
                 layer=getattr(module, "layer_idx", None),
-                num_heads=query.shape[1],
-                num_kv_heads=key.shape[1],
-                head_dim=key.shape[-1],
+                heads=Heads(query.shape[1], key.shape[1], key.shape[-1]),
+                keys=key,
                 value_dim=value.shape[-1],
                 is_causal=bool(getattr(module, "is_causal", True) if is_causal is None else is_causal),
                 window=settings.get("sliding_window") if attention_mask is None else _window_of(attention_mask),
@@ -126,20 +126,27 @@ def attention(
         )
         return value.new_empty(1, query.shape[2], query.shape[1], value.shape[-1]), None
     queries, keys, values = (part[0].transpose(0, 1) for part in (query, key, value))
-    head_dim, scaling = query.shape[-1], settings.get("scaling")
+    head_dim, value_dim, scaling = query.shape[-1], value.shape[-1], settings.get("scaling")
     factor = 1.0 if scaling is None else scaling * head_dim**0.5
     if abs(factor - 1.0) > 1e-6:
         queries = queries * factor
     layer: int = module.layer_idx  # type: ignore[assignment]
     sinks = settings.get("s_aux")
+    if value_dim < head_dim:
+        values = torch.nn.functional.pad(values, (0, head_dim - value_dim))
     attended = attend(layer, queries.contiguous(), torch.cat((keys, values), dim=1), sinks)
-    return attended.view(1, *queries.shape), None
+    return attended.view(1, *queries.shape)[..., :value_dim], None
 
 
 class _Mask(torch.Tensor):
     """A mask that is causal within the window `shape[-1]`; 0: without one. What a model computes of it is none."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __getitem__(self, places: Any) -> torch.Tensor:
+        """It stays one where only queries are chosen, as Gemma does for layers that share keys."""
+        chooses_queries = isinstance(places, tuple) and places[:2] + places[3:] == (slice(None),) * 3
+        return self if chooses_queries else torch.Tensor(super().__getitem__(places))
 
 
 def _mask(*_: Any, mask_function: Callable[..., torch.Tensor], **__: Any) -> torch.Tensor:
@@ -190,7 +197,10 @@ def examine(folder: Path) -> TransformersConfig:
     if getattr(model_class, "_is_stateful", False):
         raise unserved(name, "it keeps recurrent state between tokens, not keys and values")
     calls = _calls(model_class, text, name)
-    first = calls[0]
+    kinds = _heads_by_kind(calls)
+    full, sliding = kinds.get(False), kinds.get(True)
+    heads = full or sliding
+    assert heads is not None  # noqa: S101  # there is a layer
     softcaps = {call.settings.get("softcap") for call in calls}
     if len(softcaps) > 1:
         raise unserved(name, f"its layers bound their scores differently ({softcaps})")
@@ -200,14 +210,14 @@ def examine(folder: Path) -> TransformersConfig:
         vocab_size=text.vocab_size,
         hidden_size=text.hidden_size,
         mlp_width=2 * (max(widest) if isinstance(widest, list) else widest),
-        num_heads=first.num_heads,
-        num_kv_heads=first.num_kv_heads,
-        head_dim=first.head_dim,
+        **heads._asdict(),
         windows=tuple(call.window for call in calls),
         softcap=softcaps.pop(),
         has_sinks=any("s_aux" in call.settings for call in calls),
         max_context=_max_context(text, name),
         dtype=_dtype(config, text),
+        sliding_heads=sliding if sliding != heads else None,
+        sources=_sources(calls),
         tied_embeddings=bool(text.tie_word_embeddings),
         quantization=quantization_of(json.loads((folder / "config.json").read_text(encoding="utf-8"))),
     )
@@ -256,6 +266,7 @@ def _calls(model_class: Any, text: Any, name: str) -> list[_Call]:
     transformers.AttentionInterface.register(NAME, attention)
     transformers.AttentionInterface.register(_EXAMINED, attention)
     AttentionMaskInterface.register(_EXAMINED, _mask)
+    torch.distributions.Distribution.set_default_validate_args(value=False)  # it takes numbers, and time (Gemma 3n)
     calls: list[_Call] = []
     token = _attend.set(calls)
     try:
@@ -277,6 +288,17 @@ def _calls(model_class: Any, text: Any, name: str) -> list[_Call]:
     return calls
 
 
+def _heads_by_kind(calls: list[_Call]) -> dict[bool, Heads]:
+    """By whether a layer has a window."""
+    return {call.window is not None: call.heads for call in calls}
+
+
+def _sources(calls: list[_Call]) -> tuple[int, ...]:
+    """As of `KVCacheShape`: layers that share keys and values pass on the same tensor."""
+    sources = tuple(next(layer for layer, other in enumerate(calls) if other.keys is call.keys) for call in calls)
+    return () if sources == tuple(range(len(calls))) else sources
+
+
 def _refuse_attention(calls: list[_Call], text: Any, name: str) -> None:
     problem = None
     unknown = {
@@ -287,10 +309,14 @@ def _refuse_attention(calls: list[_Call], text: Any, name: str) -> None:
     }
     if [call.layer for call in calls] != list(range(text.num_hidden_layers)):
         problem = f"{len(calls)} of its {text.num_hidden_layers} layers have attention, expected every layer once"
-    elif len({(call.num_heads, call.num_kv_heads, call.head_dim) for call in calls}) > 1:
-        problem = "its layers differ in heads, which one cache cannot hold"
-    elif any(call.head_dim != call.value_dim for call in calls):
-        problem = f"its keys have {calls[0].head_dim} numbers and its values {calls[0].value_dim} (latent attention)"
+    elif len(kinds := {(call.window is None, call.heads) for call in calls}) > len({is_full for is_full, _ in kinds}):
+        problem = "its layers differ in heads, and not only those with a window from the others"
+    elif (largest := max(rows := {call.heads.row for call in calls})) % min(rows):
+        problem = f"the keys of its layers have {largest} or {min(rows)} numbers, expected multiples of one another"
+    elif wider := [call for call in calls if call.value_dim > call.heads.head_dim]:
+        problem = f"its keys have {wider[0].heads.head_dim} numbers and its values {wider[0].value_dim}"
+    elif getattr(text, "kv_lora_rank", None):
+        problem = "it has latent attention, whose cache holds no keys and values by head"
     elif not all(call.is_causal for call in calls):
         problem = "its attention is not causal"
     elif unknown:

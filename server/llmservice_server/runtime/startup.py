@@ -175,16 +175,7 @@ def _check_context(checkpoint: Checkpoint, config: EngineConfig) -> None:
 
 
 def _backend(checkpoint: Checkpoint, config: EngineConfig) -> Backend:
-    shape = KVCacheShape(
-        num_heads=checkpoint.config.num_heads,
-        num_kv_heads=checkpoint.config.num_kv_heads,
-        head_dim=checkpoint.config.head_dim,
-        windows=checkpoint.config.windows,
-        block_size=config.block_size,
-        dtype=_kv_cache_dtype(checkpoint, config),
-        softcap=checkpoint.config.softcap,
-        has_sinks=checkpoint.config.has_sinks,
-    )
+    shape = KVCacheShape.of(checkpoint.config, config.block_size, _kv_cache_dtype(checkpoint, config))
     return choose_backend(
         config.attention,
         shape,

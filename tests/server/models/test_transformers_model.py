@@ -140,8 +140,17 @@ VISION = {
         "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     },
 }
+VISION["gemma4"] = VISION["gemma3"] | {"audio_config": None}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 POSITIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 1, 1]}}
+SHARED_KEYS = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "sliding_window": 16,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 99,
+}
 PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}
 GLM = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "rope_parameters": PARTIAL}
 
@@ -160,6 +169,7 @@ GLM = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_repl
         ("glm4v", {"rope_parameters": PARTIAL}, False),
         ("glm4v_moe", {**EXPERTS, **GLM, "head_dim": 8}, False),
         ("smolvlm", {"model_type": "llama"}, False),
+        ("gemma4", {"head_dim": 8, "global_head_dim": 16, **SHARED_KEYS}, False),
     ],
 )
 def test_the_language_model_of_one_with_images_is_served_alone(
@@ -233,4 +243,5 @@ def check_text(folder: Path, model: Any) -> None:
         attend = started.runner.attention.prepare(StepInput.of([(0, 40, [2, 4, 1])]))
         ours = started.runner.model.logits(started.runner.model.forward(torch.tensor(tokens), torch.arange(40), attend))
     assert torch.allclose(ours, expected, rtol=1e-4, atol=1e-5)
-    assert started.model_code == ("transformers" if "glm" in model.config.model_type else "own")
+    by_transformers = any(each in model.config.model_type for each in ("glm", "gemma4"))
+    assert started.model_code == ("transformers" if by_transformers else "own")

@@ -52,10 +52,7 @@ def decodes(requests: list[Request]) -> Plan:
 
 
 def runner_of(model: DecoderModel) -> ModelRunner:
-    config = model.config
-    shape = KVCacheShape(
-        config.num_heads, config.num_kv_heads, config.head_dim, config.windows, BLOCK_SIZE, torch.float32
-    )
+    shape = KVCacheShape.of(model.config, BLOCK_SIZE, torch.float32)
     return ModelRunner(model, TorchAttention(shape, 8, CPU), TorchBackend(shape, CPU, "a test"))
 
 

@@ -139,6 +139,10 @@ class _Decodes:
         return self.sequences, self.blocks, self.parts
 
 
+def _block(shape: KVCacheShape) -> tuple[int, int, int, int]:
+    return shape.num_kv_heads, 2, shape.block_size, shape.head_dim
+
+
 def _windows(shape: KVCacheShape) -> Int64Array:
     return np.array([_NO_WINDOW if window is None else window for window in shape.windows], np.int64)
 
@@ -155,21 +159,22 @@ class CpuAttention:
 
     def __init__(self, shape: KVCacheShape, num_blocks: int, *, tiled: bool = False) -> None:
         """`tiled`: chunks of prompts are computed by our kernel, which takes seconds to compile."""
-        self.shape = shape
         self._tiled = tiled
         self._num_threads = torch.get_num_threads()
-        num_layers = len(shape.windows)
-        size = (num_layers, num_blocks, shape.num_kv_heads, 2, shape.block_size, shape.head_dim)
-        caches = torch.empty(size, dtype=shape.dtype)
-        self.caches = list(caches.unbind())
-        self._array = as_array(caches)
+        self._all = torch.empty(len(shape.windows), num_blocks, *_block(shape), dtype=shape.dtype)
+        self._set_shape(shape)
+
+    def _set_shape(self, shape: KVCacheShape) -> None:
+        self.shape = shape
+        self.caches = list(self._all.unbind())
+        self._array = as_array(self._all)
         self._windows = _windows(shape)
         self._head_shape = kernels.head_shape(shape.num_heads // shape.num_kv_heads, shape.head_dim)
 
-    def with_windows(self, windows: Sequence[int | None]) -> CpuAttention:
+    def viewed(self, shape: KVCacheShape) -> CpuAttention:
         other = copy(self)
-        other.shape = replace(self.shape, windows=tuple(windows))
-        other._windows = _windows(other.shape)
+        other._all = self._all.view(len(self._all), -1, *_block(shape))
+        other._set_shape(shape)
         return other
 
     def decodes(self, step: StepInput) -> tuple[Any, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -85,6 +85,10 @@ class ChunkAttention(Protocol):
         """
 
 
+def _block(shape: KVCacheShape) -> tuple[int, int, int, int]:
+    return shape.num_kv_heads, 2, shape.block_size, shape.head_dim
+
+
 def _each_once(windows: Sequence[int | None]) -> list[int | None]:
     return sorted({*windows}, key=lambda window: window or 0)
 
@@ -98,11 +102,9 @@ class TritonAttention:
     def __init__(
         self, shape: KVCacheShape, num_blocks: int, device: torch.device, varlen: Varlen | None = None
     ) -> None:
-        self.shape = shape
         self._varlen = varlen
         self.device = device
-        self.tables = BlockTables(device)
-        size = (num_blocks, shape.num_kv_heads, 2, shape.block_size, shape.head_dim)
+        size = (num_blocks, *_block(shape))
         self._caches = [torch.empty(size, dtype=shape.dtype, device=device) for _ in shape.windows]
         self._scales: list[torch.Tensor | None] = [
             torch.empty(size[:-1], dtype=torch.float32, device=device) if shape.dtype == FP8 else None
@@ -111,18 +113,23 @@ class TritonAttention:
         self.caches = self._caches + [scales for scales in self._scales if scales is not None]
         for cache in self.caches:
             cache[0].zero_()  # the null block: torch's kernel reads it and multiplies it by 0
-        self.windows = _each_once(shape.windows)
+        self._set_shape(shape)
         self._num_processors = (
             torch.cuda.get_device_properties(device).multi_processor_count
             if device.type == "cuda"
             else _INTERPRETED_PROCESSORS
         )
 
-    def with_windows(self, windows: Sequence[int | None]) -> TritonAttention:
+    def _set_shape(self, shape: KVCacheShape) -> None:
+        self.shape = shape
+        self.windows = _each_once(shape.windows)
+        self.tables = BlockTables(self.device)
+
+    def viewed(self, shape: KVCacheShape) -> TritonAttention:
+        """An fp8 cache is only for layers with the same heads."""
         other = copy(self)
-        other.shape = replace(self.shape, windows=tuple(windows))
-        other.windows = _each_once(windows)
-        other.tables = BlockTables(self.device)
+        other._caches = [cache.view(-1, *_block(shape)) for cache in self._caches]
+        other._set_shape(shape)
         return other
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -145,13 +145,13 @@ def why_triton_is_unusable(shape: KVCacheShape, dtype: torch.dtype, device: torc
     """
     if device.type != "cuda" and not INTERPRETED:
         return "there is no CUDA device"
-    if shape.head_dim % 2 or shape.head_dim > 256:
-        return f"its kernels take even head dimensions up to 256, the model's is {shape.head_dim}"
+    kinds = shape.kinds()
+    if unfit := [kind.head_dim for kind in kinds if kind.head_dim % 2 or kind.head_dim > 256]:
+        return f"its kernels take even head dimensions up to 256, the model's is {unfit[0]}"
     if device.type == "cuda" and shape.dtype.itemsize == 1 and not _has_fp8(device):
         return "this GPU has no fp8 arithmetic (compute capability 8.9 or newer)"
     spans = [MIXED, _MANY_DECODES] if device.type == "cuda" else [MIXED[:3]]
-    each_window = replace(shape, windows=tuple({*shape.windows}))
-    return why_wrong([Case(each_window, dtype, each) for each in spans], TritonAttention, device)
+    return why_wrong([Case(kind, dtype, each) for kind in kinds for each in spans], TritonAttention, device)
 
 
 def _has_fp8(device: torch.device) -> bool:

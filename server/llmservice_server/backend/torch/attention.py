@@ -8,9 +8,8 @@ dimension along which the keys are broadcast; keys and values are never repeated
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
@@ -34,12 +33,13 @@ class TorchAttention:
     def __init__(self, shape: KVCacheShape, num_blocks: int, device: torch.device) -> None:
         self.shape = shape
         self.device = device
-        size = (num_blocks, shape.block_size, 2 * shape.num_kv_heads, shape.head_dim)
+        size = (num_blocks, *_block(shape))
         self.caches = [torch.empty(size, dtype=shape.dtype, device=device) for _ in shape.windows]
 
-    def with_windows(self, windows: Sequence[int | None]) -> TorchAttention:
+    def viewed(self, shape: KVCacheShape) -> TorchAttention:
         other = copy(self)
-        other.shape = replace(self.shape, windows=tuple(windows))
+        other.shape = shape
+        other.caches = [cache.view(-1, *_block(shape)) for cache in self.caches]
         return other
 
     def prepare(self, step: StepInput) -> TorchStep:
@@ -53,6 +53,10 @@ class TorchAttention:
             runs=runs,
             blocks=torch.tensor(step.blocks, device=self.device),
         )
+
+
+def _block(shape: KVCacheShape) -> tuple[int, int, int]:
+    return shape.block_size, 2 * shape.num_kv_heads, shape.head_dim
 
 
 class TorchStep:

@@ -63,11 +63,7 @@ def random_model(raw: dict[str, Any], dtype: torch.dtype, *, int8: bool = False)
 
 
 def attention_of(model: DecoderModel, cache_dtype: torch.dtype | None = None) -> CpuAttention:
-    config = model.config
-    shape = KVCacheShape(
-        config.num_heads, config.num_kv_heads, config.head_dim, config.windows, BLOCK_SIZE, cache_dtype or model.dtype
-    )
-    attention = CpuAttention(shape, 40)
+    attention = CpuAttention(KVCacheShape.of(model.config, BLOCK_SIZE, cache_dtype or model.dtype), 40)
     for cache in attention.caches:
         cache.fill_(torch.nan)  # what was never stored must not be read
     return attention

@@ -1,0 +1,86 @@
+"""Layers that differ in heads, or that share keys and values, in one cache."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from llmservice_server.backend.base import Attention, Heads, KVCacheShape, StepInput
+from llmservice_server.backend.cpu.attention import CpuAttention
+from llmservice_server.backend.cuda.attention import TritonAttention
+from llmservice_server.backend.grouped import by_group
+from llmservice_server.backend.torch.attention import TorchAttention
+
+CPU = torch.device("cpu")
+WINDOWS = (None, 20, 20, None, 20, None, 20)
+FEW_KEYS, MANY_KEYS = Heads(4, 1, 32), Heads(4, 4, 16)
+BACKENDS = {
+    "cpu": CpuAttention,
+    "cpu, tiled": lambda shape, num_blocks: CpuAttention(shape, num_blocks, tiled=True),
+    "torch": lambda shape, num_blocks: TorchAttention(shape, num_blocks, CPU),
+    "triton": lambda shape, num_blocks: TritonAttention(shape, num_blocks, CPU),
+}
+
+
+def shape_of(full: Heads, sliding: Heads, windows: tuple[int | None, ...] = WINDOWS) -> KVCacheShape:
+    return KVCacheShape(*full, windows, 16, torch.float32, sliding_heads=sliding)
+
+
+def inputs_of(heads: Heads, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    num_heads, num_kv_heads, head_dim = heads
+    return torch.randn(num_tokens, num_heads, head_dim), torch.randn(num_tokens, 2 * num_kv_heads, head_dim)
+
+
+@pytest.mark.parametrize("of", BACKENDS.values(), ids=BACKENDS)
+@pytest.mark.parametrize(("full", "sliding"), [(FEW_KEYS, MANY_KEYS), (MANY_KEYS, FEW_KEYS)], ids=["few", "many"])
+def test_every_layer_keeps_its_keys_where_layers_differ_in_heads(
+    full: Heads, sliding: Heads, of: Callable[[KVCacheShape, int], Attention]
+) -> None:
+    """Two sequences, all layers of a prompt before any layer of what follows it."""
+    torch.manual_seed(3)
+    shape = shape_of(full, sliding)
+    num_groups = len(shape.block_groups(1))
+    blocks = iter((torch.randperm(12 * num_groups) + 1).tolist())
+    tables = [[[next(blocks) for _ in range(5)] for _ in range(2)] for _ in range(num_groups)]
+    attention = by_group(shape, lambda of_group: of(of_group, 1 + 12 * num_groups))
+    for cache in attention.caches:
+        cache[1:] = torch.nan  # what was never stored must not be read
+    ours: dict[int, list[torch.Tensor]] = {layer: [] for layer in range(len(WINDOWS))}
+    expected = {layer: list[torch.Tensor]() for layer in ours}
+    alone = {
+        layer: TorchAttention(shape.with_heads(shape.heads(window), [window]), 64, CPU)
+        for layer, window in enumerate(WINDOWS)
+    }
+    for runs in ([(0, 40), (0, 33)], [(40, 1), (33, 12)], [(41, 1), (45, 1)]):
+        tables_of = [[(*run, table) for run, table in zip(runs, each, strict=True)] for each in tables]
+        first, *more = (StepInput.of(each) for each in tables_of)
+        step = attention.prepare(replace(first, more_tables=tuple(each.block_tables for each in more)))
+        for layer, window in enumerate(WINDOWS):
+            inputs = inputs_of(shape.heads(window), sum(count for _, count in runs))
+            ours[layer].append(step(layer, *inputs))
+            expected[layer].append(alone[layer].prepare(first)(0, *inputs))
+    for layer, outputs in ours.items():
+        torch.testing.assert_close(torch.cat(outputs), torch.cat(expected[layer]), rtol=1e-4, atol=1e-5)
+
+
+def test_layers_with_small_keys_share_a_place_and_blocks_take_what_they_say() -> None:
+    shape = shape_of(FEW_KEYS, MANY_KEYS)
+    assert shape.layer_groups == [[[0, 3], [5]], [[1], [2]], [[4], [6]]]
+    attention = by_group(shape, lambda of_group: TorchAttention(of_group, 9, CPU))
+    assert sum(cache.nbytes for cache in attention.caches) == 9 * shape.bytes_per_block
+    assert shape.bytes_per_block == 2 * 16 * 2 * MANY_KEYS.row * 4
+
+
+def test_a_layer_that_shares_keys_sees_those_of_its_source() -> None:
+    shape = KVCacheShape(*FEW_KEYS, (None, None, None), 16, torch.float32, sources=(0, 1, 0))
+    attention = by_group(shape, lambda of_group: TorchAttention(of_group, 4, CPU))
+    assert len(attention.caches) == 2
+    first = attention.prepare(StepInput.of([(0, 10, [1])]))
+    keys = inputs_of(FEW_KEYS, 10)
+    for layer, inputs in enumerate((keys, inputs_of(FEW_KEYS, 10), keys)):
+        first(layer, *inputs)
+    query, key_value = inputs_of(FEW_KEYS, 1)
+    step = attention.prepare(StepInput.of([(10, 1, [1])]))
+    assert torch.equal(step(0, query, key_value), step(2, query, key_value))
+    assert not torch.equal(step(0, query, key_value), step(1, query, key_value))
