@@ -236,16 +236,18 @@ def _other_heads(values: _Values, kv_heads: int, head_dim: int) -> dict[str, int
     """The heads of layers with and without a window, where they differ."""
     if values.get("model_type") == "mimo_v2_flash":  # with a window, twice as many
         return {"kv_heads": values.count("swa_num_key_value_heads") or 2 * kv_heads, "full_kv_heads": kv_heads}
-    full = {"head_dim": values.count("global_head_dim")}
-    if values.flag("attention_k_eq_v"):
-        full["num_key_value_heads"] = values.count("num_global_key_value_heads")
+    full_head_dim = values.count("global_head_dim")
+    full_kv_heads = values.count("num_global_key_value_heads") if values.flag("attention_k_eq_v") else None
     overrides, kinds = values.get("per_layer_config"), values.get("layer_types")
     if isinstance(overrides, Mapping) and isinstance(kinds, list) and "full_attention" in kinds:
         given = overrides.get(str(kinds.index("full_attention")))
-        full |= {key: value for key, value in (given or {}).items() if isinstance(value, int)}
-    found = {"full_kv_heads": full.get("num_key_value_heads"), "full_head_dim": full.get("head_dim")}
-    same = {"full_kv_heads": kv_heads, "full_head_dim": head_dim}
-    return {key: value for key, value in found.items() if value and value != same[key]}
+        of_layer = _Values(given if isinstance(given, Mapping) else {}, {})
+        full_head_dim = of_layer.count("head_dim") or full_head_dim
+        full_kv_heads = of_layer.count("num_key_value_heads") or full_kv_heads
+    return {
+        "full_kv_heads": 0 if full_kv_heads in (None, kv_heads) else full_kv_heads,
+        "full_head_dim": 0 if full_head_dim in (None, head_dim) else full_head_dim,
+    }
 
 
 def _shared(values: _Values) -> dict[str, int]:

@@ -95,8 +95,9 @@ class ModelShape:
         for name in ("layers", "hidden_size", "intermediate_size", "heads", "kv_heads", "head_dim", "vocab_size"):
             if getattr(self, name) < 1:
                 raise ShapeError(f"{name} is {getattr(self, name)}, expected at least 1")
-        if self.heads % self.kv_heads:
-            raise ShapeError(f"heads {self.heads} is no multiple of kv_heads {self.kv_heads}")
+        for kv_heads in (self.kv_heads, self.full_kv_heads or self.kv_heads):
+            if self.heads % kv_heads:
+                raise ShapeError(f"heads {self.heads} is no multiple of kv_heads {kv_heads}")
         self._check_layers()
         if self.dtype not in ("float32", "bfloat16", "float16"):
             raise ShapeError(f"dtype {self.dtype} is not known: use float32, bfloat16 or float16")

@@ -157,3 +157,72 @@ def test_so_are_its_experts_also_where_each_layer_has_a_number_of_its_own() -> N
     for config in (hunyuan, ernie):
         shape = _shape({**common, **config})
         assert (shape.num_experts, shape.experts_per_token, shape.moe_intermediate_size) == (8, 2, 48)
+
+
+GEMMA_4 = {  # 31B, as published
+    "model_type": "gemma4_text",
+    "vocab_size": 262144,
+    "hidden_size": 5376,
+    "intermediate_size": 21504,
+    "num_hidden_layers": 60,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 16,
+    "num_global_key_value_heads": 4,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "attention_k_eq_v": True,
+    "sliding_window": 1024,
+    "layer_types": ([*["sliding_attention"] * 5, "full_attention"]) * 10,
+    "max_position_embeddings": 262144,
+}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {
+            "num_global_key_value_heads": None,  # as transformers 5.23 writes it
+            "global_head_dim": None,
+            "per_layer_config": {str(index): {"head_dim": 512, "num_key_value_heads": 4} for index in range(5, 60, 6)},
+        },
+    ],
+    ids=["published", "saved again"],
+)
+def test_layers_that_see_all_tokens_may_have_other_heads(changes: dict[str, Any]) -> None:
+    shape = _shape(GEMMA_4, **changes)
+    assert shape.kv_heads_by_kind == ((10, 4, 512), (50, 16, 256))
+    assert shape.kv_bytes_per_token("bfloat16") == (10 * 2 * 4 * 512 + 50 * 2 * 16 * 256) * 2
+    assert shape.block_groups(16, 2048).num_layers == 5
+    assert shape.place_bytes("bfloat16", 1) == 2 * 16 * 256 * 2
+
+
+def test_keys_of_the_whole_model_hold_where_they_are_not_said_to_be_values() -> None:
+    """As of the small Gemma 4, whose last layers use the keys of earlier ones."""
+    kinds = [*["sliding_attention"] * 4, "full_attention"] * 7
+    small = {"attention_k_eq_v": False, "num_key_value_heads": 1, "num_global_key_value_heads": None}
+    shape = _shape(GEMMA_4, **small, num_hidden_layers=35, layer_types=kinds, num_kv_shared_layers=20)
+    assert shape.kv_heads_by_kind == ((3, 1, 512), (12, 1, 256))
+    assert shape.window_share == 0.5 * 12 / (3 + 0.5 * 12)
+
+
+def test_mimo_has_more_keys_in_layers_with_a_window() -> None:
+    config = {**GEMMA_4, "model_type": "mimo_v2_flash", "num_key_value_heads": 4}
+    assert _shape(config).kv_heads_by_kind == ((10, 4, 256), (50, 8, 256))
+    assert _shape(config, swa_num_key_value_heads=16).kv_heads_by_kind == ((10, 4, 256), (50, 16, 256))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"global_head_dim": -1},
+        {"num_kv_shared_layers": 60},
+        {"num_kv_shared_layers": "many"},
+        {"per_layer_config": {"5": {"head_dim": -8}}},
+        {"num_global_key_value_heads": 5},
+    ],
+    ids=str,
+)
+def test_heads_that_cannot_be_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ShapeError):
+        _shape(GEMMA_4, **changes)

@@ -132,6 +132,8 @@ def test_the_keys_are_camel_case() -> None:
         ({"dtype": "int3"}, r"dtype int3 is not known"),
         ({"slidingLayers": 4}, r"sliding_window and sliding_layers go together"),
         ({"slidingWindow": 4096, "slidingLayers": 33}, r"cannot exceed the 32 layers"),
+        ({"fullKvHeads": 5}, r"heads 32 is no multiple of kv_heads 5"),
+        ({"sharedLayers": 32}, r"shared_layers is 32, expected fewer than the 32 layers"),
         ({"numExperts": 8}, r"experts_per_token 0 must be between 1 and 8"),
         ({"numExperts": 8, "expertsPerToken": 2}, r"moe_intermediate_size is missing"),
         ({"kvLoraRank": 512}, r"kv_lora_rank needs qk_nope_head_dim"),
