@@ -60,7 +60,8 @@ class Shape:
 SHAPES = (
     Shape(torch.bfloat16, torch.bfloat16, 128, 16, 4),  # Llama 3 8B
     Shape(torch.bfloat16, FP8, 128, 16, 4),
-    Shape(torch.bfloat16, torch.bfloat16, 256, 16, 8),  # the most registers
+    Shape(torch.bfloat16, torch.bfloat16, 256, 16, 8),
+    Shape(torch.bfloat16, torch.bfloat16, 512, 16, 8),  # Gemma 4: the most registers
     Shape(torch.bfloat16, torch.bfloat16, 64, 16, 8, has_sinks=True),  # gpt-oss
     Shape(torch.bfloat16, torch.bfloat16, 256, 16, 2, softcap=50.0),  # Gemma 2
 )

@@ -146,8 +146,8 @@ def why_triton_is_unusable(shape: KVCacheShape, dtype: torch.dtype, device: torc
     if device.type != "cuda" and not INTERPRETED:
         return "there is no CUDA device"
     kinds = shape.kinds()
-    if unfit := [kind.head_dim for kind in kinds if kind.head_dim % 2 or kind.head_dim > 256]:
-        return f"its kernels take even head dimensions up to 256, the model's is {unfit[0]}"
+    if unfit := [kind.head_dim for kind in kinds if kind.head_dim % 2 or kind.head_dim > 512]:
+        return f"its kernels take even head dimensions up to 512, the model's is {unfit[0]}"
     if device.type == "cuda" and shape.dtype.itemsize == 1 and not _has_fp8(device):
         return "this GPU has no fp8 arithmetic (compute capability 8.9 or newer)"
     spans = [MIXED, _MANY_DECODES] if device.type == "cuda" else [MIXED[:3]]

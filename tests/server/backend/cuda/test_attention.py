@@ -44,7 +44,7 @@ def shape_of(
 
 @pytest.mark.parametrize(
     ("head_dim", "dtype"),
-    [*((head_dim, torch.float32) for head_dim in (64, 96, 128, 256)), (96, torch.bfloat16), (128, torch.float16)],
+    [*((head_dim, torch.float32) for head_dim in (64, 96, 128, 256, 512)), (96, torch.bfloat16), (128, torch.float16)],
 )
 def test_any_head_and_dtype_agrees_with_torch(head_dim: int, dtype: torch.dtype) -> None:
     case = Case(shape_of(head_dim, dtype=dtype), dtype, SPANS)

@@ -279,5 +279,5 @@ def rotate_and_store(
         MAX=FP8_MAX,
         ROWS=ROWS_PER_PROGRAM,
         WIDTH=padded(head_dim // 2),
-        num_warps=2,
+        num_warps=2 if head_dim > 64 else 1,  # so that a thread loads 16 bytes of 16-bit numbers at once
     )

@@ -209,6 +209,6 @@ def prefill(
         WIDTH=width,
         BOUND=(softcap or 0.0) * _LOG2_E,
         HAS_SINKS=sinks is not None,
-        num_warps=8 if rows >= 128 else 4,
+        num_warps=8 if rows >= 128 or width > 256 else 4,
         num_stages=3,
     )
