@@ -124,6 +124,21 @@ FEWER_KEYS = {
     "moe_intermediate_size": 24,
     **PADDING,
 }
+LATENT = {
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    **PADDING,
+}
 OTHERS = {
     "olmoe": Family("olmoe", EXPERTS),
     "glm4-moe": Family("glm4_moe", {**EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "head_dim": 16}),
@@ -167,6 +182,11 @@ OTHERS = {
         "mimo_v2_flash",
         {**EXPERTS, "n_routed_experts": 4, "num_attention_heads": 4, "head_dim": 24, "v_head_dim": 16, **SLIDING},
     ),
+    "deepseek-v2, latent attention": Family("deepseek_v2", LATENT),
+    "deepseek-v3, latent attention": Family("deepseek_v3", LATENT),
+    "glm-4.7-flash, latent attention": Family("glm4_moe_lite", LATENT),
+    "minicpm3, latent attention": Family("minicpm3", LATENT),
+    "youtu, latent attention": Family("youtu", LATENT),
     "hunyuan": Family("hunyuan_v1_dense", {"head_dim": 16}),
 }
 

@@ -49,6 +49,7 @@ class KVCacheShape:
     has_sinks: bool = False  # each head, at least of some layers, has a score of no value that the softmax counts
     sliding_heads: Heads | None = None  # of the layers with a window, where they differ from the others
     sources: tuple[int, ...] = ()  # of each layer, the one whose keys and values it sees; empty: its own
+    is_latent: bool = False  # the values are the keys, and are not stored
 
     @classmethod
     def of(cls, config: CausalShape, block_size: int, dtype: torch.dtype) -> Self:
@@ -64,6 +65,7 @@ class KVCacheShape:
             has_sinks=config.has_sinks,
             sliding_heads=config.sliding_heads,
             sources=config.sources,
+            is_latent=config.is_latent,
         )
 
     def heads(self, window: int | None) -> Heads:
@@ -104,11 +106,16 @@ class KVCacheShape:
 
     @property
     def bytes_per_block(self) -> int:
-        """Keys and values of `block_size` tokens in a group's layers, and in an fp8 cache a scale for each of them."""
+        """What is stored of `block_size` tokens in a group's layers, and in an fp8 cache a scale for each row of it."""
         scale_bytes = 4 if self.dtype.itemsize == 1 else 0
         heads = self.largest_heads
         bytes_each = heads.head_dim * self.dtype.itemsize + scale_bytes
-        return self.block_groups(1).num_layers * self.block_size * 2 * heads.num_kv_heads * bytes_each
+        return self.block_groups(1).num_layers * self.block_size * self.stored * heads.num_kv_heads * bytes_each
+
+    @property
+    def stored(self) -> int:
+        """Rows of a token and a key head."""
+        return 1 if self.is_latent else 2
 
     def block_groups(self, step_tokens: int) -> BlockGroups:
         """How many blocks a sequence takes, of which a step computes at most `step_tokens` tokens."""
@@ -449,6 +456,10 @@ class CausalShape(Protocol):
     @property
     def sources(self) -> tuple[int, ...]:
         """Of each layer, the one whose keys and values it sees; empty: its own."""
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether values are keys."""
 
     @property
     def max_context(self) -> int: ...

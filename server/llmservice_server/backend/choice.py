@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_MOST_CPU_HEADS = 64
 BackendName = Literal["cpu", "torch", "triton"]
 
 
@@ -44,7 +45,7 @@ def choose_backend(
     if wanted == "triton" or (wanted == "auto" and device.type == "cuda"):
         problem = _why_triton_is_unusable(shape, dtype, device)
     elif wanted == "auto":
-        problem = _why_cpu_kernels_are_unusable()
+        problem = _why_cpu_kernels_are_unusable(shape)
     name, reason = decide(wanted, device.type, problem)
     if shape.dtype.itemsize == 1 and name != "triton":
         raise ConfigError(
@@ -141,7 +142,10 @@ def _counted(work: Callable[[], T]) -> tuple[T, Compilations]:
     return work(), COMPILATIONS
 
 
-def _why_cpu_kernels_are_unusable() -> str | None:
+def _why_cpu_kernels_are_unusable(shape: KVCacheShape) -> str | None:
+    group = max(kind.num_heads // kind.num_kv_heads for kind in shape.kinds())
+    if group > _MOST_CPU_HEADS:
+        return f"{group} heads share a key head, with more than {_MOST_CPU_HEADS} they take minutes to compile"
     try:
         import llmservice_server.backend.cpu.backend  # noqa: F401 - numba may be missing
     except ImportError as error:

@@ -98,6 +98,7 @@ class ModelConfig:
     implementation: ClassVar[ModelCode] = "own"
     sliding_heads: ClassVar[None] = None
     sources: ClassVar[tuple[int, ...]] = ()
+    is_latent: ClassVar[bool] = False
 
     @property
     def mlp_width(self) -> int:

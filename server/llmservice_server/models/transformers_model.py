@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +78,7 @@ class TransformersConfig:
     dtype: str | None
     sliding_heads: Heads | None = None
     sources: tuple[int, ...] = ()
+    is_latent: bool = False
     tied_embeddings: bool = False  # or there is no head
     has_head: bool = True
     quantization: QuantizationConfig | None = None
@@ -92,6 +93,7 @@ class _Call:
     layer: int | None
     heads: Heads
     keys: torch.Tensor
+    is_latent: bool
     value_dim: int
     is_causal: bool
     window: int | None
@@ -99,7 +101,7 @@ class _Call:
 
 
 def attention(
-    module: torch.nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -111,31 +113,65 @@ def attention(
 
     Returns `[1, num_tokens, heads, head_dim]`.
     """
-    attend = _attend.get()
+    attend, is_latent = _attend.get(), _is_latent(module)
     if isinstance(attend, list):
         attend.append(
             _Call(
                 layer=getattr(module, "layer_idx", None),
                 heads=Heads(query.shape[1], key.shape[1], key.shape[-1]),
                 keys=key,
+                is_latent=is_latent,
                 value_dim=value.shape[-1],
                 is_causal=bool(getattr(module, "is_causal", True) if is_causal is None else is_causal),
                 window=settings.get("sliding_window") if attention_mask is None else _window_of(attention_mask),
                 settings={name: each for name, each in settings.items() if each is not None and each is not False},
             )
         )
-        return value.new_empty(1, query.shape[2], query.shape[1], value.shape[-1]), None
+        width = module.v_head_dim if is_latent else value.shape[-1]
+        return value.new_empty(1, query.shape[2], query.shape[1], width), None
+    if is_latent:
+        query = _to_latents(module, query)
     queries, keys, values = (part[0].transpose(0, 1) for part in (query, key, value))
     head_dim, value_dim, scaling = query.shape[-1], value.shape[-1], settings.get("scaling")
     factor = 1.0 if scaling is None else scaling * head_dim**0.5
     if abs(factor - 1.0) > 1e-6:
         queries = queries * factor
-    layer: int = module.layer_idx  # type: ignore[assignment]
     sinks = settings.get("s_aux")
     if value_dim < head_dim:
         values = torch.nn.functional.pad(values, (0, head_dim - value_dim))
-    attended = attend(layer, queries.contiguous(), torch.cat((keys, values), dim=1), sinks)
-    return attended.view(1, *queries.shape)[..., :value_dim], None
+    attended = attend(module.layer_idx, queries.contiguous(), torch.cat((keys, values), dim=1), sinks)
+    output = attended.view(1, *queries.shape)
+    return _from_latents(module, output) if is_latent else output[..., :value_dim], None
+
+
+def _is_latent(module: Any) -> bool:
+    """Whether it has multi-head latent attention (arXiv:2405.04434), and passes its latents on."""
+    return getattr(module, "expand_kv", None) is _keep_latents
+
+
+def _keep_latents(latents: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """In the place of `expand_kv`, which makes keys and values by head: one row of a token is both."""
+    row = torch.cat((latents, rotated), dim=-1)
+    return row, row
+
+
+def _expansions(module: Any) -> Sequence[torch.Tensor]:
+    """From a latent to a head's keys, and to its values, `[heads, keys or values, latent]`."""
+    weight: torch.Tensor = module.kv_b_proj.weight
+    sizes = [module.qk_nope_head_dim, module.v_head_dim]
+    return torch.split(weight.view(-1, sum(sizes), weight.shape[1]), sizes, dim=1)
+
+
+def _to_latents(module: Any, query: torch.Tensor) -> torch.Tensor:
+    """Queries `[1, heads, num_tokens, head_dim]` of latents: their products are those of the keys made of these."""
+    plain, rotated = torch.split(query, [module.qk_nope_head_dim, module.qk_rope_head_dim], dim=-1)
+    return torch.cat((plain @ _expansions(module)[0], rotated), dim=-1)
+
+
+def _from_latents(module: Any, output: torch.Tensor) -> torch.Tensor:
+    """Sums of values, of the sums of latents `[1, num_tokens, heads, row]`."""
+    latents = output[..., : module.kv_lora_rank].transpose(1, 2)
+    return (latents @ _expansions(module)[1].transpose(1, 2)).transpose(1, 2)
 
 
 class _Mask(torch.Tensor):
@@ -218,6 +254,7 @@ def examine(folder: Path) -> TransformersConfig:
         dtype=_dtype(config, text),
         sliding_heads=sliding if sliding != heads else None,
         sources=_sources(calls),
+        is_latent=calls[0].is_latent,
         tied_embeddings=bool(text.tie_word_embeddings),
         quantization=quantization_of(json.loads((folder / "config.json").read_text(encoding="utf-8"))),
     )
@@ -273,6 +310,7 @@ def _calls(model_class: Any, text: Any, name: str) -> list[_Call]:
         with torch.device("meta"), torch.inference_mode():
             model = model_class._from_config(_with_fixed_rope(text), attn_implementation=_EXAMINED).eval()
             _choose_experts(model, "batched_mm")
+            _pass_latents(model)
             tokens = torch.zeros(1, 3, dtype=torch.long)
             places = torch.arange(3)[None]
             model(input_ids=tokens, attention_mask=torch.ones_like(tokens), position_ids=places, use_cache=False)
@@ -315,7 +353,7 @@ def _refuse_attention(calls: list[_Call], text: Any, name: str) -> None:
         problem = f"the keys of its layers have {largest} or {min(rows)} numbers, expected multiples of one another"
     elif wider := [call for call in calls if call.value_dim > call.heads.head_dim]:
         problem = f"its keys have {wider[0].heads.head_dim} numbers and its values {wider[0].value_dim}"
-    elif getattr(text, "kv_lora_rank", None):
+    elif getattr(text, "kv_lora_rank", None) and not all(call.is_latent for call in calls):
         problem = "it has latent attention, whose cache holds no keys and values by head"
     elif not all(call.is_causal for call in calls):
         problem = "its attention is not causal"
@@ -358,6 +396,13 @@ def _max_context(text: Any, name: str) -> int:
 def _dtype(config: Any, text: Any) -> str | None:
     dtype = getattr(text, "dtype", None) or getattr(config, "dtype", None)
     return None if dtype is None else str(dtype)
+
+
+def _pass_latents(model: Any) -> None:
+    """Have layers with latent attention pass on latents, as these are what is cached."""
+    for module in model.modules():
+        if hasattr(module, "expand_kv") and hasattr(module, "kv_b_proj"):
+            module.expand_kv = _keep_latents
 
 
 def _choose_experts(model: Any, implementation: str) -> None:
@@ -425,6 +470,7 @@ class TransformersModel:
         self.device = device
         self.ops: LayerOps = TorchLayerOps()
         self._decoder = model.base_model
+        _pass_latents(model)
         _drop_masks(self._decoder)
         head = model.get_output_embeddings()
         self._given = _Given()
@@ -532,6 +578,8 @@ def _replace_linears(owner: torch.nn.Module, prefix: str, linear_of: LinearOf) -
         for name, child in list(parent.named_children()):
             weight: torch.Tensor
             bias: torch.Tensor | None
+            if _is_latent(parent) and child is parent.kv_b_proj:
+                continue  # it is multiplied with queries and sums, head by head
             if type(child) is torch.nn.Linear:
                 weight, bias = child.weight, child.bias
             elif isinstance(child, Conv1D):

@@ -1,4 +1,4 @@
-"""Layers that differ in heads, or that share keys and values, in one cache."""
+"""Layers that differ in heads, that share keys and values, or whose values are their keys."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -6,9 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from llmservice_server.backend.agreement import Case, why_wrong
 from llmservice_server.backend.base import Attention, Heads, KVCacheShape, StepInput
 from llmservice_server.backend.cpu.attention import CpuAttention
 from llmservice_server.backend.cuda.attention import TritonAttention
+from llmservice_server.backend.cuda.backend import why_triton_is_unusable
 from llmservice_server.backend.grouped import by_group
 from llmservice_server.backend.torch.attention import TorchAttention
 
@@ -84,3 +86,15 @@ def test_a_layer_that_shares_keys_sees_those_of_its_source() -> None:
     step = attention.prepare(StepInput.of([(10, 1, [1])]))
     assert torch.equal(step(0, query, key_value), step(2, query, key_value))
     assert not torch.equal(step(0, query, key_value), step(1, query, key_value))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["cpu", "cpu, tiled"])
+def test_a_row_that_is_key_and_value_is_stored_once(name: str, dtype: torch.dtype) -> None:
+    """Of 288 numbers, as MiniCPM3's latents."""
+    shape = KVCacheShape(6, 1, 288, (None,), 16, dtype, is_latent=True)
+    caches = BACKENDS[name](shape, 5).caches
+    assert sum(cache.nbytes for cache in caches) == 5 * shape.bytes_per_block == 5 * 16 * 288 * dtype.itemsize
+    case = Case(shape, dtype)
+    assert why_wrong([case], lambda shape, num_blocks, _: BACKENDS[name](shape, num_blocks), CPU) is None
+    assert "latent" in (why_triton_is_unusable(shape, dtype, CPU) or "")

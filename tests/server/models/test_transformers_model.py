@@ -43,7 +43,7 @@ def write_config(folder: Path, model_type: str, **settings: Any) -> Path:
         ("mamba", {}, "layers of linear_attention"),
         ("rwkv", {}, "recurrent state"),
         ("qwen3_next", {}, "layers of linear_attention"),
-        ("deepseek_v3", SMALL | LATENT | {"n_routed_experts": 4}, "latent attention"),
+        ("deepseek_v32", SMALL | LATENT | {"n_routed_experts": 4}, "layers of indexed_attention"),
         ("falcon", SMALL, "AttentionInterface"),
         ("bert", {}, "not causal"),
         ("doge", SMALL, "cannot be served"),

@@ -140,7 +140,7 @@ class _Decodes:
 
 
 def _block(shape: KVCacheShape) -> tuple[int, int, int, int]:
-    return shape.num_kv_heads, 2, shape.block_size, shape.head_dim
+    return shape.num_kv_heads, shape.stored, shape.block_size, shape.head_dim
 
 
 def _windows(shape: KVCacheShape) -> Int64Array:
@@ -278,9 +278,11 @@ class CpuStep:
         """`[num_queries, num_heads, head_dim]`. Keys and values are not repeated for the heads that share them."""
         num_kv_heads, head_dim, window = self.shape.num_kv_heads, self.shape.head_dim, self.shape.windows[layer]
         if chunk.start == 0:
-            keys, values = stored[chunk.first_row : chunk.end_row].transpose(0, 1).chunk(2)
+            rows = stored[chunk.first_row : chunk.end_row, : self.shape.stored * num_kv_heads]
+            parts = rows.transpose(0, 1).chunk(self.shape.stored)
         else:
-            keys, values = self._cached(layer, chunk)
+            parts = self._cached(layer, chunk).unbind()
+        keys, values = parts[0], parts[-1]
         if not self.shape.is_plain:
             keys, values, mask = keys.to(query.dtype), values.to(query.dtype), _visible(chunk, window)
             softcap = self.shape.softcap
@@ -299,7 +301,7 @@ class CpuStep:
         return output.permute(2, 0, 1, 3).flatten(1, 2)
 
     def _cached(self, layer: int, chunk: _Chunk) -> torch.Tensor:
-        """A copy of the keys and values that the chunk sees, `[2, num_kv_heads, num_keys, head_dim]`."""
+        """A copy of what is stored of the tokens that the chunk sees, `[stored, num_kv_heads, num_keys, head_dim]`."""
         block_size, first_key = self.shape.block_size, chunk.first_key(self.shape.windows[layer])
         first_block = first_key // block_size
         blocks = torch.from_numpy(chunk.table[first_block : -(-chunk.end // block_size)])

@@ -1,6 +1,7 @@
 """Paged attention on a CPU, compiled by numba when it first runs: decodes, and tiles of several query tokens.
 
-Arrays are those of `as_array`; a layer's cache is `[num_blocks, num_kv_heads, 2, block_size, head_dim]`. Softmax is
+Arrays are those of `as_array`; a layer's cache is `[num_blocks, num_kv_heads, stored, block_size, head_dim]`:
+keys, and values where they are others. Softmax is
 online and in float32 (arXiv:1805.02867; FlashAttention-2, arXiv:2307.08691): keys and values are read once, a tile at a
 time, with a running maximum and sum for each query head.
 
@@ -221,7 +222,7 @@ def decode_heads(
     key_range: the first key, and the one after the last. head_range: the first key head, and the number of key heads.
     """
     (first, end), (first_head, num_kv_heads), (_, softcap, sinks) = key_range, head_range, rule
-    block_size, head_dim = cache.shape[3], cache.shape[4]
+    block_size, head_dim, values = cache.shape[3], cache.shape[4], cache.shape[2] - 1
     group, lanes = output.shape[0] // cache.shape[1], shape[0].lanes.size
     num_heads = num_kv_heads * group
     queries = np.empty((num_heads, head_dim), np.float32)
@@ -251,7 +252,7 @@ def decode_heads(
                 if softcap > 0:
                     _bound_lanes(scores, tile_max, softcap)
                 _softmax_lanes(scores, tile_max, score_max[heads], weight_sum[heads], sums[heads], shape)
-                add_tile(scores, now[1, tile], later[1, tile], sums[heads], shape)
+                add_tile(scores, now[values, tile], later[values, tile], sums[heads], shape)
     for head in range(num_heads):
         for index in range(head_dim):
             place = first_head * group + head
@@ -339,8 +340,8 @@ def _attend_tile(
 
 @compiled_inner()
 def _attend_tokens(query: Any, cache: Any, table: Any, visible: Any, output: Any, dtypes: Any) -> None:
-    """query, output: `[num_tokens, group, head_dim]`. cache: `[num_blocks, 2, block_size, head_dim]`. visible: the end
-    of the last token's keys, the heads, and the rule."""
+    """query, output: `[num_tokens, group, head_dim]`. cache: `[num_blocks, stored, block_size, head_dim]`. visible: the
+    end of the last token's keys, the heads, and the rule."""
     (element, operand), (end, heads, (window, softcap, sinks)) = dtypes, visible
     num_tokens, group, head_dim = output.shape
     num_rows, position = num_tokens * group, end - num_tokens
@@ -362,7 +363,7 @@ def _attend_tokens(query: Any, cache: Any, table: Any, visible: Any, output: Any
         stop = min(first + COLUMNS, end)
         _gather(cache[:, 0], table, first, stop, gathered)
         _pack_keys(gathered.view(operand.dtype), keys)
-        _gather(cache[:, 1], table, first, stop, gathered)
+        _gather(cache[:, cache.shape[1] - 1], table, first, stop, gathered)
         _pack_values(gathered, values, packed)
         # of the tokens that see any of these keys
         rows = slice(max(0, first - position) * group, min(num_tokens, stop - 1 + window - position) * group)

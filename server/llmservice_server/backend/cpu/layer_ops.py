@@ -185,7 +185,8 @@ def store(key_value: Any, slots: Any, cache: Any) -> None:
         for head in range(num_kv_heads):
             for index in range(cache.shape[4]):
                 cache[block, head, 0, offset, index] = key_value[token, head, index]
-                cache[block, head, 1, offset, index] = key_value[token, num_kv_heads + head, index]
+                if cache.shape[2] > 1:
+                    cache[block, head, 1, offset, index] = key_value[token, num_kv_heads + head, index]
 
 
 @compiled(nogil=True)

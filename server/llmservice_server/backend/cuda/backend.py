@@ -146,6 +146,8 @@ def why_triton_is_unusable(shape: KVCacheShape, dtype: torch.dtype, device: torc
     if device.type != "cuda" and not INTERPRETED:
         return "there is no CUDA device"
     kinds = shape.kinds()
+    if shape.is_latent:
+        return "its kernels take keys and values that are different rows, the model has latent attention"
     if unfit := [kind.head_dim for kind in kinds if kind.head_dim % 2 or kind.head_dim > 512]:
         return f"its kernels take even head dimensions up to 512, the model's is {unfit[0]}"
     if device.type == "cuda" and shape.dtype.itemsize == 1 and not _has_fp8(device):

@@ -1,6 +1,7 @@
 """Paged attention in plain torch, on any device: the reference of the other backends.
 
-A layer's cache is `[num_blocks, block_size, 2 * num_kv_heads, head_dim]`, keys before values: the fused projection
+A layer's cache is `[num_blocks, block_size, 2 * num_kv_heads, head_dim]`, keys before values (no values where they are
+the keys): the fused projection
 yields the two side by side, so that storing is one indexed copy, and fetching the step's sequences is one gather of
 whole blocks. Several query heads share a key head: for one token they are the rows of one query, for a chunk a
 dimension along which the keys are broadcast; keys and values are never repeated in memory.
@@ -56,7 +57,7 @@ class TorchAttention:
 
 
 def _block(shape: KVCacheShape) -> tuple[int, int, int]:
-    return shape.block_size, 2 * shape.num_kv_heads, shape.head_dim
+    return shape.block_size, shape.stored * shape.num_kv_heads, shape.head_dim
 
 
 class TorchStep:
@@ -82,7 +83,7 @@ class TorchStep:
     ) -> torch.Tensor:
         shape = self.shape
         cache = self.caches[layer]
-        cache.view(-1, *cache.shape[2:]).index_copy_(0, self.slots, key_value.to(shape.dtype))
+        cache.view(-1, *cache.shape[2:]).index_copy_(0, self.slots, key_value[:, : cache.shape[2]].to(shape.dtype))
         gathered = _by_head(cache.index_select(0, self.blocks))
         grouped = query.view(query.shape[0], shape.num_kv_heads, -1, shape.head_dim)
         window = shape.windows[layer]
@@ -133,8 +134,8 @@ class TorchStep:
         """Each `[num_kv_heads, num_keys, head_dim]`: the keys that any of the run's queries sees."""
         first = _first_key(run, window)
         visible = gathered.narrow(1, run.first_slot + first, run.start + run.num_queries - first)
-        keys, values = visible.to(dtype).chunk(2)
-        return keys, values
+        parts = visible.to(dtype).chunk(self.shape.stored)
+        return parts[0], parts[-1]
 
     def _mask(self, run: _Run, window: int | None) -> torch.Tensor:
         """True if a query sees a key, `[num_queries, num_keys]`."""
