@@ -77,7 +77,7 @@ class ModelReader:
             raise
         sizes = await self._hub_weights(location)
         weights_file_bytes = sum(sizes.values()) or None
-        if shape.why_not_counted:
+        if shape.wants_headers:
             shape = shape.counted(config, await self._hub_tensors(location, sizes))
         if shape.why_not_counted and (weights_file_bytes is None or shape.quantization):
             return Figures("pod")

@@ -129,11 +129,13 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
 
 _VALUES = ("qweight", "weight_packed", "weight")
 _SCALES = ("weight_scale_inv", "weight_scale", "scales")
-ROUTER = re.compile(r"(^|\.)(gate|router)$")
+_ROUTER = re.compile(r"(^|\.)(gate|router)$")
 """Of experts: few outputs, which decide too much to be rounded."""
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out)$")
 _IN_LAYER = re.compile(r"\.\d+\.")
 _LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
+_OF_LATENTS = re.compile(r"\.kv_b_proj$")
+"""Makes keys and values of latents; the server holds it in the dtype."""
 _EXPERT = re.compile(r"(^|\.)experts\.\d+(\.|$)")
 LANGUAGE_MODEL = re.compile(r"(model\.)?(language|text)_model\.")
 """Begins the names of a model's text part, where it has others for images or sound."""
@@ -177,14 +179,15 @@ class WeightCounts:
                 form = quantization.format_of(module)
             if form is not None and len(values.shape) == 2:
                 outputs, inputs = form.shape_of(suffix, (values.shape[0], values.shape[1]))
-                if _EXPERT.search(module) or LANGUAGE_MODEL.match(module):  # by other names when they are loaded
+                is_renamed = _EXPERT.search(module) or LANGUAGE_MODEL.match(module)
+                if is_renamed or _OF_LATENTS.search(module):
                     counts["other_parameters"] += outputs * inputs
                     continue
                 scale = next((parts[each].dtype for each in _SCALES if each in parts), "F16")
                 counts["quantized_parameters"] += outputs * inputs
                 counts["quantized_outputs"] += outputs
                 counts["stored_bytes"] += form.stored_bytes(outputs, inputs, _FLOAT_BYTES.get(scale, 2))
-            elif len(values.shape) == 2 and _is_linear(module, values.shape[0]):
+            elif len(values.shape) == 2 and is_linear(module, values.shape[0]):
                 counts["plain_parameters"] += values.elements
                 counts["plain_outputs"] += values.shape[0]
             else:
@@ -232,8 +235,8 @@ def _elements(tensors: Iterable[StoredTensor]) -> int:
     )
 
 
-def _is_linear(module: str, outputs: int) -> bool:
-    """Whether a matrix is of a linear layer that `int8` quantises; embeddings are outside the layers."""
+def is_linear(module: str, outputs: int) -> bool:
+    """Whether `int8` quantises a matrix of transformers' code; embeddings are outside the layers."""
     if _HEAD.search(module):
         return outputs % INT8_COLUMNS == 0
-    return bool(_IN_LAYER.search(module)) and not _EXPERT.search(module) and not ROUTER.search(module)
+    return bool(_IN_LAYER.search(module)) and not any(each.search(module) for each in (_EXPERT, _ROUTER, _OF_LATENTS))

@@ -131,7 +131,7 @@ class ModelShape:
         """From the `config.json` of a model folder, and its files' headers if need be. Raises `ShapeError`."""
         config = read_config(folder)
         shape = cls.from_config(config)
-        return shape.counted(config, read_tensors(folder)) if shape.why_not_counted else shape
+        return shape.counted(config, read_tensors(folder)) if shape.wants_headers else shape
 
     def counted(self, config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> ModelShape:
         """With the weights of a checkpoint, which transformers' code holds, instead of those of a known layout.
@@ -173,6 +173,13 @@ class ModelShape:
         if not self.is_encoder and self.architecture not in FAMILIES and self.counts is None:
             return f"the layout of {self.architecture} is not known"
         return None
+
+    @property
+    def wants_headers(self) -> bool:
+        """Whether its files' headers say best how large the weights are: transformers' code holds them."""
+        family = FAMILIES.get(self.architecture)
+        is_own = family is not None and family.served_architecture is not None
+        return not self.is_encoder and not is_own and self.counts is None
 
     @property
     def counts(self) -> WeightCounts | None:

@@ -447,18 +447,30 @@ LARGER = {  # than those that are compared with transformers: formats have group
     "ffn_dim": 384,
     "word_embed_proj_dim": 256,
 }
+LARGER_WHERE_SET = {
+    "kv_lora_rank": 128,
+    "q_lora_rank": 128,
+    "v_head_dim": 64,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "hidden_size_per_layer_input": 128,
+}
 
 
 def write_family(folder: Path, family: str, form: Format | None) -> Path:
-    """A checkpoint of transformers' code; the matrices of its layers are quantised, except routers."""
-    save(OTHERS[family], folder, **LARGER)
+    """A checkpoint of transformers' code; the matrices of its layers are quantised, except routers and small ones."""
+    settings = OTHERS[family].settings
+    larger = LARGER | {key: size for key, size in LARGER_WHERE_SET.items() if settings.get(key)}
+    if "kv_lora_rank" in settings:
+        del larger["head_dim"]
+    save(OTHERS[family], folder, **larger)
     if form is None:
         return folder
     stored = load_file(folder / "model.safetensors")
     for name in [*stored]:
         module = name.removesuffix(".weight")
         is_matrix = name.endswith(".weight") and stored[name].ndim == 2 and re.search(r"\.\d+\.", name)
-        if is_matrix and not module.endswith((".gate", ".router.layer")):
+        if is_matrix and min(stored[name].shape) >= 64 and not module.endswith((".gate", ".router.layer")):
             tensors, _ = form.quantize(stored.pop(name))
             stored.update({f"{module}.{suffix}": each for suffix, each in tensors.items()})
     save_file({name: tensor.contiguous() for name, tensor in stored.items()}, folder / "model.safetensors")
@@ -469,6 +481,7 @@ def write_family(folder: Path, family: str, form: Format | None) -> Path:
 
 DENSE, MIXTURE, TIED = "olmo2, norms after the layers", "glm4-moe", "cohere, parallel layers"
 TRANSPOSED = "gpt2, learned positions and transposed matrices"
+BY_LAYER, LATENTS = "gemma4, larger heads in layers without a window", "deepseek-v3, latent attention"
 
 
 @pytest.mark.parametrize(
@@ -477,7 +490,7 @@ TRANSPOSED = "gpt2, learned positions and transposed matrices"
         *((family, name, "stored") for family in (DENSE, MIXTURE) for name in FORMATS),
         *((family, "gptq, with zeros", "stored") for family in OTHERS if family not in (DENSE, MIXTURE)),
         *((family, "gptq", each) for family in (DENSE, MIXTURE) for each in QUANTIZATIONS if each != "stored"),
-        *((family, None, "int8") for family in (DENSE, MIXTURE, TIED, TRANSPOSED)),
+        *((family, None, "int8") for family in (DENSE, MIXTURE, TIED, TRANSPOSED, BY_LAYER, LATENTS)),
     ],
 )
 def test_the_planner_predicts_the_weights_of_transformers_models(

@@ -42,7 +42,7 @@ def _figures(source: Source) -> CheckpointFigures:
         raise FetchError(f"{source.where} holds no config.json: expected a checkpoint in Hugging Face's format")
     config = request(_read_json, source, _CONFIG)
     weights = [name for name in needed(names) if name.endswith(".safetensors")]
-    if ModelShape.from_config(config).why_not_counted:
+    if ModelShape.from_config(config).wants_headers:
         files = request(source.describe, weights)
         with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:
             headers = list(pool.map(lambda file: request.copy()(_read_header, source, file), files))

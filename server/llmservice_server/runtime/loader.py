@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from llmservice_planner.checkpoint import LANGUAGE_MODEL, ROUTER, WeightCounts, has_head, read_tensors
+from llmservice_planner.checkpoint import LANGUAGE_MODEL, WeightCounts, has_head, is_linear, read_tensors
 from llmservice_planner.quantization import SUFFIXES, Quantization, QuantizationConfig, WeightFormat, is_quantized
 from llmservice_planner.shape import ModelShape, ShapeError
 from llmservice_server.backend.base import Linear, Model
@@ -142,7 +142,7 @@ class Checkpoint:
             weights[name] = read(form, name, tensors, shape_of(form, name, tensors))
 
         def linear_of(name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-            if name not in weights and (quantization != "int8" or ROUTER.search(name)):
+            if name not in weights and (quantization != "int8" or not is_linear(name, len(weight))):
                 return TorchLinear(weight, bias)
             linear = quantized_linear([weights.get(name, weight)], bias, dtype, device, quantization, keeps)
             return TorchLinear(weight, bias) if isinstance(linear, TorchLinear) else linear
