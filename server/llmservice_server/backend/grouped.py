@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar, cast
 
+import numpy as np
 import torch
 
 from llmservice_server.backend.base import (
@@ -45,7 +46,8 @@ class _Part:
         tables = of_groups[self.group]
         if self.together == 1:
             return tables
-        return [array("i", [block * self.together + self.number for block in table]) for table in tables]
+        blocks = (np.asarray(table, np.int32) * self.together + self.number for table in tables)
+        return [array("i", each.tobytes()) for each in blocks]
 
 
 class GroupedAttention(Generic[A]):
