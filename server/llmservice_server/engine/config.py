@@ -22,7 +22,7 @@ Device = Literal["auto", "cpu", "cuda"]
 SchedulerName = Literal["continuous", "dynamic", "static"]
 QueueOrder = Literal["fcfs", "sjf"]
 LaneName = Literal["interactive", "batch"]  # in the order in which they are served
-ToolCallFormatName = Literal["auto", "none", "hermes", "qwen3_coder", "mistral", "llama3_json", "harmony"]
+ToolCallFormatName = Literal["auto", "none", "hermes", "qwen3_coder", "glm", "mistral", "llama3_json", "harmony"]
 ReasoningFormatName = Literal["auto", "none", "think", "harmony"]
 
 

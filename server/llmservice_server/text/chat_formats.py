@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from llmservice_server.engine.config import ReasoningFormatName, ToolCallFormatName
 from llmservice_server.sampling.grammar import LarkRules, behind, lark_grammar
 from llmservice_server.text import tool_calls
-from llmservice_server.text.qwen3_coder import QWEN3_CODER
 from llmservice_server.text.reasoning import (
     CALL,
     CHANNEL,
@@ -29,6 +28,7 @@ from llmservice_server.text.reasoning import (
     think_rules,
 )
 from llmservice_server.text.tool_calls import ToolFormat, ToolSchema
+from llmservice_server.text.xml_calls import GLM, GLM_COMPACT, QWEN3_CODER
 
 END_TOKENS: Mapping[str, tuple[str, ...]] = {"harmony": (CALL, "<|return|>"), "llama3_json": ("<|eom_id|>",)}
 """Tokens that end an answer in a format, also where generation_config.json does not name them."""
@@ -66,7 +66,9 @@ class FormatNames:
 def _tool_call_format(template: str) -> ToolCallFormatName:
     if "<|channel|>" in template:
         return "harmony"
-    if "<tool_call>" in template and "<arg_key>" not in template:  # GLM's
+    if "<tool_call>" in template:
+        if "<arg_key>" in template:
+            return "glm"
         return "qwen3_coder" if "<function=" in template else "hermes"
     if "[TOOL_CALLS]" in template:
         return "mistral"
@@ -179,7 +181,9 @@ def _tool_format(name: ToolCallFormatName, template: str) -> ToolFormat | None:
     """None: none, or harmony, which has no format of calls of its own."""
     if name == "mistral" and "[ARGS]" in template:
         return tool_calls.MISTRAL_ARGS
-    formats = (tool_calls.HERMES, QWEN3_CODER, tool_calls.MISTRAL, tool_calls.LLAMA3_JSON)
+    if name == "glm" and "</arg_key><arg_value>" in template:
+        return GLM_COMPACT
+    formats = (tool_calls.HERMES, QWEN3_CODER, GLM, tool_calls.MISTRAL, tool_calls.LLAMA3_JSON)
     return {layout.name: layout for layout in formats}.get(name)
 
 

@@ -14,9 +14,9 @@ from llguidance import LLMatcher, LLTokenizer
 
 from llmservice_server.sampling.grammar import check_grammar, json_grammar
 from llmservice_server.text.chat_formats import ChatFormatError, ChatFormats, FormatNames
-from llmservice_server.text.qwen3_coder import read_value
 from llmservice_server.text.reasoning import HARMONY_MARKERS, THINK_MARKERS, Beginning, ReasoningTokens
 from llmservice_server.text.tool_calls import Parsed, ToolSchema, merge
+from llmservice_server.text.xml_calls import read_value
 from llmservice_server.tiny import tokenizer as tiny_tokenizer
 
 TOOLS = [
@@ -27,6 +27,8 @@ TOOLS = [
 TEMPLATES = {
     "hermes": "<tool_call>\n{'name': name, 'arguments': arguments}\n</tool_call>",
     "qwen3_coder": "<tool_call>\n<function={{ name }}>\n<parameter={{ key }}>",
+    "glm": "<tool_call>{{ name }}\n<arg_key>{{ key }}</arg_key>\n<arg_value>",
+    "glm_compact": "<tool_call>{{ name }}<arg_key>{{ key }}</arg_key><arg_value>",
     "mistral": "[TOOL_CALLS][{{ call }}]",
     "mistral_args": "[TOOL_CALLS]{{ name }}[ARGS]{{ arguments }}",
     "llama3_json": "{'\"parameters\": '}",
@@ -41,6 +43,12 @@ CODER_SAY = (
     "</function>\n</tool_call>"
 )
 CODER_NOW = "<tool_call>\n<function=now>\n</function>\n</tool_call>"
+GLM_SAY = (
+    '<tool_call>say\n<arg_key>text</arg_key>\n<arg_value>12 <b>\n"é"\n</arg_value>\n<arg_key>loud</arg_key>\n'
+    "<arg_value>false</arg_value>\n</tool_call>"
+)
+GLM_ADD = "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>"  # GLM-4.7's
+GLM_NOW = "<tool_call>now\n</tool_call>"
 ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
 HARMONY_ADD = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}'
 
@@ -67,6 +75,13 @@ ANSWERS: list[tuple[str, Beginning, str, str, str, list[tuple[str, str]]]] = [
     ("qwen3_coder", "content", "<tool_call>\n<function=say>\n<parameter=text>a</parameter>\n</function>", "", "",
      [("say", '{"text": "a"}')]),
     ("qwen3_coder", "content", "<tool_call>\n<function=sa", "<tool_call>\n<function=sa", "", []),
+    ("glm", "content", f"Well.\n{GLM_SAY}\n{GLM_NOW}", "Well.\n", "",
+     [("say", '{"text": "12 <b>\\n\\"é\\"\\n", "loud": false}'), ("now", "{}")]),
+    ("glm", "content", "<tool_call>say\n<arg_key>text</arg_key>\n<arg_value>cut of", "", "",
+     [("say", '{"text": "cut of')]),
+    ("glm", "content", "<tool_call>say\n<arg_key>loud</arg_key>\n<arg_value>tr", "", "", [("say", '{"loud": tr')]),
+    ("glm", "content", "<tool_call>sa", "<tool_call>sa", "", []),
+    ("glm_compact", "content", f"{GLM_ADD}<tool_call>now</tool_call>", "", "", [("add", '{"a": 1}'), ("now", "{}")]),
     ("mistral", "content", '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}, {"name": "now", "arguments": {}}]', "",
      "", [("add", '{"a": 1}'), ("now", "{}")]),
     ("mistral", "content", 'Hi[TOOL_CALLS] [{"name": "now", "arguments": {}}]', "Hi", "", [("now", "{}")]),
@@ -172,7 +187,8 @@ def test_an_argument_in_xml_has_the_type_that_its_schema_allows(text: str, schem
         (TEMPLATES["mistral"], [], "mistral", "none"),
         (TEMPLATES["llama3_json"], [], "llama3_json", "none"),
         (TEMPLATES["harmony"], [], "harmony", "harmony"),
-        ("<tool_call>{{ name }}\n<arg_key>", [], "none", "none"),
+        (TEMPLATES["glm"], ["<think>"], "glm", "think"),
+        (TEMPLATES["glm_compact"], [], "glm", "none"),
         (tiny_tokenizer.CHAT_TEMPLATE, [], "hermes", "none"),
         ("{{ messages }}", [], "none", "none"),
     ],
@@ -211,7 +227,9 @@ def test_the_prompt_shows_where_the_answer_begins(
     assert formats(name).beginning(prompt_end, continued) == beginning
 
 
+ARGUMENTS = ["<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"]
 MARKERS = [*THINK_MARKERS, *HARMONY_MARKERS, "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"]
+MARKERS += ARGUMENTS
 LETTERS = LLTokenizer(tiny_tokenizer.train(1024).to_str(), eos_token=1)
 
 
@@ -237,6 +255,8 @@ CALLS = {
         "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
         CODER_NOW,
     ],
+    "glm": ["<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>", GLM_NOW],
+    "glm_compact": [GLM_ADD, "<tool_call>now</tool_call>"],
     "mistral": ['{"name": "add", "arguments": {"a": 1}}', '{"name": "now", "arguments": {}}'],
     "mistral_args": ['[TOOL_CALLS]add[ARGS]{"a": 1}', "[TOOL_CALLS]now[ARGS]{}"],
     "llama3_json": ['{"name": "add", "parameters": {"a": 1}}', '{"name": "now", "parameters": {}}'],
@@ -246,7 +266,7 @@ FINAL = "<|channel|>final<|message|>"
 
 
 def _join(name: str, calls: Sequence[str]) -> str:
-    separator = {"hermes": "\n", "qwen3_coder": "\n", "mistral": ", ", "llama3_json": "; "}.get(name, "")
+    separator = {"hermes": "\n", "qwen3_coder": "\n", "glm": "\n", "mistral": ", ", "llama3_json": "; "}.get(name, "")
     return f"[TOOL_CALLS][{separator.join(calls)}]" if name == "mistral" else separator.join(calls)
 
 
@@ -316,14 +336,22 @@ def test_reasoning_that_the_prompt_began_has_to_end_before_what_is_constrained(i
         ({"type": "array", "items": {"$ref": "#/$defs/n"}}, '["a"]', False),
     ],
 )
-def test_qwens_parameters_conform_to_their_schemas(schema: dict[str, Any], value: str, expected: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=p>\n{}\n</parameter>\n</function>\n</tool_call>"),
+        ("glm", "<tool_call>f\n<arg_key>p</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>"),
+    ],
+)
+def test_arguments_in_xml_conform_to_their_schemas(
+    name: str, written: str, schema: dict[str, Any], value: str, expected: bool
+) -> None:
     arguments = {"type": "object", "properties": {"p": schema}, "required": ["p"], "$defs": {"n": {"type": "integer"}}}
     tools = [ToolSchema("f", arguments)]
-    grammar = formats("qwen3_coder").tool_grammar(tools, "content", required=True, parallel=False)
-    text = f"<tool_call>\n<function=f>\n<parameter=p>\n{value}\n</parameter>\n</function>\n</tool_call>"
+    grammar, text = formats(name).tool_grammar(tools, "content", required=True, parallel=False), written.format(value)
     assert allowed(grammar, text, LETTERS) == expected
     if expected:
-        parser = formats("qwen3_coder").parser(tools, "content")
+        parser = formats(name).parser(tools, "content")
         [call] = merge(parser.append(text).calls)
         assert json.loads(call.arguments) == {"p": json.loads(read_value(value, schema))}
 
@@ -334,6 +362,11 @@ def test_a_function_with_free_arguments_takes_any_parameters() -> None:
     parameter = "<parameter={}>\nx\n</parameter>\n"
     body = parameter.format("a") + parameter.format("b")
     assert allowed(grammar, f"<tool_call>\n<function=f>\n{body}</function>\n</tool_call>", LETTERS)
+    for tokenizer, vocabulary in (TOKENS, (LETTERS, {})):
+        grammar = formats("glm_compact", vocabulary).tool_grammar(tools, "content", required=True, parallel=False)
+        body = "".join(f"<arg_key>{key}</arg_key><arg_value>x\n</arg_value>" for key in "ab")
+        assert allowed(grammar, f"<tool_call>f{body}</tool_call>", tokenizer)
+        assert not allowed(grammar, f"<tool_call>f{body}", tokenizer)
 
 
 def test_tokens_of_a_format_are_kept_and_may_end_an_answer() -> None:

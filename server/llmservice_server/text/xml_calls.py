@@ -1,38 +1,62 @@
-"""Qwen3-Coder's tool calls: a function and its parameters in tags, the strings among them as they are."""
+"""Tool calls of Qwen3-Coder and GLM: a function and its arguments in tags, the strings among them as they are."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from llmservice_server.sampling.grammar import LarkRules, escaped, with_white_space
 from llmservice_server.text.detokenizer import StopStrings
 from llmservice_server.text.tool_calls import Parsed, ToolCallParser, ToolFormat, ToolSchema
 
-_VALUE_END = "\n</parameter>"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class XmlFormat(ToolFormat):
-    """A call is `<function=name>`, the arguments as `<parameter=key>` and a value, `</function>`.
+    """A call is `head` with the function's name, arguments, `tail`; an argument `key` with its name, a value, `close`.
 
     Strings are written as they are, other values as JSON.
     """
 
+    head: str  # %s: the name
+    key: str  # likewise
+    close: str  # of a value
+    between: str  # what follows it
+    tail: str
+    found_head: re.Pattern[str]  # these and the next find them also where a model writes them a little differently
+    found_key: re.Pattern[str]
+    found_tail: re.Pattern[str]
+    wraps: bool  # in newlines, which are no part of a value
+
     def call(self, rules: LarkRules, tool: ToolSchema) -> str:
-        body, newline = [rules.literal(f"<function={tool.name}>\n")], json.dumps("\n")
+        body, between = [rules.literal(self.head % tool.name)], rules.literal(self.between)
         for key, schema in properties(tool.arguments).items():
-            parameter = f"{json.dumps(f'<parameter={key}>')} {newline} {_value(rules, schema)} {newline}"
-            body.append(parameter if key in tool.arguments.get("required", ()) else f"({parameter})?")
+            argument = f"{rules.literal(self.key % key)} {self._value(rules, schema)} {between}"
+            body.append(argument if key in tool.arguments.get("required", ()) else f"({argument})?")
         if "properties" not in tool.arguments and tool.arguments.get("additionalProperties", True) is not False:
-            body.append(f'("<parameter=" /[^>\\n]{{1,64}}/ ">\\n" {_string(rules)} "\\n")*')
-        return " ".join([*body, rules.literal("</function>")])
+            before, after = map(rules.literal, self.key.split("%s"))
+            body.append(f"({before} /[^<>\n]{{1,64}}/ {after} {self._string(rules)} {between})*")
+        return " ".join([*body, rules.literal(self.tail)]).strip()
 
     def parser(self, tools: Sequence[ToolSchema]) -> ToolCallParser:
         return XmlCallParser(self, tools)
+
+    def _value(self, rules: LarkRules, schema: Mapping[str, Any]) -> str:
+        """The grammar of an argument, with the tag that ends it."""
+        choices, close = _choices(schema), rules.literal(self.close)
+        if choices is not None:
+            written = [choice if isinstance(choice, str) else json.dumps(choice) for choice in choices]
+            return f"({' | '.join(map(json.dumps, written))}) {close}"
+        if "string" not in json_types(schema):
+            return f"%json {json.dumps(with_white_space(dict(schema)))} {close}"
+        least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+        return self._string(rules, f"(.|\n){{{least},{most}}}" if least or most else "(.|\n)*")
+
+    def _string(self, rules: LarkRules, pattern: str = "(.|\n)*") -> str:
+        unless = f"(.|\n)*{escaped(self.close.strip())}(.|\n)*"
+        return rules.text_until(self.close, pattern=pattern, unless=unless)[1]
 
 
 def properties(arguments: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -40,22 +64,6 @@ def properties(arguments: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     shared = {name: arguments[name] for name in ("$defs", "definitions") if name in arguments}
     schemas = arguments.get("properties", {})
     return {key: schema | shared if isinstance(schema, dict) else shared for key, schema in schemas.items()}
-
-
-def _value(rules: LarkRules, schema: Mapping[str, Any]) -> str:
-    """The grammar of an argument, with the tag that ends it."""
-    choices = _choices(schema)
-    if choices is not None:
-        written = [choice if isinstance(choice, str) else json.dumps(choice) for choice in choices]
-        return f"({' | '.join(map(json.dumps, written))}) {json.dumps(_VALUE_END)}"
-    if "string" not in json_types(schema):
-        return f"%json {json.dumps(with_white_space(dict(schema)))} {json.dumps(_VALUE_END)}"
-    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-    return _string(rules, f"(.|\\n){{{least},{most}}}" if least or most else "(.|\\n)*")
-
-
-def _string(rules: LarkRules, pattern: str = "(.|\\n)*") -> str:
-    return rules.text_until(_VALUE_END, pattern=pattern, unless=f"(.|\\n)*{escaped(_VALUE_END.strip())}(.|\\n)*")[1]
 
 
 def _choices(schema: Mapping[str, Any]) -> Sequence[Any] | None:
@@ -98,19 +106,45 @@ QWEN3_CODER = XmlFormat(
     separator="\n</tool_call>\n<tool_call>\n",
     end="\n</tool_call>",
     markers=("<tool_call>", "</tool_call>"),
+    head="<function=%s>\n",
+    key="<parameter=%s>\n",
+    close="\n</parameter>",
+    between="\n",
+    tail="</function>",
+    found_head=re.compile(r"<function=([^>\s]+)>"),
+    found_key=re.compile(r"\s*<parameter=([^>\n]+)>(?:\n|(?=[^\n]))"),
+    found_tail=re.compile(r"\s*</function>"),
+    wraps=True,
 )
+GLM = XmlFormat(
+    name="glm",
+    trigger="<tool_call>",
+    separator="</tool_call>\n<tool_call>",
+    end="</tool_call>",
+    markers=("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    head="%s\n",
+    key="<arg_key>%s</arg_key>\n<arg_value>",
+    close="</arg_value>",
+    between="\n",
+    tail="",
+    found_head=re.compile(r"<tool_call>\s*([^<>\s]+)\s*(?=<)"),
+    found_key=re.compile(r"\s*<arg_key>([^<]+)</arg_key>\s*<arg_value>"),
+    found_tail=re.compile(r"\s*</tool_call>"),
+    wraps=False,
+)
+"""GLM-4.5's and 4.6's."""
+GLM_COMPACT = replace(
+    GLM, separator="</tool_call><tool_call>", head="%s", key="<arg_key>%s</arg_key><arg_value>", between=""
+)
+"""GLM-4.7's and later ones'."""
 
 
 class XmlCallParser(ToolCallParser):
     """Passes strings on as they arrive, other arguments once they are complete."""
 
-    _HEAD = re.compile(r"<function=([^>\s]+)>")
-    _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-    _OPENING = re.compile(r"\s*<parameter=([^>\n]+)>(?:\n|(?=[^\n]))")
-    _END = re.compile(r"\s*</function>")
-
-    def __init__(self, layout: ToolFormat, tools: Sequence[ToolSchema]) -> None:
+    def __init__(self, layout: XmlFormat, tools: Sequence[ToolSchema]) -> None:
         super().__init__(layout)
+        self._format = layout
         self._schemas = {tool.name: properties(tool.arguments) for tool in tools}
         self._called: Mapping[str, Mapping[str, Any]] | None = None  # the open call's
         self._num_arguments = 0
@@ -122,7 +156,7 @@ class XmlCallParser(ToolCallParser):
 
     def _step(self, parsed: Parsed) -> bool:
         if self._called is None:
-            head = self._HEAD.search(self._pending)
+            head = self._format.found_head.search(self._pending)
             if head is None:
                 return False
             self._begin_call(parsed, head[1], head)
@@ -134,17 +168,19 @@ class XmlCallParser(ToolCallParser):
 
     def _take_argument(self, schemas: Mapping[str, Any], parsed: Parsed) -> bool:
         """One argument, the beginning of a string, or the end of the call."""
-        opening = self._OPENING.match(self._pending)
-        if opening is not None and json_types(schemas.get(opening[1], {})) == {"string"}:
-            self._add_argument(parsed, opening[1], '"')
-            self._string = StopStrings([_VALUE_END, _VALUE_END.strip()])
-            self._pending = self._pending[opening.end() :]
+        close, key = self._format.close, self._format.found_key.match(self._pending)
+        if key is not None and json_types(schemas.get(key[1], {})) == {"string"}:
+            self._add_argument(parsed, key[1], '"')
+            self._string = StopStrings([close, close.strip()])
+            self._pending = self._pending[key.end() :]
             return True
-        if "</parameter>" in self._pending and (parameter := self._PARAMETER.match(self._pending)):
-            self._add_argument(parsed, parameter[1], read_value(parameter[2], schemas.get(parameter[1], {})))
-            self._pending = self._pending[parameter.end() :]
+        if key is not None and (end := self._pending.find(close.strip(), key.end())) >= 0:
+            text = self._pending[key.end() : end]
+            text = text.removesuffix("\n") if self._format.wraps else text
+            self._add_argument(parsed, key[1], read_value(text, schemas.get(key[1], {})))
+            self._pending = self._pending[end + len(close.strip()) :]
             return True
-        if ended := self._END.match(self._pending):
+        if ended := self._format.found_tail.match(self._pending):
             self._add_arguments(parsed, "}" if self._num_arguments else "{}")
             self._pending, self._called = self._pending[ended.end() :], None
             return True
@@ -166,8 +202,8 @@ class XmlCallParser(ToolCallParser):
     def _flush_arguments(self, rest: str, parsed: Parsed) -> None:
         if self._string is not None:
             self._add_arguments(parsed, _escaped_json(self._string.flush()))
-        elif opening := self._OPENING.match(rest):
-            self._add_argument(parsed, opening[1], _escaped_json(rest[opening.end() :]))
+        elif key := self._format.found_key.match(rest):
+            self._add_argument(parsed, key[1], _escaped_json(rest[key.end() :]))
         elif not self._num_arguments:
             self._add_arguments(parsed, "{")
 
