@@ -22,8 +22,10 @@ Device = Literal["auto", "cpu", "cuda"]
 SchedulerName = Literal["continuous", "dynamic", "static"]
 QueueOrder = Literal["fcfs", "sjf"]
 LaneName = Literal["interactive", "batch"]  # in the order in which they are served
-ToolCallFormatName = Literal["auto", "none", "hermes", "qwen3_coder", "glm", "mistral", "llama3_json", "harmony"]
-ReasoningFormatName = Literal["auto", "none", "think", "harmony"]
+ToolCallFormatName = Literal[
+    "auto", "none", "hermes", "qwen3_coder", "glm", "gemma", "mistral", "llama3_json", "harmony"
+]
+ReasoningFormatName = Literal["auto", "none", "think", "gemma", "harmony"]
 
 
 @dataclass(frozen=True, slots=True)

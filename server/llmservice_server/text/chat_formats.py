@@ -8,29 +8,30 @@ from dataclasses import dataclass
 from llmservice_server.engine.config import ReasoningFormatName, ToolCallFormatName
 from llmservice_server.sampling.grammar import LarkRules, behind, lark_grammar
 from llmservice_server.text import tool_calls
+from llmservice_server.text.gemma import GEMMA
 from llmservice_server.text.reasoning import (
     CALL,
     CHANNEL,
     END,
-    END_THINK,
     HARMONY_MARKERS,
     MESSAGE,
     START,
-    STARTS_WITH_THINK,
-    THINK,
-    THINK_MARKERS,
+    TAGS,
     AnswerParser,
     Beginning,
     HarmonyParser,
     TextParser,
     ThinkParser,
     harmony_rules,
-    think_rules,
 )
 from llmservice_server.text.tool_calls import ToolFormat, ToolSchema
 from llmservice_server.text.xml_calls import GLM, GLM_COMPACT, QWEN3_CODER
 
-END_TOKENS: Mapping[str, tuple[str, ...]] = {"harmony": (CALL, "<|return|>"), "llama3_json": ("<|eom_id|>",)}
+END_TOKENS: Mapping[str, tuple[str, ...]] = {
+    "harmony": (CALL, "<|return|>"),
+    "llama3_json": ("<|eom_id|>",),
+    "gemma": ("<turn|>", "<|tool_response>"),
+}
 """Tokens that end an answer in a format, also where generation_config.json does not name them."""
 
 
@@ -66,6 +67,8 @@ class FormatNames:
 def _tool_call_format(template: str) -> ToolCallFormatName:
     if "<|channel|>" in template:
         return "harmony"
+    if "<|tool_call>" in template:
+        return "gemma"
     if "<tool_call>" in template:
         if "<arg_key>" in template:
             return "glm"
@@ -78,7 +81,10 @@ def _tool_call_format(template: str) -> ToolCallFormatName:
 def _reasoning_format(template: str, vocabulary: Mapping[str, int]) -> ReasoningFormatName:
     if "<|channel|>" in template:
         return "harmony"
-    return "think" if THINK in template or END_THINK in template or THINK in vocabulary else "none"
+    if "<|channel>" in template:
+        return "gemma"
+    think = TAGS["think"]
+    return "think" if think.begin in template or think.end in template or think.begin in vocabulary else "none"
 
 
 class ChatFormats:
@@ -90,7 +96,8 @@ class ChatFormats:
         self._is_harmony = "harmony" in (self.names.tool_calls, self.names.reasoning)
         self._tool_format = _tool_format(self.names.tool_calls, chat_template)
         markers: tuple[str, ...] = HARMONY_MARKERS if self._is_harmony else ()
-        markers += THINK_MARKERS if self.names.reasoning == "think" else ()
+        self._tags = TAGS.get(self.names.reasoning)
+        markers += self._tags.markers if self._tags is not None else ()
         self._one_call = "single tool-call" in chat_template  # Llama 3.1's refuses a message with several
         self._kept = _ids(markers, vocabulary)
         self._tool_ids = _ids(self._tool_format.markers, vocabulary) if self._tool_format else {}
@@ -114,18 +121,19 @@ class ChatFormats:
         """Where an answer begins. `prompt_end`: the prompt's last words; `continued`: the message that it continues."""
         if self._is_harmony:
             return "open" if continued is None else "content"
-        if self.names.reasoning != "think":
+        if (tags := self._tags) is None:
             return "content"
         if continued is not None:
-            return "reasoning" if continued.rfind(THINK) > continued.rfind(END_THINK) else "content"
-        if prompt_end.rstrip().endswith(THINK):
+            return "reasoning" if continued.rfind(tags.begin) > continued.rfind(tags.end) else "content"
+        if prompt_end.rstrip().endswith(tags.begin):
             return "reasoning"
-        return "content" if prompt_end.rstrip().endswith(END_THINK) else "open"
+        return "content" if prompt_end.rstrip().endswith(tags.end) else "open"
 
     @property
     def reasoning_marks(self) -> tuple[str, frozenset[int]] | None:
         """What begins reasoning, and the tokens that end it; None where it cannot be told by tokens."""
-        marks = {"think": (THINK, (END_THINK,)), "harmony": (f"{CHANNEL}analysis{MESSAGE}", (END, CALL, START))}
+        marks: dict[str, tuple[str, tuple[str, ...]]] = {name: (tags.begin, (tags.end,)) for name, tags in TAGS.items()}
+        marks |= {"harmony": (f"{CHANNEL}analysis{MESSAGE}", (END, CALL, START))}
         begin, ends = marks.get(self.names.reasoning, ("", ()))
         return (begin, frozenset(self._kept[end] for end in ends)) if ends and self._kept.keys() >= {*ends} else None
 
@@ -137,7 +145,7 @@ class ChatFormats:
         following: AnswerParser = TextParser()
         if tools and self._tool_format is not None:
             following = self._tool_format.parser(tools)
-        return ThinkParser(following, beginning) if self.names.reasoning == "think" else following
+        return following if self._tags is None else ThinkParser(following, beginning, self._tags)
 
     def behind_reasoning(self, grammar: str, beginning: Beginning) -> str:
         """The grammar of answers whose content is in `grammar`, with the reasoning before it."""
@@ -146,7 +154,8 @@ class ChatFormats:
             return grammar
         if self._is_harmony:
             return behind(grammar, rules.text(harmony_rules(rules, "@answer", (), beginning)))
-        return behind(grammar, rules.text(f"{think_rules(rules, beginning)} @answer"))
+        reasoning = "" if self._tags is None else self._tags.rules(rules, beginning)
+        return behind(grammar, rules.text(f"{reasoning} @answer"))
 
     def tool_grammar(
         self,
@@ -168,8 +177,8 @@ class ChatFormats:
             start = harmony_rules(rules, answer, tools, beginning)
         else:
             assert self._tool_format is not None  # noqa: S101  # the caller has checked `can_call`
-            unless = STARTS_WITH_THINK if beginning == "open" else ""
-            reasoning = think_rules(rules, beginning)
+            unless = self._tags.pattern if self._tags is not None and beginning == "open" else ""
+            reasoning = "" if self._tags is None else self._tags.rules(rules, beginning)
             several = parallel and not self._one_call
             start = self._tool_format.answer(rules, tools, answer, parallel=several, unless=unless)
             start = f"{reasoning} ({start})" if reasoning else start
@@ -183,7 +192,7 @@ def _tool_format(name: ToolCallFormatName, template: str) -> ToolFormat | None:
         return tool_calls.MISTRAL_ARGS
     if name == "glm" and "</arg_key><arg_value>" in template:
         return GLM_COMPACT
-    formats = (tool_calls.HERMES, QWEN3_CODER, GLM, tool_calls.MISTRAL, tool_calls.LLAMA3_JSON)
+    formats = (tool_calls.HERMES, QWEN3_CODER, GLM, GEMMA, tool_calls.MISTRAL, tool_calls.LLAMA3_JSON)
     return {layout.name: layout for layout in formats}.get(name)
 
 

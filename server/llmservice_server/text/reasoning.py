@@ -1,13 +1,14 @@
-"""Reasoning apart from the answer: `<think>…</think>`, and harmony's channels, which hold tool calls as well."""
+"""Reasoning apart from the answer: between two tags, or in harmony's channels, which hold tool calls as well."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Sequence, Set
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from llmservice_server.sampling.grammar import LarkRules, with_white_space
+from llmservice_server.sampling.grammar import LarkRules, escaped, with_white_space
 from llmservice_server.text.detokenizer import StopStrings
 from llmservice_server.text.tool_calls import Call, Parsed, ToolSchema, call_id
 
@@ -62,24 +63,39 @@ class ReasoningTokens:
                 self.num_tokens += 1
 
 
-THINK, END_THINK = "<think>", "</think>"
-THINK_MARKERS = (THINK, END_THINK)
-STARTS_WITH_THINK = rf"\s*{THINK}(.|\n)*"
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """What reasoning stands between, and the tokens that these are made of."""
+
+    begin: str
+    end: str
+    markers: tuple[str, ...]
+
+    @property
+    def pattern(self) -> str:
+        """Of text that begins with reasoning."""
+        return rf"\s*{escaped(self.begin)}(.|\n)*"
+
+    def rules(self, rules: LarkRules, beginning: Beginning) -> str:
+        """The grammar of reasoning before an answer; empty: there is none."""
+        if beginning == "content":
+            return ""
+        _, reasoning = rules.text_until(self.end)
+        rules.add(r"WHITE_SPACE: /[ \n]{1,4}/")
+        if beginning == "reasoning":
+            return f"{reasoning} WHITE_SPACE?"
+        return f"({rules.literal(self.begin)} {reasoning} WHITE_SPACE?)?"
 
 
-def think_rules(rules: LarkRules, beginning: Beginning) -> str:
-    """The grammar of reasoning before an answer; empty: there is none."""
-    if beginning == "content":
-        return ""
-    _, reasoning = rules.text_until(END_THINK)
-    rules.add(r"WHITE_SPACE: /[ \n]{1,4}/")
-    if beginning == "reasoning":
-        return f"{reasoning} WHITE_SPACE?"
-    return f"({rules.literal(THINK)} {reasoning} WHITE_SPACE?)?"
+TAGS = {
+    "think": Tags("<think>", "</think>", ("<think>", "</think>")),
+    "gemma": Tags("<|channel>thought", "<channel|>", ("<|channel>", "<channel|>")),
+}
+"""By the names of formats."""
 
 
 class ThinkParser:
-    """Reasoning stands between `<think>` and `</think>` at the beginning of an answer, without white space around it.
+    """Reasoning stands between two tags at the beginning of an answer, without white space around it.
 
     ```
     <think>\\n ... \\n</think>\\n\\n ...
@@ -87,10 +103,11 @@ class ThinkParser:
     ```
     """
 
-    def __init__(self, following: AnswerParser, beginning: Beginning) -> None:
+    def __init__(self, following: AnswerParser, beginning: Beginning, tags: Tags) -> None:
         self._following = following
         self._state = beginning
-        self._end = StopStrings([END_THINK])
+        self._begin = tags.begin
+        self._end = StopStrings([tags.end])
         self._held = ""  # what may be the first tag, or white space before a tag
         self._drops_space = beginning == "reasoning"
 
@@ -102,11 +119,11 @@ class ThinkParser:
         if self._state == "open":
             self._held += text
             begun = self._held.lstrip()
-            if THINK.startswith(begun):
+            if self._begin.startswith(begun):
                 return Parsed()
-            self._state = "reasoning" if begun.startswith(THINK) else "content"
+            self._state = "reasoning" if begun.startswith(self._begin) else "content"
             self._drops_space = self._state == "reasoning"
-            text, self._held = begun.removeprefix(THINK) if self._drops_space else self._held, ""
+            text, self._held = begun.removeprefix(self._begin) if self._drops_space else self._held, ""
         parsed = Parsed()
         if self._state == "reasoning":
             self._reason(self._end.append(text), parsed)

@@ -45,7 +45,7 @@ class XmlFormat(ToolFormat):
 
     def _value(self, rules: LarkRules, schema: Mapping[str, Any]) -> str:
         """The grammar of an argument, with the tag that ends it."""
-        choices, close = _choices(schema), rules.literal(self.close)
+        choices, close = choices_of(schema), rules.literal(self.close)
         if choices is not None:
             written = [choice if isinstance(choice, str) else json.dumps(choice) for choice in choices]
             return f"({' | '.join(map(json.dumps, written))}) {close}"
@@ -66,7 +66,7 @@ def properties(arguments: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return {key: schema | shared if isinstance(schema, dict) else shared for key, schema in schemas.items()}
 
 
-def _choices(schema: Mapping[str, Any]) -> Sequence[Any] | None:
+def choices_of(schema: Mapping[str, Any]) -> Sequence[Any] | None:
     return [schema["const"]] if "const" in schema else schema.get("enum")
 
 
@@ -88,7 +88,7 @@ def json_types(schema: Mapping[str, Any]) -> frozenset[str]:
 def read_value(text: str, schema: Mapping[str, Any]) -> str:
     """The JSON of an argument that is written as `text`."""
     types, value = json_types(schema), text
-    if text not in (_choices(schema) or ()) and types != {"string"}:
+    if text not in (choices_of(schema) or ()) and types != {"string"}:
         try:
             read = json.loads(text)
         except ValueError:
@@ -191,7 +191,7 @@ class XmlCallParser(ToolCallParser):
         self._num_arguments += 1
 
     def _take_string(self, string: StopStrings, parsed: Parsed) -> bool:
-        self._add_arguments(parsed, _escaped_json(string.append(self._pending)))
+        self._add_arguments(parsed, escaped_json(string.append(self._pending)))
         self._pending = string.rest
         if string.matched is None:
             return False
@@ -201,13 +201,13 @@ class XmlCallParser(ToolCallParser):
 
     def _flush_arguments(self, rest: str, parsed: Parsed) -> None:
         if self._string is not None:
-            self._add_arguments(parsed, _escaped_json(self._string.flush()))
+            self._add_arguments(parsed, escaped_json(self._string.flush()))
         elif key := self._format.found_key.match(rest):
-            self._add_argument(parsed, key[1], _escaped_json(rest[key.end() :]))
+            self._add_argument(parsed, key[1], escaped_json(rest[key.end() :]))
         elif not self._num_arguments:
             self._add_arguments(parsed, "{")
 
 
-def _escaped_json(text: str) -> str:
+def escaped_json(text: str) -> str:
     """A piece of a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]

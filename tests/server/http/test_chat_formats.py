@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 import tokenizers
 
-from llmservice_server.text.reasoning import HARMONY_MARKERS, THINK_MARKERS
+from llmservice_server.text.reasoning import HARMONY_MARKERS, TAGS
 from llmservice_server.tiny import tokenizer as tiny_tokenizer
 from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model
 
@@ -28,6 +28,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "now"}},
 ]
 SCHEMAS = {"get_weather": WEATHER, "now": {"type": "object", "maxProperties": 0}}
+THINK_MARKERS = TAGS["think"].markers
 MARKERS = [*THINK_MARKERS, *HARMONY_MARKERS, "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"]
 TURNS = "{% for message in messages %}{{ message.role + ': ' + message.content + '\\n' }}{% endfor %}assistant: "
 THINKS = "{% if enable_thinking | default(true) %}<think>\n{% else %}<think>\n\n</think>\n\n{% endif %}"
@@ -192,4 +193,4 @@ def test_tools_are_refused_by_a_server_without_a_format(start_server: Callable[.
 def test_an_unknown_format_is_refused_with_the_known_ones(start_server: Callable[..., Any]) -> None:
     server = start_server("--tool-call-format", "xml")
     assert server.wait_for_exit() == 2
-    assert "hermes, qwen3_coder, glm, mistral, llama3_json, harmony" in "".join(server.errors).replace("'", "")
+    assert "hermes, qwen3_coder, glm, gemma, mistral, llama3_json, harmony" in "".join(server.errors).replace("'", "")

@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from llmservice_server.sampling.grammar import check_grammar, json_grammar
 from llmservice_server.text.chat_formats import ChatFormatError, ChatFormats, FormatNames
-from llmservice_server.text.reasoning import HARMONY_MARKERS, THINK_MARKERS, Beginning, ReasoningTokens
+from llmservice_server.text.reasoning import HARMONY_MARKERS, TAGS, Beginning, ReasoningTokens
 from llmservice_server.text.tool_calls import Parsed, ToolSchema, merge
 from llmservice_server.text.xml_calls import read_value
 from llmservice_server.tiny import tokenizer as tiny_tokenizer
@@ -29,6 +29,8 @@ TEMPLATES = {
     "qwen3_coder": "<tool_call>\n<function={{ name }}>\n<parameter={{ key }}>",
     "glm": "<tool_call>{{ name }}\n<arg_key>{{ key }}</arg_key>\n<arg_value>",
     "glm_compact": "<tool_call>{{ name }}<arg_key>{{ key }}</arg_key><arg_value>",
+    "gemma": "<|tool_call>call:{{ name }}",
+    "channel": "<|channel>thought\n<channel|>",
     "mistral": "[TOOL_CALLS][{{ call }}]",
     "mistral_args": "[TOOL_CALLS]{{ name }}[ARGS]{{ arguments }}",
     "llama3_json": "{'\"parameters\": '}",
@@ -49,6 +51,9 @@ GLM_SAY = (
 )
 GLM_ADD = "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>"  # GLM-4.7's
 GLM_NOW = "<tool_call>now\n</tool_call>"
+GEMMA_ADD, GEMMA_NOW = "<|tool_call>call:add{a:1}<tool_call|>", "<|tool_call>call:now{}<tool_call|>"
+GEMMA_SAY = '<|tool_call>call:say{text:<|"|>12 <b>\n"é", {x:1}<|"|>,loud:false}<tool_call|>'
+GEMMA_MORE = '<|tool_call>call:f{a:[1,<|"|>x<|"|>,{b: <|"|><|"|>, c:null}],d:{},<|"|>e f<|"|>:-1.5}<tool_call|>'
 ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
 HARMONY_ADD = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}'
 
@@ -82,6 +87,14 @@ ANSWERS: list[tuple[str, Beginning, str, str, str, list[tuple[str, str]]]] = [
     ("glm", "content", "<tool_call>say\n<arg_key>loud</arg_key>\n<arg_value>tr", "", "", [("say", '{"loud": tr')]),
     ("glm", "content", "<tool_call>sa", "<tool_call>sa", "", []),
     ("glm_compact", "content", f"{GLM_ADD}<tool_call>now</tool_call>", "", "", [("add", '{"a": 1}'), ("now", "{}")]),
+    ("gemma channel", "open", f"<|channel>thought\nHm.\n<channel|>Well.{GEMMA_SAY}{GEMMA_NOW}", "Well.", "Hm.",
+     [("say", '{"text":"12 <b>\\n\\"é\\", {x:1}","loud":false}'), ("now", "{}")]),
+    ("gemma", "content", GEMMA_MORE, "", "",
+     [("f", '{"a":[1,"x",{"b": "", "c":null}],"d":{},"e f":-1.5}')]),
+    ("gemma", "content", '<|tool_call>call:say{text:<|"|>cut <', "", "", [("say", '{"text":"cut <')]),
+    ("gemma", "content", "<|tool_call>call:say{te", "", "", [("say", "{")]),
+    ("gemma", "content", "<|tool_call>call:sa", "<|tool_call>call:sa", "", []),
+    ("gemma channel", "open", "<|channel>though", "<|channel>though", "", []),
     ("mistral", "content", '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}, {"name": "now", "arguments": {}}]', "",
      "", [("add", '{"a": 1}'), ("now", "{}")]),
     ("mistral", "content", 'Hi[TOOL_CALLS] [{"name": "now", "arguments": {}}]', "Hi", "", [("now", "{}")]),
@@ -189,6 +202,7 @@ def test_an_argument_in_xml_has_the_type_that_its_schema_allows(text: str, schem
         (TEMPLATES["harmony"], [], "harmony", "harmony"),
         (TEMPLATES["glm"], ["<think>"], "glm", "think"),
         (TEMPLATES["glm_compact"], [], "glm", "none"),
+        (TEMPLATES["gemma"] + TEMPLATES["channel"], [], "gemma", "gemma"),
         (tiny_tokenizer.CHAT_TEMPLATE, [], "hermes", "none"),
         ("{{ messages }}", [], "none", "none"),
     ],
@@ -228,8 +242,9 @@ def test_the_prompt_shows_where_the_answer_begins(
 
 
 ARGUMENTS = ["<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"]
+THINK_MARKERS = TAGS["think"].markers
 MARKERS = [*THINK_MARKERS, *HARMONY_MARKERS, "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"]
-MARKERS += ARGUMENTS
+MARKERS += [*ARGUMENTS, *TAGS["gemma"].markers, "<|tool_call>", "<tool_call|>", '<|"|>']
 LETTERS = LLTokenizer(tiny_tokenizer.train(1024).to_str(), eos_token=1)
 
 
@@ -257,6 +272,7 @@ CALLS = {
     ],
     "glm": ["<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>", GLM_NOW],
     "glm_compact": [GLM_ADD, "<tool_call>now</tool_call>"],
+    "gemma": [GEMMA_ADD, GEMMA_NOW],
     "mistral": ['{"name": "add", "arguments": {"a": 1}}', '{"name": "now", "arguments": {}}'],
     "mistral_args": ['[TOOL_CALLS]add[ARGS]{"a": 1}', "[TOOL_CALLS]now[ARGS]{}"],
     "llama3_json": ['{"name": "add", "parameters": {"a": 1}}', '{"name": "now", "parameters": {}}'],
@@ -354,6 +370,53 @@ def test_arguments_in_xml_conform_to_their_schemas(
         parser = formats(name).parser(tools, "content")
         [call] = merge(parser.append(text).calls)
         assert json.loads(call.arguments) == {"p": json.loads(read_value(value, schema))}
+
+
+TREE = {"type": "object", "properties": {"child": {"$ref": "#/$defs/tree"}}, "additionalProperties": False}
+ORDER = {
+    "type": "object",
+    "properties": {
+        "note": {"type": "string"},
+        "size": {"enum": ["s", "m", 3]},
+        "items": {"type": "array", "items": {"anyOf": [{"type": "number"}, {"type": "null"}]}},
+        "tree": {"$ref": "#/$defs/tree"},
+        "more": {},
+    },
+    "required": ["size"],
+    "$defs": {"tree": TREE},
+}
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ('{size:<|"|>m<|"|>}', {"size": "m"}),
+        ("{size:3,items:[]}", {"size": 3, "items": []}),
+        ('{note:<|"|>a, {"b"}: c<|"|>,size:3,items:[1,-2.5e3,null]}',
+         {"note": 'a, {"b"}: c', "size": 3, "items": [1, -2500.0, None]}),
+        ("{size:3,tree:{child:{child:{}}}}", {"size": 3, "tree": {"child": {"child": {}}}}),
+        ('{size:3,more:{a:[true,<|"|><|"|>]}}', {"size": 3, "more": {"a": [True, ""]}}),
+        ("{}", None),
+        ("{size:4}", None),
+        ("{size:3,note:<|\"|>late<|\"|>}", None),
+        ("{size:3,}", None),
+        ("{,size:3}", None),
+        ('{size:3,items:[<|"|>1<|"|>]}', None),
+        ("{size:3,tree:{other:1}}", None),
+        ("{size:3,unknown:1}", None),
+    ],
+)  # fmt: skip
+def test_gemmas_arguments_conform_to_their_schemas(written: str, value: dict[str, Any] | None) -> None:
+    tools = [ToolSchema("now", {}), ToolSchema("order", ORDER)]
+    text = f"<|tool_call>call:order{written}<tool_call|>"
+    for tokenizer, vocabulary in (TOKENS, (LETTERS, {})):
+        chosen = formats("gemma channel", vocabulary)
+        grammar = chosen.tool_grammar(tools, "open", required=True, parallel=True)
+        for before in ("", "<|channel>thought\nHm.\n<channel|>"):
+            assert allowed(grammar, before + text, tokenizer) == (value is not None)
+    if value is not None:
+        [call] = merge(formats("gemma").parser(tools, "content").append(text).calls)
+        assert json.loads(call.arguments) == value
 
 
 def test_a_function_with_free_arguments_takes_any_parameters() -> None:

@@ -1,0 +1,218 @@
+"""Gemma 4's tool calls: `call:name{key:value,…}`, where keys are bare and strings stand between two quote tokens."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llmservice_server.sampling.grammar import LarkRules
+from llmservice_server.text.tool_calls import Parsed, ToolCallParser, ToolFormat, ToolSchema
+from llmservice_server.text.xml_calls import choices_of, escaped_json, json_types, properties
+
+QUOTE = '<|"|>'
+_HEAD = re.compile(r"<\|tool_call>\s*call:([\w.-]+)\s*(?=\{)")
+_LITERALS = {
+    "integer": r"/-?(0|[1-9][0-9]{0,18})/",
+    "number": r"/-?(0|[1-9][0-9]{0,18})(\.[0-9]{1,18})?([eE][-+]?[0-9]{1,3})?/",
+    "boolean": '("true" | "false")',
+    "null": '"null"',
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmaFormat(ToolFormat):
+    """Strings are written as they are, other values as JSON but for the keys of objects."""
+
+    def call(self, rules: LarkRules, tool: ToolSchema) -> str:
+        return f"{rules.literal(f'call:{tool.name}')} {_Values(rules, tool.arguments).object(tool.arguments)}"
+
+    def parser(self, tools: Sequence[ToolSchema]) -> ToolCallParser:
+        return GemmaCallParser(self)
+
+
+GEMMA = GemmaFormat(
+    name="gemma",
+    trigger="<|tool_call>",
+    separator="<tool_call|><|tool_call>",
+    end="<tool_call|>",
+    markers=("<|tool_call>", "<tool_call|>", QUOTE),
+)
+
+
+class _Values:
+    """The grammar of values, with the definitions of one function's arguments."""
+
+    _numbers = itertools.count()
+
+    def __init__(self, rules: LarkRules, arguments: Mapping[str, Any]) -> None:
+        self._rules = rules
+        self._shared = {name: arguments[name] for name in ("$defs", "definitions") if name in arguments}
+        self._of_references: dict[str, str] = {}
+        self._any: str | None = None
+
+    def object(self, schema: Mapping[str, Any]) -> str:
+        fields = [
+            (key, f"{json.dumps(f'{key}:')} {self.value(each)}", key in schema.get("required", ()))
+            for key, each in properties(schema).items()
+        ]
+        if not fields:
+            is_free = "properties" not in schema and schema.get("additionalProperties", True) is not False
+            return self._free_object() if is_free else '"{" "}"'
+        return f'"{{" {self._fields(fields, is_first=True)} "}}"'
+
+    def _fields(self, fields: Sequence[tuple[str, str, bool]], *, is_first: bool) -> str:
+        """A rule of the fields in their order; those that are not required may be left out."""
+        if not fields:
+            return '""'
+        _, field, is_required = fields[0]
+        comma = "" if is_first else '"," '
+        item = f"{comma}{field} {self._fields(fields[1:], is_first=False)}"
+        if is_required:
+            return item
+        return self._rule(f"{item} | {self._fields(fields[1:], is_first=is_first)}")
+
+    def value(self, schema: Mapping[str, Any]) -> str:
+        if (reference := schema.get("$ref")) is not None:
+            return self._referred(str(reference))
+        if (choices := choices_of(schema)) is not None:
+            return f"({' | '.join(self._choice(each) for each in choices)})"
+        for word in ("anyOf", "oneOf"):
+            if word in schema:
+                return f"({' | '.join(self.value(each) for each in schema[word] if isinstance(each, dict))})"
+        if "type" not in schema:
+            kind = next((kind for word, kind in (("properties", "object"), ("items", "array")) if word in schema), None)
+            return self._anything() if kind is None else self._of_type(kind, schema)
+        return f"({' | '.join(self._of_type(kind, schema) for kind in sorted(json_types(schema)))})"
+
+    def _of_type(self, kind: str, schema: Mapping[str, Any]) -> str:
+        if kind == "string":
+            return self._string()
+        if kind == "array":
+            items = schema.get("items")
+            item = self._rule(self.value(items if isinstance(items, dict) else {}))
+            return f'"[" ({item} ("," {item})*)? "]"'
+        return self.object(schema) if kind == "object" else _LITERALS[kind]
+
+    def _choice(self, choice: Any) -> str:
+        if isinstance(choice, str):
+            return self._rules.literal(f"{QUOTE}{choice}{QUOTE}")
+        return json.dumps(json.dumps(choice))
+
+    def _string(self) -> str:
+        return f"{self._rules.literal(QUOTE)} {self._rules.text_until(QUOTE)[1]}"
+
+    def _referred(self, reference: str) -> str:
+        """Of a definition, which may refer to itself; of others, anything."""
+        if reference not in self._of_references:
+            _, where, name = (*reference.split("/"), "", "")[:3]
+            schema = self._shared.get(where, {}).get(name)
+            if not isinstance(schema, dict):
+                return self._anything()
+            self._of_references[reference] = rule = f"value_{next(self._numbers)}"
+            self._rules.add(f"{rule}: {self.value(schema | self._shared)}")
+        return self._of_references[reference]
+
+    def _anything(self) -> str:
+        if self._any is None:
+            self._any = f"value_{next(self._numbers)}"
+            kinds = [self._string(), *_LITERALS.values(), self._free_object()]
+            self._rules.add(f'{self._any}: {" | ".join(kinds)} | "[" ({self._any} ("," {self._any})*)? "]"')
+        return self._any
+
+    def _free_object(self) -> str:
+        field = f'/[A-Za-z_][A-Za-z0-9_.-]{{0,63}}/ ":" {self._anything()}'
+        return f'"{{" ({field} ("," {field})*)? "}}"'
+
+    def _rule(self, content: str) -> str:
+        name = f"value_{next(self._numbers)}"
+        self._rules.add(f"{name}: {content}")
+        return name
+
+
+class GemmaCallParser(ToolCallParser):
+    """Passes arguments on as they arrive, as JSON."""
+
+    def __init__(self, layout: ToolFormat) -> None:
+        super().__init__(layout)
+        self._arguments: _Arguments | None = None  # the open call's
+
+    @property
+    def _in_arguments(self) -> bool:
+        return self._arguments is not None
+
+    def _step(self, parsed: Parsed) -> bool:
+        if self._arguments is None:
+            head = _HEAD.search(self._pending)
+            if head is None:
+                return False
+            self._begin_call(parsed, head[1], head)
+            self._arguments = _Arguments()
+            return True
+        self._add_arguments(parsed, self._arguments.append(self._pending))
+        self._pending = self._arguments.rest
+        if not self._arguments.complete:
+            return False
+        self._arguments = None
+        return True
+
+    def _flush_arguments(self, rest: str, parsed: Parsed) -> None:
+        assert self._arguments is not None  # noqa: S101  # they are open
+        self._add_arguments(parsed, self._arguments.flush(rest))
+
+
+class _Arguments:
+    """Makes JSON of arguments that arrive in pieces."""
+
+    def __init__(self) -> None:
+        self._open: list[str] = []  # braces and brackets
+        self._in_string = False
+        self._expects_key = False
+        self.complete = False
+        self.rest = ""  # of the last piece: what follows the arguments, or is not certain yet
+
+    def append(self, text: str) -> str:
+        written, place = "", 0
+        while place < len(text) and not self.complete:
+            if self._in_string:
+                piece, taken = self._take_string(text[place:])
+            elif QUOTE.startswith(text[place : place + len(QUOTE)]):
+                piece, taken = ('"', len(QUOTE)) if text.startswith(QUOTE, place) else ("", 0)
+                self._in_string, self._expects_key = bool(taken), self._expects_key and not taken
+            elif self._expects_key and not (text[place].isspace() or text[place] == "}"):
+                key, colon, _ = text[place:].partition(":")
+                piece, taken = (json.dumps(key.strip()), len(key)) if colon else ("", 0)
+                self._expects_key = not colon
+            else:
+                piece, taken = text[place], 1
+                self._take(piece)
+            if not taken:
+                break
+            written, place = written + piece, place + taken
+        self.rest = text[place:]
+        return written
+
+    def flush(self, rest: str) -> str:
+        """What an answer that is cut off has left."""
+        return escaped_json(rest) if self._in_string else ""
+
+    def _take_string(self, text: str) -> tuple[str, int]:
+        """JSON of what belongs to the string, its end included, and how much of `text` that is."""
+        string, end, _ = text.partition(QUOTE)
+        if end:
+            self._in_string = False
+            return escaped_json(string) + '"', len(string) + len(QUOTE)
+        held = next(size for size in range(len(QUOTE) - 1, -1, -1) if text.endswith(QUOTE[:size]))
+        return escaped_json(text[: len(text) - held]), len(text) - held
+
+    def _take(self, letter: str) -> None:
+        if letter in "{[":
+            self._open.append(letter)
+        elif letter in "}]":
+            self._open.pop()
+        if not letter.isspace():
+            self._expects_key = letter in "{," and self._open[-1:] == ["{"]
+        self.complete = not self._open
