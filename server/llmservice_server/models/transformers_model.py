@@ -182,7 +182,7 @@ class _Mask(torch.Tensor):
     def __getitem__(self, places: Any) -> torch.Tensor:
         """It stays one where only queries are chosen, as Gemma does for layers that share keys."""
         chooses_queries = isinstance(places, tuple) and places[:2] + places[3:] == (slice(None),) * 3
-        return self if chooses_queries else torch.Tensor(super().__getitem__(places))
+        return self if chooses_queries else super().__getitem__(places)
 
 
 def _mask(*_: Any, mask_function: Callable[..., torch.Tensor], **__: Any) -> torch.Tensor:
@@ -367,8 +367,8 @@ def unserved(name: str, problem: str) -> ModelLoadError:
     """A refusal that lists what is supported."""
     return ModelLoadError(
         f"{name} cannot be served: {problem}. These can be served: {', '.join(SERVED)}, by our own code; by that of "
-        "transformers, decoders whose every layer has causal attention with keys and values by head (Gemma, "
-        "OLMoE, Phi, GLM, OLMo, Granite, Cohere and others); and encoders such as BERT and ModernBERT"
+        "transformers, decoders whose every layer has causal attention to keys and values by head, or to latents "
+        "(Gemma 4, DeepSeek, OLMoE, Phi, GLM, Granite, Cohere and others); and encoders such as BERT and ModernBERT"
     )
 
 
