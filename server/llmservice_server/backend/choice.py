@@ -143,7 +143,7 @@ def _counted(work: Callable[[], T]) -> tuple[T, Compilations]:
 
 
 def _why_cpu_kernels_are_unusable(shape: KVCacheShape) -> str | None:
-    group = max(kind.num_heads // kind.num_kv_heads for kind in shape.kinds())
+    group = max((kind.num_heads // kind.num_kv_heads for kind in shape.kinds()), default=1)
     if group > _MOST_CPU_HEADS:
         return f"{group} heads share a key head, with more than {_MOST_CPU_HEADS} they take minutes to compile"
     try:

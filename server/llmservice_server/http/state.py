@@ -53,7 +53,7 @@ _BODY_BYTES_PER_TOKEN = 64  # several times what text, ids or escaped JSON take
 _WHAT_IT_DOES: Mapping[Task, str] = {
     "generate": "this model generates text and scores no pairs: use /v1/chat/completions, /v1/completions or "
     "/v1/embeddings, or a cross-encoder (…ForSequenceClassification) for this endpoint",
-    "embed": "this model embeds texts and has no output head: use /v1/embeddings, or another model for this endpoint",
+    "embed": "this model has no output head, it embeds texts: use /v1/embeddings, or another model for this endpoint",
     "score": "this model is a cross-encoder, it scores pairs of texts: use /v1/rerank or /v1/score, or another model "
     "for this endpoint",
 }
