@@ -11,7 +11,7 @@ from typing import Any
 
 from llmservice_server.sampling.grammar import LarkRules
 from llmservice_server.text.tool_calls import Parsed, ToolCallParser, ToolFormat, ToolSchema
-from llmservice_server.text.xml_calls import choices_of, escaped_json, json_types, properties
+from llmservice_server.text.xml_calls import choices_of, escaped_json, json_types, properties, string_pattern
 
 QUOTE = '<|"|>'
 _HEAD = re.compile(r"<\|tool_call>\s*call:([\w.-]+)\s*(?=\{)")
@@ -90,7 +90,7 @@ class _Values:
 
     def _of_type(self, kind: str, schema: Mapping[str, Any]) -> str:
         if kind == "string":
-            return self._string()
+            return self._string(schema)
         if kind == "array":
             items = schema.get("items")
             item = self._rule(self.value(items if isinstance(items, dict) else {}))
@@ -102,8 +102,9 @@ class _Values:
             return self._rules.literal(f"{QUOTE}{choice}{QUOTE}")
         return json.dumps(json.dumps(choice))
 
-    def _string(self) -> str:
-        return f"{self._rules.literal(QUOTE)} {self._rules.text_until(QUOTE)[1]}"
+    def _string(self, schema: Mapping[str, Any]) -> str:
+        _, text = self._rules.text_until(QUOTE, pattern=string_pattern(schema))
+        return f"{self._rules.literal(QUOTE)} {text}"
 
     def _referred(self, reference: str) -> str:
         """Of a definition, which may refer to itself; of others, anything."""
@@ -119,7 +120,7 @@ class _Values:
     def _anything(self) -> str:
         if self._any is None:
             self._any = f"value_{next(self._numbers)}"
-            kinds = [self._string(), *_LITERALS.values(), self._free_object()]
+            kinds = [self._string({}), *_LITERALS.values(), self._free_object()]
             self._rules.add(f'{self._any}: {" | ".join(kinds)} | "[" ({self._any} ("," {self._any})*)? "]"')
         return self._any
 

@@ -37,7 +37,7 @@ class XmlFormat(ToolFormat):
             body.append(argument if key in tool.arguments.get("required", ()) else f"({argument})?")
         if "properties" not in tool.arguments and tool.arguments.get("additionalProperties", True) is not False:
             before, after = map(rules.literal, self.key.split("%s"))
-            body.append(f"({before} /[^<>\n]{{1,64}}/ {after} {self._string(rules)} {between})*")
+            body.append(f"({before} /[^<>\\n]{{1,64}}/ {after} {self._string(rules)} {between})*")
         return " ".join([*body, rules.literal(self.tail)]).strip()
 
     def parser(self, tools: Sequence[ToolSchema]) -> ToolCallParser:
@@ -51,11 +51,10 @@ class XmlFormat(ToolFormat):
             return f"({' | '.join(map(json.dumps, written))}) {close}"
         if "string" not in json_types(schema):
             return f"%json {json.dumps(with_white_space(dict(schema)))} {close}"
-        least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-        return self._string(rules, f"(.|\n){{{least},{most}}}" if least or most else "(.|\n)*")
+        return self._string(rules, string_pattern(schema))
 
-    def _string(self, rules: LarkRules, pattern: str = "(.|\n)*") -> str:
-        unless = f"(.|\n)*{escaped(self.close.strip())}(.|\n)*"
+    def _string(self, rules: LarkRules, pattern: str = "(.|\\n)*") -> str:
+        unless = f"(.|\\n)*{escaped(self.close.strip())}(.|\\n)*"
         return rules.text_until(self.close, pattern=pattern, unless=unless)[1]
 
 
@@ -64,6 +63,12 @@ def properties(arguments: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     shared = {name: arguments[name] for name in ("$defs", "definitions") if name in arguments}
     schemas = arguments.get("properties", {})
     return {key: schema | shared if isinstance(schema, dict) else shared for key, schema in schemas.items()}
+
+
+def string_pattern(schema: Mapping[str, Any]) -> str:
+    """Of strings of the lengths that a schema allows."""
+    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    return f"(.|\\n){{{least},{most}}}" if least or most else "(.|\\n)*"
 
 
 def choices_of(schema: Mapping[str, Any]) -> Sequence[Any] | None:

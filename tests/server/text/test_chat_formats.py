@@ -376,7 +376,7 @@ TREE = {"type": "object", "properties": {"child": {"$ref": "#/$defs/tree"}}, "ad
 ORDER = {
     "type": "object",
     "properties": {
-        "note": {"type": "string"},
+        "note": {"type": "string", "maxLength": 12},
         "size": {"enum": ["s", "m", 3]},
         "items": {"type": "array", "items": {"anyOf": [{"type": "number"}, {"type": "null"}]}},
         "tree": {"$ref": "#/$defs/tree"},
@@ -398,6 +398,7 @@ ORDER = {
         ('{size:3,more:{a:[true,<|"|><|"|>]}}', {"size": 3, "more": {"a": [True, ""]}}),
         ("{}", None),
         ("{size:4}", None),
+        ('{note:<|"|>thirteen long<|"|>,size:3}', None),
         ("{size:3,note:<|\"|>late<|\"|>}", None),
         ("{size:3,}", None),
         ("{,size:3}", None),
