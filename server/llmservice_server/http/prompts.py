@@ -132,9 +132,9 @@ def answer_grammar(request: GenerationRequest, tokenizer: Tokenizer, prompt: Seq
         return None
     if request.min_tokens > 0:
         raise invalid(f"min_tokens cannot be combined with {param}, which decides where an answer ends", "min_tokens")
-    if isinstance(request, ChatRequest):
-        grammar = _chat_grammar(request, tokenizer, prompt, grammar)
     try:
+        if isinstance(request, ChatRequest):
+            grammar = _chat_grammar(request, tokenizer, prompt, grammar)
         check_grammar(grammar or "")
     except GrammarError as error:
         raise invalid(f"{param}: no answer can be held to this: {error}", param=param) from error

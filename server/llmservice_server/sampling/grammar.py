@@ -5,6 +5,7 @@ The library is loaded with the first request that has a grammar, and so is its t
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import time
@@ -65,6 +66,11 @@ class LarkRules:
         """`token_ids`: the markers that are tokens of the model's vocabulary."""
         self._token_ids = token_ids
         self._rules: list[str] = []
+        self._names = itertools.count()
+
+    def new_name(self) -> str:
+        """Of a rule that is added later; the same in every grammar that is made the same way, as these are cached."""
+        return f"rule_{next(self._names)}"
 
     def add(self, rule: str) -> None:
         self._rules.append(rule)

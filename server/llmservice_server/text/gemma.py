@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 from llmservice_server.sampling.grammar import LarkRules
 from llmservice_server.text.tool_calls import Parsed, ToolCallParser, ToolFormat, ToolSchema
 from llmservice_server.text.xml_calls import choices_of, escaped_json, json_types, properties, string_pattern
+from llmservice_server.types.errors import GrammarError
 
 QUOTE = '<|"|>'
 _HEAD = re.compile(r"<\|tool_call>\s*call:([\w.-]+)\s*(?=\{)")
@@ -28,7 +28,11 @@ class GemmaFormat(ToolFormat):
     """Strings are written as they are, other values as JSON but for the keys of objects."""
 
     def call(self, rules: LarkRules, tool: ToolSchema) -> str:
-        return f"{rules.literal(f'call:{tool.name}')} {_Values(rules, tool.arguments).object(tool.arguments)}"
+        try:
+            arguments = _Values(rules, tool.arguments).object(tool.arguments)
+        except RecursionError as error:
+            raise GrammarError(f"the schema of {tool.name} is nested too deeply: flatten it") from error
+        return f"{rules.literal(f'call:{tool.name}')} {arguments}"
 
     def parser(self, tools: Sequence[ToolSchema]) -> ToolCallParser:
         return GemmaCallParser(self)
@@ -46,8 +50,6 @@ GEMMA = GemmaFormat(
 class _Values:
     """The grammar of values, with the definitions of one function's arguments."""
 
-    _numbers = itertools.count()
-
     def __init__(self, rules: LarkRules, arguments: Mapping[str, Any]) -> None:
         self._rules = rules
         self._shared = {name: arguments[name] for name in ("$defs", "definitions") if name in arguments}
@@ -55,25 +57,19 @@ class _Values:
         self._any: str | None = None
 
     def object(self, schema: Mapping[str, Any]) -> str:
+        required = schema.get("required", ())
         fields = [
-            (key, f"{json.dumps(f'{key}:')} {self.value(each)}", key in schema.get("required", ()))
-            for key, each in properties(schema).items()
+            (f"{json.dumps(f'{key}:')} {self.value(each)}", key in required) for key, each in properties(schema).items()
         ]
         if not fields:
             is_free = "properties" not in schema and schema.get("additionalProperties", True) is not False
             return self._free_object() if is_free else '"{" "}"'
-        return f'"{{" {self._fields(fields, is_first=True)} "}}"'
-
-    def _fields(self, fields: Sequence[tuple[str, str, bool]], *, is_first: bool) -> str:
-        """A rule of the fields in their order; those that are not required may be left out."""
-        if not fields:
-            return '""'
-        _, field, is_required = fields[0]
-        comma = "" if is_first else '"," '
-        item = f"{comma}{field} {self._fields(fields[1:], is_first=False)}"
-        if is_required:
-            return item
-        return self._rule(f"{item} | {self._fields(fields[1:], is_first=is_first)}")
+        begin = later = '""'  # what may follow, where no field was written yet, and where one was
+        for field, is_required in reversed(fields):
+            first, next_one = f"{field} {later}", f'"," {field} {later}'
+            begin = self._rule(first if is_required else f"{first} | {begin}")
+            later = self._rule(next_one if is_required else f"{next_one} | {later}")
+        return f'"{{" {begin} "}}"'
 
     def value(self, schema: Mapping[str, Any]) -> str:
         if (reference := schema.get("$ref")) is not None:
@@ -113,13 +109,13 @@ class _Values:
             schema = self._shared.get(where, {}).get(name)
             if not isinstance(schema, dict):
                 return self._anything()
-            self._of_references[reference] = rule = f"value_{next(self._numbers)}"
+            self._of_references[reference] = rule = self._rules.new_name()
             self._rules.add(f"{rule}: {self.value(schema | self._shared)}")
         return self._of_references[reference]
 
     def _anything(self) -> str:
         if self._any is None:
-            self._any = f"value_{next(self._numbers)}"
+            self._any = self._rules.new_name()
             kinds = [self._string({}), *_LITERALS.values(), self._free_object()]
             self._rules.add(f'{self._any}: {" | ".join(kinds)} | "[" ({self._any} ("," {self._any})*)? "]"')
         return self._any
@@ -129,7 +125,7 @@ class _Values:
         return f'"{{" ({field} ("," {field})*)? "}}"'
 
     def _rule(self, content: str) -> str:
-        name = f"value_{next(self._numbers)}"
+        name = self._rules.new_name()
         self._rules.add(f"{name}: {content}")
         return name
 

@@ -18,6 +18,7 @@ from llmservice_server.text.reasoning import HARMONY_MARKERS, TAGS, Beginning, R
 from llmservice_server.text.tool_calls import Parsed, ToolSchema, merge
 from llmservice_server.text.xml_calls import read_value
 from llmservice_server.tiny import tokenizer as tiny_tokenizer
+from llmservice_server.types.errors import GrammarError
 
 TOOLS = [
     ToolSchema("add", {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}),
@@ -418,6 +419,22 @@ def test_gemmas_arguments_conform_to_their_schemas(written: str, value: dict[str
     if value is not None:
         [call] = merge(formats("gemma").parser(tools, "content").append(text).calls)
         assert json.loads(call.arguments) == value
+
+
+def test_gemmas_grammar_grows_with_the_arguments_and_is_the_same_every_time() -> None:
+    many = {f"a{number}": {"type": "integer"} for number in range(40)}
+    tools = [ToolSchema("f", {"type": "object", "properties": many})]
+    grammar, again = (formats("gemma").tool_grammar(tools, "content", required=True, parallel=False) for _ in range(2))
+    assert grammar == again, "it is compiled once"
+    assert len(grammar) < 20_000
+    assert allowed(grammar, "<|tool_call>call:f{a3:1,a39:2}<tool_call|>", LETTERS)
+    nested: dict[str, Any] = {"type": "integer"}
+    for _ in range(5000):
+        nested = {"type": "array", "items": nested}
+    with pytest.raises(GrammarError, match="nested too deeply"):
+        formats("gemma").tool_grammar(
+            [ToolSchema("f", {"properties": {"a": nested}})], "content", required=True, parallel=False
+        )
 
 
 def test_a_function_with_free_arguments_takes_any_parameters() -> None:
