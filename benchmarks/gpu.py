@@ -20,13 +20,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-PACKAGES = [str(HERE.parent / package) for package in ("planner", "server", "benchmarks")]
+PACKAGES = [str(HERE.parent / package) for package in ("planner", "server", "benchmarks", "e2e")]
 sys.path[:0] = PACKAGES  # a machine with a GPU may have this checkout without an installed package
 
 from gpu_bench.relay import State, Worker, relay  # noqa: E402 - the paths come first
 from gpu_bench.sections import SECTIONS, Findings  # noqa: E402 - likewise
 from llmservice_bench.results import FOLDER, Results, replace  # noqa: E402 - likewise
-from llmservice_server.ipc.engine_process import for_computing  # noqa: E402 - likewise
+from llmservice_server.ipc.environment import for_computing  # noqa: E402 - likewise
 
 
 def table(gpu: str, found: Findings) -> str:

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from llmservice_server.ipc.engine_process import for_computing
+from llmservice_server.ipc.environment import for_computing
 
 os.environ.update(for_computing(os.environ))  # before torch is imported, so that threads wait as in a server
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise torch.profiler logs each start

@@ -195,7 +195,7 @@ def _run_profile(args: argparse.Namespace) -> int:
     for module in ("torch", "numba"):
         if find_spec(module) is None:
             raise CommandError(f"bench profile runs a model and needs {module}: pip install 'llmservice[server]'")
-    from llmservice_server.ipc.engine_process import for_computing
+    from llmservice_server.ipc.environment import for_computing
 
     os.environ.update(for_computing(os.environ))  # before torch is imported, so that threads wait as in a server
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise torch.profiler logs each start

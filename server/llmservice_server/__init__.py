@@ -20,7 +20,7 @@ def __getattr__(name: str) -> Any:
     import os
     from importlib import import_module
 
-    from llmservice_server.ipc.engine_process import HUGE_PAGES
+    from llmservice_server.ipc.environment import HUGE_PAGES
 
     for variable, value in HUGE_PAGES.items():  # the caller's process, so not how its threads wait
         os.environ.setdefault(variable, value)

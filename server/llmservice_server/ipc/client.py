@@ -20,7 +20,8 @@ import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from llmservice_server.engine.config import EngineConfig
-from llmservice_server.ipc.engine_process import EngineSettings, for_computing
+from llmservice_server.ipc.engine_process import EngineSettings
+from llmservice_server.ipc.environment import for_computing
 from llmservice_server.runtime.start_record import StartRecord
 from llmservice_server.types.messages import (
     Abort,

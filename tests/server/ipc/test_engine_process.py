@@ -12,7 +12,8 @@ import pytest
 import zmq
 
 from llmservice_server.engine.config import EngineConfig
-from llmservice_server.ipc.engine_process import EngineSettings, for_computing
+from llmservice_server.ipc.engine_process import EngineSettings
+from llmservice_server.ipc.environment import for_computing
 from llmservice_server.types.messages import (
     Failed,
     FromEngine,
