@@ -21,10 +21,16 @@ from triton.backends.nvidia.driver import CudaDriver
 from harness.kernel_resources import KernelResources
 from llmservice_server.backend.base import KVCacheShape, Rotation, StepInput
 from llmservice_server.backend.cuda.attention import TritonAttention
-from llmservice_server.backend.cuda.kernels.grouped_product import grouped_product, tiles_of
 from llmservice_server.backend.cuda.kernels.jit import FP8
 from llmservice_server.backend.cuda.kernels.layer_ops import add_rms_norm, silu_mul
-from llmservice_server.backend.cuda.kernels.quantized_product import quantized_product
+from llmservice_server.backend.cuda.kernels.products import (
+    Tiled,
+    dequantized,
+    grouped_product,
+    quantized_product,
+    round_rows,
+)
+from llmservice_server.backend.cuda.kernels.routing import combine, route
 from llmservice_server.backend.cuda.kernels.sampling import invert, top_k_top_p
 from llmservice_server.backend.quantized import QuantizedWeight
 
@@ -136,12 +142,19 @@ def launch_all(shape: Shape) -> None:
     for delta in (None, hidden):
         add_rms_norm(hidden, delta, hidden[0], 1e-5)
     silu_mul(hidden)
-    values, scales = torch.zeros(4096, 2048, dtype=torch.uint8), torch.zeros(4096, 32, dtype=torch.bfloat16)
-    quantized_product(hidden.to(torch.bfloat16), QuantizedWeight(values, scales, group=128), None)
-    experts, rows = torch.zeros(4, 256, 512, dtype=shape.dtype), torch.zeros(300, 512, dtype=shape.dtype)
-    for num_rows in (4, 300):
-        tiles = tiles_of(torch.tensor([num_rows, 0, 0, 0]), num_rows)
-        grouped_product(rows[:num_rows], tiles, experts, None)
+    four_bits, fp8 = torch.zeros(256, 2048, dtype=torch.uint8), torch.zeros(256, 4096, dtype=FP8)
+    for values, num_groups in ((four_bits, 32), (fp8, 1)):
+        scales = torch.zeros(256, num_groups, dtype=torch.bfloat16)
+        weight = Tiled.of([QuantizedWeight(values, scales, group=128 if num_groups > 1 else None)])
+        quantized_product(hidden.to(torch.bfloat16), weight, None)
+        dequantized(weight, torch.bfloat16)
+    round_rows(hidden, None)
+    experts = Tiled.dense(torch.zeros(4, 256, 512, dtype=shape.dtype))
+    for num_tokens in (4, 600):
+        tokens, weights = torch.zeros(num_tokens, 512, dtype=shape.dtype), torch.zeros(num_tokens, 2)
+        routing = route(weights.long(), 4, 16 if num_tokens == 4 else 64)
+        products = grouped_product(tokens, routing, experts, None, of_tokens=True)
+        combine(products, routing, weights)
     for num_rows in (1, 4, 300):
         weights, numbers = torch.zeros(num_rows, VOCAB_SIZE), torch.zeros(num_rows, dtype=torch.float64)
         for by_mass in (False, True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,7 +14,7 @@ from llmservice_server.backend.cuda.attention import TritonAttention
 from llmservice_server.backend.cuda.experts import CudaExperts
 from llmservice_server.backend.cuda.kernels.jit import FP8, INTERPRETED
 from llmservice_server.backend.cuda.kernels.layer_ops import add_rms_norm, silu_mul
-from llmservice_server.backend.cuda.kernels.quantized_product import can_multiply
+from llmservice_server.backend.cuda.kernels.products import can_multiply
 from llmservice_server.backend.cuda.kernels.sampling import invert as invert_kernel
 from llmservice_server.backend.cuda.kernels.sampling import top_k_top_p as top_k_top_p_kernel
 from llmservice_server.backend.cuda.linear import CudaQuantizedLinear
@@ -34,6 +34,7 @@ _LOG = logging.getLogger(__name__)
 
 _MANY_DECODES = ((17, 1),) * 640  # more than any GPU splits among its processors
 _FP8_CAPABILITY = (8, 9)
+_MOST_HEAD_DIM = 576  # of latents and their positions in DeepSeek's models
 
 
 class TritonLayerOps(TorchLayerOps):
@@ -66,8 +67,8 @@ class CudaBackend(TorchBackend):
 
     def prepare(self, model: Model) -> None:
         model.ops = TritonLayerOps()
-        self._multiply_quantized(model)
         self._multiply_experts(model)
+        self._multiply_quantized(model)
         problem = why_unusable(top_k_top_p_kernel, invert_kernel, model.config.vocab_size, self.device)
         if problem is None:
             self._sampling = top_k_top_p_kernel, invert_kernel
@@ -81,7 +82,7 @@ class CudaBackend(TorchBackend):
         def converted(linear: Linear) -> Linear:
             if not isinstance(linear, QuantizedLinear) or not can_multiply(linear.quantized):
                 return linear
-            product, shape = CudaQuantizedLinear(linear.quantized, linear.bias), linear.quantized.shape
+            product, shape = CudaQuantizedLinear.of(linear), linear.quantized.shape
             if shape not in problems:
                 problems[shape] = _why_wrong(product, linear)
             return product if problems[shape] is None else linear
@@ -146,10 +147,8 @@ def why_triton_is_unusable(shape: KVCacheShape, dtype: torch.dtype, device: torc
     if device.type != "cuda" and not INTERPRETED:
         return "there is no CUDA device"
     kinds = shape.kinds()
-    if shape.is_latent:
-        return "its kernels take keys and values that are different rows, the model has latent attention"
-    if unfit := [kind.head_dim for kind in kinds if kind.head_dim % 2 or kind.head_dim > 512]:
-        return f"its kernels take even head dimensions up to 512, the model's is {unfit[0]}"
+    if unfit := [kind.head_dim for kind in kinds if kind.head_dim % 2 or kind.head_dim > _MOST_HEAD_DIM]:
+        return f"its kernels take even head dimensions up to {_MOST_HEAD_DIM}, the model's is {unfit[0]}"
     if device.type == "cuda" and shape.dtype.itemsize == 1 and not _has_fp8(device):
         return "this GPU has no fp8 arithmetic (compute capability 8.9 or newer)"
     spans = [MIXED, _MANY_DECODES] if device.type == "cuda" else [MIXED[:3]]
@@ -163,9 +162,11 @@ def _has_fp8(device: torch.device) -> bool:
 def _why_wrong(product: CudaQuantizedLinear, linear: QuantizedLinear) -> str | None:
     """What the product raises, or its difference from torch's if that is too large; None if it is right."""
     weight = linear.quantized
+    if not product.rounds:
+        weight = replace(weight, activations=None)
     hidden = torch.linspace(-1, 1, weight.shape[1], dtype=linear.dtype, device=weight.values.device).expand(3, -1)
     try:
-        expected = linear(hidden).float()
+        expected = QuantizedLinear(weight, linear.dtype, linear.bias)(hidden).float()
         error = float((product(hidden).float() - expected).norm() / expected.norm())
     except Exception as raised:  # of a compiler, a driver or a GPU: torch is used
         return f"{type(raised).__name__}: {raised}".splitlines()[0]

@@ -2,43 +2,91 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
 import torch
 
 from llmservice_server.backend.base import LayerOps, Linear
-from llmservice_server.backend.cuda.kernels.grouped_product import grouped_product, tiles_of
+from llmservice_server.backend.cuda.kernels.products import Tiled, can_multiply, grouped_product
+from llmservice_server.backend.cuda.kernels.routing import combine, route
 from llmservice_server.backend.experts import Experts, stack_of
+from llmservice_server.backend.quantized import QuantizedLinear, QuantizedWeight
+from llmservice_server.backend.torch.layer_ops import TorchLinear
 
-_Stack = tuple[torch.Tensor, torch.Tensor | None]
-"""Matrices `[experts, out, in]` and biases `[experts, out]`."""
+_FEW_ROWS, _MANY_ROWS = 16, 128
+"""Of an expert, on average."""
+
+
+def tile_rows(average: float) -> int:
+    """Rows of a tile; twice the average, so that few experts take a second one, which reads their weights again."""
+    return 16 if average <= _FEW_ROWS else 64 if average < _MANY_ROWS else 128
+
+
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """The matrices `[experts, out, in]` and biases `[experts, out]` of all experts."""
+
+    weights: Tiled
+    biases: torch.Tensor | None
+
+    @classmethod
+    def of(cls, linears: Sequence[Linear]) -> Self | None:
+        """None if dense matrices are not parts of one tensor, or quantised ones not of one format, or of another."""
+        quantized = [linear.quantized for linear in linears if isinstance(linear, QuantizedLinear)]
+        if len(quantized) == len(linears):
+            if (
+                len({*map(_format_of, quantized)}) > 1
+                or not can_multiply(quantized[0])
+                or quantized[0].order is not None
+            ):
+                return None
+            weights = Tiled.of(quantized)
+        elif (stack := stack_of(linears)) is not None:
+            weights = Tiled.dense(stack)
+        else:
+            return None
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        return cls(weights, torch.stack(biases) if biases else None)
+
+    def views(self) -> list[Linear]:
+        return [TorchLinear(values) for values in self.weights.values]
+
+    @property
+    def nbytes(self) -> int:
+        return self.weights.nbytes + (0 if self.biases is None else self.biases.nbytes)
 
 
 @dataclass(slots=True, kw_only=True)
 class CudaExperts(Experts):
-    """Never waits for the device, so that a CUDA graph can hold it."""
+    """Never waits for the device, so that a CUDA graph can hold it. `gate_up` and `down` are views of the stacks."""
 
-    gate_up_stack: _Stack
-    down_stack: _Stack
+    stacks: tuple[_Stack, _Stack]
 
     @classmethod
     def of(cls, experts: Experts) -> Self | None:
-        """None if the matrices are not parts of one tensor, as quantised ones are not."""
-        gate_up, down = _stack(experts.gate_up), _stack(experts.down)
+        """None if a stack cannot be made of the matrices."""
+        gate_up, down = _Stack.of(experts.gate_up), _Stack.of(experts.down)
         if gate_up is None or down is None:
             return None
-        return cls(experts.gate_up, experts.down, experts.activation, gate_up_stack=gate_up, down_stack=down)
+        return cls(gate_up.views(), down.views(), experts.activation, stacks=(gate_up, down))
 
-    def multiply(self, rows: torch.Tensor, counts: torch.Tensor, ops: LayerOps) -> torch.Tensor:
-        tiles = tiles_of(counts, len(rows))
-        gated = ops.gated(grouped_product(rows, tiles, *self.gate_up_stack), self.activation)
-        return grouped_product(gated, tiles, *self.down_stack)
+    def __call__(
+        self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, ops: LayerOps
+    ) -> torch.Tensor:
+        gate_up, down = self.stacks
+        count = len(gate_up.weights.values)
+        routing = route(chosen, count, tile_rows(chosen.numel() / count))
+        products = grouped_product(hidden, routing, gate_up.weights, gate_up.biases, of_tokens=True)
+        gated = ops.gated(products, self.activation)
+        return combine(grouped_product(gated, routing, down.weights, down.biases, of_tokens=False), routing, weights)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(stack.nbytes for stack in self.stacks)
 
 
-def _stack(linears: list[Linear]) -> _Stack | None:
-    weights = stack_of(linears)
-    if weights is None:
-        return None
-    biases = [linear.bias for linear in linears if linear.bias is not None]
-    return weights, torch.stack(biases) if biases else None
+def _format_of(weight: QuantizedWeight) -> tuple[object, ...]:
+    parts = weight.values, weight.scales, weight.zeros, weight.order
+    return weight.group, weight.rows, *((part.shape, part.dtype) for part in parts if part is not None)

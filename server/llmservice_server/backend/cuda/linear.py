@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
-from llmservice_server.backend.cuda.kernels.jit import FP8, FP8_MAX
-from llmservice_server.backend.cuda.kernels.quantized_product import quantized_product
-from llmservice_server.backend.quantized import QuantizedWeight
+from llmservice_server.backend.cuda.kernels.products import Tiled, dequantized, quantized_product, round_rows
+from llmservice_server.backend.quantized import QuantizedLinear, QuantizedWeight
 
 _MULTIPLE = 16
 """Of the sizes of torch's fp8 product."""
+
+
+_MOST_FP8_ROWS = 32
+"""Of rounded activations that our kernel multiplies; torch's product is slow for few rows."""
+_MOST_ROWS = 128
+"""That our kernel multiplies; beyond, dense weights are made for each product, which takes less time than it."""
 
 
 @dataclass(slots=True)
@@ -22,36 +29,50 @@ class CudaQuantizedLinear:
     multiplied as they are, which is more exact.
     """
 
-    quantized: QuantizedWeight
+    tiled: Tiled
     bias: torch.Tensor | None = None
+    order: torch.Tensor | None = None  # of the inputs, as of `QuantizedWeight`
+    rounds: bool = False  # activations, to fp8
+    input_scale: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, linear: QuantizedLinear) -> Self:
+        """Of one whose weight `can_multiply`."""
+        weight = linear.quantized
+        rounds = multiplies_fp8(weight, linear.dtype)
+        if rounds:
+            weight = replace(weight, scales=weight.scales.float())
+        return cls(Tiled.of([weight]), linear.bias, weight.order, rounds, weight.input_scale if rounds else None)
 
     @property
     def weight(self) -> torch.Tensor:
-        return self.quantized.values
+        return self.tiled.values[0]
 
     @property
     def nbytes(self) -> int:
-        return self.quantized.nbytes + (0 if self.bias is None else self.bias.nbytes)
+        others = self.bias, self.order, self.input_scale
+        return self.tiled.nbytes + sum(part.nbytes for part in others if part is not None)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        if multiplies_fp8(self.quantized, hidden.dtype):
+        if self.rounds:
             return self._fp8_product(hidden)
-        if self.quantized.order is not None:
-            hidden = hidden.index_select(1, self.quantized.order)
-        return quantized_product(hidden, self.quantized, self.bias)
+        if self.order is not None:
+            hidden = hidden.index_select(1, self.order)
+        if len(hidden) <= _MOST_ROWS:
+            return quantized_product(hidden, self.tiled, self.bias)
+        return F.linear(hidden, dequantized(self.tiled, hidden.dtype), self.bias)
 
     def _fp8_product(self, hidden: torch.Tensor) -> torch.Tensor:
-        weight = self.quantized
-        if weight.input_scale is None:
-            scale = hidden.abs().amax(1, keepdim=True).float().clamp_min(torch.finfo(torch.float32).tiny) / FP8_MAX
-        else:
-            scale = weight.input_scale.expand(len(hidden), 1).contiguous()
-        rounded = (hidden.float() / scale).clamp_(-FP8_MAX, FP8_MAX).to(FP8)
+        scales = self.tiled.scales
+        assert scales is not None  # noqa: S101 - of quantised weights
+        rounded, scale = round_rows(hidden, self.input_scale)
+        if len(hidden) <= _MOST_FP8_ROWS:
+            return quantized_product(rounded, self.tiled, self.bias, scale, hidden.dtype)
         product: torch.Tensor = torch._scaled_mm(
             rounded,
-            weight.values.t(),
+            self.tiled.values[0].t(),
             scale_a=scale,
-            scale_b=weight.scales.float().t(),
+            scale_b=scales[0].t(),
             bias=self.bias,
             out_dtype=hidden.dtype,
         )

@@ -102,6 +102,6 @@ def test_graphs_that_fail_their_check_are_left_out_or_refused(monkeypatch: pytes
         strict.decode_path(Mock(spec=Decoder), attention, max_num_seqs=1, max_model_len=16)
 
 
-def test_head_dimensions_above_512_are_refused() -> None:
+def test_head_dimensions_above_576_are_refused() -> None:
     shape = KVCacheShape(4, 2, 1024, (None,), 16, torch.float32)
-    assert "head dimensions up to 512" in (why_triton_is_unusable(shape, torch.float32, CPU) or "")
+    assert "head dimensions up to 576" in (why_triton_is_unusable(shape, torch.float32, CPU) or "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -55,3 +56,9 @@ def dot_dtype(dtype: torch.dtype) -> Any:
 def padded(size: int) -> int:
     """The side of a tile that holds `size`: the next power of two, at least the 16 that a product needs."""
     return max(16, 1 << (size - 1).bit_length())
+
+
+@cache
+def num_processors(device: torch.device) -> int:
+    """Of a GPU, among which a kernel's programs are distributed."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

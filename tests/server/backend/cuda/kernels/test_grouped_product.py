@@ -2,33 +2,57 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
-from llmservice_server.backend.cuda.kernels.grouped_product import grouped_product, tiles_of
+from llmservice_server.backend.cuda.kernels.products import Tiled, grouped_product
+from llmservice_server.backend.cuda.kernels.routing import combine, route
 
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-COUNTS = [[0, 1, 0, 0], [3, 0, 17, 16], [0, 0, 0, 150]]
+CHOICES = {"one token": (1, 3), "few tokens": (9, 2), "many tokens": (1100, 2), "one expert each": (70, 1)}
+NUM_EXPERTS = 5
+
+
+def choice(num_tokens: int, each: int) -> torch.Tensor:
+    random = torch.Generator().manual_seed(num_tokens)
+    scores = torch.rand(num_tokens, NUM_EXPERTS, generator=random)
+    scores[:, 3] = 0  # an expert without tokens
+    return scores.topk(each).indices
+
+
+@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("tile_rows", [16, 64])
+def test_rows_are_sorted_by_expert_and_tiles_hold_each_once(name: str, tile_rows: int) -> None:
+    chosen = choice(*CHOICES[name])
+    routing, counts = route(chosen, NUM_EXPERTS, tile_rows), chosen.flatten().bincount(minlength=NUM_EXPERTS)
+    experts = chosen.flatten()[routing.sources.long()]
+    assert torch.equal(experts, torch.arange(NUM_EXPERTS).repeat_interleave(counts))
+    assert torch.equal(routing.sources[routing.places.long()], torch.arange(chosen.numel(), dtype=torch.int32))
+    owners = torch.full((chosen.numel(),), -1)
+    for expert, first, end in routing.tiles.tolist():
+        part = owners[first : min(end, first + tile_rows)]
+        assert (part == -1).all()
+        part[:] = expert
+    assert torch.equal(owners, experts)
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
-@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("name", ["one token", "few tokens", "one expert each"])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_each_row_is_multiplied_with_its_experts_matrix(dtype: torch.dtype, counts: list[int], has_bias: bool) -> None:
+def test_each_row_is_multiplied_with_its_experts_matrix(dtype: torch.dtype, name: str, has_bias: bool) -> None:
     random = torch.Generator().manual_seed(0)
-    weights = torch.randn(4, 80, 96, generator=random).to(dtype)
-    bias = torch.randn(4, 80, generator=random).to(dtype) if has_bias else None
-    rows = torch.randn(sum(counts), 96, generator=random).to(dtype)
-    product = grouped_product(rows, tiles_of(torch.tensor(counts), len(rows)), weights, bias)
-    expected = torch.cat([
-        F.linear(part.float(), weight.float(), None if bias is None else bias[expert].float())
-        for expert, (part, weight) in enumerate(zip(rows.split(counts), weights, strict=True))
+    chosen = choice(*CHOICES[name])
+    weights = torch.randn(NUM_EXPERTS, 80, 96, generator=random).to(dtype)
+    bias = torch.randn(NUM_EXPERTS, 80, generator=random).to(dtype) if has_bias else None
+    tokens = torch.randn(len(chosen), 96, generator=random).to(dtype)
+    routing = route(chosen, NUM_EXPERTS, 16)
+    pairs = routing.sources.long()
+    rows, experts = tokens[pairs // chosen.shape[1]], chosen.flatten()[pairs]
+    expected = torch.stack([
+        F.linear(row.float(), weights[expert].float(), None if bias is None else bias[expert].float())
+        for row, expert in zip(rows, experts.tolist(), strict=True)
     ])  # fmt: skip
-    assert (product.float() - expected).norm() < BOUNDS[dtype] * expected.norm()
-
-
-@pytest.mark.parametrize("counts", COUNTS)
-def test_tiles_hold_every_row_once(counts: list[int]) -> None:
-    owners = torch.full((sum(counts),), -1)
-    for expert, first, end in tiles_of(torch.tensor(counts), sum(counts)).tolist():
-        size = max(0, min(16 if sum(counts) <= 64 else 64, end - first))
-        assert (owners[first : first + size] == -1).all()
-        owners[first : first + size] = expert
-    assert owners.tolist() == [expert for expert, count in enumerate(counts) for _ in range(count)]
+    for states, of_tokens in ((tokens, True), (rows, False)):
+        product = grouped_product(states, routing, Tiled.dense(weights), bias, of_tokens=of_tokens)
+        assert (product.float() - expected).norm() < BOUNDS[dtype] * expected.norm()
+    shares = torch.rand(chosen.shape, generator=random)
+    by_pair = expected[routing.places.long()].view(*chosen.shape, -1)
+    summed = combine(expected.to(dtype), routing, shares).float()
+    assert (summed - (by_pair * shares[..., None]).sum(1)).norm() < BOUNDS[dtype] * summed.norm()

@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
-from llmservice_server.backend.cuda.kernels.quantized_product import quantized_product
+from llmservice_server.backend.cuda.kernels.products import Tiled, dequantized, quantized_product
 from llmservice_server.backend.quantized import QuantizedWeight
 
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -33,5 +33,16 @@ def test_products_agree_with_those_of_the_dequantised_weight(name: str, num_rows
     bias = torch.randn(160, generator=random).to(dtype)
     for added in (None, bias):
         expected = F.linear(hidden.float(), weight.dequantize(dtype).float(), None if added is None else added.float())
-        product = quantized_product(hidden, weight, added).float()
+        product = quantized_product(hidden, Tiled.of([weight]), added).float()
         assert (product - expected).norm() < BOUNDS[dtype] * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_weight_is_dequantised_as_by_torch(name: str, dtype: torch.dtype) -> None:
+    weight = weight_of(name, 160, 192)
+    dense, expected = dequantized(Tiled.of([weight]), dtype), weight.dequantize(dtype)
+    if dtype == torch.float32:
+        assert torch.equal(dense, expected)
+    else:  # the interpreter truncates where a GPU rounds
+        torch.testing.assert_close(dense, expected, rtol=2**-7, atol=0)

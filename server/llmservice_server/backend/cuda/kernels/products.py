@@ -1,0 +1,504 @@
+"""Products of few rows with dense or quantised weights, of one matrix or of a matrix for each of some experts.
+
+Such a product takes as long as its weights take to be read. A tile of weights is the first operand, so that the tensor
+cores take 64 outputs at once, however few rows there are. Quantised numbers are multiplied as the integers, or 8-bit
+floats, that they are, which is exact in 16 bits; the sums of a group are scaled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+import triton
+import triton.language as tl
+
+from llmservice_server.backend.cuda.kernels.jit import (
+    FP8,
+    FP8_MAX,
+    dot_dtype,
+    jit,
+    jit_for_any,
+    num_processors,
+    padded,
+)
+from llmservice_server.backend.cuda.kernels.layer_ops import row_scale
+from llmservice_server.backend.cuda.kernels.routing import Routing
+from llmservice_server.backend.quantized import QuantizedWeight
+
+_OUTPUTS, _MOST_INPUTS = 64, 128
+"""Of a tile."""
+_LEAST_INPUTS = {4: 32, 8: 16}
+"""By bits: the least that a product of tiles takes; two products share the inputs of a tile of 4 bits."""
+_ADDED = {tl.bfloat16: 128, tl.float16: 1024}
+"""As of `_nibbles`."""
+_MOST_SPLITS = 8
+_ADDED_COLUMNS, _ROUNDED_COLUMNS = 1024, 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Tiled:
+    """Matrices `[experts, out, in]`, or one of them, as the kernels read them."""
+
+    values: torch.Tensor
+    """`[experts, out, in]`; of 4 bits uint8 `[experts, out, in / 2]`: of each tile of inputs, a byte has a number of
+    the first half, lowest, and one of the second, each plus 8."""
+    size: tuple[int, int]  # outputs, inputs
+    bits: int  # 4, 8, or more: dense
+    inputs: int  # of a tile, at most
+    scales: torch.Tensor | None = None  # as of `QuantizedWeight`, of each expert
+    zeros: torch.Tensor | None = None
+    rows: int = 1
+    group: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in (self.values, self.scales, self.zeros) if part is not None)
+
+    @classmethod
+    def dense(cls, values: torch.Tensor) -> Self:
+        """`[experts, out, in]`."""
+        return cls(values, (values.shape[1], values.shape[2]), 8 * values.itemsize, _tile_inputs(None))
+
+    @classmethod
+    def of(cls, weights: Sequence[QuantizedWeight]) -> Self:
+        """Of weights for which `can_multiply`, all of one format."""
+        first = weights[0]
+        tile = _tile_inputs(first.group)
+        values = [each.values if first.bits == 8 else _by_half(each.values, tile) for each in weights]
+        zeros = [each.zeros for each in weights if each.zeros is not None]
+        return cls(
+            _stacked(values),
+            first.shape,
+            first.bits,
+            tile,
+            _stacked([each.scales for each in weights]),
+            _stacked(zeros) if zeros else None,
+            first.rows,
+            first.group,
+        )
+
+
+def _stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A view of a single one."""
+    return parts[0][None].contiguous() if len(parts) == 1 else torch.stack(list(parts))
+
+
+def _tile_inputs(group: int | None) -> int:
+    """The largest power of 2 that divides a group."""
+    return _MOST_INPUTS if group is None else min(_MOST_INPUTS, group & -group)
+
+
+def _by_half(values: torch.Tensor, tile: int) -> torch.Tensor:
+    """4 bits, of which a byte has two of neighbouring inputs, in the order of `Tiled`."""
+    outputs, width = values.shape
+    if rest := -2 * width % tile:
+        values = torch.nn.functional.pad(values, (0, rest // 2))
+    numbers = torch.stack((values & 0xF, values >> 4), dim=-1).view(outputs, -1, 2, tile // 2)
+    return (numbers[:, :, 0] | numbers[:, :, 1] << 4).view(outputs, -1)
+
+
+def can_multiply(weight: QuantizedWeight) -> bool:
+    """Whether a tile's inputs have one scale for each output."""
+    return _tile_inputs(weight.group) >= _LEAST_INPUTS[weight.bits]
+
+
+@jit
+def _add_tile(
+    sums: tl.tensor,  # [OUTPUTS, ROWS]
+    value: tl.tensor,  # [OUTPUTS, 1] of each output's first number, or byte
+    state: tl.tensor,  # [1, ROWS] of each row's first number
+    zero: tl.tensor,  # [OUTPUTS]
+    number: tl.tensor,  # of the tile of inputs
+    WIDTH: tl.constexpr,
+    BITS: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    DOT: tl.constexpr,
+    ADDED: tl.constexpr,  # as of `_nibbles`
+    INPUTS: tl.constexpr,
+) -> tl.tensor:
+    """The sums with the products of a tile of inputs, which are not scaled."""
+    half: tl.constexpr = INPUTS // 2
+    if BITS == 4:
+        packed = tl.load(value + number * half + tl.arange(0, half)[None, :])
+        offset = (zero + (8 + ADDED)).to(DOT)[:, None]
+        low, high = _nibbles(packed & 0xF, DOT, ADDED) - offset, _nibbles(packed >> 4, DOT, ADDED) - offset
+        places = number * INPUTS + tl.arange(0, half)[:, None]
+        left = tl.load(state + places, mask=places < WIDTH, other=0.0).to(DOT)
+        right = tl.load(state + half + places, mask=places + half < WIDTH, other=0.0).to(DOT)
+        sums = tl.dot(low, left, sums, input_precision="ieee")
+        return tl.dot(high, right, sums, input_precision="ieee")
+    places = number * INPUTS + tl.arange(0, INPUTS)
+    matrix = tl.load(value + places[None, :], mask=(places < WIDTH)[None, :], other=0.0)
+    if BITS == 8:
+        matrix = matrix.to(tl.float32)
+        if HAS_ZEROS:
+            matrix -= zero[:, None]
+    states = tl.load(state + places[:, None], mask=(places < WIDTH)[:, None], other=0.0)
+    return tl.dot(matrix.to(DOT), states.to(DOT), sums, input_precision="ieee")
+
+
+@jit
+def _nibbles(bits: tl.tensor, DOT: tl.constexpr, ADDED: tl.constexpr) -> tl.tensor:
+    """Numbers of 4 bits plus ADDED, whose bits are those of a 16-bit float's mantissa: a conversion is slow."""
+    if ADDED == 128:
+        numbers = (bits.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True)
+    elif ADDED == 1024:
+        numbers = (bits.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True)
+    else:
+        numbers = bits.to(DOT)
+    return numbers
+
+
+@jit
+def _find_rows(tiles: tl.tensor, num_rows: tl.tensor, IS_GROUPED: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
+    """The expert of a program, its first row, and the end of the rows."""
+    if IS_GROUPED:
+        tile = tiles + 3 * tl.program_id(1)
+        expert, first, end = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
+    else:
+        expert, first, end = tl.full((), 0, tl.int64), tl.program_id(1) * ROWS, num_rows
+    return expert, first, end
+
+
+@jit_for_any("num_rows")
+def _product(
+    states: tl.tensor,
+    sources: tl.tensor,
+    tiles: tl.tensor,
+    values: tl.tensor,
+    scales: tl.tensor,
+    zeros: tl.tensor,
+    bias: tl.tensor,
+    row_scales: tl.tensor,
+    product: tl.tensor,
+    num_rows: tl.tensor,
+    SIZE: tl.constexpr,  # outputs
+    WIDTH: tl.constexpr,  # inputs
+    GROUP: tl.constexpr,  # WIDTH: one of all inputs
+    GROUP_OUTPUTS: tl.constexpr,
+    BITS: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_ROW_SCALES: tl.constexpr,
+    EXPERTS_OF_A_TOKEN: tl.constexpr,  # 0: rows are read in their order
+    IS_GROUPED: tl.constexpr,
+    SPLITS: tl.constexpr,
+    DOT: tl.constexpr,
+    ADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+) -> None:
+    expert, first, end = _find_rows(tiles, num_rows, IS_GROUPED, ROWS)
+    if first >= end:
+        return
+    numbers = first + tl.arange(0, ROWS)
+    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    row, output = tl.minimum(numbers, end - 1), tl.minimum(outputs, SIZE - 1)  # the last again, instead of a mask
+    if EXPERTS_OF_A_TOKEN > 0:
+        row = tl.load(sources + row) // EXPERTS_OF_A_TOKEN
+    state = states + row.to(tl.int64)[None, :] * WIDTH
+    num_tiles: tl.constexpr = (WIDTH + INPUTS - 1) // INPUTS
+    row_size: tl.constexpr = num_tiles * (INPUTS // 2) if BITS == 4 else WIDTH
+    value = values + (expert * SIZE + output)[:, None] * row_size
+    scale_rows: tl.constexpr = (SIZE + GROUP_OUTPUTS - 1) // GROUP_OUTPUTS
+    scale_row = (expert * scale_rows + output // GROUP_OUTPUTS) * ((WIDTH + GROUP - 1) // GROUP)
+    each: tl.constexpr = (num_tiles + SPLITS - 1) // SPLITS
+    begin = tl.program_id(2) * each
+    sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    zero = tl.zeros((OUTPUTS,), tl.float32)
+    for number in range(begin, tl.minimum(begin + each, num_tiles)):
+        group = scale_row + number * INPUTS // GROUP
+        if HAS_ZEROS:
+            zero = tl.load(zeros + group).to(tl.float32)
+        if GROUP < WIDTH:
+            part = tl.zeros((OUTPUTS, ROWS), tl.float32)
+            part = _add_tile(part, value, state, zero, number, WIDTH, BITS, HAS_ZEROS, DOT, ADDED, INPUTS)
+            sums += part * tl.load(scales + group).to(tl.float32)[:, None]
+        else:
+            sums = _add_tile(sums, value, state, zero, number, WIDTH, BITS, HAS_ZEROS, DOT, ADDED, INPUTS)
+    if HAS_SCALES and GROUP == WIDTH:
+        sums *= tl.load(scales + scale_row).to(tl.float32)[:, None]
+    if HAS_ROW_SCALES:
+        sums *= tl.load(row_scales + row)[None, :]
+    if HAS_BIAS:
+        sums += tl.load(bias + expert * SIZE + output).to(tl.float32)[:, None]
+    place = product + (tl.program_id(2).to(tl.int64) * num_rows + numbers)[None, :] * SIZE + outputs[:, None]
+    mask = (numbers < end)[None, :] & (outputs < SIZE)[:, None]
+    tl.store(place, sums.to(product.dtype.element_ty), mask=mask)
+
+
+@jit_for_any("num_rows")
+def _add_parts(
+    parts: tl.tensor,
+    bias: tl.tensor,
+    product: tl.tensor,
+    num_rows: tl.tensor,
+    SIZE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    row = tl.program_id(1).to(tl.int64)
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = columns < SIZE
+    sums = tl.zeros((COLUMNS,), tl.float32)
+    for part in tl.static_range(SPLITS):
+        sums += tl.load(parts + (part * num_rows + row) * SIZE + columns, mask=mask, other=0.0)
+    if HAS_BIAS:
+        sums += tl.load(bias + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(product + row * SIZE + columns, sums.to(product.dtype.element_ty), mask=mask)
+
+
+@jit
+def _dequantize(
+    values: tl.tensor,
+    scales: tl.tensor,
+    zeros: tl.tensor,
+    dense: tl.tensor,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    GROUP: tl.constexpr,  # WIDTH: one of all inputs
+    GROUP_OUTPUTS: tl.constexpr,
+    BITS: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+) -> None:
+    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    input = tl.program_id(1) * INPUTS  # noqa: A001
+    half: tl.constexpr = INPUTS // 2
+    tiles: tl.constexpr = (WIDTH + INPUTS - 1) // INPUTS
+    inside = outputs < SIZE
+    group = outputs // GROUP_OUTPUTS * ((WIDTH + GROUP - 1) // GROUP) + input // GROUP
+    scale = tl.load(scales + group, mask=inside, other=0.0).to(tl.float32)[:, None]
+    offset = tl.zeros((OUTPUTS, 1), tl.float32)
+    if HAS_ZEROS:
+        offset = tl.load(zeros + group, mask=inside, other=0).to(tl.float32)[:, None]
+    target = dense + outputs.to(tl.int64)[:, None] * WIDTH
+    if BITS == 4:
+        row = values + outputs.to(tl.int64)[:, None] * (tiles * half)
+        packed = tl.load(row + input // 2 + tl.arange(0, half)[None, :], mask=inside[:, None], other=0)
+        places = input + tl.arange(0, half)[None, :]
+        low, high = (packed & 0xF).to(tl.float32) - 8, (packed >> 4).to(tl.float32) - 8
+        tl.store(
+            target + places,
+            ((low - offset) * scale).to(dense.dtype.element_ty),
+            mask=inside[:, None] & (places < WIDTH),
+        )
+        places += half
+        tl.store(
+            target + places,
+            ((high - offset) * scale).to(dense.dtype.element_ty),
+            mask=inside[:, None] & (places < WIDTH),
+        )
+    else:
+        places = input + tl.arange(0, INPUTS)[None, :]
+        mask = inside[:, None] & (places < WIDTH)
+        numbers = tl.load(values + outputs.to(tl.int64)[:, None] * WIDTH + places, mask=mask, other=0.0).to(tl.float32)
+        tl.store(target + places, ((numbers - offset) * scale).to(dense.dtype.element_ty), mask=mask)
+
+
+def dequantized(weight: Tiled, dtype: torch.dtype) -> torch.Tensor:
+    """`[out, in]` of one matrix, computed in float32. Bytes: the weight, read; the dense one, written."""
+    outputs, inputs = weight.size
+    assert weight.scales is not None  # noqa: S101 - of quantised weights alone
+    dense = torch.empty(weight.size, dtype=dtype, device=weight.values.device)
+    _dequantize[triton.cdiv(outputs, _OUTPUTS), triton.cdiv(inputs, weight.inputs)](
+        weight.values,
+        weight.scales,
+        weight.scales if weight.zeros is None else weight.zeros,
+        dense,
+        SIZE=outputs,
+        WIDTH=inputs,
+        GROUP=weight.group or inputs,
+        GROUP_OUTPUTS=weight.rows,
+        BITS=weight.bits,
+        HAS_ZEROS=weight.zeros is not None,
+        OUTPUTS=_OUTPUTS,
+        INPUTS=weight.inputs,
+    )
+    return dense
+
+
+@jit
+def _round_rows(
+    states: tl.tensor,
+    rounded: tl.tensor,
+    scales: tl.tensor,
+    given: tl.tensor,
+    SIZE: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    MAX: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    if HAS_SCALE:
+        scale = tl.load(given)
+    else:
+        largest = tl.zeros((COLUMNS,), tl.float32)
+        for begin in range(0, SIZE, COLUMNS):
+            columns = begin + tl.arange(0, COLUMNS)
+            part = tl.load(states + row * SIZE + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
+            largest = tl.maximum(largest, tl.abs(part))
+        scale = row_scale(tl.max(largest, 0), MAX)
+    tl.store(scales + row, scale)
+    for begin in range(0, SIZE, COLUMNS):
+        columns = begin + tl.arange(0, COLUMNS)
+        part = tl.load(states + row * SIZE + columns, mask=columns < SIZE, other=0.0).to(tl.float32) / scale
+        number = tl.minimum(tl.maximum(part, -MAX), MAX).to(rounded.dtype.element_ty)
+        tl.store(rounded + row * SIZE + columns, number, mask=columns < SIZE)
+
+
+def round_rows(states: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """`states` `[num_rows, size]` divided by the scale of their row, in fp8, and these scales, float32 `[num_rows, 1]`.
+
+    scale: of all rows; None: of each by its largest number. Bytes: one or two reads, and a write of half the size.
+    """
+    states = states.contiguous()
+    num_rows, size = states.shape
+    rounded = torch.empty(states.shape, dtype=FP8, device=states.device)
+    scales = torch.empty(num_rows, 1, dtype=torch.float32, device=states.device)
+    _round_rows[(num_rows,)](
+        states,
+        rounded,
+        scales,
+        scales if scale is None else scale,
+        SIZE=size,
+        HAS_SCALE=scale is not None,
+        MAX=FP8_MAX,
+        COLUMNS=min(_ROUNDED_COLUMNS, padded(size)),
+        num_warps=8,
+    )
+    return rounded, scales
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """The tile of a program, and how it is compiled: the fastest of those measured on an H200."""
+
+    rows: int
+    outputs: int = _OUTPUTS
+    num_warps: int = 4
+    num_stages: int = 3
+    splits: int = 1  # of the inputs
+
+    @classmethod
+    def of(cls, num_rows: int, weight: Tiled, device: torch.device) -> Self:
+        """Of one matrix. Inputs are split so that all processors read weights; a part has at least four tiles."""
+        launch = cls._of_tile(16 if num_rows <= 16 else 32 if num_rows <= 32 else 64, weight)
+        programs = triton.cdiv(weight.size[0], launch.outputs) * triton.cdiv(num_rows, launch.rows)
+        wanted = (4 if launch.rows == 16 else 2) * num_processors(device) // programs
+        splits = max(1, min(wanted, triton.cdiv(weight.size[1], 4 * weight.inputs), _MOST_SPLITS))
+        return replace(launch, splits=splits)
+
+    @classmethod
+    def of_experts(cls, tile_rows: int, weights: Tiled) -> Self:
+        return cls._of_tile(tile_rows, weights)
+
+    @classmethod
+    def _of_tile(cls, rows: int, weight: Tiled) -> Self:
+        if weight.bits > 8:
+            return cls(rows, outputs=128, num_warps=8 if rows > 64 else 4)
+        return cls(rows, num_warps=2, num_stages=4) if weight.bits == 8 and rows == 16 else cls(rows)
+
+
+def quantized_product(
+    hidden: torch.Tensor,
+    weight: Tiled,
+    bias: torch.Tensor | None,
+    row_scales: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """`hidden` `[num_rows, in]`, in the order of the weight's columns, times the dequantised weight, plus the bias.
+
+    `hidden` may be in fp8, with the scales of its rows, float32 `[num_rows, 1]`, and the product's `dtype`.
+    Bytes: the weight, once for each 64 rows; `hidden` once for each 64 outputs.
+    """
+    outputs, num_rows = weight.size[0], len(hidden)
+    launch = _Launch.of(num_rows, weight, hidden.device)
+    product = hidden.new_empty((num_rows, outputs), dtype=dtype or hidden.dtype)
+    if launch.splits == 1:
+        _multiply(hidden.contiguous(), None, weight, bias, product, launch, row_scales)
+        return product
+    parts = hidden.new_empty((launch.splits, num_rows, outputs), dtype=torch.float32)
+    _multiply(hidden.contiguous(), None, weight, None, parts, launch, row_scales, product.dtype)
+    _add_parts[triton.cdiv(outputs, _ADDED_COLUMNS), num_rows](
+        parts,
+        product if bias is None else bias,
+        product,
+        num_rows,
+        SIZE=outputs,
+        HAS_BIAS=bias is not None,
+        SPLITS=launch.splits,
+        COLUMNS=_ADDED_COLUMNS,
+    )
+    return product
+
+
+def grouped_product(
+    states: torch.Tensor, routing: Routing, weights: Tiled, bias: torch.Tensor | None, *, of_tokens: bool
+) -> torch.Tensor:
+    """Rows that are sorted by expert, each times the matrix of its expert, plus `bias` `[experts, out]`.
+
+    states: `[num_rows, in]`, sorted; `of_tokens`: `[num_tokens, in]`, of which each is read for each of its experts.
+    Bytes: the matrices of the experts that have rows, once for each tile of rows; rows once for each tile of outputs.
+    """
+    product = states.new_empty(len(routing.sources), weights.size[0])
+    launch = _Launch.of_experts(routing.tile_rows, weights)
+    of_token = routing.experts_of_a_token if of_tokens else 0
+    _multiply(states, routing, weights, bias, product, launch, experts_of_a_token=of_token)
+    return product
+
+
+def _multiply(
+    states: torch.Tensor,
+    routing: Routing | None,
+    weight: Tiled,
+    bias: torch.Tensor | None,
+    product: torch.Tensor,
+    launch: _Launch,
+    row_scales: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    experts_of_a_token: int = 0,
+) -> None:
+    """`dtype` of what is multiplied; None: the product's."""
+    dot = dot_dtype(dtype or product.dtype)
+    num_rows = len(states) if routing is None else len(routing.sources)
+    tiles = triton.cdiv(num_rows, launch.rows) if routing is None else len(routing.tiles)
+    _product[triton.cdiv(weight.size[0], launch.outputs), tiles, launch.splits](
+        states,
+        product if routing is None else routing.sources,
+        product if routing is None else routing.tiles,
+        weight.values,
+        product if weight.scales is None else weight.scales,
+        product if weight.zeros is None else weight.zeros,
+        product if bias is None else bias,
+        product if row_scales is None else row_scales,
+        product,
+        num_rows,
+        SIZE=weight.size[0],
+        WIDTH=weight.size[1],
+        GROUP=weight.group or weight.size[1],
+        GROUP_OUTPUTS=weight.rows,
+        BITS=weight.bits,
+        HAS_SCALES=weight.scales is not None,
+        HAS_ZEROS=weight.zeros is not None,
+        HAS_BIAS=bias is not None,
+        HAS_ROW_SCALES=row_scales is not None,
+        EXPERTS_OF_A_TOKEN=experts_of_a_token,
+        IS_GROUPED=routing is not None,
+        SPLITS=launch.splits,
+        DOT=dot,
+        ADDED=_ADDED.get(dot, 0),
+        ROWS=launch.rows,
+        OUTPUTS=launch.outputs,
+        INPUTS=min(weight.inputs, 64) if weight.bits > 8 and launch.rows > 16 else weight.inputs,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+    )
