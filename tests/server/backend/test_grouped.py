@@ -97,4 +97,4 @@ def test_a_row_that_is_key_and_value_is_stored_once(name: str, dtype: torch.dtyp
     assert sum(cache.nbytes for cache in caches) == 5 * shape.bytes_per_block == 5 * 16 * 288 * dtype.itemsize
     case = Case(shape, dtype)
     assert why_wrong([case], lambda shape, num_blocks, _: BACKENDS[name](shape, num_blocks), CPU) is None
-    assert "latent" in (why_triton_is_unusable(shape, dtype, CPU) or "")
+    assert why_triton_is_unusable(shape, dtype, CPU) is None

@@ -14,17 +14,22 @@ import torch
 
 from llmservice_server.backend.base import Int32Array, Int64Array, KVCacheShape, Rotation, StepInput
 from llmservice_server.backend.cuda.block_tables import BlockTables
-from llmservice_server.backend.cuda.kernels.jit import FP8
+from llmservice_server.backend.cuda.kernels.jit import FP8, num_processors
 from llmservice_server.backend.cuda.kernels.layer_ops import rotate_and_store, store
-from llmservice_server.backend.cuda.kernels.paged_decode import DecodeScratch, WorkList, decode, num_items, split
+from llmservice_server.backend.cuda.kernels.paged_decode import (
+    DecodeScratch,
+    WorkList,
+    decode,
+    num_items,
+    programs_of_a_part,
+    split,
+)
 from llmservice_server.backend.cuda.kernels.paged_prefill import prefill, query_tiles, tokens_per_tile
 from llmservice_server.backend.grouped import GroupedAttention
 from llmservice_server.backend.transfer import tables_to_device
 
 if TYPE_CHECKING:
     from llmservice_server.backend.cuda.varlen import Varlen
-
-_INTERPRETED_PROCESSORS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +91,7 @@ class ChunkAttention(Protocol):
 
 
 def _block(shape: KVCacheShape) -> tuple[int, int, int, int]:
-    return shape.num_kv_heads, 2, shape.block_size, shape.head_dim
+    return shape.num_kv_heads, shape.stored, shape.block_size, shape.head_dim
 
 
 def _each_once(windows: Sequence[int | None]) -> list[int | None]:
@@ -114,11 +119,7 @@ class TritonAttention:
         for cache in self.caches:
             cache[0].zero_()  # the null block: torch's kernel reads it and multiplies it by 0
         self._set_shape(shape)
-        self._num_processors = (
-            torch.cuda.get_device_properties(device).multi_processor_count
-            if device.type == "cuda"
-            else _INTERPRETED_PROCESSORS
-        )
+        self._num_processors = num_processors(device)
 
     def _set_shape(self, shape: KVCacheShape) -> None:
         self.shape = shape
@@ -165,7 +166,9 @@ class TritonAttention:
         )
 
     def num_items(self, num_decodes: int) -> int:
-        return num_items(num_decodes, self.shape.num_kv_heads, self._num_processors)
+        shape = self.shape
+        programs = programs_of_a_part(shape.num_heads, shape.num_kv_heads, shape.head_dim)
+        return num_items(num_decodes, programs, self._num_processors)
 
     def work(self, lengths: Int64Array) -> list[Int32Array]:
         """The arrays of the work list of decodes of these lengths, for each window of the model's layers."""

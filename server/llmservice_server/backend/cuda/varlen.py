@@ -163,6 +163,8 @@ def why_varlen_cannot_serve(shape: KVCacheShape, dtype: torch.dtype) -> str | No
     """What rules it out before anything is run, as a phrase; None if nothing does."""
     if shape.dtype.itemsize == 1:
         return "an fp8 cache is supported by our kernels only"
+    if shape.is_latent:
+        return "latents are supported by our kernels only"
     if not shape.is_plain:
         return "bounds of scores (softcap) and attention sinks are supported by our kernels only"
     if dtype not in _DTYPES or shape.dtype != dtype:

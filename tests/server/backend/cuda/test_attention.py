@@ -51,6 +51,17 @@ def test_any_head_and_dtype_agrees_with_torch(head_dim: int, dtype: torch.dtype)
     assert relative_error(case, TritonAttention, CPU) < BOUNDS[dtype]
 
 
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "dtype"),
+    [(6, 28, torch.float32), (16, 576, torch.float32), (70, 576, torch.float32), (70, 576, FP8)],
+)
+def test_latents_agree_with_torch(heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    """One row of a token is its key and its value, for all heads: more than a tile has, and wider than one."""
+    shape = replace(shape_of(head_dim, heads=(heads, 1), dtype=dtype), is_latent=True)
+    bound = INTERPRETED_FP8_BOUND if dtype == FP8 else BOUNDS[dtype]
+    assert relative_error(Case(shape, torch.float32, SPANS), TritonAttention, CPU) < bound
+
+
 @pytest.mark.parametrize("block_size", [1, 32, 256])
 def test_any_block_size_agrees_with_torch(block_size: int) -> None:
     case = Case(shape_of(block_size=block_size, heads=ONE_KEY_HEAD), torch.float32, SPANS)

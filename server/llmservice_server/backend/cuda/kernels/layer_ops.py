@@ -102,11 +102,12 @@ def store_rows(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    STORED: tl.constexpr,
     QUANTIZED: tl.constexpr,
 ) -> None:
     """Write rows to the slot, unless it is in block 0, the null block."""
     block = (slot // BLOCK_SIZE).to(tl.int64)
-    row = ((block * NUM_KV_HEADS + head) * 2 + part) * BLOCK_SIZE + slot % BLOCK_SIZE
+    row = ((block * NUM_KV_HEADS + head) * STORED + part) * BLOCK_SIZE + slot % BLOCK_SIZE
     stored = mask & (block > 0)
     if QUANTIZED:
         tile = tile / scale[:, None]
@@ -132,6 +133,7 @@ def _store(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    STORED: tl.constexpr,  # rows of a token and key head: 1 if keys are the values
     QUANTIZED: tl.constexpr,
     MAX: tl.constexpr,
     ROWS: tl.constexpr,
@@ -140,7 +142,7 @@ def _store(
     token = tl.program_id(0)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, WIDTH)
-    mask = rows < 2 * NUM_KV_HEADS
+    mask = rows < STORED * NUM_KV_HEADS
     column_mask = columns < HEAD_DIM
     source = key_value + token.to(tl.int64) * token_stride + rows[:, None] * HEAD_DIM + columns[None, :]
     tile = tl.load(source, mask=mask[:, None] & column_mask[None, :], other=0.0).to(tl.float32)
@@ -148,7 +150,7 @@ def _store(
     head, part = rows % NUM_KV_HEADS, rows // NUM_KV_HEADS
     store_rows(
         tile, tl.load(slots + token), head, part, mask, columns, column_mask, scale, cache, scales,
-        NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, QUANTIZED,
+        NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, STORED, QUANTIZED,
     )  # fmt: skip
 
 
@@ -158,10 +160,11 @@ def store(
     """Write `key_value` `[num_tokens, 2 * num_kv_heads, head_dim]`, keys first, to the cache's `slots` `[num_tokens]`.
 
     cache `[num_blocks, num_kv_heads, 2, block_size, head_dim]`, keys before values; scales `[num_blocks, num_kv_heads,
-    2, block_size]` float32, of an fp8 cache. A slot is `block * block_size + offset`; those of block 0 are skipped.
+    2, block_size]` float32, of an fp8 cache. A cache of latents has 1 in the place of 2: keys, which are the values. A
+    slot is `block * block_size + offset`; those of block 0 are skipped.
     """
-    num_kv_heads, block_size, head_dim = cache.shape[1], cache.shape[3], cache.shape[4]
-    _store[len(slots), triton.cdiv(2 * num_kv_heads, ROWS_PER_PROGRAM)](
+    num_kv_heads, stored, block_size, head_dim = cache.shape[1:]
+    _store[len(slots), triton.cdiv(stored * num_kv_heads, ROWS_PER_PROGRAM)](
         key_value,
         slots,
         cache,
@@ -170,6 +173,7 @@ def store(
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
+        STORED=stored,
         QUANTIZED=scales is not None,
         MAX=FP8_MAX,
         ROWS=ROWS_PER_PROGRAM,
@@ -232,11 +236,11 @@ def _rotate_and_store(
     scale = row_scale(tl.maximum(tl.max(tl.abs(left), axis=1), tl.max(tl.abs(right), axis=1)), MAX)
     store_rows(
         left, slot, head, part, is_kv, columns, column_mask, scale, cache, scales,
-        NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, QUANTIZED,
+        NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, 2, QUANTIZED,
     )  # fmt: skip
     store_rows(
         right, slot, head, part, is_kv, HALF + columns, column_mask, scale, cache, scales,
-        NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, QUANTIZED,
+        NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, 2, QUANTIZED,
     )  # fmt: skip
 
 

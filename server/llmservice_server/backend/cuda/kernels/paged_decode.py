@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import triton
 import triton.language as tl
 
 from llmservice_server.backend.base import Int32Array, Int64Array, positions_of
@@ -26,17 +27,25 @@ _MOST_KEYS_PER_TILE = 64
 _MOST_FP8_KEYS_PER_TILE = 128
 """An fp8 tile is read in half the time: with 64 keys the loop has more instructions than a Hopper processor issues
 while it waits for memory."""
-_TILE_BYTES = 1 << 14  # of keys, and of values; two of each are being loaded while one is used
-_PROGRAMS_PER_PROCESSOR = 4
+_PART_KEYS = 64  # of which the parts of a sequence are multiples
+_STAGES = 3
+"""A table's entries are loaded before the tiles they point to, of which two are in flight."""
+_MOST_COLUMNS = 512
+_KEYS_OF_LATENTS, _HOPPER = 32, (9, 0)
+_MOST_SUMS = 64 * _MOST_COLUMNS
+_PROGRAMS_PER_PROCESSOR = 3
 """So that no processor of the GPU is idle, whichever sequences are long."""
 _PARTS_AT_ONCE = 16  # that the second kernel combines
 _LOG2_E = math.log2(math.e)
 _LOG2_E_CONSTANT = tl.constexpr(_LOG2_E)
 
 
-def num_items(num_seqs: int, num_kv_heads: int, num_processors: int) -> int:
-    """The length of the list of parts. It depends on what is known when a graph is captured, never on lengths."""
-    return num_seqs + -(-_PROGRAMS_PER_PROCESSOR * num_processors // num_kv_heads)
+def num_items(num_seqs: int, num_programs: int, num_processors: int) -> int:
+    """The length of the list of parts, of `num_programs` each.
+
+    It depends on what is known when a graph is captured, never on lengths.
+    """
+    return num_seqs + -(-_PROGRAMS_PER_PROCESSOR * num_processors // num_programs)
 
 
 def split(lengths: Int64Array, window: int | None, num_items: int) -> tuple[Int32Array, Int32Array]:
@@ -46,7 +55,7 @@ def split(lengths: Int64Array, window: int | None, num_items: int) -> tuple[Int3
     are never more parts than `num_items`.
     """
     seen = lengths if window is None else np.minimum(lengths, window)
-    tile = _MOST_KEYS_PER_TILE
+    tile = _PART_KEYS
     longest = tile * max(1, -(-int(seen.sum()) // (tile * (num_items - len(lengths)))))
     counts = np.maximum(1, -(-seen // longest))
     sizes = tile * -(-seen // (tile * counts))  # of each sequence's parts: equal ones
@@ -68,10 +77,33 @@ class WorkList:
     firsts: torch.Tensor  # [num_seqs + 1]: the number of each sequence's first part
 
 
-def keys_per_tile(width: int, itemsize: int) -> int:
-    """Keys of a tile, of `width` numbers of `itemsize` bytes each."""
-    most = _MOST_FP8_KEYS_PER_TILE if itemsize == 1 else _MOST_KEYS_PER_TILE
-    return max(16, min(most, _TILE_BYTES // (width * itemsize)))
+def keys_per_tile(width: int, itemsize: int, most: int) -> int:
+    """Keys of a tile, of `width` numbers of `itemsize` bytes each: `most` of 128 numbers of 16 bits or less."""
+    return max(16, min(most, most * 128 * min(itemsize, 2) // (width * itemsize)))
+
+
+def keys_of_latents(cache: torch.Tensor) -> int | None:
+    """Of a tile, on GPUs with the shared memory of Hopper; None: as of other caches."""
+    is_hopper: bool = cache.is_cuda and torch.cuda.get_device_capability(cache.device) >= _HOPPER
+    return _KEYS_OF_LATENTS if is_hopper and cache.shape[2] == 1 and cache.shape[-1] > _MOST_COLUMNS else None
+
+
+def parts_of(head_dim: int) -> tuple[int, int]:
+    """The columns of a head's two tiles: the second has what is beyond 512, as that of latents, or is not there."""
+    if head_dim <= _MOST_COLUMNS:
+        return padded(head_dim), 0
+    return _MOST_COLUMNS, padded(head_dim - _MOST_COLUMNS)
+
+
+def heads_per_tile(group: int, width: int) -> int:
+    """Query heads of a tile, of those that share a key head: as many as registers hold beside sums of `width`."""
+    return min(padded(group), _MOST_SUMS // width)
+
+
+def programs_of_a_part(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
+    """How many programs read one part of a sequence's context: a key head each, or a part of its query heads."""
+    group = num_heads // num_kv_heads
+    return num_kv_heads * -(-group // heads_per_tile(group, parts_of(head_dim)[0]))
 
 
 @jit
@@ -79,13 +111,14 @@ def load_rows(
     cache: tl.tensor,
     scales: tl.tensor,
     slot_row: tl.tensor,  # [KEYS] the row of the cache that holds each key, or value
+    FIRST: tl.constexpr,  # column
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     QUANTIZED: tl.constexpr,
     DOT: tl.constexpr,
 ) -> tl.tensor:
-    """Rows of the cache as operand of a product, `[KEYS, WIDTH]`, and the scale of each row, `[KEYS]`."""
-    columns = tl.arange(0, WIDTH)
+    """Columns of rows of the cache as operand of a product, `[KEYS, WIDTH]`, and the scale of each row, `[KEYS]`."""
+    columns = FIRST + tl.arange(0, WIDTH)
     inside = (columns < HEAD_DIM)[None, :]  # always true if the two are equal; then there is no mask
     tile = tl.load(cache + slot_row[:, None] * HEAD_DIM + columns[None, :], mask=inside, other=0.0)
     if QUANTIZED:
@@ -104,6 +137,7 @@ def key_rows(
     kv_head: tl.tensor,
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    STORED: tl.constexpr,  # rows of a token and key head
 ) -> tl.tensor:
     """The cache's rows of the keys at `positions` of the sequence with this block table; values are BLOCK_SIZE rows on.
 
@@ -111,26 +145,33 @@ def key_rows(
     mask would cost an instruction for each load.
     """
     block = tl.load(table + positions // BLOCK_SIZE).to(tl.int64)
-    return (block * NUM_KV_HEADS + kv_head) * 2 * BLOCK_SIZE + positions % BLOCK_SIZE
+    return (block * NUM_KV_HEADS + kv_head) * STORED * BLOCK_SIZE + positions % BLOCK_SIZE
 
 
 @jit
 def score_keys(
-    queries: tl.tensor,
+    queries: tl.tensor,  # [ROWS, WIDTH]
+    rest_queries: tl.tensor,  # [ROWS, REST] of the columns after these
     slot_row: tl.tensor,
     cache: tl.tensor,
     scales: tl.tensor,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
+    REST: tl.constexpr,  # 0: there are none
     QUANTIZED: tl.constexpr,
     DOT: tl.constexpr,
-) -> tl.tensor:
-    """The products of `queries` `[ROWS, WIDTH]` with the keys in `slot_row` `[KEYS]`."""
-    keys, key_factor = load_rows(cache, scales, slot_row, HEAD_DIM, WIDTH, QUANTIZED, DOT)
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """The products of queries with the keys in `slot_row` `[KEYS]`, and these keys: both parts, and their scales."""
+    keys, key_factor = load_rows(cache, scales, slot_row, 0, HEAD_DIM, WIDTH, QUANTIZED, DOT)
     scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+    if REST > 0:
+        rest, _ = load_rows(cache, scales, slot_row, WIDTH, HEAD_DIM, REST, QUANTIZED, DOT)
+        scores = tl.dot(rest_queries, tl.trans(rest), scores, input_precision="ieee")
+    else:
+        rest = keys
     if QUANTIZED:
         scores *= key_factor[None, :]
-    return scores
+    return scores, keys, rest, key_factor
 
 
 @jit
@@ -159,26 +200,77 @@ def add_values(
     row_max: tl.tensor,  # [ROWS] of the scores so far, in base 2
     row_sum: tl.tensor,  # [ROWS] of their weights
     sums: tl.tensor,  # [ROWS, WIDTH] of the weighted values
+    rest_sums: tl.tensor,  # [ROWS, REST]
+    keys: tl.tensor,  # as from `score_keys`, like the next two: they are the values, if there are no others
+    rest: tl.tensor,
+    factor: tl.tensor,
     slot_row: tl.tensor,  # [KEYS] of the values
     cache: tl.tensor,
     scales: tl.tensor,
     scale: tl.tensor,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
+    REST: tl.constexpr,
+    STORED: tl.constexpr,  # rows of a token and key head: 1 if keys are the values
     QUANTIZED: tl.constexpr,
     DOT: tl.constexpr,
     MASKED: tl.constexpr,  # a row may have seen no key yet
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """`row_max`, `row_sum` and `sums` with KEYS more keys: online softmax (arXiv:1805.02867)."""
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """`row_max`, `row_sum` and the sums with KEYS more keys: online softmax (arXiv:1805.02867)."""
     new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale)
     finite = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
     weights = tl.exp2(scores * scale - finite[:, None])
     rescale = tl.exp2(row_max - finite)
     row_sum = row_sum * rescale + tl.sum(weights, axis=1)
-    values, value_factor = load_rows(cache, scales, slot_row, HEAD_DIM, WIDTH, QUANTIZED, DOT)
+    if STORED == 2:
+        values, factor = load_rows(cache, scales, slot_row, 0, HEAD_DIM, WIDTH, QUANTIZED, DOT)
+        if REST > 0:
+            rest, _ = load_rows(cache, scales, slot_row, WIDTH, HEAD_DIM, REST, QUANTIZED, DOT)
+    else:
+        values = keys
     if QUANTIZED:
-        weights *= value_factor[None, :]
-    return new_max, row_sum, tl.dot(weights.to(DOT), values, sums * rescale[:, None], input_precision="ieee")
+        weights *= factor[None, :]
+    weights = weights.to(DOT)
+    if REST > 0:
+        rest_sums = tl.dot(weights, rest, rest_sums * rescale[:, None], input_precision="ieee")
+    return new_max, row_sum, tl.dot(weights, values, sums * rescale[:, None], input_precision="ieee"), rest_sums
+
+
+@jit
+def store_sums(
+    target: tl.tensor,  # [ROWS, 1] of each row's first number
+    sums: tl.tensor,
+    rest_sums: tl.tensor,
+    mask: tl.tensor,  # [ROWS]
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    REST: tl.constexpr,
+) -> None:
+    columns = tl.arange(0, WIDTH)[None, :]
+    tl.store(target + columns, sums.to(target.dtype.element_ty), mask=mask[:, None] & (columns < HEAD_DIM))
+    if REST > 0:
+        columns = WIDTH + tl.arange(0, REST)[None, :]
+        tl.store(target + columns, rest_sums.to(target.dtype.element_ty), mask=mask[:, None] & (columns < HEAD_DIM))
+
+
+@jit
+def load_queries(
+    source: tl.tensor,  # [ROWS, 1] of each row's first number
+    mask: tl.tensor,  # [ROWS]
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    REST: tl.constexpr,
+    DOT: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """`[ROWS, WIDTH]`, and the columns after these, `[ROWS, REST]`."""
+    columns = tl.arange(0, WIDTH)[None, :]
+    queries = tl.load(source + columns, mask=mask[:, None] & (columns < HEAD_DIM), other=0.0).to(DOT)
+    if REST > 0:
+        columns = WIDTH + tl.arange(0, REST)[None, :]
+        rest = tl.load(source + columns, mask=mask[:, None] & (columns < HEAD_DIM), other=0.0).to(DOT)
+    else:
+        rest = queries
+    return queries, rest
 
 
 @jit
@@ -205,48 +297,52 @@ def _decode(
     QUANTIZED: tl.constexpr,
     DOT: tl.constexpr,
     KEYS: tl.constexpr,
+    STORED: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
+    REST: tl.constexpr,
     BOUND: tl.constexpr,  # of the scores in base 2; 0: none
     HAS_SINKS: tl.constexpr,
 ) -> None:
-    item, kv_head = items + 4 * tl.program_id(0), tl.program_id(1)
+    parts_of_group: tl.constexpr = (GROUP + ROWS - 1) // ROWS
+    item, kv_head = items + 4 * tl.program_id(0), tl.program_id(1) // parts_of_group
     sequence = tl.load(item)
     if sequence < 0:
         return
     begin, end, part = tl.load(item + 1), tl.load(item + 2), tl.load(item + 3).to(tl.int64)
     row = tl.load(places + 2 * sequence).to(tl.int64)
     table = tables + tl.load(places + 2 * sequence + 1).to(tl.int64) * table_stride
-    member, columns = tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    heads = kv_head * GROUP + member
-    mask = (member < GROUP)[:, None] & (columns < HEAD_DIM)[None, :]
-    queries = tl.load(query + row * query_stride + heads[:, None] * HEAD_DIM + columns[None, :], mask=mask, other=0.0)
-    queries = queries.to(DOT)
-    row_max, row_sum = first_max(sinks, heads, member < GROUP, HAS_SINKS)
+    member = tl.program_id(1) % parts_of_group * ROWS + tl.arange(0, ROWS)
+    heads, exists = kv_head * GROUP + member, member < GROUP
+    source = query + row * query_stride + heads[:, None] * HEAD_DIM
+    queries, rest_queries = load_queries(source, exists, HEAD_DIM, WIDTH, REST, DOT)
+    row_max, row_sum = first_max(sinks, heads, exists, HAS_SINKS)
     if HAS_SINKS:  # they are counted once, by the first part
         is_first = part == tl.load(firsts + sequence)
         row_max, row_sum = tl.where(is_first, row_max, float("-inf")), tl.where(is_first, row_sum, 0.0)
-    sums = tl.zeros([ROWS, WIDTH], tl.float32)
+    sums, rest_sums = tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS, max(REST, 16)], tl.float32)
     for start in range(begin, end, KEYS):
         positions = start + tl.arange(0, KEYS)
-        slot_row = key_rows(table, tl.minimum(positions, end - 1), kv_head, NUM_KV_HEADS, BLOCK_SIZE)
-        scores = score_keys(queries, slot_row, cache, scales, HEAD_DIM, WIDTH, QUANTIZED, DOT)
+        slot_row = key_rows(table, tl.minimum(positions, end - 1), kv_head, NUM_KV_HEADS, BLOCK_SIZE, STORED)
+        scores, keys, rest, factor = score_keys(
+            queries, rest_queries, slot_row, cache, scales, HEAD_DIM, WIDTH, REST, QUANTIZED, DOT
+        )
         if BOUND > 0:
             scores = bounded(scores, scale, BOUND)
         scores = tl.where((positions < end)[None, :], scores, float("-inf"))
-        row_max, row_sum, sums = add_values(
-            scores, row_max, row_sum, sums, slot_row + BLOCK_SIZE, cache, scales, 1.0 if BOUND > 0 else scale,
-            HEAD_DIM, WIDTH, QUANTIZED, DOT, MASKED=False,
+        row_max, row_sum, sums, rest_sums = add_values(
+            scores, row_max, row_sum, sums, rest_sums, keys, rest, factor, slot_row + BLOCK_SIZE, cache, scales,
+            1.0 if BOUND > 0 else scale, HEAD_DIM, WIDTH, REST, STORED, QUANTIZED, DOT, MASKED=False,
         )  # fmt: skip
     if tl.load(firsts + sequence + 1) - tl.load(firsts + sequence) == 1:
-        sums = sums / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
-        target = output + (row * NUM_KV_HEADS * GROUP + heads[:, None]) * HEAD_DIM + columns[None, :]
-        tl.store(target, sums.to(output.dtype.element_ty), mask=mask)
+        total = tl.where(row_sum == 0, 1.0, row_sum)[:, None]
+        target = output + (row * NUM_KV_HEADS * GROUP + heads[:, None]) * HEAD_DIM
+        store_sums(target, sums / total, rest_sums / total, exists, HEAD_DIM, WIDTH, REST)
     else:
         place = part * NUM_KV_HEADS * GROUP + heads
-        tl.store(partial_max + place, row_max, mask=member < GROUP)
-        tl.store(partial_sum + place, row_sum, mask=member < GROUP)
-        tl.store(partial + place[:, None] * HEAD_DIM + columns[None, :], sums, mask=mask)
+        tl.store(partial_max + place, row_max, mask=exists)
+        tl.store(partial_sum + place, row_sum, mask=exists)
+        store_sums(partial + place[:, None] * HEAD_DIM, sums, rest_sums, exists, HEAD_DIM, WIDTH, REST)
 
 
 @jit
@@ -324,8 +420,10 @@ def decode(
     """
     num_heads, head_dim = query.shape[1], query.shape[2]
     num_kv_heads, block_size = cache.shape[1], cache.shape[3]
-    group, width = num_heads // num_kv_heads, padded(head_dim)
-    _decode[len(work.items), num_kv_heads](
+    group, (width, rest) = num_heads // num_kv_heads, parts_of(head_dim)
+    rows = heads_per_tile(group, width)
+    most = _MOST_FP8_KEYS_PER_TILE if cache.dtype.itemsize == 1 else _MOST_KEYS_PER_TILE
+    _decode[len(work.items), num_kv_heads * triton.cdiv(group, rows)](
         query,
         cache,
         cache if scales is None else scales,
@@ -347,13 +445,15 @@ def decode(
         BLOCK_SIZE=block_size,
         QUANTIZED=scales is not None,
         DOT=dot_dtype(query.dtype),
-        KEYS=keys_per_tile(width, cache.dtype.itemsize),
-        ROWS=padded(group),
+        STORED=cache.shape[2],
+        KEYS=keys_of_latents(cache) or keys_per_tile(width, cache.dtype.itemsize, most),
+        ROWS=rows,
         WIDTH=width,
+        REST=rest,
         BOUND=(softcap or 0.0) * _LOG2_E,
         HAS_SINKS=sinks is not None,
-        num_warps=4,
-        num_stages=5,  # a table's entries are loaded before the tiles they point to, of which two are in flight
+        num_warps=8 if rest and rows > 16 else 4,
+        num_stages=_STAGES,
     )
     _combine[len(places), num_heads](
         scratch.sums,
@@ -365,6 +465,6 @@ def decode(
         NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
         PARTS=_PARTS_AT_ONCE,
-        WIDTH=width,
-        num_warps=4,
+        WIDTH=padded(head_dim),
+        num_warps=8 if rest else 4,
     )

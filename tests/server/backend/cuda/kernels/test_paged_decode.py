@@ -95,7 +95,7 @@ def test_a_padded_row_of_a_batch_touches_nothing_but_its_answer() -> None:
 
 def test_one_long_sequence_among_many_short_ones_is_split_over_the_processors() -> None:
     lengths = np.array([1000] * 31 + [100_000] + [1000] * 32)
-    most = num_items(64, num_kv_heads=8, num_processors=132)
+    most = num_items(64, num_programs=8, num_processors=132)
     assert most == 64 + 66
     items, firsts = split(lengths, None, most)
     sequences, begins, ends, _ = items[items[:, 0] >= 0].T
