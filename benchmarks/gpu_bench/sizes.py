@@ -46,6 +46,14 @@ class Sizes:
     groups: tuple[tuple[int, int], ...]  # (query heads, KV heads)
     spans: tuple[Spans, ...]
     race_tokens: tuple[int, ...]
+    products: tuple[tuple[int, int], ...]  # (outputs, inputs)
+    product_rows: tuple[int, ...]
+    experts: tuple[int, int, int, int]  # experts, those of a token, hidden size, width of an expert
+    expert_tokens: tuple[int, ...]
+    num_families: int | None  # None: all
+    family_prompts: tuple[int, ...]  # tokens; some windows are 24
+    family_tokens: int
+    families_s: float  # within which families are computed
     sampling_batches: tuple[int, ...]
     swapped_blocks: int
     memory_prompt: int  # prompt tokens of the request that runs out of memory
@@ -76,10 +84,13 @@ FULL = Sizes(
     max_num_seqs=256, max_model_len=8192, max_num_batched_tokens=8192,
     context=1024, decode_batches=(1, 2, 4, 8, 16, 32, 64), step_prompts=(2048, 8192), step_repetitions=20,
     waiting_batch=32, loop_steps=30,
-    in_flight=256, requests=512, longest=Lengths(4096, 512), peer_tokens=1024, peer_s=75.0,
+    in_flight=256, requests=512, longest=Lengths(4096, 512), peer_tokens=1024, peer_s=45.0,
     kernel_batches=(1, 8, 32, 64, 256), prompts=((2048, 2048), (8192, 8192), (8192, 1024)), cold_bytes=256 << 20,
     head_dims=(64, 96, 128, 256), block_sizes=(16, 64, 256), groups=((8, 2), (7, 1), (4, 4)), spans=(MIXED, _LONG),
     race_tokens=(256, 512, 1024, 2048),
+    products=((28672, 4096), (4096, 14336), (6144, 4096)), product_rows=(1, 8, 32, 64, 256, 2048),
+    experts=(128, 8, 2048, 768), expert_tokens=(1, 8, 64, 512),  # Qwen3-30B-A3B
+    num_families=None, family_prompts=(1, 50, 90), family_tokens=64, families_s=100.0,
     sampling_batches=(8, 64, 256),
     swapped_blocks=256,
     memory_prompt=8000, memory_tokens=60, left_bytes=96 << 20,

@@ -30,7 +30,7 @@ _ENDS_PROCESS = {"transformers"}
 
 def sections() -> dict[str, Callable[[Bench], Findings]]:
     """The sections by name."""
-    from gpu_bench import bench, engine, faults, kernels, overlap, throughput
+    from gpu_bench import bench, engine, families, faults, kernels, overlap, products, throughput
 
     return {
         "ceilings": bench.ceilings,
@@ -42,6 +42,9 @@ def sections() -> dict[str, Callable[[Bench], Findings]]:
         "transformers": throughput.transformers,
         "kernels": kernels.speed,
         "agreement": kernels.agreement,
+        "families": families.families,
+        "quantized": products.quantized,
+        "experts": products.experts,
         "attention_race": kernels.attention_race,
         "sampling": kernels.sampling,
         "swapping": faults.swapping,
