@@ -73,7 +73,6 @@ def quantized(bench: Bench) -> Findings:
             hidden = torch.randn(rows, inputs, device=gpu.device, dtype=torch.bfloat16)
             dense_copies = [dense.clone() for _ in range(max(1, -(-sizes.cold_bytes // dense.nbytes)))]
             dense_s = gpu.device_s(lambda: [F.linear(hidden, each) for each in dense_copies]) / len(dense_copies)  # noqa: B023
-            row = {"part": "product", "outputs": outputs, "inputs": inputs, "rows": rows, "bfloat16 us": dense_s * 1e6}
             for name, weight in weights.items():
                 product = CudaQuantizedLinear.of(QuantizedLinear(weight, hidden.dtype))
                 exact = weight if product.rounds else replace(weight, activations=None)
@@ -84,9 +83,11 @@ def quantized(bench: Bench) -> Findings:
                 copies = [replace(weight, values=weight.values.clone()) for _ in range(count)]
                 linears = [CudaQuantizedLinear.of(QuantizedLinear(each, hidden.dtype)) for each in copies]
                 taken_s = gpu.device_s(lambda: [each(hidden) for each in linears]) / count  # noqa: B023
-                row[f"{name} us"] = taken_s * 1e6
-                row[f"{name} share of copy bandwidth"] = weight.nbytes / taken_s / bench.ceilings.copy_bytes_per_s
-            found.rows.append(row)
+                found.rows.append({
+                    "part": "product", "format": name, "outputs": outputs, "inputs": inputs, "rows": rows,
+                    "us": taken_s * 1e6, "bfloat16 us": dense_s * 1e6, "of bfloat16": taken_s / dense_s,
+                    "share of copy bandwidth": weight.nbytes / taken_s / bench.ceilings.copy_bytes_per_s,
+                })  # fmt: skip
     found.checks += [
         Check(f"{name} differs from torch's (relative)", f"<= {_BOUND}", error) for name, error in worst.items()
     ]
