@@ -56,11 +56,12 @@ def families(bench: Bench) -> Findings:
     bench.clear()
     processes = min(_MOST_PROCESSES, os.cpu_count() or 1, len(cases))
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=spawn, max_tasks_per_child=_CASES_PER_PROCESS) as pool:
-        begun = [pool.submit(_row, case) for case in cases]
-        wait(begun, sizes.families_s)
-        pool.shutdown(wait=False, cancel_futures=True)
-        rows = [each.result() for each in begun if each.done() and not each.cancelled()]
+    pool = ProcessPoolExecutor(processes, mp_context=spawn, max_tasks_per_child=_CASES_PER_PROCESS)
+    done, _ = wait([pool.submit(_row, case) for case in cases], sizes.families_s)
+    rows = [each.result() for each in done]
+    pool.shutdown(wait=False, cancel_futures=True)
+    for child in multiprocessing.active_children():
+        child.kill()  # whatever it computes
     return Findings(
         rows=rows,
         checks=[
