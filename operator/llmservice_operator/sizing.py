@@ -237,12 +237,6 @@ def _unserved(spec: LLMServiceSpec, shape: ModelShape | None) -> SizingProblem |
         )
     if shape is None:
         return None
-    if shape.is_mla:
-        return SizingProblem(
-            "UnsupportedModel",
-            f"the model ({shape.architecture}) has multi-head latent attention, which the server does not run so far:"
-            " choose a model whose layers have keys and values by head",
-        )
     if shape.quantization and shape.is_encoder:
         return SizingProblem(
             "UnsupportedModel",

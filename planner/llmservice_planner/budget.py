@@ -45,7 +45,7 @@ class Budget:
         step = _step(request, latency)
         measured = request.overhead_bytes_per_device
         if measured is None:
-            terms = fixed_terms(shape, request.device, device_count, dtype, step.total)
+            terms = fixed_terms(shape, request.device, device_count, dtype, step.total, request.quantization)
             if request.max_loras:
                 slots = adapter_term(shape, dtype, request.max_loras, request.max_lora_rank, on_cpu=request.on_cpu)
                 terms = (*terms, slots)

@@ -32,8 +32,6 @@ MODEL_LEN_MULTIPLE = 256
 _HEADROOM = 1.1
 NOT_SERVABLE = "not yet servable: the server runs on one GPU"
 
-LATENT_ATTENTION = "not yet servable: the server runs no multi-head latent attention"
-
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
@@ -219,7 +217,7 @@ def _candidate(
             replicas=replicas,
             point=point,
             price_per_gpu_hour=price,
-            problem=NOT_SERVABLE if count > 1 else LATENT_ATTENTION if base.shape.is_mla else "",
+            problem=NOT_SERVABLE if count > 1 else "",
         )
     return Candidate(
         gpu=gpu, gpu_count=1, request=request, price_per_gpu_hour=price, problem=f"{problem}, nor do more GPUs help"

@@ -18,21 +18,22 @@ from llmservice_planner.gpu import CPU, GPU, Device
 from llmservice_planner.quantization import Quantization, WeightFormat
 from llmservice_planner.shape import DTYPE_BYTES, ModelShape
 
-ARITHMETIC_SHARE = 0.8
-"""Of a data sheet's rate that large products reach: 790 of 989 TFLOP/s in bf16 on an H200 with PyTorch."""
-BANDWIDTH_SHARE = 0.85
-"""Of a data sheet's bandwidth: copies reach 90 % on an H200 (4.3 of 4.8 TB/s), whole decode steps of one sequence 81 %
-on an L4, where the overheads below are small (arXiv:2605.30571)."""
-ATTENTION_SHARE = 0.5
-"""Of the arithmetic rate that attention over prompts reaches: FlashAttention-2 50 to 73 % on an A100 (arXiv:2307.08691)
-and 35 % on an H100, FlashAttention-3 up to 75 % there (arXiv:2407.08608)."""
+ARITHMETIC_SHARE = 0.75
+"""Of a data sheet's rate that a prompt's products reach: 74 to 76 % on an H200 (docs/benchmarks.md, prompts of 8192 and
+2048 tokens without their attention); a large product alone reaches 80 % there."""
+BANDWIDTH_SHARE = 0.78
+"""Of a data sheet's bandwidth that the weights and keys of decode steps are read with, beside the overheads below: fitted
+to the steps of 1 to 64 sequences on an H200 (docs/benchmarks.md), within 4 % of each; copies reach 89 % there. Whole
+decode steps of one sequence reach 81 % on an L4 (arXiv:2605.30571)."""
+ATTENTION_SHARE = 0.35
+"""Of the arithmetic rate that attention over prompts reaches: our kernel 26 and 39 % on an H200, with prompts of 2048 and
+8192 tokens (docs/benchmarks.md); FlashAttention-2 35 % on an H100 (arXiv:2407.08608)."""
 STEP_S = 2e-4
 """Per step, of the host: the scheduler's 0.42 ms with 256 sequences (docs/benchmarks.md) overlap with the GPU's work
 for the larger part."""
-LAYER_S = 1e-5
+LAYER_S = 1.25e-5
 """Per layer and step: eight to ten kernels of a CUDA graph, each of which takes 1 to 2 us to start and to end. With
-this, an 8B model on an H100 takes 5.9 ms for one sequence; vLLM names about 5 ms of execution on the GPU for it
-(https://blog.vllm.ai/2025/01/27/v1-alpha-release.html)."""
+this, an 8B model on an H200 takes 4.65 ms for one sequence, as measured (docs/benchmarks.md)."""
 ALL_REDUCE_S = 1e-5
 """The latency of one all-reduce of a small message between GPUs, of which a layer has two: 9 to 12 us with vLLM's
 kernel on two to eight H100s, 4 to 8 us with SGLang's (https://github.com/sgl-project/sglang/pull/2904)."""
@@ -294,7 +295,7 @@ def _fp8_speedup(shape: ModelShape, device: Device, quantization: Quantization) 
     if shape.quantization is None or not isinstance(device, GPU) or not device.flops_fp8 or not device.flops_16bit:
         return 1.0
     form = WeightFormat.parse(shape.quantization)
-    is_fp8 = form.held_as(quantization, on_cpu=False) == "stored" and form.activations == "fp8" and form.group is None
+    is_fp8 = form.held_as(quantization, on_cpu=False) == "stored" and form.is_fp8_product
     return device.flops_fp8 / device.flops_16bit if is_fp8 else 1.0
 
 

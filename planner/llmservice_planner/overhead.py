@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmservice_planner.gpu import CPU, GIB, Device
+from llmservice_planner.quantization import Quantization, WeightFormat
 from llmservice_planner.shape import DTYPE_BYTES, ModelShape
 
 CUDA_CONTEXT_BYTES = 600 * 2**20
@@ -44,7 +45,12 @@ def logits_row_bytes(shape: ModelShape) -> int:
 
 
 def fixed_terms(
-    shape: ModelShape, device: Device, device_count: int, dtype: str, max_num_batched_tokens: int
+    shape: ModelShape,
+    device: Device,
+    device_count: int,
+    dtype: str,
+    max_num_batched_tokens: int,
+    quantization: Quantization = "auto",
 ) -> tuple[OverheadTerm, ...]:
     """The terms that do not depend on the number of sequences, over all `device_count` GPUs."""
     activations = OverheadTerm(
@@ -62,11 +68,28 @@ def fixed_terms(
         OverheadTerm("sampling, 64 rows in float64", device_count * shape.vocab_size * SUMMED_ROWS_BYTES),
         OverheadTerm("CUDA graphs", device_count * GRAPH_POOL_BYTES),
     ]
+    if dequantized := dequantized_bytes(shape, dtype, quantization):
+        terms.append(OverheadTerm("the largest quantised matrix, dequantised for steps of many tokens", dequantized))
     if device_count > 1:
         terms.append(OverheadTerm("NCCL buffers", device_count * NCCL_BYTES))
         repeated = (device_count - 1) * shape.replicated_parameters * DTYPE_BYTES[dtype]
         terms.append(OverheadTerm("weights that every GPU repeats (norms, routers, latents)", repeated))
     return tuple(terms)
+
+
+def dequantized_bytes(shape: ModelShape, dtype: str, quantization: Quantization) -> int:
+    """Of the largest matrix that a GPU dequantises for a step of many tokens; 0: it dequantises none."""
+    form = WeightFormat.parse(shape.quantization) if shape.quantization is not None else None
+    held = quantization if form is None else form.held_as(quantization, on_cpu=False)
+    if held in ("auto", "dense") or (held == "stored" and (form is None or form.is_fp8_product)):
+        return 0
+    has_mlp = not shape.num_experts or shape.dense_layers
+    widths = (
+        (shape.heads + 2 * shape.kv_heads) * shape.head_dim,
+        2 * shape.intermediate_size * bool(has_mlp),
+        2 * shape.shared_expert_intermediate_size,
+    )
+    return max(widths) * shape.hidden_size * DTYPE_BYTES[dtype]
 
 
 def adapter_term(shape: ModelShape, dtype: str, max_loras: int, rank: int, *, on_cpu: bool) -> OverheadTerm:

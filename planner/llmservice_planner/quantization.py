@@ -109,6 +109,11 @@ class WeightFormat:
         """Whether it is made for products of 8-bit integers."""
         return self.activations == "int8" and self.group is None and self.symmetric
 
+    @property
+    def is_fp8_product(self) -> bool:
+        """Whether it is made for products of 8-bit floats, that a GPU computes with a scale for each output."""
+        return self.activations == "fp8" and self.group is None
+
     def held_as(self, wanted: Quantization, *, on_cpu: bool) -> Quantization:
         """`wanted`, or what the server chooses on the device: `dense`, `int8` or `stored`.
 

@@ -22,13 +22,6 @@ from llmservice_operator.status.model_status import measured_status, sizing_stat
 from llmservice_planner.gpu import GPU
 
 CPU = {"gpu": {"count": 0}, "requests": {"cpu": "1", "memory": "2Gi"}}
-LATENT = {
-    "architecture": "deepseek_v2",
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
-}
 
 
 def test_auto_finds_how_many_sequences_fit(service_of: Any, model: Model) -> None:
@@ -151,7 +144,6 @@ def test_a_gpu_may_have_less_memory_than_in_the_catalogue(service_of: Any, model
             "What would help",
             id="too little memory",
         ),
-        pytest.param({}, LATENT, "UnsupportedModel", "latent attention", id="a cache that is not served"),
         pytest.param(
             {},
             {"quantization": "awq", "architecture": "bert", "encoder_parameters": 10**8},

@@ -67,7 +67,7 @@ def test_the_table_shows_the_answer_and_every_line_of_the_working(capsys: Captur
     for line in json.loads(capsys.readouterr().out)["explanation"]:
         assert line.split(": ", 1)[1] in words
     held = "memory for 53 of 8192 tokens or 285 typical ones"
-    assert table.startswith(f"FITS on h100-80gb: at most 298 sequences in a step, {held}\n")
+    assert table.startswith(f"FITS on h100-80gb: at most 305 sequences in a step, {held}\n")
     assert "2 x 32 layers x 8 KV heads x 128 x 2 bytes (bfloat16) = 128.00 KiB" in table
     assert max(map(len, table.splitlines())) <= 100
 

@@ -45,8 +45,8 @@ def request(gpu: str, shape: ModelShape = LLAMA3_8B, **fields: Any) -> SizingReq
 @pytest.mark.parametrize(
     ("workload", "gpu", "fields", "chosen"),
     [
-        ("chat", "h100-80gb", {}, {"expected_tokens": 1536, "max_num_batched_tokens": 4864}),
-        ("chat", "l4", {"max_model_len": 8192}, {"expected_tokens": 1536, "max_num_batched_tokens": 640}),
+        ("chat", "h100-80gb", {}, {"expected_tokens": 1536, "max_num_batched_tokens": 4416}),
+        ("chat", "l4", {"max_model_len": 8192}, {"expected_tokens": 1536, "max_num_batched_tokens": 576}),
         ("chat", "l4", {"max_model_len": 1024}, {"expected_tokens": 1024}),
         ("chat", "l4", {"max_model_len": 8192, "itl_p99_s": 0.2}, {"max_num_batched_tokens": None}),
         ("longContext", "h100-80gb", {}, {"expected_tokens": 16384, "least_sequence_tokens": 4096}),

@@ -161,16 +161,21 @@ def _has_fp8(device: torch.device) -> bool:
 
 def _why_wrong(product: CudaQuantizedLinear, linear: QuantizedLinear) -> str | None:
     """What the product raises, or its difference from torch's if that is too large; None if it is right."""
-    weight = linear.quantized
-    if not product.rounds:
-        weight = replace(weight, activations=None)
+    weight, reference = linear.quantized, linear if product.rounds else _without_rounding(linear)
     hidden = torch.linspace(-1, 1, weight.shape[1], dtype=linear.dtype, device=weight.values.device).expand(3, -1)
     try:
-        expected = QuantizedLinear(weight, linear.dtype, linear.bias)(hidden).float()
+        expected = reference(hidden).float()
         error = float((product(hidden).float() - expected).norm() / expected.norm())
     except Exception as raised:  # of a compiler, a driver or a GPU: torch is used
         return f"{type(raised).__name__}: {raised}".splitlines()[0]
     return None if error <= 2 * BOUNDS[linear.dtype] else f"its result is off by {error:.2g}"
+
+
+def _without_rounding(linear: Linear) -> Linear:
+    """Of activations, as by our products, which multiply them as they are."""
+    if not isinstance(linear, QuantizedLinear):
+        return linear
+    return QuantizedLinear(replace(linear.quantized, activations=None), linear.dtype, linear.bias)
 
 
 def _why_experts_are_wrong(product: CudaExperts, experts: Experts, model: Model) -> str | None:
@@ -179,8 +184,9 @@ def _why_experts_are_wrong(product: CudaExperts, experts: Experts, model: Model)
     hidden = torch.linspace(-1, 1, 3 * model.config.hidden_size, dtype=model.dtype, device=model.device).view(3, -1)
     chosen = torch.arange(3 * count, device=model.device).view(3, -1).roll(1, 1) % count
     weights = torch.full(chosen.shape, 1 / count, device=model.device)
+    gate_up, down = ([*map(_without_rounding, each)] for each in (experts.gate_up, experts.down))
     try:
-        expected = experts(hidden, chosen, weights, model.ops).float()
+        expected = Experts(gate_up, down, experts.activation)(hidden, chosen, weights, model.ops).float()
         error = float((product(hidden, chosen, weights, model.ops).float() - expected).norm() / expected.norm())
     except Exception as raised:  # of a compiler, a driver or a GPU: torch is used
         return f"{type(raised).__name__}: {raised}".splitlines()[0]

@@ -10,7 +10,11 @@ from llmservice_server.backend.agreement import Case, why_wrong
 from llmservice_server.backend.base import Attention, Decoder, KVCacheShape, StepInput
 from llmservice_server.backend.cuda import backend as cuda_backend
 from llmservice_server.backend.cuda.attention import TritonAttention
-from llmservice_server.backend.cuda.backend import CudaBackend, why_triton_is_unusable
+from llmservice_server.backend.cuda.backend import CudaBackend, TritonLayerOps, why_triton_is_unusable
+from llmservice_server.backend.cuda.experts import CudaExperts
+from llmservice_server.backend.cuda.linear import CudaQuantizedLinear
+from llmservice_server.backend.experts import Experts
+from llmservice_server.backend.quantized import Activations, QuantizedLinear, QuantizedWeight
 from llmservice_server.backend.sampling_batch import SamplingBatch, stream_states
 from llmservice_server.backend.torch import sampler
 from llmservice_server.backend.torch.attention import TorchAttention, TorchStep
@@ -105,3 +109,27 @@ def test_graphs_that_fail_their_check_are_left_out_or_refused(monkeypatch: pytes
 def test_head_dimensions_above_576_are_refused() -> None:
     shape = KVCacheShape(4, 2, 1024, (None,), 16, torch.float32)
     assert "head dimensions up to 576" in (why_triton_is_unusable(shape, torch.float32, CPU) or "")
+
+
+@pytest.mark.parametrize(("activations", "group"), [("fp8", 128), ("int8", None), ("fp8", None), (None, 128)])
+def test_products_are_compared_with_what_they_compute(activations: Activations | None, group: int | None) -> None:
+    """With rounded activations only where they round them: else the difference is larger than what is allowed."""
+    random = torch.Generator().manual_seed(0)
+    values = (torch.rand(256, 256, generator=random) * 200 - 100).to(
+        torch.int8 if activations == "int8" else torch.float8_e4m3fn
+    )
+    scales = torch.rand(256 if group is None else 2, 1 if group is None else 2, generator=random) / 100
+    weight = QuantizedWeight(values, scales, rows=1 if group is None else 128, group=group, activations=activations)
+    linear = QuantizedLinear(weight, torch.bfloat16)
+    product = CudaQuantizedLinear.of(linear)
+    assert product.rounds == (activations == "fp8" and group is None)
+    if not product.rounds:  # the interpreter rounds to fp8 otherwise than torch
+        assert cuda_backend._why_wrong(product, linear) is None
+    experts = Experts([linear] * 3, [QuantizedLinear(replace(weight, values=values[:, :128]), torch.bfloat16)] * 3)
+    if group is None:
+        grouped = CudaExperts.of(experts)
+        assert grouped is not None
+        model = SimpleNamespace(
+            config=SimpleNamespace(hidden_size=256), dtype=torch.bfloat16, device=CPU, ops=TritonLayerOps()
+        )
+        assert cuda_backend._why_experts_are_wrong(grouped, experts, model) is None  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ import torch
 from llmservice_server.backend.cuda.backend import TritonLayerOps
 from llmservice_server.backend.cuda.experts import CudaExperts
 from llmservice_server.backend.experts import Experts
+from llmservice_server.backend.quantized import QuantizedLinear, QuantizedWeight
 from llmservice_server.backend.torch.layer_ops import TorchLayerOps, TorchLinear
 
 HIDDEN, WIDTH, NUM_EXPERTS = 48, 32, 6
@@ -39,3 +40,41 @@ def test_the_product_of_all_experts_agrees_with_the_loop(biases: bool, num_token
 
 def test_matrices_of_their_own_are_left_to_the_loop() -> None:
     assert CudaExperts.of(experts(biases=False, together=False)) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["4 bits, zeros", "8 bits", "fp8, blocks"])
+def test_quantised_experts_are_multiplied_in_one_product(kind: str, dtype: torch.dtype) -> None:
+    random = torch.Generator().manual_seed(0)
+
+    def matrices(outputs: int, inputs: int) -> list[QuantizedLinear]:
+        return [QuantizedLinear(quantized(kind, outputs, inputs, random), dtype) for _ in range(NUM_EXPERTS)]
+
+    loop = Experts([*matrices(256, 128)], [*matrices(128, 128)])
+    product = CudaExperts.of(loop)
+    assert product is not None
+    assert product.nbytes == loop.nbytes
+    hidden = torch.randn(9, 128, generator=random).to(dtype)
+    weights, chosen = torch.rand(9, NUM_EXPERTS, generator=random).topk(2)
+    expected = loop(hidden, chosen, weights, TorchLayerOps()).float()
+    ours = product(hidden, chosen, weights, TritonLayerOps()).float()
+    assert (ours - expected).norm() < (1e-4 if dtype == torch.float32 else 2e-2) * expected.norm()
+
+
+def quantized(kind: str, outputs: int, inputs: int, random: torch.Generator) -> QuantizedWeight:
+    scales = 0.01 + 0.01 * torch.rand(outputs, inputs // 32, generator=random)
+    if kind == "4 bits, zeros":
+        values = torch.randint(0, 256, (outputs, inputs // 2), generator=random).to(torch.uint8)
+        zeros = torch.randint(-8, 8, scales.shape, generator=random).to(torch.int8)
+        return QuantizedWeight(values, scales, zeros, group=32)
+    values = torch.randint(-100, 100, (outputs, inputs), generator=random)
+    if kind == "8 bits":
+        return QuantizedWeight(values.to(torch.int8), scales[:, :1])
+    return QuantizedWeight(values.float().to(torch.float8_e4m3fn), scales[::128, ::4].clone(), rows=128, group=128)
+
+
+def test_experts_of_different_formats_are_left_to_the_loop() -> None:
+    random = torch.Generator().manual_seed(0)
+    weights = [quantized(kind, 128, 128, random) for kind in ("8 bits", "fp8, blocks")]
+    linears = [QuantizedLinear(weight, torch.float32) for weight in weights]
+    assert CudaExperts.of(Experts([*linears], [*linears])) is None
