@@ -110,6 +110,7 @@ def _add_tile(
     sums: tl.tensor,  # [OUTPUTS, ROWS]
     value: tl.tensor,  # [OUTPUTS, 1] of each output's first number, or byte
     state: tl.tensor,  # [1, ROWS] of each row's first number
+    exists: tl.tensor,  # [ROWS]
     zero: tl.tensor,  # [OUTPUTS]
     number: tl.tensor,  # of the tile of inputs
     WIDTH: tl.constexpr,
@@ -126,8 +127,8 @@ def _add_tile(
         offset = (zero + (8 + ADDED)).to(DOT)[:, None]
         low, high = _nibbles(packed & 0xF, DOT, ADDED) - offset, _nibbles(packed >> 4, DOT, ADDED) - offset
         places = number * INPUTS + tl.arange(0, half)[:, None]
-        left = tl.load(state + places, mask=places < WIDTH, other=0.0).to(DOT)
-        right = tl.load(state + half + places, mask=places + half < WIDTH, other=0.0).to(DOT)
+        left = tl.load(state + places, mask=exists[None, :] & (places < WIDTH), other=0.0).to(DOT)
+        right = tl.load(state + half + places, mask=exists[None, :] & (places + half < WIDTH), other=0.0).to(DOT)
         sums = tl.dot(low, left, sums, input_precision="ieee")
         return tl.dot(high, right, sums, input_precision="ieee")
     places = number * INPUTS + tl.arange(0, INPUTS)
@@ -136,7 +137,7 @@ def _add_tile(
         matrix = matrix.to(tl.float32)
         if HAS_ZEROS:
             matrix -= zero[:, None]
-    states = tl.load(state + places[:, None], mask=(places < WIDTH)[:, None], other=0.0)
+    states = tl.load(state + places[:, None], mask=exists[None, :] & (places < WIDTH)[:, None], other=0.0)
     return tl.dot(matrix.to(DOT), states.to(DOT), sums, input_precision="ieee")
 
 
@@ -198,9 +199,10 @@ def _product(
         return
     numbers = first + tl.arange(0, ROWS)
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    row, output = tl.minimum(numbers, end - 1), tl.minimum(outputs, SIZE - 1)  # the last again, instead of a mask
+    exists, output = numbers < end, tl.minimum(outputs, SIZE - 1)  # the last again, instead of a mask
+    row = numbers
     if EXPERTS_OF_A_TOKEN > 0:
-        row = tl.load(sources + row) // EXPERTS_OF_A_TOKEN
+        row = tl.load(sources + numbers, mask=exists, other=0) // EXPERTS_OF_A_TOKEN
     state = states + row.to(tl.int64)[None, :] * WIDTH
     num_tiles: tl.constexpr = (WIDTH + INPUTS - 1) // INPUTS
     row_size: tl.constexpr = num_tiles * (INPUTS // 2) if BITS == 4 else WIDTH
@@ -217,18 +219,18 @@ def _product(
             zero = tl.load(zeros + group).to(tl.float32)
         if GROUP < WIDTH:
             part = tl.zeros((OUTPUTS, ROWS), tl.float32)
-            part = _add_tile(part, value, state, zero, number, WIDTH, BITS, HAS_ZEROS, DOT, ADDED, INPUTS)
+            part = _add_tile(part, value, state, exists, zero, number, WIDTH, BITS, HAS_ZEROS, DOT, ADDED, INPUTS)
             sums += part * tl.load(scales + group).to(tl.float32)[:, None]
         else:
-            sums = _add_tile(sums, value, state, zero, number, WIDTH, BITS, HAS_ZEROS, DOT, ADDED, INPUTS)
+            sums = _add_tile(sums, value, state, exists, zero, number, WIDTH, BITS, HAS_ZEROS, DOT, ADDED, INPUTS)
     if HAS_SCALES and GROUP == WIDTH:
         sums *= tl.load(scales + scale_row).to(tl.float32)[:, None]
     if HAS_ROW_SCALES:
-        sums *= tl.load(row_scales + row)[None, :]
+        sums *= tl.load(row_scales + row, mask=exists, other=0.0)[None, :]
     if HAS_BIAS:
         sums += tl.load(bias + expert * SIZE + output).to(tl.float32)[:, None]
     place = product + (tl.program_id(2).to(tl.int64) * num_rows + numbers)[None, :] * SIZE + outputs[:, None]
-    mask = (numbers < end)[None, :] & (outputs < SIZE)[:, None]
+    mask = exists[None, :] & (outputs < SIZE)[:, None]
     tl.store(place, sums.to(product.dtype.element_ty), mask=mask)
 
 
