@@ -41,6 +41,8 @@ class History:
     """(when, replicas) that the load asked for."""
     changes: tuple[tuple[float, int], ...] = ()
     """(when, difference) of the replicas that the Deployment was set to."""
+    started_s: float | None = None
+    """Since when the replicas are known; what was before may have added them."""
     capacity: Timed | None = None
     """What one full replica finishes, over the readings so far."""
     throughput: Timed | None = None
@@ -65,7 +67,8 @@ class History:
         cls, now: float, replicas: int, since_s: float | None = None, changes: tuple[tuple[float, int], ...] = ()
     ) -> History:
         """The present replicas count as recommended until `since_s`, or until now where that is unknown."""
-        return cls(((now if since_s is None else since_s, replicas),), changes)
+        started_s = now if since_s is None else since_s
+        return cls(((started_s, replicas),), changes, started_s)
 
     @classmethod
     def resume(cls, status: AutoscalingStatus | None, replicas: int, now: float) -> History:
@@ -184,6 +187,7 @@ class History:
             self,
             recommendations=tuple((when + by_s, replicas) for when, replicas in self.recommendations),
             changes=tuple((when + by_s, change) for when, change in self.changes),
+            started_s=None if self.started_s is None else self.started_s + by_s,
             capacity=self.capacity and (self.capacity[0] + by_s, self.capacity[1]),
             throughput=self.throughput and (self.throughput[0] + by_s, self.throughput[1]),
             correction=self.correction and (self.correction[0] + by_s, self.correction[1]),

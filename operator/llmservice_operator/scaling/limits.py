@@ -38,7 +38,7 @@ def limit(
     stabilisation, and moves no further than the step that the period allows. `at_once`: growing waits for nothing.
 
     A scale-down stabilisation that follows the start-up time keeps half of the surplus in its last part, unless
-    replicas were added within it: what was added is kept for all of it.
+    replicas were added within it, or the history begins in it: what was added is kept for all of it.
     """
     wanted = policy.bounded(asked.replicas)
     reasons = list(asked.reasons)
@@ -65,7 +65,8 @@ def _stabilized(wanted: int, current: int, policy: ScalePolicy, history: History
     if wanted < current:
         if history.unmeasured_s is not None and now - history.unmeasured_s < policy.down.stabilization_s:
             return current
-        within_s, last_up_s = policy.down.stabilization_s, history.last_up_s
+        within_s = policy.down.stabilization_s
+        last_up_s = history.started_s if history.last_up_s is None else history.last_up_s
         whole_s = policy.down.whole_s if last_up_s is None or now - last_up_s >= within_s else within_s
         most = max(wanted, *history.recommended_within(within_s, now), 0)
         lately = max(wanted, *history.recommended_within(min(whole_s, within_s), now), 0)

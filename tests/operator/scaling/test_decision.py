@@ -244,15 +244,18 @@ def test_replicas_are_removed_after_a_whole_window_of_low_load() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "kept"),
+    ("changes", "known_s", "kept"),
     [
-        pytest.param((), [4, 3, 1], id="half of the surplus goes first"),
-        pytest.param(((NOW, 1),), [4, 4, 1], id="not where replicas were added, for the direction would turn twice"),
+        pytest.param((), 300, [4, 3, 1], id="half of the surplus goes first"),
+        pytest.param(((NOW, 1),), 300, [4, 4, 1], id="not where some were added, for the direction would turn twice"),
+        pytest.param((), 0, [4, 4, 1], id="nor where some may have been, just before the operator started"),
     ],
 )
-def test_the_surplus_is_removed_in_two_steps(changes: tuple[tuple[float, int], ...], kept: list[int]) -> None:
+def test_the_surplus_is_removed_in_two_steps(
+    changes: tuple[tuple[float, int], ...], known_s: float, kept: list[int]
+) -> None:
     policy = replace(POLICY, down=replace(ANY_STEP, stabilization_s=300.0, whole_s=150.0))
-    history = History.start(NOW, 4, changes=changes)
+    history = replace(History.start(NOW, 4, changes=changes), started_s=NOW - known_s)
     idle, supply = load((0, 0), (0, 0), (0, 0), (0, 0)), Supply(4, ready=4)
 
     assert [decide(idle, supply, policy, history, NOW + after_s)[0].replicas for after_s in (149, 151, 301)] == kept

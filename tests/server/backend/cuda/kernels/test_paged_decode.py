@@ -96,13 +96,13 @@ def test_a_padded_row_of_a_batch_touches_nothing_but_its_answer() -> None:
 def test_one_long_sequence_among_many_short_ones_is_split_over_the_processors() -> None:
     lengths = np.array([1000] * 31 + [100_000] + [1000] * 32)
     most = num_items(64, num_programs=8, num_processors=132)
-    assert most == 64 + 66
+    assert most == 64 + 50
     items, firsts = split(lengths, None, most)
     sequences, begins, ends, _ = items[items[:, 0] >= 0].T
     long = sequences == 31
-    assert (firsts[32] - firsts[31], long.sum()) == (41, 41)
-    assert (ends - begins)[long].max() == 2496  # of 163,000 keys divided by 66
-    assert sequences[: long.sum() - 1].tolist() == [31] * 40  # the longest parts first
+    assert (firsts[32] - firsts[31], long.sum()) == (31, 31)
+    assert (ends - begins)[long].max() == 3264  # of 163,000 keys divided by 50
+    assert sequences[: long.sum() - 1].tolist() == [31] * 30  # the longest parts first
     assert (np.diff(firsts) == 1).sum() == 63  # all others are whole
 
 
