@@ -1,8 +1,9 @@
 """`make bench-gpu`: all measurements that need a GPU, in one run of less than nine minutes.
 
 Ceilings, start-up by phase, memory compared with the plan, decode and prefill as shares of the ceilings, host
-synchronisations, throughput compared with transformers, kernels compared with torch, the attention race, swapping,
-out-of-memory handling, overlap on and off; the most important first. Needs torch with CUDA, Triton, msgspec,
+synchronisations, throughput compared with transformers, attention, quantised products and experts, the attention race,
+sampling, swapping, kernels and model families compared with torch, out-of-memory handling, overlap on and off; the most
+important first. Needs torch with CUDA, Triton, msgspec,
 pydantic, safetensors and transformers; no HTTP server. gpu.json and gpu.md are rewritten after each section, so that an
 interrupted run keeps its results.
 

@@ -22,12 +22,12 @@ ARITHMETIC_SHARE = 0.75
 """Of a data sheet's rate that a prompt's products reach: 74 to 76 % on an H200 (docs/benchmarks.md, prompts of 8192 and
 2048 tokens without their attention); a large product alone reaches 80 % there."""
 BANDWIDTH_SHARE = 0.78
-"""Of a data sheet's bandwidth that the weights and keys of decode steps are read with, beside the overheads below: fitted
-to the steps of 1 to 64 sequences on an H200 (docs/benchmarks.md), within 4 % of each; copies reach 89 % there. Whole
-decode steps of one sequence reach 81 % on an L4 (arXiv:2605.30571)."""
+"""Of a data sheet's bandwidth that decode steps read weights and keys with, beside the overheads below: fitted to the
+steps of 1 to 64 sequences on an H200 (docs/benchmarks.md), within 4 % of each; copies reach 89 % there. Whole decode
+steps of one sequence reach 81 % on an L4 (arXiv:2605.30571)."""
 ATTENTION_SHARE = 0.35
-"""Of the arithmetic rate that attention over prompts reaches: our kernel 26 and 39 % on an H200, with prompts of 2048 and
-8192 tokens (docs/benchmarks.md); FlashAttention-2 35 % on an H100 (arXiv:2407.08608)."""
+"""Of the arithmetic rate that attention over prompts reaches: our kernel 26 and 39 % on an H200, with prompts of 2048
+and 8192 tokens (docs/benchmarks.md); FlashAttention-2 35 % on an H100 (arXiv:2407.08608)."""
 STEP_S = 2e-4
 """Per step, of the host: the scheduler's 0.42 ms with 256 sequences (docs/benchmarks.md) overlap with the GPU's work
 for the larger part."""

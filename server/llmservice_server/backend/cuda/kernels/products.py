@@ -392,18 +392,14 @@ class _Launch:
     @classmethod
     def of(cls, num_rows: int, weight: Tiled, device: torch.device) -> Self:
         """Of one matrix. Inputs are split so that all processors read weights; a part has at least four tiles."""
-        launch = cls._of_tile(16 if num_rows <= 16 else 32 if num_rows <= 32 else 64, weight)
+        launch = cls.of_tile(16 if num_rows <= 16 else 32 if num_rows <= 32 else 64, weight)
         programs = triton.cdiv(weight.size[0], launch.outputs) * triton.cdiv(num_rows, launch.rows)
         wanted = (4 if launch.rows == 16 else 2) * num_processors(device) // programs
         splits = max(1, min(wanted, triton.cdiv(weight.size[1], 4 * weight.inputs), _MOST_SPLITS))
         return replace(launch, splits=splits)
 
     @classmethod
-    def of_experts(cls, tile_rows: int, weights: Tiled) -> Self:
-        return cls._of_tile(tile_rows, weights)
-
-    @classmethod
-    def _of_tile(cls, rows: int, weight: Tiled) -> Self:
+    def of_tile(cls, rows: int, weight: Tiled) -> Self:
         if weight.bits > 8:
             return cls(rows, outputs=128, num_warps=8 if rows > 64 else 4)
         return cls(rows, num_warps=2, num_stages=4) if weight.bits == 8 and rows == 16 else cls(rows)
@@ -451,7 +447,7 @@ def grouped_product(
     Bytes: the matrices of the experts that have rows, once for each tile of rows; rows once for each tile of outputs.
     """
     product = states.new_empty(len(routing.sources), weights.size[0])
-    launch = _Launch.of_experts(routing.tile_rows, weights)
+    launch = _Launch.of_tile(routing.tile_rows, weights)
     of_token = routing.experts_of_a_token if of_tokens else 0
     _multiply(states, routing, weights, bias, product, launch, experts_of_a_token=of_token)
     return product
