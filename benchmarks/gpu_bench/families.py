@@ -57,8 +57,9 @@ def families(bench: Bench) -> Findings:
     processes = min(_MOST_PROCESSES, os.cpu_count() or 1, len(cases))
     spawn = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(processes, mp_context=spawn, max_tasks_per_child=_CASES_PER_PROCESS)
-    done, _ = wait([pool.submit(_row, case) for case in cases], sizes.families_s)
-    rows = [each.result() for each in done]
+    begun = [pool.submit(_row, case) for case in cases]
+    done, _ = wait(begun, sizes.families_s)
+    rows = [each.result() for each in begun if each in done and each.exception() is None]  # a process may have died
     pool.shutdown(wait=False, cancel_futures=True)
     for child in multiprocessing.active_children():
         child.kill()  # whatever it computes

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
 
 from llmservice_planner.gpu import GIB, cpu_device, find_gpu
-from llmservice_planner.overhead import activation_bytes, adapter_term, fixed_terms, logits_row_bytes
+from llmservice_planner.overhead import (
+    activation_bytes,
+    adapter_term,
+    dequantized_bytes,
+    fixed_terms,
+    logits_row_bytes,
+)
+from llmservice_planner.quantization import Quantization
 from llmservice_planner.shape import ModelShape
 from llmservice_planner.sizing import SizingRequest, plan
 
@@ -65,3 +75,26 @@ def test_an_adapter_of_llama_3_8b_takes_its_factors_on_every_layer(shape_of: Sha
     on_gpu = adapter_term(shape_of("llama-3-8b"), "bfloat16", 4, 16, on_cpu=False)
     on_cpu = adapter_term(shape_of("llama-3-8b"), "bfloat16", 4, 16, on_cpu=True)
     assert on_cpu.total_bytes * 4 == on_gpu.total_bytes * 5
+
+
+GATE_UP = 2 * 14336 * 4096 * 2  # of Llama 3 8B, in 16 bits
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "quantization", "num_bytes"),
+    [
+        ("compressed-tensors/int4/1x128", "auto", GATE_UP),
+        ("compressed-tensors/int4/1x128", "dense", 0),  # dequantised once, at load
+        ("fp8", "auto", GATE_UP),  # blocks of 128 by 128
+        ("compressed-tensors/float8/fp8-activations", "auto", 0),  # multiplied as they are
+        (None, "auto", 0),
+        (None, "int8", GATE_UP),
+    ],
+)
+def test_a_gpu_dequantises_the_largest_matrix_for_long_steps(
+    shape_of: ShapeOf, checkpoint: str | None, quantization: Quantization, num_bytes: int
+) -> None:
+    shape = replace(shape_of("llama-3-8b"), quantization=checkpoint)
+    assert dequantized_bytes(shape, "bfloat16", quantization) == num_bytes
+    terms = fixed_terms(shape, find_gpu("l4"), 1, "bfloat16", 2048, quantization)
+    assert sum(term.total_bytes for term in terms if "dequantised" in term.name) == num_bytes
