@@ -153,13 +153,15 @@ class TritonAttention:
         table_rows = self.tables.update(step.block_tables)
         places = np.stack([tables.decode_rows, table_rows[tables.is_decode]], axis=1)
         chunks = np.column_stack([tables.chunks, table_rows[~tables.is_decode]])
+        lists = self.work(tables.decode_lengths)
+        has_parts = [bool(firsts[-1] > len(places)) for firsts in lists[1::2]]
         slots, places_there, tiles_there, chunks_there, *work = tables_to_device(
-            [tables.slots, places, tiles, chunks, *self.work(tables.decode_lengths)], self.device
+            [tables.slots, places, tiles, chunks, *lists], self.device
         )
         own = partial(prefill, tiles=tiles_there, sequences=chunks_there, tables=self.tables.matrix)
         return self.step(
             slots,
-            self.decodes(places_there, work) if len(places) else None,
+            self.decodes(places_there, work, has_parts) if len(places) else None,
             ((self._varlen.chunks(tables, shape, self.device) if self._varlen else None) or own)
             if len(chunks)
             else None,
@@ -177,10 +179,15 @@ class TritonAttention:
         length = self.num_items(len(lengths))
         return [part for window in self.windows for part in split(lengths, window, length)]
 
-    def decodes(self, places: torch.Tensor, work: Sequence[torch.Tensor]) -> Decodes:
-        """The arguments of `decode`; `work` as its namesake returns it, on the device."""
+    def decodes(
+        self, places: torch.Tensor, work: Sequence[torch.Tensor], has_parts: Sequence[bool] | None = None
+    ) -> Decodes:
+        """The arguments of `decode`; `work` as its namesake returns it, on the device.
+
+        `has_parts`: whether a sequence has several, by window; None: it may differ between the repetitions of a graph.
+        """
         shape = self.shape
-        lists = map(WorkList, work[::2], work[1::2])
+        lists = map(WorkList, work[::2], work[1::2], has_parts or [True] * len(self.windows))
         return Decodes(
             places,
             dict(zip(self.windows, lists, strict=True)),

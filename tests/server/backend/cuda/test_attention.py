@@ -8,6 +8,7 @@ import torch
 from llmservice_server.backend.agreement import BOUNDS, Case, relative_error
 from llmservice_server.backend.base import KVCacheShape, Rotation, StepInput
 from llmservice_server.backend.cuda.attention import StepTables, TritonAttention, TritonStep
+from llmservice_server.backend.cuda.kernels import paged_decode
 from llmservice_server.backend.cuda.kernels.jit import FP8
 from llmservice_server.backend.grouped import by_group
 from llmservice_server.backend.torch.attention import TorchAttention
@@ -147,3 +148,19 @@ def test_decodes_are_separate_from_chunks_and_all_have_their_slots() -> None:
     assert tables.decode_lengths.tolist() == [4, 1]
     assert tables.chunks.tolist() == [[1, 6, 3]]
     assert tables.blocks[tables.chunk_firsts[0] :].tolist() == [2, 7, 4, 1]
+
+
+def test_parts_are_combined_only_where_a_sequence_has_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[int] = []
+    combine = paged_decode._combine
+
+    class Counted:
+        def __getitem__(self, grid: tuple[int, int]) -> object:
+            launched.append(grid[0])
+            return combine[grid]
+
+    monkeypatch.setattr(paged_decode, "_combine", Counted())
+    shape = replace(shape_of(), windows=(None,))
+    for lengths in ((9, 12, 5, 3), (200, 3)):
+        assert relative_error(Case(shape, torch.float32, [(each, 1) for each in lengths]), TritonAttention, CPU) < 1e-5
+    assert launched == [2]  # of the second step alone

@@ -75,6 +75,8 @@ class WorkList:
     items: torch.Tensor
     """`[num_items, 4]`: number of the sequence (-1: nothing to do), first key, end of the keys, number of the part."""
     firsts: torch.Tensor  # [num_seqs + 1]: the number of each sequence's first part
+    has_parts: bool = True
+    """Whether a sequence may have several; False: a kernel less is launched."""
 
 
 def keys_per_tile(width: int, itemsize: int, most: int) -> int:
@@ -455,6 +457,8 @@ def decode(
         num_warps=8 if rest and rows > 16 else 4,
         num_stages=_STAGES,
     )
+    if not work.has_parts:
+        return
     _combine[len(places), num_heads](
         scratch.sums,
         scratch.max,
