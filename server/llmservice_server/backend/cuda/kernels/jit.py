@@ -18,6 +18,8 @@ install()
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 
+_LARGE_TILES = (90, 100, 103)  # compute capabilities
+
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -42,6 +44,11 @@ def _probe() -> None:
 
 INTERPRETED = isinstance(_probe, InterpretedFunction)
 """Whether Triton was imported with TRITON_INTERPRET=1: kernels run in NumPy, on tensors in CPU memory."""
+
+
+def takes_large_tiles() -> bool:
+    """Whether the GPU is a Hopper, or a Blackwell of data centres: their products read shared memory, of 227 KB."""
+    return not INTERPRETED and triton.runtime.driver.active.get_current_target().arch in _LARGE_TILES
 
 
 def dot_dtype(dtype: torch.dtype) -> Any:

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from llmservice_server.backend.base import Int32Array, Int64Array, positions_of
-from llmservice_server.backend.cuda.kernels.jit import dot_dtype, jit, padded
+from llmservice_server.backend.cuda.kernels.jit import dot_dtype, jit, padded, takes_large_tiles
 
 _MOST_KEYS_PER_TILE = 64
 _MOST_FP8_KEYS_PER_TILE = 128
@@ -31,7 +31,7 @@ _PART_KEYS = 64  # of which the parts of a sequence are multiples
 _STAGES = 3
 """A table's entries are loaded before the tiles they point to, of which two are in flight."""
 _MOST_COLUMNS = 512
-_KEYS_OF_LATENTS, _HOPPER = 32, (9, 0)
+_KEYS_OF_LATENTS = 32
 _MOST_SUMS = 64 * _MOST_COLUMNS
 _PROGRAMS_PER_PROCESSOR = 3
 """So that no processor of the GPU is idle, whichever sequences are long."""
@@ -85,9 +85,9 @@ def keys_per_tile(width: int, itemsize: int, most: int) -> int:
 
 
 def keys_of_latents(cache: torch.Tensor) -> int | None:
-    """Of a tile, on GPUs with the shared memory of Hopper; None: as of other caches."""
-    is_hopper: bool = cache.is_cuda and torch.cuda.get_device_capability(cache.device) >= _HOPPER
-    return _KEYS_OF_LATENTS if is_hopper and cache.shape[2] == 1 and cache.shape[-1] > _MOST_COLUMNS else None
+    """Of a tile of wide latents, where a GPU takes large ones; None: as of other caches."""
+    is_wide = cache.shape[2] == 1 and cache.shape[-1] > _MOST_COLUMNS
+    return _KEYS_OF_LATENTS if is_wide and takes_large_tiles() else None
 
 
 def parts_of(head_dim: int) -> tuple[int, int]:

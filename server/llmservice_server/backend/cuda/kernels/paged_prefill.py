@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from llmservice_server.backend.cuda.kernels.jit import dot_dtype, jit, jit_for_any
+from llmservice_server.backend.cuda.kernels.jit import dot_dtype, jit, jit_for_any, takes_large_tiles
 from llmservice_server.backend.cuda.kernels.paged_decode import (
     add_values,
     bounded,
@@ -33,7 +33,7 @@ from llmservice_server.backend.cuda.kernels.paged_decode import (
 )
 
 _LOG2_E = math.log2(math.e)
-_MOST_KEYS = 128
+_MOST_KEYS, _MOST_KEYS_OF_LARGE_TILES = 64, 128
 _STAGES = 2
 
 
@@ -205,6 +205,7 @@ def prefill(
     num_heads, head_dim = query.shape[1], query.shape[2]
     num_kv_heads, block_size = cache.shape[1], cache.shape[3]
     group, (width, rest) = num_heads // num_kv_heads, parts_of(head_dim)
+    most = _MOST_KEYS_OF_LARGE_TILES if takes_large_tiles() else _MOST_KEYS
     rows, group_rows = tile_rows(group, width, cache.dtype.itemsize), _group_rows(group, width)
     _prefill[len(tiles), num_kv_heads * triton.cdiv(group, group_rows)](
         query,
@@ -226,7 +227,7 @@ def prefill(
         QUANTIZED=scales is not None,
         DOT=dot_dtype(query.dtype),
         STORED=cache.shape[2],
-        KEYS=keys_of_latents(cache) or keys_per_tile(width, query.dtype.itemsize, _MOST_KEYS),
+        KEYS=keys_of_latents(cache) or keys_per_tile(width, query.dtype.itemsize, most),
         ROWS=rows,
         GROUP_ROWS=group_rows,
         WIDTH=width,
