@@ -46,6 +46,7 @@ INTERPRETED = isinstance(_probe, InterpretedFunction)
 """Whether Triton was imported with TRITON_INTERPRET=1: kernels run in NumPy, on tensors in CPU memory."""
 
 
+@cache
 def takes_large_tiles() -> bool:
     """Whether the GPU is a Hopper, or a Blackwell of data centres: their products read shared memory, of 227 KB."""
     return not INTERPRETED and triton.runtime.driver.active.get_current_target().arch in _LARGE_TILES
