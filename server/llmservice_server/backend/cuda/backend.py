@@ -17,7 +17,7 @@ from llmservice_server.backend.cuda.kernels.layer_ops import add_rms_norm, silu_
 from llmservice_server.backend.cuda.kernels.products import can_multiply
 from llmservice_server.backend.cuda.kernels.sampling import invert as invert_kernel
 from llmservice_server.backend.cuda.kernels.sampling import top_k_top_p as top_k_top_p_kernel
-from llmservice_server.backend.cuda.linear import CudaQuantizedLinear
+from llmservice_server.backend.cuda.linear import MOST_ROWS, CudaQuantizedLinear
 from llmservice_server.backend.cuda.varlen import Varlen, by_torch
 from llmservice_server.backend.experts import Experts, ExpertsMlp
 from llmservice_server.backend.grouped import GroupedAttention, by_group
@@ -162,13 +162,16 @@ def _has_fp8(device: torch.device) -> bool:
 def _why_wrong(product: CudaQuantizedLinear, linear: QuantizedLinear) -> str | None:
     """What the product raises, or its difference from torch's if that is too large; None if it is right."""
     weight, reference = linear.quantized, linear if product.rounds else _without_rounding(linear)
-    hidden = torch.linspace(-1, 1, weight.shape[1], dtype=linear.dtype, device=weight.values.device).expand(3, -1)
-    try:
-        expected = reference(hidden).float()
-        error = float((product(hidden).float() - expected).norm() / expected.norm())
-    except Exception as raised:  # of a compiler, a driver or a GPU: torch is used
-        return f"{type(raised).__name__}: {raised}".splitlines()[0]
-    return None if error <= 2 * BOUNDS[linear.dtype] else f"its result is off by {error:.2g}"
+    row = torch.linspace(-1, 1, weight.shape[1], dtype=linear.dtype, device=weight.values.device)
+    for hidden in (row.expand(3, -1), row.expand(MOST_ROWS + 1, -1)):  # by our kernel, and by torch's product
+        try:
+            expected = reference(hidden).float()
+            error = float((product(hidden).float() - expected).norm() / expected.norm())
+        except Exception as raised:  # of a compiler, a driver or a GPU: torch is used
+            return f"{type(raised).__name__}: {raised}".splitlines()[0]
+        if not error <= 2 * BOUNDS[linear.dtype]:
+            return f"its result is off by {error:.2g}"
+    return None
 
 
 def _without_rounding(linear: Linear) -> Linear:

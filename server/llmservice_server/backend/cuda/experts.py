@@ -20,7 +20,7 @@ _FEW_ROWS, _MANY_ROWS = 16, 128
 
 
 def tile_rows(average: float) -> int:
-    """Rows of a tile; twice the average, so that few experts take a second one, which reads their weights again."""
+    """Rows of a tile; more than the average, as an expert's second tile reads its weights again."""
     return 16 if average <= _FEW_ROWS else 64 if average < _MANY_ROWS else 128
 
 

@@ -1,4 +1,4 @@
-"""Products with quantised weights on a GPU: fp8 by torch, all others by a Triton kernel."""
+"""Products with quantised weights on a GPU: of few rows by a Triton kernel, of many by torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from llmservice_server.backend.quantized import QuantizedLinear, QuantizedWeight
 
 _MULTIPLE = 16
 """Of the sizes of torch's fp8 product."""
-
-
 _MOST_FP8_ROWS = 32
 """Of rounded activations that our kernel multiplies; torch's product is slow for few rows."""
-_MOST_ROWS = 128
+MOST_ROWS = 128
 """That our kernel multiplies; beyond, dense weights are made for each product, which takes less time than it."""
 
 
@@ -58,7 +56,7 @@ class CudaQuantizedLinear:
             return self._fp8_product(hidden)
         if self.order is not None:
             hidden = hidden.index_select(1, self.order)
-        if len(hidden) <= _MOST_ROWS:
+        if len(hidden) <= MOST_ROWS:
             return quantized_product(hidden, self.tiled, self.bias)
         return F.linear(hidden, dequantized(self.tiled, hidden.dtype), self.bias)
 

@@ -9,6 +9,7 @@ import torch
 from llmservice_server.backend.agreement import Case, why_wrong
 from llmservice_server.backend.base import Attention, Decoder, KVCacheShape, StepInput
 from llmservice_server.backend.cuda import backend as cuda_backend
+from llmservice_server.backend.cuda import linear as cuda_linear
 from llmservice_server.backend.cuda.attention import TritonAttention
 from llmservice_server.backend.cuda.backend import CudaBackend, TritonLayerOps, why_triton_is_unusable
 from llmservice_server.backend.cuda.experts import CudaExperts
@@ -133,3 +134,14 @@ def test_products_are_compared_with_what_they_compute(activations: Activations |
             config=SimpleNamespace(hidden_size=256), dtype=torch.bfloat16, device=CPU, ops=TritonLayerOps()
         )
         assert cuda_backend._why_experts_are_wrong(grouped, experts, model) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("broken", ["quantized_product", "dequantized"])
+def test_products_of_few_and_of_many_rows_are_both_checked(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.randint(-100, 100, (64, 64), generator=torch.Generator().manual_seed(0)).to(torch.int8)
+    weight = QuantizedWeight(values, torch.ones(64, 1))
+    linear = QuantizedLinear(weight, torch.float32)
+    assert cuda_backend._why_wrong(CudaQuantizedLinear.of(linear), linear) is None
+    monkeypatch.setattr(cuda_linear, broken, Mock(side_effect=RuntimeError("out of resource: shared memory")))
+    problem = cuda_backend._why_wrong(CudaQuantizedLinear.of(linear), linear)
+    assert problem == "RuntimeError: out of resource: shared memory"
