@@ -21,15 +21,10 @@ from triton.backends.nvidia.driver import CudaDriver
 from harness.kernel_resources import KernelResources
 from llmservice_server.backend.base import KVCacheShape, Rotation, StepInput
 from llmservice_server.backend.cuda.attention import TritonAttention
+from llmservice_server.backend.cuda.kernels.conversions import dequantized, round_rows
 from llmservice_server.backend.cuda.kernels.jit import FP8
 from llmservice_server.backend.cuda.kernels.layer_ops import add_rms_norm, silu_mul
-from llmservice_server.backend.cuda.kernels.products import (
-    Tiled,
-    dequantized,
-    grouped_product,
-    quantized_product,
-    round_rows,
-)
+from llmservice_server.backend.cuda.kernels.products import Tiled, grouped_product, quantized_product
 from llmservice_server.backend.cuda.kernels.routing import combine, route
 from llmservice_server.backend.cuda.kernels.sampling import invert, top_k_top_p
 from llmservice_server.backend.quantized import QuantizedWeight

@@ -8,7 +8,8 @@ from typing import Self
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
-from llmservice_server.backend.cuda.kernels.products import Tiled, dequantized, quantized_product, round_rows
+from llmservice_server.backend.cuda.kernels.conversions import dequantized, round_rows
+from llmservice_server.backend.cuda.kernels.products import Tiled, quantized_product
 from llmservice_server.backend.quantized import QuantizedLinear, QuantizedWeight
 
 _MULTIPLE = 16

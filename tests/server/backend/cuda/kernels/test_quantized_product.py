@@ -2,7 +2,8 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
-from llmservice_server.backend.cuda.kernels.products import Tiled, dequantized, quantized_product
+from llmservice_server.backend.cuda.kernels.conversions import dequantized
+from llmservice_server.backend.cuda.kernels.products import Tiled, quantized_product
 from llmservice_server.backend.quantized import QuantizedWeight
 
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
