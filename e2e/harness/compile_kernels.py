@@ -139,9 +139,13 @@ def launch_all(shape: Shape, *, has_fp8: bool) -> None:
     silu_mul(hidden)
     four_bits = torch.zeros(256, 2048, dtype=torch.uint8)
     eight_bits = torch.zeros(256, 4096, dtype=FP8 if has_fp8 else torch.int8)
-    for values, num_groups in ((four_bits, 32), (eight_bits, 1)):
-        scales = torch.zeros(256, num_groups, dtype=torch.bfloat16)
-        weight = Tiled.of([QuantizedWeight(values, scales, group=128 if num_groups > 1 else None)])
+    for values, group, dtype in (
+        (four_bits, 128, torch.bfloat16),
+        (four_bits, 32, torch.float8_e8m0fnu),
+        (eight_bits, None, torch.bfloat16),
+    ):
+        scales = torch.zeros(256, 1 if group is None else 4096 // group, dtype=torch.uint8).to(dtype)
+        weight = Tiled.of([QuantizedWeight(values, scales, group=group)])
         quantized_product(hidden.to(torch.bfloat16), weight, None)
         dequantized(weight, torch.bfloat16)
     if has_fp8:

@@ -43,7 +43,7 @@ def test_matrices_of_their_own_are_left_to_the_loop() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["4 bits, zeros", "8 bits", "fp8, blocks"])
+@pytest.mark.parametrize("kind", ["4 bits, zeros", "8 bits", "fp8, blocks", "mxfp4"])
 def test_quantised_experts_are_multiplied_in_one_product(kind: str, dtype: torch.dtype) -> None:
     random = torch.Generator().manual_seed(0)
 
@@ -67,6 +67,10 @@ def quantized(kind: str, outputs: int, inputs: int, random: torch.Generator) -> 
         values = torch.randint(0, 256, (outputs, inputs // 2), generator=random).to(torch.uint8)
         zeros = torch.randint(-8, 8, scales.shape, generator=random).to(torch.int8)
         return QuantizedWeight(values, scales, zeros, group=32)
+    if kind == "mxfp4":
+        values = torch.randint(0, 256, (outputs, inputs // 2), generator=random).to(torch.uint8)
+        powers = torch.randint(110, 120, scales.shape, generator=random).to(torch.uint8)
+        return QuantizedWeight(values, powers.view(torch.float8_e8m0fnu), group=32)
     values = torch.randint(-100, 100, (outputs, inputs), generator=random)
     if kind == "8 bits":
         return QuantizedWeight(values.to(torch.int8), scales[:, :1])

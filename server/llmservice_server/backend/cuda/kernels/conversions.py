@@ -8,7 +8,7 @@ import triton.language as tl
 
 from llmservice_server.backend.cuda.kernels.jit import FP8, FP8_MAX, jit, padded
 from llmservice_server.backend.cuda.kernels.layer_ops import row_scale
-from llmservice_server.backend.cuda.kernels.products import Tiled
+from llmservice_server.backend.cuda.kernels.products import Tiled, scaled_floats
 
 _OUTPUTS = 64  # of a program
 _ROUNDED_COLUMNS = 4096
@@ -25,6 +25,7 @@ def _dequantize(
     GROUP: tl.constexpr,  # WIDTH: one of all inputs
     GROUP_OUTPUTS: tl.constexpr,
     BITS: tl.constexpr,
+    IS_MXFP4: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
@@ -44,7 +45,13 @@ def _dequantize(
         row = values + outputs.to(tl.int64)[:, None] * (tiles * half)
         packed = tl.load(row + input // 2 + tl.arange(0, half)[None, :], mask=inside[:, None], other=0)
         places = input + tl.arange(0, half)[None, :]
-        low, high = (packed & 0xF).to(tl.float32) - 8, (packed >> 4).to(tl.float32) - 8
+        if IS_MXFP4:
+            power = scales + tl.minimum(outputs, SIZE - 1) * (WIDTH // GROUP)
+            low = scaled_floats(packed & 0xF, power, input, WIDTH, GROUP, tl.float32, 0, half)
+            high = scaled_floats(packed >> 4, power, input + half, WIDTH, GROUP, tl.float32, 0, half)
+            scale = tl.full((OUTPUTS, 1), 1.0, tl.float32)
+        else:
+            low, high = (packed & 0xF).to(tl.float32) - 8, (packed >> 4).to(tl.float32) - 8
         tl.store(
             target + places,
             ((low - offset) * scale).to(dense.dtype.element_ty),
@@ -78,6 +85,7 @@ def dequantized(weight: Tiled, dtype: torch.dtype) -> torch.Tensor:
         GROUP=weight.group or inputs,
         GROUP_OUTPUTS=weight.rows,
         BITS=weight.bits,
+        IS_MXFP4=weight.is_mxfp4,
         HAS_ZEROS=weight.zeros is not None,
         OUTPUTS=_OUTPUTS,
         INPUTS=weight.inputs,

@@ -48,6 +48,7 @@ class Tiled:
     zeros: torch.Tensor | None = None
     rows: int = 1
     group: int | None = None
+    is_mxfp4: bool = False  # scales are uint8, the exponents of powers of two plus 127
 
     @property
     def nbytes(self) -> int:
@@ -62,18 +63,20 @@ class Tiled:
     def of(cls, weights: Sequence[QuantizedWeight]) -> Self:
         """Of weights for which `can_multiply`, all of one format."""
         first = weights[0]
-        tile = _tile_inputs(first.group)
+        tile = _mxfp4_inputs(first.shape[1]) if first.is_mxfp4 else _tile_inputs(first.group)
         values = [each.values if first.bits == 8 else _by_half(each.values, tile) for each in weights]
+        scales = [each.scales.view(torch.uint8) if first.is_mxfp4 else each.scales for each in weights]
         zeros = [each.zeros for each in weights if each.zeros is not None]
         return cls(
             _stacked(values),
             first.shape,
             first.bits,
             tile,
-            _stacked([each.scales for each in weights]),
+            _stacked(scales),
             _stacked(zeros) if zeros else None,
             first.rows,
             first.group,
+            first.is_mxfp4,
         )
 
 
@@ -85,6 +88,11 @@ def _stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 def _tile_inputs(group: int | None) -> int:
     """The largest power of 2 that divides a group."""
     return _MOST_INPUTS if group is None else min(_MOST_INPUTS, group & -group)
+
+
+def _mxfp4_inputs(inputs: int) -> int:
+    """Of a tile, whose groups' scales the numbers are multiplied with; what fills the last tile is memory."""
+    return _MOST_INPUTS if inputs % _MOST_INPUTS == 0 else _MOST_INPUTS // 2
 
 
 def _by_half(values: torch.Tensor, tile: int) -> torch.Tensor:
@@ -105,12 +113,15 @@ def can_multiply(weight: QuantizedWeight) -> bool:
 def _add_tile(
     sums: tl.tensor,  # [OUTPUTS, ROWS]
     value: tl.tensor,  # [OUTPUTS, 1] of each output's first number, or byte
+    power: tl.tensor,  # [OUTPUTS] of each output's first scale, in mxfp4
     state: tl.tensor,  # [1, ROWS] of each row's first number
     exists: tl.tensor,  # [ROWS]
     zero: tl.tensor,  # [OUTPUTS]
     number: tl.tensor,  # of the tile of inputs
     WIDTH: tl.constexpr,
+    GROUP: tl.constexpr,
     BITS: tl.constexpr,
+    IS_MXFP4: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
     DOT: tl.constexpr,
     ADDED: tl.constexpr,  # as of `_nibbles`
@@ -120,8 +131,13 @@ def _add_tile(
     half: tl.constexpr = INPUTS // 2
     if BITS == 4:
         packed = tl.load(value + number * half + tl.arange(0, half)[None, :])
-        offset = (zero + (8 + ADDED)).to(DOT)[:, None]
-        low, high = _nibbles(packed & 0xF, DOT, ADDED) - offset, _nibbles(packed >> 4, DOT, ADDED) - offset
+        if IS_MXFP4:
+            first = number * INPUTS
+            low = scaled_floats(packed & 0xF, power, first, WIDTH, GROUP, DOT, ADDED, half)
+            high = scaled_floats(packed >> 4, power, first + half, WIDTH, GROUP, DOT, ADDED, half)
+        else:
+            offset = (zero + (8 + ADDED)).to(DOT)[:, None]
+            low, high = _nibbles(packed & 0xF, DOT, ADDED) - offset, _nibbles(packed >> 4, DOT, ADDED) - offset
         places = number * INPUTS + tl.arange(0, half)[:, None]
         left = tl.load(state + places, mask=exists[None, :] & (places < WIDTH), other=0.0).to(DOT)
         right = tl.load(state + half + places, mask=exists[None, :] & (places + half < WIDTH), other=0.0).to(DOT)
@@ -147,6 +163,34 @@ def _nibbles(bits: tl.tensor, DOT: tl.constexpr, ADDED: tl.constexpr) -> tl.tens
     else:
         numbers = bits.to(DOT)
     return numbers
+
+
+@jit
+def scaled_floats(
+    bits: tl.tensor,  # [outputs, COLUMNS] of 4 bits
+    power: tl.tensor,  # [outputs] of each output's first scale
+    first: tl.tensor,
+    WIDTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ADDED: tl.constexpr,  # as of `_nibbles`
+    COLUMNS: tl.constexpr,
+) -> tl.tensor:
+    """The numbers of mxfp4 from the input `first` on, which are exact in bfloat16.
+
+    The bits of a float of 4 bits (e2m1) are those of a larger one, but for what is added to exponents.
+    """
+    groups: tl.constexpr = COLUMNS // GROUP
+    each = first // GROUP + tl.arange(0, groups)[None, :]
+    exponents = tl.load(power[:, None] + each, mask=each < WIDTH // GROUP, other=0).to(tl.uint16)
+    numbers = bits.to(tl.uint16) * 0x1040 & 0x81C0  # the sign, and exponent and mantissa, where bfloat16 has them
+    if ADDED == 128:
+        scale, floats = (exponents << 7).to(DTYPE, bitcast=True), numbers.to(DTYPE, bitcast=True)
+    else:
+        scale = (exponents.to(tl.uint32) << 23).to(tl.float32, bitcast=True)
+        floats = (numbers.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    by_group = tl.reshape(floats * 2.0**126, (bits.shape[0], groups, GROUP)) * scale[:, :, None]
+    return tl.reshape(by_group, (bits.shape[0], COLUMNS)).to(DTYPE)
 
 
 @jit
@@ -177,6 +221,7 @@ def _product(
     GROUP: tl.constexpr,  # WIDTH: one of all inputs
     GROUP_OUTPUTS: tl.constexpr,
     BITS: tl.constexpr,
+    IS_MXFP4: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -213,12 +258,18 @@ def _product(
         group = scale_row + number * INPUTS // GROUP
         if HAS_ZEROS:
             zero = tl.load(zeros + group).to(tl.float32)
-        if GROUP < WIDTH:
+        if GROUP < WIDTH and not IS_MXFP4:
             part = tl.zeros((OUTPUTS, ROWS), tl.float32)
-            part = _add_tile(part, value, state, exists, zero, number, WIDTH, BITS, HAS_ZEROS, DOT, ADDED, INPUTS)
+            part = _add_tile(
+                part, value, scales, state, exists, zero, number,
+                WIDTH, GROUP, BITS, IS_MXFP4, HAS_ZEROS, DOT, ADDED, INPUTS,
+            )  # fmt: skip
             sums += part * tl.load(scales + group).to(tl.float32)[:, None]
         else:
-            sums = _add_tile(sums, value, state, exists, zero, number, WIDTH, BITS, HAS_ZEROS, DOT, ADDED, INPUTS)
+            sums = _add_tile(
+                sums, value, scales + scale_row, state, exists, zero, number,
+                WIDTH, GROUP, BITS, IS_MXFP4, HAS_ZEROS, DOT, ADDED, INPUTS,
+            )  # fmt: skip
     if HAS_SCALES and GROUP == WIDTH:
         sums *= tl.load(scales + scale_row).to(tl.float32)[:, None]
     if HAS_ROW_SCALES:
@@ -358,6 +409,7 @@ def _multiply(
         GROUP=weight.group or weight.size[1],
         GROUP_OUTPUTS=weight.rows,
         BITS=weight.bits,
+        IS_MXFP4=weight.is_mxfp4,
         HAS_SCALES=weight.scales is not None,
         HAS_ZEROS=weight.zeros is not None,
         HAS_BIAS=bias is not None,

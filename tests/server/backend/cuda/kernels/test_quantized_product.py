@@ -7,7 +7,7 @@ from llmservice_server.backend.cuda.kernels.products import Tiled, quantized_pro
 from llmservice_server.backend.quantized import QuantizedWeight
 
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-FORMATS = ["int8", "int8, groups", "int4", "int4, zeros", "fp8", "fp8, blocks"]
+FORMATS = ["int8", "int8, groups", "int4", "int4, zeros", "fp8", "fp8, blocks", "mxfp4"]
 
 
 def weight_of(name: str, outputs: int, inputs: int) -> QuantizedWeight:
@@ -16,6 +16,9 @@ def weight_of(name: str, outputs: int, inputs: int) -> QuantizedWeight:
     size = -(-outputs // rows), 1 if group is None else -(-inputs // group)
     scales = torch.rand(size, generator=random) + 0.1
     values = torch.randint(-100, 100, (outputs, inputs), generator=random)
+    if name == "mxfp4":
+        powers = torch.randint(100, 130, size, generator=random).to(torch.uint8).view(torch.float8_e8m0fnu)
+        return QuantizedWeight(values[:, ::2].to(torch.uint8), powers, group=32)
     if "fp8" in name:
         return QuantizedWeight(values.float().to(torch.float8_e4m3fn), scales, rows=rows, group=group)
     zeros = torch.randint(-7, 8, size, generator=random).to(torch.int8) if "zeros" in name else None
