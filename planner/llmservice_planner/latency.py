@@ -144,7 +144,7 @@ class LatencyModel:
         read_bytes = max(1, weights_bytes - embedding * width * is_looked_up)
         head = 0 if shape.is_encoder else embedding
         tables = embedding if shape.is_encoder or shape.tie_word_embeddings else 2 * embedding
-        experts = shape.moe_layers * shape.num_experts * shape.expert_parameters
+        experts = shape.expert_bytes(dtype, quantization, on_cpu=not on_gpu)
         transfer_s, latency_s = _all_reduces(shape, device, device_count, width)
         attention_flops = flops * ATTENTION_SHARE / ARITHMETIC_SHARE if on_gpu else flops
         return cls(
@@ -155,7 +155,7 @@ class LatencyModel:
             kv_token_s=kv_bytes_per_token / bandwidth,
             pair_s=_pair_operations(shape) / attention_flops,
             transfer_s=transfer_s,
-            expert_share=min(1.0, experts / (shape.num_parameters - embedding * is_looked_up)) if experts else 0.0,
+            expert_share=min(1.0, experts / read_bytes),
             expert_idle=1 - shape.experts_per_token / shape.num_experts if experts else 0.0,
             window_share=shape.window_share,
             window_tokens=shape.sliding_window or 0,

@@ -81,7 +81,9 @@ def dequantized_bytes(shape: ModelShape, dtype: str, quantization: Quantization)
     """Of the largest matrix that a GPU dequantises for a step of many tokens; 0: it dequantises none."""
     form = WeightFormat.parse(shape.quantization) if shape.quantization is not None else None
     held = quantization if form is None else form.held_as(quantization, on_cpu=False)
-    if held in ("auto", "dense") or (held == "stored" and (form is None or form.is_fp8_product)):
+    if held in ("auto", "dense"):
+        return 0
+    if held == "stored" and (form is None or form.is_fp8_product or form.is_for_experts):
         return 0
     has_mlp = not shape.num_experts or shape.dense_layers
     widths = (

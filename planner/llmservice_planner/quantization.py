@@ -1,7 +1,8 @@
 """How a checkpoint's matrices are quantised, from the `quantization_config` of its config.json, and their size.
 
 Read are compressed-tensors (https://github.com/vllm-project/compressed-tensors), DeepSeek's and AutoFP8's fp8
-(arXiv:2412.19437, section 3.3), GPTQ (arXiv:2210.17323) and AWQ (arXiv:2306.00978).
+(arXiv:2412.19437, section 3.3), GPTQ (arXiv:2210.17323), AWQ (arXiv:2306.00978), and mxfp4 (OCP Microscaling Formats,
+section 5), in which gpt-oss has its experts.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ with 8-bit activations; as they are `stored`; or what is fastest on the device."
 
 SUPPORTED = (
     "compressed-tensors (8-bit integers, fp8, 4-bit integers), fp8 (one scale, or blocks), gptq (4 or 8 bits), "
-    "awq (4 bits, gemm)"
+    "awq (4 bits, gemm), mxfp4 (the experts of gpt-oss)"
 )
 SUFFIXES = frozenset({
     *("weight", "weight_packed", "weight_shape", "weight_scale", "weight_scale_inv", "weight_zero_point"),
@@ -86,6 +87,11 @@ class WeightFormat:
             activations="int8" if activations == "int8" else "fp8" if activations else None,
             reordered=match["reordered"] is not None,
         )
+
+    @property
+    def is_for_experts(self) -> bool:
+        """Whether all matrices but the experts' are dense."""
+        return self.method == "mxfp4"
 
     def shape_of(self, suffix: str, stored: tuple[int, int]) -> tuple[int, int]:
         """`[out, in]` of a matrix from its tensor of that suffix (weight, weight_packed, qweight) and shape."""
@@ -177,6 +183,7 @@ _USUAL = {
     "gptq": "gptq/int4/1x128",
     "fp8": "fp8/float8/128x128/fp8-activations",
     "compressed-tensors": "compressed-tensors/int8/int8-activations",
+    "mxfp4": "mxfp4/float4/1x32",
 }
 
 
@@ -203,7 +210,7 @@ class QuantizationConfig:
             raise QuantizationError(f"config.json: quantization_config is {raw!r}, expected an object")
         method = raw.get("quant_method")
         if method == "mxfp4" and config.get("model_type") == "gpt_oss":
-            return None  # its experts are dequantised when they are loaded
+            return cls(((("experts",), WeightFormat("mxfp4", 4, "float", group=32)),))
         parse = _PARSERS.get(str(method))
         if parse is None:
             raise QuantizationError(

@@ -224,44 +224,60 @@ class ModelShape:
             return self.counts.held_bytes(form, quantization, on_cpu=on_cpu, dtype_bytes=width)
         if form is None and quantization != "int8":
             return self.num_parameters * width
-        scale_bytes = DTYPE_BYTES[self.dtype]
-        if form is not None and form.method != "compressed-tensors":
-            scale_bytes = 4 if form.method == "fp8" else 2
-        quantized = dense = 0
-        for count, outputs, inputs in self._matrices():
-            size = linear_bytes(
-                outputs, inputs, form, quantization, on_cpu=on_cpu, dtype_bytes=width, scale_bytes=scale_bytes
-            )
-            quantized += count * size
-            dense += count * outputs * inputs
+        only_experts = form is not None and form.is_for_experts
+        quantized, dense = self._matrices_bytes(form, width, quantization, on_cpu=on_cpu, only_experts=only_experts)
         if not self.tie_word_embeddings:
             quantized += self.head_bytes(dtype, quantization, on_cpu=on_cpu)
             dense += self.vocab_size * self.hidden_size
         return quantized + (self.num_parameters - dense) * width
+
+    def expert_bytes(self, dtype: str, quantization: Quantization = "auto", *, on_cpu: bool = False) -> int:
+        """Those of the server's weights that routed experts have."""
+        form = None if self.quantization is None else WeightFormat.parse(self.quantization)
+        is_dense = self.counts is not None or (form is None and quantization != "int8")
+        wanted: Quantization = "dense" if is_dense else quantization
+        return self._matrices_bytes(form, DTYPE_BYTES[dtype], wanted, on_cpu=on_cpu, only_experts=True)[0]
+
+    def _matrices_bytes(
+        self, form: WeightFormat | None, width: int, quantization: Quantization, *, on_cpu: bool, only_experts: bool
+    ) -> tuple[int, int]:
+        """Of all matrices that can be quantised, and their parameters."""
+        scale_bytes = DTYPE_BYTES[self.dtype]
+        if form is not None and form.method != "compressed-tensors":
+            scale_bytes = {"fp8": 4, "mxfp4": 1}.get(form.method, 2)
+        total = parameters = 0
+        for count, outputs, inputs in self._matrices(only_experts=only_experts):
+            size = linear_bytes(
+                outputs, inputs, form, quantization, on_cpu=on_cpu, dtype_bytes=width, scale_bytes=scale_bytes
+            )
+            total += count * size
+            parameters += count * outputs * inputs
+        return total, parameters
 
     def head_bytes(self, dtype: str, quantization: Quantization, *, on_cpu: bool) -> int:
         width, fits = DTYPE_BYTES[dtype], self.vocab_size % INT8_COLUMNS == 0
         wanted: Quantization = "int8" if quantization == "int8" and fits else "dense"
         return linear_bytes(self.vocab_size, self.hidden_size, None, wanted, on_cpu=on_cpu, dtype_bytes=width)
 
-    def _matrices(self) -> Iterator[tuple[int, int, int]]:
+    def _matrices(self, *, only_experts: bool) -> Iterator[tuple[int, int, int]]:
         """How many there are, with so many outputs and inputs; not the head, routers and an encoder's."""
         if self.is_encoder:
+            return
+        yield from self._mlp(self.moe_layers * self.num_experts, self.moe_intermediate_size)
+        if only_experts:
             return
         if self.is_mla:  # one of several sizes
             yield self.layers, self._mla_parameters() // self.hidden_size, self.hidden_size
         else:
             yield self.layers, (self.heads + 2 * self.kv_heads) * self.head_dim, self.hidden_size
             yield self.layers, self.hidden_size, self.heads * self.head_dim
-        experts = self.moe_layers * self.num_experts
-        for layers, width in (
-            (self.layers - self.moe_layers, self.intermediate_size),
-            (experts, self.moe_intermediate_size),
-            (self.moe_layers, self.shared_expert_intermediate_size),
-        ):
-            if layers and width:
-                yield layers, 2 * width, self.hidden_size
-                yield layers, self.hidden_size, width
+        yield from self._mlp(self.layers - self.moe_layers, self.intermediate_size)
+        yield from self._mlp(self.moe_layers, self.shared_expert_intermediate_size)
+
+    def _mlp(self, count: int, width: int) -> Iterator[tuple[int, int, int]]:
+        if count and width:
+            yield count, 2 * width, self.hidden_size
+            yield count, self.hidden_size, width
 
     def adapter_slot_bytes(self, rank: int, dtype: str) -> int:
         """A LoRA adapter of that rank on every linear layer of attention and of dense MLPs.

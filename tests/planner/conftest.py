@@ -148,6 +148,15 @@ DEEPSEEK_V3 = {
     "dtype": "bfloat16",
     "quantization_config": {"quant_method": "fp8"},
 }
+GPT_OSS_20B = {
+    "model_type": "gpt_oss",
+    "num_hidden_layers": 24,
+    "num_local_experts": 32,
+    "attention_bias": True,
+    "dtype": "bfloat16",
+    "quantization_config": {"quant_method": "mxfp4"},
+}
+GPT_OSS_120B = {**GPT_OSS_20B, "num_hidden_layers": 36, "num_local_experts": 128}
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama-3-8b": LLAMA_3_8B,
@@ -165,6 +174,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "phi-3-mini": PHI3_MINI,
     "deepseek-v2-lite": DEEPSEEK_V2_LITE,
     "deepseek-v3": DEEPSEEK_V3,
+    "gpt-oss-20b": GPT_OSS_20B,
+    "gpt-oss-120b": GPT_OSS_120B,
 }
 
 

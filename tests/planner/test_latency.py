@@ -186,6 +186,16 @@ def test_few_tokens_read_few_experts(shape_of: ShapeOf) -> None:
     assert model.decode_s(256, 0) > 5 * model.decode_s(1, 0)
 
 
+def test_few_tokens_read_few_experts_of_4_bits(shape_of: ShapeOf) -> None:
+    """gpt-oss-20b: 4 of 32 experts, which have 10.2 of the 12.3 GB that a step of many tokens reads."""
+    shape = shape_of("gpt-oss-20b")
+    model = LatencyModel.of(shape, find_gpu("h100"), 1, "bfloat16", shape.weights_bytes("bfloat16"), 49152)
+    assert model is not None
+    read = model.decode_s(1, 0) - model.step_s - model.sequence_s
+    assert model.expert_share == pytest.approx(10.15e9 / 12.6e9, abs=0.01)
+    assert read / model.weights_s == pytest.approx(1 - model.expert_share * 28 / 32)
+
+
 def test_float32_runs_outside_the_tensor_cores(shape_of: ShapeOf) -> None:
     shape = shape_of("llama-3-8b")
     assert _model(shape, dtype="float32").prefill_s(4096) > 4 * _model(shape).prefill_s(4096)

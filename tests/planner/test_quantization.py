@@ -11,7 +11,7 @@ INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 
 
 def parsed(**raw: Any) -> QuantizationConfig:
-    config = QuantizationConfig.of({"quantization_config": raw})
+    config = QuantizationConfig.of({"model_type": "gpt_oss", "quantization_config": raw})
     assert config is not None
     return config
 
@@ -26,6 +26,7 @@ def parsed(**raw: Any) -> QuantizationConfig:
             "fp8/float8/128x128/fp8-activations",
         ),
         ({"quant_method": "fp8"}, "fp8/float8/tensor/fp8-activations"),
+        ({"quant_method": "mxfp4"}, "mxfp4/float4/1x32"),
     ],
 )
 def test_a_code_names_the_format_and_is_read_again(raw: dict[str, Any], code: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from llmservice_planner.overhead import dequantized_bytes
 from llmservice_planner.shape import FIELD_NAMES, ModelShape, ShapeError
 
 ShapeOf = Callable[[str], ModelShape]
@@ -56,6 +57,15 @@ def test_kv_cache_of_a_token_in_bf16(shape_of: ShapeOf, model: str, kib: float) 
 )
 def test_weights_in_bf16(shape_of: ShapeOf, model: str, gib: float) -> None:
     assert shape_of(model).num_parameters * 2 / 2**30 == pytest.approx(gib, abs=0.02)
+
+
+@pytest.mark.parametrize(("model", "gib", "dense_gib"), [("gpt-oss-20b", 12.8, 38.96), ("gpt-oss-120b", 60.8, 217.61)])
+def test_experts_in_mxfp4_are_held_so_on_a_gpu(shape_of: ShapeOf, model: str, gib: float, dense_gib: float) -> None:
+    """The checkpoints' sizes are those of the model card (arXiv:2508.10925, table 1)."""
+    shape = shape_of(model)
+    assert shape.weights_bytes("bfloat16") / 2**30 == pytest.approx(gib, abs=0.05)
+    assert shape.weights_bytes("bfloat16", on_cpu=True) / 2**30 == pytest.approx(dense_gib, abs=0.01)
+    assert dequantized_bytes(shape, "bfloat16", "auto") == 0
 
 
 @pytest.mark.parametrize(("device_count", "heads_over_all_gpus"), [(1, 8), (2, 8), (8, 8), (16, 16), (32, 32)], ids=str)

@@ -1,28 +1,26 @@
 """gpt-oss (https://arxiv.org/abs/2508.10925): attention with sinks, and experts with biases and a clamped activation.
 
-Experts of a checkpoint are in one tensor, whose gate and up alternate; its numbers may be in mxfp4 (OCP Microscaling
-Formats, section 5): elements of 4 bits, and a power of two for each 32.
+Experts of a checkpoint are in one tensor, whose gate and up alternate; its numbers may be in mxfp4.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 import torch
 
 from llmservice_server.backend.base import DecoderLayer, Linear
 from llmservice_server.backend.experts import Experts, ExpertsMlp
+from llmservice_server.backend.quantized import QuantizedWeight
 from llmservice_server.backend.torch.layer_ops import TorchLinear
 from llmservice_server.models.config import ExpertsConfig, ModelConfig
 from llmservice_server.models.llama import layer_with
 from llmservice_server.models.weights import Weights
 from llmservice_server.types.errors import ModelLoadError
 
-_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_FP4 = (*_POSITIVE, *(-value for value in _POSITIVE))
-"""By their four bits."""
-_BLOCK = 32
-_EXPONENT_BIAS = 127
+_GROUP = 32
+"""Inputs that have one scale in mxfp4."""
 
 
 def gpt_oss_layer(config: ModelConfig, weights: Weights, index: int) -> DecoderLayer:
@@ -43,44 +41,39 @@ def _experts(config: ModelConfig, sizes: ExpertsConfig, weights: Weights) -> Exp
 
 def _matrices(weights: Weights, name: str, count: int, outputs: int, inputs: int, *, alternates: bool) -> list[Linear]:
     """The experts' matrices `[outputs, inputs]`; `alternates`: whether the checkpoint's outputs do."""
-    stack, biases = weights.empty(count, outputs, inputs), weights.empty(count, outputs)
+    biases = weights.empty(count, outputs)
     weights.compute({f"{name}_bias": (count, outputs)}, partial(_fill, biases, alternates))
     if weights.has(f"{name}_blocks"):
-        blocks = (count, outputs, inputs // _BLOCK)
-        packed = {f"{name}_blocks": (*blocks, _BLOCK // 2), f"{name}_scales": blocks}
-        weights.compute(packed, partial(_fill_unpacked, stack, alternates))
-    else:
-        weights.compute({name: (count, inputs, outputs)}, partial(_fill_transposed, stack, alternates))
+        groups = (count, outputs, inputs // _GROUP)
+        packed = {f"{name}_blocks": (*groups, _GROUP // 2), f"{name}_scales": groups}
+        return weights.quantized_stack((outputs, inputs), biases, packed, partial(_read, alternates))
+    stack = weights.empty(count, outputs, inputs)
+    weights.compute({name: (count, inputs, outputs)}, partial(_fill_transposed, stack, alternates))
     return [TorchLinear(weight, bias) for weight, bias in zip(stack, biases, strict=True)]
 
 
 def _fill(targets: torch.Tensor, alternates: bool, stored: torch.Tensor) -> None:
     """`[experts, outputs, ...]`, one expert after the other, so that little memory is held twice."""
     for target, rows in zip(targets, stored, strict=True):
-        if alternates:
-            for half, part in zip(target.chunk(2), (rows[::2], rows[1::2]), strict=True):
-                half.copy_(part)
-        else:
-            target.copy_(rows)
+        target.copy_(_in_order(rows, alternates))
 
 
 def _fill_transposed(stack: torch.Tensor, alternates: bool, stored: torch.Tensor) -> None:
     _fill(stack, alternates, stored.transpose(1, 2))
 
 
-def _fill_unpacked(stack: torch.Tensor, alternates: bool, blocks: torch.Tensor, scales: torch.Tensor) -> None:
+def _in_order(rows: torch.Tensor, alternates: bool) -> torch.Tensor:
+    """The gates, then those of up."""
+    return torch.cat((rows[::2], rows[1::2])) if alternates else rows
+
+
+def _read(alternates: bool, blocks: torch.Tensor, scales: torch.Tensor) -> Iterator[QuantizedWeight]:
+    """Of each expert. blocks: `[experts, out, in / 32, 16]`; scales, powers of two plus 127: `[experts, out, in / 32]`.
+
+    Raises `ModelLoadError` for another dtype than uint8.
+    """
     if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
         raise ModelLoadError(f"experts in mxfp4 are {blocks.dtype} with scales in {scales.dtype}, expected uint8")
-    for number in range(len(stack)):
-        part = slice(number, number + 1)
-        dense = dequantize(blocks[part].to(stack.device), scales[part].to(stack.device))
-        _fill(stack[part], alternates, dense)
-
-
-def dequantize(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Float32 `[..., in]` of blocks `[..., in / 32, 16]`, of which each byte has two elements, the first lowest."""
-    pairs = torch.tensor([(_FP4[byte & 0xF], _FP4[byte >> 4]) for byte in range(256)], device=blocks.device)
-    # As 64-bit integers, of which torch selects two numbers at a time, ten times as fast as rows.
-    selected = pairs.view(torch.int64).squeeze(1).index_select(0, blocks.flatten().int())
-    powers = torch.ldexp(torch.ones(scales.shape, device=scales.device), scales.int() - _EXPONENT_BIAS)
-    return selected.view(torch.float32).view(*scales.shape, _BLOCK).mul_(powers[..., None]).flatten(-2)
+    for values, powers in zip(blocks.flatten(-2), scales, strict=True):
+        ordered = [_in_order(part, alternates).contiguous() for part in (values, powers)]
+        yield QuantizedWeight(ordered[0], ordered[1].view(torch.float8_e8m0fnu), group=_GROUP)

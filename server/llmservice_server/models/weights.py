@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
 import torch
 
 from llmservice_server.backend.base import Linear
+from llmservice_server.backend.quantized import QuantizedWeight
 from llmservice_server.backend.torch.layer_ops import TorchLinear
 
 
@@ -29,6 +30,15 @@ class ComputedPlace:
 
 
 @dataclass(frozen=True, slots=True)
+class StackedPlace:
+    """Matrices of one size without memory, which the loader replaces: a few tensors have them all."""
+
+    linears: list[TorchLinear]
+    shapes: Mapping[str, tuple[int, ...]]  # of the tensors, by their names
+    read: Callable[..., Iterable[QuantizedWeight]]  # takes the tensors, in order
+
+
+@dataclass(frozen=True, slots=True)
 class Weights:
     """Allocates uninitialised weights, and notes them for the loader, under the names of the checkpoint.
 
@@ -44,6 +54,7 @@ class Weights:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # to be filled, by the checkpoint's names
     places: list[QuantizedPlace] = field(default_factory=list)
     computed: list[ComputedPlace] = field(default_factory=list)
+    stacked: list[StackedPlace] = field(default_factory=list)
     modules: dict[int, dict[str, int]] = field(default_factory=dict)  # by the id of a matrix, what it is fused of
     _finishing: list[Callable[[], object]] = field(default_factory=list)
 
@@ -113,9 +124,27 @@ class Weights:
             weights.linear(parts, inputs, memory=part) for (weights, parts), part in zip(matrices, stack, strict=True)
         ]
 
+    def quantized_stack(
+        self,
+        size: tuple[int, int],
+        biases: torch.Tensor,
+        shapes: Mapping[str, tuple[int, ...]],
+        read: Callable[..., Iterable[QuantizedWeight]],
+    ) -> list[Linear]:
+        """Matrices `[out, in]` of this size, of which the loader has `read` make the quantised form.
+
+        `read` takes the tensors that have these names and shapes, in their order. biases: `[matrices, out]`.
+        """
+        linears = [TorchLinear(torch.empty(size, dtype=self.dtype, device="meta"), bias) for bias in biases]
+        self.stacked.append(StackedPlace(linears, self._named(shapes), read))
+        return [*linears]
+
     def compute(self, shapes: Mapping[str, tuple[int, ...]], fill: Callable[..., object]) -> None:
         """Have the loader call `fill` with the tensors that have these names and shapes, in their order."""
-        self.computed.append(ComputedPlace({self.prefix + name: shape for name, shape in shapes.items()}, fill))
+        self.computed.append(ComputedPlace(self._named(shapes), fill))
+
+    def _named(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        return {self.prefix + name: shape for name, shape in shapes.items()}
 
     def when_filled(self, change: Callable[[], object]) -> None:
         """Have `finish` call `change`."""

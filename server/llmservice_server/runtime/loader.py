@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ from llmservice_server.models.architectures import build
 from llmservice_server.models.config import ModelConfig, is_own
 from llmservice_server.models.decoder import DecoderModel
 from llmservice_server.models.quantization import read, shape_of
-from llmservice_server.models.weights import QuantizedPlace, Weights
+from llmservice_server.models.weights import ComputedPlace, QuantizedPlace, StackedPlace, Weights
 from llmservice_server.runtime.parallel_read import THREADS, is_direct, read_into
 from llmservice_server.types.checkpoint_config import eos_token_ids, read_json_object
 from llmservice_server.types.errors import ModelLoadError
@@ -176,7 +176,8 @@ class Checkpoint:
         found, modules = self._tensors(every=quantization == "int8")
         weights = Weights(dtype, device, modules.keys(), {name: each.shape for name, each in found.items()})
         model, wanted = build(config, weights), weights.tensors
-        computed = {name for place in weights.computed for name in place.shapes}
+        special: list[ComputedPlace | StackedPlace] = [*weights.computed, *weights.stacked]
+        computed = {name for place in special for name in place.shapes}
         if computed and quantization == "int8":
             raise ModelLoadError(
                 f"quantization is int8, which is not for {config.architecture}, whose experts are in one tensor: use "
@@ -190,15 +191,22 @@ class Checkpoint:
                 f"{self.folder}: {len(missing)} tensors that {self.config.architecture} needs are in none of its "
                 f"{len(self.shards)} safetensors files, among them {min(missing)}"
             )
+
+        def tensors_of(place: ComputedPlace | StackedPlace) -> list[torch.Tensor]:
+            return [self._tensor(name, found[name].shard, shape) for name, shape in place.shapes.items()]
+
         for computed_place in weights.computed:
-            computed_place.fill(
-                *(self._tensor(name, found[name].shard, shape) for name, shape in computed_place.shapes.items())
-            )
+            computed_place.fill(*tensors_of(computed_place))
+        of_stacks: dict[int, Linear] = {}
+        for stacked in weights.stacked:
+            read = stacked.read(*tensors_of(stacked))
+            linears = _stack(stacked.linears, read, dtype, device, lambda each: _is_kept(each, quantization, keeps))
+            of_stacks.update(zip(map(id, stacked.linears), linears, strict=True))
         places = {id(place.linear): place for place in weights.places}
 
         def replaced(linear: Linear) -> Linear:
             if (place := places.get(id(linear))) is None:
-                return linear
+                return of_stacks.get(id(linear), linear)
             parts = self._parts(config, place, modules)
             return quantized_linear(parts, linear.bias, dtype, device, quantization, keeps)
 
@@ -346,9 +354,35 @@ def quantized_linear(
         weight = QuantizedWeight.int8(_dense(parts, torch.float32))
     elif quantization == "int8" and weight is not None:
         weight = replace(weight, activations="int8")
-    if weight is None or quantization == "dense" or (quantization != "stored" and not keeps(weight)):
+    if weight is None or not _is_kept(weight, quantization, keeps):
         return TorchLinear(_dense(parts, dtype).to(device), bias)
     return QuantizedLinear(weight.to(device), dtype, bias)
+
+
+def _is_kept(weight: QuantizedWeight, quantization: Quantization, keeps: Callable[[QuantizedWeight], bool]) -> bool:
+    """Whether a weight stays quantised in memory."""
+    return quantization == "stored" or (quantization != "dense" and keeps(weight))
+
+
+def _stack(
+    places: Sequence[TorchLinear],
+    weights: Iterable[QuantizedWeight],
+    dtype: torch.dtype,
+    device: torch.device,
+    is_kept: Callable[[QuantizedWeight], bool],
+) -> list[Linear]:
+    """Matrices of one size for these places; dense ones are parts of one tensor."""
+    dense: list[torch.Tensor] = []
+    linears: list[Linear] = []
+    for number, (place, stored) in enumerate(zip(places, weights, strict=True)):
+        weight = stored.to(device)
+        if is_kept(weight):
+            linears.append(QuantizedLinear(weight, dtype, place.bias))
+            continue
+        if not dense:
+            dense = list(torch.empty(len(places), *weight.shape, dtype=dtype, device=device))
+        linears.append(TorchLinear(dense[number].copy_(weight.dequantize(dtype)), place.bias))
+    return linears
 
 
 def _fused(parts: Sequence[QuantizedWeight | torch.Tensor]) -> QuantizedWeight | None:

@@ -9,8 +9,13 @@ from transformers import AutoConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
+from llmservice_planner.quantization import Quantization
 from llmservice_planner.shape import ModelShape
-from llmservice_server.backend.experts import ExpertsMlp
+from llmservice_server.backend.base import KVCacheShape
+from llmservice_server.backend.cuda.backend import CudaBackend
+from llmservice_server.backend.cuda.experts import CudaExperts
+from llmservice_server.backend.experts import ExpertsMlp, stack_of
+from llmservice_server.backend.torch.layer_ops import TorchLayerOps
 from llmservice_server.models.decoder import DecoderModel
 from llmservice_server.runtime.loader import Checkpoint
 from llmservice_server.types.errors import ModelLoadError
@@ -103,12 +108,38 @@ def test_gate_and_up_are_apart_and_their_biases_too(mxfp4: Path, dtype: torch.dt
         assert torch.equal(linear.bias, torch.cat((biases[expert, ::2], biases[expert, 1::2])))
 
 
+@pytest.mark.parametrize("quantization", ["auto", "stored"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_dequantised_weights_are_predicted(mxfp4: Path, dtype: str) -> None:
+def test_the_bytes_of_weights_are_predicted(mxfp4: Path, dtype: str, quantization: Quantization) -> None:
+    """On a CPU, which holds them dense, and as they are stored."""
     checkpoint, kind = Checkpoint.open(mxfp4), getattr(torch, dtype)
-    measured = load(mxfp4, kind).weight_bytes
-    assert ModelShape.from_folder(mxfp4).weights_bytes(dtype) == pytest.approx(measured, rel=0.01)
-    assert checkpoint.held_bytes(kind, "auto", on_cpu=True) == pytest.approx(measured, rel=0.01)
+    measured = checkpoint.load(kind, CPU, quantization).weight_bytes
+    planned = ModelShape.from_folder(mxfp4).weights_bytes(dtype, quantization, on_cpu=True)
+    assert planned == pytest.approx(measured, rel=0.01)
+    assert checkpoint.held_bytes(kind, quantization, on_cpu=True) == planned
+
+
+def test_a_gpu_multiplies_the_stored_numbers(mxfp4: Path) -> None:
+    """With our kernel, here in Triton's interpreter; compared with dense weights."""
+    shape = KVCacheShape(4, 2, 16, (None,) * LAYERS, 16, torch.float32)
+    backend = CudaBackend(shape, CPU, "a test", may_fall_back=False)
+    model = Checkpoint.open(mxfp4).load(torch.float32, CPU, "auto", backend.keeps)
+    backend.prepare(model)
+    hidden = torch.randn(7, HIDDEN, generator=torch.Generator().manual_seed(2))
+    assert isinstance(model, DecoderModel)
+    for ours, dense in zip(model.layers, load(mxfp4, torch.float32).layers, strict=True):
+        assert isinstance(ours.mlp, ExpertsMlp)
+        assert isinstance(ours.mlp.experts, CudaExperts)
+        expected = dense.mlp(hidden, TorchLayerOps())
+        assert (ours.mlp(hidden, model.ops) - expected).norm() < 1e-5 * expected.norm()
+
+
+def test_dense_experts_are_parts_of_one_tensor(mxfp4: Path) -> None:
+    """As the product of all experts on a GPU takes them."""
+    model = Checkpoint.open(mxfp4).load(torch.float32, CPU, "dense")
+    assert isinstance(model, DecoderModel)
+    assert isinstance(mlp := model.layers[0].mlp, ExpertsMlp)
+    assert stack_of(mlp.experts.gate_up) is not None
 
 
 def change(folder: Path, name: str, tensor: torch.Tensor | None) -> None:
