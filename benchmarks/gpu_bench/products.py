@@ -23,6 +23,8 @@ from llmservice_server.backend.quantized import QuantizedLinear, QuantizedWeight
 from llmservice_server.backend.torch.layer_ops import TorchLinear
 
 _BOUND = 2e-2
+_FLOAT4_BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+"""Between two numbers of mxfp4."""
 _DRAWS = 4
 """Of experts, so that those of a few tokens are not in the L2 cache."""
 
@@ -53,11 +55,23 @@ def _fp8_blocks(weight: torch.Tensor) -> QuantizedWeight:
     return QuantizedWeight(values, scales[:, 0, :, 0], rows=128, group=128, activations="fp8")
 
 
+def _mxfp4(weight: torch.Tensor) -> QuantizedWeight:
+    """The nearest numbers, with the largest of a group between 4 and 8 times its scale."""
+    outputs, inputs = weight.shape
+    groups = weight.float().view(outputs, -1, 32)
+    powers = groups.abs().amax(-1, keepdim=True).log2().floor() - 2
+    sizes = torch.bucketize((groups / powers.exp2()).abs(), torch.tensor(_FLOAT4_BOUNDS, device=weight.device))
+    numbers = (sizes + 8 * (groups < 0)).view(outputs, inputs).to(torch.uint8)
+    scales = (powers.squeeze(-1) + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
+    return QuantizedWeight(numbers[:, ::2] | (numbers[:, 1::2] << 4), scales, group=32)
+
+
 FORMATS: dict[str, Callable[[torch.Tensor], QuantizedWeight]] = {
     "W4A16, groups of 128": _int4,
     "W8A16 int8": _int8,
     "W8A8 fp8": _fp8,
     "fp8 blocks": _fp8_blocks,
+    "mxfp4": _mxfp4,
 }
 
 
@@ -117,6 +131,9 @@ def experts(bench: Bench) -> Findings:
     ours = CudaExperts.of(loop)
     assert ours is not None  # noqa: S101
     by_torch = _ByTorch(loop.gate_up, loop.down)
+    quantized_loop = Experts(*([QuantizedLinear(_mxfp4(each), dtype) for each in stack] for stack in (gate_up, down)))
+    of_4_bits = CudaExperts.of(quantized_loop)
+    assert of_4_bits is not None  # noqa: S101
     for num_tokens in sizes.expert_tokens:
         hidden = torch.randn(num_tokens, hidden_size, device=gpu.device, dtype=dtype)
         draws = [torch.rand(num_tokens, count, device=gpu.device).softmax(-1).topk(top_k) for _ in range(_DRAWS)]
@@ -126,8 +143,12 @@ def experts(bench: Bench) -> Findings:
                 one(hidden, chosen, weights, ops)  # noqa: B023
 
         weights, chosen = draws[0]
-        expected = loop(hidden, chosen, weights, ops).float()
-        error = float((ours(hidden, chosen, weights, ops).float() - expected).norm() / expected.norm())
+
+        def error_of(one: Experts, reference: Experts) -> float:
+            expected = reference(hidden, chosen, weights, ops).float()  # noqa: B023
+            return float((one(hidden, chosen, weights, ops).float() - expected).norm() / expected.norm())  # noqa: B023
+
+        error, error_4_bits = error_of(ours, loop), error_of(of_4_bits, quantized_loop)
         active = sum(len(torch.unique(chosen)) for _, chosen in draws) / _DRAWS
         read_s = active * 3 * hidden_size * width * dtype.itemsize / bench.ceilings.copy_bytes_per_s
         compute_s = 2 * num_tokens * top_k * 3 * hidden_size * width / bench.ceilings.matmul_flops
@@ -137,6 +158,7 @@ def experts(bench: Bench) -> Findings:
             "part": "experts", "tokens": num_tokens, "active": active, "us": taken_s * 1e6, "loop us": loop_s * 1e6,
             "reading us": read_s * 1e6, "arithmetic us": compute_s * 1e6, "of reading": taken_s / read_s,
             "of the longer": taken_s / max(read_s, compute_s), "of the loop": taken_s / loop_s, "error": error,
+            "mxfp4 us": gpu.device_s(partial(work, of_4_bits)) / _DRAWS * 1e6, "mxfp4 error": error_4_bits,
         }  # fmt: skip
         try:
             row["torch's us"] = gpu.device_s(partial(work, by_torch)) / _DRAWS * 1e6
@@ -145,6 +167,9 @@ def experts(bench: Bench) -> Findings:
         found.rows.append(row)
         found.checks += [
             Check(f"experts of {num_tokens} tokens differ from the loop (relative)", f"<= {_BOUND}", error),
+            Check(
+                f"experts in mxfp4 of {num_tokens} tokens differ from the loop (relative)", f"<= {_BOUND}", error_4_bits
+            ),
             Check(f"experts of {num_tokens} tokens: time ÷ reading the active ones", "<= 1.3", taken_s / read_s),
             Check(f"experts of {num_tokens} tokens: time ÷ a loop over experts", "<= 1", taken_s / loop_s),
         ]

@@ -270,7 +270,7 @@ def _product(
                 sums, value, scales + scale_row, state, exists, zero, number,
                 WIDTH, GROUP, BITS, IS_MXFP4, HAS_ZEROS, DOT, ADDED, INPUTS,
             )  # fmt: skip
-    if HAS_SCALES and GROUP == WIDTH:
+    if HAS_SCALES and GROUP == WIDTH and not IS_MXFP4:
         sums *= tl.load(scales + scale_row).to(tl.float32)[:, None]
     if HAS_ROW_SCALES:
         sums *= tl.load(row_scales + row, mask=exists, other=0.0)[None, :]

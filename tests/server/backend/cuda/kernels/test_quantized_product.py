@@ -41,6 +41,13 @@ def test_products_agree_with_those_of_the_dequantised_weight(name: str, num_rows
         assert (product - expected).norm() < BOUNDS[dtype] * expected.norm()
 
 
+def test_a_single_group_of_mxfp4_is_scaled_once() -> None:
+    weight = weight_of("mxfp4", 64, 32)
+    hidden = torch.randn(2, 32, generator=torch.Generator().manual_seed(1))
+    expected = F.linear(hidden, weight.dequantize(torch.float32))
+    torch.testing.assert_close(quantized_product(hidden, Tiled.of([weight]), None), expected)
+
+
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_weight_is_dequantised_as_by_torch(name: str, dtype: torch.dtype) -> None:
