@@ -131,7 +131,10 @@ def experts(bench: Bench) -> Findings:
     ours = CudaExperts.of(loop)
     assert ours is not None  # noqa: S101
     by_torch = _ByTorch(loop.gate_up, loop.down)
-    quantized_loop = Experts(*([QuantizedLinear(_mxfp4(each), dtype) for each in stack] for stack in (gate_up, down)))
+    quantized_loop = Experts(
+        [QuantizedLinear(_mxfp4(each), dtype) for each in gate_up],
+        [QuantizedLinear(_mxfp4(each), dtype) for each in down],
+    )
     of_4_bits = CudaExperts.of(quantized_loop)
     assert of_4_bits is not None  # noqa: S101
     for num_tokens in sizes.expert_tokens:
