@@ -2,7 +2,7 @@
 
 `python -m harness.compile_kernels [CAPABILITY [one | all]]` (90: Hopper) prints a row of a table for each kernel and
 shape: those that are most used, one of them, or all that the kernels are made for. `--json` prints a line of JSON for
-each instead.
+each instead, where only the loops of kernels that use a stack are read.
 """
 
 from __future__ import annotations
@@ -163,7 +163,9 @@ def launch_all(shape: Shape, *, has_fp8: bool) -> None:
         invert(weights, numbers)
 
 
-def compile_all(capability: int, shapes: tuple[Shape, ...]) -> Iterator[tuple[str, Shape, KernelResources]]:
+def compile_all(
+    capability: int, shapes: tuple[Shape, ...], *, every_loop: bool
+) -> Iterator[tuple[str, Shape, KernelResources]]:
     """Each kernel once for each shape that makes another of it. To be called once in a process."""
     seen = set()
     compiled: list[tuple[str, Any]] = []
@@ -179,7 +181,7 @@ def compile_all(capability: int, shapes: tuple[Shape, ...]) -> Iterator[tuple[st
             continue
         launch_all(shape, has_fp8=capability >= FP8_CAPABILITY)
         for name, kernel in compiled:
-            yield name, shape, KernelResources.of(kernel)
+            yield name, shape, KernelResources.of(kernel, every_loop=every_loop)
         compiled.clear()
 
 
@@ -193,7 +195,7 @@ def main() -> None:
         print("| kernel | shape |", " | ".join(COLUMNS.values()), "|")
         print("| --- | --- |" + " --- |" * len(COLUMNS))
     shapes = {"one": ONE_SHAPE, "usual": SHAPES, "all": SHAPES + OTHER_SHAPES}[args.shapes]
-    for name, shape, resources in compile_all(args.capability, shapes):
+    for name, shape, resources in compile_all(args.capability, shapes, every_loop=not args.json):
         figures = asdict(resources)
         if args.json:
             print(json.dumps({"kernel": name, "shape": str(shape), "dtype": str(shape.dtype), **figures}), flush=True)

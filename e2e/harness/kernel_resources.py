@@ -26,15 +26,18 @@ class KernelResources:
     tensor_cores: str  # the instruction that multiplies tiles: of `_TENSOR_CORES`, or "" for none
     load_bytes: int  # the most that a thread loads at once
     copy_bytes: int  # the most that a thread copies at once to shared memory while it goes on; 0: nothing
-    loop_instructions: int  # that a warp issues for a turn of the first loop with tensor cores, or of the longest one
+    loop_instructions: int | None  # for a turn of the first loop with tensor cores, or of the longest; None: not read
     loop_spills: int  # among them, those that move registers to the stack or back
 
     @classmethod
-    def of(cls, kernel: Any) -> Self:
-        """Of one that Triton has compiled."""
-        ptx, sass = kernel.asm["ptx"], _cuobjdump(kernel.asm["cubin"], "-sass")
-        registers, stack = _search(r"REG:(\d+) STACK:(\d+)", _cuobjdump(kernel.asm["cubin"], "-res-usage"))
-        loop = _inner_loop(sass)
+    def of(cls, kernel: Any, *, every_loop: bool = True) -> Self:
+        """Of one that Triton has compiled. every_loop: read the loop also where no stack, and so no spill, can be.
+
+        The disassembler takes as long to start as the compiler takes for a small kernel.
+        """
+        ptx, cubin = kernel.asm["ptx"], kernel.asm["cubin"]
+        registers, stack = _search(r"REG:(\d+) STACK:(\d+)", _cuobjdump(cubin, "-res-usage"))
+        loop = _inner_loop(_cuobjdump(cubin, "-sass")) if every_loop or stack else None
         return cls(
             registers=registers,
             stack_bytes=stack,
@@ -43,8 +46,8 @@ class KernelResources:
             tensor_cores=next((name for name, instruction in _TENSOR_CORES.items() if instruction in ptx), ""),
             load_bytes=max((int(count) * int(bits) // 8 for count, bits in _VECTOR.findall(ptx)), default=4),
             copy_bytes=max((int(size, 16) for size in _COPY.findall(ptx)), default=0),
-            loop_instructions=len(loop),
-            loop_spills=sum("LDL" in line or "STL" in line for line in loop),
+            loop_instructions=None if loop is None else len(loop),
+            loop_spills=sum("LDL" in line or "STL" in line for line in loop or []),
         )
 
 
