@@ -38,7 +38,7 @@ async def test_the_answers_of_a_server_that_reports_no_steps_give_samples_of_eve
     limits, seen = Limits(8, 2048, 2048), []
     async with serving() as server, aiohttp.ClientSession() as session:
         target = Target(server.url, MODEL, ignore_eos=True)
-        for seconds in (8, 30):  # a busy machine gets through few batches in eight
+        for seconds in (4, 30):  # a busy machine gets through few batches in four
             measured = await measure(
                 session,
                 target,
