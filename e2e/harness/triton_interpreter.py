@@ -47,9 +47,31 @@ def _numpy_dtype(dtype: Any) -> np.dtype[Any]:
     return np.dtype(np.uint64) if dtype.scalar.is_ptr() else _by_scalar(dtype.scalar)
 
 
+@cache
+def _shape(sizes: tuple[int, ...]) -> tuple[core.tuple, int, core.tuple, core.constexpr]:
+    """As a type has it, with its number of elements, and as a tensor has both."""
+    count = core.validate_block_shape(sizes)
+    return core.tuple(sizes), count, core.tuple([core.constexpr(size) for size in sizes]), core.constexpr(count)
+
+
+def _set_block_type(block: core.block_type, element: core.dtype, shape: Any) -> None:
+    sizes = tuple([size.value if isinstance(size, core.constexpr) else size for size in shape])
+    if not sizes:
+        raise TypeError("a block has at least one dimension")
+    block.element_ty, (block.shape, block.numel, _, _) = element, _shape(sizes)
+    block.name = f"<{block.shape}, {element}>"
+
+
+def _set_tensor(tensor: core.tensor, handle: Any, kind: core.dtype) -> None:
+    tensor.handle, tensor.type, tensor.dtype = handle, kind, kind.scalar
+    _, _, tensor.shape, tensor.numel = _shape(tuple(kind.shape) if kind.is_block() else ())
+
+
 # Half of the interpreter's time computes nothing that a kernel or a test reads. Triton patches its language for each
 # call of a function by a kernel, which has patched it already, computes whether integers overflow, which it discards
-# unless `debug` is set, and makes a table of all dtypes to look up one.
+# unless `debug` is set, makes a table of all dtypes to look up one, and checks and copies the few shapes that there are
+# for every tensor.
 interpreter.InterpretedFunction.__call__ = _call
 interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
 interpreter._get_np_dtype = _numpy_dtype
+core.block_type.__init__, core.tensor.__init__ = _set_block_type, _set_tensor
