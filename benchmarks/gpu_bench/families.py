@@ -19,6 +19,7 @@ from gpu_bench.bench import Bench
 from gpu_bench.sections import Findings
 from llmservice_bench.results import Check
 from llmservice_server.backend import choice
+from llmservice_server.backend.cuda.kernels.jit import INTERPRETED
 from llmservice_server.engine.config import EngineConfig, Implementation
 from llmservice_server.engine.engine import Engine
 from llmservice_server.runtime.startup import load_engine, model_runner
@@ -50,11 +51,12 @@ def families(bench: Bench) -> Findings:
     ways += [(name, "transformers") for name in OTHERS]
     sizes = bench.sizes
     ways = ways[: sizes.num_families]
-    others = bench.gpu.settings, sizes.family_prompts, sizes.family_tokens
+    settings = {**bench.gpu.settings, "max_num_batched_tokens": min(64, sizes.max_num_batched_tokens)}
+    others = settings, sizes.family_prompts, sizes.family_tokens
     cases = [Case(name, code, "float32", *others) for name, code in ways]
     cases += [Case(name, code, "bfloat16", *others) for name, code in ways if code == "own"]
     bench.clear()
-    processes = min(_MOST_PROCESSES, os.cpu_count() or 1, len(cases))
+    processes = min(_MOST_PROCESSES, os.cpu_count() or 1, -(-len(cases) // _CASES_PER_PROCESS))
     spawn = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(processes, mp_context=spawn, max_tasks_per_child=_CASES_PER_PROCESS)
     begun = [pool.submit(_row, case) for case in cases]
@@ -92,6 +94,9 @@ def _row(case: Case) -> dict[str, Any]:
 def _compared(case: Case, folder: Path) -> dict[str, Any]:
     from harness.families import FAMILIES, OTHERS, SMALL, save
 
+    if INTERPRETED:
+        import harness.triton_interpreter  # noqa: F401 - twice as fast as Triton's own
+
     torch.set_num_threads(1)
     choice.in_child = _here  # another process would import torch for each case
     reference = save((FAMILIES | OTHERS)[case.name], folder)
@@ -102,7 +107,6 @@ def _compared(case: Case, folder: Path) -> dict[str, Any]:
         dtype=case.dtype,
         max_num_seqs=8,
         max_model_len=256,
-        max_num_batched_tokens=64,
         prefill_chunk_tokens=19,
         **{**case.settings, "kv_cache_memory_bytes": 64 << 20},
     )
