@@ -40,6 +40,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3, norms of queries and keys": {**LLAMA, "architectures": ["Qwen3ForCausalLM"]},
 }
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+SOAK = pytest.mark.soak
+"""For what takes ten seconds to compile, and differs by a conversion that another test has."""
 
 
 def random_model(raw: dict[str, Any], dtype: torch.dtype, *, int8: bool = False) -> DecoderModel:
@@ -108,14 +110,14 @@ def test_states_agree_with_the_model(family: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.skipif(not HAS_QUAD_PRODUCT, reason="this CPU multiplies no 8-bit integers")
 @pytest.mark.parametrize("family", ["llama", "qwen2, biases"])
-@dtypes
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=SOAK), torch.bfloat16])
 def test_states_agree_with_the_model_of_8_bit_matrices(family: str, dtype: torch.dtype) -> None:
     model = random_model(FAMILIES[family], dtype, int8=True)
     for num_seqs in (1, 3, 8):
         assert decode_both(model, num_seqs, steps=2) < 0.03  # where a number is rounded otherwise, all others change
 
 
-@dtypes
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=SOAK)])
 def test_cache_of_another_dtype(dtype: torch.dtype) -> None:
     model = random_model(LLAMA, dtype)
     if not can_decode(model):
