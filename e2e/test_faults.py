@@ -62,11 +62,13 @@ def _environ(pid: int, state: str) -> bool:
 
 
 def test_a_killed_operator_picks_up_where_it_was(cluster: Cluster, kube: Kube) -> None:
-    before = kube.get(NAME)
+    before, leader = kube.get(NAME), kube.leader()
     os.kill(component(cluster, "llmservice_planner operator "), signal.SIGKILL)
+    with traffic(cluster.gateway_url, NAME, rate=5, output_tokens=8) as meanwhile:  # until the Lease has expired
+        wait_for(lambda: kube.leader() not in {"", leader}, 60, kube.leader)
     with traffic(cluster.gateway_url, NAME, rate=40, output_tokens=60) as load:
         wait_for(lambda: kube.get(NAME)["status"].get("readyReplicas", 0) == 2, 90, lambda: kube.get(NAME)["status"])
-    assert load.failures == []
+    assert meanwhile.failures == load.failures == []
     assert kube.get(NAME)["metadata"]["generation"] == before["metadata"]["generation"]
 
 

@@ -11,12 +11,10 @@ import pytest
 
 from harness.cluster import Cluster, running_cluster
 from harness.kube import Kube, tiny_service
-from harness.release import NAMESPACE
 from harness.traffic import traffic
 from harness.wait import wait_for
 
 NAME = "handover"
-LEASE = "llmservice-operator"
 
 pytestmark = [
     pytest.mark.e2e,
@@ -34,21 +32,16 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield running
 
 
-def holder(kube: Kube) -> str:
-    """Who holds the Lease, as HOST_PID_ID; empty while it is free."""
-    return kube.coordination.read_namespaced_lease(LEASE, NAMESPACE).spec.holder_identity or ""
-
-
 def awaited_leader(cluster: Cluster, kube: Kube) -> str:
     """Who leads, once the other operator, which may just have been started again, stands by."""
 
     def found() -> str:
-        leads = holder(kube)
+        leads = kube.leader()
         logs = (cluster.state_dir / "state" / "components").glob("operator*.log")
         stands_by = any(f"waiting: {leads} leads" in log.read_text(encoding="utf-8") for log in logs)
         return leads if leads and stands_by else ""
 
-    return wait_for(found, 60, lambda: holder(kube))
+    return wait_for(found, 60, kube.leader)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +57,7 @@ def test_the_other_operator_takes_over_and_no_request_fails(
         wait_for(lambda: len(load.records) >= 20, 60, lambda: load.failures)
         os.kill(int(first.split("_")[-2]), number)
         ended_s = time.monotonic()
-        second = wait_for(lambda: (now := holder(kube)) not in {"", first} and now, 30)
+        second = wait_for(lambda: (now := kube.leader()) not in {"", first} and now, 30)
         took_s = time.monotonic() - ended_s
         kube.patch(NAME, {"spec": {"drainTimeout": change}})
 
@@ -75,6 +68,6 @@ def test_the_other_operator_takes_over_and_no_request_fails(
 
         wait_for(taken_up, 60, lambda: kube.get(NAME)["status"])
     assert took_s < limit_s
-    assert holder(kube) == second, "one takeover, and no more"
+    assert kube.leader() == second, "one takeover, and no more"
     assert load.failures == []
     assert len(load.records) >= 20

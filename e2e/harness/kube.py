@@ -7,6 +7,7 @@ from typing import Any
 from kubernetes import client, config
 
 from harness.cluster import Cluster
+from harness.release import NAMESPACE
 from harness.wait import wait_for
 
 GROUP, VERSION, PLURAL = "serving.llmservice.io", "v1alpha1", "llmservices"
@@ -51,6 +52,10 @@ class Kube:
             return condition if condition.get("status") == status else None
 
         return wait_for(found, timeout_s, lambda: self.get(name).get("status"))
+
+    def leader(self) -> str:
+        """The operator that holds the Lease, as HOST_PID_ID; empty while it is free."""
+        return self.coordination.read_namespaced_lease("llmservice-operator", NAMESPACE).spec.holder_identity or ""
 
     def pods(self, name: str) -> list[Object]:
         pods = self.core.list_namespaced_pod(self.namespace, label_selector=f"app.kubernetes.io/instance={name}")
