@@ -16,7 +16,7 @@ NAME = "steady"
 RATE = 20.0
 """Requests a second: little enough for one replica on a slow core."""
 
-WARM, LEAST = 50, 400
+WARM, LEAST = 50, 200
 """Requests that are answered before anything changes, and by the end."""
 
 
