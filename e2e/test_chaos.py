@@ -62,7 +62,7 @@ def killing(cluster: Cluster) -> Iterator[list[int]]:
         thread.join(timeout=10)
 
 
-@pytest.mark.parametrize("seconds", [20, pytest.param(120, marks=[pytest.mark.soak, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize("seconds", [10, pytest.param(120, marks=[pytest.mark.soak, pytest.mark.timeout(600)])])
 def test_requests_that_have_not_begun_to_stream_survive(cluster: Cluster, kube: Kube, seconds: int) -> None:
     with traffic(cluster.gateway_url, NAME, RATE, OUTPUT_TOKENS) as load, killing(cluster) as killed:
         until_s = time.monotonic() + seconds
