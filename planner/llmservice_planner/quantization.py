@@ -123,12 +123,13 @@ class WeightFormat:
     def held_as(self, wanted: Quantization, *, on_cpu: bool) -> Quantization:
         """`wanted`, or what the server chooses on the device: `dense`, `int8` or `stored`.
 
-        A CPU (with AVX-512 VNNI) has fast products of 8-bit integers only, which others are not made for.
+        A CPU has fast products of 4-bit integers and, with AVX-512 VNNI, of 8-bit ones that were made for them.
         """
         if on_cpu and wanted in ("auto", "stored") and self.is_int8_product:
             return "int8"
         if wanted == "auto":
-            return "dense" if on_cpu else "stored"
+            is_dense = on_cpu and (self.bits > 4 or self.kind == "float")
+            return "dense" if is_dense else "stored"
         return wanted
 
 

@@ -49,18 +49,17 @@ def _remedies(request: SizingRequest) -> Iterator[str]:
 
 
 def _quantized(request: SizingRequest) -> Iterator[str]:
-    """8-bit weights; 4-bit ones only where those would be too large, and not on a CPU, which would hold them dense."""
+    """8-bit weights; 4-bit ones only where those would be too large."""
     shape = request.shape
     if shape.quantization or shape.is_encoder or shape.why_not_counted or request.quantization == "int8":
         return
     counted = replace(request, weights_bytes=None)
     int8 = Budget.of(replace(counted, quantization="int8"))
-    if request.on_cpu:
-        if int8.fits:
-            yield (
-                "quantise the weights with quantization: int8 (--quantization int8): "
-                f"{format_gib(int8.weights_bytes)}, on CPUs with AVX-512 VNNI"
-            )
+    if request.on_cpu and int8.fits:
+        yield (
+            "quantise the weights with quantization: int8 (--quantization int8): "
+            f"{format_gib(int8.weights_bytes)}, on CPUs with AVX-512 VNNI"
+        )
         return
     if shape.counts is not None:  # what such a checkpoint would quantise is not known
         return

@@ -99,6 +99,15 @@ def test_a_container_gets_its_required_memory(shape_of: ShapeOf) -> None:
     assert not plan(replace(changed, device=cpu_device(changed.device.memory_bytes - 3 * 2**20))).fits
 
 
+@pytest.mark.parametrize(("gib", "kinds"), [(12, {"container", "int8"}), (9, {"container", "quantised"})])
+def test_quantised_weights_make_it_fit_a_container(shape_of: ShapeOf, gib: int, kinds: set[str]) -> None:
+    """In 8 bits, or in 4 where those would be too large."""
+    request = SizingRequest(shape=shape_of("llama-3-8b"), device=cpu_device(gib * GIB), max_model_len=2048)
+    applied = dict(_applied(request, remedy) for remedy in plan(request).remedies)
+    assert set(applied) == kinds
+    assert all(plan(changed).fits for changed in applied.values())
+
+
 def test_expected_tokens_shrink_with_a_shorter_length(shape_of: ShapeOf) -> None:
     request = replace(_request(shape_of("llama-3-8b"), "l4", 131072), expected_tokens=100_000)
     assert 1 < longest_model_len(request) < 100_000

@@ -258,9 +258,12 @@ def test_quantised_weights_are_counted_as_the_device_holds_them(shape_of: ShapeO
     quantised = replace(shape_of("llama-3-70b"), quantization="awq")
     on_gpu = plan(SizingRequest(shape=quantised, device=H100, max_model_len=4096))
     on_cpu = plan(SizingRequest(shape=quantised, device=cpu_device(80 * GIB), max_model_len=4096))
+    fp8 = replace(quantised, quantization="fp8")
+    dense = plan(SizingRequest(shape=fp8, device=cpu_device(80 * GIB), max_model_len=4096))
     int8 = plan(SizingRequest(shape=quantised, device=cpu_device(80 * GIB), max_model_len=4096, quantization="int8"))
     assert on_gpu.weights_bytes / GIB == pytest.approx(37.3, abs=0.1)  # 68.5 billion x 0.523 + 2.1 billion x 2
-    assert on_cpu.weights_bytes / GIB == pytest.approx(131.4, abs=0.1)
+    assert on_cpu.weights_bytes == on_gpu.weights_bytes
+    assert dense.weights_bytes / GIB == pytest.approx(131.4, abs=0.1)
     assert int8.weights_bytes / GIB == pytest.approx(66.7, abs=0.1)  # the output head, 1.05 billion, in 8 bits as well
 
 

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from llmservice_server.backend.base import Attention, DecodePath, Decoder, Linear, Model
-from llmservice_server.backend.cpu import sampler
+from llmservice_server.backend.cpu import int4, int8, sampler
 from llmservice_server.backend.cpu.attention import CpuAttention
 from llmservice_server.backend.cpu.decode import CpuDecode, can_decode
 from llmservice_server.backend.cpu.experts import CpuExperts
-from llmservice_server.backend.cpu.int8 import Int8Linear, can_multiply
 from llmservice_server.backend.cpu.layer_ops import CpuLayerOps
 from llmservice_server.backend.cpu.linear import HAS_TILES, KERNEL_ROWS, OwnPackedLinear, PackedLinear, pack
 from llmservice_server.backend.experts import ExpertsMlp
@@ -32,15 +31,15 @@ class CpuBackend(TorchBackend):
     worth_compiling: bool = False
 
     def keeps(self, weight: QuantizedWeight) -> bool:
-        return weight.activations == "int8" and can_multiply(weight)
+        return int4.can_multiply(weight) or (weight.activations == "int8" and int8.can_multiply(weight))
 
     def prepare(self, model: Model) -> None:
         model.map_linears(lambda linear: _converted(linear, for_kernel=self.worth_compiling))
         *_, head = model.linears()
         if isinstance(head, OwnPackedLinear) and not HAS_TILES:
             _LOG.info("this CPU has no instructions for bfloat16: such weights are converted to float32 in products")
-        if not isinstance(head, PackedLinear | Int8Linear):  # products that are not packed dominate everything else
-            return
+        if not isinstance(head, PackedLinear | int4.Int4Linear | int8.Int8Linear):
+            return  # products that are not packed dominate everything else
         model.ops = CpuLayerOps(threaded=self.worth_compiling)
         if not self.worth_compiling:
             return
@@ -75,5 +74,7 @@ def _converted(linear: Linear, *, for_kernel: bool) -> Linear:
     if not isinstance(linear, QuantizedLinear):
         return pack(linear, for_kernel=for_kernel)
     weight = linear.quantized
-    made_for_int8 = weight.activations == "int8" and can_multiply(weight)
-    return Int8Linear.of(weight, linear.bias) if made_for_int8 else linear
+    if int4.can_multiply(weight):
+        return int4.Int4Linear.of(weight, linear.bias)
+    made_for_int8 = weight.activations == "int8" and int8.can_multiply(weight)
+    return int8.Int8Linear.of(weight, linear.bias) if made_for_int8 else linear

@@ -17,6 +17,7 @@ from llmservice_server.backend.base import Decoder, Linear, StepInput, linears_o
 from llmservice_server.backend.cpu.attention import CpuAttention
 from llmservice_server.backend.cpu.attention_kernels import rotate_and_decode
 from llmservice_server.backend.cpu.compiled import compiled, compiled_inner, for_each
+from llmservice_server.backend.cpu.int4 import Int4Linear, int4_columns, multiply_int4, sum_groups
 from llmservice_server.backend.cpu.int8 import Int8Linear, int8_columns, multiply_int8, quantize_rows
 from llmservice_server.backend.cpu.layer_ops import add, add_norm, clamped_silu_mul_row, silu_mul_row
 from llmservice_server.backend.cpu.linear import COLUMNS, PackedLinear, as_operand, linear_columns, multiply, weights_at
@@ -82,6 +83,8 @@ def can_decode(model: Decoder) -> bool:
 def _kind(linear: Linear) -> type | None:
     if isinstance(linear, PackedLinear) and linear.kernel_weights is not None:
         return PackedLinear
+    if isinstance(linear, Int4Linear):
+        return None if linear.order is not None else Int4Linear
     return Int8Linear if isinstance(linear, Int8Linear) else None
 
 
@@ -101,7 +104,8 @@ def _weights_of(model: Decoder) -> tuple[Any, ...]:
 
 
 def matrix_of(linears: Sequence[Linear], absent: torch.Tensor) -> tuple[Any, ...]:
-    """Matrices of one size: the addresses, the shape and dtype of all, biases; scales and offsets if of 8 bits.
+    """Matrices of one size: the addresses, the shape and dtype of all, biases; scales and offsets if of 8 bits; and, of
+    4 bits, addresses, shape and dtype of scales, and of zeros.
 
     absent: what stands for the bias of one that has none, `[0]` in the model's dtype.
     """
@@ -114,10 +118,18 @@ def matrix_of(linears: Sequence[Linear], absent: torch.Tensor) -> tuple[Any, ...
     addresses, like = np.array([each.ctypes.data for each in memory]), np.empty(0, memory[0].dtype)
     biases = _stacked([absent if linear.bias is None else linear.bias for linear in linears])
     quantized = [linear for linear in linears if isinstance(linear, Int8Linear)]
-    scaled = None
+    scaled = grouped = None
     if quantized:
         scaled = tuple(np.stack([getattr(each, name).numpy() for each in quantized]) for name in ("scales", "offsets"))
-    return addresses, memory[0].shape, like, biases, scaled
+    if of_4_bits := [linear for linear in linears if isinstance(linear, Int4Linear)]:
+        scales, zeros = [as_array(each.scales) for each in of_4_bits], [each.zeros.numpy() for each in of_4_bits]
+        grouped = _addresses(scales), _addresses(zeros)
+    return addresses, memory[0].shape, like, biases, scaled, grouped
+
+
+def _addresses(arrays: Sequence[npt.NDArray[Any]]) -> tuple[Any, ...]:
+    """Of arrays of one kind, as `weights_at` takes them; the shape of most, and an array of their dtype."""
+    return np.array([each.ctypes.data for each in arrays]), arrays[0].shape, np.empty(0, arrays[0].dtype)
 
 
 def _stacked(tensors: Sequence[torch.Tensor]) -> npt.NDArray[Any]:
@@ -147,27 +159,36 @@ def _decode(token_ids: Any, weights: Any, step: Any, states: Any, inputs: Any) -
     _cos_sin(decodes[0], rotary, cos, sin)
     for layer in range(len(input_norms)):
         add_norm(delta, hidden, input_norms[layer], eps, normed)
-        _multiply(normed_input, layer, qkv, qkv[4], product)
+        _multiply(normed_input, layer, qkv, qkv[4], qkv[5], product)
         rotation = (qk_norms[layer], eps, cos, sin)
         rule = windows[layer], np.float32(0), no_sinks
         rotate_and_decode(heads, rotation, caches[layer], decodes, rule, output, shape)
-        _multiply(output_input, layer, o, o[4], delta)
+        _multiply(output_input, layer, o, o[4], o[5], delta)
         add_norm(delta, hidden, post_attention_norms[layer], eps, normed)
-        _gate_up(normed_input, layer, gate_up, gate_up[4], gated)
-        _multiply(gated_input, layer, down, down[4], delta)
+        _gate_up(normed_input, layer, gate_up, gate_up[4], gate_up[5], gated)
+        _multiply(gated_input, layer, down, down[4], down[5], delta)
     add(delta, hidden)
 
 
 @compiled_inner(nogil=True)
-def _multiply(inputs: Any, layer: int, matrix: Any, scaled: Any, product: Any) -> None:
-    """The product with a layer's matrix of `matrix_of`; numba compiles one of the two, as `scaled` is None or not."""
+def _multiply(inputs: Any, layer: int, matrix: Any, scaled: Any, grouped: Any, product: Any) -> None:
+    """The product with a layer's matrix of `matrix_of`; numba compiles one of three, as two are None or not."""
     hidden, operand, quantized, row_scales = inputs
-    addresses, shape, like, biases, _ = matrix
+    addresses, shape, like, biases, _, _ = matrix
     weights, bias = weights_at(addresses[layer], shape, like), biases[layer]
-    if scaled is None:
+    if grouped is not None:
+        multiply_int4(hidden, operand, weights, (*_grouped_at(layer, grouped), bias), product)
+    elif scaled is None:
         multiply(operand, weights, bias, product)
     else:
         multiply_int8(hidden, (quantized, row_scales), weights, (scaled[0][layer], scaled[1][layer], bias), product)
+
+
+@compiled_inner()
+def _grouped_at(layer: int, grouped: Any) -> Any:
+    """The scales and zeros of a layer's matrix of 4 bits."""
+    (scales, scale_shape, scale_like), (zeros, zero_shape, zero_like) = grouped
+    return weights_at(scales[layer], scale_shape, scale_like), weights_at(zeros[layer], zero_shape, zero_like)
 
 
 @compiled_inner()
@@ -186,12 +207,16 @@ def _cos_sin(sequences: Any, rotary: Any, cos: Any, sin: Any) -> None:
 
 
 @compiled_inner(nogil=True)
-def _gate_up(inputs: Any, layer: int, matrix: Any, scaled: Any, gated: Any) -> None:
+def _gate_up(inputs: Any, layer: int, matrix: Any, scaled: Any, grouped: Any, gated: Any) -> None:
     """Write `silu(gate) * up` of the products with a matrix, whose first half of outputs is the gate."""
     hidden, operand, quantized, row_scales = inputs
-    addresses, shape, like, biases, _ = matrix
+    addresses, shape, like, biases, _, _ = matrix
     weights, bias = weights_at(addresses[layer], shape, like), biases[layer]
-    if scaled is None:
+    if grouped is not None:
+        scales, zeros = _grouped_at(layer, grouped)
+        of_groups = operand, sum_groups(hidden, scales.shape[1])
+        for_each(_gate_up_int4_columns, len(weights) // 2, (of_groups, weights, (scales, zeros, bias), gated))
+    elif scaled is None:
         for_each(gate_up_columns, len(weights) // 2, (operand, weights, bias, False, gated))
     else:
         quantize_rows(hidden, (quantized, row_scales))
@@ -222,5 +247,15 @@ def _gate_up_int8_columns(number: int, rows: Any, gate_up: Any, scaled: Any, gat
     gate, up = np.empty((num_rows, COLUMNS), gated.dtype), np.empty((num_rows, COLUMNS), gated.dtype)
     int8_columns(number, rows, gate_up, scaled, 0, gate)
     int8_columns(number + len(gate_up) // 2, rows, gate_up, scaled, 0, up)
+    for row in range(num_rows):
+        silu_mul_row(gate[row], up[row], gated[row, first : first + COLUMNS])
+
+
+@compiled_inner()
+def _gate_up_int4_columns(number: int, rows: Any, gate_up: Any, scaled: Any, gated: Any) -> None:
+    first, num_rows = number * COLUMNS, len(gated)
+    gate, up = np.empty((num_rows, COLUMNS), gated.dtype), np.empty((num_rows, COLUMNS), gated.dtype)
+    int4_columns(number, rows, gate_up, scaled, 0, gate)
+    int4_columns(number + len(gate_up) // 2, rows, gate_up, scaled, 0, up)
     for row in range(num_rows):
         silu_mul_row(gate[row], up[row], gated[row, first : first + COLUMNS])

@@ -49,8 +49,8 @@ _TOLERANCE = 0.02  # between two orders of summation: bfloat16 has three signifi
 
 COLUMNS = 64
 """Outputs whose weights lie side by side in packed memory."""
-_LANES = 16
-_VECTORS = COLUMNS // _LANES
+LANES = 16
+VECTORS = COLUMNS // LANES
 _PREFETCH_BYTES = 16384
 """How far ahead of its use a line is prefetched: what a core reads in about half a microsecond."""
 _CONVERTED_BLOCKS = 8
@@ -68,9 +68,9 @@ class _BFloat16(ir.Type):  # type: ignore[misc]
         return "bfloat"
 
 
-_FLOATS, _PAIRS = ir.VectorType(llvm.FLOAT, _LANES), ir.VectorType(_BFloat16(), 2 * _LANES)
+_FLOATS, _PAIRS = ir.VectorType(llvm.FLOAT, LANES), ir.VectorType(_BFloat16(), 2 * LANES)
 _PAIR_PRODUCT = "llvm.x86.avx512bf16.dpbf16ps.512"
-_INTEGERS, _QUAD_PRODUCT = ir.VectorType(llvm.INT32, _LANES), "llvm.x86.avx512.vpdpbusd.512"
+_INTEGERS, _QUAD_PRODUCT = ir.VectorType(llvm.INT32, LANES), "llvm.x86.avx512.vpdpbusd.512"
 _CHOSEN_FEATURES = numba.config.CPU_FEATURES  # type: ignore[attr-defined]
 """NUMBA_CPU_FEATURES, with NUMBA_CPU_NAME and ONEDNN_MAX_CPU_ISA, stands for another CPU: tests run its paths here."""
 _CPU_FEATURES = (
@@ -78,15 +78,15 @@ _CPU_FEATURES = (
     if _CHOSEN_FEATURES is None
     else {each[1:]: each.startswith("+") for each in _CHOSEN_FEATURES.split(",")}
 )
-_HAS_WIDE_REGISTERS = bool(_CPU_FEATURES.get("avx512f"))
-FAST_ROWS = KERNEL_ROWS if _HAS_WIDE_REGISTERS else KERNEL_ROWS // 2
+HAS_WIDE_REGISTERS = bool(_CPU_FEATURES.get("avx512f"))
+FAST_ROWS = KERNEL_ROWS if HAS_WIDE_REGISTERS else KERNEL_ROWS // 2
 """Up to this many rows a single product is: from 64 on oneDNN's is 1.1 times as fast with registers of 8 numbers."""
 _KERNEL_ROWS_AT_ONCE = 6
 """Their sums and the weights of a line fill the vector registers: of 64 columns in 32 registers of 16 numbers, or of 16
 columns in 16 registers of 8."""
 _STRIP_LINES = 128
 """Lines that are converted at a time where registers hold 16 columns: at most 16 KiB of each of them."""
-HAS_QUAD_PRODUCT = _HAS_WIDE_REGISTERS and bool(_CPU_FEATURES.get("avx512vnni"))
+HAS_QUAD_PRODUCT = HAS_WIDE_REGISTERS and bool(_CPU_FEATURES.get("avx512vnni"))
 """Whether the CPU multiplies four pairs of 8-bit integers at a time, and adds them to a 32-bit one."""
 _HAS_PAIR_PRODUCT = bool(_CPU_FEATURES.get("avx512bf16"))
 HAS_TILES = bool(_CPU_FEATURES.get("amx-bf16")) and bool(_CPU_FEATURES.get("amx-int8")) and may_use_tiles()
@@ -282,7 +282,7 @@ def packed_memory(packed: torch.Tensor, shape: tuple[int, int]) -> npt.NDArray[A
     if packed.dtype not in (torch.float32, torch.bfloat16) or outputs % COLUMNS or inputs % 2:
         return None
     num_bytes, address = torch.ops.mkldnn._nbytes(packed), torch.ops.mkldnn.data_ptr(packed)
-    if num_bytes != outputs * inputs * packed.dtype.itemsize or address % (4 * _LANES):
+    if num_bytes != outputs * inputs * packed.dtype.itemsize or address % (4 * LANES):
         return None
     memory = (ctypes.c_ubyte * num_bytes).from_address(address)
     numbers = np.frombuffer(memory, np.float32 if packed.dtype == torch.float32 else np.int32)
@@ -308,15 +308,15 @@ def weights_at(address: int, shape: Any, like: Any) -> Any:
     return numba.carray(_pointer(address), shape, like.dtype)  # type: ignore[attr-defined]
 
 
-def _numbers(builder: Any, vector: Any) -> list[Any]:
+def numbers_of(builder: Any, vector: Any) -> list[Any]:
     """A vector of float32 itself; or the first and the second elements of a vector of pairs of bfloat16, in float32."""
     if vector.type == _FLOATS:
         return [vector]
-    upper, shift = llvm.splat(llvm.INT32, _UPPER_HALF, _LANES), llvm.splat(llvm.INT32, 16, _LANES)
+    upper, shift = llvm.splat(llvm.INT32, _UPPER_HALF, LANES), llvm.splat(llvm.INT32, 16, LANES)
     return [builder.bitcast(bits, _FLOATS) for bits in (builder.shl(vector, shift), builder.and_(vector, upper))]
 
 
-def _emit_product(builder: Any, value: Any, weights: Any, total: Any) -> Any:
+def emit_product(builder: Any, value: Any, weights: Any, total: Any) -> Any:
     """Vectors of float32, or of pairs of bfloat16 whose two products are both added to `total`.
 
     With a `total` of integers, vectors of four 8-bit integers, those of `value` unsigned and those of `weights` signed.
@@ -330,7 +330,7 @@ def _emit_product(builder: Any, value: Any, weights: Any, total: Any) -> Any:
         kind = ir.FunctionType(_FLOATS, [_FLOATS, _PAIRS, _PAIRS])
         product = cgutils.get_or_insert_function(builder.module, kind, _PAIR_PRODUCT)
         return builder.call(product, [total, builder.bitcast(value, _PAIRS), builder.bitcast(weights, _PAIRS)])
-    for left, right in zip(_numbers(builder, value), _numbers(builder, weights), strict=True):
+    for left, right in zip(numbers_of(builder, value), numbers_of(builder, weights), strict=True):
         total = llvm.fma(builder, left, right, total)
     return total
 
@@ -344,11 +344,11 @@ def _expand_columns(context: Any, columns: Any, strips: Any) -> Any:
         num_lines = cgutils.unpack_tuple(builder, array.shape)[0]
         together = ir.Constant(num_lines.type, 1 if columns.dtype == types.float32 else 2)
         with cgutils.for_range(builder, num_lines) as loop:
-            for part in range(_VECTORS):
-                source = llvm.element_address(context, builder, columns, arguments[0], loop.index, _LANES * part)
+            for part in range(VECTORS):
+                source = llvm.element_address(context, builder, columns, arguments[0], loop.index, LANES * part)
                 llvm.prefetch(builder, builder.gep(source, [ir.Constant(num_lines.type, _PREFETCH_BYTES)]))
-                vector = llvm.load(builder, source, columns.dtype, _LANES)
-                for number, numbers in enumerate(_numbers(builder, vector)):
+                vector = llvm.load(builder, source, columns.dtype, LANES)
+                for number, numbers in enumerate(numbers_of(builder, vector)):
                     line = builder.add(builder.mul(loop.index, together), ir.Constant(num_lines.type, number))
                     target = llvm.element_address(context, builder, strips, arguments[1], part, line, 0)
                     llvm.store(builder, numbers, target)
@@ -380,7 +380,7 @@ def _expand_rows(context: Any, hidden: Any, rows: Any) -> Any:
     return types.void(hidden, rows), generate
 
 
-def _product_kernel(num_rows: int, num_vectors: int = _VECTORS) -> Any:
+def _product_kernel(num_rows: int, num_vectors: int = VECTORS) -> Any:
     """A function `(hidden, columns, first, sums)`: adds the products of rows `first` to `first + num_rows` to `sums`.
 
     hidden: `[rows, in]` float32, or `[rows, in / 2]` int32 for pairs of bfloat16. columns: `[lines, 16 * num_vectors]`,
@@ -401,23 +401,23 @@ def _product_kernel(num_rows: int, num_vectors: int = _VECTORS) -> Any:
         rows = [builder.bitcast(address(0, number, 0), element.as_pointer()) for number in numbers]
         columns = context.make_array(signature.args[1])(context, builder, value=arguments[1])
         num_lines = cgutils.unpack_tuple(builder, columns.shape)[0]
-        sums = [address(3, number, _LANES * part) for number in numbers for part in range(num_vectors)]
-        before = [llvm.load(builder, sum_, sum_dtype, _LANES) for sum_ in sums]
+        sums = [address(3, number, LANES * part) for number in numbers for part in range(num_vectors)]
+        before = [llvm.load(builder, sum_, sum_dtype, LANES) for sum_ in sums]
         totals = [cgutils.alloca_once_value(builder, value) for value in before]
         start = address(1, 0, 0)
         with cgutils.for_range(builder, num_lines) as loop:
-            line_bytes = ir.Constant(loop.index.type, 4 * _LANES * num_vectors)
+            line_bytes = ir.Constant(loop.index.type, 4 * LANES * num_vectors)
             line = builder.gep(start, [builder.mul(loop.index, line_bytes)])
             weights = []
-            for offset in range(0, 4 * _LANES * num_vectors, 4 * _LANES):
-                if num_vectors == _VECTORS:  # otherwise the columns are in the core's cache
+            for offset in range(0, 4 * LANES * num_vectors, 4 * LANES):
+                if num_vectors == VECTORS:  # otherwise the columns are in the core's cache
                     llvm.prefetch(builder, builder.gep(line, [ir.Constant(first.type, offset + _PREFETCH_BYTES)]))
                 vector = builder.gep(line, [ir.Constant(first.type, offset)])
-                weights.append(llvm.load(builder, vector, dtype, _LANES))
+                weights.append(llvm.load(builder, vector, dtype, LANES))
             for row, pointer in enumerate(rows):
-                value = llvm.broadcast(builder, builder.load(builder.gep(pointer, [loop.index])), _LANES)
+                value = llvm.broadcast(builder, builder.load(builder.gep(pointer, [loop.index])), LANES)
                 for vector, total in zip(weights, totals[row * num_vectors :], strict=False):
-                    builder.store(_emit_product(builder, value, vector, builder.load(total)), total)
+                    builder.store(emit_product(builder, value, vector, builder.load(total)), total)
         for sum_, total in zip(sums, totals, strict=True):
             llvm.store(builder, builder.load(total), sum_)
         return context.get_dummy_value()
@@ -427,7 +427,7 @@ def _product_kernel(num_rows: int, num_vectors: int = _VECTORS) -> Any:
 
 _single = _product_kernel(1)
 _one, _two, _three, _four, _five, _six = (
-    _product_kernel(number, _VECTORS if _HAS_WIDE_REGISTERS else 1) for number in range(1, 7)
+    _product_kernel(number, VECTORS if HAS_WIDE_REGISTERS else 1) for number in range(1, 7)
 )
 
 
@@ -450,7 +450,7 @@ def add_products(hidden: Any, columns: Any, sums: Any) -> None:
         add_by_tiles(hidden[:, :num_lines], columns[:num_lines], sums)
         if num_lines < columns.shape[0]:
             _add_rows(hidden[:, num_lines:], columns[num_lines:], sums)
-    elif _HAS_WIDE_REGISTERS:
+    elif HAS_WIDE_REGISTERS:
         _add_rows(hidden, columns, sums)
     else:
         _add_in_strips(hidden, columns, sums)
@@ -463,14 +463,14 @@ def _add_in_strips(hidden: Any, columns: Any, sums: Any) -> None:
     16 columns alone, which lie 256 bytes apart, would use a quarter of the cache.
     """
     most_lines = min(_STRIP_LINES, columns.shape[0])
-    strips = np.empty((_VECTORS, 2 * most_lines, _LANES), np.float32)
+    strips = np.empty((VECTORS, 2 * most_lines, LANES), np.float32)
     rows = np.empty((hidden.shape[0], 2 * most_lines), np.float32)
     for first in range(0, columns.shape[0], _STRIP_LINES):
         lines = slice(first, first + _STRIP_LINES)
         num_inputs = _expand_columns(columns[lines], strips)
         _expand_rows(hidden[:, lines], rows)
-        for part in range(_VECTORS):
-            _add_rows(rows, strips[part, :num_inputs], sums[:, part * _LANES : (part + 1) * _LANES])
+        for part in range(VECTORS):
+            _add_rows(rows, strips[part, :num_inputs], sums[:, part * LANES : (part + 1) * LANES])
 
 
 @compiled_inner()
@@ -507,14 +507,14 @@ def _row_writer(*, biased: bool) -> Any:
             def address(argument: int, *index: Any) -> Any:
                 return llvm.element_address(context, builder, signature.args[argument], arguments[argument], *index)
 
-            for first in range(0, COLUMNS, _LANES):
-                vector = llvm.load(builder, address(0, arguments[1], first), sums.dtype, _LANES)
+            for first in range(0, COLUMNS, LANES):
+                vector = llvm.load(builder, address(0, arguments[1], first), sums.dtype, LANES)
                 if sums.dtype == types.int32:
-                    by_row = llvm.broadcast(builder, arguments[2], _LANES)
-                    by_column = llvm.load(builder, address(3, first), scales.dtype, _LANES)
+                    by_row = llvm.broadcast(builder, arguments[2], LANES)
+                    by_column = llvm.load(builder, address(3, first), scales.dtype, LANES)
                     vector = builder.fmul(builder.sitofp(vector, _FLOATS), builder.fmul(by_row, by_column))
                 if biased:
-                    bits = llvm.load(builder, address(4, first), bias.dtype, _LANES)
+                    bits = llvm.load(builder, address(4, first), bias.dtype, LANES)
                     vector = builder.fadd(vector, llvm.bits_to_float32(builder, bits, bias.dtype))
                 written = llvm.float32_to_bits(builder, vector, product.dtype)
                 llvm.store(builder, written, address(5, arguments[1], first), product.dtype)

@@ -20,7 +20,7 @@ from numba.core import cgutils
 from llmservice_server.backend.cpu.compiled import compiled, intrinsic
 
 CACHE_LINE_BYTES = 64
-FLOAT, HALF, INT16, INT32 = ir.FloatType(), ir.HalfType(), ir.IntType(16), ir.IntType(32)
+FLOAT, HALF, INT16, INT32, INT64 = ir.FloatType(), ir.HalfType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 BYTES = ir.IntType(8).as_pointer()
 
 _NUMPY_DTYPES = {torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.float16: torch.int16}

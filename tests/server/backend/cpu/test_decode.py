@@ -1,14 +1,16 @@
 """A decode step in one call agrees with the model computed operation by operation."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from llmservice_server.backend.base import KVCacheShape, StepInput
+from llmservice_server.backend.base import KVCacheShape, StepInput, linears_of
 from llmservice_server.backend.cpu.attention import CpuAttention
 from llmservice_server.backend.cpu.backend import CpuBackend
 from llmservice_server.backend.cpu.decode import CpuDecode, can_decode
+from llmservice_server.backend.cpu.int4 import Int4Linear
 from llmservice_server.backend.cpu.linear import HAS_QUAD_PRODUCT
 from llmservice_server.backend.quantized import QuantizedLinear, QuantizedWeight
 from llmservice_server.backend.torch.layer_ops import TorchLinear
@@ -44,7 +46,20 @@ SOAK = pytest.mark.soak
 """For what takes ten seconds to compile, and differs by a conversion that another test has."""
 
 
-def random_model(raw: dict[str, Any], dtype: torch.dtype, *, int8: bool = False) -> DecoderModel:
+def int4(weight: torch.Tensor) -> QuantizedWeight:
+    """In groups of 64, with zeros where the number of outputs is a multiple of 128."""
+    outputs, inputs = weight.shape
+    groups = weight.float().view(outputs, -1, 64)
+    scales = (groups.abs().amax(-1, keepdim=True) / 7).to(weight.dtype)
+    zeros = torch.full((outputs, inputs // 64), 1, dtype=torch.int8) if outputs % 128 == 0 else None
+    values = ((groups / scales.float()).round() + 8 + (zeros is not None)).clamp(0, 15).view(outputs, inputs)
+    packed = values[:, ::2].to(torch.uint8) | values[:, 1::2].to(torch.uint8) << 4
+    return QuantizedWeight(packed, scales.squeeze(-1), zeros, group=64)
+
+
+def random_model(
+    raw: dict[str, Any], dtype: torch.dtype, quantize: Callable[[torch.Tensor], QuantizedWeight] | None = None
+) -> DecoderModel:
     weights = Weights(dtype, torch.device("cpu"))
     model = build(ModelConfig.from_dict(raw), weights)
     random = torch.Generator().manual_seed(0)
@@ -56,8 +71,8 @@ def random_model(raw: dict[str, Any], dtype: torch.dtype, *, int8: bool = False)
         else:
             tensor.normal_(std=1.0 if "embed" in name else tensor.shape[1] ** -0.5, generator=random)
     weights.finish()
-    if int8:
-        model.map_linears(lambda linear: QuantizedLinear(QuantizedWeight.int8(linear.weight), dtype, linear.bias))
+    if quantize is not None:
+        model.map_linears(lambda linear: QuantizedLinear(quantize(linear.weight), dtype, linear.bias))
         model.lm_head = TorchLinear(torch.zeros_like(model.embed_tokens))
     shape = attention_of(model).shape
     CpuBackend(shape, model.device, "a test", worth_compiling=True).prepare(model)
@@ -112,9 +127,17 @@ def test_states_agree_with_the_model(family: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen2, biases"])
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=SOAK), torch.bfloat16])
 def test_states_agree_with_the_model_of_8_bit_matrices(family: str, dtype: torch.dtype) -> None:
-    model = random_model(FAMILIES[family], dtype, int8=True)
+    model = random_model(FAMILIES[family], dtype, QuantizedWeight.int8)
     for num_seqs in (1, 3, 8):
         assert decode_both(model, num_seqs, steps=2) < 0.03  # where a number is rounded otherwise, all others change
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2, biases"])
+def test_states_agree_with_the_model_of_4_bit_matrices(family: str) -> None:
+    model = random_model(FAMILIES[family], torch.bfloat16, int4)
+    assert {type(linear) for layer in model.layers for linear in linears_of(layer)} == {Int4Linear}
+    for num_seqs in (1, 3, 8):
+        assert decode_both(model, num_seqs, steps=2) < 40 * torch.finfo(torch.bfloat16).eps
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=SOAK)])

@@ -21,7 +21,7 @@ def test_products_and_decode_steps_agree_with_torch_on_a_cpu_with_avx2_only() ->
     chosen = ["-k", "(kernel or states_agree or logits_agree) and not qwen and not biases"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *chosen]
     run = subprocess.run(
-        [*command, here / "test_linear.py", here / "test_decode.py", here / "test_experts.py"],
+        [*command, *(here / f"test_{name}.py" for name in ("linear", "decode", "experts", "int4"))],
         env={**os.environ, **AVX2_ONLY},
         capture_output=True,
         text=True,

@@ -1,0 +1,293 @@
+"""Products with weights of 4 bits on a CPU: numbers are made of them in the core's cache, and multiplied as dense ones.
+
+`[out / 64, in / 8, 64]`: each int32 has eight inputs of an output, so that a shift and a mask give the pairs that
+products of bfloat16 take. These have 136 + q in place of a number q from -8 to 7: the bits of q + 8 are the mantissa's
+last ones of a bfloat16 from 128 on. What the 136 adds to a group's sum follows from the sum of its activations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from llmservice_server.backend.cpu import llvm
+from llmservice_server.backend.cpu.compiled import compiled, compiled_inner, for_each, intrinsic, use_threads
+from llmservice_server.backend.cpu.linear import (
+    COLUMNS,
+    HAS_WIDE_REGISTERS,
+    LANES,
+    VECTORS,
+    add_products,
+    as_operand,
+    emit_product,
+    numbers_of,
+    write_rows,
+)
+from llmservice_server.backend.cpu.llvm import as_array, to_float32
+from llmservice_server.backend.cpu.tiles import are_packed
+from llmservice_server.backend.quantized import QuantizedWeight
+
+INPUTS = 8
+"""Of an int32."""
+_MOST_INPUTS = 512
+"""That are expanded at a time: 64 KiB of pairs of 64 columns, or twice as much in float32."""
+_ADDED = 136
+_PAIR, _ADDED_BITS = 0x000F000F, 0x43004300
+_PREFETCH_BYTES = 8192
+_THREADED_ROWS = 16
+_FEW_ROWS = 6 if HAS_WIDE_REGISTERS else 1
+"""Their sums stay in registers while numbers are made."""
+
+
+@dataclass(slots=True)
+class Int4Linear:
+    """Implements `Linear`. `weight` is int32 `[out / 64, in / 8, 64]`, of numbers plus 8."""
+
+    weight: torch.Tensor
+    scales: torch.Tensor  # [out / 64, groups, 64]
+    zeros: torch.Tensor  # int8, likewise; [0, groups, 64] where there are none
+    bias: torch.Tensor | None = None
+    order: torch.Tensor | None = None  # of the inputs, as of `QuantizedWeight`
+    _arrays: tuple[Any, ...] | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, weight: QuantizedWeight, bias: torch.Tensor | None) -> Self:
+        """Of one that `can_multiply`."""
+        outputs, inputs = weight.shape
+        values = weight.values.view(outputs // COLUMNS, COLUMNS, inputs // INPUTS, INPUTS // 2)
+        halves = [half[..., ::2] | half[..., 1::2] << 4 for half in (values & 0xF, values >> 4)]
+        packed = torch.cat(halves, -1).permute(0, 2, 1, 3).contiguous().view(torch.int32).squeeze(-1)
+        zeros = weight.scales.new_empty(0, weight.scales.shape[1]) if weight.zeros is None else weight.zeros
+        use_threads(torch.get_num_threads())
+        return cls(packed, _by_columns(weight.scales), _by_columns(zeros).to(torch.int8), bias, weight.order)
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.order is not None:
+            hidden = hidden.index_select(1, self.order)
+        if self._arrays is None:
+            bias = hidden.new_empty(0) if self.bias is None else self.bias
+            self._arrays = self.weight.numpy(), as_array(self.scales), self.zeros.numpy(), as_array(bias)
+        product = hidden.new_empty(len(hidden), len(self.weight) * COLUMNS)
+        states = (hidden.float() if hidden.dtype == torch.float16 else hidden).contiguous()
+        weights, *others = self._arrays
+        multiply_int4(as_array(states), as_operand(states), weights, tuple(others), as_array(product))
+        return product
+
+    @property
+    def nbytes(self) -> int:
+        parts = self.weight, self.scales, self.zeros, self.bias, self.order
+        return sum(part.nbytes for part in parts if part is not None)
+
+
+def _by_columns(each: torch.Tensor) -> torch.Tensor:
+    """`[out, groups]` to `[out / 64, groups, 64]`."""
+    return each.view(len(each) // COLUMNS, COLUMNS, each.shape[1]).transpose(1, 2).contiguous()
+
+
+def can_multiply(weight: QuantizedWeight) -> bool:
+    """Whether the layout takes such a weight."""
+    if weight.bits > 4 or weight.is_mxfp4 or weight.rows > 1:
+        return False
+    outputs, inputs = weight.shape
+    group = weight.group or inputs
+    return outputs % COLUMNS == 0 and inputs % group == 0 and group % INPUTS == 0
+
+
+def _numbers(builder: Any, eight: Any, dtype: Any) -> list[Any]:
+    """Of a vector of eight inputs each, in their order: four of pairs, with 136 in each number, or eight of float32."""
+    mask, added = (llvm.splat(llvm.INT32, bits, LANES) for bits in (_PAIR, _ADDED_BITS))
+    found = []
+    for place in range(INPUTS // 2):
+        shifted = builder.lshr(eight, llvm.splat(llvm.INT32, 4 * place, LANES))
+        pairs = builder.or_(builder.and_(shifted, mask), added)
+        if dtype == types.float32:
+            added_number = llvm.splat(llvm.FLOAT, float(_ADDED), LANES)
+            found += [builder.fsub(number, added_number) for number in numbers_of(builder, pairs)]
+        else:
+            found.append(pairs)
+    return found
+
+
+def _line_of(builder: Any, start: Any, index: Any, num_bytes: int) -> Any:
+    return builder.gep(start, [builder.mul(index, ir.Constant(index.type, num_bytes))])
+
+
+def _vectors_of(builder: Any, line: Any) -> list[Any]:
+    """Of a line of 64 int32, with a prefetch of one that follows."""
+    found = []
+    for offset in range(0, 4 * COLUMNS, 4 * LANES):
+        address = builder.gep(line, [ir.Constant(llvm.INT64, offset)])
+        llvm.prefetch(builder, builder.gep(address, [ir.Constant(llvm.INT64, _PREFETCH_BYTES)]))
+        found.append(llvm.load(builder, address, types.int32, LANES))
+    return found
+
+
+@intrinsic
+def _expand(context: Any, packed: Any, numbers: Any) -> Any:
+    """Write `packed` `[lines, 64]` to `numbers`, contiguous: `[4 * lines, 64]` pairs, or float32 `[8 * lines, 64]`."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array = context.make_array(packed)(context, builder, value=arguments[0])
+        num_lines = cgutils.unpack_tuple(builder, array.shape)[0]
+        source, target = (
+            llvm.element_address(context, builder, kind, value, 0, 0)
+            for kind, value in zip(signature.args, arguments, strict=True)
+        )
+        line_bytes = 4 * COLUMNS
+        width = INPUTS if numbers.dtype == types.float32 else INPUTS // 2
+        with cgutils.for_range(builder, num_lines) as loop:
+            written = _line_of(builder, target, loop.index, width * line_bytes)
+            for part, eight in enumerate(_vectors_of(builder, _line_of(builder, source, loop.index, line_bytes))):
+                for place, vector in enumerate(_numbers(builder, eight, numbers.dtype)):
+                    offset = ir.Constant(loop.index.type, place * line_bytes + 4 * LANES * part)
+                    llvm.store(builder, vector, builder.gep(written, [offset]))
+        return context.get_dummy_value()
+
+    return types.void(packed, numbers), generate
+
+
+def _row_kernel(num_rows: int) -> Any:
+    """A function `(hidden, packed, sums)`: adds the products of so many rows with `packed` `[lines, 64]` to `sums`.
+
+    hidden: `[rows, lines of numbers]`, as `multiply` takes it. sums: float32 `[rows, 64]`. Numbers stay in registers.
+    """
+
+    def typed(context: Any, hidden: Any, packed: Any, sums: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            def address(argument: int, *index: Any) -> Any:
+                return llvm.element_address(context, builder, signature.args[argument], arguments[argument], *index)
+
+            element = llvm.FLOAT if hidden.dtype == types.float32 else llvm.INT32
+            width = INPUTS if hidden.dtype == types.float32 else INPUTS // 2
+            array = context.make_array(packed)(context, builder, value=arguments[1])
+            num_lines = cgutils.unpack_tuple(builder, array.shape)[0]
+            rows = [address(0, row, 0) for row in range(num_rows)]
+            places = [address(2, row, LANES * part) for row in range(num_rows) for part in range(VECTORS)]
+            totals = [
+                cgutils.alloca_once_value(builder, llvm.load(builder, each, sums.dtype, LANES)) for each in places
+            ]
+            start = address(1, 0, 0)
+            with cgutils.for_range(builder, num_lines) as loop:
+                eights = _vectors_of(builder, _line_of(builder, start, loop.index, 4 * COLUMNS))
+                numbers = [_numbers(builder, eight, hidden.dtype) for eight in eights]
+                inputs = [_line_of(builder, row, loop.index, 4 * width) for row in rows]
+                for place in range(width):
+                    for row, values in enumerate(inputs):
+                        pointer = builder.gep(values, [ir.Constant(loop.index.type, 4 * place)])
+                        value = builder.load(builder.bitcast(pointer, element.as_pointer()))
+                        several = llvm.broadcast(builder, value, LANES)
+                        for part in range(VECTORS):
+                            total = totals[row * VECTORS + part]
+                            product = emit_product(builder, several, numbers[part][place], builder.load(total))
+                            builder.store(product, total)
+            for each, total in zip(places, totals, strict=True):
+                llvm.store(builder, builder.load(total), each)
+            return context.get_dummy_value()
+
+        return types.void(hidden, packed, sums), generate
+
+    return intrinsic(typed)
+
+
+_one, _two, _three, _four, _five, _six = map(_row_kernel, range(1, 7))
+
+
+@compiled_inner()
+def _add_few_rows(hidden: Any, packed: Any, sums: Any) -> None:
+    if len(hidden) == 1:
+        _one(hidden, packed, sums)
+    elif len(hidden) == 2:
+        _two(hidden, packed, sums)
+    elif len(hidden) == 3:
+        _three(hidden, packed, sums)
+    elif len(hidden) == 4:
+        _four(hidden, packed, sums)
+    elif len(hidden) == 5:
+        _five(hidden, packed, sums)
+    else:
+        _six(hidden, packed, sums)
+
+
+@compiled_inner()
+def _sum_groups(row: int, hidden: Any, sums: Any) -> None:
+    size = hidden.shape[1] // sums.shape[1]
+    for group in range(sums.shape[1]):
+        total = np.float32(0)
+        for index in range(group * size, (group + 1) * size):
+            total += to_float32(hidden[row, index])
+        sums[row, group] = total
+
+
+@compiled_inner(nogil=True)
+def sum_groups(hidden: Any, num_groups: int) -> Any:
+    """Of each row's activations, float32 `[num_rows, num_groups]`."""
+    sums = np.empty((hidden.shape[0], num_groups), np.float32)
+    if len(hidden) < _THREADED_ROWS:
+        for row in range(len(hidden)):
+            _sum_groups(row, hidden, sums)
+    else:
+        for_each(_sum_groups, len(hidden), (hidden, sums))
+    return sums
+
+
+@compiled(nogil=True)
+def multiply_int4(hidden: Any, operand: Any, weights: Any, scaled: Any, product: Any) -> None:
+    """Write `hidden @ weight.T + bias` to `product` `[num_rows, out]`.
+
+    hidden: `[num_rows, in]`, bfloat16 or float32; operand: the same as `multiply` takes it. weights: `[out / 64, in /
+    8, 64]`. scaled: scales and zeros `[out / 64, groups, 64]`, and the bias `[out]`, or empty. Arrays are those of
+    `as_array`.
+    """
+    rows = operand, sum_groups(hidden, scaled[0].shape[1])
+    for_each(_product_columns, len(weights), (rows, weights, scaled, product))
+
+
+@compiled_inner()
+def _product_columns(number: int, rows: Any, weights: Any, scaled: Any, product: Any) -> None:
+    int4_columns(number, rows, weights, scaled, number * COLUMNS, product)
+
+
+@compiled_inner()
+def int4_columns(number: int, rows: Any, weights: Any, scaled: Any, first: int, product: Any) -> None:
+    """Write 64 columns of the product, from `64 * number` on, to `product` from its column `first` on.
+
+    rows: the operand, and what `sum_groups` returns of it. weights and scaled: as in `multiply_int4`.
+    """
+    operand, group_sums = rows
+    scales, zeros, bias = scaled
+    num_rows, num_groups = len(operand), scales.shape[1]
+    width = operand.shape[1] // weights.shape[1]  # of a line, in the operand
+    group_lines = weights.shape[1] // num_groups
+    at_once = min(group_lines, _MOST_INPUTS // INPUTS)
+    numbers = np.empty((at_once * width, COLUMNS), operand.dtype)
+    sums, part = np.zeros((num_rows, COLUMNS), np.float32), np.empty((num_rows, COLUMNS), np.float32)
+    scale, offset = np.empty(COLUMNS, np.float32), np.empty(COLUMNS, np.float32)
+    for group in range(num_groups):
+        part[:] = 0
+        end = (group + 1) * group_lines
+        for begin in range(group * group_lines, end, at_once):
+            last = min(begin + at_once, end)
+            inputs, lines = operand[:, begin * width : last * width], weights[number, begin:last]
+            if num_rows <= _FEW_ROWS:
+                _add_few_rows(inputs, lines, part)
+            else:
+                _expand(lines, numbers)
+                add_products(inputs, numbers[: (last - begin) * width], part)
+        for index in range(COLUMNS):
+            scale[index] = to_float32(scales[number, group, index])
+            offset[index] = _ADDED if are_packed(operand) else 0
+        if len(zeros):
+            for index in range(COLUMNS):
+                offset[index] += zeros[number, group, index]
+        for row in range(num_rows):
+            total = group_sums[row, group]
+            for index in range(COLUMNS):
+                sums[row, index] += (part[row, index] - total * offset[index]) * scale[index]
+    columns = bias[number * COLUMNS : (number + 1) * COLUMNS]
+    write_rows(sums, sums[0, :0], sums[0], columns, product[:, first : first + COLUMNS])
