@@ -4,8 +4,8 @@ Each engine runs in its own process, warmed up and without HTTP. Request lengths
 trace, scaled to a model with 12 layers and hidden size 768; 32 requests are always in flight, and only requested tokens
 count. Then single requests, for which the engines alternate; ours and the best of the others are measured more often,
 so that temporary slowness of a shared machine affects both.
-`--formats` compares our 8-bit products with bfloat16's and with llama.cpp's Q8_0, and transformers' code on our cache
-with transformers' own (`make bench-formats`). bfloat16 is compared with Q4_K_M too: on CPUs it holds weights of 4 bits.
+`--formats` compares our products of 8 and 4 bits with bfloat16's and with llama.cpp's Q8_0 and Q4_K_M, and
+transformers' code on our cache with transformers' own (`make bench-formats`).
 Needs the extra `bench-peers`; llama.cpp is compiled for this machine, which takes minutes. With `--avx2` every engine
 keeps to the instructions of a CPU without AVX-512, llama.cpp by another build (`make bench-avx2`).
 """
@@ -40,11 +40,12 @@ CLASSES = {
     CONTINUOUS: "peers.transformers_peers:ContinuousPeer",
     STATIC: "peers.transformers_peers:StaticPeer",
 }
-INT8, BY_TRANSFORMERS = "ours, int8", "ours, by transformers"
+INT8, INT4, BY_TRANSFORMERS = "ours, int8", "ours, W4A16", "ours, by transformers"
 Q8_0, Q4_K_M = "llama.cpp Q8_0", "llama.cpp Q4_K_M"
 FORMATS = {
     OURS: CLASSES[OURS],
     INT8: "peers.ours:int8_peer",
+    INT4: "peers.ours:int4_peer",
     BY_TRANSFORMERS: "peers.ours:peer_by_transformers",
     Q8_0: "peers.llama_cpp:q8_0_peer",
     Q4_K_M: "peers.llama_cpp:q4_k_m_peer",
@@ -53,7 +54,7 @@ FORMATS = {
 FORMAT_TARGETS = (
     (INT8, OURS, 1.3, 1.0),
     (INT8, Q8_0, 1.3, 1.0),
-    (OURS, Q4_K_M, 1.3, 1.0),  # of weights of 4 bits a CPU holds what bfloat16 would be
+    (INT4, Q4_K_M, 1.3, 1.0),
     (BY_TRANSFORMERS, CONTINUOUS, 2.0, None),
 )
 """Target ratios of the first one's useful tokens per second to the second's: with all in flight, and of one stream."""

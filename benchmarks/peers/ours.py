@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
 
 from llmservice_server import LLM
 from llmservice_server.types.messages import GenerateRequest, SamplingParams
@@ -44,6 +52,41 @@ def peer(job: Job) -> SteppedPeer:
 
 def int8_peer(job: Job) -> SteppedPeer:
     return SteppedPeer(OurEngine(job, quantization="int8"), job)
+
+
+def int4_peer(job: Job) -> SteppedPeer:
+    """Of a checkpoint in W4A16, as it is stored."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "model"
+        _write_int4(job.model, folder)
+        return SteppedPeer(OurEngine(replace(job, model=folder)), job)
+
+
+_GROUP = 128
+
+
+def _write_int4(source: Path, folder: Path) -> None:
+    """The checkpoint with its matrices in symmetric groups of 4 bits, in compressed-tensors' format; not the head."""
+    shutil.copytree(source, folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        weight, module = tensors.pop(name), name.removesuffix(".weight")
+        groups = weight.float().view(len(weight), -1, _GROUP)
+        scales = groups.abs().amax(-1, keepdim=True) / 7
+        eights = ((groups / scales).round() + 8).to(torch.int32).view(len(weight), -1, 8)
+        tensors[f"{module}.weight_packed"] = (eights << torch.arange(0, 32, 4)).sum(-1).to(torch.int32)
+        tensors[f"{module}.weight_scale"] = scales.squeeze(-1).to(weight.dtype)
+        tensors[f"{module}.weight_shape"] = torch.tensor(weight.shape)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": _GROUP}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}},
+        "ignore": ["lm_head"],
+    }
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def peer_by_transformers(job: Job) -> SteppedPeer:
