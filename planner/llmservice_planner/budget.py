@@ -15,6 +15,8 @@ from llmservice_planner.step_tokens import LEAST_TOKENS, StepTokens, step_tokens
 
 NULL_BLOCKS = 1
 """The null block, to which padding in block tables refers; it holds no token."""
+_ROWS_SHARE = 1 / 16
+"""Of the memory beside weights and fixed overhead, for rows of logits of sequences that seldom run at once."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,18 @@ class Budget:
             longest_bytes = self.sequence_blocks(self.request.model_len) * self.block_bytes
             most = min(most, (room - longest_bytes) // self.row_bytes)
         return max(0, most)
+
+    @property
+    def worthwhile_rows(self) -> int | None:
+        """Sequences whose rows of logits take little of the memory for blocks, or twice the typical ones that fit.
+
+        More of them would seldom run at once, and rows are allocated. None: rows are part of a measured overhead.
+        """
+        if not self.row_bytes:
+            return None
+        room = max(0, self.free_bytes)
+        typical = room // (self.sequence_blocks(self.request.typical_tokens) * self.block_bytes + self.row_bytes)
+        return max(1, int(_ROWS_SHARE * room) // self.row_bytes, 2 * typical)
 
     def sequences(self, tokens: int, max_num_seqs: int) -> int:
         """The number of sequences of `tokens` that the pool beside `max_num_seqs` rows of logits holds.

@@ -151,6 +151,8 @@ def _bounds(budget: Budget) -> Mapping[LimitedBy, int]:
         "tokenBudget": budget.step.total,
         "cap": MAX_NUM_SEQS_CAP if latency else _cap_without_rates(request),
     }
+    if (rows := budget.worthwhile_rows) is not None:
+        bounds["logits"] = rows
     if request.max_num_seqs is not None:
         bounds["maxNumSeqs"] = request.max_num_seqs
     if latency is not None and request.itl_p99_s is not None:

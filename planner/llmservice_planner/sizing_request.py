@@ -9,10 +9,11 @@ from llmservice_planner.gpu import CPU, Device
 from llmservice_planner.quantization import QUANTIZATIONS, Quantization
 from llmservice_planner.shape import ModelShape
 
-LimitedBy = Literal["kvMemory", "maxNumSeqs", "itlTarget", "ridge", "tokenBudget", "cap"]
+LimitedBy = Literal["kvMemory", "logits", "maxNumSeqs", "itlTarget", "ridge", "tokenBudget", "cap"]
 """Which bound set `max_num_seqs`:
 
 - `kvMemory`: the KV pool, with 128 tokens per sequence (`least_sequence_tokens`), or the memory of a sequence's logits
+- `logits`: rows of logits take a sixteenth of the memory for blocks, or those of twice the typical sequences that fit
 - `maxNumSeqs`: the user's number
 - `itlTarget`: the decode step would take longer than the inter-token latency target
 - `ridge`: above it arithmetic takes longer than reading the weights, so a larger batch adds only latency; with a target

@@ -64,7 +64,7 @@ def test_measured_blocks_change_the_largest_batch_only_where_memory_bounds_it(sh
     assert max_num_seqs_with(request, answer.num_blocks * 9 // 10, planned) == (planned, "ridge")
     fewer, limited_by = max_num_seqs_with(request, 1000, planned)
     assert 0 < fewer < planned
-    assert limited_by == "kvMemory"
+    assert limited_by == "logits"
     assert max_num_seqs_with(request, 10, planned)[0] == 0  # not one request of max_model_len
 
 
@@ -112,10 +112,25 @@ def test_three_numbers_of_sequences_are_those_of_long_typical_and_as_many_as_are
 
 def test_pool_bounds_the_batch_by_128_tokens_a_sequence(shape_of: ShapeOf) -> None:
     """On an L4 with little memory left the pool holds fewer than the ridge."""
-    request = SizingRequest(shape=shape_of("llama-3-8b"), device=L4, max_model_len=2048, gpu_memory_utilization=0.82)
+    request = SizingRequest(
+        shape=shape_of("llama-3-8b"), device=L4, max_model_len=2048, gpu_memory_utilization=0.82, expected_tokens=160
+    )
     answer = plan(request)
     assert answer.limited_by == "kvMemory"
     assert answer.max_num_seqs * 128 // 16 < answer.num_blocks <= (answer.max_num_seqs + 1) * (128 // 16 + 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "least_typical"), [("qwen2.5-7b", "l4", 47), ("gpt-oss-120b", "h100-80gb", 71)]
+)
+def test_rows_of_logits_leave_the_memory_to_blocks(shape_of: ShapeOf, model: str, gpu: str, least_typical: int) -> None:
+    """With a row for each sequence of 128 tokens, which seldom run at once, 38 and 57 typical ones would fit."""
+    answer = plan(SizingRequest(shape=shape_of(model), device=find_gpu(gpu), max_model_len=8192))
+    rows_bytes = sum(term.total_bytes for term in answer.overhead if "logits" in term.name)
+    assert answer.limited_by == "logits"
+    assert answer.max_num_seqs >= 2 * answer.expected_sequences
+    assert rows_bytes <= (rows_bytes + answer.kv_pool_bytes) / 16
+    assert answer.expected_sequences >= least_typical
 
 
 def test_one_block_holds_no_token(shape_of: ShapeOf) -> None:
@@ -166,7 +181,9 @@ def test_a_cpu_gets_no_larger_batch_than_it_is_faster_with(shape_of: ShapeOf) ->
 
 
 def test_the_users_number_is_taken_even_past_what_fits_and_the_working_warns(shape_of: ShapeOf) -> None:
-    request = SizingRequest(shape=shape_of("llama-3-8b"), device=L4, max_model_len=2048, gpu_memory_utilization=0.82)
+    request = SizingRequest(
+        shape=shape_of("llama-3-8b"), device=L4, max_model_len=2048, gpu_memory_utilization=0.82, expected_tokens=160
+    )
     automatic, own = plan(request).max_num_seqs, plan(replace(request, max_num_seqs=512))
     assert own.max_num_seqs == 512
     assert f"caution: only {automatic} sequences fit at once" in "\n".join(own.explanation)
