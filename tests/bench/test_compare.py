@@ -15,6 +15,7 @@ from compare import (
     CLASSES,
     CONTINUOUS,
     FORMATS,
+    INT4,
     INT8,
     LLAMA_CPP,
     OURS,
@@ -207,9 +208,9 @@ def test_formats_are_compared_with_the_same_bits_and_the_same_code() -> None:
     def took(seconds: float) -> Report:
         return Report.of(records([PeerRequest([1], 1)], [Answer(0.0, [7], [seconds])]))
 
-    seconds = {OURS: 1.5, INT8: 1.0, Q8_0: 2.0, Q4_K_M: 3.0, BY_TRANSFORMERS: 2.0, CONTINUOUS: 5.0}
+    seconds = {OURS: 1.5, INT8: 1.0, INT4: 1.5, Q8_0: 2.0, Q4_K_M: 3.0, BY_TRANSFORMERS: 2.0, CONTINUOUS: 5.0}
     batches = {peer: took(each) for peer, each in seconds.items()}
     turns = {peer: [10.0 * place] for place, peer in enumerate(FORMATS, start=1)}
     found = format_checks(batches, turns, "bfloat16")
-    assert [check.measured for check in found] == [1.5, 2.0, 2.0, 0.5, 2.0, 0.2, 2.5]
+    assert [check.measured for check in found] == [1.5, 2.0, 2.0, 0.4, 2.0, 0.5, 2.5]
     assert [check.met for check in found] == [True, True, True, False, True, False, True]
