@@ -51,7 +51,9 @@ def _remedies(request: SizingRequest) -> Iterator[str]:
 def _quantized(request: SizingRequest) -> Iterator[str]:
     """8-bit weights; 4-bit ones only where those would be too large."""
     shape = request.shape
-    if shape.quantization or shape.is_encoder or shape.why_not_counted or request.quantization == "int8":
+    if shape.quantization or shape.is_encoder or shape.why_not_counted or not shape.takes_int8:
+        return
+    if request.quantization == "int8":
         return
     counted = replace(request, weights_bytes=None)
     int8 = Budget.of(replace(counted, quantization="int8"))

@@ -193,6 +193,11 @@ class ModelShape:
         return self.encoder_parameters > 0
 
     @property
+    def takes_int8(self) -> bool:
+        """Whether the server quantises it at load; experts of gpt-oss are in one tensor, whatever their format."""
+        return self.architecture != "gpt_oss"
+
+    @property
     def is_mla(self) -> bool:
         return self.kv_lora_rank > 0
 

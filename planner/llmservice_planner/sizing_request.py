@@ -125,6 +125,10 @@ class SizingRequest:
         for name, allowed in (("dtype", DTYPES), ("kv_dtype", KV_DTYPES), ("quantization", QUANTIZATIONS)):
             if getattr(self, name) not in allowed:
                 raise SizingError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(allowed)}")
+        if self.quantization == "int8" and not self.shape.takes_int8:
+            raise SizingError(
+                f"quantization is int8, which is not for {self.shape.architecture}: use auto, which keeps mxfp4"
+            )
         if self.weights_bytes is None and (unknown := self.shape.why_not_counted):
             raise SizingError(
                 f"{unknown}, so its weights cannot be counted from its shape: give their bytes, or the folder with its "

@@ -284,6 +284,15 @@ def test_quantised_weights_are_counted_as_the_device_holds_them(shape_of: ShapeO
     assert int8.weights_bytes / GIB == pytest.approx(66.7, abs=0.1)  # the output head, 1.05 billion, in 8 bits as well
 
 
+def test_gpt_oss_is_not_planned_in_int8(shape_of: ShapeOf) -> None:
+    with pytest.raises(SizingError, match="quantization is int8, which is not for gpt_oss: use auto"):
+        SizingRequest(shape=shape_of("gpt-oss-20b"), device=H100, quantization="int8")
+    dense = replace(shape_of("gpt-oss-120b"), quantization=None)
+    answer = plan(SizingRequest(shape=dense, device=H100, max_model_len=4096))
+    assert not answer.fits
+    assert not any("quantise" in remedy for remedy in answer.remedies)
+
+
 def test_a_length_is_needed_where_the_shape_knows_none(shape_of: ShapeOf) -> None:
     shape = replace(shape_of("llama-3-8b"), max_position_embeddings=None)
     with pytest.raises(SizingError, match="max_model_len is missing"):
