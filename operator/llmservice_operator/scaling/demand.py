@@ -23,7 +23,7 @@ _ENOUGH_FOR_TREND = 30
 """Requests in a stretch: with fewer, a few long ones look like a trend."""
 _BURST_CERTAIN = 3.0
 _BURST = 1.2
-"""Beyond chance, a burst is at least this many times the load before it."""
+"""A burst is at least this many times the load before it."""
 _ENOUGH_BEFORE = 2
 """Samples; with one alone, what was before is not known."""
 _LENGTHS_FACTOR = 2.0
@@ -166,13 +166,19 @@ def is_burst(recent: Demand, samples: Samples, cost: Cost, window_s: float, now:
     """Whether the last seconds' demand is above what the window before had, by far more than chance.
 
     Knative's panic mode compares a short window with a long one in the same way
-    (https://knative.dev/docs/serving/autoscaling/kpa-specific/).
+    (https://knative.dev/docs/serving/autoscaling/kpa-specific/). The square root of a count varies equally whatever the
+    count is (Anscombe, "The transformation of Poisson, binomial and negative-binomial data", Biometrika 35, 1948), so
+    that few requests after hardly any are certain soon.
     """
     before = [demand for when, demand in samples if now - window_s - SAMPLE_S < when <= now - SAMPLE_S / 2]
     if len(before) < _ENOUGH_BEFORE:
         return False
-    certain = cost.replicas(recent) - _BURST_CERTAIN * cost.deviation(recent, SAMPLE_S)
-    return certain > _BURST * cost.replicas(mean(before))
+    load, load_before = cost.replicas(recent), cost.replicas(mean(before))
+    if load <= _BURST * load_before:
+        return False
+    count = recent.requests * SAMPLE_S
+    expected = count * load_before / load
+    return 2 * (math.sqrt(count) - math.sqrt(expected + 3 / 8)) > _BURST_CERTAIN * math.sqrt(_LENGTHS_FACTOR)
 
 
 def mean(demands: Sequence[Demand]) -> Demand:

@@ -111,6 +111,8 @@ def test_a_burst_is_no_trend() -> None:
         pytest.param([20, 20, 20, 20], 24, False, id="a little more"),
         pytest.param([1, 1, 1, 1], 2, False, id="a few requests more than a few"),
         pytest.param([0, 0, 0, 0], 2, True, id="thirty after none"),
+        pytest.param([0.1, 0.1, 0.1, 0.1], 1, True, id="fifteen after one or two"),
+        pytest.param([0, 0, 0, 0], 0.2, False, id="three after none"),
         pytest.param([1], 40, False, id="too little to compare with"),
     ],
 )
