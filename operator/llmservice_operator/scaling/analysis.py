@@ -141,12 +141,15 @@ def forecast_of(
 ) -> Forecast | None:
     """What arrives and will arrive; `history` has the demand of the last minutes, the present one included.
 
+    After a burst the demand is that since then, for what was before is another load. Soon after a replica was removed,
+    growth is not extrapolated: that would mostly bring it back because the load varies by chance.
     The cost of a request is that of the mean request of these minutes: a few long ones change it little.
     """
     if load.demand is None:
         return None
     samples = history.demands
-    within = [demand for when, demand in samples if when > now - policy.window_s]
+    since_s = -math.inf if history.burst_s is None else history.burst_s
+    within = [demand for when, demand in samples if when > max(now - policy.window_s, since_s - SAMPLE_S)]
     demand = mean(within) if within else load.demand.scaled(1 / load.answered)
     typical = mean([one for _, one in samples]) if samples else demand
     horizon_s = supply.lead_s + policy.up.stabilization_s
@@ -160,14 +163,14 @@ def forecast_of(
     mix = demand if demand.requests > 0 else typical
     serves = mix.scaled(1 / cost.replicas(mix)) if cost.replicas(mix) > 0 else typical.scaled(1 / request_s)
     recent = load.demand.scaled(1 / load.answered)
-    since_s = -math.inf if history.burst_s is None else history.burst_s
-    found = trend(samples, cost, horizon_s, now, since_s)
+    growth = trend(samples, cost, horizon_s, now, since_s)
     burst = is_burst(recent, samples, cost, policy.window_s, now)
     level = cost.replicas(demand)
     observed_s = SAMPLE_S * len(within)
     if observed_s < min(policy.window_s, _SETTLED_S):  # the first requests seen say little
         level = max(0.0, level - _CAUTION * cost.deviation(demand, observed_s))
     staffing = (model.staffing(typical) if model is not None else None) or MEASURED_STAFFING
+    found = None if burst or history.shrunk_within(policy.down.stabilization_s, now) else growth
     flight = None
     if model is not None and source == "predicted" and supply.trouble is None:
         flight = _flight(load, supply, model, typical, staffing)
@@ -175,10 +178,10 @@ def forecast_of(
         demand=demand,
         capacity=Capacity(source, serves, correction),
         level=level,
-        predicted=level if found is None or burst else max(level, found.after(horizon_s, flight or 0.0)),
+        predicted=level if found is None else max(level, found.after(horizon_s, flight or 0.0)),
         horizon_s=horizon_s,
-        trend=None if burst else found,
-        may_grow=not burst and (found is not None or is_growing(samples, cost, now, since_s)),
+        trend=found,
+        may_grow=not burst and (growth is not None or is_growing(samples, cost, now, since_s)),
         recent=cost.replicas(recent),
         is_burst=burst,
         request=request_s,

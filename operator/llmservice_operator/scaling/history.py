@@ -93,6 +93,9 @@ class History:
     def last_up_s(self) -> float | None:
         return max((when for when, change in self.changes if change > 0), default=None)
 
+    def shrunk_within(self, window_s: float, now: float) -> bool:
+        return any(change < 0 and now - when < window_s for when, change in self.changes)
+
     def observe(self, now: float, replicas: int) -> History:
         """Begin a tick: note changed replicas; unobserved time does not count."""
         if self.last_tick is None:

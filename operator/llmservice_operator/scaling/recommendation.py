@@ -71,7 +71,7 @@ def _flow(forecast: Forecast, load: Load, supply: Supply, policy: ScalePolicy) -
     """What arrives and will arrive, at the utilisation that keeps the target of TTFT.
 
     Where the capacity is predicted, requests in flight ask for the replicas that decode them, by Little's law a load
-    that shows before a minute of arrivals does.
+    that shows before a minute of arrivals does. It varies with chance already, so that it needs no margin for that.
     """
     demand, capacity = forecast.demand, forecast.capacity
     if capacity is None:
@@ -84,7 +84,7 @@ def _flow(forecast: Forecast, load: Load, supply: Supply, policy: ScalePolicy) -
     signals = [(needed, f"demand: {arriving} tokens/s, {serves}")]
     if forecast.flight is not None:
         held = f"{load.running:.0f} running and {load.waiting:.0f} waiting keep {forecast.flight:.2f} replicas busy"
-        signals.append((forecast.staffing.replicas(forecast.flight), f"flight: {held}"))
+        signals.append((forecast.flight / MOST_UTILIZATION, f"flight: {held}"))
     if forecast.trend is not None:
         by = f"{forecast.trend.per_s * 60:+.2f} replicas' load a minute over {forecast.trend.over_s:.0f}s"
         why = f"forecast: {forecast.level:.2f} replicas' load now, {by}, {forecast.predicted:.2f}"
@@ -129,16 +129,15 @@ def _checked_without(
     history: History,
     now: float,
 ) -> Recommendation:
-    """Fewer replicas only where those that stay hold what runs and keep the promise with what arrives and is predicted.
-
-    What runs varies with chance already, so that it needs no margin for it.
-    """
+    """Fewer replicas only where those that stay hold what runs, and keep the promise with what is in flight, what
+    arrives and what is predicted."""
     if history.burst_s is not None and now - history.burst_s < policy.window_s:
         reason = f"burst: not shrinking within {policy.window_s:g}s of one -> {supply.replicas}"
         return Recommendation(supply.replicas, (*asked.reasons, reason))
-    kept = max(math.ceil(forecast.staffing.replicas(forecast.most)), math.ceil(busy / MOST_UTILIZATION))
+    most = max(forecast.most, forecast.flight or 0.0)
+    kept = max(math.ceil(forecast.staffing.replicas(most)), math.ceil(busy / MOST_UTILIZATION))
     replicas = min(supply.replicas, max(asked.replicas, kept))
-    load = max(forecast.most, busy)
+    load = max(most, busy)
     checked = max(1, supply.replicas - 1 if replicas == supply.replicas else replicas)
     used = f"n-1: {checked} would be used to {load / checked:.0%} by what runs, arrives and may arrive"
     reason = f"{used}, {forecast.staffing.utilization(checked):.0%} is allowed -> {replicas}"

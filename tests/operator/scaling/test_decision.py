@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from harness.simulated_service import Moment, Sample, SimulatedService
 from llmservice_operator.api.resource import LLMService
-from llmservice_operator.scaling.analysis import Analysis, Capacity, Forecast
+from llmservice_operator.scaling.analysis import Analysis, Capacity, Forecast, forecast_of
 from llmservice_operator.scaling.capacity import ReplicaModel
 from llmservice_operator.scaling.decision import Decision, decide, decide_wake_up
-from llmservice_operator.scaling.demand import Demand
+from llmservice_operator.scaling.demand import NO_DEMAND, Demand
 from llmservice_operator.scaling.history import CAPACITY_KEEP_S, History
 from llmservice_operator.scaling.load import Held, Load, PodLoad
 from llmservice_operator.scaling.policy import ScalePolicy, ScalingRules
@@ -244,18 +244,20 @@ def test_replicas_are_removed_after_a_whole_window_of_low_load() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "known_s", "kept"),
+    ("changes", "known_s", "burst_s", "kept"),
     [
-        pytest.param((), 300, [4, 3, 1], id="half of the surplus goes first"),
-        pytest.param(((NOW, 1),), 300, [4, 4, 1], id="not where some were added, for the direction would turn twice"),
-        pytest.param((), 0, [4, 4, 1], id="nor where some may have been, just before the operator started"),
+        pytest.param((), 300, None, [4, 3, 1], id="half of the surplus goes first"),
+        pytest.param(((NOW, 1),), 300, None, [4, 4, 1], id="not where some were added: the direction would turn twice"),
+        pytest.param((), 0, None, [4, 4, 1], id="nor where some may have been, just before the operator started"),
+        pytest.param((), 300, NOW - 140, [4, 4, 1], id="nor soon after a burst, for another may come"),
+        pytest.param((), 300, NOW - 200, [4, 3, 1], id="a burst that is long past counts no more"),
     ],
 )
 def test_the_surplus_is_removed_in_two_steps(
-    changes: tuple[tuple[float, int], ...], known_s: float, kept: list[int]
+    changes: tuple[tuple[float, int], ...], known_s: float, burst_s: float | None, kept: list[int]
 ) -> None:
     policy = replace(POLICY, down=replace(ANY_STEP, stabilization_s=300.0, whole_s=150.0))
-    history = replace(History.start(NOW, 4, changes=changes), started_s=NOW - known_s)
+    history = replace(History.start(NOW, 4, changes=changes), started_s=NOW - known_s, burst_s=burst_s)
     idle, supply = load((0, 0), (0, 0), (0, 0), (0, 0)), Supply(4, ready=4)
 
     assert [decide(idle, supply, policy, history, NOW + after_s)[0].replicas for after_s in (149, 151, 301)] == kept
@@ -346,12 +348,43 @@ def test_a_queue_asks_for_what_comes_until_new_replicas_serve(starting: int, exp
     assert asked(load((8, 10 + POLICY.queue_depth)), FORECAST, supply) == expected
 
 
-@pytest.mark.parametrize(("flight", "expected"), [(0.79, 1), (0.85, 2)])
-def test_requests_in_flight_ask_for_a_replica_without_the_tolerance(flight: float, expected: int) -> None:
-    """80 % of a replica is allowed, and 0.85 is 6 % more, where the tolerance is 10 %."""
+@pytest.mark.parametrize(("flight", "replicas", "expected"), [(0.89, 1, 1), (0.91, 1, 2), (1.59, 3, 2), (1.61, 3, 3)])
+def test_requests_in_flight_add_a_replica_that_is_full_and_keep_one_that_is_needed(
+    flight: float, replicas: int, expected: int
+) -> None:
+    """A replica counts as full at 90 %, without the tolerance of 10 %; one may be used to 80 %."""
     forecast = replace(FORECAST, level=0.5, predicted=0.5, recent=0.5, flight=flight)
+    now = load(*[(6 / replicas, 0)] * replicas)
 
-    assert asked(load((6, 0)), forecast, Supply(1, ready=1)) == expected
+    assert asked(now, forecast, Supply(replicas, ready=replicas)) == expected
+
+
+def test_after_a_burst_the_demand_is_that_since_then(replica: ReplicaModel) -> None:
+    samples = tuple((NOW - 15 * age, Demand(rate, 1000 * rate, 200 * rate)) for age, rate in ((3, 5), (2, 5), (1, 20)))
+    now = load((6, 0), demand=Demand(20, 20_000, 4000))
+
+    def level(burst_s: float | None) -> float:
+        history = replace(History.start(NOW, 1), demands=(*samples, (NOW, now.demand or NO_DEMAND)), burst_s=burst_s)
+        found = forecast_of(now, Supply(1, ready=1), POLICY, history, replica, NOW)
+        assert found is not None
+        return found.demand.requests
+
+    assert (level(None), level(NOW - 15)) == (12.5, 20)
+
+
+@pytest.mark.parametrize(("removed_ago_s", "grows"), [(299, False), (301, True)])
+def test_growth_is_not_extrapolated_soon_after_a_replica_was_removed(
+    replica: ReplicaModel, removed_ago_s: float, grows: bool
+) -> None:
+    rates = [20, 20, 20, 20, 40, 40, 40, 40]
+    samples = tuple((NOW + 15 * (number - 7), Demand(rate, 1000 * rate)) for number, rate in enumerate(rates))
+    history = replace(History.start(NOW, 9, changes=((NOW - removed_ago_s, -1),)), demands=samples)
+
+    found = forecast_of(load((6, 0), demand=samples[-1][1]), Supply(9, ready=9), POLICY, history, replica, NOW)
+
+    assert found is not None
+    assert found.may_grow
+    assert (found.trend is not None, found.predicted > found.level) == (grows, grows)
 
 
 @pytest.mark.parametrize(
