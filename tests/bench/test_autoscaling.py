@@ -22,8 +22,8 @@ def test_a_shape_begins_after_a_warmup_at_its_first_rate() -> None:
     assert [shape(seconds / 720) for seconds in (0, 60, 120, 420, 720)] == pytest.approx([0.2, 0.2, 0.2, 0.6, 1.0])
 
 
-def row(**values: float) -> dict[str, Any]:
-    figures = {"builtin_kept": 99.5, "builtin_gpu": 1.2, "builtin_turns": 1, "startup_s": 30.0}
+def row(**values: float | None) -> dict[str, Any]:
+    figures = {"builtin_kept": 99.5, "builtin_gpu": 1.2, "builtin_turns": 1, "startup_s": 30.0, "load_replicas": 2.0}
     return {**figures, "kpa_kept": 99.0, "kpa_gpu": 1.1, **values}
 
 
@@ -45,9 +45,9 @@ def test_the_goal_and_which_policies_are_better(values: dict[str, float], is_met
 
 
 def test_checks_count_the_traffics_that_meet_the_goal() -> None:
-    rows = [row(), row(builtin_gpu=1.5), row(kpa_kept=99.9, builtin_turns=2)]
+    rows = [row(), row(builtin_gpu=1.5), row(kpa_kept=99.9, builtin_turns=2), row(load_replicas=None, builtin_turns=3)]
     goal, better, turns = autoscaling.checks(rows, ["builtin", "kpa"])
-    assert (goal.measured, goal.met) == (2, False)
+    assert (goal.measured, goal.met) == (3, False)
     assert (better.measured, better.met) == (1, False)
     assert (turns.measured, turns.met) == (2, False)
 
