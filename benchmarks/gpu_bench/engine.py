@@ -17,8 +17,8 @@ from llmservice_planner.model_config import read_config
 from llmservice_planner.shape import ModelShape
 from llmservice_planner.sizing import plan
 from llmservice_planner.sizing_request import SizingRequest
-from llmservice_server.backend.base import StepInput
 from llmservice_server.backend.cuda.attention import TritonAttention
+from llmservice_server.backend.step_input import StepInput
 from llmservice_server.engine.engine import Engine
 from llmservice_server.models.decoder import DecoderModel
 from llmservice_server.runtime import startup

@@ -17,12 +17,13 @@ from gpu_bench.sections import Findings
 from gpu_bench.sizes import Sizes
 from llmservice_bench.results import Check
 from llmservice_server.backend.agreement import BOUNDS, Case, relative_error
-from llmservice_server.backend.base import KVCacheShape, StepInput
+from llmservice_server.backend.cache_shape import KVCacheShape
 from llmservice_server.backend.cuda.attention import TritonAttention
 from llmservice_server.backend.cuda.backend import TritonLayerOps, why_unusable
 from llmservice_server.backend.cuda.kernels import sampling as by_kernel
 from llmservice_server.backend.cuda.kernels.jit import FP8
 from llmservice_server.backend.cuda.varlen import choose_chunk_attention
+from llmservice_server.backend.step_input import StepInput
 from llmservice_server.backend.torch import sampler as by_torch
 from llmservice_server.backend.torch.layer_ops import TorchLayerOps
 from llmservice_server.engine.request import Request

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from llmservice_server.backend.base import Attend, KVCacheShape
+from llmservice_server.backend.base import Attend
+from llmservice_server.backend.cache_shape import KVCacheShape
 from llmservice_server.backend.choice import choose_backend
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.engine import Engine

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from llmservice_server.backend.base import Backend, KVCacheShape
+from llmservice_server.backend.base import Backend
+from llmservice_server.backend.cache_shape import KVCacheShape
 from llmservice_server.backend.choice import choose_backend
 from llmservice_server.engine.request import Request
 from llmservice_server.sampling.sampler import Sampler

@@ -19,7 +19,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaDriver
 
 from harness.kernel_resources import KernelResources
-from llmservice_server.backend.base import KVCacheShape, Rotation, StepInput
+from llmservice_server.backend.base import Rotation
+from llmservice_server.backend.cache_shape import KVCacheShape
 from llmservice_server.backend.cuda.attention import TritonAttention
 from llmservice_server.backend.cuda.kernels.conversions import dequantized, round_rows
 from llmservice_server.backend.cuda.kernels.jit import FP8
@@ -28,6 +29,7 @@ from llmservice_server.backend.cuda.kernels.products import Tiled, grouped_produ
 from llmservice_server.backend.cuda.kernels.routing import combine, route
 from llmservice_server.backend.cuda.kernels.sampling import invert, top_k_top_p
 from llmservice_server.backend.quantized import QuantizedWeight
+from llmservice_server.backend.step_input import StepInput
 
 KV_HEADS = 2
 VOCAB_SIZE = 151_936  # Qwen 3

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from harness.late_device import CUDA, POISON, Event, LateDevice, OrderError, Stream, late_device
-from llmservice_server.backend.base import Decoder, KVCacheShape
+from llmservice_server.backend.base import Decoder
+from llmservice_server.backend.cache_shape import KVCacheShape
 from llmservice_server.backend.cuda.attention import TritonAttention
 from llmservice_server.backend.cuda.backend import CudaBackend
 from llmservice_server.backend.cuda.capture import CudaCapture

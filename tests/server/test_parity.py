@@ -20,7 +20,8 @@ from llmservice_planner import families as planner_families
 from llmservice_planner.gpu import cpu_device
 from llmservice_planner.shape import ModelShape
 from llmservice_planner.sizing import SizingRequest, plan
-from llmservice_server.backend.base import KVCacheShape, StepInput
+from llmservice_server.backend.cache_shape import KVCacheShape
+from llmservice_server.backend.step_input import StepInput
 from llmservice_server.engine.block_pool import PreemptionCost
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.engine import Engine

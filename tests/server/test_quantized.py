@@ -22,11 +22,13 @@ from llmservice_planner.gpu import cpu_device, find_gpu
 from llmservice_planner.quantization import QUANTIZATIONS, Quantization, WeightFormat
 from llmservice_planner.shape import ModelShape
 from llmservice_planner.sizing import SizingRequest, plan
-from llmservice_server.backend.base import KVCacheShape, Linear, StepInput, linears_of
+from llmservice_server.backend.base import Linear, linears_of
+from llmservice_server.backend.cache_shape import KVCacheShape
 from llmservice_server.backend.choice import choose_backend
 from llmservice_server.backend.cpu.int8 import Int8Linear
 from llmservice_server.backend.cpu.linear import HAS_QUAD_PRODUCT
 from llmservice_server.backend.quantized import QuantizedWeight, fuse
+from llmservice_server.backend.step_input import StepInput
 from llmservice_server.engine.config import EngineConfig, Implementation
 from llmservice_server.runtime.loader import Checkpoint
 from llmservice_server.runtime.startup import start

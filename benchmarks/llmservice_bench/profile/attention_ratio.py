@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
 from llmservice_bench.profile.ceilings import best_seconds, seconds
-from llmservice_server.backend.base import KVCacheShape, StepInput
+from llmservice_server.backend.cache_shape import KVCacheShape
 from llmservice_server.backend.cpu.attention import CpuAttention
+from llmservice_server.backend.step_input import StepInput
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 12, 4, 64, 16
 _ROUNDS = 15

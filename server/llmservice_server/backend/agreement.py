@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from llmservice_server.backend.base import Attention, KVCacheShape, StepInput
+from llmservice_server.backend.base import Attention
+from llmservice_server.backend.cache_shape import KVCacheShape
+from llmservice_server.backend.step_input import StepInput
 from llmservice_server.backend.torch.attention import TorchAttention
 
 BackendOf = Callable[[KVCacheShape, int, torch.device], Attention]

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Literal, ParamSpec, TypeVar
 
 import torch
 
-from llmservice_server.backend.base import Backend, KVCacheShape
+from llmservice_server.backend.base import Backend
+from llmservice_server.backend.cache_shape import KVCacheShape
 from llmservice_server.backend.compile_cache import COMPILATIONS, Compilations
 from llmservice_server.backend.torch.backend import TorchBackend
 from llmservice_server.types.errors import ConfigError

@@ -13,15 +13,9 @@ from typing import Generic, TypeVar, cast
 import numpy as np
 import torch
 
-from llmservice_server.backend.base import (
-    Attend,
-    Attention,
-    KVCacheShape,
-    RotatingAttend,
-    Rotation,
-    StepInput,
-    rotates,
-)
+from llmservice_server.backend.base import Attend, Attention, RotatingAttend, Rotation, rotates
+from llmservice_server.backend.cache_shape import KVCacheShape
+from llmservice_server.backend.step_input import StepInput
 
 A = TypeVar("A", bound=Attention)
 

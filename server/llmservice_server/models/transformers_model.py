@@ -28,7 +28,8 @@ from transformers.utils import logging as transformers_logging
 
 from llmservice_planner.checkpoint import LANGUAGE_MODEL
 from llmservice_planner.quantization import QuantizationConfig
-from llmservice_server.backend.base import Attend, Heads, LayerOps, Linear
+from llmservice_server.backend.base import Attend, LayerOps, Linear
+from llmservice_server.backend.cache_shape import Heads
 from llmservice_server.backend.torch.layer_ops import TorchLayerOps, TorchLinear
 from llmservice_server.models.config import SERVED, quantization_of
 from llmservice_server.types.errors import ModelLoadError

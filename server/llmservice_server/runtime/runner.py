@@ -22,17 +22,10 @@ from typing import Self
 import numpy as np
 import torch
 
-from llmservice_server.backend.base import (
-    Attention,
-    Backend,
-    DecodePath,
-    Int64Array,
-    KVCacheShape,
-    Model,
-    PendingTokens,
-    StepInput,
-)
+from llmservice_server.backend.base import Attention, Backend, DecodePath, Model
+from llmservice_server.backend.cache_shape import KVCacheShape
 from llmservice_server.backend.sampling_batch import SamplingBatch
+from llmservice_server.backend.step_input import Int64Array, PendingTokens, StepInput
 from llmservice_server.backend.transfer import HostCopy, to_device
 from llmservice_server.engine.interfaces import BlockCopy, Plan, Scheduled, StepResult
 from llmservice_server.engine.request import MAX_LOGPROBS, Request

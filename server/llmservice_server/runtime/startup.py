@@ -13,7 +13,8 @@ import torch
 from llmservice_planner.explanation import format_bytes
 from llmservice_planner.overhead import PROCESS_BYTES
 from llmservice_planner.sizing_request import CAP_OF_CPU
-from llmservice_server.backend.base import Attention, Backend, KVCacheShape, Model
+from llmservice_server.backend.base import Attention, Backend, Model
+from llmservice_server.backend.cache_shape import KVCacheShape
 from llmservice_server.backend.choice import choose_backend
 from llmservice_server.backend.compile_cache import COMPILATIONS, share
 from llmservice_server.backend.quantized import QuantizedWeight

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmservice_server.backend.base import StepInput
+from llmservice_server.backend.step_input import StepInput
 
 BLOCK_SIZE = 4
 

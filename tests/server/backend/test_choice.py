@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from llmservice_server.backend import choice
-from llmservice_server.backend.base import KVCacheShape
+from llmservice_server.backend.cache_shape import KVCacheShape
 from llmservice_server.backend.choice import choose_backend, decide, in_child
 from llmservice_server.types.errors import ConfigError
 

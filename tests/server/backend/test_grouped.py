@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from llmservice_server.backend.agreement import Case, why_wrong
-from llmservice_server.backend.base import Attention, Heads, KVCacheShape, StepInput
+from llmservice_server.backend.base import Attention
+from llmservice_server.backend.cache_shape import Heads, KVCacheShape
 from llmservice_server.backend.cpu.attention import CpuAttention
 from llmservice_server.backend.cuda.attention import TritonAttention
 from llmservice_server.backend.cuda.backend import why_triton_is_unusable
 from llmservice_server.backend.grouped import by_group
+from llmservice_server.backend.step_input import StepInput
 from llmservice_server.backend.torch.attention import TorchAttention
 
 CPU = torch.device("cpu")

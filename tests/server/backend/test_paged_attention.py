@@ -10,9 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmservice_server.backend.base import Attention, KVCacheShape, StepInput
+from llmservice_server.backend.base import Attention
+from llmservice_server.backend.cache_shape import KVCacheShape
 from llmservice_server.backend.cpu.attention import CpuAttention
 from llmservice_server.backend.grouped import by_group
+from llmservice_server.backend.step_input import StepInput
 from llmservice_server.backend.torch.attention import TorchAttention
 
 pytestmark = pytest.mark.slow

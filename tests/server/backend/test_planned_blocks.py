@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from llmservice_planner.shape import ModelShape
-from llmservice_server.backend.base import Attention, KVCacheShape
+from llmservice_server.backend.base import Attention
+from llmservice_server.backend.cache_shape import KVCacheShape
 from llmservice_server.backend.cpu.attention import CpuAttention
 from llmservice_server.backend.cuda.attention import TritonAttention
 from llmservice_server.backend.cuda.kernels.jit import FP8

@@ -11,7 +11,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from llmservice_planner.quantization import Quantization
 from llmservice_planner.shape import ModelShape
-from llmservice_server.backend.base import KVCacheShape
+from llmservice_server.backend.cache_shape import KVCacheShape
 from llmservice_server.backend.cuda.backend import CudaBackend
 from llmservice_server.backend.cuda.experts import CudaExperts
 from llmservice_server.backend.experts import ExpertsMlp, stack_of

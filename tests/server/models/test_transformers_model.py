@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from llmservice_planner.shape import ModelShape
-from llmservice_server.backend.base import StepInput
+from llmservice_server.backend.step_input import StepInput
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.models.transformers_model import examine
 from llmservice_server.runtime.startup import start

@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from llmservice_bench.batch_scheduler import AdmitsAll
 from llmservice_planner.shape import ModelShape
-from llmservice_server.backend.base import StepInput
+from llmservice_server.backend.step_input import StepInput
 from llmservice_server.engine.config import EngineConfig
 from llmservice_server.engine.engine import Engine
 from llmservice_server.models.lora import SlotRows

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmservice_server.backend.base import KVCacheShape
+from llmservice_server.backend.cache_shape import KVCacheShape
 from llmservice_server.backend.torch.attention import TorchAttention
 from llmservice_server.backend.torch.backend import TorchBackend
 from llmservice_server.engine.interfaces import BlockCopy, Plan, Scheduled

@@ -19,20 +19,14 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
-from llmservice_server.backend.base import (
-    Int32Array,
-    Int64Array,
-    KVCacheShape,
-    Rotation,
-    StepInput,
-    firsts_of,
-    joined,
-)
+from llmservice_server.backend.base import Rotation
+from llmservice_server.backend.cache_shape import KVCacheShape
 from llmservice_server.backend.cpu import attention_kernels as kernels
 from llmservice_server.backend.cpu.compiled import use_threads
 from llmservice_server.backend.cpu.layer_ops import rotate_and_store, store
 from llmservice_server.backend.cpu.linear import KERNEL_ROWS
 from llmservice_server.backend.cpu.llvm import as_array
+from llmservice_server.backend.step_input import Int32Array, Int64Array, StepInput, firsts_of, joined
 from llmservice_server.backend.torch.attention import attend_otherwise
 
 _TILE_ROWS = 256

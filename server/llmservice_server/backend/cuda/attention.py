@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from llmservice_server.backend.base import Int32Array, Int64Array, KVCacheShape, Rotation, StepInput
+from llmservice_server.backend.base import Rotation
+from llmservice_server.backend.cache_shape import KVCacheShape
 from llmservice_server.backend.cuda.block_tables import BlockTables
 from llmservice_server.backend.cuda.kernels.jit import FP8, num_processors
 from llmservice_server.backend.cuda.kernels.layer_ops import rotate_and_store, store
@@ -26,6 +27,7 @@ from llmservice_server.backend.cuda.kernels.paged_decode import (
 )
 from llmservice_server.backend.cuda.kernels.paged_prefill import prefill, query_tiles, tokens_per_tile
 from llmservice_server.backend.grouped import GroupedAttention
+from llmservice_server.backend.step_input import Int32Array, Int64Array, StepInput
 from llmservice_server.backend.transfer import tables_to_device
 
 if TYPE_CHECKING:

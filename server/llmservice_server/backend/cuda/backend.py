@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from llmservice_server.backend.agreement import BOUNDS, MIXED, Case, why_wrong
-from llmservice_server.backend.base import Activation, Attention, DecodePath, Decoder, KVCacheShape, Linear, Model
+from llmservice_server.backend.base import Activation, Attention, DecodePath, Decoder, Linear, Model
+from llmservice_server.backend.cache_shape import KVCacheShape
 from llmservice_server.backend.cuda import decode_graphs
 from llmservice_server.backend.cuda.attention import TritonAttention
 from llmservice_server.backend.cuda.experts import CudaExperts

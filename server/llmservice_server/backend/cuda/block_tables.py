@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from llmservice_server.backend.base import Int32Array, Int64Array
+from llmservice_server.backend.step_input import Int32Array, Int64Array
 from llmservice_server.backend.transfer import tables_to_device
 
 _WIDTH_STEP = 16  # blocks: Triton compiles other kernels for strides that are not multiples of 16

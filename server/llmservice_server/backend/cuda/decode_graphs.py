@@ -17,10 +17,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from llmservice_server.backend.base import Attend, Decoder, StepInput
+from llmservice_server.backend.base import Attend, Decoder
 from llmservice_server.backend.cuda.attention import GraphAttention
 from llmservice_server.backend.cuda.capture import Capture, CudaCapture, Replay
 from llmservice_server.backend.cuda.mixed_graphs import MIXED_SIZES, MixedGraphs
+from llmservice_server.backend.step_input import StepInput
 from llmservice_server.backend.torch.memory import cuda_free_bytes
 
 _LOG = logging.getLogger(__name__)

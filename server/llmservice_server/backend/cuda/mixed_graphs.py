@@ -13,9 +13,10 @@ from typing import cast
 import numpy as np
 import torch
 
-from llmservice_server.backend.base import Decoder, RotatingAttend, Rotation, StepInput
+from llmservice_server.backend.base import Decoder, RotatingAttend, Rotation
 from llmservice_server.backend.cuda.attention import GraphAttention
 from llmservice_server.backend.cuda.capture import Capture, Replay
+from llmservice_server.backend.step_input import StepInput
 from llmservice_server.backend.transfer import tables_to_device
 
 MIXED_SIZES = range(64, 513, 64)

@@ -26,8 +26,9 @@ import numpy as np
 import torch
 
 from llmservice_server.backend.agreement import MIXED, Case, why_wrong
-from llmservice_server.backend.base import Int32Array, KVCacheShape, StepInput, firsts_of, positions_of
+from llmservice_server.backend.cache_shape import KVCacheShape
 from llmservice_server.backend.cuda.attention import StepTables, TritonAttention
+from llmservice_server.backend.step_input import Int32Array, StepInput, firsts_of, positions_of
 from llmservice_server.backend.transfer import tables_to_device
 
 _DTYPES = (torch.bfloat16, torch.float16)

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
-from llmservice_server.backend.base import KVCacheShape, StepInput
+from llmservice_server.backend.cache_shape import KVCacheShape
+from llmservice_server.backend.step_input import StepInput
 
 
 @dataclass(frozen=True, slots=True)

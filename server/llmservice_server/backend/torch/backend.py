@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from llmservice_server.backend.base import Attention, DecodePath, KVCacheShape, Model
+from llmservice_server.backend.base import Attention, DecodePath, Model
+from llmservice_server.backend.cache_shape import KVCacheShape
 from llmservice_server.backend.grouped import by_group
 from llmservice_server.backend.quantized import QuantizedWeight
 from llmservice_server.backend.sampling_batch import PenalizedRows, SamplingBatch

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmservice_server.backend.base import StepInput
 from llmservice_server.backend.cpu.attention import balanced_order, query_tiles
+from llmservice_server.backend.step_input import StepInput
 
 BLOCK_SIZE = 16
 

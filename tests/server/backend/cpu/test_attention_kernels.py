@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmservice_server.backend.base import KVCacheShape, StepInput
+from llmservice_server.backend.cache_shape import KVCacheShape
 from llmservice_server.backend.cpu import attention_kernels as kernels
 from llmservice_server.backend.cpu.attention import CpuAttention
 from llmservice_server.backend.cpu.attention_kernels import (
@@ -21,6 +21,7 @@ from llmservice_server.backend.cpu.attention_kernels import (
 from llmservice_server.backend.cpu.compiled import compiled
 from llmservice_server.backend.cpu.linear import COLUMNS
 from llmservice_server.backend.cpu.llvm import as_array
+from llmservice_server.backend.step_input import StepInput
 from llmservice_server.backend.torch.attention import TorchAttention
 
 pytestmark = pytest.mark.slow

@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from llmservice_server.backend.agreement import BOUNDS, Case, relative_error
-from llmservice_server.backend.base import KVCacheShape, Rotation, StepInput
+from llmservice_server.backend.base import Rotation
+from llmservice_server.backend.cache_shape import KVCacheShape
 from llmservice_server.backend.cuda.attention import StepTables, TritonAttention, TritonStep
 from llmservice_server.backend.cuda.kernels import paged_decode
 from llmservice_server.backend.cuda.kernels.jit import FP8
 from llmservice_server.backend.grouped import by_group
+from llmservice_server.backend.step_input import StepInput
 from llmservice_server.backend.torch.attention import TorchAttention
 from llmservice_server.models.rope import rotate
 

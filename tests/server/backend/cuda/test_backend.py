@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from llmservice_server.backend.agreement import Case, why_wrong
-from llmservice_server.backend.base import Attention, Decoder, KVCacheShape, StepInput
+from llmservice_server.backend.base import Attention, Decoder
+from llmservice_server.backend.cache_shape import KVCacheShape
 from llmservice_server.backend.cuda import backend as cuda_backend
 from llmservice_server.backend.cuda import linear as cuda_linear
 from llmservice_server.backend.cuda.attention import TritonAttention
@@ -17,6 +18,7 @@ from llmservice_server.backend.cuda.linear import CudaQuantizedLinear
 from llmservice_server.backend.experts import Experts
 from llmservice_server.backend.quantized import Activations, QuantizedLinear, QuantizedWeight
 from llmservice_server.backend.sampling_batch import SamplingBatch, stream_states
+from llmservice_server.backend.step_input import StepInput
 from llmservice_server.backend.torch import sampler
 from llmservice_server.backend.torch.attention import TorchAttention, TorchStep
 from llmservice_server.types.errors import ConfigError

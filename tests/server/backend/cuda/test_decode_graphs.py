@@ -10,7 +10,7 @@ import torch
 from triton.runtime.interpreter import InterpretedFunction
 
 from harness.late_device import CUDA, Stream, late_device
-from llmservice_server.backend.base import KVCacheShape, PendingTokens, StepInput
+from llmservice_server.backend.cache_shape import KVCacheShape
 from llmservice_server.backend.cuda.attention import TritonAttention
 from llmservice_server.backend.cuda.capture import CudaCapture, Replay
 from llmservice_server.backend.cuda.decode_graphs import (
@@ -22,6 +22,7 @@ from llmservice_server.backend.cuda.decode_graphs import (
 )
 from llmservice_server.backend.cuda.mixed_graphs import MixedGraphs
 from llmservice_server.backend.grouped import by_group
+from llmservice_server.backend.step_input import PendingTokens, StepInput
 from llmservice_server.models.decoder import DecoderModel
 from llmservice_server.runtime.loader import Checkpoint
 from llmservice_server.tiny.model import TinyModelSpec, write_tiny_model

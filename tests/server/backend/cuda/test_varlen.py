@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.late_device import CUDA, late_device
 from llmservice_server.backend.agreement import BOUNDS, Case, relative_error
-from llmservice_server.backend.base import KVCacheShape, StepInput
+from llmservice_server.backend.cache_shape import KVCacheShape
 from llmservice_server.backend.cuda.attention import StepTables, TritonAttention
 from llmservice_server.backend.cuda.varlen import (
     OURS,
@@ -30,6 +30,7 @@ from llmservice_server.backend.cuda.varlen import (
     choose_fastest,
     why_varlen_cannot_serve,
 )
+from llmservice_server.backend.step_input import StepInput
 
 pytestmark = pytest.mark.slow
 

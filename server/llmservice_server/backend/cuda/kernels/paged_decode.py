@@ -20,8 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
-from llmservice_server.backend.base import Int32Array, Int64Array, positions_of
 from llmservice_server.backend.cuda.kernels.jit import dot_dtype, jit, padded, takes_large_tiles
+from llmservice_server.backend.step_input import Int32Array, Int64Array, positions_of
 
 _MOST_KEYS_PER_TILE = 64
 _MOST_FP8_KEYS_PER_TILE = 128

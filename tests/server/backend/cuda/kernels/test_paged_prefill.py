@@ -1,10 +1,11 @@
 import pytest
 import torch
 
-from llmservice_server.backend.base import KVCacheShape, StepInput
+from llmservice_server.backend.cache_shape import KVCacheShape
 from llmservice_server.backend.cuda.block_tables import BlockTables
 from llmservice_server.backend.cuda.kernels.layer_ops import store
 from llmservice_server.backend.cuda.kernels.paged_prefill import prefill, query_tiles, tile_rows, tokens_per_tile
+from llmservice_server.backend.step_input import StepInput
 from llmservice_server.backend.torch.attention import TorchAttention
 
 pytestmark = pytest.mark.slow
