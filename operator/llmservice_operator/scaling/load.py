@@ -56,7 +56,7 @@ class Scrape:
 
 
 _EVENLY = 0.8
-"""The fewest running requests of a pod that stays full, as a share of the most."""
+"""The running requests of a pod that stays full in one half of the window, as a share of those in the other."""
 _ENOUGH_FINISHED = 30
 """Answers from which on a pod's predictions of others are its own."""
 
@@ -270,9 +270,13 @@ def _capacity(histories: Iterable[Sequence[Scrape]]) -> float | None:
 
 
 def _full_throughout(scrapes: Sequence[Scrape]) -> float | None:
-    """A pod that fills up runs more requests than it finishes, so none of that is counted."""
-    running = [scrape.running for scrape in scrapes]
-    is_full = all(scrape.waiting >= 1 for scrape in scrapes) and min(running) >= _EVENLY * max(running)
+    """A pod that fills up runs more requests than it finishes, so none of that is counted.
+
+    Of requests that fill the KV cache few run at once, and now these, now those: halves of the time are compared.
+    """
+    halves = scrapes[: len(scrapes) // 2], scrapes[len(scrapes) // 2 :]
+    earlier, later = (sum(scrape.running for scrape in half) / max(1, len(half)) for half in halves)
+    is_full = all(scrape.waiting >= 1 for scrape in scrapes) and min(earlier, later) >= _EVENLY * max(earlier, later)
     return _finished(scrapes) if is_full else None
 
 

@@ -107,6 +107,26 @@ def test_the_throughput_of_a_pod_is_known_after_45_seconds() -> None:
     assert [load.finished_per_s for load in loads if load] == [None, 2]
 
 
+@pytest.mark.parametrize(
+    ("running", "waiting", "full_per_s"),
+    [
+        pytest.param([20, 14, 22, 17, 19, 15], 3, 2.0, id="full, of requests that fill the cache"),
+        pytest.param([2, 6, 10, 14, 18, 20], 3, None, id="it fills up"),
+        pytest.param([20, 14, 22, 17, 19, 15], 0, None, id="without a queue"),
+    ],
+)
+def test_what_a_full_pod_finishes_is_measured_where_it_is_full_throughout(
+    running: list[int], waiting: float, full_per_s: float | None
+) -> None:
+    scrapes = [
+        scrape(10.0 * number, running=each, waiting=waiting, finished=20.0 * number)
+        for number, each in enumerate(running)
+    ]
+    load = load_of({"a": scrapes}, ["a"], "pods")
+    assert load is not None
+    assert load.full_per_s == full_per_s
+
+
 def test_a_batch_request_anywhere_in_the_window_is_noted() -> None:
     pod = [scrape(0, waiting=1, batch_waiting=1), scrape(5, running=1, batch_running=1), scrape(10)]
 
