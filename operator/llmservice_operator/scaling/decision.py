@@ -21,7 +21,7 @@ from llmservice_operator.scaling.feasibility import Feasibility
 from llmservice_operator.scaling.history import History
 from llmservice_operator.scaling.limits import Decision, limit
 from llmservice_operator.scaling.load import Held, Load
-from llmservice_operator.scaling.policy import ScalePolicy
+from llmservice_operator.scaling.policy import LONGEST_STABILIZATION_S, ScalePolicy
 from llmservice_operator.scaling.recommendation import keep_last, optimise
 from llmservice_operator.scaling.schedule import GpuHours, policy_at
 from llmservice_operator.scaling.supply import Supply
@@ -117,7 +117,9 @@ def decide(
     history = history.observe(now, supply.replicas)
     if load is None:
         return _hold(supply, policy), history.remember(now, None, policy.memory_s)
-    policy = replace(policy.for_load(load), down=policy.down.with_start(supply.lead_s))
+    is_bursty = history.burst_s is not None and now - history.burst_s < LONGEST_STABILIZATION_S
+    down = policy.down.with_start(supply.lead_s, is_bursty=is_bursty)
+    policy = replace(policy.for_load(load), down=down)
     counted = policy.counted(load)
     history = history.arrived(now, counted.demand and counted.demand.scaled(1 / load.answered))
     # Completions are of all lanes, the demand is of those that count: with batch requests they can't be compared.

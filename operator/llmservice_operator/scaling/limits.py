@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from llmservice_operator.scaling.analysis import Forecast
 from llmservice_operator.scaling.feasibility import Feasibility
 from llmservice_operator.scaling.history import History
-from llmservice_operator.scaling.policy import LONGEST_STABILIZATION_S, ScalePolicy
+from llmservice_operator.scaling.policy import ScalePolicy
 from llmservice_operator.scaling.recommendation import Recommendation
 
 
@@ -38,8 +38,7 @@ def limit(
     stabilisation, and moves no further than the step that the period allows. `at_once`: growing waits for nothing.
 
     A scale-down stabilisation that follows the start-up time keeps half of the surplus in its last part, unless
-    replicas were added within it, the history begins in it, or there was a burst in the longest one, for another may
-    come: then all of the surplus is kept for all of it.
+    replicas were added within it, or the history begins in it: what was added is kept for all of it.
     """
     wanted = policy.bounded(asked.replicas)
     reasons = list(asked.reasons)
@@ -68,15 +67,10 @@ def _stabilized(wanted: int, current: int, policy: ScalePolicy, history: History
             return current
         within_s = policy.down.stabilization_s
         last_up_s = history.started_s if history.last_up_s is None else history.last_up_s
-        is_calm = _is_past(last_up_s, within_s, now) and _is_past(history.burst_s, LONGEST_STABILIZATION_S, now)
-        whole_s = policy.down.whole_s if is_calm else within_s
+        whole_s = policy.down.whole_s if last_up_s is None or now - last_up_s >= within_s else within_s
         most = max(wanted, *history.recommended_within(within_s, now), 0)
         lately = max(wanted, *history.recommended_within(min(whole_s, within_s), now), 0)
         return min(current, math.ceil((lately + most) / 2))
     if wanted > current:
         return max(current, min(wanted, *history.recommended_within(policy.up.stabilization_s, now), wanted))
     return wanted
-
-
-def _is_past(when: float | None, by_s: float, now: float) -> bool:
-    return when is None or now - when >= by_s

@@ -18,7 +18,7 @@ TARGET_UTILIZATION = 0.8
 STARTS_STABILIZED, STARTS_WHOLE = 4.0, 0.5
 SHORTEST_STABILIZATION_S, LONGEST_STABILIZATION_S = 120.0, 300.0
 """An idle replica is worth keeping for a few times what its next start takes, for requests are late meanwhile. All of
-the surplus is kept for half a start, and half of it for four."""
+the surplus is kept for half a start, and half of it for four; soon after a burst all of it for five."""
 
 IDLE_TIMEOUT_S = 300.0
 """About what the start of a model of many GiB costs. A replica that is kept idle for as long as its next start takes
@@ -54,13 +54,14 @@ class ScalingRules:
             adapts=given is None,
         )
 
-    def with_start(self, lead_s: float) -> ScalingRules:
-        """For replicas that take so long to start."""
+    def with_start(self, lead_s: float, *, is_bursty: bool = False) -> ScalingRules:
+        """For replicas that take so long to start. In bursty traffic all of the surplus is kept, for one start more."""
         if not self.adapts:
             return self
-        starts_s = max(lead_s, SHORTEST_STABILIZATION_S / STARTS_STABILIZED)
-        stabilization_s = min(STARTS_STABILIZED * starts_s, LONGEST_STABILIZATION_S)
-        return replace(self, stabilization_s=stabilization_s, whole_s=STARTS_WHOLE * starts_s)
+        start_s = max(lead_s, SHORTEST_STABILIZATION_S / STARTS_STABILIZED)
+        kept, whole = (STARTS_STABILIZED + 1, math.inf) if is_bursty else (STARTS_STABILIZED, STARTS_WHOLE)
+        stabilization_s = min(kept * start_s, LONGEST_STABILIZATION_S)
+        return replace(self, stabilization_s=stabilization_s, whole_s=whole * start_s)
 
     @property
     def about(self) -> str:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from harness.simulated_service import Moment, Sample, SimulatedService
 from llmservice_operator.api.resource import LLMService
+from llmservice_operator.api.spec import ScaleDown
 from llmservice_operator.scaling.analysis import Analysis, Capacity, Forecast, forecast_of
 from llmservice_operator.scaling.capacity import ReplicaModel
 from llmservice_operator.scaling.decision import Decision, decide, decide_wake_up
@@ -244,23 +245,33 @@ def test_replicas_are_removed_after_a_whole_window_of_low_load() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "known_s", "burst_s", "kept"),
+    ("changes", "known_s", "kept"),
     [
-        pytest.param((), 300, None, [4, 3, 1], id="half of the surplus goes first"),
-        pytest.param(((NOW, 1),), 300, None, [4, 4, 1], id="not where some were added: the direction would turn twice"),
-        pytest.param((), 0, None, [4, 4, 1], id="nor where some may have been, just before the operator started"),
-        pytest.param((), 300, NOW - 140, [4, 4, 1], id="nor soon after a burst, for another may come"),
-        pytest.param((), 300, NOW - 200, [4, 3, 1], id="a burst that is long past counts no more"),
+        pytest.param((), 300, [4, 3, 1], id="half of the surplus goes first"),
+        pytest.param(((NOW, 1),), 300, [4, 4, 1], id="not where some were added, for the direction would turn twice"),
+        pytest.param((), 0, [4, 4, 1], id="nor where some may have been, just before the operator started"),
     ],
 )
 def test_the_surplus_is_removed_in_two_steps(
-    changes: tuple[tuple[float, int], ...], known_s: float, burst_s: float | None, kept: list[int]
+    changes: tuple[tuple[float, int], ...], known_s: float, kept: list[int]
 ) -> None:
     policy = replace(POLICY, down=replace(ANY_STEP, stabilization_s=300.0, whole_s=150.0))
-    history = replace(History.start(NOW, 4, changes=changes), started_s=NOW - known_s, burst_s=burst_s)
+    history = replace(History.start(NOW, 4, changes=changes), started_s=NOW - known_s)
     idle, supply = load((0, 0), (0, 0), (0, 0), (0, 0)), Supply(4, ready=4)
 
     assert [decide(idle, supply, policy, history, NOW + after_s)[0].replicas for after_s in (149, 151, 301)] == kept
+
+
+@pytest.mark.parametrize(("burst_ago_s", "kept"), [(None, [4, 3, 1, 1]), (299, [4, 4, 4, 1]), (450, [4, 3, 1, 1])])
+def test_soon_after_a_burst_the_surplus_is_kept_for_one_start_more(burst_ago_s: float | None, kept: list[int]) -> None:
+    """Of 30 s, of which half of the surplus is kept for four and all of it for half a start. The first decision is at
+    once, and a burst that is 300 s ago counts no more."""
+    policy = replace(POLICY, down=ScalingRules.of(ScaleDown()))
+    burst_s = None if burst_ago_s is None else NOW - burst_ago_s + 151
+    history = replace(History.start(NOW, 4), started_s=NOW - 600, burst_s=burst_s)
+    idle, supply = load((0, 0), (0, 0), (0, 0), (0, 0)), Supply(4, ready=4, lead_s=30)
+
+    assert [decide(idle, supply, policy, history, NOW + after_s)[0].replicas for after_s in (14, 16, 121, 151)] == kept
 
 
 def test_a_short_burst_is_waited_out_where_scale_up_is_stabilised() -> None:
