@@ -60,7 +60,7 @@ class Forecast:
     request: float
     """What one request of the mean length takes of a replica, in seconds."""
     flight: float | None = None
-    """What runs now and what waits for its place; None where the capacity is measured, or where pods can't start."""
+    """What runs now; None where the capacity is measured, or where pods can't start."""
     staffing: Staffing = MEASURED_STAFFING
     """How far replicas may be used."""
     may_grow: bool = False
@@ -173,7 +173,7 @@ def forecast_of(
     found = None if burst or history.shrunk_within(policy.down.stabilization_s, now) else growth
     flight = None
     if model is not None and source == "predicted" and supply.trouble is None:
-        flight = _flight(load, supply, model, typical, staffing)
+        flight = _flight(load, supply, model, typical)
     return Forecast(
         demand=demand,
         capacity=Capacity(source, serves, correction),
@@ -190,13 +190,10 @@ def forecast_of(
     )
 
 
-def _flight(load: Load, supply: Supply, model: ReplicaModel, typical: Demand, staffing: Staffing) -> float:
-    """Replicas that are busy with what runs, and with what waits for a place that others hold for long."""
+def _flight(load: Load, supply: Supply, model: ReplicaModel, typical: Demand) -> float:
+    """Replicas that are busy with what runs. What waits is the backlog: those that there are work it off."""
     ready = max(1, supply.ready)
-    busy = ready * model.busy(typical, load.running / load.answered / ready)
-    if staffing.slots:
-        busy += min(load.waiting, 2 * load.running) / load.answered / staffing.slots  # a longer queue is backlog
-    return busy
+    return ready * model.busy(typical, load.running / load.answered / ready)
 
 
 def _cost(

@@ -108,8 +108,6 @@ class Staffing:
 
     alone: float
     """Of one replica."""
-    num_seqs: float = 0.0
-    """That a full replica decodes at once; 0 where it is not known."""
     slots: float = 0.0
     """Sequences that a full replica runs at once, where they bound its rate; requests then wait for one of them."""
     hold_s: float = 0.0
@@ -150,7 +148,7 @@ class Staffing:
 def _staffing(model: ReplicaModel, work: Work) -> Staffing:
     target_s, full = model.ttft_p99_s, model.capacity(work)
     if target_s is None:
-        return Staffing(UTILISATION, full.num_seqs)
+        return Staffing(UTILISATION)
     low, high = _LEAST_UTILIZATION, MOST_UTILIZATION
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
@@ -160,8 +158,8 @@ def _staffing(model: ReplicaModel, work: Work) -> Staffing:
     unloaded = operating_point(model.latency, model.limits, work, 0.0)
     patience_s = target_s - (unloaded.ttft_p99_s if unloaded else target_s)
     if full.limited_by not in {"maxNumSeqs", "kvMemory"} or patience_s <= 0:
-        return Staffing(low, full.num_seqs)
-    return Staffing(low, full.num_seqs, full.num_seqs, full.num_seqs / full.requests_per_s, patience_s)
+        return Staffing(low)
+    return Staffing(low, full.num_seqs, full.num_seqs / full.requests_per_s, patience_s)
 
 
 @lru_cache(maxsize=4096)

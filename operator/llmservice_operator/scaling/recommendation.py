@@ -70,8 +70,8 @@ Signal = tuple[float | None, str]
 def _flow(forecast: Forecast, load: Load, supply: Supply, policy: ScalePolicy) -> list[tuple[float, str]]:
     """What arrives and will arrive, at the utilisation that keeps the target of TTFT.
 
-    Where the capacity is predicted, requests in flight ask for the replicas that decode them, by Little's law a load
-    that shows before a minute of arrivals does. It varies with chance already, so that it needs no margin for that.
+    Where the capacity is predicted, requests that run ask for the replicas that decode them: by Little's law a load,
+    and one that shows before a minute of arrivals does. It varies by chance already, and needs no margin for that.
     """
     demand, capacity = forecast.demand, forecast.capacity
     if capacity is None:
@@ -83,8 +83,8 @@ def _flow(forecast: Forecast, load: Load, supply: Supply, policy: ScalePolicy) -
     serves = f"one replica serves {capacity.serves.requests:.2f}/s ({how}), used to {used:.0%}"
     signals = [(needed, f"demand: {arriving} tokens/s, {serves}")]
     if forecast.flight is not None:
-        held = f"{load.running:.0f} running and {load.waiting:.0f} waiting keep {forecast.flight:.2f} replicas busy"
-        signals.append((forecast.flight / MOST_UTILIZATION, f"flight: {held}"))
+        held = f"flight: {load.running:.0f} running keep {forecast.flight:.2f} replicas busy"
+        signals.append((forecast.flight / MOST_UTILIZATION, held))
     if forecast.trend is not None:
         by = f"{forecast.trend.per_s * 60:+.2f} replicas' load a minute over {forecast.trend.over_s:.0f}s"
         why = f"forecast: {forecast.level:.2f} replicas' load now, {by}, {forecast.predicted:.2f}"

@@ -15,7 +15,7 @@ from llmservice_operator.sizing import Sized
 from llmservice_planner.capacity import Work, replica_capacity
 
 REQUEST = Demand(1, 1000, 200)
-FULL_OF_20 = Staffing(alone=0.5, num_seqs=20, slots=20, hold_s=15, patience_s=1.5)
+FULL_OF_20 = Staffing(alone=0.5, slots=20, hold_s=15, patience_s=1.5)
 """An L4 with an 8B model: twenty requests at once, each for fifteen seconds."""
 
 
