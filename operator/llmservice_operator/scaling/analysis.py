@@ -59,7 +59,7 @@ class Forecast:
     is_burst: bool
     request: float
     """What one request of the mean length takes of a replica, in seconds."""
-    flight: float | None = None
+    running: float | None = None
     """What runs now; None where the capacity is measured, or where pods can't start."""
     staffing: Staffing = MEASURED_STAFFING
     """How far replicas may be used."""
@@ -171,26 +171,26 @@ def forecast_of(
         level = max(0.0, level - _CAUTION * cost.deviation(demand, observed_s))
     staffing = (model.staffing(typical) if model is not None else None) or MEASURED_STAFFING
     found = None if burst or history.shrunk_within(policy.down.stabilization_s, now) else growth
-    flight = None
+    running = None
     if model is not None and source == "predicted" and supply.trouble is None:
-        flight = _flight(load, supply, model, typical)
+        running = _running(load, supply, model, typical)
     return Forecast(
         demand=demand,
         capacity=Capacity(source, serves, correction),
         level=level,
-        predicted=level if found is None else max(level, found.after(horizon_s, flight or 0.0)),
+        predicted=level if found is None else max(level, found.after(horizon_s, running or 0.0)),
         horizon_s=horizon_s,
         trend=found,
         may_grow=not burst and (growth is not None or is_growing(samples, cost, now, since_s)),
         recent=cost.replicas(recent),
         is_burst=burst,
         request=request_s,
-        flight=flight,
+        running=running,
         staffing=staffing,
     )
 
 
-def _flight(load: Load, supply: Supply, model: ReplicaModel, typical: Demand) -> float:
+def _running(load: Load, supply: Supply, model: ReplicaModel, typical: Demand) -> float:
     """Replicas that are busy with what runs. What waits is the backlog: those that there are work it off."""
     ready = max(1, supply.ready)
     return ready * model.busy(typical, load.running / load.answered / ready)

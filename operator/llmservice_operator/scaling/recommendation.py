@@ -82,9 +82,9 @@ def _flow(forecast: Forecast, load: Load, supply: Supply, policy: ScalePolicy) -
     used = forecast.level / needed if needed else forecast.staffing.alone
     serves = f"one replica serves {capacity.serves.requests:.2f}/s ({how}), used to {used:.0%}"
     signals = [(needed, f"demand: {arriving} tokens/s, {serves}")]
-    if forecast.flight is not None:
-        held = f"flight: {load.running:.0f} running keep {forecast.flight:.2f} replicas busy"
-        signals.append((forecast.flight / MOST_UTILIZATION, held))
+    if forecast.running is not None:
+        held = f"running: {load.running:.0f} requests keep {forecast.running:.2f} replicas busy"
+        signals.append((forecast.running / MOST_UTILIZATION, held))
     if forecast.trend is not None:
         by = f"{forecast.trend.per_s * 60:+.2f} replicas' load a minute over {forecast.trend.over_s:.0f}s"
         why = f"forecast: {forecast.level:.2f} replicas' load now, {by}, {forecast.predicted:.2f}"
@@ -134,7 +134,7 @@ def _checked_without(
     if history.burst_s is not None and now - history.burst_s < policy.window_s:
         reason = f"burst: not shrinking within {policy.window_s:g}s of one -> {supply.replicas}"
         return Recommendation(supply.replicas, (*asked.reasons, reason))
-    most = max(forecast.most, forecast.flight or 0.0)
+    most = max(forecast.most, forecast.running or 0.0)
     kept = max(math.ceil(forecast.staffing.replicas(most)), math.ceil(busy / MOST_UTILIZATION))
     replicas = min(supply.replicas, max(asked.replicas, kept))
     load = max(most, busy)

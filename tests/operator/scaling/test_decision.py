@@ -295,7 +295,7 @@ def test_after_a_burst_of_arrivals_growing_waits_for_nothing() -> None:
     assert decision.replicas == 3
 
 
-def test_growth_is_answered_at_once_and_predicted_from_what_is_in_flight_on(replica: ReplicaModel) -> None:
+def test_growth_is_answered_at_once_and_predicted_from_what_runs_on(replica: ReplicaModel) -> None:
     policy = replace(POLICY, up=replace(ANY_STEP, stabilization_s=10.0), max_replicas=100, max_num_seqs=32)
     rates = [20, 22, 24, 26, 28, 30, 32, 34]
     samples = [(NOW + 15 * (number - 7), Demand(rate, 1000 * rate, 200 * rate)) for number, rate in enumerate(rates)]
@@ -309,9 +309,9 @@ def test_growth_is_answered_at_once_and_predicted_from_what_is_in_flight_on(repl
 
     (_, few), (more, many), (surplus, _) = decided(1), decided(22), decided(1, replicas=90)
 
-    assert (few.flight or 0) < few.level < few.predicted
-    assert (many.flight or 0) > few.predicted
-    assert many.predicted > (many.flight or 0)
+    assert (few.running or 0) < few.level < few.predicted
+    assert (many.running or 0) > few.predicted
+    assert many.predicted > (many.running or 0)
     assert more.replicas == more.wanted > 30
     assert surplus.wanted < surplus.replicas == 90
     assert surplus.reasons[-1] == "hold: the load grows, not shrinking"
@@ -359,12 +359,12 @@ def test_a_queue_asks_for_what_comes_until_new_replicas_serve(starting: int, exp
     assert asked(load((8, 10 + POLICY.queue_depth)), FORECAST, supply) == expected
 
 
-@pytest.mark.parametrize(("flight", "replicas", "expected"), [(0.89, 1, 1), (0.91, 1, 2), (1.59, 3, 2), (1.61, 3, 3)])
-def test_requests_in_flight_add_a_replica_that_is_full_and_keep_one_that_is_needed(
-    flight: float, replicas: int, expected: int
+@pytest.mark.parametrize(("running", "replicas", "expected"), [(0.89, 1, 1), (0.91, 1, 2), (1.59, 3, 2), (1.61, 3, 3)])
+def test_running_requests_add_a_replica_where_all_are_full_and_keep_one_that_is_needed(
+    running: float, replicas: int, expected: int
 ) -> None:
     """A replica counts as full at 90 %, without the tolerance of 10 %; one may be used to 80 %."""
-    forecast = replace(FORECAST, level=0.5, predicted=0.5, recent=0.5, flight=flight)
+    forecast = replace(FORECAST, level=0.5, predicted=0.5, recent=0.5, running=running)
     now = load(*[(6 / replicas, 0)] * replicas)
 
     assert asked(now, forecast, Supply(replicas, ready=replicas)) == expected
