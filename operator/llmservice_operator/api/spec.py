@@ -309,7 +309,7 @@ class Autoscaling(SchemaModel):
         ge=0,
         le=100,
         description="How far the load may deviate from what the replicas hold before they are changed. Where demand and"
-        " capacity are known, this is for fewer replicas alone.",
+        " capacity are known, this is for fewer replicas alone, and soon after a removal for more as well.",
     )
     scale_up: ScaleUp = Field(default_factory=ScaleUp, description="How fast replicas are added.")
     scale_down: ScaleDown = Field(default_factory=ScaleDown, description="How fast replicas are removed.")

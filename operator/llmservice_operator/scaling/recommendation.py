@@ -52,7 +52,8 @@ def optimise(
     asked = [_rounded(raw, why, supply, policy) for raw, why in signals if raw is not None]
     if forecast is not None:
         flow = _flow(forecast, load, supply, policy)
-        asked += [_rounded(raw, why, supply, policy, is_strict=analysis.is_predicted) for raw, why in flow]
+        is_strict = analysis.is_predicted and not history.shrunk_within(policy.down.stabilization_s, now)
+        asked += [_rounded(raw, why, supply, policy, is_strict=is_strict) for raw, why in flow]
     largest = _largest(asked)
     recommendation = _replace_overdue(largest, supply, policy)
     if feasible:
@@ -71,7 +72,7 @@ def _flow(forecast: Forecast, load: Load, supply: Supply, policy: ScalePolicy) -
     """What arrives and will arrive, at the utilisation that keeps the target of TTFT.
 
     Where the capacity is predicted, requests that run ask for the replicas that decode them: by Little's law a load,
-    and one that shows before a minute of arrivals does. It varies by chance already, and needs no margin for that.
+    and one that shows before a minute of arrivals does.
     """
     demand, capacity = forecast.demand, forecast.capacity
     if capacity is None:
@@ -84,7 +85,7 @@ def _flow(forecast: Forecast, load: Load, supply: Supply, policy: ScalePolicy) -
     signals = [(needed, f"demand: {arriving} tokens/s, {serves}")]
     if forecast.running is not None:
         held = f"running: {load.running:.0f} requests keep {forecast.running:.2f} replicas busy"
-        signals.append((forecast.running / MOST_UTILIZATION, held))
+        signals.append((forecast.staffing.replicas(forecast.running), held))
     if forecast.trend is not None:
         by = f"{forecast.trend.per_s * 60:+.2f} replicas' load a minute over {forecast.trend.over_s:.0f}s"
         why = f"forecast: {forecast.level:.2f} replicas' load now, {by}, {forecast.predicted:.2f}"
@@ -153,6 +154,7 @@ def _rounded(raw: float, why: str, supply: Supply, policy: ScalePolicy, *, is_st
     """Whole replicas; within the tolerance of the present number, the present number.
 
     `is_strict`: the tolerance is for fewer only, for the room that more need is in the utilisation that is planned for.
+    Soon after a removal it is for both, lest chance bring the replica back.
     """
     current = supply.counted
     near = current > 0 and -policy.tolerance <= raw / current - 1 <= (0.0 if is_strict else policy.tolerance)

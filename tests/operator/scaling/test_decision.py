@@ -346,9 +346,9 @@ FORECAST = Forecast(
 )
 
 
-def asked(now: Load, forecast: Forecast, supply: Supply) -> int:
+def asked(now: Load, forecast: Forecast, supply: Supply, changes: tuple[tuple[float, int], ...] = ()) -> int:
     analysis = Analysis(None, busy=1.0, utilization=1.0, arrivals=None, capacity_per_s=None, forecast=forecast)
-    return optimise(analysis, now, supply, POLICY, History.start(NOW, 1), NOW, feasible=True).replicas
+    return optimise(analysis, now, supply, POLICY, History.start(NOW, 1, changes=changes), NOW, feasible=True).replicas
 
 
 @pytest.mark.parametrize(("starting", "expected"), [(0, 6), (2, 4)])
@@ -359,15 +359,24 @@ def test_a_queue_asks_for_what_comes_until_new_replicas_serve(starting: int, exp
     assert asked(load((8, 10 + POLICY.queue_depth)), FORECAST, supply) == expected
 
 
-@pytest.mark.parametrize(("running", "replicas", "expected"), [(0.89, 1, 1), (0.91, 1, 2), (1.59, 3, 2), (1.61, 3, 3)])
-def test_running_requests_add_a_replica_where_all_are_full_and_keep_one_that_is_needed(
+@pytest.mark.parametrize(("running", "replicas", "expected"), [(0.79, 1, 1), (0.81, 1, 2), (1.59, 3, 2), (1.61, 3, 3)])
+def test_running_requests_add_and_keep_the_replicas_that_they_need(
     running: float, replicas: int, expected: int
 ) -> None:
-    """A replica counts as full at 90 %, without the tolerance of 10 %; one may be used to 80 %."""
+    """One may be used to 80 %, without the tolerance of 10 %."""
     forecast = replace(FORECAST, level=0.5, predicted=0.5, recent=0.5, running=running)
     now = load(*[(6 / replicas, 0)] * replicas)
 
     assert asked(now, forecast, Supply(replicas, ready=replicas)) == expected
+
+
+@pytest.mark.parametrize(("running", "removed_ago_s", "expected"), [(0.87, 299, 1), (0.89, 299, 2), (0.87, 301, 2)])
+def test_a_removed_replica_returns_only_for_a_need_beyond_the_tolerance(
+    running: float, removed_ago_s: float, expected: int
+) -> None:
+    forecast = replace(FORECAST, level=0.5, predicted=0.5, recent=0.5, running=running)
+
+    assert asked(load((6, 0)), forecast, Supply(1, ready=1), changes=((NOW - removed_ago_s, -1),)) == expected
 
 
 def test_after_a_burst_the_demand_is_that_since_then(replica: ReplicaModel) -> None:
