@@ -72,9 +72,10 @@ def to_yaml(document: dict[str, Any]) -> str:
 
 
 def service_name(uri: str) -> str:
-    """A DNS label of the model's name."""
+    """A DNS label of the model's name; it starts with a letter, as that of a Service has to."""
     last = uri.partition("@")[0].partition("#")[0].rstrip("/").rpartition("/")[2]
-    return re.sub(r"[^a-z0-9]+", "-", last.lower()).strip("-")[:40].strip("-") or "model"
+    name = re.sub(r"[^a-z0-9]+", "-", last.lower()).strip("-")
+    return (name if name[:1].isalpha() else f"model-{name}")[:40].strip("-")
 
 
 def duration(seconds: float) -> str:

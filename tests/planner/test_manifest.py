@@ -15,6 +15,7 @@ from llmservice_planner.manifest import duration, service_name
         ("s3://bucket/path/Qwen2.5_7B/", "qwen2-5-7b"),
         ("oci://registry/image:tag#models/poet", "image-tag"),
         ("file:///models/___", "model"),
+        ("file:///models/8b", "model-8b"),
         ("hf://org/" + "long-" * 30, ("long-" * 8)[:-1]),
     ],
 )
