@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from io import StringIO
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 COLOURS = ("#2563a8", "#d9722b", "#2f8f5b", "#8a4fa3", "#b8a12b", "#6b7785")
 """One a series; distinguishable with colour blindness."""
+LINES = tuple((colour, pattern) for pattern in ("-", "--", ":") for colour in COLOURS)
+"""Colour and style, for more series than there are colours."""
 INK, GREY, RULE, PALE = "#1f2933", "#66727f", "#e4e8ec", "#aebac6"
 STYLE: dict[Any, Any] = {
     "svg.hashsalt": "llmservice",  # without it, ids are random
@@ -196,7 +198,7 @@ def _cell(value: Any) -> str:
 # --- text
 
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
-_MARKS = "●○◆◇■□"
+_MARKS = "●○◆◇■□▲△"
 
 
 def text_chart(
@@ -226,7 +228,7 @@ def text_chart(
     margin = max(map(len, labels.values())) + 2
     columns = max(8, width - margin)
     rows = [[" "] * columns for _ in range(height)]
-    for mark, ys in zip(_MARKS * (1 + len(series) // len(_MARKS)), series.values(), strict=False):
+    for mark, ys in zip(cycle(_MARKS), series.values(), strict=False):
         places = [
             (round(_share(min(x), max(x), at, log=log_x) * (columns - 1)), _share(low, high, y, log=log_y))
             for at, y in zip(x, ys, strict=True)
@@ -238,7 +240,9 @@ def text_chart(
     lines.append(" " * (margin - 1) + "└" + "─" * columns)
     lines += _x_axis(x, margin, columns, log=log_x, label=x_label, marks=marks or {})
     if len(series) > 1:
-        lines.append(" " * margin + "   ".join(f"{mark} {name}" for mark, name in zip(_MARKS, series, strict=False)))
+        lines.append(
+            " " * margin + "   ".join(f"{mark} {name}" for mark, name in zip(cycle(_MARKS), series, strict=False))
+        )
     return "\n".join(lines)
 
 

@@ -347,8 +347,8 @@ def _target_line(panel: Axes, target_s: float) -> None:
         panel.set_title(f"{panel.get_title(loc='left')} ({label})")
         return
     panel.axhline(target_s * 1e3, color=GREY, linestyle=":", linewidth=1.2, marker="")
-    at, across = (0.99, target_s * 1e3), panel.get_yaxis_transform()
-    panel.annotate(label, at, (0, 3), across, "offset points", ha="right", color=GREY, fontsize=8)
+    at, across = (0.3, target_s * 1e3), panel.get_yaxis_transform()  # between the legend and where the curve rises
+    panel.annotate(label, at, (0, 3), across, "offset points", color=GREY, fontsize=8)
 
 
 def _panel(axes: Axes, curve: Curve, sizes: Sequence[int], title: str, series: dict[str, list[float]]) -> None:

@@ -95,7 +95,7 @@ def _lengths(statistics: Statistics) -> str:
         axes.set_xscale("log")
         axes.set_xlabel("tokens")
         axes.set_ylim(0, 1.02)
-        axes.legend()
+        axes.legend(loc="lower right")
     return charts.html_figure(charts.svg_of(drawn))
 
 

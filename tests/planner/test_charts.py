@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmservice_planner.charts import (
+    LINES,
     ChartError,
     figure,
     html_code,
@@ -140,3 +141,13 @@ def test_a_sparkline_is_highest_where_the_values_are() -> None:
     assert sparkline([0, 1, 2, 4]) == " ▂▄█"
     assert len(sparkline([1.0] * 1000)) <= 60
     assert sparkline([]) == ""
+
+
+def test_a_chart_of_all_policies_names_and_tells_apart_each() -> None:
+    names = ["builtin", "hpa", "keda", "kpa", "llmd", "static:6", "clairvoyant"]
+
+    legend = text_chart([0, 1], {name: [number, number] for number, name in enumerate(names)}).splitlines()[-1]
+
+    marks = [entry.split()[0] for entry in legend.strip().split("   ")]
+    assert [entry.split()[1] for entry in legend.strip().split("   ")] == names
+    assert len(set(marks)) == len(set(LINES[: len(names)])) == len(names)

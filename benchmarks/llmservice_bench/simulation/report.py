@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from llmservice_bench.simulation.outcome import DecisionRecord, Outcome, Targets
 from llmservice_planner.charts import (
-    COLOURS,
     GREY,
+    LINES,
     PALE,
     figure,
     has_matplotlib,
@@ -190,7 +190,7 @@ def draw(study: Study) -> Figure:
         _draw_ttft(axes[2], study)
         axes[-1].set_xlabel("minutes")
         handles, labels = axes[1].get_legend_handles_labels()
-        drawn.legend(handles, labels, loc="outside lower center", ncols=min(6, len(labels)))
+        drawn.legend(handles, labels, loc="outside lower center", ncols=min(8, len(labels)))
     return drawn
 
 
@@ -212,12 +212,14 @@ def _draw_arrivals(axes: Axes, study: Study) -> None:
 
 
 def _draw_replicas(axes: Axes, study: Study) -> None:
-    for outcome, colour in zip(study.outcomes, COLOURS * 3, strict=False):
+    for outcome, (colour, pattern) in zip(study.outcomes, LINES, strict=False):
         sizes = [size for size in outcome.sizes if size.time_s <= study.duration_s]
         times = [*(size.time_s / 60 for size in sizes), study.duration_s / 60]
         ready = [size.ready for size in sizes]
         asked = [size.replicas for size in sizes]
-        axes.step(times, [*ready, ready[-1]], where="post", color=colour, label=outcome.policy, marker="")
+        axes.step(
+            times, [*ready, ready[-1]], where="post", color=colour, linestyle=pattern, label=outcome.policy, marker=""
+        )
         if len(study.outcomes) == 1:
             axes.step(
                 times, [*asked, asked[-1]], where="post", color=GREY, label="asked for", marker="", linestyle="--"
@@ -230,7 +232,7 @@ def _draw_ttft(axes: Axes, study: Study) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     length_s, count = _bins(study)
-    for outcome, colour in zip(study.outcomes, COLOURS * 3, strict=False):
+    for outcome, (colour, pattern) in zip(study.outcomes, LINES, strict=False):
         times: list[list[float]] = [[] for _ in range(count)]
         for request in outcome.requests:
             if request.ttft_s is not None:
@@ -241,7 +243,7 @@ def _draw_ttft(axes: Axes, study: Study) -> None:
             if each
         ]
         if points:
-            axes.plot(*zip(*points, strict=True), color=colour, marker="", label=outcome.policy)
+            axes.plot(*zip(*points, strict=True), color=colour, linestyle=pattern, marker="", label=outcome.policy)
     if study.targets.ttft_s < math.inf:
         axes.axhline(study.targets.ttft_s, color=GREY, linestyle=":", linewidth=1, marker="")
         at = (0.005, study.targets.ttft_s)
@@ -285,7 +287,8 @@ def html(study: Study) -> str:
 
 
 def _decision_row(record: DecisionRecord, why: Sequence[str]) -> tuple[str, str, str, str]:
-    return clock(record.time_s), str(record.before), str(record.decision.replicas), "\n".join(why)
+    reasons_text = "\n".join(why).replace("-> ", "→ ")  # a line can be broken within the former
+    return clock(record.time_s), str(record.before), str(record.decision.replicas), reasons_text
 
 
 def clock(time_s: float) -> str:
