@@ -14,6 +14,7 @@ UNKNOWN_S = 600.0
 """Until the first pod has started: a model of many GiB takes minutes to load."""
 SHORTEST_S, LONGEST_S = 10.0, 3600.0
 _USUAL_S = 60.0
+_BURST_S = 60.0
 _KEPT = 32
 
 _OF_ONE_POD = frozenset({"Killed", "EngineFailed", "OOMKilled"})
@@ -93,12 +94,15 @@ class StartupTimes:
 
     def overdue(self, pod: Replica) -> bool:
         """Whether a pod that is not ready takes longer than others did."""
-        return self._ages.get(pod.uid, 0.0) > self.patience_s
+        return self.age_s(pod) > self.patience_s
+
+    def age_s(self, pod: Replica) -> float:
+        return self._ages.get(pod.uid, 0.0)
 
     def lead_s(self, starting: Sequence[Replica]) -> float:
         """How long a replica takes until it serves: as long as others did, or as those that are still starting."""
         usual_s = _USUAL_S if self.p90_s is None else self.p90_s
-        return max(SHORTEST_S, usual_s, *(self._ages.get(pod.uid, 0.0) for pod in starting))
+        return max(SHORTEST_S, usual_s, *map(self.age_s, starting))
 
 
 def _p90(seconds: Iterable[float]) -> float | None:
@@ -120,6 +124,9 @@ class Supply:
     """Not ready, older than that, although a node has room for them."""
     lead_s: float = 60.0
     """How long a new replica takes until it serves."""
+    ahead_s: float = 0.0
+    """By how much sooner than a new one the starting replicas serve, together; at most `_BURST_S` are missing of each:
+    most bursts have ended by then, and with them the growth of the queue."""
     trouble: str | None = None
     """What keeps pods from starting, if it would keep more of them as well."""
 
@@ -128,18 +135,24 @@ class Supply:
         """The replicas that serve or will soon."""
         return max(0, self.replicas - self.overdue)
 
+    @property
+    def serves_s(self) -> float:
+        """Replicas times seconds until a new replica serves."""
+        return self.ready * self.lead_s + self.ahead_s
+
 
 def supply_of(deployment: Manifest | None, pods: Sequence[Replica], startup: StartupTimes) -> Supply:
     """Starting pods count for the time that one takes to start; those that no node has room for keep counting."""
     starting = [pod for pod in pods if not pod.ready and not pod.terminating]
     overdue = [pod for pod in starting if startup.overdue(pod) and not _unschedulable(pod)]
-    denied = pods_denied(deployment)
+    denied, lead_s = pods_denied(deployment), startup.lead_s(starting)
     return Supply(
         replicas=int((deployment or {}).get("spec", {}).get("replicas", 0)),
         ready=sum(pod.serves for pod in pods),
         starting=len(starting) - len(overdue),
         overdue=len(overdue),
-        lead_s=startup.lead_s(starting),
+        lead_s=lead_s,
+        ahead_s=sum(max(startup.age_s(pod), lead_s - _BURST_S) for pod in starting if pod not in overdue),
         trouble=denied.reason if denied else next((reason for pod in starting if (reason := _trouble(pod))), None),
     )
 

@@ -351,10 +351,13 @@ def asked(now: Load, forecast: Forecast, supply: Supply, changes: tuple[tuple[fl
     return optimise(analysis, now, supply, POLICY, History.start(NOW, 1, changes=changes), NOW, feasible=True).replicas
 
 
-@pytest.mark.parametrize(("starting", "expected"), [(0, 6), (2, 4)])
-def test_a_queue_asks_for_what_comes_until_new_replicas_serve(starting: int, expected: int) -> None:
-    """10 requests of 0.4 s wait beyond the queue's depth; 2.6 replicas' load comes, for a start of 30 s."""
-    supply = Supply(1 + starting, ready=1, starting=starting, lead_s=30)
+@pytest.mark.parametrize(("age_s", "expected"), [(0, 6), (10, 5), (20, 4)])
+def test_a_queue_asks_for_what_comes_until_new_replicas_serve(age_s: float, expected: int) -> None:
+    """10 requests of 0.4 s wait beyond the queue's depth; 2.6 replicas' load comes, for a start of 30 s.
+
+    Of the three replicas one serves, and two have been starting for so long.
+    """
+    supply = Supply(3, ready=1, starting=2, lead_s=30, ahead_s=2 * age_s)
 
     assert asked(load((8, 10 + POLICY.queue_depth)), FORECAST, supply) == expected
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from llmservice_operator.pods.pod import Pod
-from llmservice_operator.scaling.supply import LONGEST_S, SHORTEST_S, UNKNOWN_S, OverloadTimer, StartupTimes
+from llmservice_operator.scaling.supply import LONGEST_S, SHORTEST_S, UNKNOWN_S, OverloadTimer, StartupTimes, supply_of
 
 
 def started(pod_named: Callable[..., Pod], *times_s: float) -> list[Pod]:
@@ -67,6 +67,32 @@ def test_the_age_of_an_earlier_pod_is_that_of_its_timestamp(pod_named: Callable[
     times.observe([pod], 1061, 0)
 
     assert times.overdue(pod)
+
+
+@pytest.mark.parametrize(("startup_s", "serves_s"), [(60, 60 + 20), (600, 600 + 540 + 540)])
+def test_what_serves_until_a_new_pod_does_includes_what_is_starting(
+    startup_s: float, serves_s: float, pod_named: Callable[..., Pod]
+) -> None:
+    """One pod serves, one has been starting for 20 s, another for none; of each at most a minute is missing."""
+    ready = pod_named("ready", ready_since_s=900)
+    pods = [ready, *(pod_named(f"at-{created_s}", ready=False, created_s=created_s) for created_s in (980, 1000))]
+    times = StartupTimes(startup_s)
+    times.observe(pods, 1000, 0)
+
+    supply = supply_of({"spec": {"replicas": 3}}, pods, times)
+
+    assert (supply.lead_s, supply.starting) == (startup_s, 2)
+    assert supply.serves_s == serves_s
+
+
+def test_overdue_pods_are_not_counted_on(pod_named: Callable[..., Pod]) -> None:
+    pods = [pod_named("ready", ready_since_s=900), coming(pod_named, created_s=930)]
+    times = StartupTimes(60)
+    times.observe(pods, 1000, 0)
+
+    supply = supply_of({"spec": {"replicas": 2}}, pods, times)
+
+    assert (supply.overdue, supply.serves_s) == (1, 70)
 
 
 @pytest.mark.parametrize("jump_s", [110, 3600, -3600])
