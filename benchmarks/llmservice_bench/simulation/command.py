@@ -265,6 +265,8 @@ def _assumptions(args: argparse.Namespace, service: Service, config: FleetConfig
         f"Replica: {limits}; step times {source}.",
         f"Replicas: {bounds.min_replicas} to {bounds.max_replicas}, {config.initial} at first; a start takes {starts}.",
     ]
+    if args.initial is None:
+        sentences.append("If the trace begins in the midst of traffic: --initial N replicas at first, and --warmup 2m.")
     if args.warmup:
         sentences.append(f"Warm-up: the first {args.warmup:g} s of the traffic are simulated and not measured.")
     if service.sized.service.spec.engine.swap_space_gib:
