@@ -14,7 +14,9 @@ UNKNOWN_S = 600.0
 """Until the first pod has started: a model of many GiB takes minutes to load."""
 SHORTEST_S, LONGEST_S = 10.0, 3600.0
 _USUAL_S = 60.0
-_BURST_S = 60.0
+_GROWTH_S = 60.0
+"""For how long at most a queue is expected to grow while a replica starts: how long a burst lasts is not known, and
+after a start of ten minutes most replicas that were added for a longer one would be idle."""
 _KEPT = 32
 
 _OF_ONE_POD = frozenset({"Killed", "EngineFailed", "OOMKilled"})
@@ -125,8 +127,8 @@ class Supply:
     lead_s: float = 60.0
     """How long a new replica takes until it serves."""
     ahead_s: float = 0.0
-    """By how much sooner than a new one the starting replicas serve, together; at most `_BURST_S` are missing of each:
-    most bursts have ended by then, and with them the growth of the queue."""
+    """By how much sooner than a new one the starting replicas serve, together. Each counts as one that serves in
+    `_GROWTH_S` at the latest."""
     trouble: str | None = None
     """What keeps pods from starting, if it would keep more of them as well."""
 
@@ -152,7 +154,7 @@ def supply_of(deployment: Manifest | None, pods: Sequence[Replica], startup: Sta
         starting=len(starting) - len(overdue),
         overdue=len(overdue),
         lead_s=lead_s,
-        ahead_s=sum(max(startup.age_s(pod), lead_s - _BURST_S) for pod in starting if pod not in overdue),
+        ahead_s=sum(max(startup.age_s(pod), lead_s - _GROWTH_S) for pod in starting if pod not in overdue),
         trouble=denied.reason if denied else next((reason for pod in starting if (reason := _trouble(pod))), None),
     )
 
