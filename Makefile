@@ -122,7 +122,7 @@ bench-autoscaling: setup ## every autoscaling policy in simulated time, then doc
 	$(BIN)/python benchmarks/autoscaling.py $(if $(AZURE),--azure $(AZURE)) $(if $(FULL),--full) $(if $(AGAIN),--again)
 	$(BIN)/python benchmarks/report.py
 
-bench-reality: setup ## the simulator against a cluster with timed models, and against one server (35 minutes), then docs/benchmarks.md
+bench-reality: setup ## the simulator against a cluster with timed models, and against one server (36 minutes), then docs/benchmarks.md
 	$(BIN)/python benchmarks/run.py reality
 
 bench-gpu: setup ## what needs a CUDA GPU: kernels, steps, throughput, memory (within 9 minutes; benchmarks/gpu.py --rehearse needs none)
