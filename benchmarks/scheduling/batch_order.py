@@ -36,7 +36,7 @@ END = TOKEN + 1
 LOAD = 0.95
 REQUESTS = 4000
 GROUP_SIZES = (1, 100)
-SEEDS = (0, 1)
+SEEDS = range(8)
 
 
 @dataclass(slots=True)

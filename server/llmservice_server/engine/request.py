@@ -25,6 +25,7 @@ LANES: tuple[str, ...] = get_args(LaneName)  # in the order in which they are se
 MAX_LOGPROBS = 20  # top tokens returned with each token, as at OpenAI
 _PLACE = attrgetter("place")
 _MEMORY = 300  # requests; older ones count ever less
+_ANSWER_WORK = 8  # of a token of an answer: it takes a step of its own; those of a prompt share one
 
 
 class Grammar(Protocol):
@@ -259,7 +260,7 @@ class LaneConfig:
 
     share: float = 0.0  # of sequences and tokens, reserved for the lane whatever the load of the others
     order: QueueOrder = "fcfs"
-    patience: float = 1.4  # of the longest requests under sjf, as a multiple of the work before them
+    patience: float = 1.5  # of the longest requests under sjf, as a multiple of the work before them
 
 
 @dataclass(slots=True)
@@ -326,13 +327,13 @@ class Lane:
         Under sjf it is due when its client has begun so much work from now on: the work that waits before it, times the
         square of its own as a multiple of the usual, at most `patience`. The earliest due is served first. Requests
         that come when all of that has begun are due later, so none of them goes before it. Work is counted in tokens:
-        those of the prompt that are not cached, and those predicted of the answer.
+        those of the prompt that are not cached, and those predicted of the answer, times `_ANSWER_WORK`.
         """
         _, priority, order = request.priority
         client = self._client(request)
         due = 0.0
         if self.config.order == "sjf":
-            request.work = request.num_prompt_tokens - num_cached_tokens + request.predicted_tokens
+            request.work = request.num_prompt_tokens - num_cached_tokens + _ANSWER_WORK * request.predicted_tokens
             self._num_usual = min(self._num_usual + 1, _MEMORY)
             self._usual_work += (request.work - self._usual_work) / self._num_usual
             share = min(self.config.patience, (request.work / self._usual_work) ** 2)

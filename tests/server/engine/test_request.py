@@ -124,7 +124,7 @@ def test_sjf_serves_those_predicted_to_be_shortest_first_and_equals_in_order_of_
         request_of(0, 10, 90),
         request_of(1, 10, 900, predicted_tokens=500),
         request_of(2, 10, 90, predicted_tokens=20),
-        request_of(3, 20, 90, predicted_tokens=10),
+        request_of(3, 90, 90, predicted_tokens=10),
     )
     assert list(lane_of(first, long, short, equal, order="sjf").in_order()) == [first, short, equal, long]
 
