@@ -73,6 +73,7 @@ IDLE_S = 30.0
 SERVER_SEQS, SERVER_RATE, SERVER_SCALE = 32, 2.0, 0.25
 """Of the real server: sequences, requests per second, and a factor of the trace's lengths."""
 SERVER_RUNS, SERVER_S, SERVER_CALIBRATIONS = 5, 60.0, 3
+"""Of the real server: turns, seconds of load in each, and calibrations before each at most."""
 PROFILE = (
     (60.0, 2.0),
     (30.0, 3.0),
@@ -450,7 +451,7 @@ async def calibrate(url: str, file: Path) -> int:
         with suppress(CommandError):
             await run_command("calibrate", "--url", url, "--model", NAME, "-o", str(file))
             return repeated
-    raise CommandError(f"{SERVER_CALIBRATIONS} calibrations had too high an error: is the machine busy?", status=1)
+    raise CommandError(f"none of {SERVER_CALIBRATIONS} calibrations succeeded: what they printed says why", status=1)
 
 
 async def measure_server(folder: Path, *, quick: bool) -> Measured:

@@ -39,12 +39,12 @@ class Benchmark:
 
 BENCHMARKS = (
     Benchmark("compare", "Compared with other engines", 8),
-    Benchmark("strategies", "Static, dynamic and continuous batching", 5),
+    Benchmark("strategies", "Static, dynamic and continuous batching", 5.4),
     Benchmark("roofline", "Roofline of this machine", 1.5),
     Benchmark("serve", "Throughput and latency over HTTP", 2),
     Benchmark("micro", "Components around the model", 3),
     Benchmark("gateway", "The gateway", 6, in_make_bench=False),
-    Benchmark("reality", "The simulator against reality", 12, in_make_bench=False),
+    Benchmark("reality", "The simulator against reality", 36, in_make_bench=False),
     Benchmark("operator_scale", "The operator with 1,000 services", 8, in_make_bench=False),
     Benchmark("autoscaling", "Autoscaling policies", 15, in_make_bench=False),
     Benchmark("gpu", "On a GPU", 9, in_make_bench=False),

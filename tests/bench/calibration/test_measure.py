@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import aiohttp
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmservice_bench.calibration.measure import Limits, measure, phases
-from llmservice_bench.client import Target
+from llmservice_bench.calibration.measure import Driver, Limits, Phase, measure, phases
+from llmservice_bench.client import Target, WordRate
 from llmservice_bench.models import MODEL, serving
 
 
@@ -31,6 +32,22 @@ def test_batches_contexts_prompts_and_both_at_once_are_measured(max_num_seqs: in
     assert {1, max_num_seqs} <= decode
     assert len(contexts) >= 3
     assert any(phase.num_seqs and phase.joining_tokens for phase in planned)
+
+
+async def test_a_phase_that_would_take_more_than_a_fifth_of_the_time_is_skipped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def measure_at_once(driver: Driver, phase: Phase) -> None:
+        driver.prompt_s[1000] = 1.0
+
+    monkeypatch.setattr(Driver, "_measure", measure_at_once)
+    short, long = Phase(0, 0, 512), Phase(4, 512)  # half a second and two, of five
+    async with aiohttp.ClientSession() as session:
+        limits, rate, rng = Limits(8, 2048, 2048), WordRate(0.0, 1.0), np.random.default_rng(0)
+        driver = Driver(session, Target("http://none", "none"), rate, limits, rng, None, lambda phase: None)
+        measured = await driver.run([long, short], 5.0)
+    assert measured.skipped == [long]
+    assert measured.done == [short]
 
 
 @pytest.mark.slow
