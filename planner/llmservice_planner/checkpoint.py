@@ -136,7 +136,8 @@ _IN_LAYER = re.compile(r"\.\d+\.")
 _LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
 _OF_LATENTS = re.compile(r"\.kv_b_proj$")
 """Makes keys and values of latents; the server holds it in the dtype."""
-_EXPERT = re.compile(r"(^|\.)experts\.\d+(\.|$)")
+_EXPERT = re.compile(r".*\blayers\.(\d+)\.(?:.*\.)?experts\.(\d+)\.(\w+)")
+_PARTS_OF_EXPERT = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 LANGUAGE_MODEL = re.compile(r"(model\.)?(language|text)_model\.")
 """Begins the names of a model's text part, where it has others for images or sound."""
 _IMAGES = re.compile(r"visual\.")
@@ -158,7 +159,7 @@ class WeightCounts:
     """In other matrices, which the server quantises at load where it is told to (int8)."""
     plain_outputs: int = 0
     other_parameters: int = 0
-    """In embeddings, norms, biases and experts, which are held in the dtype."""
+    """In embeddings, norms and biases, which are held in the dtype."""
 
     @classmethod
     def of(
@@ -170,28 +171,26 @@ class WeightCounts:
             if tied and _HEAD.search(module):
                 continue
             suffix = next((each for each in _VALUES if each in parts), None)
-            counts["other_parameters"] += _elements(part for each, part in parts.items() if each not in SUFFIXES)
-            if suffix is None:
-                continue
-            values = parts[suffix]
-            form = None
-            if quantization is not None and (is_quantized(parts) or values.dtype not in _FLOAT_BYTES):
-                form = quantization.format_of(module)
-            if form is not None and len(values.shape) == 2:
-                outputs, inputs = form.shape_of(suffix, (values.shape[0], values.shape[1]))
-                is_renamed = _EXPERT.search(module) or LANGUAGE_MODEL.match(module)
-                if is_renamed or _OF_LATENTS.search(module):
-                    counts["other_parameters"] += outputs * inputs
-                    continue
-                scale = next((parts[each].dtype for each in _SCALES if each in parts), "F16")
-                counts["quantized_parameters"] += outputs * inputs
-                counts["quantized_outputs"] += outputs
-                counts["stored_bytes"] += form.stored_bytes(outputs, inputs, _FLOAT_BYTES.get(scale, 2))
-            elif len(values.shape) == 2 and is_linear(module, values.shape[0]):
-                counts["plain_parameters"] += values.elements
-                counts["plain_outputs"] += values.shape[0]
-            else:
-                counts["other_parameters"] += values.elements
+            dense = {each: part for each, part in parts.items() if each not in SUFFIXES and _is_loaded(part)}
+            if suffix is not None:
+                values, form = parts[suffix], None
+                if quantization is not None and (is_quantized(parts) or values.dtype not in _FLOAT_BYTES):
+                    form = quantization.format_of(module)
+                if form is None or len(values.shape) != 2:
+                    dense[suffix] = values
+                else:
+                    outputs, inputs = form.shape_of(suffix, (values.shape[0], values.shape[1]))
+                    if _OF_LATENTS.search(module):
+                        counts["other_parameters"] += outputs * inputs
+                        continue
+                    scale = next((parts[each].dtype for each in _SCALES if each in parts), "F16")
+                    counts["quantized_parameters"] += outputs * inputs
+                    counts["quantized_outputs"] += outputs
+                    counts["stored_bytes"] += form.stored_bytes(outputs, inputs, _FLOAT_BYTES.get(scale, 2))
+            for each, part in dense.items():
+                outputs = _outputs(module, part, is_weight=each == suffix)
+                counts["plain_outputs"] += outputs
+                counts["plain_parameters" if outputs else "other_parameters"] += part.elements
         return cls(**counts)
 
     def held_bytes(
@@ -229,14 +228,36 @@ def _modules(tensors: Mapping[str, StoredTensor], layers: int) -> Iterator[tuple
             yield module, parts
 
 
-def _elements(tensors: Iterable[StoredTensor]) -> int:
-    return sum(
-        tensor.elements for tensor in tensors if tensor.dtype in _FLOAT_BYTES and len(tensor.shape) < _MASK_DIMENSIONS
-    )
+def _is_loaded(tensor: StoredTensor) -> bool:
+    return tensor.dtype in _FLOAT_BYTES and len(tensor.shape) < _MASK_DIMENSIONS
+
+
+def _outputs(module: str, tensor: StoredTensor, *, is_weight: bool) -> int:
+    """Of what `int8` quantises: a matrix, or those of all experts in one tensor; 0: it is something else."""
+    match tensor.shape:
+        case (experts, outputs, _) if _IN_LAYER.search(module):
+            return experts * outputs
+        case (outputs, _) if is_weight and is_linear(module, outputs):
+            return outputs
+        case _:
+            return 0
 
 
 def is_linear(module: str, outputs: int) -> bool:
     """Whether `int8` quantises a matrix of transformers' code; embeddings are outside the layers."""
     if _HEAD.search(module):
         return outputs % INT8_COLUMNS == 0
-    return bool(_IN_LAYER.search(module)) and not any(each.search(module) for each in (_EXPERT, _ROUTER, _OF_LATENTS))
+    return bool(_IN_LAYER.search(module)) and not any(each.search(module) for each in (_ROUTER, _OF_LATENTS))
+
+
+def place_of(module: str) -> str:
+    """The same for a checkpoint's matrix and for its part of transformers' model.
+
+    Names of a language model beside other parts begin with its own, and experts are named by family.
+    """
+    prefix = LANGUAGE_MODEL.match(module)
+    name = module[prefix.end() if prefix else 0 :].removeprefix("model.")
+    if (expert := _EXPERT.fullmatch(name)) is None:
+        return name
+    layer, number, part = expert.groups()
+    return f"layers.{layer}.experts.{number}.{_PARTS_OF_EXPERT.get(part, part)}"

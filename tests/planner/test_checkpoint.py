@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from llmservice_planner.checkpoint import StoredTensor, WeightCounts, has_head, weights_bytes
+from llmservice_planner.checkpoint import StoredTensor, WeightCounts, has_head, place_of, weights_bytes
 from llmservice_planner.model_config import ShapeError
 from llmservice_planner.quantization import QuantizationConfig
 from llmservice_planner.shape import ModelShape
@@ -134,8 +134,6 @@ def test_packed_matrices_are_counted_by_the_numbers_in_them() -> None:
 @pytest.mark.parametrize(
     ("others", "expected"),
     [
-        pytest.param(_awq("model.layers.0.mlp.experts.3.w1", 128, 256), 128 * 256, id="an expert is held dense"),
-        pytest.param({"model.layers.0.mlp.experts.gate_up": (4, 64, 256)}, 4 * 64 * 256, id="experts in one"),
         pytest.param({"model.layers.0.mlp.gate.weight": (4, 256)}, 4 * 256, id="a router is never quantised"),
         pytest.param(_awq("model.layers.2.mlp.up_proj", 384, 256), 0, id="a layer for further tokens"),
         pytest.param({"h.0.attn.bias": (1, 1, 64, 64)}, 0, id="a mask is not loaded"),
@@ -146,6 +144,37 @@ def test_what_is_held_in_the_dtype(others: dict[str, tuple[int, ...]], expected:
     counts, without = _counts(others), _counts()
     assert counts.other_parameters - without.other_parameters == expected
     assert counts.quantized_parameters == 0
+
+
+def test_experts_are_matrices_each_or_all_in_one_tensor() -> None:
+    without = _counts()
+    packed = _counts(_awq("model.layers.0.mlp.experts.3.w1", 128, 256))
+    assert packed.quantized_parameters == 128 * 256
+    assert packed.other_parameters == without.other_parameters
+    for name in ("experts.gate_up_proj", "input_linear.weight"):
+        stacked = _counts({f"model.layers.0.mlp.{name}": (4, 64, 256)})
+        assert stacked.plain_parameters - without.plain_parameters == 4 * 64 * 256
+        assert stacked.plain_outputs - without.plain_outputs == 4 * 64
+
+
+@pytest.mark.parametrize(
+    ("in_checkpoint", "in_model"),
+    [
+        ("model.layers.3.block_sparse_moe.experts.17.w1", "model.layers.3.mlp.experts.17.gate_proj"),
+        ("model.layers.3.mlp.experts.17.down_proj", "model.layers.3.mlp.experts.17.down_proj"),
+        ("model.language_model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.q_proj"),
+        ("language_model.model.layers.0.mlp.experts.1.up_proj", "model.layers.0.mlp.experts.1.up_proj"),
+        ("language_model.lm_head", "lm_head"),
+    ],
+)
+def test_a_matrix_has_one_place_whatever_a_checkpoint_names_it(in_checkpoint: str, in_model: str) -> None:
+    assert place_of(in_checkpoint) == place_of(in_model)
+
+
+def test_a_shared_expert_and_images_have_places_of_their_own() -> None:
+    names = ("mlp.experts.0.up_proj", "mlp.experts.1.up_proj", "mlp.shared_experts.up_proj", "mlp.up_proj")
+    places = {place_of(f"model.layers.0.{name}") for name in names}
+    assert len(places | {place_of("model.visual.layers.0.mlp.up_proj")}) == 5
 
 
 def test_of_a_tied_head_there_is_nothing_to_load() -> None:

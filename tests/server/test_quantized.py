@@ -25,6 +25,7 @@ from llmservice_planner.sizing import SizingRequest, plan
 from llmservice_server.backend.base import Linear, linears_of
 from llmservice_server.backend.cache_shape import KVCacheShape
 from llmservice_server.backend.choice import choose_backend
+from llmservice_server.backend.cpu.int4 import Int4Linear
 from llmservice_server.backend.cpu.int8 import Int8Linear
 from llmservice_server.backend.cpu.linear import HAS_QUAD_PRODUCT
 from llmservice_server.backend.quantized import QuantizedWeight, fuse
@@ -380,7 +381,8 @@ def test_a_plain_checkpoint_is_quantised_at_load(tmp_path: Path, dtype: torch.dt
     assert model.weight_bytes == pytest.approx(predicted, rel=0.01)
 
 
-def test_experts_of_transformers_models_are_dequantised(tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantization", ["auto", "stored", "dense"])
+def test_experts_of_transformers_models_stay_quantised(tmp_path: Path, quantization: Quantization) -> None:
     """Their checkpoints have a matrix for each expert, which transformers puts into one tensor."""
     settings = {key: CONFIG[key] for key in CONFIG if key not in ("architectures", "model_type", "dtype")}
     settings |= {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128}
@@ -391,8 +393,11 @@ def test_experts_of_transformers_models_are_dequantised(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "made" / "model.safetensors")
     assert tensors["model.layers.1.mlp.experts.3.down_proj.weight"].shape == (256, 128)
     both = write_both(tmp_path, FORMATS["gptq"], tensors, **config)
-    ours, expected = (loaded(folder, "auto", code="transformers") for folder in both)
+    ours, expected = (loaded(folder, quantization, code="transformers") for folder in both)
     assert relative_error(logits(ours), logits(expected)) < 1e-3
+    experts = [linear for mixture in ours.mixtures() for linear in mixture.experts.gate_up]
+    assert len(experts) == 2 * 4
+    assert all(isinstance(linear, Int4Linear) == (quantization != "dense") for linear in experts)
 
 
 @needs_vnni
@@ -482,6 +487,8 @@ def write_family(folder: Path, family: str, form: Format | None) -> Path:
 
 
 DENSE, MIXTURE, TIED = "olmo2, norms after the layers", "glm4-moe", "cohere, parallel layers"
+IN_ONE = "granite-moe"
+"""Its checkpoints have all experts in one tensor."""
 TRANSPOSED = "gpt2, learned positions and transposed matrices"
 BY_LAYER, LATENTS = "gemma4, larger heads in layers without a window", "deepseek-v3, latent attention"
 
@@ -492,7 +499,7 @@ BY_LAYER, LATENTS = "gemma4, larger heads in layers without a window", "deepseek
         *((family, name, "stored") for family in (DENSE, MIXTURE) for name in FORMATS),
         *((family, "gptq, with zeros", "stored") for family in OTHERS if family not in (DENSE, MIXTURE)),
         *((family, "gptq", each) for family in (DENSE, MIXTURE) for each in QUANTIZATIONS if each != "stored"),
-        *((family, None, "int8") for family in (DENSE, MIXTURE, TIED, TRANSPOSED, BY_LAYER, LATENTS)),
+        *((family, None, "int8") for family in (DENSE, MIXTURE, IN_ONE, TIED, TRANSPOSED, BY_LAYER, LATENTS)),
     ],
 )
 def test_the_planner_predicts_the_weights_of_transformers_models(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, Protocol, TypeGuard, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, TypeGuard, runtime_checkable
 
 import torch
 
@@ -14,6 +14,9 @@ from llmservice_server.backend.quantized import QuantizedWeight
 from llmservice_server.backend.sampling_batch import PenalizedRows, SamplingBatch
 from llmservice_server.backend.step_input import StepInput
 from llmservice_server.types.messages import Fallback
+
+if TYPE_CHECKING:
+    from llmservice_server.backend.experts import Mixture
 
 
 class Attend(Protocol):
@@ -247,6 +250,9 @@ class Model(Protocol):
 
     def map_linears(self, convert: Callable[[Linear], Linear]) -> None:
         """Replace every matrix, one after the other, so that only one is held twice."""
+
+    def mixtures(self) -> Iterator[Mixture]:
+        """Of the layers that have experts."""
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """The states `[num_tokens, hidden_size]` that `logits` and `norm_states` take; may be overwritten by them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -55,6 +56,12 @@ class Experts:
     @property
     def nbytes(self) -> int:
         return sum(linear.nbytes for linear in (*self.gate_up, *self.down))
+
+
+class Mixture(Protocol):
+    """What holds a layer's experts, which a backend may replace."""
+
+    experts: Experts
 
 
 @dataclass(slots=True)

@@ -17,6 +17,7 @@ from llmservice_server.backend.base import (
     linears_of,
     rotates,
 )
+from llmservice_server.backend.experts import ExpertsMlp, Mixture
 from llmservice_server.backend.torch.layer_ops import TorchLayerOps, TorchLinear
 from llmservice_server.models.config import ModelConfig
 from llmservice_server.models.rope import RopeConfig, RotaryEmbedding, rotate
@@ -152,6 +153,9 @@ class DecoderModel:
             layer.attention.map_linears(convert)
             layer.mlp.map_linears(convert)
         self.lm_head = convert(self.lm_head)
+
+    def mixtures(self) -> Iterator[Mixture]:
+        return (layer.mlp for layer in self.layers if isinstance(layer.mlp, ExpertsMlp))
 
     def linears(self) -> Iterator[Linear]:
         """Every matrix that all tokens are multiplied with, the head last."""

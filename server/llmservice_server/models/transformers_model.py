@@ -28,8 +28,9 @@ from transformers.utils import logging as transformers_logging
 
 from llmservice_planner.checkpoint import LANGUAGE_MODEL
 from llmservice_planner.quantization import QuantizationConfig
-from llmservice_server.backend.base import Attend, LayerOps, Linear
+from llmservice_server.backend.base import Activation, Attend, LayerOps, Linear
 from llmservice_server.backend.cache_shape import Heads
+from llmservice_server.backend.experts import Experts, Mixture
 from llmservice_server.backend.torch.layer_ops import TorchLayerOps, TorchLinear
 from llmservice_server.models.config import SERVED, quantization_of
 from llmservice_server.types.errors import ModelLoadError
@@ -54,8 +55,14 @@ _TEXT_PARTS = {
 _WITHOUT_IMAGES = {"glm4v_text": "glm4", "glm4v_moe_text": "glm4_moe"}
 """Kinds of language models that are another one for text alone, where a token's three positions are equal."""
 
-LinearOf = Callable[[str, torch.Tensor, torch.Tensor | None], Linear]
-"""Makes a matrix of its module's name in the checkpoint, and its dense weight and bias."""
+QuantizedOf = Callable[[Sequence[str], torch.Tensor, torch.Tensor | None], Linear | None]
+"""Makes a quantised matrix of the names of the modules that it is fused of, and its dense weight and bias.
+
+None: it stays dense.
+"""
+_GATES: tuple[Activation, ...] = ("silu", "gelu_tanh")
+_GATE_PROBE = torch.linspace(-20.0, 20.0, 64)
+"""Beyond the bounds of gates that have some."""
 
 _attend: ContextVar[Attend | list[_Call]] = ContextVar("attend")
 """Of the forward pass that this thread computes; while a model is examined, the calls of its layers."""
@@ -438,6 +445,21 @@ class _Product(torch.nn.Module):
         return self.linear(hidden.reshape(-1, hidden.shape[-1])).view(*hidden.shape[:-1], -1)
 
 
+class _Mixture(torch.nn.Module):
+    """`Experts` of ours in the place of those of transformers."""
+
+    def __init__(self, experts: Experts, ops_of: Callable[[], LayerOps]) -> None:
+        super().__init__()
+        self.experts = experts
+        self._ops_of = ops_of
+
+    def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """hidden: `[..., hidden_size]`. chosen and weights: of each token, `[num_tokens, top_k]`."""
+        rows = hidden.reshape(-1, hidden.shape[-1]).contiguous()
+        ops = self._ops_of()
+        return self.experts(rows, chosen.contiguous(), weights.float().contiguous(), ops).view_as(hidden)
+
+
 class _Given(torch.nn.Module):
     """In the place of the decoder when only the head is to be computed: returns the states that are set."""
 
@@ -464,25 +486,32 @@ class TransformersModel:
     """Implements `Model`."""
 
     def __init__(
-        self, model: Any, config: TransformersConfig, dtype: torch.dtype, device: torch.device, linear_of: LinearOf
+        self,
+        model: Any,
+        config: TransformersConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        quantized_of: QuantizedOf,
     ) -> None:
         self.config = config
         self.dtype = dtype
         self.device = device
         self.ops: LayerOps = TorchLayerOps()
-        self._decoder = model.base_model
         _pass_latents(model)
-        _drop_masks(self._decoder)
+        _drop_masks(model)
         head = model.get_output_embeddings()
+        parts = _Parts(model, lambda: self.ops)
+        parts.replace(quantized_of)  # before the others are moved, so that the device never holds these dense
+        model.to(device)
+        parts.replace(lambda _, weight, bias: TorchLinear(weight, bias))
+        last = parts.products.pop(id(head), None)
+        self._products = [*parts.products.values(), *([] if last is None else [last])]
+        self._mixtures = parts.mixtures
+        self._decoder = model.base_model
+        self.modules = self._modules(model.base_model_prefix)
         self._given = _Given()
         setattr(model, model.base_model_prefix, self._given)
         self._head_only = model
-        products: dict[int, _Product] = {}
-        for owner, prefix in ((self._decoder, f"{model.base_model_prefix}."), (model, "")):
-            products |= _replace_linears(owner, prefix, linear_of)
-        last = products.pop(id(head), None)
-        self._products = [*products.values(), *([] if last is None else [last])]
-        self.modules = self._modules(model.base_model_prefix)
 
     @classmethod
     def load(
@@ -491,7 +520,7 @@ class TransformersModel:
         config: TransformersConfig,
         dtype: torch.dtype,
         device: torch.device,
-        linear_of: LinearOf = lambda _, weight, bias: TorchLinear(weight, bias),
+        quantized_of: QuantizedOf = lambda *_: None,
         tensors: dict[str, torch.Tensor] | None = None,
     ) -> TransformersModel:
         """`tensors`: those of the checkpoint; None: they are read from its files.
@@ -520,7 +549,7 @@ class TransformersModel:
         except Exception as error:  # transformers raises what its parts raise
             raise ModelLoadError(f"{folder}: transformers cannot load the weights: {_line(error)}") from error
         _refuse_incomplete(found, folder, config, is_part=text is not whole)
-        return cls(model.eval().requires_grad_(requires_grad=False).to(device), config, dtype, device, linear_of)
+        return cls(model.eval().requires_grad_(requires_grad=False), config, dtype, device, quantized_of)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """The states after the last norm; otherwise as `Model.forward`."""
@@ -551,15 +580,24 @@ class TransformersModel:
     def linears(self) -> Iterator[Linear]:
         return (product.linear for product in self._products)
 
+    def mixtures(self) -> Iterator[Mixture]:
+        return iter(self._mixtures)
+
     def _modules(self, prefix: str) -> list[dict[str, int]]:
         names = {id(module): f"{prefix}.{name}" for name, module in self._decoder.named_modules()}
         return [
-            {names[id(product)]: product.weight.shape[0]} if id(product) in names else {} for product in self._products
+            *(
+                {names[id(product)]: product.weight.shape[0]} if id(product) in names else {}
+                for product in self._products
+            ),
+            *({} for mixture in self._mixtures for _ in (*mixture.experts.gate_up, *mixture.experts.down)),
         ]
 
     def map_linears(self, convert: Callable[[Linear], Linear]) -> None:
         for product in self._products:
             product.linear = convert(product.linear)
+        for mixture in self._mixtures:
+            mixture.experts.map_linears(convert)
 
     @property
     def weight_bytes(self) -> int:
@@ -569,27 +607,72 @@ class TransformersModel:
             id(each): each.nbytes for module in modules for each in (*module.parameters(), *module.buffers())
         }
         ours: int = sum(linear.nbytes for linear in self.linears() if id(linear.weight) not in tensors)
-        return sum(tensors.values()) + ours
+        return sum(tensors.values()) + ours + sum(mixture.experts.nbytes for mixture in self._mixtures)
 
 
-def _replace_linears(owner: torch.nn.Module, prefix: str, linear_of: LinearOf) -> dict[int, _Product]:
-    """By the id of what each product is in the place of."""
-    products: dict[int, _Product] = {}
-    for path, parent in list(owner.named_modules()):
-        for name, child in list(parent.named_children()):
-            weight: torch.Tensor
-            bias: torch.Tensor | None
-            if _is_latent(parent) and child is parent.kv_b_proj:
-                continue  # it is multiplied with queries and sums, head by head
-            if type(child) is torch.nn.Linear:
-                weight, bias = child.weight, child.bias
-            elif isinstance(child, Conv1D):
-                weight, bias = child.weight.data.t().contiguous(), child.bias.data
-            else:
-                continue
-            product = products[id(child)] = _Product(linear_of(f"{prefix}{path}{path and '.'}{name}", weight, bias))
-            setattr(parent, name, product)
-    return products
+class _Parts:
+    """A model's matrices and mixtures that are replaced by ours, by the ids of what they are in the place of."""
+
+    def __init__(self, model: torch.nn.Module, ops_of: Callable[[], LayerOps]) -> None:
+        self.products: dict[int, _Product] = {}
+        self.mixtures: list[_Mixture] = []
+        self._model, self._ops_of = model, ops_of
+
+    def replace(self, linear_of: QuantizedOf) -> None:
+        """Those that `linear_of` makes a matrix of."""
+        for path, parent in list(self._model.named_modules()):
+            for name, child in list(parent.named_children()):
+                if _is_latent(parent) and child is parent.kv_b_proj:
+                    continue  # it is multiplied with queries and sums, head by head
+                module = f"{path}{path and '.'}{name}"
+                if (activation := _gate_of(child)) is not None:
+                    if (experts := _experts_of(child, module, activation, linear_of)) is not None:
+                        self.mixtures.append(_Mixture(experts, self._ops_of))
+                        setattr(parent, name, self.mixtures[-1])
+                elif (matrix := _matrix_of(child)) is not None and (linear := linear_of([module], *matrix)) is not None:
+                    self.products[id(child)] = product = _Product(linear)
+                    setattr(parent, name, product)
+
+
+def _matrix_of(module: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """The weight `[out, in]` and the bias of a linear layer."""
+    if type(module) is torch.nn.Linear:
+        return module.weight, module.bias
+    if isinstance(module, Conv1D):
+        return module.weight.data.t().contiguous(), module.bias.data
+    return None
+
+
+def _gate_of(module: Any) -> Activation | None:
+    """Of experts with the layout of ours; None: it is something else, or its gate is none of ours.
+
+    transformers has all experts in one tensor, and attributes that describe it.
+    """
+    kind = tuple(getattr(module, name, None) for name in ("has_gate", "is_concatenated", "is_transposed"))
+    if kind != (True, True, False) or getattr(module, "has_post_expert_norm", False):
+        return None
+    for activation in _GATES:
+        expected = TorchLayerOps().gated(_GATE_PROBE[None].clone(), activation)
+        if torch.allclose(module._apply_gate(_GATE_PROBE[None]), expected):
+            return activation
+    return None
+
+
+def _experts_of(module: Any, name: str, activation: Activation, linear_of: QuantizedOf) -> Experts | None:
+    def matrices(stack: str, parts: Sequence[str]) -> list[Linear] | None:
+        weights, biases = getattr(module, stack).data, getattr(module, f"{stack}_bias") if module.has_bias else None
+        found: list[Linear] = []
+        for expert, weight in enumerate(weights):
+            named = [f"{name}.{expert}.{part}" for part in parts]
+            linear = linear_of(named, weight, None if biases is None else biases[expert])
+            if linear is None:
+                return None
+            found.append(linear)
+        return found
+
+    gate_up = matrices("gate_up_proj", ("gate_proj", "up_proj"))
+    down = None if gate_up is None else matrices("down_proj", ("down_proj",))
+    return None if gate_up is None or down is None else Experts(gate_up, down, activation)
 
 
 def _drop_masks(decoder: torch.nn.Module) -> None:

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from llmservice_planner.checkpoint import LANGUAGE_MODEL, WeightCounts, has_head, is_linear, read_tensors
+from llmservice_planner.checkpoint import (
+    LANGUAGE_MODEL,
+    WeightCounts,
+    has_head,
+    is_linear,
+    place_of,
+    read_tensors,
+)
 from llmservice_planner.quantization import SUFFIXES, Quantization, QuantizationConfig, WeightFormat, is_quantized
 from llmservice_planner.shape import ModelShape, ShapeError
 from llmservice_server.backend.base import Linear, Model
@@ -140,15 +147,19 @@ class Checkpoint:
             tensors = self._module(name, shards)
             form = self._format(config.quantization, name, tensors)
             weights[name] = read(form, name, tensors, shape_of(form, name, tensors))
+        by_place = {place_of(name): weight for name, weight in weights.items()}
 
-        def linear_of(name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-            if name not in weights and (quantization != "int8" or not is_linear(name, len(weight))):
-                return TorchLinear(weight, bias)
-            linear = quantized_linear([weights.get(name, weight)], bias, dtype, device, quantization, keeps)
-            return TorchLinear(weight, bias) if isinstance(linear, TorchLinear) else linear
+        def quantized_of(names: Sequence[str], weight: torch.Tensor, bias: torch.Tensor | None) -> Linear | None:
+            stored = [by_place[place] for place in map(place_of, names) if place in by_place]
+            is_stored = len(stored) == len(names)
+            if not is_stored and (quantization != "int8" or not is_linear(names[0], len(weight))):
+                return None
+            bias = None if bias is None else bias.to(device)
+            linear = quantized_linear(stored if is_stored else [weight], bias, dtype, device, quantization, keeps)
+            return None if isinstance(linear, TorchLinear) else linear
 
         dense = self._dense(weights, dtype) if weights else None
-        return TransformersModel.load(self.folder, config, dtype, device, linear_of, dense)
+        return TransformersModel.load(self.folder, config, dtype, device, quantized_of, dense)
 
     def _dense(self, weights: Mapping[str, QuantizedWeight], dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """All tensors of the checkpoint, the quantised `weights` dequantised."""

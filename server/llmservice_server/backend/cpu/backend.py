@@ -14,7 +14,6 @@ from llmservice_server.backend.cpu.decode import CpuDecode, can_decode
 from llmservice_server.backend.cpu.experts import CpuExperts
 from llmservice_server.backend.cpu.layer_ops import CpuLayerOps
 from llmservice_server.backend.cpu.linear import HAS_TILES, KERNEL_ROWS, OwnPackedLinear, PackedLinear, pack
-from llmservice_server.backend.experts import ExpertsMlp
 from llmservice_server.backend.grouped import by_group
 from llmservice_server.backend.quantized import QuantizedLinear, QuantizedWeight
 from llmservice_server.backend.sampling_batch import PenalizedRows, SamplingBatch
@@ -46,9 +45,8 @@ class CpuBackend(TorchBackend):
         for linear in model.linears():
             if isinstance(linear, PackedLinear):
                 linear.use_kernel()
-        for layer in model.layers if isinstance(model, Decoder) else ():
-            if isinstance(layer.mlp, ExpertsMlp):
-                layer.mlp.experts = CpuExperts.of(layer.mlp.experts, model.dtype) or layer.mlp.experts
+        for mixture in model.mixtures():
+            mixture.experts = CpuExperts.of(mixture.experts, model.dtype) or mixture.experts
 
     def attention(self, num_blocks: int) -> Attention:
         return by_group(self.shape, lambda shape: CpuAttention(shape, num_blocks, tiled=self.worth_compiling))

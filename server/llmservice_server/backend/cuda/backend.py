@@ -20,7 +20,7 @@ from llmservice_server.backend.cuda.kernels.sampling import invert as invert_ker
 from llmservice_server.backend.cuda.kernels.sampling import top_k_top_p as top_k_top_p_kernel
 from llmservice_server.backend.cuda.linear import MOST_ROWS, CudaQuantizedLinear
 from llmservice_server.backend.cuda.varlen import Varlen, by_torch
-from llmservice_server.backend.experts import Experts, ExpertsMlp
+from llmservice_server.backend.experts import Experts
 from llmservice_server.backend.grouped import GroupedAttention, by_group
 from llmservice_server.backend.quantized import QuantizedLinear, QuantizedWeight
 from llmservice_server.backend.sampling_batch import SamplingBatch
@@ -95,13 +95,13 @@ class CudaBackend(TorchBackend):
     def _multiply_experts(self, model: Model) -> None:
         """With our product of all experts, if it is right for those of the first layer."""
         checked = False
-        for layer in model.layers if isinstance(model, Decoder) else ():
-            if not isinstance(layer.mlp, ExpertsMlp) or (product := CudaExperts.of(layer.mlp.experts)) is None:
+        for mixture in model.mixtures():
+            if (product := CudaExperts.of(mixture.experts)) is None:
                 continue
-            if not checked and (problem := _why_experts_are_wrong(product, layer.mlp.experts, model)) is not None:
+            if not checked and (problem := _why_experts_are_wrong(product, mixture.experts, model)) is not None:
                 self._fall_back("grouped_product", f"our product of experts is unusable here: {problem}")
                 return
-            checked, layer.mlp.experts = True, product
+            checked, mixture.experts = True, product
 
     def attention(self, num_blocks: int) -> Attention:
         varlen = Varlen(by_torch, self.varlen_keys) if self.varlen_keys else None
