@@ -138,14 +138,17 @@ def quantized_products() -> Found:
 
 
 def experts() -> Found:
-    """In bfloat16. Reading is bounded by the machine's copy bandwidth, arithmetic by a large matrix product."""
+    """Reading is bounded by the machine's copy bandwidth, arithmetic by a large matrix product, of bfloat16 both."""
     rows = list(measure_experts(torch.bfloat16))
     checks = []
     for row in rows:
         what = f"experts of Qwen3-30B-A3B, {row['tokens']} tokens, "
         bound = "reading their weights" if row["read_ms"] > row["arithmetic_ms"] else "their arithmetic (the longer)"
         checks.append(Check(f"{what}÷ {bound}", f"<= {EXPERTS_BOUND}", row["of_the_longer"]))
-        checks.append(Check(f"{what}÷ a loop over experts", "<= 1.0", row["of_the_loop"]))
+        for kind in ("", "int4_", "int8_"):
+            if f"{kind}of_the_loop" in row:
+                of = f" of {kind.removesuffix('_')}" if kind else ""
+                checks.append(Check(f"{what}÷ a loop over experts{of}", "<= 1.0", row[f"{kind}of_the_loop"]))
     return Found(rows, checks, [note for row in rows if (note := arithmetic_note(row))])
 
 

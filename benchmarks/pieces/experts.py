@@ -8,10 +8,14 @@ from typing import Any
 import torch
 
 from llmservice_bench.profile.ceilings import Ceilings, seconds
+from llmservice_server.backend.base import Linear
 from llmservice_server.backend.cpu.experts import CpuExperts
+from llmservice_server.backend.cpu.int4 import Int4Linear
+from llmservice_server.backend.cpu.int8 import Int8Linear
 from llmservice_server.backend.cpu.layer_ops import CpuLayerOps
-from llmservice_server.backend.cpu.linear import pack
+from llmservice_server.backend.cpu.linear import HAS_QUAD_PRODUCT, pack
 from llmservice_server.backend.experts import Experts, stack_of
+from llmservice_server.backend.quantized import QuantizedWeight
 from llmservice_server.backend.torch.layer_ops import TorchLinear
 
 NUM_TOKENS = (1, 8, 64, 512)
@@ -37,14 +41,17 @@ def measure_experts(dtype: torch.dtype) -> Iterator[dict[str, Any]]:
     """A row for each number of tokens, whose experts are drawn evenly; the shortest of several runs of each.
 
     The bandwidth is that of copies in between, read and written bytes, because the speed of a shared machine varies.
+    With 4 bits in groups of 128 and, where the CPU has instructions for these, with 8, also beside a loop over them.
     """
     random, ops = torch.Generator().manual_seed(0), CpuLayerOps(threaded=True)
     gate_up = torch.randn(NUM_EXPERTS, 2 * WIDTH, HIDDEN, dtype=dtype, generator=random) * HIDDEN**-0.5
     down = torch.randn(NUM_EXPERTS, HIDDEN, WIDTH, dtype=dtype, generator=random) * WIDTH**-0.5
     unpacked = _Grouped([TorchLinear(each) for each in gate_up], [TorchLinear(each) for each in down])
-    loop = Experts([pack(linear) for linear in unpacked.gate_up], [pack(linear) for linear in unpacked.down])
-    experts = CpuExperts.of(loop, dtype)
-    if experts is None:
+    loops = {"": Experts([*map(pack, unpacked.gate_up)], [*map(pack, unpacked.down)])}
+    for name, quantize in _QUANTIZED.items():
+        loops[f"{name}_"] = Experts([*map(quantize, unpacked.gate_up)], [*map(quantize, unpacked.down)])
+    kinds = {name: CpuExperts.of(loop, dtype) for name, loop in loops.items()}
+    if None in kinds.values():
         return
     source = torch.ones(_COPIED_BYTES // 4)
     target, flops = torch.empty_like(source), Ceilings.measure(dtype).flops
@@ -52,25 +59,37 @@ def measure_experts(dtype: torch.dtype) -> Iterator[dict[str, Any]]:
         hidden = torch.randn(num_tokens, HIDDEN, generator=random).to(dtype)
         weights, chosen = torch.rand(num_tokens, NUM_EXPERTS, generator=random).softmax(-1).topk(TOP_K)
         works: dict[str, Callable[[], object]] = {"copy": lambda: target.copy_(source)}
-        for name, one in (("experts", experts), ("loop", loop), ("grouped_mm", unpacked)):
+        several = [(f"{name}experts", kinds[name]) for name in kinds] + [(f"{name}loop", loops[name]) for name in loops]
+        for name, one in (*several, ("grouped_mm", unpacked)):
             works[name] = lambda one=one: one(hidden, chosen, weights, ops)  # type: ignore[misc]  # noqa: B023
         for work in works.values():
             work()
         rounds = [[seconds(work) for work in works.values()] for _ in range(_ROUNDS)]
-        copy_s, experts_s, loop_s, grouped_s = map(min, zip(*rounds, strict=True))
+        taken_s = dict(zip(works, map(min, zip(*rounds, strict=True)), strict=True))
         active = int(chosen.flatten().bincount().count_nonzero())
         weights_bytes = active * 3 * HIDDEN * WIDTH * dtype.itemsize
-        read_s = weights_bytes / (2 * source.nbytes / copy_s)
+        read_s = weights_bytes / (2 * source.nbytes / taken_s.pop("copy"))
         compute_s = 2 * num_tokens * TOP_K * 3 * HIDDEN * WIDTH / flops
         yield {
             "tokens": num_tokens,
             "active_experts": active,
-            "experts_ms": experts_s * 1000,
-            "loop_ms": loop_s * 1000,
-            "grouped_mm_ms": grouped_s * 1000,
+            **{f"{name}_ms": each * 1000 for name, each in taken_s.items()},
             "read_ms": read_s * 1000,
             "arithmetic_ms": compute_s * 1000,
-            "of_reading": experts_s / read_s,
-            "of_the_longer": experts_s / max(read_s, compute_s),
-            "of_the_loop": experts_s / loop_s,
+            "of_reading": taken_s["experts"] / read_s,
+            "of_the_longer": taken_s["experts"] / max(read_s, compute_s),
+            **{f"{name}of_the_loop": taken_s[f"{name}experts"] / taken_s[f"{name}loop"] for name in kinds},
         }
+
+
+def _int4(linear: Linear) -> Linear:
+    outputs, inputs = linear.weight.shape
+    numbers = torch.randint(256, (outputs, inputs // 2), dtype=torch.uint8)
+    return Int4Linear.of(QuantizedWeight(numbers, torch.rand(outputs, inputs // 128).bfloat16(), group=128), None)
+
+
+def _int8(linear: Linear) -> Linear:
+    return Int8Linear.of(QuantizedWeight.int8(linear.weight), None)
+
+
+_QUANTIZED = {"int4": _int4, "int8": _int8} if HAS_QUAD_PRODUCT else {"int4": _int4}

@@ -33,7 +33,7 @@ class CpuBackend(TorchBackend):
         return int4.can_multiply(weight) or (weight.activations == "int8" and int8.can_multiply(weight))
 
     def prepare(self, model: Model) -> None:
-        model.map_linears(lambda linear: _converted(linear, for_kernel=self.worth_compiling))
+        model.map_linears(lambda linear: converted(linear, for_kernel=self.worth_compiling))
         *_, head = model.linears()
         if isinstance(head, OwnPackedLinear) and not HAS_TILES:
             _LOG.info("this CPU has no instructions for bfloat16: such weights are converted to float32 in products")
@@ -67,7 +67,7 @@ class CpuBackend(TorchBackend):
         sampler.penalize(logits, penalized)
 
 
-def _converted(linear: Linear, *, for_kernel: bool) -> Linear:
+def converted(linear: Linear, *, for_kernel: bool) -> Linear:
     """In the fastest layout for its products; a matrix that is quantised for others stays as it is."""
     if not isinstance(linear, QuantizedLinear):
         return pack(linear, for_kernel=for_kernel)

@@ -47,10 +47,8 @@ class CpuDecode:
         by_head = (max_num_seqs, -1, head_dim)
         states = (self._hidden, delta, normed, product, product.view(by_head), attended.view(by_head), gated, cos, sin)
         self._states = [as_array(state) for state in states]
-        self._inputs = [
-            (as_array(state), as_operand(state), np.empty(state.shape, np.uint8), np.empty(max_num_seqs, np.float32))
-            for state in (normed, attended, gated)
-        ]
+        matrices = linears_of(model.layers[0])
+        self._inputs = [rows_of(*each) for each in zip((normed, attended, normed, gated), matrices, strict=True)]
 
     def takes(self, step: StepInput) -> bool:
         return step.is_decode and len(step) <= self._max_num_seqs
@@ -77,11 +75,12 @@ def can_decode(model: Decoder) -> bool:
         return False
     if len(model.rotaries) > 1 or model.config.embedding_scale != 1.0:
         return False
-    by_layer = [[_kind(linear) for linear in linears_of(layer)] for layer in model.layers]
+    by_layer = [[kind_of(linear) for linear in linears_of(layer)] for layer in model.layers]
     return None not in by_layer[0] and all(kinds == by_layer[0] for kinds in by_layer)
 
 
-def _kind(linear: Linear) -> type | None:
+def kind_of(linear: Linear) -> type | None:
+    """Of matrices that the kernels read."""
     if isinstance(linear, PackedLinear) and linear.kernel_weights is not None:
         return PackedLinear
     if isinstance(linear, Int4Linear):
@@ -104,11 +103,12 @@ def _weights_of(model: Decoder) -> tuple[Any, ...]:
     return as_array(model.embed_tokens), rotation, np.float32(model.config.rms_norm_eps), norms, matrices
 
 
-def matrix_of(linears: Sequence[Linear], absent: torch.Tensor) -> tuple[Any, ...]:
-    """Matrices of one size: the addresses, the shape and dtype of all, biases; scales and offsets if of 8 bits; and, of
-    4 bits, addresses, shape and dtype of scales, and of zeros.
+def matrix_of(linears: Sequence[Linear], absent: torch.Tensor) -> tuple[Any, Any, Any]:
+    """Matrices of one size and kind: dense, of 8 bits, or of 4; the others are None.
 
-    absent: what stands for the bias of one that has none, `[0]` in the model's dtype.
+    Each is the addresses, the shape and dtype of all, and the biases. Then, of 8 bits, scales and offsets; and, of 4
+    bits, addresses, shape and dtype of scales, and of zeros. absent: what stands for the bias of one that has none,
+    `[0]` in the model's dtype.
     """
     memory = [
         linear.kernel_weights.memory
@@ -116,16 +116,24 @@ def matrix_of(linears: Sequence[Linear], absent: torch.Tensor) -> tuple[Any, ...
         else linear.weight.numpy()
         for linear in linears
     ]
-    addresses, like = np.array([each.ctypes.data for each in memory]), np.empty(0, memory[0].dtype)
     biases = _stacked([absent if linear.bias is None else linear.bias for linear in linears])
-    quantized = [linear for linear in linears if isinstance(linear, Int8Linear)]
-    scaled = grouped = None
-    if quantized:
-        scaled = tuple(np.stack([getattr(each, name).numpy() for each in quantized]) for name in ("scales", "offsets"))
+    matrices = *_addresses(memory), biases
+    if of_8_bits := [linear for linear in linears if isinstance(linear, Int8Linear)]:
+        scaled = (np.stack([getattr(each, name).numpy() for each in of_8_bits]) for name in ("scales", "offsets"))
+        return None, (*matrices, *scaled), None
     if of_4_bits := [linear for linear in linears if isinstance(linear, Int4Linear)]:
         scales, zeros = [as_array(each.scales) for each in of_4_bits], [each.zeros.numpy() for each in of_4_bits]
-        grouped = _addresses(scales), _addresses(zeros)
-    return addresses, memory[0].shape, like, biases, scaled, grouped
+        return None, None, (*matrices, _addresses(scales), _addresses(zeros))
+    return matrices, None, None
+
+
+def rows_of(states: torch.Tensor, linear: Linear) -> tuple[Any, Any, Any]:
+    """`states` `[num_rows, in]`, as they are and as products with such a matrix take them, and numbers of each row."""
+    if isinstance(linear, Int8Linear):
+        quads = np.empty((len(states), states.shape[1] // 4), np.int32)
+        return as_array(states), quads, np.empty(len(states), np.float32)
+    groups = linear.scales.shape[1] if isinstance(linear, Int4Linear) else 0
+    return as_array(states), as_operand(states), np.empty((len(states), groups), np.float32)
 
 
 def _addresses(arrays: Sequence[npt.NDArray[Any]]) -> tuple[Any, ...]:
@@ -144,15 +152,14 @@ def _decode(token_ids: Any, weights: Any, step: Any, states: Any, inputs: Any) -
     weights: of `_weights_of`. step: of `CpuAttention.decodes`. states: `hidden` `[num_seqs, hidden_size]`, and scratch:
     `delta`, which is to be added to it, and `normed`, both of the same shape; queries, keys and values as `product`
     `[num_seqs, size]` and, the same memory, `heads` `[num_seqs, heads, head_dim]`; `output` `[num_seqs, num_heads,
-    head_dim]`; `gated` `[num_seqs, intermediate_size]`; cosines and signed sines, `[num_seqs, head_dim]`. inputs:
-    `normed`, `output` and `gated` `[num_seqs, size]`, each as it is, as `multiply` takes it, and `rows` of
-    `multiply_int8`.
+    head_dim]`; `gated` `[num_seqs, intermediate_size]`; cosines and signed sines, `[num_seqs, head_dim]`. inputs: of
+    `rows_of`, for each matrix of a layer.
     """
     embeddings, rotary, eps, (input_norms, post_attention_norms, qk_norms), (qkv, o, gate_up, down) = weights
     caches, windows, decodes, shape = step
     no_sinks = np.empty(0, np.float32)
     hidden, delta, normed, product, heads, output, gated, cos, sin = states
-    normed_input, output_input, gated_input = inputs
+    qkv_rows, o_rows, gate_up_rows, down_rows = inputs
     for row in range(len(token_ids)):
         for index in range(hidden.shape[1]):  # copying a row would also compile an error message, for two seconds
             hidden[row, index] = embeddings[token_ids[row], index]
@@ -160,36 +167,98 @@ def _decode(token_ids: Any, weights: Any, step: Any, states: Any, inputs: Any) -
     _cos_sin(decodes[0], rotary, cos, sin)
     for layer in range(len(input_norms)):
         add_norm(delta, hidden, input_norms[layer], eps, normed)
-        _multiply(normed_input, layer, qkv, qkv[4], qkv[5], product)
+        _multiply(qkv_rows, layer, qkv[0], qkv[1], qkv[2], product)
         rotation = (qk_norms[layer], eps, cos, sin)
         rule = windows[layer], np.float32(0), no_sinks
         rotate_and_decode(heads, rotation, caches[layer], decodes, rule, output, shape)
-        _multiply(output_input, layer, o, o[4], o[5], delta)
+        _multiply(o_rows, layer, o[0], o[1], o[2], delta)
         add_norm(delta, hidden, post_attention_norms[layer], eps, normed)
-        _gate_up(normed_input, layer, gate_up, gate_up[4], gate_up[5], gated)
-        _multiply(gated_input, layer, down, down[4], down[5], delta)
+        prepare(gate_up_rows, gate_up[1], gate_up[2])
+        of_layer = layer, gate_up_rows, gate_up[0], gate_up[1], gate_up[2], False, gated
+        for_each(gated_columns, gated.shape[1] // COLUMNS, of_layer)
+        _multiply(down_rows, layer, down[0], down[1], down[2], delta)
     add(delta, hidden)
 
 
 @compiled_inner(nogil=True)
-def _multiply(inputs: Any, layer: int, matrix: Any, scaled: Any, grouped: Any, product: Any) -> None:
-    """The product with a layer's matrix of `matrix_of`; numba compiles one of three, as two are None or not."""
-    hidden, operand, quantized, row_scales = inputs
-    addresses, shape, like, biases, _, _ = matrix
-    weights, bias = weights_at(addresses[layer], shape, like), biases[layer]
+def _multiply(inputs: Any, layer: int, dense: Any, scaled: Any, grouped: Any, product: Any) -> None:
+    """The product with a layer's matrix of `matrix_of`. numba compiles one of three: what needs None is left out."""
+    hidden, values, by_row = inputs
+    if dense is not None:
+        addresses, shape, like, biases = dense
+        multiply(values, weights_at(addresses[layer], shape, like), biases[layer], product)
+    if scaled is not None:
+        addresses, shape, like, biases, scales, offsets = scaled
+        of_layer = scales[layer], offsets[layer], biases[layer]
+        multiply_int8(
+            hidden, (values.view(np.uint8), by_row), weights_at(addresses[layer], shape, like), of_layer, product
+        )
     if grouped is not None:
-        multiply_int4(hidden, operand, weights, (*_grouped_at(layer, grouped), bias), product)
-    elif scaled is None:
-        multiply(operand, weights, bias, product)
-    else:
-        multiply_int8(hidden, (quantized, row_scales), weights, (scaled[0][layer], scaled[1][layer], bias), product)
+        addresses, shape, like, biases, scales, zeros = grouped
+        of_layer = _matrix_at(layer, scales), _matrix_at(layer, zeros), biases[layer]
+        multiply_int4(hidden, values, weights_at(addresses[layer], shape, like), of_layer, product)
 
 
 @compiled_inner()
-def _grouped_at(layer: int, grouped: Any) -> Any:
-    """The scales and zeros of a layer's matrix of 4 bits."""
-    (scales, scale_shape, scale_like), (zeros, zero_shape, zero_like) = grouped
-    return weights_at(scales[layer], scale_shape, scale_like), weights_at(zeros[layer], zero_shape, zero_like)
+def _matrix_at(index: int, matrices: Any) -> Any:
+    addresses, shape, like = matrices
+    return weights_at(addresses[index], shape, like)
+
+
+@compiled_inner(nogil=True)
+def prepare(rows: Any, scaled: Any, grouped: Any) -> None:
+    """Write what `columns` reads of `rows` besides the states; `scaled` and `grouped`: of its matrices."""
+    states, values, by_row = rows
+    if scaled is not None:
+        quantize_rows(states, (values.view(np.uint8), by_row))
+    if grouped is not None:
+        sum_groups(states, by_row)
+
+
+@compiled_inner()
+def columns(
+    number: int, index: int, rows: Any, dense: Any, scaled: Any, grouped: Any, first: int, product: Any
+) -> None:
+    """64 columns of the product with the matrix `index` of `matrix_of`, the `number`th, to `product` from `first` on.
+
+    rows: of `rows_of`, after `prepare`.
+    """
+    _, values, by_row = rows
+    if dense is not None:
+        addresses, shape, like, biases = dense
+        weights = weights_at(addresses[index], shape, like)[number]
+        bias = biases[index][number * COLUMNS : (number + 1) * COLUMNS]
+        sums = np.empty((len(product), COLUMNS), np.float32)
+        linear_columns(values, weights, bias, sums, product[:, first : first + COLUMNS])
+    if scaled is not None:
+        addresses, shape, like, biases, scales, offsets = scaled
+        of_matrix = scales[index], offsets[index], biases[index]
+        weights = weights_at(addresses[index], shape, like)
+        int8_columns(number, (values, by_row), weights, of_matrix, first, product)
+    if grouped is not None:
+        addresses, shape, like, biases, scales, zeros = grouped
+        of_matrix = _matrix_at(index, scales), _matrix_at(index, zeros), biases[index]
+        weights = weights_at(addresses[index], shape, like)
+        int4_columns(number, (values, by_row), weights, of_matrix, first, product)
+
+
+@compiled_inner()
+def gated_columns(
+    number: int, index: int, rows: Any, dense: Any, scaled: Any, grouped: Any, clamped: bool, gated: Any
+) -> None:
+    """64 columns of `silu(gate) * up` `[num_rows, width]`, the `number`th; `clamped`: with `clamped_silu`.
+
+    Of the matrix `index`, whose first half of outputs is the gate; otherwise as `columns`.
+    """
+    first, num_rows = number * COLUMNS, len(gated)
+    gate, up = np.empty((num_rows, COLUMNS), gated.dtype), np.empty((num_rows, COLUMNS), gated.dtype)
+    columns(number, index, rows, dense, scaled, grouped, 0, gate)
+    columns(number + gated.shape[1] // COLUMNS, index, rows, dense, scaled, grouped, 0, up)
+    for row in range(num_rows):
+        if clamped:
+            clamped_silu_mul_row(gate[row], up[row], gated[row, first : first + COLUMNS])
+        else:
+            silu_mul_row(gate[row], up[row], gated[row, first : first + COLUMNS])
 
 
 @compiled_inner()
@@ -205,58 +274,3 @@ def _cos_sin(sequences: Any, rotary: Any, cos: Any, sin: Any) -> None:
             cos[row, index] = cos[row, half + index] = from_float32(cosine, cos[row, index])
             sin[row, index] = from_float32(-sine, sin[row, index])
             sin[row, half + index] = from_float32(sine, sin[row, index])
-
-
-@compiled_inner(nogil=True)
-def _gate_up(inputs: Any, layer: int, matrix: Any, scaled: Any, grouped: Any, gated: Any) -> None:
-    """Write `silu(gate) * up` of the products with a matrix, whose first half of outputs is the gate."""
-    hidden, operand, quantized, row_scales = inputs
-    addresses, shape, like, biases, _, _ = matrix
-    weights, bias = weights_at(addresses[layer], shape, like), biases[layer]
-    if grouped is not None:
-        scales, zeros = _grouped_at(layer, grouped)
-        of_groups = operand, sum_groups(hidden, scales.shape[1])
-        for_each(_gate_up_int4_columns, len(weights) // 2, (of_groups, weights, (scales, zeros, bias), gated))
-    elif scaled is None:
-        for_each(gate_up_columns, len(weights) // 2, (operand, weights, bias, False, gated))
-    else:
-        quantize_rows(hidden, (quantized, row_scales))
-        rows, scales = (quantized.view(np.int32), row_scales), (scaled[0][layer], scaled[1][layer], bias)
-        for_each(_gate_up_int8_columns, len(weights) // 2, (rows, weights, scales, gated))
-
-
-@compiled_inner()
-def gate_up_columns(number: int, hidden: Any, gate_up: Any, bias: Any, clamped: bool, gated: Any) -> None:
-    """`_gate_up` of 64 columns of `gated` `[num_rows, width]`, the `number`th; `clamped`: with `clamped_silu`."""
-    width = gated.shape[1]
-    first, num_rows = number * COLUMNS, len(hidden)
-    sums = np.empty((num_rows, COLUMNS), np.float32)
-    gate, up = np.empty((num_rows, COLUMNS), gated.dtype), np.empty((num_rows, COLUMNS), gated.dtype)
-    linear_columns(hidden, gate_up[number], bias[first : first + COLUMNS], sums, gate)
-    up_bias = bias[width + first : width + first + COLUMNS]
-    linear_columns(hidden, gate_up[number + width // COLUMNS], up_bias, sums, up)
-    for row in range(num_rows):
-        if clamped:
-            clamped_silu_mul_row(gate[row], up[row], gated[row, first : first + COLUMNS])
-        else:
-            silu_mul_row(gate[row], up[row], gated[row, first : first + COLUMNS])
-
-
-@compiled_inner()
-def _gate_up_int8_columns(number: int, rows: Any, gate_up: Any, scaled: Any, gated: Any) -> None:
-    first, num_rows = number * COLUMNS, len(gated)
-    gate, up = np.empty((num_rows, COLUMNS), gated.dtype), np.empty((num_rows, COLUMNS), gated.dtype)
-    int8_columns(number, rows, gate_up, scaled, 0, gate)
-    int8_columns(number + len(gate_up) // 2, rows, gate_up, scaled, 0, up)
-    for row in range(num_rows):
-        silu_mul_row(gate[row], up[row], gated[row, first : first + COLUMNS])
-
-
-@compiled_inner()
-def _gate_up_int4_columns(number: int, rows: Any, gate_up: Any, scaled: Any, gated: Any) -> None:
-    first, num_rows = number * COLUMNS, len(gated)
-    gate, up = np.empty((num_rows, COLUMNS), gated.dtype), np.empty((num_rows, COLUMNS), gated.dtype)
-    int4_columns(number, rows, gate_up, scaled, 0, gate)
-    int4_columns(number + len(gate_up) // 2, rows, gate_up, scaled, 0, up)
-    for row in range(num_rows):
-        silu_mul_row(gate[row], up[row], gated[row, first : first + COLUMNS])

@@ -13,15 +13,8 @@ import torch
 
 from llmservice_server.backend.base import LayerOps
 from llmservice_server.backend.cpu.compiled import compiled, compiled_inner, for_each
-from llmservice_server.backend.cpu.decode import gate_up_columns, matrix_of
-from llmservice_server.backend.cpu.linear import (
-    COLUMNS,
-    FAST_ROWS,
-    PackedLinear,
-    as_operand,
-    linear_columns,
-    weights_at,
-)
+from llmservice_server.backend.cpu.decode import columns, gated_columns, kind_of, matrix_of, prepare, rows_of
+from llmservice_server.backend.cpu.linear import COLUMNS, FAST_ROWS, PackedLinear
 from llmservice_server.backend.cpu.llvm import as_array, from_float32, to_float32
 from llmservice_server.backend.experts import Experts
 
@@ -31,35 +24,39 @@ class CpuExperts(Experts):
     """Experts whose packed memory the kernel reads, as long as each has a few rows."""
 
     matrices: tuple[Any, ...] = ()
+    width: int = 0  # of what is gated
 
     @classmethod
     def of(cls, experts: Experts, dtype: torch.dtype) -> Self | None:
         """Of the model's `dtype`. None if the kernel cannot read their memory, or does not know their activation."""
         linears = [*experts.gate_up, *experts.down]
         for linear in linears:
-            if not isinstance(linear, PackedLinear):
-                return None
-            linear.use_kernel()
-            if linear.kernel_weights is None:
-                return None
-        gate_up, down = (matrix_of(each, torch.empty(0, dtype=dtype)) for each in (experts.gate_up, experts.down))
-        if experts.activation not in ("silu", "clamped_silu") or gate_up[1][0] % 2:
+            if isinstance(linear, PackedLinear):
+                linear.use_kernel()
+        if any(kind_of(each[0]) is None or len({*map(kind_of, each)}) > 1 for each in (experts.gate_up, experts.down)):
             return None
-        return cls(experts.gate_up, experts.down, experts.activation, (gate_up, down))
+        if experts.activation not in ("silu", "clamped_silu") or dtype == torch.float16:
+            return None
+        absent = torch.empty(0, dtype=dtype)
+        gate_up, down = (matrix_of(each, absent) for each in (experts.gate_up, experts.down))
+        num_blocks = next(each for each in gate_up if each is not None)[1][0]
+        if num_blocks % 2:
+            return None
+        return cls(experts.gate_up, experts.down, experts.activation, (gate_up, down), num_blocks // 2 * COLUMNS)
 
     def __call__(
         self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, ops: LayerOps
     ) -> torch.Tensor:
-        if chosen.numel() > FAST_ROWS * len(self.down):
+        if chosen.numel() > FAST_ROWS * len(self.down) and isinstance(self.down[0], PackedLinear):
             return Experts.__call__(self, hidden, chosen, weights, ops)
-        gate_up, down = self.matrices
         rows, products = (hidden.new_empty(chosen.numel(), hidden.shape[1]) for _ in range(2))
-        gated = hidden.new_empty(chosen.numel(), gate_up[1][0] * COLUMNS // 2)
+        gated = hidden.new_empty(chosen.numel(), self.width)
         sums = hidden.new_empty(hidden.shape)
-        clamped = self.activation == "clamped_silu"
-        arrays = as_array(hidden), chosen.numpy(), weights.numpy(), gate_up[:4], down[:4], clamped
-        scratch = as_array(rows), as_operand(rows), as_array(gated), as_operand(gated), as_array(products)
-        _compute(*arrays, scratch, as_array(sums))
+        firsts = np.zeros(len(self.down) + 1, np.int64)
+        scratch = rows_of(rows, self.gate_up[0]), rows_of(gated, self.down[0]), as_array(products), firsts
+        arrays, clamped = (as_array(hidden), chosen.numpy(), weights.numpy()), self.activation == "clamped_silu"
+        gate_up, down = self.matrices
+        _compute(*arrays, gate_up, down, clamped, scratch, as_array(sums))
         return sums
 
 
@@ -70,28 +67,30 @@ def _compute(
     """Write `Experts.__call__`'s result to `sums`. gate_up and down: of `matrix_of`. clamped: with `clamped_silu`.
 
     scratch, with a row for each chosen expert of a token: `rows` `[num_rows, hidden_size]` and `gated` `[num_rows,
-    width]`, both also as `multiply` takes them; and `products`, of the shape of rows.
+    width]`, both of `rows_of`; `products`, of the shape of rows; and zeros, one more than there are experts.
     """
-    rows, rows_operand, gated, gated_operand, products = scratch
-    firsts = np.zeros(len(gate_up[0]) + 1, np.int64)
+    rows, gated, products, firsts = scratch
     places = np.empty(chosen.shape, np.int64)
     for token in range(chosen.shape[0]):
         for place in range(chosen.shape[1]):
             expert = chosen[token, place]
             places[token, place] = firsts[expert + 1]
             firsts[expert + 1] += 1
-    active = np.empty(len(gate_up[0]), np.int64)
+    active = np.empty(len(firsts), np.int64)
     num_active = 0
-    for expert in range(len(gate_up[0])):
+    for expert in range(len(firsts) - 1):
         if firsts[expert + 1]:
             active[num_active] = expert
             num_active += 1
         firsts[expert + 1] += firsts[expert]
-    for_each(_gather, len(hidden), (hidden, chosen, firsts, places, rows))
-    blocks = num_active * (gated.shape[1] // COLUMNS)
-    for_each(_gated_block, blocks, (active, firsts, gate_up, clamped, rows_operand, gated))
+    sorting = active, firsts
+    for_each(_gather, len(hidden), (hidden, chosen, firsts, places, rows[0]))
+    prepare(rows, gate_up[1], gate_up[2])
+    blocks = num_active * (gated[0].shape[1] // COLUMNS)
+    for_each(_gated_block, blocks, (sorting, rows, gate_up[0], gate_up[1], gate_up[2], clamped, gated[0]))
+    prepare(gated, down[1], down[2])
     blocks = num_active * (products.shape[1] // COLUMNS)
-    for_each(_down_block, blocks, (active, firsts, down, gated_operand, products))
+    for_each(_down_block, blocks, (sorting, gated, down[0], down[1], down[2], products))
     for_each(_add_up, len(hidden), (products, places, weights, sums))
 
 
@@ -106,24 +105,27 @@ def _gather(token: int, hidden: Any, chosen: Any, firsts: Any, places: Any, rows
 
 
 @compiled_inner()
-def _gated_block(number: int, active: Any, firsts: Any, matrices: Any, clamped: bool, rows: Any, gated: Any) -> None:
-    num_blocks = gated.shape[1] // COLUMNS
-    expert, block = active[number // num_blocks], number % num_blocks
-    part = slice(firsts[expert], firsts[expert + 1])
-    addresses, shape, like, biases = matrices
-    gate_up_columns(block, rows[part], weights_at(addresses[expert], shape, like), biases[expert], clamped, gated[part])
+def _gated_block(
+    number: int, sorting: Any, rows: Any, dense: Any, scaled: Any, grouped: Any, clamped: bool, gated: Any
+) -> None:
+    expert, block, part = _place_of(number, sorting, gated.shape[1] // COLUMNS)
+    of_expert = rows[0][part], rows[1][part], rows[2][part]
+    gated_columns(block, expert, of_expert, dense, scaled, grouped, clamped, gated[part])
 
 
 @compiled_inner()
-def _down_block(number: int, active: Any, firsts: Any, matrices: Any, rows: Any, products: Any) -> None:
-    num_blocks = products.shape[1] // COLUMNS
-    expert, block = active[number // num_blocks], number % num_blocks
-    part = slice(firsts[expert], firsts[expert + 1])
-    addresses, shape, like, biases = matrices
-    outputs = slice(block * COLUMNS, (block + 1) * COLUMNS)
-    weights = weights_at(addresses[expert], shape, like)[block]
-    sums = np.empty((firsts[expert + 1] - firsts[expert], COLUMNS), np.float32)
-    linear_columns(rows[part], weights, biases[expert][outputs], sums, products[part, outputs])
+def _down_block(number: int, sorting: Any, rows: Any, dense: Any, scaled: Any, grouped: Any, products: Any) -> None:
+    expert, block, part = _place_of(number, sorting, products.shape[1] // COLUMNS)
+    of_expert = rows[0][part], rows[1][part], rows[2][part]
+    columns(block, expert, of_expert, dense, scaled, grouped, block * COLUMNS, products[part])
+
+
+@compiled_inner()
+def _place_of(number: int, sorting: Any, num_blocks: int) -> Any:
+    """The expert, the block of its columns, and its rows."""
+    active, firsts = sorting
+    expert = active[number // num_blocks]
+    return expert, number % num_blocks, slice(firsts[expert], firsts[expert + 1])
 
 
 @compiled_inner()

@@ -225,15 +225,13 @@ def _sum_groups(row: int, hidden: Any, sums: Any) -> None:
 
 
 @compiled_inner(nogil=True)
-def sum_groups(hidden: Any, num_groups: int) -> Any:
-    """Of each row's activations, float32 `[num_rows, num_groups]`."""
-    sums = np.empty((hidden.shape[0], num_groups), np.float32)
+def sum_groups(hidden: Any, sums: Any) -> None:
+    """Write the sum of each group of a row's activations to `sums`, float32 `[num_rows, num_groups]`."""
     if len(hidden) < _THREADED_ROWS:
         for row in range(len(hidden)):
             _sum_groups(row, hidden, sums)
     else:
         for_each(_sum_groups, len(hidden), (hidden, sums))
-    return sums
 
 
 @compiled(nogil=True)
@@ -244,8 +242,9 @@ def multiply_int4(hidden: Any, operand: Any, weights: Any, scaled: Any, product:
     8, 64]`. scaled: scales and zeros `[out / 64, groups, 64]`, and the bias `[out]`, or empty. Arrays are those of
     `as_array`.
     """
-    rows = operand, sum_groups(hidden, scaled[0].shape[1])
-    for_each(_product_columns, len(weights), (rows, weights, scaled, product))
+    sums = np.empty((hidden.shape[0], scaled[0].shape[1]), np.float32)
+    sum_groups(hidden, sums)
+    for_each(_product_columns, len(weights), ((operand, sums), weights, scaled, product))
 
 
 @compiled_inner()
@@ -257,7 +256,7 @@ def _product_columns(number: int, rows: Any, weights: Any, scaled: Any, product:
 def int4_columns(number: int, rows: Any, weights: Any, scaled: Any, first: int, product: Any) -> None:
     """Write 64 columns of the product, from `64 * number` on, to `product` from its column `first` on.
 
-    rows: the operand, and what `sum_groups` returns of it. weights and scaled: as in `multiply_int4`.
+    rows: the operand, and what `sum_groups` writes of it. weights and scaled: as in `multiply_int4`.
     """
     operand, group_sums = rows
     scales, zeros, bias = scaled

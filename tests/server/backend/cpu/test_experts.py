@@ -1,19 +1,30 @@
 """The kernel for a mixture's experts agrees with the loop over them."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from llmservice_server.backend.base import Activation
+from llmservice_server.backend.cpu.backend import converted
 from llmservice_server.backend.cpu.experts import CpuExperts
 from llmservice_server.backend.cpu.layer_ops import CpuLayerOps
-from llmservice_server.backend.cpu.linear import FAST_ROWS, pack
+from llmservice_server.backend.cpu.linear import FAST_ROWS, HAS_QUAD_PRODUCT, pack
 from llmservice_server.backend.experts import Experts
+from llmservice_server.backend.quantized import QuantizedLinear, QuantizedWeight
 from llmservice_server.backend.torch.layer_ops import TorchLayerOps, TorchLinear
 
 pytestmark = pytest.mark.slow
 
 NUM_EXPERTS, HIDDEN, WIDTH = 5, 128, 192
+NEEDS_QUADS = pytest.mark.skipif(not HAS_QUAD_PRODUCT, reason="this CPU multiplies no 8-bit integers")
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+def int4(weight: torch.Tensor) -> QuantizedWeight:
+    scales = weight.view(len(weight), -1, 64).abs().amax(-1) / 7
+    values = (weight / scales.repeat_interleave(64, 1)).round().int() + 8
+    return QuantizedWeight((values[:, ::2] | values[:, 1::2] << 4).to(torch.uint8), scales, group=64)
 
 
 def experts(dtype: torch.dtype, *, biases: bool, activation: Activation = "silu") -> Experts:
@@ -43,6 +54,36 @@ def test_the_kernel_agrees_with_the_loop(
     expected = plain(hidden, chosen, weights, TorchLayerOps()).float()
     ours = kernel(hidden, chosen, weights, CpuLayerOps(threaded=True)).float()
     assert (ours - expected).norm() <= (1e-5 if dtype == torch.float32 else 1e-2) * expected.norm()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 6, 2 * NUM_EXPERTS * FAST_ROWS])
+@pytest.mark.parametrize(
+    ("quantized", "biases", "activation", "bound"),
+    [
+        pytest.param(QuantizedWeight.int8, False, "silu", 0.03, marks=NEEDS_QUADS, id="8 bits"),  # numbers are rounded
+        pytest.param(int4, False, "silu", 1e-2, id="4 bits"),
+        pytest.param(int4, True, "clamped_silu", 1e-2, id="4 bits, biases"),
+    ],
+)
+def test_the_kernel_agrees_with_the_loop_over_quantised_experts(
+    quantized: Callable[[torch.Tensor], QuantizedWeight],
+    biases: bool,
+    activation: Activation,
+    bound: float,
+    num_tokens: int,
+) -> None:
+    dtype = torch.bfloat16
+    plain, packed = (experts(dtype, biases=biases, activation=activation) for _ in range(2))
+    for each in (plain, packed):
+        each.map_linears(lambda linear: QuantizedLinear(quantized(linear.weight.float()), dtype, linear.bias))
+    packed.map_linears(lambda linear: converted(linear, for_kernel=True))
+    kernel = CpuExperts.of(packed, dtype)
+    assert kernel is not None
+    hidden = 4 * torch.randn(num_tokens, HIDDEN).to(dtype)
+    weights, chosen = torch.rand(num_tokens, NUM_EXPERTS - 1).topk(2)
+    expected = plain(hidden, chosen, weights, TorchLayerOps()).float()
+    ours = kernel(hidden, chosen, weights, CpuLayerOps(threaded=True)).float()
+    assert (ours - expected).norm() <= bound * expected.norm()
 
 
 def test_each_token_gets_the_weighted_sum_of_its_experts() -> None:
