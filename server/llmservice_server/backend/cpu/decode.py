@@ -19,7 +19,7 @@ from llmservice_server.backend.cpu.attention_kernels import rotate_and_decode
 from llmservice_server.backend.cpu.compiled import compiled, compiled_inner, for_each
 from llmservice_server.backend.cpu.int4 import Int4Linear, int4_columns, multiply_int4, sum_groups
 from llmservice_server.backend.cpu.int8 import Int8Linear, int8_columns, multiply_int8, quantize_rows
-from llmservice_server.backend.cpu.layer_ops import add, add_norm, clamped_silu_mul_row, silu_mul_row
+from llmservice_server.backend.cpu.layer_ops import add, add_norm, gated_row
 from llmservice_server.backend.cpu.linear import COLUMNS, PackedLinear, as_operand, linear_columns, multiply, weights_at
 from llmservice_server.backend.cpu.llvm import as_array, from_float32
 from llmservice_server.backend.step_input import StepInput
@@ -174,7 +174,7 @@ def _decode(token_ids: Any, weights: Any, step: Any, states: Any, inputs: Any) -
         _multiply(o_rows, layer, o[0], o[1], o[2], delta)
         add_norm(delta, hidden, post_attention_norms[layer], eps, normed)
         prepare(gate_up_rows, gate_up[1], gate_up[2])
-        of_layer = layer, gate_up_rows, gate_up[0], gate_up[1], gate_up[2], False, gated
+        of_layer = layer, gate_up_rows, gate_up[0], gate_up[1], gate_up[2], 0, gated
         for_each(gated_columns, gated.shape[1] // COLUMNS, of_layer)
         _multiply(down_rows, layer, down[0], down[1], down[2], delta)
     add(delta, hidden)
@@ -244,9 +244,9 @@ def columns(
 
 @compiled_inner()
 def gated_columns(
-    number: int, index: int, rows: Any, dense: Any, scaled: Any, grouped: Any, clamped: bool, gated: Any
+    number: int, index: int, rows: Any, dense: Any, scaled: Any, grouped: Any, activation: int, gated: Any
 ) -> None:
-    """64 columns of `silu(gate) * up` `[num_rows, width]`, the `number`th; `clamped`: with `clamped_silu`.
+    """64 columns of `activation(gate) * up` `[num_rows, width]`, the `number`th.
 
     Of the matrix `index`, whose first half of outputs is the gate; otherwise as `columns`.
     """
@@ -255,10 +255,7 @@ def gated_columns(
     columns(number, index, rows, dense, scaled, grouped, 0, gate)
     columns(number + gated.shape[1] // COLUMNS, index, rows, dense, scaled, grouped, 0, up)
     for row in range(num_rows):
-        if clamped:
-            clamped_silu_mul_row(gate[row], up[row], gated[row, first : first + COLUMNS])
-        else:
-            silu_mul_row(gate[row], up[row], gated[row, first : first + COLUMNS])
+        gated_row(activation, gate[row], up[row], gated[row, first : first + COLUMNS])
 
 
 @compiled_inner()

@@ -14,6 +14,7 @@ import torch
 from llmservice_server.backend.base import LayerOps
 from llmservice_server.backend.cpu.compiled import compiled, compiled_inner, for_each
 from llmservice_server.backend.cpu.decode import columns, gated_columns, kind_of, matrix_of, prepare, rows_of
+from llmservice_server.backend.cpu.layer_ops import ACTIVATIONS
 from llmservice_server.backend.cpu.linear import COLUMNS, FAST_ROWS, PackedLinear
 from llmservice_server.backend.cpu.llvm import as_array, from_float32, to_float32
 from llmservice_server.backend.experts import Experts
@@ -28,14 +29,14 @@ class CpuExperts(Experts):
 
     @classmethod
     def of(cls, experts: Experts, dtype: torch.dtype) -> Self | None:
-        """Of the model's `dtype`. None if the kernel cannot read their memory, or does not know their activation."""
+        """Of the model's `dtype`. None if the kernel cannot read their memory."""
         linears = [*experts.gate_up, *experts.down]
         for linear in linears:
             if isinstance(linear, PackedLinear):
                 linear.use_kernel()
         if any(kind_of(each[0]) is None or len({*map(kind_of, each)}) > 1 for each in (experts.gate_up, experts.down)):
             return None
-        if experts.activation not in ("silu", "clamped_silu") or dtype == torch.float16:
+        if dtype == torch.float16:
             return None
         absent = torch.empty(0, dtype=dtype)
         gate_up, down = (matrix_of(each, absent) for each in (experts.gate_up, experts.down))
@@ -54,17 +55,17 @@ class CpuExperts(Experts):
         sums = hidden.new_empty(hidden.shape)
         firsts = np.zeros(len(self.down) + 1, np.int64)
         scratch = rows_of(rows, self.gate_up[0]), rows_of(gated, self.down[0]), as_array(products), firsts
-        arrays, clamped = (as_array(hidden), chosen.numpy(), weights.numpy()), self.activation == "clamped_silu"
+        arrays, activation = (as_array(hidden), chosen.numpy(), weights.numpy()), ACTIVATIONS.index(self.activation)
         gate_up, down = self.matrices
-        _compute(*arrays, gate_up, down, clamped, scratch, as_array(sums))
+        _compute(*arrays, gate_up, down, activation, scratch, as_array(sums))
         return sums
 
 
 @compiled(nogil=True)
 def _compute(
-    hidden: Any, chosen: Any, weights: Any, gate_up: Any, down: Any, clamped: bool, scratch: Any, sums: Any
+    hidden: Any, chosen: Any, weights: Any, gate_up: Any, down: Any, activation: int, scratch: Any, sums: Any
 ) -> None:
-    """Write `Experts.__call__`'s result to `sums`. gate_up and down: of `matrix_of`. clamped: with `clamped_silu`.
+    """Write `Experts.__call__`'s result to `sums`. gate_up and down: of `matrix_of`. activation: of `ACTIVATIONS`.
 
     scratch, with a row for each chosen expert of a token: `rows` `[num_rows, hidden_size]` and `gated` `[num_rows,
     width]`, both of `rows_of`; `products`, of the shape of rows; and zeros, one more than there are experts.
@@ -87,7 +88,7 @@ def _compute(
     for_each(_gather, len(hidden), (hidden, chosen, firsts, places, rows[0]))
     prepare(rows, gate_up[1], gate_up[2])
     blocks = num_active * (gated[0].shape[1] // COLUMNS)
-    for_each(_gated_block, blocks, (sorting, rows, gate_up[0], gate_up[1], gate_up[2], clamped, gated[0]))
+    for_each(_gated_block, blocks, (sorting, rows, gate_up[0], gate_up[1], gate_up[2], activation, gated[0]))
     prepare(gated, down[1], down[2])
     blocks = num_active * (products.shape[1] // COLUMNS)
     for_each(_down_block, blocks, (sorting, gated, down[0], down[1], down[2], products))
@@ -106,11 +107,11 @@ def _gather(token: int, hidden: Any, chosen: Any, firsts: Any, places: Any, rows
 
 @compiled_inner()
 def _gated_block(
-    number: int, sorting: Any, rows: Any, dense: Any, scaled: Any, grouped: Any, clamped: bool, gated: Any
+    number: int, sorting: Any, rows: Any, dense: Any, scaled: Any, grouped: Any, activation: int, gated: Any
 ) -> None:
     expert, block, part = _place_of(number, sorting, gated.shape[1] // COLUMNS)
     of_expert = rows[0][part], rows[1][part], rows[2][part]
-    gated_columns(block, expert, of_expert, dense, scaled, grouped, clamped, gated[part])
+    gated_columns(block, expert, of_expert, dense, scaled, grouped, activation, gated[part])
 
 
 @compiled_inner()

@@ -8,6 +8,7 @@ head_dim]`, keys before values: what one head reads of a block is one stream of 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -126,16 +127,30 @@ def silu_mul_row(gate: Any, up: Any, gated: Any) -> None:
         gated[index] = from_float32(value / (np.float32(1) + exp(-value)) * to_float32(up[index]), gated[index])
 
 
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "clamped_silu", "gelu_tanh")
+"""By the number that `gated_row` takes."""
+_GELU_SLOPE, _GELU_CUBE = np.float32(2 * math.sqrt(2 / math.pi)), np.float32(0.044715)
+
+
 @compiled_inner()
-def clamped_silu_mul_row(gate: Any, up: Any, gated: Any) -> None:
-    """Write what `clamped_silu` makes of them. A comparison with NaN is false, so that it is kept."""
+def gated_row(activation: int, gate: Any, up: Any, gated: Any) -> None:
+    """Write what one of the `ACTIVATIONS` makes of them. A comparison with NaN is false, so that it is kept."""
     limit, slope = np.float32(CLAMPED_LIMIT), np.float32(CLAMPED_SLOPE)
-    for index in range(len(gated)):
-        value, other = to_float32(gate[index]), to_float32(up[index])
-        value = limit if value > limit else value
-        other = limit if other > limit else -limit if other < -limit else other
-        value *= (other + np.float32(1)) / (np.float32(1) + exp(-slope * value))
-        gated[index] = from_float32(value, gated[index])
+    if activation == 0:
+        silu_mul_row(gate, up, gated)
+    elif activation == 1:
+        for index in range(len(gated)):
+            value, other = to_float32(gate[index]), to_float32(up[index])
+            value = limit if value > limit else value
+            other = limit if other > limit else -limit if other < -limit else other
+            value *= (other + np.float32(1)) / (np.float32(1) + exp(-slope * value))
+            gated[index] = from_float32(value, gated[index])
+    else:  # the hyperbolic tangent of a number is a sigmoid of twice as much
+        for index in range(len(gated)):
+            value = to_float32(gate[index])
+            inner = _GELU_SLOPE * (value + _GELU_CUBE * value * value * value)
+            value *= to_float32(up[index]) / (np.float32(1) + exp(-inner))
+            gated[index] = from_float32(value, gated[index])
 
 
 @compiled()

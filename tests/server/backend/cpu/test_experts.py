@@ -39,7 +39,7 @@ def experts(dtype: torch.dtype, *, biases: bool, activation: Activation = "silu"
 
 
 @dtypes
-@pytest.mark.parametrize(("biases", "activation"), [(False, "silu"), (True, "clamped_silu")])
+@pytest.mark.parametrize(("biases", "activation"), [(False, "silu"), (True, "clamped_silu"), (False, "gelu_tanh")])
 @pytest.mark.parametrize("num_tokens", [1, 6, 2 * NUM_EXPERTS * FAST_ROWS])
 def test_the_kernel_agrees_with_the_loop(
     dtype: torch.dtype, biases: bool, activation: Activation, num_tokens: int
