@@ -478,7 +478,8 @@ def write_family(folder: Path, family: str, form: Format | None) -> Path:
         module = name.removesuffix(".weight")
         is_matrix = name.endswith(".weight") and stored[name].ndim == 2 and re.search(r"\.\d+\.", name)
         if is_matrix and min(stored[name].shape) >= 64 and not module.endswith((".gate", ".router.layer")):
-            tensors, _ = form.quantize(stored.pop(name))
+            matrix = stored.pop(name)  # transposed where transformers has it so, as quantised checkpoints do not
+            tensors, _ = form.quantize(matrix.t().contiguous() if family == TRANSPOSED else matrix)
             stored.update({f"{module}.{suffix}": each for suffix, each in tensors.items()})
     save_file({name: tensor.contiguous() for name, tensor in stored.items()}, folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text()) | {"quantization_config": form.config}

@@ -14,8 +14,9 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import transformers
@@ -55,11 +56,10 @@ _TEXT_PARTS = {
 _WITHOUT_IMAGES = {"glm4v_text": "glm4", "glm4v_moe_text": "glm4_moe"}
 """Kinds of language models that are another one for text alone, where a token's three positions are equal."""
 
-QuantizedOf = Callable[[Sequence[str], torch.Tensor, torch.Tensor | None], Linear | None]
-"""Makes a quantised matrix of the names of the modules that it is fused of, and its dense weight and bias.
-
-None: it stays dense.
-"""
+LinearOf = Callable[[Sequence[str], torch.Tensor, torch.Tensor | None], Linear | None]
+"""Makes a matrix of the names of the modules that it is fused of, and of their weight and bias. None: it does not."""
+_STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Tensors of all experts, and what a checkpoint has for each expert instead."""
 _GATES: tuple[Activation, ...] = ("silu", "gelu_tanh")
 _GATE_PROBE = torch.linspace(-20.0, 20.0, 64)
 """Beyond the bounds of gates that have some."""
@@ -491,7 +491,7 @@ class TransformersModel:
         config: TransformersConfig,
         dtype: torch.dtype,
         device: torch.device,
-        quantized_of: QuantizedOf,
+        quantized_of: LinearOf,
     ) -> None:
         self.config = config
         self.dtype = dtype
@@ -500,18 +500,29 @@ class TransformersModel:
         _pass_latents(model)
         _drop_masks(model)
         head = model.get_output_embeddings()
-        parts = _Parts(model, lambda: self.ops)
-        parts.replace(quantized_of)  # before the others are moved, so that the device never holds these dense
+        products: dict[int, _Product] = {}
+        self._mixtures: list[_Mixture] = []
+        self._replace(model, quantized_of, products)  # before the others are moved: the device never holds these dense
         model.to(device)
-        parts.replace(lambda _, weight, bias: TorchLinear(weight, bias))
-        last = parts.products.pop(id(head), None)
-        self._products = [*parts.products.values(), *([] if last is None else [last])]
-        self._mixtures = parts.mixtures
+        self._replace(model, lambda _, weight, bias: TorchLinear(weight.contiguous(), bias), products)
+        last = products.pop(id(head), None)
+        self._products = [*products.values(), *([] if last is None else [last])]
         self._decoder = model.base_model
         self.modules = self._modules(model.base_model_prefix)
         self._given = _Given()
         setattr(model, model.base_model_prefix, self._given)
         self._head_only = model
+
+    def _replace(self, model: torch.nn.Module, linear_of: LinearOf, products: dict[int, _Product]) -> None:
+        """What `linear_of` makes a matrix of. `products`: by the ids of what they are in the place of."""
+        for module, name, put in _parts_of(model):
+            if (activation := _gate_of(module)) is None:
+                if (linear := linear_of([name], *_matrix_of(module))) is not None:
+                    products[id(module)] = _Product(linear)
+                    put(products[id(module)])
+            elif (experts := _experts_of(module, name, activation, linear_of)) is not None:
+                self._mixtures.append(_Mixture(experts, lambda: self.ops))
+                put(self._mixtures[-1])
 
     @classmethod
     def load(
@@ -520,10 +531,12 @@ class TransformersModel:
         config: TransformersConfig,
         dtype: torch.dtype,
         device: torch.device,
-        quantized_of: QuantizedOf = lambda *_: None,
+        quantized_of: LinearOf = lambda *_: None,
         tensors: dict[str, torch.Tensor] | None = None,
     ) -> TransformersModel:
-        """`tensors`: those of the checkpoint; None: they are read from its files.
+        """`tensors`: the checkpoint's, under its names or the model's; None: they are read from its files.
+
+        quantized_of: makes matrices that are not dense, which the device holds instead.
 
         Raises `ModelLoadError` for a tensor that is missing, of the wrong shape, or unreadable.
         """
@@ -610,37 +623,46 @@ class TransformersModel:
         return sum(tensors.values()) + ours + sum(mixture.experts.nbytes for mixture in self._mixtures)
 
 
-class _Parts:
-    """A model's matrices and mixtures that are replaced by ours, by the ids of what they are in the place of."""
+class Replaced(NamedTuple):
+    """A weight of transformers' model that ours stand for."""
 
-    def __init__(self, model: torch.nn.Module, ops_of: Callable[[], LayerOps]) -> None:
-        self.products: dict[int, _Product] = {}
-        self.mixtures: list[_Mixture] = []
-        self._model, self._ops_of = model, ops_of
-
-    def replace(self, linear_of: QuantizedOf) -> None:
-        """Those that `linear_of` makes a matrix of."""
-        for path, parent in list(self._model.named_modules()):
-            for name, child in list(parent.named_children()):
-                if _is_latent(parent) and child is parent.kv_b_proj:
-                    continue  # it is multiplied with queries and sums, head by head
-                module = f"{path}{path and '.'}{name}"
-                if (activation := _gate_of(child)) is not None:
-                    if (experts := _experts_of(child, module, activation, linear_of)) is not None:
-                        self.mixtures.append(_Mixture(experts, self._ops_of))
-                        setattr(parent, name, self.mixtures[-1])
-                elif (matrix := _matrix_of(child)) is not None and (linear := linear_of([module], *matrix)) is not None:
-                    self.products[id(child)] = product = _Product(linear)
-                    setattr(parent, name, product)
+    tensor: str
+    shape: tuple[int, ...]
+    modules: list[list[str]]  # of each of our matrices, what the checkpoint may name the modules that it is fused of
 
 
-def _matrix_of(module: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+def replaced_weights(folder: Path) -> Iterator[Replaced]:
+    """Of a model that `examine` has found fit to be served."""
+    _, text = _read(folder)
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]
+    with torch.device("meta"):
+        model = model_class._from_config(text)
+    _pass_latents(model)
+    for module, name, _ in _parts_of(model):
+        if _gate_of(module) is None:
+            yield Replaced(f"{name}.weight", tuple(module.weight.shape), [[name]])
+            continue
+        for stack, parts in _STACKS.items():
+            shape = tuple(getattr(module, stack).shape)
+            modules = [[f"{name}.{expert}.{part}" for part in parts] for expert in range(shape[0])]
+            yield Replaced(f"{name}.{stack}", shape, modules)
+
+
+def _parts_of(model: torch.nn.Module) -> Iterator[tuple[Any, str, Callable[[torch.nn.Module], None]]]:
+    """Linear layers, and experts with a gate of ours; the name of each, and what puts another in its place."""
+    for path, parent in list(model.named_modules()):
+        for name, child in list(parent.named_children()):
+            if _is_latent(parent) and child is parent.kv_b_proj:
+                continue  # it is multiplied with queries and sums, head by head
+            if type(child) is torch.nn.Linear or isinstance(child, Conv1D) or _gate_of(child) is not None:
+                yield child, f"{path}{path and '.'}{name}", partial(setattr, parent, name)
+
+
+def _matrix_of(module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The weight `[out, in]` and the bias of a linear layer."""
-    if type(module) is torch.nn.Linear:
-        return module.weight, module.bias
     if isinstance(module, Conv1D):
-        return module.weight.data.t().contiguous(), module.bias.data
-    return None
+        return module.weight.data.t(), module.bias.data
+    return module.weight, module.bias
 
 
 def _gate_of(module: Any) -> Activation | None:
@@ -658,21 +680,19 @@ def _gate_of(module: Any) -> Activation | None:
     return None
 
 
-def _experts_of(module: Any, name: str, activation: Activation, linear_of: QuantizedOf) -> Experts | None:
-    def matrices(stack: str, parts: Sequence[str]) -> list[Linear] | None:
+def _experts_of(module: Any, name: str, activation: Activation, linear_of: LinearOf) -> Experts | None:
+    """None if one of them stays as it is."""
+    of_stacks: list[list[Linear]] = []
+    for stack, parts in _STACKS.items():
         weights, biases = getattr(module, stack).data, getattr(module, f"{stack}_bias") if module.has_bias else None
-        found: list[Linear] = []
+        of_stacks.append([])
         for expert, weight in enumerate(weights):
-            named = [f"{name}.{expert}.{part}" for part in parts]
-            linear = linear_of(named, weight, None if biases is None else biases[expert])
-            if linear is None:
+            bias = None if biases is None else biases[expert]
+            if (linear := linear_of([f"{name}.{expert}.{part}" for part in parts], weight, bias)) is None:
                 return None
-            found.append(linear)
-        return found
-
-    gate_up = matrices("gate_up_proj", ("gate_proj", "up_proj"))
-    down = None if gate_up is None else matrices("down_proj", ("down_proj",))
-    return None if gate_up is None or down is None else Experts(gate_up, down, activation)
+            of_stacks[-1].append(linear)
+    gate_up, down = of_stacks
+    return Experts(gate_up, down, activation)
 
 
 def _drop_masks(decoder: torch.nn.Module) -> None:

@@ -139,36 +139,50 @@ class Checkpoint:
         quantization: Quantization,
         keeps: Callable[[QuantizedWeight], bool],
     ) -> Model:
-        """transformers loads dense weights, of which those of linear layers are replaced by what they stand for."""
-        from llmservice_server.models.transformers_model import TransformersModel
+        """transformers loads what is dense, and gets tensors without memory in the place of quantised matrices."""
+        from llmservice_server.models.transformers_model import TransformersModel, replaced_weights
 
-        weights: dict[str, QuantizedWeight] = {}
+        stored: dict[str, QuantizedWeight] = {}  # by their places
+        names: dict[str, str] = {}
         for name, shards in self._tensors(every=False)[1].items() if config.quantization is not None else ():
-            tensors = self._module(name, shards)
+            tensors, place = self._module(name, shards), place_of(name)
             form = self._format(config.quantization, name, tensors)
-            weights[name] = read(form, name, tensors, shape_of(form, name, tensors))
-        by_place = {place_of(name): weight for name, weight in weights.items()}
+            stored[place], names[name] = read(form, name, tensors, shape_of(form, name, tensors)), place
 
-        def quantized_of(names: Sequence[str], weight: torch.Tensor, bias: torch.Tensor | None) -> Linear | None:
-            stored = [by_place[place] for place in map(place_of, names) if place in by_place]
-            is_stored = len(stored) == len(names)
-            if not is_stored and (quantization != "int8" or not is_linear(names[0], len(weight))):
+        def parts_of(modules: Sequence[str]) -> list[QuantizedWeight] | None:
+            places = [*map(place_of, modules)]
+            return [stored[place] for place in places] if stored.keys() >= {*places} else None
+
+        def quantized_of(modules: Sequence[str], weight: torch.Tensor, bias: torch.Tensor | None) -> Linear | None:
+            parts = parts_of(modules)
+            if parts is None and (quantization != "int8" or not is_linear(modules[0], len(weight))):
                 return None
+            if parts is not None and (shape := _shape_of(parts)) != (expected := tuple(weight.shape)):
+                raise ModelLoadError(f"{modules[0]} has the shape {[*shape]}, config.json makes it {[*expected]}")
             bias = None if bias is None else bias.to(device)
-            linear = quantized_linear(stored if is_stored else [weight], bias, dtype, device, quantization, keeps)
-            return None if isinstance(linear, TorchLinear) else linear
+            return quantized_linear(parts or [weight], bias, dtype, device, quantization, keeps)
 
-        dense = self._dense(weights, dtype) if weights else None
-        return TransformersModel.load(self.folder, config, dtype, device, quantized_of, dense)
+        found: dict[str, torch.Tensor] | None = None
+        if stored:
+            found, taken = {}, set[str]()
+            for tensor, shape, matrices in replaced_weights(self.folder):
+                if all(parts_of(modules) for modules in matrices):
+                    found[tensor] = torch.empty((), dtype=dtype).expand(shape)
+                    taken.update(place_of(module) for modules in matrices for module in modules)
+            dense = {name: stored[place] for name, place in names.items() if place not in taken}
+            found |= self._dense(names.keys(), dense, dtype)
+        return TransformersModel.load(self.folder, config, dtype, device, quantized_of, found)
 
-    def _dense(self, weights: Mapping[str, QuantizedWeight], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """All tensors of the checkpoint, the quantised `weights` dequantised."""
-        found = {f"{name}.weight": weight.dequantize(dtype) for name, weight in weights.items()}
+    def _dense(
+        self, quantized: Collection[str], wanted: Mapping[str, QuantizedWeight], dtype: torch.dtype
+    ) -> dict[str, torch.Tensor]:
+        """All tensors of the checkpoint; of the modules that are `quantized` those `wanted`, dequantised."""
+        found = {f"{name}.weight": weight.dequantize(dtype) for name, weight in wanted.items()}
         for shard in self.shards:
             with _opened(shard) as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - a safetensors handle is no mapping
                     module, _, suffix = name.rpartition(".")
-                    if module in weights and suffix != "bias":
+                    if module in quantized and suffix != "bias":
                         continue
                     tensor = tensors.get_tensor(name)
                     if tensor.is_floating_point() and tensor.dtype.itemsize == 1:
@@ -368,6 +382,11 @@ def quantized_linear(
     if weight is None or not _is_kept(weight, quantization, keeps):
         return TorchLinear(_dense(parts, dtype).to(device), bias)
     return QuantizedLinear(weight.to(device), dtype, bias)
+
+
+def _shape_of(parts: Sequence[QuantizedWeight]) -> tuple[int, int]:
+    """`[out, in]` of a matrix of several parts."""
+    return sum(part.shape[0] for part in parts), parts[0].shape[1]
 
 
 def _is_kept(weight: QuantizedWeight, quantization: Quantization, keeps: Callable[[QuantizedWeight], bool]) -> bool:

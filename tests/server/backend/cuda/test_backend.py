@@ -69,6 +69,9 @@ class Model:
     def map_linears(self, convert: object) -> None:
         """It has none."""
 
+    def mixtures(self) -> tuple[()]:
+        return ()
+
 
 def test_a_kernel_that_fails_its_check_is_replaced_by_torch_only_where_the_choice_was_ours(
     monkeypatch: pytest.MonkeyPatch,
