@@ -268,7 +268,8 @@ def kv_cache(dtype: torch.dtype) -> KVCacheShape:
 
 
 def logits(model: Any) -> torch.Tensor:
-    attention = choose_backend("torch", kv_cache(model.dtype), model.dtype, CPU, max_num_batched_tokens=64).attention(4)
+    shape = KVCacheShape.of(model.config, 16, model.dtype)
+    attention = choose_backend("torch", shape, model.dtype, CPU, max_num_batched_tokens=64).attention(4)
     tokens = torch.arange(40) * 7 % 320
     with torch.inference_mode():
         attend = attention.prepare(StepInput.of([(0, 40, [1, 2, 3])], tokens.tolist()))
@@ -400,6 +401,17 @@ def test_experts_of_transformers_models_stay_quantised(tmp_path: Path, quantizat
     assert all(isinstance(linear, Int4Linear) == (quantization != "dense") for linear in experts)
 
 
+@pytest.mark.parametrize("left_out", [".down_proj", ".1.gate_proj", "experts.0.up_proj"])
+def test_experts_of_which_some_matrices_are_dense(tmp_path: Path, left_out: str) -> None:
+    folder = write_family(tmp_path, "olmoe", FORMATS["gptq"], left_out)
+    stored = load_file(folder / "model.safetensors")
+    assert any(name.endswith(f"{left_out}.weight") for name in stored)
+    ours, expected = (loaded(folder, each, code="transformers") for each in ("stored", "dense"))
+    kinds = {type(linear) for mixture in ours.mixtures() for linear in mixture.experts.gate_up + mixture.experts.down}
+    assert len(kinds) == 2
+    assert relative_error(logits(ours), logits(expected)) < 1e-3
+
+
 @needs_vnni
 @pytest.mark.parametrize("name", ["W8A8 int8", None])
 def test_transformers_code_computes_products_of_8_bits(tmp_path: Path, name: str | None) -> None:
@@ -464,8 +476,11 @@ LARGER_WHERE_SET = {
 }
 
 
-def write_family(folder: Path, family: str, form: Format | None) -> Path:
-    """A checkpoint of transformers' code; the matrices of its layers are quantised, except routers and small ones."""
+def write_family(folder: Path, family: str, form: Format | None, left_out: str = ".gate") -> Path:
+    """A checkpoint of transformers' code; the matrices of its layers are quantised, except routers and small ones.
+
+    Also except those whose names end with `left_out`.
+    """
     settings = OTHERS[family].settings
     larger = LARGER | {key: size for key, size in LARGER_WHERE_SET.items() if settings.get(key)}
     if "kv_lora_rank" in settings:
@@ -477,7 +492,7 @@ def write_family(folder: Path, family: str, form: Format | None) -> Path:
     for name in [*stored]:
         module = name.removesuffix(".weight")
         is_matrix = name.endswith(".weight") and stored[name].ndim == 2 and re.search(r"\.\d+\.", name)
-        if is_matrix and min(stored[name].shape) >= 64 and not module.endswith((".gate", ".router.layer")):
+        if is_matrix and min(stored[name].shape) >= 64 and not module.endswith((".gate", ".router.layer", left_out)):
             matrix = stored.pop(name)  # transposed where transformers has it so, as quantised checkpoints do not
             tensors, _ = form.quantize(matrix.t().contiguous() if family == TRANSPOSED else matrix)
             stored.update({f"{module}.{suffix}": each for suffix, each in tensors.items()})

@@ -520,7 +520,7 @@ class TransformersModel:
                 if (linear := linear_of([name], *_matrix_of(module))) is not None:
                     products[id(module)] = _Product(linear)
                     put(products[id(module)])
-            elif (experts := _experts_of(module, name, activation, linear_of)) is not None:
+            elif (experts := _experts_of(module, name, activation, linear_of, self.device)) is not None:
                 self._mixtures.append(_Mixture(experts, lambda: self.ops))
                 put(self._mixtures[-1])
 
@@ -680,18 +680,23 @@ def _gate_of(module: Any) -> Activation | None:
     return None
 
 
-def _experts_of(module: Any, name: str, activation: Activation, linear_of: LinearOf) -> Experts | None:
-    """None if one of them stays as it is."""
-    of_stacks: list[list[Linear]] = []
+def _experts_of(
+    module: Any, name: str, activation: Activation, linear_of: LinearOf, device: torch.device
+) -> Experts | None:
+    """None if all of them stay as they are."""
+    dense: list[list[TorchLinear]] = []
+    found: list[list[Linear | None]] = []
     for stack, parts in _STACKS.items():
         weights, biases = getattr(module, stack).data, getattr(module, f"{stack}_bias") if module.has_bias else None
-        of_stacks.append([])
-        for expert, weight in enumerate(weights):
-            bias = None if biases is None else biases[expert]
-            if (linear := linear_of([f"{name}.{expert}.{part}" for part in parts], weight, bias)) is None:
-                return None
-            of_stacks[-1].append(linear)
-    gate_up, down = of_stacks
+        dense.append([TorchLinear(weight, None if biases is None else biases[at]) for at, weight in enumerate(weights)])
+        names = ([f"{name}.{expert}.{part}" for part in parts] for expert in range(len(weights)))
+        found.append([linear_of(each, at.weight, at.bias) for each, at in zip(names, dense[-1], strict=True)])
+    if not any(found[0] + found[1]):
+        return None
+    gate_up, down = (
+        [linear or plain.to(device) for linear, plain in zip(*each, strict=True)]
+        for each in zip(found, dense, strict=True)
+    )
     return Experts(gate_up, down, activation)
 
 

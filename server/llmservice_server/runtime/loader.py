@@ -156,7 +156,7 @@ class Checkpoint:
         def quantized_of(modules: Sequence[str], weight: torch.Tensor, bias: torch.Tensor | None) -> Linear | None:
             parts = parts_of(modules)
             if parts is None and (quantization != "int8" or not is_linear(modules[0], len(weight))):
-                return None
+                return None  # it stays as it is
             if parts is not None and (shape := _shape_of(parts)) != (expected := tuple(weight.shape)):
                 raise ModelLoadError(f"{modules[0]} has the shape {[*shape]}, config.json makes it {[*expected]}")
             bias = None if bias is None else bias.to(device)

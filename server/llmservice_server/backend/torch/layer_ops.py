@@ -20,6 +20,9 @@ class TorchLinear:
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         return F.linear(hidden, self.weight, self.bias)
 
+    def to(self, device: torch.device) -> TorchLinear:
+        return TorchLinear(self.weight.to(device), None if self.bias is None else self.bias.to(device))
+
     @property
     def nbytes(self) -> int:
         bias = 0 if self.bias is None else self.bias.nbytes
