@@ -41,7 +41,7 @@ def measure_experts(dtype: torch.dtype) -> Iterator[dict[str, Any]]:
     """A row for each number of tokens, whose experts are drawn evenly; the shortest of several runs of each.
 
     The bandwidth is that of copies in between, read and written bytes, because the speed of a shared machine varies.
-    With 4 bits in groups of 128 and, where the CPU has instructions for these, with 8, also beside a loop over them.
+    In 4 bits (integers in groups of 128, and mxfp4) and, where the CPU has instructions for it, 8, also beside loops.
     """
     random, ops = torch.Generator().manual_seed(0), CpuLayerOps(threaded=True)
     gate_up = torch.randn(NUM_EXPERTS, 2 * WIDTH, HIDDEN, dtype=dtype, generator=random) * HIDDEN**-0.5
@@ -88,8 +88,15 @@ def _int4(linear: Linear) -> Linear:
     return Int4Linear.of(QuantizedWeight(numbers, torch.rand(outputs, inputs // 128).bfloat16(), group=128), None)
 
 
+def _mxfp4(linear: Linear) -> Linear:
+    outputs, inputs = linear.weight.shape
+    numbers = torch.randint(256, (outputs, inputs // 2), dtype=torch.uint8)
+    powers = torch.full((outputs, inputs // 32), 120, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    return Int4Linear.of(QuantizedWeight(numbers, powers, group=32), None)
+
+
 def _int8(linear: Linear) -> Linear:
     return Int8Linear.of(QuantizedWeight.int8(linear.weight), None)
 
 
-_QUANTIZED = {"int4": _int4, "int8": _int8} if HAS_QUAD_PRODUCT else {"int4": _int4}
+_QUANTIZED = {"int4": _int4, "mxfp4": _mxfp4, **({"int8": _int8} if HAS_QUAD_PRODUCT else {})}

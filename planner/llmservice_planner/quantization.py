@@ -123,13 +123,12 @@ class WeightFormat:
     def held_as(self, wanted: Quantization, *, on_cpu: bool) -> Quantization:
         """`wanted`, or what the server chooses on the device: `dense`, `int8` or `stored`.
 
-        A CPU has fast products of 4-bit integers and, with AVX-512 VNNI, of 8-bit ones that were made for them.
+        A CPU has fast products of 4-bit numbers and, with AVX-512 VNNI, of 8-bit integers that were made for them.
         """
         if on_cpu and wanted in ("auto", "stored") and self.is_int8_product:
             return "int8"
         if wanted == "auto":
-            is_dense = on_cpu and (self.bits > 4 or self.kind == "float")
-            return "dense" if is_dense else "stored"
+            return "dense" if on_cpu and self.bits > 4 else "stored"
         return wanted
 
 

@@ -1,6 +1,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,12 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from llmservice_planner.quantization import Quantization
 from llmservice_planner.shape import ModelShape
 from llmservice_server.backend.cache_shape import KVCacheShape
+from llmservice_server.backend.cpu import int4
+from llmservice_server.backend.cpu.backend import CpuBackend
+from llmservice_server.backend.cpu.experts import CpuExperts
 from llmservice_server.backend.cuda.backend import CudaBackend
 from llmservice_server.backend.cuda.experts import CudaExperts
-from llmservice_server.backend.experts import ExpertsMlp, stack_of
+from llmservice_server.backend.experts import Experts, ExpertsMlp, stack_of
 from llmservice_server.backend.torch.layer_ops import TorchLayerOps
 from llmservice_server.models.decoder import DecoderModel
 from llmservice_server.runtime.loader import Checkpoint
@@ -23,7 +27,7 @@ from llmservice_server.types.errors import ModelLoadError
 pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
-LAYERS, EXPERTS, HIDDEN, WIDTH = 2, 4, 64, 96
+LAYERS, EXPERTS, HIDDEN, WIDTH = 2, 4, 64, 128
 
 
 @pytest.fixture(scope="module")
@@ -108,28 +112,30 @@ def test_gate_and_up_are_apart_and_their_biases_too(mxfp4: Path, dtype: torch.dt
         assert torch.equal(linear.bias, torch.cat((biases[expert, ::2], biases[expert, 1::2])))
 
 
-@pytest.mark.parametrize("quantization", ["auto", "stored"])
+@pytest.mark.parametrize("quantization", ["auto", "dense"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_bytes_of_weights_are_predicted(mxfp4: Path, dtype: str, quantization: Quantization) -> None:
-    """On a CPU, which holds them dense, and as they are stored."""
+    """On a CPU, as they are stored, and dense."""
     checkpoint, kind = Checkpoint.open(mxfp4), getattr(torch, dtype)
-    measured = checkpoint.load(kind, CPU, quantization).weight_bytes
+    measured = checkpoint.load(kind, CPU, quantization, int4.can_multiply).weight_bytes
     planned = ModelShape.from_folder(mxfp4).weights_bytes(dtype, quantization, on_cpu=True)
     assert planned == pytest.approx(measured, rel=0.01)
     assert checkpoint.held_bytes(kind, quantization, on_cpu=True) == planned
 
 
-def test_a_gpu_multiplies_the_stored_numbers(mxfp4: Path) -> None:
-    """With our kernel, here in Triton's interpreter; compared with dense weights."""
+@pytest.mark.parametrize(("kind", "experts"), [(CudaBackend, CudaExperts), (CpuBackend, CpuExperts)])
+def test_a_device_multiplies_the_stored_numbers(mxfp4: Path, kind: type[Any], experts: type[Experts]) -> None:
+    """With our kernels, those of a GPU in Triton's interpreter; compared with dense weights."""
     shape = KVCacheShape(4, 2, 16, (None,) * LAYERS, 16, torch.float32)
-    backend = CudaBackend(shape, CPU, "a test", may_fall_back=False)
+    backend = kind(shape, CPU, "a test", **({"worth_compiling": True} if kind is CpuBackend else {}))
     model = Checkpoint.open(mxfp4).load(torch.float32, CPU, "auto", backend.keeps)
     backend.prepare(model)
+    assert not backend.fallbacks
     hidden = torch.randn(7, HIDDEN, generator=torch.Generator().manual_seed(2))
     assert isinstance(model, DecoderModel)
     for ours, dense in zip(model.layers, load(mxfp4, torch.float32).layers, strict=True):
         assert isinstance(ours.mlp, ExpertsMlp)
-        assert isinstance(ours.mlp.experts, CudaExperts)
+        assert isinstance(ours.mlp.experts, experts)
         expected = dense.mlp(hidden, TorchLayerOps())
         assert (ours.mlp(hidden, model.ops) - expected).norm() < 1e-5 * expected.norm()
 
@@ -160,7 +166,7 @@ def change(folder: Path, name: str, tensor: torch.Tensor | None) -> None:
             r"down_proj_scales has the shape \[4, 64, 2\], config.json",
         ),
         (
-            torch.zeros(EXPERTS, HIDDEN, 3),
+            torch.zeros(EXPERTS, HIDDEN, WIDTH // 32),
             "experts in mxfp4 are torch.uint8 with scales in torch.float32, expected uint8",
         ),
     ],

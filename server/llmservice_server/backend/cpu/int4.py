@@ -3,6 +3,9 @@
 `[out / 64, in / 8, 64]`: each int32 has eight inputs of an output, so that a shift and a mask give the pairs that
 products of bfloat16 take. These have 136 + q in place of a number q from -8 to 7: the bits of q + 8 are the mantissa's
 last ones of a bfloat16 from 128 on. What the 136 adds to a group's sum follows from the sum of its activations.
+
+Floats of 4 bits (mxfp4) are looked up in a table of sixteen bfloat16, by one instruction of AVX-512. Their scales are
+powers of two: for many rows they are added to the exponents.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from llmservice_server.backend.cpu.compiled import compiled, compiled_inner, for
 from llmservice_server.backend.cpu.linear import (
     COLUMNS,
     HAS_WIDE_REGISTERS,
+    HAS_WORD_TABLE,
     LANES,
     VECTORS,
     add_products,
@@ -39,18 +43,26 @@ _MOST_INPUTS = 512
 """That are expanded at a time: 64 KiB of pairs of 64 columns, or twice as much in float32."""
 _ADDED = 136
 _PAIR, _ADDED_BITS = 0x000F000F, 0x43004300
+_LOOK_UP = "llvm.x86.avx512.permvar.hi.512"  # by the lowest 5 bits of each word
 _PREFETCH_BYTES = 8192
 _THREADED_ROWS = 16
 _FEW_ROWS = 6 if HAS_WIDE_REGISTERS else 1
 """Their sums stay in registers while numbers are made."""
 
 
+_FLOATS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32).view(np.uint32) >> 16
+"""Those of 4 bits without the sign, as bits of bfloat16. From the third on these are 0x3F00 plus 64 for each."""
+_FIRST_FLOAT, _FLOAT_STEP, _SIGN = 0x3F00, 6, 0x8000
+_BIAS, _EXPONENT = 127, 7
+"""Of bfloat16: what is added to its exponent, and where that is."""
+
+
 @dataclass(slots=True)
 class Int4Linear:
-    """Implements `Linear`. `weight` is int32 `[out / 64, in / 8, 64]`, of numbers plus 8."""
+    """Implements `Linear`. `weight` is int32 `[out / 64, in / 8, 64]`, of numbers plus 8, or of floats."""
 
     weight: torch.Tensor
-    scales: torch.Tensor  # [out / 64, groups, 64]
+    scales: torch.Tensor  # [out / 64, groups, 64]; of floats uint8, powers of two plus 127
     zeros: torch.Tensor  # int8, likewise; [0, groups, 64] where there are none
     bias: torch.Tensor | None = None
     order: torch.Tensor | None = None  # of the inputs, as of `QuantizedWeight`
@@ -63,9 +75,10 @@ class Int4Linear:
         values = weight.values.view(outputs // COLUMNS, COLUMNS, inputs // INPUTS, INPUTS // 2)
         halves = [half[..., ::2] | half[..., 1::2] << 4 for half in (values & 0xF, values >> 4)]
         packed = torch.cat(halves, -1).permute(0, 2, 1, 3).contiguous().view(torch.int32).squeeze(-1)
-        zeros = weight.scales.new_empty(0, weight.scales.shape[1]) if weight.zeros is None else weight.zeros
+        scales = weight.scales.view(torch.uint8) if weight.is_mxfp4 else weight.scales
+        zeros = scales.new_empty(0, scales.shape[1]) if weight.zeros is None else weight.zeros
         use_threads(torch.get_num_threads())
-        return cls(packed, _by_columns(weight.scales), _by_columns(zeros).to(torch.int8), bias, weight.order)
+        return cls(packed, _by_columns(scales), _by_columns(zeros).to(torch.int8), bias, weight.order)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.order is not None:
@@ -92,26 +105,60 @@ def _by_columns(each: torch.Tensor) -> torch.Tensor:
 
 def can_multiply(weight: QuantizedWeight) -> bool:
     """Whether the layout takes such a weight."""
-    if weight.bits > 4 or weight.is_mxfp4 or weight.rows > 1:
+    if weight.bits > 4 or weight.rows > 1:
         return False
     outputs, inputs = weight.shape
     group = weight.group or inputs
     return outputs % COLUMNS == 0 and inputs % group == 0 and group % INPUTS == 0
 
 
-def _numbers(builder: Any, eight: Any, dtype: Any) -> list[Any]:
-    """Of a vector of eight inputs each, in their order: four of pairs, with 136 in each number, or eight of float32."""
+def _numbers(builder: Any, eight: Any, dtype: Any, scales: Any) -> list[Any]:
+    """Of a vector of eight inputs each, in their order: four of pairs, with 136 in each number, or eight of float32.
+
+    Floats have no 136 in them; numba's type of `scales` tells them.
+    """
     mask, added = (llvm.splat(llvm.INT32, bits, LANES) for bits in (_PAIR, _ADDED_BITS))
     found = []
     for place in range(INPUTS // 2):
         shifted = builder.lshr(eight, llvm.splat(llvm.INT32, 4 * place, LANES))
-        pairs = builder.or_(builder.and_(shifted, mask), added)
-        if dtype == types.float32:
+        if scales.dtype == types.uint8:
+            pairs = _floats(builder, shifted)
+        else:
+            pairs = builder.or_(builder.and_(shifted, mask), added)
+        if dtype != types.float32:
+            found.append(pairs)
+        elif scales.dtype == types.uint8:
+            found += numbers_of(builder, pairs)
+        else:
             added_number = llvm.splat(llvm.FLOAT, float(_ADDED), LANES)
             found += [builder.fsub(number, added_number) for number in numbers_of(builder, pairs)]
-        else:
-            found.append(pairs)
     return found
+
+
+def _floats(builder: Any, vector: Any) -> Any:
+    """Of the lowest 4 bits of each half of an int32, whatever the others are, bfloat16 of the same sign and number."""
+    words = ir.VectorType(llvm.INT16, 2 * LANES)
+    halves = builder.bitcast(vector, words)
+    if HAS_WORD_TABLE:
+        table = ir.Constant(words, [int(sign | bits) for _ in range(2) for sign in (0, _SIGN) for bits in _FLOATS])
+        look_up = cgutils.get_or_insert_function(builder.module, ir.FunctionType(words, [words] * 2), _LOOK_UP)
+        return builder.bitcast(builder.call(look_up, [table, halves]), vector.type)
+
+    def splat(number: int) -> Any:
+        return llvm.splat(llvm.INT16, number, 2 * LANES)
+
+    place = builder.and_(halves, splat(7))
+    regular = builder.add(builder.shl(place, splat(_FLOAT_STEP)), splat(_FIRST_FLOAT))
+    zero_or_half = builder.and_(builder.sub(splat(0), place), splat(_FIRST_FLOAT))
+    bits = builder.select(builder.icmp_unsigned("<", place, splat(2)), zero_or_half, regular)
+    sign = builder.shl(builder.and_(halves, splat(8)), splat(12))
+    return builder.bitcast(builder.or_(bits, sign), vector.type)
+
+
+@intrinsic
+def _are_floats(context: Any, scales: Any) -> Any:
+    known = ir.Constant(ir.IntType(1), int(scales.dtype == types.uint8))
+    return types.boolean(scales), lambda *_: known
 
 
 def _line_of(builder: Any, start: Any, index: Any, num_bytes: int) -> Any:
@@ -129,36 +176,63 @@ def _vectors_of(builder: Any, line: Any) -> list[Any]:
 
 
 @intrinsic
-def _expand(context: Any, packed: Any, numbers: Any) -> Any:
-    """Write `packed` `[lines, 64]` to `numbers`, contiguous: `[4 * lines, 64]` pairs, or float32 `[8 * lines, 64]`."""
+def _expand(context: Any, packed: Any, numbers: Any, scales: Any) -> Any:
+    """Write `packed` `[lines, 64]` to `numbers`, contiguous: `[4 * lines, 64]` pairs, or float32 `[8 * lines, 64]`.
+
+    scales: `[64]`, of the lines' group. Floats are multiplied with them.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array = context.make_array(packed)(context, builder, value=arguments[0])
         num_lines = cgutils.unpack_tuple(builder, array.shape)[0]
         source, target = (
             llvm.element_address(context, builder, kind, value, 0, 0)
-            for kind, value in zip(signature.args, arguments, strict=True)
+            for kind, value in zip(signature.args[:2], arguments[:2], strict=True)
         )
+        powers: list[Any] = [None] * VECTORS
+        if scales.dtype == types.uint8:
+            places = (llvm.element_address(context, builder, scales, arguments[2], LANES * at) for at in range(VECTORS))
+            powers = [llvm.load(builder, place, types.uint8, LANES) for place in places]
         line_bytes = 4 * COLUMNS
         width = INPUTS if numbers.dtype == types.float32 else INPUTS // 2
         with cgutils.for_range(builder, num_lines) as loop:
             written = _line_of(builder, target, loop.index, width * line_bytes)
             for part, eight in enumerate(_vectors_of(builder, _line_of(builder, source, loop.index, line_bytes))):
-                for place, vector in enumerate(_numbers(builder, eight, numbers.dtype)):
+                for place, vector in enumerate(_numbers(builder, eight, numbers.dtype, scales)):
                     offset = ir.Constant(loop.index.type, place * line_bytes + 4 * LANES * part)
-                    llvm.store(builder, vector, builder.gep(written, [offset]))
+                    scaled = vector if powers[part] is None else _scaled(builder, vector, powers[part])
+                    llvm.store(builder, scaled, builder.gep(written, [offset]))
         return context.get_dummy_value()
 
-    return types.void(packed, numbers), generate
+    return types.void(packed, numbers, scales), generate
+
+
+def _scaled(builder: Any, vector: Any, powers: Any) -> Any:
+    """Float32, or pairs of bfloat16, times a power of two of each column, as of `bits_to_float32`; at least 2^-125."""
+    if vector.type != ir.VectorType(llvm.INT32, LANES):
+        return builder.fmul(vector, llvm.bits_to_float32(builder, powers, types.uint8))
+    words = ir.VectorType(llvm.INT16, 2 * LANES)
+    wide, least = builder.zext(powers, vector.type), llvm.splat(llvm.INT32, 2, LANES)
+    wide = builder.select(builder.icmp_unsigned("<", wide, least), least, wide)
+    shifted = builder.shl(
+        builder.sub(wide, llvm.splat(llvm.INT32, _BIAS, LANES)), llvm.splat(llvm.INT32, _EXPONENT, LANES)
+    )
+    low = builder.and_(shifted, llvm.splat(llvm.INT32, 0xFFFF, LANES))
+    both = builder.or_(low, builder.shl(shifted, llvm.splat(llvm.INT32, 16, LANES)))
+    halves = builder.bitcast(vector, words)
+    without_sign = builder.shl(halves, llvm.splat(llvm.INT16, 1, 2 * LANES))
+    is_zero = builder.icmp_unsigned("==", without_sign, llvm.splat(llvm.INT16, 0, 2 * LANES))
+    changed = builder.add(halves, builder.bitcast(both, words))
+    return builder.bitcast(builder.select(is_zero, halves, changed), vector.type)
 
 
 def _row_kernel(num_rows: int) -> Any:
-    """A function `(hidden, packed, sums)`: adds the products of so many rows with `packed` `[lines, 64]` to `sums`.
+    """A function `(hidden, packed, scales, sums)`: adds products of so many rows with `packed` `[lines, 64]` to `sums`.
 
     hidden: `[rows, lines of numbers]`, as `multiply` takes it. sums: float32 `[rows, 64]`. Numbers stay in registers.
     """
 
-    def typed(context: Any, hidden: Any, packed: Any, sums: Any) -> Any:
+    def typed(context: Any, hidden: Any, packed: Any, scales: Any, sums: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             def address(argument: int, *index: Any) -> Any:
                 return llvm.element_address(context, builder, signature.args[argument], arguments[argument], *index)
@@ -168,14 +242,14 @@ def _row_kernel(num_rows: int) -> Any:
             array = context.make_array(packed)(context, builder, value=arguments[1])
             num_lines = cgutils.unpack_tuple(builder, array.shape)[0]
             rows = [address(0, row, 0) for row in range(num_rows)]
-            places = [address(2, row, LANES * part) for row in range(num_rows) for part in range(VECTORS)]
+            places = [address(3, row, LANES * part) for row in range(num_rows) for part in range(VECTORS)]
             totals = [
                 cgutils.alloca_once_value(builder, llvm.load(builder, each, sums.dtype, LANES)) for each in places
             ]
             start = address(1, 0, 0)
             with cgutils.for_range(builder, num_lines) as loop:
                 eights = _vectors_of(builder, _line_of(builder, start, loop.index, 4 * COLUMNS))
-                numbers = [_numbers(builder, eight, hidden.dtype) for eight in eights]
+                numbers = [_numbers(builder, eight, hidden.dtype, scales) for eight in eights]
                 inputs = [_line_of(builder, row, loop.index, 4 * width) for row in rows]
                 for place in range(width):
                     for row, values in enumerate(inputs):
@@ -190,7 +264,7 @@ def _row_kernel(num_rows: int) -> Any:
                 llvm.store(builder, builder.load(total), each)
             return context.get_dummy_value()
 
-        return types.void(hidden, packed, sums), generate
+        return types.void(hidden, packed, scales, sums), generate
 
     return intrinsic(typed)
 
@@ -199,19 +273,19 @@ _one, _two, _three, _four, _five, _six = map(_row_kernel, range(1, 7))
 
 
 @compiled_inner()
-def _add_few_rows(hidden: Any, packed: Any, sums: Any) -> None:
+def _add_few_rows(hidden: Any, packed: Any, scales: Any, sums: Any) -> None:
     if len(hidden) == 1:
-        _one(hidden, packed, sums)
+        _one(hidden, packed, scales, sums)
     elif len(hidden) == 2:
-        _two(hidden, packed, sums)
+        _two(hidden, packed, scales, sums)
     elif len(hidden) == 3:
-        _three(hidden, packed, sums)
+        _three(hidden, packed, scales, sums)
     elif len(hidden) == 4:
-        _four(hidden, packed, sums)
+        _four(hidden, packed, scales, sums)
     elif len(hidden) == 5:
-        _five(hidden, packed, sums)
+        _five(hidden, packed, scales, sums)
     else:
-        _six(hidden, packed, sums)
+        _six(hidden, packed, scales, sums)
 
 
 @compiled_inner()
@@ -260,9 +334,13 @@ def int4_columns(number: int, rows: Any, weights: Any, scaled: Any, first: int, 
     """
     operand, group_sums = rows
     scales, zeros, bias = scaled
+    columns = bias[number * COLUMNS : (number + 1) * COLUMNS]
     num_rows, num_groups = len(operand), scales.shape[1]
     width = operand.shape[1] // weights.shape[1]  # of a line, in the operand
     group_lines = weights.shape[1] // num_groups
+    if _are_floats(scales) and num_rows > _FEW_ROWS:
+        _float_columns(operand, weights[number], scales[number], columns, product[:, first : first + COLUMNS])
+        return
     at_once = min(group_lines, _MOST_INPUTS // INPUTS)
     numbers = np.empty((at_once * width, COLUMNS), operand.dtype)
     sums, part = np.zeros((num_rows, COLUMNS), np.float32), np.empty((num_rows, COLUMNS), np.float32)
@@ -274,13 +352,13 @@ def int4_columns(number: int, rows: Any, weights: Any, scaled: Any, first: int, 
             last = min(begin + at_once, end)
             inputs, lines = operand[:, begin * width : last * width], weights[number, begin:last]
             if num_rows <= _FEW_ROWS:
-                _add_few_rows(inputs, lines, part)
+                _add_few_rows(inputs, lines, scales, part)
             else:
-                _expand(lines, numbers)
+                _expand(lines, numbers, scales[number, group])
                 add_products(inputs, numbers[: (last - begin) * width], part)
         for index in range(COLUMNS):
             scale[index] = to_float32(scales[number, group, index])
-            offset[index] = _ADDED if are_packed(operand) else 0
+            offset[index] = _ADDED if are_packed(operand) and not _are_floats(scales) else 0
         if len(zeros):
             for index in range(COLUMNS):
                 offset[index] += zeros[number, group, index]
@@ -288,5 +366,22 @@ def int4_columns(number: int, rows: Any, weights: Any, scaled: Any, first: int, 
             total = group_sums[row, group]
             for index in range(COLUMNS):
                 sums[row, index] += (part[row, index] - total * offset[index]) * scale[index]
-    columns = bias[number * COLUMNS : (number + 1) * COLUMNS]
     write_rows(sums, sums[0, :0], sums[0], columns, product[:, first : first + COLUMNS])
+
+
+@compiled_inner()
+def _float_columns(operand: Any, weights: Any, scales: Any, bias: Any, product: Any) -> None:
+    """`int4_columns` of floats, `[lines, 64]` with scales `[groups, 64]`: numbers of many groups are made at once."""
+    width, group_lines = operand.shape[1] // len(weights), len(weights) // len(scales)
+    groups_at_once = max(1, _MOST_INPUTS // INPUTS // group_lines)
+    numbers = np.empty((groups_at_once * group_lines * width, COLUMNS), operand.dtype)
+    sums = np.zeros((len(operand), COLUMNS), np.float32)
+    for begin in range(0, len(scales), groups_at_once):
+        end = min(begin + groups_at_once, len(scales))
+        for group in range(begin, end):
+            place = (group - begin) * group_lines * width
+            lines = weights[group * group_lines : (group + 1) * group_lines]
+            _expand(lines, numbers[place : place + group_lines * width], scales[group])
+        inputs = operand[:, begin * group_lines * width : end * group_lines * width]
+        add_products(inputs, numbers[: (end - begin) * group_lines * width], sums)
+    write_rows(sums, sums[0, :0], sums[0], bias, product)

@@ -88,6 +88,8 @@ _STRIP_LINES = 128
 """Lines that are converted at a time where registers hold 16 columns: at most 16 KiB of each of them."""
 HAS_QUAD_PRODUCT = HAS_WIDE_REGISTERS and bool(_CPU_FEATURES.get("avx512vnni"))
 """Whether the CPU multiplies four pairs of 8-bit integers at a time, and adds them to a 32-bit one."""
+HAS_WORD_TABLE = HAS_WIDE_REGISTERS and bool(_CPU_FEATURES.get("avx512bw"))
+"""Whether the CPU looks 16-bit words up in a table of 32."""
 _HAS_PAIR_PRODUCT = bool(_CPU_FEATURES.get("avx512bf16"))
 HAS_TILES = bool(_CPU_FEATURES.get("amx-bf16")) and bool(_CPU_FEATURES.get("amx-int8")) and may_use_tiles()
 """Whether the CPU multiplies by tiles, many more products a cycle than the instructions for pairs and quads compute."""

@@ -1,8 +1,9 @@
 """LLVM instructions that the kernels share: vectors of float32, dtype conversion, prefetch, 2^x.
 
 numba has neither bfloat16 nor float16, so arrays of these hold the elements' bits as uint16 and int16 (`as_array`), and
-kernels convert them to float32 and back. Functions that take a `builder` emit instructions while numba compiles an
-intrinsic; the intrinsics and functions at the end are called by compiled code.
+kernels convert them to float32 and back. Arrays of uint8 hold powers of two: their exponents plus 127. Functions that
+take a `builder` emit instructions while numba compiles an intrinsic; the intrinsics and functions at the end are called
+by compiled code.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ CACHE_LINE_BYTES = 64
 FLOAT, HALF, INT16, INT32, INT64 = ir.FloatType(), ir.HalfType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 BYTES = ir.IntType(8).as_pointer()
 
-_NUMPY_DTYPES = {torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.float16: torch.int16}
+_NUMPY_DTYPES = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
+_NUMPY_DTYPES |= {each: each for each in (torch.float32, torch.uint8)}
 _LOG2_E = np.float32(math.log2(math.e))
 
 
@@ -111,10 +113,11 @@ def bits_to_float32(builder: Any, bits: Any, dtype: Any) -> Any:
     """An element, or a vector of elements, of numba's `dtype` in float32: exact, in one or two instructions."""
     if dtype == types.float32:
         return bits
-    float_kind, half_kind, int_kind, shift = FLOAT, HALF, INT32, ir.Constant(INT32, 16)
+    places = 23 if dtype == types.uint8 else 16
+    float_kind, half_kind, int_kind, shift = FLOAT, HALF, INT32, ir.Constant(INT32, places)
     if isinstance(bits.type, ir.VectorType):
         float_kind, half_kind, int_kind = (ir.VectorType(kind, bits.type.count) for kind in (FLOAT, HALF, INT32))
-        shift = splat(INT32, 16, bits.type.count)
+        shift = splat(INT32, places, bits.type.count)
     if dtype == types.int16:
         return builder.fpext(builder.bitcast(bits, half_kind), float_kind)
     return builder.bitcast(builder.shl(builder.zext(bits, int_kind), shift), float_kind)

@@ -38,6 +38,20 @@ def test_the_product_is_that_of_the_kernel_s_numbers(group: int | None, zeros: b
     assert linear.nbytes == weight.nbytes + bias.nbytes
 
 
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_floats_of_4_bits_are_multiplied(dtype: torch.dtype) -> None:
+    random = torch.Generator().manual_seed(0)
+    values = torch.randint(0, 256, (OUTPUTS, INPUTS // 2), generator=random).to(torch.uint8)
+    powers = torch.randint(120, 135, (OUTPUTS, INPUTS // 32), generator=random).to(torch.uint8)
+    weight = QuantizedWeight(values, powers.view(torch.float8_e8m0fnu), group=32)
+    linear = Int4Linear.of(weight, None)
+    for num_rows in (1, 3, 6, 33):
+        hidden = torch.randn(num_rows, INPUTS, generator=random).to(dtype)
+        expected = hidden.double() @ weight.dequantize(torch.float64).T
+        assert (linear(hidden).double() - expected).norm() < BOUNDS[dtype] * expected.norm()
+    assert linear.nbytes == weight.nbytes
+
+
 def test_reordered_inputs_are_multiplied_by_their_own_weights() -> None:
     plain = weight_of(32, torch.float32, zeros=False)
     order = torch.randperm(INPUTS, generator=torch.Generator().manual_seed(2)).int()
@@ -53,6 +67,4 @@ def test_what_the_layout_does_not_take_is_left_to_torch() -> None:
     assert not can_multiply(whole)  # 36 inputs are no multiple of eight
     narrow = weight_of(32, torch.float32, zeros=False)
     assert not can_multiply(QuantizedWeight(narrow.values[:96], narrow.scales[:96], group=32))
-    powers = narrow.scales.to(torch.float8_e8m0fnu)
-    assert not can_multiply(QuantizedWeight(narrow.values, powers, group=32))  # mxfp4
     assert not can_multiply(QuantizedWeight.int8(torch.ones(64, 64)))
