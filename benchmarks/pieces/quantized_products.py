@@ -22,7 +22,7 @@ _COLD_BYTES = 256 << 20
 
 
 def measure_products(outputs: int, inputs: int, num_rows: int) -> dict[str, float]:
-    """Seconds in bfloat16, with 4 bits in groups of 128, in mxfp4, and in 8 bits, where the CPU has instructions for it.
+    """Seconds in bfloat16, with 4 bits in groups of 128, in mxfp4, and with 8 bits where the CPU has instructions.
 
     Those in 8 bits include the quantisation of activations.
     """
