@@ -52,8 +52,8 @@ def measure_experts(dtype: torch.dtype) -> Iterator[dict[str, Any]]:
     loops = {"": Experts([*map(pack, unpacked.gate_up)], [*map(pack, unpacked.down)])}
     for name, quantize in _QUANTIZED.items():
         loops[f"{name}_"] = Experts([*map(quantize, unpacked.gate_up)], [*map(quantize, unpacked.down)])
-    kinds = {name: CpuExperts.of(loop, dtype) for name, loop in loops.items()}
-    if None in kinds.values():
+    kinds = {name: kernel for name, loop in loops.items() if (kernel := CpuExperts.of(loop, dtype)) is not None}
+    if len(kinds) < len(loops):
         return
     source = torch.ones(_COPIED_BYTES // 4)
     target, flops = torch.empty_like(source), Ceilings.measure(dtype).flops
@@ -61,12 +61,14 @@ def measure_experts(dtype: torch.dtype) -> Iterator[dict[str, Any]]:
         hidden = torch.randn(num_tokens, HIDDEN, generator=random).to(dtype)
         weights, chosen = torch.rand(num_tokens, NUM_EXPERTS, generator=random).softmax(-1).topk(TOP_K)
         works: dict[str, Callable[[], object]] = {"copy": lambda: target.copy_(source)}
-        several = [(f"{name}experts", kinds[name]) for name in kinds] + [(f"{name}loop", loops[name]) for name in loops]
-        for name, one in (*several, ("grouped_mm", unpacked)):
+        several = {"grouped_mm": unpacked, **{f"{name}loop": loop for name, loop in loops.items()}}
+        several |= {f"{name}experts": kernel for name, kernel in kinds.items()}
+        for name, one in several.items():  # ours do not follow the copy, whose result is still being written
             works[name] = lambda one=one: one(hidden, chosen, weights, ops)  # type: ignore[misc]  # noqa: B023
         for work in works.values():
             work()
-        rounds, end_s = [], time.perf_counter() + _MEASURED_S
+        rounds: list[list[float]] = []
+        end_s = time.perf_counter() + _MEASURED_S
         while len(rounds) < _ROUNDS or time.perf_counter() < end_s:
             rounds.append([seconds(work) for work in works.values()])
         taken_s = dict(zip(works, map(min, zip(*rounds, strict=True)), strict=True))
