@@ -26,6 +26,7 @@ from llmservice_server.backend.cpu.linear import (
     HAS_WIDE_REGISTERS,
     HAS_WORD_TABLE,
     LANES,
+    PREFETCH_SOON,
     VECTORS,
     add_products,
     as_operand,
@@ -170,7 +171,8 @@ def _vectors_of(builder: Any, line: Any) -> list[Any]:
     found = []
     for offset in range(0, 4 * COLUMNS, 4 * LANES):
         address = builder.gep(line, [ir.Constant(llvm.INT64, offset)])
-        llvm.prefetch(builder, builder.gep(address, [ir.Constant(llvm.INT64, _PREFETCH_BYTES)]))
+        ahead = builder.gep(address, [ir.Constant(llvm.INT64, _PREFETCH_BYTES)])
+        llvm.prefetch(builder, ahead, soon=PREFETCH_SOON)
         found.append(llvm.load(builder, address, types.int32, LANES))
     return found
 
