@@ -412,6 +412,38 @@ def test_experts_of_which_some_matrices_are_dense(tmp_path: Path, left_out: str)
     assert relative_error(logits(ours), logits(expected)) < 1e-3
 
 
+@pytest.mark.parametrize("module", ["mlp.experts.1.up_proj", "self_attn.q_proj"])
+@pytest.mark.parametrize("shape", [(128, 128), (192, 256)])
+def test_a_quantised_matrix_of_a_wrong_shape_is_refused_by_its_name(
+    tmp_path: Path, module: str, shape: tuple[int, int]
+) -> None:
+    form, path = FORMATS["gptq"], write_family(tmp_path, "olmoe", FORMATS["gptq"]) / "model.safetensors"
+    tensors, _ = form.quantize(torch.randn(shape))
+    save_file(load_file(path) | {f"model.layers.1.{module}.{suffix}": each for suffix, each in tensors.items()}, path)
+    with pytest.raises(ModelLoadError, match=rf"layers\.1\.{module} has the shape \[{shape[0]}, {shape[1]}\], config"):
+        Checkpoint.open(tmp_path).load(torch.float32, CPU)
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (None, r"layers\.1\.mlp\.experts\.down_proj has the shape \[3, 256, 384\], config.json makes it \[4"),
+        (9, r"holds model\.layers\.1\.mlp\.experts\.9\..*, for which config.json has too few experts"),
+    ],
+)
+def test_experts_that_are_missing_or_too_many_are_refused(tmp_path: Path, number: int | None, message: str) -> None:
+    path = write_family(tmp_path, "olmoe", FORMATS["gptq"]) / "model.safetensors"
+    tensors, expert = load_file(path), "layers.1.mlp.experts.1."
+    for name in [each for each in tensors if expert in each]:
+        if number is None:
+            del tensors[name]
+        else:
+            tensors[name.replace(expert, f"layers.1.mlp.experts.{number}.")] = tensors[name].clone()
+    save_file(tensors, path)
+    with pytest.raises(ModelLoadError, match=message):
+        Checkpoint.open(tmp_path).load(torch.float32, CPU)
+
+
 @needs_vnni
 @pytest.mark.parametrize("name", ["W8A8 int8", None])
 def test_transformers_code_computes_products_of_8_bits(tmp_path: Path, name: str | None) -> None:

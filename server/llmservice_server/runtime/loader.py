@@ -45,6 +45,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _OWN_NAMES = ("lm_head.", "model.embed_tokens.", "model.layers.", "model.norm.")
 _WITHOUT_HEAD = ("embed_tokens.", "layers.", "norm.")
 """Names in a checkpoint that was saved for embeddings, without the head and its owner."""
+_NUMBER_OF_EXPERT = re.compile(r"(?<=\.experts)\.\d+(?=\.)")
 _DENSE = {"F64", "F32", "F16", "BF16"}
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -157,8 +158,10 @@ class Checkpoint:
             parts = parts_of(modules)
             if parts is None and (quantization != "int8" or not is_linear(modules[0], len(weight))):
                 return None  # it stays as it is
-            if parts is not None and (shape := _shape_of(parts)) != (expected := tuple(weight.shape)):
-                raise ModelLoadError(f"{modules[0]} has the shape {[*shape]}, config.json makes it {[*expected]}")
+            expected = len(weight) // len(modules), weight.shape[1]
+            for module, part in zip(modules, parts or (), strict=False):
+                if part.shape != expected:
+                    raise ModelLoadError(f"{module} has the shape {[*part.shape]}, config.json makes it {[*expected]}")
             bias = None if bias is None else bias.to(device)
             return quantized_linear(parts or [weight], bias, dtype, device, quantization, keeps)
 
@@ -170,6 +173,10 @@ class Checkpoint:
                     found[tensor] = torch.empty((), dtype=dtype).expand(shape)
                     taken.update(place_of(module) for modules in matrices for module in modules)
             dense = {name: stored[place] for name, place in names.items() if place not in taken}
+            whole = {_NUMBER_OF_EXPERT.sub("", place) for place in taken}
+            for name in dense:
+                if _NUMBER_OF_EXPERT.sub("", names[name]) in whole:
+                    raise ModelLoadError(f"{self.folder} holds {name}, for which config.json has too few experts")
             found |= self._dense(names.keys(), dense, dtype)
         return TransformersModel.load(self.folder, config, dtype, device, quantized_of, found)
 
@@ -382,11 +389,6 @@ def quantized_linear(
     if weight is None or not _is_kept(weight, quantization, keeps):
         return TorchLinear(_dense(parts, dtype).to(device), bias)
     return QuantizedLinear(weight.to(device), dtype, bias)
-
-
-def _shape_of(parts: Sequence[QuantizedWeight]) -> tuple[int, int]:
-    """`[out, in]` of a matrix of several parts."""
-    return sum(part.shape[0] for part in parts), parts[0].shape[1]
 
 
 def _is_kept(weight: QuantizedWeight, quantization: Quantization, keeps: Callable[[QuantizedWeight], bool]) -> bool:

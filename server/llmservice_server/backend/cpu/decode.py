@@ -80,7 +80,7 @@ def can_decode(model: Decoder) -> bool:
 
 
 def kind_of(linear: Linear) -> type | None:
-    """Of matrices that the kernels read."""
+    """The class of a matrix that the kernels read; None: they do not."""
     if isinstance(linear, PackedLinear) and linear.kernel_weights is not None:
         return PackedLinear
     if isinstance(linear, Int4Linear):

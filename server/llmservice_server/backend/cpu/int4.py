@@ -49,8 +49,6 @@ _PREFETCH_BYTES = 8192
 _THREADED_ROWS = 16
 _FEW_ROWS = 6 if HAS_WIDE_REGISTERS else 1
 """Their sums stay in registers while numbers are made."""
-
-
 _FLOATS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32).view(np.uint32) >> 16
 """Those of 4 bits without the sign, as bits of bfloat16. From the third on these are 0x3F00 plus 64 for each."""
 _FIRST_FLOAT, _FLOAT_STEP, _SIGN = 0x3F00, 6, 0x8000
@@ -158,6 +156,7 @@ def _floats(builder: Any, vector: Any) -> Any:
 
 @intrinsic
 def _are_floats(context: Any, scales: Any) -> Any:
+    """Whether weights with such `scales` are floats; known when it is compiled."""
     known = ir.Constant(ir.IntType(1), int(scales.dtype == types.uint8))
     return types.boolean(scales), lambda *_: known
 
