@@ -132,6 +132,7 @@ SECTIONS: dict[str, int] = {
     "swapping": 5,
     "agreement": 65,
     "families": 90,
+    "formats": 60,
     "out_of_memory": 25,
     "overlap": 85,
 }

@@ -48,6 +48,7 @@ def sections() -> dict[str, Callable[[Bench], Findings]]:
         "swapping": faults.swapping,
         "agreement": kernels.agreement,
         "families": families.families,
+        "formats": families.formats,
         "out_of_memory": faults.out_of_memory,
         "overlap": overlap.compare,
     }

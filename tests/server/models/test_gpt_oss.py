@@ -1,4 +1,3 @@
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -6,10 +5,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
+from harness.quantized import (
+    GPT_OSS_EXPERTS,
+    GPT_OSS_HIDDEN,
+    GPT_OSS_LAYERS,
+    GPT_OSS_WIDTH,
+    mxfp4_experts,
+    write_gpt_oss,
+)
 from llmservice_planner.quantization import Quantization
 from llmservice_planner.shape import ModelShape
 from llmservice_server.backend.cache_shape import KVCacheShape
@@ -27,60 +32,22 @@ from llmservice_server.types.errors import ModelLoadError
 pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
-LAYERS, EXPERTS, HIDDEN, WIDTH = 2, 4, 64, 128
 
 
 @pytest.fixture(scope="module")
-def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint whose experts have numbers that mxfp4 has."""
-    folder = tmp_path_factory.mktemp("dense")
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        "gpt_oss",
-        vocab_size=193,
-        hidden_size=HIDDEN,
-        intermediate_size=WIDTH,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_local_experts=EXPERTS,
-        num_experts_per_tok=2,
-    )
-    AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(folder)
-    tensors = load_file(folder / "model.safetensors")
-    for name, (blocks, scales) in packed().items():
-        tensors[name] = convert_moe_packed_tensors(blocks, scales).contiguous()
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    return folder
-
-
-def packed() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Blocks and scales of the experts' matrices: all elements, small and large scales."""
-    random = torch.Generator().manual_seed(1)
-    found = {}
-    for layer in range(LAYERS):
-        for name, outputs, inputs in (("gate_up_proj", 2 * WIDTH, HIDDEN), ("down_proj", HIDDEN, WIDTH)):
-            groups = (EXPERTS, outputs, inputs // 32)
-            blocks = torch.randint(0, 256, (*groups, 16), generator=random).to(torch.uint8)
-            scales = torch.randint(100, 130, groups, generator=random).to(torch.uint8)
-            found[f"model.layers.{layer}.mlp.experts.{name}"] = blocks, scales
-    return found
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write_gpt_oss(tmp_path_factory.mktemp("gpt-oss"))
 
 
 @pytest.fixture
-def mxfp4(dense: Path, tmp_path: Path) -> Path:
-    """The same in mxfp4."""
-    folder = shutil.copytree(dense, tmp_path / "mxfp4")
-    tensors = load_file(folder / "model.safetensors")
-    for name, (blocks, scales) in packed().items():
-        del tensors[name]
-        tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = blocks, scales
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+def dense(both: tuple[Path, Path]) -> Path:
+    return both[1]
+
+
+@pytest.fixture
+def mxfp4(both: tuple[Path, Path], tmp_path: Path) -> Path:
+    """A copy, which a test may change."""
+    return shutil.copytree(both[0], tmp_path / "mxfp4")
 
 
 def load(folder: Path, dtype: torch.dtype) -> DecoderModel:
@@ -103,7 +70,7 @@ def test_mxfp4_is_dequantised_to_the_numbers_of_transformers(dense: Path, mxfp4:
 def test_gate_and_up_are_apart_and_their_biases_too(mxfp4: Path, dtype: torch.dtype) -> None:
     mlp = load(mxfp4, dtype).layers[1].mlp
     assert isinstance(mlp, ExpertsMlp)
-    blocks, scales = packed()["model.layers.1.mlp.experts.gate_up_proj"]
+    blocks, scales = mxfp4_experts()["model.layers.1.mlp.experts.gate_up_proj"]
     stored = convert_moe_packed_tensors(blocks, scales, dtype=dtype).transpose(1, 2)
     biases = load_file(mxfp4 / "model.safetensors")["model.layers.1.mlp.experts.gate_up_proj_bias"].to(dtype)
     for expert, linear in enumerate(mlp.experts.gate_up):
@@ -126,12 +93,12 @@ def test_the_bytes_of_weights_are_predicted(mxfp4: Path, dtype: str, quantizatio
 @pytest.mark.parametrize(("kind", "experts"), [(CudaBackend, CudaExperts), (CpuBackend, CpuExperts)])
 def test_a_device_multiplies_the_stored_numbers(mxfp4: Path, kind: type[Any], experts: type[Experts]) -> None:
     """With our kernels, those of a GPU in Triton's interpreter; compared with dense weights."""
-    shape = KVCacheShape(4, 2, 16, (None,) * LAYERS, 16, torch.float32)
+    shape = KVCacheShape(4, 2, 16, (None,) * GPT_OSS_LAYERS, 16, torch.float32)
     backend = kind(shape, CPU, "a test", **({"worth_compiling": True} if kind is CpuBackend else {}))
     model = Checkpoint.open(mxfp4).load(torch.float32, CPU, "auto", backend.keeps)
     backend.prepare(model)
     assert not backend.fallbacks
-    hidden = torch.randn(7, HIDDEN, generator=torch.Generator().manual_seed(2))
+    hidden = torch.randn(7, GPT_OSS_HIDDEN, generator=torch.Generator().manual_seed(2))
     assert isinstance(model, DecoderModel)
     for ours, dense in zip(model.layers, load(mxfp4, torch.float32).layers, strict=True):
         assert isinstance(ours.mlp, ExpertsMlp)
@@ -162,11 +129,11 @@ def change(folder: Path, name: str, tensor: torch.Tensor | None) -> None:
             "1 tensors that GptOssForCausalLM needs are in none of its 1 safetensors files, among them .*down_proj_sca",
         ),
         (
-            torch.zeros(EXPERTS, HIDDEN, 2, dtype=torch.uint8),
+            torch.zeros(GPT_OSS_EXPERTS, GPT_OSS_HIDDEN, 2, dtype=torch.uint8),
             r"down_proj_scales has the shape \[4, 64, 2\], config.json",
         ),
         (
-            torch.zeros(EXPERTS, HIDDEN, WIDTH // 32),
+            torch.zeros(GPT_OSS_EXPERTS, GPT_OSS_HIDDEN, GPT_OSS_WIDTH // 32),
             "experts in mxfp4 are torch.uint8 with scales in torch.float32, expected uint8",
         ),
     ],

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
-from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
+from harness.quantized import merged
 from llmservice_bench.batch_scheduler import AdmitsAll
 from llmservice_planner.shape import ModelShape
 from llmservice_server.backend.step_input import StepInput
@@ -42,20 +42,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for seed, (name, settings) in enumerate(ADAPTERS.items()):
         write_tiny_adapter(folder / name, folder / "base", seed=seed, std=0.3, **settings)
     return folder
-
-
-def merged(folder: Path, name: str | None) -> PreTrainedModel:
-    """The model with `W + scale * B A` in the place of each `W` that the adapter changes."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder / "base").eval()
-    if name is not None:
-        config = json.loads((folder / name / "adapter_config.json").read_text())
-        tensors = load_file(folder / name / "adapter_model.safetensors")
-        modules = dict(model.named_modules())
-        for key in [key for key in tensors if "lora_A" in key]:
-            change = tensors[key.replace("lora_A", "lora_B")] @ tensors[key] * config["lora_alpha"] / config["r"]
-            with torch.no_grad():
-                modules[key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")].weight += change
-    return model
 
 
 def adapted_engine(folder: Path, **settings: Any) -> Engine:
@@ -115,7 +101,7 @@ def test_base_and_three_adapters_in_one_step_are_as_merged(folder: Path, impleme
     by_slot = sorted(engine._adapters._by_name.values(), key=lambda each: each.slot or 0)
     for name, ours in zip([None, *(each.name for each in by_slot)], logits, strict=True):
         with torch.inference_mode():
-            expected = merged(folder, name)(torch.tensor([prompt])).logits[0]
+            expected = merged(folder / "base", folder / name if name else None)(torch.tensor([prompt])).logits[0]
         assert float(((ours - expected).abs().amax(-1) / expected.abs().amax(-1)).max()) < LOGIT_TOLERANCE
 
 
@@ -132,7 +118,7 @@ def test_answers_are_those_of_the_merged_models(folder: Path, crowded: bool) -> 
         f"{name} {number}": (shared + prompt_of(3 + number), name) for name in (None, *ADAPTERS) for number in range(4)
     }
     answers = serve(engine, [request(key, prompt, name, 40) for key, (prompt, name) in prompts.items()])
-    models = {name: merged(folder, name) for name in (None, *ADAPTERS)}
+    models = {name: merged(folder / "base", folder / name if name else None) for name in (None, *ADAPTERS)}
     for key, (prompt, name) in prompts.items():
         assert is_greedy(models[name], prompt, answers[key]), key
     slots, shape = model_runner(engine).adapters, ModelShape.from_folder(folder / "base")
@@ -159,12 +145,12 @@ def test_a_new_version_answers_by_its_own_weights(folder: Path, tmp_path: Path) 
     before = load(engine, "all", folder / "all").adapters
     prompt = prompt_of(64)
     old = serve(engine, [request("old", prompt, "all")])["old"]
-    assert is_greedy(merged(folder, "all"), prompt, old)
+    assert is_greedy(merged(folder / "base", folder / "all"), prompt, old)
     report = load(engine, "all", folder / "attention")
     assert {each.name for each in report.adapters} == set(ADAPTERS)
     assert {each.version for each in report.adapters} != {each.version for each in before}
     new = serve(engine, [request("new", prompt, "all")])["new"]
-    assert is_greedy(merged(folder, "attention"), prompt, new)
+    assert is_greedy(merged(folder / "base", folder / "attention"), prompt, new)
 
 
 def test_with_one_slot_adapters_take_turns(folder: Path) -> None:
@@ -173,7 +159,7 @@ def test_with_one_slot_adapters_take_turns(folder: Path) -> None:
     names = [*ADAPTERS] * 3
     answers = serve(engine, [request(f"{name} {number}", prompt, name) for number, name in enumerate(names)])
     for number, name in enumerate(names):
-        assert is_greedy(merged(folder, name), prompt, answers[f"{name} {number}"])
+        assert is_greedy(merged(folder / "base", folder / name if name else None), prompt, answers[f"{name} {number}"])
 
 
 def test_an_adapter_unloaded_in_use_computes_to_the_end(folder: Path) -> None:

@@ -1,0 +1,297 @@
+"""Checkpoints of every quantised format, dense ones of the weights that they stand for, and adapters merged into one.
+
+Each is written by its method's published formula, and those of compressed-tensors by that library.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, PreTrainedModel
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+Tensors = dict[str, torch.Tensor]
+CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],  # biases, which no format quantises
+    "model_type": "qwen2",
+    "vocab_size": 320,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "dtype": "float32",
+}
+SHAPES = {
+    "self_attn.q_proj": (256, 256),
+    "self_attn.k_proj": (128, 256),
+    "self_attn.v_proj": (128, 256),
+    "self_attn.o_proj": (256, 256),
+    "mlp.gate_proj": (384, 256),
+    "mlp.up_proj": (384, 256),
+    "mlp.down_proj": (256, 384),
+}
+
+
+def dense_tensors() -> Tensors:
+    random = torch.Generator().manual_seed(0)
+    sizes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (320, 256), "lm_head.weight": (320, 256)}
+    tensors = {name: torch.randn(size, generator=random) for name, size in sizes.items()}
+    tensors["model.norm.weight"] = torch.ones(256)
+    for layer in range(2):
+        prefix = f"model.layers.{layer}"
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{prefix}.{norm}.weight"] = 1 + 0.1 * torch.randn(256, generator=random)
+        for name, (outputs, inputs) in SHAPES.items():
+            tensors[f"{prefix}.{name}.weight"] = torch.randn(outputs, inputs, generator=random) * inputs**-0.5
+            if name.split(".")[1] in ("q_proj", "k_proj", "v_proj"):
+                tensors[f"{prefix}.{name}.bias"] = 0.1 * torch.randn(outputs, generator=random)
+    return tensors
+
+
+@dataclass(frozen=True)
+class Format:
+    """`quantize` gives a matrix's tensors and, by the method's formula, the matrix that they stand for."""
+
+    config: dict[str, Any]
+    quantize: Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
+    dtype: torch.dtype = torch.float32  # of the formula's result
+
+    @property
+    def weight_only(self) -> bool:
+        groups = self.config.get("config_groups", {})
+        return self.config["quant_method"] != "fp8" and not any(each["input_activations"] for each in groups.values())
+
+
+def compressed(weights: dict[str, Any], activations: dict[str, Any] | None, stored: str) -> Format:
+    def quantize(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        from compressed_tensors.compressors.base import BaseCompressor
+        from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+        from compressed_tensors.quantization.utils import calculate_qparams
+
+        args = QuantizationArgs(**weights)
+        scheme = QuantizationScheme(targets=["Linear"], weights=args)
+        size = {"group": weights.get("group_size"), "channel": weight.shape[1]}.get(weights["strategy"])
+        if weights["strategy"] == "block":
+            tiles = weight.unflatten(0, (-1, 128)).unflatten(2, (-1, 128)).transpose(1, 2).flatten(2)
+        else:
+            tiles = weight.view(1, 1, -1) if size is None else weight.unflatten(1, (-1, size))
+        scale, zero = calculate_qparams(tiles.amin(-1), tiles.amax(-1), args)
+        state = {
+            "weight": weight,
+            "weight_scale": scale.view(-1) if size is None and args.strategy == "tensor" else scale,
+        }
+        if not args.symmetric:
+            state["weight_zero_point"] = zero.to(torch.int8)
+        compressor = BaseCompressor.get_value_from_registry(stored)
+        tensors = compressor.compress(state, scheme)
+        expected = compressor.decompress(tensors, scheme)["weight"]
+        if activations and not activations.get("dynamic"):
+            tensors["input_scale"] = torch.tensor([0.05])
+        return tensors, expected
+
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+    config = {"quant_method": "compressed-tensors", "format": stored, "config_groups": {"group_0": group}}
+    return Format({**config, "ignore": ["lm_head"]}, quantize)
+
+
+def packed(numbers: np.ndarray[Any, Any], bits: int, axis: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Unsigned numbers in int32 along `axis`, the first (or `order`'s) lowest."""
+    numbers = np.moveaxis(numbers.astype(np.uint32), axis, -1)
+    parts = numbers.reshape(*numbers.shape[:-1], -1, 32 // bits)
+    words = np.zeros(parts.shape[:-1], np.uint32)
+    for place, column in enumerate(order or range(32 // bits)):
+        words |= parts[..., column] << np.uint32(bits * place)
+    return torch.from_numpy(np.ascontiguousarray(np.moveaxis(words, -1, axis)).view(np.int32))
+
+
+def affine(weight: np.ndarray[Any, Any], bits: int, symmetric: bool) -> tuple[Any, Any, Any]:
+    """Groups `[..., group]` as unsigned integers with float16 scales and zeros."""
+    most = 2**bits - 1
+    low, high = np.minimum(weight.min(-1), 0), np.maximum(weight.max(-1), 0)
+    if symmetric:
+        high = np.maximum(-low, high)
+        low = -high
+    scale = ((high - low) / most).astype(np.float16)
+    zero = np.full(scale.shape, 2 ** (bits - 1)) if symmetric else np.clip(np.rint(-low / scale), 1, most)
+    values = np.clip(np.rint(weight / scale[..., None].astype(np.float32)) + zero[..., None], 0, most)
+    return values, scale, zero
+
+
+def gptq(bits: int, group: int, *, symmetric: bool, reordered: bool = False, version: str = "gptq") -> Format:
+    def quantize(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        outputs, inputs = weight.shape
+        size = inputs if group == -1 else group
+        order = np.random.default_rng(inputs).permutation(inputs) if reordered else np.arange(inputs)
+        values, scale, zero = affine(weight.numpy()[:, order].reshape(outputs, -1, size), bits, symmetric)
+        g_idx, columns = np.empty(inputs, np.int32), np.empty((outputs, inputs))
+        g_idx[order] = np.arange(inputs) // size
+        columns[:, order] = values.reshape(outputs, inputs)
+        stored = zero - 1 if version == "gptq" else zero
+        tensors = {
+            "qweight": packed(columns.T, bits, 0),
+            "qzeros": packed(stored.T, bits, 1),
+            "scales": torch.from_numpy(np.ascontiguousarray(scale.T)),
+            "g_idx": torch.from_numpy(g_idx),
+        }
+        return tensors, torch.from_numpy(scale[:, g_idx] * (columns - zero[:, g_idx]).astype(np.float16))
+
+    config = {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": reordered, "sym": symmetric}
+    return Format({**config, "checkpoint_format": version}, quantize, torch.float16)
+
+
+def awq(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    values, scale, zero = affine(weight.numpy().reshape(len(weight), -1, 64), 4, symmetric=False)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    tensors = {
+        "qweight": packed(values.reshape(weight.shape).T, 4, 1, order),
+        "qzeros": packed(zero.T, 4, 1, order),
+        "scales": torch.from_numpy(np.ascontiguousarray(scale.T)),
+    }
+    exact = scale[..., None] * (values - zero[..., None]).astype(np.float16)
+    return tensors, torch.from_numpy(exact.reshape(weight.shape))
+
+
+def block_fp8(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    tiles = weight.unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
+    scale = tiles.abs().amax((1, 3)) / 448
+    values = (tiles / scale[:, None, :, None]).view(weight.shape).to(torch.float8_e4m3fn)
+    exact = values.float().numpy() * np.kron(scale.numpy(), np.ones((128, 128), np.float32))
+    return {"weight": values, "weight_scale_inv": scale}, torch.from_numpy(exact)
+
+
+def tensor_fp8(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    scale = weight.abs().max() / 448
+    values = (weight / scale).to(torch.float8_e4m3fn)
+    return {"weight": values, "weight_scale": scale, "input_scale": torch.tensor(0.05)}, values.float() * scale
+
+
+INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+FP8 = {**INT8, "type": "float"}
+INT4 = {**INT8, "num_bits": 4, "strategy": "group", "group_size": 32}
+TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+FORMATS = {
+    "W8A8 int8": compressed(INT8, TOKEN, "int-quantized"),
+    "W8A16": compressed(INT8, None, "pack-quantized"),
+    "W8A16, groups with zeros": compressed({**INT4, "num_bits": 8, "symmetric": False}, None, "pack-quantized"),
+    "W4A16": compressed(INT4, None, "pack-quantized"),
+    "W4A16, with zeros": compressed({**INT4, "symmetric": False}, None, "pack-quantized"),
+    "fp8 dynamic": compressed(FP8, {**TOKEN, "type": "float"}, "float-quantized"),
+    "fp8 static": compressed(
+        {**FP8, "strategy": "tensor"},
+        {**TOKEN, "type": "float", "strategy": "tensor", "dynamic": False},
+        "float-quantized",
+    ),
+    "fp8 blocks of compressed-tensors": compressed(
+        {**FP8, "strategy": "block", "block_structure": [128, 128]}, None, "float-quantized"
+    ),
+    "fp8 blocks": Format({"quant_method": "fp8", "weight_block_size": [128, 128]}, block_fp8),
+    "fp8, one scale": Format({"quant_method": "fp8", "activation_scheme": "static"}, tensor_fp8),
+    "gptq": gptq(4, 128, symmetric=True),
+    "gptq, with zeros": gptq(4, 32, symmetric=False),
+    "gptq 2, with zeros": gptq(4, 32, symmetric=False, version="gptq_v2"),
+    "gptq, reordered": gptq(4, 64, symmetric=True, reordered=True),
+    "gptq, 8 bits": gptq(8, -1, symmetric=True),
+    "awq": Format(
+        {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}, awq, torch.float16
+    ),
+}
+
+
+def write(folder: Path, tensors: Tensors, **config: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **config}))
+    return folder
+
+
+def write_both(folder: Path, form: Format, made: Tensors | None = None, **config: Any) -> tuple[Path, Path]:
+    """A quantised checkpoint, and a dense one of the weights that it stands for; of `made`, or random ones."""
+    stored, exact = {}, {}
+    for name, tensor in (made or dense_tensors()).items():
+        exact[name] = stored[name] = tensor
+        module = name.removesuffix(".weight")
+        if module.endswith("_proj"):
+            tensors, exact[name] = form.quantize(tensor)
+            del stored[name]
+            stored.update({f"{module}.{suffix}": each for suffix, each in tensors.items()})
+    quantized = write(folder / "quantized", stored, quantization_config=form.config, **config)
+    return quantized, write(folder / "exact", exact, **config)
+
+
+GPT_OSS_LAYERS, GPT_OSS_EXPERTS, GPT_OSS_HIDDEN, GPT_OSS_WIDTH = 2, 4, 64, 128
+
+
+def mxfp4_experts() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Blocks and scales of gpt-oss's matrices: all elements, small and large scales."""
+    random = torch.Generator().manual_seed(1)
+    found = {}
+    matrices = (
+        ("gate_up_proj", 2 * GPT_OSS_WIDTH, GPT_OSS_HIDDEN),
+        ("down_proj", GPT_OSS_HIDDEN, GPT_OSS_WIDTH),
+    )
+    for layer in range(GPT_OSS_LAYERS):
+        for name, outputs, inputs in matrices:
+            groups = (GPT_OSS_EXPERTS, outputs, inputs // 32)
+            blocks = torch.randint(0, 256, (*groups, 16), generator=random).to(torch.uint8)
+            scales = torch.randint(100, 130, groups, generator=random).to(torch.uint8)
+            found[f"model.layers.{layer}.mlp.experts.{name}"] = blocks, scales
+    return found
+
+
+def write_gpt_oss(folder: Path) -> tuple[Path, Path]:
+    """A checkpoint of gpt-oss in mxfp4, and a dense one with the same numbers."""
+    quantized, dense = folder / "quantized", folder / "exact"
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "gpt_oss",
+        vocab_size=193,
+        hidden_size=GPT_OSS_HIDDEN,
+        intermediate_size=GPT_OSS_WIDTH,
+        num_hidden_layers=GPT_OSS_LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=GPT_OSS_EXPERTS,
+        num_experts_per_tok=2,
+    )
+    AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(dense)
+    shutil.copytree(dense, quantized)
+    exact = load_file(dense / "model.safetensors")
+    stored = dict(exact)
+    for name, (blocks, scales) in mxfp4_experts().items():
+        exact[name] = convert_moe_packed_tensors(blocks, scales).contiguous()
+        del stored[name]
+        stored[f"{name}_blocks"], stored[f"{name}_scales"] = blocks, scales
+    save_file(exact, dense / "model.safetensors", {"format": "pt"})
+    save_file(stored, quantized / "model.safetensors", {"format": "pt"})
+    settings = json.loads((quantized / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    (quantized / "config.json").write_text(json.dumps(settings))
+    return quantized, dense
+
+
+def merged(base: Path, adapter: Path | None) -> PreTrainedModel:
+    """The model in `base` with `W + scale * B A` in the place of each `W` that the adapter changes, in float32."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    if adapter is not None:
+        config = json.loads((adapter / "adapter_config.json").read_text())
+        tensors = load_file(adapter / "adapter_model.safetensors")
+        modules = dict(model.named_modules())
+        for key in [key for key in tensors if "lora_A" in key]:
+            change = tensors[key.replace("lora_A", "lora_B")] @ tensors[key] * config["lora_alpha"] / config["r"]
+            with torch.no_grad():
+                modules[key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")].weight += change
+    return model
