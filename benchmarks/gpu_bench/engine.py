@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import cast
 
 import numpy as np
 import torch
@@ -20,7 +19,6 @@ from llmservice_planner.sizing_request import SizingRequest
 from llmservice_server.backend.cuda.attention import TritonAttention
 from llmservice_server.backend.step_input import StepInput
 from llmservice_server.engine.engine import Engine
-from llmservice_server.models.decoder import DecoderModel
 from llmservice_server.runtime import startup
 from llmservice_server.runtime.startup import model_runner
 
@@ -83,13 +81,30 @@ def steps(bench: Bench) -> Findings:
     """Bandwidth of decode steps and FLOP/s of prefill steps, without sampling, launched without waiting."""
     for cache in model_runner(bench.engine()).attention.caches:
         cache.normal_()  # uninitialised memory may contain NaN, and zeros use less power
-    found = _decode(bench, bench.engine())
+    found, shares = _decode(bench, bench.engine(), "decode step")
+    what = f"decode at batch 1-{max(bench.sizes.decode_batches)}, {bench.sizes.context} tokens each"
+    found.checks.append(Check(f"{what}: least share of copy bandwidth", ">= 0.75", min(shares, default=0.0)))
     found.add(_prefill(bench, bench.engine()))
     found.add(_mixed(bench, bench.engine()))
     return found
 
 
-def _decode(bench: Bench, engine: Engine) -> Findings:
+def by_transformers(bench: Bench) -> Findings:
+    """Decode steps of the same checkpoint by transformers' code, captured as ours."""
+    bench.clear()
+    engine = bench.start(implementation="transformers")
+    runner = model_runner(engine)
+    for cache in runner.attention.caches:
+        cache.normal_()
+    found, _ = _decode(bench, engine, "decode step of transformers' code")
+    found.checks.append(
+        Check("decode steps of transformers' code as CUDA graphs", "= 1", runner.decode_path is not None)
+    )
+    return found
+
+
+def _decode(bench: Bench, engine: Engine, part: str) -> tuple[Findings, list[float]]:
+    """Also the shares of the copy bandwidth."""
     found, shares = Findings(), []
     runner, block_size, context = model_runner(engine), engine.ready.block_size, bench.sizes.context
     weight_bytes = engine.ready.memory_bytes["weights"]
@@ -108,19 +123,16 @@ def _decode(bench: Bench, engine: Engine) -> Findings:
                 runner.model.logits(runner.forward(decodes))
 
         p50_s, p99_s = np.percentile(bench.gpu.timings_s(step, bench.sizes.step_repetitions), (50, 99)).tolist()
-        embedding_bytes = cast(
-            "DecoderModel", runner.model
-        ).embed_tokens.nbytes  # a step reads only one row per sequence
+        config = runner.model.config
+        embedding_bytes = config.vocab_size * config.hidden_size * runner.model.dtype.itemsize  # one row a sequence
         read = weight_bytes - embedding_bytes + batch * context * kv_bytes_per_token
         shares.append(read / p50_s / bench.ceilings.copy_bytes_per_s)
         found.rows.append({
-            "part": "decode step", "batch": batch, "context": context, "tokens/s": batch / p50_s,
+            "part": part, "batch": batch, "context": context, "tokens/s": batch / p50_s,
             "ITL p50 ms": p50_s * 1e3, "ITL p99 ms": p99_s * 1e3, "share of copy bandwidth": shares[-1],
             "host ms": host_seconds(bench.gpu, step) * 1e3, "launches": bench.gpu.launches(step),
         })  # fmt: skip
-    what = f"decode at batch 1-{max(bench.sizes.decode_batches)}, {context} tokens each: least share of copy bandwidth"
-    found.checks.append(Check(what, ">= 0.75", min(shares, default=0.0)))
-    return found
+    return found, shares
 
 
 def _mixed(bench: Bench, engine: Engine) -> Findings:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _CASES_PER_PROCESS = 4
 """So that a lost CUDA context takes few others with it."""
-_MOST_PROCESSES = 12
+_MOST_PROCESSES = 16
 
 
 _LARGER = {  # for formats with groups of 128 inputs
@@ -121,7 +121,8 @@ def _computed(bench: Bench, cases: Sequence[Case]) -> list[dict[str, Any]]:
     """The rows of the cases that are computed in time, by several processes."""
     bench.clear()
     processes = min(_MOST_PROCESSES, os.cpu_count() or 1, -(-len(cases) // _CASES_PER_PROCESS))
-    ends_s, rows = time.monotonic() + bench.sizes.families_s, []
+    rows: list[dict[str, Any]] = []
+    ends_s = time.monotonic() + bench.sizes.families_s
     with multiprocessing.get_context("spawn").Pool(processes, maxtasksperchild=_CASES_PER_PROCESS) as pool:
         results = pool.imap_unordered(_row, cases)
         while len(rows) < len(cases):

@@ -132,7 +132,8 @@ SECTIONS: dict[str, int] = {
     "swapping": 5,
     "agreement": 65,
     "families": 90,
-    "formats": 60,
+    "formats": 85,
+    "by_transformers": 60,
     "out_of_memory": 25,
     "overlap": 85,
 }

@@ -49,6 +49,7 @@ def sections() -> dict[str, Callable[[Bench], Findings]]:
         "agreement": kernels.agreement,
         "families": families.families,
         "formats": families.formats,
+        "by_transformers": engine.by_transformers,
         "out_of_memory": faults.out_of_memory,
         "overlap": overlap.compare,
     }

@@ -116,13 +116,16 @@ class CudaBackend(TorchBackend):
     ) -> DecodePath | None:
         if not self._captures or not isinstance(attention, TritonAttention | GroupedAttention):
             return None
-        if not isinstance(model, Decoder):
-            return None
         graphs = decode_graphs.capture_graphs(model, attention, max_num_seqs, max_model_len)
-        if isinstance(graphs, str):
-            self._fall_back("decode_graphs", f"CUDA graphs of steps are unusable here: {graphs}")
-            return None
-        return graphs
+        if not isinstance(graphs, str):
+            return graphs
+        problem = f"CUDA graphs of steps are unusable here: {graphs}"
+        if isinstance(model, Decoder):
+            self._fall_back("decode_graphs", problem)
+        else:  # other code may wait for the device, which no graph can hold: that is no fault of a kernel
+            _LOG.warning("steps are launched kernel by kernel: %s", problem)
+            self.fallbacks["decode_graphs"] = problem
+        return None
 
     def _fall_back(self, part: Fallback, problem: str) -> None:
         if not self.may_fall_back:
@@ -131,10 +134,15 @@ class CudaBackend(TorchBackend):
         self.fallbacks[part] = problem
 
     def decode_path_bytes(self, model: Model, *, max_num_seqs: int, max_model_len: int) -> int:
-        if not self._captures or not isinstance(model, Decoder):
+        if not self._captures:
             return 0
         attention = by_group(self.shape, lambda shape: TritonAttention(shape, 2, self.device))
-        return decode_graphs.predict_graph_bytes(model, attention, max_num_seqs, max_model_len)
+        try:
+            return decode_graphs.predict_graph_bytes(model, attention, max_num_seqs, max_model_len)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:  # torch's type for CUDA's errors; `decode_path` says which
+            return 0
 
     def choose_tokens(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         return sampler.choose(logits, batch, *self._sampling)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from llmservice_server.backend.base import Attend, Decoder
+from llmservice_server.backend.base import Attend, Decoder, Model
 from llmservice_server.backend.cuda.attention import GraphAttention
 from llmservice_server.backend.cuda.capture import Capture, CudaCapture, Replay
 from llmservice_server.backend.cuda.mixed_graphs import MIXED_SIZES, MixedGraphs
@@ -115,7 +115,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        model: Decoder,
+        model: Model,
         attention: GraphAttention,
         buffers: DecodeBuffers,
         sizes: Sequence[int],
@@ -156,9 +156,9 @@ def graph_bytes(largest: int, another: int, num_graphs: int) -> int:
 
 
 class StepGraphs:
-    """Implements `DecodePath`: decode steps as one graph, others of few tokens as several."""
+    """Implements `DecodePath`: decode steps as one graph, others of few tokens as several, if the model has layers."""
 
-    def __init__(self, model: Decoder, attention: GraphAttention, paths: Sequence[DecodeGraphs | MixedGraphs]) -> None:
+    def __init__(self, model: Model, attention: GraphAttention, paths: Sequence[DecodeGraphs | MixedGraphs]) -> None:
         self._model = model
         self._attention = attention
         self._paths = paths
@@ -207,8 +207,11 @@ class StepGraphs:
 
 
 @torch.inference_mode()
-def predict_graph_bytes(model: Decoder, attention: GraphAttention, max_num_seqs: int, max_model_len: int) -> int:
-    """Capture the two largest graphs on a cache of any size, and measure and free them."""
+def predict_graph_bytes(model: Model, attention: GraphAttention, max_num_seqs: int, max_model_len: int) -> int:
+    """Capture the two largest graphs of each kind on a cache of any size, and measure and free them.
+
+    Raises RuntimeError (torch's) where the model cannot be captured.
+    """
     sizes = capture_sizes(max_num_seqs)
     buffers = _buffers(attention, sizes[-1], max_model_len)
     capture = CudaCapture()
@@ -218,22 +221,19 @@ def predict_graph_bytes(model: Decoder, attention: GraphAttention, max_num_seqs:
         before = cuda_free_bytes(model.device)
         kept.append(DecodeGraphs(model, attention, buffers, [size], capture))
         taken.append(before - cuda_free_bytes(model.device))
+    total = buffers.nbytes + graph_bytes(taken[0], max(0, taken[-1]), len(sizes))
+    if not isinstance(model, Decoder):
+        return total
     mixed = []
     for size in MIXED_SIZES[:-3:-1]:
         before = cuda_free_bytes(model.device)
         kept.append(MixedGraphs(model, attention, [size], capture))
         mixed.append(before - cuda_free_bytes(model.device))
-    return (
-        buffers.nbytes
-        + graph_bytes(taken[0], max(0, taken[-1]), len(sizes))
-        + graph_bytes(mixed[0], max(0, mixed[-1]), len(MIXED_SIZES))
-    )
+    return total + graph_bytes(mixed[0], max(0, mixed[-1]), len(MIXED_SIZES))
 
 
 @torch.inference_mode()
-def capture_graphs(
-    model: Decoder, attention: GraphAttention, max_num_seqs: int, max_model_len: int
-) -> StepGraphs | str:
+def capture_graphs(model: Model, attention: GraphAttention, max_num_seqs: int, max_model_len: int) -> StepGraphs | str:
     """All graphs, compared with the same steps without them; a phrase that says why if they cannot be used.
 
     Writes to the blocks from 1 on, so nothing may be cached yet.
@@ -241,17 +241,19 @@ def capture_graphs(
     sizes = capture_sizes(max_num_seqs)
     try:
         capture = CudaCapture()
-        paths = (
-            DecodeGraphs(model, attention, _buffers(attention, sizes[-1], max_model_len), sizes, capture),
-            MixedGraphs(model, attention, MIXED_SIZES, capture),
-        )
+        paths: list[DecodeGraphs | MixedGraphs] = [
+            DecodeGraphs(model, attention, _buffers(attention, sizes[-1], max_model_len), sizes, capture)
+        ]
+        if isinstance(model, Decoder):
+            paths.append(MixedGraphs(model, attention, MIXED_SIZES, capture))
         graphs = StepGraphs(model, attention, paths)
         problem = graphs.why_wrong(len(attention.caches[0]), max_num_seqs)
     except RuntimeError as error:  # torch's type for CUDA's errors; out of memory is one of them
         return str(error).splitlines()[0]
     if problem is not None:
         return problem
-    _LOG.info("captured CUDA graphs of 1 to %d decodes, and of up to %d tokens", sizes[-1], MIXED_SIZES[-1])
+    mixed = f", and of up to {MIXED_SIZES[-1]} tokens" if len(paths) > 1 else ""
+    _LOG.info("captured CUDA graphs of 1 to %d decodes%s", sizes[-1], mixed)
     return graphs
 
 
