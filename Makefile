@@ -125,7 +125,7 @@ bench-autoscaling: setup ## every autoscaling policy in simulated time, then doc
 bench-reality: setup ## the simulator against a cluster with timed models, and against one server (36 minutes), then docs/benchmarks.md
 	$(BIN)/python benchmarks/run.py reality
 
-bench-gpu: setup ## what needs a CUDA GPU: kernels, steps, throughput, memory (within 9 minutes; benchmarks/gpu.py --rehearse needs none)
+bench-gpu: setup ## what needs a CUDA GPU: kernels, steps, throughput, memory (within 11 minutes; benchmarks/gpu.py --rehearse needs none)
 	$(BIN)/python benchmarks/gpu.py
 
 clean:

@@ -65,7 +65,8 @@ class State:
     """The state of a run, which is complete when no section is `left`."""
 
     gpu: str | None
-    found: Findings
+    found: dict[str, Findings]
+    """By section."""
     left: tuple[str, ...]
 
 
@@ -80,7 +81,8 @@ def relay(
 
     A section that crashed or was not started in time becomes a missed check and a note.
     """
-    found, gpu, left, ends = Findings(), None, list(names), clock() + seconds
+    found: dict[str, Findings] = {}
+    gpu, left, ends = None, list(names), clock() + seconds
     num_done = 0
 
     def watch(log: SectionLog) -> None:
@@ -89,20 +91,21 @@ def relay(
             return
         num_done = len(log.done)
         rest = tuple(name for name in left if name not in log.done)
-        on_progress(State(log.gpu, Findings.joined([found, *log.done.values()]), rest))
+        on_progress(State(log.gpu, found | log.done, rest))
 
     while left:
         if ends - clock() < _TOO_SHORT_S:
-            found = Findings.joined([found, *map(Findings.of_lack_of_time, left)])
+            found |= {name: Findings.of_lack_of_time(name) for name in left}
             break
         num_done = 0
         tried = attempt(left, ends - clock(), watch)
         gpu = gpu or tried.log.gpu
-        found, lost = Findings.joined([found, *tried.log.done.values()]), tried.log.begun
+        found |= tried.log.done
+        lost = tried.log.begun
         if lost is not None:
-            found.add(Findings.of_failure(lost, tried.end))
+            found[lost] = Findings.of_failure(lost, tried.end)
         elif not tried.log.done:
-            found.add(Findings.of_failure("the run", f"{tried.end} before it started a section"))
+            found["the run"] = Findings.of_failure("the run", f"{tried.end} before it started a section")
             break
         left = [name for name in left if name not in tried.log.done and name != lost]
     return State(gpu, found, ())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -18,18 +18,13 @@ class Findings:
     rows: list[dict[str, Any]] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    ran: bool = True
+    """False: there was no time for the section."""
 
     def add(self, other: Findings) -> None:
         self.rows += other.rows
         self.checks += other.checks
         self.notes += other.notes
-
-    @classmethod
-    def joined(cls, parts: Iterable[Findings]) -> Self:
-        whole = cls()
-        for part in parts:
-            whole.add(part)
-        return whole
 
     @classmethod
     def of_failure(cls, name: str, what: str) -> Self:
@@ -39,7 +34,9 @@ class Findings:
     @classmethod
     def of_lack_of_time(cls, name: str) -> Self:
         return cls(
-            checks=[Check(f"{name} was started in time", "= 1", 0)], notes=[f"{name} was not run: no time was left"]
+            checks=[Check(f"{name} was started in time", "= 1", 0)],
+            notes=[f"{name} was not run: no time was left"],
+            ran=False,
         )
 
 
@@ -90,8 +87,8 @@ class SectionLog:
                     log.gpu = gpu
                 case {"begun": name}:
                     log.begun = name
-                case {"done": name, "rows": rows, "checks": checks, "notes": notes}:
-                    log.done[name] = Findings(rows, [Check(**check) for check in checks], notes)
+                case {"done": name, "rows": rows, "checks": checks, "notes": notes, "ran": ran}:
+                    log.done[name] = Findings(rows, [Check(**check) for check in checks], notes, ran)
                     log.begun = None
         return log
 
@@ -118,8 +115,8 @@ class SectionWriter:
 
 SECTIONS: dict[str, int] = {
     "ceilings": 1,
-    "checkpoint": 15,
-    "start": 35,
+    "checkpoint": 10,
+    "start": 30,
     "steps": 10,
     "host_syncs": 5,
     "throughput": 20,
@@ -133,11 +130,11 @@ SECTIONS: dict[str, int] = {
     "agreement": 65,
     "families": 90,
     "formats": 85,
-    "by_transformers": 60,
+    "by_transformers": 45,
     "out_of_memory": 25,
     "overlap": 85,
 }
 """The sections in the order of their importance, with the expected seconds on an H200: measured, but for transformers,
-families, out_of_memory and overlap. A section is skipped if less time is left."""
+out_of_memory and overlap. A section is skipped if less time is left."""
 GRACE_S = 60
 """A section that exceeds its expected time by this counts as hung: its process prints a traceback and exits."""

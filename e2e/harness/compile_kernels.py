@@ -25,6 +25,7 @@ from llmservice_server.backend.cuda.attention import TritonAttention
 from llmservice_server.backend.cuda.kernels.conversions import dequantized, round_rows
 from llmservice_server.backend.cuda.kernels.jit import FP8
 from llmservice_server.backend.cuda.kernels.layer_ops import add_rms_norm, silu_mul
+from llmservice_server.backend.cuda.kernels.one_token import experts_of_one_token
 from llmservice_server.backend.cuda.kernels.products import Tiled, grouped_product, quantized_product
 from llmservice_server.backend.cuda.kernels.routing import combine, route
 from llmservice_server.backend.cuda.kernels.sampling import invert, top_k_top_p
@@ -158,6 +159,8 @@ def launch_all(shape: Shape, *, has_fp8: bool) -> None:
         routing = route(weights.long(), 4, 16 if num_tokens == 4 else 64)
         products = grouped_product(tokens, routing, experts, None, of_tokens=True)
         combine(products, routing, weights)
+    chosen, down = weights[:1].long(), torch.zeros(4, 512, 128, dtype=shape.dtype)
+    experts_of_one_token(tokens[:1], chosen, weights[:1], experts.values, down)
     for num_rows in (1, 4, 300):
         weights, numbers = torch.zeros(num_rows, VOCAB_SIZE), torch.zeros(num_rows, dtype=torch.float64)
         for by_mass in (False, True):

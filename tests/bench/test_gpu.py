@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import harness.triton_interpreter  # noqa: F401 - what the sections import is not compiled
-from gpu import table
+from gpu import recorded, table, write
 from gpu_bench import worker
 from gpu_bench.relay import Attempt, State, Watch, Worker, relay
 from gpu_bench.sections import Findings, SectionLog, SectionWriter, run_in_turn
@@ -95,32 +95,39 @@ class Processes:
         return Attempt(log, "its process ended with status 1")
 
 
+def together(state: State) -> Findings:
+    whole = Findings()
+    for found in state.found.values():
+        whole.add(found)
+    return whole
+
+
 def test_after_a_crash_the_next_process_runs_the_remaining_sections() -> None:
     clock = Clock()
     processes = Processes(clock, (["a"], "b"), (["c", "d"], None))
     on_progress: list[State] = []
     state = relay(["a", "b", "c", "d"], processes, 100, on_progress.append, clock)
-    found = state.found
+    found = together(state)
     assert (state.gpu, state.left) == ("H200", ())
     assert processes.asked == [(["a", "b", "c", "d"], 100), (["c", "d"], 90)]
     assert [row["part"] for row in found.rows] == ["a", "c", "d"]
     assert "b failed: its process ended with status 1" in found.notes
     assert [check.what for check in found.checks if not check.met] == ["b completed"]
-    assert [([row["part"] for row in each.found.rows], each.left) for each in on_progress] == [
-        (["a"], ("b", "c", "d")), (["a", "c"], ("d",)), (["a", "c", "d"], ()),
+    assert [([*each.found], each.left) for each in on_progress] == [
+        (["a"], ("b", "c", "d")), (["a", "b", "c"], ("d",)), (["a", "b", "c", "d"], ()),
     ]  # fmt: skip
 
 
 def test_an_end_between_two_sections_fails_none_of_them() -> None:
     clock = Clock()
-    found = relay(["a", "b"], Processes(clock, (["a"], None), (["b"], None)), 100, clock=clock).found
+    found = together(relay(["a", "b"], Processes(clock, (["a"], None), (["b"], None)), 100, clock=clock))
     assert [row["part"] for row in found.rows] == ["a", "b"]
     assert all(check.met for check in found.checks)
 
 
 def test_no_process_is_started_in_the_last_seconds_and_missing_sections_are_reported() -> None:
     clock = Clock()
-    found = relay(["a", "b", "c"], Processes(clock, (["a"], "b"), takes_s=85), 100, clock=clock).found
+    found = together(relay(["a", "b", "c"], Processes(clock, (["a"], "b"), takes_s=85), 100, clock=clock))
     assert "c was not run: no time was left" in found.notes
     assert [check.what for check in found.checks if not check.met] == ["b completed", "c was started in time"]
 
@@ -128,7 +135,7 @@ def test_no_process_is_started_in_the_last_seconds_and_missing_sections_are_repo
 def test_a_process_that_starts_no_section_is_not_started_again() -> None:
     clock = Clock()
     processes = Processes(clock, ([], None))
-    found = relay(["a", "b"], processes, 100, clock=clock).found
+    found = together(relay(["a", "b"], processes, 100, clock=clock))
     assert len(processes.asked) == 1
     assert found.notes == ["the run failed: its process ended with status 1 before it started a section"]
 
@@ -141,7 +148,8 @@ with open(log, "a") as file:
         print(json.dumps({"begun": name}), file=file, flush=True)
         if name == "dies": os._exit(9)
         if name == "hangs": time.sleep(600)
-        print(json.dumps({"done": name, "rows": [{"part": name}], "checks": [], "notes": []}), file=file, flush=True)
+        found = {"rows": [{"part": name}], "checks": [], "notes": [], "ran": True}
+        print(json.dumps({"done": name, **found}), file=file, flush=True)
 """
 
 
@@ -184,6 +192,23 @@ def test_the_worker_imports_few_packages() -> None:
 def test_without_a_gpu_the_worker_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert worker.main(["ceilings"], 1.0, tmp_path, SectionWriter(tmp_path / "log"), rehearse=False) == worker.NO_GPU
     assert "torch finds none" in capsys.readouterr().err
+
+
+def test_sections_that_are_not_run_keep_their_results_and_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = Findings.of_lack_of_time("steps")
+    for commit, gpu, found in (
+        ("old", "H200", {"start": of("a"), "steps": of("b"), "families": of("c")}),
+        ("new", "H200", {"start": of("d"), "steps": late}),
+    ):
+        monkeypatch.setattr("gpu.commit", lambda commit=commit: commit)
+        write(State(gpu, found, ()), "a toy", tmp_path, recorded(tmp_path / "gpu.json", gpu))
+    assert recorded(tmp_path / "gpu.json", "H100") == {}
+    sections = recorded(tmp_path / "gpu.json", "H200")
+    assert {name: (time["commit"], part) for name, (time, part) in sections.items()} == {
+        "start": ("new", of("d")), "steps": ("old", of("b")), "families": ("old", of("c"))
+    }  # fmt: skip
 
 
 def test_the_report_names_the_gpu_and_missed_targets() -> None:

@@ -50,7 +50,7 @@ class GroupedAttention(Generic[A]):
     def __init__(self, shape: KVCacheShape, attention_of: Callable[[KVCacheShape], A]) -> None:
         groups, largest = shape.layer_groups, shape.largest_heads
         whole = attention_of(shape.with_heads(largest, (None,) * max(map(len, groups))))
-        self.caches, self.device = whole.caches, whole.device
+        self.caches, self.device, self.num_groups = whole.caches, whole.device, len(groups)
         self.parts: list[A] = []
         self._parts: list[_Part] = []
         places: dict[int, tuple[int, int]] = {}

@@ -123,8 +123,7 @@ class CudaBackend(TorchBackend):
         if isinstance(model, Decoder):
             self._fall_back("decode_graphs", problem)
         else:  # other code may wait for the device, which no graph can hold: that is no fault of a kernel
-            _LOG.warning("steps are launched kernel by kernel: %s", problem)
-            self.fallbacks["decode_graphs"] = problem
+            _LOG.info("steps are launched kernel by kernel: %s", problem)
         return None
 
     def _fall_back(self, part: Fallback, problem: str) -> None:

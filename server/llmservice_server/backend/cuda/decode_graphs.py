@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -21,6 +22,7 @@ from llmservice_server.backend.base import Attend, Decoder, Model
 from llmservice_server.backend.cuda.attention import GraphAttention
 from llmservice_server.backend.cuda.capture import Capture, CudaCapture, Replay
 from llmservice_server.backend.cuda.mixed_graphs import MIXED_SIZES, MixedGraphs
+from llmservice_server.backend.grouped import GroupedAttention
 from llmservice_server.backend.step_input import StepInput
 from llmservice_server.backend.torch.memory import cuda_free_bytes
 
@@ -175,16 +177,29 @@ class StepGraphs:
         One has many blocks, so that it is split and exceeds the windows of most models. None if all agree. Writes to
         the blocks from 1 on.
         """
-        first, count = self._attention.parts[0], min(max_num_seqs, num_blocks - 1)
+        first, attention = self._attention.parts[0], self._attention
+        groups = attention.num_groups if isinstance(attention, GroupedAttention) else 1
+        each = (num_blocks - 1) // groups  # blocks of a group of layers, as two would overwrite each other's keys
+        count = min(max_num_seqs, each)
         block_size = first.shape.block_size
-        longest = min(_CHECKED_TOKENS, (num_blocks - count) * block_size, first.tables.capacity * block_size)
+        longest = min(_CHECKED_TOKENS, (each + 1 - count) * block_size, first.tables.capacity * block_size)
         long_table = range(1, 1 + -(-longest // block_size))
         others = [(0, 1, range(block, block + 1)) for block in range(1 + len(long_table), len(long_table) + count)]
+
+        def step_of(runs: Sequence[tuple[int, int, range]]) -> StepInput:
+            """With tokens that differ from their neighbours, and so do their keys."""
+            tokens = 7 * np.arange(sum(number for _, number, _ in runs)) % self._model.config.vocab_size
+            more = [
+                [range(table.start + group * each, table.stop + group * each) for *_, table in runs]
+                for group in range(1, groups)
+            ]
+            return replace(StepInput.of(runs, tokens.tolist()), more_tables=more)
+
         for start in range(0, longest, _CHUNK):
-            self._plain(self._step([(start, min(_CHUNK, longest - start), long_table)]))
+            self._plain(step_of([(start, min(_CHUNK, longest - start), long_table)]))
         few = min(longest // 2, _CHUNK // 2)
         decode, chunk = (longest - 1, 1, long_table), (longest - few, few, long_table)
-        for step in map(self._step, ([decode], [decode, *others], [chunk, *others[:8]])):
+        for step in map(step_of, ([decode], [decode, *others], [chunk, *others[:8]])):
             if not self.takes(step):
                 continue
             replayed, plain = self.run(step).float().clone(), self._plain(step).float()
@@ -192,11 +207,6 @@ class StepGraphs:
             if not error <= _TOLERANCE:
                 return f"a graph of {len(step)} sequences differs by {error:.2g} from the same step without it"
         return None
-
-    def _step(self, runs: Sequence[tuple[int, int, Sequence[int]]]) -> StepInput:
-        """With tokens that differ from their neighbours, and so do their keys."""
-        tokens = 7 * np.arange(sum(count for _, count, _ in runs)) % self._model.config.vocab_size
-        return StepInput.of(runs, tokens.tolist())
 
     def _plain(self, step: StepInput) -> torch.Tensor:
         device = self._model.device

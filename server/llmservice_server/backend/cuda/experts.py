@@ -9,6 +9,7 @@ from typing import Self
 import torch
 
 from llmservice_server.backend.base import LayerOps, Linear
+from llmservice_server.backend.cuda.kernels.one_token import experts_of_one_token
 from llmservice_server.backend.cuda.kernels.products import Tiled, can_multiply, grouped_product
 from llmservice_server.backend.cuda.kernels.routing import combine, route
 from llmservice_server.backend.experts import Experts, stack_of
@@ -54,6 +55,11 @@ class _Stack:
         return [TorchLinear(values) for values in self.weights.values]
 
     @property
+    def is_dense(self) -> bool:
+        """Without biases either."""
+        return self.weights.scales is None and self.biases is None
+
+    @property
     def nbytes(self) -> int:
         return self.weights.nbytes + (0 if self.biases is None else self.biases.nbytes)
 
@@ -76,6 +82,9 @@ class CudaExperts(Experts):
         self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, ops: LayerOps
     ) -> torch.Tensor:
         gate_up, down = self.stacks
+        if len(hidden) == 1 and self.activation == "silu" and gate_up.is_dense and down.is_dense:
+            matrices = gate_up.weights.values, down.weights.values
+            return experts_of_one_token(hidden.contiguous(), chosen.contiguous(), weights.contiguous(), *matrices)
         count = len(gate_up.weights.values)
         routing = route(chosen, count, tile_rows(chosen.numel() / count))
         products = grouped_product(hidden, routing, gate_up.weights, gate_up.biases, of_tokens=True)

@@ -65,15 +65,19 @@ def add_rms_norm(hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch
 
 
 @jit
+def silu(gate: tl.tensor) -> tl.tensor:
+    decay = tl.exp(-tl.abs(gate))  # at most 1, so that large gates do not overflow
+    return gate * tl.where(gate >= 0, 1.0, decay) / (1.0 + decay)
+
+
+@jit
 def _silu_mul(gate_up: tl.tensor, product: tl.tensor, SIZE: tl.constexpr, COLUMNS: tl.constexpr) -> None:
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = columns < SIZE
     gate = tl.load(gate_up + row * 2 * SIZE + columns, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * SIZE + SIZE + columns, mask=mask, other=0.0).to(tl.float32)
-    decay = tl.exp(-tl.abs(gate))  # at most 1, so that large gates do not overflow
-    activated = gate * tl.where(gate >= 0, 1.0, decay) / (1.0 + decay) * up
-    tl.store(product + row * SIZE + columns, activated.to(product.dtype.element_ty), mask=mask)
+    tl.store(product + row * SIZE + columns, (silu(gate) * up).to(product.dtype.element_ty), mask=mask)
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:

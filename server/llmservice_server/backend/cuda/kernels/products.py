@@ -194,14 +194,9 @@ def scaled_floats(
 
 
 @jit
-def _find_rows(
-    tiles: tl.tensor, num_rows: tl.tensor, IS_GROUPED: tl.constexpr, ONE_TOKEN: tl.constexpr, ROWS: tl.constexpr
-) -> tl.tensor:
+def _find_rows(tiles: tl.tensor, num_rows: tl.tensor, IS_GROUPED: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
     """The expert of a program, its first row, and the end of the rows."""
-    if ONE_TOKEN:
-        first = tl.program_id(1)
-        expert, end = tl.load(tiles + first).to(tl.int64), first + 1
-    elif IS_GROUPED:
+    if IS_GROUPED:
         tile = tiles + 3 * tl.program_id(1)
         expert, first, end = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
     else:
@@ -233,7 +228,6 @@ def _product(
     HAS_ROW_SCALES: tl.constexpr,
     EXPERTS_OF_A_TOKEN: tl.constexpr,  # 0: rows are read in their order
     IS_GROUPED: tl.constexpr,
-    ONE_TOKEN: tl.constexpr,
     SPLITS: tl.constexpr,
     DOT: tl.constexpr,
     ADDED: tl.constexpr,
@@ -241,16 +235,14 @@ def _product(
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
 ) -> None:
-    expert, first, end = _find_rows(tiles, num_rows, IS_GROUPED, ONE_TOKEN, ROWS)
+    expert, first, end = _find_rows(tiles, num_rows, IS_GROUPED, ROWS)
     if first >= end:
         return
     numbers = first + tl.arange(0, ROWS)
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     exists, output = numbers < end, tl.minimum(outputs, SIZE - 1)  # the last again, instead of a mask
     row = numbers
-    if EXPERTS_OF_A_TOKEN > 0 and ONE_TOKEN:
-        row = numbers * 0
-    elif EXPERTS_OF_A_TOKEN > 0:
+    if EXPERTS_OF_A_TOKEN > 0:
         row = tl.load(sources + numbers, mask=exists, other=0) // EXPERTS_OF_A_TOKEN
     state = states + row.to(tl.int64)[None, :] * WIDTH
     num_tiles: tl.constexpr = (WIDTH + INPUTS - 1) // INPUTS
@@ -424,7 +416,6 @@ def _multiply(
         HAS_ROW_SCALES=row_scales is not None,
         EXPERTS_OF_A_TOKEN=experts_of_a_token,
         IS_GROUPED=routing is not None,
-        ONE_TOKEN=routing is not None and routing.one_token,
         SPLITS=launch.splits,
         DOT=dot,
         ADDED=_ADDED.get(dot, 0),

@@ -16,18 +16,13 @@ _COLUMNS = 512
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Pairs of a token and one of its experts, as rows that are sorted by expert. All int32 on the device.
-
-    A single token's pairs are in their order, each a tile: `tiles` is then the experts chosen, int64 `[num_pairs]`, and
-    no kernel has to sort them.
-    """
+    """Pairs of a token and one of its experts, as rows that are sorted by expert. All int32 on the device."""
 
     sources: torch.Tensor  # [num_pairs] the pair of each row: token times its number of experts, plus place
     places: torch.Tensor  # [num_pairs] the row of each pair
     tiles: torch.Tensor  # [num_tiles, 3] expert, first row, end of the expert's rows; those that are too many: zeros
     tile_rows: int
     experts_of_a_token: int
-    one_token: bool = False  # `sources` and `places` are not read
 
 
 @jit
@@ -159,9 +154,6 @@ def route(chosen: torch.Tensor, num_experts: int, tile_rows: int) -> Routing:
     CUDA graph can hold this: there are as many as there may be at most.
     """
     num_pairs = chosen.numel()
-    if len(chosen) == 1:
-        pairs = chosen.flatten()
-        return Routing(pairs, pairs, pairs, tile_rows, num_pairs, one_token=True)
     num_tiles = num_pairs // tile_rows + min(num_pairs, num_experts)
     width = 1 << num_experts.bit_length()
     numbers = torch.empty(width + 2 * num_pairs + 3 * num_tiles, dtype=torch.int32, device=chosen.device)
@@ -186,7 +178,6 @@ def _combine_experts(
     sums: tl.tensor,
     SIZE: tl.constexpr,
     EXPERTS_OF_A_TOKEN: tl.constexpr,
-    ONE_TOKEN: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
@@ -195,7 +186,7 @@ def _combine_experts(
     total = tl.zeros((COLUMNS,), tl.float32)
     for expert in tl.static_range(EXPERTS_OF_A_TOKEN):
         pair = token * EXPERTS_OF_A_TOKEN + expert
-        row = pair if ONE_TOKEN else tl.load(places + pair).to(tl.int64)
+        row = tl.load(places + pair).to(tl.int64)
         part = tl.load(products + row * SIZE + columns, mask=mask, other=0.0).to(tl.float32)
         total += tl.load(weights + pair) * part
     tl.store(sums + token * SIZE + columns, total.to(sums.dtype.element_ty), mask=mask)
@@ -215,7 +206,6 @@ def combine(products: torch.Tensor, routing: Routing, weights: torch.Tensor) -> 
         sums,
         SIZE=size,
         EXPERTS_OF_A_TOKEN=weights.shape[1],
-        ONE_TOKEN=routing.one_token,
         COLUMNS=_COLUMNS,
     )
     return sums

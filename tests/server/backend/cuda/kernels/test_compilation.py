@@ -14,6 +14,7 @@ SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """That a program may have: CUDA C++ Programming Guide, technical specifications by compute capability."""
 PREFILL_CORES = {80: "mma", 89: "mma", 90: "wgmma", 100: "tcgen05"}
 PRODUCTS = {"_product"}
+ONE_TOKEN = {"_gate_up", "_down"}
 ROUTING = {"_route", "_count", "_plan", "_place_all"}
 SAMPLING = {"_add_to_histograms": 2, "_count_equal": 2, "_mask": 1, "_sum_tiles": 1, "_find": 1}
 """How many kernels are compiled: by number and by mass, and the same for any number of rows."""
@@ -32,7 +33,7 @@ def test_every_kernel_compiles_and_keeps_to_its_registers(capability: int, shape
     kernels = [json.loads(line) for line in output.splitlines()]
     assert {kernel["kernel"] for kernel in kernels} == {
         "_store", "_rotate_and_store", "_decode", "_combine", "_prefill", "_add_rms_norm", "_silu_mul",
-        *PRODUCTS, "_add_parts", "_dequantize", "_combine_experts", *ROUTING, *SAMPLING,
+        *PRODUCTS, "_add_parts", "_dequantize", "_combine_experts", *ONE_TOKEN, *ROUTING, *SAMPLING,
         *(["_round_rows"] if capability >= 89 else []),
     }  # fmt: skip
     counts = Counter(kernel["kernel"] for kernel in kernels)
