@@ -153,13 +153,13 @@ def launch_all(shape: Shape, *, has_fp8: bool) -> None:
         dequantized(weight, torch.bfloat16)
     if has_fp8:
         round_rows(hidden, None)
-    experts = Tiled.dense(torch.zeros(4, 256, 512, dtype=shape.dtype))
+    experts = Tiled.dense(torch.zeros(4, 512, 512, dtype=shape.dtype))
     for num_tokens in (4, 600):
         tokens, weights = torch.zeros(num_tokens, 512, dtype=shape.dtype), torch.zeros(num_tokens, 2)
         routing = route(weights.long(), 4, 16 if num_tokens == 4 else 64)
         products = grouped_product(tokens, routing, experts, None, of_tokens=True)
         combine(products, routing, weights)
-    chosen, down = weights[:1].long(), torch.zeros(4, 512, 128, dtype=shape.dtype)
+    chosen, down = weights[:1].long(), torch.zeros(4, 512, 256, dtype=shape.dtype)
     experts_of_one_token(tokens[:1], chosen, weights[:1], experts.values, down)
     for num_rows in (1, 4, 300):
         weights, numbers = torch.zeros(num_rows, VOCAB_SIZE), torch.zeros(num_rows, dtype=torch.float64)

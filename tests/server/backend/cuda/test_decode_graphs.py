@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
+from harness.families import OTHERS, save
 from harness.late_device import CUDA, Stream, late_device
 from llmservice_server.backend.cache_shape import KVCacheShape
 from llmservice_server.backend.cuda.attention import TritonAttention
@@ -240,3 +242,14 @@ def test_what_is_captured_has_run_before_on_the_same_stream_whichever_graph_it_i
         assert ran == [(side, False), (side, True)] * 2
         assert side is not main
         assert numbers.tolist() == [((1 + 1) * 3 + 1 + 1) * 3 + 1]
+
+
+@torch.inference_mode()
+def test_the_check_keeps_the_keys_of_two_kinds_of_heads_apart(tmp_path: Path) -> None:
+    """A model of transformers' code, whose layers without a window have fewer and larger heads."""
+    save(OTHERS["gemma4-moe, fewer keys in layers without a window"], tmp_path)
+    model = Checkpoint.open(tmp_path, "transformers").load(torch.float32, CPU)
+    shape = KVCacheShape.of(model.config, BLOCK_SIZE, torch.float32)
+    attention = by_group(shape, lambda of_group: TritonAttention(of_group, 12, CPU))
+    graphs = DecodeGraphs(model, attention, DecodeBuffers(attention, 2, 5), [1, 2], Recorder())
+    assert StepGraphs(model, attention, [graphs]).why_wrong(12, 2) is None

@@ -194,9 +194,14 @@ def scaled_floats(
 
 
 @jit
-def _find_rows(tiles: tl.tensor, num_rows: tl.tensor, IS_GROUPED: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
+def _find_rows(
+    tiles: tl.tensor, num_rows: tl.tensor, IS_GROUPED: tl.constexpr, ONE_TOKEN: tl.constexpr, ROWS: tl.constexpr
+) -> tl.tensor:
     """The expert of a program, its first row, and the end of the rows."""
-    if IS_GROUPED:
+    if ONE_TOKEN:
+        first = tl.program_id(1)
+        expert, end = tl.load(tiles + first).to(tl.int64), first + 1
+    elif IS_GROUPED:
         tile = tiles + 3 * tl.program_id(1)
         expert, first, end = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
     else:
@@ -228,6 +233,7 @@ def _product(
     HAS_ROW_SCALES: tl.constexpr,
     EXPERTS_OF_A_TOKEN: tl.constexpr,  # 0: rows are read in their order
     IS_GROUPED: tl.constexpr,
+    ONE_TOKEN: tl.constexpr,
     SPLITS: tl.constexpr,
     DOT: tl.constexpr,
     ADDED: tl.constexpr,
@@ -235,14 +241,16 @@ def _product(
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
 ) -> None:
-    expert, first, end = _find_rows(tiles, num_rows, IS_GROUPED, ROWS)
+    expert, first, end = _find_rows(tiles, num_rows, IS_GROUPED, ONE_TOKEN, ROWS)
     if first >= end:
         return
     numbers = first + tl.arange(0, ROWS)
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     exists, output = numbers < end, tl.minimum(outputs, SIZE - 1)  # the last again, instead of a mask
     row = numbers
-    if EXPERTS_OF_A_TOKEN > 0:
+    if EXPERTS_OF_A_TOKEN > 0 and ONE_TOKEN:
+        row = numbers * 0
+    elif EXPERTS_OF_A_TOKEN > 0:
         row = tl.load(sources + numbers, mask=exists, other=0) // EXPERTS_OF_A_TOKEN
     state = states + row.to(tl.int64)[None, :] * WIDTH
     num_tiles: tl.constexpr = (WIDTH + INPUTS - 1) // INPUTS
@@ -370,7 +378,7 @@ def grouped_product(
     states: `[num_rows, in]`, sorted; `of_tokens`: `[num_tokens, in]`, of which each is read for each of its experts.
     Bytes: the matrices of the experts that have rows, once for each tile of rows; rows once for each tile of outputs.
     """
-    product = states.new_empty(len(routing.sources), weights.size[0])
+    product = states.new_empty(routing.num_pairs, weights.size[0])
     launch = _Launch.of_tile(routing.tile_rows, weights)
     of_token = routing.experts_of_a_token if of_tokens else 0
     _multiply(states, routing, weights, bias, product, launch, experts_of_a_token=of_token)
@@ -391,11 +399,11 @@ def _multiply(
 ) -> None:
     """`dtype` of what is multiplied; None: the product's."""
     dot = dot_dtype(dtype or product.dtype)
-    num_rows = len(states) if routing is None else len(routing.sources)
+    num_rows = len(states) if routing is None else routing.num_pairs
     tiles = triton.cdiv(num_rows, launch.rows) if routing is None else len(routing.tiles)
     _product[triton.cdiv(weight.size[0], launch.outputs), tiles, launch.splits](
         states,
-        product if routing is None else routing.sources,
+        product if routing is None or routing.sources is None else routing.sources,
         product if routing is None else routing.tiles,
         weight.values,
         product if weight.scales is None else weight.scales,
@@ -416,6 +424,7 @@ def _multiply(
         HAS_ROW_SCALES=row_scales is not None,
         EXPERTS_OF_A_TOKEN=experts_of_a_token,
         IS_GROUPED=routing is not None,
+        ONE_TOKEN=routing is not None and routing.sources is None,
         SPLITS=launch.splits,
         DOT=dot,
         ADDED=_ADDED.get(dot, 0),

@@ -16,13 +16,18 @@ _COLUMNS = 512
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Pairs of a token and one of its experts, as rows that are sorted by expert. All int32 on the device."""
+    """Pairs of a token and one of its experts, as rows that are sorted by expert. All int32 on the device.
 
-    sources: torch.Tensor  # [num_pairs] the pair of each row: token times its number of experts, plus place
-    places: torch.Tensor  # [num_pairs] the row of each pair
+    The pairs of a single token are rows in their order, each a tile of its own, and no kernel has to sort them: `tiles`
+    are then the experts chosen, int64 `[num_pairs]`, and `sources` and `places` None.
+    """
+
     tiles: torch.Tensor  # [num_tiles, 3] expert, first row, end of the expert's rows; those that are too many: zeros
     tile_rows: int
+    num_pairs: int
     experts_of_a_token: int
+    sources: torch.Tensor | None = None  # [num_pairs] the pair of each row: token times its experts, plus place
+    places: torch.Tensor | None = None  # [num_pairs] the row of each pair
 
 
 @jit
@@ -154,6 +159,8 @@ def route(chosen: torch.Tensor, num_experts: int, tile_rows: int) -> Routing:
     CUDA graph can hold this: there are as many as there may be at most.
     """
     num_pairs = chosen.numel()
+    if len(chosen) == 1:
+        return Routing(chosen.flatten(), tile_rows, num_pairs, num_pairs)
     num_tiles = num_pairs // tile_rows + min(num_pairs, num_experts)
     width = 1 << num_experts.bit_length()
     numbers = torch.empty(width + 2 * num_pairs + 3 * num_tiles, dtype=torch.int32, device=chosen.device)
@@ -167,7 +174,7 @@ def route(chosen: torch.Tensor, num_experts: int, tile_rows: int) -> Routing:
         _count[programs](chosen, cursors.zero_(), num_pairs, **options)
         _plan[(1,)](cursors, tiles, num_tiles, ROWS=tile_rows, **options)
         _place_all[programs](chosen, cursors, sources, places, num_pairs, PAIRS=_PAIRS, num_warps=8)
-    return Routing(sources, places, tiles.view(-1, 3), tile_rows, chosen.shape[1])
+    return Routing(tiles.view(-1, 3), tile_rows, num_pairs, chosen.shape[1], sources, places)
 
 
 @jit
@@ -178,6 +185,7 @@ def _combine_experts(
     sums: tl.tensor,
     SIZE: tl.constexpr,
     EXPERTS_OF_A_TOKEN: tl.constexpr,
+    ONE_TOKEN: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
@@ -186,7 +194,7 @@ def _combine_experts(
     total = tl.zeros((COLUMNS,), tl.float32)
     for expert in tl.static_range(EXPERTS_OF_A_TOKEN):
         pair = token * EXPERTS_OF_A_TOKEN + expert
-        row = tl.load(places + pair).to(tl.int64)
+        row = pair if ONE_TOKEN else tl.load(places + pair).to(tl.int64)
         part = tl.load(products + row * SIZE + columns, mask=mask, other=0.0).to(tl.float32)
         total += tl.load(weights + pair) * part
     tl.store(sums + token * SIZE + columns, total.to(sums.dtype.element_ty), mask=mask)
@@ -201,11 +209,12 @@ def combine(products: torch.Tensor, routing: Routing, weights: torch.Tensor) -> 
     sums = products.new_empty(num_tokens, size)
     _combine_experts[num_tokens, triton.cdiv(size, _COLUMNS)](
         products,
-        routing.places,
+        products if routing.places is None else routing.places,
         weights.contiguous(),
         sums,
         SIZE=size,
         EXPERTS_OF_A_TOKEN=weights.shape[1],
+        ONE_TOKEN=routing.places is None,
         COLUMNS=_COLUMNS,
     )
     return sums

@@ -17,11 +17,13 @@ def choice(num_tokens: int, each: int) -> torch.Tensor:
     return scores.topk(each).indices
 
 
-@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("name", [name for name in CHOICES if name != "one token"])
 @pytest.mark.parametrize("tile_rows", [16, 64])
 def test_rows_are_sorted_by_expert_and_tiles_hold_each_once(name: str, tile_rows: int) -> None:
     chosen = choice(*CHOICES[name])
     routing, counts = route(chosen, NUM_EXPERTS, tile_rows), chosen.flatten().bincount(minlength=NUM_EXPERTS)
+    assert routing.sources is not None
+    assert routing.places is not None
     experts = chosen.flatten()[routing.sources.long()]
     assert torch.equal(experts, torch.arange(NUM_EXPERTS).repeat_interleave(counts))
     assert torch.equal(routing.sources[routing.places.long()], torch.arange(chosen.numel(), dtype=torch.int32))
@@ -43,7 +45,8 @@ def test_each_row_is_multiplied_with_its_experts_matrix(dtype: torch.dtype, name
     bias = torch.randn(NUM_EXPERTS, 80, generator=random).to(dtype) if has_bias else None
     tokens = torch.randn(len(chosen), 96, generator=random).to(dtype)
     routing = route(chosen, NUM_EXPERTS, 16)
-    pairs = routing.sources.long()
+    in_order = torch.arange(routing.num_pairs)  # of a single token
+    pairs = in_order if routing.sources is None else routing.sources.long()
     rows, experts = tokens[pairs // chosen.shape[1]], chosen.flatten()[pairs]
     expected = torch.stack([
         F.linear(row.float(), weights[expert].float(), None if bias is None else bias[expert].float())
@@ -53,6 +56,6 @@ def test_each_row_is_multiplied_with_its_experts_matrix(dtype: torch.dtype, name
         product = grouped_product(states, routing, Tiled.dense(weights), bias, of_tokens=of_tokens)
         assert (product.float() - expected).norm() < BOUNDS[dtype] * expected.norm()
     shares = torch.rand(chosen.shape, generator=random)
-    by_pair = expected[routing.places.long()].view(*chosen.shape, -1)
+    by_pair = expected[in_order if routing.places is None else routing.places.long()].view(*chosen.shape, -1)
     summed = combine(expected.to(dtype), routing, shares).float()
     assert (summed - (by_pair * shares[..., None]).sum(1)).norm() < BOUNDS[dtype] * summed.norm()
