@@ -33,6 +33,8 @@ from gpu_bench.sections import SECTIONS, Findings  # noqa: E402 - likewise
 from llmservice_bench.results import FOLDER, Check, Results, commit, replace  # noqa: E402 - likewise
 from llmservice_server.ipc.environment import for_computing  # noqa: E402 - likewise
 
+MINUTES = 11.0
+
 
 def table(gpu: str, found: Findings) -> str:
     """The report in Markdown: checks, notes and rows."""
@@ -125,7 +127,7 @@ def main(only: Sequence[str], minutes: float, folder: Path, out: Path, rehearse:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], choices=SECTIONS, metavar="NAME", help=", ".join(SECTIONS))
-    parser.add_argument("--minutes", type=float, default=11.0, help="time limit of the run")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="time limit of the run")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "llmservice-bench" / "llama-8b")
     parser.add_argument("--out", type=Path, help="folder of the results: benchmarks/results, or a new one")
     parser.add_argument("--rehearse", action="store_true", help="small sizes without a GPU: the figures mean nothing")

@@ -90,7 +90,7 @@ FULL = Sizes(
     race_tokens=(256, 512, 1024, 2048),
     products=((28672, 4096), (4096, 14336), (6144, 4096)), product_rows=(1, 8, 32, 64, 256, 2048),
     experts=(128, 8, 2048, 768), expert_tokens=(1, 8, 64, 512),  # Qwen3-30B-A3B
-    num_families=None, family_prompts=(1, 50, 90), family_tokens=64, families_s=80.0,
+    num_families=None, family_prompts=(1, 50, 90), family_tokens=64, families_s=100.0,
     sampling_batches=(8, 64, 256),
     swapped_blocks=256,
     memory_prompt=8000, memory_tokens=60, left_bytes=96 << 20,

@@ -23,8 +23,8 @@ ARITHMETIC_SHARE = 0.75
 2048 tokens without their attention); a large product alone reaches 80 % there."""
 BANDWIDTH_SHARE = 0.78
 """Of a data sheet's bandwidth that decode steps read weights and keys with, beside the overheads below: fitted to the
-steps of 1 to 64 sequences on an H200 (docs/benchmarks.md), within 4 % of each; copies reach 89 % there. Whole decode
-steps of one sequence reach 81 % on an L4 (arXiv:2605.30571)."""
+steps of 1 to 64 sequences on an H200 (docs/benchmarks.md), within 4 to 6 % of each; copies reach 89 % there. Whole
+decode steps of one sequence reach 81 % on an L4 (arXiv:2605.30571)."""
 ATTENTION_SHARE = 0.35
 """Of the arithmetic rate that attention over prompts reaches: our kernel 26 and 39 % on an H200, with prompts of 2048
 and 8192 tokens (docs/benchmarks.md); FlashAttention-2 35 % on an H100 (arXiv:2407.08608)."""
@@ -33,7 +33,7 @@ STEP_S = 2e-4
 for the larger part."""
 LAYER_S = 1.25e-5
 """Per layer and step: eight to ten kernels of a CUDA graph, each of which takes 1 to 2 us to start and to end. With
-this, an 8B model on an H200 takes 4.65 ms for one sequence, as measured (docs/benchmarks.md)."""
+this, an 8B model on an H200 takes 4.65 ms for one sequence; 4.65 and 4.77 were measured (docs/benchmarks.md)."""
 ALL_REDUCE_S = 1e-5
 """The latency of one all-reduce of a small message between GPUs, of which a layer has two: 9 to 12 us with vLLM's
 kernel on two to eight H100s, 4 to 8 us with SGLang's (https://github.com/sgl-project/sglang/pull/2904)."""
