@@ -315,7 +315,7 @@ def _load(folder: Path, task: Task, dtype: torch.dtype) -> Any:
     """transformers' model with the checkpoint's weights. Raises `ModelLoadError`."""
     from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
-    from llmservice_server.models.transformers_model import silence_transformers
+    from llmservice_server.models.transformers_config import silence_transformers
 
     silence_transformers()
     only_here = {"local_files_only": True, "trust_remote_code": False}

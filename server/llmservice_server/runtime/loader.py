@@ -38,7 +38,7 @@ from llmservice_server.types.checkpoint_config import eos_token_ids, read_json_o
 from llmservice_server.types.errors import ModelLoadError
 
 if TYPE_CHECKING:
-    from llmservice_server.models.transformers_model import TransformersConfig
+    from llmservice_server.models.transformers_config import TransformersConfig
 
 _INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -77,7 +77,7 @@ class Checkpoint:
         if implementation == "own" or (implementation == "auto" and is_own(raw)):
             config = ModelConfig.from_dict(raw)
         else:
-            from llmservice_server.models.transformers_model import examine  # transformers is imported in seconds
+            from llmservice_server.models.transformers_config import examine  # transformers is imported in seconds
 
             config = examine(folder)
         if not config.tied_embeddings and _is_for_embeddings(folder, raw) and not has_head(_tensor_names(shards)):

@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM, AutoMod
 from llmservice_planner.shape import ModelShape
 from llmservice_server.backend.step_input import StepInput
 from llmservice_server.engine.config import EngineConfig
-from llmservice_server.models.transformers_model import examine
+from llmservice_server.models.transformers_config import examine
 from llmservice_server.runtime.startup import start
 from llmservice_server.types.errors import ModelLoadError
 
