@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from llmservice_server import LLM
+from llmservice_server.backend.quantized import QuantizedWeight
 from llmservice_server.types.messages import GenerateRequest, SamplingParams
 from peers.workload import Job, PeerRequest, SteppedPeer
 
@@ -66,7 +67,10 @@ _GROUP = 128
 
 
 def _write_int4(source: Path, folder: Path) -> None:
-    """The checkpoint with its matrices in symmetric groups of 4 bits, in compressed-tensors' format; not the head."""
+    """The checkpoint with its matrices in symmetric groups of 4 bits, and its head in 8, in compressed-tensors' format.
+
+    As Q4_K_M, which has 4.85 bits a number in most matrices and 6.56 in the head, and rounds activations to 8 bits.
+    """
     shutil.copytree(source, folder)
     tensors = load_file(folder / "model.safetensors")
     for name in [name for name in tensors if name.endswith("_proj.weight")]:
@@ -77,14 +81,22 @@ def _write_int4(source: Path, folder: Path) -> None:
         tensors[f"{module}.weight_packed"] = (eights << torch.arange(0, 32, 4)).sum(-1).to(torch.int32)
         tensors[f"{module}.weight_scale"] = scales.squeeze(-1).to(weight.dtype)
         tensors[f"{module}.weight_shape"] = torch.tensor(weight.shape)
+    head = QuantizedWeight.int8(tensors.pop("lm_head.weight"))
+    tensors |= {"lm_head.weight": head.values, "lm_head.weight_scale": head.scales.to(torch.bfloat16)}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": _GROUP}
+    of_4_bits = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": _GROUP}
+    of_8_bits = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+    rounded = {**of_8_bits, "strategy": "token", "dynamic": True}
+    schemes = [
+        {"targets": ["lm_head"], "weights": of_8_bits, "input_activations": rounded, "format": "int-quantized"},
+        {"targets": ["Linear"], "weights": of_4_bits, "input_activations": None, "format": "pack-quantized"},
+    ]
     config["quantization_config"] = {
         "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}},
-        "ignore": ["lm_head"],
+        "format": "mixed-precision",
+        "config_groups": {f"group_{number}": scheme for number, scheme in enumerate(schemes)},
+        "ignore": [],
     }
     (folder / "config.json").write_text(json.dumps(config))
 
