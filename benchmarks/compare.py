@@ -5,7 +5,8 @@ trace, scaled to a model with 12 layers and hidden size 768; 32 requests are alw
 count. Then single requests, for which the engines alternate; ours and the best of the others are measured more often,
 so that temporary slowness of a shared machine affects both.
 `--formats` compares our products of 8 and 4 bits with bfloat16's and with llama.cpp's Q8_0 and Q4_K_M, and
-transformers' code on our cache with transformers' own (`make bench-formats`).
+transformers' code on our cache with transformers' own (`make bench-formats`). The head of the model of 4 bits has 8, as
+Q4_K_M's has more bits (6.56) than the rest.
 Needs the extra `bench-peers`; llama.cpp is compiled for this machine, which takes minutes. With `--avx2` every engine
 keeps to the instructions of a CPU without AVX-512, llama.cpp by another build (`make bench-avx2`).
 """
