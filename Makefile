@@ -19,7 +19,7 @@ VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 # Python compiles these when they first are, where nothing keeps it from writing.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup tools demo test test-fast test-soak test-clients images e2e lint style types imports format peers bench bench-avx2 bench-formats bench-operator bench-gateway bench-gpu bench-autoscaling bench-reality docs crds chart clean
+.PHONY: help setup tools demo test test-fast test-soak test-clients images e2e lint style types imports format peers bench bench-avx2 bench-formats bench-operator bench-gateway bench-gpu bench-gpu-models bench-autoscaling bench-reality docs crds chart clean
 
 help:           ## show this
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## *' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -125,8 +125,11 @@ bench-autoscaling: setup ## every autoscaling policy in simulated time, then doc
 bench-reality: setup ## the simulator against a cluster with timed models, and against one server (36 minutes), then docs/benchmarks.md
 	$(BIN)/python benchmarks/run.py reality
 
-bench-gpu: setup ## what needs a CUDA GPU: kernels, steps, throughput, memory (within 11 minutes; benchmarks/gpu.py --rehearse needs none)
+bench-gpu: setup ## what needs a CUDA GPU: kernels, steps, throughput, memory (within 9 minutes; benchmarks/gpu.py --rehearse needs none)
 	$(BIN)/python benchmarks/gpu.py
+
+bench-gpu-models: setup ## every model family, quantised format and adapters on a CUDA GPU (within 5 minutes)
+	$(BIN)/python benchmarks/gpu.py --only families formats by_transformers
 
 clean:
 	rm -rf $(VENV) .demo .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,14 +1,14 @@
-"""`make bench-gpu`: all measurements that need a GPU, in less than eleven minutes.
+"""`make bench-gpu`: what needs a GPU, in less than nine minutes; `make bench-gpu-models`: all models there, in five.
 
 Ceilings, start-up by phase, memory compared with the plan, decode and prefill as shares of the ceilings, host
 synchronisations, throughput compared with transformers, attention, quantised products and experts, the attention race,
-sampling, swapping, kernels compared with torch, model families, quantised formats and adapters compared with
-transformers, out-of-memory handling, overlap on and off, and a model by transformers' code; the most important first.
-Needs torch with CUDA, Triton, msgspec, pydantic, safetensors and transformers; no HTTP server. gpu.json and gpu.md are
-rewritten after each section. Sections that are not run keep their results of the same GPU, each with its commit, so
-that they can be run one by one.
+sampling, swapping, kernels compared with torch, out-of-memory handling, overlap on and off; the most important first.
+The other command compares model families, quantised formats and adapters with transformers, and measures a model by
+transformers' code. Needs torch with CUDA, Triton, msgspec, pydantic, safetensors and transformers; no HTTP server.
+gpu.json and gpu.md are rewritten after each section. Sections that are not run keep their results of the same GPU, each
+with its commit, so that they can be run one by one.
 
-    python benchmarks/gpu.py [--only NAME …] [--minutes 11] [--folder DIR] [--out DIR]
+    python benchmarks/gpu.py [--only NAME …] [--minutes 8.5] [--folder DIR] [--out DIR]
     python benchmarks/gpu.py --rehearse    every section with small sizes on a CPU, to test that it runs (a minute)
 """
 
@@ -29,11 +29,9 @@ PACKAGES = [str(HERE.parent / package) for package in ("planner", "server", "ben
 sys.path[:0] = PACKAGES  # a machine with a GPU may have this checkout without an installed package
 
 from gpu_bench.relay import State, Worker, relay  # noqa: E402 - the paths come first
-from gpu_bench.sections import SECTIONS, Findings  # noqa: E402 - likewise
+from gpu_bench.sections import MODELS, SECTIONS, Findings  # noqa: E402 - likewise
 from llmservice_bench.results import FOLDER, Check, Results, commit, replace  # noqa: E402 - likewise
 from llmservice_server.ipc.environment import for_computing  # noqa: E402 - likewise
-
-MINUTES = 11.0
 
 
 def table(gpu: str, found: Findings) -> str:
@@ -106,7 +104,8 @@ def main(only: Sequence[str], minutes: float, folder: Path, out: Path, rehearse:
             environment["TRITON_INTERPRET"], model = "1", "a toy"
             command = [*command[:-1], str(Path(scratch) / "toy"), "--rehearse"]
         worker = Worker(command, environment, Path(scratch) / "sections.jsonl")
-        names = [name for name in SECTIONS if not only or name in only]
+        chosen = only or (SECTIONS if rehearse else [name for name in SECTIONS if name not in MODELS])
+        names = [name for name in SECTIONS if name in chosen]
         before: dict[str, Recorded] | None = None
 
         def on_progress(state: State) -> None:
@@ -127,7 +126,7 @@ def main(only: Sequence[str], minutes: float, folder: Path, out: Path, rehearse:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], choices=SECTIONS, metavar="NAME", help=", ".join(SECTIONS))
-    parser.add_argument("--minutes", type=float, default=MINUTES, help="time limit of the run")
+    parser.add_argument("--minutes", type=float, default=8.5, help="time limit of the run")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "llmservice-bench" / "llama-8b")
     parser.add_argument("--out", type=Path, help="folder of the results: benchmarks/results, or a new one")
     parser.add_argument("--rehearse", action="store_true", help="small sizes without a GPU: the figures mean nothing")

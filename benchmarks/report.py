@@ -47,7 +47,7 @@ BENCHMARKS = (
     Benchmark("reality", "The simulator against reality", 36, in_make_bench=False),
     Benchmark("operator_scale", "The operator with 1,000 services", 8, in_make_bench=False),
     Benchmark("autoscaling", "Autoscaling policies", 15, in_make_bench=False),
-    Benchmark("gpu", "On a GPU", 11, in_make_bench=False),
+    Benchmark("gpu", "On a GPU", 9, in_make_bench=False),
     Benchmark("soak", "Soak test", 10, in_make_bench=False),
 )
 """In the order of the report."""

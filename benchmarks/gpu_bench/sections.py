@@ -136,5 +136,7 @@ SECTIONS: dict[str, int] = {
 }
 """The sections in the order of their importance, with the expected seconds, as measured on an H200. A section is
 skipped if less time is left."""
+MODELS = ("families", "formats", "by_transformers")
+"""Those of `make bench-gpu-models`: the other run would be too long with them."""
 GRACE_S = 60
 """A section that exceeds its expected time by this counts as hung: its process prints a traceback and exits."""
