@@ -33,8 +33,8 @@ _FAR = 2**40
 _UNDERSTOOD = {"scaling", "dropout", "sliding_window", "softcap", "s_aux"}
 _WITHOUT_EFFECT = {"position_ids", "cache_position", "layer_idx"}
 _LAYER_KINDS = {"full_attention", "sliding_attention"}
-_GROWING_ROPE = {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
-"""Kinds whose frequencies change with the longest sequence, and up to which position they do not."""
+_GROWING_ROPE = {"dynamic", "longrope"}
+"""Kinds whose frequencies change with the longest sequence."""
 _WITHOUT_IMAGES = {"glm4v_text": "glm4", "glm4v_moe_text": "glm4_moe"}
 """Kinds of language models that are another one for text alone, where a token's three positions are equal."""
 
@@ -226,16 +226,31 @@ def _with_fixed_rope(text: Any) -> Any:
     return text
 
 
+def fix_long_rope(text: Any, max_model_len: int) -> None:
+    """Use the factors for long contexts at every position, where requests may be longer than the original context.
+
+    transformers chooses between two sets of factors by the last position of a step, also under keys that are cached.
+    """
+    for rope in _ropes(text):
+        original = rope.get("original_max_position_embeddings")
+        if rope.get("rope_type") == "longrope" and original is not None and max_model_len > original:
+            rope["short_factor"] = rope["long_factor"]
+            if "long_mscale" in rope:  # PhiMoE
+                rope["short_mscale"] = rope["long_mscale"]
+
+
+def _ropes(text: Any) -> list[dict[str, Any]]:
+    """Its RoPE, or that of each kind of layer."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    return [rope, *(each for each in rope.values() if isinstance(each, dict))]
+
+
 def _max_context(text: Any, name: str) -> int:
     limit = getattr(text, "max_position_embeddings", None)
     if not isinstance(limit, int):
         raise unserved(name, "its configuration has no max_position_embeddings")
-    rope = getattr(text, "rope_parameters", None) or {}
-    kinds = [rope, *(each for each in rope.values() if isinstance(each, dict))]
-    for each in kinds:
-        if (key := _GROWING_ROPE.get(str(each.get("rope_type")))) is not None:
-            limit = min(limit, int(each.get(key) or getattr(text, key, None) or limit))
-    return limit
+    dynamic = [rope for rope in _ropes(text) if rope.get("rope_type") == "dynamic"]
+    return min([limit, *(int(rope.get("max_position_embeddings") or limit) for rope in dynamic)])
 
 
 def _dtype(config: Any, text: Any) -> str | None:

@@ -23,7 +23,7 @@ from llmservice_server.backend.base import Activation, Attend, LayerOps, Linear
 from llmservice_server.backend.experts import Experts, Mixture
 from llmservice_server.backend.torch.layer_ops import TorchLayerOps, TorchLinear
 from llmservice_server.models.transformers_attention import NAME, attend_of_pass, has_latents, pass_latents
-from llmservice_server.models.transformers_config import TransformersConfig, first_line, read_configs
+from llmservice_server.models.transformers_config import TransformersConfig, first_line, fix_long_rope, read_configs
 from llmservice_server.types.errors import ModelLoadError
 
 _TEXT_PARTS = {
@@ -145,6 +145,7 @@ class TransformersModel:
         device: torch.device,
         quantized_of: LinearOf = lambda *_: None,
         tensors: dict[str, torch.Tensor] | None = None,
+        max_model_len: int | None = None,
     ) -> TransformersModel:
         """`tensors`: the checkpoint's, under its names or the model's; None: they are read from its files.
 
@@ -154,6 +155,7 @@ class TransformersModel:
         """
         whole, text = read_configs(folder)
         text.tie_word_embeddings = config.tied_embeddings
+        fix_long_rope(text, max_model_len or config.max_context)
         model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]
         try:
             model, found = model_class.from_pretrained(

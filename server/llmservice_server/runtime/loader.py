@@ -123,14 +123,16 @@ class Checkpoint:
         device: torch.device,
         quantization: Quantization = "auto",
         keeps: Callable[[QuantizedWeight], bool] = lambda _: False,
+        *,
+        max_model_len: int | None = None,
     ) -> Model:
-        """A model with weights as `quantized_linear` makes them.
+        """A model with weights as `quantized_linear` makes them, for requests of up to `max_model_len` tokens.
 
         Raises `ModelLoadError` for a tensor that is missing, unknown, of the wrong shape or format, or unreadable.
         """
         if isinstance(self.config, ModelConfig):
             return self._load_own(self.config, dtype, device, quantization, keeps)
-        return self._load_by_transformers(self.config, dtype, device, quantization, keeps)
+        return self._load_by_transformers(self.config, dtype, device, quantization, keeps, max_model_len)
 
     def _load_by_transformers(
         self,
@@ -139,6 +141,7 @@ class Checkpoint:
         device: torch.device,
         quantization: Quantization,
         keeps: Callable[[QuantizedWeight], bool],
+        max_model_len: int | None,
     ) -> Model:
         """transformers loads what is dense, and gets tensors without memory in the place of quantised matrices."""
         from llmservice_server.models.transformers_model import TransformersModel, replaced_weights
@@ -178,7 +181,7 @@ class Checkpoint:
                 if _NUMBER_OF_EXPERT.sub("", names[name]) in whole:
                     raise ModelLoadError(f"{self.folder} holds {name}, for which config.json has too few experts")
             found |= self._dense(names.keys(), dense, dtype)
-        return TransformersModel.load(self.folder, config, dtype, device, quantized_of, found)
+        return TransformersModel.load(self.folder, config, dtype, device, quantized_of, found, max_model_len)
 
     def _dense(
         self, quantized: Collection[str], wanted: Mapping[str, QuantizedWeight], dtype: torch.dtype

@@ -225,7 +225,9 @@ def _load(
         )
     try:
         with phases.phase("weights"):
-            model = checkpoint.load(dtype, backend.device, config.quantization, backend.keeps)
+            model = checkpoint.load(
+                dtype, backend.device, config.quantization, backend.keeps, max_model_len=config.max_model_len
+            )
             adaptables = Adaptable.all_of(model) if config.max_loras else []
             backend.prepare(model)
         with phases.phase("profiling"):

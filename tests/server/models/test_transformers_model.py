@@ -219,6 +219,36 @@ def test_so_is_that_of_the_first_checkpoints_of_qwen_with_images(tmp_path: Path,
     assert counted.architecture == "qwen2"
 
 
+LONG_ROPE = {
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 4.0]},
+    "original_max_position_embeddings": 32,
+}
+"""As the published config.json of Phi-3.5 and Phi-4-mini have it."""
+
+
+@pytest.mark.parametrize("max_model_len", [None, 32])
+def test_long_rope_has_the_factors_of_the_context_that_is_served(tmp_path: Path, max_model_len: int | None) -> None:
+    """transformers uses the long ones for a prompt beyond the original context; no chunk of it may have the others."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("phi3", pad_token_id=0, **SMALL, **LONG_ROPE)).eval()
+    model.save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    del raw["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps(raw | LONG_ROPE | {"rope_theta": 10000.0}))
+    started = start(EngineConfig(model=tmp_path, max_model_len=max_model_len, threads=1, dtype="float32"))
+    assert started.kv_cache.max_model_len == (max_model_len or SMALL["max_position_embeddings"])
+    tokens = torch.arange(3, 93 if max_model_len is None else 35)
+    with torch.inference_mode():
+        expected = model(tokens[None]).logits[0]
+        chunks = []
+        for first in range(0, len(tokens), 20):
+            chunk, places = tokens[first : first + 20], torch.arange(first, min(first + 20, len(tokens)))
+            step = StepInput.of([(first, len(chunk), range(1, 7))])
+            hidden = started.runner.model.forward(chunk, places, started.runner.attention.prepare(step))
+            chunks.append(started.runner.model.logits(hidden))
+    assert torch.allclose(torch.cat(chunks), expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "config",
     [
