@@ -91,7 +91,7 @@ def shape_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         "kv_heads": kv_heads,
         "head_dim": head_dim,
         "vocab_size": values.positive("vocab_size"),
-        "max_position_embeddings": values.count("max_position_embeddings"),
+        "max_position_embeddings": _context(values),
         "tie_word_embeddings": values.flag("tie_word_embeddings"),
         "sliding_window": window,
         "sliding_layers": sliding_layers,
@@ -230,6 +230,29 @@ def _sliding(values: _Values, family: Family, layers: int) -> tuple[int | None, 
     else:
         sliding = max(0, layers - (values.count("max_window_layers") or 0))
     return (window, sliding) if sliding else (None, 0)
+
+
+def _context(values: _Values) -> int | None:
+    positions, rope = values.count("max_position_embeddings"), values.get("rope_parameters")
+    rope = rope or values.get("rope_scaling")
+    if positions is None or not isinstance(rope, Mapping):
+        return positions
+    return max(stretched_context(positions, each) for each in (rope, *rope.values()) if isinstance(each, Mapping))
+
+
+def stretched_context(positions: int, rope: Mapping[str, Any]) -> int:
+    """Tokens up to which RoPE is right: where YaRN stretches it, `max_position_embeddings` is often left as it was.
+
+    rope: `rope_parameters` of config.json, or `rope_scaling` of one from before transformers 5.
+    """
+    original, factor = rope.get("original_max_position_embeddings") or positions, rope.get("factor") or 1
+    if "yarn" not in (rope.get("rope_type"), rope.get("type")) or not _is_length(original) or not _is_length(factor):
+        return positions
+    return max(positions, int(original * factor))
+
+
+def _is_length(value: object) -> bool:
+    return isinstance(value, int | float) and 0 < value < 1 << 31
 
 
 def _other_heads(values: _Values, kv_heads: int, head_dim: int) -> dict[str, int]:

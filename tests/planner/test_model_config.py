@@ -61,6 +61,29 @@ def test_sliding_layers(
     assert (shape.sliding_window, shape.sliding_layers) == (window, layers)
 
 
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, 32768),
+        ({"rope_scaling": YARN}, 131072),  # as Qwen's documentation has it
+        ({"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_type": "default"}}}, 131072),
+        ({"rope_scaling": {**YARN, "factor": 0.5}}, 32768),
+        ({"rope_scaling": {**YARN, "type": "linear"}}, 32768),
+        ({"rope_scaling": {**YARN, "factor": "4"}}, 32768),
+        ({"rope_scaling": {**YARN, "factor": float("inf")}}, 32768),
+        ({"rope_scaling": YARN, "max_position_embeddings": None}, None),
+    ],
+)
+def test_the_context_is_the_one_that_yarn_stretches_to(
+    config_of: ConfigOf, changes: dict[str, Any], expected: int | None
+) -> None:
+    shape = _shape(config_of("qwen2.5-7b"), **{"max_position_embeddings": 32768, **changes})
+    assert shape.max_position_embeddings == expected
+
+
 @pytest.mark.parametrize(
     ("model", "changes", "dense"),
     [

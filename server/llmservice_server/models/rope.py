@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from llmservice_planner.model_config import stretched_context
 from llmservice_server.types.checkpoint_config import CheckpointConfig, RopeParameters
 from llmservice_server.types.errors import ModelLoadError
 
@@ -61,13 +62,9 @@ class RopeConfig:
         """Tokens up to which the embedding is right.
 
         Dynamic NTK is plain RoPE up to `max_position_embeddings`; beyond, its frequencies would change under keys
-        that are already in the cache, so that is where it ends. YaRN's configs often leave `max_position_embeddings`
-        unscaled.
+        that are already in the cache, so that is where it ends.
         """
-        if self.kind == "yarn":
-            original = self.scaling["original_max_position_embeddings"]
-            return max(max_position_embeddings, int(original * self.scaling.get("factor", 1.0)))
-        return max_position_embeddings
+        return stretched_context(max_position_embeddings, {"rope_type": self.kind, **self.scaling})
 
     def inverse_frequencies(self, head_dim: int, max_position_embeddings: int) -> tuple[torch.Tensor, float]:
         """Radians per position of each pair of dimensions, float32 `[head_dim / 2]`, and the factor of cos and sin."""

@@ -19,6 +19,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
+from llmservice_planner.model_config import stretched_context
 from llmservice_planner.quantization import QuantizationConfig
 from llmservice_server.backend.cache_shape import Heads
 from llmservice_server.models.config import SERVED, quantization_of
@@ -70,7 +71,7 @@ def examine(folder: Path) -> TransformersConfig:
     config, text = read_configs(folder)
     name = text.architectures[0] if text.architectures else type(text).__name__
     _refuse_kinds(config, text, name)
-    if not hasattr(transformers, config.architectures[0] if config.architectures else name):
+    if not _is_of_transformers(config.architectures[0] if config.architectures else name, config.model_type):
         raise unserved(name, "transformers has no model of this name, and code of a checkpoint is never executed")
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
     if model_class is None:
@@ -103,6 +104,12 @@ def examine(folder: Path) -> TransformersConfig:
         tied_embeddings=bool(text.tie_word_embeddings),
         quantization=quantization_of(json.loads((folder / "config.json").read_text(encoding="utf-8"))),
     )
+
+
+def _is_of_transformers(architecture: str, model_type: str) -> bool:
+    """Whether transformers has it, under its name or, as of InternLM3 and PhiMoE, under that of its kind of model."""
+    named = architecture.removesuffix("ForCausalLM").lower()
+    return hasattr(transformers, architecture) or named == model_type.replace("_", "").lower()
 
 
 def read_configs(folder: Path) -> tuple[Any, Any]:
@@ -249,8 +256,10 @@ def _max_context(text: Any, name: str) -> int:
     limit = getattr(text, "max_position_embeddings", None)
     if not isinstance(limit, int):
         raise unserved(name, "its configuration has no max_position_embeddings")
-    dynamic = [rope for rope in _ropes(text) if rope.get("rope_type") == "dynamic"]
-    return min([limit, *(int(rope.get("max_position_embeddings") or limit) for rope in dynamic)])
+    for rope in _ropes(text):
+        if rope.get("rope_type") == "dynamic":
+            limit = min(limit, int(rope.get("max_position_embeddings") or limit))
+    return max(stretched_context(limit, rope) for rope in _ropes(text))
 
 
 def _dtype(config: Any, text: Any) -> str | None:

@@ -52,6 +52,7 @@ def write_config(folder: Path, model_type: str, **settings: Any) -> Path:
         ("t5", {}, "an encoder with a decoder"),
         ("clip_vision_model", {}, "no decoder-only language model"),
         ("qwen2", SMALL | {"is_causal": False}, "attention is not causal"),
+        ("olmo2", SMALL | {"architectures": ["Olmo2ForOtherThings"]}, "transformers has no model of this name"),
     ],
 )
 def test_what_cannot_run_on_the_paged_cache_is_refused_by_name(
@@ -60,6 +61,20 @@ def test_what_cannot_run_on_the_paged_cache_is_refused_by_name(
     with pytest.raises(ModelLoadError, match=problem) as raised:
         examine(write_config(tmp_path, model_type, **settings))
     assert "can be served:" in str(raised.value)  # says what can
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "runs"),
+    [
+        ("phimoe", "PhiMoEForCausalLM", "PhimoeForCausalLM"),
+        ("internlm3", "InternLM3ForCausalLM", "LlamaForCausalLM"),
+    ],
+)
+def test_published_names_that_transformers_spells_otherwise_are_known(
+    tmp_path: Path, model_type: str, architecture: str, runs: str
+) -> None:
+    write_config(tmp_path, model_type, **SMALL, architectures=[architecture])
+    assert examine(tmp_path).architecture == runs
 
 
 def test_code_that_comes_with_a_checkpoint_is_never_executed(tmp_path: Path) -> None:
