@@ -235,6 +235,37 @@ def test_experts_that_are_missing_or_too_many_are_refused(tmp_path: Path, number
         Checkpoint.open(tmp_path).load(torch.float32, CPU)
 
 
+@pytest.mark.parametrize("name", ["fp8 blocks", None])
+@pytest.mark.parametrize("extra", ["model.layers.3.", "model.mtp.0."])
+def test_what_predicts_further_tokens_is_neither_loaded_nor_counted(
+    tmp_path: Path, extra: str, name: str | None
+) -> None:
+    """The checkpoints of GLM-4.5 and DeepSeek V3 have a layer for it after the last, those of MiMo-V2 parts."""
+    folder = write_family(tmp_path, "glm4-moe", None if name is None else FORMATS[name])
+    config, path = json.loads((folder / "config.json").read_text()), folder / "model.safetensors"
+    expected = Checkpoint.open(folder).load(torch.float32, CPU, "stored")
+    counted = ModelShape.from_folder(folder).weights_bytes("float32", "stored")
+    tensors, last = load_file(path), "model.layers.2."
+    assert config["num_hidden_layers"] == 3
+    tensors |= {each.replace(last, extra): tensor.clone() for each, tensor in tensors.items() if last in each}
+    save_file(tensors, path, {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    ours = Checkpoint.open(folder).load(torch.float32, CPU, "stored")
+    assert ours.weight_bytes == expected.weight_bytes
+    assert torch.equal(logits(ours), logits(expected))
+    assert ModelShape.from_folder(folder).weights_bytes("float32", "stored") == counted
+
+
+@pytest.mark.parametrize("code", ["own", "transformers"])
+def test_scales_of_a_quantised_cache_are_left_out(tmp_path: Path, code: Implementation) -> None:
+    quantized, _ = write_both(tmp_path, FORMATS["fp8 static"])
+    expected = logits(Checkpoint.open(quantized, code).load(torch.float32, CPU, "stored"))
+    tensors = load_file(quantized / "model.safetensors")
+    scales = {f"model.layers.1.self_attn.{each}_scale": torch.tensor(0.5) for each in "kv"}
+    save_file(tensors | scales, quantized / "model.safetensors", {"format": "pt"})
+    assert torch.equal(logits(Checkpoint.open(quantized, code).load(torch.float32, CPU, "stored")), expected)
+
+
 @needs_vnni
 @pytest.mark.parametrize("name", ["W8A8 int8", None])
 def test_transformers_code_computes_products_of_8_bits(tmp_path: Path, name: str | None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ _WITHOUT_EFFECT = {"position_ids", "cache_position", "layer_idx"}
 _LAYER_KINDS = {"full_attention", "sliding_attention"}
 _GROWING_ROPE = {"dynamic", "longrope"}
 """Kinds whose frequencies change with the longest sequence."""
+_LAYER, _FURTHER_TOKENS = re.compile(r"(?:model\.)?layers\.(\d+)\."), re.compile(r"(?:model\.)?mtp\.")
 _WITHOUT_IMAGES = {"glm4v_text": "glm4", "glm4v_moe_text": "glm4_moe"}
 """Kinds of language models that are another one for text alone, where a token's three positions are equal."""
 
@@ -62,8 +64,15 @@ class TransformersConfig:
     tied_embeddings: bool = False  # or there is no head
     has_head: bool = True
     quantization: QuantizationConfig | None = None
+    num_extra_layers: int = 0  # after the last, which predict further tokens and are not loaded
 
     implementation: ClassVar[ModelCode] = "transformers"
+
+    def has_place_for(self, tensor: str) -> bool:
+        """False for a tensor of a checkpoint that predicts further tokens (multi-token prediction)."""
+        layer = _LAYER.match(tensor)
+        beyond = -1 if layer is None else int(layer[1]) - len(self.windows)
+        return not 0 <= beyond < self.num_extra_layers and _FURTHER_TOKENS.match(tensor) is None
 
 
 def examine(folder: Path) -> TransformersConfig:
@@ -103,6 +112,7 @@ def examine(folder: Path) -> TransformersConfig:
         is_latent=calls[0].is_latent,
         tied_embeddings=bool(text.tie_word_embeddings),
         quantization=quantization_of(json.loads((folder / "config.json").read_text(encoding="utf-8"))),
+        num_extra_layers=getattr(text, "num_nextn_predict_layers", None) or 0,
     )
 
 

@@ -322,9 +322,12 @@ def _drop_masks(decoder: torch.nn.Module) -> None:
                 module.register_buffer(name, buffer.new_empty(0), persistent=False)
 
 
+_SUPERFLUOUS = re.compile(r"rotary_emb\.inv_freq$|\.masked_bias$|\.attn\.bias$|\.[kv]_scale$")
+
+
 def _refuse_incomplete(found: Mapping[str, Any], folder: Path, config: TransformersConfig, *, is_part: bool) -> None:
     missing, unknown = sorted(found["missing_keys"]), sorted(found["unexpected_keys"])
-    unknown = [name for name in unknown if not re.search(r"rotary_emb\.inv_freq$|\.masked_bias$|\.attn\.bias$", name)]
+    unknown = [name for name in unknown if config.has_place_for(name) and not _SUPERFLUOUS.search(name)]
     mismatched = sorted(found["mismatched_keys"])
     if missing:
         raise ModelLoadError(

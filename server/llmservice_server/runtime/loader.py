@@ -45,6 +45,8 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _OWN_NAMES = ("lm_head.", "model.embed_tokens.", "model.layers.", "model.norm.")
 _WITHOUT_HEAD = ("embed_tokens.", "layers.", "norm.")
 """Names in a checkpoint that was saved for embeddings, without the head and its owner."""
+_SUPERFLUOUS = ("rotary_emb.inv_freq", ".k_scale", ".v_scale")
+"""The scales are of an fp8 cache, and ours has none."""
 _NUMBER_OF_EXPERT = re.compile(r"(?<=\.experts)\.\d+(?=\.)")
 _DENSE = {"F64", "F32", "F16", "BF16"}
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -190,7 +192,7 @@ class Checkpoint:
         found = {f"{name}.weight": weight.dequantize(dtype) for name, weight in wanted.items()}
         for shard in self.shards:
             with _opened(shard) as tensors:
-                for name in tensors.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+                for name, _ in self._names(tensors):
                     module, _, suffix = name.rpartition(".")
                     if module in quantized and suffix != "bias":
                         continue
@@ -348,9 +350,11 @@ class Checkpoint:
     def _names(self, tensors: Any) -> Iterator[tuple[str, str]]:
         """Of each tensor in a file, its name there and that in a checkpoint of the language model alone.
 
-        What other parts of a model with images or sound have is left out.
+        What other parts of a model with images or sound have is left out, and what predicts further tokens.
         """
         for stored in tensors.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+            if not isinstance(self.config, ModelConfig) and not self.config.has_place_for(stored):
+                continue
             if not isinstance(self.config, ModelConfig) or not self.config.is_part:
                 yield stored, f"model.{stored}" if stored.startswith(_WITHOUT_HEAD) else stored
             elif LANGUAGE_MODEL.match(stored):
@@ -363,9 +367,9 @@ class Checkpoint:
         return next((stored for stored, name in self._names(tensors) if name == wanted), wanted)
 
     def _refuse_unknown(self, name: str, shard: Path) -> None:
-        """Refuse a weight that the model has no place for: its results would be wrong. Two kinds are superfluous."""
+        """Refuse a weight that the model has no place for: its results would be wrong. Some kinds are superfluous."""
         tied_head = name == "lm_head.weight" and isinstance(self.config, ModelConfig) and self.config.tied_embeddings
-        if not tied_head and not name.endswith("rotary_emb.inv_freq"):
+        if not tied_head and not name.endswith(_SUPERFLUOUS):
             raise ModelLoadError(
                 f"{shard.name} holds {name}, which {self.config.architecture} with this config.json has no place for "
                 "(or which two files hold)"
