@@ -44,7 +44,7 @@ demo: setup     ## the whole path on this machine: manifest, tokens, scale up, s
 test: setup tools ## every test: unit, property, parity, chart, end to end
 	$(BIN)/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder
 
-test-fast: setup ## unit and property tests: without servers and what is marked slow (two to five minutes on two cores)
+test-fast: setup ## unit and property tests: without servers and what is marked slow (two to four minutes on two cores)
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests --fast
 
 test-soak: setup ## the long versions of some tests: every fault at every call, tens of thousands of requests

@@ -14,6 +14,7 @@ def theirs(traffic: Traffic, scheduler_type: str, pool_tokens: int) -> Transform
     return TransformersScheduler(traffic.answers, pool_tokens, Settings(scheduler_type, 16, 256, 12))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheduler_type", ["fifo", "prefill_first"])
 def test_transformers_computes_again_only_what_a_full_cache_has_cost(scheduler_type: str) -> None:
     latency = llama_8b_on_h100()

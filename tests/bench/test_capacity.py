@@ -35,6 +35,7 @@ def test_run_lasts_ten_targets_or_turnovers_but_never_has_too_few_requests_for_a
     assert num_requests(rate, target_s, turnover_s) == requests
 
 
+@pytest.mark.slow
 def test_search_ends_where_more_requests_come_than_the_engine_can_serve(setup: Setup, engine: Engine) -> None:
     search = CapacitySearch(setup, engine, 0.05, TURNOVER_S, rate_search(200.0, tolerance=0.5))
     search_by_turns([search])
@@ -45,6 +46,7 @@ def test_search_ends_where_more_requests_come_than_the_engine_can_serve(setup: S
     assert not engine.has_work
 
 
+@pytest.mark.slow
 def test_the_lowest_rate_is_the_result_if_none_meets_the_target(setup: Setup, engine: Engine) -> None:
     search = CapacitySearch(setup, engine, 0.0, TURNOVER_S, rate_search(400.0, tolerance=0.5))
     search_by_turns([search])
@@ -63,6 +65,7 @@ def test_capacity_is_the_run_at_the_highest_rate_kept_not_that_of_a_higher_one(s
     assert search.capacity() is calm
 
 
+@pytest.mark.slow
 def test_searches_alternate_until_all_have_ended(setup: Setup, engine: Engine) -> None:
     searches = [CapacitySearch(setup, engine, 0.0, TURNOVER_S, rate_search(start, 0.5)) for start in (100.0, 400.0)]
     search_by_turns(searches)

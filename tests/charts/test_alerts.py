@@ -47,6 +47,7 @@ def test_promtool_finds_no_fault_with_the_rules_of_one_service(name: str, tmp_pa
     promtool("check", "rules", path, folder=tmp_path)
 
 
+@pytest.mark.slow
 @needs_promtool
 def test_alerts_fire_when_they_should_and_only_then(tmp_path: Path) -> None:
     shutil.copy(RULES, tmp_path)

@@ -492,6 +492,7 @@ KEYS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @given(
     st.sets(st.sampled_from(sorted(PARTS))),
     st.sampled_from([{}, *KEYS]),

@@ -166,6 +166,7 @@ def test_negative_work_is_refused(name: str) -> None:
 LENGTHS = [(each.prompt_tokens, each.output_tokens) for each in read_trace()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
 @pytest.mark.parametrize(
     ("limits", "waits_for_prompts_alone"),
@@ -192,6 +193,7 @@ def test_formulas_agree_with_the_scheduler_in_simulated_time(
         assert 0.5 * simulated.ttft_p99_s < found.ttft_p99_s < 1.25 * simulated.ttft_p99_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "limits",
     [replace(LIMITS, kv_tokens=25_000), replace(LIMITS, kv_tokens=100_000), replace(LIMITS, max_num_seqs=16)],

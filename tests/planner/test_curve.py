@@ -46,6 +46,7 @@ def test_latencies_grow_with_the_batch_and_the_largest_within_the_targets_is_the
     assert found.within_slo == (None if itl_s is None and ttft_s is None else max(meeting, default=0))
 
 
+@pytest.mark.slow
 @given(models, requests)
 def test_the_tokens_per_second_have_no_jump_where_every_step_has_a_prompt(
     model: LatencyModel, typical: TypicalRequest

@@ -37,6 +37,7 @@ def _samples(model: LatencyModel, noise: float = 0.0, seed: int = 0) -> list[Sam
     return samples
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [H100_8B, CPU_125M, EXPERTS, WINDOWS], ids=["H100", "CPU", "experts", "windows"])
 def test_known_coefficients_are_recovered(model: LatencyModel) -> None:
     known = replace(LatencyModel(0, 0, 0, 0, 0, 0), **{
@@ -52,6 +53,7 @@ def test_known_coefficients_are_recovered(model: LatencyModel) -> None:
     assert max(errors.p90 for errors in (*found.errors.values(), *found.held_out.values())) < 0.02
 
 
+@pytest.mark.slow
 def test_interrupted_steps_do_not_move_the_fit() -> None:
     samples = _samples(CPU_125M, noise=0.01)
     for index in (3, 11, 20):
@@ -64,6 +66,7 @@ def test_interrupted_steps_do_not_move_the_fit() -> None:
     assert found.held_out["decode"].p90 > 0.03, "the error of an interrupted step is reported"
 
 
+@pytest.mark.slow
 def test_a_phase_that_the_model_cannot_explain_shows_in_the_held_out_error() -> None:
     samples = _samples(H100_8B)
     samples = [replace(s, seconds=2 * s.seconds) if s.kind == "mixed" else s for s in samples]

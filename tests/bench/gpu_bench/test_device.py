@@ -85,6 +85,7 @@ def test_sync_debug_mode_is_reset_after_a_failure(cuda: Cuda) -> None:
     assert cuda.asked == ["mode warn", "mode default"]
 
 
+@pytest.mark.slow
 def test_free_memory_is_taken_even_if_it_is_fragmented(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, taken, empty = CudaDevice(), list[int](), torch.empty
     gpu.device = torch.device("cpu")

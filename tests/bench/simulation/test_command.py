@@ -62,6 +62,7 @@ def test_policies_are_compared_on_the_same_traffic(
     assert by_name["clairvoyant"]["gpu_hours"] < by_name["static:3"]["gpu_hours"]
 
 
+@pytest.mark.slow
 def test_a_page_and_a_plot_are_written(files: tuple[Path, Path], tmp_path: Path) -> None:
     page, plot = tmp_path / "report.html", tmp_path / "plot.svg"
     assert simulate(files, "--html", str(page), "--plot", str(plot), "--compare", "builtin,kpa") == 0

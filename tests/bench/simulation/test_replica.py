@@ -124,6 +124,7 @@ def requests_of(drawn: list[tuple[int, int, int, str, tuple[int, ...]]]) -> list
     ]
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     drawn=traces,

@@ -81,6 +81,7 @@ def test_random_load_never_gets_more_than_its_share(cores: float) -> None:
     assert meter.used_s / 20 == pytest.approx(min(cores, demand), rel=0.05)
 
 
+@pytest.mark.slow
 async def test_real_threads_share_the_limit_of_their_process(tmp_path: Path) -> None:
     log = tmp_path / "log"
     process = await Process.start([sys.executable, "-c", BURN], env=os.environ, log=log, cpu_limit=0.3)

@@ -126,6 +126,7 @@ async def test_a_second_list_makes_the_kind_due_and_a_further_page_does_not(api:
     assert client.resync._due == {"Pod"}
 
 
+@pytest.mark.slow
 async def test_watches_that_end_at_once_are_opened_once_a_second(api: Api, client: Client) -> None:
     for _ in range(3):
         await client.get(f"{PODS}?watch=true")

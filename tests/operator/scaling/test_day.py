@@ -98,6 +98,7 @@ def day(kept: dict[str, list[Sample]], service_of: Callable[..., LLMService], si
     return kept
 
 
+@pytest.mark.slow
 def test_the_bounds_are_kept_all_day(day: dict[str, list[Sample]]) -> None:
     replicas = [sample.replicas for samples in day.values() for sample in samples]
 

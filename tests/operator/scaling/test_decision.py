@@ -631,6 +631,7 @@ def test_a_missed_target_that_the_load_does_not_explain_adds_no_replica(simulate
     assert most(simulate(one_at_a_time, duration_s=1260)) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("learned_s", "expected"),
     [pytest.param(600.0, 12, id="as pods did before"), pytest.param(60.0, 16, id="longer than ever before")],
@@ -650,6 +651,7 @@ def test_a_slow_start_asks_for_replicas_that_finish_the_queue_in_that_time(
     assert samples[-1].waiting == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "expected"),
     [

@@ -84,6 +84,7 @@ def samples(
     return kept[shape, startup_s]
 
 
+@pytest.mark.slow
 def test_the_direction_turns_at_most_once_within_the_stabilization(samples: list[Sample], startup_s: float) -> None:
     times = turns(samples)
     stabilization_s = ScalingRules.of(ScaleDown()).with_start(startup_s).stabilization_s

@@ -42,12 +42,14 @@ def test_an_fp8_cache_is_for_our_gpu_kernels_only(wanted: str) -> None:
     assert choose_backend("triton", shape, torch.float32, CPU, max_num_batched_tokens=64).name == "triton"
 
 
+@pytest.mark.slow
 def test_a_check_runs_in_a_process_of_its_own() -> None:
     assert in_child(os.getpid) != os.getpid()
     with pytest.raises(ZeroDivisionError):
         in_child(divmod, 1, 0)
 
 
+@pytest.mark.slow
 def test_a_check_that_kills_its_process_counts_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     in_a_child = choice.in_child
     monkeypatch.setattr(choice, "in_child", lambda *_: in_a_child(signal.raise_signal, signal.SIGKILL))

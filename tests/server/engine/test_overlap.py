@@ -177,6 +177,7 @@ def serve(driver: Driver, arrivals: list[Arrival]) -> None:
     assert_idle(driver.engine)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(arrivals=st.lists(ARRIVALS, min_size=1, max_size=9), way=WAYS)
 def test_whatever_comes_and_goes_the_answers_are_those_of_one_step_after_the_other(

@@ -35,6 +35,7 @@ def test_a_silent_connection_is_closed_and_the_download_continued(hub: ModelHub,
     assert _ranges(hub) == [None, "bytes=100000-"]
 
 
+@pytest.mark.slow
 def test_a_server_that_stays_silent_is_reported(hub: ModelHub, fetched: Fetched) -> None:
     hub.faults[WEIGHTS] = [Fault(cut_after=0, silent=True)] * 3
     with pytest.raises(FetchError, match=r"the connection broke \(ReadTimeout\) \(3 attempts without a new byte\)"):

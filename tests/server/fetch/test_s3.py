@@ -47,6 +47,7 @@ def test_a_corrupt_object_is_downloaded_again(store: ObjectStore, fetched: Fetch
     assert fetched(URI)[WEIGHTS] == store.objects[f"llms/tiny/{WEIGHTS}"]
 
 
+@pytest.mark.slow
 def test_a_store_that_stops_sending_is_reported(store: ObjectStore, fetched: Fetched) -> None:
     store.faults[f"llms/tiny/{WEIGHTS}"] = [Fault(cut_after=0, silent=True)] * 3
     with pytest.raises(FetchError, match=r"connection to 127.0.0.1:\d+ failed \(ReadTimeoutError\) \(3 attempts"):
@@ -182,6 +183,7 @@ def test_a_bucket_in_another_region_is_read(fetched: Fetched, monkeypatch: pytes
     assert WEIGHTS in fetched(URI)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trusted", [True, False])
 def test_the_certificates_in_ssl_cert_file_are_trusted(
     store: ObjectStore, fetched: Fetched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trusted: bool
