@@ -14,7 +14,8 @@ from llmservice_server.fetch.progress import Progress
 from llmservice_server.fetch.source import FetchError, RetryableError, Source, retrying
 
 _PATTERNS = ("*.safetensors", "*.json", "*.jinja")  # weights, configurations and tokenizer, chat template
-_POOLING = "1_Pooling/config.json"  # how sentence-transformers makes an embedding; the only file in a folder
+_IN_FOLDERS = ("1_Pooling/config.json", "additional_chat_templates/tool_use.jinja")
+"""How sentence-transformers makes an embedding; the chat template of requests with tools."""
 _ORIGINAL = "consolidated*.safetensors"  # the same weights again, in their authors' own layout
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 _SHARD = re.compile(r".*-\d+-of-(?P<of>\d+)\.safetensors")
@@ -52,7 +53,7 @@ def needed(names: Iterable[str], *, adapter: bool = False) -> list[str]:
     found = sorted(name for name in names if _plain(name) and any(fnmatch.fnmatchcase(name, one) for one in _PATTERNS))
     others = [name for name in found if not fnmatch.fnmatchcase(name, _ORIGINAL)]
     chosen = others if any(name.endswith(".safetensors") for name in others) else found
-    return [_POOLING, *chosen] if _POOLING in names else chosen
+    return [*(name for name in _IN_FOLDERS if name in names), *chosen]
 
 
 def _plain(name: str) -> bool:
@@ -144,8 +145,8 @@ def _copy_folder(path: str, directory: Path, *, adapter: bool) -> list[str]:
     if not source.is_dir():
         what = "an adapter" if adapter else "a checkpoint"
         raise FetchError(f"{source} is no folder: expected one that holds {what}")
-    pooling = [_POOLING] if (source / _POOLING).is_file() else []
-    names = needed([*pooling, *(file.name for file in source.iterdir() if file.is_file())], adapter=adapter)
+    in_folders = [name for name in _IN_FOLDERS if (source / name).is_file()]
+    names = needed([*in_folders, *(file.name for file in source.iterdir() if file.is_file())], adapter=adapter)
     _require_servable(f"file://{path}", names, adapter=adapter)
     directory.mkdir(parents=True, exist_ok=True)
     for name in names:

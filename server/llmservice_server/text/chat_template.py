@@ -32,13 +32,18 @@ class TemplateOptions:
 
 
 _DEFAULTS = TemplateOptions()
+_PROBE = "⟦a message⟧"
 _END = "⟦the end of the last message⟧ "  # no message contains it; the space at its end may be stripped by a template
 
 
 class ChatTemplate:
-    """Compiled once, rendered for each request. Raises jinja2.TemplateSyntaxError where the source is not Jinja."""
+    """Compiled once, rendered for each request."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(self, source: str, special_tokens: Mapping[str, str], tools_source: str | None = None) -> None:
+        """tools_source: the template of requests with tools, where it is another one.
+
+        Raises jinja2.TemplateSyntaxError where a source is not Jinja.
+        """
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
         )
@@ -46,8 +51,10 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         self._template = environment.from_string(source)
-        self.source = source
+        self._tools_template = self._template if tools_source is None else environment.from_string(tools_source)
+        self.source = source + (tools_source or "")
         self._special_tokens = dict(special_tokens)
+        self._takes_parts = not self._shows(_PROBE) and self._shows(_as_parts(_PROBE))
 
     def render(
         self,
@@ -56,11 +63,11 @@ class ChatTemplate:
         options: TemplateOptions = _DEFAULTS,
     ) -> str:
         """The prompt for the assistant's next turn. Raises ChatTemplateError, never an exception of Jinja."""
-        given = [self._message(message) for message in messages]
+        given = [dict(message) for message in messages]
         if options.continue_last:
             given[-1]["content"] += _END
         fixed = {
-            "messages": given,
+            "messages": [self._message(message) for message in given],
             "tools": None if tools is None else [dict(tool) for tool in tools],
             "documents": None,
             "add_generation_prompt": options.begin_answer,
@@ -68,8 +75,9 @@ class ChatTemplate:
         }
         if taken := fixed.keys() & options.variables.keys():
             raise ChatTemplateError(f"chat_template_kwargs: {min(taken)} is set by the server: leave it out")
+        template = self._template if tools is None else self._tools_template
         try:
-            prompt = self._template.render(fixed | dict(options.variables))
+            prompt = template.render(fixed | dict(options.variables))
         except ChatTemplateError:
             raise
         except Exception as error:  # a template is a program and may raise anything
@@ -79,10 +87,24 @@ class ChatTemplate:
     def _message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """gpt-oss's template calls the reasoning `thinking`, and accepts no content between it and a call."""
         given = dict(message)
+        if self._takes_parts:
+            given["content"] = _as_parts(given["content"])
         hidden = given.get("content") and given.get("tool_calls")
         if "message.thinking" in self.source and "reasoning_content" in given and not hidden:
             given["thinking"] = given["reasoning_content"]
         return given
+
+    def _shows(self, content: object) -> bool:
+        """Whether a prompt has the `content` of its message in it; templates of some models with images read parts."""
+        fixed = {"messages": [{"role": "user", "content": content}], "tools": None, "documents": None}
+        try:
+            return _PROBE in self._template.render(fixed | {"add_generation_prompt": True} | self._special_tokens)
+        except Exception:  # it may want other messages
+            return False
+
+
+def _as_parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}] if text else []
 
 
 def _before_end(prompt: str) -> str:

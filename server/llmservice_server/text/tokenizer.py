@@ -67,6 +67,7 @@ def _drops(part: Mapping[str, Any]) -> bool:
     return (kind not in _KEEPS and kind not in _SHRINKS_BY) or part.get("behavior") == "Removed"
 
 
+_TOOLS = "additional_chat_templates/tool_use.jinja"
 _PROMPT_END = 16  # tokens, enough for a tag in letters and white space
 _NONE_KEPT: Mapping[int, str] = {}
 LONG_TEXT_BYTES = 4096
@@ -134,13 +135,12 @@ class Tokenizer:
         library.no_padding()
         config = folder / "tokenizer_config.json"
         settings = read_json_object(config) if config.is_file() else {}
-        special_tokens = _special_tokens(settings)
-        ends, own_end = eos_token_ids(directory), library.token_to_id(special_tokens.get("eos_token", ""))
+        ends, own_end = eos_token_ids(directory), library.token_to_id(_special_tokens(settings).get("eos_token", ""))
         try:
             return cls(
                 library,
                 eos_token_ids=ends if own_end is None else ends | {own_end},
-                chat=_chat_template(chat_template or folder / "chat_template.jinja", settings, special_tokens),
+                chat=_chat_template(chat_template, folder, settings),
                 formats=formats,
             )
         except ChatFormatError as error:
@@ -269,12 +269,21 @@ def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
     return tokens
 
 
-def _chat_template(path: Path, settings: dict[str, Any], special_tokens: dict[str, str]) -> ChatTemplate | None:
-    where = path if path.is_file() else path.with_name("tokenizer_config.json")
+def _chat_template(given: Path | None, folder: Path, settings: dict[str, Any]) -> ChatTemplate | None:
+    """That of the file `given`; else of chat_template.jinja, of tokenizer_config.json, or of chat_template.json."""
+    own, of_processor, for_tools = (folder / name for name in ("chat_template.jinja", "chat_template.json", _TOOLS))
+    path, tools_source = given or own, None
     try:
-        source = path.read_text(encoding="utf-8") if path.is_file() else settings.get("chat_template")
+        source: Any = path.read_text(encoding="utf-8") if path.is_file() else None
+        if source is None:
+            path, source = folder / "tokenizer_config.json", settings.get("chat_template")
+        if source is None and of_processor.is_file():
+            path, source = of_processor, read_json_object(of_processor).get("chat_template")
         if isinstance(source, list):  # several, by name
-            source = {entry["name"]: entry["template"] for entry in source}.get("default")
-        return None if source is None else ChatTemplate(source, special_tokens)
+            named = {entry["name"]: entry["template"] for entry in source}
+            source, tools_source = named.get("default"), named.get("tool_use")
+        elif given is None and path == own and for_tools.is_file():
+            tools_source = for_tools.read_text(encoding="utf-8")
+        return None if source is None else ChatTemplate(source, _special_tokens(settings), tools_source)
     except (jinja2.TemplateError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise ModelLoadError(f"the chat template in {where} cannot be used: {error}") from error
+        raise ModelLoadError(f"the chat template in {path} cannot be used: {error}") from error

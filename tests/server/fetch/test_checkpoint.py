@@ -176,6 +176,7 @@ def test_a_target_that_cannot_be_written_is_reported(folder: Path, tmp_path: Pat
         (["consolidated.safetensors", "params.json"], ["consolidated.safetensors", "params.json"]),
         (["original/model.safetensors", "../up.json", "..\\up.json", ".hidden.json", "a\n.json", ""], []),
         (["tokenizer.json", "chat_template.jinja"], ["chat_template.jinja", "tokenizer.json"]),
+        (["additional_chat_templates/tool_use.jinja", "b/rag.jinja"], ["additional_chat_templates/tool_use.jinja"]),
         (["modules.json", "2_Dense/config.json", "1_Pooling/config.json"], ["1_Pooling/config.json", "modules.json"]),
     ],
 )

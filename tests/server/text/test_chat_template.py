@@ -120,3 +120,40 @@ def test_reasoning_of_earlier_turns_has_the_name_that_the_template_reads() -> No
     turn = {"role": "assistant", "content": "b", "reasoning_content": "a"}
     assert ChatTemplate("{{ messages[0].reasoning_content }}", {}).render([turn]) == "a"
     assert ChatTemplate("{% for message in messages %}{{ message.thinking }}{% endfor %}", {}).render([turn]) == "a"
+
+
+PARTS = """{% for message in messages %}{{ message['role'] }}: {% for line in message['content'] %}
+{%- if line['type'] == 'text' %}{{ line['text'] }}{% endif %}{% endfor %}{{ eos_token }}{% endfor %}"""
+"""As those of SmolVLM and LLaVA."""
+
+
+@pytest.mark.parametrize("messages", CONVERSATIONS)
+def test_a_template_that_reads_parts_of_content_gets_them(messages: list[dict[str, str]]) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    parts = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in messages]
+    expected, _ = render_jinja_template([parts], chat_template=PARTS, **SPECIAL)
+    template = ChatTemplate(PARTS, SPECIAL)
+    assert template.render(messages) == expected[0]
+    *_, last = messages
+    continued = template.render([*messages, {"role": "assistant", "content": "so"}], None, TemplateOptions(False, True))
+    assert continued.endswith("assistant: so")
+    assert last["content"] in continued
+
+
+def test_a_call_without_content_has_no_parts() -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": []}
+    assert ChatTemplate(PARTS, {}).render([call]) == "assistant: "
+
+
+def test_a_template_that_accepts_no_lone_message_gets_strings() -> None:
+    source = "{% if messages|length < 2 %}{{ raise_exception('more') }}{% endif %}{{ messages[1].content }}"
+    assert (
+        ChatTemplate(source, {}).render([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]) == "b"
+    )
+
+
+def test_requests_with_tools_have_the_template_that_is_for_them() -> None:
+    template = ChatTemplate("plain", {}, "with {{ tools | length }}")
+    assert template.render(CONVERSATIONS[0]) == "plain"
+    assert template.render(CONVERSATIONS[0], [{"type": "function"}]) == "with 1"

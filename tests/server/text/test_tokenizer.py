@@ -147,6 +147,34 @@ def test_of_several_named_templates_the_default_one_is_taken(model: Path) -> Non
     assert tokenizer.decode(tokenizer.encode_chat(MESSAGES)) == "default"
 
 
+HERMES = "{% if tools %}<tool_call>{% endif %}"
+
+
+@pytest.mark.parametrize("place", ["a list", "a folder"])
+def test_a_template_for_tools_is_used_and_its_format_found(model: Path, place: str) -> None:
+    """As Hermes 3 has them, in a list, and as transformers saves them since."""
+    if place == "a list":
+        templates = [{"name": "default", "template": "default"}, {"name": "tool_use", "template": HERMES}]
+        _change(model / "tokenizer_config.json", chat_template=templates)
+    else:
+        (model / "chat_template.jinja").write_text("default")
+        (model / "additional_chat_templates").mkdir()
+        (model / "additional_chat_templates" / "tool_use.jinja").write_text(HERMES)
+    tokenizer = Tokenizer.load(model)
+    assert tokenizer.decode(tokenizer.encode_chat(MESSAGES)) == "default"
+    assert tokenizer.decode(tokenizer.encode_chat(MESSAGES, [{"type": "function"}])) == "<tool_call>"
+    assert tokenizer.formats.names.tool_calls == "hermes"
+
+
+def test_the_template_of_a_processor_is_the_last_to_be_looked_for(model: Path) -> None:
+    (model / "chat_template.json").write_text(json.dumps({"chat_template": "of the processor"}))
+    tokenizer = Tokenizer.load(model)
+    assert tokenizer.decode(tokenizer.encode_chat(MESSAGES)) != "of the processor"
+    _change(model / "tokenizer_config.json", chat_template=None)
+    tokenizer = Tokenizer.load(model)
+    assert tokenizer.decode(tokenizer.encode_chat(MESSAGES)) == "of the processor"
+
+
 def test_special_tokens_may_be_objects(model: Path) -> None:
     _change(
         model / "tokenizer_config.json",
