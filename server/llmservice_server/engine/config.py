@@ -23,9 +23,19 @@ SchedulerName = Literal["continuous", "dynamic", "static"]
 QueueOrder = Literal["fcfs", "sjf"]
 LaneName = Literal["interactive", "batch"]  # in the order in which they are served
 ToolCallFormatName = Literal[
-    "auto", "none", "hermes", "qwen3_coder", "glm", "gemma", "mistral", "llama3_json", "harmony"
+    "auto",
+    "none",
+    "hermes",
+    "qwen3_coder",
+    "seed_oss",
+    "minimax_m2",
+    "glm",
+    "gemma",
+    "mistral",
+    "llama3_json",
+    "harmony",
 ]
-ReasoningFormatName = Literal["auto", "none", "think", "gemma", "harmony"]
+ReasoningFormatName = Literal["auto", "none", "think", "seed_oss", "gemma", "harmony"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from llmservice_server.text.reasoning import (
     harmony_rules,
 )
 from llmservice_server.text.tool_calls import ToolFormat, ToolSchema
-from llmservice_server.text.xml_calls import GLM, GLM_COMPACT, QWEN3_CODER
+from llmservice_server.text.xml_calls import GLM, GLM_COMPACT, MINIMAX_M2, QWEN3_CODER, SEED_OSS
 
 END_TOKENS: Mapping[str, tuple[str, ...]] = {
     "harmony": (CALL, "<|return|>"),
@@ -64,18 +64,26 @@ class FormatNames:
         return FormatNames(calls, reasoning)
 
 
+_CALLS_BEGIN: Mapping[str, ToolCallFormatName] = {
+    "<|channel|>": "harmony",
+    "<|tool_call>": "gemma",
+    "<seed:tool_call>": "seed_oss",
+    "<minimax:tool_call>": "minimax_m2",
+    "<arg_key>": "glm",
+    "<tool_call>": "hermes",
+    "[TOOL_CALLS]": "mistral",
+    "<|START_ACTION|>": "none",  # Command R7B's; it has the next one's words, too
+    '"parameters": ': "llama3_json",
+    "<|python_tag|>": "llama3_json",
+}
+"""The first of these in a template shows its format."""
+
+
 def _tool_call_format(template: str) -> ToolCallFormatName:
-    if "<|channel|>" in template:
-        return "harmony"
-    if "<|tool_call>" in template:
-        return "gemma"
-    if "<tool_call>" in template:
-        if "<arg_key>" in template:
-            return "glm"
-        return "qwen3_coder" if "<function=" in template else "hermes"
-    if "[TOOL_CALLS]" in template:
-        return "mistral"
-    return "llama3_json" if '"parameters": ' in template or "<|python_tag|>" in template else "none"
+    for words, name in _CALLS_BEGIN.items():
+        if words in template:
+            return "qwen3_coder" if name == "hermes" and "<function=" in template else name
+    return "none"
 
 
 def _reasoning_format(template: str, vocabulary: Mapping[str, int]) -> ReasoningFormatName:
@@ -83,6 +91,8 @@ def _reasoning_format(template: str, vocabulary: Mapping[str, int]) -> Reasoning
         return "harmony"
     if "<|channel>" in template:
         return "gemma"
+    if TAGS["seed_oss"].begin in template:
+        return "seed_oss"
     think = TAGS["think"]
     return "think" if think.begin in template or think.end in template or think.begin in vocabulary else "none"
 
@@ -192,7 +202,8 @@ def _tool_format(name: ToolCallFormatName, template: str) -> ToolFormat | None:
         return tool_calls.MISTRAL_ARGS
     if name == "glm" and "</arg_key><arg_value>" in template:
         return GLM_COMPACT
-    formats = (tool_calls.HERMES, QWEN3_CODER, GLM, GEMMA, tool_calls.MISTRAL, tool_calls.LLAMA3_JSON)
+    json_calls = (tool_calls.HERMES, tool_calls.MISTRAL, tool_calls.LLAMA3_JSON)
+    formats = (*json_calls, QWEN3_CODER, SEED_OSS, MINIMAX_M2, GLM, GEMMA)
     return {layout.name: layout for layout in formats}.get(name)
 
 

@@ -104,7 +104,7 @@ class ChatTemplate:
 
 
 def _as_parts(text: str) -> list[dict[str, str]]:
-    return [{"type": "text", "text": text}] if text else []
+    return [{"type": "text", "text": text}]
 
 
 def _before_end(prompt: str) -> str:

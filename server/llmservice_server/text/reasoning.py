@@ -89,6 +89,7 @@ class Tags:
 
 TAGS = {
     "think": Tags("<think>", "</think>", ("<think>", "</think>")),
+    "seed_oss": Tags("<seed:think>", "</seed:think>", ("<seed:think>", "</seed:think>")),
     "gemma": Tags("<|channel>thought", "<channel|>", ("<|channel>", "<channel|>")),
 }
 """By the names of formats."""

@@ -90,8 +90,8 @@ class ToolFormat(ABC):
         rules.add(f"call: {' | '.join(f'tool_{index}' for index in range(len(tools)))}")
         for index, tool in enumerate(tools):
             rules.add(f"tool_{index}: {self.call(rules, tool)}")
-        more = f" ({rules.literal(self.separator)} call)*" if parallel else ""
-        start, end = (rules.literal(part) if part else "" for part in (self.start, self.end))
+        start, between, end = (rules.literal(part) if part else "" for part in (self.start, self.separator, self.end))
+        more = f" ({between} call)*" if parallel else ""
         return f"{start} call{more} {end}".strip()
 
     def answer(

@@ -1,4 +1,4 @@
-"""Tool calls of Qwen3-Coder and GLM: a function and its arguments in tags, the strings among them as they are."""
+"""Tool calls in tags: a function and its arguments, the strings among them as they are."""
 
 from __future__ import annotations
 
@@ -120,6 +120,32 @@ QWEN3_CODER = XmlFormat(
     found_key=re.compile(r"\s*<parameter=([^>\n]+)>(?:\n|(?=[^\n]))"),
     found_tail=re.compile(r"\s*</function>"),
     wraps=True,
+)
+SEED_OSS = replace(
+    QWEN3_CODER,
+    name="seed_oss",
+    trigger="<seed:tool_call>",
+    separator="\n</seed:tool_call>\n<seed:tool_call>\n",
+    end="\n</seed:tool_call>",
+    markers=("<seed:tool_call>", "</seed:tool_call>"),
+    key="<parameter=%s>",
+    close="</parameter>",
+    found_key=re.compile(r"\s*<parameter=([^>\n]+)>"),
+    wraps=False,
+)
+MINIMAX_M2 = replace(
+    SEED_OSS,
+    name="minimax_m2",
+    trigger="<minimax:tool_call>",
+    separator="",
+    end="</minimax:tool_call>",
+    markers=("<minimax:tool_call>", "</minimax:tool_call>"),
+    head='<invoke name="%s">\n',
+    key='<parameter name="%s">',
+    tail="</invoke>\n",
+    found_head=re.compile(r'<invoke name="([^"]+)">'),
+    found_key=re.compile(r'\s*<parameter name="([^"]+)">'),
+    found_tail=re.compile(r"\s*</invoke>"),
 )
 GLM = XmlFormat(
     name="glm",

@@ -28,6 +28,9 @@ TOOLS = [
 TEMPLATES = {
     "hermes": "<tool_call>\n{'name': name, 'arguments': arguments}\n</tool_call>",
     "qwen3_coder": "<tool_call>\n<function={{ name }}>\n<parameter={{ key }}>",
+    "seed_oss": "<seed:tool_call>\n<function={{ name }}>\n<parameter={{ key }}>",
+    "seed_think": "<seed:think>{{ reasoning }}</seed:think>",
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="{{ name }}">',
     "glm": "<tool_call>{{ name }}\n<arg_key>{{ key }}</arg_key>\n<arg_value>",
     "glm_compact": "<tool_call>{{ name }}<arg_key>{{ key }}</arg_key><arg_value>",
     "gemma": "<|tool_call>call:{{ name }}",
@@ -46,6 +49,16 @@ CODER_SAY = (
     "</function>\n</tool_call>"
 )
 CODER_NOW = "<tool_call>\n<function=now>\n</function>\n</tool_call>"
+SEED_SAY = (
+    '<seed:tool_call>\n<function=say>\n<parameter=text>12 <b>\n"é"\n</parameter>\n<parameter=loud>false</parameter>\n'
+    "</function>\n</seed:tool_call>"
+)
+SEED_NOW = "<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>"
+MINIMAX_SAY = (
+    '<invoke name="say">\n<parameter name="text">12 <b>\n"é"\n</parameter>\n<parameter name="loud">false</parameter>\n'
+    "</invoke>"
+)
+MINIMAX_NOW = '<invoke name="now">\n</invoke>'
 GLM_SAY = (
     '<tool_call>say\n<arg_key>text</arg_key>\n<arg_value>12 <b>\n"é"\n</arg_value>\n<arg_key>loud</arg_key>\n'
     "<arg_value>false</arg_value>\n</tool_call>"
@@ -81,6 +94,13 @@ ANSWERS: list[tuple[str, Beginning, str, str, str, list[tuple[str, str]]]] = [
     ("qwen3_coder", "content", "<tool_call>\n<function=say>\n<parameter=text>a</parameter>\n</function>", "", "",
      [("say", '{"text": "a"}')]),
     ("qwen3_coder", "content", "<tool_call>\n<function=sa", "<tool_call>\n<function=sa", "", []),
+    ("seed_oss seed_think", "open", f"<seed:think>Hm.</seed:think>Well.\n{SEED_SAY}\n{SEED_NOW}", "Well.\n", "Hm.",
+     [("say", '{"text": "12 <b>\\n\\"é\\"\\n", "loud": false}'), ("now", "{}")]),
+    ("seed_oss", "content", "<seed:tool_call>\n<function=say>\n<parameter=text>cut of", "", "",
+     [("say", '{"text": "cut of')]),
+    ("minimax_m2", "content", f"Hi.<minimax:tool_call>\n{MINIMAX_SAY}\n{MINIMAX_NOW}\n</minimax:tool_call>", "Hi.", "",
+     [("say", '{"text": "12 <b>\\n\\"é\\"\\n", "loud": false}'), ("now", "{}")]),
+    ("minimax_m2", "content", '<minimax:tool_call>\n<invoke name="sa', '<minimax:tool_call>\n<invoke name="sa', "", []),
     ("glm", "content", f"Well.\n{GLM_SAY}\n{GLM_NOW}", "Well.\n", "",
      [("say", '{"text": "12 <b>\\n\\"é\\"\\n", "loud": false}'), ("now", "{}")]),
     ("glm", "content", "<tool_call>say\n<arg_key>text</arg_key>\n<arg_value>cut of", "", "",
@@ -198,6 +218,8 @@ def test_an_argument_in_xml_has_the_type_that_its_schema_allows(text: str, schem
         (TEMPLATES["hermes"], ["<think>"], "hermes", "think"),
         (TEMPLATES["hermes"] + "{{ content.split('</think>') }}", [], "hermes", "think"),
         (TEMPLATES["qwen3_coder"], [], "qwen3_coder", "none"),
+        (TEMPLATES["seed_oss"] + TEMPLATES["seed_think"], [], "seed_oss", "seed_oss"),
+        (TEMPLATES["minimax_m2"] + TEMPLATES["think"], [], "minimax_m2", "think"),
         (TEMPLATES["mistral"], [], "mistral", "none"),
         (TEMPLATES["llama3_json"], [], "llama3_json", "none"),
         (TEMPLATES["harmony"], [], "harmony", "harmony"),
@@ -205,6 +227,7 @@ def test_an_argument_in_xml_has_the_type_that_its_schema_allows(text: str, schem
         (TEMPLATES["glm_compact"], [], "glm", "none"),
         (TEMPLATES["gemma"] + TEMPLATES["channel"], [], "gemma", "gemma"),
         (tiny_tokenizer.CHAT_TEMPLATE, [], "hermes", "none"),
+        ('<|START_ACTION|>[{"tool_name": "{{ name }}", "parameters": {}}]', [], "none", "none"),
         ("{{ messages }}", [], "none", "none"),
     ],
 )
@@ -245,7 +268,8 @@ def test_the_prompt_shows_where_the_answer_begins(
 ARGUMENTS = ["<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"]
 THINK_MARKERS = TAGS["think"].markers
 MARKERS = [*THINK_MARKERS, *HARMONY_MARKERS, "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"]
-MARKERS += [*ARGUMENTS, *TAGS["gemma"].markers, "<|tool_call>", "<tool_call|>", '<|"|>']
+MARKERS += [*TAGS["seed_oss"].markers, "<seed:tool_call>", "</seed:tool_call>", "<minimax:tool_call>"]
+MARKERS += ["</minimax:tool_call>", *ARGUMENTS, *TAGS["gemma"].markers, "<|tool_call>", "<tool_call|>", '<|"|>']
 LETTERS = LLTokenizer(tiny_tokenizer.train(1024).to_str(), eos_token=1)
 
 
@@ -271,6 +295,11 @@ CALLS = {
         "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
         CODER_NOW,
     ],
+    "seed_oss": [
+        "<seed:tool_call>\n<function=add>\n<parameter=a>1</parameter>\n</function>\n</seed:tool_call>",
+        SEED_NOW,
+    ],
+    "minimax_m2": ['<invoke name="add">\n<parameter name="a">1</parameter>\n</invoke>', MINIMAX_NOW],
     "glm": ["<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>", GLM_NOW],
     "glm_compact": [GLM_ADD, "<tool_call>now</tool_call>"],
     "gemma": [GEMMA_ADD, GEMMA_NOW],
@@ -283,8 +312,10 @@ FINAL = "<|channel|>final<|message|>"
 
 
 def _join(name: str, calls: Sequence[str]) -> str:
-    separator = {"hermes": "\n", "qwen3_coder": "\n", "glm": "\n", "mistral": ", ", "llama3_json": "; "}.get(name, "")
-    return f"[TOOL_CALLS][{separator.join(calls)}]" if name == "mistral" else separator.join(calls)
+    in_lines = ("hermes", "qwen3_coder", "seed_oss", "minimax_m2", "glm")
+    joined = {"mistral": ", ", "llama3_json": "; ", **dict.fromkeys(in_lines, "\n")}.get(name, "").join(calls)
+    around = {"mistral": "[TOOL_CALLS][%s]", "minimax_m2": "<minimax:tool_call>\n%s\n</minimax:tool_call>"}
+    return around.get(name, "%s") % joined
 
 
 @pytest.mark.parametrize(
