@@ -68,11 +68,11 @@ class TransformersConfig:
 
     implementation: ClassVar[ModelCode] = "transformers"
 
-    def has_place_for(self, tensor: str) -> bool:
-        """False for a tensor of a checkpoint that predicts further tokens (multi-token prediction)."""
+    def is_extra(self, tensor: str) -> bool:
+        """Whether a tensor of the checkpoint predicts further tokens (multi-token prediction)."""
         layer = _LAYER.match(tensor)
         beyond = -1 if layer is None else int(layer[1]) - len(self.windows)
-        return not 0 <= beyond < self.num_extra_layers and _FURTHER_TOKENS.match(tensor) is None
+        return 0 <= beyond < self.num_extra_layers or _FURTHER_TOKENS.match(tensor) is not None
 
 
 def examine(folder: Path) -> TransformersConfig:

@@ -327,7 +327,7 @@ _SUPERFLUOUS = re.compile(r"rotary_emb\.inv_freq$|\.masked_bias$|\.attn\.bias$|\
 
 def _refuse_incomplete(found: Mapping[str, Any], folder: Path, config: TransformersConfig, *, is_part: bool) -> None:
     missing, unknown = sorted(found["missing_keys"]), sorted(found["unexpected_keys"])
-    unknown = [name for name in unknown if config.has_place_for(name) and not _SUPERFLUOUS.search(name)]
+    unknown = [name for name in unknown if not config.is_extra(name) and not _SUPERFLUOUS.search(name)]
     mismatched = sorted(found["mismatched_keys"])
     if missing:
         raise ModelLoadError(
