@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import OlmoeConfig, OlmoeForCausalLM
 
@@ -256,7 +257,24 @@ def test_what_predicts_further_tokens_is_neither_loaded_nor_counted(
     assert ModelShape.from_folder(folder).weights_bytes("float32", "stored") == counted
 
 
-@pytest.mark.parametrize("code", ["own", "transformers"])
+@both_codes
+def test_a_file_is_opened_a_few_times_however_many_tensors_it_has(
+    tmp_path: Path, code: Implementation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Opening one of a thousand tensors takes a millisecond."""
+    quantized, _ = write_both(tmp_path, FORMATS["fp8 blocks"])
+    opened: list[Path] = []
+
+    def counted(path: Path, **settings: Any) -> Any:
+        opened.append(path)
+        return safe_open(path, **settings)
+
+    monkeypatch.setattr("llmservice_server.runtime.loader.safe_open", counted)
+    Checkpoint.open(quantized, code).load(torch.float32, CPU, "stored")
+    assert 1 <= len(opened) <= 4
+
+
+@both_codes
 def test_scales_of_a_quantised_cache_are_left_out(tmp_path: Path, code: Implementation) -> None:
     quantized, _ = write_both(tmp_path, FORMATS["fp8 static"])
     expected = logits(Checkpoint.open(quantized, code).load(torch.float32, CPU, "stored"))

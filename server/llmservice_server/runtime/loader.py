@@ -53,10 +53,32 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 
 
 class _Stored(NamedTuple):
-    """Where a tensor of a checkpoint is, and its shape."""
+    """Where a tensor of a checkpoint is, under which name, and its shape."""
 
     shard: Path
+    name: str
     shape: tuple[int, ...]
+
+
+class _Files:
+    """A checkpoint's files, open from their first tensor on: opening one of a thousand tensors takes a millisecond."""
+
+    def __init__(self) -> None:
+        self._open: dict[Path, Any] = {}
+
+    def tensor(self, stored: _Stored) -> torch.Tensor:
+        """Raises `ModelLoadError` for a file that cannot be read."""
+        try:
+            if stored.shard not in self._open:
+                self._open[stored.shard] = safe_open(stored.shard, framework="pt")
+            tensor: torch.Tensor = self._open[stored.shard].get_tensor(stored.name)
+        except SafetensorError as error:
+            raise _unreadable(stored.shard, error) from error
+        return tensor
+
+    def module(self, stored: Mapping[str, _Stored]) -> dict[str, torch.Tensor]:
+        """The tensors of a module, by their names after the module's."""
+        return {suffix: self.tensor(each) for suffix, each in stored.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +172,9 @@ class Checkpoint:
 
         stored: dict[str, QuantizedWeight] = {}  # by their places
         names: dict[str, str] = {}
-        for name, shards in self._tensors(every=False)[1].items() if config.quantization is not None else ():
-            tensors, place = self._module(name, shards), place_of(name)
+        files = _Files()
+        for name, module in self._tensors(every=False)[1].items() if config.quantization is not None else ():
+            tensors, place = files.module(module), place_of(name)
             form = self._format(config.quantization, name, tensors)
             stored[place], names[name] = read(form, name, tensors, shape_of(form, name, tensors)), place
 
@@ -211,6 +234,7 @@ class Checkpoint:
         keeps: Callable[[QuantizedWeight], bool],
     ) -> DecoderModel:
         found, modules = self._tensors(every=quantization == "int8")
+        files = _Files()
         weights = Weights(dtype, device, modules.keys(), {name: each.shape for name, each in found.items()})
         model, wanted = build(config, weights), weights.tensors
         special: list[ComputedPlace | StackedPlace] = [*weights.computed, *weights.stacked]
@@ -230,7 +254,9 @@ class Checkpoint:
             )
 
         def tensors_of(place: ComputedPlace | StackedPlace) -> list[torch.Tensor]:
-            return [self._tensor(name, found[name].shard, shape) for name, shape in place.shapes.items()]
+            for name, shape in place.shapes.items():
+                _check_shape(found[name], shape)
+            return [files.tensor(found[name]) for name in place.shapes]
 
         for computed_place in weights.computed:
             computed_place.fill(*tensors_of(computed_place))
@@ -244,7 +270,7 @@ class Checkpoint:
         def replaced(linear: Linear) -> Linear:
             if (place := places.get(id(linear))) is None:
                 return of_stacks.get(id(linear), linear)
-            parts = self._parts(config, place, modules)
+            parts = self._parts(config, place, modules, files)
             return quantized_linear(parts, linear.bias, dtype, device, quantization, keeps)
 
         model.map_linears(replaced)
@@ -253,21 +279,18 @@ class Checkpoint:
         weights.finish()
         return model
 
-    def _tensors(self, every: bool) -> tuple[dict[str, _Stored], dict[str, dict[str, Path]]]:
-        """All tensors, by name, and the modules whose weights are quantised, or those of `every` layer.
-
-        The tensors of each module have their files.
-        """
+    def _tensors(self, every: bool) -> tuple[dict[str, _Stored], dict[str, dict[str, _Stored]]]:
+        """All tensors, by name, and those of the modules whose weights are quantised, or of `every` layer."""
         found: dict[str, _Stored] = {}
-        modules: dict[str, dict[str, Path]] = defaultdict(dict)
+        modules: dict[str, dict[str, _Stored]] = defaultdict(dict)
         quantized = set()
         for shard in self.shards:
             with _opened(shard) as tensors:
                 for stored, name in self._names(tensors):
-                    found[name] = _Stored(shard, tuple(tensors.get_slice(stored).get_shape()))
+                    found[name] = _Stored(shard, stored, tuple(tensors.get_slice(stored).get_shape()))
                     module, _, suffix = name.rpartition(".")
                     if suffix in SUFFIXES:
-                        modules[module][suffix] = shard
+                        modules[module][suffix] = found[name]
                         if suffix == "weight" and tensors.get_slice(stored).get_dtype() not in _DENSE:
                             quantized.add(module)
         linear = re.compile(r"model\.layers\.\d+(\.\w+)+\.(\w+_proj|w[123])|lm_head")
@@ -278,13 +301,13 @@ class Checkpoint:
         }
 
     def _parts(
-        self, config: ModelConfig, place: QuantizedPlace, modules: Mapping[str, Mapping[str, Path]]
+        self, config: ModelConfig, place: QuantizedPlace, modules: Mapping[str, Mapping[str, _Stored]], files: _Files
     ) -> list[QuantizedWeight | torch.Tensor]:
         """The parts of a matrix: dense ones in the checkpoint's dtype."""
         inputs = place.linear.weight.shape[1]
         weights: list[QuantizedWeight | torch.Tensor] = []
         for name, outputs in place.parts.items():
-            tensors = self._module(name, modules.get(name, {}))
+            tensors = files.module(modules.get(name, {}))
             weight = tensors.get("weight")
             if weight is not None and weight.dtype in _DTYPES.values():
                 if weight.shape != (outputs, inputs):
@@ -295,14 +318,6 @@ class Checkpoint:
                 continue
             weights.append(read(self._format(config.quantization, name, tensors), name, tensors, (outputs, inputs)))
         return weights
-
-    def _module(self, name: str, shards: Mapping[str, Path]) -> dict[str, torch.Tensor]:
-        """The tensors of a module, by their names after the module's."""
-        tensors = {}
-        for suffix, shard in shards.items():
-            with _opened(shard) as opened:
-                tensors[suffix] = opened.get_tensor(self._stored(opened, f"{name}.{suffix}"))
-        return tensors
 
     def _format(
         self, quantization: QuantizationConfig | None, name: str, tensors: Mapping[str, torch.Tensor]
@@ -333,19 +348,12 @@ class Checkpoint:
                     if module not in besides or suffix not in SUFFIXES:
                         self._refuse_unknown(name, shard)
                     continue
-                _check_shape(tensors, stored, target.shape, shard)
+                _check_shape(_Stored(shard, stored, tuple(tensors.get_slice(stored).get_shape())), target.shape)
                 if is_direct(target, tensors.get_slice(stored).get_dtype()):
                     direct[stored] = target
                 else:
                     target.copy_(tensors.get_tensor(stored))
         return direct
-
-    def _tensor(self, name: str, shard: Path, shape: Sequence[int]) -> torch.Tensor:
-        with _opened(shard) as tensors:
-            stored = self._stored(tensors, name)
-            _check_shape(tensors, stored, shape, shard)
-            tensor: torch.Tensor = tensors.get_tensor(stored)
-            return tensor
 
     def _names(self, tensors: Any) -> Iterator[tuple[str, str]]:
         """Of each tensor in a file, its name there and that in a checkpoint of the language model alone.
@@ -353,7 +361,7 @@ class Checkpoint:
         What other parts of a model with images or sound have is left out, and what predicts further tokens.
         """
         for stored in tensors.keys():  # noqa: SIM118 - a safetensors handle is no mapping
-            if not isinstance(self.config, ModelConfig) and not self.config.has_place_for(stored):
+            if not isinstance(self.config, ModelConfig) and self.config.is_extra(stored):
                 continue
             if not isinstance(self.config, ModelConfig) or not self.config.is_part:
                 yield stored, f"model.{stored}" if stored.startswith(_WITHOUT_HEAD) else stored
@@ -362,9 +370,6 @@ class Checkpoint:
                 yield stored, name if name.startswith("lm_head.") else f"model.{name.removeprefix('model.')}"
             elif stored.startswith(_OWN_NAMES):
                 yield stored, stored
-
-    def _stored(self, tensors: Any, wanted: str) -> str:
-        return next((stored for stored, name in self._names(tensors) if name == wanted), wanted)
 
     def _refuse_unknown(self, name: str, shard: Path) -> None:
         """Refuse a weight that the model has no place for: its results would be wrong. Some kinds are superfluous."""
@@ -440,10 +445,10 @@ def _dense(parts: Sequence[QuantizedWeight | torch.Tensor], dtype: torch.dtype) 
     return torch.cat(dense) if len(dense) > 1 else dense[0]
 
 
-def _check_shape(tensors: Any, name: str, expected: Sequence[int], shard: Path) -> None:
-    shape = tensors.get_slice(name).get_shape()
-    if shape != list(expected):
-        raise ModelLoadError(f"{shard.name}: {name} has the shape {shape}, config.json makes it {list(expected)}")
+def _check_shape(stored: _Stored, expected: Sequence[int]) -> None:
+    shard, name, shape = stored
+    if shape != tuple(expected):
+        raise ModelLoadError(f"{shard.name}: {name} has the shape {list(shape)}, config.json makes it {list(expected)}")
 
 
 @contextmanager
@@ -453,7 +458,11 @@ def _opened(shard: Path) -> Iterator[Any]:
         with safe_open(shard, framework="pt") as tensors:
             yield tensors
     except SafetensorError as error:
-        raise ModelLoadError(f"{shard} is not a readable safetensors file ({error}): fetch it again") from error
+        raise _unreadable(shard, error) from error
+
+
+def _unreadable(shard: Path, error: SafetensorError) -> ModelLoadError:
+    return ModelLoadError(f"{shard} is not a readable safetensors file ({error}): fetch it again")
 
 
 def _is_for_embeddings(folder: Path, raw: Mapping[str, Any]) -> bool:
