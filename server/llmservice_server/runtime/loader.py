@@ -167,27 +167,31 @@ class Checkpoint:
         keeps: Callable[[QuantizedWeight], bool],
         max_model_len: int | None,
     ) -> Model:
-        """transformers loads what is dense, and gets tensors without memory in the place of quantised matrices."""
+        """transformers loads what is dense, and gets tensors without memory in the place of quantised matrices.
+
+        Each of these is read when it is put in its place.
+        """
         from llmservice_server.models.transformers_model import TransformersModel, replaced_weights
 
-        stored: dict[str, QuantizedWeight] = {}  # by their places
-        names: dict[str, str] = {}
+        stored = self._tensors(every=False)[1] if config.quantization is not None else {}
+        names = {place_of(name): name for name in stored}
         files = _Files()
-        for name, module in self._tensors(every=False)[1].items() if config.quantization is not None else ():
-            tensors, place = files.module(module), place_of(name)
-            form = self._format(config.quantization, name, tensors)
-            stored[place], names[name] = read(form, name, tensors, shape_of(form, name, tensors)), place
 
-        def parts_of(modules: Sequence[str]) -> list[QuantizedWeight] | None:
-            places = [*map(place_of, modules)]
-            return [stored[place] for place in places] if stored.keys() >= {*places} else None
+        def is_stored(modules: Sequence[str]) -> bool:
+            return names.keys() >= {*map(place_of, modules)}
+
+        def weight_at(place: str) -> QuantizedWeight:
+            name = names[place]
+            tensors = files.module(stored[name])
+            form = self._format(config.quantization, name, tensors)
+            return read(form, name, tensors, shape_of(form, name, tensors))
 
         def quantized_of(modules: Sequence[str], weight: torch.Tensor, bias: torch.Tensor | None) -> Linear | None:
-            parts = parts_of(modules)
-            if parts is None and (quantization != "int8" or not is_linear(modules[0], len(weight))):
+            parts = [weight_at(place_of(module)) for module in modules] if is_stored(modules) else []
+            if not parts and (quantization != "int8" or not is_linear(modules[0], len(weight))):
                 return None  # it stays as it is
             expected = len(weight) // len(modules), weight.shape[1]
-            for module, part in zip(modules, parts or (), strict=False):
+            for module, part in zip(modules, parts, strict=False):
                 if part.shape != expected:
                     raise ModelLoadError(f"{module} has the shape {[*part.shape]}, config.json makes it {[*expected]}")
             bias = None if bias is None else bias.to(device)
@@ -197,22 +201,22 @@ class Checkpoint:
         if stored:
             found, taken = {}, set[str]()
             for tensor, shape, matrices in replaced_weights(self.folder):
-                if all(parts_of(modules) for modules in matrices):
+                if all(map(is_stored, matrices)):
                     found[tensor] = torch.empty((), dtype=dtype).expand(shape)
                     taken.update(place_of(module) for modules in matrices for module in modules)
-            dense = {name: stored[place] for name, place in names.items() if place not in taken}
             whole = {_NUMBER_OF_EXPERT.sub("", place) for place in taken}
-            for name in dense:
-                if _NUMBER_OF_EXPERT.sub("", names[name]) in whole:
-                    raise ModelLoadError(f"{self.folder} holds {name}, for which config.json has too few experts")
-            found |= self._dense(names.keys(), dense, dtype)
+            for place in names.keys() - taken:
+                if _NUMBER_OF_EXPERT.sub("", place) in whole:
+                    raise ModelLoadError(
+                        f"{self.folder} holds {names[place]}, for which config.json has too few experts"
+                    )
+                found[f"{names[place]}.weight"] = weight_at(place).dequantize(dtype)
+            found |= self._besides(stored.keys())
         return TransformersModel.load(self.folder, config, dtype, device, quantized_of, found, max_model_len)
 
-    def _dense(
-        self, quantized: Collection[str], wanted: Mapping[str, QuantizedWeight], dtype: torch.dtype
-    ) -> dict[str, torch.Tensor]:
-        """All tensors of the checkpoint; of the modules that are `quantized` those `wanted`, dequantised."""
-        found = {f"{name}.weight": weight.dequantize(dtype) for name, weight in wanted.items()}
+    def _besides(self, quantized: Collection[str]) -> dict[str, torch.Tensor]:
+        """The checkpoint's tensors but those of modules that are `quantized`, whose biases are among them."""
+        found = {}
         for shard in self.shards:
             with _opened(shard) as tensors:
                 for name, _ in self._names(tensors):
