@@ -392,4 +392,4 @@ class Backend(Protocol):
         """The device's free memory, after its work is done and torch has released its cached memory."""
 
     def release_memory(self) -> None:
-        """Release the memory that torch caches."""
+        """Release the memory that torch and the C library keep for later."""

@@ -230,6 +230,7 @@ def _load(
             )
             adaptables = Adaptable.all_of(model) if config.max_loras else []
             backend.prepare(model)
+            backend.release_memory()  # of what was converted
         with phases.phase("profiling"):
             activations = measure_activations(model, backend, config)
             max_model_len = config.max_model_len or model.config.max_context

@@ -19,6 +19,7 @@ from llmservice_server.backend.torch.memory import (
     cuda_free_bytes,
     cuda_step_bytes,
     peak_growth_bytes,
+    trim_heap,
 )
 from llmservice_server.types.messages import Fallback
 
@@ -103,3 +104,4 @@ class TorchBackend:
     def release_memory(self) -> None:
         if self.on_gpu:
             torch.cuda.empty_cache()
+        trim_heap()

@@ -1,9 +1,11 @@
+import ctypes
 import mmap
 from pathlib import Path
 
 import pytest
+import torch
 
-from llmservice_server.backend.torch.memory import available_cpu_bytes, peak_growth_bytes
+from llmservice_server.backend.torch.memory import available_cpu_bytes, peak_growth_bytes, trim_heap
 
 GIB = 1 << 30
 
@@ -56,3 +58,18 @@ def test_peak_growth_includes_memory_that_is_freed() -> None:
 
 def test_peak_growth_is_none_without_kernel_support(tmp_path: Path) -> None:
     assert peak_growth_bytes(lambda: None, tmp_path / "nowhere") is None
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="only glibc keeps what lies between blocks")
+def test_freed_memory_between_blocks_in_use_is_given_back() -> None:
+    def resident_mib() -> float:
+        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+        return int(line.split()[1]) / 1024
+
+    blocks = [torch.zeros(1 << 20, dtype=torch.uint8) for _ in range(200)]
+    del blocks[0]  # from now on blocks of this size are parts of the heap
+    blocks += [torch.zeros(1 << 20, dtype=torch.uint8) for _ in range(200)]
+    del blocks[::2]
+    before = resident_mib()
+    trim_heap()
+    assert resident_mib() < before - 50
