@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from llmservice_planner.encoders import ENCODERS, EncoderFamily, EncoderSizes, count_parameters
 from llmservice_planner.families import FAMILIES, UNKNOWN_EXPERT_KEYS, UNKNOWN_KEYS, Family, find_family
 from llmservice_planner.quantization import QuantizationConfig, QuantizationError
+
+_MOST_LAYERS = 1024
 
 
 class ShapeError(ValueError):
@@ -167,7 +169,9 @@ def _unknown(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, An
         found["intermediate_size"] = 4 * found["hidden_size"]
     if text.get("multi_query"):
         found["num_key_value_heads"] = 1
-    layer_types = text.get("layer_types")
+    if text.get("layer_types") is None:
+        found["layer_types"] = _layer_types(text)
+    layer_types = found["layer_types"]
     kinds = {*map(str, layer_types)} if isinstance(layer_types, list) else set()
     kinds -= {"full_attention", "sliding_attention"}
     missing = [key for key in UNKNOWN_KEYS if found[key] is None]
@@ -179,6 +183,20 @@ def _unknown(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, An
             f"{problem}: give the figures themselves with --shape (spec.model.shape)"
         )
     return found
+
+
+def _layer_types(text: Mapping[str, Any]) -> list[str] | None:
+    """By the keys of MiMo-V2 and of Cohere 2; None where there are none."""
+    slides, pattern, layers = (
+        text.get(key) for key in ("hybrid_layer_pattern", "sliding_window_pattern", "num_hidden_layers")
+    )
+    if _is_small_count(pattern) and _is_small_count(layers):
+        slides = [(layer + 1) % pattern != 0 for layer in range(layers)]
+    return ["sliding_attention" if each else "full_attention" for each in slides] if isinstance(slides, list) else None
+
+
+def _is_small_count(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and 0 < value <= _MOST_LAYERS
 
 
 def _known() -> str:

@@ -61,6 +61,23 @@ def test_sliding_layers(
     assert (shape.sliding_window, shape.sliding_layers) == (window, layers)
 
 
+@pytest.mark.parametrize(
+    ("keys", "sliding"),
+    [
+        ({"hybrid_layer_pattern": [0, 1, 1, 1, 1, 0, 1, 1]}, 6),  # as the published config.json of MiMo-V2-Flash
+        ({"sliding_window_pattern": 4}, 6),  # as that of Command R7B
+        ({"sliding_window_pattern": "LLLG"}, 0),
+        ({"sliding_window_pattern": 4, "layer_types": ["sliding_attention"] + ["full_attention"] * 7}, 1),
+        ({}, 0),
+    ],
+)
+def test_sliding_layers_of_other_families_are_found_without_layer_types(
+    config_of: ConfigOf, keys: dict[str, Any], sliding: int
+) -> None:
+    changes = {"model_type": "cohere2", "num_hidden_layers": 8, "sliding_window": 4096, **keys}
+    assert _shape(config_of("llama-3-8b"), **changes).sliding_layers == sliding
+
+
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
 
