@@ -1,4 +1,4 @@
-"""Components around the model: host time per step, block pool, sampler, HTTP path, start-up.
+"""Components around the model: host time per step, block pool, sampler, HTTP path, loading, start-up.
 
 Where the model is not measured, a model that computes nothing replaces it; everything else is as in a pod.
 """
@@ -26,6 +26,7 @@ from pieces.embeddings import NUM_STREAMS as NUM_EMBEDDING_STREAMS
 from pieces.embeddings import measure_embeddings
 from pieces.experts import measure_experts
 from pieces.http_path import LONGEST_ITL_MS, NUM_STREAMS, measure_http, sustained_tokens_per_s
+from pieces.loading import measure_loading
 from pieces.quantized_products import NUM_ROWS as PRODUCT_ROWS
 from pieces.quantized_products import SHAPES as PRODUCT_SHAPES
 from pieces.quantized_products import measure_products
@@ -222,6 +223,10 @@ def adapters() -> Found:
     )
 
 
+def loading() -> Found:
+    return Found(list(measure_loading(layers=32, experts=64)))
+
+
 def start() -> Found:
     served = {**measure_phases(START_MODEL), **asyncio.run(measure_serving(START_MODEL))}
     with tempfile.TemporaryDirectory() as empty:
@@ -247,6 +252,7 @@ PARTS: dict[str, Callable[[], Found]] = {
     "stream_chunks": stream_chunks,
     "embeddings": embeddings,
     "adapters": adapters,
+    "loading": loading,
     "start": start,
 }
 

@@ -10,6 +10,7 @@ from llmservice_server.types.messages import GenerateRequest, SamplingParams
 from pieces.block_pool import measure_block_pool
 from pieces.empty_engine import EmptyModel, empty_engine
 from pieces.http_path import HttpRun, measure_http, sustained_tokens_per_s
+from pieces.loading import measure_loading
 from pieces.sampler import KINDS, measure_sampler
 from pieces.scheduling import PromptWork, SchedulerBefore, measure_prompts
 from pieces.step import measure_step
@@ -52,6 +53,13 @@ def test_every_kind_of_sampling_can_be_measured() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_a_quantised_mixture_is_loaded_by_both_codes() -> None:
+    for row in measure_loading(layers=2, experts=4):
+        assert (row["tensors"], row["files"]) == (3 + 2 * (5 + 2 * (4 + 3 * 4)), 1)
+        assert row["tensor_us"] > 0
+
+
 async def test_the_stub_engine_serves_words_through_the_real_http_process() -> None:
     run = await measure_http(num_streams=4, period_s=0.005, seconds=0.5, traced=True)
     assert run.figures["requests_per_s"] > 0
