@@ -112,7 +112,7 @@ def examine(folder: Path) -> TransformersConfig:
         is_latent=calls[0].is_latent,
         tied_embeddings=bool(text.tie_word_embeddings),
         quantization=quantization_of(json.loads((folder / "config.json").read_text(encoding="utf-8"))),
-        num_extra_layers=getattr(text, "num_nextn_predict_layers", None) or 0,
+        num_extra_layers=further if isinstance(further := getattr(text, "num_nextn_predict_layers", 0), int) else 0,
     )
 
 
@@ -127,14 +127,14 @@ def read_configs(folder: Path) -> tuple[Any, Any]:
     silence_transformers()
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # transformers raises what its parts raise
         named = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if "auto_map" in named:
             raise ModelLoadError(
                 f"config.json: {named.get('model_type')} needs code that comes with the checkpoint, which is never "
                 "executed: use a checkpoint of a model that transformers itself implements"
             ) from error
-        raise ModelLoadError(f"config.json describes no model that transformers knows: {first_line(error)}") from error
+        raise ModelLoadError(f"config.json describes no model that transformers knows: {one_line(error)}") from error
     text = config.get_text_config(decoder=True)
     if text.model_type in _WITHOUT_IMAGES:
         keys = {"head_dim": text.hidden_size // max(1, text.num_attention_heads), **text.to_dict()}
@@ -180,7 +180,7 @@ def _calls(model_class: Any, text: Any, name: str) -> list[Call]:
         raise unserved(name, str(error)) from error
     except Exception as error:  # of code that was written for other attention
         raise unserved(
-            name, f"its attention does not go through transformers' AttentionInterface ({first_line(error)})"
+            name, f"its attention does not go through transformers' AttentionInterface ({one_line(error)})"
         ) from error
     finally:
         attend_of_pass.reset(token)
@@ -318,5 +318,5 @@ def silence_transformers() -> None:
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+def one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]

@@ -23,7 +23,7 @@ from llmservice_server.backend.base import Activation, Attend, LayerOps, Linear
 from llmservice_server.backend.experts import Experts, Mixture
 from llmservice_server.backend.torch.layer_ops import TorchLayerOps, TorchLinear
 from llmservice_server.models.transformers_attention import NAME, attend_of_pass, has_latents, pass_latents
-from llmservice_server.models.transformers_config import TransformersConfig, first_line, fix_long_rope, read_configs
+from llmservice_server.models.transformers_config import TransformersConfig, fix_long_rope, one_line, read_configs
 from llmservice_server.types.errors import ModelLoadError
 
 _TEXT_PARTS = {
@@ -174,7 +174,7 @@ class TransformersModel:
         except SafetensorError as error:
             raise ModelLoadError(f"{folder} holds an unreadable safetensors file ({error}): fetch it again") from error
         except Exception as error:  # transformers raises what its parts raise
-            raise ModelLoadError(f"{folder}: transformers cannot load the weights: {first_line(error)}") from error
+            raise ModelLoadError(f"{folder}: transformers cannot load the weights: {one_line(error)}") from error
         _refuse_incomplete(found, folder, config, is_part=text is not whole)
         return cls(model.eval().requires_grad_(requires_grad=False), config, dtype, device, quantized_of)
 

@@ -28,6 +28,11 @@ SMALL = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }
+LONG_ROPE: dict[str, Any] = {
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 4.0]},
+    "original_max_position_embeddings": 32,
+}
+"""As the published config.json of Phi-3.5 and Phi-4-mini have it."""
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
 
 
@@ -83,6 +88,21 @@ def test_code_that_comes_with_a_checkpoint_is_never_executed(tmp_path: Path) -> 
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "own_kind", "auto_map": auto_map}))
     with pytest.raises(ModelLoadError, match="never executed"):
         examine(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ({"original_max_position_embeddings": "32"}, "original_max_position_embeddings.*expected int, got str"),
+        ({"rope_scaling": [1]}, "rope_parameters"),
+        ({"rope_scaling": {**LONG_ROPE["rope_scaling"], "long_factor": [2.0]}}, "long_factor field must have length 4"),
+    ],
+)
+def test_a_key_with_a_wrong_value_is_named_in_one_line(tmp_path: Path, keys: dict[str, Any], problem: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "phi3", **SMALL, **LONG_ROPE, **keys}))
+    with pytest.raises(ModelLoadError, match=problem) as raised:
+        examine(tmp_path)
+    assert "\n" not in str(raised.value)
 
 
 def test_an_unknown_model_type_is_refused(tmp_path: Path) -> None:
@@ -232,13 +252,6 @@ def test_so_is_that_of_the_first_checkpoints_of_qwen_with_images(tmp_path: Path,
     check_text(tmp_path, model)
     counted = ModelShape.from_folder(tmp_path)
     assert counted.architecture == "qwen2"
-
-
-LONG_ROPE = {
-    "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 4.0]},
-    "original_max_position_embeddings": 32,
-}
-"""As the published config.json of Phi-3.5 and Phi-4-mini have it."""
 
 
 @pytest.mark.parametrize("max_model_len", [None, 32])
