@@ -261,7 +261,7 @@ def test_what_predicts_further_tokens_is_neither_loaded_nor_counted(
 def test_a_file_is_opened_a_few_times_however_many_tensors_it_has(
     tmp_path: Path, code: Implementation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Opening one of a thousand tensors takes a millisecond."""
+    """Opening one means parsing the names of all its tensors."""
     quantized, _ = write_both(tmp_path, FORMATS["fp8 blocks"])
     opened: list[Path] = []
 

@@ -61,7 +61,7 @@ class _Stored(NamedTuple):
 
 
 class _Files:
-    """A checkpoint's files, open from their first tensor on: opening one of a thousand tensors takes a millisecond."""
+    """A checkpoint's files, open from their first tensor on: opening one means parsing the names of all its tensors."""
 
     def __init__(self) -> None:
         self._open: dict[Path, Any] = {}

@@ -122,8 +122,10 @@ def test_reasoning_of_earlier_turns_has_the_name_that_the_template_reads() -> No
     assert ChatTemplate("{% for message in messages %}{{ message.thinking }}{% endfor %}", {}).render([turn]) == "a"
 
 
-PARTS = """{% for message in messages %}{{ message['role'] }}: {% for line in message['content'] %}
-{%- if line['type'] == 'text' %}{{ line['text'] }}{% endif %}{% endfor %}{{ eos_token }}{% endfor %}"""
+PARTS = """{% for message in messages %}{{ message['role'] }}
+{%- if message['content'][0]['type'] == 'image' %}:{% else %}{{ ': ' }}{% endif %}
+{%- for line in message['content'] %}{% if line['type'] == 'text' %}{{ line['text'] }}{% endif %}{% endfor %}
+{{- eos_token }}{% endfor %}"""
 """As those of SmolVLM and LLaVA."""
 
 
@@ -141,7 +143,7 @@ def test_a_template_that_reads_parts_of_content_gets_them(messages: list[dict[st
     assert last["content"] in continued
 
 
-def test_a_call_without_content_has_no_parts() -> None:
+def test_a_call_without_content_has_one_empty_part() -> None:
     call = {"role": "assistant", "content": "", "tool_calls": []}
     assert ChatTemplate(PARTS, {}).render([call]) == "assistant: "
 
