@@ -32,10 +32,14 @@ ToolCallFormatName = Literal[
     "glm",
     "gemma",
     "mistral",
+    "nemotron",
+    "granite",
+    "deepseek_v3",
+    "deepseek_v31",
     "llama3_json",
     "harmony",
 ]
-ReasoningFormatName = Literal["auto", "none", "think", "seed_oss", "gemma", "harmony"]
+ReasoningFormatName = Literal["auto", "none", "think", "seed_oss", "mistral", "gemma", "harmony"]
 
 
 @dataclass(frozen=True, slots=True)

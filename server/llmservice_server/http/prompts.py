@@ -148,8 +148,9 @@ def _chat_grammar(request: ChatRequest, tokenizer: Tokenizer, prompt: Sequence[i
         return formats.behind_reasoning(answer or "", beginning)
     if not formats.can_call:
         raise invalid(
-            "this model's chat template defines no format of tool calls that this server knows: use response_format, "
-            "set --tool-call-format, or use a model with tools (Qwen, Hermes, Mistral, Llama 3.1, gpt-oss)",
+            "this model's chat template shows no tools, or in no format that this server knows: use response_format, "
+            "set --chat-template to one that does, set --tool-call-format, or use a model with tools (Qwen, Hermes, "
+            "Mistral, Llama 3.1, gpt-oss)",
             param="tools",
         )
     if request.structured_outputs is not None and request.answer_schema is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -72,6 +73,9 @@ _CALLS_BEGIN: Mapping[str, ToolCallFormatName] = {
     "<arg_key>": "glm",
     "<tool_call>": "hermes",
     "[TOOL_CALLS]": "mistral",
+    "<TOOLCALL>": "nemotron",
+    "<|tool_call|>": "granite",
+    "<｜tool▁calls▁begin｜>": "deepseek_v31",
     "<|START_ACTION|>": "none",  # Command R7B's; it has the next one's words, too
     '"parameters": ': "llama3_json",
     "<|python_tag|>": "llama3_json",
@@ -81,8 +85,12 @@ _CALLS_BEGIN: Mapping[str, ToolCallFormatName] = {
 
 def _tool_call_format(template: str) -> ToolCallFormatName:
     for words, name in _CALLS_BEGIN.items():
-        if words in template:
-            return "qwen3_coder" if name == "hermes" and "<function=" in template else name
+        if words not in template:
+            continue
+        if name == "deepseek_v31":
+            shows_tools = re.search(r"\btools\b", template)  # DeepSeek's own templates do not
+            return "none" if not shows_tools else "deepseek_v3" if "```json" in template else name
+        return "qwen3_coder" if name == "hermes" and "<function=" in template else name
     return "none"
 
 
@@ -93,6 +101,8 @@ def _reasoning_format(template: str, vocabulary: Mapping[str, int]) -> Reasoning
         return "gemma"
     if TAGS["seed_oss"].begin in template:
         return "seed_oss"
+    if TAGS["mistral"].begin in template:
+        return "mistral"
     think = TAGS["think"]
     return "think" if think.begin in template or think.end in template or think.begin in vocabulary else "none"
 
@@ -202,8 +212,7 @@ def _tool_format(name: ToolCallFormatName, template: str) -> ToolFormat | None:
         return tool_calls.MISTRAL_ARGS
     if name == "glm" and "</arg_key><arg_value>" in template:
         return GLM_COMPACT
-    json_calls = (tool_calls.HERMES, tool_calls.MISTRAL, tool_calls.LLAMA3_JSON)
-    formats = (*json_calls, QWEN3_CODER, SEED_OSS, MINIMAX_M2, GLM, GEMMA)
+    formats = (*tool_calls.JSON_FORMATS, QWEN3_CODER, SEED_OSS, MINIMAX_M2, GLM, GEMMA)
     return {layout.name: layout for layout in formats}.get(name)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from jinja2 import nodes
+from jinja2 import Template, meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -53,8 +53,11 @@ class ChatTemplate:
         self._template = environment.from_string(source)
         self._tools_template = self._template if tools_source is None else environment.from_string(tools_source)
         self.source = source + (tools_source or "")
+        self.variables = meta.find_undeclared_variables(environment.parse(self.source))
         self._special_tokens = dict(special_tokens)
         self._takes_parts = not self._shows(_PROBE) and self._shows(_as_parts(_PROBE))
+        arguments: dict[str, Any] = {_PROBE: {}}
+        self._takes_json = not self._shows_call(arguments) and self._shows_call(_to_json(arguments))
 
     def render(
         self,
@@ -89,6 +92,8 @@ class ChatTemplate:
         given = dict(message)
         if self._takes_parts:
             given["content"] = _as_parts(given["content"])
+        if self._takes_json and "tool_calls" in given:
+            given["tool_calls"] = [_with_json(call) for call in given["tool_calls"]]
         hidden = given.get("content") and given.get("tool_calls")
         if "message.thinking" in self.source and "reasoning_content" in given and not hidden:
             given["thinking"] = given["reasoning_content"]
@@ -96,15 +101,33 @@ class ChatTemplate:
 
     def _shows(self, content: object) -> bool:
         """Whether a prompt has the `content` of its message in it; templates of some models with images read parts."""
-        fixed = {"messages": [{"role": "user", "content": content}], "tools": None, "documents": None}
-        try:
-            return _PROBE in self._template.render(fixed | {"add_generation_prompt": True} | self._special_tokens)
-        except Exception:  # it may want other messages
-            return False
+        return _PROBE in _probe(self._template, [{"role": "user", "content": content}], self._special_tokens)
+
+    def _shows_call(self, arguments: object) -> bool:
+        """Whether a prompt has the `arguments` of a call as JSON in it; templates of DeepSeek read a string."""
+        call = {"id": "call", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        content = _as_parts("a") if self._takes_parts else "a"
+        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+        prompt = _probe(self._tools_template, [{"role": "user", "content": content}, turn], self._special_tokens)
+        return _PROBE in prompt and f"'{_PROBE}'" not in prompt
+
+
+def _probe(template: Template, messages: Sequence[Mapping[str, Any]], special_tokens: Mapping[str, str]) -> str:
+    """The prompt, or nothing where the template fails: it may want other messages."""
+    fixed = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
+    try:
+        return template.render(fixed | dict(special_tokens))
+    except Exception:
+        return ""
 
 
 def _as_parts(text: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": text}]
+
+
+def _with_json(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": _to_json(function["arguments"])}}
 
 
 def _before_end(prompt: str) -> str:

@@ -90,6 +90,7 @@ class Tags:
 TAGS = {
     "think": Tags("<think>", "</think>", ("<think>", "</think>")),
     "seed_oss": Tags("<seed:think>", "</seed:think>", ("<seed:think>", "</seed:think>")),
+    "mistral": Tags("[THINK]", "[/THINK]", ("[THINK]", "[/THINK]")),
     "gemma": Tags("<|channel>thought", "<channel|>", ("<|channel>", "<channel|>")),
 }
 """By the names of formats."""

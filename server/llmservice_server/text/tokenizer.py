@@ -247,12 +247,11 @@ class Tokenizer:
 
     def template_variables(self, reasoning_effort: str | None) -> dict[str, Any]:
         """What tells the chat template how much to reason; nothing where it does not know."""
-        source = "" if self._chat is None else self._chat.source
-        if reasoning_effort is None:
-            return {}
-        if "reasoning_effort" in source:
+        known = frozenset() if self._chat is None or reasoning_effort is None else self._chat.variables
+        if "reasoning_effort" in known:
             return {"reasoning_effort": reasoning_effort}
-        return {"enable_thinking": False} if reasoning_effort == "none" and "enable_thinking" in source else {}
+        switches = known & {"enable_thinking", "thinking"}  # DeepSeek V3.1 and Granite have the second one
+        return dict.fromkeys(switches, reasoning_effort != "none")
 
     def words(self, ids: Sequence[int]) -> list[str]:
         """The vocabulary's entry for each id, in the tokenizer's own spelling; empty for an id without one."""

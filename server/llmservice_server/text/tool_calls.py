@@ -7,7 +7,7 @@ import re
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from llmservice_server.sampling.grammar import LarkRules, with_white_space
@@ -74,6 +74,7 @@ class ToolFormat(ABC):
     start: str = ""
     separator: str = ""
     end: str = ""
+    tail: str = ""  # of each call
     prefix: str = ""  # may stand before an answer's brace
     markers: tuple[str, ...]  # may be single tokens of a vocabulary, special ones too
     call_id: Callable[[], str] = call_id
@@ -163,6 +164,34 @@ MISTRAL_ARGS = JsonFormat(
     markers=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
     call_id=_short_id,
 )
+NEMOTRON = replace(
+    MISTRAL,
+    name="nemotron",
+    trigger="<TOOLCALL>",
+    end="]</TOOLCALL>",
+    markers=("<TOOLCALL>", "</TOOLCALL>"),
+    call_id=call_id,
+)
+GRANITE = replace(NEMOTRON, name="granite", trigger="<|tool_call|>", end="]", markers=("<|tool_call|>",))
+"""Granite 3's; later ones write calls as Hermes."""
+DEEPSEEK_V31 = JsonFormat(
+    name="deepseek_v31",
+    trigger="<｜tool▁calls▁begin｜>",
+    start="<｜tool▁call▁begin｜>",
+    head="%s<｜tool▁sep｜>",
+    tail="<｜tool▁call▁end｜>",
+    separator="<｜tool▁call▁begin｜>",
+    end="<｜tool▁calls▁end｜>",
+    markers=tuple(f"<｜tool▁{name}｜>" for name in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")),
+)
+DEEPSEEK_V3 = replace(
+    DEEPSEEK_V31,
+    name="deepseek_v3",
+    head="function<｜tool▁sep｜>%s\n```json\n",
+    tail="\n```<｜tool▁call▁end｜>",
+    separator="\n<｜tool▁call▁begin｜>",
+)
+"""R1's, too."""
 LLAMA3_JSON = JsonFormat(
     name="llama3_json",
     trigger="",
@@ -171,6 +200,7 @@ LLAMA3_JSON = JsonFormat(
     separator="; ",
     markers=("<|python_tag|>",),
 )
+JSON_FORMATS = (HERMES, MISTRAL, NEMOTRON, GRANITE, DEEPSEEK_V3, DEEPSEEK_V31, LLAMA3_JSON)
 
 
 class ToolCallParser(ABC):
@@ -190,9 +220,11 @@ class ToolCallParser(ABC):
         self._in_calls = False
         self._is_text = False  # for good
         self._pending = ""  # text that is not parsed yet
-        marks = "|".join(map(re.escape, (*layout.markers, "</function>")))
+        self._tail, self._end = layout.tail.strip(), layout.end.strip("\n]")
+        tail, end = re.escape(self._tail), re.escape(self._end)
+        marks = "|".join(map(re.escape, (*layout.markers, self._tail or "}", "</function>")))
         self._syntax = re.compile(rf"(?:[\s\[\]{{}},;]|{marks})*")
-        self._call_end = re.compile(rf"[\s}},;\]]*(?:{re.escape(layout.end.strip() or '}')})?\s*")
+        self._call_end = re.compile(rf"[\s}},;\]]*(?:{tail})?\s*(?:{end})?\s*")
         self.num_calls = 0
 
     def append(self, text: str) -> Parsed:
@@ -221,9 +253,9 @@ class ToolCallParser(ABC):
 
     def _is_cut_off(self, rest: str) -> bool:
         """Whether `rest` is the beginning of one more call, or of the syntax between calls."""
-        trigger, end = self._layout.trigger, self._layout.end.strip()
-        begins = rest.startswith((trigger, "{") if trigger else "{") and (not end or end not in rest)
-        return begins or trigger.startswith(rest) or end.startswith(rest)
+        trigger, start = self._layout.trigger, self._layout.start.strip()
+        begins = rest.startswith(tuple(filter(None, (trigger, start, "{")))) and not (self._end and self._end in rest)
+        return begins or any(part.startswith(rest) for part in (trigger, start, self._tail, self._end))
 
     def _take_content(self, parsed: Parsed) -> None:
         """Move the content at the beginning of the pending text to `parsed`; the rest belongs to calls."""
@@ -270,7 +302,8 @@ class JsonCallParser(ToolCallParser):
 
     _HEAD = re.compile(
         r"""(?: \{\s* "name"\s*:\s* "(?P<quoted>[\w.-]+)"\s*,\s* "(?:arguments|parameters)"\s*:
-            | (?P<bare>[\w.-]+) (?:\[CALL_ID\]\w+)? \[ARGS\] ) \s* (?=\{)""",
+            | (?P<bare>[\w.-]+) (?:\[CALL_ID\]\w+)? \[ARGS\]
+            | (?:function<｜tool▁sep｜>)? (?P<deepseek>[\w.-]+) (?:<｜tool▁sep｜>|\s*```json) ) \s* (?=\{)""",
         re.VERBOSE,
     )
 
@@ -287,7 +320,7 @@ class JsonCallParser(ToolCallParser):
             head = self._HEAD.search(self._pending)
             if head is None:
                 return False
-            self._begin_call(parsed, head["quoted"] or head["bare"], head)
+            self._begin_call(parsed, head["quoted"] or head["bare"] or head["deepseek"], head)
             self._arguments = JsonObject()
             return True
         length = self._arguments.scan(self._pending)

@@ -37,9 +37,14 @@ TEMPLATES = {
     "channel": "<|channel>thought\n<channel|>",
     "mistral": "[TOOL_CALLS][{{ call }}]",
     "mistral_args": "[TOOL_CALLS]{{ name }}[ARGS]{{ arguments }}",
+    "nemotron": "<TOOLCALL>[{{ call }}]</TOOLCALL>",
+    "granite": "<|tool_call|> followed by a JSON list",
+    "deepseek_v3": "{{ tools }}<｜tool▁calls▁begin｜>{{ name }}```json",
+    "deepseek_v31": "{{ tools }}<｜tool▁calls▁begin｜>{{ name }}",
     "llama3_json": "{'\"parameters\": '}",
     "harmony": "<|start|>assistant<|channel|>analysis<|message|>",
     "think": "<think>",
+    "mistral_think": "[THINK]",
     "none": "{{ messages }}",
 }
 HERMES_ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -68,6 +73,13 @@ GLM_NOW = "<tool_call>now\n</tool_call>"
 GEMMA_ADD, GEMMA_NOW = "<|tool_call>call:add{a:1}<tool_call|>", "<|tool_call>call:now{}<tool_call|>"
 GEMMA_SAY = '<|tool_call>call:say{text:<|"|>12 <b>\n"é", {x:1}<|"|>,loud:false}<tool_call|>'
 GEMMA_MORE = '<|tool_call>call:f{a:[1,<|"|>x<|"|>,{b: <|"|><|"|>, c:null}],d:{},<|"|>e f<|"|>:-1.5}<tool_call|>'
+CALL_LIST = ['{"name": "add", "arguments": {"a": 1}}', '{"name": "now", "arguments": {}}']
+LIST = f"[{', '.join(CALL_LIST)}]"
+V3_ADD = '<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"a": 1}\n```<｜tool▁call▁end｜>'
+V3_NOW = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁call▁end｜>"
+V31_ADD = '<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>'
+V31_NOW = "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+DEEPSEEK = "<｜tool▁calls▁begin｜>%s<｜tool▁calls▁end｜>"
 ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
 HARMONY_ADD = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}'
 
@@ -122,6 +134,18 @@ ANSWERS: list[tuple[str, Beginning, str, str, str, list[tuple[str, str]]]] = [
     ("mistral_args", "content", 'Hi[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]now[CALL_ID]12ab[ARGS]{}', "Hi", "",
      [("add", '{"a": 1}'), ("now", "{}")]),
     ("mistral_args", "content", "[TOOL_CALLS]ad", "[TOOL_CALLS]ad", "", []),
+    ("nemotron", "content", f"Hi <TOOLCALL>{LIST}</TOOLCALL>\n", "Hi ", "", [("add", '{"a": 1}'), ("now", "{}")]),
+    ("nemotron", "content", f"<TOOLCALL>{LIST}</TOOLCALL> and", "and", "", [("add", '{"a": 1}'), ("now", "{}")]),
+    ("granite", "content", f"<|tool_call|>{LIST}", "", "", [("add", '{"a": 1}'), ("now", "{}")]),
+    ("granite", "content", "<|tool_call|> none", "<|tool_call|> none", "", []),
+    ("deepseek_v3 think", "reasoning", f"Hm.\n</think>Hi{DEEPSEEK % (V3_ADD + chr(10) + V3_NOW)}", "Hi", "Hm.",
+     [("add", '{"a": 1}'), ("now", "{}")]),
+    ("deepseek_v3", "content", (DEEPSEEK % V3_ADD).replace("function<｜tool▁sep｜>", ""), "", "",
+     [("add", '{"a": 1}')]),
+    ("deepseek_v3", "content", (DEEPSEEK % V3_ADD)[:-32], "", "", [("add", '{"a": 1}')]),
+    ("deepseek_v31", "content", f"Hi{DEEPSEEK % (V31_ADD + V31_NOW)}", "Hi", "", [("add", '{"a": 1}'), ("now", "{}")]),
+    ("deepseek_v31", "content", DEEPSEEK[:-18] % (V31_ADD + V31_NOW[:29]), "", "", [("add", '{"a": 1}')]),
+    ("deepseek_v31", "content", (DEEPSEEK % "nonsense"), DEEPSEEK % "nonsense", "", []),
     ("llama3_json", "content", '{"name": "add", "parameters": {"a": 1}}; {"name": "now", "parameters": {}}', "", "",
      [("add", '{"a": 1}'), ("now", "{}")]),
     ("llama3_json", "content", '<|python_tag|>{"name": "now", "parameters": {}}', "", "", [("now", "{}")]),
@@ -147,6 +171,7 @@ ANSWERS: list[tuple[str, Beginning, str, str, str, list[tuple[str, str]]]] = [
     ("think", "reasoning", "\nHm.\n</think>\n\nHello", "Hello", "Hm.", []),
     ("think", "reasoning", "Hm. \n", "", "Hm.", []),
     ("think", "content", "Hello </think>", "Hello </think>", "", []),
+    ("mistral_args mistral_think", "open", "[THINK]Hm.[/THINK]Hi[TOOL_CALLS]now[ARGS]{}", "Hi", "Hm.", [("now", "{}")]),
     ("hermes think", "reasoning", f"<tool_call>?</think>\n\n{HERMES_ADD}", "", "<tool_call>?", [("add", '{"a": 1}')]),
     ("hermes think", "open", f"<think>a</think>b\n{HERMES_NOW}", "b\n", "a", [("now", "{}")]),
 ]  # fmt: skip
@@ -226,6 +251,12 @@ def test_an_argument_in_xml_has_the_type_that_its_schema_allows(text: str, schem
         (TEMPLATES["glm"], ["<think>"], "glm", "think"),
         (TEMPLATES["glm_compact"], [], "glm", "none"),
         (TEMPLATES["gemma"] + TEMPLATES["channel"], [], "gemma", "gemma"),
+        (TEMPLATES["mistral_args"] + TEMPLATES["mistral_think"], ["<think>"], "mistral", "mistral"),
+        (TEMPLATES["nemotron"], [], "nemotron", "none"),
+        (TEMPLATES["granite"], [], "granite", "none"),
+        (TEMPLATES["deepseek_v3"], ["<think>"], "deepseek_v3", "think"),
+        (TEMPLATES["deepseek_v31"], [], "deepseek_v31", "none"),
+        (TEMPLATES["deepseek_v3"].replace("tools", "calls"), [], "none", "none"),
         (tiny_tokenizer.CHAT_TEMPLATE, [], "hermes", "none"),
         ('<|START_ACTION|>[{"tool_name": "{{ name }}", "parameters": {}}]', [], "none", "none"),
         ("{{ messages }}", [], "none", "none"),
@@ -303,8 +334,12 @@ CALLS = {
     "glm": ["<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>", GLM_NOW],
     "glm_compact": [GLM_ADD, "<tool_call>now</tool_call>"],
     "gemma": [GEMMA_ADD, GEMMA_NOW],
-    "mistral": ['{"name": "add", "arguments": {"a": 1}}', '{"name": "now", "arguments": {}}'],
+    "mistral": CALL_LIST,
     "mistral_args": ['[TOOL_CALLS]add[ARGS]{"a": 1}', "[TOOL_CALLS]now[ARGS]{}"],
+    "nemotron": CALL_LIST,
+    "granite": CALL_LIST,
+    "deepseek_v3": [V3_ADD, V3_NOW],
+    "deepseek_v31": [V31_ADD, V31_NOW],
     "llama3_json": ['{"name": "add", "parameters": {"a": 1}}', '{"name": "now", "parameters": {}}'],
     "harmony": [HARMONY_ADD, HARMONY_ADD.replace("add", "now").replace('{"a": 1}', "{}")],
 }
@@ -312,9 +347,12 @@ FINAL = "<|channel|>final<|message|>"
 
 
 def _join(name: str, calls: Sequence[str]) -> str:
-    in_lines = ("hermes", "qwen3_coder", "seed_oss", "minimax_m2", "glm")
-    joined = {"mistral": ", ", "llama3_json": "; ", **dict.fromkeys(in_lines, "\n")}.get(name, "").join(calls)
+    in_lines = ("hermes", "qwen3_coder", "seed_oss", "minimax_m2", "glm", "deepseek_v3")
+    in_list = dict.fromkeys(("mistral", "nemotron", "granite"), ", ")
+    joined = {"llama3_json": "; ", **in_list, **dict.fromkeys(in_lines, "\n")}.get(name, "").join(calls)
     around = {"mistral": "[TOOL_CALLS][%s]", "minimax_m2": "<minimax:tool_call>\n%s\n</minimax:tool_call>"}
+    around |= {"nemotron": "<TOOLCALL>[%s]</TOOLCALL>", "granite": "<|tool_call|>[%s]"}
+    around |= dict.fromkeys(("deepseek_v3", "deepseek_v31"), DEEPSEEK)
     return around.get(name, "%s") % joined
 
 

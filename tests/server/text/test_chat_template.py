@@ -159,3 +159,23 @@ def test_requests_with_tools_have_the_template_that_is_for_them() -> None:
     template = ChatTemplate("plain", {}, "with {{ tools | length }}")
     assert template.render(CONVERSATIONS[0]) == "plain"
     assert template.render(CONVERSATIONS[0], [{"type": "function"}]) == "with 1"
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": "é"}}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ("'```json\\n' + call.function.arguments", '```json\n{"a": "é"}'),
+        ("call.function.arguments", '{"a": "é"}'),
+        ("call.function.arguments | tojson", '{"a": "é"}'),
+        ("call.function.arguments['a']", "é"),
+    ],
+    ids=["joined", "as it is", "as JSON", "one of them"],
+)
+def test_a_template_that_reads_the_arguments_of_calls_as_text_gets_text(arguments: str, shown: str) -> None:
+    """Those of DeepSeek V3 and R1 do."""
+    source = "{% for message in messages %}{% for call in message.tool_calls %}{{ " + arguments + " }}{% endfor %}"
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    assert ChatTemplate(source + "{% endfor %}", {}).render(messages) == shown

@@ -256,7 +256,9 @@ def test_formats_that_do_not_belong_together_are_refused(tiny_model: Path) -> No
     [
         ("{{ reasoning_effort }}{{ enable_thinking }}", "none", {"reasoning_effort": "none"}),
         ("{{ enable_thinking }}", "none", {"enable_thinking": False}),
-        ("{{ enable_thinking }}", "high", {}),
+        ("{{ enable_thinking }}", "high", {"enable_thinking": True}),
+        ("{% if not thinking is defined %}{% set thinking = false %}{% endif %}", "low", {"thinking": True}),
+        ("{{ messages[0].thinking }} enable_thinking", "none", {}),
         ("{{ reasoning_effort }}", None, {}),
         ("{{ messages }}", "high", {}),
     ],
