@@ -140,7 +140,7 @@ _EXPERT = re.compile(r".*\blayers\.(\d+)\.(?:.*\.)?experts\.(\d+)\.(\w+)")
 _PARTS_OF_EXPERT = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 LANGUAGE_MODEL = re.compile(r"(model\.)?(language|text)_model\.")
 """Begins the names of a model's text part, where it has others for images or sound."""
-_NOT_LOADED = re.compile(r"visual\.|(model\.)?mtp\.")
+NOT_LOADED = re.compile(r"visual\.|(model\.)?mtp\.")
 """Begins the names of images in the first checkpoints of Qwen 2 and 2.5 VL, whose text is named as without images, and
 of what predicts further tokens (MiMo-V2, Ernie 4.5)."""
 _MASK_DIMENSIONS = 4
@@ -224,7 +224,7 @@ def _modules(tensors: Mapping[str, StoredTensor], layers: int) -> Iterator[tuple
     for module, parts in modules.items():
         layer = _LAYER.search(module)
         is_extra = layer is not None and int(layer[2]) >= layers  # that predicts further tokens (GLM-4-MoE)
-        is_other = _NOT_LOADED.match(module) is not None
+        is_other = NOT_LOADED.match(module) is not None
         if not (is_extra or is_other) and (not is_part or LANGUAGE_MODEL.match(module) or _HEAD.search(module)):
             yield module, parts
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b, file_digest
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple, NoReturn
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from llmservice_planner.checkpoint import LANGUAGE_MODEL, NOT_LOADED, place_of
 from llmservice_server.models.lora import AdapterSlots, LowRank
 from llmservice_server.types.checkpoint_config import AdapterConfig, read_json_object
 from llmservice_server.types.errors import AdapterError, ModelLoadError
@@ -62,9 +63,7 @@ def read_adapter(
     except ModelLoadError as error:
         raise AdapterError(str(error)) from error
     _check_config(config, max_rank)
-    read = _read_tensors(path, config, modules, dtype)
-    _check_targets(config, read)
-    return ReadAdapter(_version(folder), read)
+    return ReadAdapter(_version(folder), _read_tensors(path, config, modules, dtype))
 
 
 def _weight_file(folder: Path) -> Path:
@@ -85,8 +84,8 @@ def _weight_file(folder: Path) -> Path:
 def _check_config(config: AdapterConfig, max_rank: int) -> None:
     if config.peft_type != "LORA":
         raise AdapterError(f"{_CONFIG}: peft_type is {config.peft_type}, expected LORA")
-    if config.r > max_rank:
-        raise AdapterError(f"the adapter's rank is {config.r}, expected at most --max-lora-rank {max_rank}: raise it")
+    if (rank := config.largest_rank) > max_rank:
+        raise AdapterError(f"the adapter's rank is {rank}, expected at most --max-lora-rank {max_rank}: raise it")
     if config.bias != "none" or config.lora_bias:
         raise AdapterError(f"{_CONFIG}: the adapter changes biases, expected bias: none")
     for name in config.changes_more:
@@ -97,26 +96,28 @@ def _read_tensors(
     path: Path, config: AdapterConfig, modules: Mapping[str, tuple[int, int]], dtype: torch.dtype
 ) -> dict[str, LowRank]:
     sides: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+    places = {place_of(module): module for module in modules}
     try:
         with safe_open(path, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - a safetensors handle is no mapping
-                module, side = _place_of(name, config, modules)
-                outputs, inputs = modules[module]
-                expected = [config.r, inputs] if side == "A" else [outputs, config.r]
+            factors = [_factor(name) for name in tensors.keys()]  # noqa: SIM118 - a safetensors handle is no mapping
+            _check_targets(config, [each.module for each in factors])
+            for name, named, side in _of_text(factors):
+                module = places.get(place_of(named)) or _refuse_module(name, named, config, modules)
+                rank, (outputs, inputs) = config.rank(named), modules[module]
+                expected = [rank, inputs] if side == "A" else [outputs, rank]
                 given = tensors.get_slice(name)
-                rank = given.get_shape()[0 if side == "A" else -1]
-                if rank != config.r:
-                    raise AdapterError(f"{name} has the rank {rank}, {_CONFIG} has {config.r}: fetch the adapter again")
+                if (found := given.get_shape()[0 if side == "A" else -1]) != rank:
+                    raise AdapterError(f"{name} has the rank {found}, {_CONFIG} has {rank}: fetch the adapter again")
                 if given.get_shape() != expected:
                     raise AdapterError(
-                        f"{name} has the shape {given.get_shape()}, this model and the rank {config.r} make it "
+                        f"{name} has the shape {given.get_shape()}, this model and the rank {rank} make it "
                         f"{expected}: {_made_for(config)}"
                     )
                 if given.get_dtype() not in _DTYPES:
                     raise AdapterError(f"{name} is {given.get_dtype()}, expected one of {', '.join(sorted(_DTYPES))}")
                 tensor = tensors.get_tensor(name)
                 if side == "B":
-                    tensor = tensor.float() * config.scale
+                    tensor = tensor.float() * config.scale(named)
                 tensor = tensor.to(dtype)
                 if not tensor.isfinite().all():
                     raise AdapterError(f"{name} holds numbers that are not finite in {dtype}: train it again")
@@ -127,29 +128,44 @@ def _read_tensors(
         if len(both) < 2:
             raise AdapterError(f"{path.name} holds one of the two factors of {module}: fetch it again")
     if not sides:
-        raise AdapterError(f"{path.name} holds no tensors")
+        raise AdapterError(f"{path.name} holds no tensors of a language model")
     return {module: LowRank(both["A"], both["B"]) for module, both in sides.items()}
 
 
-def _place_of(name: str, config: AdapterConfig, modules: Mapping[str, tuple[int, int]]) -> tuple[str, str]:
+class _Factor(NamedTuple):
+    tensor: str
+    module: str  # as the adapter names it
+    side: str  # A or B
+
+
+def _factor(name: str) -> _Factor:
     match = _TENSOR.fullmatch(name)
     if match is None:
         raise AdapterError(f"{_WEIGHTS} holds {name}, which is no factor of a linear layer (….lora_A.weight)")
-    module = match["module"]
-    if module not in modules:
-        kinds = sorted({each.rpartition(".")[2] for each in modules})
-        raise AdapterError(
-            f"{_WEIGHTS} holds {name}, but this model has no linear layer {module} that adapters can change (it has "
-            f"{', '.join(kinds)}): {_made_for(config)}"
-        )
-    return module, match["side"]
+    return _Factor(name, match["module"], match["side"])
 
 
-def _check_targets(config: AdapterConfig, read: Mapping[str, Any]) -> None:
+def _of_text(factors: Sequence[_Factor]) -> Iterator[_Factor]:
+    """Without those of what reads images or sound, which is not served."""
+    is_part = any(LANGUAGE_MODEL.match(each.module) for each in factors)
+    for each in factors:
+        if not NOT_LOADED.match(each.module) and (not is_part or LANGUAGE_MODEL.match(each.module)):
+            yield each
+
+
+def _refuse_module(name: str, module: str, config: AdapterConfig, modules: Mapping[str, tuple[int, int]]) -> NoReturn:
+    kinds = sorted({each.rpartition(".")[2] for each in modules})
+    raise AdapterError(
+        f"{_WEIGHTS} holds {name}, but this model has no linear layer {module} that adapters can change (it has "
+        f"{', '.join(kinds)}): {_made_for(config)}"
+    )
+
+
+def _check_targets(config: AdapterConfig, modules: Sequence[str]) -> None:
     """A name of target_modules that has no tensors shows that the file is not whole."""
     if isinstance(config.target_modules, list):
         for target in config.target_modules:
-            if not any(module == target or module.endswith(f".{target}") for module in read):
+            if not any(module == target or module.endswith(f".{target}") for module in modules):
                 raise AdapterError(
                     f"{_CONFIG} names the target {target}, of which {_WEIGHTS} holds nothing: fetch the adapter again"
                 )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from llmservice_server.types.errors import ModelLoadError
 
@@ -156,6 +157,15 @@ class GenerationConfig(_EndTokens):
         return self.model_dump(include=_SAMPLING_DEFAULTS, exclude_none=True)
 
 
+_MODULE_NAME = re.compile(r"\^?\w[\w.]*")
+
+
+def _names(pattern: dict[str, Any] | None) -> dict[str, Any] | None:
+    if not all(map(_MODULE_NAME.fullmatch, pattern or ())):
+        raise ValueError("names of modules or of their ends, and no other expressions")
+    return pattern
+
+
 class AdapterConfig(_File):
     """adapter_config.json of PEFT, as far as it decides what a LoRA adapter computes."""
 
@@ -170,23 +180,43 @@ class AdapterConfig(_File):
     use_dora: bool = False
     use_qalora: bool = False
     modules_to_save: list[str] | None = None
-    rank_pattern: dict[str, Any] | None = None
-    alpha_pattern: dict[str, Any] | None = None
+    rank_pattern: Annotated[dict[str, Annotated[int, Field(ge=1, le=4096)]] | None, AfterValidator(_names)] = None
+    alpha_pattern: Annotated[dict[str, Number] | None, AfterValidator(_names)] = None
     layer_replication: list[Any] | None = None
     trainable_token_indices: Any = None
     target_parameters: list[str] | None = None
+    alora_invocation_tokens: list[int] | None = None
+    arrow_config: Any = None
+
+    def rank(self, module: str) -> int:
+        return _by_name(self.rank_pattern, module) or self.r
+
+    def scale(self, module: str) -> float:
+        """rsLoRA's (Kalajdzievski, 2023) is by the root of the rank."""
+        rank, alpha = self.rank(module), _by_name(self.alpha_pattern, module)
+        return (self.lora_alpha if alpha is None else alpha) / (math.sqrt(rank) if self.use_rslora else rank)
 
     @property
-    def scale(self) -> float:
-        """rsLoRA's (Kalajdzievski, 2023) is by the root of the rank."""
-        return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
+    def largest_rank(self) -> int:
+        return max(self.r, *(self.rank_pattern or {}).values(), 0)
 
     @property
     def changes_more(self) -> list[str]:
-        """The keys that are set which make it more than two factors of one rank for each module."""
-        names = ["use_dora", "use_qalora", "modules_to_save", "rank_pattern", "alpha_pattern"]
-        names += ["layer_replication", "trainable_token_indices", "target_parameters"]
+        """The keys that are set which make it more than two factors for each module."""
+        names = ["use_dora", "use_qalora", "modules_to_save", "layer_replication", "trainable_token_indices"]
+        names += ["target_parameters", "alora_invocation_tokens", "arrow_config"]
         return [name for name in names if getattr(self, name)]
+
+
+_Value = TypeVar("_Value", int, float)
+
+
+def _by_name(pattern: dict[str, _Value] | None, module: str) -> _Value | None:
+    """Of the first name that is the module's or the end of it; with a circumflex, of the whole name alone."""
+    for name, value in (pattern or {}).items():
+        if module == name.removeprefix("^") or module.endswith(f".{name}"):
+            return value
+    return None
 
 
 def eos_token_ids(folder: Path) -> frozenset[int]:

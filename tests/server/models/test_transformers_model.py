@@ -13,6 +13,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM, AutoMod
 from llmservice_planner.shape import ModelShape
 from llmservice_server.backend.step_input import StepInput
 from llmservice_server.engine.config import EngineConfig
+from llmservice_server.models.lora import SlotRows
 from llmservice_server.models.transformers_config import examine
 from llmservice_server.runtime.startup import start
 from llmservice_server.types.errors import ModelLoadError
@@ -303,3 +304,38 @@ def check_text(folder: Path, model: Any) -> None:
     assert torch.allclose(ours, expected, rtol=1e-4, atol=1e-5)
     by_transformers = any(each in model.config.model_type for each in ("glm", "gemma4"))
     assert started.model_code == ("transformers" if by_transformers else "own")
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "qwen2_5_vl", "gemma4"])
+def test_an_adapter_of_a_model_with_images_changes_its_text(tmp_path: Path, model_type: str) -> None:
+    """Named as PEFT names it, with factors of the part that reads images, which are left out."""
+    torch.manual_seed(1)
+    text = {"gemma3": {"sliding_window": 16}, "qwen2_5_vl": POSITIONS}.get(model_type, SHARED_KEYS)
+    heads = {} if model_type == "qwen2_5_vl" else {"head_dim": 8, "global_head_dim": 8}
+    config = AutoConfig.for_model(
+        model_type, text_config=SMALL | heads | text | {"pad_token_id": 0}, **VISION[model_type]
+    )
+    model = AutoModelForImageTextToText.from_config(config).eval()
+    model.save_pretrained(tmp_path)
+    adapter, factors = tmp_path / "adapter", {}
+    for name, module in model.named_modules():
+        is_changed = ".vis" in name or name.endswith((".q_proj", ".down_proj"))
+        if isinstance(module, torch.nn.Linear) and is_changed:
+            outputs, inputs = module.weight.shape
+            down, up = 0.3 * torch.randn(4, inputs), 0.3 * torch.randn(outputs, 4)
+            factors[f"base_model.model.{name}.lora_A.weight"] = down
+            factors[f"base_model.model.{name}.lora_B.weight"] = up
+            module.weight.data += 2 * up @ down
+    adapter.mkdir()
+    save_file(factors, adapter / "adapter_model.safetensors")
+    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8}))
+    started = start(EngineConfig(model=tmp_path, max_model_len=64, threads=1, dtype="float32", max_loras=1))
+    assert started.adapters is not None
+    started.adapters.put(0, started.adapters.read(str(adapter)).result())
+    tokens = list(range(3, 43))
+    with torch.inference_mode():
+        expected = model(torch.tensor([tokens])).logits[0]
+        rows = [SlotRows(0, slice(0, 40))]
+        ours = started.runner.model.logits(started.runner.forward(StepInput.of([(0, 40, [2, 4, 1])], tokens), rows))
+    assert any(".vis" in name for name in factors)
+    assert torch.allclose(ours, expected, rtol=1e-4, atol=1e-5)

@@ -194,6 +194,32 @@ def test_a_pinned_adapter_is_never_evicted(folder: Path) -> None:
     assert "leave no slot of 2" in str(load(engine, "attention", folder / "attention", pinned=True).error)
 
 
+def test_ranks_and_scales_by_name_are_those_of_peft(folder: Path, tmp_path: Path) -> None:
+    """The first name that is the end of a module's counts; one with a circumflex is a whole name."""
+    write_tiny_adapter(tmp_path, folder / "base")
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    ranks, scales = {"0.self_attn.q_proj": 4, "up_proj": 3}, {"^model.layers.1.mlp.up_proj": 9.0, "^up_proj": 5.0}
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps(config | {"r": 8, "rank_pattern": ranks, "alpha_pattern": scales})
+    )
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    expected = {}
+    for name in [name for name in tensors if "lora_A" in name]:
+        rank = 4 if "0.self_attn.q_proj" in name else 3 if "up_proj" in name else 8
+        other = name.replace("lora_A", "lora_B")
+        tensors[name], tensors[other] = tensors[name][:rank].clone(), tensors[other][:, :rank].clone()
+        module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        expected[module] = tensors[other] * ((9.0 if "1.mlp.up_proj" in name else 16.0) / rank)
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    engine = load_engine(EngineConfig(model=folder / "base", threads=1, max_loras=1, max_lora_rank=8))
+    slots = model_runner(engine).adapters
+    assert slots is not None
+    read = read_adapter(tmp_path, slots.modules, 8, torch.float32).modules
+    assert read.keys() == expected.keys()
+    assert all(torch.allclose(read[module].up, up) for module, up in expected.items())
+    assert load(engine, "by name", tmp_path).error is None
+
+
 Tensors = dict[str, torch.Tensor]
 DOWN = "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
 
@@ -209,6 +235,9 @@ def _replace(tensors: Tensors, tensor: torch.Tensor) -> None:
         ("lora_A.weight has the rank 8, adapter_config.json has 4", {"r": 4}, None),
         ("names the target head, of which adapter_model.safetensors holds nothing", {"target_modules": ["head"]}, None),
         ("use_dora is set, which is not supported", {"use_dora": True}, None),
+        ("alora_invocation_tokens is set, which is not supported", {"alora_invocation_tokens": [1]}, None),
+        ("rank is 64, expected at most --max-lora-rank 8", {"rank_pattern": {"q_proj": 64}}, None),
+        ("rank_pattern is {'.*q': 4}, expected names of modules", {"rank_pattern": {".*q": 4}}, None),
         ("the adapter changes biases, expected bias: none", {"bias": "all"}, None),
         ("peft_type is IA3, expected LORA", {"peft_type": "IA3"}, None),
         ("adapter_config.json: r is 'eight', expected a valid integer", {"r": "eight"}, None),
