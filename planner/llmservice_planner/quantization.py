@@ -1,12 +1,13 @@
 """How a checkpoint's matrices are quantised, from the `quantization_config` of its config.json, and their size.
 
-Read are compressed-tensors (https://github.com/vllm-project/compressed-tensors), DeepSeek's and AutoFP8's fp8
-(arXiv:2412.19437, section 3.3), GPTQ (arXiv:2210.17323), AWQ (arXiv:2306.00978), and mxfp4 (OCP Microscaling Formats,
-section 5), in which gpt-oss has its experts.
+Read are compressed-tensors (https://github.com/vllm-project/compressed-tensors), DeepSeek's, AutoFP8's and Model
+Optimizer's fp8 (arXiv:2412.19437, section 3.3), GPTQ (arXiv:2210.17323), AWQ (arXiv:2306.00978), and mxfp4 (OCP
+Microscaling Formats, section 5), in which gpt-oss has its experts.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -20,11 +21,11 @@ with 8-bit activations; as they are `stored`; or what is fastest on the device."
 
 SUPPORTED = (
     "compressed-tensors (8-bit integers, fp8, 4-bit integers), fp8 (one scale, or blocks), gptq (4 or 8 bits), "
-    "awq (4 bits, gemm), mxfp4 (the experts of gpt-oss)"
+    "awq (4 bits, gemm), modelopt (fp8), mxfp4 (the experts of gpt-oss)"
 )
 SUFFIXES = frozenset({
     *("weight", "weight_packed", "weight_shape", "weight_scale", "weight_scale_inv", "weight_zero_point"),
-    *("weight_g_idx", "input_scale", "qweight", "qzeros", "scales", "g_idx"),
+    *("weight_g_idx", "input_scale", "activation_scale", "qweight", "qzeros", "scales", "g_idx"),
 })  # fmt: skip
 """Of the tensors of one matrix in a checkpoint, besides its bias."""
 INT8_COLUMNS = 64  # the server's product of 8-bit integers computes so many outputs at a time
@@ -281,7 +282,8 @@ def _block(value: Any) -> tuple[int, int]:
 
 
 def _gptq(raw: Mapping[str, Any]) -> QuantizationConfig:
-    if raw.get("dynamic"):
+    left_out = [str(rule) for rule in raw.get("dynamic") or ()]
+    if not all(rule.startswith("-:") for rule in left_out):
         raise QuantizationError("config.json: quantization_config.dynamic differs by layer, which is not supported")
     version = raw.get("checkpoint_format", "gptq")
     if version not in ("gptq", "gptq_v2"):
@@ -296,7 +298,8 @@ def _gptq(raw: Mapping[str, Any]) -> QuantizationConfig:
         version=2 if version == "gptq_v2" else 1,
         reordered=bool(raw.get("desc_act")),
     )
-    return QuantizationConfig(((("Linear",), form),), () if raw.get("lm_head") else ("lm_head",))
+    ignored = [f"re:{rule.removeprefix('-:')}" for rule in left_out]
+    return QuantizationConfig(((("Linear",), form),), (*ignored, *(() if raw.get("lm_head") else ("lm_head",))))
 
 
 def _awq(raw: Mapping[str, Any]) -> QuantizationConfig:
@@ -320,6 +323,16 @@ def _fp8(raw: Mapping[str, Any]) -> QuantizationConfig:
     return QuantizationConfig(
         ((("Linear",), form),), ("lm_head", *_names(raw, "modules_to_not_convert", "ignored_layers"))
     )
+
+
+def _modelopt(raw: Mapping[str, Any]) -> QuantizationConfig:
+    if raw.get("quant_algo") != "FP8":
+        raise QuantizationError(
+            f"config.json: quantization_config.quant_algo is {raw.get('quant_algo')!r}, expected FP8"
+        )
+    form = WeightFormat("fp8", 8, "float", None, activations="fp8", static=True)
+    ignored = (f"re:{fnmatch.translate(each)}" if "*" in each else each for each in _names(raw, "ignore"))
+    return QuantizationConfig(((("Linear",), form),), ("lm_head", *ignored))
 
 
 _COMPRESSED = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
@@ -376,8 +389,8 @@ def _compressed_format(group: Mapping[str, Any]) -> WeightFormat:
         symmetric=bool(weights.get("symmetric", True)),
         activations=activations,
         static=static,
-        reordered=weights.get("actorder") == "group",
+        reordered=weights.get("actorder") in ("group", "dynamic", True),  # the second is another name of the first
     )
 
 
-_PARSERS = {"compressed-tensors": _compressed_tensors, "fp8": _fp8, "gptq": _gptq, "awq": _awq}
+_PARSERS = {"compressed-tensors": _compressed_tensors, "fp8": _fp8, "gptq": _gptq, "awq": _awq, "modelopt": _modelopt}

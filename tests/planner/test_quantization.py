@@ -26,6 +26,7 @@ def parsed(**raw: Any) -> QuantizationConfig:
             "fp8/float8/128x128/fp8-activations",
         ),
         ({"quant_method": "fp8"}, "fp8/float8/tensor/fp8-activations"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8/float8/tensor/fp8-activations"),
         ({"quant_method": "mxfp4"}, "mxfp4/float4/1x32"),
     ],
 )
@@ -59,12 +60,29 @@ def test_each_module_has_the_first_format_that_names_it_unless_it_is_ignored() -
 
 
 @pytest.mark.parametrize(
+    "raw",
+    [
+        {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {r"-:.*\.1\.mlp\.gate$": {}}},
+        {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["*.1.mlp.gate*"]},
+        {"quant_method": "fp8", "modules_to_not_convert": ["model.layers.1.mlp.gate"]},
+    ],
+)
+def test_modules_are_left_out_by_the_expressions_of_each_method(raw: dict[str, Any]) -> None:
+    config = parsed(**raw)
+    assert config.format_of("model.layers.1.mlp.gate") is None
+    assert config.format_of("lm_head") is None
+    assert config.format_of("model.layers.0.mlp.gate") is config.format_of("model.layers.1.mlp.up_proj") is not None
+
+
+@pytest.mark.parametrize(
     ("raw", "message"),
     [
         ({"quant_method": "bitsandbytes"}, "quantised by 'bitsandbytes', supported are"),
         ({"quant_method": "awq", "bits": 4, "group_size": 100}, "group_size is 100, expected a multiple of 8"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"blocks of \[128\], expected two sizes"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt is 'e5m2', expected e4m3"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo is 'NVFP4', expected FP8"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*down.*": {"bits": 8}}}, "dynamic differs by layer"),
         ({"quant_method": "compressed-tensors"}, "has no config_groups"),
         (
             {"quant_method": "compressed-tensors", "format": "marlin-24", "config_groups": {"a": {"weights": INT4}}},

@@ -275,6 +275,42 @@ def test_a_file_is_opened_a_few_times_however_many_tensors_it_has(
 
 
 @both_codes
+@pytest.mark.parametrize(
+    ("method", "names"),
+    [
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, {}),
+        (
+            {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
+            {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"},
+        ),
+    ],
+    ids=["Model Optimizer", "Ministral 3"],
+)
+def test_fp8_with_one_scale_is_read_as_it_is_published(
+    tmp_path: Path, code: Implementation, method: dict[str, Any], names: dict[str, str]
+) -> None:
+    quantized, _ = write_both(tmp_path, FORMATS["fp8, one scale"])
+    expected = logits(Checkpoint.open(quantized, code).load(torch.float32, CPU, "stored"))
+    tensors = load_file(quantized / "model.safetensors")
+    renamed = {".".join(names.get(part, part) for part in name.split(".")): each for name, each in tensors.items()}
+    published = write(tmp_path / "published", renamed, quantization_config=method)
+    assert torch.equal(logits(Checkpoint.open(published, code).load(torch.float32, CPU, "stored")), expected)
+    counted = [ModelShape.from_folder(folder).weights_bytes("float32", "stored") for folder in (published, quantized)]
+    assert counted[0] == counted[1]
+
+
+def test_block_scales_may_be_powers_of_two_in_8_bits(tmp_path: Path) -> None:
+    quantized, _ = write_both(tmp_path, FORMATS["fp8 blocks"])
+    tensors = load_file(quantized / "model.safetensors")
+    scales = {name: each.to(torch.float8_e8m0fnu) for name, each in tensors.items() if name.endswith("scale_inv")}
+    save_file(tensors | scales, quantized / "model.safetensors", {"format": "pt"})
+    model = Checkpoint.open(quantized).load(torch.float32, CPU, "dense")
+    values, scale = tensors[f"{Q_PROJ}.weight"].float(), scales[f"{Q_PROJ}.weight_scale_inv"].float()
+    expected = values * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    assert torch.equal(model.layers[1].attention.qkv.weight[:256], expected)  # type: ignore[union-attr]
+
+
+@both_codes
 def test_scales_of_a_quantised_cache_are_left_out(tmp_path: Path, code: Implementation) -> None:
     quantized, _ = write_both(tmp_path, FORMATS["fp8 static"])
     expected = logits(Checkpoint.open(quantized, code).load(torch.float32, CPU, "stored"))

@@ -110,12 +110,15 @@ def _read_values(form: WeightFormat, tensors: _Tensors, shape: tuple[int, int]) 
     if form.rows is None:
         scales = tensors.take(scale_name, (1, 1), _FLOATS).expand(outputs, 1)
     else:
-        scales = tensors.take(scale_name, (-(-outputs // rows), groups), _FLOATS)
+        scales = tensors.take(scale_name, (-(-outputs // rows), groups), (*_FLOATS, torch.float8_e8m0fnu))
+        if scales.dtype == torch.float8_e8m0fnu:  # of 8 bits, powers of two
+            scales = scales.float()
     if form.reordered:
         order, values = _sorted(tensors.take("weight_g_idx", (inputs,)), values, form, tensors)
     input_scale = None
     if form.static and form.activations == "fp8":  # of integers each row gets its own scale, which is more exact
-        input_scale = tensors.take("input_scale", (1,), _FLOATS).float()
+        name = "activation_scale" if "activation_scale" in tensors else "input_scale"  # Mistral's name, and all others'
+        input_scale = tensors.take(name, (1,), _FLOATS).float()
     return QuantizedWeight(
         values.contiguous(),
         scales.contiguous(),
