@@ -130,6 +130,13 @@ ENCODERS: Mapping[str, EncoderFamily] = {family.name: family for family in _ALL}
 """By `model_type`."""
 
 
+def is_encoder(config: Mapping[str, Any]) -> bool:
+    """Whether a parsed config.json is an encoder's, or of a decoder that was trained to be one (EmbeddingGemma)."""
+    model_type = config.get("model_type")
+    is_bidirectional = model_type == "gemma3_text" and config.get("use_bidirectional_attention") is True
+    return is_bidirectional or (isinstance(model_type, str) and model_type in ENCODERS)
+
+
 def count_parameters(family: EncoderFamily, sizes: EncoderSizes) -> int:
     """All parameters of the encoder and its pooler; a cross-encoder's head is about as large as the pooler."""
     hidden, inner = sizes.hidden_size, sizes.intermediate_size

@@ -11,6 +11,7 @@ from typing import Any
 
 from llmservice_planner.block_groups import BlockGroups
 from llmservice_planner.checkpoint import StoredTensor, WeightCounts, has_head, read_tensors, weights_bytes
+from llmservice_planner.encoders import is_encoder
 from llmservice_planner.families import FAMILIES
 from llmservice_planner.model_config import ShapeError, read_config, shape_fields
 from llmservice_planner.quantization import (
@@ -124,7 +125,13 @@ class ModelShape:
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
         """From a parsed Hugging Face `config.json`. Raises `ShapeError`."""
-        return cls(**shape_fields(config))
+        shape = cls(**shape_fields(config))
+        if is_encoder(config) and not shape.is_encoder:  # EmbeddingGemma; behind its pooling are two dense layers
+            dense = 2 * shape.hidden_size * 4 * shape.hidden_size
+            return replace(
+                shape, encoder_parameters=shape.num_parameters + dense, sliding_window=None, sliding_layers=0
+            )
+        return shape
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelShape:

@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from llmservice_planner.encoders import ENCODERS
+from llmservice_planner.shape import ModelShape
 from llmservice_server.engine.config import EngineConfig, Pooling
 from llmservice_server.runtime.encoders import EncoderEngine, load_encoder
 from llmservice_server.types.errors import StartError
@@ -198,6 +199,44 @@ def _write_module(folder: Path, name: str) -> None:
     (folder / "modules.json").write_text(json.dumps([{"type": f"sentence_transformers.models.{name}"}]))
 
 
+def _write_dense(folder: Path, inputs: int, outputs: int, activation: str = "Identity") -> torch.Tensor:
+    """A module of sentence-transformers behind the pooling; returns its weight."""
+    path, weight = folder / f"{outputs}_Dense", torch.randn(outputs, inputs) * 0.2
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({"activation_function": f"torch.nn.modules.{activation}"}))
+    save_file({"linear.weight": weight}, path / "model.safetensors")
+    modules = folder / "modules.json"
+    entries = json.loads(modules.read_text()) if modules.exists() else []
+    entries.append({"type": "sentence_transformers.models.Dense", "path": path.name})
+    modules.write_text(json.dumps(entries))
+    return weight
+
+
+def test_embeddinggemma_is_an_encoder_with_dense_layers(tmp_path: Path) -> None:
+    """A Gemma 3 whose tokens see those after them; its vectors go through two layers."""
+    torch.manual_seed(5)
+    sizes = SMALL | {
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "sliding_window": 16,
+        "use_bidirectional_attention": True,
+    }
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    model = AutoModel.from_config(CONFIG_MAPPING["gemma3_text"](**sizes, layer_types=kinds, initializer_range=0.3))
+    model.eval().save_pretrained(tmp_path)
+    _write_tokenizer(tmp_path)
+    first, second = (_write_dense(tmp_path, *each).numpy() for each in ((48, 4 * 48), (4 * 48, 48)))
+    engine, inputs = _load(tmp_path), _inputs()
+    for ids, vector in zip(inputs, _vectors(engine, inputs), strict=True):
+        with torch.inference_mode():
+            states = model(torch.tensor([ids])).last_hidden_state[0].numpy()
+        assert np.allclose(vector, second @ first @ states.mean(axis=0), atol=1e-4)
+    shape = ModelShape.from_folder(tmp_path)
+    assert shape.is_encoder
+    assert engine.ready.memory_bytes["weights"] == pytest.approx(shape.weights_bytes("float32"), rel=0.01)
+    assert (engine.ready.task, engine.ready.embedding_size) == ("embed", 48)
+
+
 _QUERY = "encoder.layer.1.attention.self.query.weight"
 BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "a missing tensor": (
@@ -234,7 +273,9 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a wrong size": (lambda folder: _edit_config(folder, hidden_size=-1), "hidden_size is -1, expected"),
     "a wrong value": (lambda folder: _edit_config(folder, hidden_act=7), "config.json"),
-    "a dense layer": (lambda folder: _write_module(folder, "Dense"), "modules.json names Dense"),
+    "another module": (lambda folder: _write_module(folder, "LSTM"), "modules.json names LSTM"),
+    "a dense layer of another size": (lambda folder: _write_dense(folder, 32, 8), "no dense layer for 48 numbers"),
+    "an activation": (lambda folder: _write_dense(folder, 48, 8, "GELU"), "activation_function is GELU, expected"),
     "no file of its pooling": (lambda folder: _write_module(folder, "Pooling"), "set --pooling"),
 }
 

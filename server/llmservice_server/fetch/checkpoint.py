@@ -14,7 +14,9 @@ from llmservice_server.fetch.progress import Progress
 from llmservice_server.fetch.source import FetchError, RetryableError, Source, retrying
 
 _PATTERNS = ("*.safetensors", "*.json", "*.jinja")  # weights, configurations and tokenizer, chat template
-_IN_FOLDERS = ("1_Pooling/config.json", "additional_chat_templates/tool_use.jinja")
+_IN_FOLDERS = re.compile(
+    r"1_Pooling/config\.json|\d_Dense/(config\.json|model\.safetensors)|additional_chat_templates/tool_use\.jinja"
+)
 """How sentence-transformers makes an embedding; the chat template of requests with tools."""
 _ORIGINAL = "consolidated*.safetensors"  # the same weights again, in their authors' own layout
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
@@ -53,7 +55,7 @@ def needed(names: Iterable[str], *, adapter: bool = False) -> list[str]:
     found = sorted(name for name in names if _plain(name) and any(fnmatch.fnmatchcase(name, one) for one in _PATTERNS))
     others = [name for name in found if not fnmatch.fnmatchcase(name, _ORIGINAL)]
     chosen = others if any(name.endswith(".safetensors") for name in others) else found
-    return [*(name for name in _IN_FOLDERS if name in names), *chosen]
+    return [*sorted(filter(_IN_FOLDERS.fullmatch, names)), *chosen]
 
 
 def _plain(name: str) -> bool:
@@ -145,8 +147,8 @@ def _copy_folder(path: str, directory: Path, *, adapter: bool) -> list[str]:
     if not source.is_dir():
         what = "an adapter" if adapter else "a checkpoint"
         raise FetchError(f"{source} is no folder: expected one that holds {what}")
-    in_folders = [name for name in _IN_FOLDERS if (source / name).is_file()]
-    names = needed([*in_folders, *(file.name for file in source.iterdir() if file.is_file())], adapter=adapter)
+    files = (file for pattern in ("*", "*/*") for file in source.glob(pattern) if file.is_file())
+    names = needed((file.relative_to(source).as_posix() for file in files), adapter=adapter)
     _require_servable(f"file://{path}", names, adapter=adapter)
     directory.mkdir(parents=True, exist_ok=True)
     for name in names:

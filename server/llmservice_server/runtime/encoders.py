@@ -14,8 +14,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 
-from llmservice_planner.encoders import ENCODER_BATCH, ENCODERS
+from llmservice_planner import encoders
+from llmservice_planner.encoders import ENCODER_BATCH
 from llmservice_planner.explanation import format_bytes
 from llmservice_planner.overhead import PROCESS_BYTES, activation_bytes
 from llmservice_planner.shape import ModelShape, ShapeError
@@ -44,14 +46,16 @@ _WARM_UP_TOKENS = 16
 _CROSS_ENCODER = "ForSequenceClassification"
 _EMBEDS = ("Model", "ForMaskedLM", "ForPreTraining")
 """What the names of architectures end with whose encoder gives embeddings; heads of pre-training are left out."""
-_MODULES = {"Transformer", "Pooling", "Normalize"}
+_MODULES = {"Transformer", "Pooling", "Dense", "Normalize"}
 """Of sentence-transformers; others change the vectors."""
+_ACTIVATIONS = {"Identity": torch.nn.Identity(), "Tanh": torch.nn.Tanh()}
+"""Of its dense layers."""
 
 
 def is_encoder(folder: Path) -> bool:
     """Whether config.json names an encoder family. Raises `ModelLoadError` where it is no JSON object."""
     path = folder / "config.json"
-    return path.is_file() and read_json_object(path).get("model_type") in ENCODERS
+    return path.is_file() and encoders.is_encoder(read_json_object(path))
 
 
 def encoder_task(architectures: Sequence[str]) -> Task:
@@ -73,29 +77,62 @@ class VectorFormat:
 
     pooling: Pooling
     normalize: bool
+    dense: torch.nn.Sequential
+    """Layers that the pooled states go through, in float32, as they are."""
 
     @classmethod
-    def of(cls, folder: Path, wanted: Pooling) -> VectorFormat:
+    def of(cls, folder: Path, wanted: Pooling, size: int) -> VectorFormat:
         """As sentence-transformers' files of the checkpoint say; without them the mean, of length 1.
+
+        size: numbers in a state.
 
         Raises `ModelLoadError` for modules and poolings that are not computed here.
         """
-        modules = _modules(folder)
+        entries = _modules(folder)
+        modules = [kind for kind, _ in entries]
         if unknown := sorted(set(modules) - _MODULES):
             raise ModelLoadError(
                 f"modules.json names {', '.join(unknown)}, expected only {', '.join(sorted(_MODULES))}: "
                 "the server does not compute the others, choose another checkpoint"
             )
         pooling = checkpoint_pooling(folder, "Pooling" in modules) if wanted == "auto" else wanted
-        return cls(pooling or "mean", normalize=not modules or "Normalize" in modules)
+        dense = torch.nn.Sequential()
+        for path in [path for kind, path in entries if kind == "Dense"]:
+            layer, activation = _dense(folder / path, size)
+            dense.extend((layer, activation))
+            size = layer.out_features
+        return cls(pooling or "mean", not modules or "Normalize" in modules, dense)
 
 
-def _modules(folder: Path) -> list[str]:
+def _dense(folder: Path, size: int) -> tuple[torch.nn.Linear, torch.nn.Module]:
+    """A dense layer of sentence-transformers for `size` numbers, and its activation. Raises `ModelLoadError`."""
+    settings, weights = read_json_object(folder / "config.json"), folder / "model.safetensors"
+    name = str(settings.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(".")[2]
+    if name not in _ACTIVATIONS:
+        raise ModelLoadError(
+            f"{folder}: activation_function is {name}, expected {' or '.join(_ACTIVATIONS)}: choose another checkpoint"
+        )
+    try:
+        tensors = {key.removeprefix("linear."): tensor.float() for key, tensor in load_file(weights).items()}
+        layer = torch.nn.Linear(size, len(tensors["weight"]), "bias" in tensors)
+        layer.load_state_dict(tensors)
+    except (OSError, SafetensorError, KeyError, TypeError, RuntimeError) as error:
+        raise ModelLoadError(
+            f"{weights} is no dense layer for {size} numbers ({_first_line(error)}): fetch it again"
+        ) from error
+    return layer.requires_grad_(requires_grad=False), _ACTIVATIONS[name]
+
+
+def _modules(folder: Path) -> list[tuple[str, str]]:
+    """The kind of each, and its folder."""
     path = folder / "modules.json"
     if not path.exists():
         return []
     try:
-        return [str(module["type"]).rpartition(".")[2] for module in json.loads(path.read_text(encoding="utf-8"))]
+        return [
+            (str(module["type"]).rpartition(".")[2], str(module.get("path", "")))
+            for module in json.loads(path.read_text(encoding="utf-8"))
+        ]
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise ModelLoadError(
             f"{path} is no list of sentence-transformers' modules ({error}): fetch it again"
@@ -116,7 +153,9 @@ class EncoderModel:
     @property
     def size(self) -> int:
         """Numbers in a vector: the model's width, or 1 for a cross-encoder."""
-        return 1 if self._format is None else int(self._model.config.hidden_size)
+        dense = () if self._format is None else self._format.dense
+        sizes = [layer.out_features for layer in dense if isinstance(layer, torch.nn.Linear)]
+        return 1 if self._format is None else [int(self._model.config.hidden_size), *sizes][-1]
 
     @torch.inference_mode()
     def embed(self, inputs: Sequence[Sequence[int]], type_ids: Sequence[Sequence[int]] = ()) -> torch.Tensor:
@@ -129,7 +168,7 @@ class EncoderModel:
         if self._format is None:
             logits: torch.Tensor = output.logits.float().cpu()
             return logits
-        vectors = pool(output.last_hidden_state, lengths, self._format.pooling)
+        vectors = self._format.dense(pool(output.last_hidden_state, lengths, self._format.pooling))
         return (F.normalize(vectors, dim=-1) if self._format.normalize else vectors).cpu()
 
     def embed_by_piece(
@@ -205,14 +244,15 @@ def load_encoder(config: EngineConfig) -> EncoderEngine:
     folder, shape = config.model, _shape(config.model)
     longest = _longest(shape, config)
     task = encoder_task(read_json_object(folder / "config.json").get("architectures") or [])
-    vector_format = VectorFormat.of(folder, config.pooling) if task == "embed" else None
+    vector_format = VectorFormat.of(folder, config.pooling, shape.hidden_size) if task == "embed" else None
     device = choose_device(config)
     dtype = shape.dtype if config.dtype == "auto" else config.dtype
     batch_tokens = max(longest, _step_tokens(config, device))
     memory_bytes = _memory_bytes(config, shape, device, dtype, batch_tokens)
     try:
         loaded = _load(folder, task, getattr(torch, dtype)).to(device)
-        memory_bytes["weights"] = sum(each.nbytes for each in loaded.parameters())
+        dense = [] if vector_format is None else [*vector_format.dense.to(device).parameters()]
+        memory_bytes["weights"] = sum(each.nbytes for each in (*loaded.parameters(), *dense))
         model = EncoderModel(loaded, vector_format)
         _warm_up(model, longest if device.type == "cuda" else min(_WARM_UP_TOKENS, longest), batch_tokens, device)
     except torch.OutOfMemoryError as error:
