@@ -342,6 +342,8 @@ def _compressed_tensors(raw: Mapping[str, Any]) -> QuantizationConfig:
     groups = raw.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise QuantizationError("config.json: quantization_config has no config_groups")
+    if raw.get("transform_config"):
+        raise QuantizationError("config.json: quantization_config.transform_config rotates activations: not supported")
     formats = []
     for name, group in groups.items():
         if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):

@@ -85,6 +85,15 @@ def test_modules_are_left_out_by_the_expressions_of_each_method(raw: dict[str, A
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*down.*": {"bits": 8}}}, "dynamic differs by layer"),
         ({"quant_method": "compressed-tensors"}, "has no config_groups"),
         (
+            {
+                "quant_method": "compressed-tensors",
+                "transform_config": {"config_groups": {"R4": {}}},
+                "format": "pack-quantized",
+                "config_groups": {"a": {"weights": INT4}},
+            },
+            "transform_config rotates activations",
+        ),
+        (
             {"quant_method": "compressed-tensors", "format": "marlin-24", "config_groups": {"a": {"weights": INT4}}},
             "format is 'marlin-24', expected one of int-quantized",
         ),

@@ -168,7 +168,7 @@ async def test_when_the_engine_is_killed_everybody_hears_of_it_within_a_second(
     server = start_server("--max-num-seqs", "8").wait_until_ready()
     engine = _child(server.process.pid)
     async with aiohttp.ClientSession(timeout=NO_TIMEOUT, connector=aiohttp.TCPConnector(limit=0)) as session:
-        kinds = [_ask(max_tokens=480), _ask(max_tokens=480, stream=False)] * 60
+        kinds = [_ask(max_tokens=480), _ask(max_tokens=480, stream=False)] * 36
         waiting = [asyncio.create_task(_send(session, f"{server.url}/v1/completions", kind)) for kind in kinds]
         body = {"model": "tiny", "input": ["a " * 200] * 500}
         waiting += [asyncio.create_task(_send(session, f"{server.url}/v1/embeddings", body)) for _ in range(4)]
