@@ -173,7 +173,7 @@ def _unknown(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, An
         found["layer_types"] = _layer_types(text)
     layer_types = found["layer_types"]
     kinds = {*map(str, layer_types)} if isinstance(layer_types, list) else set()
-    kinds -= {"full_attention", "sliding_attention"}
+    kinds -= {"full_attention", "sliding_attention", "attention"}  # the last one is Granite 4's name of the first
     missing = [key for key in UNKNOWN_KEYS if found[key] is None]
     if missing or kinds or config.get("is_encoder_decoder"):
         problem = f"has layers of {', '.join(sorted(kinds))}" if kinds else "is no decoder-only model"

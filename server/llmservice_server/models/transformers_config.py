@@ -85,7 +85,7 @@ def examine(folder: Path) -> TransformersConfig:
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
     if model_class is None:
         raise unserved(name, "transformers has no decoder-only language model for it")
-    if getattr(model_class, "_is_stateful", False):
+    if _is_stateful(model_class) and {*(getattr(text, "layer_types", None) or ())} != {"full_attention"}:
         raise unserved(name, "it keeps recurrent state between tokens, not keys and values")
     calls = _calls(model_class, text, name)
     kinds = _heads_by_kind(calls)
@@ -114,6 +114,11 @@ def examine(folder: Path) -> TransformersConfig:
         quantization=quantization_of(json.loads((folder / "config.json").read_text(encoding="utf-8"))),
         num_extra_layers=further if isinstance(further := getattr(text, "num_nextn_predict_layers", 0), int) else 0,
     )
+
+
+def _is_stateful(model_class: Any) -> bool:
+    """Whether its layers may keep recurrent state; those of Granite 4's small models do not."""
+    return bool(getattr(model_class, "_is_stateful", False))
 
 
 def _is_of_transformers(architecture: str, model_type: str) -> bool:
@@ -175,7 +180,8 @@ def _calls(model_class: Any, text: Any, name: str) -> list[Call]:
             pass_latents(model)
             tokens = torch.zeros(1, 3, dtype=torch.long)
             places = torch.arange(3)[None]
-            model(input_ids=tokens, attention_mask=torch.ones_like(tokens), position_ids=places, use_cache=False)
+            mask = None if _is_stateful(model_class) else torch.ones_like(tokens)  # their code looks at its numbers
+            model(input_ids=tokens, attention_mask=mask, position_ids=places, use_cache=False)
     except ModelLoadError as error:
         raise unserved(name, str(error)) from error
     except Exception as error:  # of code that was written for other attention
