@@ -152,7 +152,6 @@ OTHERS = {
             "num_experts_per_tok": 0,
             "shared_intermediate_size": 80,
             "mamba_n_heads": 8,
-            "mamba_d_head": 12,
             "position_embedding_type": "rope",
             **PADDING,
             "layer_types": ["attention"] * 3,

@@ -381,6 +381,7 @@ LARGER_WHERE_SET = {
     "qk_nope_head_dim": 64,
     "qk_rope_head_dim": 64,
     "hidden_size_per_layer_input": 128,
+    "shared_intermediate_size": 384,
 }
 
 
