@@ -28,7 +28,8 @@ class EncoderFamily:
     pooler: bool = True
     qkv_bias: bool = True
     output_biases: bool = True
-    """Of the attention's output, the MLP and the norms, where config.json says nothing of them."""
+    """Of the attention's output and the MLP, where config.json says nothing of them."""
+    norm_biases: bool = True
     gated_mlp: bool = False
 
 
@@ -110,6 +111,16 @@ _ALL = (
         pooler=False,
         qkv_bias=False,
         output_biases=False,
+        norm_biases=False,
+        gated_mlp=True,
+    ),
+    EncoderFamily(  # as published it has GPT-2's keys, which transformers does not read either: the defaults hold
+        "nomic_bert",
+        {**_BERT, "vocab_size": 30528, "max_position_embeddings": 2048},
+        learned_positions=False,
+        pooler=False,
+        qkv_bias=False,
+        output_biases=False,
         gated_mlp=True,
     ),
     EncoderFamily(
@@ -130,18 +141,27 @@ ENCODERS: Mapping[str, EncoderFamily] = {family.name: family for family in _ALL}
 """By `model_type`."""
 
 
+CLASSIFIER = "ForSequenceClassification"
+"""What the names of architectures end with that score a text, or a pair of texts, instead of generating."""
+
+
 def is_encoder(config: Mapping[str, Any]) -> bool:
-    """Whether a parsed config.json is an encoder's, or of a decoder that was trained to be one (EmbeddingGemma)."""
-    model_type = config.get("model_type")
+    """Whether a parsed config.json is an encoder's, or of a decoder that was trained to embed or to score.
+
+    These are EmbeddingGemma, and rerankers such as Qwen3's; they generate nothing, and need no KV cache.
+    """
+    model_type, architectures = config.get("model_type"), config.get("architectures")
     is_bidirectional = model_type == "gemma3_text" and config.get("use_bidirectional_attention") is True
-    return is_bidirectional or (isinstance(model_type, str) and model_type in ENCODERS)
+    first = architectures[0] if isinstance(architectures, list) and architectures else ""
+    scores = str(first).endswith(CLASSIFIER)
+    return is_bidirectional or scores or (isinstance(model_type, str) and model_type in ENCODERS)
 
 
 def count_parameters(family: EncoderFamily, sizes: EncoderSizes) -> int:
     """All parameters of the encoder and its pooler; a cross-encoder's head is about as large as the pooler."""
     hidden, inner = sizes.hidden_size, sizes.intermediate_size
     biases = family.output_biases
-    norm = hidden * (1 + biases)
+    norm = hidden * (1 + family.norm_biases)
     attention = 4 * hidden * hidden + 3 * hidden * family.qkv_bias + hidden * biases
     mlp = (3 if family.gated_mlp else 2) * hidden * inner + hidden * biases
     mlp += inner * biases * (not family.gated_mlp)
@@ -153,6 +173,6 @@ def count_parameters(family: EncoderFamily, sizes: EncoderSizes) -> int:
 def _embeddings(family: EncoderFamily, sizes: EncoderSizes) -> int:
     width = sizes.embedding_size or sizes.hidden_size
     rows = sizes.vocab_size + sizes.positions * family.learned_positions + sizes.token_types * family.token_types
-    norm = width * (1 + family.output_biases)
+    norm = width * (1 + family.norm_biases)
     projection = (width + 1) * sizes.hidden_size if width != sizes.hidden_size else 0
     return rows * width + norm + projection + sizes.relative_positions

@@ -126,12 +126,12 @@ class ModelShape:
     def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
         """From a parsed Hugging Face `config.json`. Raises `ShapeError`."""
         shape = cls(**shape_fields(config))
-        if is_encoder(config) and not shape.is_encoder:  # EmbeddingGemma; behind its pooling are two dense layers
-            dense = 2 * shape.hidden_size * 4 * shape.hidden_size
-            return replace(
-                shape, encoder_parameters=shape.num_parameters + dense, sliding_window=None, sliding_layers=0
-            )
-        return shape
+        if not is_encoder(config) or shape.is_encoder:
+            return shape
+        headless = replace(shape, tie_word_embeddings=True, sliding_window=None, sliding_layers=0)
+        # Behind EmbeddingGemma's pooling are two dense layers; a classifier has a row for its one label.
+        more = 8 * shape.hidden_size**2 if config.get("use_bidirectional_attention") else shape.hidden_size
+        return replace(headless, encoder_parameters=headless.num_parameters + more)
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelShape:

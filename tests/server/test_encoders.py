@@ -52,6 +52,7 @@ FAMILIES: dict[str, dict[str, Any]] = {  # by `model_type`, what differs from `S
     "electra": {"embedding_size": 24},
     "mpnet": AFTER_PADDING,
     "modernbert": IDS | {"local_attention": 16},
+    "nomic_bert": {},
     "gte": {},
 }
 
@@ -235,6 +236,24 @@ def test_embeddinggemma_is_an_encoder_with_dense_layers(tmp_path: Path) -> None:
     assert shape.is_encoder
     assert engine.ready.memory_bytes["weights"] == pytest.approx(shape.weights_bytes("float32"), rel=0.01)
     assert (engine.ready.task, engine.ready.embedding_size) == ("embed", 48)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_a_decoder_that_scores_pairs_is_an_encoder(tmp_path: Path, family: str) -> None:
+    """As Qwen3-Reranker is published for classification: the state of a pair's last token is scored."""
+    torch.manual_seed(5)
+    sizes = SMALL | {"num_key_value_heads": 2, "head_dim": 16, "pad_token_id": None, "eos_token_id": 1}
+    config = CONFIG_MAPPING[family](**sizes, num_labels=1, initializer_range=0.3)
+    model = AutoModelForSequenceClassification.from_config(config).eval()
+    model.save_pretrained(tmp_path)
+    _write_tokenizer(tmp_path)
+    engine, inputs = _load(tmp_path), _inputs()
+    for ids, logit in zip(inputs, _vectors(engine, inputs), strict=True):
+        with torch.inference_mode():
+            assert logit == pytest.approx(model(torch.tensor([ids])).logits[0].numpy(), abs=2e-5)
+    shape = ModelShape.from_folder(tmp_path)
+    assert engine.ready.memory_bytes["weights"] == pytest.approx(shape.weights_bytes("float32"), rel=0.01)
+    assert (engine.ready.task, shape.is_encoder) == ("score", True)
 
 
 _QUERY = "encoder.layer.1.attention.self.query.weight"

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from llmservice_planner import encoders
-from llmservice_planner.encoders import ENCODER_BATCH
+from llmservice_planner.encoders import CLASSIFIER, ENCODER_BATCH
 from llmservice_planner.explanation import format_bytes
 from llmservice_planner.overhead import PROCESS_BYTES, activation_bytes
 from llmservice_planner.shape import ModelShape, ShapeError
@@ -43,7 +43,6 @@ from llmservice_server.types.messages import (
 
 _LOG = logging.getLogger(__name__)
 _WARM_UP_TOKENS = 16
-_CROSS_ENCODER = "ForSequenceClassification"
 _EMBEDS = ("Model", "ForMaskedLM", "ForPreTraining")
 """What the names of architectures end with whose encoder gives embeddings; heads of pre-training are left out."""
 _MODULES = {"Transformer", "Pooling", "Dense", "Normalize"}
@@ -61,13 +60,13 @@ def is_encoder(folder: Path) -> bool:
 def encoder_task(architectures: Sequence[str]) -> Task:
     """Raises `ModelLoadError` for an architecture whose head computes something else."""
     name = architectures[0] if architectures else "Model"
-    if name.endswith(_CROSS_ENCODER):
+    if name.endswith(CLASSIFIER):
         return "score"
     if name.endswith(_EMBEDS) and not name.endswith("LMHeadModel"):
         return "embed"
     raise ModelLoadError(
         f"config.json: architectures is {name}, expected an encoder for embeddings (BertModel, XLMRobertaModel, "
-        f"BertForMaskedLM, …) or a cross-encoder (Bert{_CROSS_ENCODER}, …): choose such a checkpoint"
+        f"BertForMaskedLM, …) or a cross-encoder (Bert{CLASSIFIER}, …): choose such a checkpoint"
     )
 
 
@@ -388,6 +387,9 @@ def _load(folder: Path, task: Task, dtype: torch.dtype) -> Any:
     except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
         raise ModelLoadError(f"{folder} cannot be loaded ({_first_line(error)}): fetch it again") from error
     _check_weights(folder, model, info)
+    if model.config.pad_token_id is None:  # by which a decoder's classifier finds the last token of each text
+        ends = model.config.eos_token_id
+        model.config.pad_token_id = (ends[0] if isinstance(ends, list) and ends else ends) or 0
     if task == "embed" and hasattr(model, "pooler"):
         model.pooler = None  # its output is not read
     return model.eval()
