@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from llmservice_planner.families import find_family
+
 ENCODER_BATCH = 64
 """Inputs that the server computes at once, at most."""
 
@@ -151,10 +153,12 @@ def is_encoder(config: Mapping[str, Any]) -> bool:
     These are EmbeddingGemma, and rerankers such as Qwen3's; they generate nothing, and need no KV cache.
     """
     model_type, architectures = config.get("model_type"), config.get("architectures")
+    if not isinstance(model_type, str):
+        return False
     is_bidirectional = model_type == "gemma3_text" and config.get("use_bidirectional_attention") is True
     first = architectures[0] if isinstance(architectures, list) and architectures else ""
-    scores = str(first).endswith(CLASSIFIER)
-    return is_bidirectional or scores or (isinstance(model_type, str) and model_type in ENCODERS)
+    scores = str(first).endswith(CLASSIFIER) and find_family(model_type) is not None
+    return is_bidirectional or scores or model_type in ENCODERS
 
 
 def count_parameters(family: EncoderFamily, sizes: EncoderSizes) -> int:

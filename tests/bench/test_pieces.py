@@ -60,6 +60,7 @@ def test_a_quantised_mixture_is_loaded_by_both_codes() -> None:
         assert row["tensor_us"] > 0
 
 
+@pytest.mark.slow
 async def test_the_stub_engine_serves_words_through_the_real_http_process() -> None:
     run = await measure_http(num_streams=4, period_s=0.005, seconds=0.5, traced=True)
     assert run.figures["requests_per_s"] > 0

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModel
 
-from llmservice_planner.encoders import ENCODERS
+from llmservice_planner.encoders import ENCODERS, is_encoder
 from llmservice_planner.gpu import GIB, Device, cpu_device, find_gpu
 from llmservice_planner.shape import ModelShape
 from llmservice_planner.sizing import Plan, SizingRequest, plan
@@ -34,6 +34,24 @@ def test_parameters_equal_those_of_the_reference_model(family: str) -> None:
 def test_what_a_config_leaves_out_means_what_it_means_to_transformers(family: str) -> None:
     written = ModelShape.from_config(CONFIG_MAPPING[family]().to_dict())
     assert ModelShape.from_config({"model_type": family}) == written
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"model_type": "qwen3", "architectures": ["Qwen3ForSequenceClassification"]}, True),
+        ({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}, False),
+        ({"model_type": "deberta-v2", "architectures": ["DebertaV2ForSequenceClassification"]}, False),
+        (
+            {"model_type": "gemma3_text", "architectures": ["Gemma3TextModel"], "use_bidirectional_attention": True},
+            True,
+        ),
+        ({"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}, False),
+        ({"architectures": "BertModel"}, False),
+    ],
+)
+def test_decoders_that_embed_or_score_are_encoders(config: dict[str, Any], expected: bool) -> None:
+    assert is_encoder(config) is expected
 
 
 def _plan(device: Device, **settings: Any) -> Plan:

@@ -13,6 +13,8 @@ from harness.simulated_service import Moment, Sample, SimulatedService
 from llmservice_operator.api.resource import LLMService
 from llmservice_operator.sizing import Sized
 
+pytestmark = pytest.mark.slow
+
 HOUR = 3600.0
 AUTOSCALING = {"minReplicas": 2, "maxReplicas": 40, "queueDepth": 4}
 

@@ -16,6 +16,8 @@ from llmservice_operator.scaling.demand import Demand
 from llmservice_operator.scaling.policy import ScalingRules
 from llmservice_operator.sizing import Sized
 
+pytestmark = pytest.mark.slow
+
 REQUEST = Demand(1, 1000, 200)
 SLOTS = 8
 """Of a simulated pod."""
