@@ -331,7 +331,9 @@ def _modelopt(raw: Mapping[str, Any]) -> QuantizationConfig:
             f"config.json: quantization_config.quant_algo is {raw.get('quant_algo')!r}, expected FP8"
         )
     form = WeightFormat("fp8", 8, "float", None, activations="fp8", static=True)
-    ignored = (f"re:{fnmatch.translate(each)}" if "*" in each else each for each in _names(raw, "ignore"))
+    ignored = (
+        f"re:{fnmatch.translate(each)}" if "*" in each else each for each in _names(raw, "ignore", "exclude_modules")
+    )
     return QuantizationConfig(((("Linear",), form),), ("lm_head", *ignored))
 
 

@@ -253,9 +253,10 @@ class ToolCallParser(ABC):
 
     def _is_cut_off(self, rest: str) -> bool:
         """Whether `rest` is the beginning of one more call, or of the syntax between calls."""
-        trigger, start = self._layout.trigger, self._layout.start.strip()
-        begins = rest.startswith(tuple(filter(None, (trigger, start, "{")))) and not (self._end and self._end in rest)
-        return begins or any(part.startswith(rest) for part in (trigger, start, self._tail, self._end))
+        trigger, start = self._layout.trigger, self._layout.start
+        beginnings = (trigger, start if start in self._layout.markers else "", "{")
+        begins = rest.startswith(tuple(filter(None, beginnings))) and not (self._end and self._end in rest)
+        return begins or any(part.startswith(rest) for part in (*beginnings, self._tail, self._end))
 
     def _take_content(self, parsed: Parsed) -> None:
         """Move the content at the beginning of the pending text to `parsed`; the rest belongs to calls."""

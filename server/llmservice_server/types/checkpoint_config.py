@@ -198,7 +198,7 @@ class AdapterConfig(_File):
 
     @property
     def largest_rank(self) -> int:
-        return max(self.r, *(self.rank_pattern or {}).values(), 0)
+        return max([self.r, *(self.rank_pattern or {}).values()])
 
     @property
     def changes_more(self) -> list[str]:

@@ -131,6 +131,7 @@ ANSWERS: list[tuple[str, Beginning, str, str, str, list[tuple[str, str]]]] = [
     ("mistral", "content", '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}, {"name": "now", "arguments": {}}]', "",
      "", [("add", '{"a": 1}'), ("now", "{}")]),
     ("mistral", "content", 'Hi[TOOL_CALLS] [{"name": "now", "arguments": {}}]', "Hi", "", [("now", "{}")]),
+    ("mistral", "content", '[TOOL_CALLS][{"name": "now", "arguments": {}}] [see 1]', "[see 1]", "", [("now", "{}")]),
     ("mistral_args", "content", 'Hi[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]now[CALL_ID]12ab[ARGS]{}', "Hi", "",
      [("add", '{"a": 1}'), ("now", "{}")]),
     ("mistral_args", "content", "[TOOL_CALLS]ad", "[TOOL_CALLS]ad", "", []),
