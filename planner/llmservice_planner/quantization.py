@@ -282,7 +282,8 @@ def _block(value: Any) -> tuple[int, int]:
 
 
 def _gptq(raw: Mapping[str, Any]) -> QuantizationConfig:
-    left_out = [str(rule) for rule in raw.get("dynamic") or ()]
+    rules = raw.get("dynamic") or {}
+    left_out = [str(rule) for rule in rules] if isinstance(rules, Mapping) else [""]
     if not all(rule.startswith("-:") for rule in left_out):
         raise QuantizationError("config.json: quantization_config.dynamic differs by layer, which is not supported")
     version = raw.get("checkpoint_format", "gptq")

@@ -82,6 +82,7 @@ def test_modules_are_left_out_by_the_expressions_of_each_method(raw: dict[str, A
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"blocks of \[128\], expected two sizes"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt is 'e5m2', expected e4m3"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo is 'NVFP4', expected FP8"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": True}, "dynamic differs by layer"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*down.*": {"bits": 8}}}, "dynamic differs by layer"),
         ({"quant_method": "compressed-tensors"}, "has no config_groups"),
         (

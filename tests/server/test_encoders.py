@@ -238,11 +238,14 @@ def test_embeddinggemma_is_an_encoder_with_dense_layers(tmp_path: Path) -> None:
     assert (engine.ready.task, engine.ready.embedding_size) == ("embed", 48)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_a_decoder_that_scores_pairs_is_an_encoder(tmp_path: Path, family: str) -> None:
-    """As Qwen3-Reranker is published for classification: the state of a pair's last token is scored."""
+@pytest.mark.parametrize(("family", "padding"), [("qwen3", 0), ("llama", None)])
+def test_a_decoder_that_scores_pairs_is_an_encoder(tmp_path: Path, family: str, padding: int | None) -> None:
+    """As Qwen3-Reranker is published for classification: the state of a pair's last token is scored.
+
+    Without a token of its own for padding, that is also so where the last one ends a text.
+    """
     torch.manual_seed(5)
-    sizes = SMALL | {"num_key_value_heads": 2, "head_dim": 16, "pad_token_id": None, "eos_token_id": 1}
+    sizes = SMALL | {"num_key_value_heads": 2, "head_dim": 16, "pad_token_id": padding, "eos_token_id": 3}
     config = CONFIG_MAPPING[family](**sizes, num_labels=1, initializer_range=0.3)
     model = AutoModelForSequenceClassification.from_config(config).eval()
     model.save_pretrained(tmp_path)

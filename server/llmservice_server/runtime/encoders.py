@@ -145,7 +145,9 @@ class EncoderModel:
         """`vector_format`: None for a cross-encoder."""
         self._model = model
         self._format = vector_format
-        self._padding = model.config.pad_token_id or 0
+        padding = model.config.pad_token_id
+        self._has_padding = padding is not None and padding >= 0
+        self._padding = padding if self._has_padding else 0
         self._has_token_types = (getattr(model.config, "type_vocab_size", None) or 0) > 1
         self.takes_pairs = vector_format is None
 
@@ -163,6 +165,9 @@ class EncoderModel:
         given["attention_mask"] = self._padded([[1] * length for length in lengths], 0)
         if type_ids and self._has_token_types:
             given["token_type_ids"] = self._padded(type_ids, 0)
+        if self._format is None and not self._has_padding and hasattr(self._model, "score"):
+            states = pool(self._model.base_model(**given).last_hidden_state, lengths, "last")
+            return self._model.score(states.to(self._model.dtype)).float().cpu()  # type: ignore[no-any-return]
         output = self._model(**given)
         if self._format is None:
             logits: torch.Tensor = output.logits.float().cpu()
@@ -387,9 +392,6 @@ def _load(folder: Path, task: Task, dtype: torch.dtype) -> Any:
     except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
         raise ModelLoadError(f"{folder} cannot be loaded ({_first_line(error)}): fetch it again") from error
     _check_weights(folder, model, info)
-    if model.config.pad_token_id is None:  # by which a decoder's classifier finds the last token of each text
-        ends = model.config.eos_token_id
-        model.config.pad_token_id = (ends[0] if isinstance(ends, list) and ends else ends) or 0
     if task == "embed" and hasattr(model, "pooler"):
         model.pooler = None  # its output is not read
     return model.eval()

@@ -53,6 +53,7 @@ class ChatTemplate:
         self._template = environment.from_string(source)
         self._tools_template = self._template if tools_source is None else environment.from_string(tools_source)
         self.source = source + (tools_source or "")
+        # The names that it reads without having set them, which a request may set.
         self.variables = meta.find_undeclared_variables(environment.parse(self.source))
         self._special_tokens = dict(special_tokens)
         self._takes_parts = not self._shows(_PROBE) and self._shows(_as_parts(_PROBE))
