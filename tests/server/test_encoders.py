@@ -238,6 +238,17 @@ def test_embeddinggemma_is_an_encoder_with_dense_layers(tmp_path: Path) -> None:
     assert (engine.ready.task, engine.ready.embedding_size) == ("embed", 48)
 
 
+def test_a_dense_layer_may_have_a_bias_and_an_activation(tmp_path: Path) -> None:
+    """As LaBSE's."""
+    folder = write_checkpoint(tmp_path, "bert")
+    weight, bias = _write_dense(folder, 48, 8, "Tanh"), torch.randn(8)
+    save_file({"linear.weight": weight, "linear.bias": bias}, folder / "8_Dense/model.safetensors")
+    with torch.inference_mode():
+        states = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()(torch.tensor([[2, 9, 3]]))
+    expected = torch.tanh(weight @ states.last_hidden_state[0].mean(0) + bias)
+    assert np.allclose(_vectors(_load(folder), [[2, 9, 3]])[0], expected.numpy(), atol=1e-5)
+
+
 @pytest.mark.parametrize(("family", "padding"), [("qwen3", 0), ("llama", None)])
 def test_a_decoder_that_scores_pairs_is_an_encoder(tmp_path: Path, family: str, padding: int | None) -> None:
     """As Qwen3-Reranker is published for classification: the state of a pair's last token is scored.
